@@ -1,0 +1,403 @@
+"""Plan -> Build: one visible loop over the stages.
+
+At each stage the trunk does its part, then the techniques of that stage act, in name order. What a
+technique touched is found by comparing the sockets before and after, not by believing it; touching
+a socket that it did not declare is a bug in the technique.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headrace.core.errors import ConfigError, RunError, UnsupportedError
+from headrace.core.ledger import Ledger
+from headrace.core.plan import Plan
+from headrace.core.technique import Context, Stage, Technique, Unsupported, check_claims
+from headrace.data.ingest import Prepared
+from headrace.data.loader import Loader
+from headrace.data.rows import Cut, Packer
+from headrace.model.adapter import load_pretrained
+from headrace.model.count import trunk_ledger
+from headrace.model.decoder import Decoder, trunk_parts
+from headrace.model.head import cross_entropy, with_terms
+from headrace.model.init import random_source
+from headrace.optim.adamw import clip_gradients, make_adamw
+from headrace.optim.schedule import learning_rate
+from headrace.parallel.world import World
+from headrace.sockets import COMPOSED, OWNED, Build, Pass, Route
+
+
+def choose_device(plan: Plan) -> torch.device:
+    """The plan's device, or the best that is here.
+
+    Raises:
+        UnsupportedError: the device that is asked for is not here.
+    """
+    here = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    name = plan.device
+    if name == "auto":
+        name = next(d for d in ("cuda", "mps", "cpu") if here[d])
+    if not here[name]:
+        raise UnsupportedError(
+            f"device = {name!r} was asked for and torch {torch.__version__} finds none here",
+            "device=auto",
+        )
+    return torch.device(name)
+
+
+def make_context(plan: Plan, device: torch.device) -> Context:
+    """What techniques may ask about the place where the plan runs."""
+    cuda = device.type == "cuda"
+    precision = plan.model.precision
+    if precision == "auto":
+        precision = "bf16" if cuda else "fp32"
+    major, minor = torch.__version__.split(".")[:2]
+    return Context(
+        plan=plan,
+        device=device.type,
+        device_name=torch.cuda.get_device_name(device) if cuda else device.type,
+        capability=torch.cuda.get_device_capability(device) if cuda else None,
+        torch=(int(major), int(minor)),
+        has_triton=_importable("triton"),
+        has_compiler=_has_compiler(),
+        ranks=plan.mesh.data,
+        precision=precision,
+    )
+
+
+def _importable(name: str) -> bool:
+    from importlib.util import find_spec
+
+    return find_spec(name) is not None
+
+
+def _has_compiler() -> bool:
+    import shutil
+
+    return any(shutil.which(c) for c in ("c++", "g++", "clang++", "cl"))
+
+
+def check_supported(techniques: list[Technique[Any]], context: Context) -> None:
+    """Ask every technique whether it can run here.
+
+    Raises:
+        UnsupportedError: the first that cannot, with its reason and remedy.
+        ConfigError: two of them own one socket, or exclude each other.
+    """
+    check_claims(techniques)
+    for technique in techniques:
+        answer = technique.supports(context)
+        if isinstance(answer, Unsupported):
+            name = technique.name()
+            raise UnsupportedError(
+                f"{name} was asked for and cannot run here: {answer.reason}",
+                f"{answer.remedy} (or --without {name})",
+            )
+
+
+def predict(plan: Plan, context: Context) -> Ledger:
+    """The trunk's ledger with every technique's edits, in stage order. Pure."""
+    ledger = trunk_ledger(
+        plan.model,
+        rows=plan.micro_rows,
+        length=plan.data.sequence_length,
+        precision=context.precision,
+        device=context.device,
+    )
+    for technique in sorted(plan.techniques.values(), key=lambda t: t.stage):
+        ledger = technique.predict(ledger)
+    return ledger
+
+
+def make_build(
+    plan: Plan, prepared: Prepared, world: World, device: torch.device,
+    *, until: Stage = Stage.STEP,
+) -> Build:  # fmt: skip
+    """Fill every socket, stage by stage, and make the model, optimizers and loader.
+
+    Args:
+        plan: the run.
+        prepared: its tokenizer and shards.
+        world: this process's place.
+        device: where the weights live.
+        until: the last stage; a model alone ends at MATERIALIZE.
+
+    Raises:
+        UnsupportedError, ConfigError: see `check_supported` and each stage.
+    """
+    context = make_context(plan, device)
+    techniques = sorted(plan.techniques.values(), key=lambda t: (t.stage, t.name()))
+    check_supported(techniques, context)
+    build = _trunk(plan, prepared, world, device, context, techniques)
+    for stage in Stage:
+        TRUNK.get(stage, _nothing)(build)
+        for technique in techniques:
+            if technique.stage == stage:
+                before = _fillers(build)
+                technique.apply(build)
+                _record(build, technique, before)
+        FINISH.get(stage, _nothing)(build)
+        if stage == until:
+            break
+    return build
+
+
+def _trunk(
+    plan: Plan, prepared: Prepared, world: World, device: torch.device, context: Context,
+    techniques: list[Technique[Any]],
+) -> Build:  # fmt: skip
+    """A Build whose every owned socket holds the trunk's filler."""
+    vocab, multiple = prepared.tokenizer.vocab, plan.model.vocab_multiple
+    if plan.model.vocab and plan.model.vocab < vocab:
+        raise ConfigError(
+            f"model.vocab = {plan.model.vocab} is smaller than the tokenizer's {vocab} entries",
+            f"model.vocab={-(-vocab // multiple) * multiple} (or leave it out)",
+        )
+    sizes: dict[str, Any] = {"vocab": plan.model.vocab or -(-vocab // multiple) * multiple}
+    if plan.model.position == "learned":
+        sizes["context"] = plan.model.context or plan.data.sequence_length
+        if sizes["context"] < plan.data.sequence_length:
+            raise ConfigError(
+                f"data.sequence_length = {plan.data.sequence_length} is longer than the "
+                f"{sizes['context']} positions of model.context",
+                f"data.sequence_length={sizes['context']}",
+            )
+    config = plan.model.model_copy(update=sizes)
+    build = Build(
+        plan=plan.replaced(model=config),
+        context=context,
+        world=world,
+        device=device,
+        techniques=techniques,
+        prepared=prepared,
+        config=config,
+        parts=trunk_parts(config),
+        source=random_source(config, plan.seed),
+        objective=cross_entropy,
+        engine=local_engine,
+        sync=lambda build, last: None,
+        reduce=_sum_gradients,
+        clip=lambda build, limit: clip_gradients(list(build.model.parameters()), limit),
+        passes=_one_pass,
+        pack=lambda build, shards: Cut(shards, build.plan.data.sequence_length),
+        order=None,
+        transport=_threads,
+        recover=_stop,
+    )
+    build.values["lr"] = learning_rate(plan.schedule, plan.horizon_steps)
+    return build
+
+
+# --- what the trunk does at each stage -------------------------------------------------------
+
+
+def _nothing(build: Build) -> None:
+    """This stage is the techniques' alone."""
+
+
+def _parts(build: Build) -> None:
+    """The design is final: parts and initial values follow the config as it is now."""
+    build.parts = trunk_parts(build.config)
+    build.source = random_source(build.config, build.plan.seed)
+    if build.plan.model.pretrained:
+        config, build.source = load_pretrained(Path(build.plan.model.pretrained))
+        _check_pretrained(build, config)
+
+
+def _check_pretrained(build: Build, found: Any) -> None:
+    keys = ("vocab", "dim", "layers", "heads", "ffn", "activation", "norm", "position", "qk_norm")
+    for key in keys:
+        asked, have = getattr(build.config, key), getattr(found, key)
+        if key == "ffn":
+            asked, have = build.config.resolved_ffn, found.resolved_ffn
+        if asked != have:
+            raise ConfigError(
+                f"model.{key} = {asked!r}, and {build.plan.model.pretrained} holds {have!r}",
+                f"model.{key}={have}",
+            )
+
+
+def _meta_model(build: Build) -> None:
+    """The model without storage: splits and wraps see names and shapes before any byte is held."""
+    with torch.device("meta"):
+        build.model = Decoder(build.config, build.parts, build.mask)
+    if build.context.precision == "bf16":
+        build.model.residual_dtype = torch.bfloat16
+
+
+def _linears(build: Build) -> None:
+    for name, (_, make) in build.linear.items():
+        parent, _, child = name.rpartition(".")
+        setattr(build.model.get_submodule(parent), child, make(build.model.get_submodule(name)))
+
+
+def _freeze(build: Build) -> None:
+    for name, parameter in build.model.named_parameters():
+        if any(frozen(name) for frozen in build.frozen):
+            parameter.requires_grad_(False)
+
+
+def _materialize(build: Build) -> None:
+    """Make weights real, give them their values, store and shard them, block by block."""
+    model = build.model
+    prefixes = {module: name for name, module in model.named_modules()}
+    for module in [*model.blocks.values(), model]:
+        _fill(build, module, prefixes[module])
+        for shard in build.shard:
+            shard(module)
+
+
+def _fill(build: Build, root: nn.Module, prefix: str) -> None:
+    """Give every meta parameter under `root` its storage and its value."""
+    for path, module in root.named_modules(prefix=prefix):
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            if not parameter.is_meta:
+                continue
+            name = f"{path}.{key}" if path else key
+            value = build.source(name, parameter.shape).to(build.device, parameter.dtype)
+            for store in build.storage:
+                value = store(name, value)
+            module.register_parameter(key, nn.Parameter(value, parameter.requires_grad))
+
+
+def _optimizers(build: Build) -> None:
+    """Each route takes its parameters; AdamW takes the rest."""
+    rest = {n: p for n, p in build.model.named_parameters() if p.requires_grad}
+    trunk = Route("adamw", lambda n, p: True, lambda named: make_adamw(build.plan.optimizer, named))
+    for route in [*build.routes, trunk]:
+        taken = {n: p for n, p in rest.items() if route.takes(n, p)}
+        rest = {n: p for n, p in rest.items() if n not in taken}
+        if taken:
+            build.optimizers[route.name] = optimizer = route.make(taken)
+            build.routed[route.name] = taken
+            for group in optimizer.param_groups:
+                group["initial_lr"] = group["lr"]
+
+
+def _data(build: Build) -> None:
+    build.loader = build.transport(build, build.pack(build, build.prepared.train))
+
+
+TRUNK: Mapping[Stage, Callable[[Build], None]] = {
+    Stage.PARTS: _parts,
+    Stage.MODEL: _meta_model,
+}
+"""What the trunk does before the techniques of a stage act."""
+
+FINISH: Mapping[Stage, Callable[[Build], None]] = {
+    Stage.LINEAR: _linears,
+    Stage.FREEZE: _freeze,
+    Stage.MATERIALIZE: _materialize,
+    Stage.OPTIMIZER: _optimizers,
+    Stage.DATA: _data,
+}
+"""What the trunk does with the sockets once the techniques of a stage have filled them."""
+
+
+# --- the trunk's fillers ---------------------------------------------------------------------
+
+
+def local_engine(build: Build, micros: Any, objective: Any, scale: Tensor) -> Tensor:
+    """Forward and backward of each micro-batch in turn; returns the scaled loss sum, detached."""
+    total = torch.zeros((), device=build.device)
+    for index, micro in enumerate(micros):
+        build.sync(build, index == len(micros) - 1)
+        build.phases.mark("forward")
+        with build.autocast():
+            loss = build.model(
+                micro.ids_BT, micro.targets_BT, micro.rows,
+                objective=objective, scale=scale, extras=micro.extras,
+            )  # fmt: skip
+        for auxiliary in build.auxiliary:
+            loss = loss + auxiliary(build) * scale
+        build.phases.mark("backward")
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+def _sum_gradients(build: Build) -> None:
+    build.world.sum_gradients_([p.grad for p in build.model.parameters() if p.grad is not None])
+
+
+def _one_pass(build: Build, step: int) -> list[Pass]:
+    """Plain training: all micro-batches once, absorbed by every optimizer."""
+    return [Pass("update", with_terms(build.objective, build.terms), lambda m: m, absorb)]
+
+
+def absorb(build: Build, finite: Tensor) -> None:
+    """Every optimizer's update, masked on the device where the gradient was not finite."""
+    for optimizer in build.optimizers.values():
+        optimizer.found_inf = 1.0 - finite  # type: ignore[attr-defined]
+        optimizer.step()
+
+
+def _threads(build: Build, packer: Packer) -> Loader:
+    """The trunk's transport: reader threads, pinned memory for a GPU."""
+    plan = build.plan
+    return Loader(
+        packer,
+        seed=plan.seed,
+        weights=plan.data.weights,
+        rows_per_step=plan.rows_per_step,
+        micro_rows=plan.micro_rows,
+        rank=build.world.rank,
+        ranks=build.world.ranks,
+        workers=plan.data.workers,
+        prefetch=plan.data.prefetch,
+        order=build.order,
+        segments=build.mask.document,
+        pin=build.device.type == "cuda",
+    )
+
+
+def _stop(build: Build, step: int, metrics: Mapping[str, float]) -> None:
+    """The trunk's answer to a gradient that is not finite: end the run, weights untouched."""
+    raise RunError(
+        f"the gradient of step {step} is not finite (loss {metrics['loss']}, "
+        f"norm {metrics['grad_norm']}); its update was not applied",
+        f"headrace train {build.plan.name} --resume optimizer.lr={build.plan.optimizer.lr / 2:g}",
+    )
+
+
+# --- who filled what -------------------------------------------------------------------------
+
+
+def _fillers(build: Build) -> dict[str, Any]:
+    """What stands in every socket now, as something that compares."""
+    now: dict[str, Any] = {name: getattr(build, name) for name in OWNED}
+    now |= {f"parts.{key}": value for key, value in vars(build.parts).items()}
+    for name in COMPOSED:
+        value = getattr(build, name)
+        now[name] = list(value) if isinstance(value, list | dict) else value
+    return now
+
+
+def _record(build: Build, technique: Technique[Any], before: dict[str, Any]) -> None:
+    after = _fillers(build)
+    touched = [n for n in after if after[n] is not before[n] and after[n] != before[n]]
+    undeclared = set(touched) - set(technique.claims) - set(technique.composes)
+    assert not undeclared, f"{technique.name()} touched undeclared sockets {sorted(undeclared)}"
+    for name in touched:
+        build.filled.setdefault(name, []).append(technique.name())
+
+
+def check_active(build: Build) -> dict[str, Any]:
+    """After one step: every technique's evidence.
+
+    Raises:
+        RunError: one that was asked for is not in force.
+    """
+    found = {}
+    for technique in build.techniques:
+        evidence = technique.active(build)
+        if not evidence.active:
+            raise RunError(
+                f"{technique.name()} was asked for and is not in force: {evidence.detail}",
+                f"--without {technique.name()}",
+            )
+        found[technique.name()] = evidence
+    return found

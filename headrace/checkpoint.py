@@ -1,0 +1,373 @@
+"""Checkpoints that cannot run code, cannot be half there, and load under any layout.
+
+A checkpoint is a folder `step-N` that holds one safetensors file per rank and one
+`checkpoint.json`: counters, loader state, and where every piece of every tensor lies. A piece is a
+box (offset, shape) of a global tensor, so any set of ranks can read what another set wrote, and
+nothing anywhere is a pickle. (torch.distributed.checkpoint keeps its index as one; a doctored index
+runs code.)
+
+Saving copies tensors to the host, then a thread writes `step-N.tmp`, flushes it to the disk and
+renames it: a folder named `step-N` is complete by construction. `latest` and `best` are links.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from headrace.core.errors import ConfigError, RunError
+from headrace.core.units import format_bytes
+
+FORMAT = 1
+INDEX = "checkpoint.json"
+WAIT_FOR_RANKS_S = 600.0
+
+
+@dataclass(frozen=True)
+class Box:
+    """The part of a global tensor that one rank holds."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def overlap(self, other: "Box") -> "Box | None":
+        """The box that both hold, or None."""
+        low = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
+        high = tuple(
+            min(a + n, b + m)
+            for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+        )
+        if any(h <= lo for lo, h in zip(low, high, strict=True)):
+            return None
+        return Box(low, tuple(h - lo for lo, h in zip(low, high, strict=True)))
+
+    def within(self, outer: "Box") -> tuple[slice, ...]:
+        """Slices of this box inside of `outer`."""
+        return tuple(
+            slice(a - b, a - b + n)
+            for a, b, n in zip(self.offset, outer.offset, self.shape, strict=True)
+        )
+
+
+def local_part(tensor: Tensor) -> tuple[Tensor, Box, bool]:
+    """This rank's local tensor, its box, and whether this rank is the one that writes it."""
+    if hasattr(tensor, "device_mesh"):
+        from torch.distributed.tensor import DTensor, Replicate
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        assert isinstance(tensor, DTensor)
+        mesh, placements = tensor.device_mesh, tensor.placements
+        shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+        place = mesh.get_coordinate() or []
+        first = all(c == 0 for c, p in zip(place, placements, strict=True) if p == Replicate())
+        local = tensor.to_local()
+        return local, Box(tuple(offset), tuple(shape)), first and local.numel() > 0
+    writes = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    return tensor, Box((0,) * tensor.ndim, tuple(tensor.shape)), writes
+
+
+class Checkpoints:
+    """The checkpoints of one run."""
+
+    def __init__(self, folder: Path, *, rank: int, ranks: int, keep_last: int) -> None:
+        self.folder, self.rank, self.ranks, self.keep_last = folder, rank, ranks, keep_last
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        folder.mkdir(parents=True, exist_ok=True)
+        if rank == 0:
+            for left_over in folder.glob("*.tmp"):
+                shutil.rmtree(left_over)
+
+    # --- saving ---
+
+    def save(self, step: int, tensors: Mapping[str, Tensor], values: dict[str, Any]) -> None:
+        """Begin to save; returns when the copies are safe from the next update.
+
+        Args:
+            step: steps done.
+            tensors: this rank's tensors by global name; DTensors are saved by their boxes.
+            values: JSON values, the same on every rank ("rank" entries may differ).
+
+        Raises:
+            RunError: the previous save failed.
+        """
+        self.wait()
+        host, pieces, total = {}, {}, 0
+        for name, tensor in tensors.items():
+            local, box, writes = local_part(tensor.detach())
+            if not writes:
+                continue
+            host[name] = _to_host(local)
+            pieces[name] = {
+                "shape": list(tensor.shape),
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "offset": list(box.offset),
+                "size": list(box.shape),
+            }
+            total += local.nbytes
+        if any(t.is_cuda for t in tensors.values()):
+            torch.cuda.current_stream().synchronize()
+        self._check_space(step, total)
+        self._thread = threading.Thread(
+            target=self._guarded, args=(step, host, pieces, values), name="checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for the save in progress.
+
+        Raises:
+            RunError: it failed; what had been saved before is intact.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            if isinstance(error, RunError):
+                raise error
+            raise RunError(
+                f"saving a checkpoint in {self.folder} failed: {error}; {self._intact()}",
+                "free some space, then headrace train PLAN --resume",
+            ) from error
+
+    def _check_space(self, step: int, need_bytes: int) -> None:
+        free = shutil.disk_usage(self.folder).free
+        if free < need_bytes:
+            raise RunError(
+                f"checkpoint step-{step} needs {format_bytes(need_bytes)} and {self.folder} has "
+                f"{format_bytes(free)} free; {self._intact()}",
+                "free some space, then headrace train PLAN --resume",
+            )
+
+    def _intact(self) -> str:
+        steps = self.steps()
+        return f"step-{steps[-1]} is intact" if steps else "no earlier checkpoint exists"
+
+    def _guarded(self, *work: Any) -> None:
+        try:
+            self._write(*work)
+        except BaseException as error:
+            self._error = error
+            if self.rank == 0:
+                shutil.rmtree(self.folder / f"step-{work[0]}.tmp", ignore_errors=True)
+
+    def _write(
+        self, step: int, host: dict[str, Tensor], pieces: dict[str, Any], values: dict[str, Any]
+    ) -> None:
+        aside = self.folder / f"step-{step}.tmp"
+        aside.mkdir(exist_ok=True)
+        name = f"rank-{self.rank:05d}.safetensors"
+        save_file(host, aside / name)
+        _flush(aside / name)
+        part = {
+            "file": name,
+            "bytes": (aside / name).stat().st_size,
+            "sha256": _sha256(aside / name),
+            "pieces": pieces,
+            "rank_values": values.pop("rank", {}),
+        }
+        _write_json(aside / f"rank-{self.rank:05d}.json", part)
+        if self.rank != 0:
+            return
+        parts = [self._read_part(aside, rank) for rank in range(self.ranks)]
+        _write_json(aside / INDEX, _sealed({"format": FORMAT, "step": step, "parts": parts, **values}))
+        for rank in range(self.ranks):
+            (aside / f"rank-{rank:05d}.json").unlink()
+        _flush(aside)
+        final = self.folder / f"step-{step}"
+        if final.exists():  # the same step again, after a resume: the new one is as good
+            shutil.rmtree(final)
+        os.rename(aside, final)
+        _flush(self.folder)
+        self._point("latest", final.name)
+        if values.get("is_best"):
+            self._point("best", final.name)
+        self._prune()
+
+    def _read_part(self, aside: Path, rank: int) -> dict[str, Any]:
+        """Another rank's part of the index, once it is there."""
+        path = aside / f"rank-{rank:05d}.json"
+        give_up = time.monotonic() + WAIT_FOR_RANKS_S
+        while not path.exists():
+            if time.monotonic() > give_up:
+                raise RunError(f"rank {rank} did not finish its part of {aside} in 10 minutes")
+            time.sleep(0.01)
+        return json.loads(path.read_text())
+
+    def _point(self, link: str, target: str) -> None:
+        aside = self.folder / f".{link}"
+        aside.unlink(missing_ok=True)
+        os.symlink(target, aside)
+        os.replace(aside, self.folder / link)
+
+    def _prune(self) -> None:
+        best = self.folder / "best"
+        keep = {best.resolve().name} if best.exists() else set()
+        for step in self.steps()[: -self.keep_last]:
+            if f"step-{step}" not in keep:
+                shutil.rmtree(self.folder / f"step-{step}")
+
+    # --- loading ---
+
+    def steps(self) -> list[int]:
+        """The steps of complete checkpoints, in order."""
+        found = (p.name.removeprefix("step-") for p in self.folder.glob("step-*"))
+        return sorted(int(n) for n in found if n.isdigit())
+
+    def latest(self) -> Path | None:
+        """The newest complete checkpoint."""
+        steps = self.steps()
+        return self.folder / f"step-{steps[-1]}" if steps else None
+
+
+class Saved:
+    """One complete checkpoint, open for reading.
+
+    Args:
+        path: the folder `step-N`.
+        verify: also compare every file's sha256.
+
+    Raises:
+        RunError: a file is missing, truncated or changed; names it and the way on.
+    """
+
+    def __init__(self, path: Path, *, verify: bool = True) -> None:
+        self.path = path
+        if not (path / INDEX).is_file():
+            raise ConfigError(f"{path} is not a checkpoint: it has no {INDEX}", "checkpoints/step-N")
+        try:
+            self.values: dict[str, Any] = json.loads((path / INDEX).read_text())
+            if self.values["format"] != FORMAT:
+                raise ConfigError(
+                    f"{path} has format {self.values['format']}; this version reads {FORMAT}"
+                )
+            if _sealed(self.values)["seal"] != self.values["seal"]:
+                raise self._damaged(INDEX, "its sha256 differs from the one saved")
+            self.parts: list[dict[str, Any]] = self.values["parts"]
+            self._check_files(verify)
+            self._where = self._index()
+        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+            raise self._damaged(INDEX, f"it is not readable ({error})") from None
+
+    def _check_files(self, verify: bool) -> None:
+        for part in self.parts:
+            file = self.path / Path(part["file"]).name
+            found = file.stat().st_size if file.is_file() else -1
+            if found < 0:
+                raise self._damaged(file.name, "it is missing")
+            if found != part["bytes"]:
+                raise self._damaged(file.name, f"it has {found} bytes of {part['bytes']}")
+        if not verify:
+            return
+        files = [self.path / Path(p["file"]).name for p in self.parts]
+        with ThreadPoolExecutor() as pool:
+            for part, digest in zip(self.parts, pool.map(_sha256, files), strict=True):
+                if digest != part["sha256"]:
+                    raise self._damaged(part["file"], "its sha256 differs from the one saved")
+
+    def _damaged(self, file: str, how: str) -> RunError:
+        others = sorted(
+            p.name for p in self.path.parent.glob("step-*") if p.is_dir() and p != self.path
+        )
+        whole = [n for n in others if not n.endswith(".tmp")]
+        others_text = f"--checkpoint {whole[-1]}" if whole else "a fresh run without --resume"
+        return RunError(f"the checkpoint {self.path} is damaged: {file}: {how}", others_text)
+
+    def names(self) -> set[str]:
+        """The tensors that it holds."""
+        return set(self._where)
+
+    def names_under(self, prefix: str) -> list[str]:
+        """The tensors whose name begins with `prefix`."""
+        return [name for name in self._where if name.startswith(prefix)]
+
+    def shape_of(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """A tensor's global shape and dtype."""
+        _, piece = self._where[name][0]
+        return tuple(piece["shape"]), getattr(torch, piece["dtype"])
+
+    def fill_(self, name: str, tensor: Tensor) -> None:
+        """Copy the saved tensor `name` into `tensor`, whatever the layouts of both.
+
+        Raises:
+            RunError: it is not there, or has another shape.
+        """
+        local, box, _ = local_part(tensor)
+        if name not in self._where:
+            raise self._damaged(INDEX, f"it holds no tensor {name!r}")
+        shape, _ = self.shape_of(name)
+        if shape != tuple(tensor.shape):
+            raise RunError(f"{name} has shape {tuple(tensor.shape)}; {self.path} holds {shape}")
+        filled = 0
+        for file, piece in self._where[name]:
+            piece_box = Box(tuple(piece["offset"]), tuple(piece["size"]))
+            common = box.overlap(piece_box) if box.shape else Box((), ())
+            if common is None:
+                continue
+            try:
+                with safe_open(file, framework="pt") as opened:
+                    saved = opened.get_slice(name) if box.shape else opened.get_tensor(name)
+                    value = saved[common.within(piece_box)] if box.shape else saved
+            except SafetensorError as error:
+                raise self._damaged(file.name, str(error)) from None
+            with torch.no_grad():
+                local[common.within(box)].copy_(value)
+            filled += value.numel()
+        if filled != local.numel():
+            raise self._damaged(INDEX, f"{name} covers {filled} of {local.numel()} numbers")
+
+    def _index(self) -> dict[str, list[tuple[Path, dict[str, Any]]]]:
+        """Where the pieces of each tensor lie."""
+        where: dict[str, list[tuple[Path, dict[str, Any]]]] = {}
+        for part in self.parts:
+            for name, piece in part["pieces"].items():
+                where.setdefault(name, []).append((self.path / Path(part["file"]).name, piece))
+        return where
+
+
+def _sealed(values: dict[str, Any]) -> dict[str, Any]:
+    """`values` with the sha256 of everything in them but the seal itself."""
+    bare = {k: v for k, v in values.items() if k != "seal"}
+    digest = hashlib.sha256(json.dumps(bare, sort_keys=True).encode()).hexdigest()
+    return {**bare, "seal": digest}
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    if not tensor.is_cuda:
+        return tensor.detach().clone().contiguous().cpu()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _write_json(path: Path, value: Any) -> None:
+    """Write aside, flush, rename: a reader never sees half of it."""
+    aside = path.with_name(path.name + ".part")
+    aside.write_text(json.dumps(value))
+    _flush(aside)
+    os.replace(aside, path)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

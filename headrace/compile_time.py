@@ -1,0 +1,12 @@
+"""Seconds that torch's compiler has spent in this process, from its own counters."""
+
+import sys
+
+
+def compile_seconds() -> float:
+    """Time in torch.compile so far, over forward and backward graphs; 0 before its first use."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    if dynamo is None:
+        return 0.0
+    spent = dynamo.calculate_time_spent()
+    return float(spent.get("total_wall_time", 0.0))

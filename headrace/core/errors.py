@@ -1,0 +1,55 @@
+"""The ways a run can end, each with the exit code that a script or a scheduler reads.
+
+A message says what was asked, what was found (with units), the nearest value that works, and the
+command that mends it. `assert` is for our own bugs; these are for everything else.
+"""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+EXIT_DONE, EXIT_FAILED, EXIT_PLAN, EXIT_UNSUPPORTED = 0, 1, 2, 3
+EXIT_REQUEUE, EXIT_INTERRUPTED, EXIT_TERMINATED = 75, 130, 143
+
+
+class HeadraceError(Exception):
+    """Base of every error that is shown as one message, without a traceback."""
+
+    exit_code = EXIT_FAILED
+
+    def __init__(self, message: str, remedy: str = "") -> None:
+        super().__init__(message)
+        self.message, self.remedy = message, remedy
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  try: {self.remedy}" if self.remedy else self.message
+
+
+class RunError(HeadraceError):
+    """The run started and failed (exit code 1)."""
+
+
+class ConfigError(HeadraceError):
+    """The plan or the input is wrong (exit code 2)."""
+
+    exit_code = EXIT_PLAN
+
+
+class UnsupportedError(HeadraceError):
+    """It cannot fit, or is not supported here (exit code 3)."""
+
+    exit_code = EXIT_UNSUPPORTED
+
+
+class Stopped(HeadraceError):
+    """A signal ended the run after its checkpoint was saved (75, 130 or 143)."""
+
+    def __init__(self, message: str, remedy: str, exit_code: int) -> None:
+        super().__init__(message, remedy)
+        self.exit_code = exit_code
+
+
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """The choice closest to `word`, or all of them when none is close."""
+    names = sorted(choices)
+    close = get_close_matches(word, names, n=1, cutoff=0.5)
+    return close[0] if close else ", ".join(names)

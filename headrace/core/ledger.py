@@ -1,0 +1,84 @@
+"""The cost model: named lines that techniques edit.
+
+A technique's `predict` takes a ledger and returns another. Because it edits *lines* and not totals,
+interactions come out of which lines remain: chunked cross-entropy removes `logits`, checkpointing
+moves a block's lines to recompute. Totals are read at named instants of a step.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Instant = Literal["always", "backward", "loss", "optimizer"]
+INSTANTS: tuple[Instant, ...] = ("backward", "loss", "optimizer")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One named cost.
+
+    Args:
+        bytes: bytes that are held.
+        instants: when they are held. "always" is every instant; "loss" is the peak at the head,
+            with all activations kept; "backward" is the middle of the backward pass, with
+            gradients and one block's work; "optimizer" is the update.
+        layer: the block it belongs to, or None.
+    """
+
+    bytes: float
+    instants: tuple[Instant, ...]
+    layer: int | None = None
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Memory lines by name, and FLOPs per trained token by phase ("forward", "backward", ...)."""
+
+    memory: dict[str, Line]
+    flops: dict[str, float]
+
+    def with_line(self, name: str, line: Line) -> "Ledger":
+        """The same ledger with one line added or replaced."""
+        return replace(self, memory={**self.memory, name: line})
+
+    def without(self, names: Iterable[str]) -> "Ledger":
+        """The same ledger without the named lines."""
+        drop = set(names)
+        return replace(self, memory={k: v for k, v in self.memory.items() if k not in drop})
+
+    def scaled(self, match: Callable[[str], bool], factor: float) -> "Ledger":
+        """Every matching line's bytes multiplied by `factor`."""
+        edit = {
+            k: replace(v, bytes=v.bytes * factor) if match(k) else v for k, v in self.memory.items()
+        }
+        return replace(self, memory=edit)
+
+    def with_flops(self, phase: str, per_token: float) -> "Ledger":
+        """The same ledger with `per_token` FLOPs added to a phase."""
+        return replace(
+            self, flops={**self.flops, phase: self.flops.get(phase, 0.0) + per_token}
+        )
+
+    def at(self, instant: Instant) -> float:
+        """Bytes held at one instant."""
+        return sum(
+            v.bytes for v in self.memory.values() if instant in v.instants or "always" in v.instants
+        )
+
+    def peak(self) -> tuple[Instant, float]:
+        """The instant that needs most, and its bytes."""
+        return max(((i, self.at(i)) for i in INSTANTS), key=lambda pair: pair[1])
+
+    def owners(self) -> list[tuple[str, float]]:
+        """The lines held at the peak, summed over layers, largest first."""
+        instant, _ = self.peak()
+        sums: dict[str, float] = {}
+        for name, line in self.memory.items():
+            if instant in line.instants or "always" in line.instants:
+                key = name.split("/")[-1] if line.layer is not None else name
+                sums[key] = sums.get(key, 0.0) + line.bytes
+        return sorted(sums.items(), key=lambda pair: -pair[1])
+
+    def flops_per_token(self) -> float:
+        """FLOPs of a training step per token, recomputation included."""
+        return sum(self.flops.values())

@@ -1,0 +1,88 @@
+"""The shape of a decoder: what `model.*` in a plan means. Families are defaults for these keys."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from headrace.core.strict import Strict
+
+Positive = Annotated[int, Field(ge=1)]
+
+
+class ModelConfig(Strict):
+    """One decoder-only transformer. Sizes are in features or counts, never in bytes."""
+
+    family: str = "headrace"
+    """Defaults for the other keys, from `headrace list --families`."""
+    vocab: int = Field(0, ge=0)
+    """Rows of the embedding; 0 takes the tokenizer's size, rounded up to `vocab_multiple`."""
+    vocab_multiple: Positive = 64
+    """The embedding is padded to a multiple of this many rows (matrix kernels like it)."""
+    dim: Positive = 256
+    layers: Positive = 4
+    heads: Positive = 4
+    kv_heads: int = Field(0, ge=0)
+    """Key and value heads; 0 means as many as `heads` (no grouping)."""
+    head_dim: int = Field(0, ge=0)
+    """Features of a head; 0 means dim / heads."""
+    ffn: int = Field(0, ge=0)
+    """Hidden features of the MLP; 0 means 8/3 dim (swiglu) or 4 dim, rounded up to 32."""
+    norm: Literal["rms_norm", "layer_norm"] = "rms_norm"
+    norm_eps: float = Field(1e-5, gt=0)
+    activation: Literal["swiglu", "gelu", "gelu_tanh", "relu2"] = "swiglu"
+    position: Literal["rope", "learned", "none"] = "rope"
+    rope_theta: float = Field(10_000.0, gt=0)
+    context: int = Field(0, ge=0)
+    """Most positions that `learned` holds; 0 means data.sequence_length."""
+    qk_norm: bool = False
+    """RMSNorm on queries and keys, per head, before the rotation (arXiv 2302.05442)."""
+    tied_embeddings: bool = False
+    bias: bool = False
+    """Biases in the linears of attention and MLP, as GPT-2 has."""
+    output_init: Literal["depth_scaled", "zero", "plain"] = "depth_scaled"
+    """How the two projections that write to the residual start."""
+    init_std: float = Field(0.02, gt=0)
+    pretrained: str = ""
+    """A folder with config.json and safetensors to start from instead of random weights."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Arithmetic: fp32, or bf16 autocast over fp32 weights; auto is bf16 on a GPU."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "ModelConfig":
+        kv = self.kv_heads or self.heads
+        if self.heads % kv:
+            fit = max(k for k in range(1, kv + 1) if self.heads % k == 0)
+            raise ValueError(
+                f"heads = {self.heads} is not a multiple of kv_heads = {kv}; "
+                f"the nearest that fits is model.kv_heads={fit}"
+            )
+        if not self.head_dim and self.dim % self.heads:
+            near = max(self.heads, round(self.dim / self.heads) * self.heads)
+            raise ValueError(
+                f"dim = {self.dim} is not a multiple of heads = {self.heads}; the nearest that "
+                f"fits is model.dim={near} (or give model.head_dim)"
+            )
+        if self.position == "rope" and self.resolved_head_dim % 2:
+            raise ValueError(
+                f"rope needs an even head_dim, and it is {self.resolved_head_dim}; "
+                f"the nearest is model.head_dim={self.resolved_head_dim + 1}"
+            )
+        return self
+
+    @property
+    def resolved_kv_heads(self) -> int:
+        """Key and value heads, with 0 resolved."""
+        return self.kv_heads or self.heads
+
+    @property
+    def resolved_head_dim(self) -> int:
+        """Features per head, with 0 resolved."""
+        return self.head_dim or self.dim // self.heads
+
+    @property
+    def resolved_ffn(self) -> int:
+        """Hidden features of the MLP, with 0 resolved."""
+        if self.ffn:
+            return self.ffn
+        wide = 8 * self.dim / 3 if self.activation == "swiglu" else 4 * self.dim
+        return -(-int(wide) // 32) * 32

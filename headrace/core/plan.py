@@ -1,0 +1,306 @@
+"""The Plan: the frozen, complete description of a run, read from TOML and printed back resolved.
+
+Later layers win: defaults < family < recipe or file < `key=value` overrides < --with / --without.
+`Plan.read` is the only way in, so every mistake becomes one ConfigError here and nowhere else.
+"""
+
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tomli_w
+from pydantic import Field, SerializeAsAny, model_validator
+
+from headrace.core.errors import ConfigError, nearest
+from headrace.core.model_config import ModelConfig
+from headrace.core.strict import Strict, read_table
+from headrace.core.technique import Catalogue, Technique
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class DataConfig(Strict):
+    """Where the text comes from and how it becomes one stream of tokens."""
+
+    sources: str | tuple[str, ...] = "stdlib"
+    """File, folder, glob, `hf:NAME`, `stdlib` (the Python standard library), or a list of them."""
+    weights: tuple[Annotated[float, Field(gt=0)], ...] | None = None
+    """One share per source; without it every source counts by its tokens."""
+    validation: Fraction | str = 0.05
+    """A share of documents held out by the hash of their text, or a path of its own."""
+    text_key: str = "text"
+    """The field that holds the text in .jsonl, .parquet and hf: sources."""
+    tokenizer: str = "bpe"
+    """`bpe` trains one; or a path of a tokenizer.json; or `tiktoken:NAME`."""
+    vocab: int = Field(4096, ge=257)
+    """Entries of a tokenizer that is trained here."""
+    sequence_length: int = Field(256, ge=2)
+    """Tokens of a row."""
+    directory: str = "data"
+    """Prepared shards are kept under this folder, named by what went into them."""
+    workers: int = Field(1, ge=0)
+    """Threads that read ahead; 0 reads on the training thread."""
+    prefetch: int = Field(4, ge=1)
+    """Micro-batches that are read ahead."""
+
+
+class Goal(Strict):
+    """What the run is for. The first limit that is reached ends it; a target ends it sooner."""
+
+    bits_per_byte: float | None = Field(None, gt=0)
+    """Validation loss to reach, in bits per byte of text."""
+    steps: int | None = Field(None, ge=1)
+    tokens: int | None = Field(None, ge=1)
+    minutes: float | None = Field(None, gt=0)
+    dollars: float | None = Field(None, gt=0)
+
+
+class Batch(Strict):
+    """How much is read per step."""
+
+    tokens: int = Field(8192, ge=2)
+    """Tokens per optimizer step over all ranks."""
+    micro_sequences: int = Field(0, ge=0)
+    """Rows per forward pass on one rank; 0 takes all of a rank's rows at once."""
+
+
+class OptimizerConfig(Strict):
+    """The trunk's AdamW (arXiv 1711.05101)."""
+
+    lr: float = Field(1e-3, gt=0)
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.1, ge=0)
+    """On tensors of two or more dimensions."""
+    clip_norm: float = Field(1.0, ge=0)
+    """Largest global norm of the gradient; 0 only measures it."""
+
+
+class ScheduleConfig(Strict):
+    """The learning rate as a share of `optimizer.lr`, a pure function of the step."""
+
+    kind: Literal["cosine", "warmup_stable_decay", "constant"] = "cosine"
+    warmup_steps: int = Field(0, ge=0)
+    decay_fraction: Fraction = 0.2
+    """Last share of the horizon in which warmup_stable_decay falls linearly."""
+    final_fraction: Fraction = 0.1
+    """Share of the learning rate at the horizon."""
+    steps: int | None = Field(None, ge=1)
+    """The horizon; without it goal.steps or goal.tokens."""
+
+
+class EvalConfig(Strict):
+    """Validation on held-out documents, always the same rows."""
+
+    every_steps: int = Field(50, ge=1)
+    tokens: int = Field(131_072, ge=1)
+    """At most this many validation tokens; all of the set when it is smaller."""
+
+
+class CheckpointConfig(Strict):
+    """Saving without stopping: copied to the host, written aside, renamed when complete."""
+
+    every_steps: int = Field(100, ge=1)
+    keep_last: int = Field(2, ge=1)
+    keep_best: bool = True
+    """Also keep the checkpoint of the lowest validation loss."""
+
+
+class MeshConfig(Strict):
+    """How many processes split the work."""
+
+    data: int = Field(1, ge=1)
+    """Replicas that each read their share of every batch."""
+
+
+class HardwareConfig(Strict):
+    """What the machine costs."""
+
+    dollars_per_hour: float | None = Field(None, ge=0)
+
+
+class TrackConfig(Strict):
+    """Loggers beside metrics.jsonl, all off by default; they need `headrace[track]`."""
+
+    to: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
+
+
+class Plan(Strict):
+    """A run. Keys are stable: other tools and recipes rely on them."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """The run's folder under `directory`."""
+    directory: str = "runs"
+    seed: int = Field(0, ge=0)
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    goal: Goal = Goal()
+    batch: Batch = Batch()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    mesh: MeshConfig = MeshConfig()
+    hardware: HardwareConfig = HardwareConfig()
+    track: TrackConfig = TrackConfig()
+    techniques: dict[str, SerializeAsAny[Technique[Any]]] = {}
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of `data.sequence_length` tokens in one optimizer step, over all ranks."""
+        return self.batch.tokens // self.data.sequence_length
+
+    @property
+    def micro_rows(self) -> int:
+        """Rows of one forward pass on one rank."""
+        return self.batch.micro_sequences or self.rows_per_step // self.mesh.data
+
+    @property
+    def horizon_steps(self) -> int | None:
+        """The step at which the schedule ends, or None when nothing in the plan says."""
+        if self.schedule.steps:
+            return self.schedule.steps
+        by_tokens = -(-self.goal.tokens // self.batch.tokens) if self.goal.tokens else None
+        known = [n for n in (self.goal.steps, by_tokens) if n]
+        return min(known) if known else None
+
+    @model_validator(mode="after")
+    def _check(self) -> "Plan":
+        length, ranks = self.data.sequence_length, self.mesh.data
+        unit = length * ranks
+        if self.batch.tokens % unit:
+            near = max(1, round(self.batch.tokens / unit)) * unit
+            raise ValueError(
+                f"batch.tokens = {self.batch.tokens} is not a multiple of data.sequence_length x "
+                f"mesh.data = {length} x {ranks} tokens; the nearest is batch.tokens={near}"
+            )
+        per_rank = self.rows_per_step // ranks
+        if per_rank % self.micro_rows:
+            fit = max(m for m in range(1, self.micro_rows + 1) if per_rank % m == 0)
+            raise ValueError(
+                f"batch.micro_sequences = {self.micro_rows} does not divide the {per_rank} rows "
+                f"of a rank; the nearest is batch.micro_sequences={fit}"
+            )
+        weights, sources = self.data.weights, self.source_list
+        if weights and len(weights) != len(sources):
+            raise ValueError(
+                f"data.weights has {len(weights)} numbers for {len(sources)} data.sources; "
+                f"give one per source"
+            )
+        if not any(self.goal.model_dump().values()):
+            raise ValueError(
+                "the plan has no goal; give one, for example goal.steps=1000 "
+                "or goal.bits_per_byte=1.5 with goal.minutes=60"
+            )
+        if self.goal.dollars and self.hardware.dollars_per_hour is None:
+            raise ValueError("goal.dollars needs the price: hardware.dollars_per_hour=PRICE")
+        if self.schedule.kind != "constant" and self.horizon_steps is None:
+            raise ValueError(
+                f"schedule.kind = {self.schedule.kind!r} must know where it ends; "
+                "give schedule.steps=N, goal.steps=N or goal.tokens=N, or schedule.kind=constant"
+            )
+        horizon = self.horizon_steps
+        if horizon is not None and self.schedule.warmup_steps > horizon:
+            raise ValueError(
+                f"schedule.warmup_steps = {self.schedule.warmup_steps} is past the schedule's end "
+                f"at step {horizon}; the nearest is schedule.warmup_steps={horizon}"
+            )
+        return self
+
+    @property
+    def source_list(self) -> tuple[str, ...]:
+        """The sources, always as a tuple."""
+        sources = self.data.sources
+        return (sources,) if isinstance(sources, str) else sources
+
+    @staticmethod
+    def read(
+        text: str,
+        catalogue: Catalogue,
+        *,
+        overrides: Iterable[str] = (),
+        with_: Iterable[str] = (),
+        without: Iterable[str] = (),
+    ) -> "Plan":
+        """Parse TOML and the command line's changes into a checked plan.
+
+        Args:
+            text: the recipe's TOML.
+            catalogue: the techniques and model families that exist.
+            overrides: `key.path=value` strings; values are TOML, bare words are strings.
+            with_, without: names of techniques to add with their defaults, or to remove.
+
+        Raises:
+            ConfigError: a wrong key, type, range or combination, with the nearest right one.
+        """
+        try:
+            values = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"the plan is not valid TOML: {error}") from None
+        for item in overrides:
+            _override(values, item)
+        tables = values.setdefault("techniques", {})
+        if not isinstance(tables, dict):
+            raise ConfigError("techniques must be tables", "[techniques.NAME]")
+        for name in with_:
+            catalogue.find(name)
+            tables.setdefault(name, {})
+        for name in without:
+            catalogue.find(name)
+            tables.pop(name, None)
+        values["techniques"] = {
+            name: read_table(catalogue.find(name), knobs, f"techniques.{name}")
+            for name, knobs in tables.items()
+        }
+        values["model"] = catalogue.with_family(values.get("model", {}))
+        return read_table(Plan, values)
+
+    def replaced(self, **tables: Any) -> "Plan":
+        """A checked copy with whole tables replaced; design techniques use it."""
+        return read_table(Plan, {**dict(self), **tables})
+
+    def dump(self) -> dict[str, Any]:
+        """Every key with its value, as plain data; keys without a value are left out."""
+        plain = self.model_dump(mode="json", exclude_none=True)
+        return json.loads(json.dumps(plain))
+
+    def to_toml(self) -> str:
+        """The resolved plan; reading it back gives an equal plan."""
+        return tomli_w.dumps(self.dump())
+
+
+def _override(values: dict[str, Any], item: str) -> None:
+    """Write one `a.b=value` into nested tables."""
+    key, equals, raw = item.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"{item!r} is not an override", "key=value, as in batch.tokens=16384")
+    try:
+        value = tomllib.loads(f"x = {raw}")["x"]
+    except tomllib.TOMLDecodeError:
+        value = raw
+    *path, last = key.strip().split(".")
+    table: Any = values
+    for part in path:
+        table = table.setdefault(part, {}) if isinstance(table, dict) else None
+        if not isinstance(table, dict):
+            raise ConfigError(f"{key!r} goes through {part!r}, which is not a table")
+    table[last] = value
+
+
+def read_recipe(name: str, recipes: Mapping[str, Path]) -> str:
+    """The text of a recipe by name, or of a TOML file by path.
+
+    Raises:
+        ConfigError: neither exists; names the nearest recipe.
+    """
+    path = recipes.get(name, Path(name))
+    if not path.is_file():
+        known = nearest(name, recipes)
+        raise ConfigError(
+            f"{name!r} is neither a recipe nor a plan file; the nearest recipe is {known}",
+            f"headrace train {known.split(', ')[0]}",
+        )
+    return path.read_text()

@@ -1,0 +1,69 @@
+"""Strict pydantic tables whose mistakes become one message with the nearest right key."""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from headrace.core.errors import ConfigError, nearest
+
+
+T = TypeVar("T", bound=BaseModel)
+
+
+class Strict(BaseModel):
+    """A frozen table: unknown keys, wrong types and wrong ranges are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+def _table_at(table: type[BaseModel], path: tuple[Any, ...]) -> type[BaseModel]:
+    """The class of the sub-table at `path`, following fields that are tables themselves."""
+    for part in path:
+        field = table.model_fields.get(str(part))
+        kinds = [field.annotation, *get_args(field.annotation)] if field else []
+        inner = [k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)]
+        if not inner:
+            return table
+        table = inner[0]
+    return table
+
+
+def read_table(table: type[T], values: Mapping[str, Any], where: str = "") -> T:
+    """Validate `values`, or raise ConfigError naming the key, what was found and what fits.
+
+    Args:
+        table: the class to build.
+        values: parsed TOML.
+        where: the dotted prefix of this table in the plan.
+    """
+    try:
+        return table.model_validate(values)
+    except ValidationError as error:
+        lines = [_explain(table, dict(item), where) for item in error.errors()]
+        messages = list(dict.fromkeys(message for message, _ in lines))
+        raise ConfigError("\n".join(messages), next((r for _, r in lines if r), "")) from None
+
+
+def _explain(table: type[BaseModel], item: dict[str, Any], where: str) -> tuple[str, str]:
+    """One pydantic error as (what is wrong, what to write instead)."""
+    path = tuple(item["loc"])
+    key = ".".join([where, *map(str, path)] if where else map(str, path))
+    if item["type"] == "extra_forbidden":
+        choices = _table_at(table, path[:-1]).model_fields
+        right = nearest(str(path[-1]), choices)
+        prefix = key.rpartition(".")[0]
+        hint = f"{prefix}.{right}" if prefix and ", " not in right else right
+        return f"the plan has no key {key!r}; did you mean {hint}?", hint
+    if item["type"] == "missing":
+        return f"the plan needs the key {key!r}", f"{key}=VALUE"
+    if item["type"] == "literal_error" and isinstance(item["input"], str):
+        expected = item["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
+        right = nearest(item["input"], expected)
+        return f"{key} = {item['input']!r} is not one of {', '.join(expected)}", f"{key}={right}"
+    if item["type"] == "value_error":
+        return str(item["ctx"]["error"]) if not key else f"{key}: {item['ctx']['error']}", ""
+    limits = item.get("ctx", {})
+    bound = next((limits[k] for k in ("ge", "gt", "le", "lt") if k in limits), None)
+    text = f"{key} = {item['input']!r}: {item['msg'].lower()}"
+    return text, f"{key}={bound}" if bound is not None and "gt" not in limits else ""

@@ -1,0 +1,208 @@
+"""Technique: one optimization, in one file, with the verbs that everything else is made from.
+
+A technique is a frozen pydantic model: its fields are its knobs, its docstring's first line is its
+line in the catalogue. It acts while the Build is made, at its stage, and never in the loop. This
+module knows no torch: `Technique` is generic over the Build.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from types import ModuleType
+from typing import Any, ClassVar, Generic, Literal, TypeVar
+
+from headrace.core.errors import ConfigError, nearest
+from headrace.core.ledger import Ledger
+from headrace.core.strict import Strict
+
+B = TypeVar("B")
+
+
+class Stage(IntEnum):
+    """When a technique acts. The order here is the order of application."""
+
+    DESIGN = 0
+    PARTS = 1
+    MODEL = 2
+    ADAPT = 3
+    LINEAR = 4
+    TENSOR = 5
+    CONTEXT = 6
+    PIPELINE = 7
+    FREEZE = 8
+    CHECKPOINT = 9
+    COMPILE = 10
+    GATE = 11
+    MATERIALIZE = 12
+    OPTIMIZER = 13
+    SCHEDULE = 14
+    DATA = 15
+    STEP = 16
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a technique is for, in a reader's words. Numbers come from receipts or a citation."""
+
+    buys: str
+    costs: str
+    helps: str
+    hurts: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Context:
+    """Where the plan would run; what `supports` may ask about."""
+
+    plan: Any
+    device: str
+    device_name: str
+    capability: tuple[int, int] | None
+    torch: tuple[int, int]
+    has_triton: bool
+    has_compiler: bool
+    ranks: int
+    precision: Literal["fp32", "bf16"]
+
+
+@dataclass(frozen=True)
+class Supported:
+    """It can run here."""
+
+
+@dataclass(frozen=True)
+class Unsupported:
+    """It cannot run here, why, and what would make it."""
+
+    reason: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Proof, read from tensors, graphs or counters, that a technique is in force (or is not)."""
+
+    active: bool
+    detail: str
+    numbers: Mapping[str, float] = field(default_factory=dict)
+
+
+class Technique(Strict, Generic[B]):
+    """Base of every optimization."""
+
+    room: ClassVar[str] = ""
+    stage: ClassVar[Stage]
+    claims: ClassVar[tuple[str, ...]] = ()
+    """Sockets that it owns alone."""
+    composes: ClassVar[tuple[str, ...]] = ()
+    """Sockets that it adds to, in stage order."""
+    rewrites: ClassVar[tuple[str, ...]] = ()
+    """Plan keys that it sets at the design stage; giving both differently is an error."""
+    excludes: ClassVar[Mapping[str, str]] = {}
+    """Other techniques that it cannot stand beside, each with its cited reason."""
+    equality: ClassVar[Literal["exact", "learning", "approximate"]] = "exact"
+    """exact: the trunk's gradients; learning: another rule; approximate: within `band`."""
+    band: ClassVar[float] = 0.0
+    """Relative distance of gradients from the trunk's that `approximate` may show."""
+    card: ClassVar[Card]
+    symptoms: ClassVar[tuple[str, ...]] = ()
+    """Names of the doctor's findings that this technique is a remedy for."""
+
+    @classmethod
+    def name(cls) -> str:
+        """Its name in plans: the module's."""
+        return cls.__module__.rpartition(".")[2]
+
+    @classmethod
+    def line(cls) -> str:
+        """Its line in the catalogue."""
+        return (cls.__doc__ or "").strip().splitlines()[0]
+
+    def supports(self, context: Context) -> Supported | Unsupported:
+        """Whether it can run in `context`; asked before anything optional is imported."""
+        raise NotImplementedError
+
+    def predict(self, ledger: Ledger) -> Ledger:
+        """The ledger with this technique in force. Pure."""
+        raise NotImplementedError
+
+    def apply(self, build: B) -> None:
+        """Fill or compose the declared sockets."""
+        raise NotImplementedError
+
+    def active(self, build: B) -> Evidence:
+        """Proof from the run, asked after one step."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """Every technique by name, and every model family as defaults for `model.*`."""
+
+    techniques: Mapping[str, type[Technique[Any]]]
+    families: Mapping[str, Mapping[str, Any]]
+
+    def find(self, name: str) -> type[Technique[Any]]:
+        """The technique called `name`.
+
+        Raises:
+            ConfigError: there is none; names the nearest.
+        """
+        if name not in self.techniques:
+            near = nearest(name, self.techniques) or "none installed"
+            raise ConfigError(f"there is no technique {name!r}; did you mean {near}?", "headrace list")
+        return self.techniques[name]
+
+    def with_family(self, model: Mapping[str, Any]) -> dict[str, Any]:
+        """`model` over its family's defaults."""
+        family = model.get("family", "headrace")
+        if family not in self.families:
+            near = nearest(str(family), self.families)
+            raise ConfigError(
+                f"there is no model family {family!r}; did you mean {near}?", f"model.family={near}"
+            )
+        return {**self.families[family], **model}
+
+
+def discover(package: ModuleType) -> dict[str, type[Technique[Any]]]:
+    """Import every module of `package` and collect the techniques that they define.
+
+    A technique's module carries its name; there is no registry to edit.
+    """
+    found: dict[str, type[Technique[Any]]] = {}
+    for info in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        module = importlib.import_module(info.name)
+        for item in vars(module).values():
+            if isinstance(item, type) and issubclass(item, Technique) and item is not Technique:
+                if item.__module__ == module.__name__ and "card" in vars(item):
+                    found[item.name()] = item
+    return dict(sorted(found.items()))
+
+
+def check_claims(techniques: Iterable[Technique[Any]]) -> None:
+    """Two owners of one socket, or an excluded pair, is an error that names both.
+
+    Raises:
+        ConfigError: the clash, with the flag that resolves it.
+    """
+    owners: dict[str, str] = {}
+    active = list(techniques)
+    names = {t.name() for t in active}
+    for technique in active:
+        for socket in technique.claims:
+            if socket in owners:
+                first = owners[socket]
+                raise ConfigError(
+                    f"{first} and {technique.name()} both own the socket {socket!r}",
+                    f"--without {first} or --without {technique.name()}",
+                )
+            owners[socket] = technique.name()
+        for other, reason in technique.excludes.items():
+            if other in names:
+                raise ConfigError(
+                    f"{technique.name()} cannot stand beside {other}: {reason}",
+                    f"--without {other} or --without {technique.name()}",
+                )

@@ -1,0 +1,297 @@
+"""Sources to shards: read twice, train or load the tokenizer, hold some out, encode, write.
+
+The first pass counts, finds the held-out border and keeps a sample for the tokenizer; the second
+encodes. A document is held out when the hash of its text falls below `data.validation`, so equal
+texts fall on one side, on every machine, whatever is added later. The tokenizer learns from at most
+64 MiB of the training side, picked by hash from all of it, so its memory does not grow with the
+data.
+
+The result is kept under `data.directory` in a folder named by all that went into it. It is built
+aside under a lock and renamed when complete and on disk: `kill -9` leaves at worst a folder that
+nobody reads and the next run removes, and a second process waits and then finds the work done. A
+cached set of up to 1 GiB is compared with its hashes on every start, a larger one by size only.
+"""
+
+import errno
+import fcntl
+import hashlib
+import json
+import shlex
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from headrace.core.errors import ConfigError, RunError
+from headrace.core.plan import DataConfig, Plan
+from headrace.core.units import format_bytes
+from headrace.data.shards import FORMAT, Shards, ShardWriter, sync_file, sync_folder
+from headrace.data.sources import read_documents, source_signature
+from headrace.data.tokenizer import Tokenizer, open_tokenizer, train_tokenizer
+
+Progress = Callable[[str, float, float | None], None]
+"""(what is being done, how far, of how much or None)."""
+
+SAMPLE_BYTES = 64 << 20
+PIECE_CHARACTERS = 1 << 16
+ENCODE_BYTES = 8 << 20
+VERIFY_BYTES = 1 << 30
+_HASH_RANGE = 1 << 64
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Data that is ready to train on."""
+
+    directory: Path
+    tokenizer: Tokenizer
+    train: tuple[Shards, ...]
+    """One per source."""
+    validation: Shards
+    fingerprint: dict[str, str]
+    """`data`, `tokenizer` and `mixture`: a resume compares them one by one."""
+
+
+@dataclass
+class _Survey:
+    """What the first pass learns."""
+
+    text_bytes: int = 0
+    lowest: int = _HASH_RANGE
+    highest: int = -1
+    sample: list[tuple[int, int, str]] = field(default_factory=list)
+    """(priority, hash of its document, piece of text)."""
+    sample_bytes: int = 0
+    bar: int = _HASH_RANGE
+    """Pieces with a priority below it are kept."""
+
+    def add(self, text: str, *, keep_sample: bool) -> None:
+        raw = text.encode()
+        digest = hashlib.sha256(raw).digest()
+        place = _place(digest)
+        self.text_bytes += len(raw)
+        self.lowest, self.highest = min(self.lowest, place), max(self.highest, place)
+        if not keep_sample:
+            return
+        for begin in range(0, len(text), PIECE_CHARACTERS):
+            priority = _place(hashlib.sha256(digest + begin.to_bytes(8, "little")).digest())
+            if priority < self.bar:
+                piece = text[begin : begin + PIECE_CHARACTERS]
+                self.sample.append((priority, place, piece))
+                self.sample_bytes += len(piece.encode())
+        while self.sample_bytes > SAMPLE_BYTES:
+            self.bar //= 2
+            self.sample = [item for item in self.sample if item[0] < self.bar]
+            self.sample_bytes = sum(len(piece.encode()) for _, _, piece in self.sample)
+
+
+def _place(digest: bytes) -> int:
+    return int.from_bytes(digest[:8], "big")
+
+
+def prepare(plan: Plan, *, progress: Progress | None = None) -> Prepared:
+    """Tokenizer and shards of a plan, made now or found from before.
+
+    Args:
+        plan: its `data` table says what; nothing else of the plan matters here.
+        progress: called now and then with (description, done, total), in bytes of text.
+
+    Raises:
+        ConfigError: a source, the tokenizer or the split is not possible, or shards are damaged.
+        RunError: the disk is full.
+    """
+    progress = progress or (lambda description, done, total: None)
+    root = Path(plan.data.directory).expanduser()
+    name = _key(plan)
+    target = root / name
+    try:
+        if not target.exists():
+            root.mkdir(parents=True, exist_ok=True)
+            with _locked(root / f".{name}.lock"):
+                if not target.exists():
+                    _build_aside(plan, target, progress)
+        return _open(plan, target)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        free_bytes = shutil.disk_usage(root).free
+        raise RunError(
+            f"the disk is full: {format_bytes(free_bytes)} left in {root.resolve()} while writing "
+            "shards, which take 2 bytes a token (4 for a vocabulary over 65,536)",
+            "free some space, or data.directory=FOLDER on another disk",
+        ) from None
+
+
+def _key(plan: Plan) -> str:
+    """12 hex digits that change with anything that the shards depend on."""
+    data = plan.data
+    spec = data.tokenizer
+    if spec == "bpe":
+        spec = f"bpe:{data.vocab}"
+    elif not spec.startswith("tiktoken:"):
+        spec = open_tokenizer(spec).fingerprint
+    held_out = data.validation
+    if isinstance(held_out, str):
+        held_out = source_signature(held_out)
+    signatures = [source_signature(source) for source in plan.source_list]
+    facts = [FORMAT, signatures, spec, held_out, data.text_key]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
+
+
+def _open(plan: Plan, target: Path) -> Prepared:
+    """A finished folder, checked."""
+    tokenizer = Tokenizer.load(target / "tokenizer.json")
+    train = tuple(Shards.open(target / f"train-{i:02d}") for i in range(len(plan.source_list)))
+    validation = Shards.open(target / "validation")
+    for shards in (*train, validation):
+        if shards.manifest.tokenizer != tokenizer.fingerprint:
+            raise ConfigError(
+                f"{target / 'tokenizer.json'} is not the tokenizer that wrote {shards.directory}",
+                f"rm -r {target} && {shards.manifest.rebuild}",
+            )
+    if sum(s.text_bytes for s in (*train, validation)) <= VERIFY_BYTES:
+        for shards in (*train, validation):
+            shards.verify()
+    parts = [s.fingerprint for s in (*train, validation)]
+    weights = plan.data.weights
+    fingerprint = {
+        "data": hashlib.sha256(json.dumps(parts).encode()).hexdigest(),
+        "tokenizer": tokenizer.fingerprint,
+        "mixture": json.dumps(weights) if weights else "by size",
+    }
+    return Prepared(target, tokenizer, train, validation, fingerprint)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One process at a time; the system lets go of the lock however the process ends."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _build_aside(plan: Plan, target: Path, progress: Progress) -> None:
+    """Make `target` whole or not at all. The lock is held."""
+    aside = target.with_name(f".{target.name}.partial")
+    if aside.exists():
+        shutil.rmtree(aside)
+    aside.mkdir()
+    try:
+        _build(plan, aside, progress)
+        sync_folder(aside)
+        aside.rename(target)
+        sync_folder(target.parent)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def _build(plan: Plan, folder: Path, progress: Progress) -> None:
+    """Both passes, into an empty folder."""
+    data = plan.data
+    survey = _Survey()
+    for source in plan.source_list:
+        for document in read_documents(source, text_key=data.text_key):
+            survey.add(document.text, keep_sample=data.tokenizer == "bpe")
+            progress("reading", survey.text_bytes, None)
+    border = _border(plan, survey)
+    if data.tokenizer == "bpe":
+        progress("training the tokenizer", 0, None)
+        texts = (piece for _, place, piece in survey.sample if place >= border)
+        tokenizer = train_tokenizer(texts, vocab=data.vocab)
+        survey.sample = []
+    else:
+        tokenizer = open_tokenizer(data.tokenizer)
+    tokenizer.save(folder / "tokenizer.json")
+    with (folder / "tokenizer.json").open("rb") as file:
+        sync_file(file)
+    _write(plan, folder, tokenizer, border, survey.text_bytes, progress)
+
+
+def _border(plan: Plan, survey: _Survey) -> int:
+    """Documents whose hash lies below it are held out: at least one, and never all."""
+    if survey.highest < 0:
+        raise ConfigError(f"data.sources = {', '.join(plan.source_list)} give no text")
+    if isinstance(plan.data.validation, str):
+        return 0
+    if survey.lowest == survey.highest:
+        raise ConfigError(
+            f"data.sources = {', '.join(plan.source_list)} give one document, and validation needs "
+            "one of its own (a .txt file is one document)",
+            "data.validation=PATH, or the text split over several files or .jsonl lines",
+        )
+    border = int(plan.data.validation * _HASH_RANGE)
+    return min(max(border, survey.lowest + 1), survey.highest)
+
+
+def _write(
+    plan: Plan,
+    folder: Path,
+    tokenizer: Tokenizer,
+    border: int,
+    total_bytes: int,
+    progress: Progress,
+) -> None:
+    """The second pass: encode every document and add it to its side."""
+    rebuild = _rebuild_command(plan.data)
+
+    def writer(name: str, source: str) -> ShardWriter:
+        return ShardWriter(
+            folder / name,
+            tokenizer.vocab,
+            document_token=tokenizer.document_token,
+            tokenizer=tokenizer.fingerprint,
+            source=source,
+            rebuild=rebuild,
+        )
+
+    held_out = plan.data.validation
+    own = isinstance(held_out, str)
+    validation = writer("validation", held_out if own else ", ".join(plan.source_list))
+    done_bytes = 0
+    for i, source in enumerate(plan.source_list):
+        train = writer(f"train-{i:02d}", source)
+        for texts in _batches(source, plan.data.text_key):
+            for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
+                raw = text.encode()
+                side = validation if _place(hashlib.sha256(raw).digest()) < border else train
+                side.add(ids, text_bytes=len(raw))
+                done_bytes += len(raw)
+            progress("encoding", done_bytes, total_bytes)
+        if not train.documents:
+            raise ConfigError(
+                f"data.sources: {source} has no document left to train on, all were held out by "
+                f"data.validation = {held_out}",
+                "data.validation=PATH, a smaller share, or more documents in it",
+            )
+        train.close()
+    if isinstance(held_out, str):
+        for texts in _batches(held_out, plan.data.text_key):
+            for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
+                validation.add(ids, text_bytes=len(text.encode()))
+    validation.close()
+
+
+def _batches(source: str, text_key: str) -> Iterator[list[str]]:
+    """Documents of a source in lists of about 8 MiB of text."""
+    batch: list[str] = []
+    size = 0
+    for document in read_documents(source, text_key=text_key):
+        batch.append(document.text)
+        size += len(document.text)
+        if size >= ENCODE_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _rebuild_command(data: DataConfig) -> str:
+    """`headrace data ingest` with the keys that are not at their defaults."""
+    keys = {"sources", "validation", "text_key", "tokenizer", "vocab", "directory"}
+    words = ["headrace data ingest demo"]
+    for key, value in data.model_dump(mode="json", include=keys, exclude_defaults=True).items():
+        text = value if isinstance(value, str) else json.dumps(value)
+        words.append(shlex.quote(f"data.{key}={text}"))
+    return " ".join(words)

@@ -1,0 +1,309 @@
+"""Rows to micro-batches: one global stream of rows, whoever reads it and however it is cut.
+
+Global row `k = step * rows_per_step + r` is a pure function of (seed, k): the order names its unit,
+the packer reads it. Rank `r` of `W` takes the r-th of W contiguous parts of each step, and
+micro-batches are contiguous slices of that. So ranks, workers, prefetch and micro-batch size change
+who does the work, never what is read, and the whole state is the step.
+
+**Stream hash.** Each global row gives sha256(k as 8 bytes || its T + 1 tokens as int32, all little
+endian); rows are added modulo 2^256 (AdHash: Bellare and Micciancio, EUROCRYPT 1997), and the
+report's `stream_sha256` is the sha256 of that sum. Adding makes the state 32 bytes and lets ranks
+add up their own rows; the row number inside makes the order count all the same. Only rows that
+`step` has handed out are counted, not those read ahead. With several ranks, before saving:
+
+    total = sum of loader.local_hash over all ranks      # one small collective
+    loader.merge(total)                                  # on every rank
+    state = loader.state()                               # the same on every rank
+
+B: rows of a micro-batch, T: sequence length.
+"""
+
+import hashlib
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.core.errors import ConfigError
+from headrace.data.order import Order, make_order
+from headrace.data.rows import IGNORE, Packer, Row
+from headrace.data.shards import Shards
+
+_HASH_MODULUS = 1 << 256
+
+
+@dataclass(frozen=True)
+class Micro:
+    """One forward pass's worth of rows, on the host."""
+
+    ids_BT: Tensor
+    """int64."""
+    targets_BT: Tensor
+    """int64; IGNORE where none counts."""
+    segments_BT: Tensor | None = None
+    """int32: which document of the row each token belongs to, from 0; only if asked for."""
+    positions_BT: Tensor | None = None
+    """int64: place within its document; only if asked for."""
+    wasted: int = 0
+    """Targets that no loss counts: padding and the ignored."""
+
+    @property
+    def target_tokens(self) -> int:
+        """Targets that count."""
+        return self.targets_BT.numel() - self.wasted
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """This rank's share of one optimizer step."""
+
+    micros: list[Micro]
+    wait_s: float
+    """Seconds for which the caller waited for the data."""
+    hash_state: int
+    """`Loader.local_hash` after this step."""
+
+
+def combine_hashes(sums: Iterable[int]) -> str:
+    """`stream_sha256` of the whole stream from the sums of its parts."""
+    return hashlib.sha256((sum(sums) % _HASH_MODULUS).to_bytes(32, "little")).hexdigest()
+
+
+def row_hash(row: int, ids: np.ndarray) -> int:
+    """What one global row adds to the stream hash."""
+    digest = hashlib.sha256(row.to_bytes(8, "little"))
+    digest.update(ids.astype("<i4").data)
+    return int.from_bytes(digest.digest(), "little")
+
+
+class Loader:
+    """Hands out this rank's micro-batches step by step, reading ahead on threads.
+
+    Args:
+        packer: where rows come from.
+        seed: of the order.
+        rows_per_step: R, rows of a step over all ranks; a multiple of ranks * micro_rows.
+        micro_rows: B.
+        weights: one share per source; without them every source counts by its rows.
+        rank, ranks: which part of each step is read here.
+        workers: threads that read ahead; 0 reads on the calling thread.
+        prefetch: micro-batches that are read ahead.
+        segments: whether micro-batches carry documents and positions.
+        pin: whether tensors are page-locked, for asynchronous copies to a GPU.
+        order: in place of the trunk's (seed and weights are then not used).
+    """
+
+    def __init__(
+        self,
+        packer: Packer,
+        *,
+        seed: int,
+        rows_per_step: int,
+        micro_rows: int,
+        weights: Sequence[float] | None = None,
+        rank: int = 0,
+        ranks: int = 1,
+        workers: int = 0,
+        prefetch: int = 4,
+        segments: bool = False,
+        pin: bool = False,
+        order: Order | None = None,
+    ) -> None:
+        assert rows_per_step % (ranks * micro_rows) == 0 and 0 <= rank < ranks
+        self.packer, self.rows_per_step, self.micro_rows = packer, rows_per_step, micro_rows
+        self.rank, self.ranks = rank, ranks
+        self._order = order or make_order(packer.units, seed=seed, weights=weights)
+        self._segments, self._pin = segments, pin
+        self._micros_per_step = rows_per_step // (ranks * micro_rows)
+        self._prefetch = prefetch
+        self._pool = ThreadPoolExecutor(workers, "headrace-data") if workers else None
+        self._ahead: deque[Future[tuple[Micro, int]]] = deque()
+        self._submitted = 0
+        self._position = 0
+        self._base_hash = 0
+        self.local_hash = 0
+
+    def step(self, step: int | None = None) -> StepBatch:
+        """The batch of a step, by default the next one; another step is sought first.
+
+        What a reading thread raised is raised here, and the same step can then be tried again.
+        """
+        if step is not None and step != self._position:
+            self.seek(step)
+        begin, added, micros = time.perf_counter(), 0, []
+        for m in range(self._micros_per_step):
+            micro, digest = self._take(self._position * self._micros_per_step + m)
+            micros.append(micro)
+            added += digest
+        wait_s = time.perf_counter() - begin
+        self._position += 1
+        self.local_hash = (self.local_hash + added) % _HASH_MODULUS
+        return StepBatch(micros, wait_s, self.local_hash)
+
+    def seek(self, step: int) -> None:
+        """Make `step` the next one. Reads nothing."""
+        self._drop()
+        self._position = step
+        self._submitted = step * self._micros_per_step
+
+    def merge(self, total: int) -> None:
+        """Take `total`, the sum of `local_hash` over all ranks, into the state."""
+        self._base_hash = (self._base_hash + total) % _HASH_MODULUS
+        self.local_hash = 0
+
+    def state(self) -> dict[str, int | str]:
+        """All that a resume needs; with several ranks only right after `merge`."""
+        if self.ranks == 1:
+            self.merge(self.local_hash)
+        assert not self.local_hash, "merge the ranks' hashes before asking for the state"
+        rows = self._position * self.rows_per_step
+        return {"step": self._position, "rows": rows, "stream_hash": f"{self._base_hash:064x}"}
+
+    def load_state(self, state: dict[str, int | str]) -> None:
+        """Go on where `state` was taken, under any number of ranks and workers.
+
+        Raises:
+            ConfigError: steps had another number of rows.
+        """
+        step, rows = int(state["step"]), int(state["rows"])
+        if rows != step * self.rows_per_step:
+            before = rows / step if step else 0
+            raise ConfigError(
+                f"the checkpoint read {before:g} rows a step, the plan asks for "
+                f"{self.rows_per_step} rows a step",
+                "batch.tokens as it was "
+                f"(batch.tokens={int(before) * self.packer.sequence_length})",
+            )
+        self._base_hash, self.local_hash = int(str(state["stream_hash"]), 16), 0
+        self.seek(step)
+
+    @property
+    def stream_sha256(self) -> str:
+        """Hash of the stream so far: all ranks' up to the last merge, this rank's since."""
+        return combine_hashes([self._base_hash, self.local_hash])
+
+    def close(self) -> None:
+        """End the threads; the loader cannot be used afterwards. Twice does no harm."""
+        self._drop()
+        if self._pool:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> "Loader":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _drop(self) -> None:
+        """Forget what was read ahead."""
+        while self._ahead:
+            self._ahead.pop().cancel()
+
+    def _take(self, index: int) -> tuple[Micro, int]:
+        """This rank's micro-batch number `index` since step 0, read ahead where threads do it."""
+        if not self._pool:
+            return self._make(index)
+        while self._submitted < index + 1 + self._prefetch:
+            self._ahead.append(self._pool.submit(self._make, self._submitted))
+            self._submitted += 1
+        try:
+            return self._ahead.popleft().result()
+        except BaseException:
+            self.seek(self._position)  # so that the same step can be tried again
+            raise
+
+    def _make(self, index: int) -> tuple[Micro, int]:
+        """A micro-batch and the sum of its rows' hashes. Runs on any thread."""
+        step, m = divmod(index, self._micros_per_step)
+        first = step * self.rows_per_step
+        first += (self.rank * self._micros_per_step + m) * self.micro_rows
+        sources, units = self._order(first, self.micro_rows)
+        rows = [self.packer.row(int(s), int(u)) for s, u in zip(sources, units, strict=True)]
+        digest = sum(row_hash(first + b, row.ids) for b, row in enumerate(rows))
+        return collate(rows, segments=self._segments, pin=self._pin), digest
+
+
+def collate(rows: Sequence[Row], *, segments: bool = False, pin: bool = False) -> Micro:
+    """Rows of one length as tensors."""
+    shape = len(rows), len(rows[0].ids) - 1
+    ids_BT = torch.empty(shape, dtype=torch.int64, pin_memory=pin)
+    targets_BT = torch.empty(shape, dtype=torch.int64, pin_memory=pin)
+    ids, targets = ids_BT.numpy(), targets_BT.numpy()
+    wasted = 0
+    for b, row in enumerate(rows):
+        ids[b] = row.ids[:-1]
+        if row.targets is None:
+            targets[b] = row.ids[1:]
+        else:
+            targets[b] = row.targets
+            wasted += int((row.targets == IGNORE).sum())
+    if not segments:
+        return Micro(ids_BT, targets_BT, wasted=wasted)
+    segments_BT = torch.empty(shape, dtype=torch.int32, pin_memory=pin)
+    positions_BT = torch.empty(shape, dtype=torch.int64, pin_memory=pin)
+    place = np.arange(shape[1])
+    begins = np.zeros((shape[0], shape[1] + 1), dtype=bool)  # a start at T is a target, no input
+    for b, row in enumerate(rows):
+        begins[b, row.starts] = True
+    begins = begins[:, :-1]
+    begins[:, 0] = False  # the row's first document is number 0, whole or not
+    np.cumsum(begins, axis=1, out=segments_BT.numpy())
+    np.subtract(
+        place, np.maximum.accumulate(np.where(begins, place, 0), axis=1), out=positions_BT.numpy()
+    )
+    return Micro(ids_BT, targets_BT, segments_BT, positions_BT, wasted)
+
+
+def validation_rows(shards: Shards, sequence_length: int, tokens: int) -> int:
+    """Rows that an evaluation of at most `tokens` tokens reads; one at least."""
+    whole = -(-(shards.tokens - 1) // sequence_length)
+    return min(whole, max(1, tokens // sequence_length))
+
+
+def validation_batches(
+    shards: Shards,
+    sequence_length: int,
+    *,
+    tokens: int,
+    micro_rows: int,
+    rank: int = 0,
+    ranks: int = 1,
+    segments: bool = False,
+) -> Iterator[Micro]:
+    """The same fixed rows every time, dealt out to the ranks in micro-batches of one shape.
+
+    Row i has tokens [i*T, i*T + T + 1). A last short row, and whole rows where the number does not
+    divide, are padding with ignored targets: every rank gets as many micro-batches.
+    """
+    rows = validation_rows(shards, sequence_length, tokens)
+    for batch in range(-(-rows // (micro_rows * ranks))):
+        first = (batch * ranks + rank) * micro_rows
+        numbers = range(first, first + micro_rows)
+        yield collate(
+            [_validation_row(shards, sequence_length, n if n < rows else None) for n in numbers],
+            segments=segments,
+        )
+
+
+def _validation_row(shards: Shards, sequence_length: int, number: int | None) -> Row:
+    """Row `number` of the set, padded where it ends; None is all padding."""
+    ids = np.full(sequence_length + 1, shards.manifest.document_token, dtype=np.int64)
+    targets = np.full(sequence_length, IGNORE, dtype=np.int64)
+    if number is None:
+        return Row(ids, np.empty(0, dtype=np.int64), targets)
+    start = number * sequence_length
+    count = min(sequence_length + 1, shards.tokens - start)
+    ids[:count] = shards.read(start, count)
+    targets[: count - 1] = ids[1:count]
+    return Row(ids, shards.document_starts(start, start + count) - start, targets)

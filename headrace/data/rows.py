@@ -1,0 +1,74 @@
+"""Documents to rows: the trunk cuts the token stream at the sequence length.
+
+Unit `i` reads tokens [i*T, i*T + T + 1): T inputs and T targets, the last token of one cut being
+the first of the next, so every token but the very first is a target once an epoch and none is
+padding. Each document begins with the document token; a target across a border is therefore always
+that token, which is how the model learns where texts end.
+
+T: sequence length.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from headrace.core.errors import ConfigError
+from headrace.data.shards import Shards
+
+IGNORE = -100
+"""Target that no loss counts; the value that torch's cross entropy skips by default."""
+
+
+class Row(NamedTuple):
+    """One row of training: T + 1 tokens, of which the first T are inputs."""
+
+    ids: np.ndarray
+    """int64 [T + 1]."""
+    starts: np.ndarray
+    """Places in the row [0, T] at which a document begins, ascending."""
+    targets: np.ndarray | None = None
+    """int64 [T] where targets are not simply the next tokens; IGNORE where none counts."""
+
+
+class Packer(Protocol):
+    """What the `pack` socket holds: numbered rows of every source, called from several threads."""
+
+    @property
+    def sequence_length(self) -> int:
+        """T."""
+        ...
+
+    @property
+    def units(self) -> tuple[int, ...]:
+        """Rows that each source has."""
+        ...
+
+    def row(self, source: int, unit: int) -> Row:
+        """Row `unit` of a source."""
+        ...
+
+
+class Cut:
+    """The trunk's packer: fixed cuts of each source's token stream.
+
+    Raises:
+        ConfigError: a source is shorter than one row.
+    """
+
+    def __init__(self, shards: Sequence[Shards], sequence_length: int) -> None:
+        self.shards, self.sequence_length = tuple(shards), sequence_length
+        self.units = tuple((s.tokens - 1) // sequence_length for s in self.shards)
+        for part, units in zip(self.shards, self.units, strict=True):
+            if units < 1:
+                raise ConfigError(
+                    f"{part.source or part.directory} has {part.tokens} tokens, fewer than one row "
+                    f"of data.sequence_length + 1 = {sequence_length + 1} tokens",
+                    f"data.sequence_length={max(2, part.tokens - 1)}, or more text",
+                )
+
+    def row(self, source: int, unit: int) -> Row:
+        """Tokens [unit*T, unit*T + T + 1) of a source."""
+        start, count = unit * self.sequence_length, self.sequence_length + 1
+        part = self.shards[source]
+        return Row(part.read(start, count), part.document_starts(start, start + count) - start)

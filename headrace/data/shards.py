@@ -1,0 +1,289 @@
+"""Tokens on disk: flat arrays in memory maps, an index of documents, and a manifest of hashes.
+
+A shard set is a folder of `tokens-00000.bin`, ... (uint16 while the vocabulary allows, else uint32,
+little endian), `offsets.bin` (uint64: where each document starts, counted over the whole set) and
+`manifest.json`. Every file but the last holds the same number of tokens, so finding one is a
+division. The manifest is written last, so a folder without one is not a shard set. Opening compares
+sizes only; `verify` reads everything and compares sha256. Maps are made when first touched and the
+oldest are dropped, so ten thousand files cost neither start-up time nor file descriptors.
+"""
+
+import hashlib
+import json
+import os
+from functools import lru_cache
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+import numpy as np
+from pydantic import ValidationError
+
+from headrace.core.errors import ConfigError
+from headrace.core.strict import Strict
+
+FORMAT = 1
+SHARD_TOKENS = 1 << 27
+OPEN_MAPS = 128
+
+
+class FileEntry(Strict):
+    """One file of the set."""
+
+    items: int
+    """Tokens, or documents for the offsets."""
+    sha256: str
+
+
+class Manifest(Strict):
+    """What a shard set holds."""
+
+    format: int = FORMAT
+    dtype: Literal["uint16", "uint32"]
+    vocab: int
+    document_token: int
+    """The id at the start of every document."""
+    shard_tokens: int
+    """Tokens in every file but the last."""
+    tokens: int
+    documents: int
+    text_bytes: int
+    """UTF-8 bytes of the documents."""
+    files: tuple[FileEntry, ...]
+    offsets: FileEntry
+    tokenizer: str
+    """Fingerprint of the tokenizer."""
+    source: str
+    """What the user named."""
+    rebuild: str
+    """The command that makes this set again."""
+
+
+def sync_file(file: BinaryIO) -> None:
+    """Push a file's content to the disk itself."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Push a folder's list of names to the disk, so that a rename survives a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class _HashedFile:
+    """A file that is hashed while it is written."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb")
+        self._sha256 = hashlib.sha256()
+        self.items = 0
+
+    def write(self, items: np.ndarray) -> None:
+        raw = items.tobytes()
+        self._file.write(raw)
+        self._sha256.update(raw)
+        self.items += len(items)
+
+    def close(self) -> FileEntry:
+        with self._file:
+            sync_file(self._file)
+        return FileEntry(items=self.items, sha256=self._sha256.hexdigest())
+
+
+class ShardWriter:
+    """Writes one shard set, document by document; nothing counts until `close`."""
+
+    def __init__(
+        self,
+        directory: Path,
+        vocab: int,
+        *,
+        document_token: int,
+        shard_tokens: int = SHARD_TOKENS,
+        tokenizer: str = "",
+        source: str = "",
+        rebuild: str = "headrace data ingest PLAN",
+    ) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory, self.vocab, self.document_token = directory, vocab, document_token
+        self._tokenizer, self._source, self._rebuild = tokenizer, source, rebuild
+        self._dtype = np.dtype("<u2" if vocab <= 1 << 16 else "<u4")
+        self._shard_tokens = shard_tokens
+        self._offsets = _HashedFile(directory / "offsets.bin")
+        self._file = _HashedFile(directory / _file_name(0))
+        self._files: list[FileEntry] = []
+        self.tokens = self.text_bytes = 0
+
+    @property
+    def documents(self) -> int:
+        """Documents added so far."""
+        return self._offsets.items
+
+    def add(self, document_ids: np.ndarray, *, text_bytes: int = 0) -> None:
+        """Append the document token and then the document's own ids."""
+        self._offsets.write(np.array([self.tokens], dtype="<u8"))
+        ids = np.empty(len(document_ids) + 1, dtype=self._dtype)
+        ids[0], ids[1:] = self.document_token, document_ids
+        self.tokens += len(ids)
+        self.text_bytes += text_bytes
+        while len(ids):
+            room = self._shard_tokens - self._file.items
+            if not room:
+                self._files.append(self._file.close())
+                self._file = _HashedFile(self.directory / _file_name(len(self._files)))
+                continue
+            self._file.write(ids[:room])
+            ids = ids[room:]
+
+    def close(self) -> Manifest:
+        """Finish all files and write the manifest, which makes the set valid.
+
+        Raises:
+            ConfigError: there is no document in it.
+        """
+        self._files.append(self._file.close())
+        offsets = self._offsets.close()
+        if not offsets.items:
+            raise ConfigError(f"{self._source or self.directory} gives no documents")
+        manifest = Manifest(
+            dtype="uint16" if self._dtype.itemsize == 2 else "uint32",
+            vocab=self.vocab,
+            document_token=self.document_token,
+            shard_tokens=self._shard_tokens,
+            tokens=self.tokens,
+            documents=offsets.items,
+            text_bytes=self.text_bytes,
+            files=tuple(self._files),
+            offsets=offsets,
+            tokenizer=self._tokenizer,
+            source=self._source,
+            rebuild=self._rebuild,
+        )
+        aside = self.directory / "manifest.json.partial"
+        with aside.open("wb") as file:
+            file.write(manifest.model_dump_json(indent=1).encode())
+            sync_file(file)
+        aside.replace(self.directory / "manifest.json")
+        sync_folder(self.directory)
+        return manifest
+
+
+class Shards:
+    """A shard set, read only. Safe to read from several threads.
+
+    Attributes:
+        tokens: tokens in the set, document tokens included.
+        documents: documents in the set.
+        text_bytes: UTF-8 bytes of the text.
+    """
+
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
+        self.directory, self.manifest = directory, manifest
+        self.tokens, self.documents = manifest.tokens, manifest.documents
+        self.text_bytes, self.source = manifest.text_bytes, manifest.source
+        self._dtype = np.dtype(manifest.dtype).newbyteorder("<")
+        self._map = lru_cache(maxsize=OPEN_MAPS)(self._open_map)
+
+    @staticmethod
+    def open(directory: Path | str) -> "Shards":
+        """Read the manifest and compare the files' sizes with it.
+
+        Raises:
+            ConfigError: no shard set there, an unknown format, a file missing or cut short.
+        """
+        directory = Path(directory)
+        path = directory / "manifest.json"
+        try:
+            manifest = Manifest.model_validate_json(path.read_bytes())
+        except FileNotFoundError:
+            raise ConfigError(
+                f"{directory} is not a shard set: it has no manifest.json",
+                "headrace data ingest PLAN",
+            ) from None
+        except ValidationError as error:
+            detail = error.errors()[0]
+            where = ".".join(map(str, detail["loc"])) or "the file"
+            raise ConfigError(
+                f"{path} is damaged: {where}: {detail['msg'].lower()}", _rebuild(directory)
+            ) from None
+        if manifest.format != FORMAT:
+            raise ConfigError(
+                f"{directory} has shard format {manifest.format}, this version reads {FORMAT}",
+                _rebuild(directory, manifest),
+            )
+        shards = Shards(directory, manifest)
+        shards.verify(full=False)
+        return shards
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 over the hashes of all files: equal content, equal fingerprint."""
+        m = self.manifest
+        hashes = [m.dtype, m.document_token, m.offsets.sha256, *(f.sha256 for f in m.files)]
+        return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
+
+    def verify(self, *, full: bool = True) -> None:
+        """Compare every file's size, and with `full` its sha256, with the manifest.
+
+        Raises:
+            ConfigError: a file is missing, has another size, or other content.
+        """
+        sizes = {entry.name: entry.stat().st_size for entry in os.scandir(self.directory)}
+        m = self.manifest
+        expected = [(_file_name(i), f, self._dtype.itemsize) for i, f in enumerate(m.files)]
+        for name, entry, item_bytes in [*expected, ("offsets.bin", m.offsets, 8)]:
+            found = sizes.get(name)
+            if found != entry.items * item_bytes:
+                what = "is missing" if found is None else f"has {found:,} bytes"
+                raise ConfigError(
+                    f"{self.directory / name} {what}, expected {entry.items * item_bytes:,} bytes",
+                    _rebuild(self.directory, m),
+                )
+            if full:
+                self._verify_content(self.directory / name, entry.sha256)
+
+    def _verify_content(self, path: Path, expected: str) -> None:
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != expected:
+            raise ConfigError(
+                f"{path} has changed since it was written: its sha256 is {found[:12]}..., "
+                f"the manifest says {expected[:12]}...",
+                _rebuild(self.directory, self.manifest),
+            )
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Tokens [start, start + count) as int64 [count], across files where needed."""
+        if start < 0 or count < 0 or start + count > self.tokens:
+            raise IndexError(f"tokens [{start}, {start + count}) of {self.tokens}")
+        out = np.empty(count, dtype=np.int64)
+        done = 0
+        while done < count:
+            index, within = divmod(start + done, self.manifest.shard_tokens)
+            part = self._map(_file_name(index))[within : within + count - done]
+            out[done : done + len(part)] = part
+            done += len(part)
+        return out
+
+    def document_starts(self, start: int, stop: int) -> np.ndarray:
+        """Places of the document starts within tokens [start, stop), ascending int64."""
+        offsets = self._map("offsets.bin")
+        # As uint64: a search for Python integers would convert the whole index to floats.
+        first, last = np.searchsorted(offsets, np.array([start, stop], dtype=np.uint64))
+        return offsets[first:last].astype(np.int64)
+
+    def _open_map(self, name: str) -> np.ndarray:
+        dtype = np.dtype("<u8") if name == "offsets.bin" else self._dtype
+        return np.asarray(np.memmap(self.directory / name, dtype=dtype, mode="r"))
+
+
+def _file_name(index: int) -> str:
+    return f"tokens-{index:05d}.bin"
+
+
+def _rebuild(directory: Path, manifest: Manifest | None = None) -> str:
+    command = manifest.rebuild if manifest else "headrace data ingest PLAN"
+    return f"rm -r {directory} && {command}"

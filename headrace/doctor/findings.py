@@ -1,0 +1,123 @@
+"""The doctor's first form: where a run's time went, and the narrowest station in one sentence.
+
+It reads report.json alone, so it can judge any run after the fact. A station is a share of the wall
+clock with its evidence; what the signals do not separate is said, not guessed.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from headrace.core.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One verdict.
+
+    Args:
+        bottleneck: the station's name.
+        share: of the measured time, or of the tokens or the memory it is about; 0 to 1.
+        sentence: the verdict for a reader.
+        evidence: the numbers that it rests on.
+        confidence: "measured" or "inferred".
+        not_measured: what would sharpen it.
+    """
+
+    bottleneck: str
+    share: float
+    sentence: str
+    evidence: str
+    confidence: str
+    not_measured: str = ""
+
+
+STATIONS = {
+    "computation": ("forward", "backward"),
+    "input": ("input",),
+    "optimizer": ("optimizer",),
+    "communication": ("communication_exposed",),
+    "compilation": ("compile",),
+    "evaluation": ("eval",),
+    "checkpointing": ("checkpoint",),
+}
+
+
+def diagnose(report: Mapping[str, Any]) -> list[Finding]:
+    """Every station that took time, the narrowest first, then memory and wasted tokens."""
+    phase_s = report["phase_s"]
+    total_s = sum(phase_s.values())
+    found = []
+    for station, phases in STATIONS.items():
+        spent_s = sum(phase_s.get(p, 0.0) for p in phases)
+        if total_s and spent_s:
+            found.append(_station(station, spent_s, total_s, report))
+    found.sort(key=lambda f: -f.share)
+    return [*found, *_memory(report), *_waste(report)]
+
+
+def narrowest(report: Mapping[str, Any]) -> dict[str, Any]:
+    """The largest station, for report.json."""
+    found = diagnose(report)
+    if not found:
+        return {"station": None, "share": None, "sentence": "No step was measured.", "evidence": ""}
+    first = found[0]
+    return {
+        "station": first.bottleneck,
+        "share": first.share,
+        "sentence": first.sentence,
+        "evidence": first.evidence,
+    }
+
+
+def plain(findings: list[Finding]) -> list[dict[str, Any]]:
+    """As JSON values, for findings.json."""
+    return [asdict(f) for f in findings]
+
+
+def _station(
+    station: str, spent_s: float, total_s: float, report: Mapping[str, Any]
+) -> Finding:
+    share = spent_s / total_s
+    evidence = f"{format_seconds(spent_s)} of {format_seconds(total_s)} measured"
+    missing = ""
+    if station == "computation":
+        phase_s, used = report["phase_s"], report["model_flops_utilization"]
+        evidence += (
+            f": forward {format_seconds(phase_s['forward'])}, "
+            f"backward {format_seconds(phase_s['backward'])}"
+        )
+        if used["value"] is not None:
+            evidence += f"; {used['value']:.1%} of the device's peak"
+        missing = "matrix products, attention and memory-bound work are not told apart"
+    if station == "input" and report["input_wait"]["p99_s"] is not None:
+        wait = report["input_wait"]
+        evidence += (
+            f"; wait p50 {format_seconds(wait['p50_s'])}, p99 {format_seconds(wait['p99_s'])}, "
+            f"{wait['stalled_steps']} stalled steps"
+        )
+    sentence = f"The narrowest station is {station}: it took {share:.0%} of the measured time."
+    return Finding(station, share, sentence, evidence, "measured", missing)
+
+
+def _memory(report: Mapping[str, Any]) -> list[Finding]:
+    """What owns the peak, predicted against measured."""
+    memory, lines = report["peak_memory_bytes"], report["memory_lines"]
+    if not lines:
+        return []
+    top = max(lines, key=lambda line: line["bytes"])
+    share = top["bytes"] / memory["predicted"]
+    evidence = f"predicted {format_bytes(memory['predicted'])}"
+    if memory["allocated"]:
+        off = memory["predicted"] / memory["allocated"] - 1
+        measured = format_bytes(memory["allocated"])
+        evidence += f", measured {measured} by the {memory['method']} ({off:+.0%})"
+    sentence = f"Most of the peak memory is {top['name']}: {share:.0%} of the prediction."
+    return [Finding("memory", share, sentence, evidence, "inferred")]
+
+
+def _waste(report: Mapping[str, Any]) -> list[Finding]:
+    """Tokens that no loss counted."""
+    share = report["wasted_token_fraction"]
+    sentence = f"{share:.1%} of the tokens were padding or had no target."
+    return [Finding("wasted tokens", share, sentence, f"of {report['tokens']} tokens", "measured")]

@@ -1,0 +1,65 @@
+"""Validation: the same held-out rows every time, in nats per token and bits per byte of text.
+
+Bits per byte divides the total by the UTF-8 bytes that the targets stand for, so runs with different
+tokenizers compare. The document token stands for no byte and counts as loss, not as text.
+"""
+
+import math
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from headrace.data.loader import validation_batches
+from headrace.model.head import IGNORED, cross_entropy
+from headrace.sockets import Build, place
+
+
+@dataclass(frozen=True)
+class Validation:
+    """One evaluation."""
+
+    loss_nats: float
+    bits_per_byte: float
+    tokens: int
+    bytes: int
+
+
+@torch.no_grad()
+def evaluate(build: Build) -> Validation:
+    """The model's loss on the plan's validation rows, summed in fp64 over all ranks."""
+    plan, world = build.plan, build.world
+    token_bytes = build.prepared.tokenizer.token_bytes
+    one = torch.ones((), device=build.device)
+    nats, tokens, text_bytes = torch.zeros((), dtype=torch.float64, device=build.device), 0, 0
+    with ExitStack() as stack:
+        for averaged in build.weights_for_eval:
+            stack.enter_context(averaged(build))
+        for micro in validation_batches(
+            build.prepared.validation,
+            plan.data.sequence_length,
+            tokens=plan.eval.tokens,
+            micro_rows=plan.micro_rows,
+            rank=world.rank,
+            ranks=world.ranks,
+            segments=build.mask.document,
+        ):
+            real = micro.targets_BT.numpy()
+            real = real[real != IGNORED]
+            tokens += real.size
+            text_bytes += int(token_bytes[real].sum(dtype=np.int64))
+            work = place(micro, build.device)
+            with build.autocast():
+                nats += build.model(
+                    work.ids_BT, work.targets_BT, work.rows,
+                    objective=cross_entropy, scale=one,
+                )  # fmt: skip
+    counts = torch.tensor([float(nats), float(tokens), float(text_bytes)], dtype=torch.float64)
+    total_nats, total_tokens, total_bytes = world.sum_(counts).tolist()
+    return Validation(
+        loss_nats=total_nats / total_tokens,
+        bits_per_byte=total_nats / math.log(2) / total_bytes,
+        tokens=int(total_tokens),
+        bytes=int(total_bytes),
+    )

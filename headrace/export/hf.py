@@ -1,0 +1,134 @@
+"""A folder that `transformers` opens: safetensors, config.json and the tokenizer.
+
+The weights are converted file by file, so the host holds the model once and one file of it again.
+The folder is written aside and renamed when it is complete: a reader sees all of it or nothing.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from headrace.core.errors import ConfigError, RunError
+from headrace.core.model_config import ModelConfig
+from headrace.data.tokenizer import Tokenizer
+from headrace.model.adapter import Link, check_ours
+from headrace.model.hf_config import config_to_hf
+
+SHARD_BYTES = 5_000_000_000
+"""The file size above which transformers' own `save_pretrained` splits, too."""
+
+
+def export_hf(
+    model_state: Mapping[str, Tensor],
+    config: ModelConfig,
+    tokenizer_path: Path,
+    out: Path,
+    *,
+    sequence_length: int,
+    dtype: torch.dtype = torch.float32,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write a model so that `from_pretrained(out)` of AutoModelForCausalLM and AutoTokenizer work.
+
+    Args:
+        model_state: every parameter by our name, whole, on any device.
+        config: the model, resolved as the run trained it.
+        tokenizer_path: its tokenizer.json.
+        out: the new folder.
+        sequence_length: tokens of a row in training; the longest text that was promised to work.
+        dtype: of the stored weights.
+        shard_bytes: most bytes of one file of weights.
+
+    Raises:
+        UnsupportedError: no architecture of transformers computes this model; names the keys.
+        ConfigError: `out` has files already, or the state does not fit the config.
+        RunError: it could not be written (a full disk); nothing is left behind.
+    """
+    tokenizer = Tokenizer.load(tokenizer_path)
+    end = tokenizer.document_token
+    values = config_to_hf(config, sequence_length=sequence_length, end_id=end)
+    values["torch_dtype"] = str(dtype).removeprefix("torch.")
+    files = _split(check_ours(config, model_state), dtype.itemsize, shard_bytes)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} exists already", "an --out that is new, or delete it first")
+    document = tokenizer.decode([end])
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        try:
+            _write_weights(aside, files, model_state, dtype)
+            _write_json(aside / "config.json", values)
+            _write_json(
+                aside / "generation_config.json", {"bos_token_id": end, "eos_token_id": end}
+            )
+            tokenizer.save(aside / "tokenizer.json")
+            # The class that reads tokenizer.json as it stands; a family's own would change it.
+            _write_json(aside / "tokenizer_config.json", {
+                "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": document,
+                "eos_token": document, "model_max_length": sequence_length,
+                "clean_up_tokenization_spaces": False,
+            })  # fmt: skip
+            _publish(aside, out)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+    except OSError as error:
+        raise RunError(
+            f"{out} could not be written: {error.strerror or error}",
+            "a folder on a disk with room for the weights",
+        ) from None
+
+
+def _split(links: list[Link], item_bytes: int, shard_bytes: int) -> list[list[Link]]:
+    """The parameters of each file, in order, at most `shard_bytes` where one parameter allows."""
+    files: list[list[Link]] = [[]]
+    size = 0
+    for link in links:
+        count = link.shape.numel() * item_bytes
+        if files[-1] and size + count > shard_bytes:
+            files.append([])
+            size = 0
+        files[-1].append(link)
+        size += count
+    return files
+
+
+def _write_weights(
+    folder: Path, files: list[list[Link]], state: Mapping[str, Tensor], dtype: torch.dtype
+) -> None:
+    """model.safetensors, or numbered files and the index that transformers reads."""
+    places: dict[str, str] = {}
+    total_bytes = 0
+    for number, links in enumerate(files, start=1):
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        name = name if len(files) > 1 else "model.safetensors"
+        tensors: dict[str, Tensor] = {}
+        for link in links:
+            tensors |= link.to_theirs(state[link.ours].detach().to("cpu", dtype))
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+        places |= dict.fromkeys(tensors, name)
+        total_bytes += sum(tensor.nbytes for tensor in tensors.values())
+    if len(files) > 1:
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": places}
+        _write_json(folder / "model.safetensors.index.json", index)
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _publish(aside: Path, out: Path) -> None:
+    """Make `aside` durable and call it `out`."""
+    aside.chmod(0o755)
+    for path in (*aside.iterdir(), aside):
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+    os.replace(aside, out)

@@ -1,0 +1,46 @@
+"""Signals end a run between two steps, with its checkpoint saved.
+
+Ctrl-C gives exit code 130, SIGTERM 143, SIGUSR1 75 (what Slurm's `--signal=USR1` sends before the
+limit: requeue). A second Ctrl-C stops at once.
+"""
+
+import signal
+from types import FrameType
+from typing import Any
+
+from headrace.core.errors import EXIT_INTERRUPTED, EXIT_REQUEUE, EXIT_TERMINATED
+
+CODES = {
+    "SIGINT": EXIT_INTERRUPTED,
+    "SIGTERM": EXIT_TERMINATED,
+    "SIGUSR1": EXIT_REQUEUE,
+}
+
+
+class Interrupts:
+    """Catches the signals that ask a run to end; `name` is the one that came."""
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> "Interrupts":
+        for name in CODES:
+            number = getattr(signal, name, None)
+            if number is not None:
+                self._before[number] = signal.signal(number, self._caught)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _caught(self, number: int, frame: FrameType | None) -> None:
+        if self.name is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.name = signal.Signals(number).name
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of the signal that came."""
+        return CODES[self.name or "SIGINT"]

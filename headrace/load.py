@@ -1,0 +1,72 @@
+"""A trained model out of its run's folder, for `eval`, `sample` and `export`."""
+
+from pathlib import Path
+
+from headrace.build import choose_device, make_build
+from headrace.checkpoint import Checkpoints, Saved
+from headrace.core.errors import ConfigError, nearest
+from headrace.core.plan import Plan
+from headrace.core.technique import Catalogue, Stage
+from headrace.data.ingest import Prepared, prepare
+from headrace.data.tokenizer import Tokenizer
+from headrace.parallel.world import World
+from headrace.sockets import Build
+
+
+def read_plan(folder: Path, catalogue: Catalogue) -> Plan:
+    """The resolved plan of a run.
+
+    Raises:
+        ConfigError: `folder` is not a run; names the nearest that is.
+    """
+    path = folder / "plan.toml"
+    if not path.is_file():
+        siblings = folder.parent if folder.parent.is_dir() else Path("runs")
+        runs = [str(p.parent) for p in siblings.glob("*/plan.toml")]
+        near = nearest(str(folder), runs) if runs else "none; headrace train demo makes one"
+        raise ConfigError(f"{folder} is not a run: it has no plan.toml; the nearest is {near}")
+    return Plan.read(path.read_text(), catalogue)
+
+
+def open_model(
+    folder: Path, catalogue: Catalogue, *, checkpoint: str | None = None, with_data: bool = False
+) -> Build:
+    """The run's model with its trained weights, uncompiled, on this machine's device.
+
+    Args:
+        folder: `runs/NAME`.
+        catalogue: techniques and families.
+        checkpoint: "step-N", "latest" or "best"; the best that is there without it.
+        with_data: also open the validation set (prepared again if its cache is gone).
+
+    Raises:
+        ConfigError: not a run, or no such checkpoint.
+        RunError: the checkpoint is damaged.
+    """
+    plan = read_plan(folder, catalogue)
+    shaping = {n: t for n, t in plan.techniques.items() if t.stage <= Stage.LINEAR}
+    if with_data:
+        shaping |= {n: t for n, t in plan.techniques.items() if t.stage == Stage.DATA}
+    plan = plan.replaced(techniques=shaping, mesh=plan.mesh.model_copy(update={"data": 1}))
+    path = _checkpoint(folder, checkpoint)
+    if with_data:
+        prepared = prepare(plan)
+    else:
+        tokenizer = Tokenizer.load(folder / "tokenizer.json")
+        prepared = Prepared(folder, tokenizer, train=(), validation=None, fingerprint={})  # type: ignore[arg-type]
+    until = Stage.STEP if with_data else Stage.MATERIALIZE
+    build = make_build(plan, prepared, World(), choose_device(plan), until=until)
+    saved = Saved(path)
+    for name, parameter in build.model.named_parameters():
+        saved.fill_(f"model/{name}", parameter)
+    return build
+
+
+def _checkpoint(folder: Path, which: str | None) -> Path:
+    root = folder / "checkpoints"
+    for name in [which] if which else ["best", "latest"]:
+        if (root / name).is_dir():
+            return root / name
+    steps = Checkpoints(root, rank=1, ranks=1, keep_last=1).steps() if root.is_dir() else []
+    has = ", ".join(f"step-{n}" for n in steps) or "none"
+    raise ConfigError(f"{root} has no checkpoint {which or 'best or latest'}; it has {has}")

@@ -1,0 +1,277 @@
+"""Our parameters <-> the tensors of Hugging Face `transformers`, by name and layout.
+
+Our fused matrices are taken apart by `fusion.py`; GPT-2 stacks its own q, k and v and stores
+matrices as [in, out] (Conv1D). Every map only moves numbers, so a round trip is exact bit for bit,
+and it maps gradients as well as weights. RMSNorm, QK-norm (before the rotation) and RoPE (halves)
+mean the same on both sides.
+
+A folder of weights is checked from its files' headers before a tensor is read; then each tensor is
+read when the model asks for it. Nothing but safetensors and JSON is opened: .bin and .pt files are
+pickles, and a pickle can run code.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from headrace.core.errors import ConfigError, UnsupportedError
+from headrace.core.model_config import ModelConfig
+from headrace.model.decoder import Decoder, trunk_parts
+from headrace.model.fusion import Fusion, fusions
+from headrace.model.hf_config import GPT2, Architecture, architecture, config_from_hf
+from headrace.model.init import Source
+from headrace.model.mask import MaskSpec
+
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
+"""Constants that older files store beside the weights."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """One of our parameters and the tensors that it is on the other side."""
+
+    ours: str
+    theirs: tuple[str, ...]
+    shape: torch.Size
+    fusion: Fusion | None
+    transposed: bool
+
+    def to_ours(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Their tensors, in the order of `theirs`, as our parameter."""
+        rows = [t.t() if self.transposed else t for t in tensors]
+        if self.fusion is None:
+            return rows[0]
+        sizes = [self.fusion.groups * part for part in self.fusion.split]
+        return self.fusion.fuse(torch.cat(rows).split(sizes))
+
+    def to_theirs(self, tensor: Tensor) -> dict[str, Tensor]:
+        """Our parameter as their tensors by name, contiguous."""
+        pieces = self.fusion.pieces(tensor) if self.fusion else (tensor,)
+        if len(self.theirs) == 1:
+            pieces = (torch.cat(pieces),)
+        pieces = [(p.t() if self.transposed else p).contiguous() for p in pieces]
+        return dict(zip(self.theirs, pieces, strict=True))
+
+
+def links(config: ModelConfig) -> list[Link]:
+    """The link of every parameter of a decoder of this config, in the order of its parameters.
+
+    Raises:
+        UnsupportedError: no architecture of transformers matches.
+    """
+    kind, fused = architecture(config), fusions(config)
+    with torch.device("meta"):
+        parameters = dict(Decoder(config, trunk_parts(config), MaskSpec()).named_parameters())
+    found = []
+    for name, parameter in parameters.items():
+        module, _, leaf = name.rpartition(".")
+        prefix = ""
+        if module.startswith("blocks."):
+            _, layer, module = module.split(".", 2)
+            prefix = kind.block.format(layer)
+        theirs = tuple(f"{prefix}{part}.{leaf}" for part in kind.modules[module])
+        transposed = kind.conv1d and bool(prefix) and parameter.dim() == 2
+        found.append(Link(name, theirs, parameter.shape, fused.get(module), transposed))
+    return found
+
+
+def from_hf(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Their state dict as ours.
+
+    Raises:
+        ConfigError: a tensor is missing, unexpected, or has another shape.
+        UnsupportedError: no architecture of transformers matches `config`.
+    """
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    makers = from_hf_lazily(config, shapes, tensors.__getitem__)
+    return {name: make() for name, make in makers.items()}
+
+
+def from_hf_lazily(
+    config: ModelConfig, shapes: Mapping[str, Sequence[int]], read: Callable[[str], Tensor]
+) -> dict[str, Callable[[], Tensor]]:
+    """As `from_hf`: checks everything now, and makes each of our tensors when it is called for.
+
+    Args:
+        config: the model.
+        shapes: their tensors' shapes by stored name.
+        read: gives one of their tensors by stored name.
+    """
+    kind, every = architecture(config), links(config)
+    stored = _canonical(kind, shapes)
+    if config.tied_embeddings and (copy := stored.pop("lm_head.weight", None)) is not None:
+        embed = stored.get(f"{kind.modules['embed'][0]}.weight", copy)
+        if not torch.equal(read(copy), read(embed)):
+            raise ConfigError(
+                f"config.json says that embeddings are tied, but {copy} differs from {embed}",
+                '"tie_word_embeddings": false in config.json',
+            )
+    expected: dict[str, tuple[int, ...]] = {}
+    for link in every:
+        theirs = link.to_theirs(torch.empty(link.shape, device="meta"))
+        expected |= {name: tuple(tensor.shape) for name, tensor in theirs.items()}
+    found = {name: tuple(shapes[at]) for name, at in stored.items()}
+    _compare(expected, found, kind.name)
+
+    def maker(link: Link) -> Callable[[], Tensor]:
+        return lambda: link.to_ours([read(stored[name]) for name in link.theirs])
+
+    return {link.ours: maker(link) for link in every}
+
+
+def to_hf(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Our state dict (or gradients by name) as theirs; tied embeddings are stored once.
+
+    Raises:
+        ConfigError: a tensor is missing, unexpected, or has another shape.
+        UnsupportedError: no architecture of transformers matches `config`.
+    """
+    found: dict[str, Tensor] = {}
+    for link in check_ours(config, tensors):
+        found |= link.to_theirs(tensors[link.ours])
+    return found
+
+
+def check_ours(config: ModelConfig, tensors: Mapping[str, Tensor]) -> list[Link]:
+    """The links of `config`, after checking that `tensors` are exactly its parameters."""
+    every = links(config)
+    expected = {link.ours: tuple(link.shape) for link in every}
+    _compare(expected, {name: tuple(t.shape) for name, t in tensors.items()}, "the model's state")
+    return every
+
+
+def _canonical(kind: Architecture, names: Iterable[str]) -> dict[str, str]:
+    """Stored name of every weight by its full name; GPT-2's own files leave out a prefix."""
+    kept = [name for name in names if not _BUFFERS.search(name)]
+    bare = kind is GPT2 and not any(name.startswith("transformer.") for name in kept)
+    return {
+        f"transformer.{name}" if bare and not name.startswith("lm_head.") else name: name
+        for name in kept
+    }
+
+
+def _compare(
+    expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], owner: str
+) -> None:
+    """Equal names and shapes, or a ConfigError that lists what differs."""
+    missing = [name for name in expected if name not in found]
+    surplus = [name for name in found if name not in expected]
+    reshaped = [
+        f"{name} is {list(found[name])}, expected {list(shape)}"
+        for name, shape in expected.items()
+        if found.get(name, shape) != shape
+    ]
+    differences = (("missing", missing), ("unexpected", surplus), ("of another shape", reshaped))
+    lines = [f"{len(names)} {what}: {_some(names)}" for what, names in differences if names]
+    if lines:
+        raise ConfigError(
+            f"the tensors do not fit {owner}: " + "; ".join(lines),
+            "tensors and a config that belong together",
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def load_pretrained(path: Path) -> tuple[ModelConfig, Source]:
+    """The model in a folder, and a source of its weights by our names.
+
+    The source gives fp32 tensors on the host, whatever the files hold.
+
+    Raises:
+        ConfigError: a file is missing or damaged, or the tensors do not fit config.json.
+        UnsupportedError: pickled or quantised weights, or a model that we do not compute exactly.
+    """
+    config = config_from_hf(_read_json(path / "config.json"))
+    shapes, read = _open_tensors(_weight_files(path))
+    makers = from_hf_lazily(config, shapes, read)
+
+    def source(name: str, shape: torch.Size) -> Tensor:
+        if name not in makers:
+            raise ConfigError(
+                f"the plan's model has {name}, which {path} lacks",
+                f"the model.* keys that {path / 'config.json'} describes",
+            )
+        tensor = makers[name]()
+        if tensor.shape != shape:
+            raise ConfigError(
+                f"{name} is {list(tensor.shape)} in {path}, and {list(shape)} in the plan's model",
+                f"the model.* keys that {path / 'config.json'} describes, and its tokenizer",
+            )
+        return tensor.float()
+
+    return config, source
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}",
+            "a folder with config.json and safetensors, as `save_pretrained` writes it",
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}", "download it again") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds no JSON object", "download it again")
+    return values
+
+
+def _weight_files(path: Path) -> list[Path]:
+    """The safetensors files of a folder, by its index when it has one."""
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(map(str, _read_json(index).get("weight_map", {}).values())))
+    else:
+        names = sorted(file.name for file in path.glob("*.safetensors"))
+    outside = [name for name in names if Path(name).name != name]
+    if outside:
+        raise ConfigError(f"{index} names {outside[0]}, which is not a file beside it")
+    absent = [name for name in names if not (path / name).is_file()]
+    if absent:
+        raise ConfigError(f"{index} names {absent[0]}, which is not there", "download it again")
+    if names:
+        return [path / name for name in names]
+    pickles = sorted(file.name for file in path.iterdir() if file.suffix in _PICKLES)
+    if pickles:
+        raise UnsupportedError(
+            f"{path} has {pickles[0]} and no safetensors; that file is a pickle, which can run "
+            "code when it is opened, so Headrace never opens one",
+            "the safetensors version from the publisher, or convert it with transformers' "
+            "save_pretrained on a machine where you trust it",
+        )
+    raise ConfigError(f"{path} has no *.safetensors", "a folder that holds the weights")
+
+
+def _open_tensors(
+    files: list[Path],
+) -> tuple[dict[str, tuple[int, ...]], Callable[[str], Tensor]]:
+    """Every tensor's shape, and a function that reads one by name."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    holder: dict[str, Any] = {}
+    for file in files:
+        try:
+            handle = safe_open(file, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{file} is damaged: {error}", "download it again") from None
+        for name in handle.keys():  # noqa: SIM118  (a handle is no mapping)
+            view = handle.get_slice(name)
+            if view.get_dtype() not in _FLOATS:
+                raise UnsupportedError(
+                    f"{name} in {file} is {view.get_dtype()}; Headrace reads {', '.join(_FLOATS)}",
+                    "the version of this checkpoint that is not quantised",
+                )
+            shapes[name], holder[name] = tuple(view.get_shape()), handle
+    return shapes, lambda name: holder[name].get_tensor(name)

@@ -1,0 +1,98 @@
+"""What the trunk costs, counted from shapes: the ledger that techniques edit.
+
+Memory is counted for the eager trunk, line by line, as autograd keeps it. `s` is the bytes of an
+activation (4 in fp32, 2 under bf16). FLOPs count a multiply-add as two.
+
+Shapes: N = rows x length tokens, D features, L layers, H x K query features, G x K key features.
+"""
+
+from headrace.core.ledger import Ledger, Line
+from headrace.core.model_config import ModelConfig
+
+FP32 = 4
+
+
+def linear_parameters(config: ModelConfig) -> int:
+    """Weights of all matrices that a token is multiplied with, the output matrix included."""
+    heads, kv, width = config.heads, config.resolved_kv_heads, config.resolved_head_dim
+    attention = config.dim * width * (heads + 2 * kv) + heads * width * config.dim
+    mlp = config.dim * config.resolved_ffn * (3 if config.activation == "swiglu" else 2)
+    return config.layers * (attention + mlp) + config.dim * config.vocab
+
+
+def total_parameters(config: ModelConfig) -> int:
+    """Every trained number."""
+    count = linear_parameters(config)
+    if not config.tied_embeddings:
+        count += config.dim * config.vocab
+    if config.position == "learned":
+        count += config.context * config.dim
+    norm = config.dim * (2 if config.norm == "layer_norm" else 1)
+    count += norm * (2 * config.layers + 1)
+    if config.qk_norm:
+        count += 2 * config.layers * config.resolved_head_dim
+    if config.bias:
+        heads = config.heads + 2 * config.resolved_kv_heads
+        gates = 2 if config.activation == "swiglu" else 1
+        per_layer = heads * config.resolved_head_dim + 2 * config.dim + gates * config.resolved_ffn
+        count += config.layers * per_layer
+    return count
+
+
+def model_flops_per_token(config: ModelConfig, length: int) -> float:
+    """6 N + 12 L d T, the PaLM formula (arXiv 2204.02311, appendix B): the model's own work.
+
+    N counts the matrices with the output matrix and without the embedding; recomputation is not
+    counted, and attention is counted whole, causal or not.
+    """
+    attention = 12 * config.layers * config.heads * config.resolved_head_dim * length
+    return 6.0 * linear_parameters(config) + attention
+
+
+def trunk_ledger(
+    config: ModelConfig, *, rows: int, length: int, precision: str, device: str
+) -> Ledger:
+    """The plain trunk's costs for one micro-batch of `rows` x `length` tokens."""
+    parameters = total_parameters(config)
+    tokens = rows * length
+    size = 2 if precision == "bf16" else FP32
+    memory = {
+        "parameters": Line(FP32 * parameters, ("always",)),
+        "gradients": Line(FP32 * parameters, ("backward", "optimizer")),
+        "optimizer": Line(2 * FP32 * parameters, ("always",)),
+    }
+    kept = ("loss", "backward")
+    for layer in range(config.layers):
+        for name, count in _block_activations(config, tokens, length, size, device).items():
+            memory[f"{layer}/{name}"] = Line(count, kept, layer)
+    memory["final_norm"] = Line(2 * size * tokens * config.dim, kept)
+    memory["logits"] = Line(_logits_bytes(config, tokens, size), ("loss",))
+    forward = 2.0 * linear_parameters(config)
+    forward += 4.0 * config.layers * config.heads * config.resolved_head_dim * length
+    return Ledger(memory, {"forward": forward, "backward": 2 * forward})
+
+
+def _logits_bytes(config: ModelConfig, tokens: int, size: int) -> float:
+    """Logits in fp32 and their gradient, and under bf16 the product that they were cast from."""
+    return tokens * config.vocab * (2 * FP32 + (2 * size if size != FP32 else 0))
+
+
+def _block_activations(
+    config: ModelConfig, tokens: int, length: int, size: int, device: str
+) -> dict[str, float]:
+    """Bytes that one block keeps for its backward pass, by what they are."""
+    width = config.resolved_head_dim
+    q, kv, ffn = config.heads * width, config.resolved_kv_heads * width, config.resolved_ffn
+    row = tokens * size
+    lines = {
+        "residual": 2 * row * config.dim,
+        "norm": 2 * row * config.dim,
+        "qkv": row * (q + 2 * kv),
+        "attention": row * q + tokens * config.heads * FP32,
+        "mlp": row * ffn * (4 if config.activation == "swiglu" else 2),
+    }
+    if config.position == "rope":
+        lines["rotation"] = row * (q + kv)
+    if config.qk_norm:
+        lines["qk_norm"] = row * (q + kv)
+    return {name: float(count) for name, count in lines.items()}

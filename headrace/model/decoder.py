@@ -1,0 +1,113 @@
+"""One decoder, a readable for-loop. Every family is this file with other parts and other numbers.
+
+It returns the *scaled sum* of losses: the denominator, the number of targets in the whole batch, is
+known before the backward pass, so nothing averages and accumulation is exact by construction.
+
+Shapes: B rows, T tokens, D features, N = B x T.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headrace.core.model_config import ModelConfig
+from headrace.model.attention import Attend, Attention, KVCache, Sdpa, Shared
+from headrace.model.head import Head, Objective
+from headrace.model.mask import MaskSpec, Rows
+from headrace.model.mlp import PlainMLP, SwiGLU
+from headrace.model.norm import NORMS
+from headrace.model.position import POSITIONS
+
+
+@dataclass
+class Parts:
+    """Constructors of a decoder's parts; each is a socket with one owner."""
+
+    norm: Callable[[ModelConfig], nn.Module]
+    mlp: Callable[[ModelConfig, int], nn.Module]
+    mixer: Callable[[ModelConfig, int, Attend], nn.Module]
+    head: Callable[[ModelConfig], nn.Module]
+    position: Callable[[ModelConfig], nn.Module]
+    attend: Attend
+
+
+def trunk_parts(config: ModelConfig) -> Parts:
+    """The parts that `model.*` names."""
+    return Parts(
+        norm=lambda c: NORMS[c.norm](c.dim, c.norm_eps),
+        mlp=SwiGLU if config.activation == "swiglu" else PlainMLP,
+        mixer=Attention,
+        head=Head,
+        position=POSITIONS[config.position],
+        attend=Sdpa(),
+    )
+
+
+class Block(nn.Module):
+    """Pre-norm residual block: mix tokens, then transform each."""
+
+    def __init__(self, config: ModelConfig, layer: int, parts: Parts) -> None:
+        super().__init__()
+        self.mixer_norm = parts.norm(config)
+        self.mixer = parts.mixer(config, layer, parts.attend)
+        self.mlp_norm = parts.norm(config)
+        self.mlp = parts.mlp(config, layer)
+
+    def forward(self, x_BTD: Tensor, shared: Shared) -> Tensor:
+        """[B, T, D] to [B, T, D]."""
+        x_BTD = x_BTD + self.mixer(self.mixer_norm(x_BTD), shared)
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks, norm, head."""
+
+    def __init__(self, config: ModelConfig, parts: Parts, mask: MaskSpec) -> None:
+        super().__init__()
+        self.config, self.mask, self.attend = config, mask, parts.attend
+        self.embed = nn.Embedding(config.vocab, config.dim)
+        self.position = parts.position(config)
+        # A dictionary keeps each block's name when a pipeline drops its neighbours.
+        self.blocks = nn.ModuleDict(
+            {str(i): Block(config, i, parts) for i in range(config.layers)}
+        )
+        self.norm = parts.norm(config)
+        self.head = parts.head(config)
+        self.residual_dtype = torch.float32
+
+    def forward(
+        self, ids_BT: Tensor, targets_BT: Tensor, rows: Rows, *,
+        objective: Objective, scale: Tensor, extras: Any = None,
+    ) -> Tensor:  # fmt: skip
+        """The objective's sum over the targets, times `scale`; a scalar."""
+        hidden = self.hidden(ids_BT, rows)
+        return self.loss(hidden.flatten(0, 1), targets_BT.flatten(), extras, objective) * scale
+
+    def hidden(self, ids_BT: Tensor, rows: Rows, cache: KVCache | None = None) -> Tensor:
+        """Normalised hidden states [B, T, D]."""
+        x_BTD = self.embed(ids_BT).to(self.residual_dtype)
+        x_BTD = self.position.embed(x_BTD, rows.positions_BT)
+        mask = self.attend.prepare(self.mask, rows, ids_BT.size(1))
+        shared = Shared(mask, self.position.prepare(rows.positions_BT), cache)
+        for block in self.blocks.values():
+            x_BTD = block(x_BTD, shared)
+        return self.norm(x_BTD)
+
+    def loss(self, hidden_ND: Tensor, targets_N: Tensor, extras: Any, objective: Objective) -> Tensor:
+        """The objective's sum over tokens, a scalar."""
+        return self.head(hidden_ND, self.unembedding, targets_N, extras, objective)
+
+    def logits(self, ids_BT: Tensor, rows: Rows, cache: KVCache | None = None) -> Tensor:
+        """fp32 logits [B, T, V], for sampling and parity."""
+        hidden = self.hidden(ids_BT, rows, cache)
+        if cache is not None:
+            cache.length += ids_BT.size(1)
+        return self.head.logits(hidden, self.unembedding)
+
+    @property
+    def unembedding(self) -> Tensor:
+        """The output matrix [V, D]: the head's own, or the embedding when tied."""
+        return self.embed.weight if self.head.weight is None else self.head.weight

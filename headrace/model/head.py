@@ -1,0 +1,105 @@
+"""From hidden states to a summed loss: how logits are made, and what is computed of them.
+
+The *head* owns how logits are made (whole here; in chunks, fused or split over ranks elsewhere). The
+*objective* is what is computed of them. An objective reduces over the vocabulary only through the
+`Vocabulary` that it is given, so the same objective is right on any chunk of tokens and on any shard
+of the vocabulary. Everything is a sum: the caller's scale carries the one denominator.
+
+Shapes: N tokens, D features, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headrace.core.model_config import ModelConfig
+
+IGNORED = -100
+"""The target of a token that has no loss."""
+
+
+class Vocabulary:
+    """Reductions over the vocabulary dimension, which this one holds whole."""
+
+    def logsumexp(self, logits_NV: Tensor) -> Tensor:
+        """log sum exp over V, [N]."""
+        return logits_NV.logsumexp(-1)
+
+    def pick(self, logits_NV: Tensor, ids_N: Tensor) -> Tensor:
+        """Each token's value at its id, [N]."""
+        return logits_NV.gather(-1, ids_N[:, None]).squeeze(-1)
+
+    def sum(self, values_NV: Tensor) -> Tensor:
+        """Sum over V, [N]."""
+        return values_NV.sum(-1)
+
+
+Objective = Callable[[Tensor, Tensor, Any, Vocabulary], Tensor]
+"""(logits fp32 [N, V], targets [N], extras of the batch, vocabulary) -> scalar sum of losses."""
+
+
+def cross_entropy(
+    logits_NV: Tensor, targets_N: Tensor, extras: Any, vocabulary: Vocabulary
+) -> Tensor:
+    """The trunk's objective: summed negative log likelihood in nats, ignoring `IGNORED` targets."""
+    real_N = targets_N != IGNORED
+    picked_N = vocabulary.pick(logits_NV, targets_N.where(real_N, 0))
+    return (vocabulary.logsumexp(logits_NV) - picked_N).where(real_N, 0.0).sum()
+
+
+def with_terms(objective: Objective, terms: Sequence[Objective]) -> Objective:
+    """An objective plus every term."""
+    if not terms:
+        return objective
+
+    def total(logits: Tensor, targets: Tensor, extras: Any, vocabulary: Vocabulary) -> Tensor:
+        loss = objective(logits, targets, extras, vocabulary)
+        for term in terms:
+            loss = loss + term(logits, targets, extras, vocabulary)
+        return loss
+
+    return total
+
+
+class HeadLike(Protocol):
+    """What fills `parts.head`."""
+
+    def __call__(
+        self, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, extras: Any,
+        objective: Objective,
+    ) -> Tensor:  # fmt: skip
+        """The objective's sum over all tokens."""
+        ...
+
+    def logits(self, hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
+        """Whole fp32 logits [N, V], for sampling and parity."""
+        ...
+
+
+class Head(nn.Module):
+    """The trunk's head: all logits at once, in fp32.
+
+    It owns the output matrix unless embeddings are tied; then the decoder hands it the embedding.
+    """
+
+    weight: nn.Parameter | None
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        shape = (config.vocab, config.dim)
+        weight = None if config.tied_embeddings else nn.Parameter(torch.empty(shape))
+        self.register_parameter("weight", weight)
+
+    def forward(
+        self, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, extras: Any,
+        objective: Objective,
+    ) -> Tensor:  # fmt: skip
+        """The objective's sum over all tokens, a scalar."""
+        return objective(self.logits(hidden_ND, weight_VD), targets_N, extras, Vocabulary())
+
+    def logits(self, hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
+        """Whole fp32 logits [N, V]."""
+        return F.linear(hidden_ND, weight_VD).float()

@@ -1,0 +1,60 @@
+"""The per-token network: gated (SwiGLU) or plain (GELU, ReLU^2).
+
+Gate and up come from one matrix, `gate_up`, whose rows alternate in groups of both, as many groups
+as key-value heads where that divides: one product instead of two, and a column split needs no
+reshuffle.
+
+Shapes: B rows, T tokens, D features, F hidden features.
+"""
+
+import math
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headrace.core.model_config import ModelConfig
+
+
+def gate_groups(config: ModelConfig) -> int:
+    """How many groups of gate and up rows `gate_up` alternates."""
+    return math.gcd(config.resolved_kv_heads, config.resolved_ffn)
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate x) * up x), arXiv 2002.05202."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.group = config.resolved_ffn // gate_groups(config)
+        self.gate_up = nn.Linear(config.dim, 2 * config.resolved_ffn, bias=config.bias)
+        self.down = nn.Linear(config.resolved_ffn, config.dim, bias=config.bias)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """[B, T, D] to [B, T, D]."""
+        gate, up = self.gate_up(x_BTD).unflatten(-1, (-1, 2, self.group)).unbind(-2)
+        return self.down((F.silu(gate) * up).flatten(-2))
+
+
+class PlainMLP(nn.Module):
+    """down(act(up x)) with GELU (exact or tanh) or squared ReLU (arXiv 2109.08668)."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[config.activation]
+        self.up = nn.Linear(config.dim, config.resolved_ffn, bias=config.bias)
+        self.down = nn.Linear(config.resolved_ffn, config.dim, bias=config.bias)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """[B, T, D] to [B, T, D]."""
+        return self.down(self.activation(self.up(x_BTD)))
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _relu2(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+ACTIVATIONS = {"gelu": F.gelu, "gelu_tanh": _gelu_tanh, "relu2": _relu2}

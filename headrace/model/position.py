@@ -1,0 +1,79 @@
+"""How tokens know their place: rotation of queries and keys, a learned table, or nothing.
+
+Every filler has the same two methods, so the decoder has no branch: `embed` may add to the
+embedding once, `prepare` makes what `rotate` needs, once per forward and shared by all layers.
+Nothing is kept in buffers: tables follow the batch's own positions, in fp32.
+
+Shapes: B rows, T tokens, H heads, K features of a head, D features of the model.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from headrace.core.model_config import ModelConfig
+
+
+class Rotation(NamedTuple):
+    """Cosine and sine of every position's angles, fp32 [B, T, 1, K/2]."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class NoPosition(nn.Module):
+    """Order comes from the causal mask alone (arXiv 2305.19466)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+
+    def embed(self, x_BTD: Tensor, positions_BT: Tensor) -> Tensor:
+        """`x_BTD` unchanged."""
+        return x_BTD
+
+    def prepare(self, positions_BT: Tensor) -> Rotation | None:
+        """Nothing to prepare."""
+        return None
+
+
+class LearnedPosition(NoPosition):
+    """GPT-2's table of positions, added to the embedding."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.weight = nn.Parameter(torch.empty(config.context, config.dim))
+
+    def embed(self, x_BTD: Tensor, positions_BT: Tensor) -> Tensor:
+        """`x_BTD` plus each position's row."""
+        return x_BTD + nn.functional.embedding(positions_BT, self.weight)
+
+
+class Rope(NoPosition):
+    """Rotary embedding (arXiv 2104.09864), halves convention as Llama's and Qwen's weights expect."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.theta, self.head_dim = config.rope_theta, config.resolved_head_dim
+
+    def frequencies(self, device: torch.device) -> Tensor:
+        """Angle per position of each feature pair, fp32 [K/2]. Scalings override this."""
+        pair = torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float32)
+        return self.theta ** (-pair / self.head_dim)
+
+    def prepare(self, positions_BT: Tensor) -> Rotation:
+        """The angles of `positions_BT`."""
+        angle = positions_BT[..., None, None].float() * self.frequencies(positions_BT.device)
+        return Rotation(angle.cos(), angle.sin())
+
+
+def rotate(x_BTHK: Tensor, rotation: Rotation | None) -> Tensor:
+    """`x_BTHK` turned by its positions' angles, computed in fp32, returned in its own dtype."""
+    if rotation is None:
+        return x_BTHK
+    a, b = x_BTHK.float().chunk(2, dim=-1)
+    cos, sin = rotation
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x_BTHK)
+
+
+POSITIONS = {"rope": Rope, "learned": LearnedPosition, "none": NoPosition}

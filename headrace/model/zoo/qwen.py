@@ -1,0 +1,22 @@
+"""Qwen 3 (arXiv 2505.09388): as Llama, with normalised queries and keys and heads of 128 features.
+
+Numbers are those of config.json in Qwen/Qwen3-0.6B, -1.7B, -4B and -8B.
+"""
+
+from typing import Any
+
+
+def _qwen3(dim: int, layers: int, heads: int, ffn: int, tied: bool) -> dict[str, Any]:
+    return {
+        "vocab": 151936, "dim": dim, "layers": layers, "heads": heads, "kv_heads": 8,
+        "head_dim": 128, "ffn": ffn, "norm_eps": 1e-6, "rope_theta": 1_000_000.0, "qk_norm": True,
+        "tied_embeddings": tied,
+    }  # fmt: skip
+
+
+FAMILIES = {
+    "qwen3-0.6b": _qwen3(1024, 28, 16, 3072, tied=True),
+    "qwen3-1.7b": _qwen3(2048, 28, 16, 6144, tied=True),
+    "qwen3-4b": _qwen3(2560, 36, 32, 9728, tied=True),
+    "qwen3-8b": _qwen3(4096, 36, 32, 12288, tied=False),
+}

@@ -1,0 +1,154 @@
+"""The page's bricks: tags that escape by default, cards, tables, bars, and the shell around them.
+
+Everything a user can name (runs, techniques, sources, generated text) reaches the page through
+`tag`, which escapes every string that is not already `Safe`. There is no other way in.
+"""
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+
+from headrace.core.errors import RunError
+from headrace.report.style import STYLE
+from headrace.report.words import NOT_MEASURED
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+
+
+class Safe(str):
+    """HTML that is already escaped."""
+
+
+def tag(name: str, *children: str, **attributes: str) -> Safe:
+    """One element. `class_` writes `class`, `aria_label` writes `aria-label`."""
+    written = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{escape(value)}"'
+        for key, value in attributes.items()
+    )
+    return Safe(f"<{name}{written}>{join(children)}</{name}>")
+
+
+def join(parts: Iterable[str]) -> Safe:
+    """Parts one after another, those that are not Safe escaped."""
+    return Safe("".join(p if isinstance(p, Safe) else escape(p) for p in parts))
+
+
+def section(title: str, *body: str) -> Safe:
+    """A titled part of the page."""
+    return tag("section", tag("h2", title), *body)
+
+
+def muted(*text: str) -> Safe:
+    """A quiet line of explanation."""
+    return tag("p", *text, class_="muted")
+
+
+def cards(figures: Iterable[tuple[str, str, str]]) -> Safe:
+    """Key figures as (name, value, note)."""
+
+    def figure_of(value: str) -> Safe:
+        return tag("dd", value, **({"class_": "absent"} if value == NOT_MEASURED else {}))
+
+    return tag(
+        "dl",
+        *(
+            tag("div", tag("dt", name), figure_of(value), tag("dd", note, class_="note"))
+            for name, value, note in figures
+        ),
+        class_="cards",
+    )
+
+
+def table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], *, text: int = 1) -> Safe:
+    """A table that scrolls in its own box.
+
+    Args:
+        title: what a screen reader calls it.
+        head: column names.
+        rows: cells; the first of each row is its heading.
+        text: how many of the first columns hold text; the others hold numbers, set to the right.
+    """
+
+    def cell(name: str, column: int, value: str, **more: str) -> Safe:
+        kind = {} if column < text else {"class_": "number"}
+        return tag(name, value, **kind, **more)
+
+    top = tag("tr", *(cell("th", i, name, scope="col") for i, name in enumerate(head)))
+    body = (
+        tag(
+            "tr",
+            cell("th", 0, row[0], scope="row"),
+            *(cell("td", i, value) for i, value in enumerate(row[1:], start=1)),
+        )
+        for row in rows
+    )
+    # Columns of prose would be crushed on a phone: such a table keeps its width and scrolls.
+    wide = {"class_": "wide"} if text > 2 else {}
+    inner = tag("table", tag("thead", top), tag("tbody", *body), **wide)
+    return tag("div", inner, class_="scroll", role="region", aria_label=title, tabindex="0")
+
+
+def facts(title: str, pairs: Iterable[tuple[str, str]]) -> Safe:
+    """Names and values as a two-column table of text."""
+    return table(title, ("Name", "Value"), list(pairs), text=2)
+
+
+def swatch(colour: str, kind: str = "") -> Safe:
+    """A small mark in a series' colour; `kind` is "", "line", "dash" or "dot"."""
+    return tag("i", class_=f"swatch {kind}".strip(), style=f"--at:var(--{colour})")
+
+
+def legend(entries: Iterable[tuple[Safe, str]]) -> Safe:
+    """What the colours of a chart mean."""
+    items = (tag("li", mark, name) for mark, name in entries)
+    return tag("ul", *items, class_="legend")
+
+
+def stack(label: str, shares: Iterable[tuple[str, float]], *, width: float = 1.0) -> Safe:
+    """A stacked bar of (colour, share of the whole), `width` of the line long."""
+    parts = (
+        tag("span", style=f"width:{share:.3%};background:var(--{colour})")
+        for colour, share in shares
+        if share > 0
+    )
+    return tag(
+        "div", *parts, class_="stack", role="img", aria_label=label, style=f"width:{width:.2%}"
+    )
+
+
+def bar(share: float, colour: str) -> Safe:
+    """A single bar, `share` of its cell long; decoration beside a number."""
+    fill = tag("span", style=f"width:{min(share, 1.0):.2%};background:var(--{colour})")
+    return tag("div", fill, class_="bar", aria_hidden="true")
+
+
+def figure(title: str, chart: str) -> Safe:
+    """A chart under its title."""
+    return tag("figure", tag("figcaption", tag("strong", title)), chart)
+
+
+def page(title: str, *body: str) -> str:
+    """The whole document."""
+    head = (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n"
+    )
+    foot = tag("footer", "Written by Headrace from the files of the run. Works offline.")
+    return head + f"<body><main>{join(body)}</main>{foot}</body></html>\n"
+
+
+def write_page(path: Path, text: str) -> Path:
+    """Write the page, or say why it cannot be written.
+
+    Raises:
+        RunError: the file cannot be written.
+    """
+    try:
+        # Text that a young model wrote may hold half a character.
+        path.write_text(text, encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise RunError(f"{path} cannot be written: {error}", f"ls -ld {path.parent}") from None
+    return path

@@ -1,0 +1,308 @@
+"""Read a run's folder into typed values, or say in one message why it is not a run.
+
+`report.json` is the contract between the trainer and everything that looks at runs. Keys that the
+design promises are required; numbers may be null, and a NaN or infinity in the file counts as null.
+`metrics.jsonl` may end in half a row (the process was killed while it wrote) and may repeat steps
+(the run was resumed from an older checkpoint): the last row of a step is the one that counts.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+
+from headrace.core.errors import ConfigError, nearest
+
+PHASES: tuple[str, ...] = (
+    "input", "forward", "backward", "optimizer", "communication_exposed", "checkpoint", "eval",
+    "compile",
+)  # fmt: skip
+COLUMNS = (
+    "step", "tokens", "wall_s", "loss", "step_s", "input_s", "forward_s", "backward_s",
+    "optimizer_s",
+)  # fmt: skip
+
+
+def _finite(value: object) -> object:
+    """A number that is not finite was not measured."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+Number = Annotated[float | None, BeforeValidator(_finite)]
+Count = Annotated[int | None, BeforeValidator(_finite)]
+
+
+class Table(BaseModel):
+    """A table of report.json; keys that this version does not know are ignored."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class Goal(Table):
+    """What was asked, whether and when it was reached, and what ended the run."""
+
+    asked: dict[str, Number]
+    reached: bool | None
+    step: Count = None
+    wall_s: Number = None
+    tokens: Count = None
+    ended_by: str | None = None
+
+
+class Utilization(Table):
+    """Model FLOPs over the device's peak, with the peak's source and the formula."""
+
+    value: Number
+    peak_flops: Number = None
+    peak_source: str | None = None
+    formula: str | None = None
+    model_flops_per_token: Number = None
+
+
+class PeakMemory(Table):
+    """Peak bytes and the method that measured them."""
+
+    allocated: Number
+    reserved: Number
+    predicted: Number
+    method: str | None = None
+
+
+class MemoryLine(Table):
+    """One named line of the ledger at the peak."""
+
+    name: str
+    bytes: Number
+
+
+class InputWait(Table):
+    """How long steps waited for data."""
+
+    p50_s: Number = None
+    p99_s: Number = None
+    stalled_steps: Count = None
+
+
+class Validation(Table):
+    """One evaluation on held-out text."""
+
+    step: int
+    tokens: int
+    wall_s: Number
+    loss_nats: Number
+    bits_per_byte: Number
+
+
+class TechniqueRecord(Table):
+    """A technique of the plan and the proof that it was in force."""
+
+    active: bool | None
+    detail: str = ""
+    numbers: dict[str, Number] = {}
+    line: str = ""
+
+
+class Narrowest(Table):
+    """The station that held the run back."""
+
+    station: str
+    share: Number = None
+    sentence: str
+    evidence: str = ""
+
+
+class Sample(Table):
+    """Text that the trained model wrote."""
+
+    prompt: str
+    text: str
+
+
+class Report(Table):
+    """report.json."""
+
+    format: Literal[1]
+    name: str
+    status: Literal["done", "failed", "interrupted"]
+    message: str | None = None
+    goal: Goal
+    steps: Count = None
+    tokens: Count
+    wall_s: Number
+    steady_tokens_per_s: Number
+    model_flops_utilization: Utilization
+    peak_memory_bytes: PeakMemory
+    memory_lines: tuple[MemoryLine, ...] | None = None
+    memory_measured: dict[str, Number] | None = None
+    phase_s: dict[str, Number]
+    wasted_token_fraction: Number
+    input_wait: InputWait = InputWait()
+    val: tuple[Validation, ...]
+    dollars: Number
+    restarts: Count
+    skipped_steps: Count
+    techniques: dict[str, TechniqueRecord]
+    stream_sha256: str | None
+    seed: Count
+    parameters: Count = None
+    narrowest: Narrowest | None = None
+    sample: Sample | None = None
+    command: str | None = None
+    tokenizer: dict[str, Any] | None = None
+
+    @property
+    def evaluated(self) -> list[Validation]:
+        """The evaluations that gave a number."""
+        return [row for row in self.val if row.bits_per_byte is not None]
+
+    @property
+    def best_bits_per_byte(self) -> float | None:
+        """The lowest validation loss."""
+        return min((row.bits_per_byte or math.inf for row in self.evaluated), default=None)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's folder, read.
+
+    Args:
+        directory: the folder.
+        report: report.json.
+        metrics: one array per column of metrics.jsonl, NaN where a value is null, steps ascending.
+        environment: environment.json, or empty when the folder has none.
+        plan_toml: the resolved plan, or empty when the folder has none.
+    """
+
+    directory: Path
+    report: Report
+    metrics: dict[str, NDArray[np.float64]]
+    environment: dict[str, Any]
+    plan_toml: str
+
+    @property
+    def tokens_per_byte(self) -> float | None:
+        """How many tokens the validation text has per byte; turns nats per token into bits."""
+        for row in reversed(self.report.evaluated):
+            if row.loss_nats and row.bits_per_byte:
+                return row.bits_per_byte * math.log(2) / row.loss_nats
+        return None
+
+
+def read_run(directory: Path) -> Run:
+    """Read a run's folder.
+
+    Raises:
+        ConfigError: it is not a run (says what was found and which folder is one), or one of its
+            files cannot be read (says which line or key).
+    """
+    directory = Path(directory)
+    _check_is_run(directory)
+    environment = directory / "environment.json"
+    plan = directory / "plan.toml"
+    return Run(
+        directory=directory,
+        report=_read_report(directory / "report.json"),
+        metrics=_read_metrics(directory / "metrics.jsonl"),
+        environment=_read_object(environment) if environment.exists() else {},
+        plan_toml=_read_text(plan) if plan.exists() else "",
+    )
+
+
+def _check_is_run(directory: Path) -> None:
+    """Raise ConfigError unless the folder holds a report.json."""
+    if (directory / "report.json").is_file():
+        return
+    if directory.is_file():
+        raise ConfigError(
+            f"{directory} is a file; a run is a folder that holds report.json",
+            f"headrace report {directory.parent}",
+        )
+    if not directory.exists():
+        runs = [path.parent.name for path in directory.parent.glob("*/report.json")]
+        near = nearest(directory.name, runs)
+        found = f"; the nearest run in {directory.parent} is {near}" if runs else ""
+        example = directory.parent / (near.split(", ")[0] if runs else "NAME")
+        raise ConfigError(f"{directory} does not exist{found}", f"headrace report {example}")
+    names = sorted(path.name for path in directory.iterdir())
+    found = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+    message = f"{directory} is not a run: it has no report.json (found: {found or 'nothing'})"
+    beneath = _nearest_run(directory)
+    if beneath:
+        message += f"; the nearest run beneath it is {beneath}"
+        raise ConfigError(message, f"headrace report {beneath}")
+    if "metrics.jsonl" in names:
+        message += "; it has metrics.jsonl, so a run was started and has not ended"
+        raise ConfigError(message, f"headrace train {directory / 'plan.toml'} --resume")
+    raise ConfigError(message, "headrace report runs/NAME")
+
+
+def _nearest_run(directory: Path) -> Path | None:
+    """The first run beneath `directory`, shallow folders first, down to three levels."""
+    for pattern in ("*/report.json", "*/*/report.json", "*/*/*/report.json"):
+        if found := sorted(directory.glob(pattern)):
+            return found[0].parent
+    return None
+
+
+def _read_text(path: Path) -> str:
+    """A file as text, or ConfigError."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}", f"ls -l {path}") from None
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """A JSON object, or ConfigError with the place of the fault."""
+    text = _read_text(path)
+    again = f"headrace train {path.parent / 'plan.toml'} --resume"
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}"
+        message = f"{path} ({len(text)} characters) is not JSON: {error.msg} at {place}"
+        raise ConfigError(message, again) from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds a {type(value).__name__}, not a JSON object", again)
+    return value
+
+
+def _read_report(path: Path) -> Report:
+    """report.json, or ConfigError naming the keys that are missing or wrong."""
+    values = _read_object(path)
+    if values.get("format", 1) != 1:
+        message = f"{path} has format {values['format']!r}; this Headrace reads format 1"
+        raise ConfigError(message, "pip install --upgrade headrace")
+    try:
+        return Report.model_validate(values)
+    except ValidationError as error:
+        faults = [(".".join(map(str, e["loc"])), e) for e in error.errors()]
+    missing = [key for key, e in faults if e["type"] == "missing"]
+    lines = [f"the keys {', '.join(missing)} are missing"] if missing else []
+    lines += [
+        f"{key} = {e['input']!r}: {e['msg'].lower()}" for key, e in faults if e["type"] != "missing"
+    ]
+    again = f"headrace train {path.parent / 'plan.toml'} --resume"
+    raise ConfigError(f"{path} is not a complete report: " + "; ".join(lines), again)
+
+
+def _read_metrics(path: Path) -> dict[str, NDArray[np.float64]]:
+    """The columns of metrics.jsonl; empty arrays when there is no such file."""
+    lines = _read_text(path).split("\n") if path.exists() else [""]
+    rows: dict[float, list[float]] = {}
+    # What follows the last newline is a row that was being written when the process ended.
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            row = json.loads(line)
+            values = [math.nan if row.get(c) is None else float(row[c]) for c in COLUMNS]
+        except (AttributeError, TypeError, ValueError):
+            message = f"{path} line {number} is not a row of metrics: {line[:60]!r}"
+            raise ConfigError(message, f"sed -i {number}d {path}") from None
+        rows[values[0]] = values
+    table = np.array([rows[step] for step in sorted(rows)], dtype=np.float64)
+    return dict(zip(COLUMNS, table.reshape(-1, len(COLUMNS)).T, strict=True))

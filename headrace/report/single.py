@@ -1,0 +1,188 @@
+"""The page about one run, from the verdict down to the plan, in the order a reader asks."""
+
+import json
+from pathlib import Path
+
+from headrace.report.loss import loss_section
+from headrace.report.page import (
+    Safe,
+    cards,
+    facts,
+    muted,
+    page,
+    section,
+    tag,
+    write_page,
+)
+from headrace.report.parts import memory, step_time, techniques
+from headrace.report.read import Report, Run, read_run
+from headrace.report.words import (
+    NOT_MEASURED,
+    bits,
+    count,
+    dollars,
+    flops,
+    percent,
+    seconds,
+    size,
+    verdict,
+    whole,
+)
+
+
+def write_report(run_directory: Path) -> Path:
+    """Write `report.html` into a run's folder from the files that lie there.
+
+    Args:
+        run_directory: a folder that holds `report.json`; `metrics.jsonl`, `environment.json` and
+            `plan.toml` are read when they are there.
+
+    Returns:
+        The page's path.
+
+    Raises:
+        ConfigError: the folder is not a run, or one of its files cannot be read.
+        RunError: the page cannot be written.
+    """
+    run = read_run(Path(run_directory))
+    report = run.report
+    text = page(
+        f"{report.name} - Headrace report",
+        _header(report),
+        section("Key figures", cards(_figures(report))),
+        _narrowest(report),
+        loss_section([run], [report.name]),
+        step_time(run),
+        memory(report),
+        _wasted(report),
+        techniques(report),
+        _sample(report),
+        _environment(run),
+        _repeat(run),
+    )
+    return write_page(run.directory / "report.html", text)
+
+
+def _header(report: Report) -> Safe:
+    """The run's name and what became of it."""
+    ruling = verdict(report)
+    return tag(
+        "header",
+        tag("p", "Headrace run report", class_="eyebrow"),
+        tag("h1", report.name),
+        tag("span", ruling.badge, class_=f"badge {ruling.tone}"),
+        tag("p", ruling.sentence, class_="verdict"),
+    )
+
+
+def _figures(report: Report) -> list[tuple[str, str, str]]:
+    """The key figures as (name, value, note)."""
+    last = report.evaluated[-1] if report.evaluated else None
+    used, peak = report.model_flops_utilization, report.peak_memory_bytes
+    of_peak = f"of {flops(used.peak_flops)}/s" if used.peak_flops else "device peak unknown"
+    method = f", by {peak.method}" if peak.method else ""
+    figures = [
+        (
+            "Validation, bits per byte",
+            bits(last and last.bits_per_byte),
+            f"{bits(last.loss_nats)} nats per token; best {bits(report.best_bits_per_byte)}"
+            if last
+            else "",
+        ),
+        ("Wall time", seconds(report.wall_s), f"{whole(report.steps)} steps"),
+        ("Training tokens", count(report.tokens), f"{count(report.parameters)} parameters"),
+        ("Steady speed", whole(report.steady_tokens_per_s), "tokens per second, median"),
+        ("Model FLOPs utilization", percent(used.value), of_peak),
+        ("Peak memory", size(peak.allocated), f"{size(peak.predicted)} predicted{method}"),
+        ("Wasted tokens", percent(report.wasted_token_fraction), "of all that were computed"),
+        ("Skipped steps", whole(report.skipped_steps), f"{whole(report.restarts)} restarts"),
+    ]
+    if report.dollars is not None:
+        figures.insert(2, ("Cost", dollars(report.dollars), "wall time at the plan's price"))
+    return figures
+
+
+def _narrowest(report: Report) -> Safe:
+    """The station that held the run back."""
+    found = report.narrowest
+    if found is None:
+        body = (muted(f"The narrowest station was {NOT_MEASURED}."),)
+    else:
+        share = f"{percent(found.share)} of the step." if found.share is not None else ""
+        evidence = " ".join(part for part in (share, found.evidence) if part)
+        body = (
+            tag("p", found.sentence[:1].upper() + found.sentence[1:], class_="lead"),
+            muted("Evidence: ", evidence or NOT_MEASURED),
+        )
+    title = f"Narrowest station: {found.station}" if found else "Narrowest station"
+    return tag("section", tag("h2", title), *body, class_="narrow")
+
+
+def _wasted(report: Report) -> Safe:
+    """Tokens that were computed and taught nothing."""
+    share = report.wasted_token_fraction
+    if share is None:
+        return section("Wasted tokens", muted(f"Wasted tokens were {NOT_MEASURED}."))
+    lost = f", about {count(share * report.tokens)} tokens" if report.tokens is not None else ""
+    return section(
+        "Wasted tokens",
+        tag("p", tag("strong", percent(share)), f" of the tokens that were computed{lost}."),
+        muted("Padding and positions without a target: paid for like the rest, not learned from."),
+    )
+
+
+def _sample(report: Report) -> Safe:
+    """Text that the model wrote."""
+    if report.sample is None:
+        return section("A sample of its text", muted("No sample was written."))
+    prompt = tag("b", report.sample.prompt)
+    return section(
+        "A sample of its text",
+        tag("pre", prompt, report.sample.text, class_="sample", tabindex="0"),
+        muted("The prompt is in bold."),
+    )
+
+
+def _environment(run: Run) -> Safe:
+    """Where it ran, and what identifies its data."""
+    report = run.report
+    pairs = [(key.replace("_", " "), plain(value)) for key, value in run.environment.items()]
+    pairs += [("seed", plain(report.seed)), ("token stream sha256", plain(report.stream_sha256))]
+    pairs += [(f"tokenizer {k}", plain(v)) for k, v in (report.tokenizer or {}).items()]
+    used = report.model_flops_utilization
+    pairs.append(("model work per token", flops(used.model_flops_per_token)))
+    pairs.append(("utilization formula", plain(used.formula)))
+    pairs.append(
+        (
+            "peak of the device",
+            f"{flops(used.peak_flops)}/s; {plain(used.peak_source)}"
+            if used.peak_flops
+            else "unknown",
+        )
+    )
+    return section("Environment", facts("Environment", pairs))
+
+
+def plain(value: object) -> str:
+    """A JSON value as text."""
+    if value is None:
+        return "unknown"
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False).strip('"')
+
+
+def _repeat(run: Run) -> Safe:
+    """The command that repeats the run, and the plan it reads."""
+    command = run.report.command
+    plan = (
+        tag(
+            "details",
+            tag("summary", "The resolved plan, plan.toml"),
+            tag("pre", run.plan_toml, tabindex="0"),
+        )
+        if run.plan_toml
+        else muted("The folder holds no plan.toml.")
+    )
+    line = tag("pre", command, class_="command") if command else muted("No command was recorded.")
+    return section("Repeat this run", line, plan)

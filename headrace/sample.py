@@ -1,0 +1,123 @@
+"""Text from a model: one prefill of the prompt, then one token at a time over a KV cache.
+
+The cache holds every key, so it serves masks that only look back without a limit (causal, by
+document: what is generated continues one document). Under a window the rows are computed whole
+each time. Precision is the caller's: run this inside the autocast that training used.
+
+Shapes: B rows, T tokens of the prompt, V vocabulary.
+"""
+
+import torch
+from torch import Tensor
+
+from headrace.core.errors import ConfigError
+from headrace.model.attention import KVCache
+from headrace.model.decoder import Decoder
+from headrace.model.mask import Rows
+
+
+@torch.no_grad()
+def generate(
+    model: Decoder,
+    ids_BT: Tensor,
+    *,
+    new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stop: int | None = None,
+    entries: int | None = None,
+) -> Tensor:
+    """Continue prompts of equal length.
+
+    Args:
+        model: on the device of `ids_BT`.
+        ids_BT: the prompts, int64, at least one token (the document token starts a text).
+        new_tokens: most tokens to add.
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_k: draw among the k likeliest; 0 is all.
+        top_p: draw among the likeliest that together have this probability (arXiv 1904.09751).
+        seed: the same seed on the same device draws the same text.
+        stop: a row ends with this id, and is filled up with it.
+        entries: ids below this exist in the tokenizer; the embedding's padding is never drawn.
+
+    Returns:
+        int64 [B, T + n], n <= new_tokens; the prompts included.
+
+    Raises:
+        ConfigError: an argument is out of range, or learned positions do not reach that far.
+    """
+    _check(model, ids_BT, new_tokens, temperature, top_k, top_p)
+    B, T = ids_BT.shape
+    generator = torch.Generator(ids_BT.device).manual_seed(seed)
+    cache = _new_cache(model, B, T + new_tokens)
+    ended_B = torch.zeros(B, dtype=torch.bool, device=ids_BT.device)
+    for _ in range(new_tokens):
+        seen = cache.length if cache else 0
+        positions = torch.arange(seen, ids_BT.size(1), device=ids_BT.device).expand(B, -1)
+        hidden_BTD = model.hidden(ids_BT[:, seen:], Rows(positions), cache)
+        if cache:
+            cache.length = ids_BT.size(1)
+        logits_BV = model.head.logits(hidden_BTD[:, -1], model.unembedding)[:, :entries]
+        next_B = draw(logits_BV, temperature, top_k, top_p, generator)
+        if stop is not None:
+            next_B = next_B.where(~ended_B, stop)
+            ended_B = ended_B | (next_B == stop)
+        ids_BT = torch.cat((ids_BT, next_B[:, None]), dim=1)
+        if stop is not None and bool(ended_B.all()):
+            break
+    return ids_BT
+
+
+def draw(
+    logits_BV: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator
+) -> Tensor:
+    """One id per row [B]; see `generate` for the arguments."""
+    if temperature == 0:
+        return logits_BV.argmax(-1)
+    logits_BV = logits_BV / temperature
+    if top_k:
+        least_B1 = logits_BV.topk(min(top_k, logits_BV.size(-1))).values[:, -1:]
+        logits_BV = logits_BV.masked_fill(logits_BV < least_B1, float("-inf"))
+    probability_BV = logits_BV.softmax(-1)
+    if top_p < 1:
+        falling_BV, order_BV = probability_BV.sort(descending=True, stable=True)
+        before_BV = falling_BV.cumsum(-1) - falling_BV
+        falling_BV = falling_BV.masked_fill(before_BV >= top_p, 0.0)
+        probability_BV = torch.zeros_like(falling_BV).scatter(-1, order_BV, falling_BV)
+    return torch.multinomial(probability_BV, 1, generator=generator).squeeze(-1)
+
+
+def _new_cache(model: Decoder, rows: int, capacity: int) -> KVCache | None:
+    """A cache in the dtype that keys will have, or None where one would change the result."""
+    if not model.mask.causal or model.mask.window is not None:
+        return None
+    weight = model.embed.weight
+    device = weight.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    return KVCache(model.config, rows, capacity, weight.new_empty(0, dtype=dtype))
+
+
+def _check(
+    model: Decoder, ids_BT: Tensor, new_tokens: int, temperature: float, top_k: int, top_p: float
+) -> None:
+    length, context = ids_BT.size(1), model.config.context
+    ranges = (
+        ("the prompt's length", length, length >= 1, "1 token, the tokenizer's document token"),
+        ("new_tokens", new_tokens, new_tokens >= 1, "1"),
+        ("temperature", temperature, temperature >= 0, "0"),
+        ("top_k", top_k, top_k >= 0, "0 (no limit)"),
+        ("top_p", top_p, 0 < top_p <= 1, "1 (no limit)"),
+    )
+    for name, value, fits, near in ranges:
+        if not fits:
+            raise ConfigError(f"{name} cannot be {value}; the nearest that works is {near}")
+    if model.config.position != "learned" or length + new_tokens <= context:
+        return
+    asked = f"a prompt of {length} tokens and {new_tokens} new ones need {length + new_tokens}"
+    room = context - length
+    raise ConfigError(
+        f"{asked} positions, and this model learned {context}",
+        f"new_tokens={room}" if room > 0 else f"a prompt of at most {context - 1} tokens",
+    )

@@ -1,0 +1,276 @@
+"""A run between its steps: counters, metrics, evaluation, checkpoints, the report.
+
+Everything here happens before or after a step, never inside it.
+"""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from torch import Tensor
+
+from headrace import state
+from headrace.build import check_active
+from headrace.checkpoint import Checkpoints, Saved
+from headrace.compile_time import compile_seconds
+from headrace.core.errors import ConfigError, HeadraceError, Stopped
+from headrace.core.technique import Evidence
+from headrace.data.loader import StepBatch
+from headrace.evaluate import evaluate
+from headrace.goal import Counters, ended_by
+from headrace.interrupts import Interrupts
+from headrace.progress import Progress
+from headrace.run_folder import RunFolder, command_line
+from headrace.signals import Signals, TrackedMemory
+from headrace.sockets import Build
+from headrace.summary import summarize
+from headrace.track import open_trackers
+
+
+class Session:
+    """The run's life around its steps."""
+
+    def __init__(self, build: Build, folder: RunFolder, progress: Progress) -> None:
+        plan, world = build.plan, build.world
+        self.build, self.folder, self.progress = build, folder, progress
+        self.first = world.rank == 0
+        self.counters = Counters()
+        self.signals = Signals(build.device)
+        build.phases = self.signals
+        self.checkpoints = Checkpoints(
+            folder.checkpoints,
+            rank=world.rank,
+            ranks=world.ranks,
+            keep_last=plan.checkpoint.keep_last,
+        )
+        self.evidence: dict[str, Evidence] = {}
+        self.memory: dict[str, int] | None = None
+        self.rates: list[float] = []
+        self.waits_s: list[float] = []
+        self.steps_here = 0
+        self._compiled_s = compile_seconds()
+        self._wall_before_s = 0.0
+        self._started_s = time.perf_counter()
+        self._rows: list[dict[str, Any]] = []
+
+    # --- beginning and end ---
+
+    def __enter__(self) -> "Session":
+        if self.first:
+            tokenizer = self.build.prepared.tokenizer
+            self.folder.start(self.build.plan, tokenizer, self.build.device, command_line())
+            self.metrics = (self.folder.path / "metrics.jsonl").open("a")
+            self.trackers = open_trackers(self.build.plan, self.folder.path)
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self.build.loader.close()
+        try:
+            self.checkpoints.wait()
+        except HeadraceError:
+            if error is None:
+                raise
+        finally:
+            if isinstance(error, HeadraceError) and not isinstance(error, Stopped):
+                self._write_report("failed", str(error))
+            if self.first:
+                self.metrics.close()
+                for tracker in self.trackers:
+                    tracker.close()
+
+    def restore(self, which: str | None) -> None:
+        """Continue from a checkpoint; from the beginning when none was saved yet.
+
+        Raises:
+            ConfigError, RunError: see `state.restore` and `Saved`.
+        """
+        path = self.folder.checkpoints / which if which else self.checkpoints.latest()
+        if path is None:
+            self.progress.note(f"{self.folder.path} has no checkpoint yet: starting again")
+            self._begin_at(Counters())
+            return
+        if not path.is_dir():
+            names = [f"step-{n}" for n in self.checkpoints.steps()]
+            raise ConfigError(
+                f"{self.folder.checkpoints} has no {which}; it has {', '.join(names) or 'none'}",
+                f"--checkpoint {names[-1]}" if names else "leave out --checkpoint",
+            )
+        self._begin_at(Counters(**state.restore(self.build, Saved(path))))
+        self.counters.restarts += 1
+        self.progress.note(f"resumed {path}")
+
+    def _begin_at(self, counters: Counters) -> None:
+        self.counters = counters
+        self._wall_before_s = counters.wall_s
+        self.signals.totals_s.update(counters.phase_s)
+        if counters.stream:
+            self.build.loader.load_state(counters.stream)
+        if self.first:
+            self.folder.cut_metrics(counters.step)
+            self.metrics.close()
+            self.metrics = (self.folder.path / "metrics.jsonl").open("a")
+
+    def finish(self, stop: Interrupts) -> Path:
+        """Save, report, and say how it ended; returns the run's folder.
+
+        Raises:
+            Stopped: a signal ended it.
+        """
+        self._take_rows(keep=0)
+        done = stop.name is None
+        if done and not self.counters.evaluated:
+            self._evaluate()
+        self._flush_rows()
+        if self.counters.step not in self.checkpoints.steps():
+            self._save()
+        self.checkpoints.wait()
+        if done:
+            self._write_report("done", "")
+            return self.folder.path
+        self._write_report("interrupted", f"stopped by {stop.name}")
+        raise Stopped(
+            f"{stop.name} ended the run at step {self.counters.step}; checkpoint saved",
+            f"headrace train {self.folder.path / 'plan.toml'} --resume",
+            stop.exit_code,
+        )
+
+    def ended(self, stop: Interrupts) -> bool:
+        """Whether the goal or a signal ends the run; the same answer on every rank."""
+        self.counters.wall_s = self._wall_before_s + time.perf_counter() - self._started_s
+        ends = stop.name is not None or ended_by(self.build.plan, self.counters) is not None
+        return self.build.world.any(ends)
+
+    # --- around a step ---
+
+    def next_batch(self) -> StepBatch:
+        """This rank's rows of the next step."""
+        self.signals.mark("input")
+        return self.build.loader.step(self.counters.step)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """On a CPU the first uncompiled step runs under the memory tracker."""
+        track = self.steps_here == 0 and self.build.device.type == "cpu" and not self.compiled
+        optimizers = list(self.build.optimizers.values())
+        tracker = TrackedMemory(self.build.model, optimizers) if track else nullcontext()
+        with tracker:
+            yield
+        if isinstance(tracker, TrackedMemory):
+            self.memory = tracker.peak_bytes()
+
+    @property
+    def compiled(self) -> bool:
+        """Whether anything of the model is compiled."""
+        return bool(self.build.compiled)
+
+    def after_step(self, batch: StepBatch, numbers: Tensor) -> None:
+        """Count the step, read what is complete, evaluate and save when they are due."""
+        plan, counters = self.build.plan, self.counters
+        compiled_s = compile_seconds()
+        facts = {
+            "tokens": counters.tokens + plan.batch.tokens,
+            "wasted_tokens": sum(m.wasted for m in batch.micros) * self.build.world.ranks,
+            "lr": plan.optimizer.lr * self.build.values["lr"](counters.step),
+            "compile_s": compiled_s - self._compiled_s,
+            "wait_s": batch.wait_s,
+        }
+        self._compiled_s = compiled_s
+        counters.step += 1
+        counters.tokens += plan.batch.tokens
+        counters.wasted_tokens += int(facts["wasted_tokens"])
+        self.steps_here += 1
+        self.signals.end_step(counters.step, numbers, facts)
+        self._take_rows(keep=1)
+        if self.steps_here == 1:
+            self._take_rows(keep=0)
+            self.evidence = check_active(self.build)
+        if counters.step % plan.eval.every_steps == 0:
+            self._take_rows(keep=0)
+            self._evaluate()
+        self._flush_rows()
+        if counters.step % plan.checkpoint.every_steps == 0:
+            self._take_rows(keep=0)
+            self._flush_rows()
+            self._save()
+
+    def _take_rows(self, *, keep: int) -> None:
+        for row in self.signals.drain(keep=keep):
+            if not row.pop("finite"):
+                self.counters.skipped_steps += 1
+                self.build.recover(self.build, row["step"], row)
+            tokens = self.build.plan.batch.tokens
+            row["tokens_per_s"] = tokens / max(row["step_s"], 1e-9)
+            row["wall_s"] = self._wall_before_s + time.perf_counter() - self._started_s
+            if row["compile_s"] == 0 and self.steps_here > 1:
+                self.rates.append(row["tokens_per_s"])
+            self.waits_s.append(row.pop("wait_s"))
+            self._rows.append(row)
+
+    def _flush_rows(self) -> None:
+        """Write complete rows; the newest waits for a possible validation of its step."""
+        rows, self._rows = self._rows, []
+        for row in rows:
+            if self.first:
+                self.metrics.write(json.dumps(row) + "\n")
+                for tracker in self.trackers:
+                    tracker.log(row)
+            self.progress.row(row, self.build.plan.horizon_steps)
+        if rows and self.first:
+            self.metrics.flush()
+
+    def _evaluate(self) -> None:
+        began_s = time.perf_counter()
+        self.progress.task("validation", 0, None)
+        compiled_s = compile_seconds()
+        found = evaluate(self.build)
+        self._compiled_s = compile_seconds()
+        self.signals.spent("compile", self._compiled_s - compiled_s)
+        spent_s = time.perf_counter() - began_s
+        self.signals.spent("eval", spent_s - (self._compiled_s - compiled_s))
+        counters = self.counters
+        counters.wall_s = self._wall_before_s + time.perf_counter() - self._started_s
+        value = {"loss_nats": found.loss_nats, "bits_per_byte": found.bits_per_byte}
+        counters.val.append(
+            {"step": counters.step, "tokens": counters.tokens, "wall_s": counters.wall_s, **value}
+        )
+        if self._rows and self._rows[-1]["step"] == counters.step:
+            self._rows[-1] |= {f"val_{k}": v for k, v in value.items()}
+
+    def _save(self) -> None:
+        began_s = time.perf_counter()
+        counters = self.counters
+        counters.stream = self._stream()
+        counters.wall_s = self._wall_before_s + time.perf_counter() - self._started_s
+        counters.phase_s = dict(self.signals.totals_s)
+        values = state.values(self.build, counters.plain())
+        keep_best = self.build.plan.checkpoint.keep_best
+        values["is_best"] = keep_best and counters.evaluated and counters.is_best
+        self.checkpoints.save(counters.step, state.tensors(self.build), values)
+        self.signals.spent("checkpoint", time.perf_counter() - began_s)
+
+    def _stream(self) -> dict[str, Any]:
+        """The stream's place and the hash of all ranks' rows so far."""
+        loader = self.build.loader
+        loader.merge(sum(self.build.world.gather(loader.local_hash)))
+        return loader.state()
+
+    def _write_report(self, status: str, message: str) -> None:
+        counters = replace(self.counters, phase_s=dict(self.signals.totals_s))
+        counters.stream = self._stream() if status != "failed" else counters.stream
+        report = summarize(
+            self.build,
+            counters,
+            status=status,
+            message=message,
+            evidence=self.evidence,
+            tracked=self.memory,
+            rate=median(self.rates) if self.rates else None,
+            waits_s=self.waits_s,
+        )
+        if self.first:
+            self.folder.write("report", report)

@@ -1,0 +1,179 @@
+"""Numbers read cheaply while a run goes: phase times, loss, norms, memory.
+
+On a GPU nothing here waits for the device. A phase's beginning is an event in the stream; the loss
+is copied to pinned memory behind the step; both are read when a later step finds them complete, and
+at the latest one step on, so the host never runs more than two steps ahead. On a CPU the clock is
+read directly. Phases partition the step, so their times sum to it.
+"""
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PHASES = (
+    "input", "forward", "backward", "optimizer", "communication_exposed",
+    "checkpoint", "eval", "compile",
+)  # fmt: skip
+
+
+class HostClock:
+    """A moment on the host, in the shape of a device event."""
+
+    def __init__(self) -> None:
+        self.at_s = 0.0
+
+    def record(self) -> None:
+        """Now."""
+        self.at_s = time.perf_counter()
+
+    def query(self) -> bool:
+        """The host is never behind itself."""
+        return True
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def elapsed_time(self, later: "HostClock") -> float:
+        """Milliseconds until `later`, as a CUDA event gives them."""
+        return (later.at_s - self.at_s) * 1e3
+
+
+@dataclass
+class Pending:
+    """A step whose device work may not be complete."""
+
+    step: int
+    marks: list[tuple[str, Any]]
+    end: Any
+    read: Tensor
+    facts: dict[str, float] = field(default_factory=dict)
+
+
+class Signals:
+    """The clock of a run's steps."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.cuda = device.type == "cuda"
+        self.totals_s = dict.fromkeys(PHASES, 0.0)
+        self._free: list[Any] = []
+        self._marks: list[tuple[str, Any]] = []
+        self._pending: deque[Pending] = deque()
+
+    def mark(self, phase: str) -> None:
+        """Phase `phase` of the current step begins now."""
+        self._marks.append((phase, self._moment()))
+
+    def end_step(self, step: int, numbers: Tensor, facts: dict[str, float]) -> None:
+        """The step is issued.
+
+        Args:
+            step: its index.
+            numbers: fp32 [3] on the device: loss in nats per token, gradient norm, finite (1 or 0).
+            facts: what the host already knows.
+        """
+        if self.cuda:
+            read = torch.empty(3, pin_memory=True)
+            read.copy_(numbers, non_blocking=True)
+        else:
+            read = numbers.cpu().clone()
+        self._pending.append(Pending(step, self._marks, self._moment(), read, facts))
+        self._marks = []
+
+    def drain(self, *, keep: int = 1) -> list[dict[str, Any]]:
+        """Rows of steps that are complete; waits until at most `keep` are not."""
+        rows = []
+        while self._pending:
+            pending = self._pending[0]
+            if self.cuda and len(self._pending) > keep:
+                pending.end.synchronize()
+            elif not pending.end.query():
+                break
+            rows.append(self._row(self._pending.popleft()))
+        return rows
+
+    def spent(self, phase: str, seconds: float) -> None:
+        """Add host time that stands outside of steps (checkpoint, eval, compile)."""
+        self.totals_s[phase] += seconds
+
+    def _row(self, pending: Pending) -> dict[str, Any]:
+        seconds = dict.fromkeys(("input", "forward", "backward", "optimizer"), 0.0)
+        ends = [m for _, m in pending.marks[1:]] + [pending.end]
+        for (phase, begin), end in zip(pending.marks, ends, strict=True):
+            seconds[phase] = seconds.get(phase, 0.0) + begin.elapsed_time(end) / 1e3
+        seconds["compile"] = pending.facts.pop("compile_s", 0.0)
+        self._set_apart_compiling(seconds)
+        for phase, spent_s in seconds.items():
+            self.totals_s[phase] += spent_s
+        loss, norm, finite = pending.read.tolist()
+        self._free += [m for _, m in pending.marks] + [pending.end]
+        return {
+            "step": pending.step,
+            "loss": loss,
+            "grad_norm": norm,
+            "finite": finite == 1.0,
+            "step_s": sum(v for phase, v in seconds.items() if phase != "compile"),
+            **{f"{phase}_s": spent_s for phase, spent_s in seconds.items()},
+            **pending.facts,
+        }
+
+    def _set_apart_compiling(self, seconds: dict[str, float]) -> None:
+        """Compiling happens inside the phase that first calls the code: take it out of there."""
+        rest = seconds["compile"]
+        for phase in ("forward", "backward", "optimizer"):
+            taken = min(rest, seconds[phase])
+            seconds[phase] -= taken
+            rest -= taken
+
+    def _moment(self) -> Any:
+        if self._free:
+            moment = self._free.pop()
+        else:
+            moment = torch.cuda.Event(enable_timing=True) if self.cuda else HostClock()
+        moment.record()
+        return moment
+
+
+class TrackedMemory:
+    """Peak memory of a step on the host, by torch's MemTracker, once and uncompiled.
+
+    The tracker watches every tensor by its storage, so it also sees what selective checkpointing
+    keeps, which saved-tensor hooks do not.
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizers: list[Any]) -> None:
+        from torch.distributed._tools.mem_tracker import MemTracker
+
+        self._tracker = MemTracker()
+        self._tracker.track_external(model, *optimizers)
+
+    def __enter__(self) -> "TrackedMemory":
+        self._tracker.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._tracker.__exit__(*error)
+
+    def peak_bytes(self) -> dict[str, int]:
+        """Bytes at the peak by category ("Parameter", "Activation", ...), and "Total"."""
+        devices = self._tracker.get_tracker_snapshot("peak")
+        found: dict[str, int] = {}
+        for categories in devices.values():
+            for name, size in categories.items():
+                key = getattr(name, "value", str(name))
+                found[key] = found.get(key, 0) + int(size)
+        return found
+
+
+def device_peak_bytes(device: torch.device) -> dict[str, int] | None:
+    """The allocator's peaks on a GPU; None on other devices."""
+    if device.type != "cuda":
+        return None
+    return {
+        "allocated": torch.cuda.max_memory_allocated(device),
+        "reserved": torch.cuda.max_memory_reserved(device),
+    }

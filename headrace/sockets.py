@@ -1,0 +1,227 @@
+"""The Build: every socket of a run, typed, in the order in which it is filled.
+
+*Owned* sockets have one filler: the trunk's, or one technique's that claims it. *Composed* sockets
+take additions in stage order. Techniques act here, while the build is made; the loop only calls
+what stands here. `headrace explain PLAN` prints this page with who filled each.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from headrace.core.model_config import ModelConfig
+from headrace.core.plan import Plan
+from headrace.core.technique import Context, Technique
+from headrace.core.errors import ConfigError
+from headrace.data.ingest import Prepared
+from headrace.data.loader import Loader, Micro
+from headrace.data.rows import Packer
+from headrace.model.decoder import Decoder, Parts
+from headrace.model.head import Objective
+from headrace.model.init import Source
+from headrace.model.mask import MaskSpec, Rows
+from headrace.parallel.world import World
+
+
+class Forward(Protocol):
+    """A block's forward: (x [B, T, D], what layers share) -> [B, T, D]."""
+
+    def __call__(self, x_BTD: Tensor, shared: Any) -> Tensor:
+        """Run the block."""
+        ...
+
+
+class Optimizer(Protocol):
+    """What a route makes: torch's optimizer protocol, and a masked update."""
+
+    param_groups: list[dict[str, Any]]
+    state: Any
+
+    def step(self) -> Any:
+        """Update; leaves everything unchanged where `found_inf` is 1."""
+        ...
+
+
+@dataclass
+class Route:
+    """Which parameters one optimizer takes. First match wins; the trunk's AdamW takes the rest."""
+
+    name: str
+    takes: Callable[[str, nn.Parameter], bool]
+    make: Callable[[Mapping[str, nn.Parameter]], Optimizer]
+
+
+class Work(NamedTuple):
+    """A micro-batch on the device."""
+
+    ids_BT: Tensor
+    targets_BT: Tensor
+    rows: Rows
+    extras: Any = None
+    """what `enrich` adds for the objective, such as a teacher's logits"""
+
+
+def place(micro: Micro, device: torch.device) -> Work:
+    """A micro-batch moved to the device; without documents, positions count along the row."""
+    ids_BT = micro.ids_BT.to(device, non_blocking=True)
+    targets_BT = micro.targets_BT.to(device, non_blocking=True)
+    if micro.positions_BT is None or micro.segments_BT is None:
+        positions_BT = torch.arange(ids_BT.size(1), device=device).expand(ids_BT.shape)
+        return Work(ids_BT, targets_BT, Rows(positions_BT))
+    positions_BT = micro.positions_BT.to(device, non_blocking=True)
+    segments_BT = micro.segments_BT.to(device, non_blocking=True)
+    return Work(ids_BT, targets_BT, Rows(positions_BT, segments_BT))
+
+
+@dataclass
+class Pass:
+    """One sweep over micro-batches of a step, and what absorbs its gradients."""
+
+    name: str
+    objective: Objective
+    micros: Callable[[Sequence[Work]], Sequence[Work]]
+    absorb: Callable[["Build", Tensor], None]
+    """(build, finite flag on the device, fp32 1 or 0) -> None"""
+
+
+class Stateful(Protocol):
+    """What a technique keeps in the checkpoint: tensors by name, and JSON values."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Tensors that are saved, and filled in place on resume."""
+        ...
+
+    def values(self) -> dict[str, Any]:
+        """JSON values that are saved."""
+        ...
+
+    def load_values(self, values: Mapping[str, Any]) -> None:
+        """Take back what `values` gave."""
+        ...
+
+
+Engine = Callable[["Build", Sequence[Work], Objective, Tensor], Tensor]
+"""(build, micro-batches on the device, objective, scale) -> this rank's scaled loss sum, after
+forward and backward of all of them."""
+
+
+class Phases(Protocol):
+    """Where the step says which phase begins; the signals' clock, or nothing."""
+
+    def mark(self, phase: str) -> None:
+        """Phase `phase` begins now."""
+        ...
+
+
+@dataclass
+class Build:
+    """A run in the making, then the run."""
+
+    plan: Plan
+    context: Context
+    world: World
+    device: torch.device
+    techniques: list[Technique[Any]]
+    prepared: Prepared
+
+    # Owned, in the order in which they are read.
+    config: ModelConfig
+    parts: Parts
+    source: Source
+    objective: Objective
+    engine: Engine
+    sync: Callable[["Build", bool], None]
+    """(is it the last micro-batch) -> None, before each backward: whether it communicates"""
+    reduce: Callable[["Build"], None]
+    """what is left of gradient communication after the last backward"""
+    clip: Callable[["Build", float], Tensor]
+    """(largest norm, 0 is no limit) -> the norm before clipping, one over all meshes"""
+    passes: Callable[["Build", int], Sequence[Pass]]
+    pack: Callable[["Build", Sequence[Any]], Packer]
+    order: Any
+    transport: Callable[["Build", Packer], Loader]
+    recover: Callable[["Build", int, Mapping[str, float]], None]
+    """(step, its metrics) -> None, when a step's gradient was not finite and its update was
+    masked; raises to end the run"""
+
+    # Composed, in stage order.
+    linear: dict[str, tuple[str, Callable[[nn.Linear], nn.Linear]]] = field(default_factory=dict)
+    """full name of a linear -> (who replaces it, how); one owner per name"""
+    mask: MaskSpec = MaskSpec()
+    storage: list[Callable[[str, Tensor], Tensor]] = field(default_factory=list)
+    shard: list[Callable[[nn.Module], None]] = field(default_factory=list)
+    """called for each block after its weights are real, then for the whole model"""
+    frozen: list[Callable[[str], bool]] = field(default_factory=list)
+    routes: list[Route] = field(default_factory=list)
+    values: dict[str, Callable[[int], float]] = field(default_factory=dict)
+    enrich: list[Callable[["Build", Sequence[Work]], Sequence[Work]]] = field(default_factory=list)
+    terms: list[Objective] = field(default_factory=list)
+    auxiliary: list[Callable[["Build"], Tensor]] = field(default_factory=list)
+    """sums of losses that layers kept during a forward, read before its backward"""
+    state: dict[str, Stateful] = field(default_factory=dict)
+    weights_for_eval: list[Callable[["Build"], AbstractContextManager[None]]] = field(
+        default_factory=list
+    )
+    runtime: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
+    after_update: list[Callable[["Build", Tensor], None]] = field(default_factory=list)
+    block_forward: list[str] = field(default_factory=list)
+    """names of the wraps that blocks wear, innermost first"""
+
+    # Made by the trunk from the sockets above.
+    model: Decoder = None  # type: ignore[assignment]
+    optimizers: dict[str, Optimizer] = field(default_factory=dict)
+    routed: dict[str, dict[str, nn.Parameter]] = field(default_factory=dict)
+    """the parameters of each optimizer, by name"""
+    loader: Loader = None  # type: ignore[assignment]
+    phases: Phases = None  # type: ignore[assignment]
+    compiled: list[str] = field(default_factory=list)
+    """what of the model is compiled, by name"""
+    filled: dict[str, list[str]] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)
+    """what a technique remembers between `apply` and `active`, by its name"""
+
+    def autocast(self) -> torch.autocast:
+        """The arithmetic of a forward pass."""
+        bf16 = self.context.precision == "bf16"
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=bf16)
+
+    def wrap_blocks(self, name: str, wrap: Callable[[Forward, int], Forward]) -> None:
+        """Replace every block's forward by `wrap(forward, layer)`, outside of earlier wraps.
+
+        Names of parameters and identities of blocks stay as they are.
+        """
+        for layer, block in self.model.blocks.items():
+            block.forward = wrap(block.forward, int(layer))
+        self.block_forward.append(name)
+
+    def replace_linears(
+        self, owner: str, names: Sequence[str], make: Callable[[nn.Linear], nn.Linear]
+    ) -> None:
+        """Ask for linears to be replaced at the end of the linear stage.
+
+        Raises:
+            ConfigError: another technique already owns one of them.
+        """
+        for name in names:
+            if name in self.linear:
+                first = self.linear[name][0]
+                raise ConfigError(
+                    f"{owner} and {first} both replace the linear {name!r}", f"--without {owner}"
+                )
+            self.linear[name] = (owner, make)
+
+
+OWNED = (
+    "config", "source", "objective", "engine", "sync", "reduce", "clip", "passes",
+    "pack", "order", "transport", "recover",
+)  # fmt: skip
+PARTS = tuple(f"parts.{f.name}" for f in fields(Parts))
+COMPOSED = (
+    "linear", "mask", "block_forward", "storage", "shard", "frozen", "routes", "values", "enrich",
+    "terms", "auxiliary", "state", "weights_for_eval", "runtime", "after_update",
+)  # fmt: skip
+SOCKETS = (OWNED[0], *PARTS, *OWNED[1:], *COMPOSED)

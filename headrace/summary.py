@@ -1,0 +1,117 @@
+"""report.json: what a run did, in numbers, from its counters and signals."""
+
+import resource
+from collections.abc import Mapping
+from statistics import quantiles
+from typing import Any
+
+from headrace.build import predict
+from headrace.core.hardware import lookup
+from headrace.core.ledger import Ledger
+from headrace.core.technique import Evidence
+from headrace.goal import Counters, reached
+from headrace.model.count import model_flops_per_token
+from headrace.run_folder import command_line
+from headrace.signals import device_peak_bytes
+from headrace.sockets import Build
+
+STALL_SHARE = 0.05
+"""A step is stalled when it waits for its data longer than this share of a median step."""
+
+
+def summarize(
+    build: Build, counters: Counters, *, status: str, message: str,
+    evidence: Mapping[str, Evidence], tracked: Mapping[str, int] | None, rate: float | None,
+    waits_s: list[float],
+) -> dict[str, Any]:  # fmt: skip
+    """Everything that report.json holds but the findings and the sample.
+
+    Args:
+        build: the run.
+        counters: how far it came.
+        status: "done", "failed" or "interrupted".
+        message: why, when it is not done.
+        evidence: of every technique.
+        tracked: peak bytes by category from the memory tracker, on a CPU.
+        rate: median tokens per second of steady steps.
+        waits_s: each step's wait for data.
+    """
+    plan, price = build.plan, build.plan.hardware.dollars_per_hour
+    ledger = predict(plan, build.context)
+    step_s = plan.batch.tokens / rate if rate else None
+    return {
+        "format": 1,
+        "name": plan.name,
+        "status": status,
+        "message": message,
+        "goal": reached(plan, counters),
+        "steps": counters.step,
+        "tokens": counters.tokens,
+        "wall_s": counters.wall_s,
+        "steady_tokens_per_s": rate,
+        "model_flops_utilization": _utilization(build, rate),
+        "peak_memory_bytes": _memory(build, ledger, tracked),
+        "memory_lines": [{"name": n, "bytes": b} for n, b in ledger.owners()],
+        "memory_measured": dict(tracked) if tracked else None,
+        "phase_s": counters.phase_s,
+        "wasted_token_fraction": counters.wasted_tokens / max(1, counters.tokens),
+        "input_wait": _waits(waits_s, step_s),
+        "val": counters.val,
+        "dollars": None if price is None else counters.wall_s / 3600 * price,
+        "restarts": counters.restarts,
+        "skipped_steps": counters.skipped_steps,
+        "techniques": {
+            name: {
+                "active": e.active,
+                "detail": e.detail,
+                "numbers": dict(e.numbers),
+                "line": build.plan.techniques[name].line(),
+            }
+            for name, e in evidence.items()
+        },
+        "stream_sha256": build.loader.stream_sha256,
+        "seed": plan.seed,
+        "parameters": sum(p.numel() for p in build.model.parameters()),
+        "tokenizer": {
+            "vocab": build.prepared.tokenizer.vocab,
+            "sha256": build.prepared.tokenizer.fingerprint,
+        },
+        "command": " ".join(command_line()),
+    }
+
+
+def _utilization(build: Build, rate: float | None) -> dict[str, Any]:
+    """Model FLOPs utilization with the peak that it divides by."""
+    hardware = lookup(build.context.device_name)
+    peak = hardware.peak_flops(build.context.precision)
+    per_token = model_flops_per_token(build.config, build.plan.data.sequence_length)
+    share = rate * per_token / (peak * build.world.ranks) if rate and peak else None
+    return {
+        "value": share,
+        "peak_flops": peak,
+        "peak_source": hardware.source,
+        "formula": "tokens/s x (6 N + 12 L d T) / peak, N without the embedding (arXiv 2204.02311)",
+        "model_flops_per_token": per_token,
+    }
+
+
+def _memory(
+    build: Build, ledger: Ledger, tracked: Mapping[str, int] | None
+) -> dict[str, Any]:
+    """Peak bytes: the allocator's on a GPU, the tracker's and the process's on a CPU."""
+    instant, predicted = ledger.peak()
+    found = device_peak_bytes(build.device)
+    if found is None:
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        found = {"allocated": tracked["Total"] if tracked else None, "reserved": resident}
+    method = "allocator" if build.device.type == "cuda" else "tracker"
+    return {**found, "predicted": predicted, "predicted_at": instant, "method": method}
+
+
+def _waits(waits_s: list[float], step_s: float | None) -> dict[str, Any]:
+    """How long steps waited for data."""
+    if len(waits_s) < 2:
+        return {"p50_s": None, "p99_s": None, "stalled_steps": None}
+    cuts = quantiles(waits_s, n=100)
+    stalled = sum(w > STALL_SHARE * step_s for w in waits_s) if step_s else None
+    return {"p50_s": cuts[49], "p99_s": cuts[98], "stalled_steps": stalled}

@@ -1,0 +1,100 @@
+"""Loggers beside metrics.jsonl, behind the `track` extra and off by default."""
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from headrace.core.errors import UnsupportedError
+from headrace.core.plan import Plan
+
+
+class Tracker(Protocol):
+    """One logger."""
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """Write a step's numbers."""
+        ...
+
+    def close(self) -> None:
+        """Flush and end."""
+        ...
+
+
+class TensorBoard:
+    """Event files under the run's folder."""
+
+    def __init__(self, plan: Plan, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder / "tensorboard"))
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """One scalar per number."""
+        for key, value in row.items():
+            self._writer.add_scalar(key, value, row["step"])
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        self._writer.close()
+
+
+class WandB:
+    """A Weights & Biases run of the plan's name."""
+
+    def __init__(self, plan: Plan, folder: Path) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            project="headrace", name=folder.name, dir=str(folder), config=plan.dump()
+        )
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """One call a step."""
+        self._run.log(dict(row), step=row["step"])
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+class MLflow:
+    """An MLflow run of the plan's name, in the tracking store that MLflow is set to."""
+
+    def __init__(self, plan: Plan, folder: Path) -> None:
+        import mlflow
+
+        self._mlflow = mlflow
+        mlflow.set_experiment("headrace")
+        mlflow.start_run(run_name=folder.name)
+        mlflow.log_dict(plan.dump(), "plan.json")
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """All numbers of a step."""
+        self._mlflow.log_metrics({k: float(v) for k, v in row.items()}, step=row["step"])
+
+    def close(self) -> None:
+        """End the run."""
+        self._mlflow.end_run()
+
+
+TRACKERS: dict[str, tuple[str, type[Tracker]]] = {
+    "tensorboard": ("tensorboard", TensorBoard),
+    "wandb": ("wandb", WandB),
+    "mlflow": ("mlflow", MLflow),
+}
+
+
+def open_trackers(plan: Plan, folder: Path) -> list[Tracker]:
+    """The loggers that `track.to` names.
+
+    Raises:
+        UnsupportedError: one is not installed.
+    """
+    for name in plan.track.to:
+        if find_spec(TRACKERS[name][0]) is None:
+            raise UnsupportedError(
+                f"track.to asks for {name}, which is not installed",
+                "pip install 'headrace[track]' (or leave out track.to)",
+            )
+    return [TRACKERS[name][1](plan, folder) for name in plan.track.to]

@@ -1,0 +1,124 @@
+"""run(plan) and step(build): the whole of training, readable top to bottom, without hooks.
+
+`run` prepares, builds, restores, and then repeats one visible step until the goal ends it. What
+varies in time is a pure function of the step, called on one line. The host never waits for the
+device inside a step; numbers are read one step later.
+
+Stack at the gradient: cli.train -> train.run -> train.step -> engine -> backward.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.build import choose_device, make_build
+from headrace.core.plan import Plan
+from headrace.data.ingest import Prepared, prepare
+from headrace.data.loader import Micro
+from headrace.interrupts import Interrupts
+from headrace.model.head import IGNORED
+from headrace.parallel.world import World, open_world
+from headrace.progress import Progress
+from headrace.run_folder import RunFolder
+from headrace.session import Session
+from headrace.sockets import Build, place
+
+
+def run(
+    plan: Plan, *, progress: Progress, resume: bool = False, checkpoint: str | None = None
+) -> Path:
+    """Train until the plan's goal; returns the run's folder with its report.json.
+
+    Args:
+        plan: the run.
+        progress: where to tell how it goes.
+        resume: continue the newest run of this name.
+        checkpoint: the checkpoint to continue from, as in "step-100"; the newest without it.
+
+    Raises:
+        ConfigError, UnsupportedError: nothing has been trained.
+        RunError: it failed; the last good checkpoint is intact.
+        Stopped: a signal ended it; a checkpoint is saved.
+    """
+    device = choose_device(plan)
+    with ExitStack() as stack:
+        world = stack.enter_context(open_world(plan.mesh.data, device))
+        device = _own_device(device, world)
+        prepared = prepare_together(plan, world, progress)
+        build = make_build(plan, prepared, world, device)
+        folder = _open_folder(build, resume)
+        for flags in build.runtime:
+            stack.enter_context(flags())
+        stop = stack.enter_context(Interrupts())
+        session = stack.enter_context(Session(build, folder, progress))
+        if resume:
+            session.restore(checkpoint)
+        while not session.ended(stop):
+            batch = session.next_batch()
+            with session.watched():
+                numbers = step(build, batch.micros, session.counters.step)
+            session.after_step(batch, numbers)
+        return session.finish(stop)
+
+
+def step(build: Build, micros: Sequence[Micro], index: int) -> Tensor:
+    """One optimizer step over all micro-batches; returns [loss, norm, finite] on the device.
+
+    The same line of events serves plain training, accumulation, second-order passes and loss
+    scaling: values -> micro-batches -> for each pass {enrich, count, zero, engine, reduce, clip,
+    absorb if finite} -> after-update.
+    """
+    for optimizer in build.optimizers.values():
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * build.values["lr"](index)
+    work = [place(micro, build.device) for micro in micros]
+    numbers: list[Tensor] = []
+    finite = torch.ones((), device=build.device)
+    for sweep in build.passes(build, index):
+        taken = sweep.micros(work)
+        for enrich in build.enrich:
+            taken = enrich(build, taken)
+        targets = torch.stack([(m.targets_BT != IGNORED).sum() for m in taken]).sum()
+        scale = 1.0 / build.world.sum_(targets).clamp(min=1).float()
+        for parameter in build.model.parameters():
+            parameter.grad = None
+        loss = build.engine(build, taken, sweep.objective, scale)
+        if build.world.ranks > 1:
+            build.phases.mark("communication_exposed")
+            build.world.sum_(loss)
+        build.reduce(build)
+        build.phases.mark("optimizer")
+        norm = build.clip(build, build.plan.optimizer.clip_norm)
+        finite = torch.isfinite(norm + loss).float()
+        sweep.absorb(build, finite)
+        numbers = numbers or [loss, norm, finite]
+    for update in build.after_update:
+        update(build, finite)
+    return torch.stack([n.detach().float() for n in numbers])
+
+
+def prepare_together(plan: Plan, world: World, progress: Progress) -> Prepared:
+    """Shards and tokenizer: made by the first rank, then opened by all."""
+    if world.rank == 0:
+        prepared = prepare(plan, progress=progress.task)
+    world.barrier()
+    return prepared if world.rank == 0 else prepare(plan)
+
+
+def _own_device(device: torch.device, world: World) -> torch.device:
+    if device.type != "cuda":
+        return device
+    torch.cuda.set_device(world.local_rank)
+    return torch.device("cuda", world.local_rank)
+
+
+def _open_folder(build: Build, resume: bool) -> RunFolder:
+    """The run's folder, the same on every rank."""
+    made: Any = None
+    if build.world.rank == 0:
+        made = str(RunFolder.create(build.plan, resume=resume).path)
+    return RunFolder(Path(build.world.gather(made)[0]))

@@ -1,0 +1,51 @@
+"""Initial values depend on (seed, name, shape) and on nothing else."""
+
+import torch
+
+from headrace.core.model_config import ModelConfig
+from headrace.model.init import random_source
+
+SHAPES = {
+    "embed.weight": torch.Size([300, 40]),
+    "blocks.0.mixer.out.weight": torch.Size([200, 200]),
+    "blocks.0.mlp.down.weight": torch.Size([200, 200]),
+    "blocks.1.mlp.gate_up.weight": torch.Size([200, 200]),
+}
+
+
+def test_order_and_global_state_do_not_matter() -> None:
+    config = ModelConfig()
+    forward = {name: random_source(config, 7)(name, shape) for name, shape in SHAPES.items()}
+    torch.manual_seed(123)
+    one = random_source(config, 7)
+    for name in reversed(SHAPES):
+        assert torch.equal(one(name, SHAPES[name]), forward[name])
+        assert torch.equal(one(name, SHAPES[name]), forward[name])
+
+
+def test_names_and_seeds_give_different_values() -> None:
+    source, other = random_source(ModelConfig(), 0), random_source(ModelConfig(), 1)
+    a = source("blocks.0.mixer.qkv.weight", torch.Size([9, 9]))
+    assert not torch.equal(a, source("blocks.1.mixer.qkv.weight", torch.Size([9, 9])))
+    assert not torch.equal(a, other("blocks.0.mixer.qkv.weight", torch.Size([9, 9])))
+
+
+def test_the_scheme() -> None:
+    def std(name: str, **keys: object) -> float:
+        config = ModelConfig.model_validate({"layers": 8, "init_std": 0.03, **keys})
+        return random_source(config, 0)(name, SHAPES[name]).std().item()
+
+    inner, writer = "blocks.1.mlp.gate_up.weight", "blocks.0.mlp.down.weight"
+    assert abs(std(inner) / 0.03 - 1) < 0.02
+    assert abs(std(writer) / (0.03 / 4) - 1) < 0.02
+    assert abs(std("blocks.0.mixer.out.weight") / (0.03 / 4) - 1) < 0.02
+    assert abs(std(writer, output_init="plain") / 0.03 - 1) < 0.02
+    assert std(writer, output_init="zero") == 0
+    assert abs(std(inner, output_init="zero") / 0.03 - 1) < 0.02
+
+
+def test_norms_are_one_and_biases_zero() -> None:
+    source = random_source(ModelConfig(), 0)
+    for name in ("norm.weight", "blocks.0.mixer_norm.weight", "blocks.0.mixer.q_norm.weight"):
+        assert torch.equal(source(name, torch.Size([5])), torch.ones(5))
+    assert torch.equal(source("blocks.0.mixer.qkv.bias", torch.Size([5])), torch.zeros(5))

@@ -1,0 +1,124 @@
+"""Reading a run's folder: what is forgiven, and how the rest is told."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headrace.core.errors import ConfigError
+from headrace.report.read import read_run
+
+MakeRun = Callable[..., Path]
+
+
+def refused(directory: Path) -> ConfigError:
+    """The error that reading `directory` raises."""
+    with pytest.raises(ConfigError) as caught:
+        read_run(directory)
+    return caught.value
+
+
+def test_a_folder_above_a_run_names_the_run(make_run: MakeRun) -> None:
+    run = make_run()
+    error = refused(run.parent)
+    assert f"{run.parent} is not a run: it has no report.json (found: demo)" in error.message
+    assert error.remedy == f"headrace report {run}"
+
+
+def test_a_folder_without_runs_tells_what_it_holds(tmp_path: Path) -> None:
+    assert "(found: nothing)" in refused(tmp_path).message
+    for number in range(8):
+        (tmp_path / f"file{number}").touch()
+    assert "found: file0, file1, file2, file3, file4, file5 and 2 more" in refused(tmp_path).message
+
+
+def test_a_run_that_has_not_ended_says_how_to_resume(make_run: MakeRun) -> None:
+    run = make_run()
+    (run / "report.json").unlink()
+    error = refused(run)
+    assert "a run was started and has not ended" in error.message
+    assert error.remedy == f"headrace train {run / 'plan.toml'} --resume"
+
+
+def test_a_name_that_does_not_exist_gets_the_nearest(make_run: MakeRun) -> None:
+    run = make_run("baseline")
+    error = refused(run.parent / "baselin")
+    assert "does not exist" in error.message
+    assert error.remedy == f"headrace report {run}"
+
+
+def test_a_file_is_not_a_run(make_run: MakeRun) -> None:
+    run = make_run()
+    error = refused(run / "plan.toml")
+    assert "is a file" in error.message and error.remedy == f"headrace report {run}"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "(0 characters) is not JSON: Expecting value at line 1, column 1"),
+        ('{"name": "a",\n', "at line 2, column 1"),
+        ("[1]", "holds a list, not a JSON object"),
+    ],
+)
+def test_a_broken_report_tells_the_place(make_run: MakeRun, text: str, told: str) -> None:
+    run = make_run()
+    (run / "report.json").write_text(text)
+    assert told in refused(run).message
+
+
+def test_bytes_that_are_not_text_are_told(make_run: MakeRun) -> None:
+    run = make_run()
+    (run / "report.json").write_bytes(b"\xff\xfe\x00")
+    assert "cannot be read" in refused(run).message
+
+
+def test_missing_and_wrong_keys_are_named_together(make_run: MakeRun) -> None:
+    run = make_run()
+    values = json.loads((run / "report.json").read_text())
+    del values["val"], values["goal"]["reached"]
+    values["tokens"] = "many"
+    (run / "report.json").write_text(json.dumps(values))
+    message = refused(run).message
+    assert "the keys goal.reached, val are missing" in message
+    assert "tokens = 'many'" in message
+
+
+def test_a_later_format_asks_for_a_later_headrace(make_run: MakeRun) -> None:
+    error = refused(make_run(format=2))
+    assert "has format 2; this Headrace reads format 1" in error.message
+    assert error.remedy == "pip install --upgrade headrace"
+
+
+def test_numbers_that_are_not_finite_count_as_not_measured(make_run: MakeRun) -> None:
+    report = read_run(make_run(wall_s=float("nan"), wasted_token_fraction=float("inf"))).report
+    assert report.wall_s is None and report.wasted_token_fraction is None
+
+
+def test_half_a_row_at_the_end_is_forgiven_and_repeated_steps_count_once(make_run: MakeRun) -> None:
+    rows = [{"step": n, "tokens": n, "wall_s": n, "loss": n} for n in (1, 2, 3)]
+    run = make_run(rows=[*rows, {"step": 2, "tokens": 2, "wall_s": 9, "loss": None}])
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "tok')
+    metrics = read_run(run).metrics
+    assert metrics["step"].tolist() == [1, 2, 3]
+    assert metrics["wall_s"].tolist() == [1, 9, 3]
+    assert np.isnan(metrics["loss"][1]) and np.isnan(metrics["forward_s"]).all()
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"step": "x"}', '{"loss": {}}'])
+def test_a_broken_row_tells_its_line(make_run: MakeRun, line: str) -> None:
+    run = make_run(rows=[{"step": 1}])
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(line + "\n" + '{"step": 2}\n')
+    assert "metrics.jsonl line 2 is not a row of metrics" in refused(run).message
+
+
+def test_a_run_needs_only_its_report(make_run: MakeRun) -> None:
+    run = make_run()
+    for name in ("metrics.jsonl", "environment.json", "plan.toml"):
+        (run / name).unlink()
+    read = read_run(run)
+    assert not len(read.metrics["step"]) and read.environment == {} and read.plan_toml == ""
