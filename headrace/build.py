@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from headrace.core.errors import ConfigError, RunError, UnsupportedError
 from headrace.core.ledger import Ledger
+from headrace.core.model_config import ModelConfig
 from headrace.core.plan import Plan
 from headrace.core.technique import Context, Stage, Technique, Unsupported, check_claims
 from headrace.data.ingest import Prepared
@@ -100,8 +101,11 @@ def check_supported(techniques: list[Technique[Any]], context: Context) -> None:
 
 def predict(plan: Plan, context: Context) -> Ledger:
     """The trunk's ledger with every technique's edits, in stage order. Pure."""
+    model = plan.model
+    if not model.vocab and plan.data.tokenizer == "bpe":
+        model = model.model_copy(update={"vocab": plan.data.vocab})
     ledger = trunk_ledger(
-        plan.model,
+        model,
         rows=plan.micro_rows,
         length=plan.data.sequence_length,
         precision=context.precision,
@@ -145,27 +149,55 @@ def make_build(
     return build
 
 
+def _model_config(plan: Plan, vocab: int) -> ModelConfig:
+    """`model.*` with everything known that data and weights decide.
+
+    Raises:
+        ConfigError: a key contradicts the tokenizer, the sequence length or the weights.
+    """
+    model = plan.model
+    if model.pretrained:
+        model = _as_pretrained(model)
+    if model.vocab and model.vocab < vocab:
+        fit = -(-vocab // model.vocab_multiple) * model.vocab_multiple
+        raise ConfigError(
+            f"model.vocab = {model.vocab} is smaller than the tokenizer's {vocab} entries",
+            f"model.vocab={fit} (or leave it out)",
+        )
+    sizes: dict[str, Any] = {}
+    if not model.vocab:
+        sizes["vocab"] = -(-vocab // model.vocab_multiple) * model.vocab_multiple
+    if model.position == "learned":
+        sizes["context"] = context = model.context or plan.data.sequence_length
+        if context < plan.data.sequence_length:
+            raise ConfigError(
+                f"data.sequence_length = {plan.data.sequence_length} is longer than the "
+                f"{context} positions of model.context",
+                f"data.sequence_length={context}",
+            )
+    return model.model_copy(update=sizes)
+
+
+def _as_pretrained(model: ModelConfig) -> ModelConfig:
+    """The shape of the weights to start from; keys that the plan gives must agree with it."""
+    found, _ = load_pretrained(Path(model.pretrained))
+    for key in model.model_fields_set - {"family", "pretrained", "precision", "init_std"}:
+        asked, have = getattr(model, key), getattr(found, key)
+        if asked != have:
+            raise ConfigError(
+                f"model.{key} = {asked!r}, and {model.pretrained} holds {have!r}",
+                f"model.{key}={have}",
+            )
+    kept = {k: getattr(model, k) for k in ("family", "pretrained", "precision")}
+    return found.model_copy(update=kept)
+
+
 def _trunk(
     plan: Plan, prepared: Prepared, world: World, device: torch.device, context: Context,
     techniques: list[Technique[Any]],
 ) -> Build:  # fmt: skip
     """A Build whose every owned socket holds the trunk's filler."""
-    vocab, multiple = prepared.tokenizer.vocab, plan.model.vocab_multiple
-    if plan.model.vocab and plan.model.vocab < vocab:
-        raise ConfigError(
-            f"model.vocab = {plan.model.vocab} is smaller than the tokenizer's {vocab} entries",
-            f"model.vocab={-(-vocab // multiple) * multiple} (or leave it out)",
-        )
-    sizes: dict[str, Any] = {"vocab": plan.model.vocab or -(-vocab // multiple) * multiple}
-    if plan.model.position == "learned":
-        sizes["context"] = plan.model.context or plan.data.sequence_length
-        if sizes["context"] < plan.data.sequence_length:
-            raise ConfigError(
-                f"data.sequence_length = {plan.data.sequence_length} is longer than the "
-                f"{sizes['context']} positions of model.context",
-                f"data.sequence_length={sizes['context']}",
-            )
-    config = plan.model.model_copy(update=sizes)
+    config = _model_config(plan, prepared.tokenizer.vocab)
     build = Build(
         plan=plan.replaced(model=config),
         context=context,
@@ -202,22 +234,8 @@ def _parts(build: Build) -> None:
     """The design is final: parts and initial values follow the config as it is now."""
     build.parts = trunk_parts(build.config)
     build.source = random_source(build.config, build.plan.seed)
-    if build.plan.model.pretrained:
-        config, build.source = load_pretrained(Path(build.plan.model.pretrained))
-        _check_pretrained(build, config)
-
-
-def _check_pretrained(build: Build, found: Any) -> None:
-    keys = ("vocab", "dim", "layers", "heads", "ffn", "activation", "norm", "position", "qk_norm")
-    for key in keys:
-        asked, have = getattr(build.config, key), getattr(found, key)
-        if key == "ffn":
-            asked, have = build.config.resolved_ffn, found.resolved_ffn
-        if asked != have:
-            raise ConfigError(
-                f"model.{key} = {asked!r}, and {build.plan.model.pretrained} holds {have!r}",
-                f"model.{key}={have}",
-            )
+    if build.config.pretrained:
+        _, build.source = load_pretrained(Path(build.config.pretrained))
 
 
 def _meta_model(build: Build) -> None:

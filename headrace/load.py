@@ -13,19 +13,28 @@ from headrace.parallel.world import World
 from headrace.sockets import Build
 
 
+def resolve_run(run: Path) -> Path:
+    """A run's folder from its path or from its name under `runs`.
+
+    Raises:
+        ConfigError: there is no such run; names the nearest.
+    """
+    for folder in (run, Path("runs") / run):
+        if (folder / "plan.toml").is_file():
+            return folder
+    known = sorted(Path("runs").glob("*/plan.toml"), key=lambda p: p.stat().st_mtime)
+    names = [p.parent.name for p in known]
+    near = nearest(run.name, names) if names else "none; headrace train demo makes one"
+    raise ConfigError(f"{run} is not a run: it has no plan.toml; the nearest is {near}")
+
+
 def read_plan(folder: Path, catalogue: Catalogue) -> Plan:
     """The resolved plan of a run.
 
     Raises:
-        ConfigError: `folder` is not a run; names the nearest that is.
+        ConfigError: `folder` is not a run.
     """
-    path = folder / "plan.toml"
-    if not path.is_file():
-        siblings = folder.parent if folder.parent.is_dir() else Path("runs")
-        runs = [str(p.parent) for p in siblings.glob("*/plan.toml")]
-        near = nearest(str(folder), runs) if runs else "none; headrace train demo makes one"
-        raise ConfigError(f"{folder} is not a run: it has no plan.toml; the nearest is {near}")
-    return Plan.read(path.read_text(), catalogue)
+    return Plan.read((resolve_run(folder) / "plan.toml").read_text(), catalogue)
 
 
 def open_model(

@@ -78,6 +78,20 @@ class RunFolder:
         path = self.path / f"{name}.json"
         return json.loads(path.read_text()) if path.is_file() else None
 
+    def read_report(self) -> dict[str, Any]:
+        """report.json.
+
+        Raises:
+            ConfigError: the run has not ended yet.
+        """
+        report = self.read("report")
+        if report is None:
+            raise ConfigError(
+                f"{self.path} has no report.json: the run has not ended",
+                f"headrace train {self.path / 'plan.toml'} --resume",
+            )
+        return report
+
     def cut_metrics(self, steps: int) -> None:
         """Keep the rows of the first `steps` steps: what came later is trained again."""
         path = self.path / "metrics.jsonl"

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from headrace.core.errors import ConfigError
 from headrace.core.model_config import ModelConfig
 from headrace.core.plan import Plan
 from headrace.core.technique import Context, Technique
-from headrace.core.errors import ConfigError
 from headrace.data.ingest import Prepared
 from headrace.data.loader import Loader, Micro
 from headrace.data.rows import Packer

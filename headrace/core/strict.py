@@ -7,7 +7,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from headrace.core.errors import ConfigError, nearest
 
-
 T = TypeVar("T", bound=BaseModel)
 
 

@@ -13,7 +13,7 @@ def format_bytes(count: float) -> str:
 def format_count(count: float) -> str:
     """1234567 -> '1.23M'."""
     for unit in ("", "k", "M", "B"):
-        if abs(count) < 1000:
+        if abs(count) < 999.5:
             return f"{count:.3g}{unit}"
         count /= 1000
     return f"{count:.3g}T"

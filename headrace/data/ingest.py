@@ -114,7 +114,10 @@ def prepare(plan: Plan, *, progress: Progress | None = None) -> Prepared:
         return _open(plan, target)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
+            raise RunError(
+                f"data cannot be prepared in {root.resolve()}: {error}",
+                "data.directory=FOLDER that can be written, on a local disk",
+            ) from None
         free_bytes = shutil.disk_usage(root).free
         raise RunError(
             f"the disk is full: {format_bytes(free_bytes)} left in {root.resolve()} while writing "

@@ -156,7 +156,7 @@ def _read(path: Path, name: str, text_key: str) -> Iterator[Document]:
                 yield Document(_decode(stream.read(), name).removeprefix("\ufeff"), name)
     except (OSError, pa.ArrowException) as error:
         raise ConfigError(
-            f"{name} cannot be read ({path.stat().st_size:,} bytes): {error}",
+            f"{name} cannot be read: {error}",
             "copy or download the file again, or leave it out of data.sources",
         ) from None
 
@@ -186,6 +186,8 @@ def _json_lines(stream: Iterable[bytes], name: str, text_key: str) -> Iterator[D
             raise ConfigError(
                 f"{origin} is not JSON: {error.msg} at column {error.colno}"
             ) from None
+        except (ValueError, RecursionError) as error:  # a number or a nesting without end
+            raise ConfigError(f"{origin} is not JSON that can be read: {error}") from None
         if not isinstance(row, dict):
             raise ConfigError(f"{origin} is a JSON {type(row).__name__}, not an object with fields")
         yield Document(_text(row, text_key, origin), origin)

@@ -10,7 +10,6 @@ Shapes: B rows, T tokens, D features, H query heads, G key-value heads, K featur
 
 from typing import NamedTuple, Protocol
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 

@@ -25,7 +25,7 @@ class Vocabulary:
     """Reductions over the vocabulary dimension, which this one holds whole."""
 
     def logsumexp(self, logits_NV: Tensor) -> Tensor:
-        """log sum exp over V, [N]."""
+        """Log sum exp over V, [N]."""
         return logits_NV.logsumexp(-1)
 
     def pick(self, logits_NV: Tensor, ids_N: Tensor) -> Tensor:

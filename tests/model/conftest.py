@@ -13,6 +13,12 @@ from headrace.model.mask import MaskSpec
 TINY = {"vocab": 61, "dim": 24, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 22, "context": 19}
 
 
+@pytest.fixture(autouse=True)
+def same_numbers() -> None:
+    """Every test draws from the same start."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def make_decoder() -> Callable[..., Decoder]:
     """A function of `model.*` keys that gives a decoder with every parameter drawn at random."""

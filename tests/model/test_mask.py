@@ -26,7 +26,7 @@ def sees(spec: MaskSpec, row: int, query: int, key: int) -> bool:
 
 @pytest.mark.parametrize(
     ("causal", "document", "window", "prefix"),
-    product((True, False), (True, False), (None, 1, 3), (True, False)),
+    list(product((True, False), (True, False), (None, 1, 3), (True, False))),
 )
 def test_allowed_is_what_the_words_say(
     causal: bool, document: bool, window: int | None, prefix: bool

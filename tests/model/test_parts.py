@@ -95,5 +95,7 @@ def test_sdpa_is_a_softmax_over_allowed_keys(groups: int, spec: MaskSpec) -> Non
     wide_k, wide_v = (x.repeat_interleave(H // groups, dim=2) for x in (k, v))
     score = torch.einsum("bthk,bshk->bhts", q, wide_k) / math.sqrt(K)
     weight = score.masked_fill(~allowed(spec, rows, T), float("-inf")).softmax(-1)
-    near(attend(q, k, v, attend.prepare(spec, rows, T)),
-         torch.einsum("bhts,bshk->bthk", weight, wide_v))
+    near(
+        attend(q, k, v, attend.prepare(spec, rows, T)),
+        torch.einsum("bhts,bshk->bthk", weight, wide_v),
+    )

@@ -1,0 +1,78 @@
+"""`headrace explain`: a technique's card, or a plan's sockets in order and what they will cost."""
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from headrace.build import check_supported, predict
+from headrace.core.plan import Plan
+from headrace.core.technique import Context, Technique
+from headrace.core.units import format_bytes, format_count
+from headrace.sockets import COMPOSED, SOCKETS
+
+
+def explain_technique(technique: type[Technique[Any]]) -> tuple[dict[str, Any], str]:
+    """A technique's card, as data and as text."""
+    knobs = {
+        name: {
+            "type": str(info.annotation).replace("typing.", ""),
+            "default": info.default,
+            "doc": info.description or "",
+        }
+        for name, info in technique.model_fields.items()
+    }
+    value = {
+        "technique": technique.name(),
+        "room": technique.room,
+        "what": (technique.__doc__ or "").strip(),
+        "stage": technique.stage.name.lower(),
+        "owns": list(technique.claims),
+        "composes": list(technique.composes),
+        "equality": technique.equality,
+        **asdict(technique.card),
+        "knobs": knobs,
+    }
+    lines = [f"{technique.name()} ({technique.room})", "", value["what"], ""]
+    lines += [f"{key:>9}: {value[key]}" for key in ("buys", "costs", "helps", "hurts", "source")]
+    sockets = ", ".join([*technique.claims, *technique.composes])
+    lines += [f"{'stage':>9}: {value['stage']}", f"{'sockets':>9}: {sockets}", "", "knobs:"]
+    for name, knob in knobs.items():
+        lines.append(f"  techniques.{technique.name()}.{name} = {knob['default']!r}  {knob['doc']}")
+    return value, "\n".join(lines if knobs else lines[:-2])
+
+
+def explain_plan(plan: Plan, context: Context) -> tuple[dict[str, Any], str]:
+    """A plan's sockets in order with who fills each, and its predicted memory and work.
+
+    Raises:
+        ConfigError, UnsupportedError: a technique cannot run here, or two clash.
+    """
+    techniques = sorted(plan.techniques.values(), key=lambda t: (t.stage, t.name()))
+    check_supported(techniques, context)
+    fillers = {
+        socket: [t.name() for t in techniques if socket in (*t.claims, *t.composes)]
+        for socket in SOCKETS
+    }
+    ledger = predict(plan, context)
+    instant, peak = ledger.peak()
+    value = {
+        "name": plan.name,
+        "device": context.device,
+        "precision": context.precision,
+        "torch": torch.__version__,
+        "sockets": fillers,
+        "peak_memory_bytes": peak,
+        "peak_at": instant,
+        "memory_lines": dict(ledger.owners()),
+        "flops_per_token": ledger.flops,
+    }
+    lines = [f"{plan.name} on {context.device} in {context.precision}", "", "sockets in order:"]
+    for socket, names in fillers.items():
+        base = [] if socket in COMPOSED else ["trunk"]
+        lines.append(f"  {socket:<18} {' + '.join(names or base) or '-'}")
+    lines += ["", f"predicted peak: {format_bytes(peak)}, at the {instant}"]
+    lines += [f"  {name:<18} {format_bytes(size)}" for name, size in ledger.owners()]
+    work = ", ".join(f"{k} {format_count(v)}" for k, v in ledger.flops.items())
+    lines += ["", f"FLOPs per token: {work}"]
+    return value, "\n".join(lines)

@@ -1,0 +1,286 @@
+"""The command line: one verb is one function.
+
+It discovers the techniques, reads the plan with them, calls train, then writes findings and report.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import headrace.techniques
+from headrace import train as trainer
+from headrace.build import choose_device, make_context
+from headrace.catalogue.explain import explain_plan, explain_technique
+from headrace.catalogue.table import catalogue_rows
+from headrace.core.plan import Plan, read_recipe
+from headrace.core.technique import Catalogue, discover
+from headrace.core.units import format_count, format_seconds
+from headrace.doctor.findings import diagnose, narrowest, plain
+from headrace.evaluate import evaluate
+from headrace.export.run import export_run
+from headrace.load import open_model, read_plan, resolve_run
+from headrace.model.zoo import families
+from headrace.recipes import recipes
+from headrace.report import compare_reports, write_report
+from headrace.run_folder import RunFolder
+from headrace.sample import generate
+from headrace.terminal import console, exit_codes, make_progress, show_json, show_table
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+data_app = typer.Typer(no_args_is_help=True, help="Prepare data.")
+app.add_typer(data_app, name="data")
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON value.")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, as in batch.tokens=16384")]
+With = Annotated[list[str] | None, typer.Option("--with", help="Add a technique.")]
+Without = Annotated[list[str] | None, typer.Option("--without", help="Remove a technique.")]
+PlanName = Annotated[str, typer.Argument(help="A recipe's name or a TOML file.")]
+RunName = Annotated[Path, typer.Argument(help="A run: runs/NAME, or its NAME.")]
+Checkpoint = Annotated[str | None, typer.Option(help="step-N, latest or best.")]
+
+
+def catalogue() -> Catalogue:
+    """Every technique and family that is installed."""
+    return Catalogue(discover(headrace.techniques), families())
+
+
+def _read(
+    name: str, overrides: list[str] | None, add: list[str] | None, drop: list[str] | None
+) -> Plan:
+    text = read_recipe(name, recipes())
+    return Plan.read(
+        text, catalogue(), overrides=overrides or (), with_=add or (), without=drop or ()
+    )
+
+
+@app.command()
+def train(
+    plan: PlanName, overrides: Overrides = None, *,
+    with_: With = None, without: Without = None,
+    resume: Annotated[bool, typer.Option(help="Continue the newest run of this name.")] = False,
+    checkpoint: Checkpoint = None, json: Json = False,
+) -> None:  # fmt: skip
+    """Train a plan to its goal, and report what was narrowest."""
+    with exit_codes(json):
+        read = _read(plan, overrides, with_, without)
+        progress = make_progress(json)
+        try:
+            folder = trainer.run(read, progress=progress, resume=resume, checkpoint=checkpoint)
+        finally:
+            progress.close()
+        report = conclude(folder)
+        if json:
+            show_json(report)
+        elif report is not None:
+            _tell(folder, report)
+
+
+def conclude(folder: Path) -> dict[str, Any] | None:
+    """Findings, a sample and the page of a run that has ended; None on ranks without a report."""
+    run = RunFolder(folder)
+    report = run.read("report")
+    if report is None or "narrowest" in report:
+        return report
+    report["narrowest"] = narrowest(report)
+    report["sample"] = _sample_of(folder, new_tokens=80)
+    run.write("findings", plain(diagnose(report)))
+    run.write("report", report)
+    write_report(folder)
+    return report
+
+
+def _sample_of(folder: Path, *, new_tokens: int, prompt: str = "") -> dict[str, str]:
+    build = open_model(folder, catalogue())
+    text = _generate(build, prompt, new_tokens=new_tokens, temperature=0.8, top_k=50, seed=0)
+    return {"prompt": prompt, "text": text}
+
+
+def _generate(build: Any, prompt: str, *, new_tokens: int, **how: Any) -> str:
+    import torch
+
+    tokenizer = build.prepared.tokenizer
+    ids = [tokenizer.document_token, *tokenizer.encode_batch([prompt])[0].tolist()]
+    ids_BT = torch.tensor([ids], device=build.device)
+    with build.autocast():
+        out = generate(
+            build.model, ids_BT, new_tokens=new_tokens, stop=tokenizer.document_token,
+            entries=tokenizer.vocab, **how,
+        )  # fmt: skip
+    new = [i for i in out[0, len(ids) :].tolist() if i != tokenizer.document_token]
+    return tokenizer.decode(new)
+
+
+def _tell(folder: Path, report: dict[str, Any]) -> None:
+    goal, last = report["goal"], report["val"][-1]
+    reached = "goal reached" if goal["reached"] else f"budget spent ({goal['ended_by']})"
+    asked = goal["asked"].get("bits_per_byte")
+    target = f" (goal {asked})" if asked else ""
+    speed = report["steady_tokens_per_s"]
+    rate = f"{format_count(speed)} tokens/s" if speed else "speed not measured"
+    console.print(
+        f"\n{reached}: {last['bits_per_byte']:.3f} bits per byte{target} after "
+        f"{format_count(report['tokens'])} tokens and {format_seconds(report['wall_s'])}, {rate}\n"
+        f"{report['narrowest']['sentence']} ({report['narrowest']['evidence']})\n"
+        f"sample: {report['sample']['text']!r}\n"
+        f"report: {folder / 'report.html'}\n"
+        f"next:   headrace sample {folder} --prompt 'def main('\n"
+        f"        headrace train demo data.sources=PATH_OF_YOUR_TEXT name=mine",
+        markup=False, soft_wrap=True,
+    )  # fmt: skip
+
+
+@app.command("eval")
+def evaluate_run(run: RunName, *, checkpoint: Checkpoint = None, json: Json = False) -> None:
+    """Validation loss of a run's checkpoint, in nats per token and bits per byte."""
+    with exit_codes(json):
+        folder = resolve_run(run)
+        found = evaluate(open_model(folder, catalogue(), checkpoint=checkpoint, with_data=True))
+        values = {"run": str(folder), **vars(found)}
+        if json:
+            show_json(values)
+        else:
+            show_table(list(values), [[f"{v:.4f}" if isinstance(v, float) else str(v)
+                                       for v in values.values()]])  # fmt: skip
+
+
+@app.command()
+def sample(
+    run: RunName, *,
+    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
+    tokens: Annotated[int, typer.Option(min=1, help="Most tokens to add.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, help="0 is all.")] = 50,
+    top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
+    seed: int = 0, checkpoint: Checkpoint = None, json: Json = False,
+) -> None:  # fmt: skip
+    """Continue a prompt with a trained run."""
+    with exit_codes(json):
+        build = open_model(resolve_run(run), catalogue(), checkpoint=checkpoint)
+        text = _generate(
+            build, prompt, new_tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p,
+            seed=seed,
+        )  # fmt: skip
+        if json:
+            show_json({"prompt": prompt, "text": text})
+        else:
+            print(prompt + text)
+
+
+@app.command("list")
+def list_techniques(
+    *, families_: Annotated[bool, typer.Option("--families", help="Model families.")] = False,
+    recipes_: Annotated[bool, typer.Option("--recipes", help="Recipes.")] = False,
+    json: Json = False,
+) -> None:  # fmt: skip
+    """Every technique in a line; or model families, or recipes."""
+    with exit_codes(json):
+        if families_:
+            rows = [
+                {"family": name, "defaults": " ".join(f"{k}={v}" for k, v in values.items())}
+                for name, values in families().items()
+            ]
+        elif recipes_:
+            rows = [{"recipe": name, "file": str(path)} for name, path in recipes().items()]
+        else:
+            rows = catalogue_rows(catalogue())
+        if json:
+            show_json(rows)
+        else:
+            show_table(list(rows[0]) if rows else [], [[str(v) for v in r.values()] for r in rows])
+
+
+@app.command()
+def explain(
+    what: Annotated[str, typer.Argument(help="A plan, a recipe or a technique.")],
+    overrides: Overrides = None, *, with_: With = None, without: Without = None, json: Json = False,
+) -> None:  # fmt: skip
+    """A technique's card; or a plan's sockets in order, who fills each, and what it will cost."""
+    with exit_codes(json):
+        known = catalogue()
+        if what in known.techniques:
+            value, text = explain_technique(known.techniques[what])
+        else:
+            plan = _read(what, overrides, with_, without)
+            value, text = explain_plan(plan, make_context(plan, choose_device(plan)))
+        if json:
+            show_json(value)
+        else:
+            print(text)
+
+
+@app.command()
+def report(runs: Annotated[list[Path], typer.Argument(help="One run, or several to compare.")], *,
+           output: Annotated[Path, typer.Option(help="Where a comparison goes.")] = Path(
+               "comparison.html"), json: Json = False) -> None:  # fmt: skip
+    """Write a run's page again, or lay runs side by side on one page."""
+    with exit_codes(json):
+        folders = [resolve_run(r) for r in runs]
+        page = write_report(folders[0]) if len(folders) == 1 else compare_reports(folders, output)
+        if json:
+            show_json({"page": str(page)})
+        else:
+            print(page)
+
+
+@app.command()
+def doctor(run: RunName, *, json: Json = False) -> None:
+    """Where a run's time and memory went, the narrowest station first."""
+    with exit_codes(json):
+        folder = resolve_run(run)
+        found = RunFolder(folder).read_report()
+        findings = diagnose(found)
+        if json:
+            show_json(plain(findings))
+            return
+        print(narrowest(found)["sentence"])
+        show_table(
+            ["station", "share", "evidence", "how sure"],
+            [[f.bottleneck, f"{f.share:.1%}", f.evidence, f.confidence] for f in findings],
+        )
+
+
+@app.command()
+def export(
+    run: RunName, *,
+    to: Annotated[str, typer.Option(help="hf: Hugging Face safetensors, config and tokenizer.")],
+    output: Annotated[Path | None, typer.Option(help="A new folder; RUN/hf without it.")] = None,
+    checkpoint: Checkpoint = None, json: Json = False,
+) -> None:  # fmt: skip
+    """Write a run's model in another tool's format."""
+    with exit_codes(json):
+        folder = resolve_run(run)
+        build = open_model(folder, catalogue(), checkpoint=checkpoint)
+        length = read_plan(folder, catalogue()).data.sequence_length
+        written = export_run(build, to, output or folder / to, sequence_length=length)
+        if json:
+            show_json({"to": to, "folder": str(written)})
+        else:
+            print(written)
+
+
+@data_app.command()
+def ingest(
+    plan: PlanName = "demo", overrides: Overrides = None, *, json: Json = False
+) -> None:
+    """Tokenizer and shards of a plan's data, without training."""
+    from headrace.data.ingest import prepare
+
+    with exit_codes(json):
+        progress = make_progress(json)
+        try:
+            prepared = prepare(_read(plan, overrides, None, None), progress=progress.task)
+        finally:
+            progress.close()
+        value = {
+            "folder": str(prepared.directory),
+            "vocab": prepared.tokenizer.vocab,
+            "train_tokens": sum(s.tokens for s in prepared.train),
+            "validation_tokens": prepared.validation.tokens,
+            "documents": sum(s.documents for s in prepared.train),
+            **{f"{k}_sha256": v for k, v in prepared.fingerprint.items()},
+        }
+        if json:
+            show_json(value)
+        else:
+            show_table(["what", "value"], [[k, str(v)] for k, v in value.items()])

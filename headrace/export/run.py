@@ -1,0 +1,24 @@
+"""A run's model to another tool's format."""
+
+from pathlib import Path
+
+from headrace.core.errors import ConfigError, nearest
+from headrace.export.hf import export_hf
+from headrace.sockets import Build
+
+FORMATS = ("hf",)
+
+
+def export_run(build: Build, to: str, output: Path, *, sequence_length: int) -> Path:
+    """Write the model of an opened run; returns the folder.
+
+    Raises:
+        ConfigError: an unknown format, or the folder has files.
+        UnsupportedError: the format cannot say what this model computes.
+    """
+    if to not in FORMATS:
+        raise ConfigError(f"--to {to} is not a format", f"--to {nearest(to, FORMATS)}")
+    state = dict(build.model.named_parameters())
+    tokenizer = build.prepared.directory / "tokenizer.json"
+    export_hf(state, build.config, tokenizer, output, sequence_length=sequence_length)
+    return output

@@ -1,0 +1,112 @@
+"""What the command line shows: bars, tables, one clear error, exit codes."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.progress import Progress as Bars
+from rich.table import Table
+
+from headrace.core.errors import EXIT_INTERRUPTED, EXIT_UNSUPPORTED, HeadraceError
+from headrace.progress import Progress
+
+console = Console(stderr=True, highlight=False)
+
+
+@contextmanager
+def exit_codes(as_json: bool) -> Iterator[None]:
+    """Turn errors that a user can mend into one message and their exit code."""
+    try:
+        yield
+    except HeadraceError as error:
+        _fail(error.message, error.remedy, error.exit_code, as_json)
+    except torch.OutOfMemoryError as error:
+        first = str(error).partition(". ")[0]
+        remedy = "batch.micro_sequences=N with a smaller N, or --with selective_checkpoint"
+        _fail(f"it does not fit in memory: {first}", remedy, EXIT_UNSUPPORTED, as_json)
+    except KeyboardInterrupt:
+        _fail("interrupted before the run could save", "", EXIT_INTERRUPTED, as_json)
+
+
+def _fail(message: str, remedy: str, code: int, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"error": message, "remedy": remedy, "exit_code": code}))
+    else:
+        console.print(f"error: {message}", style="bold red", markup=False, soft_wrap=True)
+        if remedy:
+            console.print(f"  try: {remedy}", markup=False, soft_wrap=True)
+    raise typer.Exit(code)
+
+
+def show_json(value: Any) -> None:
+    """One JSON value on standard output."""
+    print(json.dumps(value, indent=1, default=str))
+
+
+def show_table(head: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
+    """A table on standard output."""
+    table = Table(*head, title=title or None, title_justify="left", box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*row)
+    Console(highlight=False, markup=False, soft_wrap=False).print(table)
+
+
+class BarProgress(Progress):
+    """rich progress bars on standard error."""
+
+    def __init__(self) -> None:
+        self._bars = Bars(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.percentage:>3.0f}%"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[facts]}"),
+            console=console,
+            refresh_per_second=4,
+        )
+        self._tasks: dict[str, Any] = {}
+        self._facts: dict[str, str] = {}
+        self._bars.start()
+
+    def task(self, description: str, done: float, total: float | None) -> None:
+        """Draw or advance the bar of this description."""
+        if description not in self._tasks:
+            self._tasks[description] = self._bars.add_task(description, total=total, facts="")
+        self._bars.update(self._tasks[description], completed=done, total=total)
+
+    def note(self, text: str) -> None:
+        """A line above the bars."""
+        self._bars.console.print(text, markup=False)
+
+    def row(self, row: Mapping[str, Any], total_steps: int | None) -> None:
+        """Advance the training bar."""
+        if "val_bits_per_byte" in row:
+            self._facts["val"] = f"{row['val_bits_per_byte']:.3f} bits/byte"
+        self._facts["loss"] = f"{row['loss']:.3f}"
+        self._facts["speed"] = f"{row['tokens_per_s']:,.0f} tok/s"
+        self.task("training", row["step"], total_steps)
+        facts = "  ".join(f"{k} {v}" for k, v in self._facts.items())
+        self._bars.update(self._tasks["training"], facts=facts)
+
+    def close(self) -> None:
+        """Leave the bars as they are."""
+        self._bars.stop()
+
+
+def make_progress(as_json: bool) -> Progress:
+    """Bars for a person on the first rank; silence otherwise."""
+    quiet = as_json or os.environ.get("RANK", "0") != "0"
+    return Progress() if quiet else BarProgress()
+

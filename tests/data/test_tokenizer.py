@@ -1,0 +1,234 @@
+"""Two trainers, two encoders, one meaning."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiktoken
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from headrace.core.errors import ConfigError, UnsupportedError
+from headrace.data.sources import read_documents
+from headrace.data.tokenizer import (
+    END_OF_TEXT,
+    SPLIT_PATTERN,
+    Tokenizer,
+    open_tokenizer,
+    train_tokenizer,
+)
+
+AWKWARD = [
+    "",
+    " ",
+    "\x00",
+    "plain words, and 12345 numbers: don't",
+    "tabs\tand\r\n\r\n   lines  \n",
+    "a<|endoftext|>b<|endoftext|>",
+    "\u00fcml\u00e4ut \u4e2d\u6587 \u0939\u093f\u0928\u094d\u0926\u0940 \u0001 \U0001f469\u200d\U0001f680 \ufffd",
+    "\u017f'\u017f \u0130 \u2028 \u0085 \u3000x",
+    "=" * 300 + " " * 300 + "x",
+]
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    return [d.text for d in read_documents("stdlib") if d.origin.startswith("json/")]
+
+
+@pytest.fixture(scope="module", params=["rustbpe", "tokenizers"])
+def tokenizer(request: pytest.FixtureRequest, texts: list[str]) -> Tokenizer:
+    return train_tokenizer(texts, vocab=600, trainer=request.param)
+
+
+def listed(encoded: list[np.ndarray]) -> list[list[int]]:
+    return [ids.tolist() for ids in encoded]
+
+
+def test_text_survives_and_bytes_are_counted(tokenizer: Tokenizer, texts: list[str]) -> None:
+    assert (tokenizer.vocab, tokenizer.document_token) == (600, 599)
+    for text, ids in zip(
+        [*AWKWARD, *texts], tokenizer.encode_batch([*AWKWARD, *texts]), strict=True
+    ):
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.token_bytes[ids].sum() == len(text.encode())
+        assert tokenizer.document_token not in ids
+    assert tokenizer.token_bytes[tokenizer.document_token] == 0
+    assert tokenizer.decode([tokenizer.document_token]) == END_OF_TEXT
+    assert (tokenizer.token_bytes[:256] == 1).all()
+
+
+def test_tiktoken_and_tokenizers_agree(tokenizer: Tokenizer, texts: list[str]) -> None:
+    """Also on every character of the first three planes, beside letters, digits and blanks."""
+    characters = [chr(c) for c in range(0x30000) if not 0xD800 <= c < 0xE000]
+    runs = ["".join(characters[i : i + 97]) for i in range(0, len(characters), 97)]
+    mixed = ["".join(f"a{c} {c}1{c}\n" for c in run) for run in runs[::4]]
+    everything = [*AWKWARD, *texts, *runs, *mixed]
+    assert tokenizer._fast is not None
+    fast = tokenizer.encode_batch(everything)
+    assert listed(fast) == listed(tokenizer._encode_slowly(everything))
+
+
+def test_a_run_of_blanks_that_tiktoken_refuses(tokenizer: Tokenizer) -> None:
+    text = " " * 1_500_000 + "x"
+    assert tokenizer._fast is not None
+    with pytest.raises(ValueError, match="stack"):
+        tokenizer._fast.encode_ordinary(text)
+    (ids,) = tokenizer.encode_batch([text])
+    assert tokenizer.decode(ids) == text
+
+
+def test_the_saved_file_is_the_tokenizer(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    tokenizer.save(tmp_path / "tokenizer.json")
+    again = open_tokenizer(str(tmp_path))
+    assert again.fingerprint == tokenizer.fingerprint
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    theirs.encode_special_tokens = True
+    assert [theirs.encode(t).ids for t in AWKWARD] == listed(tokenizer.encode_batch(AWKWARD))
+
+
+def test_rustbpe_says_the_same_as_our_copy_of_it(texts: list[str]) -> None:
+    import rustbpe
+
+    theirs = rustbpe.Tokenizer()
+    theirs.train_from_iterator(iter(texts), 599, pattern=SPLIT_PATTERN)
+    ours = train_tokenizer(texts, vocab=600, trainer="rustbpe")
+    everything = [*AWKWARD, *texts]
+    assert [theirs.encode(t) for t in everything] == listed(ours.encode_batch(everything))
+
+
+def test_training_is_repeatable_and_stops_when_nothing_is_left(texts: list[str]) -> None:
+    for trainer in ("rustbpe", "tokenizers"):
+        twice = {train_tokenizer(texts, vocab=500, trainer=trainer).fingerprint for _ in range(2)}
+        assert len(twice) == 1
+        assert 257 < train_tokenizer(["abab abab"], vocab=500, trainer=trainer).vocab < 300
+    assert train_tokenizer(["abc"], vocab=257).vocab == 257
+    with pytest.raises(ConfigError, match="no room for 256 bytes"):
+        train_tokenizer(texts, vocab=256)
+
+
+def test_rustbpe_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "rustbpe", None)
+    assert train_tokenizer(["aa aa"], vocab=300).vocab > 257
+    with pytest.raises(UnsupportedError, match="pip install rustbpe"):
+        train_tokenizer(["aa"], vocab=300, trainer="rustbpe")
+
+
+def test_gpt2_style(texts: list[str], tmp_path: Path) -> None:
+    """Special token first, split by the ByteLevel step, truncation that must not cut a text."""
+    theirs = tokenizers.Tokenizer(models.BPE())
+    theirs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    theirs.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    theirs.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=500,
+            special_tokens=[END_OF_TEXT],
+            initial_alphabet=alphabet,
+            show_progress=False,
+        ),
+    )
+    expected = [theirs.encode(t).ids for t in texts]
+    theirs.enable_truncation(8)
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    ours = Tokenizer.load(tmp_path / "tokenizer.json")
+    assert ours.document_token == 0 and ours._fast is not None
+    assert listed(ours.encode_batch(texts)) == expected
+    assert listed(ours._encode_slowly(AWKWARD)) == listed(ours.encode_batch(AWKWARD))
+    lengths = [ours.token_bytes[ids].sum() for ids in ours.encode_batch(AWKWARD)]
+    assert lengths == [len(t.encode()) for t in AWKWARD]
+
+
+def altered(tokenizer: Tokenizer, **changes: Any) -> Tokenizer:
+    spec = json.loads(tokenizer._text)
+    spec["model"].update({k: v for k, v in changes.items() if k in spec["model"]})
+    spec.update({k: v for k, v in changes.items() if k not in spec["model"]})
+    return Tokenizer(json.dumps(spec))
+
+
+def test_what_tiktoken_would_get_wrong_goes_the_slow_way(tokenizer: Tokenizer) -> None:
+    merges = json.loads(tokenizer._text)["model"]["merges"]
+    swapped = altered(tokenizer, merges=[merges[1], merges[0], *merges[2:]])
+    normal = altered(tokenizer, normalizer={"type": "NFC"})
+    for other in (swapped, normal):
+        assert other._fast is None
+        for text, ids in zip(AWKWARD, other.encode_batch(AWKWARD), strict=True):
+            assert other.decode(ids) == text
+
+
+def test_a_token_that_its_own_bytes_do_not_reach() -> None:
+    """tiktoken joins ab+c on sight; the merges, in their order, only ever make a+bc."""
+    alphabet = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    vocab = alphabet | {"bc": 256, "ab": 257, "abc": 258, END_OF_TEXT: 259}
+    theirs = tokenizers.Tokenizer(models.BPE(vocab, [("b", "c"), ("a", "b"), ("ab", "c")]))
+    theirs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    theirs.decoder = decoders.ByteLevel()
+    theirs.add_special_tokens([END_OF_TEXT])
+    ours = Tokenizer(theirs.to_str())
+    assert ours._fast is None
+    assert listed(ours.encode_batch(["abc"])) == [[alphabet["a"], 256]]
+
+
+def fallback_tokenizer(prefix: bool) -> tokenizers.Tokenizer:
+    vocab = {"<bos>": 0, **{f"<0x{b:02X}>": b + 1 for b in range(256)}, "a": 257, "\u2581": 258}
+    vocab |= {"\u2581a": 259, "\u00e4": 260}
+    theirs = tokenizers.Tokenizer(
+        models.BPE(vocab, [("\u2581", "a")], byte_fallback=True, fuse_unk=True)
+    )
+    replace = normalizers.Replace(" ", "\u2581")
+    prepend = normalizers.Sequence([normalizers.Prepend("\u2581"), replace])
+    theirs.normalizer = prepend if prefix else replace
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    theirs.decoder = decoders.Sequence(steps)
+    theirs.add_special_tokens(["<bos>"])
+    return theirs
+
+
+def test_byte_fallback_is_counted_exactly_or_refused() -> None:
+    ours = Tokenizer(fallback_tokenizer(prefix=False).to_str())
+    text = "a a\u00e4 \u4e2d<bos>"
+    (ids,) = ours.encode_batch([text])
+    assert ours.decode(ids) == text and ours.document_token == 0 and 0 not in ids
+    assert ours.token_bytes[ids].sum() == len(text.encode())
+    with pytest.raises(UnsupportedError, match="bits per byte could not be told"):
+        Tokenizer(fallback_tokenizer(prefix=True).to_str())
+
+
+def test_a_tiktoken_encoding_keeps_its_ids(
+    tokenizer: Tokenizer, texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert tokenizer._fast is not None
+    ranks = tokenizer._fast._mergeable_ranks
+    special = {END_OF_TEXT: 610, "<|fim|>": 613}  # with gaps, as cl100k_base has
+    encoding = tiktoken.Encoding(
+        "x", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=special
+    )
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: encoding)
+    ours = open_tokenizer("tiktoken:x")
+    assert (ours.vocab, ours.document_token) == (614, 610)
+    everything = [*AWKWARD, *texts]
+    expected = [encoding.encode_ordinary(t) for t in everything]
+    assert listed(ours.encode_batch(everything)) == expected
+    assert listed(ours._encode_slowly(everything)) == expected
+    assert ours.decode([613]) == "<|fim|>"
+
+
+def test_errors_name_the_remedy(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def offline(name: str) -> tiktoken.Encoding:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(tiktoken, "get_encoding", offline)
+    with pytest.raises(ConfigError, match="TIKTOKEN_CACHE_DIR"):
+        open_tokenizer("tiktoken:gpt2")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        open_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"is not a tokenizer\.json"):
+        open_tokenizer(str(tmp_path))
+    with pytest.raises(ConfigError, match="no special token to begin a document"):
+        altered(tokenizer, added_tokens=[])
