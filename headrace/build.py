@@ -37,7 +37,11 @@ def choose_device(plan: Plan) -> torch.device:
     Raises:
         UnsupportedError: the device that is asked for is not here.
     """
-    here = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    here = {
+        "cpu": True,
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+    }
     name = plan.device
     if name == "auto":
         name = next(d for d in ("cuda", "mps", "cpu") if here[d])
@@ -299,6 +303,11 @@ def _data(build: Build) -> None:
     build.loader = build.transport(build, build.pack(build, build.prepared.train))
 
 
+def _objective(build: Build) -> None:
+    """One function from here on: a new closure every step would be compiled every step."""
+    build.objective = with_terms(build.objective, build.terms)
+
+
 TRUNK: Mapping[Stage, Callable[[Build], None]] = {
     Stage.PARTS: _parts,
     Stage.MODEL: _meta_model,
@@ -311,6 +320,7 @@ FINISH: Mapping[Stage, Callable[[Build], None]] = {
     Stage.MATERIALIZE: _materialize,
     Stage.OPTIMIZER: _optimizers,
     Stage.DATA: _data,
+    Stage.STEP: _objective,
 }
 """What the trunk does with the sockets once the techniques of a stage have filled them."""
 
@@ -343,7 +353,7 @@ def _sum_gradients(build: Build) -> None:
 
 def _one_pass(build: Build, step: int) -> list[Pass]:
     """Plain training: all micro-batches once, absorbed by every optimizer."""
-    return [Pass("update", with_terms(build.objective, build.terms), lambda m: m, absorb)]
+    return [Pass("update", build.objective, lambda m: m, absorb)]
 
 
 def absorb(build: Build, finite: Tensor) -> None:

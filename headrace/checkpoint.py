@@ -7,7 +7,8 @@ nothing anywhere is a pickle. (torch.distributed.checkpoint keeps its index as o
 runs code.)
 
 Saving copies tensors to the host, then a thread writes `step-N.tmp`, flushes it to the disk and
-renames it: a folder named `step-N` is complete by construction. `latest` and `best` are links.
+renames it; removing renames it back first. So a folder named `step-N` is complete by construction.
+`latest` and `best` are links that follow from the folders, and are put right at every start.
 """
 
 import hashlib
@@ -18,7 +19,6 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,53 +29,11 @@ from torch import Tensor
 
 from headrace.core.errors import ConfigError, RunError
 from headrace.core.units import format_bytes
+from headrace.parallel.boxes import Box, local_part
 
 FORMAT = 1
 INDEX = "checkpoint.json"
 WAIT_FOR_RANKS_S = 600.0
-
-
-@dataclass(frozen=True)
-class Box:
-    """The part of a global tensor that one rank holds."""
-
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    def overlap(self, other: "Box") -> "Box | None":
-        """The box that both hold, or None."""
-        low = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
-        high = tuple(
-            min(a + n, b + m)
-            for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
-        )
-        if any(h <= lo for lo, h in zip(low, high, strict=True)):
-            return None
-        return Box(low, tuple(h - lo for lo, h in zip(low, high, strict=True)))
-
-    def within(self, outer: "Box") -> tuple[slice, ...]:
-        """Slices of this box inside of `outer`."""
-        return tuple(
-            slice(a - b, a - b + n)
-            for a, b, n in zip(self.offset, outer.offset, self.shape, strict=True)
-        )
-
-
-def local_part(tensor: Tensor) -> tuple[Tensor, Box, bool]:
-    """This rank's local tensor, its box, and whether this rank is the one that writes it."""
-    if hasattr(tensor, "device_mesh"):
-        from torch.distributed.tensor import DTensor, Replicate
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-        assert isinstance(tensor, DTensor)
-        mesh, placements = tensor.device_mesh, tensor.placements
-        shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
-        place = mesh.get_coordinate() or []
-        first = all(c == 0 for c, p in zip(place, placements, strict=True) if p == Replicate())
-        local = tensor.to_local()
-        return local, Box(tuple(offset), tuple(shape)), first and local.numel() > 0
-    writes = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-    return tensor, Box((0,) * tensor.ndim, tuple(tensor.shape)), writes
 
 
 class Checkpoints:
@@ -89,6 +47,7 @@ class Checkpoints:
         if rank == 0:
             for left_over in folder.glob("*.tmp"):
                 shutil.rmtree(left_over)
+            self._link()
 
     # --- saving ---
 
@@ -98,7 +57,8 @@ class Checkpoints:
         Args:
             step: steps done.
             tensors: this rank's tensors by global name; DTensors are saved by their boxes.
-            values: JSON values, the same on every rank ("rank" entries may differ).
+            values: JSON values, the same on every rank (those under "rank" may differ); "score"
+                says how good the weights are, lower is better, for `best`.
 
         Raises:
             RunError: the previous save failed.
@@ -183,19 +143,20 @@ class Checkpoints:
         if self.rank != 0:
             return
         parts = [self._read_part(aside, rank) for rank in range(self.ranks)]
-        _write_json(aside / INDEX, _sealed({"format": FORMAT, "step": step, "parts": parts, **values}))
+        _write_json(
+            aside / INDEX, _sealed({"format": FORMAT, "step": step, "parts": parts, **values})
+        )
         for rank in range(self.ranks):
             (aside / f"rank-{rank:05d}.json").unlink()
         _flush(aside)
-        final = self.folder / f"step-{step}"
-        if final.exists():  # the same step again, after a resume: the new one is as good
-            shutil.rmtree(final)
-        os.rename(aside, final)
+        if step in self.steps():
+            self._discard(step)
+        os.rename(aside, self.folder / f"step-{step}")
         _flush(self.folder)
-        self._point("latest", final.name)
-        if values.get("is_best"):
-            self._point("best", final.name)
-        self._prune()
+        best = self._link()
+        for old in self.steps()[: -self.keep_last]:
+            if old != best:
+                self._discard(old)
 
     def _read_part(self, aside: Path, rank: int) -> dict[str, Any]:
         """Another rank's part of the index, once it is there."""
@@ -207,30 +168,74 @@ class Checkpoints:
             time.sleep(0.01)
         return json.loads(path.read_text())
 
-    def _point(self, link: str, target: str) -> None:
-        aside = self.folder / f".{link}"
-        aside.unlink(missing_ok=True)
-        os.symlink(target, aside)
-        os.replace(aside, self.folder / link)
+    def amend(self, step: int, values: dict[str, Any]) -> None:
+        """Replace the values of a checkpoint that is complete; its tensors stay.
 
-    def _prune(self) -> None:
-        best = self.folder / "best"
-        keep = {best.resolve().name} if best.exists() else set()
-        for step in self.steps()[: -self.keep_last]:
-            if f"step-{step}" not in keep:
-                shutil.rmtree(self.folder / f"step-{step}")
+        Raises:
+            RunError: the save in progress failed.
+        """
+        self.wait()
+        if self.rank != 0:
+            return
+        index = self.folder / f"step-{step}" / INDEX
+        kept = {k: v for k, v in values.items() if k != "rank"}
+        _write_json(index, _sealed({**json.loads(index.read_text()), **kept}))
+        self._link()
+
+    def drop_after(self, step: int) -> None:
+        """Remove the checkpoints past `step`: they belong to a future that is trained again."""
+        if self.rank == 0:
+            for later in self.steps():
+                if later > step:
+                    self._discard(later)
+            self._link()
+
+    def _link(self) -> int | None:
+        """Point `latest` and `best` at what is there; returns the best step."""
+        steps = self.steps()
+        scores = {step: score for step in steps if (score := self._score(step)) is not None}
+        best = min(scores, key=lambda step: scores[step], default=None)
+        self._point("latest", steps[-1] if steps else None)
+        self._point("best", best)
+        return best
+
+    def _score(self, step: int) -> float | None:
+        try:
+            return json.loads((self.folder / f"step-{step}" / INDEX).read_bytes()).get("score")
+        except (OSError, ValueError, AttributeError, RecursionError):
+            return None  # damaged: loading it says so
+
+    def _point(self, link: str, step: int | None) -> None:
+        path, aside, target = self.folder / link, self.folder / f".{link}", f"step-{step}"
+        if step is None:
+            path.unlink(missing_ok=True)
+        elif not path.is_symlink() or os.readlink(path) != target:
+            aside.unlink(missing_ok=True)
+            os.symlink(target, aside)
+            os.replace(aside, path)
+
+    def _discard(self, step: int) -> None:
+        """Remove a checkpoint; a kill leaves it whole or under a name that nobody reads."""
+        aside = self.folder / f"step-{step}.old.tmp"
+        os.rename(self.folder / f"step-{step}", aside)
+        shutil.rmtree(aside)
 
     # --- loading ---
 
     def steps(self) -> list[int]:
         """The steps of complete checkpoints, in order."""
-        found = (p.name.removeprefix("step-") for p in self.folder.glob("step-*"))
-        return sorted(int(n) for n in found if n.isdigit())
+        return steps_in(self.folder)
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint."""
         steps = self.steps()
         return self.folder / f"step-{steps[-1]}" if steps else None
+
+
+def steps_in(folder: Path) -> list[int]:
+    """The steps of the complete checkpoints in a folder, in order."""
+    found = (p.name.removeprefix("step-") for p in folder.glob("step-*"))
+    return sorted(int(n) for n in found if n.isdigit())
 
 
 class Saved:
@@ -245,9 +250,11 @@ class Saved:
     """
 
     def __init__(self, path: Path, *, verify: bool = True) -> None:
-        self.path = path
+        self.path = path = path.with_name(path.resolve().name)  # not a link's name, in messages
         if not (path / INDEX).is_file():
-            raise ConfigError(f"{path} is not a checkpoint: it has no {INDEX}", "checkpoints/step-N")
+            raise ConfigError(
+                f"{path} is not a checkpoint: it has no {INDEX}", "checkpoints/step-N"
+            )
         try:
             self.values: dict[str, Any] = json.loads((path / INDEX).read_text())
             if self.values["format"] != FORMAT:
@@ -259,7 +266,7 @@ class Saved:
             self.parts: list[dict[str, Any]] = self.values["parts"]
             self._check_files(verify)
             self._where = self._index()
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise self._damaged(INDEX, f"it is not readable ({error})") from None
 
     def _check_files(self, verify: bool) -> None:
@@ -279,12 +286,9 @@ class Saved:
                     raise self._damaged(part["file"], "its sha256 differs from the one saved")
 
     def _damaged(self, file: str, how: str) -> RunError:
-        others = sorted(
-            p.name for p in self.path.parent.glob("step-*") if p.is_dir() and p != self.path
-        )
-        whole = [n for n in others if not n.endswith(".tmp")]
-        others_text = f"--checkpoint {whole[-1]}" if whole else "a fresh run without --resume"
-        return RunError(f"the checkpoint {self.path} is damaged: {file}: {how}", others_text)
+        others = [n for n in steps_in(self.path.parent) if f"step-{n}" != self.path.name]
+        remedy = f"--checkpoint step-{others[-1]}" if others else "a fresh run without --resume"
+        return RunError(f"the checkpoint {self.path} is damaged: {file}: {how}", remedy)
 
     def names(self) -> set[str]:
         """The tensors that it holds."""

@@ -260,9 +260,7 @@ def export(
 
 
 @data_app.command()
-def ingest(
-    plan: PlanName = "demo", overrides: Overrides = None, *, json: Json = False
-) -> None:
+def ingest(plan: PlanName = "demo", overrides: Overrides = None, *, json: Json = False) -> None:
     """Tokenizer and shards of a plan's data, without training."""
     from headrace.data.ingest import prepare
 

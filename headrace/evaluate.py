@@ -1,7 +1,7 @@
 """Validation: the same held-out rows every time, in nats per token and bits per byte of text.
 
-Bits per byte divides the total by the UTF-8 bytes that the targets stand for, so runs with different
-tokenizers compare. The document token stands for no byte and counts as loss, not as text.
+Bits per byte divides the total by the UTF-8 bytes that the targets stand for, so runs with
+different tokenizers compare. The document token stands for no byte and counts as loss, not as text.
 """
 
 import math

@@ -8,7 +8,7 @@ from headrace.core.plan import Plan
 
 @dataclass
 class Counters:
-    """How far a run has come. Saved in every checkpoint; times apart, a resume repeats it exactly."""
+    """How far a run has come. Saved in every checkpoint; times apart, a resume repeats it."""
 
     step: int = 0
     tokens: int = 0
@@ -28,13 +28,6 @@ class Counters:
     def bits_per_byte(self) -> float | None:
         """The newest validation loss."""
         return self.val[-1]["bits_per_byte"] if self.val else None
-
-    @property
-    def is_best(self) -> bool:
-        """Whether the newest validation is the lowest so far."""
-        return bool(self.val) and self.val[-1]["bits_per_byte"] == min(
-            v["bits_per_byte"] for v in self.val
-        )
 
     @property
     def evaluated(self) -> bool:

@@ -1,8 +1,8 @@
 """A run's folder: what is written where, and nothing that an earlier run left is lost.
 
 `runs/NAME/` holds plan.toml, environment.json, metrics.jsonl (one row a step), checkpoints/, and in
-the end report.json, findings.json and report.html. A name that is taken becomes NAME-2, NAME-3, ...;
-`--resume` continues the newest of them.
+the end report.json, findings.json and report.html. A name that is taken becomes NAME-2, NAME-3 and
+so on; `--resume` continues the newest of them.
 """
 
 import json

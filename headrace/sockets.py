@@ -151,7 +151,7 @@ class Build:
     # Composed, in stage order.
     linear: dict[str, tuple[str, Callable[[nn.Linear], nn.Linear]]] = field(default_factory=dict)
     """full name of a linear -> (who replaces it, how); one owner per name"""
-    mask: MaskSpec = MaskSpec()
+    mask: MaskSpec = field(default_factory=MaskSpec)
     storage: list[Callable[[str, Tensor], Tensor]] = field(default_factory=list)
     shard: list[Callable[[nn.Module], None]] = field(default_factory=list)
     """called for each block after its weights are real, then for the whole model"""
@@ -222,6 +222,6 @@ OWNED = (
 PARTS = tuple(f"parts.{f.name}" for f in fields(Parts))
 COMPOSED = (
     "linear", "mask", "block_forward", "storage", "shard", "frozen", "routes", "values", "enrich",
-    "terms", "auxiliary", "state", "weights_for_eval", "runtime", "after_update",
+    "terms", "auxiliary", "state", "weights_for_eval", "runtime", "after_update", "compiled",
 )  # fmt: skip
 SOCKETS = (OWNED[0], *PARTS, *OWNED[1:], *COMPOSED)

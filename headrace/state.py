@@ -68,38 +68,42 @@ def restore(build: Build, saved: Saved) -> dict[str, Any]:
     return saved.values["counters"]
 
 
-def check_same_run(
-    saved: Mapping[str, Any], plan: Plan, fingerprint: Mapping[str, str]
-) -> None:
+def check_same_run(saved: Mapping[str, Any], plan: Plan, fingerprint: Mapping[str, str]) -> None:
     """Refuse to continue another run's checkpoint, naming what differs.
 
     Raises:
         ConfigError: with the key or the thing that changed.
     """
-    before, now = saved["plan"], plan.dump()
+    before, after = saved["plan"], plan.dump()
     for key in MUST_STAY:
-        old, new = _at(before, key), _at(now, key)
+        old, new = _at(before, key), _at(after, key)
         if old != new:
-            names = [k for k in old if old[k] != new.get(k)] if isinstance(old, dict) else []
-            part = f".{names[0]}" if names else ""
-            was, is_ = (old[names[0]], new.get(names[0])) if names else (old, new)
+            if isinstance(old, dict):
+                part = next(k for k in sorted({*old, *new}) if old.get(k) != new.get(k))
+                key, old, new = f"{key}.{part}", old.get(part), new.get(part)
+            remedy = f"{key}={old}" if old is not None else f"leave out {key}"
             raise ConfigError(
-                f"cannot resume: {key}{part} was {was!r} and is now {is_!r}",
-                f"{key}{part}={was} (or name=ANOTHER for a new run)",
+                f"cannot resume: {key} was {old!r} and is now {new!r}",
+                f"{remedy} (or name=ANOTHER for a new run)",
             )
-    if set(before.get("techniques", {})) != set(now.get("techniques", {})):
-        changed = sorted(set(before.get("techniques", {})) ^ set(now.get("techniques", {})))
+    switched = sorted(set(before.get("techniques", {})) ^ set(after.get("techniques", {})))
+    if switched:
+        was_on = switched[0] in before.get("techniques", {})
         raise ConfigError(
-            f"cannot resume: the technique {changed[0]} was switched since the checkpoint",
-            "name=ANOTHER for a new run",
+            f"cannot resume: the technique {switched[0]} was {'on' if was_on else 'off'} "
+            "at the checkpoint",
+            f"{'--with' if was_on else '--without'} {switched[0]}, or name=ANOTHER for a new run",
         )
-    for thing, digest in saved["fingerprint"].items():
-        if fingerprint.get(thing) != digest:
-            raise ConfigError(
-                f"cannot resume: the {thing} changed since the checkpoint "
-                f"(was {digest[:12]}, is {str(fingerprint.get(thing))[:12]})",
-                f"restore the {thing}, or name=ANOTHER for a new run",
-            )
+    was, now = saved["fingerprint"], fingerprint
+    changed = [thing for thing in was if now.get(thing) != was[thing]]
+    if changed:
+        things = " and the ".join(changed)
+        digests = ", ".join(f"{t} {was[t][:12]} -> {str(now.get(t))[:12]}" for t in changed)
+        raise ConfigError(
+            f"cannot resume: the {things} changed since the checkpoint ({digests}); "
+            f"data.sources = {', '.join(plan.source_list)}",
+            f"put the {things} back as before, or name=ANOTHER for a new run",
+        )
 
 
 def _at(values: Mapping[str, Any], key: str) -> Any:

@@ -95,9 +95,7 @@ def _utilization(build: Build, rate: float | None) -> dict[str, Any]:
     }
 
 
-def _memory(
-    build: Build, ledger: Ledger, tracked: Mapping[str, int] | None
-) -> dict[str, Any]:
+def _memory(build: Build, ledger: Ledger, tracked: Mapping[str, int] | None) -> dict[str, Any]:
     """Peak bytes: the allocator's on a GPU, the tracker's and the process's on a CPU."""
     instant, predicted = ledger.peak()
     found = device_peak_bytes(build.device)

@@ -109,4 +109,3 @@ def make_progress(as_json: bool) -> Progress:
     """Bars for a person on the first rank; silence otherwise."""
     quiet = as_json or os.environ.get("RANK", "0") != "0"
     return Progress() if quiet else BarProgress()
-

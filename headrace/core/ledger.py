@@ -6,7 +6,7 @@ moves a block's lines to recompute. Totals are read at named instants of a step.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 Instant = Literal["always", "backward", "loss", "optimizer"]
@@ -36,6 +36,8 @@ class Ledger:
 
     memory: dict[str, Line]
     flops: dict[str, float]
+    sizes: dict[str, float] = field(default_factory=dict)
+    """Facts that edits are made from, such as bytes of logits per token."""
 
     def with_line(self, name: str, line: Line) -> "Ledger":
         """The same ledger with one line added or replaced."""
@@ -55,9 +57,7 @@ class Ledger:
 
     def with_flops(self, phase: str, per_token: float) -> "Ledger":
         """The same ledger with `per_token` FLOPs added to a phase."""
-        return replace(
-            self, flops={**self.flops, phase: self.flops.get(phase, 0.0) + per_token}
-        )
+        return replace(self, flops={**self.flops, phase: self.flops.get(phase, 0.0) + per_token})
 
     def at(self, instant: Instant) -> float:
         """Bytes held at one instant."""

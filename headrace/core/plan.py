@@ -146,7 +146,7 @@ class Plan(Strict):
     mesh: MeshConfig = MeshConfig()
     hardware: HardwareConfig = HardwareConfig()
     track: TrackConfig = TrackConfig()
-    techniques: dict[str, SerializeAsAny[Technique[Any]]] = {}
+    techniques: dict[str, SerializeAsAny[Technique]] = Field(default_factory=dict)
 
     @property
     def rows_per_step(self) -> int:
@@ -231,7 +231,8 @@ class Plan(Strict):
             text: the recipe's TOML.
             catalogue: the techniques and model families that exist.
             overrides: `key.path=value` strings; values are TOML, bare words are strings.
-            with_, without: names of techniques to add with their defaults, or to remove.
+            with_: names of techniques to add with their defaults.
+            without: names of techniques to remove.
 
         Raises:
             ConfigError: a wrong key, type, range or combination, with the nearest right one.

@@ -153,7 +153,8 @@ class Catalogue:
         """
         if name not in self.techniques:
             near = nearest(name, self.techniques) or "none installed"
-            raise ConfigError(f"there is no technique {name!r}; did you mean {near}?", "headrace list")
+            message = f"there is no technique {name!r}; did you mean {near}?"
+            raise ConfigError(message, "headrace list")
         return self.techniques[name]
 
     def with_family(self, model: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,9 +177,9 @@ def discover(package: ModuleType) -> dict[str, type[Technique[Any]]]:
     for info in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         module = importlib.import_module(info.name)
         for item in vars(module).values():
-            if isinstance(item, type) and issubclass(item, Technique) and item is not Technique:
-                if item.__module__ == module.__name__ and "card" in vars(item):
-                    found[item.name()] = item
+            own = isinstance(item, type) and item.__module__ == module.__name__
+            if own and issubclass(item, Technique) and "card" in vars(item):
+                found[item.name()] = item
     return dict(sorted(found.items()))
 
 

@@ -119,7 +119,7 @@ class Loader:
         self.packer, self.rows_per_step, self.micro_rows = packer, rows_per_step, micro_rows
         self.rank, self.ranks = rank, ranks
         self._order = order or make_order(packer.units, seed=seed, weights=weights)
-        self._segments, self._pin = segments, pin
+        self.segments, self._pin = segments, pin
         self._micros_per_step = rows_per_step // (ranks * micro_rows)
         self._prefetch = prefetch
         self._pool = ThreadPoolExecutor(workers, "headrace-data") if workers else None
@@ -231,7 +231,7 @@ class Loader:
         sources, units = self._order(first, self.micro_rows)
         rows = [self.packer.row(int(s), int(u)) for s, u in zip(sources, units, strict=True)]
         digest = sum(row_hash(first + b, row.ids) for b, row in enumerate(rows))
-        return collate(rows, segments=self._segments, pin=self._pin), digest
+        return collate(rows, segments=self.segments, pin=self._pin), digest
 
 
 def collate(rows: Sequence[Row], *, segments: bool = False, pin: bool = False) -> Micro:

@@ -132,8 +132,12 @@ class MixtureOrder:
 
     def __call__(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Sources and units [count] of the global rows first, first + 1, ..."""
-        picks = np.array([self.pick(row) for row in range(first, first + count)]).reshape(-1, 2)
-        source, index = picks[:, 0], picks[:, 1]
+        period, slot = np.divmod(np.arange(first, first + count), self._period)
+        source, index = np.empty_like(slot), np.empty_like(slot)
+        for p in np.unique(period):
+            mine = period == p
+            all_sources, all_indices = self._table(int(p))
+            source[mine], index[mine] = all_sources[slot[mine]], all_indices[slot[mine]]
         unit = np.empty_like(index)
         for s in np.unique(source):
             mine = source == s

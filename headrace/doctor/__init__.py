@@ -1,0 +1,1 @@
+"""Floor 5: where time and memory went."""

@@ -75,9 +75,7 @@ def plain(findings: list[Finding]) -> list[dict[str, Any]]:
     return [asdict(f) for f in findings]
 
 
-def _station(
-    station: str, spent_s: float, total_s: float, report: Mapping[str, Any]
-) -> Finding:
+def _station(station: str, spent_s: float, total_s: float, report: Mapping[str, Any]) -> Finding:
     share = spent_s / total_s
     evidence = f"{format_seconds(spent_s)} of {format_seconds(total_s)} measured"
     missing = ""

@@ -69,12 +69,21 @@ def trunk_ledger(
     memory["logits"] = Line(_logits_bytes(config, tokens, size), ("loss",))
     forward = 2.0 * linear_parameters(config)
     forward += 4.0 * config.layers * config.heads * config.resolved_head_dim * length
-    return Ledger(memory, {"forward": forward, "backward": 2 * forward})
+    sizes = {
+        "layers": config.layers,
+        "residual": size * tokens * config.dim,
+        "logits_per_token": _logits_bytes(config, 1, size),
+        "head_gradients": FP32 * config.dim * (config.vocab + tokens),
+        "block_matrices": linear_parameters(config) - config.dim * config.vocab,
+        "mask": rows * length**2,
+        "mask_copy": FP32 * rows * length**2 if device == "cpu" else 0,
+    }
+    return Ledger(memory, {"forward": forward, "backward": 2 * forward}, sizes)
 
 
 def _logits_bytes(config: ModelConfig, tokens: int, size: int) -> float:
-    """Logits in fp32 and their gradient, and under bf16 the product that they were cast from."""
-    return tokens * config.vocab * (2 * FP32 + (2 * size if size != FP32 else 0))
+    """In fp32: log-probabilities, their gradient and the logits'; under bf16 also the cast."""
+    return tokens * config.vocab * (3 * FP32 + (size if size != FP32 else 0))
 
 
 def _block_activations(
@@ -84,15 +93,22 @@ def _block_activations(
     width = config.resolved_head_dim
     q, kv, ffn = config.heads * width, config.resolved_kv_heads * width, config.resolved_ffn
     row = tokens * size
+    gates = 2 if config.activation == "swiglu" else 1
+    # An RMS norm is a product of its input, its statistics and its weight: autograd keeps the
+    # normalised values beside the result. Layer norm is one kernel that keeps its statistics.
+    norms = 4 * row * config.dim if config.norm == "rms_norm" else 2 * row * config.dim
     lines = {
         "residual": 2 * row * config.dim,
-        "norm": 2 * row * config.dim,
+        "norm": norms + 4 * FP32 * tokens,
         "qkv": row * (q + 2 * kv),
         "attention": row * q + tokens * config.heads * FP32,
-        "mlp": row * ffn * (4 if config.activation == "swiglu" else 2),
+        "gate_up": row * ffn * gates,
+        "activation": row * ffn * gates,
     }
     if config.position == "rope":
         lines["rotation"] = row * (q + kv)
     if config.qk_norm:
-        lines["qk_norm"] = row * (q + kv)
+        # Normalised values, and a copy of queries that several heads share a group with.
+        copied = q if config.heads > config.resolved_kv_heads else 0
+        lines["qk_norm"] = row * (q + kv + copied)
     return {name: float(count) for name, count in lines.items()}

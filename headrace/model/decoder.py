@@ -71,9 +71,7 @@ class Decoder(nn.Module):
         self.embed = nn.Embedding(config.vocab, config.dim)
         self.position = parts.position(config)
         # A dictionary keeps each block's name when a pipeline drops its neighbours.
-        self.blocks = nn.ModuleDict(
-            {str(i): Block(config, i, parts) for i in range(config.layers)}
-        )
+        self.blocks = nn.ModuleDict({str(i): Block(config, i, parts) for i in range(config.layers)})
         self.norm = parts.norm(config)
         self.head = parts.head(config)
         self.residual_dtype = torch.float32
@@ -96,7 +94,9 @@ class Decoder(nn.Module):
             x_BTD = block(x_BTD, shared)
         return self.norm(x_BTD)
 
-    def loss(self, hidden_ND: Tensor, targets_N: Tensor, extras: Any, objective: Objective) -> Tensor:
+    def loss(
+        self, hidden_ND: Tensor, targets_N: Tensor, extras: Any, objective: Objective
+    ) -> Tensor:
         """The objective's sum over tokens, a scalar."""
         return self.head(hidden_ND, self.unembedding, targets_N, extras, objective)
 

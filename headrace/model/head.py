@@ -1,9 +1,9 @@
 """From hidden states to a summed loss: how logits are made, and what is computed of them.
 
-The *head* owns how logits are made (whole here; in chunks, fused or split over ranks elsewhere). The
-*objective* is what is computed of them. An objective reduces over the vocabulary only through the
-`Vocabulary` that it is given, so the same objective is right on any chunk of tokens and on any shard
-of the vocabulary. Everything is a sum: the caller's scale carries the one denominator.
+The *head* owns how logits are made (whole here; in chunks, fused or split over ranks elsewhere).
+The *objective* is what is computed of them. An objective reduces over the vocabulary only through
+the `Vocabulary` that it is given, so the same objective is right on any chunk of tokens and on any
+shard of the vocabulary. Everything is a sum: the caller's scale carries the one denominator.
 
 Shapes: N tokens, D features, V vocabulary.
 """
@@ -23,6 +23,10 @@ IGNORED = -100
 
 class Vocabulary:
     """Reductions over the vocabulary dimension, which this one holds whole."""
+
+    def nll(self, logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+        """Summed negative log likelihood of the targets that are not `IGNORED`, a scalar."""
+        return F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction="sum")
 
     def logsumexp(self, logits_NV: Tensor) -> Tensor:
         """Log sum exp over V, [N]."""
@@ -45,9 +49,7 @@ def cross_entropy(
     logits_NV: Tensor, targets_N: Tensor, extras: Any, vocabulary: Vocabulary
 ) -> Tensor:
     """The trunk's objective: summed negative log likelihood in nats, ignoring `IGNORED` targets."""
-    real_N = targets_N != IGNORED
-    picked_N = vocabulary.pick(logits_NV, targets_N.where(real_N, 0))
-    return (vocabulary.logsumexp(logits_NV) - picked_N).where(real_N, 0.0).sum()
+    return vocabulary.nll(logits_NV, targets_N)
 
 
 def with_terms(objective: Objective, terms: Sequence[Objective]) -> Objective:
@@ -86,6 +88,8 @@ class Head(nn.Module):
     """
 
     weight: nn.Parameter | None
+    compilable = True
+    """Whether a compiler can trace its forward pass."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

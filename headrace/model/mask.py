@@ -6,7 +6,7 @@ kernel wants (a flag, a dense tensor, a block mask). Techniques compose the spec
 Shapes: B rows, T queries, S keys.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -28,6 +28,10 @@ class MaskSpec:
     document: bool = False
     window: int | None = None
     prefix: bool = False
+
+    def with_document(self) -> "MaskSpec":
+        """The same mask, and a query sees its own document only."""
+        return replace(self, document=True)
 
     @property
     def is_plain_causal(self) -> bool:

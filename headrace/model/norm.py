@@ -29,7 +29,9 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension."""
-        return F.layer_norm(x.float(), self.weight.shape, self.weight, self.bias, self.eps).type_as(x)
+        return F.layer_norm(x.float(), self.weight.shape, self.weight, self.bias, self.eps).type_as(
+            x
+        )
 
 
 NORMS = {"rms_norm": RMSNorm, "layer_norm": LayerNorm}

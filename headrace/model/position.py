@@ -50,7 +50,7 @@ class LearnedPosition(NoPosition):
 
 
 class Rope(NoPosition):
-    """Rotary embedding (arXiv 2104.09864), halves convention as Llama's and Qwen's weights expect."""
+    """Rotary embedding (arXiv 2104.09864), halves convention as Llama and Qwen have it."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)

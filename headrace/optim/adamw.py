@@ -1,4 +1,4 @@
-"""The trunk's optimizer: torch's fused AdamW (arXiv 1711.05101) over every parameter not routed away.
+"""The trunk's optimizer: torch's fused AdamW (arXiv 1711.05101) over all that is not routed away.
 
 Weight decay falls on tensors of two or more dimensions, as GPT-2 and its successors do. The fused
 update takes `found_inf`, a device flag that leaves weights, moments and step count as they are: a

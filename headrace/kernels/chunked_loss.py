@@ -1,0 +1,114 @@
+"""A summed loss of logits that never exist whole.
+
+The head's product is the largest tensor of a small model's step: tokens x vocabulary in fp32,
+twice. Here a chunk of tokens at a time goes through product, objective and the objective's own
+gradient, so the gradients of hidden states and output matrix are complete when the forward pass
+ends and one chunk of logits is all that is ever held. The objective is any function of logits: its
+gradient comes from autograd, chunk by chunk. Idea: arXiv 2411.09009 and Liger Kernel's fused linear
+cross-entropy (arXiv 2410.10989); here without custom kernels, and correct for any additive
+objective.
+
+Cost: no extra matrix products; the gradient of the output matrix exists during the forward pass.
+
+Shapes: N tokens, D features, V vocabulary.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+Loss = Callable[[Tensor, Tensor, Any], Tensor]
+"""(logits fp32 [n, V], targets [n], extras of these tokens) -> scalar sum."""
+
+
+def reference_loss(
+    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, extras: Any, loss: Loss
+) -> Tensor:
+    """The plain computation that `chunked_loss` equals."""
+    return loss(F.linear(hidden_ND, weight_VD).float(), targets_N, extras)
+
+
+def chunked_loss(
+    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, extras: Any, loss: Loss,
+    chunk_tokens: int,
+) -> Tensor:  # fmt: skip
+    """`reference_loss` holding the logits of at most `chunk_tokens` tokens.
+
+    Args:
+        hidden_ND: hidden states.
+        weight_VD: output matrix.
+        targets_N: ids.
+        extras: None, or a tensor whose first dimension is N.
+        loss: a sum over tokens.
+        chunk_tokens: tokens whose logits are held at once.
+    """
+    if not torch.is_grad_enabled():
+        return _sum_of_chunks(hidden_ND, weight_VD, targets_N, extras, loss, chunk_tokens)
+    return _ChunkedLoss.apply(hidden_ND, weight_VD, targets_N, extras, loss, chunk_tokens)
+
+
+def _compute_dtype(hidden: Tensor) -> torch.dtype:
+    kind = hidden.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+
+
+def _part(extras: Any, chunk: slice) -> Any:
+    return extras[chunk] if isinstance(extras, Tensor) else extras
+
+
+def _sum_of_chunks(
+    hidden: Tensor, weight: Tensor, targets: Tensor, extras: Any, loss: Loss, size: int
+) -> Tensor:
+    total = hidden.new_zeros((), dtype=torch.float32)
+    for start in range(0, len(hidden), size):
+        chunk = slice(start, start + size)
+        logits = F.linear(hidden[chunk], weight).float()
+        total += loss(logits, targets[chunk], _part(extras, chunk))
+    return total
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, extras: Any, loss: Loss,
+        size: int,
+    ) -> Tensor:  # fmt: skip
+        dtype = _compute_dtype(hidden)
+        low_VD = weight.detach().to(dtype)
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        total = hidden.new_zeros((), dtype=torch.float32)
+        for start in range(0, len(hidden), size):
+            chunk = slice(start, start + size)
+            low_nD = hidden[chunk].detach().to(dtype)
+            with torch.no_grad():
+                logits_nV = (low_nD @ low_VD.T).float()
+            with torch.enable_grad():
+                logits_nV.requires_grad_()
+                part = loss(logits_nV, targets[chunk], _part(extras, chunk))
+                (grad_nV,) = torch.autograd.grad(part, logits_nV)
+            with torch.no_grad():
+                low_grad_nV = grad_nV.to(dtype)
+                grad_hidden[chunk] = low_grad_nV @ low_VD
+                if dtype == torch.float32:
+                    grad_weight.addmm_(low_grad_nV.T, low_nD)
+                else:
+                    grad_weight += low_grad_nV.T @ low_nD
+            total += part.detach()
+        ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_total: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        grad_hidden, grad_weight = ctx.saved_tensors
+        scale = grad_total
+        return (
+            grad_hidden * scale.to(grad_hidden.dtype) if ctx.needs_input_grad[0] else None,
+            grad_weight.mul_(scale) if ctx.needs_input_grad[1] else None,
+            None, None, None, None,
+        )  # fmt: skip

@@ -1,0 +1,84 @@
+"""Attention through cuDNN's fused kernels, by scaled_dot_product_attention's own backend.
+
+On Hopper cuDNN's kernels use the asynchronous matrix units better than the flash kernels that torch
+chooses by default. The call, its numerics and its memory stay the same.
+Source: torch.nn.attention.SDPBackend.CUDNN_ATTENTION; cuDNN frontend's fused attention.
+"""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from headrace.core.ledger import Ledger
+from headrace.core.technique import (
+    Card,
+    Context,
+    Evidence,
+    Stage,
+    Supported,
+    Technique,
+    Unsupported,
+)
+from headrace.model.attention import Sdpa
+from headrace.sockets import Build
+
+OLDEST = (8, 0)
+"""cuDNN's fused attention begins with Ampere."""
+
+
+class CudnnSdpa(Sdpa):
+    """The trunk's backend with cuDNN as the only kernel allowed."""
+
+    def __call__(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: object) -> Tensor:
+        """Attention, or torch's error where cuDNN has no kernel: never another one."""
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return super().__call__(q_BTHK, k_BTGK, v_BTGK, mask)
+
+
+class CudnnAttention(Technique[Build]):
+    """Attention through cuDNN's fused kernels."""
+
+    room: ClassVar[str] = "attention"
+    stage: ClassVar[Stage] = Stage.PARTS
+    claims: ClassVar[tuple[str, ...]] = ("parts.attend",)
+    symptoms: ClassVar[tuple[str, ...]] = ("kernel efficiency:attention",)
+    card: ClassVar[Card] = Card(
+        buys="time in attention on Hopper and Blackwell",
+        costs="nothing in memory or quality; half precision only",
+        helps="long rows, and wherever attention takes a visible share of the step",
+        hurts="GPUs where the flash kernels are as fast",
+        source="torch.nn.attention.SDPBackend.CUDNN_ATTENTION",
+    )
+
+    def supports(self, context: Context) -> Supported | Unsupported:
+        """An NVIDIA GPU of compute capability 8.0 or later, in bf16."""
+        if context.device != "cuda":
+            return Unsupported(f"cuDNN needs an NVIDIA GPU, not {context.device}", "device=cuda")
+        if (context.capability or (0, 0)) < OLDEST:
+            return Unsupported(f"{context.device_name} is older than Ampere", "leave it out")
+        if context.precision != "bf16":
+            return Unsupported("its kernels take half precision only", "model.precision=bf16")
+        return Supported()
+
+    def predict(self, ledger: Ledger) -> Ledger:
+        """The same memory and work."""
+        return ledger
+
+    def apply(self, build: Build) -> None:
+        """Fill the backend."""
+        build.parts.attend = CudnnSdpa()
+
+    def active(self, build: Build) -> Evidence:
+        """The names of the kernels that the model's own backend launches."""
+        config = build.config
+        like = torch.zeros(1, 128, 1, config.resolved_head_dim, device=build.device).bfloat16()
+        q = like.expand(-1, -1, config.heads, -1).contiguous()
+        k = like.expand(-1, -1, config.resolved_kv_heads, -1).contiguous()
+        with torch.profiler.profile() as profile:
+            build.model.attend(q, k, k, None)
+            torch.cuda.synchronize()
+        names = [event.key for event in profile.key_averages()]
+        used = [n for n in names if "cudnn" in n.lower()]
+        return Evidence(active=bool(used), detail=f"launched {', '.join(used[:3]) or 'none of it'}")

@@ -1,0 +1,1 @@
+"""Compilation: fewer, larger kernels and less host work."""

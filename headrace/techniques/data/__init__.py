@@ -1,0 +1,1 @@
+"""What a row holds and in which order rows come."""

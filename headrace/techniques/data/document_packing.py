@@ -1,0 +1,75 @@
+"""Let tokens of a row see their own document only, with positions that restart in each.
+
+The trunk cuts one stream of documents into rows, so a row holds the end of one text and the
+beginning of others, and plain causal attention lets them look at each other. This composes the mask
+with `document` and restarts positions: what a document computes no longer depends on its
+neighbours. No token is padded or dropped. Source: arXiv 2107.02027; Llama 3 (arXiv 2407.21783,
+3.2).
+
+Cost: SDPA takes the mask as a dense tensor and loses its causal kernel; a backend that skips blocks
+of foreign documents turns the mask into a saving.
+"""
+
+from typing import ClassVar
+
+import torch
+
+from headrace.core.ledger import Ledger, Line
+from headrace.core.technique import Card, Context, Evidence, Stage, Supported, Technique
+from headrace.model.mask import Rows
+from headrace.sockets import Build
+
+
+class DocumentPacking(Technique[Build]):
+    """Let tokens of a row see their own document only, with positions that restart in each."""
+
+    room: ClassVar[str] = "data"
+    stage: ClassVar[Stage] = Stage.PARTS
+    composes: ClassVar[tuple[str, ...]] = ("mask",)
+    equality: ClassVar = "learning"
+    symptoms: ClassVar[tuple[str, ...]] = ("wasted tokens",)
+    card: ClassVar[Card] = Card(
+        buys="rows without padding whose documents do not see each other",
+        costs="the causal kernel, under SDPA: a dense mask of rows x length^2 (derived)",
+        helps="short documents, fine-tuning, long rows",
+        hurts="long documents, where there is nothing to separate (nanochat measured no gain at "
+        "2,048 tokens)",
+        source="arXiv 2107.02027; arXiv 2407.21783, section 3.2",
+    )
+
+    def supports(self, context: Context) -> Supported:
+        """Runs everywhere: any backend takes the mask."""
+        return Supported()
+
+    def predict(self, ledger: Ledger) -> Ledger:
+        """A dense mask, shared by all layers, and the copy that SDPA makes of it in each."""
+        sizes = ledger.sizes
+        ledger = ledger.with_line("mask", Line(sizes["mask"], ("loss", "backward")))
+        for layer in range(int(sizes["layers"])):
+            line = Line(sizes["mask_copy"], ("loss", "backward"), layer)
+            ledger = ledger.with_line(f"{layer}/mask_copy", line)
+        return ledger
+
+    def apply(self, build: Build) -> None:
+        """Compose the mask; the loader then makes documents and positions."""
+        build.mask = build.mask.with_document()
+
+    def active(self, build: Build) -> Evidence:
+        """Change one document, and look at what the next one computes."""
+        rows, length = build.plan.micro_rows, build.plan.data.sequence_length
+        half = max(1, length // 2)
+        place = torch.arange(length, device=build.device).expand(rows, -1)
+        segments = (place >= half).int()
+        parts = Rows(place - half * segments, segments)
+        ids = place % build.config.vocab
+        changed = ids.where(segments.bool(), (ids + 1) % build.config.vocab)
+        with torch.no_grad(), build.autocast():
+            before, after = (build.model.hidden(x, parts) for x in (ids, changed))
+        moved = (before - after).float().abs().amax(dim=(0, 2))
+        leak, own = moved[half:].max().item(), moved[:half].max().item()
+        return Evidence(
+            active=build.loader.segments and leak == 0.0 < own,
+            detail=f"changing a document moved its own states by {own:.3g}, the next one's "
+            f"by {leak:.3g}",
+            numbers={"own": own, "leak": leak},
+        )

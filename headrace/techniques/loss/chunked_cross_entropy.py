@@ -1,0 +1,95 @@
+"""Compute the loss in chunks of tokens, so that the logits never exist whole.
+
+Logits are tokens x vocabulary numbers in fp32, and their gradient as many again: at 8 x 4,096
+tokens and 128,256 entries that is 31 GiB, more than the model, its gradients and its optimizer
+together. This head takes `chunk_tokens` at a time through product, objective and gradient (kernels/
+chunked_loss), so one chunk of logits is held. The objective and its terms are untouched: they are
+sums over tokens, and the chunks add up.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from headrace.core.ledger import Ledger, Line
+from headrace.core.model_config import ModelConfig
+from headrace.core.technique import Card, Context, Evidence, Stage, Supported, Technique
+from headrace.kernels.chunked_loss import chunked_loss
+from headrace.model.head import Head, Objective, Vocabulary
+from headrace.sockets import Build
+
+
+class ChunkedHead(Head):
+    """The trunk's head with its logits held `chunk_tokens` at a time."""
+
+    compilable = False
+    """Its gradients come from autograd inside the forward pass, which a compiler cannot trace."""
+
+    def __init__(self, config: ModelConfig, chunk_tokens: int) -> None:
+        super().__init__(config)
+        self.chunk_tokens = chunk_tokens
+        self.most_logits = 0
+        self.most_tokens = 0
+
+    @torch.compiler.disable
+    def forward(
+        self, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, extras: Any,
+        objective: Objective,
+    ) -> Tensor:  # fmt: skip
+        """The objective's sum over all tokens, a scalar."""
+
+        def loss(logits_nV: Tensor, targets_n: Tensor, extras_n: Any) -> Tensor:
+            self.most_logits = max(self.most_logits, len(logits_nV))
+            return objective(logits_nV, targets_n, extras_n, Vocabulary())
+
+        self.most_tokens = max(self.most_tokens, len(hidden_ND))
+        return chunked_loss(hidden_ND, weight_VD, targets_N, extras, loss, self.chunk_tokens)
+
+
+class ChunkedCrossEntropy(Technique[Build]):
+    """Compute the loss in chunks of tokens, so that the logits never exist whole."""
+
+    chunk_tokens: int = Field(2048, ge=1, le=1 << 20)
+    """Tokens whose logits are held at once; tuner range 256 to 16384."""
+
+    room: ClassVar[str] = "loss"
+    stage: ClassVar[Stage] = Stage.PARTS
+    claims: ClassVar[tuple[str, ...]] = ("parts.head",)
+    symptoms: ClassVar[tuple[str, ...]] = ("memory:logits",)
+    card: ClassVar[Card] = Card(
+        buys="the memory of logits and their gradient: 8 bytes x tokens x vocabulary (derived)",
+        costs="a fp32 gradient of the output matrix during the forward pass; the head runs "
+        "uncompiled",
+        helps="large vocabularies and long or many rows per micro-batch",
+        hurts="small vocabularies, where one large product is faster than several",
+        source="arXiv 2411.09009; arXiv 2410.10989",
+    )
+
+    def supports(self, context: Context) -> Supported:
+        """Runs everywhere."""
+        return Supported()
+
+    def predict(self, ledger: Ledger) -> Ledger:
+        """Logits shrink to one chunk; the output matrix's gradient is there at the loss."""
+        logits = ledger.memory.get("logits")
+        if logits is None or "logits_per_token" not in ledger.sizes:
+            return ledger
+        held = min(logits.bytes, self.chunk_tokens * ledger.sizes["logits_per_token"])
+        ledger = ledger.with_line("logits", Line(held, ("loss",)))
+        return ledger.with_line("head_gradients", Line(ledger.sizes["head_gradients"], ("loss",)))
+
+    def apply(self, build: Build) -> None:
+        """Fill the head."""
+        build.parts.head = lambda config: ChunkedHead(config, self.chunk_tokens)
+
+    def active(self, build: Build) -> Evidence:
+        """The largest logits that the head really held."""
+        head = build.model.head
+        held, tokens = getattr(head, "most_logits", 0), getattr(head, "most_tokens", 0)
+        return Evidence(
+            active=0 < held <= self.chunk_tokens,
+            detail=f"held the logits of at most {held} of {tokens} tokens at once",
+            numbers={"most_logits_tokens": held, "micro_batch_tokens": tokens},
+        )

@@ -1,0 +1,1 @@
+"""Memory: what is kept, where, and for how long."""

@@ -1,0 +1,146 @@
+"""Update the blocks' matrices by orthogonalised momentum instead of AdamW.
+
+A gradient matrix is dominated by few directions; Muon gives every direction of the momentum the
+same length (kernels/orthogonalize), so rare directions learn as fast as common ones. It takes the
+two-dimensional weights inside of blocks; embeddings, head and vectors stay with AdamW. Fused
+matrices are taken apart first: queries, keys, values, gate and up are each orthogonalised alone.
+Matrices of one shape are iterated as one batch, which keeps the number of launches small. State is
+one momentum per matrix: half of AdamW's. Source: Keller Jordan, "Muon" (2024); arXiv 2502.16982.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from headrace.core.ledger import Ledger
+from headrace.core.technique import Card, Context, Evidence, Stage, Supported, Technique
+from headrace.kernels.orthogonalize import orthogonalize
+from headrace.model.fusion import Fusion, fusions
+from headrace.sockets import Build, Route
+
+
+class MuonOptimizer(torch.optim.Optimizer):
+    """Muon over named matrices, masked by `found_inf` on the device."""
+
+    def __init__(
+        self, named: Mapping[str, nn.Parameter], fused: Mapping[str, Fusion], *,
+        lr: float, momentum: float, weight_decay: float,
+    ) -> None:  # fmt: skip
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        super().__init__(list(named.values()), defaults)
+        self.found_inf: Tensor | None = None
+        self.orthogonalized = 0
+        ends = {p: n.removesuffix(".weight") for n, p in named.items()}
+        self._fusion = {
+            p: next((f for end, f in fused.items() if name.endswith(end)), None)
+            for p, name in ends.items()
+        }
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Update every matrix; where `found_inf` is 1, matrices and momenta stay as they are."""
+        for group in self.param_groups:
+            ready = [p for p in group["params"] if p.grad is not None]
+            skip = torch.zeros((), device=ready[0].device) if self.found_inf is None else (
+                self.found_inf)  # fmt: skip
+            pieces = [self._direction(p, group["momentum"], skip > 0) for p in ready]
+            for p, update in zip(ready, self._orthogonal(ready, pieces), strict=True):
+                kept = p * (1 - group["lr"] * group["weight_decay"])
+                p.copy_(torch.where(skip > 0, p, kept - group["lr"] * update))
+
+    def _direction(self, p: nn.Parameter, momentum: float, skip: Tensor) -> tuple[Tensor, ...]:
+        """The Nesterov momentum of one parameter, taken apart."""
+        assert p.grad is not None
+        state = self.state[p]
+        if "momentum" not in state:
+            state["momentum"] = torch.zeros_like(p)
+        kept = state["momentum"]
+        kept.copy_(torch.where(skip, kept, kept.lerp(p.grad, 1 - momentum)))
+        direction = p.grad.lerp(kept, momentum)
+        fusion = self._fusion[p]
+        return (direction,) if fusion is None else fusion.pieces(direction)
+
+    def _orthogonal(
+        self, parameters: list[nn.Parameter], pieces: list[tuple[Tensor, ...]]
+    ) -> list[Tensor]:
+        """Every piece orthogonalised in batches of one shape, then put together again."""
+        shapes: dict[torch.Size, list[tuple[int, int]]] = {}
+        for i, parts in enumerate(pieces):
+            for j, part in enumerate(parts):
+                shapes.setdefault(part.shape, []).append((i, j))
+        done: dict[tuple[int, int], Tensor] = {}
+        for shape, places in shapes.items():
+            batch = orthogonalize(torch.stack([pieces[i][j] for i, j in places]))
+            longer = max(1.0, shape[0] / shape[1]) ** 0.5
+            done |= dict(zip(places, (batch * longer).unbind(), strict=True))
+            self.orthogonalized += len(places)
+        whole = []
+        for i, p in enumerate(parameters):
+            parts = tuple(done[i, j].to(p.dtype) for j in range(len(pieces[i])))
+            fusion = self._fusion[p]
+            whole.append(parts[0] if fusion is None else fusion.fuse(parts))
+        return whole
+
+
+class Muon(Technique[Build]):
+    """Update the blocks' matrices by orthogonalised momentum instead of AdamW."""
+
+    lr: float = Field(0.02, gt=0, le=1)
+    """Length of an update per direction; tuner range 0.005 to 0.05."""
+    momentum: float = Field(0.95, ge=0, lt=1)
+    """Share of the old momentum that is kept."""
+    weight_decay: float = Field(0.0, ge=0, le=1)
+    """Decoupled decay, times the learning rate."""
+
+    room: ClassVar[str] = "optim"
+    stage: ClassVar[Stage] = Stage.OPTIMIZER
+    composes: ClassVar[tuple[str, ...]] = ("routes",)
+    equality: ClassVar = "learning"
+    symptoms: ClassVar[tuple[str, ...]] = ("convergence", "memory:optimizer")
+    card: ClassVar[Card] = Card(
+        buys="fewer tokens to the same loss, and half of the optimizer state of the matrices",
+        costs="about 5 x 3 matrix products per matrix and step, which do not grow with the batch",
+        helps="pretraining from scratch at ordinary batch sizes",
+        hurts="tiny batches and wide matrices, where the iteration outweighs the step",
+        source="https://kellerjordan.github.io/posts/muon; arXiv 2502.16982",
+    )
+
+    def supports(self, context: Context) -> Supported:
+        """Runs everywhere; in fp32 on a CPU."""
+        return Supported()
+
+    def predict(self, ledger: Ledger) -> Ledger:
+        """One state instead of two for the matrices of blocks."""
+        saved = 4 * ledger.sizes["block_matrices"]
+        line = ledger.memory["optimizer"]
+        smaller = type(line)(line.bytes - saved, line.instants)
+        return ledger.with_line("optimizer", smaller)
+
+    def apply(self, build: Build) -> None:
+        """Route the matrices of blocks here."""
+        fused = fusions(build.config)
+        build.routes.append(
+            Route(
+                self.name(),
+                lambda name, p: p.ndim == 2 and name.startswith("blocks."),
+                lambda named: MuonOptimizer(
+                    named, fused,
+                    lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay,
+                ),
+            )
+        )  # fmt: skip
+
+    def active(self, build: Build) -> Evidence:
+        """Matrices that were orthogonalised, and that AdamW no longer holds."""
+        optimizer = build.optimizers.get(self.name())
+        done = getattr(optimizer, "orthogonalized", 0)
+        taken = build.routed.get(self.name(), {})
+        shared = set(taken) & set(build.routed.get("adamw", {}))
+        return Evidence(
+            active=done > 0 and not shared,
+            detail=f"orthogonalised {done} matrices of {len(taken)} parameters",
+            numbers={"orthogonalized": done, "parameters": len(taken)},
+        )
