@@ -253,7 +253,9 @@ def _meta_model(build: Build) -> None:
 def _linears(build: Build) -> None:
     for name, (_, make) in build.linear.items():
         parent, _, child = name.rpartition(".")
-        setattr(build.model.get_submodule(parent), child, make(build.model.get_submodule(name)))
+        linear = build.model.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        setattr(build.model.get_submodule(parent), child, make(linear))
 
 
 def _freeze(build: Build) -> None:

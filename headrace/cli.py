@@ -69,21 +69,22 @@ def train(
             folder = trainer.run(read, progress=progress, resume=resume, checkpoint=checkpoint)
         finally:
             progress.close()
+        if folder is None:  # the first rank tells
+            return
         report = conclude(folder)
         if json:
             show_json(report)
-        elif report is not None:
+        else:
             _tell(folder, report)
 
 
-def conclude(folder: Path) -> dict[str, Any] | None:
-    """Findings, a sample and the page of a run that has ended; None on ranks without a report."""
+def conclude(folder: Path) -> dict[str, Any]:
+    """Findings, a sample and the page of a run that has ended; returns its report."""
     run = RunFolder(folder)
-    report = run.read("report")
-    if report is None or "narrowest" in report:
-        return report
+    report = run.read_report()
     report["narrowest"] = narrowest(report)
-    report["sample"] = _sample_of(folder, new_tokens=80)
+    saved = (folder / "checkpoints" / "latest").exists()
+    report["sample"] = _sample_of(folder, new_tokens=80) if saved else None
     run.write("findings", plain(diagnose(report)))
     run.write("report", report)
     write_report(folder)
@@ -122,8 +123,8 @@ def _tell(folder: Path, report: dict[str, Any]) -> None:
         f"\n{reached}: {last['bits_per_byte']:.3f} bits per byte{target} after "
         f"{format_count(report['tokens'])} tokens and {format_seconds(report['wall_s'])}, {rate}\n"
         f"{report['narrowest']['sentence']} ({report['narrowest']['evidence']})\n"
-        f"sample: {report['sample']['text']!r}\n"
-        f"report: {folder / 'report.html'}\n"
+        + (f"sample: {report['sample']['text']!r}\n" if report["sample"] else "")
+        +        f"report: {folder / 'report.html'}\n"
         f"next:   headrace sample {folder} --prompt 'def main('\n"
         f"        headrace train demo data.sources=PATH_OF_YOUR_TEXT name=mine",
         markup=False, soft_wrap=True,

@@ -1,14 +1,15 @@
 """Signals end a run between two steps, with its checkpoint saved.
 
 Ctrl-C gives exit code 130, SIGTERM 143, SIGUSR1 75 (what Slurm's `--signal=USR1` sends before the
-limit: requeue). A second Ctrl-C stops at once.
+limit: requeue). Before the first step there is nothing to save, and a signal ends the run at once;
+so does a second Ctrl-C at any time.
 """
 
 import signal
 from types import FrameType
 from typing import Any
 
-from headrace.core.errors import EXIT_INTERRUPTED, EXIT_REQUEUE, EXIT_TERMINATED
+from headrace.core.errors import EXIT_INTERRUPTED, EXIT_REQUEUE, EXIT_TERMINATED, Stopped
 
 CODES = {
     "SIGINT": EXIT_INTERRUPTED,
@@ -22,6 +23,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.name: str | None = None
+        self._held = False
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "Interrupts":
@@ -33,12 +35,22 @@ class Interrupts:
 
     def __exit__(self, *error: Any) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            signal.signal(number, handler or signal.SIG_DFL)
+
+    def hold(self) -> None:
+        """From now on a signal waits for the end of the step."""
+        self._held = True
 
     def _caught(self, number: int, frame: FrameType | None) -> None:
         if self.name is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.name = signal.Signals(number).name
+        if not self._held:
+            raise Stopped(
+                f"{self.name} ended the run before its first step; there was nothing to save",
+                "headrace train PLAN starts it again; prepared data is kept",
+                self.exit_code,
+            )
 
     @property
     def exit_code(self) -> int:

@@ -2,21 +2,27 @@
 
 `runs/NAME/` holds plan.toml, environment.json, metrics.jsonl (one row a step), checkpoints/, and in
 the end report.json, findings.json and report.html. A name that is taken becomes NAME-2, NAME-3 and
-so on; `--resume` continues the newest of them.
+so on; `--resume` continues the newest of them. Files are written aside and renamed, so that a kill
+leaves the old or the new one; a lock, which the system takes back however a process ends, keeps two
+processes out of one folder.
 """
 
+import fcntl
 import json
+import math
 import os
 import platform
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
+from errno import EDQUOT, EIO, ENOSPC, EROFS, ESTALE
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ConfigError, RunError
 from headrace.core.plan import Plan
 from headrace.data.tokenizer import Tokenizer
 
@@ -29,49 +35,69 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
 
     @staticmethod
-    def create(plan: Plan, *, resume: bool, made: str | None = None) -> "RunFolder":
+    def create(plan: Plan, *, resume: bool) -> "RunFolder":
         """The folder for `plan`: a fresh one, or the newest of its name to resume.
 
-        Args:
-            plan: its `name` and `directory` say where.
-            resume: continue what is there.
-            made: the folder that rank 0 already chose, when there are several ranks.
-
         Raises:
-            ConfigError: nothing of that name is there to resume.
+            ConfigError: nothing of that name is there to resume, or no folder can be made.
         """
-        if made is not None:
-            return RunFolder(Path(made))
-        root, base = Path(plan.directory), re.sub(r"-\d+$", "", plan.name)
-        taken = _numbered(root, base)
+        root = Path(plan.directory)
+        taken = _numbered(root, plan.name)
         if resume:
-            exact = root / plan.name
-            if plan.name != base and exact.is_dir():
-                return RunFolder(exact)
             if not taken:
                 raise ConfigError(
-                    f"there is no run {base!r} in {root} to resume", "leave out --resume"
+                    f"there is no run {plan.name!r} in {root} to resume", "leave out --resume"
                 )
             return RunFolder(taken[max(taken)])
-        name = base if not taken else f"{base}-{max(taken) + 1}"
-        folder = RunFolder(root / name)
-        folder.path.mkdir(parents=True)
-        return folder
+        number = max(taken, default=0) + 1
+        while True:
+            path = root / (plan.name if number == 1 else f"{plan.name}-{number}")
+            try:
+                path.mkdir(parents=True)
+            except FileExistsError:
+                number += 1  # another process was faster
+            except OSError as error:
+                raise ConfigError(
+                    f"runs cannot be kept in {root}: {error}",
+                    "directory=FOLDER that can be written",
+                ) from None
+            else:
+                return RunFolder(path)
+
+    def lock(self) -> None:
+        """Keep other processes out until `unlock`, or until this process ends.
+
+        Raises:
+            ConfigError: another process is training this run.
+        """
+        self._lock = (self.path / ".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another process is training {self.path}",
+                "wait until it ends, or name=ANOTHER for a new run",
+            ) from None
+
+    def unlock(self) -> None:
+        """Let others in."""
+        self._lock.close()
 
     def start(
         self, plan: Plan, tokenizer: Tokenizer, device: torch.device, command: list[str]
-    ) -> None:
-        """Write the resolved plan, the tokenizer and the environment."""
+    ) -> int:
+        """Write the resolved plan, the tokenizer and the environment; returns earlier starts."""
+        before = (self.read("environment") or {}).get("starts", 0)
         named = plan.replaced(name=self.path.name)
-        (self.path / "plan.toml").write_text(named.to_toml())
+        _write_whole(self.path / "plan.toml", named.to_toml())
         tokenizer.save(self.path / "tokenizer.json")
-        self.write("environment", environment(device, command))
+        self.write("environment", {**environment(device, command), "starts": before + 1})
+        return before
 
     def write(self, name: str, value: Any) -> None:
-        """Write NAME.json, never half of it."""
-        aside = self.path / f".{name}.json"
-        aside.write_text(json.dumps(value, indent=1, allow_nan=False, default=str))
-        os.replace(aside, self.path / f"{name}.json")
+        """Write NAME.json; numbers that are not finite become null."""
+        plain = json.loads(json.dumps(value, default=str), parse_constant=lambda word: None)
+        _write_whole(self.path / f"{name}.json", json.dumps(plain, indent=1))
 
     def read(self, name: str) -> Any:
         """NAME.json, or None when it is not there."""
@@ -105,15 +131,41 @@ class RunFolder:
                 continue  # the line that a kill cut short
             if row["step"] <= steps:
                 kept.append(line + "\n")
-        aside = path.with_name(".metrics.jsonl")
-        aside.write_text("".join(kept))
+        _write_whole(path, "".join(kept))
+
+
+def metrics_line(row: Mapping[str, Any]) -> str:
+    """A row of metrics.jsonl; numbers that are not finite become null."""
+    finite = {k: v if math.isfinite(v) else None for k, v in row.items()}
+    return json.dumps(finite, allow_nan=False) + "\n"
+
+
+def disk_error(folder: Path, error: OSError) -> RunError | None:
+    """What to tell a user whose disk failed; None when it is not the disk."""
+    if error.errno not in (ENOSPC, EDQUOT, EIO, EROFS, ESTALE):
+        return None
+    return RunError(
+        f"{folder} cannot be written: {error}; the last complete checkpoint is intact",
+        f"free some space, then headrace train {folder / 'plan.toml'} --resume",
+    )
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write aside and rename: a reader sees the old file or the new one."""
+    aside = path.with_name(f".{path.name}")
+    try:
+        aside.write_text(text)
         os.replace(aside, path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
 
 
-def _numbered(root: Path, base: str) -> dict[int, Path]:
+def _numbered(root: Path, name: str) -> dict[int, Path]:
+    """The folders NAME (number 1), NAME-2, NAME-3, ..."""
     found = {}
-    for path in root.glob(f"{base}*"):
-        match = re.fullmatch(rf"{re.escape(base)}(?:-(\d+))?", path.name)
+    for path in root.glob(f"{name}*"):
+        match = re.fullmatch(rf"{re.escape(name)}(?:-(\d+))?", path.name)
         if match and path.is_dir():
             found[int(match[1] or 1)] = path
     return found

@@ -3,14 +3,14 @@
 Everything here happens before or after a step, never inside it.
 """
 
-import json
+import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TextIO
 
 from torch import Tensor
 
@@ -18,18 +18,24 @@ from headrace import state
 from headrace.build import check_active
 from headrace.checkpoint import Checkpoints, Saved
 from headrace.compile_time import compile_seconds
-from headrace.core.errors import ConfigError, HeadraceError, Stopped
+from headrace.core.errors import ConfigError, HeadraceError, RunError, Stopped
 from headrace.core.technique import Evidence
 from headrace.data.loader import StepBatch
 from headrace.evaluate import evaluate
 from headrace.goal import Counters, ended_by
 from headrace.interrupts import Interrupts
 from headrace.progress import Progress
-from headrace.run_folder import RunFolder, command_line
+from headrace.run_folder import RunFolder, command_line, disk_error, metrics_line
 from headrace.signals import Signals, TrackedMemory
 from headrace.sockets import Build
 from headrace.summary import summarize
-from headrace.track import open_trackers
+from headrace.track import Tracker, open_trackers
+
+MEASURED = (
+    "steady_tokens_per_s", "model_flops_utilization", "peak_memory_bytes", "memory_measured",
+    "input_wait", "techniques",
+)  # fmt: skip
+"""What of a report only a process that trained can know."""
 
 
 class Session:
@@ -39,6 +45,8 @@ class Session:
         plan, world = build.plan, build.world
         self.build, self.folder, self.progress = build, folder, progress
         self.first = world.rank == 0
+        if self.first:
+            folder.lock()
         self.counters = Counters()
         self.signals = Signals(build.device)
         build.phases = self.signals
@@ -57,34 +65,49 @@ class Session:
         self._wall_before_s = 0.0
         self._started_s = time.perf_counter()
         self._rows: list[dict[str, Any]] = []
+        self._begun = False
+        self._saved_step: int | None = None
+        self._metrics: TextIO | None = None
+        self._trackers: list[Tracker] = []
 
     # --- beginning and end ---
 
     def __enter__(self) -> "Session":
-        if self.first:
-            tokenizer = self.build.prepared.tokenizer
-            self.folder.start(self.build.plan, tokenizer, self.build.device, command_line())
-            self.metrics = (self.folder.path / "metrics.jsonl").open("a")
-            self.trackers = open_trackers(self.build.plan, self.folder.path)
+        if self.first and not (self.folder.path / "plan.toml").exists():
+            self._begin_at(Counters())
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self.build.loader.close()
+        ended = error
         try:
             self.checkpoints.wait()
-        except HeadraceError:
-            if error is None:
-                raise
-        finally:
-            if isinstance(error, HeadraceError) and not isinstance(error, Stopped):
-                self._write_report("failed", str(error))
-            if self.first:
-                self.metrics.close()
-                for tracker in self.trackers:
-                    tracker.close()
+        except RunError as failed:
+            ended = error or failed
+        if isinstance(ended, OSError):
+            ended = disk_error(self.folder.path, ended) or ended
+        if self._begun and isinstance(ended, HeadraceError) and not isinstance(ended, Stopped):
+            with suppress(OSError):  # the disk may be what failed
+                self._flush_rows()
+                self._write_report("failed", str(ended))
+        if self.first:
+            self._close()
+        if ended is not None and ended is not error:
+            raise ended from error
+
+    def _close(self) -> None:
+        if self._metrics is not None:
+            with suppress(OSError):  # the disk may be full; what counts has been flushed
+                self._metrics.close()
+        for tracker in self._trackers:
+            tracker.close()
+        self.folder.unlock()
 
     def restore(self, which: str | None) -> None:
         """Continue from a checkpoint; from the beginning when none was saved yet.
+
+        Checkpoints past it are removed, as their rows of metrics.jsonl are: they are trained again.
+        Until everything has been compared and read, nothing of the run is changed.
 
         Raises:
             ConfigError, RunError: see `state.restore` and `Saved`.
@@ -92,7 +115,8 @@ class Session:
         path = self.folder.checkpoints / which if which else self.checkpoints.latest()
         if path is None:
             self.progress.note(f"{self.folder.path} has no checkpoint yet: starting again")
-            self._begin_at(Counters())
+            if not self._begun:
+                self._begin_at(Counters())
             return
         if not path.is_dir():
             names = [f"step-{n}" for n in self.checkpoints.steps()]
@@ -100,9 +124,12 @@ class Session:
                 f"{self.folder.checkpoints} has no {which}; it has {', '.join(names) or 'none'}",
                 f"--checkpoint {names[-1]}" if names else "leave out --checkpoint",
             )
-        self._begin_at(Counters(**state.restore(self.build, Saved(path))))
-        self.counters.restarts += 1
-        self.progress.note(f"resumed {path}")
+        saved = Saved(path)
+        counters = Counters(**state.restore(self.build, saved))
+        self.checkpoints.drop_after(counters.step)
+        self._saved_step = counters.step
+        self._begin_at(counters)
+        self.progress.note(f"resumed {saved.path}")
 
     def _begin_at(self, counters: Counters) -> None:
         self.counters = counters
@@ -111,9 +138,14 @@ class Session:
         if counters.stream:
             self.build.loader.load_state(counters.stream)
         if self.first:
+            plan, tokenizer = self.build.plan, self.build.prepared.tokenizer
+            counters.restarts = self.folder.start(
+                plan, tokenizer, self.build.device, command_line()
+            )
             self.folder.cut_metrics(counters.step)
-            self.metrics.close()
-            self.metrics = (self.folder.path / "metrics.jsonl").open("a")
+            self._metrics = (self.folder.path / "metrics.jsonl").open("a")
+            self._trackers = open_trackers(plan, self.folder.path)
+        self._begun = True
 
     def finish(self, stop: Interrupts) -> Path:
         """Save, report, and say how it ended; returns the run's folder.
@@ -122,11 +154,15 @@ class Session:
             Stopped: a signal ended it.
         """
         self._take_rows(keep=0)
+        told = self.build.world.gather(stop.name)  # a signal may have reached some ranks only
+        stop.name = next((name for name in told if name), None)
         done = stop.name is None
-        if done and not self.counters.evaluated:
+        unseen = done and not self.counters.evaluated
+        if unseen:
             self._evaluate()
         self._flush_rows()
-        if self.counters.step not in self.checkpoints.steps():
+        saves = self.build.plan.checkpoint.every_steps > 0
+        if saves and (unseen or self._saved_step != self.counters.step):
             self._save()
         self.checkpoints.wait()
         if done:
@@ -134,16 +170,24 @@ class Session:
             return self.folder.path
         self._write_report("interrupted", f"stopped by {stop.name}")
         raise Stopped(
-            f"{stop.name} ended the run at step {self.counters.step}; checkpoint saved",
+            f"{stop.name} ended the run at step {self.counters.step}; "
+            + ("checkpoint saved" if saves else "checkpoint.every_steps = 0 saved nothing"),
             f"headrace train {self.folder.path / 'plan.toml'} --resume",
             stop.exit_code,
         )
 
     def ended(self, stop: Interrupts) -> bool:
-        """Whether the goal or a signal ends the run; the same answer on every rank."""
-        self.counters.wall_s = self._wall_before_s + time.perf_counter() - self._started_s
-        ends = stop.name is not None or ended_by(self.build.plan, self.counters) is not None
-        return self.build.world.any(ends)
+        """Whether the goal or a signal ends the run; the same answer on every rank.
+
+        The first rank's clock is the one that counts.
+        """
+        stop.hold()
+        self.counters.wall_s = self._wall_s()
+        reached = self.first and ended_by(self.build.plan, self.counters) is not None
+        return self.build.world.any(reached or stop.name is not None)
+
+    def _wall_s(self) -> float:
+        return self._wall_before_s + time.perf_counter() - self._started_s
 
     # --- around a step ---
 
@@ -154,8 +198,11 @@ class Session:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """On a CPU the first uncompiled step runs under the memory tracker."""
-        track = self.steps_here == 0 and self.build.device.type == "cpu" and not self.compiled
+        """On a CPU the second step, uncompiled, runs under the memory tracker.
+
+        The first has no optimizer state yet.
+        """
+        track = self.steps_here == 1 and self.build.device.type == "cpu" and not self.compiled
         optimizers = list(self.build.optimizers.values())
         tracker = TrackedMemory(self.build.model, optimizers) if track else nullcontext()
         with tracker:
@@ -193,35 +240,35 @@ class Session:
             self._take_rows(keep=0)
             self._evaluate()
         self._flush_rows()
-        if counters.step % plan.checkpoint.every_steps == 0:
+        if plan.checkpoint.every_steps and counters.step % plan.checkpoint.every_steps == 0:
             self._take_rows(keep=0)
             self._flush_rows()
             self._save()
 
     def _take_rows(self, *, keep: int) -> None:
         for row in self.signals.drain(keep=keep):
-            if not row.pop("finite"):
-                self.counters.skipped_steps += 1
-                self.build.recover(self.build, row["step"], row)
+            finite = row.pop("finite")
             tokens = self.build.plan.batch.tokens
             row["tokens_per_s"] = tokens / max(row["step_s"], 1e-9)
-            row["wall_s"] = self._wall_before_s + time.perf_counter() - self._started_s
+            row["wall_s"] = self._wall_s()
             if row["compile_s"] == 0 and self.steps_here > 1:
                 self.rates.append(row["tokens_per_s"])
             self.waits_s.append(row.pop("wait_s"))
             self._rows.append(row)
+            if not finite:
+                self.counters.skipped_steps += 1
+                self.build.recover(self.build, row["step"], row)
 
     def _flush_rows(self) -> None:
-        """Write complete rows; the newest waits for a possible validation of its step."""
+        """Write and show complete rows."""
         rows, self._rows = self._rows, []
         for row in rows:
-            if self.first:
-                self.metrics.write(json.dumps(row) + "\n")
-                for tracker in self.trackers:
-                    tracker.log(row)
+            for tracker in self._trackers:
+                tracker.log(row)
             self.progress.row(row, self.build.plan.horizon_steps)
-        if rows and self.first:
-            self.metrics.flush()
+        if rows and self._metrics is not None:
+            self._metrics.writelines(metrics_line(row) for row in rows)
+            self._metrics.flush()
 
     def _evaluate(self) -> None:
         began_s = time.perf_counter()
@@ -233,7 +280,14 @@ class Session:
         spent_s = time.perf_counter() - began_s
         self.signals.spent("eval", spent_s - (self._compiled_s - compiled_s))
         counters = self.counters
-        counters.wall_s = self._wall_before_s + time.perf_counter() - self._started_s
+        if not math.isfinite(found.loss_nats):
+            raise RunError(
+                f"the validation loss after step {counters.step} is {found.loss_nats}: the weights "
+                "have diverged; this step was not saved",
+                f"headrace train {self.folder.path / 'plan.toml'} --resume "
+                f"optimizer.lr={self.build.plan.optimizer.lr / 2:g}",
+            )
+        counters.wall_s = self._wall_s()
         value = {"loss_nats": found.loss_nats, "bits_per_byte": found.bits_per_byte}
         counters.val.append(
             {"step": counters.step, "tokens": counters.tokens, "wall_s": counters.wall_s, **value}
@@ -245,12 +299,16 @@ class Session:
         began_s = time.perf_counter()
         counters = self.counters
         counters.stream = self._stream()
-        counters.wall_s = self._wall_before_s + time.perf_counter() - self._started_s
+        counters.wall_s = self._wall_s()
         counters.phase_s = dict(self.signals.totals_s)
         values = state.values(self.build, counters.plain())
-        keep_best = self.build.plan.checkpoint.keep_best
-        values["is_best"] = keep_best and counters.evaluated and counters.is_best
-        self.checkpoints.save(counters.step, state.tensors(self.build), values)
+        scored = self.build.plan.checkpoint.keep_best and counters.evaluated
+        values["score"] = counters.bits_per_byte if scored else None
+        if self._saved_step == counters.step:
+            self.checkpoints.amend(counters.step, values)
+        else:
+            self.checkpoints.save(counters.step, state.tensors(self.build), values)
+        self._saved_step = counters.step
         self.signals.spent("checkpoint", time.perf_counter() - began_s)
 
     def _stream(self) -> dict[str, Any]:
@@ -272,5 +330,8 @@ class Session:
             rate=median(self.rates) if self.rates else None,
             waits_s=self.waits_s,
         )
+        before = self.folder.read("report")
+        if before and not self.steps_here:  # resumed at its end: what was measured stays true
+            report |= {key: before[key] for key in MEASURED}
         if self.first:
             self.folder.write("report", report)

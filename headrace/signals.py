@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+STEP_PHASES = ("input", "forward", "backward", "optimizer")
 PHASES = (
     "input", "forward", "backward", "optimizer", "communication_exposed",
     "checkpoint", "eval", "compile",
@@ -59,7 +60,7 @@ class Signals:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.cuda = device.type == "cuda"
-        self.totals_s = dict.fromkeys(PHASES, 0.0)
+        self.totals_s: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self._free: list[Any] = []
         self._marks: list[tuple[str, Any]] = []
         self._pending: deque[Pending] = deque()
@@ -101,7 +102,7 @@ class Signals:
         self.totals_s[phase] += seconds
 
     def _row(self, pending: Pending) -> dict[str, Any]:
-        seconds = dict.fromkeys(("input", "forward", "backward", "optimizer"), 0.0)
+        seconds: dict[str, float] = dict.fromkeys(STEP_PHASES, 0.0)
         ends = [m for _, m in pending.marks[1:]] + [pending.end]
         for (phase, begin), end in zip(pending.marks, ends, strict=True):
             seconds[phase] = seconds.get(phase, 0.0) + begin.elapsed_time(end) / 1e3

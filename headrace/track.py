@@ -1,6 +1,6 @@
 """Loggers beside metrics.jsonl, behind the `track` extra and off by default."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -43,7 +43,7 @@ class WandB:
     """A Weights & Biases run of the plan's name."""
 
     def __init__(self, plan: Plan, folder: Path) -> None:
-        import wandb
+        import wandb  # pyright: ignore[reportMissingImports]
 
         self._run = wandb.init(
             project="headrace", name=folder.name, dir=str(folder), config=plan.dump()
@@ -62,7 +62,7 @@ class MLflow:
     """An MLflow run of the plan's name, in the tracking store that MLflow is set to."""
 
     def __init__(self, plan: Plan, folder: Path) -> None:
-        import mlflow
+        import mlflow  # pyright: ignore[reportMissingImports]
 
         self._mlflow = mlflow
         mlflow.set_experiment("headrace")
@@ -78,7 +78,7 @@ class MLflow:
         self._mlflow.end_run()
 
 
-TRACKERS: dict[str, tuple[str, type[Tracker]]] = {
+TRACKERS: dict[str, tuple[str, Callable[[Plan, Path], Tracker]]] = {
     "tensorboard": ("tensorboard", TensorBoard),
     "wandb": ("wandb", WandB),
     "mlflow": ("mlflow", MLflow),

@@ -30,8 +30,8 @@ from headrace.sockets import Build, place
 
 def run(
     plan: Plan, *, progress: Progress, resume: bool = False, checkpoint: str | None = None
-) -> Path:
-    """Train until the plan's goal; returns the run's folder with its report.json.
+) -> Path | None:
+    """Train until the plan's goal; returns the run's folder, or None on all ranks but the first.
 
     Args:
         plan: the run.
@@ -62,7 +62,8 @@ def run(
             with session.watched():
                 numbers = step(build, batch.micros, session.counters.step)
             session.after_step(batch, numbers)
-        return session.finish(stop)
+        path = session.finish(stop)
+        return path if world.rank == 0 else None
 
 
 def step(build: Build, micros: Sequence[Micro], index: int) -> Tensor:

@@ -14,25 +14,25 @@ class ModelConfig(Strict):
 
     family: str = "headrace"
     """Defaults for the other keys, from `headrace list --families`."""
-    vocab: int = Field(0, ge=0)
+    vocab: int = Field(default=0, ge=0)
     """Rows of the embedding; 0 takes the tokenizer's size, rounded up to `vocab_multiple`."""
     vocab_multiple: Positive = 64
     """The embedding is padded to a multiple of this many rows (matrix kernels like it)."""
     dim: Positive = 256
     layers: Positive = 4
     heads: Positive = 4
-    kv_heads: int = Field(0, ge=0)
+    kv_heads: int = Field(default=0, ge=0)
     """Key and value heads; 0 means as many as `heads` (no grouping)."""
-    head_dim: int = Field(0, ge=0)
+    head_dim: int = Field(default=0, ge=0)
     """Features of a head; 0 means dim / heads."""
-    ffn: int = Field(0, ge=0)
+    ffn: int = Field(default=0, ge=0)
     """Hidden features of the MLP; 0 means 8/3 dim (swiglu) or 4 dim, rounded up to 32."""
     norm: Literal["rms_norm", "layer_norm"] = "rms_norm"
-    norm_eps: float = Field(1e-5, gt=0)
+    norm_eps: float = Field(default=1e-5, gt=0)
     activation: Literal["swiglu", "gelu", "gelu_tanh", "relu2"] = "swiglu"
     position: Literal["rope", "learned", "none"] = "rope"
-    rope_theta: float = Field(10_000.0, gt=0)
-    context: int = Field(0, ge=0)
+    rope_theta: float = Field(default=10_000.0, gt=0)
+    context: int = Field(default=0, ge=0)
     """Most positions that `learned` holds; 0 means data.sequence_length."""
     qk_norm: bool = False
     """RMSNorm on queries and keys, per head, before the rotation (arXiv 2302.05442)."""
@@ -41,7 +41,7 @@ class ModelConfig(Strict):
     """Biases in the linears of attention and MLP, as GPT-2 has."""
     output_init: Literal["depth_scaled", "zero", "plain"] = "depth_scaled"
     """How the two projections that write to the residual start."""
-    init_std: float = Field(0.02, gt=0)
+    init_std: float = Field(default=0.02, gt=0)
     pretrained: str = ""
     """A folder with config.json and safetensors to start from instead of random weights."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"

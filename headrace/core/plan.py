@@ -34,47 +34,47 @@ class DataConfig(Strict):
     """The field that holds the text in .jsonl, .parquet and hf: sources."""
     tokenizer: str = "bpe"
     """`bpe` trains one; or a path of a tokenizer.json; or `tiktoken:NAME`."""
-    vocab: int = Field(4096, ge=257)
+    vocab: int = Field(default=4096, ge=257)
     """Entries of a tokenizer that is trained here."""
-    sequence_length: int = Field(256, ge=2)
+    sequence_length: int = Field(default=256, ge=2)
     """Tokens of a row."""
     directory: str = "data"
     """Prepared shards are kept under this folder, named by what went into them."""
-    workers: int = Field(1, ge=0)
+    workers: int = Field(default=1, ge=0)
     """Threads that read ahead; 0 reads on the training thread."""
-    prefetch: int = Field(4, ge=1)
+    prefetch: int = Field(default=4, ge=1)
     """Micro-batches that are read ahead."""
 
 
 class Goal(Strict):
     """What the run is for. The first limit that is reached ends it; a target ends it sooner."""
 
-    bits_per_byte: float | None = Field(None, gt=0)
+    bits_per_byte: float | None = Field(default=None, gt=0)
     """Validation loss to reach, in bits per byte of text."""
-    steps: int | None = Field(None, ge=1)
-    tokens: int | None = Field(None, ge=1)
-    minutes: float | None = Field(None, gt=0)
-    dollars: float | None = Field(None, gt=0)
+    steps: int | None = Field(default=None, ge=1)
+    tokens: int | None = Field(default=None, ge=1)
+    minutes: float | None = Field(default=None, gt=0)
+    dollars: float | None = Field(default=None, gt=0)
 
 
 class Batch(Strict):
     """How much is read per step."""
 
-    tokens: int = Field(8192, ge=2)
+    tokens: int = Field(default=8192, ge=2)
     """Tokens per optimizer step over all ranks."""
-    micro_sequences: int = Field(0, ge=0)
+    micro_sequences: int = Field(default=0, ge=0)
     """Rows per forward pass on one rank; 0 takes all of a rank's rows at once."""
 
 
 class OptimizerConfig(Strict):
     """The trunk's AdamW (arXiv 1711.05101)."""
 
-    lr: float = Field(1e-3, gt=0)
+    lr: float = Field(default=1e-3, gt=0)
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.1, ge=0)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.1, ge=0)
     """On tensors of two or more dimensions."""
-    clip_norm: float = Field(1.0, ge=0)
+    clip_norm: float = Field(default=1.0, ge=0)
     """Largest global norm of the gradient; 0 only measures it."""
 
 
@@ -82,28 +82,29 @@ class ScheduleConfig(Strict):
     """The learning rate as a share of `optimizer.lr`, a pure function of the step."""
 
     kind: Literal["cosine", "warmup_stable_decay", "constant"] = "cosine"
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
     decay_fraction: Fraction = 0.2
     """Last share of the horizon in which warmup_stable_decay falls linearly."""
     final_fraction: Fraction = 0.1
     """Share of the learning rate at the horizon."""
-    steps: int | None = Field(None, ge=1)
+    steps: int | None = Field(default=None, ge=1)
     """The horizon; without it goal.steps or goal.tokens."""
 
 
 class EvalConfig(Strict):
     """Validation on held-out documents, always the same rows."""
 
-    every_steps: int = Field(50, ge=1)
-    tokens: int = Field(131_072, ge=1)
+    every_steps: int = Field(default=50, ge=1)
+    tokens: int = Field(default=131_072, ge=1)
     """At most this many validation tokens; all of the set when it is smaller."""
 
 
 class CheckpointConfig(Strict):
     """Saving without stopping: copied to the host, written aside, renamed when complete."""
 
-    every_steps: int = Field(100, ge=1)
-    keep_last: int = Field(2, ge=1)
+    every_steps: int = Field(default=100, ge=0)
+    """0 saves nothing, not even in the end."""
+    keep_last: int = Field(default=2, ge=1)
     keep_best: bool = True
     """Also keep the checkpoint of the lowest validation loss."""
 
@@ -111,14 +112,14 @@ class CheckpointConfig(Strict):
 class MeshConfig(Strict):
     """How many processes split the work."""
 
-    data: int = Field(1, ge=1)
+    data: int = Field(default=1, ge=1)
     """Replicas that each read their share of every batch."""
 
 
 class HardwareConfig(Strict):
     """What the machine costs."""
 
-    dollars_per_hour: float | None = Field(None, ge=0)
+    dollars_per_hour: float | None = Field(default=None, ge=0)
 
 
 class TrackConfig(Strict):
@@ -130,10 +131,10 @@ class TrackConfig(Strict):
 class Plan(Strict):
     """A run. Keys are stable: other tools and recipes rely on them."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """The run's folder under `directory`."""
     directory: str = "runs"
-    seed: int = Field(0, ge=0)
+    seed: int = Field(default=0, ge=0)
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()

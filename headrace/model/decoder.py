@@ -65,6 +65,9 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Embedding, blocks, norm, head."""
 
+    position: Any
+    head: Any
+
     def __init__(self, config: ModelConfig, parts: Parts, mask: MaskSpec) -> None:
         super().__init__()
         self.config, self.mask, self.attend = config, mask, parts.attend

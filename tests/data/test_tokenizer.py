@@ -27,7 +27,8 @@ AWKWARD = [
     "plain words, and 12345 numbers: don't",
     "tabs\tand\r\n\r\n   lines  \n",
     "a<|endoftext|>b<|endoftext|>",
-    "\u00fcml\u00e4ut \u4e2d\u6587 \u0939\u093f\u0928\u094d\u0926\u0940 \u0001 \U0001f469\u200d\U0001f680 \ufffd",
+    "\u00fcml\u00e4ut \u4e2d\u6587 \u0939\u093f\u0928\u094d\u0926\u0940",
+    "\u0001 \U0001f469\u200d\U0001f680 \ufffd",
     "\u017f'\u017f \u0130 \u2028 \u0085 \u3000x",
     "=" * 300 + " " * 300 + "x",
 ]
@@ -75,7 +76,7 @@ def test_a_run_of_blanks_that_tiktoken_refuses(tokenizer: Tokenizer) -> None:
     text = " " * 1_500_000 + "x"
     assert tokenizer._fast is not None
     with pytest.raises(ValueError, match="stack"):
-        tokenizer._fast.encode_ordinary(text)
+        tokenizer._fast.encode_to_numpy(text)
     (ids,) = tokenizer.encode_batch([text])
     assert tokenizer.decode(ids) == text
 
@@ -92,7 +93,7 @@ def test_the_saved_file_is_the_tokenizer(tokenizer: Tokenizer, tmp_path: Path) -
 def test_rustbpe_says_the_same_as_our_copy_of_it(texts: list[str]) -> None:
     import rustbpe
 
-    theirs = rustbpe.Tokenizer()
+    theirs = rustbpe.Tokenizer()  # pyright: ignore[reportAttributeAccessIssue]
     theirs.train_from_iterator(iter(texts), 599, pattern=SPLIT_PATTERN)
     ours = train_tokenizer(texts, vocab=600, trainer="rustbpe")
     everything = [*AWKWARD, *texts]

@@ -51,7 +51,7 @@ class ChunkedHead(Head):
 class ChunkedCrossEntropy(Technique[Build]):
     """Compute the loss in chunks of tokens, so that the logits never exist whole."""
 
-    chunk_tokens: int = Field(2048, ge=1, le=1 << 20)
+    chunk_tokens: int = Field(default=2048, ge=1, le=1 << 20)
     """Tokens whose logits are held at once; tuner range 256 to 16384."""
 
     room: ClassVar[str] = "loss"

@@ -47,7 +47,7 @@ class SelectiveCheckpoint(Technique[Build]):
 
     save: Literal["matmul+attention", "matmul", "attention"] = "matmul+attention"
     """Which operations' results are kept."""
-    every: int = Field(1, ge=1)
+    every: int = Field(default=1, ge=1)
     """Checkpoint every k-th block; tuner range 1 to 4."""
 
     room: ClassVar[str] = "memory"

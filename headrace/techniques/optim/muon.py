@@ -88,11 +88,11 @@ class MuonOptimizer(torch.optim.Optimizer):
 class Muon(Technique[Build]):
     """Update the blocks' matrices by orthogonalised momentum instead of AdamW."""
 
-    lr: float = Field(0.02, gt=0, le=1)
+    lr: float = Field(default=0.02, gt=0, le=1)
     """Length of an update per direction; tuner range 0.005 to 0.05."""
-    momentum: float = Field(0.95, ge=0, lt=1)
+    momentum: float = Field(default=0.95, ge=0, lt=1)
     """Share of the old momentum that is kept."""
-    weight_decay: float = Field(0.0, ge=0, le=1)
+    weight_decay: float = Field(default=0.0, ge=0, le=1)
     """Decoupled decay, times the learning rate."""
 
     room: ClassVar[str] = "optim"

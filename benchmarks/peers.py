@@ -1,0 +1,191 @@
+"""Training throughput beside torchtitan and litgpt: same shapes, one GPU, alternating in one call.
+
+    python benchmarks/peers.py 160m 1b --rounds 5
+
+Every reading is a process of its own. Headrace's is `headrace train` on real text with everything
+that a run does (loader, stream hash, metrics, clipping); a peer's is its model in the plainest loop
+on random tokens that are made on the device, compiled as its authors do it, with fused AdamW, bf16
+autocast and clipping. The peers need their packages: torchtitan==0.2.2 and litgpt==0.5.13.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import receipts
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+PLANS = Path(__file__).parent / "plans"
+WARM_STEPS, TIMED_STEPS = 4, 16
+CHILD_LIMIT_S = 300
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def shape_of(size: str) -> dict[str, Any]:
+    """The numbers of a shape, from its plan."""
+    import tomllib
+
+    plan = tomllib.loads((PLANS / f"{size}.toml").read_text())
+    length = plan["data"]["sequence_length"]
+    return {**plan["model"], "length": length, "rows": plan["batch"]["tokens"] // length}
+
+
+def torchtitan(s: dict[str, Any]) -> tuple[nn.Module, Loss]:
+    """torchtitan's Llama 3, compiled block by block."""
+    from torchtitan.models.llama3.model.args import TransformerModelArgs
+    from torchtitan.models.llama3.model.model import Transformer
+
+    model = Transformer(TransformerModelArgs(
+        dim=s["dim"], n_layers=s["layers"], n_heads=s["heads"], multiple_of=256,
+        n_kv_heads=s.get("kv_heads", s["heads"]), vocab_size=s["vocab"],
+        ffn_dim_multiplier=s["ffn"] / (8 * s["dim"] / 3), rope_theta=s["rope_theta"],
+        max_seq_len=s["length"],
+    )).cuda()  # fmt: skip
+    with torch.no_grad():
+        model.init_weights()
+    assert model.layers["0"].feed_forward.w1.weight.shape[0] == s["ffn"]
+    for name, block in model.layers.named_children():
+        model.layers.register_module(name, torch.compile(block, fullgraph=True))
+    loss = torch.compile(lambda p, y: F.cross_entropy(p.flatten(0, 1).float(), y.flatten(0, 1)))
+    return model, lambda x, y: loss(model(x), y)
+
+
+def litgpt(s: dict[str, Any]) -> tuple[nn.Module, Loss]:
+    """litgpt's GPT in a Llama configuration, compiled whole."""
+    from litgpt.config import Config
+    from litgpt.model import GPT
+
+    model = GPT(Config(
+        name="llama", block_size=s["length"], n_layer=s["layers"], n_embd=s["dim"],
+        n_head=s["heads"], n_query_groups=s.get("kv_heads", s["heads"]),
+        padded_vocab_size=s["vocab"], vocab_size=s["vocab"], rotary_percentage=1.0,
+        parallel_residual=False, bias=False, norm_class_name="RMSNorm",
+        mlp_class_name="LLaMAMLP", intermediate_size=s["ffn"], rope_base=int(s["rope_theta"]),
+    )).cuda()  # fmt: skip
+    run = torch.compile(model)
+    return model, lambda x, y: F.cross_entropy(run(x).flatten(0, 1), y.flatten(0, 1))
+
+
+PEERS = {"torchtitan": torchtitan, "litgpt": litgpt}
+
+
+def time_peer(name: str, size: str) -> dict[str, Any]:
+    """One reading of a peer in this process."""
+    s = shape_of(size)
+    torch.manual_seed(0)
+    model, loss_fn = PEERS[name](s)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step() -> None:
+        x = torch.randint(0, s["vocab"], (s["rows"], s["length"]), device="cuda")
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = loss_fn(x, x)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    marks = []
+    for index in range(WARM_STEPS + TIMED_STEPS):
+        if index == WARM_STEPS:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        step()
+        end.record()
+        marks.append((begin, end))
+    torch.cuda.synchronize()
+    step_ms = median(a.elapsed_time(b) for a, b in marks[WARM_STEPS:])
+    return {
+        "tokens_per_s": s["rows"] * s["length"] / step_ms * 1e3,
+        "peak_bytes": torch.cuda.max_memory_allocated(),
+    }
+
+
+def time_headrace(size: str, work: Path, extra: list[str]) -> dict[str, Any]:
+    """One reading of `headrace train`, from its own report."""
+    told = subprocess.run(
+        [sys.executable, "-m", "headrace", "train", str(PLANS / f"{size}.toml"), "--json",
+         f"directory={work / 'runs'}", f"data.directory={work / 'data'}", *extra],
+        capture_output=True, text=True, timeout=CHILD_LIMIT_S, check=False,
+    )  # fmt: skip
+    if told.returncode:
+        raise SystemExit(f"headrace {size} failed:\n{told.stdout[-2000:]}\n{told.stderr[-4000:]}")
+    report = json.loads(told.stdout)
+    return {
+        "tokens_per_s": report["steady_tokens_per_s"],
+        "peak_bytes": report["peak_memory_bytes"]["allocated"],
+        "mfu": report["model_flops_utilization"]["value"],
+        "report": report,
+    }
+
+
+def time_child(name: str, size: str) -> dict[str, Any]:
+    """One reading of a peer in a process of its own."""
+    told = subprocess.run(
+        [sys.executable, __file__, size, "--only", name],
+        capture_output=True, text=True, timeout=CHILD_LIMIT_S, check=False,
+    )  # fmt: skip
+    if told.returncode:
+        raise SystemExit(f"{name} {size} failed:\n{told.stderr[-4000:]}")
+    return json.loads(told.stdout.splitlines()[-1])
+
+
+def compare(size: str, rounds: int, results: Path, work: Path, extra: list[str]) -> None:
+    """Alternate all three, then write a row for each."""
+    readings: dict[str, list[dict[str, Any]]] = {"headrace": [], **{p: [] for p in PEERS}}
+    for index in range(rounds):
+        for name, found in readings.items():
+            reading = (
+                time_headrace(size, work, extra) if name == "headrace" else time_child(name, size)
+            )
+            found.append(reading)
+            rate = reading["tokens_per_s"]
+            print(f"{size} round {index} {name}: {rate:,.0f} tokens/s", flush=True)
+    report = readings["headrace"][-1].pop("report")
+    for name, found in readings.items():
+        metrics = {
+            "tokens_per_s": receipts.spread([r["tokens_per_s"] for r in found], "tokens/s"),
+            "peak_memory": receipts.spread([r["peak_bytes"] for r in found], "bytes"),
+        }
+        if name == "headrace":
+            metrics["mfu"] = receipts.spread([r["mfu"] for r in found], "share of bf16 peak")
+            for peer in PEERS:
+                pairs = zip(found, readings[peer], strict=True)
+                ratios = [a["tokens_per_s"] / b["tokens_per_s"] for a, b in pairs]
+                metrics[f"ratio_to_{peer}"] = receipts.spread(ratios, "x")
+        receipts.append(
+            "peers", metrics, results=results, peer=name, shape=size, n=rounds, seeds=[0],
+            versions={p: receipts.installed(p) for p in PEERS},
+            techniques=sorted(report["techniques"]) if name == "headrace" else None,
+        )  # fmt: skip
+        print(json.dumps({"peer": name, "size": size, **metrics}), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("sizes", nargs="+")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", choices=PEERS)
+    parser.add_argument("--results", type=Path, default=receipts.ROOT / "results")
+    parser.add_argument("--set", nargs="*", default=[], help="overrides for Headrace's plan")
+    args = parser.parse_args()
+    if args.only:
+        print(json.dumps(time_peer(args.only, args.sizes[0])))
+        return
+    with tempfile.TemporaryDirectory() as work:
+        for size in args.sizes:
+            compare(size, args.rounds, args.results, Path(work), args.set)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Receipts: one JSON row a measurement, appended to results/TOPIC.jsonl and never edited."""
+
+import hashlib
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def spread(values: Sequence[float], unit: str) -> dict[str, Any]:
+    """A metric: the median with its lowest and highest reading."""
+    return {"value": median(values), "low": min(values), "high": max(values), "unit": unit}
+
+
+def hardware() -> str:
+    """The device that was measured on."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {len(names)} cores"
+
+
+def installed(package: str) -> str | None:
+    """A package's version, or None."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def commit() -> str | None:
+    """This checkout's commit; None outside of one."""
+    told = subprocess.run(
+        ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return told.stdout.strip() or None
+
+
+def sha256(value: Any) -> str:
+    """A plan's fingerprint."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def append(topic: str, metrics: dict[str, Any], *, results: Path, **facts: Any) -> dict[str, Any]:
+    """Write one row and return it.
+
+    Args:
+        topic: the file's name.
+        metrics: name -> {value, low, high, unit}.
+        results: the folder.
+        facts: plan_sha256, baseline_sha256, technique, techniques, shape, seeds, n, refused ...
+    """
+    row = {
+        "date": date.today().isoformat(),
+        "commit": commit(),
+        "command": "python " + " ".join(sys.argv),
+        "hardware": hardware(),
+        "torch": torch.__version__,
+        "triton": installed("triton"),
+        **facts,
+        "metrics": metrics,
+    }
+    results.mkdir(parents=True, exist_ok=True)
+    with (results / f"{topic}.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    return row

@@ -1,0 +1,192 @@
+"""The reference of the documentation, made from cards, families, recipes, plan keys and verbs.
+
+Nothing here is written twice: a page says what the code's own fields and docstrings say, so a new
+technique has its page when its file is there. Pages are made when the documentation is built and
+are not kept.
+"""
+
+import inspect
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from headrace.core.plan import Plan
+from headrace.core.technique import Catalogue, Technique
+
+KINDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
+SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+
+
+def reference(catalogue: Catalogue, recipes: Mapping[str, Path]) -> dict[str, str]:
+    """Markdown of every page by its path under the documentation's folder.
+
+    Args:
+        catalogue: techniques and families.
+        recipes: each recipe's file by its name.
+    """
+    pages = {
+        "reference/techniques.md": _techniques(catalogue),
+        "reference/plan.md": _plan(),
+        "reference/families.md": _families(catalogue),
+        "reference/recipes.md": _recipes(recipes),
+    }
+    cards = {card_path(t): _card(t) for t in catalogue.techniques.values()}
+    return pages | cards
+
+
+def card_path(technique: type[Technique[Any]]) -> str:
+    """Where a technique's page is."""
+    return f"reference/{technique.room}/{technique.name()}.md"
+
+
+def _techniques(catalogue: Catalogue) -> str:
+    lines = [
+        "# Techniques",
+        "",
+        "On with `--with NAME` or a table `[techniques.NAME]` in the plan, off with "
+        "`--without NAME`.",
+        "",
+        "| technique | room | what it does | buys | costs |",
+        "|---|---|---|---|---|",
+    ]
+    for name, technique in catalogue.techniques.items():
+        link = f"[`{name}`]({technique.room}/{name}.md)"
+        row = (link, technique.room, technique.line(), technique.card.buys, technique.card.costs)
+        lines.append(_row(row))
+    return _page(lines)
+
+
+def _card(technique: type[Technique[Any]]) -> str:
+    """A technique's page: its essay, its card, its sockets, its knobs."""
+    name, card = technique.name(), technique.card
+    essay = inspect.getdoc(inspect.getmodule(technique)) or technique.line()
+    facts = {
+        "buys": card.buys,
+        "costs": card.costs,
+        "helps": card.helps,
+        "hurts": card.hurts,
+        "source": card.source,
+        "stage": technique.stage.name.lower(),
+        "owns": _codes(technique.claims),
+        "composes": _codes(technique.composes),
+        "rewrites": _codes(technique.rewrites),
+        "excludes": "; ".join(f"`{other}`: {why}" for other, why in technique.excludes.items()),
+        "gradients": technique.equality,
+        "remedy for": ", ".join(technique.symptoms),
+    }
+    lines = [f"# {name}", "", essay, "", "| | |", "|---|---|"]
+    lines += [_row((key, value)) for key, value in facts.items() if value]
+    lines += ["", "## Knobs", ""]
+    lines += list(_keys(technique, f"techniques.{name}")) or ["It has none."]
+    return _page(lines)
+
+
+def _plan() -> str:
+    """Every key of a plan, table by table."""
+    lines = [
+        "# Plan keys",
+        "",
+        "Every key with its type, its default and its meaning. In TOML `a.b = 1` stands in the "
+        "table `[a]`; on the command line it is `a.b=1`.",
+        "",
+        *_keys(Plan, ""),
+    ]
+    for name, info in Plan.model_fields.items():
+        table = info.annotation
+        if isinstance(table, type) and issubclass(table, BaseModel):
+            about = (inspect.getdoc(table) or "").strip()
+            lines += ["", f"## {name}", "", about, "", *_keys(table, name)]
+    return _page(lines)
+
+
+def _families(catalogue: Catalogue) -> str:
+    lines = [
+        "# Model families",
+        "",
+        "A family is defaults for `model.*`; a plan's own keys win. Choose one with "
+        "`model.family=NAME`.",
+    ]
+    lines += ["", "| family | what it sets |", "|---|---|"]
+    for name, values in catalogue.families.items():
+        says = ", ".join(f"`{key} = {json.dumps(value)}`" for key, value in values.items())
+        lines.append(_row((f"`{name}`", says or "the defaults of every key")))
+    return _page(lines)
+
+
+def _recipes(recipes: Mapping[str, Path]) -> str:
+    lines = ["# Recipes", "", "Plans that come with Headrace: `headrace train NAME`."]
+    for name, path in recipes.items():
+        lines += ["", f"## {name}", "", "```toml", path.read_text().rstrip(), "```"]
+    return _page(lines)
+
+
+def _keys(table: type[BaseModel], prefix: str) -> Iterator[str]:
+    """A table's keys as rows; tables inside of it have sections of their own."""
+    rows = [
+        _row((f"`{prefix}.{name}`" if prefix else f"`{name}`", _type(info), _default(info),
+              _meaning(info)))
+        for name, info in table.model_fields.items()
+        if not (isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel))
+    ]  # fmt: skip
+    if rows:
+        yield from ("| key | type | default | meaning |", "|---|---|---|---|", *rows)
+
+
+def _type(info: FieldInfo) -> str:
+    """A field's type in a reader's words, with its limits."""
+    return _with_limits(_words(info.annotation), info.metadata)
+
+
+def _words(kind: Any) -> str:
+    """A type as a reader writes its values."""
+    if kind in KINDS:
+        return KINDS[kind]
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        limits = [m for item in inner[1:] for m in getattr(item, "metadata", [item])]
+        return _with_limits(_words(inner[0]), limits)
+    if origin is Literal:
+        return " or ".join(f"`{choice}`" for choice in inner)
+    if origin is tuple:
+        return f"list of {' and '.join(dict.fromkeys(_words(k) for k in inner if k is not ...))}"
+    if origin is dict:
+        return "tables"
+    return " or ".join(dict.fromkeys(_words(k) for k in inner if k is not NoneType))
+
+
+def _with_limits(words: str, metadata: Iterable[Any]) -> str:
+    limits = [
+        f"{sign} {getattr(item, key)}"
+        for item in metadata
+        for key, sign in SIGNS.items()
+        if getattr(item, key, None) is not None
+    ]
+    return ", ".join([words, *limits])
+
+
+def _default(info: FieldInfo) -> str:
+    if info.default is PydanticUndefined:
+        return "none" if info.default_factory is None else "empty"
+    return "not set" if info.default is None else f"`{json.dumps(info.default)}`"
+
+
+def _meaning(info: FieldInfo) -> str:
+    return " ".join((info.description or "").split())
+
+
+def _codes(names: tuple[str, ...]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _row(cells: tuple[str, ...]) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _page(lines: list[str]) -> str:
+    return "\n".join(lines) + "\n"

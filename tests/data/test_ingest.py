@@ -1,0 +1,221 @@
+"""Raw text to shards: once, whole or not at all, and with nothing of validation in training."""
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.core.errors import ConfigError, RunError
+from headrace.core.plan import Plan
+from headrace.data import ingest
+from headrace.data.ingest import Prepared, prepare
+from headrace.data.shards import Shards, ShardWriter
+
+MakePlan = Callable[..., Plan]
+
+
+def write_lines(path: Path, texts: list[str]) -> str:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(path)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> str:
+    texts = [f"document {i} says {i * i} and {'again ' * (i % 7)}" for i in range(200)]
+    return write_lines(tmp_path / "a.jsonl", texts)
+
+
+def documents(prepared: Prepared, shards: Shards) -> list[str]:
+    starts = [*shards.document_starts(0, shards.tokens).tolist(), shards.tokens]
+    ids = [shards.read(a + 1, b - a - 1) for a, b in pairwise(starts)]
+    return [prepared.tokenizer.decode(i) for i in ids]
+
+
+def sides(prepared: Prepared) -> tuple[list[str], list[str]]:
+    train = [text for shards in prepared.train for text in documents(prepared, shards)]
+    return train, documents(prepared, prepared.validation)
+
+
+def test_every_document_is_on_one_side(make_plan: MakePlan, source: str) -> None:
+    calls: list[tuple[str, float, float | None]] = []
+    plan = make_plan(sources=source, validation=0.2)
+    prepared = prepare(plan, progress=lambda *call: calls.append(call))
+    train, validation = sides(prepared)
+    texts = [json.loads(line)["text"] for line in Path(source).read_text().splitlines()]
+    assert sorted(train + validation) == sorted(texts)
+    assert 20 <= len(validation) <= 60
+    total = sum(len(t.encode()) for t in texts)
+    assert prepared.train[0].text_bytes + prepared.validation.text_bytes == total
+    assert [c[0] for c in calls[::200]] == ["reading", "training the tokenizer"]
+    assert calls[-1] == ("encoding", total, total)
+    manifest = prepared.train[0].manifest
+    assert manifest.tokenizer == prepared.tokenizer.fingerprint == prepared.fingerprint["tokenizer"]
+    assert manifest.source == source and manifest.vocab == prepared.tokenizer.vocab == 300
+
+
+def test_equal_texts_fall_on_one_side(make_plan: MakePlan, tmp_path: Path) -> None:
+    texts = [f"text {i % 10}" for i in range(100)]
+    train, validation = sides(
+        prepare(make_plan(sources=write_lines(tmp_path / "a.jsonl", texts), validation=0.5))
+    )
+    assert train and validation and not set(train) & set(validation)
+
+
+@pytest.mark.parametrize("share", [0.0, 1e-9, 1.0])
+def test_both_sides_get_a_document(make_plan: MakePlan, source: str, share: float) -> None:
+    train, validation = sides(prepare(make_plan(sources=source, validation=share)))
+    assert min(len(train), len(validation)) == 1
+
+
+def test_one_document_cannot_be_split(make_plan: MakePlan, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("all of it")
+    with pytest.raises(ConfigError, match="give one document") as error:
+        prepare(make_plan(sources=str(tmp_path / "a.txt")))
+    assert "data.validation=PATH" in str(error.value)
+    (tmp_path / "a.txt").write_text("")
+    with pytest.raises(ConfigError, match="give no text"):
+        prepare(make_plan(sources=str(tmp_path / "a.txt")))
+    assert not [p for p in (tmp_path / "prepared").iterdir() if p.is_dir()]
+
+
+def test_validation_of_its_own_and_several_sources(
+    make_plan: MakePlan, source: str, tmp_path: Path
+) -> None:
+    own = write_lines(tmp_path / "own.jsonl", ["held", "out"])
+    other = write_lines(tmp_path / "b.jsonl", ["one", "two"])
+    plan = make_plan(sources=[source, other], validation=own, weights=[3, 1])
+    prepared = prepare(plan)
+    assert [s.documents for s in prepared.train] == [200, 2]
+    assert documents(prepared, prepared.validation) == ["held", "out"]
+    assert prepared.fingerprint["mixture"] == "[3.0, 1.0]"
+    assert f'data.sources=["{source}", "{other}"]' in prepared.train[0].manifest.rebuild
+    single = write_lines(tmp_path / "c.jsonl", ["only"])
+    with pytest.raises(ConfigError, match=r"c\.jsonl has no document left to train on"):
+        prepare(make_plan(sources=[source, single], validation=0.9999))
+
+
+def test_the_second_time_is_a_look(
+    make_plan: MakePlan, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = prepare(make_plan(sources=source))
+    other_seed = make_plan(sources=source).replaced(seed=9)
+    with monkeypatch.context() as patched:
+        patched.delattr(ingest, "_build")
+        second = prepare(other_seed)
+    assert (second.directory, second.fingerprint) == (first.directory, first.fingerprint)
+    changes: list[dict[str, Any]] = [{"vocab": 290}, {"validation": 0.3}]
+    first.tokenizer.save(tmp_path / "tokenizer.json")
+    changes.append({"tokenizer": str(tmp_path / "tokenizer.json")})
+    others = [prepare(make_plan(sources=source, **change)) for change in changes]
+    assert len({first.directory, *(o.directory for o in others)}) == 4
+    # The same tokenizer, loaded: the same tokens, whatever the folder is called.
+    assert others[-1].fingerprint == first.fingerprint
+    with open(source, "a") as file:
+        file.write('{"text": "one more"}\n')
+    assert prepare(make_plan(sources=source)).fingerprint["data"] != first.fingerprint["data"]
+
+
+def test_damage_is_found_before_training(make_plan: MakePlan, source: str) -> None:
+    plan = make_plan(sources=source)
+    prepared = prepare(plan)
+    path = prepared.train[0].directory / "tokens-00000.bin"
+    raw = path.read_bytes()
+    path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    with pytest.raises(ConfigError, match="has changed since it was written") as error:
+        prepare(plan)
+    assert f"rm -r {prepared.directory}" in str(error.value)
+    shutil.rmtree(prepared.directory)
+    again = prepare(plan)
+    assert again.fingerprint == prepared.fingerprint
+    tokenizer = again.directory / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text() + "\n")
+    with pytest.raises(ConfigError, match="is not the tokenizer that wrote"):
+        prepare(plan)
+
+
+def test_a_full_disk(
+    make_plan: MakePlan, source: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def full(self: ShardWriter, ids: np.ndarray, *, text_bytes: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ShardWriter, "add", full)
+        with pytest.raises(RunError, match=r"the disk is full: .* left in"):
+            prepare(make_plan(sources=source))
+    assert not [p for p in (tmp_path / "prepared").iterdir() if p.is_dir()]
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match="cannot be prepared"):
+        prepare(make_plan(sources=source, directory=str(tmp_path / "file" / "x")))
+
+
+def test_the_sample_is_bounded_and_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ingest, "SAMPLE_BYTES", 100_000)
+    monkeypatch.setattr(ingest, "PIECE_CHARACTERS", 100)
+    survey = ingest._Survey()
+    for i in range(1000):
+        survey.add(f"{i} " + "x" * 990, keep_sample=True)
+        assert survey.sample_bytes <= 100_000
+    assert survey.sample_bytes == sum(len(t) for _, _, t in survey.sample) > 40_000
+    assert len({place for _, place, _ in survey.sample}) > 300
+    numbered = [int(t.split()[0]) for _, _, t in survey.sample if " " in t]
+    assert min(numbered) < 100 and max(numbered) > 900
+
+
+SCRIPT = """
+import sys, time
+from headrace.core.plan import Plan
+from headrace.core.strict import read_table
+from headrace.data.ingest import prepare
+
+def slowly(description, done, total):
+    print(description, flush=True)
+    time.sleep(float(sys.argv[3]))
+
+data = {"sources": sys.argv[1], "directory": sys.argv[2], "vocab": 300}
+plan = {"data": data, "goal": {"steps": 1}, "schedule": {"kind": "constant"}}
+print("done", prepare(read_table(Plan, plan), progress=slowly).fingerprint["data"])
+"""
+
+
+def start(source: str, directory: Path, pause_s: float) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", SCRIPT, source, str(directory), str(pause_s)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("moment", ["reading", "training the tokenizer", "encoding"])
+def test_kill_leaves_nothing_half_valid(
+    make_plan: MakePlan, source: str, tmp_path: Path, moment: str
+) -> None:
+    plan = make_plan(sources=source)
+    root = Path(plan.data.directory)
+    process = start(source, root, 0.002)
+    assert process.stdout
+    for line in process.stdout:
+        if line.strip() == moment:
+            os.kill(process.pid, signal.SIGKILL)
+            break
+    process.wait()
+    assert [p.name for p in root.iterdir() if p.is_dir()] == [f".{ingest._key(plan)}.partial"]
+    prepared = prepare(plan)
+    assert [p for p in root.iterdir() if p.is_dir()] == [prepared.directory]
+
+
+def test_two_at_once_do_the_work_once(make_plan: MakePlan, source: str) -> None:
+    plan = make_plan(sources=source)
+    both = [start(source, Path(plan.data.directory), 0.005) for _ in range(2)]
+    outputs = [process.communicate()[0].splitlines() for process in both]
+    assert [p.returncode for p in both] == [0, 0]
+    assert outputs[0][-1] == outputs[1][-1]
+    assert sorted(len(lines) > 1 for lines in outputs) == [False, True]
+    assert outputs[0][-1] == f"done {prepare(plan).fingerprint['data']}"
