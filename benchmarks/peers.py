@@ -13,6 +13,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -39,7 +40,7 @@ def shape_of(size: str) -> dict[str, Any]:
 
 
 def torchtitan(s: dict[str, Any]) -> tuple[nn.Module, Loss]:
-    """torchtitan's Llama 3, compiled block by block."""
+    """Build torchtitan's Llama 3, compiled block by block."""
     from torchtitan.models.llama3.model.args import TransformerModelArgs
     from torchtitan.models.llama3.model.model import Transformer
 
@@ -59,7 +60,7 @@ def torchtitan(s: dict[str, Any]) -> tuple[nn.Module, Loss]:
 
 
 def litgpt(s: dict[str, Any]) -> tuple[nn.Module, Loss]:
-    """litgpt's GPT in a Llama configuration, compiled whole."""
+    """Build litgpt's GPT in a Llama configuration, compiled whole."""
     from litgpt.config import Config
     from litgpt.model import GPT
 
@@ -140,10 +141,15 @@ def time_child(name: str, size: str) -> dict[str, Any]:
     return json.loads(told.stdout.splitlines()[-1])
 
 
-def compare(size: str, rounds: int, results: Path, work: Path, extra: list[str]) -> None:
-    """Alternate all three, then write a row for each."""
+def compare(
+    size: str, rounds: int, limit_s: float, results: Path, work: Path, extra: list[str]
+) -> None:
+    """Alternate all three, then write a row for each; no round begins after `limit_s` seconds."""
     readings: dict[str, list[dict[str, Any]]] = {"headrace": [], **{p: [] for p in PEERS}}
+    begin_s = time.monotonic()
     for index in range(rounds):
+        if index and time.monotonic() - begin_s > limit_s:
+            break
         for name, found in readings.items():
             reading = (
                 time_headrace(size, work, extra) if name == "headrace" else time_child(name, size)
@@ -164,7 +170,7 @@ def compare(size: str, rounds: int, results: Path, work: Path, extra: list[str])
                 ratios = [a["tokens_per_s"] / b["tokens_per_s"] for a, b in pairs]
                 metrics[f"ratio_to_{peer}"] = receipts.spread(ratios, "x")
         receipts.append(
-            "peers", metrics, results=results, peer=name, shape=size, n=rounds, seeds=[0],
+            "peers", metrics, results=results, peer=name, shape=size, n=len(found), seeds=[0],
             versions={p: receipts.installed(p) for p in PEERS},
             techniques=sorted(report["techniques"]) if name == "headrace" else None,
         )  # fmt: skip
@@ -175,6 +181,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("sizes", nargs="+")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="for each shape")
     parser.add_argument("--only", choices=PEERS)
     parser.add_argument("--results", type=Path, default=receipts.ROOT / "results")
     parser.add_argument("--set", nargs="*", default=[], help="overrides for Headrace's plan")
@@ -184,7 +191,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as work:
         for size in args.sizes:
-            compare(size, args.rounds, args.results, Path(work), args.set)
+            compare(size, args.rounds, args.limit_s, args.results, Path(work), args.set)
 
 
 if __name__ == "__main__":

@@ -153,10 +153,7 @@ class Checkpoints:
             self._discard(step)
         os.rename(aside, self.folder / f"step-{step}")
         _flush(self.folder)
-        best = self._link()
-        for old in self.steps()[: -self.keep_last]:
-            if old != best:
-                self._discard(old)
+        self._prune()
 
     def _read_part(self, aside: Path, rank: int) -> dict[str, Any]:
         """Another rank's part of the index, once it is there."""
@@ -180,7 +177,7 @@ class Checkpoints:
         index = self.folder / f"step-{step}" / INDEX
         kept = {k: v for k, v in values.items() if k != "rank"}
         _write_json(index, _sealed({**json.loads(index.read_text()), **kept}))
-        self._link()
+        self._prune()
 
     def drop_after(self, step: int) -> None:
         """Remove the checkpoints past `step`: they belong to a future that is trained again."""
@@ -189,6 +186,12 @@ class Checkpoints:
                 if later > step:
                     self._discard(later)
             self._link()
+
+    def _prune(self) -> None:
+        best = self._link()
+        for old in self.steps()[: -self.keep_last]:
+            if old != best:
+                self._discard(old)
 
     def _link(self) -> int | None:
         """Point `latest` and `best` at what is there; returns the best step."""

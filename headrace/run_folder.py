@@ -100,9 +100,16 @@ class RunFolder:
         _write_whole(self.path / f"{name}.json", json.dumps(plain, indent=1))
 
     def read(self, name: str) -> Any:
-        """NAME.json, or None when it is not there."""
+        """NAME.json, or None when it is not there.
+
+        Raises:
+            RunError: it is damaged.
+        """
         path = self.path / f"{name}.json"
-        return json.loads(path.read_text()) if path.is_file() else None
+        try:
+            return json.loads(path.read_bytes()) if path.is_file() else None
+        except (ValueError, RecursionError) as error:
+            raise RunError(f"{path} is damaged: {error}", f"mv {path} {path}.damaged") from None
 
     def read_report(self) -> dict[str, Any]:
         """report.json.
@@ -118,20 +125,24 @@ class RunFolder:
             )
         return report
 
-    def cut_metrics(self, steps: int) -> None:
-        """Keep the rows of the first `steps` steps: what came later is trained again."""
+    def cut_metrics(self, steps: int) -> float:
+        """Keep the rows of the first `steps` steps: what came later is trained again.
+
+        Returns the seconds that the run had taken at the last row, those that are cut included.
+        """
         path = self.path / "metrics.jsonl"
-        if not path.is_file():
-            return
-        kept = []
-        for line in path.read_text().splitlines():
+        kept, wall_s = [], 0.0
+        lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+        for line in lines:
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError:
+                step, wall_s = row["step"], max(wall_s, row["wall_s"])
+            except (ValueError, KeyError, TypeError):
                 continue  # the line that a kill cut short
-            if row["step"] <= steps:
+            if step <= steps:
                 kept.append(line + "\n")
         _write_whole(path, "".join(kept))
+        return wall_s
 
 
 def metrics_line(row: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
 
+import torch
 from torch import Tensor
 
 from headrace import state
@@ -47,6 +48,7 @@ class Session:
         self.first = world.rank == 0
         if self.first:
             folder.lock()
+        torch.manual_seed(plan.seed + world.rank)
         self.counters = Counters()
         self.signals = Signals(build.device)
         build.phases = self.signals
@@ -142,7 +144,8 @@ class Session:
             counters.restarts = self.folder.start(
                 plan, tokenizer, self.build.device, command_line()
             )
-            self.folder.cut_metrics(counters.step)
+            spent_s = self.folder.cut_metrics(counters.step)
+            self._wall_before_s = max(self._wall_before_s, spent_s)  # lost steps cost time too
             self._metrics = (self.folder.path / "metrics.jsonl").open("a")
             self._trackers = open_trackers(plan, self.folder.path)
         self._begun = True
@@ -330,8 +333,8 @@ class Session:
             rate=median(self.rates) if self.rates else None,
             waits_s=self.waits_s,
         )
-        before = self.folder.read("report")
-        if before and not self.steps_here:  # resumed at its end: what was measured stays true
-            report |= {key: before[key] for key in MEASURED}
-        if self.first:
-            self.folder.write("report", report)
+        if not self.first:
+            return
+        if not self.steps_here and (before := self.folder.read("report")):
+            report |= {key: before[key] for key in MEASURED}  # resumed at its end: still true
+        self.folder.write("report", report)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 STEP_PHASES = ("input", "forward", "backward", "optimizer")
 PHASES = (
@@ -106,8 +107,10 @@ class Signals:
         ends = [m for _, m in pending.marks[1:]] + [pending.end]
         for (phase, begin), end in zip(pending.marks, ends, strict=True):
             seconds[phase] = seconds.get(phase, 0.0) + begin.elapsed_time(end) / 1e3
-        seconds["compile"] = pending.facts.pop("compile_s", 0.0)
-        self._set_apart_compiling(seconds)
+        if pending.facts.pop("compile_s", 0.0) > 0:
+            # Compiling happens inside the phase that first calls the code, and brings the first
+            # launch, kernel choice and caches with it: such a step counts as compiling whole.
+            seconds = {**dict.fromkeys(seconds, 0.0), "compile": sum(seconds.values())}
         for phase, spent_s in seconds.items():
             self.totals_s[phase] += spent_s
         loss, norm, finite = pending.read.tolist()
@@ -117,18 +120,11 @@ class Signals:
             "loss": loss,
             "grad_norm": norm,
             "finite": finite == 1.0,
-            "step_s": sum(v for phase, v in seconds.items() if phase != "compile"),
+            "step_s": sum(seconds.values()),
+            "compile_s": 0.0,
             **{f"{phase}_s": spent_s for phase, spent_s in seconds.items()},
             **pending.facts,
         }
-
-    def _set_apart_compiling(self, seconds: dict[str, float]) -> None:
-        """Compiling happens inside the phase that first calls the code: take it out of there."""
-        rest = seconds["compile"]
-        for phase in ("forward", "backward", "optimizer"):
-            taken = min(rest, seconds[phase])
-            seconds[phase] -= taken
-            rest -= taken
 
     def _moment(self) -> Any:
         if self._free:
@@ -149,15 +145,24 @@ class TrackedMemory:
     def __init__(self, model: torch.nn.Module, optimizers: list[Any]) -> None:
         from torch.distributed._tools.mem_tracker import MemTracker
 
+        self._model = model
         self._tracker = MemTracker()
         self._tracker.track_external(model, *optimizers)
 
     def __enter__(self) -> "TrackedMemory":
+        # Before the tracker's own hooks are set, so that this one runs first.
+        self._hook = register_module_forward_pre_hook(self._forget_modules)
         self._tracker.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._tracker.__exit__(*error)
+        self._hook.remove()
+
+    def _forget_modules(self, module: torch.nn.Module, inputs: Any) -> None:
+        """The tracker refuses a module's second forward: each micro-batch must be its first."""
+        if module is self._model:
+            self._tracker.reset_mod_stats()
 
     def peak_bytes(self) -> dict[str, int]:
         """Bytes at the peak by category ("Parameter", "Activation", ...), and "Total"."""

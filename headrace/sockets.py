@@ -70,8 +70,8 @@ def place(micro: Micro, device: torch.device) -> Work:
     ids_BT = micro.ids_BT.to(device, non_blocking=True)
     targets_BT = micro.targets_BT.to(device, non_blocking=True)
     if micro.positions_BT is None or micro.segments_BT is None:
-        positions_BT = torch.arange(ids_BT.size(1), device=device).expand(ids_BT.shape)
-        return Work(ids_BT, targets_BT, Rows(positions_BT))
+        positions_1T = torch.arange(ids_BT.size(1), device=device)[None]
+        return Work(ids_BT, targets_BT, Rows(positions_1T))
     positions_BT = micro.positions_BT.to(device, non_blocking=True)
     segments_BT = micro.segments_BT.to(device, non_blocking=True)
     return Work(ids_BT, targets_BT, Rows(positions_BT, segments_BT))

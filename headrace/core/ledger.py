@@ -20,8 +20,8 @@ class Line:
     Args:
         bytes: bytes that are held.
         instants: when they are held. "always" is every instant; "loss" is the peak at the head,
-            with all activations kept; "backward" is the middle of the backward pass, with
-            gradients and one block's work; "optimizer" is the update.
+            with all activations kept; "backward" is the end of the backward pass, with all
+            gradients and the first block's work; "optimizer" is the update.
         layer: the block it belongs to, or None.
     """
 

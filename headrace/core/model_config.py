@@ -19,8 +19,11 @@ class ModelConfig(Strict):
     vocab_multiple: Positive = 64
     """The embedding is padded to a multiple of this many rows (matrix kernels like it)."""
     dim: Positive = 256
+    """Features of the residual stream."""
     layers: Positive = 4
+    """Blocks."""
     heads: Positive = 4
+    """Query heads."""
     kv_heads: int = Field(default=0, ge=0)
     """Key and value heads; 0 means as many as `heads` (no grouping)."""
     head_dim: int = Field(default=0, ge=0)
@@ -28,20 +31,27 @@ class ModelConfig(Strict):
     ffn: int = Field(default=0, ge=0)
     """Hidden features of the MLP; 0 means 8/3 dim (swiglu) or 4 dim, rounded up to 32."""
     norm: Literal["rms_norm", "layer_norm"] = "rms_norm"
+    """Normalisation before attention, before the MLP and at the end."""
     norm_eps: float = Field(default=1e-5, gt=0)
+    """Added to the mean square."""
     activation: Literal["swiglu", "gelu", "gelu_tanh", "relu2"] = "swiglu"
+    """The MLP's nonlinearity; swiglu is gated and has three matrices."""
     position: Literal["rope", "learned", "none"] = "rope"
+    """How tokens know their place."""
     rope_theta: float = Field(default=10_000.0, gt=0)
+    """Base of the rotation's wavelengths."""
     context: int = Field(default=0, ge=0)
     """Most positions that `learned` holds; 0 means data.sequence_length."""
     qk_norm: bool = False
     """RMSNorm on queries and keys, per head, before the rotation (arXiv 2302.05442)."""
     tied_embeddings: bool = False
+    """The output matrix is the embedding."""
     bias: bool = False
     """Biases in the linears of attention and MLP, as GPT-2 has."""
     output_init: Literal["depth_scaled", "zero", "plain"] = "depth_scaled"
     """How the two projections that write to the residual start."""
     init_std: float = Field(default=0.02, gt=0)
+    """Standard deviation of initial weights."""
     pretrained: str = ""
     """A folder with config.json and safetensors to start from instead of random weights."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"

@@ -52,9 +52,13 @@ class Goal(Strict):
     bits_per_byte: float | None = Field(default=None, gt=0)
     """Validation loss to reach, in bits per byte of text."""
     steps: int | None = Field(default=None, ge=1)
+    """Most optimizer steps."""
     tokens: int | None = Field(default=None, ge=1)
+    """Most tokens, padding included."""
     minutes: float | None = Field(default=None, gt=0)
+    """Most minutes on the clock, evaluation and compiling included."""
     dollars: float | None = Field(default=None, gt=0)
+    """Most money, by hardware.dollars_per_hour."""
 
 
 class Batch(Strict):
@@ -70,8 +74,11 @@ class OptimizerConfig(Strict):
     """The trunk's AdamW (arXiv 1711.05101)."""
 
     lr: float = Field(default=1e-3, gt=0)
+    """Highest learning rate; the schedule scales it."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """Decay of the first and second moments, per step."""
     eps: float = Field(default=1e-8, gt=0)
+    """Added to the root of the second moment."""
     weight_decay: float = Field(default=0.1, ge=0)
     """On tensors of two or more dimensions."""
     clip_norm: float = Field(default=1.0, ge=0)
@@ -82,7 +89,9 @@ class ScheduleConfig(Strict):
     """The learning rate as a share of `optimizer.lr`, a pure function of the step."""
 
     kind: Literal["cosine", "warmup_stable_decay", "constant"] = "cosine"
+    """The curve between warmup and horizon."""
     warmup_steps: int = Field(default=0, ge=0)
+    """Steps of linear rise from zero."""
     decay_fraction: Fraction = 0.2
     """Last share of the horizon in which warmup_stable_decay falls linearly."""
     final_fraction: Fraction = 0.1
@@ -95,6 +104,7 @@ class EvalConfig(Strict):
     """Validation on held-out documents, always the same rows."""
 
     every_steps: int = Field(default=50, ge=1)
+    """Steps between evaluations."""
     tokens: int = Field(default=131_072, ge=1)
     """At most this many validation tokens; all of the set when it is smaller."""
 
@@ -105,6 +115,7 @@ class CheckpointConfig(Strict):
     every_steps: int = Field(default=100, ge=0)
     """0 saves nothing, not even in the end."""
     keep_last: int = Field(default=2, ge=1)
+    """Newest checkpoints that are kept."""
     keep_best: bool = True
     """Also keep the checkpoint of the lowest validation loss."""
 
@@ -120,12 +131,14 @@ class HardwareConfig(Strict):
     """What the machine costs."""
 
     dollars_per_hour: float | None = Field(default=None, ge=0)
+    """Price of all devices of the run; without it `dollars` is null."""
 
 
 class TrackConfig(Strict):
     """Loggers beside metrics.jsonl, all off by default; they need `headrace[track]`."""
 
     to: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
+    """Which loggers get every row."""
 
 
 class Plan(Strict):
@@ -134,8 +147,11 @@ class Plan(Strict):
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """The run's folder under `directory`."""
     directory: str = "runs"
+    """Where runs are kept; a run's folder is `directory`/`name`."""
     seed: int = Field(default=0, ge=0)
+    """Of weights and of the order of rows."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """auto takes a GPU when there is one."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     goal: Goal = Goal()
@@ -148,6 +164,7 @@ class Plan(Strict):
     hardware: HardwareConfig = HardwareConfig()
     track: TrackConfig = TrackConfig()
     techniques: dict[str, SerializeAsAny[Technique]] = Field(default_factory=dict)
+    """One table per technique that is on, as in `[techniques.muon]`; its keys are its knobs."""
 
     @property
     def rows_per_step(self) -> int:

@@ -99,16 +99,18 @@ class _ChunkedLoss(torch.autograd.Function):
                 else:
                     grad_weight += low_grad_nV.T @ low_nD
             total += part.detach()
-        ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
+        ctx.gradients = grad_hidden, grad_weight.to(weight.dtype)
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        grad_hidden, grad_weight = ctx.saved_tensors
-        scale = grad_total
+        grad_hidden, grad_weight = ctx.gradients
+        ctx.gradients = None, None  # so that the weight takes this very tensor as its gradient
+        if grad_weight is None:
+            raise RuntimeError("chunked_loss has one backward pass: its gradients are given away")
         return (
-            grad_hidden * scale.to(grad_hidden.dtype) if ctx.needs_input_grad[0] else None,
-            grad_weight.mul_(scale) if ctx.needs_input_grad[1] else None,
+            grad_hidden.mul_(grad_total) if ctx.needs_input_grad[0] else None,
+            grad_weight.mul_(grad_total) if ctx.needs_input_grad[1] else None,
             None, None, None, None,
         )  # fmt: skip

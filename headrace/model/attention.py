@@ -72,8 +72,9 @@ class KVCache:
 
 
 class Shared(NamedTuple):
-    """What all layers of one forward share: the prepared mask, the rotation, a sampling cache."""
+    """What all layers of one forward share: positions, mask, rotation, a sampling cache."""
 
+    positions_BT: Tensor
     mask: object
     rotation: Rotation | None
     cache: KVCache | None = None

@@ -6,7 +6,7 @@ activation (4 in fp32, 2 under bf16). FLOPs count a multiply-add as two.
 Shapes: N = rows x length tokens, D features, L layers, H x K query features, G x K key features.
 """
 
-from headrace.core.ledger import Ledger, Line
+from headrace.core.ledger import Instant, Ledger, Line
 from headrace.core.model_config import ModelConfig
 
 FP32 = 4
@@ -50,35 +50,55 @@ def model_flops_per_token(config: ModelConfig, length: int) -> float:
 
 
 def trunk_ledger(
-    config: ModelConfig, *, rows: int, length: int, precision: str, device: str
-) -> Ledger:
-    """The plain trunk's costs for one micro-batch of `rows` x `length` tokens."""
+    config: ModelConfig, *, rows: int, length: int, precision: str, device: str,
+    accumulates: bool = False,
+) -> Ledger:  # fmt: skip
+    """The plain trunk's costs for one micro-batch of `rows` x `length` tokens.
+
+    Args:
+        config: the decoder.
+        rows: rows of the micro-batch.
+        length: tokens of a row.
+        precision: "fp32" or "bf16".
+        device: "cpu" keeps what its kernels keep.
+        accumulates: a step has several micro-batches, so that gradients are held in all but the
+            first one's forward pass.
+    """
     parameters = total_parameters(config)
     tokens = rows * length
     size = 2 if precision == "bf16" else FP32
     memory = {
         "parameters": Line(FP32 * parameters, ("always",)),
-        "gradients": Line(FP32 * parameters, ("backward", "optimizer")),
+        "gradients": Line(
+            FP32 * parameters, ("always",) if accumulates else ("backward", "optimizer")
+        ),
         "optimizer": Line(2 * FP32 * parameters, ("always",)),
     }
-    kept = ("loss", "backward")
     for layer in range(config.layers):
+        kept = held_in(layer)
         for name, count in _block_activations(config, tokens, length, size, device).items():
             memory[f"{layer}/{name}"] = Line(count, kept, layer)
-    memory["final_norm"] = Line(2 * size * tokens * config.dim, kept)
+    memory["final_norm"] = Line(2 * size * tokens * config.dim, ("loss",))
     memory["logits"] = Line(_logits_bytes(config, tokens, size), ("loss",))
-    forward = 2.0 * linear_parameters(config)
-    forward += 4.0 * config.layers * config.heads * config.resolved_head_dim * length
+    attention = 4.0 * config.layers * config.heads * config.resolved_head_dim * length
+    forward = 2.0 * linear_parameters(config) + attention
     sizes = {
         "layers": config.layers,
         "residual": size * tokens * config.dim,
         "logits_per_token": _logits_bytes(config, 1, size),
         "head_gradients": FP32 * config.dim * (config.vocab + tokens),
         "block_matrices": linear_parameters(config) - config.dim * config.vocab,
+        "down_matrices": config.layers * config.dim * config.resolved_ffn,
+        "attention_flops": attention,
         "mask": rows * length**2,
         "mask_copy": FP32 * rows * length**2 if device == "cpu" else 0,
     }
     return Ledger(memory, {"forward": forward, "backward": 2 * forward}, sizes)
+
+
+def held_in(layer: int) -> tuple[Instant, ...]:
+    """When a block's activations are held: the backward pass has let go of all but the first's."""
+    return ("loss", "backward") if layer == 0 else ("loss",)
 
 
 def _logits_bytes(config: ModelConfig, tokens: int, size: int) -> float:
@@ -105,10 +125,11 @@ def _block_activations(
         "gate_up": row * ffn * gates,
         "activation": row * ffn * gates,
     }
-    if config.position == "rope":
-        lines["rotation"] = row * (q + kv)
+    # Queries that lie between the keys of several groups are copied out of the fused product.
+    copied = q if 1 < config.resolved_kv_heads < config.heads else 0
+    changed = config.position == "rope" or config.qk_norm
+    lines["attention_input"] = row * (q + kv if changed else copied)
     if config.qk_norm:
-        # Normalised values, and a copy of queries that several heads share a group with.
-        copied = q if config.heads > config.resolved_kv_heads else 0
-        lines["qk_norm"] = row * (q + kv + copied)
+        statistics = FP32 * tokens * (config.heads + config.resolved_kv_heads)
+        lines["qk_norm"] = row * (q + kv + copied) + statistics
     return {name: float(count) for name, count in lines.items()}

@@ -89,10 +89,21 @@ class Decoder(nn.Module):
 
     def hidden(self, ids_BT: Tensor, rows: Rows, cache: KVCache | None = None) -> Tensor:
         """Normalised hidden states [B, T, D]."""
+        return self.states(ids_BT, self.share(rows, ids_BT.size(1), cache))
+
+    def share(self, rows: Rows, length: int, cache: KVCache | None = None) -> Shared:
+        """What all layers need of the rows, made once.
+
+        It stays outside of compiled code: a compiler would compute sines again in every layer.
+        """
+        mask = self.attend.prepare(self.mask, rows, length)
+        rotation = self.position.prepare(rows.positions_BT)
+        return Shared(rows.positions_BT, mask, rotation, cache)
+
+    def states(self, ids_BT: Tensor, shared: Shared) -> Tensor:
+        """The trunk: embedding, blocks, norm."""
         x_BTD = self.embed(ids_BT).to(self.residual_dtype)
-        x_BTD = self.position.embed(x_BTD, rows.positions_BT)
-        mask = self.attend.prepare(self.mask, rows, ids_BT.size(1))
-        shared = Shared(mask, self.position.prepare(rows.positions_BT), cache)
+        x_BTD = self.position.embed(x_BTD, shared.positions_BT)
         for block in self.blocks.values():
             x_BTD = block(x_BTD, shared)
         return self.norm(x_BTD)

@@ -43,7 +43,8 @@ class Rows(NamedTuple):
     """What a forward pass knows of its rows besides the tokens.
 
     Args:
-        positions_BT: place of each token, in its document if documents are masked, else in its row.
+        positions_BT: place of each token, in its document if documents are masked, else in its row;
+            one row serves all when they are equal.
         segments_BT: index of each token's document, or None when documents are not masked.
         prefix_B: length of each row's prefix, or None.
     """

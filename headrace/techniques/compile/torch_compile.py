@@ -7,6 +7,7 @@ lets the compiler see across blocks; `scope=block` compiles one block and reuses
 starts sooner. Source: PyTorch 2 (ASPLOS 2024, doi 10.1145/3620665.3640366).
 """
 
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -23,7 +24,7 @@ from headrace.core.technique import (
 )
 from headrace.sockets import Build
 
-FUSED_LINES = ("norm", "rotation", "qk_norm", "activation")
+FUSED_LINES = ("norm", "attention_input", "qk_norm", "activation")
 
 
 class TorchCompile(Technique[Build]):
@@ -40,7 +41,7 @@ class TorchCompile(Technique[Build]):
 
     room: ClassVar[str] = "compile"
     stage: ClassVar[Stage] = Stage.COMPILE
-    composes: ClassVar[tuple[str, ...]] = ("block_forward", "compiled")
+    composes: ClassVar[tuple[str, ...]] = ("block_forward", "compiled", "runtime")
     symptoms: ClassVar[tuple[str, ...]] = ("memory bandwidth", "launch")
     card: ClassVar[Card] = Card(
         buys="fewer kernels and fewer bytes moved between matrix products (derived)",
@@ -72,17 +73,23 @@ class TorchCompile(Technique[Build]):
         )  # fmt: skip
 
     def apply(self, build: Build) -> None:
-        """Compile blocks or the whole trunk, and the head where it can be."""
+        """Compile blocks or the whole trunk, and the head where it can be.
+
+        A build starts from nothing: what an earlier one in this process compiled would serve this
+        one too, and be no evidence for it.
+        """
+        torch.compiler.reset()
         model, how = build.model, self._how()
         if self.scope == "block":
             build.wrap_blocks(self.name(), lambda forward, layer: torch.compile(forward, **how))
             build.compiled.append("blocks")
         else:
-            model.hidden = torch.compile(model.hidden, **how)  # type: ignore[method-assign]
-            build.compiled.append("hidden")
+            model.states = torch.compile(model.states, **how)  # type: ignore[method-assign]
+            build.compiled.append("blocks")
         if model.head.compilable:
             model.loss = torch.compile(model.loss, **how)  # type: ignore[method-assign]
             build.compiled.append("loss")
+        build.runtime.append(_keep_side_effects)
         build.notes[self.name()] = _graphs()
 
     def _how(self) -> dict[str, Any]:
@@ -100,6 +107,16 @@ class TorchCompile(Technique[Build]):
             detail=f"{graphs} graphs of {' and '.join(build.compiled)}, {breaks} graph breaks",
             numbers={"graphs": graphs, "graph_breaks": breaks},
         )
+
+
+def _keep_side_effects() -> AbstractContextManager[Any]:
+    """Let a checkpointed block keep what `auxiliary` reads; a tracer would refuse it otherwise.
+
+    Recomputing the block does not keep it again, and nobody reads it then.
+    """
+    from torch._dynamo import config
+
+    return config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)
 
 
 def _graphs() -> tuple[int, int]:

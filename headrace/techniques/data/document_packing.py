@@ -16,6 +16,7 @@ import torch
 
 from headrace.core.ledger import Ledger, Line
 from headrace.core.technique import Card, Context, Evidence, Stage, Supported, Technique
+from headrace.model.count import held_in
 from headrace.model.mask import Rows
 from headrace.sockets import Build
 
@@ -46,7 +47,7 @@ class DocumentPacking(Technique[Build]):
         sizes = ledger.sizes
         ledger = ledger.with_line("mask", Line(sizes["mask"], ("loss", "backward")))
         for layer in range(int(sizes["layers"])):
-            line = Line(sizes["mask_copy"], ("loss", "backward"), layer)
+            line = Line(sizes["mask_copy"], held_in(layer), layer)
             ledger = ledger.with_line(f"{layer}/mask_copy", line)
         return ledger
 

@@ -38,7 +38,7 @@ ATTENTIONS = frozenset({
 })  # fmt: skip
 SAVED = {"matmul+attention": MATMULS | ATTENTIONS, "matmul": MATMULS, "attention": ATTENTIONS}
 PRODUCT_LINES = ("qkv", "gate_up")
-RECOMPUTED_LINES = ("norm", "rotation", "qk_norm", "activation", "mask_copy")
+RECOMPUTED_LINES = ("norm", "attention_input", "qk_norm", "activation", "mask_copy")
 """Ledger lines of a block that are neither a product's nor attention's output."""
 
 
@@ -82,8 +82,13 @@ class SelectiveCheckpoint(Technique[Build]):
             ledger = ledger.with_line(f"{layer}/residual", replace(kept, bytes=stream))
             if "matmul" in self.save:  # the products that are added to the residual
                 ledger = ledger.with_line(f"{layer}/added", replace(kept, bytes=2 * stream))
-        ledger = ledger.without(drop)
-        return ledger.with_line("recompute", Line(one, ("backward",)))
+        sizes, again = ledger.sizes, 0.0
+        if "matmul" not in self.save:  # all but the last: nothing in the block needs its result
+            again += 2 * (sizes["block_matrices"] - sizes["down_matrices"])
+        if "attention" not in self.save:
+            again += sizes["attention_flops"]
+        ledger = ledger.without(drop).with_line("recompute", Line(one, ("backward",)))
+        return ledger.with_flops("recompute", again * len(chosen) / max(1, len(layers)))
 
     def apply(self, build: Build) -> None:
         """Wrap the chosen blocks."""

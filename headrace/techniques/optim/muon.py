@@ -9,17 +9,22 @@ one momentum per matrix: half of AdamW's. Source: Keller Jordan, "Muon" (2024); 
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from headrace.core.ledger import Ledger
+from headrace.core.ledger import Ledger, Line
 from headrace.core.technique import Card, Context, Evidence, Stage, Supported, Technique
 from headrace.kernels.orthogonalize import orthogonalize
 from headrace.model.fusion import Fusion, fusions
 from headrace.sockets import Build, Route
+
+COPIES = 4
+"""Of all its matrices, held while it updates: taken apart, iterated, done, put together. Measured
+where the matrices of a block have several shapes; twice as many where all have one."""
 
 
 class MuonOptimizer(torch.optim.Optimizer):
@@ -102,7 +107,8 @@ class Muon(Technique[Build]):
     symptoms: ClassVar[tuple[str, ...]] = ("convergence", "memory:optimizer")
     card: ClassVar[Card] = Card(
         buys="fewer tokens to the same loss, and half of the optimizer state of the matrices",
-        costs="about 5 x 3 matrix products per matrix and step, which do not grow with the batch",
+        costs="about 5 x 3 matrix products per matrix and step, which do not grow with the batch; "
+        "four copies of the matrices during the update (derived)",
         helps="pretraining from scratch at ordinary batch sizes",
         hurts="tiny batches and wide matrices, where the iteration outweighs the step",
         source="https://kellerjordan.github.io/posts/muon; arXiv 2502.16982",
@@ -113,11 +119,11 @@ class Muon(Technique[Build]):
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """One state instead of two for the matrices of blocks."""
-        saved = 4 * ledger.sizes["block_matrices"]
+        """One state instead of two for the matrices of blocks; directions while they update."""
+        one = 4 * ledger.sizes["block_matrices"]
         line = ledger.memory["optimizer"]
-        smaller = type(line)(line.bytes - saved, line.instants)
-        return ledger.with_line("optimizer", smaller)
+        ledger = ledger.with_line("optimizer", replace(line, bytes=line.bytes - one))
+        return ledger.with_line("directions", Line(COPIES * one, ("optimizer",)))
 
     def apply(self, build: Build) -> None:
         """Route the matrices of blocks here."""

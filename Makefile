@@ -1,0 +1,51 @@
+# make demo | test | test-full | check | docs. Each makes .venv when it is missing or out of date.
+# PYTHON=python3.12 chooses the interpreter; DATA=DIR lets tests read real text from DIR.
+PYTHON ?= python3
+DATA ?=
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
+PYTEST := $(BIN)/python -m pytest $(if $(DATA),--data "$(DATA)")
+
+.PHONY: demo test test-full check docs clean
+.DELETE_ON_ERROR:
+
+demo: .venv/installed
+	$(BIN)/headrace train demo
+
+test: .venv/installed-dev
+	$(PYTEST) -m "not slow and not gpu"
+
+test-full: .venv/installed-dev
+	$(PYTEST) -m "not gpu"
+
+check: .venv/installed-dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/mkdocs build --strict --quiet --site-dir site
+
+docs: .venv/installed-dev
+	$(BIN)/mkdocs build --strict --site-dir site
+
+clean:
+	rm -rf .venv site build
+
+# A stamp is newer than what it was made from, so a second `make` installs nothing.
+.venv/installed: pyproject.toml constraints.txt | .venv/bin/python
+	@echo "installing headrace into .venv (torch is large: minutes on a slow line)"
+	@$(PIP) -e .
+	@touch $@
+
+.venv/installed-dev: pyproject.toml constraints.txt | .venv/bin/python
+	@echo "installing headrace with what its tests need into .venv"
+	@$(PIP) -e '.[dev]'
+	@touch $@ .venv/installed
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "error: headrace needs Python 3.11 or later, and $(PYTHON) is:"; \
+	  $(PYTHON) --version 2>&1 | head -n 1; \
+	  echo "  try: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 2; }
+	@$(PYTHON) -m venv .venv || { rm -rf .venv; \
+	  echo "error: $(PYTHON) -m venv failed"; \
+	  echo "  try: on Debian or Ubuntu, apt install python3-venv"; exit 2; }

@@ -1,0 +1,110 @@
+"""The README's table of numbers, made from the receipts in results/ and from nothing else.
+
+    python benchmarks/readme_table.py            # write it between the README's markers
+    python benchmarks/readme_table.py --check    # exit 1 when the README is behind the receipts
+
+The newest row of what was measured, at one shape on one device, stands in the table. A row that
+another row retracts is left out; so are a sweep's single points (`kind` "tune").
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+EMPTY = "No receipts yet: nothing has been measured with this version, so nothing is claimed."
+GIB = 2**30
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """A topic's rows, retracted ones and those that retract left out."""
+    rows = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
+    retracted = {row["retracts"] for row in rows if "retracts" in row}
+    return [
+        row
+        for number, row in enumerate(rows, 1)
+        if number not in retracted and "retracts" not in row and row.get("kind") != "tune"
+    ]
+
+
+def subject(row: dict[str, Any]) -> str:
+    """What was measured."""
+    return row.get("peer") or row.get("recipe") or row.get("technique") or "trunk"
+
+
+def table(topic: str, rows: list[dict[str, Any]]) -> str:
+    """One topic as Markdown."""
+    newest = {(subject(r), r.get("shape"), r["hardware"]): r for r in rows}
+    heads: dict[str, str] = {}
+    for row in newest.values():
+        heads |= {name: metric["unit"] for name, metric in row.get("metrics", {}).items()}
+    titles = [f"{name.replace('_', ' ')}{_unit(name, unit)}" for name, unit in heads.items()]
+    lines = [
+        f"**{topic.replace('_', ' ')}** (`results/{topic}.jsonl`)",
+        "",
+        f"| what | shape | hardware | n | {' | '.join([*titles, 'commit'])} |",
+        f"|---|---|---|---|{'---|' * (len(titles) + 1)}",
+    ]
+    for (what, shape, hardware), row in newest.items():
+        cells = [_cell(row.get("metrics", {}).get(name)) for name in heads]
+        if "refused" in row:
+            cells = [f"refused: {row['refused']}", *["" for _ in cells[1:]]]
+        facts = [what, shape or "", hardware, str(row.get("n", "")), *cells, row["commit"] or ""]
+        lines.append(f"| {' | '.join(facts)} |")
+    return "\n".join(lines)
+
+
+def _unit(name: str, unit: str) -> str:
+    """The unit, where the metric's name does not already say it."""
+    said = {"tokens_per_s": "tokens/s", "bits_per_byte": "bits/byte", "tokens": "tokens"}
+    return "" if said.get(name) == unit else f", {'GiB' if unit == 'bytes' else unit}"
+
+
+def _cell(metric: dict[str, Any] | None) -> str:
+    """The value, and its spread when there is one."""
+    if metric is None:
+        return "-"
+    scale = GIB if metric["unit"] == "bytes" else 1
+    value, low, high = (_number(metric[k] / scale) for k in ("value", "low", "high"))
+    return value if low == high else f"{value} ({low} to {high})"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def render(results: Path) -> str:
+    """Every topic that has rows, or one sentence."""
+    topics = [(f.stem, read_rows(f)) for f in sorted(results.glob("*.jsonl"))]
+    return "\n\n".join(table(name, rows) for name, rows in topics if rows) or EMPTY
+
+
+def replaced(page: str, inner: str) -> str:
+    """`page` with what stands between the markers replaced."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    if not rest or END not in page:
+        raise SystemExit(f"README.md has no {BEGIN} ... {END}")
+    return f"{before}{BEGIN}\n{inner}\n{END}{after}"
+
+
+def main() -> None:
+    """Write or check."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--results", type=Path, default=ROOT / "results")
+    args = parser.parse_args()
+    page = args.readme.read_text()
+    fresh = replaced(page, render(args.results))
+    if not args.check:
+        args.readme.write_text(fresh)
+    elif page != fresh:
+        sys.exit("README.md is behind results/: python benchmarks/readme_table.py")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""The import law: floors and their order, as docs/design.md draws them."""
+
+import re
+import subprocess
+import sys
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+LINE = re.compile(r"  ((?:[a-z_]+(?:/|\.py) ?)+?) +(\d)  \S")
+
+
+def _inside(name: str) -> bool:
+    return name.split(".")[0] == "headrace" or name.startswith(".")
+
+
+@pytest.fixture(scope="module")
+def order(root: Path) -> dict[str, tuple[int, int]]:
+    """(floor, place in the list) of every room, from the design."""
+    house = (root / "docs" / "design.md").read_text().split("headrace/\n", 1)[1].split("```", 1)[0]
+    rows = [LINE.match(line) for line in house.splitlines()]
+    named = [(name.rstrip("/"), int(row[2])) for row in rows if row for name in row[1].split()]
+    names = [(name.removesuffix(".py"), floor) for name, floor in named]
+    return {name: (floor, place) for place, (name, floor) in enumerate(names)}
+
+
+def test_the_design_lists_every_room(order: dict[str, tuple[int, int]], root: Path) -> None:
+    rooms = {p.stem for p in (root / "headrace").iterdir() if not p.name.startswith("__")}
+    assert set(order) - {"__main__"} == rooms
+    floors = [floor for floor, _ in order.values()]
+    assert floors == sorted(floors)
+
+
+def test_nothing_imports_what_stands_later(
+    imports: dict[str, set[str]], order: dict[str, tuple[int, int]]
+) -> None:
+    wrong = []
+    for module, names in imports.items():
+        room = module.split(".")[1] if "." in module else None
+        for name in filter(_inside, names):
+            target = name.split(".")[1] if "." in name else None
+            if room is None or target is None or target == room:
+                continue
+            if order[target] >= order[room]:
+                wrong.append(f"{module} imports {name}")
+    assert not wrong
+
+
+def test_data_imports_core_only(imports: dict[str, set[str]]) -> None:
+    wrong = [
+        f"{module} imports {name}"
+        for module, names in imports.items()
+        if module.startswith("headrace.data")
+        for name in filter(_inside, names)
+        if name.split(".")[1] not in ("core", "data")
+    ]
+    assert not wrong
+
+
+def test_there_are_no_cycles(imports: dict[str, set[str]]) -> None:
+    graph = {m: {n for n in names if n in imports} - {m} for m, names in imports.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"modules import each other: {' -> '.join(error.args[1])}")
+
+
+def test_imports_are_absolute(imports: dict[str, set[str]]) -> None:
+    assert not [m for m, names in imports.items() if any(n.startswith(".") for n in names)]
+
+
+def test_nothing_imports_a_technique(imports: dict[str, set[str]]) -> None:
+    wrong = [
+        f"{module} imports {name}"
+        for module, names in imports.items()
+        for name in names
+        if name.startswith("headrace.techniques") and (name != "headrace.techniques")
+    ]
+    assert not wrong
+    assert [m for m, names in imports.items() if "headrace.techniques" in names] == ["headrace.cli"]
+
+
+def test_a_technique_imports_neither_build_nor_train(imports: dict[str, set[str]]) -> None:
+    allowed = {"core", "kernels", "parallel", "model", "optim", "data", "sockets"}
+    wrong = [
+        f"{module} imports {name}"
+        for module, names in imports.items()
+        if module.startswith("headrace.techniques")
+        for name in filter(_inside, names)
+        if name.split(".")[1] not in allowed
+    ]
+    assert not wrong
+
+
+def test_core_imports_no_torch(trees: dict[str, object]) -> None:
+    modules = sorted(m for m in trees if m.startswith("headrace.core"))
+    assert modules
+    program = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    assert ended.returncode == 0, ended.stderr.decode() or "headrace.core imports torch"

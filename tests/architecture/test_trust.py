@@ -1,0 +1,89 @@
+"""What the package never does: read code, or be configured behind the plan's back."""
+
+import ast
+
+import pytest
+
+FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+FORBIDDEN_CALLS = {
+    "torch.load", "torch.save", "eval", "exec", "os.system", "yaml.load", "numpy.load", "np.load",
+    "torch.hub.load",
+}  # fmt: skip
+FORBIDDEN_KEYWORDS = {"trust_remote_code", "allow_pickle", "shell"}
+LAUNCHER_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK"}
+"""What torchrun tells its processes: the only environment that is read."""
+
+
+def _findings(tree: ast.Module) -> list[str]:
+    """What a module does that none may do."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names]
+            base = node.module if isinstance(node, ast.ImportFrom) else None
+            roots = {name.split(".")[0] for name in ([base] if base else names)}
+            found += sorted(roots & FORBIDDEN_MODULES)
+            found += [f"{base}.{n}" for n in names if f"{base}.{n}" in FORBIDDEN_CALLS]
+        elif isinstance(node, ast.Call):
+            if (called := ast.unparse(node.func)) in FORBIDDEN_CALLS:
+                found.append(called)
+            found += [k.arg for k in node.keywords if k.arg in FORBIDDEN_KEYWORDS]
+    return found
+
+
+def _variables(tree: ast.Module) -> list[str]:
+    """Environment variables that a module reads; `?` where no literal says which."""
+    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "os":
+            found += ["?" for a in node.names if a.name in ("environ", "getenv")]
+        if not isinstance(node, ast.Attribute) or ast.unparse(node) not in (
+            "os.environ",
+            "os.getenv",
+        ):
+            continue
+        use: ast.AST = parents[node]
+        if isinstance(use, ast.Attribute):
+            use = parents[use]
+        key = use.args[0] if isinstance(use, ast.Call) and use.args else getattr(use, "slice", None)
+        found.append(key.value if isinstance(key, ast.Constant) else "?")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import pickle", ["pickle"]),
+        ("from torch import load", ["torch.load"]),
+        ("x = torch.load(f, weights_only=True)", ["torch.load"]),
+        ("datasets.load_dataset(n, trust_remote_code=True)", ["trust_remote_code"]),
+        ("import json", []),
+    ],
+)
+def test_the_finder_finds(source: str, expected: list[str]) -> None:
+    assert _findings(ast.parse(source)) == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("os.environ['RANK']", ["RANK"]),
+        ("os.environ.get('HOME', '')", ["HOME"]),
+        ("os.getenv('HOME')", ["HOME"]),
+        ("dict(os.environ)", ["?"]),
+        ("from os import environ", ["?"]),
+    ],
+)
+def test_the_reader_reads(source: str, expected: list[str]) -> None:
+    assert _variables(ast.parse(source)) == expected
+
+
+def test_nothing_that_is_read_can_execute(trees: dict[str, ast.Module]) -> None:
+    found = {module: _findings(tree) for module, tree in trees.items()}
+    assert not {module: what for module, what in found.items() if what}
+
+
+def test_no_environment_variable_configures(trees: dict[str, ast.Module]) -> None:
+    found = {module: set(_variables(tree)) - LAUNCHER_VARIABLES for module, tree in trees.items()}
+    assert not {module: what for module, what in found.items() if what}

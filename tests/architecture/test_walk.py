@@ -1,0 +1,66 @@
+"""From the command to the gradient: few frames, and eight files that a newcomer reads."""
+
+import re
+import traceback
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import headrace.cli
+import headrace.train
+from headrace.core.technique import Stage
+from headrace.sockets import SOCKETS, Build
+
+MOST_FRAMES = 4
+
+
+class FromTheGradient(Exception):
+    """Raised while a gradient is made."""
+
+
+def test_four_frames_at_most(plan_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real: Callable[..., Build] = headrace.train.make_build
+
+    def hooked(*args: Any, **kwargs: Any) -> Build:
+        build = real(*args, **kwargs)
+
+        def stop(gradient: Any) -> None:
+            raise FromTheGradient
+
+        build.model.embed.weight.register_hook(stop)
+        return build
+
+    monkeypatch.setattr(headrace.train, "make_build", hooked)
+    monkeypatch.chdir(plan_file.parent)
+    with pytest.raises(FromTheGradient) as caught:
+        headrace.cli.train(str(plan_file), json=True)
+    stack = [frame for frame, _ in traceback.walk_tb(caught.tb)]
+    ours = [f for f in stack if f.f_globals["__name__"].startswith("headrace.")]
+    names = [f"{f.f_globals['__name__']}.{f.f_code.co_name}" for f in ours]
+    assert names[:3] == ["headrace.cli.train", "headrace.train.run", "headrace.train.step"]
+    assert len(names) <= MOST_FRAMES, names
+    assert stack[-1].f_code.co_name == "stop"
+
+
+def test_the_newcomers_files_are_there(root: Path) -> None:
+    design = (root / "docs" / "design.md").read_text()
+    walk = design.split("### A newcomer's walk", 1)[1].split("###", 1)[0]
+    files = re.findall(r"^\d\. `([^`]+)`", walk, re.MULTILINE)
+    assert len(files) == 8
+    assert not [f for f in files if not (root / f).is_file()]
+
+
+def test_the_design_names_every_socket_in_order_and_every_stage(root: Path) -> None:
+    design = (root / "docs" / "design.md").read_text()
+    tables = design.split("### The sockets", 1)[1].split("## 3.", 1)[0]
+    rows = re.findall(r"^\| (`[^|]+`) \|", tables, re.MULTILINE)
+    assert [name for row in rows for name in re.findall(r"`([^`]+)`", row)] == list(SOCKETS)
+    held = {f.name for f in fields(Build)}
+    assert {socket.split(".")[0] for socket in SOCKETS} <= held
+    stages = design.split("**Build-time only.**", 1)[1].split("What varies", 1)[0]
+    words = re.findall(r"[a-z]+", stages.split("\n\n")[1].replace("\n", " "))
+    places = [words.index(stage.name.lower()) for stage in Stage]
+    assert places == sorted(places)

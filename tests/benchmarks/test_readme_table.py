@@ -1,0 +1,75 @@
+"""The README's numbers come from receipts, and only from them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+PROGRAM = Path(__file__).parents[2] / "benchmarks" / "readme_table.py"
+PAGE = "# Title\n\n<!-- results:begin -->\nold\n<!-- results:end -->\n\nrest\n"
+
+
+def _row(what: str, rate: float, **facts: Any) -> dict[str, Any]:
+    metrics = {
+        "tokens_per_s": {"value": rate, "low": rate - 10, "high": rate + 10, "unit": "tokens/s"},
+        "peak_memory": {"value": 2**31, "low": 2**31, "high": 2**31, "unit": "bytes"},
+    }
+    return {"peer": what, "shape": "160m", "hardware": "GPU", "commit": "abc", "n": 5,
+            "metrics": metrics, **facts}  # fmt: skip
+
+
+def _render(folder: Path, rows: list[dict[str, Any]], *flags: str) -> tuple[int, str]:
+    readme, results = folder / "README.md", folder / "results"
+    if not readme.exists():
+        readme.write_text(PAGE)
+    results.mkdir(exist_ok=True)
+    (results / "peers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [sys.executable, str(PROGRAM), "--readme", str(readme), "--results", str(results)]
+    told = subprocess.run([*command, *flags], capture_output=True, text=True, check=False)
+    return told.returncode, readme.read_text()
+
+
+def test_the_readme_is_not_behind_the_receipts() -> None:
+    told = subprocess.run([sys.executable, str(PROGRAM), "--check"], capture_output=True,
+                          text=True, check=False)  # fmt: skip
+    assert told.returncode == 0, told.stderr
+
+
+def test_without_rows_nothing_is_claimed(tmp_path: Path) -> None:
+    code, page = _render(tmp_path, [])
+    assert code == 0
+    assert "No receipts yet" in page
+    assert page.startswith("# Title\n") and page.endswith("\n\nrest\n") and "old" not in page
+
+
+def test_a_row_is_shown_with_its_spread_and_units(tmp_path: Path) -> None:
+    _, page = _render(tmp_path, [_row("headrace", 560_000), _row("litgpt", 510_000)])
+    assert "| what | shape | hardware | n | tokens per s | peak memory, GiB | commit |" in page
+    assert "| headrace | 160m | GPU | 5 | 560,000 (559,990 to 560,010) | 2 | abc |" in page
+    assert "| litgpt | 160m | GPU | 5 | 510,000 (509,990 to 510,010) | 2 | abc |" in page
+
+
+def test_newer_rows_replace_and_retracted_rows_go(tmp_path: Path) -> None:
+    rows = [
+        _row("headrace", 1_000),
+        _row("headrace", 2_000),
+        _row("headrace", 9_000_000),
+        {"retracts": 3, "reason": "the clock was wrong"},
+        _row("headrace", 5_000, kind="tune"),
+    ]
+    _, page = _render(tmp_path, rows)
+    assert "| 2,000 (1,990 to 2,010) |" in page
+    assert page.count("| headrace |") == 1
+
+
+def test_a_refusal_says_why(tmp_path: Path) -> None:
+    rows = [_row("headrace", 1_000), _row("litgpt", 0, metrics={}, refused="out of memory")]
+    _, page = _render(tmp_path, rows)
+    assert "| litgpt | 160m | GPU | 5 | refused: out of memory |  | abc |" in page
+
+
+def test_check_fails_when_the_page_is_behind(tmp_path: Path) -> None:
+    assert _render(tmp_path, [_row("headrace", 1_000)], "--check")[0] == 1
+    assert _render(tmp_path, [_row("headrace", 1_000)])[0] == 0
+    assert _render(tmp_path, [_row("headrace", 1_000)], "--check")[0] == 0

@@ -1,0 +1,207 @@
+"""Every verb answers a person and a program, and ends with the exit code that it promises."""
+
+import json
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import headrace.cli
+from headrace.report import compare_reports
+
+REPORT_KEYS = {
+    "goal", "tokens", "wall_s", "steady_tokens_per_s", "model_flops_utilization",
+    "peak_memory_bytes", "phase_s", "wasted_token_fraction", "val", "dollars", "restarts",
+    "skipped_steps", "techniques", "stream_sha256", "seed", "narrowest", "sample",
+}  # fmt: skip
+
+
+def test_train_prints_its_report(call: Callable[..., Any], tiny_demo: list[str]) -> None:
+    told = call("train", *tiny_demo, "name=twin")
+    assert set(told) >= REPORT_KEYS
+    assert told["steps"] == 6 and told["goal"]["ended_by"] == "steps"
+    assert {"input", "forward", "backward", "optimizer", "communication_exposed", "checkpoint",
+            "eval", "compile"} == set(told["phase_s"])  # fmt: skip
+    assert {"allocated", "reserved", "predicted"} <= set(told["peak_memory_bytes"])
+    first = call("doctor", "demo")
+    assert first[0]["bottleneck"] and told["narrowest"]["station"]
+
+
+def test_train_tells_a_person_what_to_do_next(
+    say: Callable[..., tuple[str, str]], tiny_demo: list[str]
+) -> None:
+    out, error = say("train", *tiny_demo, "name=told")
+    assert out == ""
+    for said in ("bits per byte", "narrowest station", "sample:", "runs/told/report.html"):
+        assert said in error
+    assert error.count("headrace sample runs/told") == error.count("data.sources=") == 1
+
+
+def test_a_run_leaves_its_files(workshop: Path) -> None:
+    left = {p.name for p in (workshop / "runs" / "demo").iterdir()}
+    assert {"plan.toml", "environment.json", "metrics.jsonl", "findings.json", "report.json",
+            "report.html", "tokenizer.json", "checkpoints"} <= left  # fmt: skip
+    rows = (workshop / "runs" / "demo" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+
+
+def test_resume_goes_on(call: Callable[..., Any], tiny_demo: list[str]) -> None:
+    assert call("train", *tiny_demo, "name=longer")["steps"] == 6
+    told = call("train", *tiny_demo, "name=longer", "goal.steps=9", "--resume")
+    assert (told["steps"], told["restarts"]) == (9, 1)
+
+
+def test_eval_repeats_the_reports_loss(call: Callable[..., Any], workshop: Path) -> None:
+    report = json.loads((workshop / "runs" / "demo" / "report.json").read_text())
+    best = min(report["val"], key=lambda v: v["bits_per_byte"])
+    told = call("eval", "demo")
+    assert told["bits_per_byte"] == pytest.approx(best["bits_per_byte"], rel=1e-6)
+    assert set(told) == {"run", "loss_nats", "bits_per_byte", "tokens", "bytes"}
+
+
+def test_sample_is_the_same_for_the_same_seed(call: Callable[..., Any]) -> None:
+    asked = ("sample", "demo", "--prompt", "river", "--tokens", "12")
+    texts = [call(*asked, "--seed", seed)["text"] for seed in ("1", "1", "2")]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_sample_continues_the_prompt(say: Callable[..., tuple[str, str]]) -> None:
+    out, _ = say("sample", "demo", "--prompt", "river", "--tokens", "5", "--temperature", "0")
+    assert out.startswith("river")
+
+
+def test_list_has_every_technique_family_and_recipe(call: Callable[..., Any]) -> None:
+    known = headrace.cli.catalogue()
+    assert [row["technique"] for row in call("list")] == list(known.techniques)
+    assert [row["family"] for row in call("list", "--families")] == list(known.families)
+    assert "demo" in [row["recipe"] for row in call("list", "--recipes")]
+
+
+def test_list_shows_a_person_every_name(say: Callable[..., tuple[str, str]]) -> None:
+    out, _ = say("list")
+    for name in headrace.cli.catalogue().techniques:
+        assert name in out
+
+
+def test_explain_a_plan(call: Callable[..., Any], tiny_demo: list[str]) -> None:
+    told = call("explain", *tiny_demo, "--with", "muon")
+    assert told["sockets"]["routes"] == ["muon"]
+    assert told["peak_memory_bytes"] > 0 and set(told["flops_per_token"]) >= {"forward", "backward"}
+    assert sum(told["memory_lines"].values()) == pytest.approx(told["peak_memory_bytes"])
+
+
+@pytest.mark.parametrize("name", headrace.cli.catalogue().techniques)
+def test_explain_a_technique(
+    name: str, call: Callable[..., Any], say: Callable[..., tuple[str, str]]
+) -> None:
+    told, (text, _) = call("explain", name), say("explain", name)
+    for key in ("buys", "costs", "helps", "hurts", "source"):
+        assert told[key] and told[key] in text
+    for knob in told["knobs"]:
+        assert f"techniques.{name}.{knob}" in text
+
+
+def test_report_one_and_several(
+    call: Callable[..., Any], tiny_demo: list[str], workshop: Path
+) -> None:
+    page = Path(call("report", "demo")["page"])
+    assert page == Path("runs/demo/report.html") and "<html" in (workshop / page).read_text()
+    call("train", *tiny_demo, "name=other")
+    page = Path(call("report", "demo", "other", "--output", "both.html")["page"])
+    assert (workshop / page).read_text() == compare_reports(
+        [workshop / "runs" / "demo", workshop / "runs" / "other"], workshop / "again.html"
+    ).read_text()
+
+
+def test_doctor_names_the_narrowest_first(say: Callable[..., tuple[str, str]]) -> None:
+    out, _ = say("doctor", "demo")
+    assert out.startswith("The narrowest station is ")
+
+
+def test_export(call: Callable[..., Any], workshop: Path) -> None:
+    told = call("export", "demo", "--to", "hf", "--output", "exported")
+    assert (workshop / told["folder"] / "config.json").is_file()
+    assert list((workshop / told["folder"]).glob("*.safetensors"))
+
+
+def test_ingest_prepares_without_training(call: Callable[..., Any], tiny_demo: list[str]) -> None:
+    told = call("data", "ingest", *tiny_demo)
+    assert told["train_tokens"] > 0 and told["validation_tokens"] > 0
+    assert len(told["data_sha256"]) == len(told["tokenizer_sha256"]) == 64
+    assert Path(told["folder"], "tokenizer.json").is_file()
+
+
+PLAN_MISTAKES = [
+    ("optimizer.learning_rate=1e-3", "'optimizer.learning_rate'", "lr, weight_decay"),
+    ("optimizer.weightdecay=0.1", "'optimizer.weightdecay'", "optimizer.weight_decay"),
+    ("modle.dim=8", "modle", "model"),
+    ("batch.tokens=100", "100 is not a multiple", "batch.tokens="),
+    ("batch.tokens=many", "batch.tokens = 'many'", ""),
+    ("model.dim=-1", "model.dim = -1", "model.dim=1"),
+    ("model.activation=silu", "is not one of", "model.activation="),
+    ("techniques.muno.lr=0.1", "no technique 'muno'", "muon"),
+    ("data.sources=nowhere", "does not exist", ""),
+    ("batch.tokens", "is not an override", "key=value"),
+]
+
+
+@pytest.mark.parametrize(("override", "found", "works"), PLAN_MISTAKES)
+def test_a_wrong_plan_is_one_message_and_2(
+    override: str, found: str, works: str, call: Callable[..., Any],
+    say: Callable[..., tuple[str, str]], tiny_demo: list[str],
+) -> None:  # fmt: skip
+    told = call("train", *tiny_demo, override, code=2)
+    assert told["exit_code"] == 2 and found in told["error"]
+    assert works in told["error"] + told["remedy"]
+    out, error = say("train", *tiny_demo, override, code=2)
+    assert out == "" and "error:" in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize("verb", ["eval", "sample", "report", "doctor"])
+def test_an_unknown_run_names_the_nearest_and_2(verb: str, call: Callable[..., Any]) -> None:
+    told = call(verb, "dmeo", code=2)
+    assert "is not a run" in told["error"] and "demo" in told["error"]
+
+
+def test_an_unknown_recipe_names_the_nearest_and_2(call: Callable[..., Any]) -> None:
+    told = call("train", "dmeo", code=2)
+    assert "the nearest recipe is demo" in told["error"]
+
+
+def test_an_unknown_format_and_checkpoint_are_2(call: Callable[..., Any]) -> None:
+    assert call("export", "demo", "--to", "gguff", "--output", "x", code=2)["exit_code"] == 2
+    told = call("eval", "demo", "--checkpoint", "step-99", code=2)
+    assert "step-6" in told["error"]
+
+
+def test_what_is_not_supported_here_is_3(call: Callable[..., Any], tiny_demo: list[str]) -> None:
+    told = call("train", *tiny_demo, "--with", "cudnn_attention", code=3)
+    assert "NVIDIA" in told["error"] and "--without cudnn_attention" in told["remedy"]
+    absent = "cuda" if not torch.cuda.is_available() else "mps"
+    assert "finds none here" in call("train", *tiny_demo, f"device={absent}", code=3)["error"]
+
+
+def test_a_run_that_fails_is_1(
+    call: Callable[..., Any], tiny_demo: list[str], workshop: Path
+) -> None:
+    told = call("train", *tiny_demo, "name=wild", "optimizer.lr=1e30", code=1)
+    assert told["exit_code"] == 1 and "optimizer.lr=" in told["remedy"]
+    report = json.loads((workshop / "runs" / "wild" / "report.json").read_text())
+    assert report["status"] == "failed"
+
+
+def test_python_m_headrace_is_headrace() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"headrace": "headrace.cli:app"}
+    script = "import sys; from headrace.cli import app; sys.argv[0] = 'headrace'; app()"
+    told = [
+        subprocess.run([sys.executable, *how, "--help"], capture_output=True, text=True, check=True)
+        for how in (["-c", script], ["-m", "headrace"])
+    ]
+    assert told[0].stdout == told[1].stdout
+    assert "train" in told[0].stdout

@@ -1,0 +1,192 @@
+"""A tiny corpus, a tiny plan, and three ways to run it: in this process, forked, and for real."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import PLAN, write_corpus
+
+from headrace.cli import catalogue
+from headrace.core.plan import Plan
+from headrace.progress import Progress
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """The tests measure exactness, not speed, and share the machine."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of text."""
+    return write_corpus(tmp_path_factory.mktemp("text") / "corpus")
+
+
+@pytest.fixture(scope="session")
+def prepared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where prepared shards are shared by all tests."""
+    return tmp_path_factory.mktemp("prepared")
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path, corpus: Path, prepared_folder: Path) -> Path:
+    """tiny.toml in a folder of its own, where runs go too."""
+    path = tmp_path / "tiny.toml"
+    path.write_text(PLAN.format(corpus=corpus, prepared=prepared_folder))
+    return path
+
+
+@pytest.fixture
+def tiny_plan(plan_file: Path) -> Callable[..., Plan]:
+    """The plan with `key=value` overrides."""
+
+    def make(*overrides: str) -> Plan:
+        runs = f"directory={plan_file.parent / 'runs'}"
+        return Plan.read(plan_file.read_text(), catalogue(), overrides=[runs, *overrides])
+
+    return make
+
+
+@pytest.fixture
+def train(tiny_plan: Callable[..., Plan]) -> Callable[..., Path]:
+    """Train the tiny plan in this process; returns the run's folder."""
+    from headrace import train as trainer
+
+    def run(*overrides: str, resume: bool = False, checkpoint: str | None = None) -> Path:
+        plan = tiny_plan(*overrides)
+        return trainer.run(plan, progress=Progress(), resume=resume, checkpoint=checkpoint)
+
+    return run
+
+
+@dataclass
+class Finished:
+    """How a process ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Child:
+    """A forked process."""
+
+    def __init__(self, zygote: "Zygote", pid: int, log: Path) -> None:
+        self._zygote, self.pid, self._log = zygote, pid, log
+
+    def send(self, number: signal.Signals) -> None:
+        """Send it a signal."""
+        os.kill(self.pid, number)
+
+    def wait(self) -> Finished:
+        """Wait for its end; a negative code is the signal that killed it."""
+        code = self._zygote.ask({"wait": self.pid})
+        texts = (self._log.with_suffix(s).read_text() for s in (".out", ".err"))
+        return Finished(code, *texts)
+
+
+class Zygote:
+    """Talks to the forking process."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._count = folder, 0
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("zygote.py"))],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=_environment(),
+        )  # fmt: skip
+
+    def ask(self, request: dict[str, Any]) -> int:
+        """One request, one answer."""
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def _start(self, cwd: Path, env: dict[str, str], **what: Any) -> Child:
+        self._count += 1
+        log = self._folder / str(self._count)
+        files = {"out": str(log.with_suffix(".out")), "err": str(log.with_suffix(".err"))}
+        return Child(self, self.ask({"cwd": str(cwd), "env": env, **files, **what}), log)
+
+    def start(self, cwd: Path, *argv: str, env: dict[str, str] | None = None) -> Child:
+        """`headrace ARGV` in a folder, without waiting."""
+        return self._start(cwd, env or {}, argv=argv)
+
+    def run(self, cwd: Path, *argv: str) -> Finished:
+        """`headrace ARGV` in a folder."""
+        return self.start(cwd, *argv).wait()
+
+    def ranks(self, count: int, cwd: Path, *argv: str) -> list[Finished]:
+        """`headrace ARGV` in `count` processes that form one world, as torchrun starts them."""
+        return [c.wait() for c in [self.start(cwd, *argv, env=e) for e in self.world(count)]]
+
+    def call(self, count: int, cwd: Path, file: Path, function: str, **arguments: Any) -> None:
+        """A function of a Python file in `count` processes that form one world."""
+        what = [str(file), function, arguments]
+        children = [self._start(cwd, env, call=what) for env in self.world(count)]
+        for ended in [c.wait() for c in children]:
+            assert ended.code == 0, ended.err
+
+    def world(self, count: int) -> list[dict[str, str]]:
+        """What torchrun would set in the environment of each of `count` processes."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count)}
+        return [{**shared, "RANK": str(r), "LOCAL_RANK": str(r)} for r in range(count)]
+
+    def close(self) -> None:
+        """End it."""
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+@pytest.fixture(scope="session")
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    """Real processes that start in milliseconds."""
+    server = Zygote(tmp_path_factory.mktemp("logs"))
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def run_cli() -> Callable[..., Finished]:
+    """`python -m headrace ARGV` in a process of its own, as a user starts it."""
+
+    def run(cwd: Path, *argv: str, timeout_s: float = 120) -> Finished:
+        ended = subprocess.run(
+            [sys.executable, "-m", "headrace", *argv], cwd=cwd, env=_environment(),
+            capture_output=True, text=True, timeout=timeout_s, check=False,
+        )  # fmt: skip
+        return Finished(ended.returncode, ended.stdout, ended.stderr)
+
+    return run
+
+
+def wait_until(true: Callable[[], bool], *, timeout_s: float = 60) -> None:
+    """Poll until something is true."""
+    give_up = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < give_up, "it did not happen in time"
+        time.sleep(0.0005)
+
+
+@pytest.fixture(scope="session", name="wait_until")
+def _wait_until() -> Callable[..., None]:
+    return wait_until

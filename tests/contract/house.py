@@ -1,0 +1,367 @@
+"""What the contract suite is made from: techniques and variants, tiny plans, batches, references.
+
+Nothing here names a technique but `TINY`, the knobs without which a technique would do nothing on a
+tiny model or would not be cheap, and the two that the design crosses all others with.
+"""
+
+import itertools
+import subprocess
+import sys
+import typing
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import annotated_types
+import numpy as np
+import torch
+from torch import Tensor
+
+import headrace.techniques
+from headrace.build import make_build, make_context
+from headrace.core.plan import Plan
+from headrace.core.technique import (
+    Catalogue,
+    Context,
+    Evidence,
+    Stage,
+    Supported,
+    Technique,
+    Unsupported,
+    discover,
+)
+from headrace.data.ingest import prepare
+from headrace.data.loader import Micro, collate
+from headrace.data.rows import IGNORE, Row
+from headrace.model.head import Vocabulary, cross_entropy
+from headrace.model.mask import Rows
+from headrace.model.zoo import families
+from headrace.parallel.world import World
+from headrace.signals import Signals
+from headrace.sockets import Build
+from headrace.train import step
+
+CATALOGUE = Catalogue(discover(headrace.techniques), families())
+PACKING, COMPILE = "document_packing", "torch_compile"
+
+TINY: Mapping[tuple[str, str], Mapping[str, Any]] = {
+    ("chunked_cross_entropy", "any"): {"chunk_tokens": 7},
+    ("torch_compile", "cpu"): {"backend": "aot_eager"},
+}
+"""(technique, device or "any") -> knobs for a tiny model."""
+DEAR = {
+    ("cpu", "torch_compile", "backend", "inductor"),
+    ("cuda", "torch_compile", "mode", "max-autotune-no-cudagraphs"),
+}
+"""Choices of a knob that take a minute: they run with the slow tests."""
+
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "grouped": {"dim": 24, "heads": 3, "kv_heads": 1, "ffn": 22, "vocab": 307},
+    "tied": {
+        "dim": 32, "heads": 4, "kv_heads": 2, "ffn": 20, "vocab": 311, "tied_embeddings": True,
+        "qk_norm": True, "position": "none", "activation": "relu2",
+    },
+    "gpt2": {
+        "dim": 40, "heads": 5, "ffn": 27, "vocab": 313, "norm": "layer_norm", "bias": True,
+        "activation": "gelu", "position": "learned",
+    },
+}  # fmt: skip
+"""Decoders that differ in everything, with sizes that divide nothing."""
+
+TOLERANCE_FP32 = 1e-5
+"""Largest difference of any number of a gradient, over the gradient's largest number."""
+BAND_BF16 = 0.05
+"""L2 distance of a gradient in bf16 from the fp32 reference's, over the reference's norm."""
+ROWS, LENGTH = 6, 13
+LAYERS = 2
+
+
+# --- techniques and their variants -----------------------------------------------------------
+
+
+def context_on(device: str, plan: Plan | None = None) -> Context:
+    """The place where tests on `device` run; an H200 stands in for a GPU that is not here."""
+    if device == "cuda" and not torch.cuda.is_available():
+        return Context(
+            plan=plan, device="cuda", device_name="NVIDIA H200", capability=(9, 0), torch=(2, 13),
+            has_triton=True, has_compiler=True, ranks=1, precision="bf16",
+        )  # fmt: skip
+    return make_context(plan or make_plan(), torch.device(device))
+
+
+def tiny_knobs(name: str, device: str) -> dict[str, Any]:
+    """The knobs with which `name` does its work on a tiny model."""
+    return {**TINY.get((name, "any"), {}), **TINY.get((name, device), {})}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A technique with knobs."""
+
+    name: str
+    knobs: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    dear: bool = False
+
+    def __str__(self) -> str:
+        return "-".join([self.name, *(f"{k}={v}" for k, v in self.knobs.items())])
+
+    def technique(self) -> Technique[Build]:
+        """The technique."""
+        return CATALOGUE.find(self.name).model_validate(dict(self.knobs))
+
+
+def knob_choices(technique: type[Technique[Any]]) -> Iterator[tuple[str, Any]]:
+    """Every choice of a Literal, both of a bool, the closed bounds of a number and the next."""
+    for key, info in technique.model_fields.items():
+        if typing.get_origin(info.annotation) is Literal:
+            yield from ((key, choice) for choice in typing.get_args(info.annotation))
+        elif info.annotation is bool:
+            yield from ((key, choice) for choice in (False, True))
+        elif info.annotation is int:
+            lows = [m.ge for m in info.metadata if isinstance(m, annotated_types.Ge)]
+            yield from ((key, low + more) for low in lows for more in (0, 1))
+        elif info.annotation is float:
+            yield from ((key, m.ge) for m in info.metadata if isinstance(m, annotated_types.Ge))
+            yield from ((key, m.le) for m in info.metadata if isinstance(m, annotated_types.Le))
+
+
+def variants(name: str, device: str) -> list[Variant]:
+    """The technique as it is on a tiny model, and with each other choice of each knob."""
+    technique = CATALOGUE.find(name)
+    plain = tiny_knobs(name, device)
+    found = [Variant(name, plain)]
+    for key, choice in knob_choices(technique):
+        knobs = {**plain, key: choice}
+        dear = (device, name, key, choice) in DEAR
+        if all(v.technique() != technique.model_validate(knobs) for v in found):
+            found.append(Variant(name, knobs, dear))
+    return [v for v in found if supported(v.technique(), device)]
+
+
+def supported(technique: Technique[Any], device: str) -> bool:
+    """Whether it runs on `device`."""
+    return isinstance(technique.supports(context_on(device)), Supported)
+
+
+def names_on(device: str) -> list[str]:
+    """Techniques that run on `device`."""
+    return [n for n in CATALOGUE.techniques if variants(n, device)]
+
+
+# --- plans and builds ------------------------------------------------------------------------
+
+_FOLDERS: dict[str, str] = {}
+
+
+def put_data_in(corpus: str, prepared: str) -> None:
+    """Where the tests' text lies and its shards go."""
+    _FOLDERS.update(sources=corpus, directory=prepared)
+
+
+def make_plan(
+    *techniques: Technique[Any], shape: str = "grouped", precision: str = "auto",
+    micro_rows: int = 0, device: str = "cpu", **keys: Any,
+) -> Plan:  # fmt: skip
+    """A tiny plan; `keys` are set in it, tables key by key."""
+    values: dict[str, Any] = {
+        "device": device,
+        "model": {
+            "layers": LAYERS, "vocab_multiple": 1, "init_std": 0.2, "precision": precision,
+            **SHAPES[shape],
+        },
+        "data": {**_FOLDERS, "vocab": 300, "sequence_length": LENGTH, "workers": 0},
+        "batch": {"tokens": ROWS * LENGTH, "micro_sequences": micro_rows},
+        "optimizer": {"clip_norm": 0.0, "eps": 1e-3, "lr": 1e-2},
+        "goal": {"steps": 4},
+    }  # fmt: skip
+    for key, value in keys.items():
+        values[key] = {**values.get(key, {}), **value} if isinstance(value, Mapping) else value
+    plan = Plan.model_validate(values)
+    return plan.replaced(techniques={t.name(): t for t in techniques})
+
+
+class Quiet:
+    """Phases that nobody times."""
+
+    def mark(self, phase: str) -> None:
+        """Nothing."""
+
+
+def build_of(plan: Plan, *, until: Stage = Stage.STEP) -> Build:
+    """The build of a plan, ready for `step`."""
+    device = torch.device(plan.device)
+    build = make_build(plan, prepare(plan), World(), device, until=until)
+    build.phases = Quiet() if device.type == "cpu" else Signals(device)
+    return build
+
+
+def random_build(plan: Plan) -> Build:
+    """The build with every parameter off its starting value, so that all of them matter."""
+    build = build_of(plan)
+    with torch.no_grad():
+        for name, parameter in build.model.named_parameters():
+            draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            noise = torch.randn(parameter.shape, generator=draw)
+            parameter.add_(0.1 * noise.to(parameter))
+    return build
+
+
+# --- batches ---------------------------------------------------------------------------------
+
+
+def make_rows(vocab: int, *, ignored: bool, seed: int = 0) -> list[Row]:
+    """Rows whose documents begin anywhere, one of them at a row's first token."""
+    random = np.random.default_rng(seed)
+    starts = [[0, 5], [], [1, 2, 12], [7], [4, 9], [LENGTH - 1, LENGTH]]
+    rows = []
+    for place, begins in enumerate(starts):
+        ids = random.integers(0, vocab, LENGTH + 1)
+        targets = ids[1:].copy()
+        if ignored:  # rows 0 and 1 wholly, the others unevenly
+            targets[random.random(LENGTH) < (1.0 if place < 2 else 0.15 * place)] = IGNORE
+        rows.append(Row(ids, np.array(begins, dtype=np.int64), targets))
+    return rows
+
+
+def make_micros(rows: Sequence[Row], *, micro_rows: int, segments: bool) -> list[Micro]:
+    """The rows as micro-batches, as the loader would hand them out."""
+    size = micro_rows or len(rows)
+    return [collate(rows[i : i + size], segments=segments) for i in range(0, len(rows), size)]
+
+
+# --- results and the reference ---------------------------------------------------------------
+
+
+@dataclass
+class Result:
+    """What a step computed, before its update."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+
+
+def gradients_of(build: Build) -> dict[str, Tensor]:
+    """Every parameter's gradient by name, fp32 on the host."""
+    return {
+        name: torch.zeros(()) if p.grad is None else p.grad.float().cpu()
+        for name, p in build.model.named_parameters()
+    }
+
+
+def take_step(build: Build, rows: Sequence[Row], *, index: int = 0) -> Result:
+    """One step of the run's own `step`."""
+    micros = make_micros(
+        rows, micro_rows=build.plan.batch.micro_sequences, segments=build.mask.document
+    )
+    with ExitStack() as flags:
+        for enter in build.runtime:
+            flags.enter_context(enter())
+        loss = float(step(build, micros, index)[0])
+    return Result(loss, gradients_of(build))
+
+
+def documents_of(row: Row) -> list[slice]:
+    """The row's documents as slices of its inputs."""
+    inner = [int(s) for s in row.starts if 0 < s < LENGTH]
+    return [slice(a, b) for a, b in itertools.pairwise([0, *inner, LENGTH])]
+
+
+def reference(
+    build: Build, rows: Sequence[Row], *, documents: bool = False,
+    more: Callable[[Build, Tensor, Tensor, Tensor], Tensor] | None = None,
+) -> Result:  # fmt: skip
+    """The plain trunk on each row, or on each document as a row of its own: no batch at all.
+
+    Args:
+        build: of the trunk alone, in fp32.
+        rows: the batch.
+        documents: whether documents are blind to each other.
+        more: (build, ids, logits, targets) of a row -> what its loss has beside cross-entropy.
+    """
+    model = build.model
+    model.zero_grad(set_to_none=True)
+    total = torch.zeros((), device=build.device)
+    targets = 0
+    for row in rows:
+        assert row.targets is not None
+        for part in documents_of(row) if documents else [slice(0, LENGTH)]:
+            ids_BT = torch.from_numpy(row.ids[:-1][part])[None].to(build.device)
+            targets_N = torch.from_numpy(row.targets[part]).to(build.device)
+            place_BT = torch.arange(ids_BT.size(1), device=build.device)[None]
+            logits_NV = model.logits(ids_BT, Rows(place_BT))[0]
+            total = total + cross_entropy(logits_NV, targets_N, None, Vocabulary())
+            if more is not None:
+                total = total + more(build, ids_BT[0], logits_NV, targets_N)
+            targets += int((targets_N != IGNORE).sum())
+    loss = total / targets
+    loss.backward()
+    return Result(float(loss.detach()), gradients_of(build))
+
+
+def trunk_reference(shape: str, rows: Sequence[Row], *, documents: bool, device: str) -> Result:
+    """`reference` of a trunk made for it."""
+    return reference(
+        random_build(make_plan(shape=shape, precision="fp32", device=device)),
+        rows, documents=documents,
+    )  # fmt: skip
+
+
+def assert_equal(found: Result, wanted: Result, *, band: float | None = None) -> None:
+    """Loss and every gradient agree: within TOLERANCE_FP32 by number, or within `band` by L2."""
+    assert found.gradients.keys() == wanted.gradients.keys()
+    off: dict[str, float] = {"loss": abs(found.loss - wanted.loss) / abs(wanted.loss)}
+    for name, right in wanted.gradients.items():
+        difference = found.gradients[name] - right
+        assert right.abs().max() > 0, f"the reference's gradient of {name} is zero"
+        if band is None:
+            off[name] = float(difference.abs().max() / right.abs().max())
+        else:
+            off[name] = float(difference.norm() / right.norm())
+    limit = TOLERANCE_FP32 if band is None else band
+    wrong = {name: round(value, 9) for name, value in off.items() if not value <= limit}
+    assert not wrong, f"beyond {limit}: {wrong}"
+
+
+def run_python(code: str, *argv: str) -> subprocess.CompletedProcess[str]:
+    """A program in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-c", code, *argv], capture_output=True, text=True, check=False
+    )
+
+
+# --- toys ------------------------------------------------------------------------------------
+
+
+def toy(
+    name: str, stage: Stage, apply: Callable[[Build], Any], *,
+    claims: tuple[str, ...] = (), composes: tuple[str, ...] = (),
+    excludes: Mapping[str, str] | None = None,
+    answer: Supported | Unsupported = Supported(),  # noqa: B008
+    active: bool = True,
+) -> Technique[Build]:  # fmt: skip
+    """A technique in a line, for what no real one does yet."""
+
+    class Toy(Technique[Build]):
+        """A toy."""
+
+        @classmethod
+        def name(cls) -> str:
+            return name
+
+        def supports(self, context: Context) -> Supported | Unsupported:
+            return answer
+
+        def predict(self, ledger: Any) -> Any:
+            return ledger
+
+        def apply(self, build: Build) -> None:
+            apply(build)
+
+        def active(self, build: Build) -> Evidence:
+            return Evidence(active, "a toy")
+
+    Toy.stage, Toy.claims, Toy.composes = stage, claims, composes
+    Toy.excludes = excludes or {}
+    return Toy()

@@ -1,0 +1,152 @@
+"""Equal: loss and every gradient of a technique are the plain trunk's, whatever it stands beside.
+
+The reference is the trunk on single rows, or on single documents where documents are masked: no
+batch, no accumulation, no technique. An `exact` technique has its gradients and, after updates, its
+weights. A `learning` or `approximate` one is compared with itself under plain conditions; where it
+only touches what follows the gradient, or says which tokens see each other, its gradients have the
+reference too. On a GPU the run is in bf16 and the reference in fp32, within BAND_BF16.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import house
+import pytest
+from house import COMPILE, PACKING, SHAPES, Result, Technique, Variant
+
+from headrace.core.errors import ConfigError
+from headrace.core.technique import check_claims
+
+AFTER_THE_GRADIENT = {"routes", "after_update", "values", "state", "weights_for_eval", "mask"}
+"""Sockets that leave the trunk's gradients as they are, and the mask, which the reference knows."""
+
+AXES: dict[str, tuple[Any, ...]] = {
+    "packing": (False, True),
+    "micro_rows": (0, 2, 1),
+    "ignored": (False, True),
+    "compile": (None, "model", "block"),
+    "shape": tuple(SHAPES),
+}
+
+
+def whole_cross(axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Every combination."""
+    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+
+
+def pairwise_cover(
+    axes: Mapping[str, Sequence[Any]], allowed: Callable[[dict[str, Any]], bool]
+) -> list[dict[str, Any]]:
+    """Few combinations in which each pair of choices that is allowed occurs (greedy)."""
+    candidates = [c for c in whole_cross(axes) if allowed(c)]
+
+    def pairs(case: Mapping[str, Any]) -> set[tuple[Any, ...]]:
+        return set(itertools.combinations(case.items(), 2))
+
+    missing = set().union(*map(pairs, candidates)) if candidates else set()
+    cover = []
+    while missing:
+        best = max(candidates, key=lambda c: len(pairs(c) & missing))
+        missing -= pairs(best)
+        cover.append(best)
+    return cover
+
+
+def can_stand_together(*techniques: Technique[Any]) -> bool:
+    """Whether no socket has two owners and nobody is excluded."""
+    try:
+        check_claims(techniques)
+    except ConfigError:
+        return False
+    return True
+
+
+def techniques_of(variant: Variant, case: dict[str, Any], device: str) -> dict[str, Any]:
+    """The technique and what the case crosses it with, by name."""
+    knobs: dict[str, dict[str, Any]] = {}
+    if case["packing"]:
+        knobs[PACKING] = {}
+    if case["compile"]:
+        knobs[COMPILE] = {**house.tiny_knobs(COMPILE, device), "scope": case["compile"]}
+    knobs[variant.name] = {**knobs.get(variant.name, {}), **variant.knobs}
+    return {name: Variant(name, given).technique() for name, given in knobs.items()}
+
+
+def allowed(case: dict[str, Any], device: str) -> bool:
+    """Whether the case can be built, and its technique is more than the crossing."""
+    return can_stand_together(*techniques_of(case["variant"], case, device).values())
+
+
+def cases(device: str) -> list[Any]:
+    """The pairwise cover, each variant once, and the whole cross for the slow tests."""
+    plain = [house.variants(name, device)[0] for name in house.names_on(device)]
+    axes = {"variant": plain, **AXES}
+    cover = pairwise_cover(axes, lambda case: allowed(case, device))
+    cover += [
+        {"variant": v, "packing": False, "micro_rows": 2, "ignored": True, "compile": None,
+         "shape": "tied"}
+        for name in house.names_on(device)
+        for v in house.variants(name, device)[1:]
+    ]  # fmt: skip
+    rest = [c for c in whole_cross(axes) if allowed(c, device) and c not in cover]
+    return [
+        pytest.param({**case, "device": device}, id="-".join([device, *map(str, case.values())]),
+                     marks=[pytest.mark.gpu] * (device == "cuda")
+                     + [pytest.mark.slow] * (case["variant"].dear or case in rest))
+        for case in [*cover, *rest]
+    ]  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def trunk(shape: str, ignored: bool, documents: bool, device: str) -> Result:
+    rows = house.make_rows(SHAPES[shape]["vocab"], ignored=ignored)
+    return house.trunk_reference(shape, rows, documents=documents, device=device)
+
+
+def run_case(case: dict[str, Any]) -> tuple[Any, Result]:
+    plan = house.make_plan(
+        *techniques_of(case["variant"], case, case["device"]).values(),
+        shape=case["shape"], micro_rows=case["micro_rows"], device=case["device"],
+    )  # fmt: skip
+    build = house.random_build(plan)
+    rows = house.make_rows(SHAPES[case["shape"]]["vocab"], ignored=case["ignored"])
+    return build, house.take_step(build, rows)
+
+
+@pytest.mark.parametrize("case", cases("cpu") + cases("cuda"))
+def test_gradients_equal_the_reference(case: dict[str, Any]) -> None:
+    build, found = run_case(case)
+    technique = build.plan.techniques[case["variant"].name]
+    band = house.BAND_BF16 if build.context.precision == "bf16" else None
+    right = trunk(case["shape"], case["ignored"], build.mask.document, case["device"])
+    touched = {*technique.claims, *technique.composes}
+    if technique.equality == "exact" or touched <= AFTER_THE_GRADIENT:
+        house.assert_equal(found, right, band=band)
+        return
+    plain = {**case, "micro_rows": 0, "compile": None}
+    house.assert_equal(found, run_case(plain)[1], band=band)
+    if technique.equality == "approximate":
+        house.assert_equal(found, right, band=max(technique.band, band or 0.0))
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [v for name in house.names_on("cpu") for v in house.variants(name, "cpu")
+     if v.technique().equality == "exact" and not v.dear],
+    ids=str,
+)  # fmt: skip
+def test_weights_follow_the_trunks(variant: Variant) -> None:
+    """Three clipped steps with an `exact` technique end at the trunk's weights."""
+    rows = [house.make_rows(SHAPES["grouped"]["vocab"], ignored=True, seed=n) for n in range(3)]
+    ends = []
+    for techniques in ((), (variant.technique(),)):
+        plan = house.make_plan(*techniques, micro_rows=2, optimizer={"clip_norm": 0.3})
+        build = house.random_build(plan)
+        for index, batch in enumerate(rows):
+            house.take_step(build, batch, index=index)
+        ends.append(dict(build.model.named_parameters()))
+    for name, right in ends[0].items():
+        off = (ends[1][name] - right).abs().max() / right.abs().max()
+        assert off <= house.TOLERANCE_FP32, f"{name} is off by {off}"

@@ -1,0 +1,111 @@
+"""The leak test: change document A, and document B's logits and gradients do not move.
+
+Not within a tolerance: not at all. It runs on the trunk's attention with each kernel that torch has
+for it here, and on every technique that fills `parts.attend`.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import house
+import numpy as np
+import pytest
+import torch
+from house import LENGTH, PACKING, Variant
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from headrace.data.rows import IGNORE, Row
+from headrace.sockets import Build, place
+
+KERNELS = {
+    "cpu": (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION),
+    "cuda": (SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION),
+}
+DOCUMENTS = ((0, 5), (5, 6), (6, LENGTH))
+"""Where the documents of each row lie: one of them is a single token."""
+
+
+def backends() -> list[object]:
+    """(device, technique or None, kernel or None)."""
+    found = []
+    for device in ("cpu", "cuda"):
+        mark = [pytest.mark.gpu] * (device == "cuda")
+        found += [pytest.param(device, None, kernel, marks=mark, id=f"{device}-{kernel.name}")
+                  for kernel in KERNELS[device]]  # fmt: skip
+        found += [
+            pytest.param(device, variant, None, marks=mark, id=f"{device}-{variant}")
+            for name in house.names_on(device)
+            for variant in house.variants(name, device)
+            if "parts.attend" in house.CATALOGUE.find(name).claims
+        ]
+    return found
+
+
+def rows_with(own: int, *, changed: int | None) -> list[Row]:
+    """Two rows where only document `own` has targets, and document `changed` has other tokens."""
+    random = torch.Generator().manual_seed(0)
+    rows = []
+    for _ in range(2):
+        ids = torch.randint(0, 300, (LENGTH + 1,), generator=random).numpy()
+        targets = ids[1:].copy()
+        begin, end = DOCUMENTS[own]
+        targets[:begin] = targets[end:] = IGNORE
+        if changed is not None:
+            other = slice(*DOCUMENTS[changed])
+            ids[other] = (ids[other] + 1) % 300
+        rows.append(Row(ids, np.array([5, 6]), targets))
+    return rows
+
+
+def look(build: Build, rows: list[Row], own: int) -> dict[str, Tensor]:
+    """Document `own`'s logits, the gradients of its embeddings, and those of all parameters."""
+    kept: list[Tensor] = []
+    watch = build.model.embed.register_forward_hook(lambda m, i, out: kept.append(out))
+    kept_logits: list[Tensor] = []
+    head = build.model.head.register_forward_pre_hook(lambda m, args: kept_logits.append(args[0]))
+    try:
+        (micro,) = house.make_micros(rows, micro_rows=0, segments=True)
+        work = place(micro, build.device)
+        build.model.zero_grad()
+        with build.autocast():
+            loss = build.model(
+                work.ids_BT, work.targets_BT, work.rows,
+                objective=build.objective, scale=torch.ones((), device=build.device),
+            )  # fmt: skip
+        kept[0].retain_grad()
+        loss.backward()
+    finally:
+        watch.remove()
+        head.remove()
+    part = slice(*DOCUMENTS[own])
+    states = kept_logits[0].unflatten(0, (2, LENGTH))[:, part]
+    assert kept[0].grad is not None
+    outside = torch.ones(LENGTH, dtype=torch.bool)
+    outside[part] = False
+    return {
+        "logits": build.model.head.logits(states, build.model.unembedding).detach(),
+        "embeddings": kept[0].grad[:, part].clone(),
+        "outside": kept[0].grad[:, outside.to(build.device)].abs().max(),
+        **house.gradients_of(build),
+    }
+
+
+@pytest.mark.parametrize(("device", "variant", "kernel"), backends())
+@pytest.mark.parametrize("own", range(len(DOCUMENTS)))
+def test_a_document_does_not_feel_its_neighbours(
+    device: str, variant: Variant | None, kernel: SDPBackend | None, own: int
+) -> None:
+    packing = Variant(PACKING).technique()
+    techniques = [packing, variant.technique()] if variant else [packing]
+    build = house.random_build(house.make_plan(*techniques, device=device, shape="tied"))
+    only: AbstractContextManager[object] = sdpa_kernel(kernel) if kernel else nullcontext()
+    with only:
+        before = look(build, rows_with(own, changed=None), own)
+        assert before["outside"] == 0, "a target's gradient reached another document"
+        for changed in range(len(DOCUMENTS)):
+            after = look(build, rows_with(own, changed=changed), own)
+            moved = [n for n in before if not before[n].equal(after[n])]
+            if changed == own:
+                assert "logits" in moved and "embeddings" in moved
+            else:
+                assert not moved, f"document {changed} moved {moved} of document {own}"

@@ -1,0 +1,265 @@
+"""Predicts: a technique's edit of the ledger is what a traced step shows.
+
+Memory is measured with torch's MemTracker, which sees every tensor by its storage; being a dispatch
+mode it does not stand beside a compiler, so these tests run uncompiled. The slope over layers
+leaves out what is there once. FLOPs are counted by torch's FlopCounterMode; attention counts whole,
+causal or not, and its backward as the four products of the mathematics, without the scores that a
+fused kernel computes again.
+"""
+
+import copy
+from typing import Any
+
+import house
+import numpy as np
+import pytest
+import torch
+from house import Variant
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils.flop_counter import FlopCounterMode
+
+from headrace.build import predict
+from headrace.core.ledger import INSTANTS, Ledger
+from headrace.core.plan import Batch, Plan
+from headrace.data.rows import Row
+from headrace.model.count import trunk_ledger
+from headrace.signals import TrackedMemory
+from headrace.sockets import place
+from headrace.train import step
+
+SLOPE_BAND = 0.01
+"""Relative error of what a layer keeps; the masks and statistics of one token are not lines."""
+PEAK_BAND = 0.05
+SLOPE_BAND_GPU, PEAK_BAND_GPU = 0.05, 0.10
+"""An allocator rounds up, and the libraries of matrix products keep workspaces."""
+LENGTH, ROWS = 64, 4
+SIZES = {"dim": 48, "heads": 4, "kv_heads": 0, "ffn": 96, "vocab": 521}
+
+TRUNKS: dict[str, dict[str, Any]] = {
+    "headrace": {},
+    "grouped": {"kv_heads": 2},
+    "grouped-none": {"kv_heads": 1, "position": "none", "activation": "relu2"},
+    "qk_norm": {"qk_norm": True},
+    "qk_norm-grouped": {"qk_norm": True, "kv_heads": 2},
+    "qk_norm-learned": {"qk_norm": True, "kv_heads": 2, "position": "learned"},
+    "gpt2": {"norm": "layer_norm", "position": "learned", "activation": "gelu", "bias": True,
+             "tied_embeddings": True},
+    "gelu_tanh": {"activation": "gelu_tanh", "bias": True},
+    "wide-heads": {"head_dim": 16, "norm": "layer_norm"},
+    "tied": {"tied_embeddings": True, "position": "none"},
+}  # fmt: skip
+CPU_VARIANTS = [
+    v for name in house.names_on("cpu") for v in house.variants(name, "cpu")
+    if "compiled" not in v.technique().composes
+]  # fmt: skip
+
+
+def plan_of(*variants: Variant, layers: int = 4, rows: int = ROWS, **model: Any) -> Plan:
+    return house.make_plan(
+        *(v.technique() for v in variants),
+        model={**SIZES, **model, "layers": layers},
+        data={"sequence_length": LENGTH}, batch={"tokens": rows * LENGTH},
+    )  # fmt: skip
+
+
+class Traced:
+    """The second step of a plan under the tracker: kept at the loss, and the peak, in bytes."""
+
+    def __init__(self, plan: Plan) -> None:
+        build = self.build = house.build_of(plan)
+        self.ledger = predict(build.plan, build.context)
+        random = np.random.default_rng(0)
+        rows = [
+            Row(random.integers(0, build.config.vocab, LENGTH + 1), np.array([5, 20]))
+            for _ in range(plan.rows_per_step)
+        ]
+        micros = house.make_micros(
+            rows, micro_rows=plan.batch.micro_sequences, segments=build.mask.document
+        )
+        step(build, micros, 0)
+        build.model.zero_grad()
+        tracker = MemTracker()
+        tracker.track_external(build.model, *build.optimizers.values())
+        loss, kept = build.model.loss, {}
+
+        def watched(*args: Any) -> Any:
+            kept.update(self._read(tracker, "current"))
+            return loss(*args)
+
+        build.model.loss = watched
+        with tracker:
+            step(build, micros, 1)
+        self.kept = kept["Activation"] + kept["Temp"]
+        self.state = kept["Optstate"]
+        self.peak = self._read(tracker, "peak")["Total"]
+
+    def _read(self, tracker: MemTracker, which: str) -> dict[str, int]:
+        (found,) = tracker.get_tracker_snapshot(which).values()
+        return {getattr(name, "value", str(name)): int(size) for name, size in found.items()}
+
+
+def kept_by_layers(ledger: Ledger) -> float:
+    return sum(
+        line.bytes for line in ledger.memory.values()
+        if line.layer is not None and "loss" in line.instants
+    )  # fmt: skip
+
+
+def check_against_trace(*variants: Variant, **model: Any) -> None:
+    deep, flat = (Traced(plan_of(*variants, layers=n, **model)) for n in (4, 2))
+    measured = (deep.kept - flat.kept) / 2
+    predicted = (kept_by_layers(deep.ledger) - kept_by_layers(flat.ledger)) / 2
+    assert predicted == pytest.approx(measured, rel=SLOPE_BAND)
+    assert deep.ledger.peak()[1] == pytest.approx(deep.peak, rel=PEAK_BAND)
+    held = deep.ledger.memory["parameters"].bytes
+    assert held == sum(p.nbytes for p in deep.build.model.parameters())
+    assert deep.ledger.memory["optimizer"].bytes == pytest.approx(deep.state, rel=0.01)
+
+
+@pytest.mark.parametrize("model", TRUNKS.values(), ids=TRUNKS)
+def test_the_trunks_memory(model: dict[str, Any]) -> None:
+    check_against_trace(**model)
+
+
+@pytest.mark.parametrize("variant", CPU_VARIANTS, ids=str)
+@pytest.mark.parametrize("model", ["headrace", "qk_norm-learned"])
+def test_a_techniques_memory(variant: Variant, model: str) -> None:
+    check_against_trace(variant, **TRUNKS[model])
+
+
+@pytest.mark.parametrize("variant", CPU_VARIANTS, ids=str)
+def test_a_small_batch_peaks_elsewhere_and_is_predicted(variant: Variant) -> None:
+    """With one row the optimizer or the backward pass is the peak, not the loss."""
+    traced = Traced(plan_of(variant, rows=1, vocab=307, dim=96, ffn=160, kv_heads=2))
+    assert traced.ledger.peak()[1] == pytest.approx(traced.peak, rel=PEAK_BAND)
+
+
+def test_accumulation_holds_gradients_all_the_time() -> None:
+    plan = plan_of().replaced(batch=Batch(tokens=ROWS * LENGTH, micro_sequences=1))
+    build = house.build_of(plan)
+    micros = [build.loader.step(n).micros for n in range(2)]
+    step(build, micros[0], 0)
+    for parameter in build.model.parameters():
+        parameter.grad = None
+    tracked = TrackedMemory(build.model, list(build.optimizers.values()))
+    with tracked:
+        step(build, micros[1], 1)
+    ledger = trunk_ledger(
+        build.config, rows=1, length=LENGTH, precision="fp32", device="cpu", accumulates=True
+    )
+    assert ledger.peak()[1] == pytest.approx(tracked.peak_bytes()["Total"], rel=PEAK_BAND)
+
+
+@pytest.mark.parametrize("variant", CPU_VARIANTS, ids=str)
+def test_an_edit_has_the_measured_sign(variant: Variant) -> None:
+    trunk, edited = Traced(plan_of()), Traced(plan_of(variant))
+    for measured, predicted in (
+        (edited.kept - trunk.kept, kept_by_layers(edited.ledger) - kept_by_layers(trunk.ledger)),
+        (edited.peak - trunk.peak, edited.ledger.peak()[1] - trunk.ledger.peak()[1]),
+    ):
+        matters = max(abs(measured), abs(predicted)) > 0.01 * trunk.peak
+        assert not matters or np.sign(measured) == np.sign(predicted)
+
+
+def test_prediction_is_pure_and_edits_only_with_reason(device: str, variant: Variant) -> None:
+    technique = variant.technique()
+    plan = plan_of(variant)
+    before = predict(plan.replaced(techniques={}), house.context_on(device, plan))
+    kept = copy.deepcopy(before)
+    after = technique.predict(before)
+    assert before == kept
+    assert after == technique.predict(before)
+    assert all(line.bytes >= 0 for line in after.memory.values())
+    assert all(set(line.instants) <= {*INSTANTS, "always"} for line in after.memory.values())
+    assert all(work >= 0 for work in after.flops.values())
+
+
+class Allocated:
+    """The same two instants of a second step, by the allocator of a GPU, at a size it shows."""
+
+    def __init__(self, *variants: Variant, layers: int = 4) -> None:
+        plan = house.make_plan(
+            *(v.technique() for v in variants), device="cuda",
+            model={"dim": 512, "heads": 8, "kv_heads": 8, "ffn": 1408, "vocab": 8192,
+                   "layers": layers},
+            data={"sequence_length": 512}, batch={"tokens": 8 * 512},
+        )  # fmt: skip
+        build = house.build_of(plan)
+        self.ledger = predict(build.plan, build.context)
+        micros = [build.loader.step(n).micros for n in range(2)]
+        step(build, micros[0], 0)
+        for parameter in build.model.parameters():
+            parameter.grad = None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before, kept = torch.cuda.memory_allocated(), []
+        inner = build.model.loss
+        build.model.loss = lambda *args: kept.append(torch.cuda.memory_allocated()) or inner(*args)
+        step(build, micros[1], 1)
+        torch.cuda.synchronize()
+        self.kept = kept[0] - before
+        self.peak = torch.cuda.max_memory_allocated()
+
+
+@pytest.mark.gpu
+def test_the_trunks_memory_on_a_gpu() -> None:
+    deep, flat = Allocated(layers=4), Allocated(layers=2)
+    measured = (deep.kept - flat.kept) / 2
+    predicted = (kept_by_layers(deep.ledger) - kept_by_layers(flat.ledger)) / 2
+    assert predicted == pytest.approx(measured, rel=SLOPE_BAND_GPU)
+    assert deep.ledger.peak()[1] == pytest.approx(deep.peak, rel=PEAK_BAND_GPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", house.names_on("cuda"))
+def test_an_edit_has_the_measured_sign_on_a_gpu(name: str) -> None:
+    trunk, edited = Allocated(), Allocated(house.variants(name, "cuda")[0])
+    measured = edited.peak - trunk.peak
+    predicted = edited.ledger.peak()[1] - trunk.ledger.peak()[1]
+    matters = max(abs(measured), abs(predicted)) > 0.02 * trunk.peak
+    assert not matters or np.sign(measured) == np.sign(predicted), (measured, predicted)
+
+
+def whole_attention(q: Any, k: Any, *args: Any, **kwargs: Any) -> int:
+    """Two products of [T, K] x [K, T] and [T, T] x [T, K] for each head."""
+    rows, heads, length, width = q
+    return 4 * rows * heads * length * k[2] * width
+
+
+def whole_attention_backward(grad: Any, q: Any, k: Any, *args: Any, **kwargs: Any) -> int:
+    return 2 * whole_attention(q, k)
+
+
+def product(into: Any, a: Any, b: Any, **kwargs: Any) -> int:
+    """A product of matrices that is added to a tensor in place."""
+    return 2 * a[0] * a[1] * b[1]
+
+
+UNCOUNTED = {  # by torch's own registry
+    torch.ops.aten.addmm_: product,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: whole_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: whole_attention_backward,
+}
+
+
+def counted_flops(plan: Plan) -> tuple[float, Ledger]:
+    """FLOPs per token of one step's forward and backward, and the ledger."""
+    build = house.build_of(plan)
+    rows = [Row(np.arange(LENGTH + 1), np.array([5, 20])) for _ in range(plan.rows_per_step)]
+    (micro,) = house.make_micros(rows, micro_rows=0, segments=build.mask.document)
+    counter = FlopCounterMode(display=False, custom_mapping=UNCOUNTED)
+    with counter:
+        build.engine(build, [place(micro, build.device)], build.objective, torch.ones(()))
+    return counter.get_total_flops() / plan.batch.tokens, predict(build.plan, build.context)
+
+
+@pytest.mark.parametrize("model", TRUNKS.values(), ids=TRUNKS)
+def test_the_trunks_flops(model: dict[str, Any]) -> None:
+    counted, ledger = counted_flops(plan_of(layers=2, **model))
+    assert ledger.flops_per_token() == pytest.approx(counted, rel=1e-6)
+
+
+@pytest.mark.parametrize("variant", CPU_VARIANTS, ids=str)
+def test_a_techniques_flops(variant: Variant) -> None:
+    counted, ledger = counted_flops(plan_of(variant))
+    assert ledger.flops_per_token() == pytest.approx(counted, rel=1e-6)

@@ -1,0 +1,120 @@
+"""Touches only what it declares: sockets, names of parameters, identities of blocks; and claims."""
+
+import house
+import pytest
+from house import Variant, toy
+from torch import Tensor, nn
+
+from headrace.core.errors import ConfigError
+from headrace.core.technique import Stage, Technique
+from headrace.model.decoder import Block
+from headrace.sockets import COMPOSED, OWNED, PARTS, Build
+
+
+def test_fills_what_it_declares(device: str, variant: Variant) -> None:
+    technique = variant.technique()
+    assert set(technique.claims) <= {*OWNED, *PARTS}
+    assert set(technique.composes) <= set(COMPOSED)
+    build = house.build_of(house.make_plan(technique, device=device))
+    filled = {socket for socket, names in build.filled.items() if variant.name in names}
+    assert set(technique.claims) <= filled
+    assert filled <= {*technique.claims, *technique.composes}
+
+
+@pytest.mark.parametrize("name", house.names_on("cpu"))
+def test_every_declared_socket_is_filled_by_some_choice(name: str) -> None:
+    filled: set[str] = set()
+    for variant in house.variants(name, "cpu"):
+        filled |= house.build_of(house.make_plan(variant.technique())).filled.keys()
+    technique = house.CATALOGUE.find(name)
+    assert filled == {*technique.claims, *technique.composes}
+
+
+def test_keeps_names_and_blocks(device: str, variant: Variant) -> None:
+    seen: list[nn.Module] = []
+    witness = toy("aaa", Stage.MODEL, lambda build: seen.extend(build.model.blocks.values()))
+    build = house.build_of(house.make_plan(witness, variant.technique(), device=device))
+    trunk = house.build_of(house.make_plan(device=device))
+    assert [n for n, _ in build.model.named_parameters()] == [
+        n for n, _ in trunk.model.named_parameters()
+    ]
+    blocks = list(build.model.blocks.values())
+    assert len(blocks) == len(seen) == house.LAYERS
+    assert all(b is s and type(b) is Block for b, s in zip(blocks, seen, strict=True))
+
+
+UNDECLARED = {
+    "engine": lambda build: setattr(build, "engine", lambda *_: None),
+    "parts.head": lambda build: setattr(build.parts, "head", lambda config: nn.Identity()),
+    "mask": lambda build: setattr(build, "mask", build.mask.with_document()),
+    "terms": lambda build: build.terms.append(lambda *_: 0.0),
+    "state": lambda build: build.state.update(mine=object()),
+    "values": lambda build: build.values.update(window=lambda step: 1.0),
+    "block_forward": lambda build: build.wrap_blocks("mine", lambda forward, layer: forward),
+}
+
+
+@pytest.mark.parametrize("socket", UNDECLARED)
+def test_touching_an_undeclared_socket_is_a_bug(socket: str) -> None:
+    sly = toy("sly", Stage.CHECKPOINT, UNDECLARED[socket])
+    with pytest.raises(AssertionError, match=rf"sly touched undeclared .*{socket}"):
+        house.build_of(house.make_plan(sly))
+
+
+def nothing(build: Build) -> None:
+    """Fill nothing."""
+
+
+def test_two_owners_of_a_socket_are_both_named() -> None:
+    first = toy("first", Stage.STEP, nothing, claims=("clip", "passes"))
+    second = toy("second", Stage.DATA, nothing, claims=("passes",))
+    with pytest.raises(ConfigError, match=r"'passes'") as caught:
+        house.build_of(house.make_plan(first, second))
+    assert "first" in str(caught.value) and "second" in str(caught.value)
+    assert "--without" in caught.value.remedy
+
+
+def test_an_excluded_technique_is_named_with_the_reason() -> None:
+    shy = toy("shy", Stage.STEP, nothing, excludes={"loud": "measured to diverge"})
+    loud = toy("loud", Stage.STEP, nothing)
+    with pytest.raises(ConfigError, match="shy cannot stand beside loud: measured to diverge"):
+        house.build_of(house.make_plan(shy, loud))
+    house.build_of(house.make_plan(shy))
+
+
+class Doubled(nn.Linear):
+    """A linear of twice the value, with the same weight name."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+def double(linear: nn.Linear) -> nn.Linear:
+    """`linear` as a Doubled over the same parameters."""
+    new = Doubled(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+    new.weight, new.bias = linear.weight, linear.bias
+    return new
+
+
+def replacing(name: str, *linears: str) -> Technique[Build]:
+    """A toy that doubles linears."""
+    return toy(name, Stage.LINEAR, lambda b: b.replace_linears(name, linears, double),
+               composes=("linear",))  # fmt: skip
+
+
+def test_a_linear_has_one_owner_and_a_model_several() -> None:
+    plan = house.make_plan(
+        replacing("one", "blocks.0.mlp.down"), replacing("two", "blocks.1.mlp.down")
+    )
+    build = house.build_of(plan)
+    kinds = {n: type(m) for n, m in build.model.named_modules() if isinstance(m, nn.Linear)}
+    assert {n for n, kind in kinds.items() if kind is Doubled} == {
+        "blocks.0.mlp.down", "blocks.1.mlp.down",
+    }  # fmt: skip
+    assert build.filled["linear"] == ["one", "two"]
+
+    clash = house.make_plan(
+        replacing("one", "blocks.0.mlp.down"), replacing("two", "blocks.0.mlp.down")
+    )
+    with pytest.raises(ConfigError, match=r"two and one .*blocks\.0\.mlp\.down"):
+        house.build_of(clash)

@@ -1,0 +1,73 @@
+"""Trains: a tiny run with every technique ends, repeats itself from a checkpoint, and reports.
+
+Active: its evidence is in the report, and is not there when apply had run and its effect is gone.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import house
+import pytest
+from house import Variant
+
+from headrace import train
+from headrace.build import check_active
+from headrace.core.errors import RunError
+from headrace.core.plan import Plan
+from headrace.progress import Progress
+from headrace.run_folder import RunFolder
+
+SHORT = {
+    "eval": {"every_steps": 2, "tokens": 4 * house.LENGTH},
+    "checkpoint": {"every_steps": 2, "keep_last": 3},
+}
+
+
+def run(plan: Plan, **how: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Train; returns the report and the rows of metrics."""
+    folder = train.run(plan, progress=Progress(), **how)
+    rows = (folder / "metrics.jsonl").read_text().splitlines()
+    return RunFolder(folder).read("report"), [json.loads(row) for row in rows]
+
+
+def test_trains_resumes_and_reports(device: str, variant: Variant, tmp_path: Path) -> None:
+    plan = house.make_plan(
+        variant.technique(), device=device, micro_rows=2, directory=str(tmp_path), **SHORT
+    )
+    report, rows = run(plan)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert all(math.isfinite(row["loss"]) for row in rows)
+    assert report["status"] == "done" and len(report["val"]) == 2
+
+    evidence = report["techniques"][variant.name]
+    assert evidence["active"] is True and evidence["detail"]
+    assert all(math.isfinite(number) for number in evidence["numbers"].values())
+
+    again, repeated = run(plan, resume=True, checkpoint="step-2")
+    near = 0.0 if device == "cpu" else 1e-2
+    for before, after in zip(rows, repeated, strict=True):
+        assert after["loss"] == pytest.approx(before["loss"], rel=near, abs=0)
+    assert again["stream_sha256"] == report["stream_sha256"]
+    assert again["techniques"][variant.name]["active"] is True
+
+
+def test_is_active_after_a_step(device: str, variant: Variant) -> None:
+    plan = house.make_plan(variant.technique(), device=device)
+    build = house.build_of(plan)
+    house.take_step(build, house.make_rows(build.config.vocab, ignored=False))
+    found = check_active(build)
+    assert found[variant.name].active and found[variant.name].detail
+
+
+def test_is_not_active_when_its_effect_is_gone(device: str, variant: Variant) -> None:
+    """Its `apply` has run and left its notes, but it is the trunk that then takes the step."""
+    technique = variant.technique()
+    build = house.build_of(house.make_plan(device=device))
+    build.notes = house.build_of(house.make_plan(technique, device=device)).notes
+    build.techniques = [technique]
+    house.take_step(build, house.make_rows(build.config.vocab, ignored=False))
+    assert not technique.active(build).active
+    with pytest.raises(RunError, match=f"{variant.name} was asked for and is not in force"):
+        check_active(build)

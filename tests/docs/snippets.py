@@ -1,0 +1,27 @@
+"""The fenced blocks of README and docs."""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+BLOCK = re.compile(r"(?:<!-- file: (\S+) -->\n)?^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    *(p.relative_to(ROOT).as_posix() for p in sorted((ROOT / "docs").rglob("*.md"))),
+)
+
+
+class Block(NamedTuple):
+    """One fenced block."""
+
+    file: str
+    """Where the page says that it stands; empty when it does not."""
+    language: str
+    text: str
+
+
+def blocks_of(page: str) -> list[Block]:
+    """A page's blocks in order."""
+    return [Block(*match.groups(default="")) for match in BLOCK.finditer((ROOT / page).read_text())]

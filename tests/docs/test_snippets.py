@@ -1,0 +1,120 @@
+"""Every fenced command of every page runs, on a plan made tiny; what does not is listed here.
+
+A line that ends in `# exit code N` must end so. Blocks under `<!-- file: NAME -->` are written to
+that file. The overrides that make a run tiny stand before the page's own, so the page's own count.
+"""
+
+import ast
+import re
+import shlex
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from snippets import PAGES, ROOT, blocks_of
+from typer.testing import CliRunner
+
+from headrace.cli import app
+from headrace.recipes import recipes
+
+TINY = (
+    "device=cpu",
+    *("model.dim=16", "model.layers=1", "model.heads=2", "model.ffn=32"),
+    *("data.vocab=300", "data.sequence_length=16", "batch.tokens=128"),
+    *("goal.steps=4", "schedule.steps=40", "schedule.warmup_steps=0"),
+    *("eval.every_steps=2", "eval.tokens=512", "checkpoint.every_steps=2"),
+)
+NOT_RUN = {
+    "source .venv/bin/activate": "tests run in the environment that they are given",
+    "python -m pytest -m gpu": "it needs a GPU, and is a test run of its own",
+}
+TAKES_PLAN = ("train", "explain", "ingest")
+
+
+def _tiny(arguments: list[str]) -> list[str]:
+    """The arguments with overrides behind the plan's name; others as they are."""
+    at = next((i + 1 for i, a in enumerate(arguments) if a in TAKES_PLAN), None)
+    if at is None or not (arguments[at] in recipes() or arguments[at].endswith(".toml")):
+        return arguments
+    plan = recipes().get(arguments[at], Path(arguments[at])).read_text()
+    own = ["data.sources=notes"] if 'sources = "stdlib"' in plan else []
+    return [*arguments[: at + 1], *own, *TINY, *arguments[at + 1 :]]
+
+
+def _headrace(arguments: list[str]) -> tuple[int, str]:
+    ended = CliRunner().invoke(app, _tiny(arguments))
+    if ended.exception is not None and not isinstance(ended.exception, SystemExit):
+        raise ended.exception
+    return ended.exit_code, ended.output
+
+
+def _run(line: str, world: Path, zygote: Any) -> tuple[int, str]:
+    """A command's exit code and what it said."""
+    words = shlex.split(line)
+    if words[0] == "headrace":
+        return _headrace(words[1:])
+    if words[0] == "torchrun":
+        count, program = int(words[2]), words[3:5]
+        assert program == ["-m", "headrace"]
+        ended = zygote.ranks(count, world, *_tiny(words[5:]))
+        return max(e.code for e in ended), "".join(e.err for e in ended)
+    if words[0] == "make":  # takes minutes: the target is there, and would run what it says
+        told = subprocess.run(
+            ["make", "-n", "-C", str(ROOT), *words[1:]], capture_output=True, text=True, check=False
+        )
+        return told.returncode, told.stderr or ("" if "python" in told.stdout else "runs nothing")
+    if line.startswith("pip install"):  # needs a network: the extra is there
+        extra = re.fullmatch(r"pip install -e '\.\[(\w+)\]'", line)
+        known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        assert extra and extra[1] in known["optional-dependencies"]
+        return 0, ""
+    pytest.fail(f"{line!r} is neither run nor listed in NOT_RUN")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_of_a_page(
+    page: str, world: Path, zygote: Any, request: pytest.FixtureRequest
+) -> None:
+    for block in blocks_of(page):
+        if block.file == "z_loss.py":
+            request.getfixturevalue("z_loss")
+        elif block.file:
+            (world / block.file).write_text(block.text)
+        if block.language != "sh":
+            continue
+        for raw in block.text.replace("\\\n", " ").splitlines():
+            line, _, note = raw.partition(" # ")
+            line = line.strip()
+            if not line or line in NOT_RUN:
+                continue
+            expected = int(note.removeprefix("exit code ")) if note else 0
+            code, said = _run(line, world, zygote)
+            assert code == expected, f"{page}: {line!r} ended with {code}:\n{said}"
+
+
+def test_what_does_not_run_is_still_said() -> None:
+    text = "\n".join(b.text for page in PAGES for b in blocks_of(page) if b.language == "sh")
+    assert not [line for line in NOT_RUN if line not in text.splitlines()]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_other_blocks_are_what_they_say(page: str) -> None:
+    for block in blocks_of(page):
+        if block.language == "python":
+            ast.parse(block.text)
+        elif block.language == "toml":
+            tomllib.loads(block.text)
+        else:
+            assert block.language in ("sh", "text")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_in_a_sentence_name_real_verbs(page: str) -> None:
+    command = typer.main.get_command(app)
+    data = command.commands["data"]  # type: ignore[attr-defined]
+    known = {*command.commands, *(f"data {name}" for name in data.commands)}  # type: ignore[attr-defined]
+    for said in re.findall(r"`headrace ([a-z]+(?: ingest)?)", (ROOT / page).read_text()):
+        assert said in known, f"{page} speaks of `headrace {said}`"

@@ -1,0 +1,129 @@
+"""The trunk's AdamW and clipping against torch's plain forms, and the mask of a bad step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from headrace.core.model_config import ModelConfig
+from headrace.core.plan import OptimizerConfig
+from headrace.model.fusion import fusions
+from headrace.optim.adamw import clip_gradients, gradient_norm, make_adamw
+from headrace.techniques.optim.muon import MuonOptimizer
+
+CONFIG = ModelConfig(dim=8, heads=4, kv_heads=2, ffn=6, layers=1, vocab=11)
+
+
+def parameters() -> dict[str, nn.Parameter]:
+    """Matrices and vectors with gradients, by the names of a decoder."""
+    draw = torch.Generator().manual_seed(0)
+    shapes = {
+        "blocks.0.mixer.qkv.weight": (16, 8), "blocks.0.mlp.gate_up.weight": (12, 8),
+        "blocks.0.mlp.down.weight": (8, 6), "norm.weight": (8,), "embed.weight": (11, 8),
+    }  # fmt: skip
+    named = {n: nn.Parameter(torch.randn(s, generator=draw)) for n, s in shapes.items()}
+    for parameter in named.values():
+        parameter.grad = torch.randn(parameter.shape, generator=draw)
+    return named
+
+
+def adamw(named: dict[str, nn.Parameter]) -> Any:
+    return make_adamw(OptimizerConfig(lr=0.1, weight_decay=0.3), named)
+
+
+def muon(named: dict[str, nn.Parameter]) -> Any:
+    taken = {n: p for n, p in named.items() if n.startswith("blocks.")}
+    return MuonOptimizer(taken, fusions(CONFIG), lr=0.1, momentum=0.9, weight_decay=0.3)
+
+
+def snapshot(named: dict[str, nn.Parameter], optimizer: Any) -> dict[str, Tensor]:
+    """Weights and all of the optimizer's state."""
+    found = {n: p.detach().clone() for n, p in named.items()}
+    for name, parameter in named.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            found[f"{name}/{key}"] = value.clone()
+    return found
+
+
+@pytest.mark.parametrize("make", [adamw, muon])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_found_inf_leaves_weights_and_state_bit_equal(
+    make: Callable[[dict[str, nn.Parameter]], Any], bad: float
+) -> None:
+    named = parameters()
+    optimizer = make(named)
+    optimizer.found_inf = torch.zeros(())
+    optimizer.step()
+    before = snapshot(named, optimizer)
+    assert len(before) > len(named)
+    for parameter in named.values():
+        assert parameter.grad is not None
+        parameter.grad.fill_(bad)
+    optimizer.found_inf = torch.ones(())
+    optimizer.step()
+    after = snapshot(named, optimizer)
+    assert before.keys() == after.keys()
+    assert all(after[name].equal(value) for name, value in before.items())
+
+
+@pytest.mark.parametrize("make", [adamw, muon])
+def test_a_masked_first_step_is_no_step(make: Callable[[dict[str, nn.Parameter]], Any]) -> None:
+    """What follows a skipped first step is what would have been the first."""
+    ends = []
+    for skips in ((1.0, 0.0), (0.0,)):
+        named = parameters()
+        optimizer = make(named)
+        for skip in skips:
+            optimizer.found_inf = torch.tensor(skip)
+            optimizer.step()
+        ends.append(snapshot(named, optimizer))
+    assert all(ends[0][name].equal(value) for name, value in ends[1].items())
+
+
+def test_adamw_equals_the_paper_with_decay_on_matrices_only() -> None:
+    named, config = parameters(), OptimizerConfig(lr=0.1, weight_decay=0.3, betas=(0.8, 0.9))
+    right = {n: p.detach().double() for n, p in named.items()}
+    optimizer = make_adamw(config, named)
+    first = {n: torch.zeros_like(p) for n, p in right.items()}
+    second = {n: torch.zeros_like(p) for n, p in right.items()}
+    for step in (1, 2, 3):
+        optimizer.step()
+        for name, weight in right.items():
+            assert named[name].grad is not None
+            grad = named[name].grad.double()  # type: ignore[union-attr]
+            first[name] = 0.8 * first[name] + 0.2 * grad
+            second[name] = 0.9 * second[name] + 0.1 * grad**2
+            decay = 0.3 if weight.ndim >= 2 else 0.0
+            update = (first[name] / (1 - 0.8**step)) / (
+                (second[name] / (1 - 0.9**step)).sqrt() + config.eps
+            )
+            right[name] = weight - 0.1 * decay * weight - 0.1 * update
+    for name, parameter in named.items():
+        torch.testing.assert_close(parameter.double(), right[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.5, 1e6])
+def test_clipping_equals_torchs_reference(limit: float) -> None:
+    ours, theirs = list(parameters().values()), list(parameters().values())
+    flat = torch.cat([p.grad.flatten().double() for p in ours if p.grad is not None])
+    norm = clip_gradients(ours, limit)
+    assert float(norm) == pytest.approx(float(flat.norm()), rel=1e-6)
+    if limit:
+        torch.nn.utils.clip_grad_norm_(theirs, limit)
+        assert float(gradient_norm(ours)) <= max(limit, float(norm)) * (1 + 1e-5)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-6, atol=0)
+    assert limit != 0.5 or float(gradient_norm(ours)) == pytest.approx(0.5, rel=1e-5)
+
+
+def test_parameters_without_a_gradient_are_passed_over() -> None:
+    first, *others = parameters().values()
+    assert first.grad is not None
+    norm = float(first.grad.norm())
+    for parameter in others:
+        parameter.grad = None
+    assert float(clip_gradients([first, *others], 1.0)) == pytest.approx(norm, rel=1e-6)
+    assert float(first.grad.norm()) == pytest.approx(1.0, rel=1e-5)
+    assert all(parameter.grad is None for parameter in others)

@@ -1,0 +1,98 @@
+"""A signal ends a run between two steps with its checkpoint saved, or at once before the first."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import assert_same_run
+
+from headrace.core.errors import Stopped
+from headrace.interrupts import Interrupts
+
+CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 75}
+COMMAND = ("train", "tiny.toml", "goal.steps=120")
+signals = pytest.mark.parametrize("number", CODES, ids=lambda number: number.name)
+
+
+def lines(path: Path) -> int:
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+@signals
+def test_a_signal_saves_and_the_resume_equals_a_run_that_got_none(
+    zygote: Any, plan_file: Path, wait_until: Callable[..., None], number: signal.Signals
+) -> None:
+    cwd, run = plan_file.parent, plan_file.parent / "runs" / "told"
+    child = zygote.start(cwd, *COMMAND, "name=told")
+    wait_until(lambda: lines(run / "metrics.jsonl") > 20)
+    child.send(number)
+    ended = child.wait()
+    assert ended.code == CODES[number], ended
+    step = json.loads((run / "checkpoints/latest/checkpoint.json").read_text())["step"]
+    assert step == lines(run / "metrics.jsonl") > 20
+    assert f"{number.name} ended the run at step {step}; checkpoint saved" in ended.err
+    assert "headrace train runs/told/plan.toml --resume" in ended.err
+    assert "Traceback" not in ended.err
+    report = json.loads((run / "report.json").read_text())
+    assert (report["status"], report["steps"]) == ("interrupted", step)
+    assert report["message"] == f"stopped by {number.name}"
+    assert zygote.run(cwd, "train", "runs/told/plan.toml", "--resume").code == 0
+    assert zygote.run(cwd, *COMMAND, "name=whole").code == 0
+    assert_same_run(run, cwd / "runs" / "whole")
+
+
+@signals
+def test_a_signal_while_data_is_prepared_ends_at_once_and_leaves_nothing_half(
+    zygote: Any, plan_file: Path, wait_until: Callable[..., None], number: signal.Signals
+) -> None:
+    cwd, data = plan_file.parent, plan_file.parent / "data"
+    child = zygote.start(cwd, *COMMAND, "data.sources=stdlib", f"data.directory={data}")
+    wait_until(lambda: any(data.glob(".*.partial")))
+    child.send(number)
+    ended = child.wait()
+    assert ended.code == CODES[number], ended
+    assert f"{number.name} ended the run before its first step" in ended.err
+    assert "Traceback" not in ended.err
+    assert all(path.suffix == ".lock" for path in data.iterdir())
+    assert not (cwd / "runs").exists()
+
+
+def test_a_signal_before_the_first_step_stops_and_later_it_waits() -> None:
+    with Interrupts() as stop:
+        with pytest.raises(Stopped) as told:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        assert told.value.exit_code == 75
+    with Interrupts() as stop:
+        stop.hold()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.name == "SIGTERM" and stop.exit_code == 143
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_handlers_are_put_back() -> None:
+    before = [signal.getsignal(number) for number in CODES]
+    with Interrupts():
+        assert [signal.getsignal(number) for number in CODES] != before
+    assert [signal.getsignal(number) for number in CODES] == before
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_real_command_line(
+    plan_file: Path, wait_until: Callable[..., None]
+) -> None:
+    cwd = plan_file.parent
+    process = subprocess.Popen(
+        [sys.executable, "-m", "headrace", "train", "tiny.toml", "goal.steps=100000"],
+        cwd=cwd, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    wait_until(lambda: lines(cwd / "runs/tiny/metrics.jsonl") > 20)
+    process.send_signal(signal.SIGINT)
+    assert "Traceback" not in process.communicate()[1]
+    assert process.returncode == 130

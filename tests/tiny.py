@@ -1,0 +1,123 @@
+"""The tiny plan and its text, and what to compare of two runs."""
+
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace.checkpoint import Saved
+
+WORDS = [
+    "river", "water", "mill", "wheel", "stone", "gate", "level", "flow", "deep", "cold", "still",
+    "bank", "reed", "boat", "weir", "lock", "winter", "summer", "rain", "thaw", "flood", "silt",
+    "race", "head", "tail", "power", "grain", "flour", "bread", "salt",
+]  # fmt: skip
+
+PLAN = """
+name = "tiny"
+device = "cpu"
+seed = 3
+
+[model]
+dim = 16
+layers = 1
+heads = 2
+ffn = 32
+
+[data]
+sources = "{corpus}"
+directory = "{prepared}"
+vocab = 300
+sequence_length = 16
+
+[goal]
+steps = 12
+
+[batch]
+tokens = 128
+
+[optimizer]
+lr = 1e-2
+
+[schedule]
+steps = 40
+
+[eval]
+every_steps = 5
+tokens = 512
+
+[checkpoint]
+every_steps = 4
+"""
+
+TIMES = ("_s", "tokens_per_s")
+
+
+def write_corpus(folder: Path, *, files: int = 24, seed: int = 0) -> Path:
+    """Short text files of random words, the same for the same seed."""
+    source = random.Random(seed)
+    folder.mkdir(parents=True)
+    for number in range(files):
+        lines = [" ".join(source.choices(WORDS, k=12)) + ".\n" for _ in range(20)]
+        (folder / f"{number:02d}.txt").write_text("".join(lines))
+    return folder
+
+
+def report(run: Path) -> dict[str, Any]:
+    """report.json."""
+    return json.loads((run / "report.json").read_text())
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """Every row of metrics.jsonl."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_times(value: Any) -> Any:
+    """A JSON value without its times, rates, and how often the run was restarted."""
+    if isinstance(value, list):
+        return [without_times(v) for v in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        k: without_times(v)
+        for k, v in value.items()
+        if not k.endswith(TIMES) and k not in ("phase_s", "restarts", "rank_values", "seal")
+    }
+
+
+def tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint."""
+    saved, found = Saved(path), {}
+    for name in saved.names():
+        shape, dtype = saved.shape_of(name)
+        found[name] = torch.empty(shape, dtype=dtype)
+        saved.fill_(name, found[name])
+    return found
+
+
+def assert_same_run(one: Path, two: Path) -> None:
+    """Weights, optimizer, counters, RNG, metrics, validations, stream and links are the same."""
+    names = sorted(p.name for p in (one / "checkpoints").iterdir())
+    assert names == sorted(p.name for p in (two / "checkpoints").iterdir())
+    for link in ("latest", "best"):
+        assert os.readlink(one / "checkpoints" / link) == os.readlink(two / "checkpoints" / link)
+    last = [run / "checkpoints" / "latest" for run in (one, two)]
+    first, second = (tensors(path) for path in last)
+    assert first.keys() == second.keys()
+    assert any(n.startswith("optimizer/") for n in first)
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+    indices = [json.loads((path / "checkpoint.json").read_text()) for path in last]
+    assert without_times(indices[0]["counters"]) == without_times(indices[1]["counters"])
+    assert indices[0]["parts"][0]["rank_values"] == indices[1]["parts"][0]["rank_values"]
+    rows = [without_times(metrics(run)) for run in (one, two)]
+    assert [row["step"] for row in rows[0]] == list(range(1, len(rows[0]) + 1))
+    assert rows[0] == rows[1]
+    reports = [report(run) for run in (one, two)]
+    assert without_times(reports[0]["val"]) == without_times(reports[1]["val"]) != []
+    assert reports[0]["stream_sha256"] == reports[1]["stream_sha256"]
+    assert reports[0]["status"] == reports[1]["status"] == "done"

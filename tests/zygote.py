@@ -1,0 +1,63 @@
+"""A process that has imported the package and forks a child per command.
+
+Importing torch takes seconds; a fork takes milliseconds. So a test can start, kill and resume real
+processes by the dozen. Requests and answers are JSON, one a line, on standard input and output.
+This process itself never computes: a child inherits no threads and no locks.
+"""
+
+import json
+import os
+import runpy
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+import torch._dynamo
+import torch.distributed._tools.mem_tracker  # what a run imports late; every child has it at once
+
+from headrace.cli import app
+
+
+def child(request: dict) -> int:
+    """Run the command line, or one function of a Python file, and return the exit code."""
+    os.chdir(request["cwd"])
+    os.environ |= request["env"]
+    for stream, name in ((1, "out"), (2, "err")):
+        handle = os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(handle, stream)
+    try:
+        if "call" in request:
+            file, function, arguments = request["call"]
+            runpy.run_path(file)[function](**arguments)
+        else:
+            sys.argv = ["headrace", *request["argv"]]
+            app()
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def main() -> None:
+    """Serve requests until standard input ends."""
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "wait" in request:
+            answer = os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1])
+        else:
+            answer = os.fork()
+            if not answer:
+                code = child(request)
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    main()
