@@ -17,8 +17,9 @@ import receipts
 import torch
 
 from headrace import train
-from headrace.build import choose_device, make_build
+from headrace.build import make_build
 from headrace.cli import catalogue
+from headrace.context import choose_device
 from headrace.core.plan import Plan
 from headrace.core.technique import Stage
 from headrace.data.ingest import Prepared
@@ -79,9 +80,7 @@ def main() -> None:
     parser.add_argument("--without", nargs="*", default=[])
     parser.add_argument("--results", type=Path, default=receipts.ROOT / "results")
     args = parser.parse_args()
-    plan = Plan.read(
-        args.plan.read_text(), catalogue(), overrides=args.set, without=args.without
-    )
+    plan = Plan.read(args.plan.read_text(), catalogue(), overrides=args.set, without=args.without)
     build, micros = open_build(plan)
     signals = Signals(build.device)
     for side in (None, signals):

@@ -2,4 +2,4 @@
 
 from headrace.cli import app
 
-app()
+app(prog_name="headrace")

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headrace.core.errors import ConfigError, RunError, UnsupportedError
+from headrace.context import check_supported, make_context
+from headrace.core.errors import ConfigError, RunError
 from headrace.core.ledger import Ledger
 from headrace.core.model_config import ModelConfig
 from headrace.core.plan import Plan
-from headrace.core.technique import Context, Stage, Technique, Unsupported, check_claims
+from headrace.core.technique import Context, Stage, Technique
 from headrace.data.ingest import Prepared
 from headrace.data.loader import Loader
 from headrace.data.rows import Cut, Packer
@@ -29,78 +30,6 @@ from headrace.optim.adamw import clip_gradients, make_adamw
 from headrace.optim.schedule import learning_rate
 from headrace.parallel.world import World
 from headrace.sockets import COMPOSED, OWNED, Build, Pass, Route
-
-
-def choose_device(plan: Plan) -> torch.device:
-    """The plan's device, or the best that is here.
-
-    Raises:
-        UnsupportedError: the device that is asked for is not here.
-    """
-    here = {
-        "cpu": True,
-        "cuda": torch.cuda.is_available(),
-        "mps": torch.backends.mps.is_available(),
-    }
-    name = plan.device
-    if name == "auto":
-        name = next(d for d in ("cuda", "mps", "cpu") if here[d])
-    if not here[name]:
-        raise UnsupportedError(
-            f"device = {name!r} was asked for and torch {torch.__version__} finds none here",
-            "device=auto",
-        )
-    return torch.device(name)
-
-
-def make_context(plan: Plan, device: torch.device) -> Context:
-    """What techniques may ask about the place where the plan runs."""
-    cuda = device.type == "cuda"
-    precision = plan.model.precision
-    if precision == "auto":
-        precision = "bf16" if cuda else "fp32"
-    major, minor = torch.__version__.split(".")[:2]
-    return Context(
-        plan=plan,
-        device=device.type,
-        device_name=torch.cuda.get_device_name(device) if cuda else device.type,
-        capability=torch.cuda.get_device_capability(device) if cuda else None,
-        torch=(int(major), int(minor)),
-        has_triton=_importable("triton"),
-        has_compiler=_has_compiler(),
-        ranks=plan.mesh.data,
-        precision=precision,
-    )
-
-
-def _importable(name: str) -> bool:
-    from importlib.util import find_spec
-
-    return find_spec(name) is not None
-
-
-def _has_compiler() -> bool:
-    import shutil
-
-    return any(shutil.which(c) for c in ("c++", "g++", "clang++", "cl"))
-
-
-def check_supported(techniques: list[Technique[Any]], context: Context) -> None:
-    """Ask every technique whether it can run here.
-
-    Raises:
-        UnsupportedError: the first that cannot, with its reason and remedy.
-        ConfigError: two of them own one socket, or exclude each other.
-    """
-    check_claims(techniques)
-    for technique in techniques:
-        answer = technique.supports(context)
-        if isinstance(answer, Unsupported):
-            name = technique.name()
-            raise UnsupportedError(
-                f"{name} was asked for and cannot run here: {answer.reason}",
-                f"{answer.remedy} (or --without {name})",
-            )
 
 
 def predict(plan: Plan, context: Context) -> Ledger:
@@ -389,7 +318,7 @@ def _stop(build: Build, step: int, metrics: Mapping[str, float]) -> None:
     raise RunError(
         f"the gradient of step {step} is not finite (loss {metrics['loss']}, "
         f"norm {metrics['grad_norm']}); its update was not applied",
-        f"headrace train {build.plan.name} --resume optimizer.lr={build.plan.optimizer.lr / 2:g}",
+        f"headrace train PLAN --resume optimizer.lr={build.plan.optimizer.lr / 2:g}",
     )
 
 

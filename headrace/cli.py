@@ -6,26 +6,37 @@ It discovers the techniques, reads the plan with them, calls train, then writes 
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
 import headrace.techniques
 from headrace import train as trainer
-from headrace.build import choose_device, make_context
 from headrace.catalogue.explain import explain_plan, explain_technique
 from headrace.catalogue.table import catalogue_rows
+from headrace.context import choose_device, make_context
+from headrace.core.errors import ConfigError
 from headrace.core.plan import Plan, read_recipe
 from headrace.core.technique import Catalogue, discover
 from headrace.core.units import format_count, format_seconds
+from headrace.data.ingest import prepare
 from headrace.doctor.findings import diagnose, narrowest, plain
 from headrace.evaluate import evaluate
 from headrace.export.run import export_run
-from headrace.load import open_model, read_plan, resolve_run
+from headrace.interrupts import Interrupts
+from headrace.load import open_model, read_plan, resolve_run, run_of
 from headrace.model.zoo import families
 from headrace.recipes import recipes
 from headrace.report import compare_reports, write_report
 from headrace.run_folder import RunFolder
 from headrace.sample import generate
-from headrace.terminal import console, exit_codes, make_progress, show_json, show_table
+from headrace.terminal import (
+    console,
+    exit_codes,
+    make_progress,
+    show_json,
+    show_table,
+    started_as,
+)
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 data_app = typer.Typer(no_args_is_help=True, help="Prepare data.")
@@ -64,9 +75,13 @@ def train(
     """Train a plan to its goal, and report what was narrowest."""
     with exit_codes(json):
         read = _read(plan, overrides, with_, without)
+        if checkpoint and not resume:
+            raise ConfigError("--checkpoint says where to resume from", "--resume --checkpoint ...")
         progress = make_progress(json)
         try:
-            folder = trainer.run(read, progress=progress, resume=resume, checkpoint=checkpoint)
+            folder = trainer.run(
+                read, progress=progress, resume=resume, folder=run_of(plan), checkpoint=checkpoint
+            )
         finally:
             progress.close()
         if folder is None:  # the first rank tells
@@ -98,8 +113,6 @@ def _sample_of(folder: Path, *, new_tokens: int, prompt: str = "") -> dict[str, 
 
 
 def _generate(build: Any, prompt: str, *, new_tokens: int, **how: Any) -> str:
-    import torch
-
     tokenizer = build.prepared.tokenizer
     ids = [tokenizer.document_token, *tokenizer.encode_batch([prompt])[0].tolist()]
     ids_BT = torch.tensor([ids], device=build.device)
@@ -124,9 +137,9 @@ def _tell(folder: Path, report: dict[str, Any]) -> None:
         f"{format_count(report['tokens'])} tokens and {format_seconds(report['wall_s'])}, {rate}\n"
         f"{report['narrowest']['sentence']} ({report['narrowest']['evidence']})\n"
         + (f"sample: {report['sample']['text']!r}\n" if report["sample"] else "")
-        +        f"report: {folder / 'report.html'}\n"
-        f"next:   headrace sample {folder} --prompt 'def main('\n"
-        f"        headrace train demo data.sources=PATH_OF_YOUR_TEXT name=mine",
+        + f"report: {folder / 'report.html'}\n"
+        f"next:   {started_as()} sample {folder} --prompt 'def main('\n"
+        f"        {started_as()} train demo data.sources=PATH_OF_YOUR_TEXT name=mine",
         markup=False, soft_wrap=True,
     )  # fmt: skip
 
@@ -263,9 +276,7 @@ def export(
 @data_app.command()
 def ingest(plan: PlanName = "demo", overrides: Overrides = None, *, json: Json = False) -> None:
     """Tokenizer and shards of a plan's data, without training."""
-    from headrace.data.ingest import prepare
-
-    with exit_codes(json):
+    with exit_codes(json), Interrupts():
         progress = make_progress(json)
         try:
             prepared = prepare(_read(plan, overrides, None, None), progress=progress.task)

@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from headrace.build import choose_device, make_build
+from headrace.build import make_build
 from headrace.checkpoint import Checkpoints, Saved
+from headrace.context import choose_device
 from headrace.core.errors import ConfigError, nearest
 from headrace.core.plan import Plan
 from headrace.core.technique import Catalogue, Stage
@@ -26,6 +27,13 @@ def resolve_run(run: Path) -> Path:
     names = [p.parent.name for p in known]
     near = nearest(run.name, names) if names else "none; headrace train demo makes one"
     raise ConfigError(f"{run} is not a run: it has no plan.toml; the nearest is {near}")
+
+
+def run_of(plan: str) -> Path | None:
+    """The run whose resolved plan `plan` is, when it lies in a run's folder."""
+    path = Path(plan)
+    inside = path.name == "plan.toml" and (path.parent / "environment.json").is_file()
+    return path.parent if inside else None
 
 
 def read_plan(folder: Path, catalogue: Catalogue) -> Plan:

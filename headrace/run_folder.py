@@ -35,21 +35,29 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
 
     @staticmethod
-    def create(plan: Plan, *, resume: bool) -> "RunFolder":
-        """The folder for `plan`: a fresh one, or the newest of its name to resume.
+    def find(plan: Plan, folder: Path | None = None) -> "RunFolder":
+        """The run to resume: `folder`, or the newest of the plan's name.
 
         Raises:
-            ConfigError: nothing of that name is there to resume, or no folder can be made.
+            ConfigError: there is none.
         """
         root = Path(plan.directory)
-        taken = _numbered(root, plan.name)
-        if resume:
-            if not taken:
-                raise ConfigError(
-                    f"there is no run {plan.name!r} in {root} to resume", "leave out --resume"
-                )
-            return RunFolder(taken[max(taken)])
-        number = max(taken, default=0) + 1
+        taken = {1: folder} if folder else _numbered(root, plan.name)
+        if not taken:
+            raise ConfigError(
+                f"there is no run {plan.name!r} in {root} to resume", "leave out --resume"
+            )
+        return RunFolder(taken[max(taken)])
+
+    @staticmethod
+    def create(plan: Plan) -> "RunFolder":
+        """A fresh folder for `plan`.
+
+        Raises:
+            ConfigError: no folder can be made.
+        """
+        root = Path(plan.directory)
+        number = max(_numbered(root, plan.name), default=0) + 1
         while True:
             path = root / (plan.name if number == 1 else f"{plan.name}-{number}")
             try:

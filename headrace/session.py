@@ -224,7 +224,6 @@ class Session:
         compiled_s = compile_seconds()
         facts = {
             "tokens": counters.tokens + plan.batch.tokens,
-            "wasted_tokens": sum(m.wasted for m in batch.micros) * self.build.world.ranks,
             "lr": plan.optimizer.lr * self.build.values["lr"](counters.step),
             "compile_s": compiled_s - self._compiled_s,
             "wait_s": batch.wait_s,
@@ -232,7 +231,6 @@ class Session:
         self._compiled_s = compiled_s
         counters.step += 1
         counters.tokens += plan.batch.tokens
-        counters.wasted_tokens += int(facts["wasted_tokens"])
         self.steps_here += 1
         self.signals.end_step(counters.step, numbers, facts)
         self._take_rows(keep=1)
@@ -252,6 +250,8 @@ class Session:
         for row in self.signals.drain(keep=keep):
             finite = row.pop("finite")
             tokens = self.build.plan.batch.tokens
+            row["wasted_tokens"] = tokens - row.pop("targets")
+            self.counters.wasted_tokens += row["wasted_tokens"]
             row["tokens_per_s"] = tokens / max(row["step_s"], 1e-9)
             row["wall_s"] = self._wall_s()
             if row["compile_s"] == 0 and self.steps_here > 1:

@@ -75,11 +75,12 @@ class Signals:
 
         Args:
             step: its index.
-            numbers: fp32 [3] on the device: loss in nats per token, gradient norm, finite (1 or 0).
+            numbers: fp32 [4] on the device: loss in nats per token, gradient norm, finite (1 or 0),
+                targets that counted.
             facts: what the host already knows.
         """
         if self.cuda:
-            read = torch.empty(3, pin_memory=True)
+            read = torch.empty(len(numbers), pin_memory=True)
             read.copy_(numbers, non_blocking=True)
         else:
             read = numbers.cpu().clone()
@@ -113,13 +114,14 @@ class Signals:
             seconds = {**dict.fromkeys(seconds, 0.0), "compile": sum(seconds.values())}
         for phase, spent_s in seconds.items():
             self.totals_s[phase] += spent_s
-        loss, norm, finite = pending.read.tolist()
+        loss, norm, finite, targets = pending.read.tolist()
         self._free += [m for _, m in pending.marks] + [pending.end]
         return {
             "step": pending.step,
             "loss": loss,
             "grad_norm": norm,
             "finite": finite == 1.0,
+            "targets": int(targets),
             "step_s": sum(seconds.values()),
             "compile_s": 0.0,
             **{f"{phase}_s": spent_s for phase, spent_s in seconds.items()},

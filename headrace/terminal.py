@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,9 +18,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.progress import Progress as Bars
-from rich.table import Table
+from rich.table import Column, Table
 
-from headrace.core.errors import EXIT_INTERRUPTED, EXIT_UNSUPPORTED, HeadraceError
+from headrace.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_UNSUPPORTED, HeadraceError
 from headrace.progress import Progress
 
 console = Console(stderr=True, highlight=False)
@@ -35,8 +37,11 @@ def exit_codes(as_json: bool) -> Iterator[None]:
         first = str(error).partition(". ")[0]
         remedy = "batch.micro_sequences=N with a smaller N, or --with selective_checkpoint"
         _fail(f"it does not fit in memory: {first}", remedy, EXIT_UNSUPPORTED, as_json)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        _fail(f"{where}{error.strerror or error}", "", EXIT_FAILED, as_json)
     except KeyboardInterrupt:
-        _fail("interrupted before the run could save", "", EXIT_INTERRUPTED, as_json)
+        _fail("interrupted; checkpoints that were complete are kept", "", EXIT_INTERRUPTED, as_json)
 
 
 def _fail(message: str, remedy: str, code: int, as_json: bool) -> None:
@@ -56,7 +61,8 @@ def show_json(value: Any) -> None:
 
 def show_table(head: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
     """A table on standard output."""
-    table = Table(*head, title=title or None, title_justify="left", box=None, pad_edge=False)
+    columns = [Column(head[0], no_wrap=True), *head[1:]] if head else []
+    table = Table(*columns, title=title or None, title_justify="left", box=None, pad_edge=False)
     for row in rows:
         table.add_row(*row)
     Console(highlight=False, markup=False, soft_wrap=False).print(table)
@@ -103,6 +109,13 @@ class BarProgress(Progress):
     def close(self) -> None:
         """Leave the bars as they are."""
         self._bars.stop()
+
+
+def started_as() -> str:
+    """How this process was started, to be typed again."""
+    if sys.argv[0].endswith("__main__.py"):
+        return "python -m headrace"
+    return "headrace" if shutil.which("headrace") else sys.argv[0]
 
 
 def make_progress(as_json: bool) -> Progress:

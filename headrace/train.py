@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.build import choose_device, make_build
+from headrace.build import make_build
+from headrace.context import choose_device
 from headrace.core.plan import Plan
 from headrace.data.ingest import Prepared, prepare
 from headrace.data.loader import Micro
@@ -29,14 +30,16 @@ from headrace.sockets import Build, place
 
 
 def run(
-    plan: Plan, *, progress: Progress, resume: bool = False, checkpoint: str | None = None
-) -> Path | None:
+    plan: Plan, *, progress: Progress, resume: bool = False, folder: Path | None = None,
+    checkpoint: str | None = None,
+) -> Path | None:  # fmt: skip
     """Train until the plan's goal; returns the run's folder, or None on all ranks but the first.
 
     Args:
         plan: the run.
         progress: where to tell how it goes.
         resume: continue the newest run of this name.
+        folder: continue the run in this folder instead.
         checkpoint: the checkpoint to continue from, as in "step-100"; the newest without it.
 
     Raises:
@@ -46,15 +49,17 @@ def run(
     """
     device = choose_device(plan)
     with ExitStack() as stack:
+        stop = stack.enter_context(Interrupts())
+        if resume:
+            RunFolder.find(plan, folder)  # before any work: is there anything to resume
         world = stack.enter_context(open_world(plan.mesh.data, device))
         device = _own_device(device, world)
         prepared = prepare_together(plan, world, progress)
         build = make_build(plan, prepared, world, device)
-        folder = _open_folder(build, resume)
         for flags in build.runtime:
             stack.enter_context(flags())
-        stop = stack.enter_context(Interrupts())
-        session = stack.enter_context(Session(build, folder, progress))
+        files = _open_folder(build, resume, folder)
+        session = stack.enter_context(Session(build, files, progress))
         if resume:
             session.restore(checkpoint)
         while not session.ended(stop):
@@ -67,7 +72,7 @@ def run(
 
 
 def step(build: Build, micros: Sequence[Micro], index: int) -> Tensor:
-    """One optimizer step over all micro-batches; returns [loss, norm, finite] on the device.
+    """One optimizer step; returns [loss, norm, finite, targets] on the device.
 
     The same line of events serves plain training, accumulation, second-order passes and loss
     scaling: values -> micro-batches -> for each pass {enrich, count, zero, engine, reduce, clip,
@@ -84,7 +89,8 @@ def step(build: Build, micros: Sequence[Micro], index: int) -> Tensor:
         for enrich in build.enrich:
             taken = enrich(build, taken)
         targets = torch.stack([(m.targets_BT != IGNORED).sum() for m in taken]).sum()
-        scale = 1.0 / build.world.sum_(targets).clamp(min=1).float()
+        targets = build.world.sum_(targets).float()
+        scale = 1.0 / targets.clamp(min=1)
         for parameter in build.model.parameters():
             parameter.grad = None
         loss = build.engine(build, taken, sweep.objective, scale)
@@ -96,7 +102,7 @@ def step(build: Build, micros: Sequence[Micro], index: int) -> Tensor:
         norm = build.clip(build, build.plan.optimizer.clip_norm)
         finite = torch.isfinite(norm + loss).float()
         sweep.absorb(build, finite)
-        numbers = numbers or [loss, norm, finite]
+        numbers = numbers or [loss, norm, finite, targets]
     for update in build.after_update:
         update(build, finite)
     return torch.stack([n.detach().float() for n in numbers])
@@ -117,9 +123,10 @@ def _own_device(device: torch.device, world: World) -> torch.device:
     return torch.device("cuda", world.local_rank)
 
 
-def _open_folder(build: Build, resume: bool) -> RunFolder:
+def _open_folder(build: Build, resume: bool, folder: Path | None) -> RunFolder:
     """The run's folder, the same on every rank."""
     made: Any = None
     if build.world.rank == 0:
-        made = str(RunFolder.create(build.plan, resume=resume).path)
+        found = RunFolder.find(build.plan, folder) if resume else RunFolder.create(build.plan)
+        made = str(found.path)
     return RunFolder(Path(build.world.gather(made)[0]))

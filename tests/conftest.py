@@ -21,6 +21,20 @@ from headrace.core.plan import Plan
 from headrace.progress import Progress
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`make test DATA=DIR` passes a folder of real text."""
+    parser.addoption("--data", type=Path, help="a folder of real text for tests that want some")
+
+
+@pytest.fixture(scope="session")
+def real_text(request: pytest.FixtureRequest) -> Path:
+    """The folder that --data names."""
+    folder = request.config.getoption("--data")
+    if folder is None:
+        pytest.skip("needs real text: make test DATA=DIR")
+    return folder
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     """The tests measure exactness, not speed, and share the machine."""

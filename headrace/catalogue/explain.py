@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from headrace.build import check_supported, predict
+from headrace.build import predict
+from headrace.context import check_supported
 from headrace.core.plan import Plan
 from headrace.core.technique import Context, Technique
 from headrace.core.units import format_bytes, format_count

@@ -4,14 +4,12 @@ from headrace.core.technique import Catalogue
 
 
 def catalogue_rows(catalogue: Catalogue) -> list[dict[str, str]]:
-    """One row per technique: name, room, what it is, what it buys and costs."""
+    """One row per technique: name, room, what it is."""
     return [
         {
             "technique": name,
             "room": technique.room,
             "what": technique.line(),
-            "buys": technique.card.buys,
-            "costs": technique.card.costs,
         }
         for name, technique in catalogue.techniques.items()
     ]

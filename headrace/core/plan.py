@@ -213,7 +213,7 @@ class Plan(Strict):
                 "the plan has no goal; give one, for example goal.steps=1000 "
                 "or goal.bits_per_byte=1.5 with goal.minutes=60"
             )
-        if self.goal.dollars and self.hardware.dollars_per_hour is None:
+        if self.goal.dollars and not self.hardware.dollars_per_hour:
             raise ValueError("goal.dollars needs the price: hardware.dollars_per_hour=PRICE")
         if self.schedule.kind != "constant" and self.horizon_steps is None:
             raise ValueError(
@@ -274,7 +274,8 @@ class Plan(Strict):
             name: read_table(catalogue.find(name), knobs, f"techniques.{name}")
             for name, knobs in tables.items()
         }
-        values["model"] = catalogue.with_family(values.get("model", {}))
+        if isinstance(values.get("model", {}), dict):
+            values["model"] = catalogue.with_family(values.get("model", {}))
         return read_table(Plan, values)
 
     def replaced(self, **tables: Any) -> "Plan":

@@ -52,7 +52,9 @@ def _explain(table: type[BaseModel], item: dict[str, Any], where: str) -> tuple[
         choices = _table_at(table, path[:-1]).model_fields
         right = nearest(str(path[-1]), choices)
         prefix = key.rpartition(".")[0]
-        hint = f"{prefix}.{right}" if prefix and ", " not in right else right
+        if ", " in right:  # nothing is close
+            return f"the plan has no key {key!r}; {prefix or 'a plan'} has {right}", ""
+        hint = f"{prefix}.{right}" if prefix else right
         return f"the plan has no key {key!r}; did you mean {hint}?", hint
     if item["type"] == "missing":
         return f"the plan needs the key {key!r}", f"{key}=VALUE"

@@ -2,7 +2,8 @@
 
 The first pass counts, finds the held-out border and keeps a sample for the tokenizer; the second
 encodes. A document is held out when the hash of its text falls below `data.validation`, so equal
-texts fall on one side, on every machine, whatever is added later. The tokenizer learns from at most
+texts fall on one side, on every machine, whatever is added later. Where there is one document only,
+its end is held out. The tokenizer learns from at most
 64 MiB of the training side, picked by hash from all of it, so its memory does not grow with the
 data.
 
@@ -60,6 +61,8 @@ class _Survey:
     text_bytes: int = 0
     lowest: int = _HASH_RANGE
     highest: int = -1
+    last: int = -1
+    """Where the last text's hash falls."""
     sample: list[tuple[int, int, str]] = field(default_factory=list)
     """(priority, hash of its document, piece of text)."""
     sample_bytes: int = 0
@@ -72,6 +75,7 @@ class _Survey:
         place = _place(digest)
         self.text_bytes += len(raw)
         self.lowest, self.highest = min(self.lowest, place), max(self.highest, place)
+        self.last = place
         if not keep_sample:
             return
         for begin in range(0, len(text), PIECE_CHARACTERS):
@@ -193,15 +197,14 @@ def _build_aside(plan: Plan, target: Path, progress: Progress) -> None:
 def _build(plan: Plan, folder: Path, progress: Progress) -> None:
     """Both passes, into an empty folder."""
     data = plan.data
-    survey = _Survey()
-    for source in plan.source_list:
-        for document in read_documents(source, text_key=data.text_key):
-            survey.add(document.text, keep_sample=data.tokenizer == "bpe")
-            progress("reading", survey.text_bytes, None)
-    border = _border(plan, survey)
+    survey, split = _read_through(plan, None, progress), None
+    if survey.lowest == survey.highest and isinstance(data.validation, float):
+        split = data.validation  # one text only: its end is held out
+        survey = _read_through(plan, split, progress)
+    held_out = _held_out(plan, survey, split)
     if data.tokenizer == "bpe":
         progress("training the tokenizer", 0, None)
-        texts = (piece for _, place, piece in survey.sample if place >= border)
+        texts = (piece for _, place, piece in survey.sample if not held_out(place))
         tokenizer = train_tokenizer(texts, vocab=data.vocab)
         survey.sample = []
     else:
@@ -209,30 +212,44 @@ def _build(plan: Plan, folder: Path, progress: Progress) -> None:
     tokenizer.save(folder / "tokenizer.json")
     with (folder / "tokenizer.json").open("rb") as file:
         sync_file(file)
-    _write(plan, folder, tokenizer, border, survey.text_bytes, progress)
+    _write(plan, folder, tokenizer, held_out, split, survey.text_bytes, progress)
 
 
-def _border(plan: Plan, survey: _Survey) -> int:
-    """Documents whose hash lies below it are held out: at least one, and never all."""
+def _read_through(plan: Plan, split: float | None, progress: Progress) -> _Survey:
+    """The first pass."""
+    survey = _Survey()
+    for source in plan.source_list:
+        for text in _texts(source, plan.data.text_key, split):
+            survey.add(text, keep_sample=plan.data.tokenizer == "bpe")
+            progress("reading", survey.text_bytes, None)
+    return survey
+
+
+def _held_out(plan: Plan, survey: _Survey, split: float | None) -> Callable[[int], bool]:
+    """Which documents are held out, by the place of their hash: at least one, and never all."""
     if survey.highest < 0:
         raise ConfigError(f"data.sources = {', '.join(plan.source_list)} give no text")
     if isinstance(plan.data.validation, str):
-        return 0
+        return lambda place: False
     if survey.lowest == survey.highest:
         raise ConfigError(
-            f"data.sources = {', '.join(plan.source_list)} give one document, and validation needs "
-            "one of its own (a .txt file is one document)",
-            "data.validation=PATH, or the text split over several files or .jsonl lines",
+            f"data.sources = {', '.join(plan.source_list)} give one short document, and validation "
+            "needs text of its own",
+            "data.validation=PATH, or more text",
         )
+    if split is not None:
+        return lambda place: place == survey.last
     border = int(plan.data.validation * _HASH_RANGE)
-    return min(max(border, survey.lowest + 1), survey.highest)
+    border = min(max(border, survey.lowest + 1), survey.highest)
+    return lambda place: place < border
 
 
 def _write(
     plan: Plan,
     folder: Path,
     tokenizer: Tokenizer,
-    border: int,
+    is_held_out: Callable[[int], bool],
+    split: float | None,
     total_bytes: int,
     progress: Progress,
 ) -> None:
@@ -255,10 +272,11 @@ def _write(
     done_bytes = 0
     for i, source in enumerate(plan.source_list):
         train = writer(f"train-{i:02d}", source)
-        for texts in _batches(source, plan.data.text_key):
+        for texts in _batches(source, plan.data.text_key, split):
             for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
                 raw = text.encode()
-                side = validation if _place(hashlib.sha256(raw).digest()) < border else train
+                held = is_held_out(_place(hashlib.sha256(raw).digest()))
+                side = validation if held else train
                 side.add(ids, text_bytes=len(raw))
                 done_bytes += len(raw)
             progress("encoding", done_bytes, total_bytes)
@@ -276,13 +294,25 @@ def _write(
     validation.close()
 
 
-def _batches(source: str, text_key: str) -> Iterator[list[str]]:
+def _texts(source: str, text_key: str, split: float | None) -> Iterator[str]:
+    """Documents of a source; where `split` is given, each as two, the second with that share."""
+    for document in read_documents(source, text_key=text_key):
+        text = document.text
+        if split is None:
+            yield text
+        else:
+            cut = int(len(text) * (1 - split))
+            cut = text.find("\n", cut) + 1 or cut
+            yield from filter(None, (text[:cut], text[cut:]))
+
+
+def _batches(source: str, text_key: str, split: float | None = None) -> Iterator[list[str]]:
     """Documents of a source in lists of about 8 MiB of text."""
     batch: list[str] = []
     size = 0
-    for document in read_documents(source, text_key=text_key):
-        batch.append(document.text)
-        size += len(document.text)
+    for text in _texts(source, text_key, split):
+        batch.append(text)
+        size += len(text)
         if size >= ENCODE_BYTES:
             yield batch
             batch, size = [], 0

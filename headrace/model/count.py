@@ -74,10 +74,13 @@ def trunk_ledger(
         ),
         "optimizer": Line(2 * FP32 * parameters, ("always",)),
     }
+    matrices = linear_parameters(config) - config.dim * config.vocab
     for layer in range(config.layers):
         kept = held_in(layer)
         for name, count in _block_activations(config, tokens, length, size, device).items():
             memory[f"{layer}/{name}"] = Line(count, kept, layer)
+        if precision == "bf16":  # autocast's copies of fp32 weights are kept for the backward pass
+            memory[f"{layer}/weight_cast"] = Line(2 * matrices / config.layers, kept, layer)
     memory["final_norm"] = Line(2 * size * tokens * config.dim, ("loss",))
     memory["logits"] = Line(_logits_bytes(config, tokens, size), ("loss",))
     attention = 4.0 * config.layers * config.heads * config.resolved_head_dim * length
@@ -87,7 +90,7 @@ def trunk_ledger(
         "residual": size * tokens * config.dim,
         "logits_per_token": _logits_bytes(config, 1, size),
         "head_gradients": FP32 * config.dim * (config.vocab + tokens),
-        "block_matrices": linear_parameters(config) - config.dim * config.vocab,
+        "block_matrices": matrices,
         "down_matrices": config.layers * config.dim * config.resolved_ffn,
         "attention_flops": attention,
         "mask": rows * length**2,
@@ -115,8 +118,10 @@ def _block_activations(
     row = tokens * size
     gates = 2 if config.activation == "swiglu" else 1
     # An RMS norm is a product of its input, its statistics and its weight: autograd keeps the
-    # normalised values beside the result. Layer norm is one kernel that keeps its statistics.
-    norms = 4 * row * config.dim if config.norm == "rms_norm" else 2 * row * config.dim
+    # normalised values beside the result. Layer norm is one kernel that keeps its statistics. Under
+    # bf16 both keep an fp32 copy of their input in place of the input.
+    alone = config.norm == "layer_norm" and size == FP32
+    norms = 2 * row * config.dim if alone else 4 * row * config.dim
     lines = {
         "residual": 2 * row * config.dim,
         "norm": norms + 4 * FP32 * tokens,
@@ -131,5 +136,6 @@ def _block_activations(
     lines["attention_input"] = row * (q + kv if changed else copied)
     if config.qk_norm:
         statistics = FP32 * tokens * (config.heads + config.resolved_kv_heads)
-        lines["qk_norm"] = row * (q + kv + copied) + statistics
+        kept_copy = row * copied if size == FP32 else 0
+        lines["qk_norm"] = FP32 * tokens * (q + kv) + kept_copy + statistics
     return {name: float(count) for name, count in lines.items()}

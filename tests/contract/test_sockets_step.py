@@ -171,6 +171,29 @@ def test_passes_of_different_objectives_and_absorbers() -> None:
     assert not curvature, "the second pass ran in a step that has none"
 
 
+@pytest.mark.xfail(strict=True, reason="a step tells of its first pass only")
+def test_a_bad_second_pass_is_told() -> None:
+    """Its absorber sees the flag, and so must whoever counts skipped steps."""
+    flags: list[float] = []
+
+    def bad(*args: Any) -> Tensor:
+        return float("nan") * cross_entropy(*args)
+
+    def two(build: Build, step: int) -> list[Pass]:
+        update = Pass("update", build.objective, lambda works: works, absorb)
+        second = Pass("bad", bad, lambda works: works, lambda build, f: flags.append(float(f)))
+        return [update, second]
+
+    second_order = toy(
+        "second", Stage.STEP, lambda build: setattr(build, "passes", two), claims=("passes",)
+    )
+    build = built(second_order)
+    micros = house.make_micros(ROWS_IGNORED, micro_rows=2, segments=False)
+    loss, _, finite = train.step(build, micros, 0).tolist()
+    assert flags == [0.0] and loss > 0
+    assert finite == 0.0
+
+
 def test_engine_sync_reduce_and_clip_are_called_in_order() -> None:
     events: list[Any] = []
 

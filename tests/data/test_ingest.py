@@ -77,13 +77,21 @@ def test_both_sides_get_a_document(make_plan: MakePlan, source: str, share: floa
     assert min(len(train), len(validation)) == 1
 
 
-def test_one_document_cannot_be_split(make_plan: MakePlan, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("all of it")
-    with pytest.raises(ConfigError, match="give one document") as error:
-        prepare(make_plan(sources=str(tmp_path / "a.txt")))
-    assert "data.validation=PATH" in str(error.value)
-    (tmp_path / "a.txt").write_text("")
-    with pytest.raises(ConfigError, match="give no text"):
+def test_the_end_of_a_single_document_is_held_out(make_plan: MakePlan, tmp_path: Path) -> None:
+    lines = [f"line {n}\n" for n in range(100)]
+    (tmp_path / "a.txt").write_text("".join(lines))
+    source = str(tmp_path / "a.txt")
+    train, validation = sides(prepare(make_plan(sources=source, validation=0.25)))
+    assert len(train) == len(validation) == 1
+    assert train[0] + validation[0] == "".join(lines)
+    assert 0.2 < len(validation[0]) / len("".join(lines)) < 0.3
+    assert validation[0].startswith("line ")
+
+
+@pytest.mark.parametrize(("text", "message"), [("x", "give one short"), ("", "give no text")])
+def test_too_little_text(make_plan: MakePlan, tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "a.txt").write_text(text)
+    with pytest.raises(ConfigError, match=message):
         prepare(make_plan(sources=str(tmp_path / "a.txt")))
     assert not [p for p in (tmp_path / "prepared").iterdir() if p.is_dir()]
 

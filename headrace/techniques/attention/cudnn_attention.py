@@ -71,14 +71,17 @@ class CudnnAttention(Technique[Build]):
         build.parts.attend = CudnnSdpa()
 
     def active(self, build: Build) -> Evidence:
-        """The names of the kernels that the model's own backend launches."""
+        """The kernels that the model's own backend launches, and that it allows no other."""
         config = build.config
         like = torch.zeros(1, 128, 1, config.resolved_head_dim, device=build.device).bfloat16()
         q = like.expand(-1, -1, config.heads, -1).contiguous()
         k = like.expand(-1, -1, config.resolved_kv_heads, -1).contiguous()
-        with torch.profiler.profile() as profile:
+        with torch.profiler.profile(acc_events=True) as profile:
             build.model.attend(q, k, k, None)
             torch.cuda.synchronize()
         names = [event.key for event in profile.key_averages()]
         used = [n for n in names if "cudnn" in n.lower()]
-        return Evidence(active=bool(used), detail=f"launched {', '.join(used[:3]) or 'none of it'}")
+        return Evidence(
+            active=bool(used) and isinstance(build.model.attend, CudnnSdpa),
+            detail=f"launched {', '.join(used[:3]) or 'none of it'}",
+        )

@@ -24,7 +24,7 @@ from headrace.core.technique import (
 )
 from headrace.sockets import Build
 
-FUSED_LINES = ("norm", "attention_input", "qk_norm", "activation")
+FUSED_LINES = ("norm", "attention_input", "qk_norm", "activation", "weight_cast")
 
 
 class TorchCompile(Technique[Build]):

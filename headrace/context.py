@@ -1,0 +1,75 @@
+"""Where a plan would run, and whether its techniques can run there."""
+
+import shutil
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from headrace.core.errors import UnsupportedError
+from headrace.core.plan import Plan
+from headrace.core.technique import Context, Technique, Unsupported, check_claims
+
+
+def choose_device(plan: Plan) -> torch.device:
+    """The plan's device, or the best that is here.
+
+    Raises:
+        UnsupportedError: the device that is asked for is not here.
+    """
+    here = {
+        "cpu": True,
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+    }
+    name = plan.device
+    if name == "auto":
+        name = next(d for d in ("cuda", "mps", "cpu") if here[d])
+    if not here[name]:
+        raise UnsupportedError(
+            f"device = {name!r} was asked for and torch {torch.__version__} finds none here",
+            "device=auto",
+        )
+    return torch.device(name)
+
+
+def make_context(plan: Plan, device: torch.device) -> Context:
+    """What techniques may ask about the place where the plan runs."""
+    cuda = device.type == "cuda"
+    precision = plan.model.precision
+    if precision == "auto":
+        precision = "bf16" if cuda else "fp32"
+    major, minor = torch.__version__.split(".")[:2]
+    return Context(
+        plan=plan,
+        device=device.type,
+        device_name=torch.cuda.get_device_name(device) if cuda else device.type,
+        capability=torch.cuda.get_device_capability(device) if cuda else None,
+        torch=(int(major), int(minor)),
+        has_triton=find_spec("triton") is not None,
+        has_compiler=_has_compiler(),
+        ranks=plan.mesh.data,
+        precision=precision,
+    )
+
+
+def _has_compiler() -> bool:
+    return any(shutil.which(c) for c in ("c++", "g++", "clang++", "cl"))
+
+
+def check_supported(techniques: list[Technique[Any]], context: Context) -> None:
+    """Ask every technique whether it can run here.
+
+    Raises:
+        UnsupportedError: the first that cannot, with its reason and remedy.
+        ConfigError: two of them own one socket, or exclude each other.
+    """
+    check_claims(techniques)
+    for technique in techniques:
+        answer = technique.supports(context)
+        if isinstance(answer, Unsupported):
+            name = technique.name()
+            raise UnsupportedError(
+                f"{name} was asked for and cannot run here: {answer.reason}",
+                f"{answer.remedy} (or --without {name})",
+            )
