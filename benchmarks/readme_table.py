@@ -52,6 +52,8 @@ def table(topic: str, rows: list[dict[str, Any]]) -> str:
         cells = [_cell(row.get("metrics", {}).get(name)) for name in heads]
         if "refused" in row:
             cells = [f"refused: {row['refused']}", *["" for _ in cells[1:]]]
+        if reached := row.get("reached"):
+            what += f" (target reached by {sum(reached)} of {len(reached)} seeds)"
         facts = [what, shape or "", hardware, str(row.get("n", "")), *cells, row["commit"] or ""]
         lines.append(f"| {' | '.join(facts)} |")
     return "\n".join(lines)

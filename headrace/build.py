@@ -20,6 +20,7 @@ from headrace.core.plan import Plan
 from headrace.core.technique import Context, Stage, Technique
 from headrace.data.ingest import Prepared
 from headrace.data.loader import Loader
+from headrace.data.order import make_order
 from headrace.data.rows import Cut, Packer
 from headrace.model.adapter import load_pretrained
 from headrace.model.count import trunk_ledger
@@ -43,6 +44,7 @@ def predict(plan: Plan, context: Context) -> Ledger:
         length=plan.data.sequence_length,
         precision=context.precision,
         device=context.device,
+        accumulates=plan.micro_rows * plan.mesh.data < plan.rows_per_step,
     )
     for technique in sorted(plan.techniques.values(), key=lambda t: t.stage):
         ledger = technique.predict(ledger)
@@ -148,7 +150,9 @@ def _trunk(
         clip=lambda build, limit: clip_gradients(list(build.model.parameters()), limit),
         passes=_one_pass,
         pack=lambda build, shards: Cut(shards, build.plan.data.sequence_length),
-        order=None,
+        order=lambda build, packer: make_order(
+            packer.units, seed=build.plan.seed, weights=build.plan.data.weights
+        ),
         transport=_threads,
         recover=_stop,
     )
@@ -201,6 +205,7 @@ def _materialize(build: Build) -> None:
         _fill(build, module, prefixes[module])
         for shard in build.shard:
             shard(module)
+    _freeze(build)  # a shard may have made parameters anew
 
 
 def _fill(build: Build, root: nn.Module, prefix: str) -> None:
@@ -284,7 +289,8 @@ def _sum_gradients(build: Build) -> None:
 
 def _one_pass(build: Build, step: int) -> list[Pass]:
     """Plain training: all micro-batches once, absorbed by every optimizer."""
-    return [Pass("update", build.objective, lambda m: m, absorb)]
+    limit = build.plan.optimizer.clip_norm
+    return [Pass("update", build.objective, lambda works: works, absorb, max_norm=limit)]
 
 
 def absorb(build: Build, finite: Tensor) -> None:
@@ -299,15 +305,13 @@ def _threads(build: Build, packer: Packer) -> Loader:
     plan = build.plan
     return Loader(
         packer,
-        seed=plan.seed,
-        weights=plan.data.weights,
         rows_per_step=plan.rows_per_step,
         micro_rows=plan.micro_rows,
         rank=build.world.rank,
         ranks=build.world.ranks,
         workers=plan.data.workers,
         prefetch=plan.data.prefetch,
-        order=build.order,
+        order=build.order(build, packer),
         segments=build.mask.document,
         pin=build.device.type == "cuda",
     )
@@ -331,7 +335,7 @@ def _fillers(build: Build) -> dict[str, Any]:
     now |= {f"parts.{key}": value for key, value in vars(build.parts).items()}
     for name in COMPOSED:
         value = getattr(build, name)
-        now[name] = list(value) if isinstance(value, list | dict) else value
+        now[name] = value.copy() if isinstance(value, list | dict) else value
     return now
 
 

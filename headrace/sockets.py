@@ -19,6 +19,7 @@ from headrace.core.plan import Plan
 from headrace.core.technique import Context, Technique
 from headrace.data.ingest import Prepared
 from headrace.data.loader import Loader, Micro
+from headrace.data.order import Order
 from headrace.data.rows import Packer
 from headrace.model.decoder import Decoder, Parts
 from headrace.model.head import Objective
@@ -61,8 +62,8 @@ class Work(NamedTuple):
     ids_BT: Tensor
     targets_BT: Tensor
     rows: Rows
-    extras: Any = None
-    """what `enrich` adds for the objective, such as a teacher's logits"""
+    extras: Mapping[str, Tensor] | None = None
+    """what `enrich` adds for the objective by name, such as a teacher's logits: [B x T, ...]"""
 
 
 def place(micro: Micro, device: torch.device) -> Work:
@@ -86,6 +87,8 @@ class Pass:
     micros: Callable[[Sequence[Work]], Sequence[Work]]
     absorb: Callable[["Build", Tensor], None]
     """(build, finite flag on the device, fp32 1 or 0) -> None"""
+    max_norm: float = 0.0
+    """Largest norm of its gradients; 0 only measures it."""
 
 
 class Stateful(Protocol):
@@ -142,7 +145,8 @@ class Build:
     """(largest norm, 0 is no limit) -> the norm before clipping, one over all meshes"""
     passes: Callable[["Build", int], Sequence[Pass]]
     pack: Callable[["Build", Sequence[Any]], Packer]
-    order: Any
+    order: Callable[["Build", Packer], Order]
+    """the build, the packed rows -> which row stands where in the stream"""
     transport: Callable[["Build", Packer], Loader]
     recover: Callable[["Build", int, Mapping[str, float]], None]
     """(step, its metrics) -> None, when a step's gradient was not finite and its update was
@@ -180,6 +184,8 @@ class Build:
     phases: Phases = None  # type: ignore[assignment]
     compiled: list[str] = field(default_factory=list)
     """what of the model is compiled, by name"""
+    now: dict[str, float] = field(default_factory=dict)
+    """`values` at the step that runs"""
     filled: dict[str, list[str]] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
     """what a technique remembers between `apply` and `active`, by its name"""

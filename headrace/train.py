@@ -78,9 +78,10 @@ def step(build: Build, micros: Sequence[Micro], index: int) -> Tensor:
     scaling: values -> micro-batches -> for each pass {enrich, count, zero, engine, reduce, clip,
     absorb if finite} -> after-update.
     """
+    build.now = {name: value(index) for name, value in build.values.items()}
     for optimizer in build.optimizers.values():
         for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * build.values["lr"](index)
+            group["lr"] = group["initial_lr"] * build.now["lr"]
     work = [place(micro, build.device) for micro in micros]
     numbers: list[Tensor] = []
     finite = torch.ones((), device=build.device)
@@ -99,13 +100,15 @@ def step(build: Build, micros: Sequence[Micro], index: int) -> Tensor:
             build.world.sum_(loss)
         build.reduce(build)
         build.phases.mark("optimizer")
-        norm = build.clip(build, build.plan.optimizer.clip_norm)
-        finite = torch.isfinite(norm + loss).float()
-        sweep.absorb(build, finite)
-        numbers = numbers or [loss, norm, finite, targets]
+        norm = build.clip(build, sweep.max_norm)
+        good = torch.isfinite(norm + loss).float()
+        sweep.absorb(build, good)
+        finite = finite * good
+        numbers = numbers or [loss, norm, targets]
     for update in build.after_update:
         update(build, finite)
-    return torch.stack([n.detach().float() for n in numbers])
+    loss, norm, targets = numbers
+    return torch.stack([n.detach().float() for n in (loss, norm, finite, targets)])
 
 
 def prepare_together(plan: Plan, world: World, progress: Progress) -> Prepared:

@@ -103,7 +103,7 @@ class Loader:
         self,
         packer: Packer,
         *,
-        seed: int,
+        seed: int = 0,
         rows_per_step: int,
         micro_rows: int,
         weights: Sequence[float] | None = None,

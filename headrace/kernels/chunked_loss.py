@@ -42,7 +42,7 @@ def chunked_loss(
         hidden_ND: hidden states.
         weight_VD: output matrix.
         targets_N: ids.
-        extras: None, or a tensor whose first dimension is N.
+        extras: None, or tensors by name whose first dimension is N.
         loss: a sum over tokens.
         chunk_tokens: tokens whose logits are held at once.
     """
@@ -57,7 +57,7 @@ def _compute_dtype(hidden: Tensor) -> torch.dtype:
 
 
 def _part(extras: Any, chunk: slice) -> Any:
-    return extras[chunk] if isinstance(extras, Tensor) else extras
+    return {k: v[chunk] for k, v in extras.items()} if extras else extras
 
 
 def _sum_of_chunks(

@@ -54,7 +54,8 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 
 
 def _relu2(x: Tensor) -> Tensor:
-    return F.relu(x).square()
+    y = F.relu(x)
+    return y * y  # autocast would square in fp32, and keep that
 
 
 ACTIVATIONS = {"gelu": F.gelu, "gelu_tanh": _gelu_tanh, "relu2": _relu2}

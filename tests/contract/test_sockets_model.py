@@ -233,7 +233,12 @@ def in_order(first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_order_says_which_rows_come_next() -> None:
-    sorted_ = toy("sorted", Stage.DATA, lambda b: setattr(b, "order", in_order), claims=("order",))
+    sorted_ = toy(
+        "sorted",
+        Stage.DATA,
+        lambda b: setattr(b, "order", lambda build, packer: in_order),
+        claims=("order",),
+    )
     build = house.build_of(house.make_plan(sorted_, micro_rows=2))
     for step in range(2):
         ids = torch.cat([m.ids_BT for m in build.loader.step(step).micros])

@@ -26,13 +26,13 @@ def with_z(logits_nV: Tensor, targets_n: Tensor, extras: Any) -> Tensor:
 
 def distilled(logits_nV: Tensor, targets_n: Tensor, extras: Any) -> Tensor:
     """Cross-entropy with a teacher's probabilities in `extras`."""
-    return -(extras * logits_nV.log_softmax(-1)).sum()
+    return -(extras["teacher"] * logits_nV.log_softmax(-1)).sum()
 
 
 LOSSES: dict[str, Loss] = {"nll": nll, "with_z": with_z, "distilled": distilled}
 
 
-def inputs(dtype: torch.dtype = torch.float32, *, ignored: bool = True) -> list[Tensor]:
+def inputs(dtype: torch.dtype = torch.float32, *, ignored: bool = True) -> list[Any]:
     """Hidden states, weight, targets, extras."""
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(N, D, generator=draw).to(dtype).requires_grad_()
@@ -40,7 +40,7 @@ def inputs(dtype: torch.dtype = torch.float32, *, ignored: bool = True) -> list[
     targets = torch.randint(0, V, (N,), generator=draw)
     if ignored:
         targets[[0, 1, 2, 3, 4, 11]] = -100  # a whole chunk of five, and one more
-    return [hidden, weight, targets, torch.rand(N, V, generator=draw)]
+    return [hidden, weight, targets, {"teacher": torch.rand(N, V, generator=draw)}]
 
 
 def compare(found: Tensor, right: Tensor, *, rtol: float) -> None:
