@@ -32,7 +32,9 @@ def evaluate(build: Build) -> Validation:
     plan, world = build.plan, build.world
     token_bytes = build.prepared.tokenizer.token_bytes
     one = torch.ones((), device=build.device)
-    nats, tokens, text_bytes = torch.zeros((), dtype=torch.float64, device=build.device), 0, 0
+    # Apple GPUs have no fp64.
+    wide = torch.float32 if build.device.type == "mps" else torch.float64
+    nats, tokens, text_bytes = torch.zeros((), dtype=wide, device=build.device), 0, 0
     with ExitStack() as stack:
         for averaged in build.weights_for_eval:
             stack.enter_context(averaged(build))

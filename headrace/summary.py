@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from statistics import quantiles
 from typing import Any
 
+from torch import Tensor
+
 from headrace.build import predict
 from headrace.core.hardware import lookup
 from headrace.core.ledger import Ledger
@@ -15,6 +17,8 @@ from headrace.run_folder import command_line
 from headrace.signals import device_peak_bytes
 from headrace.sockets import Build
 
+WORK_MEMORY = "activations, logits and work"
+"""What is neither weights nor their optimizer's state nor, where told apart, their gradients."""
 STALL_SHARE = 0.05
 """A step is stalled when it waits for its data longer than this share of a median step."""
 
@@ -52,7 +56,7 @@ def summarize(
         "model_flops_utilization": _utilization(build, rate),
         "peak_memory_bytes": _memory(build, ledger, tracked),
         "memory_lines": [{"name": n, "bytes": b} for n, b in ledger.owners()],
-        "memory_measured": dict(tracked) if tracked else None,
+        "memory_measured": _measured(build, tracked),
         "phase_s": counters.phase_s,
         "wasted_token_fraction": counters.wasted_tokens / max(1, counters.tokens),
         "input_wait": _waits(waits_s, step_s),
@@ -104,6 +108,25 @@ def _memory(build: Build, ledger: Ledger, tracked: Mapping[str, int] | None) -> 
         found = {"allocated": tracked["Total"] if tracked else None, "reserved": resident}
     method = "allocator" if build.device.type == "cuda" else "tracker"
     return {**found, "predicted": predicted, "predicted_at": instant, "method": method}
+
+
+def _measured(build: Build, tracked: Mapping[str, int] | None) -> dict[str, int] | None:
+    """The peak by kind: what can be told apart is read from tensors, the rest is left over."""
+    if tracked:
+        peak = tracked["Total"]
+        kinds = {"parameters": "Parameter", "gradients": "Gradient", "optimizer": "Optstate"}
+        found = {name: tracked.get(kind, 0) for name, kind in kinds.items()}
+    elif device := device_peak_bytes(build.device):
+        peak = device["allocated"]
+        states = [s for o in build.optimizers.values() for s in o.state.values()]
+        held = [v for state in states for v in state.values() if isinstance(v, Tensor)]
+        found = {
+            "parameters": sum(p.nbytes for p in build.model.parameters()),
+            "optimizer": sum(v.nbytes for v in held),
+        }
+    else:
+        return None
+    return {**found, WORK_MEMORY: peak - sum(found.values())}
 
 
 def _waits(waits_s: list[float], step_s: float | None) -> dict[str, Any]:

@@ -89,6 +89,7 @@ def trunk_ledger(
         "layers": config.layers,
         "residual": size * tokens * config.dim,
         "logits_per_token": _logits_bytes(config, 1, size),
+        "logits_fused": 3 * size * tokens * config.vocab,
         "head_gradients": FP32 * config.dim * (config.vocab + tokens),
         "block_matrices": matrices,
         "down_matrices": config.layers * config.dim * config.resolved_ffn,

@@ -85,10 +85,20 @@ def _input_wait(report: Report) -> str:
     )
 
 
+STATE_LINES = ("parameters", "gradients", "optimizer")
+WORK_LINE = "activations, logits and work"
+"""All other lines together: the kinds that a measurement can tell apart."""
+
+
 def memory(report: Report) -> Safe:
     """Peak memory by named line, predicted against measured."""
-    predicted = {line.name: line.bytes for line in report.memory_lines or ()}
+    lines = {line.name: line.bytes for line in report.memory_lines or ()}
     measured = report.memory_measured or {}
+    work = {name: value for name, value in lines.items() if name not in STATE_LINES}
+    predicted = {name: lines[name] for name in STATE_LINES if name in lines}
+    if work:
+        total = sum(value or 0.0 for value in work.values())
+        predicted |= {WORK_LINE: total, **{f"of which {k}": v for k, v in work.items()}}
     peak = report.peak_memory_bytes
     widest = max((v or 0.0 for d in (predicted, measured) for v in d.values()), default=0.0) or 1.0
     names = list(dict.fromkeys([*predicted, *measured]))
@@ -120,7 +130,7 @@ def _pair(
 ) -> tuple[str, str]:
     """A line's two cells."""
     before = size(predicted[name]) if name in predicted else "not predicted"
-    return before, size(measured.get(name))
+    return before, "" if name.startswith("of which ") else size(measured.get(name))
 
 
 def _ratio(predicted: float | None, measured: float | None) -> str:

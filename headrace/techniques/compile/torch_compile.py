@@ -8,6 +8,7 @@ starts sooner. Source: PyTorch 2 (ASPLOS 2024, doi 10.1145/3620665.3640366).
 """
 
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -64,10 +65,12 @@ class TorchCompile(Technique[Build]):
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """What fusion recomputes in the backward pass is not kept."""
+        """What fusion recomputes is not kept, and logits are not held in fp32."""
         if self.backend != "inductor":
             return ledger
-        return ledger.without(
+        logits = ledger.memory["logits"]
+        fused = min(logits.bytes, ledger.sizes["logits_fused"])
+        return ledger.with_line("logits", replace(logits, bytes=fused)).without(
             n for n, v in ledger.memory.items()
             if v.layer is not None and n.split("/")[1] in FUSED_LINES
         )  # fmt: skip
