@@ -278,6 +278,7 @@ class Session:
         self.progress.task("validation", 0, None)
         compiled_s = compile_seconds()
         found = evaluate(self.build)
+        self.progress.task("validation", 1, 1)
         self._compiled_s = compile_seconds()
         self.signals.spent("compile", self._compiled_s - compiled_s)
         spent_s = time.perf_counter() - began_s

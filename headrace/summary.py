@@ -126,6 +126,7 @@ def _measured(build: Build, tracked: Mapping[str, int] | None) -> dict[str, int]
         }
     else:
         return None
+    found = {name: size for name, size in found.items() if size}
     return {**found, WORK_MEMORY: peak - sum(found.values())}
 
 

@@ -89,6 +89,9 @@ class BarProgress(Progress):
     def task(self, description: str, done: float, total: float | None) -> None:
         """Draw or advance the bar of this description."""
         if description not in self._tasks:
+            for task in self._bars.tasks:  # what had no known end has ended by now
+                if task.total is None:
+                    self._bars.update(task.id, total=1, completed=1)
             self._tasks[description] = self._bars.add_task(description, total=total, facts="")
         self._bars.update(self._tasks[description], completed=done, total=total)
 
