@@ -14,7 +14,7 @@ from headrace import train as trainer
 from headrace.catalogue.explain import explain_plan, explain_technique
 from headrace.catalogue.table import catalogue_rows
 from headrace.context import choose_device, make_context
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ConfigError, nearest
 from headrace.core.plan import Plan, read_recipe
 from headrace.core.technique import Catalogue, discover
 from headrace.core.units import format_count, format_seconds
@@ -214,6 +214,9 @@ def explain(
         known = catalogue()
         if what in known.techniques:
             value, text = explain_technique(known.techniques[what])
+        elif what not in recipes() and not Path(what).is_file():
+            near = nearest(what, [*known.techniques, *recipes()])
+            raise ConfigError(f"{what!r} is no plan, recipe or technique; the nearest is {near}")
         else:
             plan = _read(what, overrides, with_, without)
             value, text = explain_plan(plan, make_context(plan, choose_device(plan)))

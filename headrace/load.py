@@ -64,7 +64,12 @@ def open_model(
     shaping = {n: t for n, t in plan.techniques.items() if t.stage <= Stage.LINEAR}
     if with_data:
         shaping |= {n: t for n, t in plan.techniques.items() if t.stage == Stage.DATA}
-    plan = plan.replaced(techniques=shaping, mesh=plan.mesh.model_copy(update={"data": 1}))
+    plan = plan.replaced(
+        techniques=shaping,
+        mesh=plan.mesh.model_copy(update={"data": 1}),
+        # The checkpoint has the weights, and the resolved plan their shape.
+        model=plan.model.model_copy(update={"pretrained": ""}),
+    )
     path = _checkpoint(folder, checkpoint)
     if with_data:
         prepared = prepare(plan)

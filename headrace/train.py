@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headrace.build import make_build
-from headrace.context import choose_device
+from headrace.context import check_supported, choose_device, make_context
 from headrace.core.plan import Plan
 from headrace.data.ingest import Prepared, prepare
 from headrace.data.loader import Micro
@@ -54,6 +54,7 @@ def run(
             RunFolder.find(plan, folder)  # before any work: is there anything to resume
         world = stack.enter_context(open_world(plan.mesh.data, device))
         device = _own_device(device, world)
+        check_supported(list(plan.techniques.values()), make_context(plan, device))
         prepared = prepare_together(plan, world, progress)
         build = make_build(plan, prepared, world, device)
         for flags in build.runtime:

@@ -1,14 +1,13 @@
 """A checkpoint that was trained here, in transformers: the same greedy text."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-transformers = pytest.importorskip("transformers")
 
 
 def test_a_trained_run_generates_the_same_greedy_text_in_transformers(
@@ -22,9 +21,32 @@ def test_a_trained_run_generates_the_same_greedy_text_in_transformers(
         tmp_path, "sample", "trained", "--temperature", "0", "--tokens", "12", "--prompt", "the",
         "--json",
     )  # fmt: skip
+    transformers = pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").float()
     prompt = [tokenizer.bos_token_id, *tokenizer("the", add_special_tokens=False).input_ids]
     theirs = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)
     new = [i for i in theirs[0, len(prompt) :].tolist() if i != tokenizer.eos_token_id]
     assert json.loads(ours.out)["text"] == tokenizer.decode(new)
+
+
+def test_training_goes_on_from_an_exported_folder(
+    tmp_path: Path, plan_file: Path, run_cli: Callable[..., Any]
+) -> None:
+    plan = str(plan_file)
+    assert run_cli(tmp_path, "train", plan, "name=first").code == 0
+    assert run_cli(tmp_path, "export", "first", "--to", "hf", "--output", "out").code == 0
+    bare = plan_file.read_text()
+    bare = bare[: bare.index("[model]")] + bare[bare.index("[data]") :]
+    (tmp_path / "on.toml").write_text(bare)
+    starts = ["model.pretrained=out", "data.tokenizer=out"]
+    still = [*starts, "optimizer.lr=1e-12", "goal.steps=1", "schedule.warmup_steps=0"]
+    assert run_cli(tmp_path, "train", "on.toml", "name=second", *still).code == 0
+    reports = [json.loads((tmp_path / "runs" / n / "report.json").read_text())
+               for n in ("first", "second")]  # fmt: skip
+    before, after = (r["val"][-1]["loss_nats"] for r in reports)
+    assert after == pytest.approx(before, rel=1e-6)
+    other = run_cli(tmp_path, "train", "on.toml", "name=third", "model.layers=5", *still)
+    assert other.code == 2 and "model.layers=1" in other.err
+    shutil.rmtree(tmp_path / "out")
+    assert run_cli(tmp_path, "sample", "second", "--tokens", "3").code == 0
