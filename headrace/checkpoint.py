@@ -28,6 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from headrace.core.errors import ConfigError, RunError
+from headrace.core.files import sync_path
 from headrace.core.units import format_bytes
 from headrace.parallel.boxes import Box, local_part
 
@@ -131,7 +132,7 @@ class Checkpoints:
         aside.mkdir(exist_ok=True)
         name = f"rank-{self.rank:05d}.safetensors"
         save_file(host, aside / name)
-        _flush(aside / name)
+        sync_path(aside / name)
         part = {
             "file": name,
             "bytes": (aside / name).stat().st_size,
@@ -148,11 +149,11 @@ class Checkpoints:
         )
         for rank in range(self.ranks):
             (aside / f"rank-{rank:05d}.json").unlink()
-        _flush(aside)
+        sync_path(aside)
         if step in self.steps():
             self._discard(step)
         os.rename(aside, self.folder / f"step-{step}")
-        _flush(self.folder)
+        sync_path(self.folder)
         self._prune()
 
     def _read_part(self, aside: Path, rank: int) -> dict[str, Any]:
@@ -359,19 +360,11 @@ def _to_host(tensor: Tensor) -> Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _write_json(path: Path, value: Any) -> None:
     """Write aside, flush, rename: a reader never sees half of it."""
     aside = path.with_name(path.name + ".part")
     aside.write_text(json.dumps(value))
-    _flush(aside)
+    sync_path(aside)
     os.replace(aside, path)
 
 

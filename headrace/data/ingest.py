@@ -25,9 +25,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace.core.errors import ConfigError, RunError
+from headrace.core.files import sync_path
 from headrace.core.plan import DataConfig, Plan
 from headrace.core.units import format_bytes
-from headrace.data.shards import FORMAT, Shards, ShardWriter, sync_file, sync_folder
+from headrace.data.shards import FORMAT, Shards, ShardWriter, sync_file
 from headrace.data.sources import read_documents, source_signature
 from headrace.data.tokenizer import Tokenizer, open_tokenizer, train_tokenizer
 
@@ -186,9 +187,9 @@ def _build_aside(plan: Plan, target: Path, progress: Progress) -> None:
     aside.mkdir()
     try:
         _build(plan, aside, progress)
-        sync_folder(aside)
+        sync_path(aside)
         aside.rename(target)
-        sync_folder(target.parent)
+        sync_path(target.parent)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise

@@ -19,6 +19,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from headrace.core.errors import ConfigError
+from headrace.core.files import sync_path
 from headrace.core.strict import Strict
 
 FORMAT = 1
@@ -62,15 +63,6 @@ def sync_file(file: BinaryIO) -> None:
     """Push a file's content to the disk itself."""
     file.flush()
     os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Push a folder's list of names to the disk, so that a rename survives a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class _HashedFile:
@@ -167,7 +159,7 @@ class ShardWriter:
             file.write(manifest.model_dump_json(indent=1).encode())
             sync_file(file)
         aside.replace(self.directory / "manifest.json")
-        sync_folder(self.directory)
+        sync_path(self.directory)
         return manifest
 
 

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from headrace.core.errors import ConfigError, RunError
+from headrace.core.files import sync_path
 from headrace.core.model_config import ModelConfig
 from headrace.data.tokenizer import Tokenizer
 from headrace.model.adapter import Link, check_ours
@@ -128,7 +129,5 @@ def _publish(aside: Path, out: Path) -> None:
     """Make `aside` durable and call it `out`."""
     aside.chmod(0o755)
     for path in (*aside.iterdir(), aside):
-        handle = os.open(path, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
+        sync_path(path)
     os.replace(aside, out)
