@@ -36,8 +36,8 @@ from headrace.sockets import COMPOSED, OWNED, Build, Pass, Route
 def predict(plan: Plan, context: Context) -> Ledger:
     """The trunk's ledger with every technique's edits, in stage order. Pure."""
     model = plan.model
-    if not model.vocab and plan.data.tokenizer == "bpe":
-        model = model.model_copy(update={"vocab": plan.data.vocab})
+    if not model.vocab:  # not resolved yet by a run
+        model = _model_config(plan, plan.data.vocab if plan.data.tokenizer == "bpe" else 0)
     ledger = trunk_ledger(
         model,
         rows=plan.micro_rows,

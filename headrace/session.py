@@ -224,7 +224,7 @@ class Session:
         compiled_s = compile_seconds()
         facts = {
             "tokens": counters.tokens + plan.batch.tokens,
-            "lr": plan.optimizer.lr * self.build.values["lr"](counters.step),
+            "lr": plan.optimizer.lr * self.build.now["lr"],
             "compile_s": compiled_s - self._compiled_s,
             "wait_s": batch.wait_s,
         }

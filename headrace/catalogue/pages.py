@@ -75,7 +75,6 @@ def _card(technique: type[Technique[Any]]) -> str:
         "stage": technique.stage.name.lower(),
         "owns": _codes(technique.claims),
         "composes": _codes(technique.composes),
-        "rewrites": _codes(technique.rewrites),
         "excludes": "; ".join(f"`{other}`: {why}" for other, why in technique.excludes.items()),
         "gradients": technique.equality,
         "remedy for": ", ".join(technique.symptoms),

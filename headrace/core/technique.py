@@ -99,8 +99,6 @@ class Technique(Strict, Generic[B]):
     """Sockets that it owns alone."""
     composes: ClassVar[tuple[str, ...]] = ()
     """Sockets that it adds to, in stage order."""
-    rewrites: ClassVar[tuple[str, ...]] = ()
-    """Plan keys that it sets at the design stage; giving both differently is an error."""
     excludes: ClassVar[Mapping[str, str]] = {}
     """Other techniques that it cannot stand beside, each with its cited reason."""
     equality: ClassVar[Literal["exact", "learning", "approximate"]] = "exact"

@@ -53,11 +53,6 @@ class Micro:
     wasted: int = 0
     """Targets that no loss counts: padding and the ignored."""
 
-    @property
-    def target_tokens(self) -> int:
-        """Targets that count."""
-        return self.targets_BT.numel() - self.wasted
-
 
 @dataclass(frozen=True)
 class StepBatch:
@@ -66,8 +61,6 @@ class StepBatch:
     micros: list[Micro]
     wait_s: float
     """Seconds for which the caller waited for the data."""
-    hash_state: int
-    """`Loader.local_hash` after this step."""
 
 
 def combine_hashes(sums: Iterable[int]) -> str:
@@ -144,7 +137,7 @@ class Loader:
         wait_s = time.perf_counter() - begin
         self._position += 1
         self.local_hash = (self.local_hash + added) % _HASH_MODULUS
-        return StepBatch(micros, wait_s, self.local_hash)
+        return StepBatch(micros, wait_s)
 
     def seek(self, step: int) -> None:
         """Make `step` the next one. Reads nothing."""

@@ -9,7 +9,7 @@ Shapes: N tokens, D features, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -64,21 +64,6 @@ def with_terms(objective: Objective, terms: Sequence[Objective]) -> Objective:
         return loss
 
     return total
-
-
-class HeadLike(Protocol):
-    """What fills `parts.head`."""
-
-    def __call__(
-        self, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, extras: Any,
-        objective: Objective,
-    ) -> Tensor:  # fmt: skip
-        """The objective's sum over all tokens."""
-        ...
-
-    def logits(self, hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
-        """Whole fp32 logits [N, V], for sampling and parity."""
-        ...
 
 
 class Head(nn.Module):

@@ -46,6 +46,9 @@ def test_training_goes_on_from_an_exported_folder(
                for n in ("first", "second")]  # fmt: skip
     before, after = (r["val"][-1]["loss_nats"] for r in reports)
     assert after == pytest.approx(before, rel=1e-6)
+    told = run_cli(tmp_path, "explain", "on.toml", *still, "--json")
+    weights = 4 * reports[0]["parameters"]
+    assert json.loads(told.out)["memory_lines"]["parameters"] == weights
     other = run_cli(tmp_path, "train", "on.toml", "name=third", "model.layers=5", *still)
     assert other.code == 2 and "model.layers=1" in other.err
     shutil.rmtree(tmp_path / "out")
