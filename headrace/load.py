@@ -61,10 +61,17 @@ def open_model(
         RunError: the checkpoint is damaged.
     """
     plan = read_plan(folder, catalogue)
-    shaping = {n: t for n, t in plan.techniques.items() if t.stage <= Stage.LINEAR}
+    # An exact technique computes what the trunk computes: opened alone, a model needs none of them,
+    # so a run that was trained on another device opens here.
+    shaping = {
+        n: t
+        for n, t in plan.techniques.items()
+        if t.stage <= Stage.LINEAR and t.equality != "exact"
+    }
     if with_data:
         shaping |= {n: t for n, t in plan.techniques.items() if t.stage == Stage.DATA}
     plan = plan.replaced(
+        device="auto",
         techniques=shaping,
         mesh=plan.mesh.model_copy(update={"data": 1}),
         # The checkpoint has the weights, and the resolved plan their shape.

@@ -53,3 +53,16 @@ def test_training_goes_on_from_an_exported_folder(
     assert other.code == 2 and "model.layers=1" in other.err
     shutil.rmtree(tmp_path / "out")
     assert run_cli(tmp_path, "sample", "second", "--tokens", "3").code == 0
+
+
+def test_a_run_of_another_device_opens_here(
+    tmp_path: Path, plan_file: Path, run_cli: Callable[..., Any]
+) -> None:
+    assert run_cli(tmp_path, "train", str(plan_file), "name=far", "goal.steps=2").code == 0
+    before = run_cli(tmp_path, "eval", "far", "--json")
+    plan = tmp_path / "runs" / "far" / "plan.toml"
+    there = plan.read_text().replace('device = "cpu"', 'device = "cuda"')
+    assert there != plan.read_text()
+    plan.write_text(there + "\n[techniques.cudnn_attention]\n")
+    after = run_cli(tmp_path, "eval", "far", "--json")
+    assert after.code == before.code == 0 and after.out == before.out
