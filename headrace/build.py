@@ -27,10 +27,11 @@ from headrace.model.count import trunk_ledger
 from headrace.model.decoder import Decoder, trunk_parts
 from headrace.model.head import cross_entropy, with_terms
 from headrace.model.init import random_source
-from headrace.optim.adamw import clip_gradients, make_adamw
+from headrace.optim.adamw import gradient_norm, make_adamw, scale_gradients
 from headrace.optim.schedule import learning_rate
+from headrace.parallel.layout import Layout, local_of
 from headrace.parallel.world import World
-from headrace.sockets import COMPOSED, OWNED, Build, Pass, Route
+from headrace.sockets import COMPOSED, OWNED, Build, Pass, Route, place
 
 
 def predict(plan: Plan, context: Context) -> Ledger:
@@ -133,6 +134,7 @@ def _trunk(
 ) -> Build:  # fmt: skip
     """A Build whose every owned socket holds the trunk's filler."""
     config = _model_config(plan, prepared.tokenizer.vocab)
+    assert plan.with_keys({}) == plan, "a technique's keys were not written into the plan"
     build = Build(
         plan=plan.replaced(model=config),
         context=context,
@@ -147,15 +149,18 @@ def _trunk(
         engine=local_engine,
         sync=lambda build, last: None,
         reduce=_sum_gradients,
-        clip=lambda build, limit: clip_gradients(list(build.model.parameters()), limit),
+        loss_scale=lambda build: None,
+        clip=_clip,
         passes=_one_pass,
         pack=lambda build, shards: Cut(shards, build.plan.data.sequence_length),
         order=lambda build, packer: make_order(
             packer.units, seed=build.plan.seed, weights=build.plan.data.weights
         ),
         transport=_threads,
+        place=place,
         recover=_stop,
     )
+    build.values["step"] = float
     build.values["lr"] = learning_rate(plan.schedule, plan.horizon_steps)
     return build
 
@@ -181,6 +186,13 @@ def _meta_model(build: Build) -> None:
         build.model = Decoder(build.config, build.parts, build.mask)
     if build.context.precision == "bf16":
         build.model.residual_dtype = torch.bfloat16
+    _note_layouts(build)
+
+
+def _note_layouts(build: Build) -> None:
+    """Every parameter is held whole by every rank until a technique says otherwise."""
+    for name, parameter in build.model.named_parameters():
+        build.layouts.setdefault(name, Layout(parameter.shape))
 
 
 def _linears(build: Build) -> None:
@@ -189,6 +201,7 @@ def _linears(build: Build) -> None:
         linear = build.model.get_submodule(name)
         assert isinstance(linear, nn.Linear)
         setattr(build.model.get_submodule(parent), child, make(linear))
+    _note_layouts(build)
 
 
 def _freeze(build: Build) -> None:
@@ -215,7 +228,9 @@ def _fill(build: Build, root: nn.Module, prefix: str) -> None:
             if not parameter.is_meta:
                 continue
             name = f"{path}.{key}" if path else key
-            value = build.source(name, parameter.shape).to(build.device, parameter.dtype)
+            value = build.source(name, parameter.shape)
+            value = build.layouts[name].cut(build.world, value).contiguous()
+            value = value.to(build.device, parameter.dtype)
             for store in build.storage:
                 value = store(name, value)
             module.register_parameter(key, nn.Parameter(value, parameter.requires_grad))
@@ -275,16 +290,47 @@ def local_engine(build: Build, micros: Any, objective: Any, scale: Tensor) -> Te
                 micro.ids_BT, micro.targets_BT, micro.rows,
                 objective=objective, scale=scale, extras=micro.extras,
             )  # fmt: skip
-        for auxiliary in build.auxiliary:
-            loss = loss + auxiliary(build) * scale
-        build.phases.mark("backward")
-        loss.backward()
+        if torch.is_grad_enabled():
+            auxiliary = auxiliary_loss(build)
+            loss = loss if auxiliary is None else loss + auxiliary * scale
+            build.phases.mark("backward")
+            loss.backward()
         total += loss.detach()
     return total
 
 
+def auxiliary_loss(build: Build) -> Tensor | None:
+    """The sum of losses that layers kept in the forward pass that has just run.
+
+    Tensor ranks compute the same ones, and the backward pass adds up what they send to the states
+    that they share: each sends its part of the gradient.
+    """
+    if not build.auxiliary:
+        return None
+    total = torch.stack([auxiliary(build) for auxiliary in build.auxiliary]).sum()
+    part = total / build.world.size("tensor")
+    return part + (total - part).detach()
+
+
 def _sum_gradients(build: Build) -> None:
-    build.world.sum_gradients_([p.grad for p in build.model.parameters() if p.grad is not None])
+    """Add up what is partial, axis by axis."""
+    held = [(build.layouts[n], p) for n, p in build.model.named_parameters() if p.grad is not None]
+    for axis in ("shard", "tensor", "ends"):
+        partial = [local_of(p.grad) for layout, p in held if axis in layout.partial]  # type: ignore[arg-type]
+        build.world.sum_gradients_(partial, axis)
+
+
+def _clip(build: Build, max_norm: float) -> Tensor:
+    """One norm over all ranks, each number counted once; 0 only measures it."""
+    gradients, copies = [], []
+    for name, parameter in build.model.named_parameters():
+        if parameter.grad is not None:
+            gradients.append(local_of(parameter.grad))
+            copies.append(build.layouts[name].copies(build.world, parameter))
+    norm = gradient_norm(gradients, copies, build.world)
+    if max_norm > 0:
+        scale_gradients(gradients, norm, max_norm)
+    return norm
 
 
 def _one_pass(build: Build, step: int) -> list[Pass]:
@@ -307,8 +353,8 @@ def _threads(build: Build, packer: Packer) -> Loader:
         packer,
         rows_per_step=plan.rows_per_step,
         micro_rows=plan.micro_rows,
-        rank=build.world.rank,
-        ranks=build.world.ranks,
+        rank=build.world.place("data"),
+        ranks=build.world.size("data"),
         workers=plan.data.workers,
         prefetch=plan.data.prefetch,
         order=build.order(build, packer),
@@ -333,9 +379,11 @@ def _fillers(build: Build) -> dict[str, Any]:
     """What stands in every socket now, as something that compares."""
     now: dict[str, Any] = {name: getattr(build, name) for name in OWNED}
     now |= {f"parts.{key}": value for key, value in vars(build.parts).items()}
+    now |= {f"config.{key}": value for key, value in build.config}
     for name in COMPOSED:
         value = getattr(build, name)
         now[name] = value.copy() if isinstance(value, list | dict) else value
+    now["layouts"] = {name: repr(layout) for name, layout in build.layouts.items()}
     return now
 
 
@@ -349,7 +397,7 @@ def _record(build: Build, technique: Technique[Any], before: dict[str, Any]) -> 
 
 
 def check_active(build: Build) -> dict[str, Any]:
-    """After one step: every technique's evidence.
+    """After one step: every technique's evidence, on every rank that can have some.
 
     Raises:
         RunError: one that was asked for is not in force.
@@ -357,9 +405,11 @@ def check_active(build: Build) -> dict[str, Any]:
     found = {}
     for technique in build.techniques:
         evidence = technique.active(build)
-        if not evidence.active:
+        told = build.world.gather((evidence.active, evidence.detail))
+        wrong = [detail for active, detail in told if active is False]
+        if wrong or all(active is None for active, _ in told):
             raise RunError(
-                f"{technique.name()} was asked for and is not in force: {evidence.detail}",
+                f"{technique.name()} was asked for and is not in force: {(wrong or told[0])[-1]}",
                 f"--without {technique.name()}",
             )
         found[technique.name()] = evidence

@@ -30,7 +30,7 @@ from torch import Tensor
 from headrace.core.errors import ConfigError, RunError
 from headrace.core.files import sync_path
 from headrace.core.units import format_bytes
-from headrace.parallel.boxes import Box, local_part
+from headrace.parallel.boxes import Box, Piece, piece_of
 
 FORMAT = 1
 INDEX = "checkpoint.json"
@@ -52,12 +52,14 @@ class Checkpoints:
 
     # --- saving ---
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], values: dict[str, Any]) -> None:
+    def save(
+        self, step: int, tensors: Mapping[str, Tensor | Piece], values: dict[str, Any]
+    ) -> None:
         """Begin to save; returns when the copies are safe from the next update.
 
         Args:
             step: steps done.
-            tensors: this rank's tensors by global name; DTensors are saved by their boxes.
+            tensors: this rank's tensors, or pieces of them, by global name.
             values: JSON values, the same on every rank (those under "rank" may differ); "score"
                 says how good the weights are, lower is better, for `best`.
 
@@ -65,20 +67,21 @@ class Checkpoints:
             RunError: the previous save failed.
         """
         self.wait()
-        host, pieces, total = {}, {}, 0
+        host, pieces, total, on_gpu = {}, {}, 0, False
         for name, tensor in tensors.items():
-            local, box, writes = local_part(tensor.detach())
-            if not writes:
+            piece = tensor if isinstance(tensor, Piece) else piece_of(tensor)
+            if not piece.writes:
                 continue
-            host[name] = _to_host(local)
+            host[name] = _to_host(piece.local.detach())
             pieces[name] = {
-                "shape": list(tensor.shape),
-                "dtype": str(tensor.dtype).removeprefix("torch."),
-                "offset": list(box.offset),
-                "size": list(box.shape),
+                "shape": list(piece.shape),
+                "dtype": str(piece.local.dtype).removeprefix("torch."),
+                "offset": list(piece.box.offset),
+                "size": list(piece.box.shape),
             }
-            total += local.nbytes
-        if any(t.is_cuda for t in tensors.values()):
+            total += piece.local.nbytes
+            on_gpu = on_gpu or piece.local.is_cuda
+        if on_gpu:
             torch.cuda.current_stream().synchronize()
         self._check_space(step, total)
         self._thread = threading.Thread(
@@ -307,18 +310,18 @@ class Saved:
         _, piece = self._where[name][0]
         return tuple(piece["shape"]), getattr(torch, piece["dtype"])
 
-    def fill_(self, name: str, tensor: Tensor) -> None:
+    def fill_(self, name: str, tensor: Tensor | Piece) -> None:
         """Copy the saved tensor `name` into `tensor`, whatever the layouts of both.
 
         Raises:
             RunError: it is not there, or has another shape.
         """
-        local, box, _ = local_part(tensor)
+        local, wanted, box, _ = tensor if isinstance(tensor, Piece) else piece_of(tensor)
         if name not in self._where:
             raise self._damaged(INDEX, f"it holds no tensor {name!r}")
         shape, _ = self.shape_of(name)
-        if shape != tuple(tensor.shape):
-            raise RunError(f"{name} has shape {tuple(tensor.shape)}; {self.path} holds {shape}")
+        if shape != wanted:
+            raise RunError(f"{name} has shape {wanted}; {self.path} holds {shape}")
         filled = 0
         for file, piece in self._where[name]:
             piece_box = Box(tuple(piece["offset"]), tuple(piece["size"]))
@@ -338,11 +341,15 @@ class Saved:
             raise self._damaged(INDEX, f"{name} covers {filled} of {local.numel()} numbers")
 
     def _index(self) -> dict[str, list[tuple[Path, dict[str, Any]]]]:
-        """Where the pieces of each tensor lie."""
+        """Where the pieces of each tensor lie; of equal ones, such as a counter's, the first."""
         where: dict[str, list[tuple[Path, dict[str, Any]]]] = {}
+        seen: set[tuple[str, str]] = set()
         for part in self.parts:
             for name, piece in part["pieces"].items():
-                where.setdefault(name, []).append((self.path / Path(part["file"]).name, piece))
+                box = (name, str(piece["offset"]))
+                if box not in seen:
+                    where.setdefault(name, []).append((self.path / Path(part["file"]).name, piece))
+                seen.add(box)
         return where
 
 

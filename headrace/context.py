@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from headrace.core.errors import UnsupportedError
+from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.plan import Plan
 from headrace.core.technique import Context, Technique, Unsupported, check_claims
 
@@ -48,7 +48,7 @@ def make_context(plan: Plan, device: torch.device) -> Context:
         torch=(int(major), int(minor)),
         has_triton=find_spec("triton") is not None,
         has_compiler=_has_compiler(),
-        ranks=plan.mesh.data,
+        ranks=plan.mesh.ranks,
         precision=precision,
     )
 
@@ -65,6 +65,11 @@ def check_supported(techniques: list[Technique[Any]], context: Context) -> None:
         ConfigError: two of them own one socket, or exclude each other.
     """
     check_claims(techniques)
+    if context.precision == "fp16" and not any("loss_scale" in t.claims for t in techniques):
+        raise ConfigError(
+            "model.precision = 'fp16' loses small gradients when the loss is not scaled",
+            "--with fp16_loss_scaling (or model.precision=bf16)",
+        )
     for technique in techniques:
         answer = technique.supports(context)
         if isinstance(answer, Unsupported):

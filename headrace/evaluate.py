@@ -13,7 +13,7 @@ import torch
 
 from headrace.data.loader import validation_batches
 from headrace.model.head import IGNORED, cross_entropy
-from headrace.sockets import Build, place
+from headrace.sockets import Build
 
 
 @dataclass(frozen=True)
@@ -43,25 +43,23 @@ def evaluate(build: Build) -> Validation:
             plan.data.sequence_length,
             tokens=plan.eval.tokens,
             micro_rows=plan.micro_rows,
-            rank=world.rank,
-            ranks=world.ranks,
+            rank=world.place("data"),
+            ranks=world.size("data"),
             segments=build.mask.document,
         ):
             real = micro.targets_BT.numpy()
             real = real[real != IGNORED]
             tokens += real.size
             text_bytes += int(token_bytes[real].sum(dtype=np.int64))
-            work = place(micro, build.device)
-            with build.autocast():
-                nats += build.model(
-                    work.ids_BT, work.targets_BT, work.rows,
-                    objective=cross_entropy, scale=one,
-                )  # fmt: skip
-    counts = torch.tensor([float(nats), float(tokens), float(text_bytes)], dtype=torch.float64)
-    total_nats, total_tokens, total_bytes = world.sum_(counts).tolist()
+            nats += build.engine(build, [build.place(build, micro)], cross_entropy, one)
+    # Replicas read other rows; parts of a row and stages add to the same loss.
+    for axis in ("shard", "pipeline"):
+        world.sum_(nats, axis)
+    counts = torch.tensor([float(tokens), float(text_bytes)], dtype=torch.float64)
+    total_tokens, total_bytes = world.sum_(counts, "data").tolist()
     return Validation(
-        loss_nats=total_nats / total_tokens,
-        bits_per_byte=total_nats / math.log(2) / total_bytes,
+        loss_nats=float(nats) / total_tokens,
+        bits_per_byte=float(nats) / math.log(2) / total_bytes,
         tokens=int(total_tokens),
         bytes=int(total_bytes),
     )

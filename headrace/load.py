@@ -6,7 +6,7 @@ from headrace.build import make_build
 from headrace.checkpoint import Checkpoints, Saved
 from headrace.context import choose_device
 from headrace.core.errors import ConfigError, nearest
-from headrace.core.plan import Plan
+from headrace.core.plan import MeshConfig, Plan
 from headrace.core.technique import Catalogue, Stage
 from headrace.data.ingest import Prepared, prepare
 from headrace.data.tokenizer import Tokenizer
@@ -73,7 +73,7 @@ def open_model(
     plan = plan.replaced(
         device="auto",
         techniques=shaping,
-        mesh=plan.mesh.model_copy(update={"data": 1}),
+        mesh=MeshConfig(),
         # The checkpoint has the weights, and the resolved plan their shape.
         model=plan.model.model_copy(update={"pretrained": ""}),
     )

@@ -318,7 +318,9 @@ class Session:
     def _stream(self) -> dict[str, Any]:
         """The stream's place and the hash of all ranks' rows so far."""
         loader = self.build.loader
-        loader.merge(sum(self.build.world.gather(loader.local_hash)))
+        world = self.build.world
+        reads = all(world.place(axis) == 0 for axis in ("pipeline", "context", "tensor"))
+        loader.merge(sum(world.gather(loader.local_hash if reads else 0)))
         return loader.state()
 
     def _write_report(self, status: str, message: str) -> None:

@@ -25,6 +25,7 @@ from headrace.model.decoder import Decoder, Parts
 from headrace.model.head import Objective
 from headrace.model.init import Source
 from headrace.model.mask import MaskSpec, Rows
+from headrace.parallel.layout import Layout
 from headrace.parallel.world import World
 
 
@@ -62,20 +63,27 @@ class Work(NamedTuple):
     ids_BT: Tensor
     targets_BT: Tensor
     rows: Rows
+    index_BT: Tensor
+    """place of each token in the whole stream: its row's number x T + its place in the row"""
     extras: Mapping[str, Tensor] | None = None
     """what `enrich` adds for the objective by name, such as a teacher's logits: [B x T, ...]"""
 
 
-def place(micro: Micro, device: torch.device) -> Work:
-    """A micro-batch moved to the device; without documents, positions count along the row."""
-    ids_BT = micro.ids_BT.to(device, non_blocking=True)
-    targets_BT = micro.targets_BT.to(device, non_blocking=True)
+def place(build: "Build", micro: Micro) -> Work:
+    """The trunk's: a micro-batch moved to the device.
+
+    Without documents positions count along the row, and one row of them serves all.
+    """
+    ids_BT = micro.ids_BT.to(build.device, non_blocking=True)
+    targets_BT = micro.targets_BT.to(build.device, non_blocking=True)
+    B, T = ids_BT.shape
+    index_BT = torch.arange(B * T, device=build.device).view(B, T) + micro.first_token
     if micro.positions_BT is None or micro.segments_BT is None:
-        positions_1T = torch.arange(ids_BT.size(1), device=device)[None]
-        return Work(ids_BT, targets_BT, Rows(positions_1T))
-    positions_BT = micro.positions_BT.to(device, non_blocking=True)
-    segments_BT = micro.segments_BT.to(device, non_blocking=True)
-    return Work(ids_BT, targets_BT, Rows(positions_BT, segments_BT))
+        positions_1T = torch.arange(T, device=build.device)[None]
+        return Work(ids_BT, targets_BT, Rows(positions_1T), index_BT)
+    positions_BT = micro.positions_BT.to(build.device, non_blocking=True)
+    segments_BT = micro.segments_BT.to(build.device, non_blocking=True)
+    return Work(ids_BT, targets_BT, Rows(positions_BT, segments_BT), index_BT)
 
 
 @dataclass
@@ -109,7 +117,7 @@ class Stateful(Protocol):
 
 Engine = Callable[["Build", Sequence[Work], Objective, Tensor], Tensor]
 """(build, micro-batches on the device, objective, scale) -> this rank's scaled loss sum, after
-forward and backward of all of them."""
+forward and backward of all of them; under `torch.no_grad` it only runs forward."""
 
 
 class Phases(Protocol):
@@ -141,6 +149,8 @@ class Build:
     """(is it the last micro-batch) -> None, before each backward: whether it communicates"""
     reduce: Callable[["Build"], None]
     """what is left of gradient communication after the last backward"""
+    loss_scale: Callable[["Build"], Tensor | None]
+    """what the loss is multiplied by during the backward pass, on the device; None is 1"""
     clip: Callable[["Build", float], Tensor]
     """(largest norm, 0 is no limit) -> the norm before clipping, one over all meshes"""
     passes: Callable[["Build", int], Sequence[Pass]]
@@ -148,6 +158,8 @@ class Build:
     order: Callable[["Build", Packer], Order]
     """the build, the packed rows -> which row stands where in the stream"""
     transport: Callable[["Build", Packer], Loader]
+    place: Callable[["Build", Micro], Work]
+    """a micro-batch on the host -> this rank's share of it on the device"""
     recover: Callable[["Build", int, Mapping[str, float]], None]
     """(step, its metrics) -> None, when a step's gradient was not finite and its update was
     masked; raises to end the run"""
@@ -159,9 +171,13 @@ class Build:
     storage: list[Callable[[str, Tensor], Tensor]] = field(default_factory=list)
     shard: list[Callable[[nn.Module], None]] = field(default_factory=list)
     """called for each block after its weights are real, then for the whole model"""
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    """how the ranks hold each parameter, by name"""
     frozen: list[Callable[[str], bool]] = field(default_factory=list)
     routes: list[Route] = field(default_factory=list)
     values: dict[str, Callable[[int], float]] = field(default_factory=dict)
+    recut: list[Callable[["Build", Micro], Micro]] = field(default_factory=list)
+    """the same tokens of a micro-batch in other rows, before `place`"""
     enrich: list[Callable[["Build", Sequence[Work]], Sequence[Work]]] = field(default_factory=list)
     terms: list[Objective] = field(default_factory=list)
     auxiliary: list[Callable[["Build"], Tensor]] = field(default_factory=list)
@@ -192,8 +208,17 @@ class Build:
 
     def autocast(self) -> torch.autocast:
         """The arithmetic of a forward pass."""
-        bf16 = self.context.precision == "bf16"
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=bf16)
+        low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.context.precision)
+        return torch.autocast(self.device.type, low or torch.bfloat16, enabled=low is not None)
+
+    def whole(self, name: str, local: Tensor) -> Tensor:
+        """The whole tensor from the part of parameter `name` that each rank holds; collective."""
+        like = self.model.get_parameter(name)
+        return self.layouts[name].whole(self.world, like, local)
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's local part of a whole tensor that lies as parameter `name`."""
+        return self.layouts[name].part(self.world, self.model.get_parameter(name), whole)
 
     def wrap_blocks(self, name: str, wrap: Callable[[Forward, int], Forward]) -> None:
         """Replace every block's forward by `wrap(forward, layer)`, outside of earlier wraps.
@@ -222,12 +247,13 @@ class Build:
 
 
 OWNED = (
-    "config", "source", "objective", "engine", "sync", "reduce", "clip", "passes",
-    "pack", "order", "transport", "recover",
+    "config", "source", "objective", "engine", "sync", "reduce", "loss_scale", "clip", "passes",
+    "pack", "order", "transport", "place", "recover",
 )  # fmt: skip
 PARTS = tuple(f"parts.{f.name}" for f in fields(Parts))
 COMPOSED = (
-    "linear", "mask", "block_forward", "storage", "shard", "frozen", "routes", "values", "enrich",
-    "terms", "auxiliary", "state", "weights_for_eval", "runtime", "after_update", "compiled",
+    "linear", "mask", "block_forward", "storage", "shard", "layouts", "frozen", "routes", "values",
+    "recut", "enrich", "terms", "auxiliary", "state", "weights_for_eval", "runtime",
+    "after_update", "compiled",
 )  # fmt: skip
 SOCKETS = (OWNED[0], *PARTS, *OWNED[1:], *COMPOSED)

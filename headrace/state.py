@@ -1,6 +1,6 @@
 """What of a Build is kept in a checkpoint, by global names that no layout changes.
 
-Tensors: `model/NAME`, `optimizer/ROUTE/NAME/KEY`, `technique/WHO/NAME`.
+Tensors: `model/NAME`, `optimizer/NAME/KEY`, `technique/WHO/NAME`.
 Values: counters, the stream's place and hash, each rank's RNG, fingerprints of data and tokenizer.
 """
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from headrace.checkpoint import Saved
 from headrace.core.errors import ConfigError
 from headrace.core.plan import Plan
+from headrace.parallel.boxes import Piece, piece_of
 from headrace.sockets import Build
 
 MUST_STAY = (
@@ -23,17 +24,23 @@ MUST_STAY = (
 """Plan keys that a resume may not change: they would make it another run."""
 
 
-def tensors(build: Build) -> dict[str, Tensor]:
-    """Every tensor of the run's state on this rank, by global name."""
-    found: dict[str, Tensor] = {f"model/{n}": p for n, p in build.model.named_parameters()}
+def tensors(build: Build) -> dict[str, Piece]:
+    """This rank's piece of every tensor of the run's state, by global name."""
+    found = {f"model/{n}": _piece(build, n, p) for n, p in build.model.named_parameters()}
     for route, optimizer in build.optimizers.items():
         for name, parameter in build.routed[route].items():
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
-                    found[f"optimizer/{route}/{name}/{key}"] = value
+                    found[f"optimizer/{name}/{key}"] = _piece(build, name, value)
     for who, keeper in build.state.items():
-        found |= {f"technique/{who}/{n}": t for n, t in keeper.tensors().items()}
+        for name, tensor in keeper.tensors().items():
+            found[f"technique/{who}/{name}"] = _piece(build, name, tensor)
     return found
+
+
+def _piece(build: Build, name: str, tensor: Tensor) -> Piece:
+    """A tensor that belongs to parameter `name`, or to none of that name."""
+    return piece_of(tensor, build.world, build.layouts.get(name))
 
 
 def values(build: Build, counters: dict[str, Any]) -> dict[str, Any]:
@@ -43,6 +50,7 @@ def values(build: Build, counters: dict[str, Any]) -> dict[str, Any]:
         "plan": build.plan.dump(),
         "fingerprint": build.prepared.fingerprint,
         "techniques": {who: keeper.values() for who, keeper in build.state.items()},
+        "exact": [t.name() for t in build.techniques if t.equality == "exact"],
         "rank": {"rng": _rng(build.device)},
     }
 
@@ -56,12 +64,14 @@ def restore(build: Build, saved: Saved) -> dict[str, Any]:
     """
     check_same_run(saved.values, build.plan, build.prepared.fingerprint)
     for name, parameter in build.model.named_parameters():
-        saved.fill_(f"model/{name}", parameter)
+        saved.fill_(f"model/{name}", _piece(build, name, parameter))
     for route, optimizer in build.optimizers.items():
-        _restore_optimizer(route, optimizer, build.routed[route], saved)
+        _restore_optimizer(build, optimizer, build.routed[route], saved)
     for who, keeper in build.state.items():
+        if who not in saved.values["techniques"]:
+            continue  # an exact technique that was switched on: it begins here
         for name, tensor in keeper.tensors().items():
-            saved.fill_(f"technique/{who}/{name}", tensor)
+            saved.fill_(f"technique/{who}/{name}", _piece(build, name, tensor))
         keeper.load_values(saved.values["techniques"][who])
     if build.world.rank < len(saved.parts):
         _set_rng(saved.parts[build.world.rank]["rank_values"]["rng"], build.device)
@@ -86,7 +96,10 @@ def check_same_run(saved: Mapping[str, Any], plan: Plan, fingerprint: Mapping[st
                 f"cannot resume: {key} was {old!r} and is now {new!r}",
                 f"{remedy} (or name=ANOTHER for a new run)",
             )
-    switched = sorted(set(before.get("techniques", {})) ^ set(after.get("techniques", {})))
+    exact = {n for n, t in plan.techniques.items() if t.equality == "exact"}
+    exact |= set(saved.get("exact", ()))  # they compute what the trunk computes
+    switched = {*before.get("techniques", {})} ^ {*after.get("techniques", {})}
+    switched = sorted(switched - exact)
     if switched:
         was_on = switched[0] in before.get("techniques", {})
         raise ConfigError(
@@ -114,18 +127,19 @@ def _at(values: Mapping[str, Any], key: str) -> Any:
 
 
 def _restore_optimizer(
-    route: str, optimizer: Any, named: Mapping[str, torch.nn.Parameter], saved: Saved
+    build: Build, optimizer: Any, named: Mapping[str, torch.nn.Parameter], saved: Saved
 ) -> None:
     """Recreate each parameter's state tensors and fill them."""
     for name, parameter in named.items():
-        prefix = f"optimizer/{route}/{name}/"
+        prefix = f"optimizer/{name}/"
+        whole = tuple(build.layouts[name].shape)
         for full in saved.names_under(prefix):
             shape, dtype = saved.shape_of(full)
-            if shape == tuple(parameter.shape):
+            if shape == whole:
                 value = torch.zeros_like(parameter, dtype=dtype)
             else:
                 value = torch.zeros(shape, dtype=dtype, device=parameter.device)
-            saved.fill_(full, value)
+            saved.fill_(full, _piece(build, name, value))
             optimizer.state[parameter][full.removeprefix(prefix)] = value
 
 

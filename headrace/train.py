@@ -22,11 +22,12 @@ from headrace.data.ingest import Prepared, prepare
 from headrace.data.loader import Micro
 from headrace.interrupts import Interrupts
 from headrace.model.head import IGNORED
+from headrace.parallel.layout import local_of
 from headrace.parallel.world import World, open_world
 from headrace.progress import Progress
 from headrace.run_folder import RunFolder
 from headrace.session import Session
-from headrace.sockets import Build, place
+from headrace.sockets import Build
 
 
 def run(
@@ -52,7 +53,7 @@ def run(
         stop = stack.enter_context(Interrupts())
         if resume:
             RunFolder.find(plan, folder)  # before any work: is there anything to resume
-        world = stack.enter_context(open_world(plan.mesh.data, device))
+        world = stack.enter_context(open_world(plan.mesh, device))
         device = _own_device(device, world)
         check_supported(list(plan.techniques.values()), make_context(plan, device))
         prepared = prepare_together(plan, world, progress)
@@ -83,7 +84,11 @@ def step(build: Build, micros: Sequence[Micro], index: int) -> Tensor:
     for optimizer in build.optimizers.values():
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * build.now["lr"]
-    work = [place(micro, build.device) for micro in micros]
+    work = []
+    for micro in micros:
+        for recut in build.recut:
+            micro = recut(build, micro)
+        work.append(build.place(build, micro))
     numbers: list[Tensor] = []
     finite = torch.ones((), device=build.device)
     for sweep in build.passes(build, index):
@@ -91,16 +96,22 @@ def step(build: Build, micros: Sequence[Micro], index: int) -> Tensor:
         for enrich in build.enrich:
             taken = enrich(build, taken)
         targets = torch.stack([(m.targets_BT != IGNORED).sum() for m in taken]).sum()
-        targets = build.world.sum_(targets).float()
+        targets = build.world.sum_(targets, "shard").float()
+        factor = build.loss_scale(build)
         scale = 1.0 / targets.clamp(min=1)
         for parameter in build.model.parameters():
             parameter.grad = None
-        loss = build.engine(build, taken, sweep.objective, scale)
+        scaled = scale if factor is None else scale * factor
+        loss = build.engine(build, taken, sweep.objective, scaled)
         if build.world.ranks > 1:
             build.phases.mark("communication_exposed")
-            build.world.sum_(loss)
+            for axis in ("shard", "pipeline"):
+                build.world.sum_(loss, axis)
         build.reduce(build)
         build.phases.mark("optimizer")
+        if factor is not None:
+            loss = loss / factor
+            divide_gradients(build, factor)
         norm = build.clip(build, sweep.max_norm)
         good = torch.isfinite(norm + loss).float()
         sweep.absorb(build, good)
@@ -110,6 +121,13 @@ def step(build: Build, micros: Sequence[Micro], index: int) -> Tensor:
         update(build, finite)
     loss, norm, targets = numbers
     return torch.stack([n.detach().float() for n in (loss, norm, finite, targets)])
+
+
+def divide_gradients(build: Build, factor: Tensor) -> None:
+    """Take the loss scale out of every gradient, on the device."""
+    for parameter in build.model.parameters():
+        if parameter.grad is not None:
+            local_of(parameter.grad).div_(factor)
 
 
 def prepare_together(plan: Plan, world: World, progress: Progress) -> Prepared:

@@ -63,7 +63,7 @@ def test_the_loss_is_the_mean_over_the_targets_that_count(
     build.phases = Signals(build.device)
     ids_BT, targets_BT = big
     with torch.no_grad():
-        hidden = build.model.hidden(ids_BT, trainer.place(Micro(*big), build.device).rows)
+        hidden = build.model.hidden(ids_BT, build.place(build, Micro(*big)).rows)
         logits = torch.nn.functional.linear(hidden, build.model.head.weight)
     counted = targets_BT != IGNORED
     mean = torch.nn.functional.cross_entropy(logits[counted], targets_BT[counted])

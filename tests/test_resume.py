@@ -180,8 +180,17 @@ def test_another_mixture_is_refused(train: Train, own_corpus: tuple[Path, Path])
 
 def test_a_technique_that_was_switched_is_refused_by_name(train: Train) -> None:
     train()
-    with pytest.raises(ConfigError, match="chunked_cross_entropy was off at the checkpoint"):
-        train("techniques.chunked_cross_entropy={}", resume=True)
+    with pytest.raises(ConfigError, match="document_packing was off at the checkpoint"):
+        train("techniques.document_packing={}", resume=True)
+
+
+def test_an_exact_technique_may_be_switched(train: Train) -> None:
+    """It computes what the trunk computes, so the run goes on as it would have."""
+    run = train("goal.steps=6")
+    train("goal.steps=12", "techniques.chunked_cross_entropy={chunk_tokens=7}", resume=True)
+    train("goal.steps=12", "name=other")
+    first, second = (metrics(r)[-1]["loss"] for r in (run, run.with_name("other")))
+    assert first == pytest.approx(second, rel=1e-5)
 
 
 def test_a_row_cut_short_by_a_kill_is_trained_again(train: Train) -> None:

@@ -54,8 +54,9 @@ class ModelConfig(Strict):
     """Standard deviation of initial weights."""
     pretrained: str = ""
     """A folder with config.json and safetensors to start from instead of random weights."""
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """Arithmetic: fp32, or bf16 autocast over fp32 weights; auto is bf16 on a GPU."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Arithmetic: fp32, or autocast to bf16 or fp16 over fp32 weights; auto is bf16 on a GPU. fp16
+    needs a technique that scales the loss."""
 
     @model_validator(mode="after")
     def _check(self) -> "ModelConfig":

@@ -121,10 +121,24 @@ class CheckpointConfig(Strict):
 
 
 class MeshConfig(Strict):
-    """How many processes split the work."""
+    """How many processes split the work, along each axis. Their number is the product.
+
+    All but `data` need a technique that splits the model along them.
+    """
 
     data: int = Field(default=1, ge=1)
     """Replicas that each read their share of every batch."""
+    tensor: int = Field(default=1, ge=1)
+    """Parts of every matrix."""
+    context: int = Field(default=1, ge=1)
+    """Parts of every row."""
+    pipeline: int = Field(default=1, ge=1)
+    """Ranks that hold the model's layers one after the other."""
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the run."""
+        return self.data * self.tensor * self.context * self.pipeline
 
 
 class HardwareConfig(Strict):
@@ -220,6 +234,14 @@ class Plan(Strict):
                 f"schedule.kind = {self.schedule.kind!r} must know where it ends; "
                 "give schedule.steps=N, goal.steps=N or goal.tokens=N, or schedule.kind=constant"
             )
+        taken = {axis for technique in self.techniques.values() for axis in technique.axes}
+        for axis in ("tensor", "context", "pipeline"):
+            size = getattr(self.mesh, axis)
+            if size > 1 and axis not in taken:
+                raise ValueError(
+                    f"mesh.{axis} = {size}, and no technique of the plan splits the model along "
+                    f"it; add one, as in --with {axis}_parallel, or mesh.{axis}=1"
+                )
         horizon = self.horizon_steps
         if horizon is not None and self.schedule.warmup_steps > horizon:
             raise ValueError(
@@ -274,9 +296,40 @@ class Plan(Strict):
             name: read_table(catalogue.find(name), knobs, f"techniques.{name}")
             for name, knobs in tables.items()
         }
+        given = dict(values)
         if isinstance(values.get("model", {}), dict):
             values["model"] = catalogue.with_family(values.get("model", {}))
-        return read_table(Plan, values)
+        return read_table(Plan, values).with_keys(given)
+
+    def with_keys(self, given: Mapping[str, Any]) -> "Plan":
+        """The plan with the keys that its techniques rewrite.
+
+        Args:
+            given: the tables as they were written, before any default.
+
+        Raises:
+            ConfigError: a key is given and a technique, or two techniques, say otherwise.
+        """
+        plan, said = self, {}
+        for name, technique in self.techniques.items():
+            for key, value in technique.keys(self).items():
+                table, _, leaf = key.partition(".")
+                tables = given.get(table, {})
+                asked = tables.get(leaf, value) if isinstance(tables, Mapping) else value
+                if asked != value:
+                    raise ConfigError(
+                        f"the plan says {key} = {asked!r}, and {name} makes it {value!r}",
+                        f"leave out {key} (or --without {name})",
+                    )
+                if said.setdefault(key, (name, value))[1] != value:
+                    other, found = said[key]
+                    raise ConfigError(
+                        f"{other} makes {key} {found!r}, and {name} makes it {value!r}",
+                        f"--without {other} or --without {name}",
+                    )
+                changed = {**getattr(plan, table).model_dump(exclude_unset=True), leaf: value}
+                plan = plan.replaced(**{table: changed})
+        return plan
 
     def replaced(self, **tables: Any) -> "Plan":
         """A checked copy with whole tables replaced; design techniques use it."""

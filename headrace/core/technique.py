@@ -65,7 +65,7 @@ class Context:
     has_triton: bool
     has_compiler: bool
     ranks: int
-    precision: Literal["fp32", "bf16"]
+    precision: Literal["fp32", "bf16", "fp16"]
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,8 @@ class Unsupported:
 class Evidence:
     """Proof, read from tensors, graphs or counters, that a technique is in force (or is not)."""
 
-    active: bool
+    active: bool | None
+    """None where this rank holds nothing that could show it, as a stage without a head."""
     detail: str
     numbers: Mapping[str, float] = field(default_factory=dict)
 
@@ -99,6 +100,8 @@ class Technique(Strict, Generic[B]):
     """Sockets that it owns alone."""
     composes: ClassVar[tuple[str, ...]] = ()
     """Sockets that it adds to, in stage order."""
+    axes: ClassVar[tuple[str, ...]] = ()
+    """Axes of the mesh along which it splits the model."""
     excludes: ClassVar[Mapping[str, str]] = {}
     """Other techniques that it cannot stand beside, each with its cited reason."""
     equality: ClassVar[Literal["exact", "learning", "approximate"]] = "exact"
@@ -118,6 +121,13 @@ class Technique(Strict, Generic[B]):
     def line(cls) -> str:
         """Its line in the catalogue."""
         return (cls.__doc__ or "").strip().splitlines()[0]
+
+    def keys(self, plan: Any) -> Mapping[str, Any]:
+        """Keys of the plan that it rewrites, such as `model.kv_heads`, with their new values.
+
+        A plan that gives one of them differently is an error.
+        """
+        return {}
 
     def supports(self, context: Context) -> Supported | Unsupported:
         """Whether it can run in `context`; asked before anything optional is imported."""

@@ -52,6 +52,8 @@ class Micro:
     """int64: place within its document; only if asked for."""
     wasted: int = 0
     """Targets that no loss counts: padding and the ignored."""
+    first_token: int = 0
+    """Place of its first token in the whole stream."""
 
 
 @dataclass(frozen=True)
@@ -224,10 +226,13 @@ class Loader:
         sources, units = self._order(first, self.micro_rows)
         rows = [self.packer.row(int(s), int(u)) for s, u in zip(sources, units, strict=True)]
         digest = sum(row_hash(first + b, row.ids) for b, row in enumerate(rows))
-        return collate(rows, segments=self.segments, pin=self._pin), digest
+        place = first * self.packer.sequence_length
+        return collate(rows, segments=self.segments, pin=self._pin, first_token=place), digest
 
 
-def collate(rows: Sequence[Row], *, segments: bool = False, pin: bool = False) -> Micro:
+def collate(
+    rows: Sequence[Row], *, segments: bool = False, pin: bool = False, first_token: int = 0
+) -> Micro:
     """Rows of one length as tensors."""
     shape = len(rows), len(rows[0].ids) - 1
     ids_BT = torch.empty(shape, dtype=torch.int64, pin_memory=pin)
@@ -242,7 +247,7 @@ def collate(rows: Sequence[Row], *, segments: bool = False, pin: bool = False) -
             targets[b] = row.targets
             wasted += int((row.targets == IGNORE).sum())
     if not segments:
-        return Micro(ids_BT, targets_BT, wasted=wasted)
+        return Micro(ids_BT, targets_BT, wasted=wasted, first_token=first_token)
     segments_BT = torch.empty(shape, dtype=torch.int32, pin_memory=pin)
     positions_BT = torch.empty(shape, dtype=torch.int64, pin_memory=pin)
     place = np.arange(shape[1])
@@ -255,7 +260,7 @@ def collate(rows: Sequence[Row], *, segments: bool = False, pin: bool = False) -
     np.subtract(
         place, np.maximum.accumulate(np.where(begins, place, 0), axis=1), out=positions_BT.numpy()
     )
-    return Micro(ids_BT, targets_BT, segments_BT, positions_BT, wasted)
+    return Micro(ids_BT, targets_BT, segments_BT, positions_BT, wasted, first_token)
 
 
 def validation_rows(shards: Shards, sequence_length: int, tokens: int) -> int:

@@ -8,7 +8,7 @@ Shapes: B rows, T tokens, D features, N = B x T.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,20 @@ def trunk_parts(config: ModelConfig) -> Parts:
     )
 
 
+class Part(NamedTuple):
+    """What of a decoder one call runs: a stage of a pipeline, or all of it."""
+
+    blocks: tuple[str, ...] | None = None
+    """names of the blocks; None is every block that is here"""
+    first: bool = True
+    """whether it begins with token ids and the embedding"""
+    last: bool = True
+    """whether it ends with the final norm and the loss"""
+
+
+WHOLE = Part()
+
+
 class Block(nn.Module):
     """Pre-norm residual block: mix tokens, then transform each."""
 
@@ -80,12 +94,24 @@ class Decoder(nn.Module):
         self.residual_dtype = torch.float32
 
     def forward(
-        self, ids_BT: Tensor, targets_BT: Tensor, rows: Rows, *,
-        objective: Objective, scale: Tensor, extras: Any = None,
+        self, x: Tensor, targets_BT: Tensor, rows: Rows, *,
+        objective: Objective, scale: Tensor, extras: Any = None, part: Part = WHOLE,
     ) -> Tensor:  # fmt: skip
-        """The objective's sum over the targets, times `scale`; a scalar."""
-        hidden = self.hidden(ids_BT, rows)
-        return self.loss(hidden.flatten(0, 1), targets_BT.flatten(), extras, objective) * scale
+        """The objective's sum over the targets, times `scale`; a scalar.
+
+        Args:
+            x: token ids [B, T], or states [B, T, D] where `part` is not the first.
+            targets_BT: ids to predict.
+            rows: positions and documents.
+            objective: what is computed of the logits.
+            scale: one over the targets of the whole batch.
+            extras: of the batch, for the objective.
+            part: what to run; a part that is not the last returns its states.
+        """
+        states = self.states(x, self.share(rows, targets_BT.size(1)), part)
+        if not part.last:
+            return states
+        return self.loss(states.flatten(0, 1), targets_BT.flatten(), extras, objective) * scale
 
     def hidden(self, ids_BT: Tensor, rows: Rows, cache: KVCache | None = None) -> Tensor:
         """Normalised hidden states [B, T, D]."""
@@ -100,13 +126,27 @@ class Decoder(nn.Module):
         rotation = self.position.prepare(rows.positions_BT)
         return Shared(rows.positions_BT, mask, rotation, cache)
 
-    def states(self, ids_BT: Tensor, shared: Shared) -> Tensor:
+    def states(self, x: Tensor, shared: Shared, part: Part = WHOLE) -> Tensor:
         """The trunk: embedding, blocks, norm."""
+        if part.first:
+            x = self.enter(x, shared)
+        for name, block in self.blocks.items():
+            if part.blocks is None or name in part.blocks:
+                x = block(x, shared)
+        return self.leave(x) if part.last else x
+
+    def enter(self, ids_BT: Tensor, shared: Shared) -> Tensor:
+        """What the first block reads, [B, T, D]."""
         x_BTD = self.embed(ids_BT).to(self.residual_dtype)
-        x_BTD = self.position.embed(x_BTD, shared.positions_BT)
-        for block in self.blocks.values():
-            x_BTD = block(x_BTD, shared)
+        return self.position.embed(x_BTD, shared.positions_BT)
+
+    def leave(self, x_BTD: Tensor) -> Tensor:
+        """What the head reads, [B, T, D]."""
         return self.norm(x_BTD)
+
+    def wire_shape(self, rows: int, length: int) -> tuple[int, ...]:
+        """The shape of states between two blocks, for `rows` rows of `length` tokens."""
+        return rows, length, self.config.dim
 
     def loss(
         self, hidden_ND: Tensor, targets_N: Tensor, extras: Any, objective: Objective

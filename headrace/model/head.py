@@ -40,6 +40,18 @@ class Vocabulary:
         """Sum over V, [N]."""
         return values_NV.sum(-1)
 
+    def argmax(self, values_NV: Tensor) -> Tensor:
+        """The id of each token's largest value, [N]; the lowest where several are."""
+        return values_NV.argmax(-1)
+
+    def ids(self, values_NV: Tensor) -> Tensor:
+        """The vocabulary ids of the columns that are here, [V]."""
+        return torch.arange(values_NV.size(-1), device=values_NV.device)
+
+    def part(self, values_NV: Tensor) -> Tensor:
+        """The columns that are here, of values over the whole vocabulary."""
+        return values_NV
+
 
 Objective = Callable[[Tensor, Tensor, Any, Vocabulary], Tensor]
 """(logits fp32 [N, V], targets [N], extras of the batch, vocabulary) -> scalar sum of losses."""
@@ -81,13 +93,14 @@ class Head(nn.Module):
         shape = (config.vocab, config.dim)
         weight = None if config.tied_embeddings else nn.Parameter(torch.empty(shape))
         self.register_parameter("weight", weight)
+        self.vocabulary = Vocabulary()
 
     def forward(
         self, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, extras: Any,
         objective: Objective,
     ) -> Tensor:  # fmt: skip
         """The objective's sum over all tokens, a scalar."""
-        return objective(self.logits(hidden_ND, weight_VD), targets_N, extras, Vocabulary())
+        return objective(self.logits(hidden_ND, weight_VD), targets_N, extras, self.vocabulary)
 
     def logits(self, hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
         """Whole fp32 logits [N, V]."""

@@ -5,12 +5,13 @@ update takes `found_inf`, a device flag that leaves weights, moments and step co
 step whose gradient is not finite needs no host synchronisation to be skipped.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from headrace.core.plan import OptimizerConfig
+from headrace.parallel.world import World
 
 
 def make_adamw(config: OptimizerConfig, named: Mapping[str, nn.Parameter]) -> torch.optim.AdamW:
@@ -30,19 +31,30 @@ def make_adamw(config: OptimizerConfig, named: Mapping[str, nn.Parameter]) -> to
     )
 
 
-def gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
-    """The global L2 norm of all gradients, fp32, on the device; one over all meshes."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[attr-defined]
+def gradient_norm(
+    gradients: Sequence[Tensor], copies: Sequence[int] | None = None, world: World | None = None
+) -> Tensor:
+    """The global L2 norm of all gradients, fp32, on the device; one over all meshes.
 
-
-def clip_gradients(parameters: list[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale all gradients so that their global norm is at most `max_norm` (arXiv 1211.5063).
-
-    Returns the norm before clipping; 0 only measures it.
+    Args:
+        gradients: this rank's local parts.
+        copies: how many ranks hold the same numbers of each; each counts as one.
+        world: over which ranks to sum; without one, only this rank's count.
     """
-    norm = gradient_norm(parameters)
-    if max_norm > 0:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=True)
-    return norm
+    if world is None or world.ranks == 1:
+        return torch.nn.utils.get_total_norm(gradients, foreach=True)
+    assert copies is not None
+    if gradients:
+        norms = torch._foreach_norm(list(gradients))  # type: ignore[attr-defined]
+        squares = torch.stack(norms).float().square()
+        total = (squares / torch.tensor(copies, device=squares.device)).sum()
+    else:  # a stage whose blocks are all frozen
+        total = torch.zeros((), device="cpu" if world.mesh is None else world.mesh.device_type)
+    return world.sum_(total).sqrt()
+
+
+def scale_gradients(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale all gradients so that their global norm is at most `max_norm` (arXiv 1211.5063)."""
+    if gradients:
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(list(gradients), factor)  # type: ignore[attr-defined]

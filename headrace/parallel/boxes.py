@@ -4,9 +4,15 @@ A checkpoint that speaks of boxes can be written by one set of ranks and read by
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from headrace.parallel.layout import Layout, is_first, local_of
+from headrace.parallel.world import World
 
 
 @dataclass(frozen=True)
@@ -35,18 +41,50 @@ class Box:
         )
 
 
-def local_part(tensor: Tensor) -> tuple[Tensor, Box, bool]:
-    """This rank's local tensor, its box, and whether this rank is the one that writes it."""
-    if hasattr(tensor, "device_mesh"):
-        from torch.distributed.tensor import DTensor, Replicate
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+class Piece(NamedTuple):
+    """A rank's part of a global tensor."""
 
-        assert isinstance(tensor, DTensor)
-        mesh, placements = tensor.device_mesh, tensor.placements
-        shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
-        place = mesh.get_coordinate() or []
-        first = all(c == 0 for c, p in zip(place, placements, strict=True) if p == Replicate())
-        local = tensor.to_local()
-        return local, Box(tuple(offset), tuple(shape)), first and local.numel() > 0
-    writes = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-    return tensor, Box((0,) * tensor.ndim, tuple(tensor.shape)), writes
+    local: Tensor
+    shape: tuple[int, ...]
+    """of the whole"""
+    box: Box
+    writes: bool
+    """whether this rank is the one that saves it"""
+
+
+def piece_of(tensor: Tensor, world: World | None = None, layout: Layout | None = None) -> Piece:
+    """What this rank holds of a tensor.
+
+    Args:
+        tensor: a plain tensor or a DTensor.
+        world: this process's place; without one a DTensor speaks for itself and rank 0 for the
+            rest.
+        layout: of the parameter that it belongs to; a tensor of another shape than the parameter,
+            such as a counter, is held whole.
+    """
+    shape, offset, size = tuple(tensor.shape), (0,) * tensor.ndim, tuple(tensor.shape)
+    sharded = isinstance(tensor, DTensor) and any(p.is_shard() for p in tensor.placements)
+    if isinstance(tensor, DTensor):
+        size, offset = compute_local_shape_and_global_offset(
+            tensor.shape, tensor.device_mesh, tensor.placements
+        )
+    if world is not None and layout is not None and layout.offsets(world)[1] == shape:
+        begins = layout.offsets(world)[0]
+        offset = tuple(a + b for a, b in zip(offset, begins, strict=True))
+        shape = tuple(layout.shape)
+    else:
+        layout = None
+    first = is_first(world, layout, sharded) if world is not None else _first_alone(tensor)
+    local = local_of(tensor)
+    return Piece(local, shape, Box(tuple(offset), tuple(size)), first and local.numel() > 0)
+
+
+def _first_alone(tensor: Tensor) -> bool:
+    """Whether this rank writes a tensor of which only torch knows who holds it."""
+    if isinstance(tensor, DTensor):
+        place = tensor.device_mesh.get_coordinate() or []
+        replicas = [
+            c for c, p in zip(place, tensor.placements, strict=True) if isinstance(p, Replicate)
+        ]
+        return not any(replicas)
+    return not dist.is_initialized() or dist.get_rank() == 0

@@ -1,23 +1,35 @@
 """The processes of a run: who am I, how many are we, and the few things that we tell each other.
 
 Started alone, a run is a world of one and touches no process group. Started by `torchrun`, it joins
-through gloo for host tensors and NCCL for GPU tensors.
+through gloo for host tensors and NCCL for GPU tensors. Ranks are laid out along four axes, the
+outermost first, so that the axis that talks most has neighbours on one node:
+
+    pipeline   stages of the model          data     replicas that read other rows
+    context    parts of every row           tensor   parts of every matrix
+
+`shard` is data x context, the axis over which tokens are split: gradients are summed along it and
+FSDP cuts parameters along it. `ends` joins the first and the last stage, which share a tied
+embedding.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from headrace.core.errors import ConfigError
+from headrace.core.plan import MeshConfig
 
 BUCKET_BYTES = 25 * 2**20
 """Gradients are reduced in buckets of about this size (DDP's default, arXiv 2006.15704)."""
+AXES = ("pipeline", "data", "context", "tensor")
 
 
 @dataclass(frozen=True)
@@ -27,31 +39,63 @@ class World:
     rank: int = 0
     ranks: int = 1
     local_rank: int = 0
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """ranks along each of `AXES`; 1 where nothing is said"""
+    groups: Mapping[str, Any] = field(default_factory=dict)
+    """process groups of the axes that have several ranks"""
+    mesh: DeviceMesh | None = None
+    """pipeline x shard x tensor, for torch's own sharding; None alone"""
 
-    def sum_(self, tensor: Tensor) -> Tensor:
-        """Sum `tensor` over all ranks in place; a world of one leaves it alone."""
-        if self.ranks > 1:
-            dist.all_reduce(tensor)
+    def size(self, axis: str) -> int:
+        """How many ranks an axis has."""
+        if axis == "world":
+            return self.ranks
+        if axis == "shard":
+            return self.size("data") * self.size("context")
+        if axis == "ends":
+            return min(2, self.size("pipeline"))
+        return self.sizes.get(axis, 1)
+
+    def place(self, axis: str) -> int:
+        """This rank's coordinate on an axis."""
+        if axis == "world":
+            return self.rank
+        if axis == "shard":
+            return self.place("data") * self.size("context") + self.place("context")
+        inner = AXES[AXES.index(axis) + 1 :]
+        return self.rank // prod(self.size(a) for a in inner) % self.size(axis)
+
+    def group(self, axis: str) -> Any:
+        """The process group along an axis through this rank; None is an axis of one rank.
+
+        A rank between the first and the last stage is in no group of the axis "ends".
+        """
+        return self.groups.get(axis)
+
+    def sum_(self, tensor: Tensor, axis: str = "world") -> Tensor:
+        """Sum `tensor` along an axis in place; an axis of one rank leaves it alone."""
+        if axis in self.groups:
+            dist.all_reduce(tensor, group=self.groups[axis])
         return tensor
 
-    def sum_gradients_(self, tensors: list[Tensor]) -> None:
-        """Sum many tensors over all ranks in place, in buckets of one dtype."""
-        if self.ranks == 1:
+    def sum_gradients_(self, tensors: list[Tensor], axis: str = "shard") -> None:
+        """Sum many tensors along an axis in place, in buckets of one dtype."""
+        if axis not in self.groups:
             return
         bucket: list[Tensor] = []
         filled = 0
         for tensor in tensors:
             if bucket and (tensor.dtype != bucket[0].dtype or filled > BUCKET_BYTES):
-                self._reduce_bucket(bucket)
+                self._reduce_bucket(bucket, axis)
                 bucket, filled = [], 0
             bucket.append(tensor)
             filled += tensor.nbytes
         if bucket:
-            self._reduce_bucket(bucket)
+            self._reduce_bucket(bucket, axis)
 
-    def _reduce_bucket(self, bucket: list[Tensor]) -> None:
+    def _reduce_bucket(self, bucket: list[Tensor], axis: str) -> None:
         flat = torch.cat([t.flatten() for t in bucket])
-        dist.all_reduce(flat)
+        dist.all_reduce(flat, group=self.groups[axis])
         pieces = flat.split([t.numel() for t in bucket])
         for tensor, piece in zip(bucket, pieces, strict=True):
             tensor.copy_(piece.view_as(tensor))
@@ -79,30 +123,67 @@ class World:
 
 
 @contextmanager
-def open_world(ranks: int, device: torch.device) -> Iterator[World]:
+def open_world(mesh: MeshConfig, device: torch.device) -> Iterator[World]:
     """Join the other processes, or be alone; leave at the end.
 
     Args:
-        ranks: how many the plan's mesh wants.
+        mesh: how many ranks the plan wants along each axis.
         device: where gradients live.
 
     Raises:
         ConfigError: started with another number of processes than the plan's mesh.
     """
     started = int(os.environ.get("WORLD_SIZE", "1"))
-    if started != ranks:
+    if started != mesh.ranks:
         raise ConfigError(
-            f"the plan's mesh wants {ranks} processes and {started} were started",
-            f"torchrun --nproc-per-node {ranks} -m headrace train ... (or mesh.data={started})",
+            f"the plan's mesh wants {mesh.ranks} processes and {started} were started",
+            f"torchrun --nproc-per-node {mesh.ranks} -m headrace train ..."
+            + (f" (or mesh.data={started})" if mesh.ranks == mesh.data else ""),
         )
-    if ranks == 1 or dist.is_initialized():
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        yield World(rank, ranks, int(os.environ.get("LOCAL_RANK", "0")))
+    if mesh.ranks == 1 or dist.is_initialized():
+        yield join(mesh, device)
         return
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    dist.init_process_group(backend)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     try:
-        yield World(dist.get_rank(), ranks, local_rank)
+        yield join(mesh, device)
     finally:
         dist.destroy_process_group()
+
+
+def join(mesh: MeshConfig, device: torch.device) -> World:
+    """This process's world, with a group for every axis; all ranks call it together."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if mesh.ranks == 1:
+        return World(local_rank=local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(local_rank)
+    rank, sizes = dist.get_rank(), {axis: getattr(mesh, axis) for axis in AXES}
+    alone = World(rank, mesh.ranks, local_rank, sizes)
+    three = ("pipeline", "shard", "tensor")
+    torch_mesh = init_device_mesh(
+        device.type, tuple(alone.size(a) for a in three), mesh_dim_names=three
+    )
+    groups: dict[str, Any] = {"world": dist.group.WORLD}
+    groups |= {a: torch_mesh.get_group(a) for a in three if alone.size(a) > 1}
+    worlds = [World(r, mesh.ranks, 0, sizes) for r in range(mesh.ranks)]
+    for axis in ("data", "context", "ends"):
+        if alone.size(axis) > 1:
+            groups |= _new_groups(axis, worlds, rank)
+    return World(rank, mesh.ranks, local_rank, sizes, groups, torch_mesh)
+
+
+def _new_groups(axis: str, worlds: list[World], rank: int) -> dict[str, Any]:
+    """The group of `axis` through `rank`. Every rank makes all of them, in one order."""
+    moving = "pipeline" if axis == "ends" else axis
+    others = [a for a in AXES if a != moving]
+    lines: dict[tuple[int, ...], list[int]] = {}
+    for world in worlds:
+        last = world.size("pipeline") - 1
+        if axis != "ends" or world.place("pipeline") in (0, last):
+            lines.setdefault(tuple(world.place(a) for a in others), []).append(world.rank)
+    mine = {}
+    for line in lines.values():
+        group = dist.new_group(line)
+        if rank in line:
+            mine[axis] = group
+    return mine

@@ -65,7 +65,7 @@ def look(build: Build, rows: list[Row], own: int) -> dict[str, Tensor]:
     head = build.model.head.register_forward_pre_hook(lambda m, args: kept_logits.append(args[0]))
     try:
         (micro,) = house.make_micros(rows, micro_rows=0, segments=True)
-        work = place(micro, build.device)
+        work = place(build, micro)
         build.model.zero_grad()
         with build.autocast():
             loss = build.model(

@@ -259,7 +259,7 @@ def counted_flops(plan: Plan) -> tuple[float, Ledger]:
     (micro,) = house.make_micros(rows, micro_rows=0, segments=build.mask.document)
     counter = FlopCounterMode(display=False, custom_mapping=UNCOUNTED)
     with counter:
-        build.engine(build, [place(micro, build.device)], build.objective, torch.ones(()))
+        build.engine(build, [place(build, micro)], build.objective, torch.ones(()))
     return counter.get_total_flops() / plan.batch.tokens, predict(build.plan, build.context)
 
 

@@ -22,7 +22,7 @@ def test_every_tokens_loss_is_its_documents(make_tiny: Callable[..., Build]) -> 
         Row(random.integers(0, build.config.vocab, LENGTH + 1), np.array(begins, dtype=np.int64))
         for begins in STARTS
     ]
-    work = place(collate(rows, segments=True), build.device)
+    work = place(build, collate(rows, segments=True))
     with torch.no_grad():
         packed = model.logits(work.ids_BT, work.rows)
         for row, logits_TV in zip(rows, packed, strict=True):

@@ -54,6 +54,14 @@ class TorchCompile(Technique[Build]):
 
     def supports(self, context: Context) -> Supported | Unsupported:
         """Inductor needs Triton on a GPU and a C++ compiler on a CPU."""
+        on = context.plan.techniques.values() if context.plan else ()
+        sharding = [t.name() for t in on if "shard" in t.composes]
+        if self.scope == "model" and sharding:
+            return Unsupported(
+                f"{sharding[0]} gathers each block's weights between the blocks, which one graph "
+                "of all blocks cannot hold",
+                f"techniques.{self.name()}.scope=block",
+            )
         if self.backend != "inductor":
             return Supported()
         if context.device == "cuda" and not context.has_triton:
@@ -89,7 +97,7 @@ class TorchCompile(Technique[Build]):
         else:
             model.states = torch.compile(model.states, **how)  # type: ignore[method-assign]
             build.compiled.append("blocks")
-        if model.head.compilable:
+        if model.head is not None and model.head.compilable:
             model.loss = torch.compile(model.loss, **how)  # type: ignore[method-assign]
             build.compiled.append("loss")
         build.runtime.append(_keep_side_effects)

@@ -13,11 +13,13 @@ of foreign documents turns the mask into a saving.
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from headrace.core.ledger import Ledger, Line
 from headrace.core.technique import Card, Context, Evidence, Stage, Supported, Technique
+from headrace.data.loader import Micro
 from headrace.model.count import held_in
-from headrace.model.mask import Rows
+from headrace.model.head import IGNORED, cross_entropy
 from headrace.sockets import Build
 
 
@@ -56,21 +58,29 @@ class DocumentPacking(Technique[Build]):
         build.mask = build.mask.with_document()
 
     def active(self, build: Build) -> Evidence:
-        """Change one document, and look at what the next one computes."""
+        """Change one document, and look at its own loss and at the next one's."""
         rows, length = build.plan.micro_rows, build.plan.data.sequence_length
         half = max(1, length // 2)
-        place = torch.arange(length, device=build.device).expand(rows, -1)
-        segments = (place >= half).int()
-        parts = Rows(place - half * segments, segments)
+        place = torch.arange(length).expand(rows, -1)
+        second = place >= half
         ids = place % build.config.vocab
-        changed = ids.where(segments.bool(), (ids + 1) % build.config.vocab)
-        with torch.no_grad(), build.autocast():
-            before, after = (build.model.hidden(x, parts) for x in (ids, changed))
-        moved = (before - after).float().abs().amax(dim=(0, 2))
-        leak, own = moved[half:].max().item(), moved[:half].max().item()
+        other = ids.where(second, (ids + 1) % build.config.vocab)
+        segments, positions = second.int(), place - half * second
+        one = torch.ones((), device=build.device)
+
+        def loss(ids_BT: Tensor, of: Tensor) -> float:
+            micro = Micro(ids_BT, ids.where(of, IGNORED), segments, positions)
+            with torch.no_grad():
+                found = build.engine(build, [build.place(build, micro)], cross_entropy, one)
+            for axis in ("shard", "pipeline"):
+                build.world.sum_(found, axis)
+            return float(found)
+
+        own = abs(loss(ids, ~second) - loss(other, ~second))
+        leak = abs(loss(ids, second) - loss(other, second))
         return Evidence(
             active=build.loader.segments and leak == 0.0 < own,
-            detail=f"changing a document moved its own states by {own:.3g}, the next one's "
+            detail=f"changing a document moved its own loss by {own:.3g}, the next one's "
             f"by {leak:.3g}",
             numbers={"own": own, "leak": leak},
         )

@@ -17,7 +17,7 @@ from headrace.core.ledger import Ledger, Line
 from headrace.core.model_config import ModelConfig
 from headrace.core.technique import Card, Context, Evidence, Stage, Supported, Technique
 from headrace.kernels.chunked_loss import chunked_loss
-from headrace.model.head import Head, Objective, Vocabulary
+from headrace.model.head import Head, Objective
 from headrace.sockets import Build
 
 
@@ -42,7 +42,7 @@ class ChunkedHead(Head):
 
         def loss(logits_nV: Tensor, targets_n: Tensor, extras_n: Any) -> Tensor:
             self.most_logits = max(self.most_logits, len(logits_nV))
-            return objective(logits_nV, targets_n, extras_n, Vocabulary())
+            return objective(logits_nV, targets_n, extras_n, self.vocabulary)
 
         self.most_tokens = max(self.most_tokens, len(hidden_ND))
         return chunked_loss(hidden_ND, weight_VD, targets_N, extras, loss, self.chunk_tokens)
@@ -87,6 +87,8 @@ class ChunkedCrossEntropy(Technique[Build]):
     def active(self, build: Build) -> Evidence:
         """The largest logits that the head really held."""
         head = build.model.head
+        if head is None:
+            return Evidence(None, "the head is on another rank")
         held, tokens = getattr(head, "most_logits", 0), getattr(head, "most_tokens", 0)
         return Evidence(
             active=0 < held <= self.chunk_tokens,

@@ -5,10 +5,12 @@ same length (kernels/orthogonalize), so rare directions learn as fast as common 
 two-dimensional weights inside of blocks; embeddings, head and vectors stay with AdamW. Fused
 matrices are taken apart first: queries, keys, values, gate and up are each orthogonalised alone.
 Matrices of one shape are iterated as one batch, which keeps the number of launches small. State is
-one momentum per matrix: half of AdamW's. Source: Keller Jordan, "Muon" (2024); arXiv 2502.16982.
+one momentum per matrix: half of AdamW's. Where ranks hold parts of a matrix, each gathers the whole
+direction, iterates it, and keeps its part of the result.
+Source: Keller Jordan, "Muon" (2024); arXiv 2502.16982.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -20,6 +22,7 @@ from headrace.core.ledger import Ledger, Line
 from headrace.core.technique import Card, Context, Evidence, Stage, Supported, Technique
 from headrace.kernels.orthogonalize import orthogonalize
 from headrace.model.fusion import Fusion, fusions
+from headrace.parallel.layout import local_of
 from headrace.sockets import Build, Route
 
 COPIES = 4
@@ -33,11 +36,26 @@ class MuonOptimizer(torch.optim.Optimizer):
     def __init__(
         self, named: Mapping[str, nn.Parameter], fused: Mapping[str, Fusion], *,
         lr: float, momentum: float, weight_decay: float,
+        whole: Callable[[str, Tensor], Tensor] = lambda name, local: local,
+        part: Callable[[str, Tensor], Tensor] = lambda name, whole: whole,
     ) -> None:  # fmt: skip
+        """Take every matrix of `named`.
+
+        Args:
+            named: matrices by name.
+            fused: which of them hold several, by the end of their name.
+            lr: length of an update.
+            momentum: share of the old momentum that is kept.
+            weight_decay: decoupled.
+            whole: (name, this rank's part) -> the whole matrix.
+            part: (name, whole matrix) -> this rank's part.
+        """
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(list(named.values()), defaults)
         self.found_inf: Tensor | None = None
         self.orthogonalized = 0
+        self._whole, self._part = whole, part
+        self._names = {p: n for n, p in named.items()}
         ends = {p: n.removesuffix(".weight") for n, p in named.items()}
         self._fusion = {
             p: next((f for end, f in fused.items() if name.endswith(end)), None)
@@ -49,12 +67,15 @@ class MuonOptimizer(torch.optim.Optimizer):
         """Update every matrix; where `found_inf` is 1, matrices and momenta stay as they are."""
         for group in self.param_groups:
             ready = [p for p in group["params"] if p.grad is not None]
+            if not ready:
+                continue
             skip = torch.zeros((), device=ready[0].device) if self.found_inf is None else (
                 self.found_inf)  # fmt: skip
             pieces = [self._direction(p, group["momentum"], skip > 0) for p in ready]
             for p, update in zip(ready, self._orthogonal(ready, pieces), strict=True):
-                kept = p * (1 - group["lr"] * group["weight_decay"])
-                p.copy_(torch.where(skip > 0, p, kept - group["lr"] * update))
+                mine, update = local_of(p), self._part(self._names[p], update)
+                kept = mine * (1 - group["lr"] * group["weight_decay"])
+                mine.copy_(torch.where(skip > 0, mine, kept - group["lr"] * update))
 
     def _direction(self, p: nn.Parameter, momentum: float, skip: Tensor) -> tuple[Tensor, ...]:
         """The Nesterov momentum of one parameter, taken apart."""
@@ -62,9 +83,9 @@ class MuonOptimizer(torch.optim.Optimizer):
         state = self.state[p]
         if "momentum" not in state:
             state["momentum"] = torch.zeros_like(p)
-        kept = state["momentum"]
-        kept.copy_(torch.where(skip, kept, kept.lerp(p.grad, 1 - momentum)))
-        direction = p.grad.lerp(kept, momentum)
+        kept, gradient = local_of(state["momentum"]), local_of(p.grad)
+        kept.copy_(torch.where(skip, kept, kept.lerp(gradient, 1 - momentum)))
+        direction = self._whole(self._names[p], gradient.lerp(kept, momentum))
         fusion = self._fusion[p]
         return (direction,) if fusion is None else fusion.pieces(direction)
 
@@ -135,6 +156,7 @@ class Muon(Technique[Build]):
                 lambda named: MuonOptimizer(
                     named, fused,
                     lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay,
+                    whole=build.whole, part=build.part,
                 ),
             )
         )  # fmt: skip

@@ -1,0 +1,124 @@
+"""How the ranks hold a parameter: which axis cuts it where, and what its gradient lacks.
+
+Tensor parallelism keeps plain local tensors: a `Layout` says which slice of the whole this rank
+holds. FSDP makes DTensors of those. Checkpoints, clipping and optimizers that need whole matrices
+read layouts and work under any of them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from headrace.parallel.world import AXES, World
+
+
+def share(size: int, ranks: int, rank: int) -> tuple[int, int]:
+    """(offset, count) of a rank's contiguous share; the first ranks have one more."""
+    each, over = divmod(size, ranks)
+    return rank * each + min(rank, over), each + (rank < over)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """The part that this rank holds: a DTensor's local tensor, or the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@dataclass
+class Layout:
+    """One parameter's.
+
+    Args:
+        shape: of the whole.
+        split: axis -> the dimension of the whole that it cuts into shares. FSDP's cut along "shard"
+            is the DTensor's own and not named here.
+        partial: axes along which its gradient is a partial sum after the backward pass.
+    """
+
+    shape: Sequence[int]
+    split: dict[str, int] = field(default_factory=dict)
+    partial: set[str] = field(default_factory=lambda: {"shard"})
+
+    def offsets(self, world: World) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(offset, shape) of this rank's slice of the whole, before any cut along "shard"."""
+        offset, shape = [0] * len(self.shape), list(self.shape)
+        for axis, dim in self.split.items():
+            offset[dim], shape[dim] = share(shape[dim], world.size(axis), world.place(axis))
+        return tuple(offset), tuple(shape)
+
+    def cut(self, world: World, whole: Tensor) -> Tensor:
+        """This rank's slice of the whole, before any cut along "shard"."""
+        offset, shape = self.offsets(world)
+        for dim, (start, count) in enumerate(zip(offset, shape, strict=True)):
+            whole = whole.narrow(dim, start, count)
+        return whole
+
+    def copies(self, world: World, tensor: Tensor) -> int:
+        """How many ranks hold the same numbers as this one, itself included."""
+        held = {*self.split, *(("shard",) if isinstance(tensor, DTensor) else ())}
+        free = [axis for axis in ("shard", "tensor") if axis not in held]
+        free += ["ends"] if "ends" in self.partial else []
+        count = 1
+        for axis in free:
+            count *= world.size(axis)
+        return count
+
+    def whole(self, world: World, like: Tensor, local: Tensor) -> Tensor:
+        """The whole tensor from every rank's `local` part, which lies as the parameter `like`.
+
+        All ranks of the axes that cut it call this together.
+        """
+        if isinstance(like, DTensor):
+            local = _as(like, local).full_tensor()
+        for axis, dim in self.split.items():
+            local = gather(local, dim, self.shape[dim], world, axis)
+        return local
+
+    def part(self, world: World, like: Tensor, whole: Tensor) -> Tensor:
+        """The inverse of `whole`: this rank's local part."""
+        mine = self.cut(world, whole)
+        if not isinstance(like, DTensor):
+            return mine
+        shape, offset = compute_local_shape_and_global_offset(
+            like.shape, like.device_mesh, like.placements
+        )
+        for dim, (start, count) in enumerate(zip(offset, shape, strict=True)):
+            mine = mine.narrow(dim, min(start, mine.size(dim)), count)
+        return mine
+
+
+def _as(like: DTensor, local: Tensor) -> DTensor:
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False,
+        shape=like.shape, stride=like.stride(),
+    )  # fmt: skip
+
+
+def gather(local: Tensor, dim: int, size: int, world: World, axis: str) -> Tensor:
+    """The whole of `size` along `dim` from the shares of an axis; shares may differ by one."""
+    ranks = world.size(axis)
+    if ranks == 1:
+        return local
+    counts = [share(size, ranks, r)[1] for r in range(ranks)]
+    local = local.movedim(dim, 0)
+    if local.size(0) < counts[0]:
+        local = torch.cat([local, local.new_zeros(1, *local.shape[1:])])
+    parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in counts]
+    dist.all_gather(parts, local.contiguous(), group=world.group(axis))
+    whole = torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+    return whole.movedim(0, dim)
+
+
+def is_first(world: World, layout: Layout | None, sharded: bool) -> bool:
+    """Whether this rank is the first of those that hold the same numbers of a tensor.
+
+    Stages of a pipeline hold different parameters, but for one that the ends share.
+    """
+    cut = {*(layout.split if layout else ()), *(("data", "context") if sharded else ())}
+    shared = layout is not None and "ends" in layout.partial
+    axes = [a for a in AXES if a not in cut and (a != "pipeline" or shared)]
+    return all(world.place(axis) == 0 for axis in axes)

@@ -1,0 +1,1 @@
+"""The mesh: who holds which part of the model and of the batch."""

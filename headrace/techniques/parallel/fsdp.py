@@ -1,0 +1,152 @@
+"""Hold a share of every parameter, gradient and optimizer state on each rank (FSDP2).
+
+Replicas that all hold the same weights waste memory. Here each of the ranks along `shard` (data x
+context) keeps a slice of every parameter; a block's weights are gathered right before it runs and
+freed after it, and its gradients arrive as slices, already summed (ZeRO stage 3: arXiv 1910.02054;
+PyTorch FSDP: arXiv 2304.11277; torch.distributed.fsdp.fully_shard). The loss scale holds one over
+the targets of the whole batch, so gradients are summed, never averaged.
+
+Cost: two gathers of the weights and one scatter of the gradients a micro-batch; with several
+micro-batches gradients are kept whole until the last one and sent once. `reshard=False` keeps the
+gathered weights until the backward pass: one gather less, the weights' memory more. Left out:
+replicas of shards (HSDP).
+"""
+
+from dataclasses import replace
+from typing import Any, ClassVar, Literal, cast
+
+import torch
+from pydantic import Field
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from headrace.core.ledger import Ledger, Line
+from headrace.core.technique import (
+    Card,
+    Context,
+    Evidence,
+    Stage,
+    Supported,
+    Technique,
+    Unsupported,
+)
+from headrace.sockets import Build
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SHARDED_LINES = ("parameters", "gradients", "optimizer")
+
+
+class Fsdp(Technique[Build]):
+    """Hold a share of every parameter, gradient and optimizer state on each rank (FSDP2)."""
+
+    gather: Literal["fp32", "bf16"] = "fp32"
+    """What weights are gathered in; bf16 halves the traffic and keeps fp32 slices."""
+    reduce: Literal["fp32", "bf16"] = "fp32"
+    """What gradients are summed in."""
+    reshard: bool = True
+    """Free a block's gathered weights after its forward pass."""
+    prefetch: int = Field(default=1, ge=0, le=4)
+    """Blocks whose weights are gathered ahead; tuner range 0 to 2."""
+
+    room: ClassVar[str] = "parallel"
+    stage: ClassVar[Stage] = Stage.MATERIALIZE
+    claims: ClassVar[tuple[str, ...]] = ("sync",)
+    composes: ClassVar[tuple[str, ...]] = ("shard", "layouts")
+    symptoms: ClassVar[tuple[str, ...]] = ("memory:parameters", "memory:optimizer")
+    card: ClassVar[Card] = Card(
+        buys="weights, gradients and optimizer state divided by the ranks (derived)",
+        costs="gathering every block's weights twice a micro-batch; time where the network is slow",
+        helps="models whose 16 bytes a parameter do not fit, and then larger micro-batches",
+        hurts="small models, where replicas fit and one sum of gradients is cheaper",
+        source="arXiv 2304.11277; arXiv 1910.02054; torch.distributed.fsdp.fully_shard",
+    )
+
+    def supports(self, context: Context) -> Supported | Unsupported:
+        """Several ranks."""
+        if context.ranks < 2:
+            return Unsupported("one process has nothing to share", "mesh.data=2 under torchrun")
+        if context.device == "mps":
+            return Unsupported("torch.distributed has no backend for Apple GPUs", "device=cpu")
+        if "bf16" in (self.gather, self.reduce) and context.precision != "bf16":
+            return Unsupported(
+                f"the run computes in {context.precision}; gathering in bf16 would round it",
+                "model.precision=bf16, or fp32 for both knobs",
+            )
+        return Supported()
+
+    def predict(self, ledger: Ledger) -> Ledger:
+        """Slices of all three, and two blocks' gathered weights at a time."""
+        ranks = ledger.sizes["shard_ranks"]
+        whole = ledger.memory["parameters"].bytes
+        for name in SHARDED_LINES:
+            if line := ledger.memory.get(name):
+                ledger = ledger.with_line(name, replace(line, bytes=line.bytes / ranks))
+        layers = max(1.0, ledger.sizes["layers"])
+        outside = whole - 4 * ledger.sizes["block_matrices"]
+        held = 2 if self.reshard else layers
+        gathered = outside + held * 4 * ledger.sizes["block_matrices"] / layers
+        gathered *= 0.5 if self.gather == "bf16" else 1.0
+        return ledger.with_line("gathered", Line(gathered, ("loss", "backward")))
+
+    def apply(self, build: Build) -> None:
+        """Shard each block, then the rest, as their weights become real."""
+        assert build.world.mesh is not None
+        options: dict[str, Any] = {
+            "mesh": build.world.mesh["shard"],
+            "mp_policy": self._precision(),
+        }
+
+        def shard(module: nn.Module) -> None:
+            root = not isinstance(module, type(next(iter(build.model.blocks.values()), None)))
+            fully_shard(module, reshard_after_forward=self.reshard and not root, **options)
+            for part in module.modules():
+                if isinstance(part, FSDPModule):
+                    part.set_gradient_divide_factor(1.0)  # the loss is scaled already: a sum
+                    part.set_force_sum_reduction_for_comms(True)  # gloo has no other
+            if module is build.model:
+                self._order(build)
+
+        build.shard.append(shard)
+        build.sync = _communicate_last
+        for layout in build.layouts.values():
+            layout.partial = layout.partial - {"shard"}
+
+    def _precision(self) -> MixedPrecisionPolicy:
+        if self.gather == self.reduce == "fp32":
+            return MixedPrecisionPolicy()
+        return MixedPrecisionPolicy(
+            param_dtype=DTYPES[self.gather], reduce_dtype=DTYPES[self.reduce],
+            cast_forward_inputs=False,
+        )  # fmt: skip
+
+    def _order(self, build: Build) -> None:
+        """Which blocks are gathered ahead of which, in both directions."""
+        blocks = cast(list[FSDPModule], list(build.model.blocks.values()))
+        for index, block in enumerate(blocks):
+            ahead = blocks[index + 1 : index + 1 + self.prefetch]
+            block.set_modules_to_forward_prefetch(ahead)
+            behind = blocks[max(0, index - self.prefetch) : index]
+            block.set_modules_to_backward_prefetch(behind[::-1])
+
+    def active(self, build: Build) -> Evidence:
+        """Bytes of parameters that this rank holds of all of them."""
+        sharded = [p for p in build.model.parameters() if isinstance(p, DTensor)]
+        here = sum(p.to_local().nbytes for p in sharded)
+        whole = sum(p.nbytes for p in sharded)
+        loose = [n for n, p in build.model.named_parameters() if not isinstance(p, DTensor)]
+        ranks = build.world.size("shard")
+        return Evidence(
+            active=bool(sharded) and not loose and (here < whole or ranks == 1),
+            detail=f"holds {here:,} of {whole:,} bytes of parameters over {ranks} ranks"
+            + (f"; not {', '.join(loose)}" if loose else ""),
+            numbers={"bytes": here, "whole_bytes": whole, "ranks": ranks},
+        )
+
+
+def _communicate_last(build: Build, last: bool) -> None:
+    """Gradients are summed over ranks in the backward pass of the last micro-batch alone."""
+    root = build.model
+    assert isinstance(root, FSDPModule)
+    root.set_requires_gradient_sync(last)
+    root.set_is_last_backward(last)
