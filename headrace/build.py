@@ -6,6 +6,7 @@ a socket that it did not declare is a bug in the technique.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from headrace.model.init import random_source
 from headrace.optim.adamw import gradient_norm, make_adamw, scale_gradients
 from headrace.optim.schedule import learning_rate
 from headrace.parallel.layout import Layout, local_of
-from headrace.parallel.world import World
+from headrace.parallel.world import AXES, World
 from headrace.sockets import COMPOSED, OWNED, Build, Pass, Route, place
 
 
@@ -47,6 +48,10 @@ def predict(plan: Plan, context: Context) -> Ledger:
         device=context.device,
         accumulates=plan.micro_rows * plan.mesh.data < plan.rows_per_step,
     )
+    mesh = plan.mesh
+    ranks = {f"{axis}_ranks": float(getattr(mesh, axis)) for axis in AXES}
+    ranks["shard_ranks"] = float(mesh.data * mesh.context)
+    ledger = replace(ledger, sizes={**ledger.sizes, **ranks})
     for technique in sorted(plan.techniques.values(), key=lambda t: t.stage):
         ledger = technique.predict(ledger)
     return ledger

@@ -203,9 +203,10 @@ class Session:
     def watched(self) -> Iterator[None]:
         """On a CPU the second step, uncompiled, runs under the memory tracker.
 
-        The first has no optimizer state yet.
+        The first has no optimizer state yet, and the tracker knows one process only.
         """
-        track = self.steps_here == 1 and self.build.device.type == "cpu" and not self.compiled
+        alone = self.build.device.type == "cpu" and self.build.world.ranks == 1
+        track = self.steps_here == 1 and alone and not self.compiled
         optimizers = list(self.build.optimizers.values())
         tracker = TrackedMemory(self.build.model, optimizers) if track else nullcontext()
         with tracker:

@@ -2,6 +2,7 @@
 
 import resource
 from collections.abc import Mapping
+from math import prod
 from statistics import quantiles
 from typing import Any
 
@@ -75,7 +76,7 @@ def summarize(
         },
         "stream_sha256": build.loader.stream_sha256,
         "seed": plan.seed,
-        "parameters": sum(p.numel() for p in build.model.parameters()),
+        "parameters": sum(prod(layout.shape) for layout in build.layouts.values()),
         "tokenizer": {
             "vocab": build.prepared.tokenizer.vocab,
             "sha256": build.prepared.tokenizer.fingerprint,

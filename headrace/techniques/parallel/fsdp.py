@@ -98,14 +98,15 @@ class Fsdp(Technique[Build]):
         }
 
         def shard(module: nn.Module) -> None:
-            root = not isinstance(module, type(next(iter(build.model.blocks.values()), None)))
+            root = module is build.model  # its weights are needed again at once
             fully_shard(module, reshard_after_forward=self.reshard and not root, **options)
             for part in module.modules():
                 if isinstance(part, FSDPModule):
                     part.set_gradient_divide_factor(1.0)  # the loss is scaled already: a sum
                     part.set_force_sum_reduction_for_comms(True)  # gloo has no other
-            if module is build.model:
+            if root:
                 self._order(build)
+                module.register_forward_hook(_free_after_evaluation)
 
         build.shard.append(shard)
         build.sync = _communicate_last
@@ -142,6 +143,14 @@ class Fsdp(Technique[Build]):
             + (f"; not {', '.join(loose)}" if loose else ""),
             numbers={"bytes": here, "whole_bytes": whole, "ranks": ranks},
         )
+
+
+def _free_after_evaluation(model: nn.Module, inputs: Any, output: Any) -> None:
+    """Without a backward pass nothing else frees weights that are kept for it."""
+    if not torch.is_grad_enabled():
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def _communicate_last(build: Build, last: bool) -> None:

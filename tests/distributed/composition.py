@@ -1,0 +1,177 @@
+"""One composition: a plan over a mesh, and the same plan unsharded in one process.
+
+Ranks import this too. A composition is run for `STEPS` steps on batches whose rows have documents,
+ignored and uneven targets; its loss, every gradient of the first step, and the weights after the
+last are compared whole.
+"""
+
+import zlib
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import house
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from headrace.build import make_build
+from headrace.core.plan import Plan
+from headrace.data.ingest import prepare
+from headrace.data.loader import Micro, collate
+from headrace.data.rows import IGNORE, Row
+from headrace.parallel.layout import local_of
+from headrace.parallel.world import World
+from headrace.sockets import Build
+from headrace.train import step
+
+STEPS = 5
+ROWS = 8
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "grouped": {"dim": 24, "heads": 6, "kv_heads": 2, "ffn": 22, "vocab": 307},
+    "tied": {
+        "dim": 32, "heads": 4, "kv_heads": 2, "ffn": 20, "vocab": 311, "tied_embeddings": True,
+        "qk_norm": True, "position": "none", "activation": "relu2",
+    },
+    "gpt2": {
+        "dim": 40, "heads": 4, "ffn": 28, "vocab": 313, "norm": "layer_norm", "bias": True,
+        "activation": "gelu", "position": "learned",
+    },
+    "even": {"dim": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "vocab": 320},
+}  # fmt: skip
+"""Decoders whose key-value heads split in two; `even` has sizes that kernels of 16 need."""
+
+
+@dataclass(frozen=True)
+class Composition:
+    """What is run over a mesh."""
+
+    name: str
+    mesh: Mapping[str, int]
+    techniques: Mapping[str, Mapping[str, Any]]
+    shape: str = "grouped"
+    layers: int = 3
+    length: int = 13
+    micro_rows: int = 2
+    clip_norm: float = 0.3
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    packing: bool = False
+    slow: bool = False
+    tolerance: float = house.TOLERANCE_FP32
+
+    def plan(self, *, alone: bool = False) -> Plan:
+        """The plan; alone, without its mesh and what computes the same as the trunk."""
+        techniques = {n: house.Variant(n, k).technique() for n, k in self.techniques.items()}
+        if self.packing:
+            techniques["document_packing"] = house.Variant("document_packing").technique()
+        if alone:
+            techniques = {n: t for n, t in techniques.items() if t.equality != "exact"}
+        values: dict[str, Any] = {
+            "model": {**SHAPES[self.shape], "layers": self.layers},
+            "data": {"sequence_length": self.length},
+            "batch": {"tokens": ROWS * self.length, "micro_sequences": self.micro_rows},
+            "optimizer": {"clip_norm": self.clip_norm},
+            "mesh": {} if alone else dict(self.mesh),
+            "goal": {"steps": 40},
+        }
+        for table, more in self.keys.items():
+            values[table] = {**values.get(table, {}), **more}
+        return house.make_plan(*techniques.values(), shape="grouped", **values)
+
+
+def batches(vocab: int, length: int) -> list[list[Row]]:
+    """`STEPS` batches; in the first, the first rows have no target at all."""
+    found = []
+    for index in range(STEPS):
+        random = np.random.default_rng(index)
+        rows = []
+        for place in range(ROWS):
+            ids = random.integers(0, min(vocab, 300), length + 1)
+            targets = ids[1:].copy()
+            share = 1.0 if place < 2 and index == 0 else 0.1 * place
+            targets[random.random(length) < share] = IGNORE
+            count = int(random.integers(0, 4))
+            starts = np.sort(random.choice(length + 1, count, replace=False))
+            rows.append(Row(ids, starts.astype(np.int64), targets))
+        found.append(rows)
+    return found
+
+
+def micros_of(build: Build, rows: list[Row]) -> list[Micro]:
+    """This rank's micro-batches of the rows of a step, as the loader would cut them."""
+    world, size = build.world, build.plan.micro_rows
+    each = len(rows) // world.size("data")
+    first = world.place("data") * each
+    length = build.plan.data.sequence_length
+    return [
+        collate(rows[at : at + size], segments=build.mask.document, first_token=at * length)
+        for at in range(first, first + each, size)
+    ]
+
+
+def scatter_noise(build: Build) -> None:
+    """Move every trained number off its start, the same in every layout."""
+    with torch.no_grad():
+        for name, parameter in build.model.named_parameters():
+            if not parameter.is_floating_point() or not parameter.requires_grad:
+                continue
+            draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            noise = 0.1 * torch.randn(tuple(build.layouts[name].shape), generator=draw)
+            local_of(parameter).add_(build.part(name, noise))
+
+
+@dataclass
+class Outcome:
+    """What a composition computed, whole."""
+
+    losses: list[float]
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+def wholes(build: Build, *, gradients: bool) -> dict[str, Tensor]:
+    """Every trained parameter, or its gradient, whole; collective."""
+    found = {}
+    for name, parameter in build.model.named_parameters():
+        tensor = parameter.grad if gradients else parameter
+        if tensor is None or not parameter.requires_grad:
+            continue
+        assert isinstance(tensor, DTensor) == isinstance(parameter, DTensor), name
+        found[name] = build.whole(name, local_of(tensor.detach())).clone().contiguous()
+    return found
+
+
+def run(composition: Composition, world: World, *, alone: bool = False) -> tuple[Build, Outcome]:
+    """Train it for `STEPS` steps."""
+    torch.manual_seed(0)
+    plan = composition.plan(alone=alone)
+    build = make_build(plan, prepare(plan), world, torch.device("cpu"))
+    build.phases = house.Quiet()
+    scatter_noise(build)
+    losses, gradients = [], {}
+    with ExitStack() as flags:
+        for enter in build.runtime:
+            flags.enter_context(enter())
+        for index, rows in enumerate(batches(build.config.vocab, composition.length)):
+            losses.append(float(step(build, micros_of(build, rows), index)[0]))
+            gradients = gradients or wholes(build, gradients=True)
+    return build, Outcome(losses, gradients, wholes(build, gradients=False))
+
+
+def differences(found: Outcome, wanted: Outcome) -> dict[str, float]:
+    """Largest difference of every loss, gradient and weight, over the wanted one's largest."""
+    off = {
+        f"loss {i}": abs(a - b) / abs(b)
+        for i, (a, b) in enumerate(zip(found.losses, wanted.losses, strict=True))
+    }
+    for kind in ("gradients", "weights"):
+        ours, theirs = getattr(found, kind), getattr(wanted, kind)
+        missing = ours.keys() ^ theirs.keys()
+        off |= {f"{kind} {name} is not in both": float("inf") for name in missing}
+        for name in ours.keys() & theirs.keys():
+            most = theirs[name].abs().max()
+            assert most > 0, f"the reference's {kind} of {name} are zero"
+            off[f"{kind} {name}"] = float((ours[name] - theirs[name]).abs().max() / most)
+    return off
