@@ -23,6 +23,7 @@ from headrace.data.ingest import Prepared
 from headrace.data.loader import Loader
 from headrace.data.order import make_order
 from headrace.data.rows import Cut, Packer
+from headrace.filled import fillers, record
 from headrace.model.adapter import load_pretrained
 from headrace.model.count import trunk_ledger
 from headrace.model.decoder import Decoder, trunk_parts
@@ -32,7 +33,7 @@ from headrace.optim.adamw import gradient_norm, make_adamw, scale_gradients
 from headrace.optim.schedule import learning_rate
 from headrace.parallel.layout import Layout, local_of
 from headrace.parallel.world import AXES, World
-from headrace.sockets import COMPOSED, OWNED, Build, Pass, Route, place
+from headrace.sockets import Build, Pass, Route, auxiliary_loss, place
 
 
 def predict(plan: Plan, context: Context) -> Ledger:
@@ -51,6 +52,7 @@ def predict(plan: Plan, context: Context) -> Ledger:
     mesh = plan.mesh
     ranks = {f"{axis}_ranks": float(getattr(mesh, axis)) for axis in AXES}
     ranks["shard_ranks"] = float(mesh.data * mesh.context)
+    ranks["micro_batches"] = plan.rows_per_step / mesh.data / plan.micro_rows
     ledger = replace(ledger, sizes={**ledger.sizes, **ranks})
     for technique in sorted(plan.techniques.values(), key=lambda t: t.stage):
         ledger = technique.predict(ledger)
@@ -81,9 +83,9 @@ def make_build(
         TRUNK.get(stage, _nothing)(build)
         for technique in techniques:
             if technique.stage == stage:
-                before = _fillers(build)
+                before = fillers(build)
                 technique.apply(build)
-                _record(build, technique, before)
+                record(build, technique, before)
         FINISH.get(stage, _nothing)(build)
         if stage == until:
             break
@@ -304,19 +306,6 @@ def local_engine(build: Build, micros: Any, objective: Any, scale: Tensor) -> Te
     return total
 
 
-def auxiliary_loss(build: Build) -> Tensor | None:
-    """The sum of losses that layers kept in the forward pass that has just run.
-
-    Tensor ranks compute the same ones, and the backward pass adds up what they send to the states
-    that they share: each sends its part of the gradient.
-    """
-    if not build.auxiliary:
-        return None
-    total = torch.stack([auxiliary(build) for auxiliary in build.auxiliary]).sum()
-    part = total / build.world.size("tensor")
-    return part + (total - part).detach()
-
-
 def _sum_gradients(build: Build) -> None:
     """Add up what is partial, axis by axis."""
     held = [(build.layouts[n], p) for n, p in build.model.named_parameters() if p.grad is not None]
@@ -375,47 +364,3 @@ def _stop(build: Build, step: int, metrics: Mapping[str, float]) -> None:
         f"norm {metrics['grad_norm']}); its update was not applied",
         f"headrace train PLAN --resume optimizer.lr={build.plan.optimizer.lr / 2:g}",
     )
-
-
-# --- who filled what -------------------------------------------------------------------------
-
-
-def _fillers(build: Build) -> dict[str, Any]:
-    """What stands in every socket now, as something that compares."""
-    now: dict[str, Any] = {name: getattr(build, name) for name in OWNED}
-    now |= {f"parts.{key}": value for key, value in vars(build.parts).items()}
-    now |= {f"config.{key}": value for key, value in build.config}
-    for name in COMPOSED:
-        value = getattr(build, name)
-        now[name] = value.copy() if isinstance(value, list | dict) else value
-    now["layouts"] = {name: repr(layout) for name, layout in build.layouts.items()}
-    return now
-
-
-def _record(build: Build, technique: Technique[Any], before: dict[str, Any]) -> None:
-    after = _fillers(build)
-    touched = [n for n in after if after[n] is not before[n] and after[n] != before[n]]
-    undeclared = set(touched) - set(technique.claims) - set(technique.composes)
-    assert not undeclared, f"{technique.name()} touched undeclared sockets {sorted(undeclared)}"
-    for name in touched:
-        build.filled.setdefault(name, []).append(technique.name())
-
-
-def check_active(build: Build) -> dict[str, Any]:
-    """After one step: every technique's evidence, on every rank that can have some.
-
-    Raises:
-        RunError: one that was asked for is not in force.
-    """
-    found = {}
-    for technique in build.techniques:
-        evidence = technique.active(build)
-        told = build.world.gather((evidence.active, evidence.detail))
-        wrong = [detail for active, detail in told if active is False]
-        if wrong or all(active is None for active, _ in told):
-            raise RunError(
-                f"{technique.name()} was asked for and is not in force: {(wrong or told[0])[-1]}",
-                f"--without {technique.name()}",
-            )
-        found[technique.name()] = evidence
-    return found

@@ -12,6 +12,7 @@ import typer
 import headrace.techniques
 from headrace import train as trainer
 from headrace.catalogue.explain import explain_plan, explain_technique
+from headrace.catalogue.matrix import explain_matrix, read_matrix
 from headrace.catalogue.table import catalogue_rows
 from headrace.context import choose_device, make_context
 from headrace.core.errors import ConfigError, nearest
@@ -206,13 +207,18 @@ def list_techniques(
 
 @app.command()
 def explain(
-    what: Annotated[str, typer.Argument(help="A plan, a recipe or a technique.")],
-    overrides: Overrides = None, *, with_: With = None, without: Without = None, json: Json = False,
+    what: Annotated[str, typer.Argument(help="A plan, a recipe or a technique.")] = "",
+    overrides: Overrides = None, *, with_: With = None, without: Without = None,
+    matrix: Annotated[bool, typer.Option("--matrix", help="Which pairs stand together.")] = False,
+    json: Json = False,
 ) -> None:  # fmt: skip
     """A technique's card; or a plan's sockets in order, who fills each, and what it will cost."""
     with exit_codes(json):
         known = catalogue()
-        if what in known.techniques:
+        if matrix:
+            value = read_matrix()
+            text = explain_matrix(value)
+        elif what in known.techniques:
             value, text = explain_technique(known.techniques[what])
         elif what not in recipes() and not Path(what).is_file():
             near = nearest(what, [*known.techniques, *recipes()])

@@ -13,7 +13,7 @@ import torch
 
 from headrace.data.loader import validation_batches
 from headrace.model.head import IGNORED, cross_entropy
-from headrace.sockets import Build
+from headrace.sockets import Build, Work
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ def evaluate(build: Build) -> Validation:
     # Apple GPUs have no fp64.
     wide = torch.float32 if build.device.type == "mps" else torch.float64
     nats, tokens, text_bytes = torch.zeros((), dtype=wide, device=build.device), 0, 0
+    work: list[Work] = []
+    together = 1 if world.size("pipeline") == 1 else 4 * world.size("pipeline")  # stages overlap
     with ExitStack() as stack:
         for averaged in build.weights_for_eval:
             stack.enter_context(averaged(build))
@@ -51,7 +53,12 @@ def evaluate(build: Build) -> Validation:
             real = real[real != IGNORED]
             tokens += real.size
             text_bytes += int(token_bytes[real].sum(dtype=np.int64))
-            nats += build.engine(build, [build.place(build, micro)], cross_entropy, one)
+            work.append(build.place(build, micro))
+            if len(work) == together:
+                nats += build.engine(build, work, cross_entropy, one)
+                work = []
+        if work:
+            nats += build.engine(build, work, cross_entropy, one)
     # Replicas read other rows; parts of a row and stages add to the same loss.
     for axis in ("shard", "pipeline"):
         world.sum_(nats, axis)

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from headrace import state
-from headrace.build import check_active
 from headrace.checkpoint import Checkpoints, Saved
 from headrace.compile_time import compile_seconds
 from headrace.core.errors import ConfigError, HeadraceError, RunError, Stopped
 from headrace.core.technique import Evidence
 from headrace.data.loader import StepBatch
 from headrace.evaluate import evaluate
+from headrace.filled import check_active
 from headrace.goal import Counters, ended_by
 from headrace.interrupts import Interrupts
 from headrace.progress import Progress

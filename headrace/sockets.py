@@ -181,7 +181,7 @@ class Build:
     enrich: list[Callable[["Build", Sequence[Work]], Sequence[Work]]] = field(default_factory=list)
     terms: list[Objective] = field(default_factory=list)
     auxiliary: list[Callable[["Build"], Tensor]] = field(default_factory=list)
-    """sums of losses that layers kept during a forward, read before its backward"""
+    """sums of losses that layers kept during a forward, taken and cleared before its backward"""
     state: dict[str, Stateful] = field(default_factory=dict)
     weights_for_eval: list[Callable[["Build"], AbstractContextManager[None]]] = field(
         default_factory=list
@@ -244,6 +244,19 @@ class Build:
                     f"{owner} and {first} both replace the linear {name!r}", f"--without {owner}"
                 )
             self.linear[name] = (owner, make)
+
+
+def auxiliary_loss(build: Build) -> Tensor | None:
+    """The sum of losses that layers kept in the forward pass that has just run.
+
+    Tensor ranks compute the same ones, and the backward pass adds up what they send to the states
+    that they share: each sends its part of the gradient.
+    """
+    if not build.auxiliary:
+        return None
+    total = torch.stack([auxiliary(build) for auxiliary in build.auxiliary]).sum()
+    part = total / build.world.size("tensor")
+    return part + (total - part).detach()
 
 
 OWNED = (

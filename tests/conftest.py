@@ -24,6 +24,7 @@ from headrace.progress import Progress
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`make test DATA=DIR` passes a folder of real text."""
     parser.addoption("--data", type=Path, help="a folder of real text for tests that want some")
+    parser.addoption("--matrix", type=Path, help="where tests of pairs write their outcome")
 
 
 @pytest.fixture(scope="session")
@@ -168,7 +169,11 @@ class Zygote:
 
 
 def _environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    """Also where the modules lie that tests share, as pytest has it."""
+    here = Path(__file__).parent
+    shared = os.pathsep.join(map(str, (here, here / "contract", here / "distributed")))
+    tame = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return {**os.environ, **tame, "PYTHONPATH": shared}
 
 
 @pytest.fixture(scope="session")

@@ -137,8 +137,8 @@ class Decoder(nn.Module):
 
     def enter(self, ids_BT: Tensor, shared: Shared) -> Tensor:
         """What the first block reads, [B, T, D]."""
-        x_BTD = self.embed(ids_BT).to(self.residual_dtype)
-        return self.position.embed(x_BTD, shared.positions_BT)
+        x_BTD = self.position.embed(self.embed(ids_BT), shared.positions_BT)
+        return x_BTD.to(self.residual_dtype)
 
     def leave(self, x_BTD: Tensor) -> Tensor:
         """What the head reads, [B, T, D]."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import headrace.techniques
 from headrace.build import make_build, make_context
-from headrace.core.plan import Plan
+from headrace.core.plan import MeshConfig, Plan
 from headrace.core.technique import (
     Catalogue,
     Context,
@@ -85,7 +85,7 @@ def context_on(device: str, plan: Plan | None = None) -> Context:
     """The place where tests on `device` run; an H200 stands in for a GPU that is not here."""
     if device == "cuda" and not torch.cuda.is_available():
         return Context(
-            plan=plan, device="cuda", device_name="NVIDIA H200", capability=(9, 0), torch=(2, 13),
+            plan=plan or make_plan(), device="cuda", device_name="NVIDIA H200", capability=(9, 0), torch=(2, 13),
             has_triton=True, has_compiler=True, ranks=1, precision="bf16",
         )  # fmt: skip
     return make_context(plan or make_plan(), torch.device(device))
@@ -178,8 +178,10 @@ def make_plan(
     }  # fmt: skip
     for key, value in keys.items():
         values[key] = {**values.get(key, {}), **value} if isinstance(value, Mapping) else value
+    mesh = MeshConfig.model_validate(values.pop("mesh", {}))
     plan = Plan.model_validate(values)
-    return plan.replaced(techniques={t.name(): t for t in techniques})
+    on = {t.name(): t for t in techniques}
+    return plan.replaced(mesh=mesh, techniques=on).with_keys({})
 
 
 class Quiet:

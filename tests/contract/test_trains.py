@@ -13,7 +13,7 @@ import pytest
 from house import Variant
 
 from headrace import train
-from headrace.build import check_active
+from headrace.filled import check_active
 from headrace.core.errors import RunError
 from headrace.core.plan import Plan
 from headrace.progress import Progress

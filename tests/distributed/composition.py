@@ -60,25 +60,45 @@ class Composition:
     packing: bool = False
     slow: bool = False
     tolerance: float = house.TOLERANCE_FP32
+    gpu_band: float = 0.0
+    """distance that a gradient in bf16 on a GPU may have where it is more than house.BAND_BF16"""
 
-    def plan(self, *, alone: bool = False) -> Plan:
-        """The plan; alone, without its mesh and what computes the same as the trunk."""
-        techniques = {n: house.Variant(n, k).technique() for n, k in self.techniques.items()}
+    def plan(self, *, alone: bool = False, device: str = "cpu", scale: int = 1) -> Plan:
+        """The plan.
+
+        Args:
+            alone: without its mesh and what computes the same as the trunk, in fp32.
+            device: where; on a GPU compilation is inductor's.
+            scale: times which sizes and rows' lengths are larger.
+        """
+        knobs = {name: dict(given) for name, given in self.techniques.items()}
+        if device == "cuda" and "torch_compile" in knobs:
+            knobs["torch_compile"]["backend"] = "inductor"
+        techniques = {n: house.Variant(n, k).technique() for n, k in knobs.items()}
         if self.packing:
             techniques["document_packing"] = house.Variant("document_packing").technique()
         if alone:
             techniques = {n: t for n, t in techniques.items() if t.equality != "exact"}
+        shape = dict(SHAPES[self.shape])
+        shape |= {key: shape[key] * scale for key in ("dim", "ffn")}
+        shape["vocab"] *= 1 if scale == 1 else 10
+        length = self.length * scale
         values: dict[str, Any] = {
-            "model": {**SHAPES[self.shape], "layers": self.layers},
-            "data": {"sequence_length": self.length},
-            "batch": {"tokens": ROWS * self.length, "micro_sequences": self.micro_rows},
+            "model": {
+                **shape,
+                "layers": self.layers,
+                "precision": "fp32" if alone else "auto",
+                "init_std": 0.2 / scale**0.5,
+            },
+            "data": {"sequence_length": length},
+            "batch": {"tokens": ROWS * length, "micro_sequences": self.micro_rows},
             "optimizer": {"clip_norm": self.clip_norm},
             "mesh": {} if alone else dict(self.mesh),
             "goal": {"steps": 40},
         }
         for table, more in self.keys.items():
             values[table] = {**values.get(table, {}), **more}
-        return house.make_plan(*techniques.values(), shape="grouped", **values)
+        return house.make_plan(*techniques.values(), shape="grouped", device=device, **values)
 
 
 def batches(vocab: int, length: int) -> list[list[Row]]:
@@ -119,7 +139,8 @@ def scatter_noise(build: Build) -> None:
                 continue
             draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             noise = 0.1 * torch.randn(tuple(build.layouts[name].shape), generator=draw)
-            local_of(parameter).add_(build.part(name, noise))
+            noise = build.part(name, noise.to(parameter.device))
+            local_of(parameter).add_(noise * (build.config.init_std / 0.2))
 
 
 @dataclass
@@ -143,18 +164,23 @@ def wholes(build: Build, *, gradients: bool) -> dict[str, Tensor]:
     return found
 
 
-def run(composition: Composition, world: World, *, alone: bool = False) -> tuple[Build, Outcome]:
-    """Train it for `STEPS` steps."""
+def run(
+    composition: Composition, world: World, *, alone: bool = False, device: str = "cpu",
+    scale: int = 1,
+) -> tuple[Build, Outcome]:  # fmt: skip
+    """Train it for `STEPS` steps; arguments as in `Composition.plan`."""
     torch.manual_seed(0)
-    plan = composition.plan(alone=alone)
-    build = make_build(plan, prepare(plan), world, torch.device("cpu"))
+    plan = composition.plan(alone=alone, device=device, scale=scale)
+    where = torch.device(device, world.local_rank) if device == "cuda" else torch.device(device)
+    build = make_build(plan, prepare(plan), world, where)
     build.phases = house.Quiet()
     scatter_noise(build)
     losses, gradients = [], {}
     with ExitStack() as flags:
         for enter in build.runtime:
             flags.enter_context(enter())
-        for index, rows in enumerate(batches(build.config.vocab, composition.length)):
+        length = plan.data.sequence_length
+        for index, rows in enumerate(batches(build.config.vocab, length)):
             losses.append(float(step(build, micros_of(build, rows), index)[0]))
             gradients = gradients or wholes(build, gradients=True)
     return build, Outcome(losses, gradients, wholes(build, gradients=False))

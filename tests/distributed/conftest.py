@@ -2,17 +2,13 @@
 
 import json
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-sys.path[:0] = [str(Path(__file__).parents[1] / "contract")]
-
 import house
+import pytest
 from composition import Composition, Outcome
 from safetensors.torch import load_file
 

@@ -1,7 +1,6 @@
 """What each rank does: join once, then run many compositions in one process group."""
 
 import json
-import sys
 import time
 import traceback
 from dataclasses import asdict
@@ -9,18 +8,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import house
 import torch
 import torch.distributed as dist
+from composition import Composition, run
 from safetensors.torch import save_file
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "contract")]
-
-import house
-from composition import Composition, run
-
-from headrace.build import check_active
 from headrace.core.errors import HeadraceError
 from headrace.core.plan import MeshConfig
+from headrace.filled import check_active
 from headrace.parallel.world import World, join
 
 

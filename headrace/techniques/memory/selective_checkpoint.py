@@ -84,7 +84,7 @@ class SelectiveCheckpoint(Technique[Build]):
                 ledger = ledger.with_line(f"{layer}/added", replace(kept, bytes=2 * stream))
         sizes, again = ledger.sizes, 0.0
         if "matmul" not in self.save:  # all but the last: nothing in the block needs its result
-            again += 2 * (sizes["block_matrices"] - sizes["down_matrices"])
+            again += sizes["block_flops"] - sizes["down_flops"]
         if "attention" not in self.save:
             again += sizes["attention_flops"]
         ledger = ledger.without(drop).with_line("recompute", Line(one, ("backward",)))

@@ -1,0 +1,187 @@
+"""Compositions on GPUs: NCCL, inductor and bf16 against one process in fp32.
+
+The compositions are those of the tests (tests/distributed/cases.py), with sizes 16 times as large
+and meshes fitted to the ranks that were started. For each, the reference is the same plan without
+its mesh and without what computes the trunk's numbers, uncompiled, in fp32, on rank 0's GPU. A row
+tells the distance of the loss, of every gradient of the first step (worst, and the embedding's),
+and of the weights after five steps, as L2 over the reference's norm.
+
+    torchrun --nproc-per-node 2 benchmarks/compositions.py --results results [--only NAME ...]
+"""
+
+import argparse
+import gc
+import json
+import sys
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [
+    str(ROOT / f) for f in ("tests", "tests/contract", "tests/distributed", "benchmarks")
+]
+
+import house  # noqa: E402
+import receipts  # noqa: E402
+from cases import COMPOSITIONS, fitted  # noqa: E402
+from composition import Composition, Outcome, run  # noqa: E402
+
+from headrace.core.errors import HeadraceError  # noqa: E402
+from headrace.core.plan import MeshConfig  # noqa: E402
+from headrace.data.ingest import prepare  # noqa: E402
+from headrace.filled import check_active  # noqa: E402
+from headrace.parallel.world import World, join  # noqa: E402
+
+BAND = house.BAND_BF16
+"""Largest distance that a gradient in bf16 may have."""
+SCALE = 16
+
+
+def distances(found: Outcome, wanted: Outcome) -> dict[str, float]:
+    """L2 distances over the reference's norm."""
+
+    def far(kind: str) -> dict[str, float]:
+        ours, theirs = getattr(found, kind), getattr(wanted, kind)
+        assert ours.keys() == theirs.keys(), f"{kind} of {sorted(ours.keys() ^ theirs.keys())}"
+        return {n: float((ours[n].float() - t).norm() / t.norm()) for n, t in theirs.items()}
+
+    gradients, weights = far("gradients"), far("weights")
+    told = {
+        "loss": max(abs(a - b) / abs(b)
+                    for a, b in zip(found.losses, wanted.losses, strict=True)),
+        "weights": max(weights.values()),
+    }  # fmt: skip
+    if gradients:
+        told["gradient"] = max(gradients.values())
+        told["worst"] = max(gradients, key=lambda n: gradients[n])  # type: ignore[assignment]
+        told["embedding_gradient"] = gradients.get("embed.weight", 0.0)
+    return told
+
+
+def measure(composition: Composition, world: World, wanted: Any) -> dict[str, Any]:
+    """Run it; on rank 0, the distances from the reference."""
+    began_s = time.perf_counter()
+    torch.cuda.reset_peak_memory_stats()
+    build, outcome = run(composition, world, device="cuda", scale=SCALE)
+    evidence = {n: e.detail for n, e in check_active(build).items()}
+    parts = world.gather({
+        kind: {n: t.cpu() for n, t in getattr(outcome, kind).items()}
+        for kind in ("gradients", "weights")
+    })  # fmt: skip
+    took_s = time.perf_counter() - began_s
+    peak = torch.cuda.max_memory_allocated()
+    if world.rank:
+        return {}
+    whole = Outcome(outcome.losses, {}, {})
+    for part in parts:
+        whole.gradients |= part["gradients"]
+        whole.weights |= part["weights"]
+    return {"evidence": evidence, "seconds": took_s, "peak": peak, **distances(whole, wanted)}
+
+
+def reference(composition: Composition) -> Outcome:
+    """The same plan in one process, in fp32."""
+    _, outcome = run(composition, World(local_rank=torch.cuda.current_device()), alone=True,
+                     device="cuda", scale=SCALE)  # fmt: skip
+    for kind in ("gradients", "weights"):
+        held = getattr(outcome, kind)
+        held.update({n: t.float().cpu() for n, t in held.items()})
+    return outcome
+
+
+def main() -> None:
+    """Measure every composition and write its row."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--results", type=Path, default=ROOT / "results")
+    parser.add_argument("--only", nargs="*", default=[], help="names of compositions")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing after this long")
+    arguments = parser.parse_args()
+    began_s = time.perf_counter()
+    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timedelta(seconds=120))
+    ranks = dist.get_world_size()
+    house.put_data_in(str(ROOT / "headrace"), str(Path(tempfile.gettempdir()) / "compositions"))
+    worlds: dict[str, World] = {}
+    references: dict[str, Outcome] = {}
+    for case in COMPOSITIONS:
+        composition = fitted(case, ranks)
+        if composition is None or (arguments.only and case.name not in arguments.only):
+            continue
+        late = torch.tensor([float(time.perf_counter() - began_s > arguments.seconds)])
+        dist.all_reduce(late)
+        if late.item():
+            break
+        key = json.dumps(composition.mesh, sort_keys=True)
+        if key not in worlds:
+            mesh = MeshConfig(**composition.mesh)
+            worlds[key] = join(mesh, torch.device("cuda"))
+        world = worlds[key]
+        row: dict[str, Any] = {}
+        try:
+            wanted = None
+            if world.rank == 0:
+                prepare(composition.plan(device="cuda", scale=SCALE))
+                alone = composition.plan(alone=True, device="cuda", scale=SCALE).to_toml()
+                if alone not in references:
+                    references[alone] = reference(composition)
+                wanted = references[alone]
+            world.barrier()
+            row = measure(composition, world, wanted)
+        except HeadraceError as error:
+            row = {"refused": str(error)}
+        except Exception:
+            traceback.print_exc()
+            row = {"refused": traceback.format_exc().strip().splitlines()[-1]}
+        failed = world.gather("refused" in row)
+        if world.rank == 0:
+            write(composition, row, ranks, arguments.results)
+        if any(failed) and not all(failed):
+            break  # the ranks are no longer at the same place
+        torch._dynamo.reset()
+        gc.collect()
+        torch.cuda.empty_cache()
+    dist.destroy_process_group()
+
+
+def write(composition: Composition, row: dict[str, Any], ranks: int, results: Path) -> None:
+    """One row of results/compositions.jsonl."""
+    plan = composition.plan(device="cuda", scale=SCALE)
+    facts: dict[str, Any] = {
+        "plan_sha256": receipts.sha256(plan.dump()),
+        "baseline_sha256": receipts.sha256(
+            composition.plan(alone=True, device="cuda", scale=SCALE).dump()
+        ),
+        "composition": composition.name,
+        "mesh": dict(composition.mesh),
+        "ranks": ranks,
+        "technique": "",
+        "techniques": {n: t.model_dump() for n, t in plan.techniques.items()},
+        "shape": f"{composition.shape} x {SCALE}, {plan.model.layers} layers, "
+        f"{plan.batch.tokens} tokens a step",
+        "seeds": [plan.seed],
+        "n": 1,
+    }
+    if "refused" in row:
+        facts["refused"] = row["refused"]
+        metrics = {}
+    else:
+        facts["evidence"], facts["worst_gradient"] = row["evidence"], row.get("worst", "")
+        units = {"loss": "relative", "gradient": "relative L2", "embedding_gradient": "relative L2",
+                 "weights": "relative L2", "seconds": "s", "peak": "bytes"}  # fmt: skip
+        metrics = {n: receipts.spread([row[n]], unit) for n, unit in units.items() if n in row}
+        limit = max(BAND, composition.gpu_band)
+        facts["band"], facts["inside"] = limit, row.get("gradient", 0.0) <= limit
+    receipts.append("compositions", metrics, results=results, **facts)
+    shown = {n: m["value"] for n, m in metrics.items()}
+    print(composition.name, dict(composition.mesh), facts.get("inside"), shown,
+          facts.get("refused", ""), flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,275 @@
+"""Give each rank some of the layers, and pass activations from rank to rank (1F1B, interleaved).
+
+Ranks along `pipeline` hold the model's layers one after the other, so weights, gradients, optimizer
+state and most activations are divided by their number, and all that crosses a border is one
+[rows, tokens, features] tensor per micro-batch and direction: far less than sharded weights need,
+which is why pipelines span slow networks (arXiv 2104.04473; Llama 3, arXiv 2407.21783, section
+3.3.2). The cost is the bubble, (ranks - 1) / (micro-batches x chunks + ranks - 1) of the step, so a
+pipeline wants several micro-batches per rank. `schedule=interleaved` with `chunks` stages per rank
+makes the bubble smaller and the messages more.
+
+Layers are split as evenly as they go. Where they do not go evenly, the stages right before the last
+get one more: the last also has the head, and the first ranks hold the activations of the most
+micro-batches. A tied embedding is held by both ends; each computes its part of the gradient, and
+the sum of both reaches both. The mechanism is parallel/pipeline.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from headrace.core.errors import ConfigError
+from headrace.core.ledger import Ledger, Line
+from headrace.core.technique import (
+    Card,
+    Context,
+    Evidence,
+    Stage,
+    Supported,
+    Technique,
+    Unsupported,
+)
+from headrace.model.count import FP32, held_in
+from headrace.model.decoder import Decoder, Part
+from headrace.model.head import Objective
+from headrace.parallel import pipeline
+from headrace.sockets import Build, Work, auxiliary_loss
+
+STATE_LINES = ("parameters", "gradients", "optimizer")
+END_LINES = ("final_norm", "logits")
+
+
+class PipelineParallel(Technique[Build]):
+    """Give each rank some of the layers, and pass activations from rank to rank."""
+
+    schedule: Literal["1f1b", "interleaved"] = "1f1b"
+    """1f1b takes any number of micro-batches; interleaved takes multiples of the ranks, and waits
+    less."""
+    chunks: int = Field(default=1, ge=1, le=16)
+    """Stages per rank: 1 for 1f1b, 2 or more for interleaved; tuner range 1 to 4."""
+
+    room: ClassVar[str] = "parallel"
+    stage: ClassVar[Stage] = Stage.PIPELINE
+    claims: ClassVar[tuple[str, ...]] = ("engine",)
+    composes: ClassVar[tuple[str, ...]] = ("layouts",)
+    axes: ClassVar[tuple[str, ...]] = ("pipeline",)
+    symptoms: ClassVar[tuple[str, ...]] = ("memory:parameters", "communication")
+    card: ClassVar[Card] = Card(
+        buys="weights, gradients and optimizer state divided by the ranks, with one activation per "
+        "micro-batch and border on the network (derived)",
+        costs="ranks that wait: (ranks - 1) / (micro-batches x chunks + ranks - 1) of a step",
+        helps="models too large for one node's memory, and networks too slow for sharded weights",
+        hurts="few micro-batches per step, and stages that are not equally slow",
+        source="arXiv 2104.04473; arXiv 2006.09503; arXiv 2407.21783 (section 3.3.2)",
+    )
+
+    def supports(self, context: Context) -> Supported | Unsupported:
+        """Several ranks, a layer for each stage, and micro-batches that the schedule can take."""
+        plan, me = context.plan, f"techniques.{self.name()}"
+        if (self.schedule == "1f1b") != (self.chunks == 1):
+            return Unsupported(
+                f"schedule = {self.schedule!r} and chunks = {self.chunks} contradict each other",
+                f"{me}.chunks={1 if self.schedule == '1f1b' else 2}",
+            )
+        if context.ranks < 2 or plan.mesh.pipeline < 2:
+            return Unsupported("a pipeline needs several ranks", "mesh.pipeline=2 under torchrun")
+        if context.device == "mps":
+            return Unsupported("torch.distributed has no backend for Apple GPUs", "device=cpu")
+        ranks, layers = plan.mesh.pipeline, plan.model.layers
+        stages = ranks * self.chunks
+        if layers < stages and not plan.model.pretrained:
+            fewer = max(1, layers // ranks)
+            return Unsupported(
+                f"{layers} layers are too few for {ranks} ranks x {self.chunks} = {stages} stages",
+                f"model.layers={stages}" + (f" or {me}.chunks={fewer}" if fewer > 1 else ""),
+            )
+        rows = plan.rows_per_step // plan.mesh.data
+        if self.schedule == "interleaved" and rows // plan.micro_rows % ranks:
+            fits = [n for n in range(1, rows + 1) if rows % n == 0 and rows // n % ranks == 0]
+            near = min(fits, key=lambda n: abs(n - plan.micro_rows), default=None)
+            return Unsupported(
+                f"an interleaved pipeline takes micro-batches in groups of {ranks}, and a step of "
+                f"{rows} rows in micro-batches of {plan.micro_rows} has {rows // plan.micro_rows}",
+                f"batch.micro_sequences={near}" if near else f"{me}.schedule=1f1b {me}.chunks=1",
+            )
+        return Supported()
+
+    def predict(self, ledger: Ledger) -> Ledger:
+        """The rank that needs most memory, and the time that ranks wait, as work not done."""
+        ranks = int(ledger.sizes.get("pipeline_ranks", 1))
+        if ranks == 1:
+            return ledger
+        micros = int(ledger.sizes["micro_batches"])
+        idle = pipeline.bubble(ranks, micros, self.chunks)
+        lost = ledger.flops_per_token() * idle / (1 - idle)
+        each = (self._on(ledger, rank, ranks, micros) for rank in range(ranks))
+        return max(each, key=lambda one: one.peak()[1]).with_flops("bubble", lost)
+
+    def _on(self, ledger: Ledger, rank: int, ranks: int, micros: int) -> Ledger:
+        """One rank's memory: its layers, once for each micro-batch in flight."""
+        layers, first, last = int(ledger.sizes["layers"]), rank == 0, rank == ranks - 1
+        here = sum(split(layers, ranks * self.chunks)[rank::ranks])
+        visits = most_in_flight(ranks, rank, micros, self.chunks)
+        block = {n.split("/")[1]: v for n, v in ledger.memory.items() if v.layer == 0}
+        memory = {n: v for n, v in ledger.memory.items() if v.layer is None}
+        for copy in range(-(-here * visits // self.chunks)):
+            # A micro-batch in flight is as many blocks more, held while another goes backward.
+            held = held_in(copy) if copy < here else ("loss", "backward")
+            for name, line in block.items():
+                memory[f"{copy}/{name}"] = Line(line.bytes, held, copy)
+        end = FP32 * ledger.sizes["embedding"]
+        whole = memory["parameters"].bytes
+        ends = end * (1 if ledger.sizes["tied"] else 2)
+        share = ((whole - ends) * here / layers + end * (first + last)) / whole
+        for name in STATE_LINES:
+            memory[name] = replace(memory[name], bytes=memory[name].bytes * share)
+        for name in END_LINES if not last else ():
+            memory.pop(name, None)
+        matrices = ledger.sizes["block_matrices"] * here / layers
+        sizes = {**ledger.sizes, "layers": here, "block_matrices": matrices}
+        return Ledger(memory, ledger.flops, sizes)
+
+    def apply(self, build: Build) -> None:
+        """Keep this rank's layers, connect the ranks, and fill the engine."""
+        assert build.world.mesh is not None
+        ranks, rank = build.world.size("pipeline"), build.world.place("pipeline")
+        parts = make_parts(tuple(build.model.blocks), ranks * self.chunks)[rank::ranks]
+        tied = build.config.tied_embeddings
+        keep_only(build.model, parts, tied=tied)
+        if tied:
+            layout = build.layouts["embed.weight"]
+            build.layouts["embed.weight"] = replace(layout, partial={*layout.partial, "ends"})
+        grid = build.world.mesh.mesh.flatten(1)
+        pipe = Pipe(pipeline.Line(grid, build.device, chunks=self.chunks), parts)
+        build.notes[self.name()] = pipe
+        build.engine = pipe.engine
+
+    def active(self, build: Build) -> Evidence:
+        """Messages that were sent, actions that ran, and the blocks that are held."""
+        pipe: Pipe = build.notes[self.name()]
+        held, layers = len(build.model.blocks), build.config.layers
+        return Evidence(
+            active=0 < held < layers and pipe.line.messages > 0 and pipe.actions > 0,
+            detail=f"rank {pipe.line.rank} of {pipe.line.ranks} holds {held} of {layers} blocks, "
+            f"ran {pipe.actions} passes and sent {pipe.line.messages} messages, "
+            f"{pipe.line.bytes:,} bytes",
+            numbers={
+                "blocks": held, "layers": layers, "chunks": self.chunks, "actions": pipe.actions,
+                "messages": pipe.line.messages, "bytes": pipe.line.bytes,
+            },
+        )  # fmt: skip
+
+
+@dataclass
+class Pipe:
+    """A rank's stages and its neighbours."""
+
+    line: pipeline.Line
+    parts: Sequence[Part]
+    """of the model, one per chunk"""
+    actions: int = 0
+    """forward and backward passes so far"""
+
+    def engine(
+        self, build: Build, micros: Sequence[Work], objective: Objective, scale: Tensor
+    ) -> Tensor:
+        """Forward and backward of all micro-batches; returns this rank's scaled loss sum."""
+        place = (self.line.ranks, self.line.rank, len(micros))
+        if not torch.is_grad_enabled():
+            actions = pipeline.forward_only(self.line.ranks, len(micros), self.line.chunks)
+        elif self.line.chunks > 1:
+            actions = pipeline.interleaved(*place, self.line.chunks)
+        else:
+            actions = pipeline.one_forward_one_backward(*place)
+        self.actions += len(actions)
+        return pipeline.run(actions, self.line, Stages(build, self, micros, objective, scale))
+
+
+class Stages:
+    """The build's model, as `pipeline.run` asks for it."""
+
+    def __init__(
+        self, build: Build, pipe: Pipe, micros: Sequence[Work], objective: Objective, scale: Tensor
+    ) -> None:
+        self.build, self.pipe, self.micros = build, pipe, micros
+        self.objective, self.scale = objective, scale
+        self.dtype = build.model.residual_dtype
+
+    def shape(self, micro: int) -> tuple[int, ...]:
+        """[B, T, D], or what tensor ranks make of it."""
+        return self.build.model.wire_shape(*self.micros[micro].ids_BT.shape)
+
+    def forward(self, chunk: int, micro: int, x: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """One stage of one micro-batch, and what its layers kept."""
+        self.build.phases.mark("forward")
+        work = self.micros[micro]
+        with self.build.autocast():
+            output = self.build.model(
+                work.ids_BT if x is None else x, work.targets_BT, work.rows,
+                objective=self.objective, scale=self.scale, extras=work.extras,
+                part=self.pipe.parts[chunk],
+            )  # fmt: skip
+        auxiliary = auxiliary_loss(self.build) if torch.is_grad_enabled() else None
+        return output, None if auxiliary is None else auxiliary * self.scale
+
+    def before_backward(self, chunk: int, last: bool) -> None:
+        """Gradients may be sent to other replicas in a chunk's last backward pass."""
+        self.build.sync(self.build, last)
+        self.build.phases.mark("backward")
+
+    def waiting(self) -> None:
+        """A message that is not here yet is time in which nothing is computed."""
+        self.build.phases.mark("communication_exposed")
+
+
+# --- who holds what --------------------------------------------------------------------------
+
+
+def split(layers: int, stages: int) -> list[int]:
+    """Layers of each stage: equal, and one more for the stages right before the last.
+
+    Raises:
+        ConfigError: a stage would have none.
+    """
+    if layers < stages:
+        raise ConfigError(
+            f"{layers} layers are too few for {stages} stages of a pipeline",
+            f"mesh.pipeline={layers}",
+        )
+    each, over = divmod(layers, stages)
+    return [each + (stages - 1 - over <= stage < stages - 1) for stage in range(stages)]
+
+
+def make_parts(blocks: Sequence[str], stages: int) -> list[Part]:
+    """The model's parts, first stage first."""
+    parts, start = [], 0
+    for stage, count in enumerate(split(len(blocks), stages)):
+        names = tuple(blocks[start : start + count])
+        parts.append(Part(names, first=stage == 0, last=stage == stages - 1))
+        start += count
+    return parts
+
+
+def keep_only(model: Decoder, parts: Sequence[Part], *, tied: bool) -> None:
+    """Take out of the model what no part runs; what stays keeps its name."""
+    mine = {name for part in parts for name in part.blocks or ()}
+    for name in set(model.blocks) - mine:
+        del model.blocks[name]
+    first, last = any(p.first for p in parts), any(p.last for p in parts)
+    if not first:
+        for name, _ in list(model.position.named_parameters(recurse=False)):
+            model.position.register_parameter(name, None)
+    if not (first or (last and tied)):
+        model.embed = None  # type: ignore[assignment]
+    if not last:
+        model.norm = model.head = None  # type: ignore[assignment]
+
+
+def most_in_flight(ranks: int, rank: int, micros: int, chunks: int) -> int:
+    """The most (stage, micro-batch) pairs whose activations a rank holds at once."""
+    ahead = ranks - rank if chunks == 1 else 2 * (ranks - rank) - 1 + (chunks - 1) * ranks
+    return min(ahead, micros * chunks)

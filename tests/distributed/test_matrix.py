@@ -1,0 +1,101 @@
+"""Every pair of techniques: equal, or a refusal with its reason; `explain --matrix` prints it.
+
+A pair with a technique that splits the model runs on 4 ranks, any other in this process. The file
+that the command prints is what these tests found: run them with `--matrix FILE` to write it anew.
+"""
+
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import house
+import pytest
+import torch
+from cases import AXES_OF, TOLERANCES, pair_composition
+from composition import Composition, differences, run
+from test_compositions import reference
+
+from headrace.catalogue.matrix import explain_matrix, read_matrix
+from headrace.context import check_supported, make_context
+from headrace.core.errors import HeadraceError
+from headrace.core.technique import Supported, check_claims
+from headrace.parallel.world import World
+
+NAMES = sorted(house.CATALOGUE.techniques)
+PAIRS = list(itertools.combinations(NAMES, 2))
+FOUND: dict[str, dict[str, str]] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def written(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Write what was found, if asked."""
+    yield
+    into: Path | None = request.config.getoption("--matrix")
+    if into is not None:
+        assert len(FOUND) == len(PAIRS), "only a whole run writes the matrix"
+        value = {"torch": torch.__version__.split("+")[0], "pairs": dict(sorted(FOUND.items()))}
+        into.write_text(json.dumps(value, indent=1) + "\n")
+
+
+def refusal(composition: Composition) -> str | None:
+    """Why the pair cannot be built here: the message a user sees, or "gpu"; None if it can."""
+    try:
+        plan = composition.plan()
+        techniques = list(plan.techniques.values())
+        here, gpu = (
+            all(isinstance(t.supports(house.context_on(device, plan)), Supported)
+                for t in techniques) for device in ("cpu", "cuda")
+        )  # fmt: skip
+        check_claims(techniques)
+        if gpu and not here:
+            return "gpu"
+        check_supported(techniques, make_context(plan, torch.device("cpu")))
+    except HeadraceError as error:
+        return str(error)
+    return None
+
+
+def cases() -> list[Any]:
+    """Every pair."""
+    return [
+        pytest.param(pair_composition(*pair), id="+".join(pair), marks=pytest.mark.slow)
+        for pair in PAIRS
+    ]
+
+
+@pytest.mark.parametrize("composition", cases())
+def test_the_pair_is_equal_or_refuses(composition: Composition, told: Callable[..., Any]) -> None:
+    pair = composition.name.removeprefix("pair ")
+    refused = refusal(composition)
+    if refused is None and AXES_OF.keys() & composition.techniques.keys():
+        said = told(composition)
+        assert not said.errors, said.errors[0]
+        refused = said.refusals[0] if said.refusals else None
+        outcome = said.outcome() if refused is None else None
+    elif refused is None:
+        try:
+            outcome = run(composition, World())[1]
+        except HeadraceError as error:
+            refused = str(error)
+    if refused is not None:
+        FOUND[pair] = {"outcome": "gpu" if refused == "gpu" else "refuses", "why": refused}
+        return
+    off = differences(outcome, reference(composition))
+    limit = max([house.TOLERANCE_FP32, *(TOLERANCES.get(n, 0.0) for n in composition.techniques)])
+    wrong = {what: round(by, 9) for what, by in off.items() if not by <= limit}
+    assert not wrong, f"beyond {limit}: {wrong}"
+    FOUND[pair] = {"outcome": "equal", "why": f"within {limit:g}"}
+
+
+def test_the_matrix_names_every_pair_and_tells_todays_refusals() -> None:
+    matrix = read_matrix()
+    assert set(matrix["pairs"]) == {" ".join(pair) for pair in PAIRS}
+    for pair in PAIRS:
+        known = matrix["pairs"][" ".join(pair)]
+        now = refusal(pair_composition(*pair))
+        if now is not None:
+            assert known["outcome"] == ("gpu" if now == "gpu" else "refuses"), (pair, now)
+            assert known["why"] == now
+    assert explain_matrix(matrix).count("\n") >= len(NAMES)

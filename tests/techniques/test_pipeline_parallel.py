@@ -1,0 +1,165 @@
+"""Pipelines of 2 and 4 ranks against one process, and what is said where there can be none."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.build import predict
+from headrace.context import make_context
+from headrace.core.errors import ConfigError
+from headrace.core.ledger import Ledger
+from headrace.core.plan import MeshConfig, Plan
+from headrace.core.technique import Supported, Unsupported
+from headrace.techniques.memory.selective_checkpoint import SelectiveCheckpoint
+from headrace.techniques.parallel.pipeline_parallel import PipelineParallel, make_parts, split
+
+FUNCTIONS = Path(__file__).with_name("pipeline_parallel_ranks.py")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def folders(corpus: Path, prepared_folder: Path) -> dict[str, str]:
+    return {"corpus": str(corpus), "prepared": str(prepared_folder)}
+
+
+@pytest.mark.parametrize(("ranks", "chunks"), [(2, 1), (4, 1), (2, 2)])
+def test_stages_equal_one_process(
+    zygote: Any, tmp_path: Path, folders: dict[str, str], ranks: int, chunks: int
+) -> None:
+    zygote.call(ranks, tmp_path, FUNCTIONS, "check", cases="CASES", chunks=chunks, **folders)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_pipelines_beside_replicas_and_shards(
+    zygote: Any, tmp_path: Path, folders: dict[str, str], chunks: int
+) -> None:
+    zygote.call(4, tmp_path, FUNCTIONS, "check", cases="REPLICAS", chunks=chunks, **folders)
+
+
+# --- who holds what --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "counts"),
+    [(4, 2, [2, 2]), (5, 2, [3, 2]), (6, 4, [1, 2, 2, 1]), (7, 4, [2, 2, 2, 1]), (3, 3, [1, 1, 1])],
+)
+def test_the_last_stage_has_the_head_and_no_more_layers(
+    layers: int, stages: int, counts: list[int]
+) -> None:
+    assert split(layers, stages) == counts
+    parts = make_parts([str(n) for n in range(layers)], stages)
+    assert [n for p in parts for n in p.blocks or ()] == [str(n) for n in range(layers)]
+    assert [p.first for p in parts] == [True] + [False] * (stages - 1)
+    assert [p.last for p in parts] == [False] * (stages - 1) + [True]
+
+
+def test_a_stage_without_layers_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"3 layers are too few for 4 stages"):
+        split(3, 4)
+
+
+# --- where there can be none -----------------------------------------------------------------
+
+
+def on_mesh(plan: Plan, pipe: PipelineParallel, ranks: int, **tables: Any) -> Plan:
+    """The plan with a pipeline of `ranks`."""
+    mesh = MeshConfig(pipeline=ranks)
+    return plan.replaced(mesh=mesh, techniques={pipe.name(): pipe}, **tables)
+
+
+INTERLEAVED = {"schedule": "interleaved", "chunks": 2}
+REFUSED = [
+    ({}, 1, (), "several ranks", "mesh.pipeline=2"),
+    ({"chunks": 2}, 2, (), "contradict", "techniques.pipeline_parallel.chunks=1"),
+    ({"schedule": "interleaved"}, 2, (), "contradict", "techniques.pipeline_parallel.chunks=2"),
+    ({}, 5, (), "4 layers are too few for 5 ranks", "model.layers=5"),
+    (INTERLEAVED, 4, (), "4 layers are too few for 4 ranks x 2 = 8", "model.layers=8"),
+    (INTERLEAVED, 2, (), "8 rows in micro-batches of 8 has 1", "batch.micro_sequences=4"),
+    (
+        INTERLEAVED, 2, ("batch.tokens=48",), "3 rows in micro-batches of 3 has 1",
+        "schedule=1f1b techniques.pipeline_parallel.chunks=1",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("knobs", "ranks", "overrides", "reason", "remedy"), REFUSED)
+def test_refusals_say_what_would_work(
+    tiny_plan: Callable[..., Plan], knobs: dict[str, Any], ranks: int,
+    overrides: tuple[str, ...], reason: str, remedy: str,
+) -> None:  # fmt: skip
+    pipe = PipelineParallel.model_validate(knobs)
+    plan = on_mesh(tiny_plan("model.layers=4", *overrides), pipe, ranks)
+    answer = pipe.supports(make_context(plan, CPU))
+    assert isinstance(answer, Unsupported)
+    assert reason in answer.reason and remedy in answer.remedy
+
+
+def test_what_the_remedies_say_works(tiny_plan: Callable[..., Plan]) -> None:
+    pipe = PipelineParallel.model_validate(INTERLEAVED)
+    plan = on_mesh(tiny_plan("model.layers=4", "batch.micro_sequences=4"), pipe, 2)
+    assert pipe.supports(make_context(plan, CPU)) == Supported()
+    apple = replace(make_context(plan, CPU), device="mps")
+    assert isinstance(pipe.supports(apple), Unsupported)
+
+
+# --- prediction ------------------------------------------------------------------------------
+
+
+def ledger_of(plan: Plan, ranks: int, micros: int) -> Ledger:
+    """The trunk's, with what the technique asks of it."""
+    ledger = predict(plan, make_context(plan, CPU))
+    model = plan.model
+    return replace(
+        ledger,
+        sizes={
+            **ledger.sizes, "pipeline_ranks": ranks, "micro_batches": micros,
+            "embedding": float(plan.data.vocab * model.dim), "tied": float(model.tied_embeddings),
+        },
+    )  # fmt: skip
+
+
+def blocks_of(ledger: Ledger) -> int:
+    """Blocks whose activations are held."""
+    return len({line.layer for line in ledger.memory.values() if line.layer is not None})
+
+
+def test_the_largest_rank_and_the_bubble_are_predicted(tiny_plan: Callable[..., Plan]) -> None:
+    plan, pipe = tiny_plan("model.layers=4"), PipelineParallel()
+    trunk = ledger_of(plan, 2, 8)
+    each = [pipe._on(trunk, rank, 2, 8) for rank in (0, 1)]
+    assert [blocks_of(one) for one in each] == [4, 2]  # two micro-batches in flight, and one
+    assert ["logits" in one.memory for one in each] == [False, True]
+    for name in ("parameters", "gradients", "optimizer"):
+        whole = sum(one.memory[name].bytes for one in each)
+        assert whole == pytest.approx(trunk.memory[name].bytes)
+    found = pipe.predict(trunk)
+    assert found.peak()[1] == max(one.peak()[1] for one in each) < trunk.peak()[1]
+    total = found.flops_per_token()
+    assert found.flops["bubble"] / total == pytest.approx(1 / 9)
+    more = PipelineParallel.model_validate(INTERLEAVED).predict(trunk)
+    assert more.flops["bubble"] / more.flops_per_token() == pytest.approx(1 / 17)
+    # What acts later reads the rank's own layers.
+    saved = SelectiveCheckpoint(save="attention").predict(found)
+    assert blocks_of(saved) == blocks_of(found) and saved.peak()[1] < found.peak()[1]
+    assert found.sizes["layers"] == 2
+    assert pipe.predict(ledger_of(plan, 1, 8)) == ledger_of(plan, 1, 8)
+
+
+def test_few_micro_batches_hold_few_activations(tiny_plan: Callable[..., Plan]) -> None:
+    trunk = ledger_of(tiny_plan("model.layers=8"), 4, 2)
+    each = [PipelineParallel()._on(trunk, rank, 4, 2) for rank in range(4)]
+    assert [blocks_of(one) for one in each] == [4, 4, 4, 2]
+    interleaved = PipelineParallel.model_validate(INTERLEAVED)
+    each = [interleaved._on(trunk, rank, 4, 8) for rank in range(4)]
+    assert [blocks_of(one) for one in each] == [11, 9, 7, 5]  # pairs of one layer each
+
+
+def test_a_tied_embedding_is_counted_at_both_ends(tiny_plan: Callable[..., Plan]) -> None:
+    trunk = ledger_of(tiny_plan("model.layers=4", "model.tied_embeddings=true"), 2, 2)
+    each = [PipelineParallel()._on(trunk, rank, 2, 2) for rank in (0, 1)]
+    whole = sum(one.memory["parameters"].bytes for one in each)
+    assert whole == pytest.approx(trunk.memory["parameters"].bytes + 4 * trunk.sizes["embedding"])
