@@ -35,6 +35,11 @@ COMPOSITIONS = [
     case("pp4-tied", PP, pipeline=4, layers=5, shape="tied", micro_rows=1),
     case("pp-interleaved-fsdp-gpt2", {"pipeline_parallel": {"schedule": "interleaved", "chunks": 2}},
          FSDP, pipeline=2, data=2, layers=5, shape="gpt2", micro_rows=1, packing=True),
+    case("cp-fsdp-packing", CP, FSDP, context=2, data=2, length=16, packing=True),
+    case("cp4-tied", CP, context=4, length=16, shape="tied", packing=True),
+    case("cp-fsdp-checkpoint-compile-chunked", CP, FSDP, SAC, COMPILE, CHUNKED,
+         context=2, data=2, length=12, packing=True),
+    case("cp-pp-gpt2", CP, PP, context=2, pipeline=2, length=12, shape="gpt2"),
 ]
 
 

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import (
 
 from headrace.core.ledger import Ledger, Line
 from headrace.core.technique import Card, Context, Evidence, Stage, Supported, Technique
+from headrace.parallel import ring  # noqa: F401  # registers its operation
 from headrace.sockets import Build, Forward
 
 _ATEN = torch.ops.aten
@@ -35,6 +36,7 @@ ATTENTIONS = frozenset({
     _ATEN._scaled_dot_product_cudnn_attention.default,
     _ATEN._scaled_dot_product_attention_math.default,
     _ATEN._scaled_dot_product_fused_attention_overrideable.default,
+    torch.ops.headrace.ring_attention.default,
 })  # fmt: skip
 SAVED = {"matmul+attention": MATMULS | ATTENTIONS, "matmul": MATMULS, "attention": ATTENTIONS}
 PRODUCT_LINES = ("qkv", "gate_up")

@@ -1,0 +1,188 @@
+"""Give every rank a part of each row, and let keys and values go round a ring.
+
+Data parallelism splits rows; a row whose activations do not fit on one GPU it cannot split. Here
+`mesh.context` ranks share every row: each holds two of its 2R chunks, zig-zag, so that causal work
+is equal (parallel/ring). Norms, MLPs, head and loss see tokens one by one and need no change, for
+the loss is a sum and positions come with the tokens. Attention alone looks across, and passes keys
+and values from rank to rank while it computes. Weights are whole on every rank; `shard` is data x
+context, so gradients are summed and FSDP shards over both.
+
+It fills two sockets: `place` cuts the tokens, `parts.attend` is the ring. It acts at the stage of
+parts and not at that of the context split, since the decoder takes its backend from the parts when
+it is made. The pass is the same for evaluation, under recomputation and in compiled code, where the
+ring is one opaque operation. Documents and windows are exact: blocks that they touch take a mask
+of one block, made where it is used and never kept.
+
+Not split: a mixer that is not attention, and a prefix that sees both ways. Beside attention only
+what adds up over tokens is exact: a loss that layers keep over whole rows is not.
+Source: arXiv 2310.01889; Llama 3 (arXiv 2407.21783, 3.3.2).
+"""
+
+from dataclasses import replace
+from typing import ClassVar
+
+from torch import Tensor
+
+from headrace.core.errors import ConfigError, UnsupportedError
+from headrace.core.ledger import Ledger, Line
+from headrace.core.technique import (
+    Card,
+    Context,
+    Evidence,
+    Stage,
+    Supported,
+    Technique,
+    Unsupported,
+)
+from headrace.model.count import FP32
+from headrace.model.mask import MaskSpec, Rows
+from headrace.parallel.ring import Ring, RingMask, ring_attention
+from headrace.sockets import Build, Work
+
+AXIS = "context"
+WEIGHT_LINES = ("weight_cast",)
+"""Lines of a block that do not grow with its tokens."""
+
+
+class RingAttend:
+    """The ring as the decoder's attention backend; it also cuts rows for it."""
+
+    def __init__(self, ring: Ring) -> None:
+        self.ring = ring
+        self.whole = self.held = 0
+        """Tokens of a row, and those of them that this rank was last given."""
+
+    def prepare(self, spec: MaskSpec, rows: Rows, length: int) -> RingMask:
+        """The mask in the ring's words, with the documents of every rank's tokens."""
+        if spec.prefix:
+            raise UnsupportedError(
+                "context_parallel has no mask for a prefix that sees both ways",
+                "--without context_parallel mesh.context=1",
+            )
+        documents = rows.segments_BT if spec.document else None
+        segments = None if documents is None else self.ring.gather(documents)
+        return RingMask(spec.causal, spec.window, segments)
+
+    def __call__(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: object) -> Tensor:
+        """Attention of this rank's queries over whole rows."""
+        assert isinstance(mask, RingMask)
+        return ring_attention(self.ring, q_BTHK, k_BTGK, v_BTGK, mask)
+
+    def part(self, work: Work) -> Work:
+        """This rank's tokens of a micro-batch.
+
+        Raises:
+            ConfigError: rows do not divide into two chunks for each rank.
+        """
+        self.whole = length = work.ids_BT.size(1)
+        if length % (2 * self.ring.ranks):
+            raise ConfigError(*_indivisible(length, self.ring.ranks))
+        cut, rows = self.ring.cut, work.rows
+        ids_BT = cut(work.ids_BT)
+        self.held = ids_BT.size(1)
+        return work._replace(
+            ids_BT=ids_BT,
+            targets_BT=cut(work.targets_BT),
+            index_BT=cut(work.index_BT),
+            rows=rows._replace(
+                positions_BT=cut(rows.positions_BT),
+                segments_BT=None if rows.segments_BT is None else cut(rows.segments_BT),
+            ),
+        )
+
+
+class ContextParallel(Technique[Build]):
+    """Give every rank a part of each row, and let keys and values go round a ring."""
+
+    room: ClassVar[str] = "parallel"
+    stage: ClassVar[Stage] = Stage.PARTS
+    axes: ClassVar[tuple[str, ...]] = (AXIS,)
+    claims: ClassVar[tuple[str, ...]] = ("parts.attend", "place")
+    symptoms: ClassVar[tuple[str, ...]] = ("memory:activations", "memory:logits")
+    card: ClassVar[Card] = Card(
+        buys="activations and logits of a rank divided by mesh.context, and the time of a row "
+        "with them (derived)",
+        costs="2 (R - 1) / R of a row's keys and values on the wire per layer forward, three times "
+        "that and more backward, hidden where rows are long (derived)",
+        helps="rows too long for one GPU's memory, or batches of fewer rows than GPUs",
+        hurts="short rows: blocks are small and their transfer is not hidden; with rows enough, "
+        "data parallelism sends less",
+        source="arXiv 2310.01889; arXiv 2311.09431; arXiv 2407.21783, section 3.3.2",
+    )
+
+    def supports(self, context: Context) -> Supported | Unsupported:
+        """Needs several ranks, rows of two chunks for each, and attention in every layer."""
+        plan = context.plan
+        ranks, length = plan.mesh.context, plan.data.sequence_length
+        if ranks == 1:
+            return Unsupported("mesh.context = 1: there is nothing to split over", "mesh.context=2")
+        if context.device not in ("cpu", "cuda"):
+            return Unsupported("torch.distributed has no backend for Apple GPUs", "device=cpu")
+        if length % (2 * ranks):
+            return Unsupported(*_indivisible(length, ranks))
+        for name, other in plan.techniques.items():
+            if "parts.mixer" in other.claims:
+                return Unsupported(
+                    f"{name} fills the mixer, and tokens that it mixes are on other ranks",
+                    f"--without {name}",
+                )
+        return Supported()
+
+    def predict(self, ledger: Ledger) -> Ledger:
+        """A rank's share of what is kept per token, one block's mask, and what travels."""
+        sizes = dict(ledger.sizes)
+        left, tokens = 1 / sizes["context_ranks"], sizes["tokens"]
+        ledger = ledger.scaled(
+            lambda name: (
+                name == "final_norm"
+                or ("/" in name and name.split("/")[1] not in (*WEIGHT_LINES, "mask_copy"))
+            ),
+            left,
+        )
+        ledger = ledger.scaled(lambda name: name == "mask", left**2)
+        ledger = ledger.without(n for n in ledger.memory if n.endswith("/mask_copy"))
+        if logits := ledger.memory.get("logits"):  # where it is one chunk's, it may stay so
+            share = min(logits.bytes, tokens * left * sizes["logits_per_token"])
+            ledger = ledger.with_line("logits", replace(logits, bytes=share))
+        gone = FP32 * sizes["dim"] * tokens * (1 - left)  # of the hidden states' gradient
+        if head := ledger.memory.get("head_gradients"):
+            ledger = ledger.with_line("head_gradients", replace(head, bytes=head.bytes - gone))
+        # Keys, values and their fp32 gradients, each here and on the way, beside fp32 queries'.
+        keys = 2 * sizes["kv_heads"] * (sizes["activation_bytes"] + FP32)
+        ring = (2 * keys + FP32 * sizes["heads"]) * sizes["head_dim"] * tokens * left
+        sizes |= {n: sizes[n] * left for n in ("tokens", "residual", "logits_fused")}
+        sizes |= {"mask": sizes["mask"] * left**2, "mask_copy": 0.0}
+        sizes["head_gradients"] -= gone
+        ledger = ledger.with_line("ring", Line(ring, ("backward",)))
+        return replace(ledger, sizes=sizes)
+
+    def apply(self, build: Build) -> None:
+        """Fill the backend, and cut what the trunk places."""
+        attend = RingAttend(Ring(build.world.group(AXIS)))
+        build.parts.attend = attend
+        build.notes[self.name()] = attend
+        whole = build.place
+        build.place = lambda build, micro: attend.part(whole(build, micro))
+
+    def active(self, build: Build) -> Evidence:
+        """Tokens that this rank held of a row, and what it sent to the next one."""
+        attend: RingAttend = build.notes[self.name()]
+        ring, sent = attend.ring, attend.ring.traffic
+        split = 0 < attend.held * ring.ranks == attend.whole
+        return Evidence(
+            active=split and sent.calls > 0 and sent.bytes_sent > 0,
+            detail=f"held {attend.held} of {attend.whole} tokens of each row, sent "
+            f"{sent.bytes_sent:,} bytes round {ring.ranks} ranks in {sent.calls} calls",
+            numbers={"tokens_held": attend.held, "tokens_of_a_row": attend.whole, **vars(sent)},
+        )
+
+
+def _indivisible(length: int, ranks: int) -> tuple[str, str]:
+    """What is wrong with such rows, and the nearest that divide."""
+    unit = 2 * ranks
+    near = max(1, round(length / unit)) * unit
+    return (
+        f"rows of {length} tokens do not divide into {unit} chunks, two for each of "
+        f"mesh.context = {ranks} ranks",
+        f"data.sequence_length={near}",
+    )
