@@ -83,10 +83,14 @@ class Shared(NamedTuple):
 class Attention(nn.Module):
     """Grouped-query attention (arXiv 2305.13245), with optional normalised queries and keys."""
 
+    columns, rows = ("qkv",), ("out",)
+    """linears that ranks share by their outputs, and by their inputs"""
+
     def __init__(self, config: ModelConfig, layer: int, attend: Attend) -> None:
         super().__init__()
         self.layer, self.attend = layer, attend
         self.groups, self.head_dim = config.resolved_kv_heads, config.resolved_head_dim
+        self.units = self.groups  # what a share is made of
         self.queries = config.heads // self.groups
         rows = self.groups * (self.queries + 2) * self.head_dim
         self.qkv = nn.Linear(config.dim, rows, bias=config.bias)

@@ -23,9 +23,12 @@ def gate_groups(config: ModelConfig) -> int:
 class SwiGLU(nn.Module):
     """down(silu(gate x) * up x), arXiv 2002.05202."""
 
+    columns, rows = ("gate_up",), ("down",)
+
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.group = config.resolved_ffn // gate_groups(config)
+        self.units = gate_groups(config)
+        self.group = config.resolved_ffn // self.units
         self.gate_up = nn.Linear(config.dim, 2 * config.resolved_ffn, bias=config.bias)
         self.down = nn.Linear(config.resolved_ffn, config.dim, bias=config.bias)
 
@@ -38,8 +41,11 @@ class SwiGLU(nn.Module):
 class PlainMLP(nn.Module):
     """down(act(up x)) with GELU (exact or tanh) or squared ReLU (arXiv 2109.08668)."""
 
+    columns, rows = ("up",), ("down",)
+
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
+        self.units = config.resolved_ffn
         self.activation = ACTIVATIONS[config.activation]
         self.up = nn.Linear(config.dim, config.resolved_ffn, bias=config.bias)
         self.down = nn.Linear(config.resolved_ffn, config.dim, bias=config.bias)

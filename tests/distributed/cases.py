@@ -10,6 +10,7 @@ from composition import Composition
 FSDP: dict[str, Any] = {"fsdp": {}}
 TP: dict[str, Any] = {"tensor_parallel": {}}
 PP: dict[str, Any] = {"pipeline_parallel": {}}
+INTERLEAVED: dict[str, Any] = {"pipeline_parallel": {"schedule": "interleaved", "chunks": 2}}
 CP: dict[str, Any] = {"context_parallel": {}}
 COMPILE: dict[str, Any] = {"torch_compile": {"backend": "aot_eager", "scope": "block"}}
 SAC: dict[str, Any] = {"selective_checkpoint": {}}
@@ -33,12 +34,50 @@ COMPOSITIONS = [
     case("pp-fsdp", PP, FSDP, pipeline=2, data=2, layers=5),
     case("pp-fsdp-checkpoint-compile", PP, FSDP, SAC, COMPILE, pipeline=2, data=2),
     case("pp4-tied", PP, pipeline=4, layers=5, shape="tied", micro_rows=1),
-    case("pp-interleaved-fsdp-gpt2", {"pipeline_parallel": {"schedule": "interleaved", "chunks": 2}},
-         FSDP, pipeline=2, data=2, layers=5, shape="gpt2", micro_rows=1, packing=True),
+    case(
+        "pp-interleaved-fsdp-gpt2",
+        {"pipeline_parallel": {"schedule": "interleaved", "chunks": 2}},
+        FSDP,
+        pipeline=2,
+        data=2,
+        layers=5,
+        shape="gpt2",
+        micro_rows=1,
+        packing=True,
+    ),
+    case("tp-fsdp-gpt2", TP, FSDP, tensor=2, data=2, shape="gpt2"),
+    case("tp-fsdp-compile", TP, FSDP, COMPILE, tensor=2, data=2),
+    case(
+        "tp-fsdp-everything",
+        TP,
+        FSDP,
+        SAC,
+        COMPILE,
+        CHUNKED,
+        tensor=2,
+        data=2,
+        packing=True,
+        shape="tied",
+        micro_rows=1,
+    ),
+    case("tp-pp-tied", TP, PP, tensor=2, pipeline=2, shape="tied"),
+    case("tp-no-sequence", {"tensor_parallel": {"sequence": False}}, tensor=2, data=2),
+    case("tp-fsdp-muon", TP, FSDP, {"muon": {}}, tensor=2, data=2, tolerance=1e-4),
+    case("cp-tp", CP, TP, context=2, tensor=2, length=12, packing=True),
     case("cp-fsdp-packing", CP, FSDP, context=2, data=2, length=16, packing=True),
     case("cp4-tied", CP, context=4, length=16, shape="tied", packing=True),
-    case("cp-fsdp-checkpoint-compile-chunked", CP, FSDP, SAC, COMPILE, CHUNKED,
-         context=2, data=2, length=12, packing=True),
+    case(
+        "cp-fsdp-checkpoint-compile-chunked",
+        CP,
+        FSDP,
+        SAC,
+        COMPILE,
+        CHUNKED,
+        context=2,
+        data=2,
+        length=12,
+        packing=True,
+    ),
     case("cp-pp-gpt2", CP, PP, context=2, pipeline=2, length=12, shape="gpt2"),
 ]
 

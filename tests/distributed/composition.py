@@ -36,7 +36,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "qk_norm": True, "position": "none", "activation": "relu2",
     },
     "gpt2": {
-        "dim": 40, "heads": 4, "ffn": 28, "vocab": 313, "norm": "layer_norm", "bias": True,
+        "dim": 40, "heads": 4, "kv_heads": 4, "ffn": 28, "vocab": 313, "norm": "layer_norm", "bias": True,
         "activation": "gelu", "position": "learned",
     },
     "even": {"dim": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "vocab": 320},

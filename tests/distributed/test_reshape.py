@@ -1,0 +1,109 @@
+"""A checkpoint of any layout goes on under any other: one run, moved from mesh to mesh.
+
+The loss of every step, the stream and the last weights are those of a run that one process made.
+"""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import PLAN, report, tensors
+
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "alone": (1, ()),
+    "replicas": (2, ("mesh.data=2",)),
+    "fsdp": (4, ("mesh.data=4", "techniques.fsdp={}")),
+    "tp x fsdp": (
+        4, ("mesh.data=2", "mesh.tensor=2", "techniques.fsdp={}", "techniques.tensor_parallel={}"),
+    ),
+    "pp x fsdp": (
+        4, ("mesh.data=2", "mesh.pipeline=2", "techniques.fsdp={}",
+            "techniques.pipeline_parallel={}", "batch.micro_sequences=1"),
+    ),
+    "cp x fsdp": (
+        4, ("mesh.data=2", "mesh.context=2", "techniques.fsdp={}",
+            "techniques.context_parallel={}"),
+    ),
+    "tp x pp": (
+        4, ("mesh.tensor=2", "mesh.pipeline=2", "techniques.tensor_parallel={}",
+            "techniques.pipeline_parallel={}", "batch.micro_sequences=2"),
+    ),
+}  # fmt: skip
+MODEL = ("model.layers=3", "model.tied_embeddings=true", "checkpoint.every_steps=2")
+WAYS = [
+    ("fsdp", "tp x fsdp", "pp x fsdp", "alone"),
+    ("alone", "cp x fsdp", "tp x pp", "fsdp"),
+    ("pp x fsdp", "cp x fsdp", "replicas", "tp x pp", "tp x fsdp"),
+]
+
+
+@pytest.fixture(scope="module")
+def home(
+    zygote: Any, tmp_path_factory: pytest.TempPathFactory, corpus: Path, prepared_folder: Path
+) -> Path:
+    """A folder with tiny.toml and the run of one process."""
+    cwd = tmp_path_factory.mktemp("reshape")
+    (cwd / "tiny.toml").write_text(PLAN.format(corpus=corpus, prepared=prepared_folder))
+    ended = zygote.run(cwd, "train", "tiny.toml", "name=whole", *MODEL)
+    assert ended.code == 0, ended.err
+    return cwd
+
+
+def train(zygote: Any, home: Path, name: str, layout: str, steps: int, *more: str) -> None:
+    """Go on with the run until `steps` under a layout."""
+    ranks, keys = LAYOUTS[layout]
+    ended = zygote.ranks(
+        ranks, home, "train", "tiny.toml", f"name={name}", f"goal.steps={steps}", *MODEL, *keys,
+        *more,
+    )  # fmt: skip
+    assert [e.code for e in ended] == [0] * ranks, (layout, ended[0].err + ended[-1].err)
+
+
+def losses(run: Path) -> torch.Tensor:
+    """The loss of each step."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    return torch.tensor([row["loss"] for row in rows])
+
+
+def assert_the_same_run(one: Path, two: Path) -> None:
+    """One stream, one path of the loss, one set of weights, inside of rounding."""
+    assert report(one)["stream_sha256"] == report(two)["stream_sha256"]
+    torch.testing.assert_close(losses(one), losses(two), rtol=1e-5, atol=1e-5)
+    first, second = (tensors(run / "checkpoints" / "latest") for run in (one, two))
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        torch.testing.assert_close(tensor, second[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=" to ".join)
+def test_a_run_moves_from_layout_to_layout(zygote: Any, home: Path, way: tuple[str, ...]) -> None:
+    name = f"way{WAYS.index(way)}"
+    ends = [round(12 * (n + 1) / len(way)) for n in range(len(way))]
+    for number, (layout, steps) in enumerate(zip(way, ends, strict=True)):
+        train(zygote, home, name, layout, steps, *(["--resume"] if number else []))
+    assert report(home / "runs" / name)["restarts"] == len(way) - 1
+    assert_the_same_run(home / "runs/whole", home / "runs" / name)
+
+
+@pytest.mark.parametrize(("killed", "then"), [("tp x fsdp", "pp x fsdp"), ("pp x fsdp", "alone")])
+def test_a_killed_run_goes_on_under_another_layout(
+    zygote: Any, home: Path, wait_until: Callable[..., None], killed: str, then: str
+) -> None:
+    name = f"killed-{killed}".replace(" ", "")
+    ranks, keys = LAYOUTS[killed]
+    argv = ["train", "tiny.toml", f"name={name}", "goal.steps=100000", *MODEL, *keys]
+    children = [zygote.start(home, *argv, env=env) for env in zygote.world(ranks)]
+    saved = home / "runs" / name / "checkpoints"
+    wait_until(lambda: (saved / "step-4").exists() or (saved / "step-6").exists())
+    for child in children:
+        os.kill(child.pid, signal.SIGKILL)
+    assert {child.wait().code for child in children} == {-9}
+    assert int(os.readlink(saved / "latest").removeprefix("step-")) < 12
+    train(zygote, home, name, then, 12, "--resume")
+    assert_the_same_run(home / "runs/whole", home / "runs" / name)
