@@ -98,7 +98,7 @@ def reference(composition: Composition) -> Outcome:
 
 def main() -> None:
     """Measure every composition and write its row."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--results", type=Path, default=ROOT / "results")
     parser.add_argument("--only", nargs="*", default=[], help="names of compositions")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing after this long")

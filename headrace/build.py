@@ -28,7 +28,7 @@ from headrace.model.adapter import load_pretrained
 from headrace.model.count import trunk_ledger
 from headrace.model.decoder import Decoder, trunk_parts
 from headrace.model.head import cross_entropy, with_terms
-from headrace.model.init import random_source
+from headrace.model.init import adding, random_source
 from headrace.optim.adamw import gradient_norm, make_adamw, scale_gradients
 from headrace.optim.schedule import learning_rate
 from headrace.parallel.layout import Layout, local_of
@@ -184,7 +184,8 @@ def _parts(build: Build) -> None:
     build.parts = trunk_parts(build.config)
     build.source = random_source(build.config, build.plan.seed)
     if build.config.pretrained:
-        _, build.source = load_pretrained(Path(build.config.pretrained))
+        _, stored = load_pretrained(Path(build.config.pretrained))
+        build.source = adding(stored, build.source)
 
 
 def _meta_model(build: Build) -> None:

@@ -12,6 +12,7 @@ from headrace.data.ingest import Prepared, prepare
 from headrace.data.tokenizer import Tokenizer
 from headrace.parallel.world import World
 from headrace.sockets import Build
+from headrace.state import trained
 
 
 def resolve_run(run: Path) -> Path:
@@ -74,9 +75,10 @@ def open_model(
         device="auto",
         techniques=shaping,
         mesh=MeshConfig(),
-        # The checkpoint has the weights, and the resolved plan their shape.
-        model=plan.model.model_copy(update={"pretrained": ""}),
     )
+    if not any("frozen" in t.composes for t in shaping.values()):
+        # The checkpoint has all weights, and the resolved plan their shape.
+        plan = plan.replaced(model=plan.model.model_copy(update={"pretrained": ""}))
     path = _checkpoint(folder, checkpoint)
     if with_data:
         prepared = prepare(plan)
@@ -86,7 +88,7 @@ def open_model(
     until = Stage.STEP if with_data else Stage.MATERIALIZE
     build = make_build(plan, prepared, World(), choose_device(plan), until=until)
     saved = Saved(path)
-    for name, parameter in build.model.named_parameters():
+    for name, parameter in trained(build):
         saved.fill_(f"model/{name}", parameter)
     return build
 

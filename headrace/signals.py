@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 STEP_PHASES = ("input", "forward", "backward", "optimizer")
 PHASES = (
@@ -137,6 +136,29 @@ class Signals:
         return moment
 
 
+def memory_tracker(model: torch.nn.Module, optimizers: list[Any]) -> Any:
+    """Torch's MemTracker over a model whose parts may run several times and may be frozen."""
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    class Tracker(MemTracker):
+        """It refuses a module's second forward, and frozen parameters have no gradient to hook."""
+
+        def _pre_fw_hook(self, module: torch.nn.Module, inputs: Any) -> None:
+            if not self._mod_tracker.is_bw:
+                self.memory_tracking.pop(module, None)
+            super()._pre_fw_hook(module, inputs)
+
+        def _track_module_params_and_buffers(
+            self, module: torch.nn.Module, install_grad_hooks: bool = True
+        ) -> tuple[int, int]:
+            trained = all(p.requires_grad for p in module.parameters())
+            return super()._track_module_params_and_buffers(module, install_grad_hooks and trained)
+
+    tracker = Tracker()
+    tracker.track_external(model, *optimizers)
+    return tracker
+
+
 class TrackedMemory:
     """Peak memory of a step on the host, by torch's MemTracker, once and uncompiled.
 
@@ -145,26 +167,14 @@ class TrackedMemory:
     """
 
     def __init__(self, model: torch.nn.Module, optimizers: list[Any]) -> None:
-        from torch.distributed._tools.mem_tracker import MemTracker
-
-        self._model = model
-        self._tracker = MemTracker()
-        self._tracker.track_external(model, *optimizers)
+        self._tracker = memory_tracker(model, optimizers)
 
     def __enter__(self) -> "TrackedMemory":
-        # Before the tracker's own hooks are set, so that this one runs first.
-        self._hook = register_module_forward_pre_hook(self._forget_modules)
         self._tracker.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._tracker.__exit__(*error)
-        self._hook.remove()
-
-    def _forget_modules(self, module: torch.nn.Module, inputs: Any) -> None:
-        """The tracker refuses a module's second forward: each micro-batch must be its first."""
-        if module is self._model:
-            self._tracker.reset_mod_stats()
 
     def peak_bytes(self) -> dict[str, int]:
         """Bytes at the peak by category ("Parameter", "Activation", ...), and "Total"."""

@@ -4,7 +4,9 @@ Tensors: `model/NAME`, `optimizer/NAME/KEY`, `technique/WHO/NAME`.
 Values: counters, the stream's place and hash, each rank's RNG, fingerprints of data and tokenizer.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ MUST_STAY = (
 
 def tensors(build: Build) -> dict[str, Piece]:
     """This rank's piece of every tensor of the run's state, by global name."""
-    found = {f"model/{n}": _piece(build, n, p) for n, p in build.model.named_parameters()}
+    found = {f"model/{n}": _piece(build, n, p) for n, p in trained(build)}
     for route, optimizer in build.optimizers.items():
         for name, parameter in build.routed[route].items():
             for key, value in optimizer.state.get(parameter, {}).items():
@@ -39,8 +41,23 @@ def tensors(build: Build) -> dict[str, Piece]:
 
 
 def _piece(build: Build, name: str, tensor: Tensor) -> Piece:
-    """A tensor that belongs to parameter `name`, or to none of that name."""
-    return piece_of(tensor, build.world, build.layouts.get(name))
+    """A tensor that belongs to parameter `name`, or to none of that name.
+
+    One that differs from it in the last dimension alone, as scales of blocks do, lies as it does.
+    """
+    layout = build.layouts.get(name)
+    if layout is not None and tensor.ndim == len(layout.shape) > 1:
+        local = layout.offsets(build.world)[1]
+        if tensor.shape[:-1] == local[:-1] and tensor.size(-1) != local[-1]:
+            cuts = [axis for axis, dim in layout.split.items() if dim == tensor.ndim - 1]
+            last = tensor.size(-1) * prod(build.world.size(axis) for axis in cuts)
+            layout = replace(layout, shape=(*layout.shape[:-1], last))
+    return piece_of(tensor, build.world, layout)
+
+
+def trained(build: Build) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """What is saved of the model: a frozen weight is a pure function of the source and storage."""
+    return ((n, p) for n, p in build.model.named_parameters() if p.requires_grad)
 
 
 def values(build: Build, counters: dict[str, Any]) -> dict[str, Any]:
@@ -63,7 +80,7 @@ def restore(build: Build, saved: Saved) -> dict[str, Any]:
         RunError: the checkpoint is damaged.
     """
     check_same_run(saved.values, build.plan, build.prepared.fingerprint)
-    for name, parameter in build.model.named_parameters():
+    for name, parameter in trained(build):
         saved.fill_(f"model/{name}", _piece(build, name, parameter))
     for route, optimizer in build.optimizers.items():
         _restore_optimizer(build, optimizer, build.routed[route], saved)
@@ -131,14 +148,16 @@ def _restore_optimizer(
 ) -> None:
     """Recreate each parameter's state tensors and fill them."""
     for name, parameter in named.items():
-        prefix = f"optimizer/{name}/"
-        whole = tuple(build.layouts[name].shape)
+        prefix, layout = f"optimizer/{name}/", build.layouts[name]
+        whole = tuple(layout.shape)
         for full in saved.names_under(prefix):
             shape, dtype = saved.shape_of(full)
             if shape == whole:
                 value = torch.zeros_like(parameter, dtype=dtype)
             else:
                 value = torch.zeros(shape, dtype=dtype, device=parameter.device)
+                if shape[:-1] == whole[:-1] and len(shape) > 1:
+                    value = replace(layout, shape=shape).cut(build.world, value).contiguous()
             saved.fill_(full, _piece(build, name, value))
             optimizer.state[parameter][full.removeprefix(prefix)] = value
 

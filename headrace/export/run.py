@@ -4,6 +4,7 @@ from pathlib import Path
 
 from headrace.core.errors import ConfigError, nearest
 from headrace.export.hf import export_hf
+from headrace.model.lora import merged_state
 from headrace.sockets import Build
 
 FORMATS = ("hf",)
@@ -18,7 +19,7 @@ def export_run(build: Build, to: str, output: Path, *, sequence_length: int) -> 
     """
     if to not in FORMATS:
         raise ConfigError(f"--to {to} is not a format", f"--to {nearest(to, FORMATS)}")
-    state = dict(build.model.named_parameters())
+    state = merged_state(build.model)
     tokenizer = build.prepared.directory / "tokenizer.json"
     export_hf(state, build.config, tokenizer, output, sequence_length=sequence_length)
     return output

@@ -62,6 +62,8 @@ class KVCache:
         self.keys = [like.new_empty(shape) for _ in range(config.layers)]
         self.values = [like.new_empty(shape) for _ in range(config.layers)]
         self.length = 0
+        self.states: dict[int, Tensor] = {}
+        """What a mixer without keys keeps instead, by layer."""
 
     def extend(self, layer: int, k_BTGK: Tensor, v_BTGK: Tensor) -> tuple[Tensor, Tensor]:
         """Append one layer's new keys and values; returns all of them so far."""

@@ -20,6 +20,28 @@ def linear_parameters(config: ModelConfig) -> int:
     return config.layers * (attention + mlp) + config.dim * config.vocab
 
 
+def block_linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """(features in, features out) of each linear of a block, by the end of its name."""
+    heads, width = config.heads, config.resolved_head_dim
+    dim, ffn = config.dim, config.resolved_ffn
+    gated = config.activation == "swiglu"
+    return {
+        "mixer.qkv": (dim, (heads + 2 * config.resolved_kv_heads) * width),
+        "mixer.out": (heads * width, dim),
+        "mlp.gate_up" if gated else "mlp.up": (dim, (2 if gated else 1) * ffn),
+        "mlp.down": (ffn, dim),
+    }
+
+
+def matrix_rows(config: ModelConfig) -> dict[int, int]:
+    """Rows of all trained matrices together, by their columns."""
+    tables = config.vocab * (1 if config.tied_embeddings else 2)
+    rows = {config.dim: tables + (config.context if config.position == "learned" else 0)}
+    for inner, outer in block_linears(config).values():
+        rows[inner] = rows.get(inner, 0) + config.layers * outer
+    return rows
+
+
 def total_parameters(config: ModelConfig) -> int:
     """Every trained number."""
     count = linear_parameters(config)
@@ -59,14 +81,14 @@ def trunk_ledger(
         config: the decoder.
         rows: rows of the micro-batch.
         length: tokens of a row.
-        precision: "fp32" or "bf16".
+        precision: "fp32", "bf16" or "fp16".
         device: "cpu" keeps what its kernels keep.
         accumulates: a step has several micro-batches, so that gradients are held in all but the
             first one's forward pass.
     """
     parameters = total_parameters(config)
     tokens = rows * length
-    size = 2 if precision == "bf16" else FP32
+    size = FP32 if precision == "fp32" else 2
     memory = {
         "parameters": Line(FP32 * parameters, ("always",)),
         "gradients": Line(
@@ -79,14 +101,24 @@ def trunk_ledger(
         kept = held_in(layer)
         for name, count in _block_activations(config, tokens, length, size, device).items():
             memory[f"{layer}/{name}"] = Line(count, kept, layer)
-        if precision == "bf16":  # autocast's copies of fp32 weights are kept for the backward pass
+        if size != FP32:  # autocast's copies of fp32 weights are kept for the backward pass
             memory[f"{layer}/weight_cast"] = Line(2 * matrices / config.layers, kept, layer)
     memory["final_norm"] = Line(2 * size * tokens * config.dim, ("loss",))
     memory["logits"] = Line(_logits_bytes(config, tokens, size), ("loss",))
-    attention = 4.0 * config.layers * config.heads * config.resolved_head_dim * length
-    forward = 2.0 * linear_parameters(config) + attention
+    forward = 2.0 * linear_parameters(config) + _attention_flops(config, length)
+    sizes = _sizes(config, rows, length, size, device)
+    return Ledger(memory, {"forward": forward, "backward": 2 * forward}, sizes)
+
+
+def _sizes(config: ModelConfig, rows: int, length: int, size: int, device: str) -> dict[str, float]:
+    """Facts that techniques make their edits from."""
+    tokens, matrices = rows * length, linear_parameters(config) - config.dim * config.vocab
+    queries_and_keys = (config.heads + config.resolved_kv_heads) * config.resolved_head_dim
+    widths = [max(pair) for pair in block_linears(config).values()]
     sizes = {
         "layers": config.layers,
+        "norm_products": 2 * size * tokens * config.dim if config.norm == "rms_norm" else 0,
+        "qk_norm_products": FP32 * tokens * queries_and_keys if config.qk_norm else 0,
         "residual": size * tokens * config.dim,
         "logits_per_token": _logits_bytes(config, 1, size),
         "logits_fused": 3 * size * tokens * config.vocab,
@@ -101,15 +133,33 @@ def trunk_ledger(
         "ffn": config.resolved_ffn,
         "activation_bytes": size,
         "embedding": config.dim * config.vocab,
+        "largest_parameter": FP32 * config.dim * max(config.vocab, *widths),
+        "unsplit": _unsplit_parameters(config),
         "tied": float(config.tied_embeddings),
         "block_matrices": matrices,
         "block_flops": 2.0 * matrices,
         "down_flops": 2.0 * config.layers * config.dim * config.resolved_ffn,
-        "attention_flops": attention,
+        "attention_flops": _attention_flops(config, length),
         "mask": rows * length**2,
         "mask_copy": FP32 * rows * length**2 if device == "cpu" else 0,
     }
-    return Ledger(memory, {"forward": forward, "backward": 2 * forward}, sizes)
+    for name, (inner, outer) in block_linears(config).items():
+        sizes |= {f"{name}/in": inner, f"{name}/out": outer}
+    sizes |= {f"columns/{columns}": rows for columns, rows in matrix_rows(config).items()}
+    return sizes
+
+
+def _unsplit_parameters(config: ModelConfig) -> int:
+    """What tensor parallelism leaves whole: norms, positions, biases that are added once."""
+    norm = config.dim * (2 if config.norm == "layer_norm" else 1)
+    count = norm * (2 * config.layers + 1)
+    count += config.context * config.dim if config.position == "learned" else 0
+    count += 2 * config.layers * config.resolved_head_dim if config.qk_norm else 0
+    return count + (2 * config.layers * config.dim if config.bias else 0)
+
+
+def _attention_flops(config: ModelConfig, length: int) -> float:
+    return 4.0 * config.layers * config.heads * config.resolved_head_dim * length
 
 
 def held_in(layer: int) -> tuple[Instant, ...]:

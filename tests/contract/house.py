@@ -48,6 +48,16 @@ PACKING, COMPILE = "document_packing", "torch_compile"
 
 TINY: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("chunked_cross_entropy", "any"): {"chunk_tokens": 7},
+    ("linear_attention", "any"): {"chunk_tokens": 4},
+    ("lora", "any"): {"rank": 2},
+    ("mixture_of_experts", "any"): {"experts": 4},
+    ("mup", "any"): {"base_dim": 48},
+    ("sequence_length_schedule", "any"): {"start": 2},
+    ("sliding_window", "any"): {"window": 5},
+    ("stochastic_depth", "any"): {"rate": 1e-7},
+    ("qlora", "any"): {"rank": 2},
+    ("float8_linear", "cpu"): {"multiple_of": 1},
+    ("adamw_8bit", "any"): {"smallest": 256},
     ("torch_compile", "cpu"): {"backend": "aot_eager"},
 }
 """(technique, device or "any") -> knobs for a tiny model."""
@@ -58,7 +68,7 @@ DEAR = {
 """Choices of a knob that take a minute: they run with the slow tests."""
 
 SHAPES: Mapping[str, Mapping[str, Any]] = {
-    "grouped": {"dim": 24, "heads": 3, "kv_heads": 1, "ffn": 22, "vocab": 307},
+    "grouped": {"dim": 24, "heads": 4, "kv_heads": 1, "ffn": 22, "vocab": 307},
     "tied": {
         "dim": 32, "heads": 4, "kv_heads": 2, "ffn": 20, "vocab": 311, "tied_embeddings": True,
         "qk_norm": True, "position": "none", "activation": "relu2",
@@ -74,7 +84,7 @@ TOLERANCE_FP32 = 1e-5
 """Largest difference of any number of a gradient, over the gradient's largest number."""
 BAND_BF16 = 0.05
 """L2 distance of a gradient in bf16 from the fp32 reference's, over the reference's norm."""
-ROWS, LENGTH = 6, 13
+ROWS, LENGTH = 6, 14
 LAYERS = 2
 
 
@@ -85,7 +95,8 @@ def context_on(device: str, plan: Plan | None = None) -> Context:
     """The place where tests on `device` run; an H200 stands in for a GPU that is not here."""
     if device == "cuda" and not torch.cuda.is_available():
         return Context(
-            plan=plan or make_plan(), device="cuda", device_name="NVIDIA H200", capability=(9, 0), torch=(2, 13),
+            plan=plan or make_plan(), device="cuda", device_name="NVIDIA H200",
+            capability=(9, 0), torch=(2, 13),
             has_triton=True, has_compiler=True, ranks=1, precision="bf16",
         )  # fmt: skip
     return make_context(plan or make_plan(), torch.device(device))
@@ -143,6 +154,13 @@ def variants(name: str, device: str) -> list[Variant]:
 def supported(technique: Technique[Any], device: str) -> bool:
     """Whether it runs on `device`."""
     return isinstance(technique.supports(context_on(device)), Supported)
+
+
+def fits(variant: Variant, **keys: Any) -> bool:
+    """Whether it can run in a tiny plan with these keys."""
+    plan = make_plan(variant.technique(), **keys)
+    answer = variant.technique().supports(context_on(plan.device, plan))
+    return isinstance(answer, Supported)
 
 
 def names_on(device: str) -> list[str]:
@@ -204,6 +222,8 @@ def random_build(plan: Plan) -> Build:
     build = build_of(plan)
     with torch.no_grad():
         for name, parameter in build.model.named_parameters():
+            if not parameter.requires_grad:
+                continue
             draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             noise = torch.randn(parameter.shape, generator=draw)
             parameter.add_(0.1 * noise.to(parameter))
@@ -230,7 +250,11 @@ def make_rows(vocab: int, *, ignored: bool, seed: int = 0) -> list[Row]:
 def make_micros(rows: Sequence[Row], *, micro_rows: int, segments: bool) -> list[Micro]:
     """The rows as micro-batches, as the loader would hand them out."""
     size = micro_rows or len(rows)
-    return [collate(rows[i : i + size], segments=segments) for i in range(0, len(rows), size)]
+    length = len(rows[0].ids) - 1
+    return [
+        collate(rows[i : i + size], segments=segments, first_token=i * length)
+        for i in range(0, len(rows), size)
+    ]
 
 
 # --- results and the reference ---------------------------------------------------------------
@@ -249,6 +273,7 @@ def gradients_of(build: Build) -> dict[str, Tensor]:
     return {
         name: torch.zeros(()) if p.grad is None else p.grad.float().cpu()
         for name, p in build.model.named_parameters()
+        if p.requires_grad
     }
 
 

@@ -36,12 +36,14 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "qk_norm": True, "position": "none", "activation": "relu2",
     },
     "gpt2": {
-        "dim": 40, "heads": 4, "kv_heads": 4, "ffn": 28, "vocab": 313, "norm": "layer_norm", "bias": True,
-        "activation": "gelu", "position": "learned",
+        "dim": 40, "heads": 4, "kv_heads": 4, "ffn": 28, "vocab": 313, "norm": "layer_norm",
+        "bias": True, "activation": "gelu", "position": "learned",
     },
+    "wide": {"dim": 512, "heads": 4, "kv_heads": 2, "ffn": 512, "vocab": 307},
     "even": {"dim": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "vocab": 320},
 }  # fmt: skip
-"""Decoders whose key-value heads split in two; `even` has sizes that kernels of 16 need."""
+"""Decoders whose key-value heads split in two; `even` has sizes that kernels of 16 need, and half of
+`wide` is whole blocks of 256."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,6 @@ class Composition:
     keys: Mapping[str, Any] = field(default_factory=dict)
     packing: bool = False
     slow: bool = False
-    tolerance: float = house.TOLERANCE_FP32
     gpu_band: float = 0.0
     """distance that a gradient in bf16 on a GPU may have where it is more than house.BAND_BF16"""
 
@@ -131,16 +132,25 @@ def micros_of(build: Build, rows: list[Row]) -> list[Micro]:
     ]
 
 
-def scatter_noise(build: Build) -> None:
-    """Move every trained number off its start, the same in every layout."""
+def scatter_noise(build: Build, *, nudged: bool = False) -> None:
+    """Move every trained number off its start, the same in every layout.
+
+    Args:
+        build: the run.
+        nudged: and then by one unit in its last place, up or down.
+    """
     with torch.no_grad():
         for name, parameter in build.model.named_parameters():
             if not parameter.is_floating_point() or not parameter.requires_grad:
                 continue
             draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            noise = 0.1 * torch.randn(tuple(build.layouts[name].shape), generator=draw)
+            noise_shape = tuple(build.layouts[name].shape)
+            noise = 0.1 * torch.randn(noise_shape, generator=draw)
             noise = build.part(name, noise.to(parameter.device))
             local_of(parameter).add_(noise * (build.config.init_std / 0.2))
+            if nudged:
+                sign = build.part(name, torch.randn(noise_shape, generator=draw).sign())
+                local_of(parameter).mul_(1 + 2.0**-23 * sign)
 
 
 @dataclass
@@ -166,15 +176,15 @@ def wholes(build: Build, *, gradients: bool) -> dict[str, Tensor]:
 
 def run(
     composition: Composition, world: World, *, alone: bool = False, device: str = "cpu",
-    scale: int = 1,
+    scale: int = 1, nudged: bool = False,
 ) -> tuple[Build, Outcome]:  # fmt: skip
-    """Train it for `STEPS` steps; arguments as in `Composition.plan`."""
+    """Train it for `STEPS` steps; arguments as in `Composition.plan` and `scatter_noise`."""
     torch.manual_seed(0)
     plan = composition.plan(alone=alone, device=device, scale=scale)
     where = torch.device(device, world.local_rank) if device == "cuda" else torch.device(device)
     build = make_build(plan, prepare(plan), world, where)
     build.phases = house.Quiet()
-    scatter_noise(build)
+    scatter_noise(build, nudged=nudged)
     losses, gradients = [], {}
     with ExitStack() as flags:
         for enter in build.runtime:
@@ -192,7 +202,8 @@ def differences(found: Outcome, wanted: Outcome) -> dict[str, float]:
         f"loss {i}": abs(a - b) / abs(b)
         for i, (a, b) in enumerate(zip(found.losses, wanted.losses, strict=True))
     }
-    for kind in ("gradients", "weights"):
+    freed = not found.gradients  # an update in the backward pass leaves none
+    for kind in ("weights",) if freed else ("gradients", "weights"):
         ours, theirs = getattr(found, kind), getattr(wanted, kind)
         missing = ours.keys() ^ theirs.keys()
         off |= {f"{kind} {name} is not in both": float("inf") for name in missing}

@@ -13,9 +13,9 @@ from typing import Any
 import house
 import pytest
 import torch
-from cases import AXES_OF, TOLERANCES, pair_composition
-from composition import Composition, differences, run
-from test_compositions import reference
+from cases import AXES_OF, pair_composition
+from composition import Composition, run
+from test_compositions import beyond
 
 from headrace.catalogue.matrix import explain_matrix, read_matrix
 from headrace.context import check_supported, make_context
@@ -82,11 +82,9 @@ def test_the_pair_is_equal_or_refuses(composition: Composition, told: Callable[.
     if refused is not None:
         FOUND[pair] = {"outcome": "gpu" if refused == "gpu" else "refuses", "why": refused}
         return
-    off = differences(outcome, reference(composition))
-    limit = max([house.TOLERANCE_FP32, *(TOLERANCES.get(n, 0.0) for n in composition.techniques)])
-    wrong = {what: round(by, 9) for what, by in off.items() if not by <= limit}
-    assert not wrong, f"beyond {limit}: {wrong}"
-    FOUND[pair] = {"outcome": "equal", "why": f"within {limit:g}"}
+    wrong = beyond(outcome, composition)
+    assert not wrong, f"beyond rounding: {wrong}"
+    FOUND[pair] = {"outcome": "equal", "why": "loss, gradients, weights"}
 
 
 def test_the_matrix_names_every_pair_and_tells_todays_refusals() -> None:

@@ -190,10 +190,10 @@ class HostAdamW(torch.optim.Optimizer):
                 local = torch.zeros(local_of(piece.parameter).shape)
                 state[key] = lying_as(piece.parameter, local)
         weight, _ = self._weights[piece.parameter]
-        moments = [[_flat(state[key])[piece.numbers]] for key in ("exp_avg", "exp_avg_sq")]
+        first, second = (_flat(state[key])[piece.numbers] for key in ("exp_avg", "exp_avg_sq"))
         group = piece.group
         adamw(
-            [weight[piece.numbers]], [grad], *moments, [], [state["step"].clone()],
+            [weight[piece.numbers]], [grad], [first], [second], [], [state["step"].clone()],
             fused=True, amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1],
             lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
         )  # fmt: skip

@@ -83,7 +83,8 @@ class SelectiveCheckpoint(Technique[Build]):
             kept = ledger.memory[f"{layer}/residual"]
             ledger = ledger.with_line(f"{layer}/residual", replace(kept, bytes=stream))
             if "matmul" in self.save:  # the products that are added to the residual
-                ledger = ledger.with_line(f"{layer}/added", replace(kept, bytes=2 * stream))
+                added = 2 * ledger.sizes.get("written", stream)
+                ledger = ledger.with_line(f"{layer}/added", replace(kept, bytes=added))
         sizes, again = ledger.sizes, 0.0
         if "matmul" not in self.save:  # all but the last: nothing in the block needs its result
             again += sizes["block_flops"] - sizes["down_flops"]

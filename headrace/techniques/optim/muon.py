@@ -141,7 +141,8 @@ class Muon(Technique[Build]):
 
     def predict(self, ledger: Ledger) -> Ledger:
         """One state instead of two for the matrices of blocks; directions while they update."""
-        one = 4 * ledger.sizes["block_matrices"]
+        experts = ledger.sizes.get("experts", 0.0)  # not two-dimensional: with AdamW
+        one = 4 * (ledger.sizes["block_matrices"] - experts)
         line = ledger.memory["optimizer"]
         ledger = ledger.with_line("optimizer", replace(line, bytes=line.bytes - one))
         return ledger.with_line("directions", Line(COPIES * one, ("optimizer",)))

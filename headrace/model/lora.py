@@ -1,0 +1,197 @@
+"""Low-rank adapters: a frozen linear and a trained correction of few numbers (arXiv 2106.09685).
+
+W x becomes W x + (alpha / rank) B (A x). Only A [rank, in] and B [out, rank] learn: gradients and
+optimizer state are those of rank x (in + out) numbers instead of in x out. B starts at zero, so the
+adapted model starts as the model that it adapts. The frozen weight may be stored in any way that a
+linear can multiply with (kernels/quantized_weight).
+
+Shapes: R rank.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headrace.core.errors import ConfigError, nearest
+from headrace.core.ledger import Ledger, Line
+from headrace.kernels.quantized_weight import QuantizedWeight
+
+ADAPTERS = (".lora_a", ".lora_b")
+"""How the names of adapters' parameters end."""
+
+
+class LoraLinear(nn.Linear):
+    """A linear with a low-rank correction; `weight` and `bias` keep their names."""
+
+    def __init__(self, linear: nn.Linear, *, rank: int, alpha: float) -> None:
+        """Take over `linear`'s parameters.
+
+        Args:
+            linear: what is adapted.
+            rank: rows of `lora_a`.
+            alpha: the correction is multiplied by alpha / rank.
+        """
+        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
+        self.weight, self.bias = linear.weight, linear.bias
+        device = linear.weight.device
+        self.lora_a = nn.Parameter(torch.empty(rank, linear.in_features, device=device))
+        self.lora_b = nn.Parameter(torch.empty(linear.out_features, rank, device=device))
+        self.scale = alpha / rank
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in] to [..., out]."""
+        low = F.linear(input, self.lora_a) * self.scale
+        return super().forward(input) + F.linear(low, self.lora_b)
+
+    @torch.no_grad()
+    def merged(self) -> Tensor:
+        """The plain weight [out, in] that computes the same, the correction added in fp32."""
+        return plain(self.weight) + self.scale * (self.lora_b.float() @ self.lora_a.float())
+
+
+def plain(weight: Tensor) -> Tensor:
+    """A weight as plain numbers, fp32, whatever it is stored in."""
+    made = weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
+    return made.detach().float()
+
+
+def merged_state(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter by the name that it has without adapters, with the adapters in the weights.
+
+    The model must be whole on this process, as it is when it was opened from a run's folder.
+    """
+    found = {
+        name: plain(parameter)
+        for name, parameter in model.named_parameters()
+        if not name.endswith(ADAPTERS)
+    }
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLinear):
+            found[f"{name}.weight"] = module.merged()
+    return found
+
+
+def is_frozen(name: str) -> bool:
+    """Whether a parameter of this name stands still: all but the adapters do."""
+    return not name.endswith(ADAPTERS)
+
+
+def linears_of(model: nn.Module, targets: Sequence[str]) -> list[str]:
+    """Full names of the blocks' linears that `targets` name by their ends; all without targets.
+
+    Raises:
+        ConfigError: a target names none.
+    """
+    names = [
+        n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n.startswith("blocks.")
+    ]
+    ends = list(dict.fromkeys(name.split(".", 2)[2] for name in names))
+    for target in targets:
+        if target not in ends:
+            raise ConfigError(
+                f"targets has {target!r}, and the blocks of this model have {', '.join(ends)}",
+                f"targets={nearest(target, ends)}",
+            )
+    return [name for name in names if not targets or name.split(".", 2)[2] in targets]
+
+
+def adapted_ledger(
+    ledger: Ledger, targets: Sequence[str], rank: int, stored: Callable[[int, int], float] | None
+) -> Ledger:
+    """The ledger of a model of which only adapters learn.
+
+    Args:
+        ledger: of the model that learns whole.
+        targets: ends of names of the adapted linears; all without targets.
+        rank: of the adapters.
+        stored: (features in, features out) -> bytes of an adapted weight; None leaves it fp32.
+    """
+    sizes, layers = ledger.sizes, int(ledger.sizes["layers"])
+    every = [key[:-3] for key in sizes if key.endswith("/in")]
+    shapes = {name: (int(sizes[f"{name}/in"]), int(sizes[f"{name}/out"])) for name in every}
+    chosen = [name for name in every if not targets or name in targets]
+    low = {name: rank * sum(shapes[name]) for name in chosen}
+    weights = {name: shape[0] * shape[1] for name, shape in shapes.items()}
+    saved = sum(4 * weights[n] - stored(*shapes[n]) for n in chosen) if stored else 0
+    adapters, held = layers * sum(low.values()), ledger.memory
+    for name, count in {
+        "parameters": held["parameters"].bytes + 4 * adapters - layers * saved,
+        "gradients": 4 * adapters,
+        "optimizer": 8 * adapters,
+        # Frozen weights of norm and head need neither the normalised values nor the result.
+        "final_norm": 0.0,
+    }.items():
+        ledger = ledger.with_line(name, replace(held[name], bytes=count))
+    whole = sum(weights[name] for name in chosen) if stored else 0
+    if stored:  # one weight at a time is made whole
+        largest = max(weights[name] for name in chosen)
+        ledger = ledger.with_line("whole_weight", Line(4 * largest, ("backward",)))
+    for layer in range(layers):
+        ledger = _adapted_block(ledger, layer, chosen, rank, whole)
+    # Forward: the adapters beside all. Backward: inputs' gradients through all, and adapters' own.
+    # What lies before the first adapter of the first block needs no gradient at all.
+    frozen = layers * sum(weights.values()) + sizes["embedding"]
+    first = chosen[0]
+    before = sum(weights[name] for name in every[: every.index(first) + 1])
+    unmoved = before + rank * shapes[first][0]
+    attention = sizes["attention_flops"]
+    if first not in ("mixer.qkv",):
+        attention -= sizes["attention_flops"] / layers
+    forward = ledger.flops["forward"] + 2 * adapters
+    backward = 2 * (frozen + 2 * adapters - unmoved) + 2 * attention
+    flops = {**ledger.flops, "forward": forward, "backward": backward}
+    kept = {key: size for key, size in sizes.items() if not key.startswith("columns/")}
+    rows = {rank: float(layers * sum(shapes[name][1] for name in chosen))}
+    for name in chosen:
+        inner = shapes[name][0]
+        rows[inner] = rows.get(inner, 0.0) + layers * rank
+    kept |= {f"columns/{columns}": count for columns, count in rows.items()}
+    return replace(ledger, flops=flops, sizes=kept)
+
+
+def _adapted_block(
+    ledger: Ledger, layer: int, chosen: Sequence[str], rank: int, whole: int
+) -> Ledger:
+    """What a block keeps: inputs of adapted linears alone, and the adapters' results inside."""
+    sizes, held = ledger.sizes, ledger.memory
+    dim = sizes["mixer.qkv/in"]
+    row = sizes["residual"] / dim  # bytes of one feature of all tokens
+    less = {"norm": sizes["norm_products"], "qk_norm": sizes["qk_norm_products"]}
+    less["norm"] += row * dim * ("mixer.qkv" not in chosen)
+    less["norm"] += row * dim * ("mlp.gate_up" not in chosen and "mlp.up" not in chosen)
+    less["activation"] = row * sizes["mlp.down/in"] * ("mlp.down" not in chosen)
+    less["weight_cast"] = 2 * whole
+    less["residual"] = row * dim * (layer == 0)  # the embedding is frozen
+    if layer == 0 and "mixer.qkv" not in chosen:
+        less |= {name: float("inf") for name in ("qkv", "attention_input", "qk_norm")}
+    for name, count in less.items():
+        line = held.get(f"{layer}/{name}")
+        if line is not None:
+            kept = replace(line, bytes=max(0.0, line.bytes - count))
+            ledger = ledger.with_line(f"{layer}/{name}", kept)
+    adapter = replace(held[f"{layer}/residual"], bytes=len(chosen) * rank * row)
+    return ledger.with_line(f"{layer}/adapters", adapter)
+
+
+def adapter_evidence(model: nn.Module) -> tuple[bool, str, dict[str, float]]:
+    """(in force, in words, in numbers): adapters that a gradient reached, and nothing else did."""
+    adapted = [m for m in model.modules() if isinstance(m, LoraLinear)]
+    rest = [p for n, p in model.named_parameters() if is_frozen(n)]
+    touched = sum(p.requires_grad or p.grad is not None for p in rest)
+    reached = sum(bool(_local(m.lora_b.grad).any()) for m in adapted if m.lora_b.grad is not None)
+    trained = sum(m.lora_a.numel() + m.lora_b.numel() for m in adapted)
+    share = trained / (trained + sum(p.numel() for p in rest))
+    return (
+        reached > 0 and not touched,
+        f"a gradient reached {reached} of {len(adapted)} adapters, {100 * share:.3g}% of all "
+        f"numbers, and {touched} of {len(rest)} other parameters",
+        {"adapters": len(adapted), "reached": reached, "trained_numbers": trained},
+    )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[attr-defined]

@@ -1,0 +1,115 @@
+"""A mixture of experts in the place of the MLP: each token goes through `top_k` of `experts`.
+
+Token choice without capacity: the rows of a micro-batch are copied once per choice, sorted by
+expert and multiplied in groups (kernels/grouped_linear), so no token is dropped or padded and every
+gradient is exact. The router works in fp32 even under autocast: rounding flips choices. The experts
+are fused into parameters of three dimensions, `gate_up` and `down` (or `up` and `down` without a
+gate), with gate and up rows interleaved as in mlp.py, so that a split over the hidden features is a
+contiguous slice. Experts have no biases.
+
+Balance is sequence-wise (arXiv 2412.19437, eq. 17 to 20): for each row of the micro-batch
+`T x sum_e f_e P_e`, where f_e = E / (k T) x choices of expert e in the row, and P_e is the row's
+mean probability of e. The sum over rows is additive, so accumulation, data parallelism and
+pipelines add it up; divided by the global count of targets, as every loss is, it is the mean over
+rows of `balance x sum_e f_e P_e`, which is `balance` when all is even. Ignored and padded targets
+are tokens too: they are routed, so they count. The module keeps the sum during a forward pass and
+hands it out once (`take_balance`); a block's recomputation in the backward pass keeps nothing.
+
+Source: arXiv 2101.03961, 2211.15841, 2412.19437. Shapes: B rows, T tokens, N = B x T, D features,
+F hidden features, E experts, k choices of a token.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headrace.core.model_config import ModelConfig
+from headrace.kernels.grouped_linear import grouped_linear
+from headrace.model.mlp import ACTIVATIONS, gate_groups
+
+
+class MixtureOfExperts(nn.Module):
+    """`top_k` of `experts` gated or plain MLPs for each token."""
+
+    def __init__(
+        self, config: ModelConfig, layer: int, *, experts: int, top_k: int, ffn: int,
+        balance: float, norm_topk: bool,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.experts, self.top_k, self.balance, self.norm_topk = experts, top_k, balance, norm_topk
+        gated = config.activation == "swiglu"
+        self.units = gate_groups(config.model_copy(update={"ffn": ffn})) if gated else ffn
+        self.group = ffn // self.units
+        self.activate: Callable[[Tensor], Tensor] = (
+            self._gated if gated else ACTIVATIONS[config.activation])  # fmt: skip
+        self.first = "gate_up" if gated else "up"
+        self.column_parameters: Mapping[str, int] = {self.first: 1}
+        self.row_parameters: Mapping[str, int] = {"down": 2}
+        width = 2 * ffn if gated else ffn
+        self.router = nn.Linear(config.dim, experts, bias=False)
+        self.register_parameter(self.first, nn.Parameter(torch.empty(experts, width, config.dim)))
+        self.down = nn.Parameter(torch.empty(experts, config.dim, ffn))
+        self.kept_balance: Tensor | None = None
+        self.routed_E: Tensor | None = None
+        """Choices of each expert in the last forward pass."""
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """[B, T, D] to [B, T, D]."""
+        B, T, D = x_BTD.shape
+        with torch.autocast(x_BTD.device.type, enabled=False):
+            logits_BTE = F.linear(x_BTD.float(), self.router.weight.float())
+            probability_BTE = logits_BTE.softmax(-1)
+        weight_BTk, expert_BTk = probability_BTE.topk(self.top_k)
+        if self.norm_topk:
+            weight_BTk = weight_BTk / weight_BTk.sum(-1, keepdim=True)
+        choices_BE = self._count(probability_BTE, expert_BTk)
+        ends_E = choices_BE.sum(0).cumsum(0).int()
+        order = expert_BTk.flatten().argsort(stable=True)  # the choices, sorted by expert
+        rows = x_BTD.to(_arithmetic(x_BTD)).flatten(0, 1)[order // self.top_k]
+        hidden = self.activate(self._multiply(rows, self.get_parameter(self.first), ends_E))
+        sorted_back = order.argsort()
+        done = self._multiply(hidden, self.down, ends_E)[sorted_back].view(B, T, self.top_k, D)
+        return (done * weight_BTk[..., None].to(done.dtype)).sum(2)
+
+    def take_balance(self) -> Tensor | None:
+        """The balance loss of the last forward pass, summed over rows; None when it was taken."""
+        kept, self.kept_balance = self.kept_balance, None
+        return kept
+
+    def _count(self, probability_BTE: Tensor, expert_BTk: Tensor) -> Tensor:
+        """Choices of each expert in each row [B, E]; keeps what the balance loss needs of them."""
+        B, T, E = probability_BTE.shape
+        chosen = expert_BTk.flatten(1)
+        choices_BE = torch.zeros(B, E, dtype=torch.long, device=chosen.device).scatter_add_(
+            1, chosen, torch.ones_like(chosen)
+        )
+        share_BE = choices_BE.float() * (E / (self.top_k * T))
+        balance = self.balance * T * (share_BE * probability_BTE.mean(1)).sum()
+        if torch.is_grad_enabled() and not _is_recomputation():
+            self.kept_balance, self.routed_E = balance, choices_BE.sum(0)
+        return choices_BE
+
+    def _multiply(self, rows: Tensor, weight: Tensor, ends_E: Tensor) -> Tensor:
+        return grouped_linear(rows, weight.to(rows.dtype), ends_E)
+
+    def _gated(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.unflatten(-1, (-1, 2, self.group)).unbind(-2)
+        return (F.silu(gate) * up).flatten(-2)
+
+
+def _arithmetic(x: Tensor) -> torch.dtype:
+    """The dtype of matrix products here: autocast does not know of grouped ones."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def _is_recomputation() -> bool:
+    """Whether this runs inside of a backward pass: what it kept would hold a second graph.
+
+    The balance is computed there too, since checkpointing wants the same saved tensors again;
+    torch's own asks for the running backward pass the same way. A compiled block keeps nothing
+    there: see `skip_fwd_side_effects_in_bwd_under_checkpoint`.
+    """
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

@@ -1,0 +1,103 @@
+"""Reductions over a vocabulary whose columns lie on several ranks: no rank sees whole logits.
+
+Each rank holds the logits of its own ids, made from its own rows of the output matrix. A reduction
+sends N numbers over the wire and not N x V. Forward it is an all-reduce; backward each rank takes
+the gradient of the reduced value, which is equal everywhere, to its own columns without any
+communication. That is right while an objective uses a reduced value only together with other
+reduced values. `logits - logsumexp` on a shard and then a sum would be wrong by what the other
+ranks' columns say of the logsumexp: an objective is written as reductions of products, as in
+`sum(p * logits) - logsumexp(logits) * sum(p)`, where p does not depend on the logits. Source: arXiv
+1909.08053 (section 3).
+
+Shapes: N tokens, V vocabulary, v of its columns here.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from headrace.model.head import IGNORED, Vocabulary
+from headrace.parallel.tensor import Peers, all_reduce, sum_forward
+
+
+class ShardedVocabulary(Vocabulary):
+    """Reductions over the vocabulary dimension, of which this rank holds [offset, offset + count).
+
+    Args:
+        offset: the first id of this rank.
+        count: its ids.
+        vocab: ids over all ranks.
+        peers: the ranks that hold the others.
+    """
+
+    def __init__(self, offset: int, count: int, vocab: int, peers: Peers) -> None:
+        self.offset, self.count, self.vocab, self.peers = offset, count, vocab, peers
+
+    def nll(self, logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+        """Summed negative log likelihood of the targets that are not `IGNORED`, a scalar."""
+        place_N, elsewhere_N = self._places(targets_N)
+        loss_N = _Nll.apply(logits_NV, place_N, elsewhere_N, self.peers)
+        assert isinstance(loss_N, Tensor)
+        return loss_N.masked_fill(targets_N == IGNORED, 0.0).sum()
+
+    def logsumexp(self, logits_NV: Tensor) -> Tensor:
+        """Log sum exp over the whole vocabulary, [N]."""
+        most_N = all_reduce(logits_NV.detach().amax(-1), "max", self.peers)
+        return self.sum((logits_NV - most_N[:, None]).exp()).log() + most_N
+
+    def pick(self, logits_NV: Tensor, ids_N: Tensor) -> Tensor:
+        """Each token's value at its id, [N]; 0 where no rank holds the id."""
+        place_N, elsewhere_N = self._places(ids_N)
+        picked_N = super().pick(logits_NV, place_N)
+        return sum_forward(picked_N.masked_fill(elsewhere_N, 0.0), self.peers)
+
+    def sum(self, values_NV: Tensor) -> Tensor:
+        """Sum over the whole vocabulary, [N]."""
+        return sum_forward(values_NV.sum(-1), self.peers)
+
+    def argmax(self, values_NV: Tensor) -> Tensor:
+        """The id of each token's largest value, [N]; the lowest where several are."""
+        value_N, place_N = values_NV.detach().max(-1)
+        beaten_N = value_N < all_reduce(value_N, "max", self.peers)
+        mine_N = (place_N + self.offset).masked_fill(beaten_N, self.vocab)
+        return all_reduce(mine_N, "min", self.peers)
+
+    def ids(self, values_NV: Tensor) -> Tensor:
+        """The vocabulary ids of this rank's columns."""
+        return super().ids(values_NV) + self.offset
+
+    def part(self, values_NV: Tensor) -> Tensor:
+        """This rank's columns of values over the whole vocabulary."""
+        return values_NV.narrow(-1, self.offset, self.count)
+
+    def _places(self, ids_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Each id's column here, 0 for one that is not here, and whether it is not."""
+        place_N = ids_N - self.offset
+        elsewhere_N = (place_N < 0) | (place_N >= self.count)
+        return place_N.masked_fill(elsewhere_N, 0), elsewhere_N
+
+
+class _Nll(torch.autograd.Function):
+    """logsumexp - pick, holding two tensors [N, v] where autograd would hold four."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, logits_NV: Tensor, place_N: Tensor, elsewhere_N: Tensor, peers: Peers
+    ) -> Tensor:
+        shifted_NV = logits_NV - all_reduce(logits_NV.amax(-1), "max", peers)[:, None]
+        picked_N = shifted_NV.gather(-1, place_N[:, None]).squeeze(-1)
+        exp_NV = shifted_NV.exp_()
+        sums = torch.stack([exp_NV.sum(-1), picked_N.masked_fill(elsewhere_N, 0.0)])
+        total_N, picked_N = all_reduce(sums, "sum", peers).unbind()
+        ctx.save_for_backward(exp_NV.div_(total_N[:, None]), place_N, elsewhere_N)
+        return total_N.log() - picked_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_N: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        p_NV, place_N, elsewhere_N = ctx.saved_tensors
+        target_N = grad_N.masked_fill(elsewhere_N, 0.0)
+        grad_NV = (p_NV * grad_N[:, None]).scatter_add_(-1, place_N[:, None], -target_N[:, None])
+        return grad_NV, None, None, None

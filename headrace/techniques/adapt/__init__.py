@@ -1,0 +1,1 @@
+"""Train a small correction of a frozen model."""

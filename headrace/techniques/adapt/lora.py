@@ -1,0 +1,78 @@
+"""Train low-rank adapters of a frozen model instead of the model.
+
+Finetuning a whole model holds a gradient and two moments for every weight. LoRA freezes them all
+and trains a correction B A of rank `rank` beside each chosen linear (model/lora), so gradients and
+optimizer state shrink from all weights to rank x (in + out) a linear. Activations stay: the
+adapters' gradients need the same inputs. The backward pass skips the frozen weights' gradients,
+a third of its products. B starts at zero, so the first step starts at the model that was given;
+`export --to hf` adds B A into the weights. Left out: other scalings (rsLoRA), DoRA, dropout.
+Source: arXiv 2106.09685.
+"""
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from headrace.core.ledger import Ledger
+from headrace.core.technique import (
+    Card,
+    Context,
+    Evidence,
+    Stage,
+    Supported,
+    Technique,
+    Unsupported,
+)
+from headrace.model.lora import LoraLinear, adapted_ledger, adapter_evidence, is_frozen, linears_of
+from headrace.sockets import Build
+
+
+class Lora(Technique[Build]):
+    """Train low-rank adapters of a frozen model instead of the model."""
+
+    rank: int = Field(default=16, ge=1, le=1024)
+    """Rows of an adapter; tuner range 8 to 256."""
+    alpha: float = Field(default=32.0, gt=0, le=4096)
+    """The correction is multiplied by alpha / rank."""
+    targets: tuple[str, ...] = ()
+    """Ends of names of the linears that are adapted, as in "mixer.qkv" or "mlp.down"; empty is all
+    linears of the blocks, which learns best at a given size (arXiv 2305.14314, section 4)."""
+
+    room: ClassVar[str] = "adapt"
+    stage: ClassVar[Stage] = Stage.LINEAR
+    composes: ClassVar[tuple[str, ...]] = ("linear", "frozen")
+    equality: ClassVar = "learning"
+    symptoms: ClassVar[tuple[str, ...]] = ("memory:optimizer", "memory:gradients")
+    card: ClassVar[Card] = Card(
+        buys="the gradients and optimizer state of all frozen weights: 12 bytes each (derived)",
+        costs="two thin products beside every adapted linear; a correction of rank `rank` may not "
+        "reach what training all weights reaches",
+        helps="finetuning a pretrained model on little data or little memory",
+        hurts="pretraining, and finetuning that must learn much that is new",
+        source="arXiv 2106.09685",
+    )
+
+    def supports(self, context: Context) -> Supported | Unsupported:
+        """Runs everywhere but under tensor parallelism."""
+        if getattr(getattr(context.plan, "mesh", None), "tensor", 1) > 1:
+            return Unsupported(
+                "adapters do not say yet how they are split over tensor ranks", "mesh.tensor=1"
+            )
+        return Supported()
+
+    def predict(self, ledger: Ledger) -> Ledger:
+        """Gradients and optimizer state of the adapters alone; no product for frozen gradients."""
+        return adapted_ledger(ledger, self.targets, self.rank, stored=None)
+
+    def apply(self, build: Build) -> None:
+        """Replace the chosen linears, and freeze all but the adapters."""
+        names = linears_of(build.model, self.targets)
+        build.replace_linears(
+            self.name(), names, lambda old: LoraLinear(old, rank=self.rank, alpha=self.alpha)
+        )
+        build.frozen.append(is_frozen)
+
+    def active(self, build: Build) -> Evidence:
+        """Adapters that got a gradient, and frozen weights that got none."""
+        active, detail, numbers = adapter_evidence(build.model)
+        return Evidence(active, detail, numbers)

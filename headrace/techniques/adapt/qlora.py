@@ -1,0 +1,103 @@
+"""Train low-rank adapters over a frozen model whose weights are stored in 4 or 8 bits.
+
+With LoRA the frozen weights are most of the memory: four bytes each in fp32. They are only read, so
+QLoRA stores those of the adapted linears in NF4, 4.1 bits a number, and makes each whole for the
+length of a product, twice a step. The adapters stay fp32 and learn around the error of the storage.
+Rows are quantized by themselves (kernels/quantized_weight), so shards of any cut hold the same
+numbers, and `export --to hf` adds the adapters into the weights as they were stored, not as they
+were before. Left out: quantized embedding and head, paged optimizer state. Source: arXiv
+2305.14314.
+"""
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+from torch import Tensor
+
+from headrace.core.ledger import Ledger
+from headrace.core.technique import (
+    Card,
+    Context,
+    Evidence,
+    Stage,
+    Supported,
+    Technique,
+    Unsupported,
+)
+from headrace.kernels.quantized_weight import QuantizedWeight, quantize, quantized_bytes
+from headrace.model.lora import LoraLinear, adapted_ledger, adapter_evidence, is_frozen, linears_of
+from headrace.sockets import Build
+
+
+class Qlora(Technique[Build]):
+    """Train low-rank adapters over a frozen model whose weights are stored in 4 or 8 bits."""
+
+    rank: int = Field(default=16, ge=1, le=1024)
+    """Rows of an adapter; tuner range 8 to 256."""
+    alpha: float = Field(default=32.0, gt=0, le=4096)
+    """The correction is multiplied by alpha / rank."""
+    targets: tuple[str, ...] = ()
+    """Ends of names of the linears that are stored in few bits and adapted; empty is all linears of
+    the blocks."""
+    base: Literal["nf4", "int8"] = "nf4"
+    """How the frozen weights are stored: 4.1 bits a number, or 8 with a tenth of the error."""
+
+    room: ClassVar[str] = "adapt"
+    stage: ClassVar[Stage] = Stage.LINEAR
+    composes: ClassVar[tuple[str, ...]] = ("linear", "frozen", "storage")
+    equality: ClassVar = "learning"
+    symptoms: ClassVar[tuple[str, ...]] = (
+        "memory:parameters", "memory:optimizer", "memory:gradients",
+    )  # fmt: skip
+    card: ClassVar[Card] = Card(
+        buys="all that lora buys, and 28 of 32 bits of the adapted linears' weights (derived)",
+        costs="making each weight whole twice a step; the model starts off by the error of its "
+        "storage, 9% of a weight in NF4 and 1% in int8 (of a normal distribution, measured)",
+        helps="finetuning a model whose weights alone fill the memory",
+        hurts="when lora fits: it is faster and starts exact",
+        source="arXiv 2305.14314",
+    )
+
+    def supports(self, context: Context) -> Supported | Unsupported:
+        """Runs everywhere but under tensor parallelism."""
+        if getattr(getattr(context.plan, "mesh", None), "tensor", 1) > 1:
+            return Unsupported(
+                "adapters and quantized weights do not say yet how they are split over tensor "
+                "ranks", "mesh.tensor=1",
+            )  # fmt: skip
+        return Supported()
+
+    def predict(self, ledger: Ledger) -> Ledger:
+        """As lora, with the adapted weights in few bits."""
+        return adapted_ledger(
+            ledger, self.targets, self.rank,
+            stored=lambda inner, outer: quantized_bytes(outer, inner, self.base),
+        )  # fmt: skip
+
+    def apply(self, build: Build) -> None:
+        """Replace the chosen linears, freeze all but the adapters, store the chosen weights."""
+        names = linears_of(build.model, self.targets)
+        weights = {f"{name}.weight" for name in names}
+        build.replace_linears(
+            self.name(), names, lambda old: LoraLinear(old, rank=self.rank, alpha=self.alpha)
+        )
+        build.frozen.append(is_frozen)
+
+        def store(name: str, value: Tensor) -> Tensor:
+            return quantize(value, self.base) if name in weights else value
+
+        build.storage.append(store)
+
+    def active(self, build: Build) -> Evidence:
+        """Bits of a stored number; adapters that got a gradient, and frozen weights with none."""
+        active, detail, numbers = adapter_evidence(build.model)
+        held = [getattr(m.weight, "_local_tensor", m.weight) for m in build.model.modules()
+                if isinstance(m, LoraLinear)]  # fmt: skip
+        stored = [weight for weight in held if isinstance(weight, QuantizedWeight)]
+        count = sum(weight.numel() for weight in stored)
+        bits = 8 * sum(weight.nbytes for weight in stored) / max(1, count)
+        return Evidence(
+            active=active and len(stored) == len(held) and bits < 32,
+            detail=f"{detail}; {len(stored)} weights are stored in {bits:.2f} bits a number",
+            numbers={**numbers, "bits_per_weight": bits},
+        )

@@ -1,0 +1,168 @@
+"""Attention through FlexAttention: one compiled kernel that skips what the mask forbids.
+
+SDPA takes any mask but the causal flag as a dense tensor, loses its flash kernel, and computes
+every score. FlexAttention takes the mask as a function of two places, generates a flash kernel
+around it, and is told which blocks of 128 x 128 scores hold anything: blocks of foreign documents
+and blocks beyond a window are never touched. The function is made from the one mask description,
+the blocks once per forward, and all layers share them. Both are compiled, so it needs Triton; a
+new shape compiles again. torch's backward pass has no CPU kernel, so a CPU is refused.
+
+While sampling, one query over a longer cache sees all of it, and SDPA serves that: a kernel per
+cache length would have to be compiled. Source: arXiv 2412.05496, torch.nn.attention.flex_attention.
+
+Shapes: B rows, T tokens, H query heads, G key-value heads, K features of a head.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from headrace.core.ledger import Ledger
+from headrace.core.technique import (
+    Card,
+    Context,
+    Evidence,
+    Stage,
+    Supported,
+    Technique,
+    Unsupported,
+)
+from headrace.model.attention import Sdpa
+from headrace.model.mask import MaskSpec, Rows
+from headrace.sockets import Build
+
+OLDEST = (8, 0)
+"""Its generated kernels are tested by torch from Ampere on."""
+SMALLEST_HEAD = 16
+"""Triton's matrix product takes at least 16 features."""
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def mask_mod(spec: MaskSpec, rows: Rows) -> MaskMod:
+    """`model.mask.allowed` for one query and one key: (row, head, query, key) -> bool."""
+    segments_BT = rows.segments_BT if spec.document else None
+    prefix_B = rows.prefix_B if spec.prefix else None
+
+    def may_see(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        ok = k <= q if spec.causal else k >= 0
+        if spec.window is not None:
+            ok = ok & (q - k < spec.window) & (k - q < spec.window)
+        if prefix_B is not None:
+            ok = ok | (k < prefix_B[b])
+        if segments_BT is not None:
+            ok = ok & (segments_BT[b, q] == segments_BT[b, k])
+        return ok
+
+    return may_see
+
+
+def masked_rows(spec: MaskSpec, rows: Rows) -> int | None:
+    """How many rows have a mask of their own; None where one serves all."""
+    if spec.document and rows.segments_BT is not None:
+        return rows.segments_BT.size(0)
+    return rows.prefix_B.size(0) if spec.prefix and rows.prefix_B is not None else None
+
+
+class FlexBackend(Sdpa):
+    """FlexAttention with a block mask made from the mask description."""
+
+    def __init__(self) -> None:
+        self._blocks = torch.compile(create_block_mask, dynamic=False)
+        self._attend = torch.compile(flex_attention, dynamic=False)
+        self.blocks: BlockMask | None = None
+        """Of the last forward pass."""
+
+    def prepare(self, spec: MaskSpec, rows: Rows, length: int) -> Any:
+        """The blocks that hold anything, and the mask inside of them."""
+        self.blocks = self._blocks(
+            mask_mod(spec, rows), masked_rows(spec, rows), None, length, length,
+            device=rows.positions_BT.device,
+        )  # fmt: skip
+        return self.blocks
+
+    def __call__(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: object) -> Tensor:
+        """Attention; one query over a longer key sequence sees all of it."""
+        if q_BTHK.size(1) != k_BTGK.size(1):
+            return super().__call__(q_BTHK, k_BTGK, v_BTGK, None)
+        q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
+        blocks = mask if isinstance(mask, BlockMask) else None
+        assert blocks is not None, "prepare makes a mask for every forward pass"
+        K = q.size(-1)
+        if K < SMALLEST_HEAD:  # zeros add nothing to a score
+            q, k, v = (F.pad(x, (0, SMALLEST_HEAD - K)) for x in (q, k, v))
+        out = self._attend(
+            q, k, v, block_mask=blocks, scale=K**-0.5, enable_gqa=q.size(1) != k.size(1)
+        )
+        return out[..., :K].transpose(1, 2)
+
+
+class FlexAttention(Technique[Build]):
+    """Attention through one compiled kernel that skips what the mask forbids."""
+
+    room: ClassVar[str] = "attention"
+    stage: ClassVar[Stage] = Stage.PARTS
+    claims: ClassVar[tuple[str, ...]] = ("parts.attend",)
+    symptoms: ClassVar[tuple[str, ...]] = ("compute:attention", "memory bandwidth")
+    card: ClassVar[Card] = Card(
+        buys="the scores of masked blocks, and the dense mask of rows x length^2 (derived)",
+        costs="compiling a kernel for each shape; a block mask per forward pass",
+        helps="packed documents and sliding windows on rows of many blocks of 128 tokens",
+        hurts="plain causal rows, where the flash and cuDNN kernels are faster",
+        source="arXiv 2412.05496; torch.nn.attention.flex_attention",
+    )
+
+    def supports(self, context: Context) -> Supported | Unsupported:
+        """An NVIDIA GPU of compute capability 8.0 or later with Triton."""
+        if context.device != "cuda":
+            return Unsupported(
+                f"torch has no backward pass of flex_attention on {context.device}", "device=cuda"
+            )
+        if (context.capability or (0, 0)) < OLDEST:
+            return Unsupported(f"{context.device_name} is older than Ampere", "leave it out")
+        if not context.has_triton:
+            return Unsupported("its kernels are generated by Triton", "pip install triton")
+        return Supported()
+
+    def predict(self, ledger: Ledger) -> Ledger:
+        """No dense mask, whoever composes it; attention keeps what a flash kernel keeps."""
+        dense = [n for n in ledger.memory if n == "mask" or n.endswith("/mask_copy")]
+        facts = {"mask": 0.0, "mask_copy": 0.0}
+        return replace(ledger.without(dense), sizes={**ledger.sizes, **facts})
+
+    def apply(self, build: Build) -> None:
+        """Fill the backend."""
+        build.parts.attend = FlexBackend()
+
+    def active(self, build: Build) -> Evidence:
+        """The share of blocks that the last mask left out, and the kernel that is launched."""
+        backend: Any = build.model.attend
+        blocks = getattr(backend, "blocks", None)
+        if blocks is None:
+            return Evidence(False, "no forward pass made a block mask")
+        config, length = build.config, blocks.shape[-1]
+        rows = blocks.shape[0]
+        like = torch.zeros(
+            rows, length, 1, config.resolved_head_dim, device=build.device, dtype=torch.bfloat16
+        )
+        q = like.expand(-1, -1, config.heads, -1).contiguous()
+        k = like.expand(-1, -1, config.resolved_kv_heads, -1).contiguous()
+        with torch.no_grad():
+            backend(q, k, k, blocks)  # it may compile
+            with torch.profiler.profile(acc_events=True) as profile:
+                backend(q, k, k, blocks)
+                torch.cuda.synchronize()
+        names = [event.key for event in profile.key_averages()]
+        used = [n for n in names if "flex_attention" in n and n.startswith("triton")]
+        skipped = float(blocks.sparsity())
+        return Evidence(
+            active=bool(used),
+            detail=f"launched {', '.join(used[:2]) or 'none of its kernels'}; the mask leaves out "
+            f"{skipped:.0f}% of its blocks",
+            numbers={"blocks_left_out_percent": skipped},
+        )

@@ -1,0 +1,1 @@
+"""Techniques that change the model's design."""

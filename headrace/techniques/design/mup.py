@@ -1,0 +1,141 @@
+"""Scale initial weights and learning rates with width, so that both carry over from a small model.
+
+In the usual scheme the best learning rate falls as a model widens, and is searched again at each
+size. Here it is found once at `base_dim` and holds at every `model.dim`: this is the maximal update
+parametrization for Adam in the form without forward multipliers (arXiv 2203.03466, Table 3), with
+m = dim / base_dim:
+
+    embeddings, vectors    initial std as it is       learning rate as it is
+    matrices of blocks     std / sqrt(m)              lr / m
+    output matrix, router  std / m                    lr / m
+
+Weight decay is multiplied by m where the rate is divided, since AdamW multiplies the two. The
+forward pass is the trunk's: attention divides by sqrt(head_dim), which is right while wider models
+have more heads and not wider ones. So the base has the same head_dim, and `base_dim` must be a
+multiple of it. A tied output matrix would need a multiplier and is refused; other optimizers have
+other rules and are refused too.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from headrace.core.ledger import Ledger
+from headrace.core.technique import (
+    Card,
+    Context,
+    Evidence,
+    Stage,
+    Supported,
+    Technique,
+    Unsupported,
+)
+from headrace.optim.adamw import make_adamw
+from headrace.sockets import Build, Optimizer, Route
+
+FINITE_OUTPUTS = ("head.weight", ".router.weight")
+"""Matrices whose output does not widen with the model."""
+
+
+class Mup(Technique[Build]):
+    """Scale initial weights and learning rates with width, so that both carry over."""
+
+    base_dim: int = Field(default=256, ge=1)
+    """`model.dim` at which `optimizer.lr` and `model.init_std` were chosen."""
+
+    room: ClassVar[str] = "design"
+    stage: ClassVar[Stage] = Stage.PARTS
+    claims: ClassVar[tuple[str, ...]] = ("source",)
+    composes: ClassVar[tuple[str, ...]] = ("routes",)
+    equality: ClassVar = "learning"
+    symptoms: ClassVar[tuple[str, ...]] = ("convergence",)
+    card: ClassVar[Card] = Card(
+        buys="a learning rate and an initial std that hold at every width: searched once, small "
+        "(arXiv 2203.03466, fig. 1)",
+        costs="nothing in time or memory",
+        helps="a family of widths, or one that is too wide to search at",
+        hurts="changes of depth, batch or length, which it does not carry over",
+        source="arXiv 2203.03466, Table 3",
+    )
+
+    def supports(self, context: Context) -> Supported | Unsupported:
+        """Random, untied weights, AdamW, and a base of the same head_dim."""
+        model, name = context.plan.model, self.name()
+        if model.pretrained:
+            return Unsupported("the weights of model.pretrained have their scale", "leave it out")
+        if model.tied_embeddings:
+            return Unsupported(
+                "a tied output matrix needs a forward multiplier", "model.tied_embeddings=false"
+            )
+        width = model.resolved_head_dim
+        if self.base_dim % width:
+            near = max(width, round(self.base_dim / width) * width)
+            return Unsupported(
+                f"head_dim must be the base's, and no base of {self.base_dim} features has heads "
+                f"of {width}",
+                f"techniques.mup.base_dim={near}",
+            )
+        for other, technique in context.plan.techniques.items():
+            if other != name and "routes" in technique.composes:
+                return Unsupported(
+                    f"its learning rates are Adam's, and {other} has another rule",
+                    f"--without {other}",
+                )
+        return Supported()
+
+    def predict(self, ledger: Ledger) -> Ledger:
+        """The same memory and work."""
+        return ledger
+
+    def apply(self, build: Build) -> None:
+        """Wrap the source, and route what has another learning rate to an AdamW of its own."""
+        widening = build.config.dim / self.base_dim
+        source, config = build.source, build.plan.optimizer
+        slow = config.model_copy(
+            update={"lr": config.lr / widening, "weight_decay": config.weight_decay * widening}
+        )
+
+        def scaled(name: str, shape: torch.Size) -> Tensor:
+            value = source(name, shape)
+            if not is_slow(name, len(shape)):
+                return value
+            return value / (widening if name.endswith(FINITE_OUTPUTS) else widening**0.5)
+
+        def make(named: Mapping[str, nn.Parameter]) -> Optimizer:
+            return make_adamw(slow, named)  # type: ignore[return-value]
+
+        build.source = scaled
+        build.routes.append(Route(self.name(), lambda name, p: is_slow(name, p.ndim), make))
+
+    def active(self, build: Build) -> Evidence:
+        """The learning rate of every parameter, by the optimizer that holds it."""
+        wanted = build.plan.optimizer.lr * self.base_dim / build.config.dim
+        rates = {name: rate for name, rate in _rates(build).items() if is_slow(*name)}
+        right = [n for n, rate in rates.items() if abs(rate / wanted - 1) < 1e-9]
+        routed = build.routed.get(self.name(), {})
+        if not rates:
+            return Evidence(None, "this rank holds no matrix")
+        return Evidence(
+            active=len(right) == len(rates) == len(routed),
+            detail=f"{len(right)} of {len(rates)} matrices learn at {wanted:g}, the rest at "
+            f"{build.plan.optimizer.lr:g}",
+            numbers={"matrices": len(right), "lr": wanted},
+        )
+
+
+def is_slow(name: str, dimensions: int) -> bool:
+    """Whether a parameter's input widens with the model."""
+    return dimensions >= 2 and name.startswith(("blocks.", "head."))
+
+
+def _rates(build: Build) -> dict[tuple[str, int], float]:
+    """(name, dimensions) of every trained parameter -> its highest learning rate."""
+    by_parameter: dict[Any, float] = {}
+    for optimizer in build.optimizers.values():
+        for group in optimizer.param_groups:
+            by_parameter |= dict.fromkeys(group["params"], group["initial_lr"])
+    named = build.model.named_parameters()
+    return {(n, p.ndim): by_parameter[p] for n, p in named if p in by_parameter}

@@ -1,0 +1,59 @@
+"""Let the output matrix be the embedding.
+
+Both matrices hold one vector per entry of the vocabulary, and in a small model they are most of the
+parameters. Tied, one matrix with one gradient and one state serves both: vocabulary x dim fewer
+parameters, at 16 bytes each with AdamW. It rewrites `model.tied_embeddings`, so everything else
+follows from the config, the prediction too. Source: arXiv 1608.05859.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from headrace.core.ledger import Ledger
+from headrace.core.technique import Card, Context, Evidence, Stage, Supported, Technique
+from headrace.sockets import Build
+
+
+class TiedEmbeddings(Technique[Build]):
+    """Let the output matrix be the embedding."""
+
+    room: ClassVar[str] = "design"
+    stage: ClassVar[Stage] = Stage.DESIGN
+    claims: ClassVar[tuple[str, ...]] = ("config.tied_embeddings",)
+    equality: ClassVar = "learning"
+    symptoms: ClassVar[tuple[str, ...]] = ("memory:parameters", "memory:optimizer")
+    card: ClassVar[Card] = Card(
+        buys="vocabulary x dim parameters with their gradients and state: 16 bytes each (derived)",
+        costs="the freedom of two matrices: larger models leave them apart (Llama, OLMo)",
+        helps="small models with large vocabularies",
+        hurts="large models, where the matrix is a small share; untying was a step of the record "
+        "runs of modded-nanogpt",
+        source="arXiv 1608.05859",
+    )
+
+    def keys(self, plan: Any) -> Mapping[str, Any]:
+        """`model.tied_embeddings`."""
+        return {"model.tied_embeddings": True}
+
+    def supports(self, context: Context) -> Supported:
+        """Runs everywhere."""
+        return Supported()
+
+    def predict(self, ledger: Ledger) -> Ledger:
+        """The ledger of the rewritten config, which it already is."""
+        return ledger
+
+    def apply(self, build: Build) -> None:
+        """The plan's key says it."""
+        assert build.config.tied_embeddings
+
+    def active(self, build: Build) -> Evidence:
+        """The head has no matrix of its own, and multiplies with the embedding's memory."""
+        model = build.model
+        own = model.head.weight is not None
+        shared = not own and model.unembedding is model.embed.weight
+        return Evidence(
+            active=shared,
+            detail="the head uses the embedding's memory" if shared else "the head has a matrix",
+            numbers={"own_matrix": float(own)},
+        )

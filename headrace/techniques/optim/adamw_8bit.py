@@ -1,0 +1,203 @@
+"""AdamW with both moments in 8 bits: a quarter of its state.
+
+AdamW's moments are twice the size of the weights. Here each is a byte a number and a scale of every
+256 (kernels/blockwise_8bit): 2.03 bytes instead of 8. The matrices come here; vectors and matrices
+of fewer than `smallest` numbers stay with the trunk's AdamW, as the paper keeps them. Codes and
+scales are plain tensors of rows, so checkpoints hold them as they are and any cut along rows holds
+the same numbers. A cut along columns, as tensor parallelism makes, gives other blocks unless the
+columns of a rank are a multiple of 256. The step reads the learning rate and the finite flag on the
+device, so nothing waits and nothing is compiled anew. Source: arXiv 2110.02861; the map and the
+order of the update are torchao's, and a test holds the two to the same codes.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from headrace.core.ledger import Ledger, Line
+from headrace.core.technique import (
+    Card,
+    Context,
+    Evidence,
+    Stage,
+    Supported,
+    Technique,
+    Unsupported,
+)
+from headrace.kernels.blockwise_8bit import (
+    SLICE_NUMBERS,
+    Moment,
+    adamw_,
+    blocks_of,
+    levels,
+)
+from headrace.sockets import Build, Route
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+TEMPORARIES = 6
+"""fp32 copies of a slice that an uncompiled update holds at once; measured."""
+
+
+class AdamW8bitOptimizer(torch.optim.Optimizer):
+    """AdamW over matrices, with quantized moments, masked by `found_inf` on the device."""
+
+    def __init__(
+        self, named: Mapping[str, nn.Parameter], *, lr: float, betas: tuple[float, float],
+        eps: float, weight_decay: float, compiled: bool,
+    ) -> None:  # fmt: skip
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(list(named.values()), defaults)
+        self.found_inf: Tensor | None = None
+        device = next(iter(named.values())).device
+        self._maps = [torch.tensor(levels(signed), device=device) for signed in (True, False)]
+        # One graph serves all shapes: compiled for each, a model's first step would take minutes.
+        self._update: Callable[..., None] = (
+            torch.compile(adamw_, dynamic=True, fullgraph=True) if compiled else adamw_
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Update every matrix; where `found_inf` is 1, weights and moments stay as they are."""
+        for group in self.param_groups:
+            ready = [p for p in group["params"] if p.grad is not None]
+            for p in ready:
+                self._step(p, group)
+
+    def _step(self, p: nn.Parameter, group: Mapping[str, Any]) -> None:
+        state = self.state[p] or self._start(p)
+        skip = torch.zeros((), device=p.device) if self.found_inf is None else self.found_inf
+        state["step"] += 1 - skip
+        how = {
+            "lr": torch.full((), group["lr"], device=p.device), "step": state["step"],
+            "skip": skip > 0, "betas": group["betas"], "eps": group["eps"],
+            "weight_decay": group["weight_decay"],
+        }  # fmt: skip
+        for key in MOMENTS:
+            state[f"{key}_scales"] = _laid_out_as(p, state[f"{key}_scales"])
+        held = [state[f"{key}_{part}"] for key in MOMENTS for part in ("codes", "scales")]
+        size = max(1, SLICE_NUMBERS // max(1, p.size(-1)))
+        # Views of the tensors: all that is written to is contiguous.
+        slices = [_local(t).flatten(0, -2).split(size) for t in (p, p.grad, *held)]  # type: ignore[arg-type]
+        for weight, grad, m, m_scales, v, v_scales in zip(*slices, strict=True):
+            if weight.numel():
+                first = Moment(m, m_scales, self._maps[0])
+                second = Moment(v, v_scales, self._maps[1])
+                self._update(weight, grad, first, second, **how)
+
+    def _start(self, p: nn.Parameter) -> dict[str, Tensor]:
+        """Moments of zero: a scale of zero makes every code zero."""
+        state = self.state[p]
+        state["step"] = torch.zeros((), device=p.device)
+        for key in MOMENTS:
+            state[f"{key}_codes"] = torch.zeros_like(p, dtype=torch.uint8)
+            shape = (*p.shape[:-1], blocks_of(p.size(-1)))
+            state[f"{key}_scales"] = torch.zeros(shape, device=p.device)
+        return state
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _laid_out_as(p: Tensor, scales: Tensor) -> Tensor:
+    """Scales cut by rows as their parameter; new ones and those of a checkpoint come whole."""
+    if not isinstance(p, DTensor) or isinstance(scales, DTensor):
+        return scales
+    return distribute_tensor(scales, p.device_mesh, p.placements, src_data_rank=None)
+
+
+class Adamw8bit(Technique[Build]):
+    """Keep AdamW's moments in 8 bits: a quarter of the optimizer's state."""
+
+    smallest: int = Field(default=4096, ge=1, le=1 << 30)
+    """Matrices of fewer numbers stay with the trunk's AdamW."""
+    compiled: bool | None = None
+    """Whether the update is one fused kernel, by torch.compile: seconds at the first step, and a
+    fifth of the memory traffic. Without it: on a GPU that has Triton, not on a CPU."""
+
+    room: ClassVar[str] = "optim"
+    stage: ClassVar[Stage] = Stage.OPTIMIZER
+    composes: ClassVar[tuple[str, ...]] = ("routes",)
+    equality: ClassVar = "learning"
+    symptoms: ClassVar[tuple[str, ...]] = ("memory:optimizer",)
+    card: ClassVar[Card] = Card(
+        buys="6 of the 8 bytes of optimizer state of every number in a matrix (derived)",
+        costs="moments rounded to 8 bits at every step; quantizing work by element; blocks of 256 "
+        "along a row: cuts along rows change nothing, cuts along columns do unless each rank has a "
+        "multiple of 256",
+        helps="when weights, gradients and optimizer fill the memory rather than activations",
+        hurts="runs that fit; embeddings of rare tokens, which the paper keeps in 32 bits",
+        source="arXiv 2110.02861",
+    )
+
+    def supports(self, context: Context) -> Supported | Unsupported:
+        """Runs everywhere; compiled it needs a code generator."""
+        if self.compiled and context.device == "cuda" and not context.has_triton:
+            return Unsupported("compiled = true needs Triton on a GPU", "pip install triton")
+        if self.compiled and context.device == "cpu" and not context.has_compiler:
+            return Unsupported("compiled = true needs a C++ compiler on a CPU", "install g++")
+        if self.compiled and context.device == "mps":
+            return Unsupported("compiling on Apple GPUs is not proven here",
+                               "techniques.adamw_8bit.compiled=false")  # fmt: skip
+        return Supported()
+
+    def predict(self, ledger: Ledger) -> Ledger:
+        """Two bytes and two scales of each block in the place of 8, for every row of a matrix."""
+        sizes, saved, most = ledger.sizes, 0.0, 0.0
+        for key, rows in sizes.items():
+            if key.startswith("columns/"):
+                columns = int(key.removeprefix("columns/"))
+                saved += rows * (8 * columns - 2 * (columns + 4 * blocks_of(columns)))
+                most = max(most, rows * columns)
+        linears = [key[:-3] for key in sizes if key.endswith("/in")]
+        products = [sizes[f"{name}/in"] * sizes[f"{name}/out"] for name in linears]
+        largest = min(most, max(sizes["embedding"], *products), SLICE_NUMBERS)
+        line = ledger.memory["optimizer"]
+        ledger = ledger.with_line("optimizer", replace(line, bytes=line.bytes - saved))
+        if self.compiled:
+            return ledger
+        return ledger.with_line("moments", Line(TEMPORARIES * 4 * largest, ("optimizer",)))
+
+    def apply(self, build: Build) -> None:
+        """Take the large matrices that no other route wants."""
+        config, context = build.plan.optimizer, build.context
+        compiled = self.compiled
+        if compiled is None:
+            compiled = context.device == "cuda" and context.has_triton
+
+        def takes(name: str, p: nn.Parameter) -> bool:
+            later = build.routes[build.routes.index(route) + 1 :]
+            large = p.ndim >= 2 and p.numel() >= self.smallest
+            return large and not any(other.takes(name, p) for other in later)
+
+        def make(named: Mapping[str, nn.Parameter]) -> AdamW8bitOptimizer:
+            return AdamW8bitOptimizer(
+                named, lr=config.lr, betas=config.betas, eps=config.eps,
+                weight_decay=config.weight_decay, compiled=compiled,
+            )  # fmt: skip
+
+        route = Route(self.name(), takes, make)
+        build.routes.append(route)
+
+    def active(self, build: Build) -> Evidence:
+        """Bytes of state that the matrices really hold, by tensor."""
+        optimizer, taken = build.optimizers.get(self.name()), build.routed.get(self.name(), {})
+        held = count = moved = 0
+        for p in taken.values():
+            state = optimizer.state.get(p, {}) if optimizer else {}
+            parts = [_local(t) for key, t in state.items() if key != "step"]
+            held += sum(t.nbytes for t in parts)
+            count += _local(p).numel() if parts else 0
+            moved += any(bool(t.any()) for t in parts if t.dtype == torch.uint8)
+        each = held / max(1, count)
+        return Evidence(
+            active=moved > 0 and each < 8,
+            detail=f"{len(taken)} matrices hold {each:.2f} bytes of state a number, {held} in all",
+            numbers={"matrices": len(taken), "bytes_per_number": each, "state_bytes": held},
+        )

@@ -1,0 +1,208 @@
+"""Divide the momentum by a cheap estimate of the curvature, and clip every step by element.
+
+Every `every` steps a second sweep over the same micro-batches measures how curved the loss is in
+each weight (Gauss-Newton-Bartlett): labels are drawn from the model's own distribution, and the
+squares of the gradients against them are, in the mean, the diagonal of the Gauss-Newton matrix. The
+optimizer (optim/sophia) divides by it.
+
+A label is a pure function of (seed, step, place in the stream, logits): the largest of logit plus
+Gumbel noise, the noise a hash of (seed, step, place, vocabulary id) in 32-bit words. So no layout
+of ranks, rows or vocabulary changes what is drawn, nothing is kept for a resume, and a drawn label
+needs one argmax over the vocabulary. Two layouts differ only where two entries tie within fp32
+rounding, about one label in a million.
+
+Cost: one more forward and backward pass every `every` steps, on `share` of the micro-batches; two
+states per weight, as AdamW. What layers add to the loss (a router's balance) is in the second sweep
+too. Left out: Hutchinson's estimator, which needs second derivatives. Source: arXiv 2305.14342 and
+its code (SophiaG); the hash is C. Wellons' lowbias32 family (hash-prospector).
+
+Shapes: N tokens, V vocabulary columns that are here.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from headrace.core.ledger import Ledger, Line
+from headrace.core.technique import (
+    Card,
+    Context,
+    Evidence,
+    Stage,
+    Supported,
+    Technique,
+    Unsupported,
+)
+from headrace.model.head import IGNORED, Vocabulary
+from headrace.optim.sophia import SophiaOptimizer
+from headrace.parallel.layout import local_of
+from headrace.sockets import Build, Pass, Route, Work
+
+WORD = 0xFFFFFFFF
+CHUNK_TOKENS = 32
+"""Tokens whose noise is held at once: about 33 bytes x chunk x vocabulary (measured), which hides
+behind the logits. Not a number of elements: all shards of a vocabulary reduce the same chunks."""
+
+
+def mix(x: Any) -> Any:
+    """A good permutation of 32-bit words, of an int or of int64 tensors.
+
+    Both factors are below 2^31, so that no product leaves 63 bits: the same on every device.
+    """
+    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & WORD
+    x = ((x ^ (x >> 15)) * 0x735A2D97) & WORD
+    return x ^ (x >> 15)
+
+
+def noise_keys(seed: int, step: int, index_N: Tensor) -> Tensor:
+    """Two words per token that its noise is made from, int64 [N, 2]."""
+    lanes = []
+    for lane in (1, 2):
+        word: Any = lane
+        for part in (seed & WORD, seed >> 32 & WORD, step, index_N & WORD, index_N >> 32):
+            word = mix((word + part + 0x9E3779B9) & WORD)
+        lanes.append(word)
+    return torch.stack(lanes, dim=-1)
+
+
+def gumbel(keys_N2: Tensor, ids_V: Tensor) -> Tensor:
+    """Gumbel noise fp32 [N, V] of each (token, vocabulary id)."""
+    words_NV = mix(ids_V[None] ^ keys_N2[:, :1])
+    words_NV = mix((words_NV + keys_N2[:, 1:]) & WORD)
+    # The large noises, which decide, come from small shares: those keep all 24 bits of fp32.
+    share_NV = ((words_NV.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
+    return -torch.log(-torch.log1p(-share_NV))
+
+
+def draw(logits_NV: Tensor, keys_N2: Tensor, vocabulary: Vocabulary) -> Tensor:
+    """A label per token from softmax(logits), [N]."""
+    ids_V = vocabulary.ids(logits_NV)
+    # A compiler fuses noise and argmax, and would unroll the chunks.
+    size = max(1, len(logits_NV) if torch.compiler.is_compiling() else CHUNK_TOKENS)
+    chunks = zip(logits_NV.split(size), keys_N2.split(size), strict=True)
+    return torch.cat([vocabulary.argmax(x_nV + gumbel(k_n2, ids_V)) for x_nV, k_n2 in chunks])
+
+
+def against_draws(
+    logits_NV: Tensor, targets_N: Tensor, extras: Any, vocabulary: Vocabulary
+) -> Tensor:
+    """The second sweep's objective: cross-entropy against drawn labels, where targets count."""
+    with torch.no_grad():
+        labels_N = draw(logits_NV.detach(), extras["sophia"], vocabulary)
+    return vocabulary.nll(logits_NV, labels_N.masked_fill(targets_N == IGNORED, IGNORED))
+
+
+class Sophia(Technique[Build]):
+    """Divide the momentum by a cheap estimate of the curvature, and clip every step by element."""
+
+    every: int = Field(default=10, ge=1)
+    """Steps between two estimates of the curvature; tuner range 5 to 20."""
+    share: float = Field(default=1.0, gt=0, le=1)
+    """Share of a step's micro-batches that the estimate sees, one at least."""
+    rho: float = Field(default=0.05, gt=0, le=10)
+    """Share of the curvature that divides: larger clips less. The paper's gamma; tuner range 0.01
+    to 0.1."""
+    momentum: float = Field(default=0.965, ge=0, lt=1)
+    """Share of the old momentum that is kept."""
+    memory: float = Field(default=0.99, ge=0, lt=1)
+    """Share of the old curvature that is kept at an estimate."""
+
+    room: ClassVar[str] = "optim"
+    stage: ClassVar[Stage] = Stage.OPTIMIZER
+    claims: ClassVar[tuple[str, ...]] = ("passes",)
+    composes: ClassVar[tuple[str, ...]] = ("routes",)
+    equality: ClassVar = "learning"
+    symptoms: ClassVar[tuple[str, ...]] = ("convergence",)
+    card: ClassVar[Card] = Card(
+        buys="fewer steps to the same loss: half of AdamW's for GPT-2 sizes in its paper",
+        costs="a second forward and backward pass every 10 steps (derived)",
+        helps="pretraining whose AdamW is already tuned; larger learning rates stay stable",
+        hurts="short runs; later comparisons with tuned baselines found a smaller gain than the "
+        "paper (arXiv 2509.02046)",
+        source="arXiv 2305.14342; github.com/Liuhong99/Sophia",
+    )
+
+    def supports(self, context: Context) -> Supported | Unsupported:
+        """Runs everywhere; a pipeline's schedule is made for all micro-batches."""
+        plan = context.plan
+        if plan is not None and plan.mesh.pipeline > 1 and self.share < 1:
+            return Unsupported(
+                "a pipeline runs all micro-batches of a step or none",
+                "techniques.sophia.share=1.0",
+            )
+        return Supported()
+
+    def predict(self, ledger: Ledger) -> Ledger:
+        """A second pass now and then; the states are as large as AdamW's."""
+        work = ledger.flops["forward"] + ledger.flops["backward"]
+        ledger = ledger.with_flops("curvature", work * self.share / self.every)
+        outer = ledger.memory["parameters"].bytes - 4 * ledger.sizes["block_matrices"]
+        one = ledger.sizes.get("largest_parameter", outer)
+        return ledger.with_line("update", Line(one, ("optimizer",)))
+
+    def apply(self, build: Build) -> None:
+        """Route all parameters that no other technique takes, and add the second sweep."""
+        config = build.plan.optimizer
+
+        def make(named: Any) -> SophiaOptimizer:
+            return SophiaOptimizer(
+                named, lr=config.lr, betas=(self.momentum, self.memory), rho=self.rho,
+                weight_decay=config.weight_decay,
+            )  # fmt: skip
+
+        build.routes.append(Route(self.name(), lambda name, p: True, make))
+        trunk = build.passes
+
+        def passes(build: Build, step: int) -> Sequence[Pass]:
+            due = step % self.every == 0 and self.name() in build.optimizers
+            return [*trunk(build, step), *([self._sweep(build, step)] if due else [])]
+
+        build.passes = passes
+
+    def _sweep(self, build: Build, step: int) -> Pass:
+        """The second sweep of a step."""
+        counted: list[Tensor] = []
+
+        def keyed(works: Sequence[Work]) -> list[Work]:
+            taken = works[: max(1, math.ceil(self.share * len(works)))]
+            targets = torch.stack([(w.targets_BT != IGNORED).sum() for w in taken]).sum()
+            counted.append(build.world.sum_(targets, "shard"))
+            return [
+                w._replace(extras={
+                    **(w.extras or {}),
+                    "sophia": noise_keys(build.plan.seed, step, w.index_BT.flatten()),
+                })
+                for w in taken
+            ]  # fmt: skip
+
+        def absorb(build: Build, finite: Tensor) -> None:
+            optimizer = build.optimizers[self.name()]
+            assert isinstance(optimizer, SophiaOptimizer)
+            optimizer.found_inf = 1.0 - finite
+            optimizer.estimate(counted[-1].float())
+
+        return Pass("curvature", against_draws, keyed, absorb)
+
+    def active(self, build: Build) -> Evidence:
+        """Weights with a measured curvature, and how many of them the clipping still stops."""
+        optimizer = build.optimizers.get(self.name())
+        updates, total, curved, clipped = getattr(optimizer, "updates", 0), 0, 0, 0
+        for state in optimizer.state.values() if optimizer is not None else ():
+            m, h = local_of(state["exp_avg"]), local_of(state["hessian"])
+            total += h.numel()
+            curved += int((h > 0).sum())
+            clipped += int((m.abs() > self.rho * h).sum())
+        numbers = {
+            "updates": updates,
+            "curved_fraction": curved / max(1, total),
+            "clipped_fraction": clipped / max(1, total),
+        }
+        return Evidence(
+            active=updates > 0 and curved > 0,
+            detail=f"{curved} of {total} weights have a curvature; {clipped} steps are clipped",
+            numbers=numbers,
+        )

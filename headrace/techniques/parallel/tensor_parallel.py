@@ -1,0 +1,349 @@
+"""Split every matrix over a few ranks, so that each holds and multiplies a part of it.
+
+The first matrix of attention and MLP is cut by rows: each rank computes its own heads or hidden
+features from the whole input. The last is cut by columns: each rank has a part of every sum, and
+one collective adds the parts. So a block communicates four times forward and backward, and nothing
+inside of attention or MLP. The embedding and the output matrix are cut along the vocabulary, and
+the loss is reduced without whole logits (model/sharded_vocabulary).
+
+With `sequence`, what stands between those parts (residual stream, norms) is cut along the sequence:
+an all-gather and a reduce-scatter replace one all-reduce, carry the same bytes, and each rank keeps
+a part of those activations. Weights on a slice of tokens then have a partial gradient, which the
+step's `reduce` adds, as that of everything whole inside of the parts (q_norm, a router).
+
+A rank keeps plain local tensors (parallel/layout says which part of what); every collective is a
+traceable operation (parallel/tensor). Collectives are not overlapped with products, and gathered
+inputs are kept for the backward pass instead of being gathered again, as Megatron does. Sources:
+arXiv 1909.08053 (tensor), arXiv 2205.05198 (sequence).
+
+Shapes: B rows, T tokens, t tokens of a rank, D features.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from math import gcd
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from headrace.core.errors import ConfigError
+from headrace.core.ledger import Ledger
+from headrace.core.model_config import ModelConfig
+from headrace.core.technique import (
+    Card,
+    Context,
+    Evidence,
+    Stage,
+    Supported,
+    Technique,
+    Unsupported,
+)
+from headrace.model.sharded_vocabulary import ShardedVocabulary
+from headrace.parallel.layout import share
+from headrace.parallel.tensor import (
+    Peers,
+    copy,
+    gather_sequence,
+    local_length,
+    peers_of,
+    scatter_sequence,
+    split_sequence,
+    sum_forward,
+)
+from headrace.sockets import Build
+
+AXIS = "tensor"
+COLUMNS: Mapping[str, int] = {"weight": 0, "bias": 0}
+ROWS: Mapping[str, int] = {"weight": 1}
+"""Along which dimension a plain linear's parameters are cut, by output or by input features; one
+with other parameters says so itself in `column_parameters` and `row_parameters`."""
+INSIDE_LINES = (
+    "qkv", "attention", "attention_input", "qk_norm", "gate_up", "activation", "weight_cast",
+)  # fmt: skip
+"""Ledger lines of a block that are kept inside of attention and MLP."""
+INSIDE_SIZES = (
+    "logits_per_token", "logits_fused", "block_matrices", "down_matrices", "embedding",
+    "attention_flops", "heads", "kv_heads", "ffn",
+)  # fmt: skip
+STATE_LINES = ("parameters", "gradients", "optimizer")
+
+
+class WholeTokens:
+    """Between the parts every rank has all tokens."""
+
+    def __init__(self, peers: Peers) -> None:
+        self.peers, self.length, self.calls = peers, 0, 0
+
+    def widen(self, x: Tensor) -> Tensor:
+        """What a cut part reads, all tokens."""
+        self._count()
+        return copy(x, self.peers)
+
+    def add(self, y: Tensor) -> Tensor:
+        """The sum of what the ranks' parts wrote."""
+        self._count()
+        return sum_forward(y, self.peers)
+
+    def split(self, x: Tensor) -> Tensor:
+        """What the first block reads, of what is equal everywhere."""
+        return x
+
+    def _count(self) -> None:
+        if not torch.compiler.is_compiling():
+            self.calls += 1
+
+
+class SplitTokens(WholeTokens):
+    """Between the parts every rank has its own tokens: `length` of all of them, set beforehand."""
+
+    def widen(self, x: Tensor) -> Tensor:
+        """What a cut part reads, all tokens."""
+        self._count()
+        return gather_sequence(x, self.length, self.peers)
+
+    def add(self, y: Tensor) -> Tensor:
+        """This rank's tokens of the sum of what the ranks' parts wrote."""
+        self._count()
+        return scatter_sequence(y, self.peers)
+
+    def split(self, x: Tensor) -> Tensor:
+        """What the first block reads, of what is equal everywhere."""
+        return split_sequence(x, self.peers)
+
+
+class TensorParallel(Technique[Build]):
+    """Split every matrix over a few ranks, so that each holds and multiplies a part of it."""
+
+    sequence: bool = Field(default=True)
+    """Cut residual stream and norms along the sequence, for the same bytes on the wire."""
+
+    room: ClassVar[str] = "parallel"
+    stage: ClassVar[Stage] = Stage.TENSOR
+    axes: ClassVar[tuple[str, ...]] = (AXIS,)
+    composes: ClassVar[tuple[str, ...]] = ("layouts",)
+    symptoms: ClassVar[tuple[str, ...]] = (
+        "memory:parameters", "memory:optimizer", "memory:activations", "memory:logits",
+    )  # fmt: skip
+    card: ClassVar[Card] = Card(
+        buys="parameters, gradients, optimizer state, logits and activations of a rank divided by "
+        "mesh.tensor, and less work per token on each (derived)",
+        costs="two collectives of tokens x dim numbers per attention and per MLP, forward and "
+        "backward, that products wait for (derived)",
+        helps="models too large for data parallelism with sharding, on GPUs of one node; latency "
+        "of large blocks",
+        hurts="small models, and ranks that are joined by a network instead of NVLink",
+        source="arXiv 1909.08053; arXiv 2205.05198",
+    )
+
+    def supports(self, context: Context) -> Supported | Unsupported:
+        """Needs several ranks, and whole groups of heads and hidden features for each."""
+        ranks, model = context.plan.mesh.tensor, context.plan.model
+        if ranks == 1:
+            return Unsupported("mesh.tensor = 1: there is nothing to split over", "mesh.tensor=2")
+        kv, ffn = model.resolved_kv_heads, model.resolved_ffn
+        if model.pretrained or not (kv % ranks or ffn % ranks):
+            return Supported()  # the shape of pretrained weights is checked when it is known
+        what = f"{kv} key-value heads" if kv % ranks else f"{ffn} hidden features (model.ffn)"
+        return Unsupported(
+            f"{what} do not divide into mesh.tensor = {ranks} parts", _nearest(model, ranks)
+        )
+
+    def predict(self, ledger: Ledger) -> Ledger:
+        """One rank's share of matrices, activations and work."""
+        sizes, ranks = dict(ledger.sizes), ledger.sizes["tensor_ranks"]
+        kept = ledger.memory["parameters"].bytes
+        left = (4 * sizes["unsplit"] + (kept - 4 * sizes["unsplit"]) / ranks) / kept
+        ledger = ledger.scaled(lambda name: name in STATE_LINES, left)
+        ledger = ledger.scaled(
+            lambda name: name == "logits" or name.split("/")[-1] in INSIDE_LINES, 1 / ranks
+        )
+        stream = sizes["residual"]
+        if self.sequence:
+            ledger = ledger.scaled(lambda name: name.endswith("/residual"), 1 / ranks)
+            for name, line in ledger.memory.items():  # what is gathered from a norm is kept whole
+                whole = {"norm": 2 * stream, "final_norm": stream}.get(name.split("/")[-1])
+                if whole is not None:
+                    bytes_ = whole + (line.bytes - whole) / ranks
+                    ledger = ledger.with_line(name, replace(line, bytes=bytes_))
+            sizes |= {"residual": stream / ranks, "written": stream}
+        sizes["head_gradients"] -= 4 * sizes["embedding"] * (1 - 1 / ranks)
+        sizes |= {name: sizes[name] / ranks for name in INSIDE_SIZES if name in sizes}
+        flops = {phase: count / ranks for phase, count in ledger.flops.items()}
+        return replace(ledger, sizes=sizes, flops=flops)
+
+    def apply(self, build: Build) -> None:
+        """Cut the parts, the embedding and the head, and put collectives around them."""
+        model, peers = build.model, peers_of(build.world.group(AXIS))
+        tokens = (SplitTokens if self.sequence else WholeTokens)(peers)
+        build.notes[self.name()] = tokens
+        for layer, block in model.blocks.items():
+            for kind in ("mixer", "mlp"):
+                name, part = f"blocks.{layer}.{kind}", block.get_submodule(kind)
+                self._cut_part(build, name, part, peers.ranks)
+                part.forward = _around(part, tokens)
+        self._cut_ends(build, peers)
+        _split_model(model, tokens)
+
+    def _cut_part(self, build: Build, name: str, part: nn.Module, ranks: int) -> None:
+        """Record the layout of every parameter of a mixer or an MLP."""
+        cut = dict(_cuts(name, part))
+        units = getattr(part, "units", 1)
+        if not cut or units % ranks:
+            found = f"has {units} groups of features" if cut else "does not say how it is split"
+            raise ConfigError(
+                f"mesh.tensor = {ranks}, and {name} ({type(part).__name__}) {found}",
+                f"mesh.tensor={gcd(units, ranks)} (or --without {self.name()})",
+            )
+        biases = [f"{row}.bias" for row in getattr(part, "rows", ())]
+        for key, _ in part.named_parameters():
+            full = f"{name}.{key}"
+            if key in cut:
+                _split(build, full, cut[key])
+            elif self.sequence or key not in biases:
+                _partial(build, full)
+
+    def _cut_ends(self, build: Build, peers: Peers) -> None:
+        """Cut embedding and head along the vocabulary; what stands between sees slices."""
+        model, vocab = build.model, build.config.vocab
+        offset, count = share(vocab, peers.ranks, peers.place)
+        model.embed.forward = _embed(model.embed, offset, count, peers)  # type: ignore[method-assign]
+        model.head.vocabulary = ShardedVocabulary(offset, count, vocab, peers)
+        for name, _ in model.named_parameters():
+            place = name.split(".")
+            if name in ("embed.weight", "head.weight"):
+                _split(build, name, 0)
+            elif place[0] == "norm" or (place[0] == "blocks" and place[2] not in ("mixer", "mlp")):
+                if self.sequence:
+                    _partial(build, name)
+            elif place[0] not in ("position", "blocks"):
+                raise ConfigError(
+                    f"{self.name()} does not know how the parameter {name!r} is used",
+                    f"--without {self.name()}",
+                )
+
+    def active(self, build: Build) -> Evidence:
+        """Rows that this rank holds of what is whole elsewhere, and parts that met their peers."""
+        world, model = build.world, build.model
+        tokens: WholeTokens = build.notes[self.name()]
+        split = {n: p for n, p in model.named_parameters() if AXIS in build.layouts[n].split}
+        here = sum(p.numel() for p in split.values())
+        whole = sum(torch.Size(build.layouts[n].shape).numel() for n in split)
+        cut = all(tuple(p.shape) == build.layouts[n].offsets(world)[1] for n, p in split.items())
+        ran = "in compiled code" if build.compiled else f"{tokens.calls} calls of collectives"
+        return Evidence(
+            active=cut and here < whole and (tokens.calls > 0 or bool(build.compiled)),
+            detail=f"this rank holds {here:,} of {whole:,} numbers of {len(split)} split "
+            f"parameters; {ran}",
+            numbers={"held": here, "whole": whole, "calls": tokens.calls},
+        )
+
+
+# --- layouts ---------------------------------------------------------------------------------
+
+
+def _cuts(name: str, part: nn.Module) -> Iterator[tuple[str, int]]:
+    """Each parameter of a part that is cut, by its name in the part, and along which dimension."""
+    for children, attribute, usual in (
+        ("columns", "column_parameters", COLUMNS),
+        ("rows", "row_parameters", ROWS),
+    ):
+        yield from getattr(part, attribute, {}).items()
+        for child in getattr(part, children, ()):
+            linear = part.get_submodule(child)
+            known = {key for key, _ in linear.named_parameters()} <= set(COLUMNS)
+            if not known and not hasattr(linear, attribute):
+                raise ConfigError(
+                    f"{name}.{child} ({type(linear).__name__}) does not say how its parameters "
+                    "are split over mesh.tensor",
+                    "mesh.tensor=1",
+                )
+            for key, dim in getattr(linear, attribute, usual).items():
+                yield f"{child}.{key}", dim
+
+
+def _split(build: Build, name: str, dim: int) -> None:
+    layout = build.layouts[name]
+    build.layouts[name] = replace(layout, split={**layout.split, AXIS: dim})
+
+
+def _partial(build: Build, name: str) -> None:
+    layout = build.layouts[name]
+    build.layouts[name] = replace(layout, partial={*layout.partial, AXIS})
+
+
+def _nearest(model: ModelConfig, ranks: int) -> str:
+    """The largest split below `ranks` that fits, or else a model that does."""
+    fit = max(
+        n for n in range(1, ranks) if not (model.resolved_kv_heads % n or model.resolved_ffn % n)
+    )
+    if fit > 1:
+        return f"mesh.tensor={fit}"
+    kv, ffn = model.resolved_kv_heads, model.resolved_ffn
+    wide = [g for g in range(ranks, model.heads + 1, ranks) if model.heads % g == 0]
+    if kv % ranks and not wide:
+        return f"model.heads={-(-model.heads // ranks) * ranks}"
+    if kv % ranks:
+        return f"model.kv_heads={min(wide, key=lambda g: abs(g - kv))}"
+    return f"model.ffn={-(-ffn // ranks) * ranks}"
+
+
+# --- forward passes --------------------------------------------------------------------------
+
+
+def _around(part: nn.Module, tokens: WholeTokens) -> Callable[..., Tensor]:
+    """The part's forward between collectives; the bias of its last linear is added once, after."""
+    forward = part.forward
+    biased = [r for r in getattr(part, "rows", ()) if part.get_submodule(r).bias is not None]
+    for child in biased:
+        linear = part.get_submodule(child)
+        if type(linear) is not nn.Linear or len(biased) > 1:
+            raise ConfigError(
+                f"the bias of {child!r} ({type(linear).__name__}) in {type(part).__name__} cannot "
+                "be added after its parts are summed",
+                "model.bias=false",
+            )
+        linear.forward = _product(linear)  # type: ignore[method-assign]
+    if not biased:
+        return lambda x, *shared: tokens.add(forward(tokens.widen(x), *shared))
+    last = part.get_submodule(biased[0])
+    assert isinstance(last, nn.Linear)
+
+    def with_bias(x: Tensor, *shared: Any) -> Tensor:
+        y = tokens.add(forward(tokens.widen(x), *shared))
+        return y + last.bias.to(y.dtype)  # rounded like the sum, as a linear does
+
+    return with_bias
+
+
+def _product(linear: nn.Linear) -> Callable[..., Tensor]:
+    return lambda x: F.linear(x, linear.weight)
+
+
+def _embed(embed: nn.Embedding, offset: int, count: int, peers: Peers) -> Callable[..., Tensor]:
+    """The embedding of ids of which this rank holds [offset, offset + count)."""
+
+    def forward(ids_BT: Tensor) -> Tensor:
+        place_BT = ids_BT - offset
+        elsewhere_BT = (place_BT < 0) | (place_BT >= count)
+        x_BTD = F.embedding(place_BT.masked_fill(elsewhere_BT, 0), embed.weight)
+        return sum_forward(x_BTD.masked_fill(elsewhere_BT[..., None], 0.0), peers)
+
+    return forward
+
+
+def _split_model(model: Any, tokens: WholeTokens) -> None:
+    """The decoder's ends: who enters is split, who leaves is whole."""
+    enter, leave, share_, dim = model.enter, model.leave, model.share, model.config.dim
+
+    def share_with_length(rows: Any, length: int, cache: Any = None) -> Any:
+        tokens.length = length
+        return share_(rows, length, cache)
+
+    model.share = share_with_length
+    model.enter = lambda ids, shared: tokens.split(enter(ids, shared))
+    model.leave = lambda x: tokens.widen(leave(x))
+    if isinstance(tokens, SplitTokens):
+        model.wire_shape = lambda rows, length: (rows, local_length(length, tokens.peers), dim)

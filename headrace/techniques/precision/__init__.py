@@ -1,0 +1,1 @@
+"""Compute in fewer bits."""

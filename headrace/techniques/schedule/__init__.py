@@ -1,0 +1,1 @@
+"""What varies in time."""

@@ -1,0 +1,146 @@
+"""Begin with short rows and lengthen them: the same tokens, cheaper and steadier at first.
+
+A step at length L cuts each row of T tokens into T / L rows; nothing is dropped, and every target
+stays, those across a cut too. Early on a model learns from near tokens, so that far ones cost
+attention and give noise: short rows make the first steps cheaper (attention grows with L) and allow
+larger learning rates. L is a pure function of the step: `start`, then twice as much as often as it
+divides T, then T, in equal parts of the time until `until`. So there are few lengths, because each
+is a shape that a compiler compiles anew.
+
+Positions restart at a cut, except in a document that begins inside of the new row. Left out:
+lengths by a measured loss (they would not be a function of the step), and filling up rows that do
+not divide. Source: arXiv 2108.06084; Composer's SeqLengthWarmup.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from headrace.core.ledger import Ledger
+from headrace.core.technique import (
+    Card,
+    Context,
+    Evidence,
+    Stage,
+    Supported,
+    Technique,
+    Unsupported,
+)
+from headrace.data.loader import Micro
+from headrace.sockets import Build
+
+
+def lengths_to(whole: int, start: int) -> list[int]:
+    """`start`, its doublings that divide `whole`, and `whole`."""
+    found = [start]
+    while found[-1] * 2 < whole and whole % (found[-1] * 2) == 0:
+        found.append(found[-1] * 2)
+    return [*found, whole]
+
+
+def length_at(step: int, lengths: Sequence[int], until: int) -> int:
+    """The length of a step's rows: all but the last share the steps before `until`."""
+    return lengths[min(step * (len(lengths) - 1) // max(1, until), len(lengths) - 1)]
+
+
+def cut(micro: Micro, length: int) -> Micro:
+    """The same tokens in rows of `length`."""
+
+    def rows(whole_BT: Tensor) -> Tensor:
+        return whole_BT.view(-1, length)
+
+    micro = replace(micro, ids_BT=rows(micro.ids_BT), targets_BT=rows(micro.targets_BT))
+    if micro.segments_BT is None or micro.positions_BT is None:
+        return micro
+    # A document that began before the cut is further from its beginning than the row is long.
+    positions_BT = torch.minimum(rows(micro.positions_BT), torch.arange(length))
+    if micro.positions_BT.is_pinned():
+        positions_BT = positions_BT.pin_memory()
+    return replace(micro, segments_BT=rows(micro.segments_BT), positions_BT=positions_BT)
+
+
+class SequenceLengthSchedule(Technique[Build]):
+    """Begin with short rows and lengthen them: the same tokens, cheaper and steadier at first."""
+
+    start: int = Field(default=64, ge=1)
+    """Tokens of a row in the first step; it must divide data.sequence_length."""
+    until: float = Field(default=0.3, gt=0)
+    """When rows are whole: at most 1 is a share of the schedule's steps, above it is a step."""
+
+    room: ClassVar[str] = "schedule"
+    stage: ClassVar[Stage] = Stage.SCHEDULE
+    composes: ClassVar[tuple[str, ...]] = ("recut", "values")
+    equality: ClassVar = "learning"
+    symptoms: ClassVar[tuple[str, ...]] = ("instability", "attention")
+    card: ClassVar[Card] = Card(
+        buys="attention of short rows in the first steps, and a steadier start; Composer reports "
+        "about 1.5x on GPT-2 125M (A100)",
+        costs="one more compiled shape per length; the first steps see no far tokens",
+        helps="long rows, where attention is a large share of the work; large learning rates",
+        hurts="short rows, and fine-tuning of a model that knows far tokens already",
+        source="arXiv 2108.06084; docs.mosaicml.com, Sequence Length Warmup",
+    )
+
+    def supports(self, context: Context) -> Supported | Unsupported:
+        """`start` must divide a row, and the schedule must know its end."""
+        plan = context.plan
+        if plan is None:
+            return Supported()
+        whole, name = plan.data.sequence_length, self.name()
+        unit = 2 * plan.mesh.context if plan.mesh.context > 1 else 1
+        fits = [n for n in range(unit, whole, unit) if whole % n == 0]
+        if not fits:
+            return Unsupported(
+                f"rows of data.sequence_length = {whole} tokens cannot be cut evenly"
+                + (f" into multiples of 2 x mesh.context = {unit}" if unit > 1 else ""),
+                f"data.sequence_length={-(-whole // (4 * unit)) * 4 * unit}",
+            )
+        if self.start not in fits:
+            near = min(fits, key=lambda n: abs(n - self.start))
+            return Unsupported(
+                f"start = {self.start} tokens does not cut a row of {whole} evenly"
+                + (f" into multiples of {unit}" if unit > 1 else ""),
+                f"techniques.{name}.start={near}",
+            )
+        if self.until <= 1 and plan.horizon_steps is None:
+            return Unsupported(
+                f"until = {self.until:g} is a share of a schedule whose end the plan does not say",
+                f"schedule.steps=N, or techniques.{name}.until=STEP",
+            )
+        return Supported()
+
+    def predict(self, ledger: Ledger) -> Ledger:
+        """What whole rows cost, which come: the peak of the run, and most of its steps."""
+        return ledger
+
+    def apply(self, build: Build) -> None:
+        """Give each step its length, and cut its rows."""
+        plan = build.plan
+        lengths = lengths_to(plan.data.sequence_length, self.start)
+        until = self.until if self.until > 1 else self.until * (plan.horizon_steps or 1)
+        build.values["sequence_length"] = lambda step: float(length_at(step, lengths, round(until)))
+        seen: dict[int, int] = {}
+        build.notes[self.name()] = seen
+
+        def recut(build: Build, micro: Micro) -> Micro:
+            length = int(build.now["sequence_length"])
+            micro = cut(micro, length) if length < micro.ids_BT.size(1) else micro
+            seen[micro.ids_BT.size(1)] = seen.get(micro.ids_BT.size(1), 0) + 1
+            return micro
+
+        build.recut.append(recut)
+
+    def active(self, build: Build) -> Evidence:
+        """Lengths of the rows that were trained."""
+        seen: dict[int, int] = build.notes[self.name()]
+        now = build.now.get("sequence_length")
+        told: dict[str, Any] = {f"micro_batches_of_{n}": count for n, count in seen.items()}
+        return Evidence(
+            active=now is not None and seen.get(int(now), 0) > 0,
+            detail="trained rows of " + (" and ".join(map(str, seen)) or "no") + " tokens",
+            numbers=told,
+        )

@@ -1,0 +1,264 @@
+"""What each rank of the collectives' test does: the same sums split over ranks and in one place."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from headrace.kernels.chunked_loss import chunked_loss
+from headrace.model.head import IGNORED, Vocabulary
+from headrace.model.sharded_vocabulary import ShardedVocabulary
+from headrace.parallel.layout import share
+from headrace.parallel.tensor import (
+    Peers,
+    copy,
+    gather_sequence,
+    local_length,
+    peers_of,
+    scatter_sequence,
+    split_sequence,
+    sum_forward,
+)
+
+LENGTHS = (1, 4, 5, 13)
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+@contextmanager
+def group() -> Iterator[Peers]:
+    """All ranks of this test."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    world = dist.group.WORLD
+    assert world is not None
+    yield peers_of(world)
+    dist.destroy_process_group()
+
+
+def draw(seed: int, *shape: int) -> Tensor:
+    """The same numbers on every rank."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def compiler(backend: str) -> Callable[[Any], Any]:
+    """torch.compile with a backend, or nothing."""
+    if not backend:
+        return lambda f: f
+    torch.compiler.reset()  # each case is a function of its own under the same name
+    return partial(torch.compile, fullgraph=True, backend=backend, dynamic=False)
+
+
+def sequences(backend: str) -> None:
+    """Every sequence collective, forward and backward, at lengths that divide nothing."""
+    with group() as peers:
+        for length in LENGTHS:
+            _gather_and_scatter(peers, length, compiler(backend))
+            _split_and_sum(peers, length, compiler(backend))
+            _layer(peers, length, compiler(backend))
+
+
+def mine(x_BTD: Tensor, peers: Peers) -> Tensor:
+    """This rank's tokens, zeros where there are none."""
+    each = local_length(x_BTD.size(1), peers)
+    wide = F.pad(x_BTD, (0, 0, 0, each * peers.ranks - x_BTD.size(1)))
+    return wide[:, peers.place * each : (peers.place + 1) * each]
+
+
+def _gather_and_scatter(peers: Peers, length: int, compiled: Callable[[Any], Any]) -> None:
+    whole = draw(1, 2, length, 3)
+    local = mine(whole, peers).clone().requires_grad_()
+    gathered = compiled(lambda x: gather_sequence(x, length, peers))(local)
+    assert torch.equal(gathered, whole)
+    gathered.backward(draw(2 + peers.place, 2, length, 3))
+    sums = sum(draw(2 + r, 2, length, 3) for r in range(peers.ranks))
+    assert isinstance(sums, Tensor)
+    torch.testing.assert_close(local.grad, mine(sums, peers), **CLOSE)
+
+    partial_sum = draw(2 + peers.place, 2, length, 3).requires_grad_()
+    scattered = compiled(lambda x: scatter_sequence(x, peers))(partial_sum)
+    torch.testing.assert_close(scattered, mine(sums, peers), **CLOSE)
+    scattered.backward(mine(whole, peers))
+    assert partial_sum.grad is not None and torch.equal(partial_sum.grad, whole)
+
+
+def _split_and_sum(peers: Peers, length: int, compiled: Callable[[Any], Any]) -> None:
+    whole = draw(1, 2, length, 3).requires_grad_()
+    local = compiled(lambda x: split_sequence(x, peers))(whole)
+    assert torch.equal(local, mine(whole, peers))
+    local.backward(mine(whole.detach() ** 2, peers))
+    assert whole.grad is not None and torch.equal(whole.grad, whole.detach() ** 2)
+
+    same, own = draw(3, 5).requires_grad_(), draw(4 + peers.place, 5).requires_grad_()
+    total = compiled(lambda a, b: sum_forward(copy(a, peers) * b, peers))(same, own)
+    total.backward(draw(9, 5))
+    every = sum(draw(4 + r, 5) for r in range(peers.ranks))
+    torch.testing.assert_close(total, same * every, **CLOSE)
+    torch.testing.assert_close(same.grad, every * draw(9, 5), **CLOSE)
+    torch.testing.assert_close(own.grad, same.detach() * draw(9, 5), **CLOSE)
+
+
+def _layer(peers: Peers, length: int, compiled: Callable[[Any], Any]) -> None:
+    """Two column and row splits around work on a slice of the sequence."""
+    up, down = draw(5, 8, 3), draw(6, 3, 8)
+    rows = slice(*(peers.place * 8 // peers.ranks, (peers.place + 1) * 8 // peers.ranks))
+
+    def plain(x: Tensor, up: Tensor, down: Tensor, scale: Tensor) -> Tensor:
+        for _ in range(2):
+            x = x + F.linear(F.linear(x * scale, up).tanh(), down)
+        return x
+
+    def split(x: Tensor, up: Tensor, down: Tensor, scale: Tensor) -> Tensor:
+        x = split_sequence(x, peers)
+        for _ in range(2):
+            wide = gather_sequence(x * scale, length, peers)
+            x = x + scatter_sequence(F.linear(F.linear(wide, up).tanh(), down), peers)
+        return gather_sequence(x, length, peers) / peers.ranks
+
+    results = []
+    for make, up_part, down_part in (
+        (plain, up, down),
+        (compiled(split), up[rows].clone(), down[:, rows].clone()),
+    ):
+        leaves = [
+            t.requires_grad_() for t in (draw(7, 2, length, 3), up_part, down_part, draw(8, 3))
+        ]
+        out = make(*leaves)
+        out.backward(draw(10, 2, length, 3))
+        results.append((out, [leaf.grad for leaf in leaves]))
+    (right, (x, up_grad, down_grad, scale)), (found, grads) = results
+    torch.testing.assert_close(found * peers.ranks, right, **CLOSE)
+    dist.all_reduce(grads[3])  # used on a slice of the sequence: a partial sum
+    wanted = (x, up_grad[rows], down_grad[:, rows], scale)
+    for mine_, whole in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(mine_, whole, **CLOSE)
+
+
+# --- the vocabulary --------------------------------------------------------------------------
+
+
+def _distill(logits: Tensor, targets: Tensor, extras: Any, vocabulary: Vocabulary) -> Tensor:
+    teacher = vocabulary.part(extras["teacher"])
+    lse = vocabulary.logsumexp(logits)
+    return (lse * vocabulary.sum(teacher) - vocabulary.sum(teacher * logits)).sum()
+
+
+OBJECTIVES: dict[str, Callable[[Tensor, Tensor, Any, Any], Tensor]] = {
+    "nll": lambda logits, targets, extras, v: v.nll(logits, targets),
+    "z_loss": lambda logits, targets, extras, v: (v.logsumexp(logits) ** 2).sum(),
+    "pick": lambda logits, targets, extras, v: (v.pick(logits, targets.clamp(min=0)).sin()).sum(),
+    "sum": lambda logits, targets, extras, v: (v.sum(logits**2).sqrt()).sum(),
+    "distill": _distill,
+    "all": lambda logits, targets, extras, v: (
+        v.nll(logits, targets)
+        + 0.1 * (v.logsumexp(logits) ** 2 * targets.ne(IGNORED)).sum()
+        + _distill(logits, targets, extras, v)
+    ),
+}
+
+
+def vocabularies(backend: str) -> None:
+    """Every reduction and objective against the whole vocabulary, gradient by gradient."""
+    with group() as peers:
+        for size in (307, 64, peers.ranks + 1):
+            _reductions(peers, size)
+            for objective in OBJECTIVES.values():
+                for scale in (1.0, 200.0):
+                    _objective(peers, size, objective, scale, compiler(backend))
+                if not backend:
+                    _chunked(peers, size, objective)
+        _trap(peers)
+
+
+def sharded(size: int, peers: Peers) -> ShardedVocabulary:
+    """This rank's share of a vocabulary."""
+    return ShardedVocabulary(*share(size, peers.ranks, peers.place), size, peers)
+
+
+def make_targets(size: int) -> Tensor:
+    """Some ignored, and the first and last id of every rank."""
+    ids = torch.randint(0, size, (17,), generator=torch.Generator().manual_seed(3))
+    ids[3], ids[4], ids[5], ids[11] = 0, size - 1, IGNORED, IGNORED
+    ids[6], ids[7] = size // 2, (size + 1) // 2
+    return ids
+
+
+def _reductions(peers: Peers, size: int) -> None:
+    vocabulary, whole = sharded(size, peers), draw(1, 17, size)
+    whole[2] = 1.0  # all equal: the lowest id wins
+    whole[8, [1, size - 1]] = 99.0
+    part = vocabulary.part(whole)
+    assert part.size(1) in (size // peers.ranks, size // peers.ranks + 1)
+    assert torch.equal(vocabulary.argmax(part), whole.argmax(-1))
+    assert torch.equal(vocabulary.ids(part), vocabulary.part(torch.arange(size)))
+    assert vocabulary.argmax(part)[[2, 8]].tolist() == [0, 1]
+    ids = make_targets(size).clamp(min=0)
+    plain = Vocabulary()
+    assert torch.equal(vocabulary.pick(part, ids), plain.pick(whole, ids))
+    torch.testing.assert_close(vocabulary.sum(part), plain.sum(whole), rtol=1e-5, atol=1e-5)
+    far = part + 1e4  # without the largest value, exp would overflow
+    torch.testing.assert_close(vocabulary.logsumexp(far), plain.logsumexp(whole + 1e4))
+
+
+def _objective(
+    peers: Peers, size: int, objective: Any, scale: float, compiled: Callable[[Any], Any]
+) -> None:
+    vocabulary = sharded(size, peers)
+    extras, targets = {"teacher": draw(2, 17, size).softmax(-1)}, make_targets(size)
+    values = draw(1, 17, size) * scale
+    whole = values.double().requires_grad_()
+    right = objective(whole, targets, extras, Vocabulary())
+    (right * 0.3).backward()
+    part = vocabulary.part(values).clone().requires_grad_()
+    found = compiled(lambda logits: objective(logits, targets, extras, vocabulary))(part)
+    (found * 0.3).backward()
+    torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-5)
+    assert whole.grad is not None and part.grad is not None
+    off = (part.grad - vocabulary.part(whole.grad)).abs().max() / whole.grad.abs().max()
+    assert off < 1e-6, off
+
+
+def _chunked(peers: Peers, size: int, objective: Any) -> None:
+    """The chunked head on a shard: hidden states get a partial sum, the matrix its own rows."""
+    vocabulary, teacher = sharded(size, peers), draw(2, 17, size).softmax(-1)
+    results = []
+    for vocab, rows in ((Vocabulary(), slice(None)), (vocabulary, _rows(vocabulary))):
+        hidden = draw(4, 17, 6).requires_grad_()
+        weight = draw(5, size, 6)[rows].clone().requires_grad_()
+        loss = chunked_loss(
+            hidden, weight, make_targets(size), {"teacher": teacher},
+            partial(_with, objective, vocab), 5,
+        )  # fmt: skip
+        (loss * 0.3).backward()
+        assert hidden.grad is not None and weight.grad is not None
+        results.append((loss.detach(), hidden.grad, weight.grad))
+    (right, hidden, weight), (found, partial_hidden, part) = results
+    dist.all_reduce(partial_hidden)
+    torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
+    for a, b in ((partial_hidden, hidden), (part, weight[_rows(vocabulary)])):
+        assert (a - b).abs().max() <= 2e-6 * b.abs().max()
+
+
+def _with(objective: Any, vocabulary: Vocabulary, logits: Tensor, targets: Tensor, e: Any) -> Any:
+    return objective(logits, targets, e, vocabulary)
+
+
+def _rows(vocabulary: ShardedVocabulary) -> slice:
+    return slice(vocabulary.offset, vocabulary.offset + vocabulary.count)
+
+
+def _trap(peers: Peers) -> None:
+    """An objective that mixes a reduced value with the shard is wrong, and this test can see it."""
+
+    def mixed(logits: Tensor, targets: Tensor, extras: Any, v: Vocabulary) -> Tensor:
+        return -v.sum(v.part(extras["teacher"]) * (logits - v.logsumexp(logits)[:, None])).sum()
+
+    try:
+        _objective(peers, 307, mixed, 1.0, lambda f: f)
+    except AssertionError:
+        return
+    raise AssertionError("the comparison did not see a wrong gradient")

@@ -1,0 +1,26 @@
+"""Collectives with gradients, and reductions over a split vocabulary, against one process."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FUNCTIONS = Path(__file__).with_name("tensor_ranks.py")
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("ranks", "backend"),
+    [
+        (2, ""),
+        (4, ""),
+        (2, "aot_eager"),
+        pytest.param(4, "aot_eager", marks=SLOW),
+        pytest.param(2, "inductor", marks=SLOW),
+    ],
+)
+@pytest.mark.parametrize("function", ["sequences", "vocabularies"])
+def test_split_equals_whole(
+    zygote: Any, tmp_path: Path, function: str, ranks: int, backend: str
+) -> None:
+    zygote.call(ranks, tmp_path, FUNCTIONS, function, backend=backend)

@@ -1,0 +1,215 @@
+"""What each rank of the tensor-parallel test does: split builds beside a whole one."""
+
+import time
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from house import (
+    CATALOGUE,
+    Quiet,
+    Result,
+    assert_equal,
+    make_plan,
+    make_rows,
+    put_data_in,
+    take_step,
+)
+
+from headrace.build import make_build
+from headrace.core.plan import Plan
+from headrace.data.ingest import prepare
+from headrace.evaluate import evaluate
+from headrace.filled import check_active
+from headrace.parallel.world import World, open_world
+from headrace.sockets import Build
+
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "grouped": {"dim": 24, "heads": 8, "head_dim": 6, "kv_heads": 4, "ffn": 20, "vocab": 307},
+    "tied": {
+        "dim": 32, "heads": 4, "kv_heads": 4, "ffn": 20, "vocab": 311, "tied_embeddings": True,
+        "qk_norm": True, "position": "none", "activation": "relu2",
+    },
+    "gpt2": {
+        "dim": 40, "heads": 4, "ffn": 28, "vocab": 313, "norm": "layer_norm", "bias": True,
+        "activation": "gelu", "position": "learned",
+    },
+    "biased": {
+        "dim": 24, "heads": 4, "ffn": 12, "vocab": 309, "bias": True, "qk_norm": True, "layers": 3,
+    },
+}  # fmt: skip
+"""Decoders that divide over two and four ranks and differ in everything else."""
+STEPS = 5
+DEVICE = torch.device("cpu")
+
+
+@contextmanager
+def worlds(ranks: int, corpus: str, prepared: str) -> Iterator[World]:
+    """This rank's place, with `ranks` tensor ranks."""
+    torch.set_num_threads(1)
+    put_data_in(corpus, prepared)
+    with open_world(split_plan("grouped", ranks).mesh, DEVICE) as world:
+        yield world
+
+
+def split_plan(
+    shape: str, ranks: int, sequence: bool = True, others: Mapping[str, Any] | None = None,
+    **keys: Any,
+) -> Plan:  # fmt: skip
+    """A tiny plan over `ranks` tensor ranks; one rank is the plain trunk with the same keys."""
+    knobs = {**(others or {}), **({"tensor_parallel": {"sequence": sequence}} if ranks > 1 else {})}
+    techniques = {n: CATALOGUE.find(n).model_validate(k) for n, k in knobs.items()}
+    model = {"layers": 2, "vocab_multiple": 1, "init_std": 0.2, "precision": "fp32"}
+    model |= {**SHAPES[shape], **keys.pop("model", {})}
+    plan = make_plan(**keys)
+    return plan.replaced(model=model, techniques=techniques, mesh={"tensor": ranks})
+
+
+def build_in(world: World, plan: Plan) -> Build:
+    """A build with every parameter off its starting value, the same ones in every layout."""
+    build = make_build(plan, prepare(plan), world, DEVICE)
+    build.phases = Quiet()
+    with torch.no_grad():
+        for name, parameter in build.model.named_parameters():
+            draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            noise = torch.randn(tuple(build.layouts[name].shape), generator=draw)
+            parameter.add_(0.1 * build.part(name, noise))
+    return build
+
+
+def whole(build: Build, result: Result) -> Result:
+    """The result with every gradient put together from the ranks' parts."""
+    return Result(result.loss, {n: build.whole(n, g) for n, g in result.gradients.items()})
+
+
+def equals(ranks: int, corpus: str, prepared: str, cases: list[Mapping[str, Any]]) -> None:
+    """Each case: losses and gradients of a step, weights after five, validation, evidence."""
+    with worlds(ranks, corpus, prepared) as world:
+        for case in cases:
+            try:
+                _equal(world, ranks, **case)
+            except Exception as error:
+                error.add_note(str(case))
+                raise
+
+
+def _equal(
+    world: World, ranks: int, shape: str, sequence: bool = True, ignored: bool = True,
+    others: Mapping[str, Any] | None = None, beside: Mapping[str, Any] | None = None, **keys: Any,
+) -> None:  # fmt: skip
+    """Split against whole.
+
+    Args:
+        world: of the split build.
+        ranks: of it.
+        shape: of the decoder.
+        sequence: the knob.
+        ignored: whether some targets are.
+        others: techniques of the split build.
+        beside: techniques of both, those that change what is computed.
+        keys: of both plans.
+    """
+    beside = beside or {}
+    alone = build_in(World(), split_plan(shape, 1, others=beside, **keys))
+    both = {**beside, **(others or {})}
+    split = build_in(world, split_plan(shape, ranks, sequence, others=both, **keys))
+    for index in range(STEPS):
+        rows = make_rows(300, ignored=ignored, seed=index)
+        right = take_step(alone, rows, index=index)
+        found = whole(split, take_step(split, rows, index=index))
+        if index == 0:
+            assert_equal(found, right)
+        assert abs(found.loss - right.loss) < 1e-5 * right.loss, (index, found.loss, right.loss)
+    for name, parameter in alone.model.named_parameters():
+        wanted, mine = parameter.detach(), split.model.get_parameter(name).detach()
+        off = float((split.whole(name, mine) - wanted).abs().max() / wanted.abs().max())
+        assert off < 1e-5, (name, off)
+    _same_everywhere(split)
+    check_active(split)
+    a, b = evaluate(alone), evaluate(split)
+    assert a.tokens == b.tokens and abs(a.loss_nats - b.loss_nats) < 1e-5, (a, b)
+
+
+def _same_everywhere(build: Build) -> None:
+    """What no axis cuts is bit for bit equal on all ranks."""
+    for name, parameter in build.model.named_parameters():
+        if not build.layouts[name].split:
+            mine = parameter.detach().flatten().tolist()
+            assert all(other == mine for other in build.world.gather(mine)), name
+
+
+def graphs(ranks: int, corpus: str, prepared: str) -> None:
+    """Blocks that are compiled one by one share a graph, whatever wraps their parts."""
+    others = {"torch_compile": {"backend": "aot_eager", "scope": "block"}}
+    with worlds(ranks, corpus, prepared) as world:
+        for sequence in (True, False):
+            plan = split_plan("biased", ranks, sequence, others=others, model={"layers": 12})
+            build = build_in(world, plan)
+            take_step(build, make_rows(300, ignored=True))
+            found = check_active(build)["torch_compile"].numbers
+            assert found == {"graphs": 2, "graph_breaks": 0}, found  # a block's and the loss's
+
+
+def memory(ranks: int, corpus: str, prepared: str) -> None:
+    """What a layer keeps, the peak, parameters and state, of a rank under torch's tracker."""
+    import house
+    import test_predicts as traced
+
+    with worlds(ranks, corpus, prepared) as world:
+
+        def build_of(plan: Plan) -> Build:
+            build = make_build(plan, prepare(plan), world, DEVICE)
+            build.phases = Quiet()
+            return build
+
+        def read(self: Any, *args: Any) -> Any:
+            time.sleep(0.05)  # gloo's threads let go of the last collective's tensors
+            return right(self, *args)
+
+        right, traced.Traced._read = traced.Traced._read, read
+        house.build_of = build_of
+        for model in ("headrace", "gpt2"):
+            for sequence in (True, False):
+                knobs = {"sequence": sequence}
+                technique = CATALOGUE.find("tensor_parallel").model_validate(knobs)
+                deep, flat = (
+                    traced.Traced(
+                        traced.plan_of(layers=n, **traced.TRUNKS[model]).replaced(
+                            techniques={"tensor_parallel": technique}, mesh={"tensor": ranks}
+                        )
+                    )
+                    for n in (4, 2)
+                )
+                measured = (deep.kept - flat.kept) / 2
+                predicted = traced.kept_by_layers(deep.ledger) - traced.kept_by_layers(flat.ledger)
+                held = sum(p.nbytes for p in deep.build.model.parameters())
+                said = deep.ledger.memory["parameters"].bytes
+                case = (model, sequence, predicted / 2, measured, deep.ledger.peak(), deep.peak)
+                assert abs(predicted / 2 - measured) < traced.SLOPE_BAND * measured, case
+                assert abs(deep.ledger.peak()[1] - deep.peak) < traced.PEAK_BAND * deep.peak, case
+                assert abs(said - held) < 0.001 * held, case  # 521 entries are 261 + 260
+
+
+def sees_errors(ranks: int, corpus: str, prepared: str) -> None:
+    """Without one collective, one sum of partial gradients or one offset, the comparison fails."""
+    from headrace.techniques.parallel import tensor_parallel as module
+
+    sharded = module.ShardedVocabulary
+    wrong: Mapping[str, Any] = {
+        "copy": lambda x, peers: x,
+        "_partial": lambda build, name: None,
+        "ShardedVocabulary": lambda offset, *rest: sharded(0, *rest),
+    }
+    with worlds(ranks, corpus, prepared) as world:
+        for name, broken in wrong.items():
+            right = getattr(module, name)
+            setattr(module, name, broken)
+            try:
+                _equal(world, ranks, shape="tied", sequence=name == "_partial")
+                seen = False
+            except AssertionError:
+                seen = True
+            setattr(module, name, right)
+            assert all(world.gather(seen)), f"the comparison did not see a broken {name}"

@@ -1,0 +1,198 @@
+"""8-bit AdamW against torchao's codes, fp32 AdamW, its own mask, shards and checkpoints."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from headrace.checkpoint import Saved
+from headrace.filled import check_active
+from headrace.kernels.blockwise_8bit import dequantize, levels, quantize
+from headrace.sockets import Build
+from headrace.techniques.optim import adamw_8bit
+from headrace.techniques.optim.adamw_8bit import AdamW8bitOptimizer
+from headrace.train import step
+
+HOW: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+STEPS = 5
+
+
+def matrix(rows: int, columns: int, seed: int = 0) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+
+
+def run(p: nn.Parameter, optimizer: Any, steps: range = range(STEPS)) -> None:
+    """The same gradients, of very different sizes in rows, for every optimizer."""
+    for index in steps:
+        whole = matrix(*p.shape, seed=index + 1) * matrix(p.size(0), 1, seed=index + 50)
+        p.grad = whole
+        optimizer.step()
+
+
+def ours(p: nn.Parameter, **more: Any) -> AdamW8bitOptimizer:
+    return AdamW8bitOptimizer({"p": p}, **{**HOW, "compiled": False, **more})
+
+
+def test_its_codes_are_torchaos() -> None:
+    """Where rows are whole blocks; one code in 10,000 may be the neighbour, at a tie."""
+    torchao = pytest.importorskip("torchao.optim")
+    from torchao.optim.quant_utils import create_dynamic_map
+
+    for signed in (True, False):
+        torch.testing.assert_close(
+            torch.tensor(levels(signed)), torch.tensor(create_dynamic_map(signed))
+        )
+    a, b = nn.Parameter(matrix(40, 512)), nn.Parameter(matrix(40, 512))
+    mine, theirs = ours(a), torchao.AdamW8bit([b], **HOW)
+    with torch.compiler.set_stance("force_eager"):
+        for index in range(3):
+            run(a, mine, range(index, index + 1))
+            run(b, theirs, range(index, index + 1))
+    for key in ("exp_avg", "exp_avg_sq"):
+        codes, right = mine.state[a][f"{key}_codes"], theirs.state[b][key].codes
+        assert (codes.int() - right.int()).abs().max() <= 1
+        assert (codes != right).float().mean() <= 1e-4
+    assert (a - b).abs().max() <= 1e-3 and (a - b).abs().mean() <= 1e-6
+
+
+def test_it_follows_adamw() -> None:
+    a, b = nn.Parameter(matrix(30, 300)), nn.Parameter(matrix(30, 300))
+    run(a, ours(a))
+    run(b, torch.optim.AdamW([b], **HOW))
+    moved = (b - matrix(30, 300)).norm()
+    assert (a - b).norm() <= 0.05 * moved
+
+
+@pytest.mark.parametrize("columns", [512, 300, 20])
+def test_each_number_is_stored_as_the_nearest_level(columns: int) -> None:
+    """Of its block's largest magnitude, by search through all levels."""
+    for signed in (True, False):
+        table = torch.tensor(levels(signed))
+        values = matrix(6, columns) if signed else matrix(6, columns).square()
+        codes, scales = quantize(values, table)
+        found = dequantize(codes, scales, table)
+        for row, stored, largest in zip(values, found, scales, strict=True):
+            parts = zip(row.split(256), stored.split(256), largest, strict=True)
+            for block, back, scale in parts:
+                assert scale == block.abs().max()
+                best = (block[:, None] - scale * table).abs().amin(1)
+                torch.testing.assert_close((back - block).abs(), best, rtol=1e-4, atol=1e-6)
+
+
+def test_codes_are_kept_because_quantizing_twice_is_not_quantizing_once() -> None:
+    """The signed map ends at -0.993: a block whose largest is negative would shrink each time."""
+    table = torch.tensor(levels(True))
+    codes, scales = quantize(torch.tensor([[-1.0, 0.5]]), table)
+    _, again = quantize(dequantize(codes, scales, table), table)
+    assert 0.99 < float(again / scales) < 1.0
+
+
+def test_a_step_that_is_not_finite_changes_nothing() -> None:
+    p = nn.Parameter(matrix(30, 300))
+    optimizer = ours(p)
+    run(p, optimizer, range(2))
+    kept = [p.detach().clone(), *(t.clone() for t in optimizer.state[p].values())]
+    p.grad = torch.full_like(p, float("nan"))
+    optimizer.found_inf = torch.ones(())
+    optimizer.step()
+    for before, after in zip(kept, [p, *optimizer.state[p].values()], strict=True):
+        assert torch.equal(before, after)
+    optimizer.found_inf = torch.zeros(())
+    run(p, optimizer, range(2, 3))
+    q = nn.Parameter(matrix(30, 300))
+    run(q, ours(q), range(3))
+    assert torch.equal(p, q)
+
+
+def test_slices_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = nn.Parameter(matrix(31, 300)), nn.Parameter(matrix(31, 300))
+    run(a, ours(a))
+    monkeypatch.setattr(adamw_8bit, "SLICE_NUMBERS", 4 * 300)
+    run(b, ours(b))
+    assert torch.equal(a, b)
+
+
+def test_a_new_rate_compiles_nothing_new() -> None:
+    from torch._dynamo.utils import counters
+
+    torch.compiler.reset()
+    counters.clear()
+    p, q = nn.Parameter(matrix(30, 300)), nn.Parameter(matrix(30, 300))
+    optimizer, eager = ours(p), ours(q)
+    optimizer._update = torch.compile(
+        adamw_8bit.adamw_, dynamic=True, fullgraph=True, backend="aot_eager"
+    )
+    for index in range(4):
+        for one in (optimizer, eager):
+            one.param_groups[0]["lr"] = 1e-2 / (index + 1)
+        run(p, optimizer, range(index, index + 1))
+        run(q, eager, range(index, index + 1))
+    assert counters["stats"]["unique_graphs"] == 1
+    torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-5)
+
+
+# --- sharded ---------------------------------------------------------------------------------
+
+
+def compare_sharded() -> None:
+    """On each rank: codes, scales and weights are the rows of the unsharded update's."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for shape in ((7, 300), (1, 40), (64, 256)):
+        whole, sharded = nn.Parameter(matrix(*shape)), nn.Parameter(matrix(*shape))
+        sharded = nn.Parameter(distribute_tensor(sharded.detach(), mesh, [Shard(0)]))
+        right, found = ours(whole), ours(sharded)
+        for index in range(3):
+            run(whole, right, range(index, index + 1))
+            sharded.grad = distribute_tensor(whole.grad, mesh, [Shard(0)])
+            found.step()
+            scales = found.state[sharded]["exp_avg_scales"]
+            found.state[sharded]["exp_avg_scales"] = scales.full_tensor()  # as a checkpoint gives
+        assert torch.equal(sharded.full_tensor(), whole)
+        for key, wanted in right.state[whole].items():
+            value = found.state[sharded][key]
+            value = value.full_tensor() if hasattr(value, "full_tensor") else value
+            assert torch.equal(value, wanted), key
+    dist.destroy_process_group()
+
+
+def test_shards_of_rows_hold_the_same_state(zygote: Any, tmp_path: Path) -> None:
+    zygote.call(2, tmp_path, Path(__file__), "compare_sharded")
+
+
+# --- in a run --------------------------------------------------------------------------------
+
+
+def test_large_matrices_come_here_and_the_rest_stays(make_tiny: Callable[..., Build]) -> None:
+    build = make_tiny("techniques.adamw_8bit.smallest=600")
+    taken = build.routed["adamw_8bit"]
+    named = dict(build.model.named_parameters())
+    assert taken.keys() == {n for n, p in named.items() if p.ndim == 2 and p.numel() >= 600}
+    assert {**taken, **build.routed["adamw"]}.keys() == named.keys()
+    step(build, build.loader.step(0).micros, 0)
+    numbers = check_active(build)["adamw_8bit"].numbers
+    each = {n: 2 * (p.numel() + 4 * p.size(0)) for n, p in taken.items()}  # rows are one block
+    assert numbers["state_bytes"] == sum(each.values())
+
+
+def test_a_route_with_a_wish_comes_first(make_tiny: Callable[..., Build]) -> None:
+    build = make_tiny("techniques.adamw_8bit.smallest=256", "techniques.muon={}")
+    assert all(n.startswith("blocks.") for n in build.routed["muon"])
+    assert set(build.routed["adamw_8bit"]) == {"embed.weight", "head.weight"}
+
+
+def test_a_checkpoint_holds_the_codes(train: Callable[..., Path]) -> None:
+    folder = train("techniques.adamw_8bit.smallest=256")
+    saved = Saved(folder / "checkpoints" / "latest")
+    prefix = "optimizer/adamw_8bit/embed.weight/"
+    kinds = {n.removeprefix(prefix): saved.shape_of(n)[1] for n in saved.names_under(prefix)}
+    assert kinds["exp_avg_codes"] == kinds["exp_avg_sq_codes"] == torch.uint8
+    assert kinds.keys() == {"step", *(f"{m}_{part}" for m in ("exp_avg", "exp_avg_sq")
+                                      for part in ("codes", "scales"))}  # fmt: skip

@@ -1,0 +1,191 @@
+"""The teacher's term against whole softmaxes, and the teacher against the model that it is."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headrace.core.errors import ConfigError
+from headrace.data.loader import Micro
+from headrace.export.hf import export_hf
+from headrace.filled import check_active
+from headrace.model.head import IGNORED, Vocabulary
+from headrace.sockets import Build
+from headrace.techniques.adapt.distillation import divergence
+from headrace.train import step
+
+NAME = "distillation"
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+def test_divergence_equals_torchs(temperature: float) -> None:
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(11, 29)).requires_grad_()
+    taught = 3 * torch.randn(11, 29)
+    twin = logits.detach().double().requires_grad_()
+    right = F.kl_div(
+        (twin / temperature).log_softmax(-1), (taught.double() / temperature).log_softmax(-1),
+        reduction="none", log_target=True,
+    ).sum(-1)  # fmt: skip
+    found = divergence(logits, taught, temperature, Vocabulary())
+    torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-5)
+    found.sum().backward()
+    right.sum().backward()
+    assert logits.grad is not None and twin.grad is not None
+    torch.testing.assert_close(logits.grad.double(), twin.grad, rtol=1e-5, atol=1e-6)
+
+
+class Half(Vocabulary):
+    """The columns before or after a border; what another rank would send is computed here."""
+
+    def __init__(self, whole: Tensor, taught: Tensor, columns: slice) -> None:
+        self.whole, self.taught, self.columns = whole, taught, columns
+
+    def _complete(self, mine: Tensor, whole: Tensor) -> Tensor:
+        """The value of an all-reduce, with the gradient of this rank's own part."""
+        return mine + (whole - mine).detach()
+
+    def logsumexp(self, logits_NV: Tensor) -> Tensor:
+        whole = self.whole if logits_NV.requires_grad else self.taught
+        most = whole.amax(-1)
+        mine = (logits_NV - most[:, None]).exp().sum(-1)
+        return self._complete(mine, (whole - most[:, None]).exp().sum(-1)).log() + most
+
+    def sum(self, values_NV: Tensor) -> Tensor:
+        share = self.taught.softmax(-1)
+        return self._complete(values_NV.sum(-1), (share * (self.taught - self.whole)).sum(-1))
+
+
+def test_gradients_are_right_on_shards_of_the_vocabulary() -> None:
+    """Each shard computes its own columns' gradients from reduced values alone."""
+    torch.manual_seed(0)
+    whole, taught = 3 * torch.randn(7, 10), 3 * torch.randn(7, 10)
+    plain = whole.clone().requires_grad_()
+    divergence(plain, taught, 1.0, Vocabulary()).sum().backward()
+    for columns in (slice(0, 4), slice(4, 10)):
+        mine = whole[:, columns].clone().requires_grad_()
+        found = divergence(mine, taught[:, columns], 1.0, Half(whole, taught, columns))
+        found.sum().backward()
+        assert plain.grad is not None
+        torch.testing.assert_close(mine.grad, plain.grad[:, columns], rtol=1e-5, atol=1e-6)
+
+
+# --- in a run --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def teacher(make_tiny: Callable[..., Build], tmp_path: Path) -> tuple[Path, Build]:
+    """A wider model of another seed, in Hugging Face format, and as we hold it."""
+    build = make_tiny("model.dim=24", "model.heads=3", "seed=9", "model.tied_embeddings=true")
+    state = {n: p.detach() for n, p in build.model.named_parameters()}
+    tokenizer = tmp_path / "tokenizer.json"
+    build.prepared.tokenizer.save(tokenizer)
+    export_hf(state, build.config, tokenizer, tmp_path / "hf", sequence_length=16)
+    return tmp_path / "hf", build
+
+
+def reference(build: Build, micros: list[Micro], teacher: Build, weight: float, heat: float) -> Any:
+    """Loss and gradients from whole logits and torch's own losses."""
+    total, targets = torch.zeros(()), 0
+    for micro in micros:
+        work = build.place(build, micro)
+        logits = build.model.logits(work.ids_BT, work.rows).flatten(0, 1)
+        with torch.no_grad():
+            taught = teacher.model.logits(work.ids_BT, work.rows).flatten(0, 1)
+        counts = work.targets_BT.flatten() != IGNORED
+        total = total + F.cross_entropy(logits, work.targets_BT.flatten(), reduction="sum")
+        apart = F.kl_div(
+            (logits / heat).log_softmax(-1), (taught / heat).softmax(-1), reduction="none"
+        )
+        total = total + weight * heat**2 * apart.sum(-1)[counts].sum()
+        targets += int(counts.sum())
+    loss = total / targets
+    loss.backward()
+    return loss.detach(), [p.grad for p in build.model.parameters()]
+
+
+def ignoring(micros: list[Micro]) -> list[Micro]:
+    """The first micro-batch without targets, the others unevenly."""
+    for place, micro in enumerate(micros):
+        draw = torch.Generator().manual_seed(place)
+        lost = torch.rand(micro.targets_BT.shape, generator=draw) < (0.2 * place if place else 1.0)
+        micro.targets_BT[lost] = IGNORED
+    return micros
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        (), ("techniques.chunked_cross_entropy.chunk_tokens=7",),
+        ("techniques.torch_compile.backend=aot_eager",),
+        ("techniques.document_packing={}", "techniques.sequence_length_schedule.start=8"),
+    ],
+    ids=["plain", "chunked", "compiled", "packed"],
+)  # fmt: skip
+def test_loss_and_gradients_equal_whole_softmaxes(
+    more: tuple[str, ...], teacher: tuple[Path, Build], make_tiny: Callable[..., Build],
+    batch: Callable[[Build], list[Micro]],
+) -> None:  # fmt: skip
+    path, wide = teacher
+    knobs = (f"teacher='{path}'", "weight=0.7", "temperature=1.5")
+    with_ = ("batch.micro_sequences=2", "optimizer.clip_norm=0", *more)
+    build = make_tiny(*with_, *(f"techniques.{NAME}.{k}" for k in knobs))
+    names = [n for n, _ in build.model.named_parameters()]
+    twin = make_tiny(*with_[:2], *(m for m in more if "packing" in m))
+    assert names == [n for n, _ in twin.model.named_parameters()]
+    wide.model.mask = twin.model.mask
+    micros = ignoring(batch(build))
+    numbers = step(build, micros, 0)
+    cut = [build.recut[0](build, m) for m in micros] if build.recut else micros
+    loss, gradients = reference(twin, cut, wide, 0.7, 1.5)
+    assert numbers[0] == pytest.approx(float(loss), rel=1e-5)
+    for name, p, right in zip(names, build.model.parameters(), gradients, strict=True):
+        assert p.grad is not None and right is not None
+        assert (p.grad - right).abs().max() <= 1e-5 * right.abs().max(), name
+    found = check_active(build)[NAME]
+    assert found.numbers["tokens"] == int(numbers[3])
+    assert found.numbers["divergence_nats"] > 0.01
+
+
+def test_the_models_own_start_teaches_nothing_until_it_has_moved(
+    make_tiny: Callable[..., Build], batch: Callable[[Build], list[Micro]]
+) -> None:
+    build = make_tiny(f"techniques.{NAME}={{}}")
+    apart = []
+    for index in range(3):
+        step(build, batch(build), index)
+        apart.append(check_active(build)[NAME].numbers["divergence_nats"])
+    assert abs(apart[0]) < 1e-6 < 1e-3 < apart[1] < apart[2]
+    teacher = build.notes[NAME].teacher
+    assert not any(p.requires_grad for p in teacher.parameters())
+
+
+def test_it_holds_a_model_near_its_start(
+    make_tiny: Callable[..., Build], batch: Callable[[Build], list[Micro]]
+) -> None:
+    ends = []
+    for weight in (0.01, 10.0):
+        build = make_tiny(f"techniques.{NAME}.weight={weight}")
+        for index in range(6):
+            step(build, batch(build), index)
+        ends.append(check_active(build)[NAME].numbers["divergence_nats"])
+    assert ends[1] < 0.5 * ends[0]
+
+
+def test_refuses_another_vocabulary_and_a_run(
+    teacher: tuple[Path, Build], make_tiny: Callable[..., Build], tmp_path: Path
+) -> None:
+    path, _ = teacher
+    with pytest.raises(ConfigError, match="vocabulary entries"):
+        make_tiny(f"techniques.{NAME}.teacher='{path}'", "model.vocab=640")
+    run = tmp_path / "a-run"
+    run.mkdir()
+    (run / "plan.toml").touch()
+    with pytest.raises(ConfigError, match="headrace export"):
+        make_tiny(f"techniques.{NAME}.teacher='{run}'")
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        make_tiny(f"techniques.{NAME}.teacher='{tmp_path / 'nothing'}'")

@@ -1,0 +1,104 @@
+"""fp8 linears against three products of operands that an independent function rounds."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headrace.core.errors import ConfigError
+from headrace.core.technique import Context, Supported, Unsupported
+from headrace.data.loader import Micro
+from headrace.filled import check_active
+from headrace.sockets import Build
+from headrace.techniques.precision.float8_linear import Float8Linear
+from headrace.train import step
+
+pytest.importorskip("torchao")
+Make = Callable[..., Build]
+ON = "techniques.float8_linear.recipe={}"
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def rounded(values: Tensor, dim: int | None, kind: torch.dtype = E4M3) -> Tensor:
+    """Numbers that fp8 can say under a scale, a power of two, of the tensor or along `dim`."""
+    largest = values.abs().max() if dim is None else values.abs().amax(dim, keepdim=True)
+    scale = torch.exp2(torch.log2(torch.finfo(kind).max / largest.double()).floor()).float()
+    return (values * scale).to(kind).float() / scale
+
+
+def three_products(
+    x: Tensor, w: Tensor, grad: Tensor, recipe: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, dx and dw: each operand is scaled along the dimension that its product sums over."""
+    rows = recipe == "rowwise"
+    kind = E4M3 if rows else E5M2
+    y = rounded(x, 1 if rows else None) @ rounded(w, 1 if rows else None).T
+    dx = rounded(grad, 1 if rows else None, kind) @ rounded(w, 0 if rows else None)
+    dw = rounded(grad, 0 if rows else None, kind).T @ rounded(x, 0 if rows else None)
+    return y, dx, dw
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_its_products_are_those_of_rounded_operands(make_tiny: Make, recipe: str) -> None:
+    build = make_tiny(ON.format(recipe))
+    linear = build.model.get_submodule("blocks.0.mlp.gate_up")
+    draw = torch.Generator().manual_seed(0)
+    x = (torch.randn(2, 13, 16, generator=draw) * 3).requires_grad_()
+    y = linear(x)
+    grad = torch.randn(y.shape, generator=draw)
+    y.backward(grad)
+    weight = linear.weight.detach()
+    right = three_products(x.detach().flatten(0, 1), weight, grad.flatten(0, 1), recipe)
+    for found, wanted in zip((y, x.grad, linear.weight.grad), right, strict=True):
+        torch.testing.assert_close(found, wanted.view(found.shape), rtol=1e-5, atol=1e-5)
+    plain = F.linear(x, weight)
+    off = (y - plain).norm() / plain.norm()
+    assert 0.01 < off < 0.06  # two operands of 4 significant bits
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_cutting_the_batch_hardly_changes_a_result(make_tiny: Make, recipe: str) -> None:
+    """Scales are powers of two, so only numbers near underflow are rounded otherwise."""
+    found = []
+    for rows in (0, 2):
+        build = make_tiny(ON.format(recipe), f"batch.micro_sequences={rows}")
+        step(build, build.loader.step(0).micros, 0)
+        found.append({n: p.grad for n, p in build.model.named_parameters()})
+    for name, right in found[0].items():
+        off = (found[1][name] - right).abs().max() / right.abs().max()
+        assert off <= 1e-4, f"{name} is off by {off}"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("backend", ["none", "aot_eager"])
+def test_is_in_force_under_autocast_and_compiled(
+    make_tiny: Make, batch: Callable[[Build], list[Micro]], precision: str, backend: str
+) -> None:
+    more = [] if backend == "none" else [f"techniques.torch_compile.backend={backend}"]
+    build = make_tiny(ON.format("tensorwise"), f"model.precision={precision}", *more)
+    loss, norm, *_ = step(build, batch(build), 0)
+    assert loss.isfinite() and norm.isfinite()
+    numbers = check_active(build)["float8_linear"].numbers
+    assert numbers["linears"] == 8 and numbers["products"] == numbers["rounded"] > 0
+
+
+def test_names_what_fits_none(make_tiny: Make) -> None:
+    with pytest.raises(ConfigError, match=r"multiples of 48.* 48 x 16"):
+        make_tiny("techniques.float8_linear.multiple_of=48")
+
+
+def test_says_where_it_runs(make_tiny: Make) -> None:
+    def place(**how: object) -> Context:
+        known = {"device": "cuda", "device_name": "GPU", "capability": (9, 0)}
+        return Context(**{**vars(make_tiny().context), **known, **how})  # type: ignore[arg-type]
+
+    assert isinstance(Float8Linear().supports(place()), Supported)
+    for technique, context, why in (
+        (Float8Linear(), place(capability=(8, 0)), "8.0"),
+        (Float8Linear(multiple_of=8), place(), "multiples of 16"),
+        (Float8Linear(), place(device="mps"), "no fp8"),
+    ):
+        answer = technique.supports(context)
+        assert isinstance(answer, Unsupported) and why in answer.reason and answer.remedy

@@ -1,0 +1,112 @@
+"""The scale of the loss: exact, self-finding, kept, and patient."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import tensors
+
+from headrace import train
+from headrace.core.errors import RunError
+from headrace.core.plan import Plan
+from headrace.data.loader import Micro
+from headrace.progress import Progress
+from headrace.sockets import Build
+from headrace.techniques.precision.fp16_loss_scaling import LARGEST, Scale
+from headrace.train import step
+
+GOOD, BAD = torch.ones(()), torch.zeros(())
+NAME = "fp16_loss_scaling"
+
+
+def history(finite: str, *, start: float = 8.0, growth_steps: int = 3) -> list[float]:
+    """The scale after each step of a word of g(ood) and b(ad)."""
+    state, found = Scale(start, torch.device("cpu")), []
+    for letter in finite:
+        state.update(GOOD if letter == "g" else BAD, growth_steps)
+        found.append(float(state.scale))
+    return found
+
+
+def test_the_scale_finds_itself() -> None:
+    assert history("gggggg") == [8, 8, 16, 16, 16, 32]
+    assert history("ggbggg") == [8, 8, 4, 4, 4, 8], "a bad step begins the count anew"
+    assert history("bb") == [4, 2]
+    assert history("b" * 9)[-1] == 1.0
+    assert history("g" * 90)[-1] == LARGEST
+
+
+@pytest.mark.parametrize("exponent", [0, 7, 24])
+def test_losses_gradients_and_weights_are_the_trunks_bit_for_bit(
+    exponent: int, make_tiny: Callable[..., Build], batch: Callable[[Build], list[Micro]]
+) -> None:
+    trunk = make_tiny("batch.micro_sequences=2")
+    scaled = make_tiny("batch.micro_sequences=2", f"techniques.{NAME}.exponent={exponent}")
+    for index in range(3):
+        numbers = [step(build, batch(build), index) for build in (trunk, scaled)]
+        assert torch.equal(*numbers)
+    for one, two in zip(trunk.model.parameters(), scaled.model.parameters(), strict=True):
+        assert one.grad is not None and two.grad is not None
+        assert torch.equal(one.grad, two.grad) and torch.equal(one, two)
+
+
+def test_fp16_keeps_gradients_that_it_would_lose(
+    make_tiny: Callable[..., Build], batch: Callable[[Build], list[Micro]]
+) -> None:
+    """The loss is made so small that fp16 rounds its gradients away; the scale brings them back."""
+    right = make_tiny("optimizer.clip_norm=0")
+    step(right, batch(right), 0)
+    off = {}
+    for exponent in (0, 20):
+        build = make_tiny(
+            f"techniques.{NAME}.exponent={exponent}", "model.precision=fp16",
+            "optimizer.clip_norm=0",
+        )  # fmt: skip
+        plain = build.objective
+        build.objective = lambda *args, plain=plain: plain(*args) * 2.0**-16
+        step(build, batch(build), 0)
+        name = "blocks.0.mlp.gate_up.weight"
+        grad, wanted = (b.model.get_parameter(name).grad for b in (build, right))
+        assert grad is not None and wanted is not None
+        off[exponent] = float((grad * 2.0**16 - wanted).norm() / wanted.norm())
+    assert off[20] < 0.02 < 0.2 < off[0], off
+
+
+def test_a_bad_step_is_masked_and_halves(
+    make_tiny: Callable[..., Build], batch: Callable[[Build], list[Micro]]
+) -> None:
+    build = make_tiny(f"techniques.{NAME}.exponent=10")
+    step(build, batch(build), 0)
+    before = [p.detach().clone() for p in build.model.parameters()]
+    plain = build.objective
+    build.objective = lambda *args: plain(*args) * torch.inf
+    numbers = step(build, batch(build), 1)
+    assert numbers[2] == 0
+    assert all(torch.equal(a, b) for a, b in zip(before, build.model.parameters(), strict=True))
+    assert float(build.notes[NAME].scale) == 2.0**9
+
+
+def test_patience_counts_steps_in_a_row(make_tiny: Callable[..., Build]) -> None:
+    build = make_tiny(f"techniques.{NAME}.patience=3")
+    row = {"loss": float("inf")}
+    for index in (1, 2, 4, 5):
+        build.recover(build, index, row)
+    with pytest.raises(RunError, match="3 steps in a row, up to step 6"):
+        build.recover(build, 6, row)
+
+
+def test_a_resumed_run_goes_on_with_the_same_scale(tiny_plan: Callable[..., Plan]) -> None:
+    plan = tiny_plan(f"techniques.{NAME}.exponent=3", f"techniques.{NAME}.growth_steps=3")
+    folder = train.run(plan, progress=Progress())
+    assert folder is not None
+    ends = [report_of(folder)]
+    train.run(plan, progress=Progress(), resume=True, checkpoint="step-8")
+    ends.append(report_of(folder))
+    assert ends[0] == ends[1]
+
+
+def report_of(folder: Path) -> dict[str, float]:
+    """The technique's tensors in the newest checkpoint."""
+    found = tensors(folder / "checkpoints" / "latest")
+    return {n: t.item() for n, t in found.items() if n.startswith(f"technique/{NAME}/")}

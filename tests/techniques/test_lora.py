@@ -1,0 +1,124 @@
+"""Adapters in a run: what is frozen, saved, exported, composed and refused."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.checkpoint import Saved
+from headrace.core.errors import ConfigError
+from headrace.core.technique import Unsupported
+from headrace.data.loader import Micro
+from headrace.filled import check_active
+from headrace.model.lora import LoraLinear, linears_of
+from headrace.sockets import Build
+from headrace.techniques.adapt.lora import Lora
+from headrace.train import step
+
+Make = Callable[..., Build]
+Batch = Callable[[Build], list[Micro]]
+ALL = ("mixer.qkv", "mixer.out", "mlp.gate_up", "mlp.down")
+
+
+def weights(build: Build) -> dict[str, torch.Tensor]:
+    return {n: p.detach().clone() for n, p in build.model.named_parameters()}
+
+
+def test_only_adapters_learn_and_the_first_step_starts_at_the_model(
+    make_tiny: Make, batch: Batch
+) -> None:
+    trunk, build = make_tiny(), make_tiny("techniques.lora.rank=2")
+    before = weights(build)
+    assert all(torch.equal(before[n], p) for n, p in weights(trunk).items())
+    adapters = {n: t for n, t in before.items() if n not in weights(trunk)}
+    assert len(adapters) == 2 * len(ALL) * build.config.layers
+    assert all(bool(t.any()) == n.endswith(".lora_a") for n, t in adapters.items())
+    losses = [float(step(b, batch(b), 0)[0]) for b in (trunk, build)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    for index in (1, 2):
+        step(build, build.loader.step(index).micros, index)
+    moved = {n for n, t in weights(build).items() if not torch.equal(t, before[n])}
+    assert moved == set(adapters)
+    held = [p for named in build.routed.values() for p in named.values()]
+    assert sum(p.numel() for p in held) == sum(t.numel() for t in adapters.values())
+    numbers = check_active(build)["lora"].numbers
+    assert numbers["reached"] == numbers["adapters"] == len(ALL) * build.config.layers
+
+
+def test_targets_name_linears_by_their_ends(make_tiny: Make) -> None:
+    build = make_tiny('techniques.lora.targets=["mixer.qkv", "mlp.down"]')
+    found = {n for n, m in build.model.named_modules() if isinstance(m, LoraLinear)}
+    assert found == {f"blocks.{i}.{end}" for i in (0, 1) for end in ("mixer.qkv", "mlp.down")}
+    assert len(linears_of(build.model, ())) == 2 * len(ALL)
+    with pytest.raises(ConfigError, match=r"'mlp\.up'.*mlp\.gate_up") as caught:
+        make_tiny('techniques.lora.targets=["mlp.up"]')
+    assert "mlp.gate_up" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    "beside",
+    ["chunked_cross_entropy.chunk_tokens=7", "selective_checkpoint={}",
+     "torch_compile.backend=aot_eager", "muon={}"],
+)  # fmt: skip
+@pytest.mark.parametrize("adapt", ["lora", "qlora"])
+def test_stands_beside(make_tiny: Make, batch: Batch, adapt: str, beside: str) -> None:
+    """The same adapters' gradients, whatever else is on."""
+    found = []
+    for more in ([], [f"techniques.{beside}"]):
+        build = make_tiny(f"techniques.{adapt}.rank=2", *more)
+        with torch.no_grad():
+            for module in build.model.modules():
+                if isinstance(module, LoraLinear):
+                    module.lora_b.fill_(0.1)
+        step(build, batch(build), 0)
+        found.append({n: p.grad for n, p in build.model.named_parameters() if p.requires_grad})
+        assert check_active(build)[adapt].active
+    assert found[0].keys() == found[1].keys()
+    for name, right in found[0].items():
+        torch.testing.assert_close(found[1][name], right, rtol=1e-4, atol=1e-6)
+
+
+def test_lora_and_qlora_are_both_named_when_they_meet(make_tiny: Make) -> None:
+    with pytest.raises(ConfigError, match=r"qlora and lora both replace the linear 'blocks\.0"):
+        make_tiny("techniques.lora.rank=2", "techniques.qlora.rank=2")
+
+
+def test_is_refused_under_tensor_parallelism(make_tiny: Make) -> None:
+    build = make_tiny()
+    mesh = build.plan.mesh.model_copy(update={"tensor": 2})
+    plan = build.plan.model_copy(update={"mesh": mesh})
+    answer = Lora().supports(replace(build.context, plan=plan))
+    assert isinstance(answer, Unsupported) and answer.remedy == "mesh.tensor=1"
+
+
+def test_a_run_saves_its_adapters_alone_and_exports_them_merged(
+    tmp_path: Path, plan_file: Path, run_cli: Callable[..., Any]
+) -> None:
+    """Trained, resumed from its adapters, sampled, and the same text from the merged folder."""
+    plan = [str(plan_file), "goal.steps=8", "name=tuned", "techniques.qlora.rank=2"]
+    ended = run_cli(tmp_path, "train", *plan, "optimizer.lr=0.1")
+    assert ended.code == 0, ended.err
+    folder = next(tmp_path.rglob("tuned/plan.toml")).parent
+    saved = Saved(folder / "checkpoints" / "latest")
+    kept = {n for n in saved.names() if n.startswith("model/")}
+    assert kept and all(n.endswith((".lora_a", ".lora_b")) for n in kept)
+    ended = run_cli(tmp_path, "export", str(folder), "--to", "hf", "--output", "out")
+    assert ended.code == 0, ended.err
+    text = []
+    bare = plan_file.read_text()
+    bare = bare[: bare.index("[model]")] + bare[bare.index("[data]") :]
+    again = tmp_path / "again.toml"
+    again.write_text(bare + f'\n[model]\npretrained = "{tmp_path / "out"}"\n')
+    run_cli(tmp_path, "train", str(again), "name=again", "goal.steps=1", "optimizer.lr=1e-12",
+                    "--json")  # fmt: skip
+    for name in ("tuned", "again"):
+        run = next(tmp_path.rglob(f"{name}/plan.toml")).parent
+        ended = run_cli(tmp_path, "sample", str(run), "--temperature", "0", "--tokens", "12",
+                        "--prompt", "the", "--json")  # fmt: skip
+        assert ended.code == 0, ended.err
+        text.append(json.loads(ended.out)["text"])
+    assert text[0] == text[1]

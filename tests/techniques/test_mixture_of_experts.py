@@ -1,0 +1,123 @@
+"""A mixture of experts in a run: its balance loss in the gradient, its start, its refusals."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.context import make_context
+from headrace.core.errors import ConfigError
+from headrace.core.technique import Supported, Unsupported
+from headrace.model.head import IGNORED
+from headrace.model.mask import Rows
+from headrace.sockets import Build, auxiliary_loss
+from headrace.techniques.design.mixture_of_experts import MixtureOfExperts
+from headrace.train import step
+
+NAME = "techniques.mixture_of_experts"
+CHECKPOINT = "techniques.selective_checkpoint.every=1"
+
+
+def gradients(build: Build, batch: Callable[[Build], list[Any]]) -> dict[str, torch.Tensor]:
+    step(build, batch(build), 0)
+    found = {n: p.grad for n, p in build.model.named_parameters()}
+    return {n: g for n, g in found.items() if g is not None}
+
+
+@pytest.mark.parametrize("micro", [0, 2, 1])
+def test_the_step_adds_the_mean_balance(
+    make_tiny: Callable[..., Build], batch: Callable[[Build], list[Any]], micro: int
+) -> None:
+    """Its loss is cross-entropy plus balance x (1 / targets) x the sum over rows and layers."""
+    rows = f"batch.micro_sequences={micro}"
+    build = make_tiny(f"{NAME}.experts=4", f"{NAME}.balance=0.5", rows)
+    plain = make_tiny(f"{NAME}.experts=4", f"{NAME}.balance=0.0", rows)
+    with_balance = float(step(build, batch(build), 0)[0])
+    entropy = float(step(plain, batch(plain), 0)[0])
+    fresh = make_tiny(f"{NAME}.experts=4", f"{NAME}.balance=0.5")
+    (micro_batch,) = fresh.loader.step(0).micros
+    rows_of_all = torch.arange(micro_batch.ids_BT.size(1))[None]
+    fresh.model.hidden(micro_batch.ids_BT, Rows(rows_of_all))
+    kept = float(sum(b.mlp.take_balance() for b in fresh.model.blocks.values()).detach())
+    targets = int((micro_batch.targets_BT != IGNORED).sum())
+    assert with_balance - entropy == pytest.approx(kept / targets, rel=1e-3)
+    assert kept / targets >= 2 * 0.5 * 0.99, "two layers of at least `balance` each"
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_checkpointed_gradients_are_the_plain_ones(
+    make_tiny: Callable[..., Build], batch: Callable[[Build], list[Any]], compiled: bool
+) -> None:
+    how = [f"{NAME}.experts=4", f"{NAME}.balance=0.5"]
+    more = ["techniques.torch_compile.backend=aot_eager", "techniques.torch_compile.scope=block"]
+    right = gradients(make_tiny(*how), batch)
+    build = make_tiny(*how, CHECKPOINT, *(more if compiled else []))
+    with ExitStack() as flags:
+        for enter in build.runtime:
+            flags.enter_context(enter())
+        found = gradients(build, batch)
+    assert found.keys() == right.keys()
+    for name, gradient in right.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
+    assert all(b.mlp.take_balance() is None for b in build.model.blocks.values())
+
+
+def test_tensor_parallel_ranks_share_the_gradient_and_not_the_value(
+    make_tiny: Callable[..., Build], batch: Callable[[Build], list[Any]]
+) -> None:
+    build = make_tiny(f"{NAME}.experts=4", f"{NAME}.balance=0.5")
+    found = []
+    for ranks in (1, 2):
+        build.world = replace(build.world, sizes={"tensor": ranks})
+        with torch.enable_grad():
+            ids = batch(build)[0].ids_BT
+            build.model.hidden(ids, Rows(torch.arange(ids.size(1))[None]))
+            value = auxiliary_loss(build)
+            assert value is not None
+        router: Any = build.model.blocks["0"].mlp.router.weight
+        found.append((float(value.detach()), torch.autograd.grad(value, router)[0]))
+    assert found[0][0] == found[1][0]
+    torch.testing.assert_close(found[0][1], 2 * found[1][1])
+
+
+def test_experts_start_as_the_dense_matrices_do(make_tiny: Callable[..., Build]) -> None:
+    build = make_tiny(f"{NAME}.experts=8", f"{NAME}.expert_ffn=64")
+    named = dict(build.model.named_parameters())
+    std = build.config.init_std
+    assert named["blocks.0.mlp.gate_up"].std().item() == pytest.approx(std, rel=0.05)
+    written = std / (2 * build.config.layers) ** 0.5
+    assert named["blocks.0.mlp.down"].std().item() == pytest.approx(written, rel=0.05)
+    first, second = named["blocks.0.mlp.down"][:2]
+    assert not first.equal(second)
+
+
+def test_more_choices_than_experts_is_refused(tiny_plan: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match=r"top_k = 5 .* experts = 4"):
+        tiny_plan(f"{NAME}.experts=4", f"{NAME}.top_k=5")
+
+
+def test_refuses_what_it_cannot_do(tiny_plan: Callable[..., Any]) -> None:
+    plan = tiny_plan()
+    here = make_context(plan, torch.device("cpu"))
+    gpu = replace(here, device="cuda", capability=(9, 0), precision="bf16")
+
+    def asked(context: Any, technique: Any = MixtureOfExperts(), **tables: Any) -> Any:  # noqa: B008
+        copy = plan.model_copy(update={
+            k: getattr(plan, k).model_copy(update=v) for k, v in tables.items()})  # fmt: skip
+        return technique.supports(replace(context, plan=copy))
+
+    assert isinstance(asked(here), Supported) and isinstance(asked(gpu), Supported)
+    for context, how, says in (
+        (here, {"mesh": {"context": 2}}, "mesh.context = 2"),
+        (here, {"model": {"pretrained": "there"}}, "dense"),
+        (here, {"model": {"bias": True}}, "biases"),
+        (replace(gpu, capability=(8, 0)), {}, "older than Hopper"),
+        (replace(gpu, precision="fp32"), {}, "bf16 only"),
+        (gpu, {"model": {"dim": 20}}, "model.dim = 20"),
+        (gpu, {"technique": MixtureOfExperts(expert_ffn=12)}, "expert_ffn = 12"),
+    ):
+        answer = asked(context, **how)
+        assert isinstance(answer, Unsupported) and says in answer.reason and answer.remedy

@@ -1,0 +1,127 @@
+"""Updates inside of the backward pass are AdamW's bit for bit, and gradients are gone after it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import assert_same_run
+
+from headrace import train
+from headrace.context import make_context
+from headrace.core.errors import UnsupportedError
+from headrace.core.plan import MeshConfig, Plan
+from headrace.core.technique import Supported, Unsupported
+from headrace.data.loader import Micro
+from headrace.filled import check_active
+from headrace.progress import Progress
+from headrace.sockets import Build
+from headrace.techniques.memory.optimizer_in_backward import OptimizerInBackward
+from headrace.train import step
+
+NAME = "optimizer_in_backward"
+WITH = (f"techniques.{NAME}={{}}", "optimizer.clip_norm=0")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        (), ("model.tied_embeddings=true", "schedule.warmup_steps=2"),
+        ("techniques.chunked_cross_entropy.chunk_tokens=7", "techniques.selective_checkpoint={}"),
+        ("techniques.muon={}",),
+    ],
+    ids=["plain", "tied", "chunked", "muon"],
+)  # fmt: skip
+def test_weights_norms_and_states_are_the_trunks(
+    more: tuple[str, ...], make_tiny: Callable[..., Build], batch: Callable[[Build], list[Micro]]
+) -> None:
+    trunk, mine = make_tiny("optimizer.clip_norm=0", *more), make_tiny(*WITH, *more)
+    for index in range(4):
+        right, found = (step(build, batch(build), index) for build in (trunk, mine))
+        torch.testing.assert_close(found, right, rtol=1e-6, atol=0)
+    for name, p in trunk.model.named_parameters():
+        own = mine.model.get_parameter(name)
+        assert torch.equal(own, p), name
+        route = next(r for r, taken in mine.routed.items() if name in taken)
+        assert (own.grad is None) == (route == NAME)
+        before = "adamw" if route == NAME else route
+        states = (trunk.optimizers[before].state[p], mine.optimizers[route].state[own])
+        assert states[0].keys() == states[1].keys()
+        assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+    assert "adamw" not in mine.optimizers
+    evidence = check_active(mine)[NAME]
+    assert evidence.numbers["freed_bytes"] == 4 * sum(
+        p.nbytes for p in mine.routed[NAME].values()
+    )  # fmt: skip
+
+
+def test_one_gradient_is_held_at_a_time(
+    make_tiny: Callable[..., Build], batch: Callable[[Build], list[Micro]]
+) -> None:
+    build = make_tiny(*WITH)
+    most, parameters = [0], list(build.model.parameters())
+
+    def count(_: Any) -> None:
+        most[0] = max(most[0], sum(p.grad is not None for p in parameters))
+
+    for p in parameters:
+        p.register_post_accumulate_grad_hook(count)
+    step(build, batch(build), 0)
+    assert most[0] == 0, "freed before a hook behind its own sees it"
+
+
+def test_a_gradient_that_is_not_finite_masks_its_parameter(
+    make_tiny: Callable[..., Build], batch: Callable[[Build], list[Micro]]
+) -> None:
+    build = make_tiny(*WITH)
+    step(build, batch(build), 0)
+    bad = build.model.get_parameter("blocks.0.mlp.down.weight")
+    bad.register_hook(lambda grad: grad * torch.nan)
+    before = {n: p.detach().clone() for n, p in build.model.named_parameters()}
+    numbers = step(build, batch(build), 1)
+    assert numbers[2] == 0 and torch.isfinite(numbers[0])
+    for name, p in build.model.named_parameters():
+        assert torch.equal(p, before[name]) == (p is bad), name
+    moments = build.optimizers[NAME].state[bad]
+    assert all(torch.isfinite(t).all() for t in moments.values()) and moments["step"] == 1
+
+
+def test_a_resumed_run_is_the_same_run(tiny_plan: Callable[..., Plan], tmp_path: Path) -> None:
+    ends = []
+    for name in ("whole", "cut"):
+        plan = tiny_plan(*WITH, f"directory='{tmp_path / name}'")
+        ends.append(train.run(plan, progress=Progress()))
+    assert ends[1] is not None and ends[0] is not None
+    train.run(plan, progress=Progress(), resume=True, checkpoint="step-8")
+    assert_same_run(*ends)
+
+
+def answer(plan: Plan) -> Supported | Unsupported:
+    return OptimizerInBackward().supports(make_context(plan, torch.device("cpu")))
+
+
+@pytest.mark.parametrize(
+    ("change", "remedy"),
+    [
+        ({"optimizer": {"clip_norm": 1.0}}, "optimizer.clip_norm=0"),
+        ({"batch": {"tokens": 128, "micro_sequences": 2}}, "batch.micro_sequences=8"),
+        ({"mesh": MeshConfig(tensor=2)}, "mesh.tensor=1"),
+        ({"mesh": MeshConfig(pipeline=2)}, "mesh.pipeline=1"),
+        ({"mesh": MeshConfig(data=2)}, "--with fsdp"),
+        ({"mesh": MeshConfig(context=2)}, "--with fsdp"),
+    ],
+)
+def test_refuses_what_needs_all_gradients(
+    change: dict[str, Any], remedy: str, tiny_plan: Callable[..., Plan]
+) -> None:
+    plan = tiny_plan("optimizer.clip_norm=0")
+    assert isinstance(answer(plan), Supported)
+    values = {k: type(getattr(plan, k)).model_validate(dict(v)) for k, v in change.items()}
+    refused = answer(plan.model_copy(update=values))
+    assert isinstance(refused, Unsupported) and refused.remedy.startswith(remedy)
+
+
+def test_the_command_line_says_how(tiny_plan: Callable[..., Plan]) -> None:
+    with pytest.raises(UnsupportedError, match=r"optimizer\.clip_norm=0"):
+        train.run(tiny_plan(f"techniques.{NAME}={{}}"), progress=Progress())

@@ -1,0 +1,53 @@
+"""Tied embeddings rewrite one key; one matrix then serves both ends, with one gradient."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.build import make_build
+from headrace.cli import catalogue
+from headrace.core.errors import ConfigError
+from headrace.core.plan import Plan
+from headrace.data.ingest import prepare
+from headrace.parallel.world import World
+from headrace.sockets import Build
+from headrace.techniques.design.tied_embeddings import TiedEmbeddings
+from headrace.train import step
+
+
+@pytest.fixture
+def tied(tiny_plan: Callable[..., Any], make_tiny: Callable[..., Build]) -> Callable[[], Build]:
+    """The tiny build with the technique, which has no knob to name it by."""
+
+    def make() -> Build:
+        text = tiny_plan("model.layers=2", "model.init_std=0.2").to_toml()
+        lines = [line for line in text.splitlines() if not line.startswith("tied_embeddings")]
+        plan = Plan.read("\n".join(lines), catalogue(), with_=["tied_embeddings"])
+        build = make_build(plan, prepare(plan), World(), torch.device("cpu"))
+        build.phases = make_tiny().phases
+        return build
+
+    return make
+
+
+def test_the_model_is_the_one_that_the_key_gives(
+    tied: Callable[[], Build], make_tiny: Callable[..., Build],
+    batch: Callable[[Build], list[Any]],
+) -> None:  # fmt: skip
+    left, right = tied(), make_tiny("model.tied_embeddings=true")
+    assert left.config == right.config
+    losses = [float(step(build, batch(build), 0)[0]) for build in (left, right)]
+    assert losses[0] == losses[1]
+    for name, parameter in right.model.named_parameters():
+        assert left.model.get_parameter(name).equal(parameter)
+    assert TiedEmbeddings().active(left).active
+    assert "head.weight" not in dict(left.model.named_parameters())
+    assert not TiedEmbeddings().active(make_tiny()).active
+
+
+def test_giving_the_key_differently_is_an_error(tiny_plan: Callable[..., Any]) -> None:
+    text = tiny_plan("model.tied_embeddings=false").to_toml()
+    with pytest.raises(ConfigError, match=r"tied_embeddings = False, and tied_embeddings makes"):
+        Plan.read(text, catalogue(), with_=["tied_embeddings"])
