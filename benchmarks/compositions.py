@@ -41,7 +41,9 @@ from headrace.parallel.world import World, join  # noqa: E402
 
 BAND = house.BAND_BF16
 """Largest distance that a gradient in bf16 may have."""
-SCALE = 16
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SCALE = 16 if DEVICE == "cuda" else 1
+"""Without GPUs the program runs its compositions small, on gloo: to try it, not to measure."""
 
 
 def distances(found: Outcome, wanted: Outcome) -> dict[str, float]:
@@ -52,7 +54,8 @@ def distances(found: Outcome, wanted: Outcome) -> dict[str, float]:
         assert ours.keys() == theirs.keys(), f"{kind} of {sorted(ours.keys() ^ theirs.keys())}"
         return {n: float((ours[n].float() - t).norm() / t.norm()) for n, t in theirs.items()}
 
-    gradients, weights = far("gradients"), far("weights")
+    weights = far("weights")
+    gradients = far("gradients") if found.gradients else {}  # freed by an update in backward
     told = {
         "loss": max(abs(a - b) / abs(b)
                     for a, b in zip(found.losses, wanted.losses, strict=True)),
@@ -65,35 +68,39 @@ def distances(found: Outcome, wanted: Outcome) -> dict[str, float]:
     return told
 
 
-def measure(composition: Composition, world: World, wanted: Any) -> dict[str, Any]:
-    """Run it; on rank 0, the distances from the reference."""
+def measure(composition: Composition, world: World) -> tuple[dict[str, Any], Outcome]:
+    """Run it; evidence and cost, and the stages' parts put together."""
     began_s = time.perf_counter()
-    torch.cuda.reset_peak_memory_stats()
-    build, outcome = run(composition, world, device="cuda", scale=SCALE)
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    build, outcome = run(composition, world, device=DEVICE, scale=SCALE)
     evidence = {n: e.detail for n, e in check_active(build).items()}
     parts = world.gather({
         kind: {n: t.cpu() for n, t in getattr(outcome, kind).items()}
         for kind in ("gradients", "weights")
     })  # fmt: skip
-    took_s = time.perf_counter() - began_s
-    peak = torch.cuda.max_memory_allocated()
-    if world.rank:
-        return {}
     whole = Outcome(outcome.losses, {}, {})
     for part in parts:
         whole.gradients |= part["gradients"]
         whole.weights |= part["weights"]
-    return {"evidence": evidence, "seconds": took_s, "peak": peak, **distances(whole, wanted)}
+    peak = torch.cuda.max_memory_allocated() if DEVICE == "cuda" else 0
+    return {"evidence": evidence, "seconds": time.perf_counter() - began_s, "peak": peak}, whole
 
 
 def reference(composition: Composition) -> Outcome:
     """The same plan in one process, in fp32."""
-    _, outcome = run(composition, World(local_rank=torch.cuda.current_device()), alone=True,
-                     device="cuda", scale=SCALE)  # fmt: skip
+    _, outcome = run(composition, World(local_rank=0), alone=True,
+                     device=DEVICE, scale=SCALE)  # fmt: skip
     for kind in ("gradients", "weights"):
         held = getattr(outcome, kind)
         held.update({n: t.float().cpu() for n, t in held.items()})
     return outcome
+
+
+def urgency(composition: Composition) -> tuple[bool, bool]:
+    """First what once lost a gradient in silence, then what need not be compiled."""
+    compiled = "torch_compile" in composition.techniques
+    return not (compiled and "tensor_parallel" in composition.techniques), compiled
 
 
 def main() -> None:
@@ -104,12 +111,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing after this long")
     arguments = parser.parse_args()
     began_s = time.perf_counter()
-    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timedelta(seconds=120))
+    backend = "cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=120))
     ranks = dist.get_world_size()
     house.put_data_in(str(ROOT / "headrace"), str(Path(tempfile.gettempdir()) / "compositions"))
     worlds: dict[str, World] = {}
     references: dict[str, Outcome] = {}
-    for case in COMPOSITIONS:
+    for case in sorted(COMPOSITIONS, key=urgency):
         composition = fitted(case, ranks)
         if composition is None or (arguments.only and case.name not in arguments.only):
             continue
@@ -120,19 +128,19 @@ def main() -> None:
         key = json.dumps(composition.mesh, sort_keys=True)
         if key not in worlds:
             mesh = MeshConfig(**composition.mesh)
-            worlds[key] = join(mesh, torch.device("cuda"))
+            worlds[key] = join(mesh, torch.device(DEVICE))
         world = worlds[key]
         row: dict[str, Any] = {}
+        found = wanted = None
         try:
-            wanted = None
             if world.rank == 0:
-                prepare(composition.plan(device="cuda", scale=SCALE))
-                alone = composition.plan(alone=True, device="cuda", scale=SCALE).to_toml()
+                prepare(composition.plan(device=DEVICE, scale=SCALE))
+                alone = composition.plan(alone=True, device=DEVICE, scale=SCALE).to_toml()
                 if alone not in references:
                     references[alone] = reference(composition)
                 wanted = references[alone]
             world.barrier()
-            row = measure(composition, world, wanted)
+            row, found = measure(composition, world)
         except HeadraceError as error:
             row = {"refused": str(error)}
         except Exception:
@@ -140,22 +148,25 @@ def main() -> None:
             row = {"refused": traceback.format_exc().strip().splitlines()[-1]}
         failed = world.gather("refused" in row)
         if world.rank == 0:
+            if found is not None and wanted is not None:
+                row |= distances(found, wanted)
             write(composition, row, ranks, arguments.results)
         if any(failed) and not all(failed):
             break  # the ranks are no longer at the same place
         torch._dynamo.reset()
         gc.collect()
-        torch.cuda.empty_cache()
+        if DEVICE == "cuda":
+            torch.cuda.empty_cache()
     dist.destroy_process_group()
 
 
 def write(composition: Composition, row: dict[str, Any], ranks: int, results: Path) -> None:
     """One row of results/compositions.jsonl."""
-    plan = composition.plan(device="cuda", scale=SCALE)
+    plan = composition.plan(device=DEVICE, scale=SCALE)
     facts: dict[str, Any] = {
         "plan_sha256": receipts.sha256(plan.dump()),
         "baseline_sha256": receipts.sha256(
-            composition.plan(alone=True, device="cuda", scale=SCALE).dump()
+            composition.plan(alone=True, device=DEVICE, scale=SCALE).dump()
         ),
         "composition": composition.name,
         "mesh": dict(composition.mesh),

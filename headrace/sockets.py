@@ -128,6 +128,13 @@ class Phases(Protocol):
         ...
 
 
+class Unwatched:
+    """Phases that nobody times, as of a model that is only read."""
+
+    def mark(self, phase: str) -> None:
+        """Nothing."""
+
+
 @dataclass
 class Build:
     """A run in the making, then the run."""
@@ -197,7 +204,7 @@ class Build:
     routed: dict[str, dict[str, nn.Parameter]] = field(default_factory=dict)
     """the parameters of each optimizer, by name"""
     loader: Loader = None  # type: ignore[assignment]
-    phases: Phases = None  # type: ignore[assignment]
+    phases: Phases = field(default_factory=Unwatched)
     compiled: list[str] = field(default_factory=list)
     """what of the model is compiled, by name"""
     now: dict[str, float] = field(default_factory=dict)

@@ -82,6 +82,8 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 
 TOLERANCE_FP32 = 1e-5
 """Largest difference of any number of a gradient, over the gradient's largest number."""
+MAGNIFIED = 10.0
+"""A nudge is one rounding of each weight; a layout or a cut rounds in every product."""
 BAND_BF16 = 0.05
 """L2 distance of a gradient in bf16 from the fp32 reference's, over the reference's norm."""
 ROWS, LENGTH = 6, 14
@@ -202,23 +204,22 @@ def make_plan(
     return plan.replaced(mesh=mesh, techniques=on).with_keys({})
 
 
-class Quiet:
-    """Phases that nobody times."""
-
-    def mark(self, phase: str) -> None:
-        """Nothing."""
-
-
 def build_of(plan: Plan, *, until: Stage = Stage.STEP) -> Build:
     """The build of a plan, ready for `step`."""
     device = torch.device(plan.device)
     build = make_build(plan, prepare(plan), World(), device, until=until)
-    build.phases = Quiet() if device.type == "cpu" else Signals(device)
+    if device.type != "cpu":
+        build.phases = Signals(device)
     return build
 
 
-def random_build(plan: Plan) -> Build:
-    """The build with every parameter off its starting value, so that all of them matter."""
+def random_build(plan: Plan, *, nudged: bool = False) -> Build:
+    """The build with every parameter off its starting value, so that all of them matter.
+
+    Args:
+        plan: the plan.
+        nudged: and then moved by one unit in its last place, up or down.
+    """
     build = build_of(plan)
     with torch.no_grad():
         for name, parameter in build.model.named_parameters():
@@ -227,6 +228,9 @@ def random_build(plan: Plan) -> Build:
             draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             noise = torch.randn(parameter.shape, generator=draw)
             parameter.add_(0.1 * noise.to(parameter))
+            if nudged:
+                sign = torch.randn(parameter.shape, generator=draw).sign()
+                parameter.mul_(1 + 2.0**-23 * sign.to(parameter))
     return build
 
 
@@ -335,18 +339,38 @@ def trunk_reference(shape: str, rows: Sequence[Row], *, documents: bool, device:
     )  # fmt: skip
 
 
-def assert_equal(found: Result, wanted: Result, *, band: float | None = None) -> None:
-    """Loss and every gradient agree: within TOLERANCE_FP32 by number, or within `band` by L2."""
+def distances(found: Result, wanted: Result, *, by_norm: bool = False) -> dict[str, float]:
+    """Of the loss and every gradient: largest difference over the largest number, or L2."""
     assert found.gradients.keys() == wanted.gradients.keys()
     off: dict[str, float] = {"loss": abs(found.loss - wanted.loss) / abs(wanted.loss)}
     for name, right in wanted.gradients.items():
         difference = found.gradients[name] - right
         assert right.abs().max() > 0, f"the reference's gradient of {name} is zero"
-        if band is None:
-            off[name] = float(difference.abs().max() / right.abs().max())
-        else:
+        if by_norm:
             off[name] = float(difference.norm() / right.norm())
+        else:
+            off[name] = float(difference.abs().max() / right.abs().max())
+    return off
+
+
+def assert_equal(
+    found: Result, wanted: Result, *, band: float | None = None,
+    nudged: Callable[[], Result] | None = None,
+) -> None:  # fmt: skip
+    """Loss and every gradient agree: within TOLERANCE_FP32 by number, or within `band` by L2.
+
+    Args:
+        found: what was computed.
+        wanted: the reference.
+        band: of half precision, or of an approximation.
+        nudged: the reference from weights that are moved by one unit in their last place; where it
+            is given, MAGNIFIED times its distance from the reference is rounding too.
+    """
+    off = distances(found, wanted, by_norm=band is not None)
     limit = TOLERANCE_FP32 if band is None else band
+    if nudged is not None and max(off.values()) > limit:
+        answer = distances(nudged(), wanted, by_norm=band is not None)
+        limit = max(limit, MAGNIFIED * max(answer.values()))
     wrong = {name: round(value, 9) for name, value in off.items() if not value <= limit}
     assert not wrong, f"beyond {limit}: {wrong}"
 

@@ -11,7 +11,6 @@ from headrace.model.decoder import Block
 from headrace.model.lora import ADAPTERS
 from headrace.sockets import COMPOSED, OWNED, PARTS, Build
 
-
 OTHER_MODELS = ("config.", "parts.mlp", "parts.mixer")
 """Claims of what makes another model, whose parameters have other names."""
 

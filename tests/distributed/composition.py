@@ -42,8 +42,8 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "wide": {"dim": 512, "heads": 4, "kv_heads": 2, "ffn": 512, "vocab": 307},
     "even": {"dim": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "vocab": 320},
 }  # fmt: skip
-"""Decoders whose key-value heads split in two; `even` has sizes that kernels of 16 need, and half of
-`wide` is whole blocks of 256."""
+"""Decoders whose key-value heads split in two; `even` has sizes that kernels of 16 need, and half
+of `wide` is whole blocks of 256."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,6 @@ def run(
     plan = composition.plan(alone=alone, device=device, scale=scale)
     where = torch.device(device, world.local_rank) if device == "cuda" else torch.device(device)
     build = make_build(plan, prepare(plan), world, where)
-    build.phases = house.Quiet()
     scatter_noise(build, nudged=nudged)
     losses, gradients = [], {}
     with ExitStack() as flags:

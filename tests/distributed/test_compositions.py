@@ -2,23 +2,21 @@
 
 Ranks add numbers in another order, and some techniques magnify rounding: a sign, a code of 8 bits,
 an adapter that starts near zero. So what is allowed is TOLERANCE_FP32 or, where it is more,
-`MAGNIFIED` times what the plan in one process answers to weights that are moved by one unit in
-their last place.
+MAGNIFIED times what the plan in one process answers to weights that are moved by one unit in their
+last place.
 """
 
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-import house
 import pytest
 from cases import COMPOSITIONS
 from composition import Composition, Outcome, differences, run
+from house import MAGNIFIED, TOLERANCE_FP32
 
 from headrace.parallel.world import World
 
-MAGNIFIED = 10.0
-"""A nudge is one rounding of each weight; a layout rounds in every product of every step."""
 KINDS = ("loss", "gradients", "weights")
 _KEYS: dict[str, Composition] = {}
 
@@ -39,11 +37,11 @@ def beyond(found: Outcome, composition: Composition) -> dict[str, float]:
     """What is further from the reference than rounding explains."""
     wanted = reference(composition)
     off = differences(found, wanted)
-    if max(off.values()) <= house.TOLERANCE_FP32:
+    if max(off.values()) <= TOLERANCE_FP32:
         return {}
     answers = differences(reference(composition, nudged=True), wanted)
     limits = {
-        kind: max([house.TOLERANCE_FP32,
+        kind: max([TOLERANCE_FP32,
                    *(MAGNIFIED * by for what, by in answers.items() if what.startswith(kind))])
         for kind in KINDS
     }  # fmt: skip

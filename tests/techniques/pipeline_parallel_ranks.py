@@ -58,7 +58,6 @@ class Case:
 
 def moved(build: Build) -> Build:
     """Every parameter off its starting value, as the reference's."""
-    build.phases = house.Quiet()
     with torch.no_grad():
         for name, parameter in build.model.named_parameters():
             draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))

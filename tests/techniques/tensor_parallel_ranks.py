@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from house import (
     CATALOGUE,
-    Quiet,
     Result,
     assert_equal,
     make_plan,
@@ -70,7 +69,6 @@ def split_plan(
 def build_in(world: World, plan: Plan) -> Build:
     """A build with every parameter off its starting value, the same ones in every layout."""
     build = make_build(plan, prepare(plan), world, DEVICE)
-    build.phases = Quiet()
     with torch.no_grad():
         for name, parameter in build.model.named_parameters():
             draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -161,7 +159,6 @@ def memory(ranks: int, corpus: str, prepared: str) -> None:
 
         def build_of(plan: Plan) -> Build:
             build = make_build(plan, prepare(plan), world, DEVICE)
-            build.phases = Quiet()
             return build
 
         def read(self: Any, *args: Any) -> Any:

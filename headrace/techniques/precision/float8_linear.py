@@ -53,7 +53,7 @@ class Float8Linear(Technique[Build]):
     stage: ClassVar[Stage] = Stage.LINEAR
     composes: ClassVar[tuple[str, ...]] = ("linear",)
     equality: ClassVar = "approximate"
-    band: ClassVar[float] = 0.4  # measured 0.36 at 24 to 40 features, whose sums average little
+    band: ClassVar[float] = 0.6  # measured 0.54 at 32 features, whose sums average little
     symptoms: ClassVar[tuple[str, ...]] = ("matmul",)
     card: ClassVar[Card] = Card(
         buys="matrix products of linears at up to twice the rate (published peak); torchao "
