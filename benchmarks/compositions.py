@@ -10,6 +10,7 @@ and of the weights after five steps, as L2 over the reference's norm.
 """
 
 import argparse
+import faulthandler
 import gc
 import json
 import sys
@@ -109,22 +110,34 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=ROOT / "results")
     parser.add_argument("--only", nargs="*", default=[], help="names of compositions")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing after this long")
+    parser.add_argument("--begun", type=Path, help="names of what was begun; it is not begun again")
+    parser.add_argument("--patience", type=float, default=300, help="seconds for one composition")
     arguments = parser.parse_args()
     began_s = time.perf_counter()
     backend = "cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=120))
     ranks = dist.get_world_size()
     house.put_data_in(str(ROOT / "headrace"), str(Path(tempfile.gettempdir()) / "compositions"))
+    begun = arguments.begun
+    done = begun.read_text().split() if begun and begun.exists() else []
+    dist.barrier()
     worlds: dict[str, World] = {}
     references: dict[str, Outcome] = {}
     for case in sorted(COMPOSITIONS, key=urgency):
         composition = fitted(case, ranks)
         if composition is None or (arguments.only and case.name not in arguments.only):
             continue
+        if case.name in done:
+            continue
         late = torch.tensor([float(time.perf_counter() - began_s > arguments.seconds)])
         dist.all_reduce(late)
         if late.item():
             break
+        if begun and dist.get_rank() == 0:
+            with begun.open("a") as file:
+                file.write(case.name + "\n")
+        # Ranks that wait for each other for ever say where, and end.
+        faulthandler.dump_traceback_later(arguments.patience, exit=True)
         key = json.dumps(composition.mesh, sort_keys=True)
         if key not in worlds:
             mesh = MeshConfig(**composition.mesh)

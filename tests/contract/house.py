@@ -223,7 +223,7 @@ def random_build(plan: Plan, *, nudged: bool = False) -> Build:
     build = build_of(plan)
     with torch.no_grad():
         for name, parameter in build.model.named_parameters():
-            if not parameter.requires_grad:
+            if type(parameter.data) is not Tensor:  # kept in few bits
                 continue
             draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             noise = torch.randn(parameter.shape, generator=draw)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.build import check_active
+from headrace.filled import check_active
 from headrace.core.errors import RunError
 from headrace.core.technique import Stage
 from headrace.data.loader import Micro
