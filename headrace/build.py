@@ -248,7 +248,14 @@ def _optimizers(build: Build) -> None:
     """Each route takes its parameters; AdamW takes the rest."""
     rest = {n: p for n, p in build.model.named_parameters() if p.requires_grad}
     trunk = Route("adamw", lambda n, p: True, lambda named: make_adamw(build.plan.optimizer, named))
-    for route in [*build.routes, trunk]:
+    rest_of = [route for route in build.routes if route.rest]
+    if len(rest_of) > 1:
+        one, two = rest_of[0].name, rest_of[1].name
+        raise ConfigError(
+            f"{one} and {two} both take the place of the trunk's AdamW",
+            f"--without {one} or --without {two}",
+        )
+    for route in [*(r for r in build.routes if not r.rest), *rest_of, trunk]:
         taken = {n: p for n, p in rest.items() if route.takes(n, p)}
         rest = {n: p for n, p in rest.items() if n not in taken}
         if taken:

@@ -55,6 +55,8 @@ class Route:
     name: str
     takes: Callable[[str, nn.Parameter], bool]
     make: Callable[[Mapping[str, nn.Parameter]], Optimizer]
+    rest: bool = False
+    """whether it is asked after the others, in place of the trunk's; one route may be"""
 
 
 class Work(NamedTuple):

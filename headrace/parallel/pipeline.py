@@ -12,9 +12,9 @@ A schedule is a list of actions, made anew for each call; nothing about shapes, 
 number of micro-batches is fixed before. Each direction of each border is a process group of two
 (a communicator of its own, and a stream of its own on a GPU), whose two ends use it in one order:
 that of the sender's actions, which is the receiver's too. So no message waits behind another that
-its receiver does not want yet, and there is nothing to pair up or to tag. The message of the next
-action is asked for before the current one computes, and sending never waits, but for the message
-`ranks` before it: transfers hide behind work, and buffers are few.
+its receiver does not want yet, and there is nothing to pair up or to tag. Sending never waits, but
+for the message `ranks` before it. A message is asked for when its action begins: asking sooner hid
+transfers behind work, and hung on GPUs (see `run`).
 
 Between a forward and its backward a rank keeps the graph of its output and not the output itself.
 Left out: zero-bubble schedules (arXiv 2401.10241), which split a backward pass in two and so need
@@ -248,12 +248,13 @@ def run(actions: Sequence[Action], line: Line, stages: Stages) -> Tensor:
     total = torch.zeros((), device=line.device)
     held: dict[tuple[int, int], Held] = {}
     left = Counter(a.chunk for a in actions if a.kind == "backward")
-    coming = _ask(actions[:1], line, stages)
-    for index, (kind, chunk, micro) in enumerate(actions):
-        now, coming = coming, _ask(actions[index + 1 : index + 2], line, stages)
-        if now is not None:
+    for kind, chunk, micro in actions:
+        message = None
+        if not (line.first(chunk) if kind == "forward" else line.last(chunk)):
+            # Not sooner: a kernel that is loaded for the first time waits for the whole device, a
+            # receive in flight included, and two ranks that load wait for each other for ever.
             stages.waiting()
-        message = now.wait() if now is not None else None
+            message = line.receive(kind, stages.shape(micro), stages.dtype).wait()
         if kind == "forward":
             output, kept = _forward(stages, line, chunk, micro, message)
             for loss in kept.losses:
@@ -270,14 +271,6 @@ def run(actions: Sequence[Action], line: Line, stages: Stages) -> Tensor:
                 line.send("backward", gradient)
     line.flush()
     return total
-
-
-def _ask(actions: Sequence[Action], line: Line, stages: Stages) -> Coming | None:
-    """The message that an action begins with, asked for; None if it needs none."""
-    for kind, chunk, micro in actions:
-        if not (line.first(chunk) if kind == "forward" else line.last(chunk)):
-            return line.receive(kind, stages.shape(micro), stages.dtype)
-    return None
 
 
 def _forward(

@@ -10,8 +10,8 @@ import sys
 import typing
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import annotated_types
@@ -40,12 +40,17 @@ from headrace.model.mask import Rows
 from headrace.model.zoo import families
 from headrace.parallel.world import World
 from headrace.signals import Signals
-from headrace.sockets import Build
+from headrace.sockets import Build, Pass
 from headrace.train import step
 
 CATALOGUE = Catalogue(discover(headrace.techniques), families())
 PACKING, COMPILE = "document_packing", "torch_compile"
 
+SIXTEENS = {"dim": 32, "heads": 4, "kv_heads": 2, "ffn": 32, "vocab": 320}
+SHAPED: Mapping[tuple[str, str], Mapping[str, Any]] = {
+    ("float8_linear", "cuda"): SIXTEENS,  # what the matrix units of 8 bits take
+}
+"""(technique, device) -> sizes without which it cannot run there, over any shape's."""
 TINY: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("chunked_cross_entropy", "any"): {"chunk_tokens": 7},
     ("linear_attention", "any"): {"chunk_tokens": 4},
@@ -68,7 +73,7 @@ DEAR = {
 """Choices of a knob that take a minute: they run with the slow tests."""
 
 SHAPES: Mapping[str, Mapping[str, Any]] = {
-    "grouped": {"dim": 24, "heads": 4, "kv_heads": 1, "ffn": 22, "vocab": 307},
+    "grouped": {"dim": 32, "heads": 4, "kv_heads": 1, "ffn": 22, "vocab": 307},
     "tied": {
         "dim": 32, "heads": 4, "kv_heads": 2, "ffn": 20, "vocab": 311, "tied_embeddings": True,
         "qk_norm": True, "position": "none", "activation": "relu2",
@@ -196,6 +201,8 @@ def make_plan(
         "optimizer": {"clip_norm": 0.0, "eps": 1e-3, "lr": 1e-2},
         "goal": {"steps": 4},
     }  # fmt: skip
+    for technique in techniques:
+        values["model"] |= SHAPED.get((technique.name(), device), {})
     for key, value in keys.items():
         values[key] = {**values.get(key, {}), **value} if isinstance(value, Mapping) else value
     mesh = MeshConfig.model_validate(values.pop("mesh", {}))
@@ -286,11 +293,34 @@ def take_step(build: Build, rows: Sequence[Row], *, index: int = 0) -> Result:
     micros = make_micros(
         rows, micro_rows=build.plan.batch.micro_sequences, segments=build.mask.document
     )
+    gradients: dict[str, Tensor] = {}
     with ExitStack() as flags:
         for enter in build.runtime:
             flags.enter_context(enter())
+        flags.enter_context(at_the_update(build, lambda: gradients.update(gradients_of(build))))
         loss = float(step(build, micros, index)[0])
-    return Result(loss, gradients_of(build))
+    return Result(loss, gradients)
+
+
+@contextmanager
+def at_the_update(build: Build, look: Callable[[], None]) -> Iterator[None]:
+    """Call `look` when the first sweep of a step is about to be absorbed, with its gradients."""
+    passes = build.passes
+
+    def watched(build: Build, index: int) -> list[Pass]:
+        first, *rest = passes(build, index)
+
+        def absorb(build: Build, finite: Tensor) -> None:
+            look()
+            first.absorb(build, finite)
+
+        return [replace(first, absorb=absorb), *rest]
+
+    build.passes = watched
+    try:
+        yield
+    finally:
+        build.passes = passes
 
 
 def documents_of(row: Row) -> list[slice]:

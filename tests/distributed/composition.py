@@ -7,7 +7,7 @@ last are compared whole.
 
 import zlib
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,11 +84,12 @@ class Composition:
         shape |= {key: shape[key] * scale for key in ("dim", "ffn")}
         shape["vocab"] *= 1 if scale == 1 else 10
         length = self.length * scale
+        half = "fp16" if device == "cuda" and "fp16_loss_scaling" in techniques else "auto"
         values: dict[str, Any] = {
             "model": {
                 **shape,
                 "layers": self.layers,
-                "precision": "fp32" if alone else "auto",
+                "precision": "fp32" if alone else half,
                 "init_std": 0.2 / scale**0.5,
             },
             "data": {"sequence_length": length},
@@ -132,12 +133,12 @@ def micros_of(build: Build, rows: list[Row]) -> list[Micro]:
     ]
 
 
-def scatter_noise(build: Build, *, nudged: bool = False) -> None:
+def scatter_noise(build: Build, *, nudged: int = 0) -> None:
     """Move every trained number off its start, the same in every layout.
 
     Args:
         build: the run.
-        nudged: and then by one unit in its last place, up or down.
+        nudged: and then by one unit in its last place, up or down; which of several such.
     """
     with torch.no_grad():
         for name, parameter in build.model.named_parameters():
@@ -149,6 +150,7 @@ def scatter_noise(build: Build, *, nudged: bool = False) -> None:
             noise = build.part(name, noise.to(parameter.device))
             local_of(parameter).add_(noise * (build.config.init_std / 0.2))
             if nudged:
+                draw.manual_seed(zlib.crc32(f"{nudged} {name}".encode()))
                 sign = build.part(name, torch.randn(noise_shape, generator=draw).sign())
                 local_of(parameter).mul_(1 + 2.0**-23 * sign)
 
@@ -176,7 +178,7 @@ def wholes(build: Build, *, gradients: bool) -> dict[str, Tensor]:
 
 def run(
     composition: Composition, world: World, *, alone: bool = False, device: str = "cpu",
-    scale: int = 1, nudged: bool = False,
+    scale: int = 1, nudged: int = 0,
 ) -> tuple[Build, Outcome]:  # fmt: skip
     """Train it for `STEPS` steps; arguments as in `Composition.plan` and `scatter_noise`."""
     torch.manual_seed(0)
@@ -184,26 +186,35 @@ def run(
     where = torch.device(device, world.local_rank) if device == "cuda" else torch.device(device)
     build = make_build(plan, prepare(plan), world, where)
     scatter_noise(build, nudged=nudged)
-    losses, gradients = [], {}
+    losses: list[float] = []
+    gradients: dict[str, Tensor] = {}
+    look = house.at_the_update(build, lambda: gradients.update(wholes(build, gradients=True)))
     with ExitStack() as flags:
         for enter in build.runtime:
             flags.enter_context(enter())
         length = plan.data.sequence_length
         for index, rows in enumerate(batches(build.config.vocab, length)):
-            losses.append(float(step(build, micros_of(build, rows), index)[0]))
-            gradients = gradients or wholes(build, gradients=True)
+            with look if index == 0 else nullcontext():
+                losses.append(float(step(build, micros_of(build, rows), index)[0]))
     return build, Outcome(losses, gradients, wholes(build, gradients=False))
 
 
-def differences(found: Outcome, wanted: Outcome) -> dict[str, float]:
-    """Largest difference of every loss, gradient and weight, over the wanted one's largest."""
+def differences(found: Outcome, wanted: Outcome, *, freed: bool = False) -> dict[str, float]:
+    """Largest difference of every loss, gradient and weight, over the wanted one's largest.
+
+    Args:
+        found: what was computed.
+        wanted: the reference.
+        freed: an update in the backward pass has freed gradients: those that are left count.
+    """
     off = {
         f"loss {i}": abs(a - b) / abs(b)
         for i, (a, b) in enumerate(zip(found.losses, wanted.losses, strict=True))
     }
-    freed = not found.gradients  # an update in the backward pass leaves none
-    for kind in ("weights",) if freed else ("gradients", "weights"):
+    for kind in ("gradients", "weights"):
         ours, theirs = getattr(found, kind), getattr(wanted, kind)
+        if kind == "gradients" and freed:
+            theirs = {name: theirs[name] for name in ours}
         missing = ours.keys() ^ theirs.keys()
         off |= {f"{kind} {name} is not in both": float("inf") for name in missing}
         for name in ours.keys() & theirs.keys():

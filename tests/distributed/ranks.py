@@ -1,5 +1,6 @@
 """What each rank does: join once, then run many compositions in one process group."""
 
+import faulthandler
 import json
 import time
 import traceback
@@ -19,11 +20,13 @@ from headrace.core.plan import MeshConfig
 from headrace.filled import check_active
 from headrace.parallel.world import World, join
 
+PATIENCE_S = 60
+
 
 def serve(folder: str, corpus: str, prepared: str, cases: list[dict[str, Any]]) -> None:
     """Run every case and write its outcome under `folder`, rank by rank."""
     house.put_data_in(corpus, prepared)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     worlds: dict[str, World] = {}
     for case in cases:
         composition = Composition(**case)
@@ -33,11 +36,14 @@ def serve(folder: str, corpus: str, prepared: str, cases: list[dict[str, Any]]) 
         into = Path(folder) / composition.name
         into.mkdir(parents=True, exist_ok=True)
         _run(composition, worlds[key], into)
+    faulthandler.cancel_dump_traceback_later()
     dist.destroy_process_group()
 
 
 def _run(composition: Composition, world: World, into: Path) -> None:
     began_s = time.perf_counter()
+    # A rank that waits for one that has failed says where, and ends.
+    faulthandler.dump_traceback_later(PATIENCE_S, exit=True)
     told: dict[str, Any] = {}
     tensors: dict[str, torch.Tensor] = {}
     try:

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.filled import check_active
 from headrace.core.errors import RunError
 from headrace.core.technique import Stage
 from headrace.data.loader import Micro
+from headrace.filled import check_active
 from headrace.sockets import Build
 from headrace.train import step
 

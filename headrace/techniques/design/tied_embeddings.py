@@ -50,6 +50,8 @@ class TiedEmbeddings(Technique[Build]):
     def active(self, build: Build) -> Evidence:
         """The head has no matrix of its own, and multiplies with the embedding's memory."""
         model = build.model
+        if model.head is None:
+            return Evidence(None, "the head is on another rank")
         own = model.head.weight is not None
         shared = not own and model.unembedding is model.embed.weight
         return Evidence(

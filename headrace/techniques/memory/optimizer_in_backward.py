@@ -134,13 +134,10 @@ class OptimizerInBackward(Technique[Build]):
         """Route what AdamW would have, and measure the norm of what is freed."""
         config = build.plan.optimizer
 
-        def rest(name: str, p: nn.Parameter) -> bool:
-            others = [r for r in build.routes if r.name != self.name()]
-            return not any(route.takes(name, p) for route in others)
+        def make(named: Mapping[str, nn.Parameter]) -> BackwardAdamW:
+            return BackwardAdamW(config, named)
 
-        build.routes.append(
-            Route(self.name(), rest, lambda named: BackwardAdamW(config, named))
-        )  # fmt: skip
+        build.routes.append(Route(self.name(), lambda name, p: True, make, rest=True))
         build.passes = self._one_pass
         measured = build.clip
 

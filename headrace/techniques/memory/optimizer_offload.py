@@ -244,13 +244,10 @@ class OptimizerOffload(Technique[Build]):
         """Route what the trunk's AdamW would have."""
         config, numbers = build.plan.optimizer, self.chunk_mib * 2**20 // 4
 
-        def rest(name: str, p: nn.Parameter) -> bool:
-            others = [r for r in build.routes if r.name != self.name()]
-            return not any(route.takes(name, p) for route in others)
+        def make(named: Mapping[str, nn.Parameter]) -> HostAdamW:
+            return HostAdamW(config, named, numbers)
 
-        build.routes.append(
-            Route(self.name(), rest, lambda named: HostAdamW(config, named, numbers))
-        )  # fmt: skip
+        build.routes.append(Route(self.name(), lambda name, p: True, make, rest=True))
 
     def active(self, build: Build) -> Evidence:
         """Bytes of state by where they lie, and bytes that went to the host and back."""

@@ -12,6 +12,7 @@ order of the update are torchao's, and a test holds the two to the same codes.
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import prod
 from typing import Any, ClassVar
 
 import torch
@@ -172,9 +173,7 @@ class Adamw8bit(Technique[Build]):
             compiled = context.device == "cuda" and context.has_triton
 
         def takes(name: str, p: nn.Parameter) -> bool:
-            later = build.routes[build.routes.index(route) + 1 :]
-            large = p.ndim >= 2 and p.numel() >= self.smallest
-            return large and not any(other.takes(name, p) for other in later)
+            return p.ndim >= 2 and prod(build.layouts[name].shape) >= self.smallest
 
         def make(named: Mapping[str, nn.Parameter]) -> AdamW8bitOptimizer:
             return AdamW8bitOptimizer(
@@ -182,8 +181,7 @@ class Adamw8bit(Technique[Build]):
                 weight_decay=config.weight_decay, compiled=compiled,
             )  # fmt: skip
 
-        route = Route(self.name(), takes, make)
-        build.routes.append(route)
+        build.routes.append(Route(self.name(), takes, make, rest=True))
 
     def active(self, build: Build) -> Evidence:
         """Bytes of state that the matrices really hold, by tensor."""

@@ -154,7 +154,7 @@ class Sophia(Technique[Build]):
                 weight_decay=config.weight_decay,
             )  # fmt: skip
 
-        build.routes.append(Route(self.name(), lambda name, p: True, make))
+        build.routes.append(Route(self.name(), lambda name, p: True, make, rest=True))
         trunk = build.passes
 
         def passes(build: Build, step: int) -> Sequence[Pass]:
