@@ -59,6 +59,31 @@ def table(topic: str, rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def distances(topic: str, rows: list[dict[str, Any]]) -> str:
+    """Compositions in three lines: which are inside of their band, which not, which have no row."""
+    newest = {(r["composition"], r["ranks"]): r for r in rows}
+    hardware = sorted({f"{r['ranks']} x {r['hardware']}" for r in newest.values()})
+    inside = [
+        r["metrics"]["gradient"]["value"]
+        for r in newest.values()
+        if r.get("inside") and "gradient" in r["metrics"]
+    ]
+    told = [
+        f"**{topic}** (`results/{topic}.jsonl`, {', '.join(hardware)}, bf16 against fp32 in one "
+        "process)", "",
+        f"Inside of their band: {len(inside)}, the worst gradient {min(inside):.3f} to "
+        f"{max(inside):.3f} (relative L2).",
+    ]  # fmt: skip
+    outside = [
+        f"{name} {r['metrics']['gradient']['value']:.2g}"
+        for (name, _), r in newest.items()
+        if r.get("inside") is False
+    ]
+    told += [f"Outside: {', '.join(outside)}."] if outside else []
+    refused = [name for (name, _), r in newest.items() if "refused" in r]
+    return "\n".join([*told, *([f"Refused: {', '.join(refused)}."] if refused else [])])
+
+
 def _unit(name: str, unit: str) -> str:
     """The unit, where the metric's name does not already say it."""
     said = {"tokens_per_s": "tokens/s", "bits_per_byte": "bits/byte", "tokens": "tokens"}
@@ -81,7 +106,12 @@ def _number(value: float) -> str:
 def render(results: Path) -> str:
     """Every topic that has rows, or one sentence."""
     topics = [(f.stem, read_rows(f)) for f in sorted(results.glob("*.jsonl"))]
-    return "\n\n".join(table(name, rows) for name, rows in topics if rows) or EMPTY
+    pages = [
+        (distances if name == "compositions" else table)(name, rows)
+        for name, rows in topics
+        if rows
+    ]
+    return "\n\n".join(pages) or EMPTY
 
 
 def replaced(page: str, inner: str) -> str:

@@ -36,6 +36,7 @@ def explain_technique(technique: type[Technique[Any]]) -> tuple[dict[str, Any], 
     }
     lines = [f"{technique.name()} ({technique.room})", "", value["what"], ""]
     lines += [f"{key:>9}: {value[key]}" for key in ("buys", "costs", "helps", "hurts", "source")]
+    lines += [f"{'equality':>9}: {value['equality']}"]
     sockets = ", ".join([*technique.claims, *technique.composes])
     lines += [f"{'stage':>9}: {value['stage']}", f"{'sockets':>9}: {sockets}", "", "knobs:"]
     for name, knob in knobs.items():

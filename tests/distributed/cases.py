@@ -214,7 +214,8 @@ def pair_composition(one: str, two: str) -> Composition:
         mesh["data"] = 4 // split
     knobs = {n: {**house.tiny_knobs(n, "cpu"), **PAIR_KNOBS.get(n, {})} for n in (one, two)}
     whole_step = "optimizer_in_backward" in knobs  # no norm and one micro-batch
+    blocks = {"adamw_8bit", "tensor_parallel"} <= knobs.keys()  # its blocks are of 256 columns
     return Composition(
-        f"pair {one} {two}", mesh, knobs, shape="even", layers=4, length=16,
+        f"pair {one} {two}", mesh, knobs, shape="wide" if blocks else "even", layers=4, length=16,
         micro_rows=0 if whole_step else 2, clip_norm=0.0 if whole_step else 0.3,
     )  # fmt: skip

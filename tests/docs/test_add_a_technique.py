@@ -1,9 +1,16 @@
-"""The technique of docs/guide/add-a-technique.md: one file, and everything follows from it."""
+"""The technique of docs/guide/add-a-technique.md: one file, and everything follows from it.
+
+In this process the file is found as any of its room is. Where a tool reads the package itself, as
+the shared suite and mkdocs do, it is put into a copy of the repository, and nothing else changes.
+"""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +22,35 @@ from headrace.catalogue.pages import reference
 from headrace.cli import app, catalogue
 from headrace.model.head import IGNORED, Vocabulary
 from headrace.recipes import recipes
+
+NEEDED = ("headrace", "tests", "docs", "mkdocs.yml", "pyproject.toml", "README.md")
+"""What of the repository the suite and the documentation are made from."""
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the repository with one more file."""
+    folder = tmp_path_factory.mktemp("copy")
+    for name in NEEDED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(
+                ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")
+            )
+        else:
+            shutil.copy(ROOT / name, folder)
+    (block,) = [b for b in blocks_of("docs/guide/add-a-technique.md") if b.file]
+    (folder / "headrace/techniques/loss" / block.file).write_text(block.text)
+    return folder
+
+
+def _module(copy: Path, *arguments: str) -> str:
+    """`python -m ARGUMENTS` on the copy; returns what it said."""
+    ended = subprocess.run(
+        [sys.executable, "-m", *arguments], cwd=copy, capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
+    return ended.stdout
 
 
 def _json(*arguments: str, code: int = 0) -> Any:
@@ -37,6 +73,47 @@ def test_it_has_a_page(z_loss: type[Any]) -> None:
     assert "loss/z_loss.md" in pages["reference/techniques.md"]
 
 
+def test_its_page_is_built_and_in_the_navigation(copy: Path, tmp_path: Path) -> None:
+    _module(copy, "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path))
+    page = (tmp_path / "reference/loss/z_loss/index.html").read_text()
+    assert "techniques.z_loss.weight" in page and "arXiv 2204.02311" in page
+    assert "reference/loss/z_loss/" in (tmp_path / "index.html").read_text()
+
+
+def test_the_planner_counts_it(z_loss: type[Any], plan_file: Path) -> None:
+    """The line that it edits, five tensors for three, and with it the peak."""
+    big_head = ("model.vocab_multiple=2048", "batch.tokens=1024")
+    plain, termed = (
+        _json("explain", str(plan_file), *big_head, *more) for more in ((), ("--with", "z_loss"))
+    )
+    before, after = (told["memory_lines"]["logits"] for told in (plain, termed))
+    assert after == pytest.approx(5 / 3 * before)
+    grown = termed["peak_memory_bytes"] - plain["peak_memory_bytes"]
+    assert grown == pytest.approx(after - before)
+
+
+def test_the_shared_suite_takes_it(copy: Path) -> None:
+    """Every kind of its tests, and what it asks of all techniques at once."""
+    said = _module(
+        copy, "pytest", "tests/contract", "-v", "-k", "z_loss or is_complete",
+        "-m", "not slow and not gpu", "-p", "no:cacheprovider",
+    )  # fmt: skip
+    passed = {line.split("::")[0] for line in said.splitlines() if " PASSED" in line}
+    kinds = ("trains", "equal", "predicts", "touches", "deletion")
+    assert passed >= {f"tests/contract/test_{kind}.py" for kind in kinds}
+    assert "SKIPPED" not in said
+
+
+@pytest.mark.slow
+def test_it_is_equal_where_the_model_is_split(copy: Path) -> None:
+    """The page says that it needs nothing for that."""
+    said = _module(
+        copy, "pytest", "tests/distributed/test_matrix.py", "-v", "-p", "no:cacheprovider",
+        "-k", "z_loss and (tensor_parallel or pipeline_parallel or context_parallel or fsdp)",
+    )  # fmt: skip
+    assert said.count(" PASSED") == 4
+
+
 def test_a_wrong_knob_is_one_message(z_loss: type[Any], plan_file: Path) -> None:
     told = _json("train", str(plan_file), "techniques.z_loss.weight=2", code=2)
     assert "techniques.z_loss.weight = 2" in told["error"]
@@ -51,6 +128,7 @@ def test_its_term_is_the_papers(z_loss: type[Any]) -> None:
         def __init__(self) -> None:
             self.notes: dict[str, Any] = {}
             self.terms: list[Any] = []
+            self.model = SimpleNamespace(head=object())
 
     build: Any = Sockets()
     z_loss(weight=0.5).apply(build)
@@ -60,6 +138,8 @@ def test_its_term_is_the_papers(z_loss: type[Any]) -> None:
     expected = 0.5 * (logits[[0, 2, 3]].exp().sum(-1).log() ** 2).sum()
     torch.testing.assert_close(found, expected)
     assert z_loss().active(build).numbers["added_nats"] == pytest.approx(found.item())
+    build.model.head = None
+    assert z_loss().active(build).active is None
 
 
 def test_it_trains_predicts_and_proves_itself(

@@ -104,7 +104,8 @@ def test_refuses_what_it_cannot_do(tiny_plan: Callable[..., Any]) -> None:
     here = make_context(plan, torch.device("cpu"))
     gpu = replace(here, device="cuda", capability=(9, 0), precision="bf16")
 
-    def asked(context: Any, technique: Any = MixtureOfExperts(), **tables: Any) -> Any:  # noqa: B008
+    def asked(context: Any, technique: Any = None, **tables: Any) -> Any:
+        technique = technique or MixtureOfExperts()
         copy = plan.model_copy(update={
             k: getattr(plan, k).model_copy(update=v) for k, v in tables.items()})  # fmt: skip
         return technique.supports(replace(context, plan=copy))

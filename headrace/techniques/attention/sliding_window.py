@@ -8,7 +8,7 @@ the cache keeps every key. Source: arXiv 1904.10509; Mistral 7B (arXiv 2310.0682
 """
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from pydantic import Field
@@ -23,8 +23,8 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
+from headrace.data.loader import Micro
 from headrace.model.count import held_in
-from headrace.model.mask import Rows
 from headrace.sockets import Build
 
 
@@ -78,26 +78,31 @@ class SlidingWindow(Technique[Build]):
         build.mask = replace(build.mask, window=self.window)
 
     def active(self, build: Build) -> Evidence:
-        """Change a row's first token, and look how far one block carries it."""
-        blocks, length = build.model.blocks.values(), build.plan.data.sequence_length
-        if not len(blocks):
-            return Evidence(None, "this rank holds no block")
-        block: Any = next(iter(blocks))
+        """Change a row's first value, and look which of this rank's queries hear of it."""
+        length, width = build.plan.data.sequence_length, build.config.resolved_head_dim
+        ids = torch.zeros(1, length, dtype=torch.int64)
+        work = build.place(build, Micro(ids, ids))
+        place_T = work.index_BT[0]
         draw = torch.Generator().manual_seed(0)
-        before = torch.randn(1, length, build.config.dim, generator=draw)
-        after = before.clone()
-        after[:, 0] += 1.0
-        with torch.no_grad(), build.autocast():
-            rows = Rows(torch.arange(length, device=build.device)[None])
-            shared = build.model.share(rows, length)
-            like = {"device": build.device, "dtype": build.model.residual_dtype}
-            found = [block(x.to(**like), shared) for x in (before, after)]
-        moved_T = (found[0] - found[1]).float().abs().amax(dim=(0, 2))
-        inside = moved_T[: self.window].max().item()
-        beyond = moved_T[self.window :].max().item()
+        dtype = torch.bfloat16 if build.context.precision == "bf16" else torch.float32
+        q, k, v = (
+            torch.randn(1, len(place_T), 1, width, generator=draw).to(build.device, dtype)
+            for _ in range(3)
+        )
+        changed = torch.where((place_T == 0)[None, :, None, None], v + 1, v)
+        attend = build.model.attend
+        with torch.no_grad():
+            mask = attend.prepare(build.model.mask, work.rows, len(place_T))
+            moved_T = (
+                (attend(q, k, v, mask) - attend(q, k, changed, mask)).abs().amax(dim=(0, 2, 3))
+            )
+        near = moved_T[place_T < self.window]
+        inside = near.max().item() if len(near) else 0.0
+        far = moved_T[place_T >= self.window]
+        beyond = far.max().item() if len(far) else 0.0
         return Evidence(
-            active=beyond == 0.0 < inside,
-            detail=f"a change moved {self.window} tokens by {inside:.3g}, the "
-            f"{length - self.window} after them by {beyond:.3g}",
+            active=beyond == 0.0 < inside if len(near) else None if beyond == 0.0 else False,
+            detail=f"a change moved {len(near)} tokens by {inside:.3g}, {len(far)} after them "
+            f"by {beyond:.3g}",
             numbers={"inside": inside, "beyond": beyond},
         )
