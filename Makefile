@@ -4,7 +4,8 @@ PYTHON ?= python3
 DATA ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
-PYTEST := $(BIN)/python -m pytest $(if $(DATA),--data "$(DATA)")
+# Two processes, a file of tests to each: one group of ranks serves all compositions of a file.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile $(if $(DATA),--data "$(DATA)")
 
 .PHONY: demo test test-full check docs clean
 .DELETE_ON_ERROR:
