@@ -116,9 +116,10 @@ class BarProgress(Progress):
 
 def started_as() -> str:
     """How this process was started, to be typed again."""
-    if sys.argv[0].endswith("__main__.py"):
+    script = sys.argv[0]
+    if script.endswith("__main__.py") or not Path(script).is_file():
         return "python -m headrace"
-    return "headrace" if shutil.which("headrace") else sys.argv[0]
+    return "headrace" if shutil.which("headrace") else script
 
 
 def make_progress(as_json: bool) -> Progress:
