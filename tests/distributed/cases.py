@@ -150,6 +150,16 @@ COMPOSITIONS = [
         tensor=2,
         data=2,
     ),
+    case(
+        "float8-tp",
+        {"float8_linear": {"recipe": "rowwise", "multiple_of": 1}},
+        TP,
+        tensor=2,
+        data=2,
+        shape="even",
+        length=16,
+        approximate=True,
+    ),
     # Eight ranks.
     case("pp-tp-fsdp", PP, TP, FSDP, pipeline=2, tensor=2, data=2, slow=True),
     case(
@@ -214,8 +224,10 @@ def pair_composition(one: str, two: str) -> Composition:
         mesh["data"] = 4 // split
     knobs = {n: {**house.tiny_knobs(n, "cpu"), **PAIR_KNOBS.get(n, {})} for n in (one, two)}
     whole_step = "optimizer_in_backward" in knobs  # no norm and one micro-batch
+    scales = {"float8_linear", "tensor_parallel"} <= knobs.keys()
     blocks = {"adamw_8bit", "tensor_parallel"} <= knobs.keys()  # its blocks are of 256 columns
     return Composition(
         f"pair {one} {two}", mesh, knobs, shape="wide" if blocks else "even", layers=4, length=16,
         micro_rows=0 if whole_step else 2, clip_norm=0.0 if whole_step else 0.3,
+        approximate=scales,
     )  # fmt: skip

@@ -61,6 +61,8 @@ class Composition:
     keys: Mapping[str, Any] = field(default_factory=dict)
     packing: bool = False
     slow: bool = False
+    approximate: bool = False
+    """a layout cuts what a scale is of: each gradient is inside its technique's band by L2"""
     gpu_band: float = 0.0
     """distance that a gradient in bf16 on a GPU may have where it is more than house.BAND_BF16"""
 

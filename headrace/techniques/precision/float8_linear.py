@@ -61,7 +61,7 @@ class Float8Linear(Technique[Build]):
         costs="rounding every operand to 4 significant bits; casts that read each operand twice. "
         "With tensorwise, an operand's smallest numbers depend on the largest beside them, so on "
         "how the batch is cut over micro-batches and ranks; rowwise depends on it only in the "
-        "weights' gradient",
+        "weights' gradient. Tensor parallelism cuts what a scale is of: inside the band, not equal",
         helps="wide models (4,096 features and more) on Hopper or newer, compiled",
         hurts="narrow models: casts outweigh products below about 2,048 features",
         source="https://github.com/pytorch/ao/tree/main/torchao/float8; arXiv 2209.05433",
@@ -73,9 +73,6 @@ class Float8Linear(Technique[Build]):
             return Unsupported("torchao is not installed", "pip install 'headrace[quant]'")
         if context.device == "mps":
             return Unsupported("Apple GPUs have no fp8", "device=cpu, which emulates it")
-        if getattr(getattr(context.plan, "mesh", None), "tensor", 1) > 1:
-            return Unsupported("fp8 linears split over tensor ranks are not proven here",
-                               "mesh.tensor=1")  # fmt: skip
         if context.device == "cuda":
             capability = context.capability
             if capability is None or capability < (8, 9):
@@ -113,7 +110,13 @@ class Float8Linear(Technique[Build]):
             name: module for name, module in build.model.named_modules()
             if isinstance(module, nn.Linear) and name.startswith("blocks.")
         }  # fmt: skip
-        names = [n for n, m in linears.items() if self._fits(m.in_features, m.out_features)]
+        ranks = build.world.size("tensor")  # each holds a share of one of the two sizes
+        names = [
+            n for n, m in linears.items()
+            if self._fits(m.in_features, m.out_features)
+            and m.in_features % (ranks * self.multiple_of) == 0
+            and m.out_features % (ranks * self.multiple_of) == 0
+        ]  # fmt: skip
         if not names:
             found = sorted({f"{m.out_features} x {m.in_features}" for m in linears.values()})
             raise ConfigError(
