@@ -1,0 +1,57 @@
+"""What each rank of the test of collectives does: count them in steps of one and of several
+micro-batches."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import house
+import torch
+import torch.distributed as dist
+from composition import ROWS, Composition, batches, micros_of
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from headrace.build import make_build
+from headrace.core.plan import MeshConfig
+from headrace.data.ingest import prepare
+from headrace.parallel.world import join
+from headrace.train import step
+
+
+def count(corpus: str, prepared: str, micro_rows: Sequence[int], layers: int) -> None:
+    """Gradients are scattered once a step and group; weights are gathered for every micro-batch."""
+    house.put_data_in(corpus, prepared)
+    dist.init_process_group("gloo")
+    mesh = {"data": dist.get_world_size()}
+    world = join(MeshConfig(**mesh), torch.device("cpu"))
+    found: dict[int, dict[str, int]] = {}
+    for rows in micro_rows:
+        plan = Composition("count", mesh, {"fsdp": {}}, layers=layers, micro_rows=rows).plan()
+        build = make_build(plan, prepare(plan), world, torch.device("cpu"))
+        batch = batches(build.config.vocab, plan.data.sequence_length)[0]
+        step(build, micros_of(build, batch), 0)  # the first one also prepares
+        with Counted() as counted:
+            step(build, micros_of(build, batch), 1)
+        found[rows] = counted.times
+    dist.destroy_process_group()
+    groups = layers + 1  # every block, and what stands outside of them
+    each = {rows: ROWS // mesh["data"] // rows for rows in micro_rows}
+    for rows, counts in found.items():
+        assert counts["reduce_scatter"] == groups, (rows, found)
+        # A block twice a micro-batch; the outside once, for it is kept for the backward pass.
+        assert counts["all_gather"] == each[rows] * (2 * layers + 1), (rows, found)
+
+
+class Counted(TorchDispatchMode):
+    """Counts collectives of two kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times = {"reduce_scatter": 0, "all_gather": 0}
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count, then run."""
+        name = str(op)
+        if name.startswith("c10d."):
+            self.times["reduce_scatter"] += "reduce_scatter" in name
+            self.times["all_gather"] += "allgather" in name
+        return op(*args, **(kwargs or {}))
