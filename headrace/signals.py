@@ -66,8 +66,9 @@ class Signals:
         self._pending: deque[Pending] = deque()
 
     def mark(self, phase: str) -> None:
-        """Phase `phase` of the current step begins now."""
-        self._marks.append((phase, self._moment()))
+        """Phase `phase` of the current step begins now; an evaluation is timed as a whole."""
+        if torch.is_grad_enabled():
+            self._marks.append((phase, self._moment()))
 
     def end_step(self, step: int, numbers: Tensor, facts: dict[str, float]) -> None:
         """The step is issued.
