@@ -171,7 +171,8 @@ class Zygote:
 def _environment() -> dict[str, str]:
     """Also where the modules lie that tests share, as pytest has it."""
     here = Path(__file__).parent
-    shared = os.pathsep.join(map(str, (here, here / "contract", here / "distributed")))
+    given = [path] if (path := os.environ.get("PYTHONPATH")) else []
+    shared = os.pathsep.join([*map(str, (here, here / "contract", here / "distributed")), *given])
     tame = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     return {**os.environ, **tame, "PYTHONPATH": shared}
 
