@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from headrace.core.errors import ConfigError, nearest
 from headrace.core.ledger import Ledger, Line
 from headrace.kernels.quantized_weight import QuantizedWeight
+from headrace.parallel.layout import local_of
 
 ADAPTERS = (".lora_a", ".lora_b")
 """How the names of adapters' parameters end."""
@@ -181,7 +182,7 @@ def adapter_evidence(model: nn.Module) -> tuple[bool, str, dict[str, float]]:
     adapted = [m for m in model.modules() if isinstance(m, LoraLinear)]
     rest = [p for n, p in model.named_parameters() if is_frozen(n)]
     touched = sum(p.requires_grad or p.grad is not None for p in rest)
-    reached = sum(bool(_local(m.lora_b.grad).any()) for m in adapted if m.lora_b.grad is not None)
+    reached = sum(bool(local_of(m.lora_b.grad).any()) for m in adapted if m.lora_b.grad is not None)
     trained = sum(m.lora_a.numel() + m.lora_b.numel() for m in adapted)
     share = trained / (trained + sum(p.numel() for p in rest))
     return (
@@ -190,8 +191,3 @@ def adapter_evidence(model: nn.Module) -> tuple[bool, str, dict[str, float]]:
         f"numbers, and {touched} of {len(rest)} other parameters",
         {"adapters": len(adapted), "reached": reached, "trained_numbers": trained},
     )
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[attr-defined]

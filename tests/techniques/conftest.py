@@ -14,22 +14,13 @@ from headrace.parallel.world import World
 from headrace.sockets import Build
 
 
-class Quiet:
-    """Phases that nobody times."""
-
-    def mark(self, phase: str) -> None:
-        """Nothing."""
-
-
 @pytest.fixture
 def make_tiny(tiny_plan: Callable[..., Plan]) -> Callable[..., Build]:
     """The build of the tiny plan, two layers deep, with `key=value` overrides."""
 
     def make(*overrides: str) -> Build:
         plan = tiny_plan("model.layers=2", "model.init_std=0.2", *overrides)
-        build = make_build(plan, prepare(plan), World(), torch.device("cpu"))
-        build.phases = Quiet()
-        return build
+        return make_build(plan, prepare(plan), World(), torch.device("cpu"))
 
     return make
 

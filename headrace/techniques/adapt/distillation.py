@@ -126,15 +126,15 @@ class Distillation(Technique[Build]):
     def predict(self, ledger: Ledger) -> Ledger:
         """The teacher's forward pass, weights and hidden states, and its logits at the head."""
         sizes, logits = ledger.sizes, ledger.memory["logits"]
-        size = sizes.get("activation_bytes", 4.0)
+        size = sizes["activation_bytes"]
         work, weights = ledger.flops["forward"], ledger.memory["parameters"].bytes / 4
         hidden = sizes["residual"]
         if self.teacher:
             config, _ = load_pretrained(Path(self.teacher))
             attention = 4 * config.layers * config.heads * config.resolved_head_dim
-            work = 2.0 * linear_parameters(config) + attention * sizes.get("length", 0.0)
+            work = 2.0 * linear_parameters(config) + attention * sizes["length"]
             weights = total_parameters(config)
-            hidden = size * config.dim * sizes.get("tokens", 0.0)
+            hidden = size * config.dim * sizes["tokens"]
         ledger = ledger.with_line("teacher", Line(size * weights, ("always",)))
         ledger = ledger.with_line("teacher_hidden", Line(hidden, ("loss", "backward")))
         ledger = ledger.with_line("teacher_logits", Line(LOGITS * logits.bytes, ("loss",)))

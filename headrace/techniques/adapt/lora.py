@@ -54,7 +54,7 @@ class Lora(Technique[Build]):
 
     def supports(self, context: Context) -> Supported | Unsupported:
         """Runs everywhere but under tensor parallelism."""
-        if getattr(getattr(context.plan, "mesh", None), "tensor", 1) > 1:
+        if context.plan.mesh.tensor > 1:
             return Unsupported(
                 "adapters do not say yet how they are split over tensor ranks", "mesh.tensor=1"
             )

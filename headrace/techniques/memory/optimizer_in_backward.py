@@ -126,8 +126,7 @@ class OptimizerInBackward(Technique[Build]):
 
     def predict(self, ledger: Ledger) -> Ledger:
         """One gradient at a time, the embedding's at the end of the backward pass."""
-        outer = ledger.memory["parameters"].bytes - 4 * ledger.sizes["block_matrices"]
-        line = Line(ledger.sizes.get("largest_parameter", outer), ("backward",))
+        line = Line(ledger.sizes["largest_parameter"], ("backward",))
         return ledger.with_line("gradients", line)
 
     def apply(self, build: Build) -> None:

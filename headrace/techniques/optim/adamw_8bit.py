@@ -37,6 +37,7 @@ from headrace.kernels.blockwise_8bit import (
     blocks_of,
     levels,
 )
+from headrace.parallel.layout import local_of
 from headrace.sockets import Build, Route
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -83,7 +84,7 @@ class AdamW8bitOptimizer(torch.optim.Optimizer):
         held = [state[f"{key}_{part}"] for key in MOMENTS for part in ("codes", "scales")]
         size = max(1, SLICE_NUMBERS // max(1, p.size(-1)))
         # Views of the tensors: all that is written to is contiguous.
-        slices = [_local(t).flatten(0, -2).split(size) for t in (p, p.grad, *held)]  # type: ignore[arg-type]
+        slices = [local_of(t).flatten(0, -2).split(size) for t in (p, p.grad, *held)]  # type: ignore[arg-type]
         for weight, grad, m, m_scales, v, v_scales in zip(*slices, strict=True):
             if weight.numel():
                 first = Moment(m, m_scales, self._maps[0])
@@ -101,11 +102,6 @@ class AdamW8bitOptimizer(torch.optim.Optimizer):
         return state
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _laid_out_as(p: Tensor, scales: Tensor) -> Tensor:
     """Scales cut by rows as their parameter; new ones and those of a checkpoint come whole."""
     if not isinstance(p, DTensor) or isinstance(scales, DTensor):
@@ -119,8 +115,8 @@ class Adamw8bit(Technique[Build]):
     smallest: int = Field(default=4096, ge=1, le=1 << 30)
     """Matrices of fewer numbers stay with the trunk's AdamW."""
     compiled: bool | None = None
-    """Whether the update is one fused kernel, by torch.compile: seconds at the first step, and a
-    fifth of the memory traffic. Without it: on a GPU that has Triton, not on a CPU."""
+    """Whether the update is fused by torch.compile, for seconds at the first step. Left open: on a
+    GPU that has Triton, not on a CPU."""
 
     room: ClassVar[str] = "optim"
     stage: ClassVar[Stage] = Stage.OPTIMIZER
@@ -189,9 +185,9 @@ class Adamw8bit(Technique[Build]):
         held = count = moved = 0
         for p in taken.values():
             state = optimizer.state.get(p, {}) if optimizer else {}
-            parts = [_local(t) for key, t in state.items() if key != "step"]
+            parts = [local_of(t) for key, t in state.items() if key != "step"]
             held += sum(t.nbytes for t in parts)
-            count += _local(p).numel() if parts else 0
+            count += local_of(p).numel() if parts else 0
             moved += any(bool(t.any()) for t in parts if t.dtype == torch.uint8)
         each = held / max(1, count)
         return Evidence(

@@ -140,8 +140,7 @@ class Sophia(Technique[Build]):
         """A second pass now and then; the states are as large as AdamW's."""
         work = ledger.flops["forward"] + ledger.flops["backward"]
         ledger = ledger.with_flops("curvature", work * self.share / self.every)
-        outer = ledger.memory["parameters"].bytes - 4 * ledger.sizes["block_matrices"]
-        one = ledger.sizes.get("largest_parameter", outer)
+        one = ledger.sizes["largest_parameter"]
         return ledger.with_line("update", Line(one, ("optimizer",)))
 
     def apply(self, build: Build) -> None:

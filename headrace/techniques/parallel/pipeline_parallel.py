@@ -100,7 +100,7 @@ class PipelineParallel(Technique[Build]):
 
     def predict(self, ledger: Ledger) -> Ledger:
         """The rank that needs most memory, and the time that ranks wait, as work not done."""
-        ranks = int(ledger.sizes.get("pipeline_ranks", 1))
+        ranks = int(ledger.sizes["pipeline_ranks"])
         if ranks == 1:
             return ledger
         micros = int(ledger.sizes["micro_batches"])
