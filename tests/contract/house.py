@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 import annotated_types
@@ -54,13 +55,14 @@ SHAPED: Mapping[tuple[str, str], Mapping[str, Any]] = {
 TINY: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("chunked_cross_entropy", "any"): {"chunk_tokens": 7},
     ("linear_attention", "any"): {"chunk_tokens": 4},
-    ("lora", "any"): {"rank": 2},
+    ("lora", "any"): {"rank": 2, "alpha": 4.0},
     ("mixture_of_experts", "any"): {"experts": 4},
+    ("mixture_of_experts", "cuda"): {"experts": 2},  # half precision flips what is chosen
     ("mup", "any"): {"base_dim": 48},
     ("sequence_length_schedule", "any"): {"start": 2},
     ("sliding_window", "any"): {"window": 5},
     ("stochastic_depth", "any"): {"rate": 1e-7},
-    ("qlora", "any"): {"rank": 2},
+    ("qlora", "any"): {"rank": 2, "alpha": 4.0},
     ("float8_linear", "cpu"): {"multiple_of": 1},
     ("adamw_8bit", "any"): {"smallest": 256},
     ("torch_compile", "cpu"): {"backend": "aot_eager"},
@@ -361,12 +363,13 @@ def reference(
     return Result(float(loss.detach()), gradients_of(build))
 
 
-def trunk_reference(shape: str, rows: Sequence[Row], *, documents: bool, device: str) -> Result:
-    """`reference` of a trunk made for it."""
-    return reference(
-        random_build(make_plan(shape=shape, precision="fp32", device=device)),
-        rows, documents=documents,
-    )  # fmt: skip
+def trunk_reference(
+    shape: str, rows: Sequence[Row], *, documents: bool, device: str,
+    model: Mapping[str, Any] = MappingProxyType({}),
+) -> Result:  # fmt: skip
+    """`reference` of a trunk made for it, `model` over the shape's sizes."""
+    plan = make_plan(shape=shape, precision="fp32", device=device, model=model)
+    return reference(random_build(plan), rows, documents=documents)
 
 
 def distances(found: Result, wanted: Result, *, by_norm: bool = False) -> dict[str, float]:

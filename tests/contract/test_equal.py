@@ -4,7 +4,8 @@ The reference is the trunk on single rows, or on single documents where document
 batch, no accumulation, no technique. An `exact` technique has its gradients and, after updates, its
 weights. A `learning` or `approximate` one is compared with itself under plain conditions; where it
 only touches what follows the gradient, or says which tokens see each other, its gradients have the
-reference too. On a GPU the run is in bf16 and the reference in fp32, within BAND_BF16.
+reference too. On a GPU the run is in bf16 and the reference in fp32, within BAND_BF16; a technique
+beside itself is on the host there, since not every one has fp32 on a GPU.
 """
 
 import itertools
@@ -118,15 +119,22 @@ def cases(device: str) -> list[Any]:
 
 
 @lru_cache(maxsize=64)
-def trunk(shape: str, ignored: bool, documents: bool, device: str) -> Result:
+def trunk(shape: str, ignored: bool, documents: bool, device: str, of: str) -> Result:
     rows = house.make_rows(SHAPES[shape]["vocab"], ignored=ignored)
-    return house.trunk_reference(shape, rows, documents=documents, device=device)
+    sizes = house.SHAPED.get((of, device), {})
+    return house.trunk_reference(shape, rows, documents=documents, device=device, model=sizes)
 
 
-def run_case(case: dict[str, Any], *, nudged: bool = False) -> tuple[Any, Result]:
+def run_case(
+    case: dict[str, Any], *, alone: bool = False, nudged: bool = False
+) -> tuple[Any, Result]:
+    """Take a step; `alone` uncompiled on one whole micro-batch, in fp32 on the host."""
+    variant, device = case["variant"], case["device"]
+    given = {**case, "micro_rows": 0, "compile": None} if alone else case
     plan = house.make_plan(
-        *techniques_of(case["variant"], case, case["device"]).values(),
-        shape=case["shape"], micro_rows=case["micro_rows"], device=case["device"],
+        *techniques_of(variant, given, device).values(), shape=case["shape"],
+        micro_rows=given["micro_rows"], device="cpu" if alone else device,
+        model=house.SHAPED.get((variant.name, device), {}),
     )  # fmt: skip
     build = house.random_build(plan, nudged=nudged)
     rows = house.make_rows(SHAPES[case["shape"]]["vocab"], ignored=case["ignored"])
@@ -157,16 +165,17 @@ def test_gradients_equal_the_reference(case: dict[str, Any]) -> None:
         assert technique.equality == "exact"
         assert_same_weights(build, found, case, band)
         return
-    right = trunk(case["shape"], case["ignored"], build.mask.document, case["device"])
+    documents, name = build.mask.document, case["variant"].name
+    right = trunk(case["shape"], case["ignored"], documents, case["device"], name)
     touched = {*technique.claims, *technique.composes}
     if technique.equality == "exact" or (
         touched <= AFTER_THE_GRADIENT and build.mask.window is None
     ):
         house.assert_equal(found, right, band=band)
         return
-    plain = {**case, "micro_rows": 0, "compile": None}
+    _, wanted = run_case(case, alone=True)
     house.assert_equal(
-        found, run_case(plain)[1], band=band, nudged=lambda: run_case(plain, nudged=True)[1]
+        found, wanted, band=band, nudged=lambda: run_case(case, alone=True, nudged=True)[1]
     )
     if technique.equality == "approximate":
         house.assert_equal(found, right, band=max(technique.band, band or 0.0))

@@ -179,7 +179,7 @@ class Allocated:
     def __init__(self, *variants: Variant, layers: int = 4, **model: Any) -> None:
         plan = house.make_plan(
             *(v.technique() for v in variants), device="cuda",
-            model={"dim": 512, "heads": 8, "kv_heads": 8, "ffn": 1408, "vocab": 8192,
+            model={"dim": 576, "heads": 12, "kv_heads": 12, "ffn": 1408, "vocab": 8192,
                    "layers": layers, **model},
             data={"sequence_length": 512}, batch={"tokens": 8 * 512},
         )  # fmt: skip

@@ -18,6 +18,8 @@ CHUNKED: dict[str, Any] = {"chunked_cross_entropy": {"chunk_tokens": 7}}
 DEPTH: dict[str, Any] = {"stochastic_depth": {"rate": 0.5}}
 LENGTHS: dict[str, Any] = {"sequence_length_schedule": {"start": 8, "until": 0.1}}
 EXPERTS: dict[str, Any] = {"mixture_of_experts": {"experts": 4}}
+FLIPS = 0.1
+"""Half precision flips choices of experts that are near: a token's share of a gradient moves."""
 
 
 def case(name: str, *techniques: dict[str, Any], **more: Any) -> Composition:
@@ -88,9 +90,16 @@ COMPOSITIONS = [
     case("sophia-pp-fsdp", {"sophia": {"every": 2}}, PP, FSDP, pipeline=2, data=2),
     case("8bit-fsdp", {"adamw_8bit": {"smallest": 256}}, FSDP, data=4),
     case("8bit-tp-fsdp", {"adamw_8bit": {}}, TP, FSDP, tensor=2, data=2, shape="wide", layers=2),
-    case("lora-fsdp", {"lora": {"rank": 2}}, FSDP, data=4),
-    case("qlora-nf4-fsdp", {"qlora": {"rank": 2, "base": "nf4"}}, FSDP, SAC, COMPILE, data=4),
-    case("qlora-int8-fsdp", {"qlora": {"rank": 2, "base": "int8"}}, FSDP, data=4),
+    case("lora-fsdp", {"lora": {"rank": 2, "alpha": 4.0}}, FSDP, data=4),
+    case(
+        "qlora-nf4-fsdp",
+        {"qlora": {"rank": 2, "alpha": 4.0, "base": "nf4"}},
+        FSDP,
+        SAC,
+        COMPILE,
+        data=4,
+    ),
+    case("qlora-int8-fsdp", {"qlora": {"rank": 2, "alpha": 4.0, "base": "int8"}}, FSDP, data=4),
     case("distillation-fsdp", {"distillation": {}}, FSDP, data=4),
     case("distillation-tp-chunked", {"distillation": {}}, TP, CHUNKED, tensor=2, data=2),
     case("distillation-pp-fsdp", {"distillation": {}}, PP, FSDP, pipeline=2, data=2),
@@ -100,9 +109,9 @@ COMPOSITIONS = [
     case("lengths-pp-fsdp", LENGTHS, PP, FSDP, pipeline=2, data=2, length=16),
     case("scaling-pp-fsdp", {"fp16_loss_scaling": {}}, PP, FSDP, pipeline=2, data=2),
     case("scaling-tp-fsdp", {"fp16_loss_scaling": {}}, TP, FSDP, tensor=2, data=2),
-    case("experts-fsdp", EXPERTS, FSDP, data=4),
-    case("experts-tp-fsdp", EXPERTS, TP, FSDP, tensor=2, data=2),
-    case("experts-pp-fsdp", EXPERTS, PP, FSDP, pipeline=2, data=2),
+    case("experts-fsdp", EXPERTS, FSDP, data=4, gpu_band=FLIPS),
+    case("experts-tp-fsdp", EXPERTS, TP, FSDP, tensor=2, data=2, gpu_band=FLIPS),
+    case("experts-pp-fsdp", EXPERTS, PP, FSDP, pipeline=2, data=2, gpu_band=FLIPS),
     case(
         "float8-rowwise-fsdp",
         {"float8_linear": {"recipe": "rowwise"}},
@@ -141,7 +150,7 @@ COMPOSITIONS = [
     case(
         "in-backward-fsdp", {"optimizer_in_backward": {}}, FSDP, data=4, micro_rows=0, clip_norm=0.0
     ),
-    case("mup-fsdp", {"mup": {"base_dim": 48}}, FSDP, data=4),
+    case("mup-fsdp", {"mup": {"base_dim": 64}}, FSDP, data=4),
     case(
         "tied-gqa-tp-fsdp",
         {"tied_embeddings": {}, "gqa": {"queries_per_key": 3}},
