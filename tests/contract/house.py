@@ -89,10 +89,13 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 
 TOLERANCE_FP32 = 1e-5
 """Largest difference of any number of a gradient, over the gradient's largest number."""
-MAGNIFIED = 10.0
-"""A nudge is one rounding of each weight; a layout or a cut rounds in every product."""
+MAGNIFIED, MAGNIFIED_BF16 = 10.0, 2.0
+"""A nudge is one rounding of each weight; a layout or a cut rounds in every product, and bf16 every
+result once."""
 BAND_BF16 = 0.05
 """L2 distance of a gradient in bf16 from the fp32 reference's, over the reference's norm."""
+UNIT_FP32, UNIT_BF16 = 2.0**-23, 2.0**-9
+"""What a nudge moves a weight by: a unit in its last place, and the most that bf16 rounds by."""
 ROWS, LENGTH = 6, 14
 LAYERS = 2
 
@@ -222,12 +225,12 @@ def build_of(plan: Plan, *, until: Stage = Stage.STEP) -> Build:
     return build
 
 
-def random_build(plan: Plan, *, nudged: bool = False) -> Build:
+def random_build(plan: Plan, *, nudged: float = 0.0) -> Build:
     """The build with every parameter off its starting value, so that all of them matter.
 
     Args:
         plan: the plan.
-        nudged: and then moved by one unit in its last place, up or down.
+        nudged: and then moved by this share of itself, up or down.
     """
     build = build_of(plan)
     with torch.no_grad():
@@ -239,7 +242,7 @@ def random_build(plan: Plan, *, nudged: bool = False) -> Build:
             parameter.add_(0.1 * noise.to(parameter))
             if nudged:
                 sign = torch.randn(parameter.shape, generator=draw).sign()
-                parameter.mul_(1 + 2.0**-23 * sign.to(parameter))
+                parameter.mul_(1 + nudged * sign.to(parameter))
     return build
 
 
@@ -388,7 +391,7 @@ def distances(found: Result, wanted: Result, *, by_norm: bool = False) -> dict[s
 
 def assert_equal(
     found: Result, wanted: Result, *, band: float | None = None,
-    nudged: Callable[[], Result] | None = None,
+    nudged: Callable[[float], Result] | None = None,
 ) -> None:  # fmt: skip
     """Loss and every gradient agree: within TOLERANCE_FP32 by number, or within `band` by L2.
 
@@ -396,16 +399,21 @@ def assert_equal(
         found: what was computed.
         wanted: the reference.
         band: of half precision, or of an approximation.
-        nudged: the reference from weights that are moved by one unit in their last place; where it
-            is given, MAGNIFIED times its distance from the reference is rounding too.
+        nudged: the reference from weights that are moved by a unit; where it is given, a multiple
+            of its distance from the reference is rounding too.
     """
     off = distances(found, wanted, by_norm=band is not None)
     limit = TOLERANCE_FP32 if band is None else band
     if nudged is not None and max(off.values()) > limit:
-        answer = distances(nudged(), wanted, by_norm=band is not None)
-        limit = max(limit, MAGNIFIED * max(answer.values()))
+        limit = max(limit, rounding(wanted, nudged, half=band is not None))
     wrong = {name: round(value, 9) for name, value in off.items() if not value <= limit}
     assert not wrong, f"beyond {limit}: {wrong}"
+
+
+def rounding(wanted: Result, nudged: Callable[[float], Result], *, half: bool) -> float:
+    """How far rounding alone can move a gradient, as fp32 numbers or as L2 in half precision."""
+    unit, more = (UNIT_BF16, MAGNIFIED_BF16) if half else (UNIT_FP32, MAGNIFIED)
+    return more * max(distances(nudged(unit), wanted, by_norm=half).values())
 
 
 def run_python(code: str, *argv: str) -> subprocess.CompletedProcess[str]:

@@ -18,8 +18,6 @@ CHUNKED: dict[str, Any] = {"chunked_cross_entropy": {"chunk_tokens": 7}}
 DEPTH: dict[str, Any] = {"stochastic_depth": {"rate": 0.5}}
 LENGTHS: dict[str, Any] = {"sequence_length_schedule": {"start": 8, "until": 0.1}}
 EXPERTS: dict[str, Any] = {"mixture_of_experts": {"experts": 4}}
-FLIPS = 0.1
-"""Half precision flips choices of experts that are near: a token's share of a gradient moves."""
 
 
 def case(name: str, *techniques: dict[str, Any], **more: Any) -> Composition:
@@ -109,9 +107,9 @@ COMPOSITIONS = [
     case("lengths-pp-fsdp", LENGTHS, PP, FSDP, pipeline=2, data=2, length=16),
     case("scaling-pp-fsdp", {"fp16_loss_scaling": {}}, PP, FSDP, pipeline=2, data=2),
     case("scaling-tp-fsdp", {"fp16_loss_scaling": {}}, TP, FSDP, tensor=2, data=2),
-    case("experts-fsdp", EXPERTS, FSDP, data=4, gpu_band=FLIPS),
-    case("experts-tp-fsdp", EXPERTS, TP, FSDP, tensor=2, data=2, gpu_band=FLIPS),
-    case("experts-pp-fsdp", EXPERTS, PP, FSDP, pipeline=2, data=2, gpu_band=FLIPS),
+    case("experts-fsdp", EXPERTS, FSDP, data=4),
+    case("experts-tp-fsdp", EXPERTS, TP, FSDP, tensor=2, data=2),
+    case("experts-pp-fsdp", EXPERTS, PP, FSDP, pipeline=2, data=2),
     case(
         "float8-rowwise-fsdp",
         {"float8_linear": {"recipe": "rowwise"}},

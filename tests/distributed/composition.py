@@ -39,7 +39,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "dim": 40, "heads": 4, "kv_heads": 4, "ffn": 28, "vocab": 313, "norm": "layer_norm",
         "bias": True, "activation": "gelu", "position": "learned",
     },
-    "wide": {"dim": 512, "heads": 4, "kv_heads": 2, "ffn": 512, "vocab": 307},
+    "wide": {"dim": 512, "heads": 4, "kv_heads": 2, "ffn": 512, "vocab": 307, "init_std": 0.05},
     "even": {"dim": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "vocab": 320},
 }  # fmt: skip
 """Decoders whose key-value heads split in two; `even` has sizes that kernels of 16 need, and half
@@ -63,20 +63,20 @@ class Composition:
     slow: bool = False
     approximate: bool = False
     """a layout cuts what a scale is of: each gradient is inside its technique's band by L2"""
-    gpu_band: float = 0.0
-    """distance that a gradient in bf16 on a GPU may have where it is more than house.BAND_BF16"""
 
     def plan(self, *, alone: bool = False, device: str = "cpu", scale: int = 1) -> Plan:
         """The plan.
 
         Args:
-            alone: without its mesh and what computes the same as the trunk, in fp32.
+            alone: without its mesh and what computes the same as the trunk.
             device: where; on a GPU compilation is inductor's.
             scale: times which sizes and rows' lengths are larger.
         """
         knobs = {name: dict(given) for name, given in self.techniques.items()}
         if device == "cuda" and "torch_compile" in knobs:
             knobs["torch_compile"]["backend"] = "inductor"
+        if device == "cuda" and "float8_linear" in knobs:
+            knobs["float8_linear"].pop("multiple_of", None)
         techniques = {n: house.Variant(n, k).technique() for n, k in knobs.items()}
         if self.packing:
             techniques["document_packing"] = house.Variant("document_packing").technique()
@@ -91,8 +91,8 @@ class Composition:
             "model": {
                 **shape,
                 "layers": self.layers,
-                "precision": "fp32" if alone else half,
-                "init_std": 0.2 / scale**0.5,
+                "precision": half,
+                "init_std": shape.get("init_std", 0.2 / scale**0.5),
             },
             "data": {"sequence_length": length},
             "batch": {"tokens": ROWS * length, "micro_sequences": self.micro_rows},
@@ -135,12 +135,13 @@ def micros_of(build: Build, rows: list[Row]) -> list[Micro]:
     ]
 
 
-def scatter_noise(build: Build, *, nudged: int = 0) -> None:
+def scatter_noise(build: Build, *, nudged: int = 0, unit: float = house.UNIT_FP32) -> None:
     """Move every trained number off its start, the same in every layout.
 
     Args:
         build: the run.
         nudged: and then by one unit in its last place, up or down; which of several such.
+        unit: that unit, relative.
     """
     with torch.no_grad():
         for name, parameter in build.model.named_parameters():
@@ -154,7 +155,7 @@ def scatter_noise(build: Build, *, nudged: int = 0) -> None:
             if nudged:
                 draw.manual_seed(zlib.crc32(f"{nudged} {name}".encode()))
                 sign = build.part(name, torch.randn(noise_shape, generator=draw).sign())
-                local_of(parameter).mul_(1 + 2.0**-23 * sign)
+                local_of(parameter).mul_(1 + unit * sign)
 
 
 @dataclass
@@ -180,14 +181,14 @@ def wholes(build: Build, *, gradients: bool) -> dict[str, Tensor]:
 
 def run(
     composition: Composition, world: World, *, alone: bool = False, device: str = "cpu",
-    scale: int = 1, nudged: int = 0,
+    scale: int = 1, nudged: int = 0, unit: float = house.UNIT_FP32,
 ) -> tuple[Build, Outcome]:  # fmt: skip
     """Train it for `STEPS` steps; arguments as in `Composition.plan` and `scatter_noise`."""
     torch.manual_seed(0)
     plan = composition.plan(alone=alone, device=device, scale=scale)
     where = torch.device(device, world.local_rank) if device == "cuda" else torch.device(device)
     build = make_build(plan, prepare(plan), world, where)
-    scatter_noise(build, nudged=nudged)
+    scatter_noise(build, nudged=nudged, unit=unit)
     losses: list[float] = []
     gradients: dict[str, Tensor] = {}
     look = house.at_the_update(build, lambda: gradients.update(wholes(build, gradients=True)))

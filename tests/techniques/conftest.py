@@ -20,7 +20,7 @@ def make_tiny(tiny_plan: Callable[..., Plan]) -> Callable[..., Build]:
 
     def make(*overrides: str) -> Build:
         plan = tiny_plan("model.layers=2", "model.init_std=0.2", *overrides)
-        return make_build(plan, prepare(plan), World(), torch.device("cpu"))
+        return make_build(plan, prepare(plan), World(), torch.device(plan.device))
 
     return make
 

@@ -58,6 +58,33 @@ def test_its_products_are_those_of_rounded_operands(make_tiny: Make, recipe: str
     assert 0.01 < off < 0.06  # two operands of 4 significant bits
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_a_gpus_products_are_those_of_rounded_operands(make_tiny: Make, recipe: str) -> None:
+    """The same three products from the matrix units, to the rounding of results to bf16."""
+    sizes = ["model.dim=64", "model.ffn=96", "model.heads=4", "model.kv_heads=2"]
+    build = make_tiny(ON.format(recipe), "device=cuda", "model.precision=bf16", *sizes)
+    linear = build.model.get_submodule("blocks.0.mlp.gate_up")
+    draw = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw).bfloat16().cuda()
+
+    x = (drawn(2, 24, 64) * 3).requires_grad_()
+    with torch.no_grad():
+        linear.weight.copy_(drawn(*linear.weight.shape))
+    with build.autocast():
+        y = linear(x)
+    grad = drawn(*y.shape)
+    y.backward(grad)
+    operands = (x.detach().flatten(0, 1), linear.weight.detach(), grad.flatten(0, 1))
+    right = three_products(*(t.float().cpu() for t in operands), recipe)
+    for found, wanted in zip((y, x.grad, linear.weight.grad), right, strict=True):
+        off = (found.float().cpu().view(wanted.shape) - wanted).norm() / wanted.norm()
+        assert off < 0.004  # bf16 rounds by 2 ** -9 at most
+
+
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_cutting_the_batch_hardly_changes_a_result(make_tiny: Make, recipe: str) -> None:
     """Scales are powers of two, so only numbers near underflow are rounded otherwise."""
