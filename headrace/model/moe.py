@@ -71,7 +71,8 @@ class MixtureOfExperts(nn.Module):
         hidden = self.activate(self._multiply(rows, self.get_parameter(self.first), ends_E))
         sorted_back = order.argsort()
         done = self._multiply(hidden, self.down, ends_E)[sorted_back].view(B, T, self.top_k, D)
-        return (done * weight_BTk[..., None].to(done.dtype)).sum(2)
+        mixed = (done * weight_BTk[..., None].to(done.dtype)).sum(2)
+        return mixed.to(done.dtype)  # autocast sums in fp32 on a GPU
 
     def take_balance(self) -> Tensor | None:
         """The balance loss of the last forward pass, summed over rows; None when it was taken."""

@@ -2,6 +2,7 @@
 
 import house
 import pytest
+import torch
 from house import Variant, toy
 from torch import Tensor, nn
 
@@ -48,6 +49,16 @@ def test_keeps_names_and_blocks(device: str, variant: Variant) -> None:
     blocks = list(build.model.blocks.values())
     assert len(blocks) == len(seen) == house.LAYERS
     assert all(b is s and type(b) is Block for b, s in zip(blocks, seen, strict=True))
+
+
+def test_keeps_the_precision_between_blocks(device: str, variant: Variant) -> None:
+    """A block that hands on fp32 where bf16 goes in doubles what every later block reads."""
+    build = house.build_of(house.make_plan(variant.technique(), device=device))
+    found: set[torch.dtype] = set()
+    for block in build.model.blocks.values():
+        block.register_forward_hook(lambda block, given, out: found.add(out.dtype))
+    house.take_step(build, house.make_rows(build.config.vocab - 7, ignored=False))
+    assert found == {build.model.residual_dtype}
 
 
 UNDECLARED = {
