@@ -60,28 +60,33 @@ def table(topic: str, rows: list[dict[str, Any]]) -> str:
 
 
 def distances(topic: str, rows: list[dict[str, Any]]) -> str:
-    """Compositions in three lines: which are inside of their band, which not, which have no row."""
+    """Compositions in a few lines: inside of their band, magnified, outside, without a row."""
     newest = {(r["composition"], r["ranks"]): r for r in rows}
     hardware = sorted({f"{r['ranks']} x {r['hardware']}" for r in newest.values()})
-    inside = [
-        r["metrics"]["gradient"]["value"]
-        for r in newest.values()
-        if r.get("inside") and "gradient" in r["metrics"]
+    measured = {n: r for (n, _), r in newest.items() if "gradient" in r["metrics"]}
+    off = {n: r["metrics"]["gradient"]["value"] for n, r in measured.items()}
+    narrow = min(r["band"] for r in measured.values())
+    inside = [off[n] for n, r in measured.items() if r["inside"] and off[n] <= narrow]
+    magnified = [
+        f"{n} {off[n]:.2g} of {r['band']:.2g}"
+        for n, r in measured.items()
+        if r["inside"] and off[n] > narrow
     ]
+    outside = [f"{n} {off[n]:.2g}" for n, r in measured.items() if not r["inside"]]
+    refused = [name for (name, _), r in newest.items() if "refused" in r]
     told = [
         f"**{topic}** (`results/{topic}.jsonl`, {', '.join(hardware)}, bf16 against fp32 in one "
         "process)", "",
-        f"Inside of their band: {len(inside)}, the worst gradient {min(inside):.3f} to "
-        f"{max(inside):.3f} (relative L2).",
+        f"Gradients within {narrow:g}: {len(inside)} compositions, at {min(inside):.3f} to "
+        f"{max(inside):.3f} (worst gradient, relative L2).",
     ]  # fmt: skip
-    outside = [
-        f"{name} {r['metrics']['gradient']['value']:.2g}"
-        for (name, _), r in newest.items()
-        if r.get("inside") is False
-    ]
-    told += [f"Outside: {', '.join(outside)}."] if outside else []
-    refused = [name for (name, _), r in newest.items() if "refused" in r]
-    return "\n".join([*told, *([f"Refused: {', '.join(refused)}."] if refused else [])])
+    for what, names in (
+        ("Within twice what rounding to bf16 alone moves there", magnified),
+        ("Outside", outside),
+        ("Refused", refused),
+    ):
+        told += [f"{what}: {', '.join(names)}."] if names else []
+    return "\n".join(told)
 
 
 def _unit(name: str, unit: str) -> str:
