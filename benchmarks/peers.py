@@ -1,11 +1,13 @@
 """Training throughput beside torchtitan and litgpt: same shapes, one GPU, alternating in one call.
 
     python benchmarks/peers.py 160m 1b --rounds 5
+    python benchmarks/peers.py 1b --sides headrace_float8 torchtitan torchtitan_float8
 
 Every reading is a process of its own. Headrace's is `headrace train` on real text with everything
 that a run does (loader, stream hash, metrics, clipping); a peer's is its model in the plainest loop
 on random tokens that are made on the device, compiled as its authors do it, with fused AdamW, bf16
-autocast and clipping. The peers need their packages: torchtitan==0.2.2 and litgpt==0.5.13.
+autocast and clipping. The peers need their packages: torchtitan==0.2.2 (with
+torchao==0.18.0 for float8) and litgpt==0.5.13.
 """
 
 import argparse
@@ -15,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -39,8 +42,8 @@ def shape_of(size: str) -> dict[str, Any]:
     return {**plan["model"], "length": length, "rows": plan["batch"]["tokens"] // length}
 
 
-def torchtitan(s: dict[str, Any]) -> tuple[nn.Module, Loss]:
-    """Build torchtitan's Llama 3, compiled block by block."""
+def torchtitan(s: dict[str, Any], *, float8: bool = False) -> tuple[nn.Module, Loss]:
+    """Build torchtitan's Llama 3, compiled block by block; fp8 as its own converter sets it."""
     from torchtitan.models.llama3.model.args import TransformerModelArgs
     from torchtitan.models.llama3.model.model import Transformer
 
@@ -53,6 +56,10 @@ def torchtitan(s: dict[str, Any]) -> tuple[nn.Module, Loss]:
     with torch.no_grad():
         model.init_weights()
     assert model.layers["0"].feed_forward.w1.weight.shape[0] == s["ffn"]
+    if float8:
+        from torchao.float8 import convert_to_float8_training
+
+        convert_to_float8_training(model, module_filter_fn=lambda _, name: "output" not in name)
     for name, block in model.layers.named_children():
         model.layers.register_module(name, torch.compile(block, fullgraph=True))
     loss = torch.compile(lambda p, y: F.cross_entropy(p.flatten(0, 1).float(), y.flatten(0, 1)))
@@ -75,7 +82,13 @@ def litgpt(s: dict[str, Any]) -> tuple[nn.Module, Loss]:
     return model, lambda x, y: F.cross_entropy(run(x).flatten(0, 1), y.flatten(0, 1))
 
 
-PEERS = {"torchtitan": torchtitan, "litgpt": litgpt}
+PEERS = {
+    "torchtitan": torchtitan,
+    "torchtitan_float8": partial(torchtitan, float8=True),
+    "litgpt": litgpt,
+}
+OURS = {"headrace": [], "headrace_float8": ["--with", "float8_linear"]}
+"""What `headrace train` gets beside the plan of the shape."""
 
 
 def time_peer(name: str, size: str) -> dict[str, Any]:
@@ -142,37 +155,39 @@ def time_child(name: str, size: str) -> dict[str, Any]:
 
 
 def compare(
-    size: str, rounds: int, limit_s: float, results: Path, work: Path, extra: list[str]
-) -> None:
-    """Alternate all three, then write a row for each; no round begins after `limit_s` seconds."""
-    readings: dict[str, list[dict[str, Any]]] = {"headrace": [], **{p: [] for p in PEERS}}
+    size: str, sides: list[str], rounds: int, limit_s: float, results: Path, work: Path,
+    extra: list[str],
+) -> None:  # fmt: skip
+    """Alternate all sides, then write a row for each; no round begins after `limit_s` seconds."""
+    readings: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
     begin_s = time.monotonic()
     for index in range(rounds):
         if index and time.monotonic() - begin_s > limit_s:
             break
         for name, found in readings.items():
             reading = (
-                time_headrace(size, work, extra) if name == "headrace" else time_child(name, size)
+                time_headrace(size, work, [*OURS[name], *extra])
+                if name in OURS
+                else time_child(name, size)
             )
             found.append(reading)
             rate = reading["tokens_per_s"]
             print(f"{size} round {index} {name}: {rate:,.0f} tokens/s", flush=True)
-    report = readings["headrace"][-1].pop("report")
     for name, found in readings.items():
         metrics = {
             "tokens_per_s": receipts.spread([r["tokens_per_s"] for r in found], "tokens/s"),
             "peak_memory": receipts.spread([r["peak_bytes"] for r in found], "bytes"),
         }
-        if name == "headrace":
+        if name in OURS:
             metrics["mfu"] = receipts.spread([r["mfu"] for r in found], "share of bf16 peak")
-            for peer in PEERS:
+            for peer in (s for s in sides if s in PEERS):
                 pairs = zip(found, readings[peer], strict=True)
                 ratios = [a["tokens_per_s"] / b["tokens_per_s"] for a, b in pairs]
                 metrics[f"ratio_to_{peer}"] = receipts.spread(ratios, "x")
         receipts.append(
             "peers", metrics, results=results, peer=name, shape=size, n=len(found), seeds=[0],
-            versions={p: receipts.installed(p) for p in PEERS},
-            techniques=sorted(report["techniques"]) if name == "headrace" else None,
+            versions={p: receipts.installed(p) for p in ("torchtitan", "torchao", "litgpt")},
+            techniques=sorted(found[-1]["report"]["techniques"]) if name in OURS else None,
         )  # fmt: skip
         print(json.dumps({"peer": name, "size": size, **metrics}), flush=True)
 
@@ -180,6 +195,8 @@ def compare(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("sizes", nargs="+")
+    parser.add_argument("--sides", nargs="+", choices=[*OURS, *PEERS],
+                        default=["headrace", "torchtitan", "litgpt"])  # fmt: skip
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="for each shape")
     parser.add_argument("--only", choices=PEERS)
@@ -191,7 +208,9 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as work:
         for size in args.sizes:
-            compare(size, args.rounds, args.limit_s, args.results, Path(work), args.set)
+            compare(
+                size, args.sides, args.rounds, args.limit_s, args.results, Path(work), args.set
+            )  # fmt: skip
 
 
 if __name__ == "__main__":

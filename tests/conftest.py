@@ -20,6 +20,9 @@ from headrace.cli import catalogue
 from headrace.core.plan import Plan
 from headrace.progress import Progress
 
+if not torch.cuda.is_available():  # read when triton is imported: its kernels run on the host
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`make test DATA=DIR` passes a folder of real text."""

@@ -37,8 +37,17 @@ def backends() -> list[object]:
             for name in house.names_on(device)
             for variant in house.variants(name, device)
             if "parts.attend" in house.CATALOGUE.find(name).claims
+            and masks_documents(variant, device)
         ]
     return found
+
+
+def masks_documents(variant: Variant, device: str) -> bool:
+    """Whether it takes packed documents at all; refusing them is tested with the refusals."""
+    techniques = (Variant(PACKING).technique(), variant.technique())
+    plan = house.make_plan(*techniques, device=device)
+    answer = variant.technique().supports(house.context_on(device, plan))
+    return isinstance(answer, house.Supported)
 
 
 def rows_with(own: int, *, changed: int | None) -> list[Row]:

@@ -1,0 +1,101 @@
+"""Where a step's device time goes, by family and by kernel.
+
+    python benchmarks/kernels.py 1b --with fused_swiglu
+
+The kernels of three profiled steps, by family and the longest by name. Families are told by names:
+matrix products, attention, the optimizer, what Triton generated, copies, the rest.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import receipts
+import torch
+from signals import open_build
+
+from headrace import train
+from headrace.cli import catalogue
+from headrace.core.plan import Plan
+
+PLANS = Path(__file__).parent / "plans"
+STEPS = 3
+FAMILIES = {
+    "attention": ("attention", "fmha", "flash", "cudnn_generated", "sdpa", "cudnn"),
+    "matrix products": ("gemm", "nvjet", "cutlass", "matmul", "scaled_mm", "xmma", "splitk"),
+    "optimizer": ("adam", "multi_tensor", "lpnorm", "foreach"),
+    "triton": ("triton", "swiglu", "rms_norm", "rope", "cross_entropy"),
+    "copies": ("memcpy", "memset", "copy"),
+}
+"""family -> parts of its kernels' names; the first that fits"""
+
+
+def family_of(name: str) -> str:
+    """The family of a kernel."""
+    low = name.lower()
+    return next((f for f, parts in FAMILIES.items() if any(p in low for p in parts)), "rest")
+
+
+def profiled(plan: Plan) -> tuple[dict[str, tuple[float, int]], float]:
+    """Kernel -> (milliseconds, launches) of a step, and the step's own milliseconds."""
+    build, micros = open_build(plan)
+    for flags in build.runtime:
+        flags().__enter__()
+    for index in range(4):
+        train.step(build, micros, index)
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for index in range(STEPS):
+        train.step(build, micros, index)
+    torch.cuda.synchronize()
+    step_ms = (time.perf_counter() - begin) / STEPS * 1e3
+    kinds = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds, acc_events=True) as profile:
+        for index in range(STEPS):
+            train.step(build, micros, index)
+        torch.cuda.synchronize()
+    found: dict[str, tuple[float, int]] = {}
+    for event in profile.key_averages():
+        spent_ms = event.self_device_time_total / STEPS / 1e3
+        if spent_ms > 0:
+            found[event.key] = (spent_ms, event.count // STEPS)
+    return found, step_ms
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("shape")
+    parser.add_argument("--with", nargs="*", default=[], dest="with_")
+    parser.add_argument("--without", nargs="*", default=[])
+    parser.add_argument("--set", nargs="*", default=[])
+    parser.add_argument("--longest", type=int, default=24)
+    parser.add_argument("--results", type=Path, default=receipts.ROOT / "results")
+    args = parser.parse_args()
+    plan = Plan.read(
+        (PLANS / f"{args.shape}.toml").read_text(), catalogue(), overrides=args.set,
+        with_=args.with_, without=args.without,
+    )  # fmt: skip
+    found, step_ms = profiled(plan)
+    families: dict[str, float] = {}
+    for name, (spent_ms, _) in found.items():
+        families[family_of(name)] = families.get(family_of(name), 0.0) + spent_ms
+    metrics: dict[str, Any] = {"step": receipts.spread([step_ms], "ms")}
+    metrics |= {
+        name.replace(" ", "_"): receipts.spread([ms], "ms") for name, ms in families.items()
+    }
+    longest = sorted(found.items(), key=lambda item: -item[1][0])[: args.longest]
+    rows = [{"name": n[:90], "ms": round(ms, 3), "launches": k} for n, (ms, k) in longest]
+    receipts.append(
+        "kernels", metrics, results=args.results, shape=args.shape, n=1, seeds=[plan.seed],
+        technique="", techniques=sorted(plan.techniques), longest=rows,
+        plan_sha256=receipts.sha256(plan.dump()),
+    )  # fmt: skip
+    print(json.dumps({k: round(v["value"], 2) for k, v in metrics.items()}))
+    for row in rows:
+        print(f"{row['ms']:9.3f} ms {row['launches']:5d} x {row['name']}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""The Triton kernels of swiglu.py; imported when the first of them runs.
+
+Shapes: N tokens, F hidden features in groups; a program does one token and BLOCK features.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 1024
+"""Features of a program: 8 for each thread of 4 warps, 16 bytes at a time in half precision."""
+
+
+@triton.jit
+def swiglu_forward(gate_up_ptr, out_ptr, features, group, block: tl.constexpr):
+    """`block` results of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    feature = tl.program_id(1) * block + tl.arange(0, block)
+    inside = feature < features
+    # The gate of feature f stands after the f // group groups of gates and of ups before it.
+    at = token * 2 * features + feature + (feature // group) * group
+    gate = tl.load(gate_up_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + at + group, mask=inside, other=0.0).to(tl.float32)
+    out = gate * tl.sigmoid(gate) * up
+    tl.store(out_ptr + token * features + feature, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def swiglu_backward(grad_ptr, gate_up_ptr, out_ptr, features, group, block: tl.constexpr):
+    """The gradients of `block` gates of one token, and of their ups."""
+    token = tl.program_id(0).to(tl.int64)
+    feature = tl.program_id(1) * block + tl.arange(0, block)
+    inside = feature < features
+    at = token * 2 * features + feature + (feature // group) * group
+    gate = tl.load(gate_up_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + at + group, mask=inside, other=0.0).to(tl.float32)
+    grad = tl.load(grad_ptr + token * features + feature, mask=inside, other=0.0).to(tl.float32)
+    share = tl.sigmoid(gate)
+    silu = gate * share
+    of_gate = grad * up * (share + silu * (1.0 - share))
+    kind = out_ptr.dtype.element_ty
+    tl.store(out_ptr + at, of_gate.to(kind), mask=inside)
+    tl.store(out_ptr + at + group, (grad * silu).to(kind), mask=inside)
+
+
+def forward(gate_up: Tensor, group: int) -> Tensor:
+    """[..., 2 F] to [..., F]."""
+    features = gate_up.size(-1) // 2
+    out = gate_up.new_empty(*gate_up.shape[:-1], features)
+    with _on(gate_up):
+        swiglu_forward[_grid(out)](gate_up, out, features, group, block=BLOCK)  # pyright: ignore
+    return out
+
+
+def backward(grad: Tensor, gate_up: Tensor, group: int) -> Tensor:
+    """The gradient of `gate_up`, [..., 2 F]."""
+    out = torch.empty_like(gate_up)
+    with _on(gate_up):
+        swiglu_backward[_grid(grad)](
+            grad, gate_up, out, grad.size(-1), group, block=BLOCK,  # pyright: ignore
+        )  # fmt: skip
+    return out
+
+
+def _grid(hidden: Tensor) -> tuple[int, int]:
+    return hidden.numel() // hidden.size(-1), -(-hidden.size(-1) // BLOCK)
+
+
+def _on(like: Tensor) -> torch.cuda.device:
+    """Triton launches on the current device; on the host (its interpreter) there is none."""
+    return torch.cuda.device(like.device if like.is_cuda else -1)

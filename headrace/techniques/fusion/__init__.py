@@ -1,0 +1,1 @@
+"""Several elementwise operations in one kernel."""
