@@ -32,6 +32,10 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 
 def subject(row: dict[str, Any]) -> str:
     """What was measured."""
+    if "base" in row:
+        how = "left out of" if row.get("left_out") else "added to"
+        knobs = f" ({row['knobs']})" if row.get("knobs") else ""
+        return f"{row['technique']}{knobs} {how} the {row['base']}"
     return row.get("peer") or row.get("recipe") or row.get("technique") or "trunk"
 
 

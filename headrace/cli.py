@@ -12,6 +12,7 @@ import typer
 import headrace.techniques
 from headrace import train as trainer
 from headrace.catalogue.explain import explain_plan, explain_technique
+from headrace.catalogue.graphs import explain_graphs
 from headrace.catalogue.matrix import explain_matrix, read_matrix
 from headrace.catalogue.table import catalogue_rows
 from headrace.context import choose_device, make_context
@@ -210,6 +211,7 @@ def explain(
     what: Annotated[str, typer.Argument(help="A plan, a recipe or a technique.")] = "",
     overrides: Overrides = None, *, with_: With = None, without: Without = None,
     matrix: Annotated[bool, typer.Option("--matrix", help="Which pairs stand together.")] = False,
+    graph: Annotated[bool, typer.Option("--graph", help="What a plan compiles, and why.")] = False,
     json: Json = False,
 ) -> None:  # fmt: skip
     """A technique's card; or a plan's sockets in order, who fills each, and what it will cost."""
@@ -218,6 +220,10 @@ def explain(
         if matrix:
             value = read_matrix()
             text = explain_matrix(value)
+        elif what in known.techniques and graph:
+            raise ConfigError(
+                f"--graph looks at a plan, and {what} is a technique", "a plan's name"
+            )
         elif what in known.techniques:
             value, text = explain_technique(known.techniques[what])
         elif what not in recipes() and not Path(what).is_file():
@@ -225,11 +231,22 @@ def explain(
             raise ConfigError(f"{what!r} is no plan, recipe or technique; the nearest is {near}")
         else:
             plan = _read(what, overrides, with_, without)
-            value, text = explain_plan(plan, make_context(plan, choose_device(plan)))
+            value, text = (
+                _graphs(plan, json) if graph
+                else explain_plan(plan, make_context(plan, choose_device(plan)))
+            )  # fmt: skip
         if json:
             show_json(value)
         else:
             print(text)
+
+
+def _graphs(plan: Plan, json: bool) -> tuple[dict[str, Any], str]:
+    progress = make_progress(json)
+    try:
+        return explain_graphs(plan, progress)
+    finally:
+        progress.close()
 
 
 @app.command()

@@ -1,8 +1,9 @@
 """Text from a model: one prefill of the prompt, then one token at a time over a KV cache.
 
 The cache holds every key, so it serves masks that only look back without a limit (causal, by
-document: what is generated continues one document). Under a window the rows are computed whole
-each time. Precision is the caller's: run this inside the autocast that training used.
+document: what is generated continues one document). Under any other, as a window or slopes, the
+rows are computed whole each time. Precision is the caller's: run this inside the autocast that
+training used.
 
 Shapes: B rows, T tokens of the prompt, V vocabulary.
 """
@@ -91,7 +92,7 @@ def draw(
 
 def _new_cache(model: Decoder, rows: int, capacity: int) -> KVCache | None:
     """A cache in the dtype that keys will have, or None where one would change the result."""
-    if not model.mask.causal or model.mask.window is not None:
+    if not model.mask.sees_all_before:
         return None
     weight = model.embed.weight
     device = weight.device.type

@@ -20,6 +20,7 @@ from headrace.context import check_supported, choose_device, make_context
 from headrace.core.plan import Plan
 from headrace.data.ingest import Prepared, prepare
 from headrace.data.loader import Micro
+from headrace.guard import guard
 from headrace.interrupts import Interrupts
 from headrace.model.head import IGNORED
 from headrace.parallel.layout import local_of
@@ -58,6 +59,8 @@ def run(
         check_supported(list(plan.techniques.values()), make_context(plan, device))
         prepared = prepare_together(plan, world, progress)
         build = make_build(plan, prepared, world, device)
+        if not resume:
+            guard(build, step)
         for flags in build.runtime:
             stack.enter_context(flags())
         files = _open_folder(build, resume, folder)

@@ -166,6 +166,8 @@ class Plan(Strict):
     """Of weights and of the order of rows."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """auto takes a GPU when there is one."""
+    guard: bool = True
+    """Compare the first step with the plain trainer's, and stop if it computes something else."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     goal: Goal = Goal()
@@ -316,7 +318,7 @@ class Plan(Strict):
                 table, _, leaf = key.partition(".")
                 tables = given.get(table, {})
                 asked = tables.get(leaf, value) if isinstance(tables, Mapping) else value
-                if asked != value:
+                if asked not in (value, "auto"):  # which leaves it open
                     raise ConfigError(
                         f"the plan says {key} = {asked!r}, and {name} makes it {value!r}",
                         f"leave out {key} (or --without {name})",

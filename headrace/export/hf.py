@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ def export_hf(
     out: Path,
     *,
     sequence_length: int,
+    position: Mapping[str, Any] = MappingProxyType({}),
     dtype: torch.dtype = torch.float32,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
@@ -45,6 +47,7 @@ def export_hf(
         tokenizer_path: its tokenizer.json.
         out: the new folder.
         sequence_length: tokens of a row in training; the longest text that was promised to work.
+        position: the model's `position.config_fields()`.
         dtype: of the stored weights.
         shard_bytes: most bytes of one file of weights.
 
@@ -55,7 +58,7 @@ def export_hf(
     """
     tokenizer = Tokenizer.load(tokenizer_path)
     end = tokenizer.document_token
-    values = config_to_hf(config, sequence_length=sequence_length, end_id=end)
+    values = config_to_hf(config, sequence_length=sequence_length, end_id=end, position=position)
     values["torch_dtype"] = str(dtype).removeprefix("torch.")
     files = _split(check_ours(config, model_state), dtype.itemsize, shard_bytes)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from headrace.core.errors import ConfigError, nearest
+from headrace.core.errors import ConfigError, UnsupportedError, nearest
 from headrace.export.hf import export_hf
 from headrace.model.lora import merged_state
 from headrace.sockets import Build
@@ -19,7 +19,16 @@ def export_run(build: Build, to: str, output: Path, *, sequence_length: int) -> 
     """
     if to not in FORMATS:
         raise ConfigError(f"--to {to} is not a format", f"--to {nearest(to, FORMATS)}")
+    if not build.model.mask.sees_all_before:
+        raise UnsupportedError(
+            f"this model's attention is {build.model.mask}, and no exported family says so: its "
+            "config.json would describe another model",
+            f"headrace sample {build.plan.name}, which computes it as it was trained",
+        )
     state = merged_state(build.model)
     tokenizer = build.prepared.directory / "tokenizer.json"
-    export_hf(state, build.config, tokenizer, output, sequence_length=sequence_length)
+    export_hf(
+        state, build.config, tokenizer, output,
+        sequence_length=sequence_length, position=build.model.position.config_fields(),
+    )  # fmt: skip
     return output

@@ -9,6 +9,9 @@ cross-entropy (arXiv 2410.10989); here without custom kernels, and correct for a
 objective.
 
 Cost: no extra matrix products; the gradient of the output matrix exists during the forward pass.
+Left out: torch 2.13's own linear_cross_entropy. It returns the sum in the dtype of the hidden
+states: in bf16 2,087.2 nats came out as 2,080, and that is the loss that one would log and validate
+by. In fp32 it took 0.82 to 0.88 of this one's time on one CPU core.
 
 Shapes: N tokens, D features, V vocabulary.
 """
@@ -23,6 +26,9 @@ from torch.autograd.function import once_differentiable
 
 Loss = Callable[[Tensor, Tensor, Any], Tensor]
 """(logits fp32 [n, V], targets [n], extras of these tokens) -> scalar sum."""
+Piece = Callable[[Tensor, Tensor, Any, Loss], tuple[Tensor, Tensor]]
+"""(logits [n, V] as the product gives them, targets, extras, loss) -> the loss of a chunk, and its
+gradient in the dtype of the logits."""
 
 
 def reference_loss(
@@ -32,9 +38,30 @@ def reference_loss(
     return loss(F.linear(hidden_ND, weight_VD).float(), targets_N, extras)
 
 
+def loss_and_gradient(
+    logits_nV: Tensor, targets_n: Tensor, extras: Any, loss: Loss
+) -> tuple[Tensor, Tensor]:
+    """The piece as autograd does it, operation by operation in fp32."""
+    with torch.enable_grad():
+        leaf_nV = logits_nV.detach().float().requires_grad_()
+        part = loss(leaf_nV, targets_n, extras)
+        (grad_nV,) = torch.autograd.grad(part, leaf_nV)
+    return part.detach(), grad_nV.to(logits_nV.dtype)
+
+
+def traceable_loss_and_gradient(
+    logits_nV: Tensor, targets_n: Tensor, extras: Any, loss: Loss
+) -> tuple[Tensor, Tensor]:
+    """The same as a function of functions, which a compiler can trace and fuse."""
+    grad_nV, part = torch.func.grad_and_value(lambda x: loss(x.float(), targets_n, extras))(
+        logits_nV
+    )
+    return part, grad_nV
+
+
 def chunked_loss(
     hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, extras: Any, loss: Loss,
-    chunk_tokens: int,
+    chunk_tokens: int, piece: Piece = loss_and_gradient,
 ) -> Tensor:  # fmt: skip
     """`reference_loss` holding the logits of at most `chunk_tokens` tokens.
 
@@ -45,10 +72,11 @@ def chunked_loss(
         extras: None, or tensors by name whose first dimension is N.
         loss: a sum over tokens.
         chunk_tokens: tokens whose logits are held at once.
+        piece: how a chunk's loss and gradient are computed.
     """
     if not torch.is_grad_enabled():
         return _sum_of_chunks(hidden_ND, weight_VD, targets_N, extras, loss, chunk_tokens)
-    return _ChunkedLoss.apply(hidden_ND, weight_VD, targets_N, extras, loss, chunk_tokens)
+    return _ChunkedLoss.apply(hidden_ND, weight_VD, targets_N, extras, loss, chunk_tokens, piece)
 
 
 def _compute_dtype(hidden: Tensor) -> torch.dtype:
@@ -75,7 +103,7 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, extras: Any, loss: Loss,
-        size: int,
+        size: int, piece: Piece,
     ) -> Tensor:  # fmt: skip
         dtype = _compute_dtype(hidden)
         low_VD = weight.detach().to(dtype)
@@ -85,20 +113,14 @@ class _ChunkedLoss(torch.autograd.Function):
         for start in range(0, len(hidden), size):
             chunk = slice(start, start + size)
             low_nD = hidden[chunk].detach().to(dtype)
-            with torch.no_grad():
-                logits_nV = (low_nD @ low_VD.T).float()
-            with torch.enable_grad():
-                logits_nV.requires_grad_()
-                part = loss(logits_nV, targets[chunk], _part(extras, chunk))
-                (grad_nV,) = torch.autograd.grad(part, logits_nV)
-            with torch.no_grad():
-                low_grad_nV = grad_nV.to(dtype)
-                grad_hidden[chunk] = low_grad_nV @ low_VD
-                if dtype == torch.float32:
-                    grad_weight.addmm_(low_grad_nV.T, low_nD)
-                else:
-                    grad_weight += low_grad_nV.T @ low_nD
-            total += part.detach()
+            part, grad_nV = piece(low_nD @ low_VD.T, targets[chunk], _part(extras, chunk), loss)
+            grad_hidden[chunk] = grad_nV @ low_VD
+            if dtype == torch.float32:
+                grad_weight.addmm_(grad_nV.T, low_nD)
+            else:
+                grad_weight += grad_nV.T @ low_nD
+            total += part
+            del grad_nV  # it would live through the next chunk's peak
         ctx.gradients = grad_hidden, grad_weight.to(weight.dtype)
         return total
 
@@ -112,5 +134,5 @@ class _ChunkedLoss(torch.autograd.Function):
         return (
             grad_hidden.mul_(grad_total) if ctx.needs_input_grad[0] else None,
             grad_weight.mul_(grad_total) if ctx.needs_input_grad[1] else None,
-            None, None, None, None,
+            None, None, None, None, None,
         )  # fmt: skip

@@ -5,22 +5,34 @@ Queries, keys and values come from one matrix, `qkv`, whose rows are grouped by 
 a column split over groups needs no reshuffle. A backend is an object with two methods: `prepare`
 once per forward, `__call__` once per layer; all share one signature, so the mixer has no branch.
 
-Shapes: B rows, T tokens, D features, H query heads, G key-value heads, K features of a head.
+Shapes: B rows, T tokens, S keys, D features, H query heads, G key-value heads, K features of a
+head.
 """
 
-from typing import NamedTuple, Protocol
+from dataclasses import fields
+from typing import Any, NamedTuple, Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headrace.core.errors import ConfigError
 from headrace.core.model_config import ModelConfig
-from headrace.model.mask import MaskSpec, Rows, allowed
+from headrace.model.mask import MaskSpec, Rows, dense
 from headrace.model.norm import RMSNorm
 from headrace.model.position import Rotation, rotate
 
+COMMON = frozenset({"causal", "document", "window", "prefix"})
+"""What of the mask a backend knows, or refuses itself, if it does not say more in `knows`."""
+
 
 class Attend(Protocol):
-    """A backend of scaled dot-product attention."""
+    """A backend of scaled dot-product attention.
+
+    One that computes more of `MaskSpec` than `COMMON` lists those fields in a class attribute
+    `knows`. It counts for the very class that says it: a kernel that a subclass chooses may know
+    less.
+    """
 
     def prepare(self, spec: MaskSpec, rows: Rows, length: int) -> object:
         """What this backend's kernel needs to know of the mask, made once per forward."""
@@ -31,27 +43,108 @@ class Attend(Protocol):
         ...
 
 
+def check_mask(config: ModelConfig, attend: Any, spec: MaskSpec) -> None:
+    """Refuse a mask that the backend would not compute, before a model is made of both.
+
+    Raises:
+        ConfigError: the backend does not know a part of it, or its slopes are not this model's.
+    """
+    known = COMMON | {"between"} | vars(type(attend)).get("knows", frozenset())
+    plain = MaskSpec()
+    asked = {f.name for f in fields(spec) if getattr(spec, f.name) != getattr(plain, f.name)}
+    if more := sorted(asked - known):
+        owner = type(attend).__module__.rpartition(".")[2]
+        raise ConfigError(
+            f"{owner} computes attention and does not know {' and '.join(more)} of the mask",
+            f"--without {owner} (on a GPU flex_attention in its place)",
+        )
+    if spec.alibi and (spec.alibi != config.heads or config.position != "none"):
+        raise ConfigError(
+            f"the mask has slopes for {spec.alibi} heads without other positions, and the model "
+            f"has {config.heads} heads and model.position = {config.position!r}",
+            "--without alibi",
+        )
+
+
+class Capped(NamedTuple):
+    """A mask for scores that are soft-capped."""
+
+    cap: float
+    dense: Tensor
+
+
 class Sdpa:
     """torch's scaled_dot_product_attention with its default backend: the trunk's filler.
 
-    A mask that a causal flag cannot say becomes one dense tensor, shared by all layers.
+    A mask that a causal flag cannot say becomes one dense tensor, shared by all layers. It has no
+    soft cap: capped scores are computed by plain products, and kept.
     """
 
-    def prepare(self, spec: MaskSpec, rows: Rows, length: int) -> Tensor | None:
-        """None for plain causal, else bool [B or 1, 1, T, T]."""
-        return None if spec.is_plain_causal else allowed(spec, rows, length)
+    knows = frozenset({"blocks", "alibi", "soft_cap"})
+
+    def prepare(self, spec: MaskSpec, rows: Rows, length: int) -> Tensor | Capped | None:
+        """None for plain causal, else bool [B or 1, 1, T, T] or additive [B or 1, H, T, T]."""
+        if spec.is_plain_causal:
+            return None
+        device = rows.positions_BT.device.type
+        half = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if half else torch.float32
+        mask = dense(spec, rows, length, dtype)
+        return Capped(spec.soft_cap, mask) if spec.soft_cap else mask
 
     def __call__(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: object) -> Tensor:
         """Attention over `k_BTGK`; one query over a longer key sequence sees all of it."""
         q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
-        dense = mask if isinstance(mask, Tensor) else None
+        if isinstance(mask, Capped):
+            return capped_attention(q, k, v, mask).transpose(1, 2)
+        given = mask if isinstance(mask, Tensor) else None
+        if given is not None and given.dtype != torch.bool:
+            given = given.to(q.dtype)
         out = F.scaled_dot_product_attention(
             q, k, v,
-            attn_mask=dense,
-            is_causal=dense is None and q.size(2) > 1,
+            attn_mask=given,
+            is_causal=given is None and q.size(2) > 1,
             enable_gqa=q.size(1) != k.size(1),
         )  # fmt: skip
         return out.transpose(1, 2)
+
+
+def capped_attention(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Capped) -> Tensor:
+    """Attention with soft-capped scores by plain products, softmax in fp32; [B, H, T, K]."""
+    shared, scale = q_BHTK.size(1) // k_BGSK.size(1), q_BHTK.size(-1) ** -0.5 / mask.cap
+    k_BHSK, v_BHSK = (
+        x if shared == 1 else x.repeat_interleave(shared, dim=1) for x in (k_BGSK, v_BGSK)
+    )
+    scores_BHTS = mask.cap * ((q_BHTK * scale) @ k_BHSK.transpose(2, 3)).float().tanh()
+    if mask.dense.dtype == torch.bool:
+        scores_BHTS = scores_BHTS.where(mask.dense, float("-inf"))
+    else:
+        scores_BHTS = scores_BHTS + mask.dense
+    return scores_BHTS.softmax(-1).to(v_BHSK.dtype) @ v_BHSK
+
+
+def weights(
+    attend: Attend, mask: object, q_BTHK: Tensor, k_BSGK: Tensor, group_S: Tensor
+) -> Tensor:
+    """The weight that each query gives to each group of keys, read off the backend itself.
+
+    Args:
+        attend: the backend.
+        mask: what it prepared.
+        q_BTHK: queries.
+        k_BSGK: keys.
+        group_S: index of each key's group, N of them.
+
+    Returns:
+        fp32 [B, T, H, N].
+    """
+    K = q_BTHK.size(-1)
+    mine_SN, read = F.one_hot(group_S), []
+    for part_SN in mine_SN.split(K, dim=1):  # as many groups at once as values have features
+        v_SK = F.pad(part_SN, (0, K - part_SN.size(1))).to(q_BTHK.dtype)
+        v_BSGK = v_SK[None, :, None].expand(*k_BSGK.shape[:3], K).contiguous()
+        read.append(attend(q_BTHK, k_BSGK, v_BSGK, mask)[..., : part_SN.size(1)].float())
+    return torch.cat(read, dim=-1)
 
 
 class KVCache:
@@ -74,12 +167,18 @@ class KVCache:
 
 
 class Shared(NamedTuple):
-    """What all layers of one forward share: positions, mask, rotation, a sampling cache."""
+    """What all layers of one forward share: positions, masks, rotation, a sampling cache."""
 
     positions_BT: Tensor
     mask: object
     rotation: Rotation | None
     cache: KVCache | None = None
+    open_mask: object = None
+    """of the layers without the window, where some are"""
+
+    def for_layer(self, is_open: bool) -> "Shared":
+        """What one layer reads, with one mask."""
+        return self._replace(mask=self.open_mask if is_open else self.mask, open_mask=None)
 
 
 class Attention(nn.Module):

@@ -127,6 +127,7 @@ def _sizes(config: ModelConfig, rows: int, length: int, size: int, device: str) 
         "length": length,
         "tokens": tokens,
         "dim": config.dim,
+        "vocab": config.vocab,
         "heads": config.heads,
         "kv_heads": config.resolved_kv_heads,
         "head_dim": config.resolved_head_dim,
@@ -185,6 +186,10 @@ def _block_activations(
     # bf16 both keep an fp32 copy of their input in place of the input.
     alone = config.norm == "layer_norm" and size == FP32
     norms = 2 * row * config.dim if alone else 4 * row * config.dim
+    # A CPU composes an RMS norm of operations, and under bf16 their fp32 product is kept as well.
+    composed = FP32 * tokens if device == "cpu" and size != FP32 else 0
+    if config.norm == "rms_norm":
+        norms += 2 * composed * config.dim
     lines = {
         "residual": 2 * row * config.dim,
         "norm": norms + 4 * FP32 * tokens,
@@ -200,5 +205,5 @@ def _block_activations(
     if config.qk_norm:
         statistics = FP32 * tokens * (config.heads + config.resolved_kv_heads)
         kept_copy = row * copied if size == FP32 else 0
-        lines["qk_norm"] = FP32 * tokens * (q + kv) + kept_copy + statistics
+        lines["qk_norm"] = (FP32 * tokens + composed) * (q + kv) + kept_copy + statistics
     return {name: float(count) for name, count in lines.items()}

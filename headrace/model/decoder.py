@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.core.model_config import ModelConfig
-from headrace.model.attention import Attend, Attention, KVCache, Sdpa, Shared
+from headrace.model.attention import Attend, Attention, KVCache, Sdpa, Shared, check_mask
 from headrace.model.head import Head, Objective
 from headrace.model.mask import MaskSpec, Rows
 from headrace.model.mlp import PlainMLP, SwiGLU
@@ -84,6 +84,7 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig, parts: Parts, mask: MaskSpec) -> None:
         super().__init__()
+        check_mask(config, parts.attend, mask)
         self.config, self.mask, self.attend = config, mask, parts.attend
         self.embed = nn.Embedding(config.vocab, config.dim)
         self.position = parts.position(config)
@@ -122,9 +123,12 @@ class Decoder(nn.Module):
 
         It stays outside of compiled code: a compiler would compute sines again in every layer.
         """
-        mask = self.attend.prepare(self.mask, rows, length)
+        spec, open_mask = self.mask, None
+        if spec.between:
+            open_mask = self.attend.prepare(spec.of_layer(spec.between), rows, length)
+        mask = self.attend.prepare(spec.of_layer(0), rows, length)
         rotation = self.position.prepare(rows.positions_BT)
-        return Shared(rows.positions_BT, mask, rotation, cache)
+        return Shared(rows.positions_BT, mask, rotation, cache, open_mask)
 
     def states(self, x: Tensor, shared: Shared, part: Part = WHOLE) -> Tensor:
         """The trunk: embedding, blocks, norm."""
@@ -132,7 +136,7 @@ class Decoder(nn.Module):
             x = self.enter(x, shared)
         for name, block in self.blocks.items():
             if part.blocks is None or name in part.blocks:
-                x = block(x, shared)
+                x = block(x, shared.for_layer(self.mask.is_open(int(name))))
         return self.leave(x) if part.last else x
 
     def enter(self, ids_BT: Tensor, shared: Shared) -> Tensor:

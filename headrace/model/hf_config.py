@@ -9,8 +9,10 @@ What counts are the fields that the reference class itself reads; transformers i
 too. Dropout is not modelled: it changes nothing outside of training.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from headrace.core.errors import ConfigError, UnsupportedError, nearest
@@ -223,13 +225,40 @@ def _rope_theta(values: Mapping[str, Any]) -> float:
         table = values.get(key) or {}
         kind = table.get("rope_type", table.get("type", "default"))
         if kind != "default":
-            raise _refuse(f"{key}.rope_type", kind, "rope_type = 'default' (no scaling)")
+            raise _scaled(key, kind, table)
         theta = table.get("rope_theta", theta)
     for table in (values, values.get("rope_parameters") or {}):
         part = table.get("partial_rotary_factor")
         if part not in (None, 1.0):
             raise _refuse("partial_rotary_factor", part, "partial_rotary_factor = 1.0")
     return 10_000.0 if theta is None else theta
+
+
+_SCALINGS = {
+    "factor": "factor", "original_max_position_embeddings": "original_length",
+    "beta_fast": "beta_fast", "beta_slow": "beta_slow",
+    "low_freq_factor": "low_frequency_factor", "high_freq_factor": "high_frequency_factor",
+}  # fmt: skip
+"""What a scaled rotation is made of, and the knobs of the technique that makes it here."""
+
+
+def _scaled(key: str, kind: str, table: Mapping[str, Any]) -> UnsupportedError:
+    """The refusal of a scaled rotation: a plan says it, where it can be said."""
+    refusal = _refuse(f"{key}.rope_type", kind, "rope_type = 'default' (no scaling)")
+    given = {k: value for k, value in table.items() if value is not None}
+    wanted = {"linear": {"factor"}}.get(kind, {"factor", "original_max_position_embeddings"})
+    other = given.keys() - {*_SCALINGS, "rope_type", "type", "rope_theta", "attention_factor"}
+    if kind not in ("yarn", "linear", "llama3") or wanted - given.keys() or other:
+        return refusal
+    temperature = 0.1 * math.log(given["factor"]) + 1 if kind == "yarn" else 1.0
+    if abs(given.get("attention_factor", temperature) - temperature) > 1e-6:
+        return refusal
+    knobs = {ours: given[k] for k, ours in _SCALINGS.items() if k in given}
+    told = " ".join(f"techniques.yarn.{k}={v}" for k, v in {"kind": kind, **knobs}.items())
+    return UnsupportedError(
+        refusal.message + "; a plan can scale it",
+        f"rope_type = 'default' in config.json, and --with yarn {told}",
+    )
 
 
 def _llama_bias(values: Mapping[str, Any]) -> bool:
@@ -248,14 +277,16 @@ def _gpt2_activation(name: str) -> str:
 
 
 def config_to_hf(
-    config: ModelConfig, *, sequence_length: int, end_id: int | None = None
-) -> dict[str, Any]:
+    config: ModelConfig, *, sequence_length: int, end_id: int | None = None,
+    position: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Any]:  # fmt: skip
     """The config.json of `config`, read alike by transformers 4 and 5.
 
     Args:
         config: the model.
         sequence_length: most tokens of a row, unless learned positions say it.
         end_id: the token that ends a document.
+        position: fields of a rotation that is not the plain one, over the others.
 
     Raises:
         UnsupportedError: no architecture of transformers matches; names the keys in the way.
@@ -279,4 +310,4 @@ def config_to_hf(
     values |= {"max_position_embeddings": sequence_length, "rope_theta": config.rope_theta}
     if kind is LLAMA:
         values |= {"attention_bias": config.bias, "mlp_bias": config.bias}
-    return values
+    return values | dict(position)

@@ -7,7 +7,7 @@ Nothing is kept in buffers: tables follow the batch's own positions, in fp32.
 Shapes: B rows, T tokens, H heads, K features of a head, D features of the model.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,11 @@ class Rotation(NamedTuple):
 
     cos: Tensor
     sin: Tensor
+
+    def turn(self, x_BTHK: Tensor) -> Tensor:
+        """`x_BTHK` turned by its positions' angles, computed in fp32, returned in its own dtype."""
+        a, b, cos, sin = *x_BTHK.float().chunk(2, dim=-1), self.cos, self.sin
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x_BTHK)
 
 
 class NoPosition(nn.Module):
@@ -35,6 +40,10 @@ class NoPosition(nn.Module):
     def prepare(self, positions_BT: Tensor) -> Rotation | None:
         """Nothing to prepare."""
         return None
+
+    def config_fields(self) -> dict[str, Any]:
+        """What config.json of transformers says of it beside what `ModelConfig` says."""
+        return {}
 
 
 class LearnedPosition(NoPosition):
@@ -68,12 +77,8 @@ class Rope(NoPosition):
 
 
 def rotate(x_BTHK: Tensor, rotation: Rotation | None) -> Tensor:
-    """`x_BTHK` turned by its positions' angles, computed in fp32, returned in its own dtype."""
-    if rotation is None:
-        return x_BTHK
-    a, b = x_BTHK.float().chunk(2, dim=-1)
-    cos, sin = rotation
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x_BTHK)
+    """`x_BTHK` as `rotation` turns it, in its own dtype; None leaves it."""
+    return x_BTHK if rotation is None else rotation.turn(x_BTHK)
 
 
 POSITIONS = {"rope": Rope, "learned": LearnedPosition, "none": NoPosition}

@@ -53,7 +53,9 @@ SHAPED: Mapping[tuple[str, str], Mapping[str, Any]] = {
 }
 """(technique, device) -> sizes without which it cannot run there, over any shape's."""
 TINY: Mapping[tuple[str, str], Mapping[str, Any]] = {
+    ("activation_offload", "any"): {"min_bytes": 1},
     ("chunked_cross_entropy", "any"): {"chunk_tokens": 7},
+    ("chunked_mlp", "any"): {"chunk_tokens": 7},
     ("linear_attention", "any"): {"chunk_tokens": 4},
     ("lora", "any"): {"rank": 2, "alpha": 4.0},
     ("mixture_of_experts", "any"): {"experts": 4},
@@ -61,11 +63,14 @@ TINY: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("mup", "any"): {"base_dim": 48},
     ("sequence_length_schedule", "any"): {"start": 2},
     ("sliding_window", "any"): {"window": 5},
+    ("sparse_attention", "any"): {"block": 2, "local": 1, "random": 1},
     ("stochastic_depth", "any"): {"rate": 1e-7},
     ("qlora", "any"): {"rank": 2, "alpha": 4.0},
+    ("float8_linear", "any"): {"min_size": 1},
     ("float8_linear", "cpu"): {"multiple_of": 1},
     ("adamw_8bit", "any"): {"smallest": 256},
     ("torch_compile", "cpu"): {"backend": "aot_eager"},
+    ("yarn", "any"): {"factor": 2.0},
 }
 """(technique, device or "any") -> knobs for a tiny model."""
 DEAR = {

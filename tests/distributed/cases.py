@@ -112,7 +112,7 @@ COMPOSITIONS = [
     case("experts-pp-fsdp", EXPERTS, PP, FSDP, pipeline=2, data=2),
     case(
         "float8-rowwise-fsdp",
-        {"float8_linear": {"recipe": "rowwise"}},
+        {"float8_linear": {"recipe": "rowwise", "min_size": 1}},
         FSDP,
         data=4,
         shape="even",
@@ -120,7 +120,7 @@ COMPOSITIONS = [
     ),
     case(
         "float8-tensorwise-fsdp",
-        {"float8_linear": {"recipe": "tensorwise"}},
+        {"float8_linear": {"recipe": "tensorwise", "min_size": 1}},
         FSDP,
         data=4,
         shape="even",
@@ -159,7 +159,7 @@ COMPOSITIONS = [
     ),
     case(
         "float8-tp",
-        {"float8_linear": {"recipe": "rowwise", "multiple_of": 1}},
+        {"float8_linear": {"recipe": "rowwise", "multiple_of": 1, "min_size": 1}},
         TP,
         tensor=2,
         data=2,

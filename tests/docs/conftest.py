@@ -34,7 +34,7 @@ def world(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 
 @pytest.fixture
-def z_loss(tmp_path_factory: pytest.TempPathFactory) -> Iterator[type[Any]]:
+def label_smoothing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[type[Any]]:
     """The technique of add-a-technique.md, found as any file of its room is."""
     folder = tmp_path_factory.mktemp("room")
     (block,) = [b for b in blocks_of("docs/guide/add-a-technique.md") if b.file]
@@ -42,8 +42,8 @@ def z_loss(tmp_path_factory: pytest.TempPathFactory) -> Iterator[type[Any]]:
     room = headrace.techniques.loss
     room.__path__.append(str(folder))
     try:
-        yield catalogue().techniques["z_loss"]
+        yield catalogue().techniques["label_smoothing"]
     finally:
         room.__path__.remove(str(folder))
-        sys.modules.pop("headrace.techniques.loss.z_loss", None)
-        vars(room).pop("z_loss", None)
+        sys.modules.pop("headrace.techniques.loss.label_smoothing", None)
+        vars(room).pop("label_smoothing", None)

@@ -79,8 +79,8 @@ def test_every_command_of_a_page(
     page: str, world: Path, zygote: Any, request: pytest.FixtureRequest
 ) -> None:
     for block in blocks_of(page):
-        if block.file == "z_loss.py":
-            request.getfixturevalue("z_loss")
+        if block.file == "label_smoothing.py":
+            request.getfixturevalue("label_smoothing")
         elif block.file:
             (world / block.file).write_text(block.text)
         if block.language != "sh":

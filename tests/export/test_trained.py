@@ -66,3 +66,13 @@ def test_a_run_of_another_device_opens_here(
     plan.write_text(there + "\n[techniques.cudnn_attention]\n")
     after = run_cli(tmp_path, "eval", "far", "--json")
     assert after.code == before.code == 0 and after.out == before.out
+
+
+def test_a_mask_that_no_family_has_is_not_exported_as_another_model(
+    tmp_path: Path, plan_file: Path, run_cli: Callable[..., Any]
+) -> None:
+    window = ["--with", "sliding_window", "techniques.sliding_window.window=5"]
+    assert run_cli(tmp_path, "train", str(plan_file), *window, "name=w", "goal.steps=1").code == 0
+    told = run_cli(tmp_path, "export", "w", "--to", "hf", "--output", "out")
+    assert told.code == 3 and "window=5" in told.err
+    assert not (tmp_path / "out").exists()

@@ -1,15 +1,17 @@
-"""`allowed` against its own words, one query and one key at a time."""
+"""`allowed`, `bias` and the pattern of blocks against their own words, pair by pair."""
 
 from itertools import product
 
 import pytest
 import torch
 
-from headrace.model.mask import MaskSpec, Rows, allowed
+from headrace.model.mask import BlockPattern, MaskSpec, Rows, allowed, bias, dense, slopes
 
 LENGTH = 7
 SEGMENTS = torch.tensor([[0, 0, 0, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1]])
 PREFIX = torch.tensor([3, 0])
+DRAWN = [0, 0, 2, 3, 2, 1, 5, 5, 7, 3, 2]
+"""What seed 3 draws for blocks 1 to 11; a change would change what trained models see."""
 
 
 def sees(spec: MaskSpec, row: int, query: int, key: int) -> bool:
@@ -40,5 +42,82 @@ def test_allowed_is_what_the_words_say(
 
 def test_only_the_default_is_plain_causal() -> None:
     assert MaskSpec().is_plain_causal
-    for other in (MaskSpec(causal=False), MaskSpec(document=True), MaskSpec(window=4)):
+    for other in (
+        MaskSpec(causal=False), MaskSpec(document=True), MaskSpec(window=4), MaskSpec(alibi=2),
+        MaskSpec(soft_cap=5.0), MaskSpec(blocks=BlockPattern(4)),
+    ):  # fmt: skip
         assert not other.is_plain_causal
+        assert other.sees_all_before == (other == MaskSpec(document=True))
+
+
+@pytest.mark.parametrize(
+    ("block", "local", "stride", "first"),
+    [(1, 1, 0, 0), (2, 1, 0, 1), (3, 2, 0, 0), (2, 1, 3, 0), (5, 1, 2, 2), (100, 1, 0, 0)],
+)
+@pytest.mark.parametrize("document", [False, True])
+def test_a_pattern_is_what_the_words_say(
+    block: int, local: int, stride: int, first: int, document: bool
+) -> None:
+    length = 23
+    spec = MaskSpec(document=document, blocks=BlockPattern(block, local, stride, first))
+    segments = (torch.arange(length) >= 9).long()[None]
+    found = allowed(spec, Rows(torch.arange(length)[None], segments), length)[0, 0]
+    for query, key in product(range(length), range(length)):
+        apart, of = query // block - key // block, key // block
+        near = abs(apart) < local or of < first or (stride > 0 and apart % stride == 0)
+        visible = near and key <= query and not (document and query >= 9 > key)
+        assert bool(found[query, key]) == visible, (query, key)
+
+
+@pytest.mark.parametrize(("local", "stride", "first", "random"), [(1, 0, 0, 2), (2, 3, 1, 3)])
+def test_a_draw_is_of_its_place_alone(local: int, stride: int, first: int, random: int) -> None:
+    """So many more blocks of those before, the same in longer rows, others for another seed."""
+    rest = BlockPattern(1, local, stride, first).seen(40)
+    one, other = (BlockPattern(1, local, stride, first, random, seed).seen(40) for seed in (0, 1))
+    drawn = one & ~rest
+    for query in range(40):
+        free = int((~rest[query, :query]).sum())
+        assert int(drawn[query].sum()) == min(random, free)
+    assert not drawn.triu().any() and (one & rest).equal(rest)
+    for count in (1, 2, 7, 39):
+        shorter = BlockPattern(1, local, stride, first, random).seen(count)
+        assert shorter.equal(one[:count, :count])
+    assert not one.equal(other)
+    places = drawn.nonzero()[:, 1].float()  # all over what stands before, not at one end
+    assert 0.3 < (places / drawn.nonzero()[:, 0]).mean() < 0.7
+
+
+def test_a_draw_is_the_same_everywhere_and_always() -> None:
+    drawn = BlockPattern(1, 1, random=1, seed=3).seen(12) & ~torch.eye(12, dtype=torch.bool)
+    assert drawn.nonzero()[:, 1].tolist() == DRAWN
+
+
+def test_density_counts_blocks_below_the_diagonal() -> None:
+    assert BlockPattern(4).density(16) == 4 / 10
+    assert BlockPattern(4).density(13) == 4 / 10
+    assert BlockPattern(4, local=2).density(16) == 7 / 10
+    assert BlockPattern(4, local=9).density(16) == 1
+
+
+@pytest.mark.parametrize(
+    ("heads", "right"),
+    [(1, [1 / 256]), (2, [1 / 16, 1 / 256]), (4, [1 / 4, 1 / 16, 1 / 64, 1 / 256]),
+     (8, [2.0**-n for n in range(1, 9)]), (3, [1 / 16, 1 / 256, 1 / 4]),
+     (6, [1 / 4, 1 / 16, 1 / 64, 1 / 256, 1 / 2, 1 / 8])],
+)  # fmt: skip
+def test_slopes_are_the_papers(heads: int, right: list[float]) -> None:
+    torch.testing.assert_close(slopes(heads), torch.tensor(right))
+
+
+def test_a_bias_is_minus_slope_times_distance_where_a_key_is_seen() -> None:
+    spec = MaskSpec(document=True, window=3, alibi=2)
+    rows = Rows(torch.arange(LENGTH).expand(2, -1), SEGMENTS)
+    found, ok = dense(spec, rows, LENGTH, torch.float32), allowed(spec, rows, LENGTH)
+    assert found.shape == (2, 2, LENGTH, LENGTH)
+    for head, slope in enumerate((1 / 16, 1 / 256)):
+        for query, key in product(range(LENGTH), range(LENGTH)):
+            right = -slope * abs(query - key)
+            assert bias(spec, LENGTH)[0, head, query, key] == right
+            for row in range(2):
+                seen = bool(ok[row, 0, query, key])
+                assert found[row, head, query, key] == (right if seen else float("-inf"))

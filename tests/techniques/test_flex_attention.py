@@ -1,20 +1,23 @@
-"""FlexAttention's mask is the one definition's; its results are SDPA's, gradients on a GPU."""
+"""FlexAttention's mask and scores are the one definition's; its results SDPA's, all on a GPU."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from headrace.core.technique import Context, Supported, Unsupported
 from headrace.model.attention import Sdpa
-from headrace.model.mask import MaskSpec, Rows, allowed
+from headrace.model.mask import BlockPattern, MaskSpec, Rows, allowed, bias
 from headrace.techniques.attention.flex_attention import (
     FlexAttention,
     FlexBackend,
+    Scored,
     mask_mod,
     masked_rows,
+    score_mod,
 )
 
 B, H, G, K = 2, 4, 2, 8
@@ -25,6 +28,11 @@ SPECS = {
     "window both ways": MaskSpec(causal=False, window=5),
     "prefix": MaskSpec(prefix=True),
     "everything": MaskSpec(document=True, window=40, prefix=True),
+    "blocks": MaskSpec(blocks=BlockPattern(16, random=1, first=1)),
+    "blocks by document": MaskSpec(document=True, blocks=BlockPattern(5, stride=3)),
+    "slopes": MaskSpec(alibi=H),
+    "cap": MaskSpec(soft_cap=0.7),
+    "all": MaskSpec(True, True, 90, True, BlockPattern(16, 2, 3), H, 0.7),
 }
 LENGTHS = (13, 128, 200)
 
@@ -46,17 +54,64 @@ def qkv(length: int, device: str = "cpu") -> list[Tensor]:
 @pytest.mark.parametrize("length", LENGTHS)
 def test_the_mask_and_the_forward_pass_on_a_cpu(spec: MaskSpec, length: int) -> None:
     rows = rows_of(length)
-    may_see = mask_mod(spec, rows)
+    may_see, change = mask_mod(spec, rows, length), score_mod(spec, torch.device("cpu"))
     b, q, k = torch.meshgrid(*map(torch.arange, (B, length, length)), indexing="ij")
     right = allowed(spec, rows, length).squeeze(1).expand(B, -1, -1)
     assert may_see(b, torch.zeros_like(b), q, k).equal(right)
     blocks = create_block_mask(may_see, masked_rows(spec, rows), None, length, length, device="cpu")
     query, key, value = (x.transpose(1, 2) for x in qkv(length))
-    found = flex_attention(query, key, value, block_mask=blocks, enable_gqa=True)
+    found = flex_attention(query, key, value, change, block_mask=blocks, enable_gqa=True)
     sdpa = Sdpa()
     wanted = sdpa(*qkv(length), sdpa.prepare(spec, rows, length))
     assert isinstance(found, Tensor)
     torch.testing.assert_close(found.transpose(1, 2), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_the_change_of_a_score_is_the_definitions(spec: MaskSpec) -> None:
+    change = score_mod(spec, torch.device("cpu"))
+    assert (change is None) == (spec.alibi == 0 and spec.soft_cap == 0)
+    if change is None:
+        return
+    h, q, k = torch.meshgrid(*map(torch.arange, (H, 9, 9)), indexing="ij")
+    score = torch.linspace(-3, 3, h.numel()).view_as(h)
+    right = spec.soft_cap * (score / spec.soft_cap).tanh() if spec.soft_cap else score
+    right = right + (bias(spec, 9)[0] if spec.alibi else 0.0)
+    torch.testing.assert_close(change(score, torch.zeros_like(h), h, q, k), right)
+
+
+def test_blocks_that_the_pattern_leaves_out_are_not_visited() -> None:
+    """In units of 128 tokens; blocks of 256 are two of them each way."""
+    length, rows = 2048, Rows(torch.arange(2048)[None])
+    for block in (128, 256):
+        spec = MaskSpec(blocks=BlockPattern(block, 2, 0, 1, 1))
+        assert spec.blocks is not None
+        may_see = mask_mod(spec, rows, length)
+        made = create_block_mask(may_see, None, None, length, length, device="cpu")
+        seen = spec.blocks.seen(length // block).repeat_interleave(block // 128, 0)
+        seen = seen.repeat_interleave(block // 128, 1).tril()
+        assert made.to_dense()[0, 0].bool().equal(seen)
+        assert float(made.sparsity()) == pytest.approx(100 * (1 - seen.float().mean().item()))
+        assert seen.sum() < 0.8 * torch.ones_like(seen).tril().sum()
+
+
+@pytest.mark.parametrize("spec", [SPECS["all"], SPECS["cap"], MaskSpec()], ids=["all", "cap", "no"])
+def test_the_backend_hands_scores_on(spec: MaskSpec) -> None:
+    """Uncompiled on a CPU: what `prepare` makes, also through a compiled caller."""
+    backend, length = FlexBackend(), 200
+    backend._blocks, backend._attend = create_block_mask, flex_attention  # type: ignore[assignment]
+    rows = rows_of(length)
+    mask, again = (backend.prepare(spec, rows, length) for _ in range(2))
+    assert isinstance(mask, Scored) == (score_mod(spec, torch.device("cpu")) is not None)
+    if isinstance(mask, Scored):
+        assert mask.change is again.change
+    wanted = Sdpa()(*qkv(length), Sdpa().prepare(spec, rows, length))
+    torch.testing.assert_close(backend(*qkv(length), mask), wanted, rtol=1e-5, atol=1e-5)
+    counter = CompileCounter()
+    compiled = torch.compile(backend.__call__, backend=counter, fullgraph=True, dynamic=False)
+    for given in (mask, again):
+        torch.testing.assert_close(compiled(*qkv(length), given), wanted, rtol=1e-5, atol=1e-5)
+    assert counter.frame_count == 1
 
 
 def test_rows_share_a_mask_where_they_can() -> None:

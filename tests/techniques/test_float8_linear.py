@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from headrace.core.errors import ConfigError
 from headrace.core.technique import Context, Supported, Unsupported
@@ -17,7 +17,7 @@ from headrace.train import step
 
 pytest.importorskip("torchao")
 Make = Callable[..., Build]
-ON = "techniques.float8_linear.recipe={}"
+ON = 'techniques.float8_linear={{recipe="{}",min_size=1}}'
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
@@ -113,7 +113,23 @@ def test_is_in_force_under_autocast_and_compiled(
 
 def test_names_what_fits_none(make_tiny: Make) -> None:
     with pytest.raises(ConfigError, match=r"multiples of 48.* 48 x 16"):
-        make_tiny("techniques.float8_linear.multiple_of=48")
+        make_tiny("techniques.float8_linear={multiple_of=48,min_size=1}")
+    with pytest.raises(ConfigError, match="at least 2048") as caught:
+        make_tiny("techniques.float8_linear={}")
+    assert "min_size=16" in caught.value.remedy
+
+
+def test_takes_what_is_wide_enough(make_tiny: Make) -> None:
+    """Multiples cannot say it: those of 64 would leave out 96 features and not 48 alone."""
+    from torchao.float8.float8_linear import Float8Linear as Module
+
+    sizes = ["model.dim=64", "model.ffn=48", "model.heads=4"]
+    for least, narrow in ((48, set()), (64, {"mlp.down"})):
+        build = make_tiny(f"techniques.float8_linear.min_size={least}", *sizes)
+        block = build.model.get_submodule("blocks.1")
+        kinds = {n: type(m) for n, m in block.named_modules() if isinstance(m, nn.Linear)}
+        assert {n for n, kind in kinds.items() if kind is not Module} == narrow
+        assert len(kinds) == 4
 
 
 def test_says_where_it_runs(make_tiny: Make) -> None:

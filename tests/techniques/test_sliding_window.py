@@ -61,8 +61,68 @@ def test_the_step_equals_a_dense_mask_by_hand(make_tiny: Callable[..., Build]) -
             torch.testing.assert_close(other, parameter.grad, rtol=1e-5, atol=1e-6)
 
 
-def test_sampling_sees_the_window_too(make_tiny: Callable[..., Build]) -> None:
-    build = make_tiny(WINDOW)
+@pytest.mark.parametrize(("between", "opened"), [(0, []), (1, [1, 3]), (2, [2]), (3, [3])])
+@pytest.mark.parametrize("packed", [False, True])
+def test_every_so_many_layers_one_hears_of_all(
+    make_tiny: Callable[..., Build], between: int, opened: list[int], packed: bool
+) -> None:
+    """Each layer by itself: what its mixer's last token hears of, in its document."""
+    more = ["techniques.document_packing={}"] if packed else []
+    build = make_tiny(
+        WINDOW, f"techniques.sliding_window.between={between}", "model.layers=4", *more
+    )
+    T, begin = 12, 4
+    segments = (torch.arange(T) >= begin).int()[None] if packed else None
+    rows = Rows(torch.arange(T)[None], segments)
+    seen: list[torch.Tensor] = []
+    for name, block in build.model.blocks.items():
+        mixer: Any = block.mixer
+        given: list[Any] = []
+        hook = mixer.register_forward_pre_hook(lambda module, args, kept=given: kept.extend(args))
+        with torch.no_grad():
+            build.model.hidden(torch.arange(T)[None], rows)
+            hook.remove()
+            x_BTD, shared = given
+            far = x_BTD.clone()
+            far[0, begin + 2] += 1
+            moved = bool((mixer(far, shared)[0, -1] != mixer(x_BTD, shared)[0, -1]).any())
+            first = x_BTD.clone()
+            first[0, begin - 1] += 1
+            leaked = bool((mixer(first, shared)[0, -1] != mixer(x_BTD, shared)[0, -1]).any())
+        assert moved == (int(name) in opened)
+        assert leaked == (moved and not packed)
+        seen.append(shared.open_mask)
+    assert all(mask is None for mask in seen)
+    (technique,) = (t for t in build.techniques if t.name() == "sliding_window")
+    evidence = technique.active(build)
+    assert evidence.active and evidence.numbers["open_layers"] == len(opened)
+    build.model.mask = MaskSpec(window=3, between=0 if between else 1)
+    assert not technique.active(build).active
+
+
+def test_a_gradient_through_both_kinds_of_layer(make_tiny: Callable[..., Build]) -> None:
+    build, trunk = make_tiny(WINDOW, "techniques.sliding_window.between=1"), make_tiny()
+    ids, place = torch.arange(12)[None], torch.arange(12)
+    rows = Rows(place[None])
+    near = (place[:, None] >= place) & (place[:, None] - place < 3)
+    shared = trunk.model.share(rows, 12)
+    x_BTD = trunk.model.enter(ids, shared)
+    x_BTD = trunk.model.blocks["0"](x_BTD, shared._replace(mask=near[None, None]))
+    right = trunk.model.leave(trunk.model.blocks["1"](x_BTD, shared))
+    found = build.model.hidden(ids, rows)
+    torch.testing.assert_close(found, right)
+    weigh = torch.linspace(-1, 1, found.numel()).view_as(found)
+    for states in (found, right):
+        (states * weigh).sum().backward()
+    for name, parameter in trunk.model.named_parameters():
+        if parameter.grad is not None:
+            other = build.model.get_parameter(name).grad
+            torch.testing.assert_close(other, parameter.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("between", [0, 1])
+def test_sampling_sees_the_window_too(make_tiny: Callable[..., Build], between: int) -> None:
+    build = make_tiny(WINDOW, f"techniques.sliding_window.between={between}")
     prompt = torch.arange(5)[None]
     found = generate(build.model, prompt, new_tokens=6, temperature=0)
     for end in range(5, 11):
@@ -76,3 +136,5 @@ def test_a_window_that_limits_nothing_is_refused(tiny_plan: Callable[..., Any]) 
     answer = SlidingWindow(window=16).supports(context)
     assert isinstance(answer, Unsupported) and "rows of 16" in answer.reason
     assert answer.remedy == "techniques.sliding_window.window=4"
+    answer = SlidingWindow(window=4, between=1).supports(context)
+    assert isinstance(answer, Unsupported) and "no layer of 1" in answer.reason

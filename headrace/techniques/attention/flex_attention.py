@@ -3,9 +3,11 @@
 SDPA takes any mask but the causal flag as a dense tensor, loses its flash kernel, and computes
 every score. FlexAttention takes the mask as a function of two places, generates a flash kernel
 around it, and is told which blocks of 128 x 128 scores hold anything: blocks of foreign documents
-and blocks beyond a window are never touched. The function is made from the one mask description,
-the blocks once per forward, and all layers share them. Both are compiled, so it needs Triton; a
-new shape compiles again. torch's backward pass has no CPU kernel, so a CPU is refused.
+blocks beyond a window and blocks that a sparse pattern leaves out are never touched. What is done
+to a score, a soft cap or a slope of distance, is a second function that the same kernel computes.
+Both are made from the one mask description, the blocks once per forward, and all layers share them.
+All is compiled, so it needs Triton; a new shape compiles again. torch's backward pass has no CPU
+kernel, so a CPU is refused.
 
 While sampling, one query over a longer cache sees all of it, and SDPA serves that: a kernel per
 cache length would have to be compiled. Source: arXiv 2412.05496, torch.nn.attention.flex_attention.
@@ -15,7 +17,7 @@ Shapes: B rows, T tokens, H query heads, G key-value heads, K features of a head
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +35,7 @@ from headrace.core.technique import (
     Unsupported,
 )
 from headrace.model.attention import Sdpa
-from headrace.model.mask import MaskSpec, Rows
+from headrace.model.mask import MaskSpec, Rows, slopes
 from headrace.sockets import Build
 
 OLDEST = (8, 0)
@@ -42,17 +44,24 @@ SMALLEST_HEAD = 16
 """Triton's matrix product takes at least 16 features."""
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def mask_mod(spec: MaskSpec, rows: Rows) -> MaskMod:
+def mask_mod(spec: MaskSpec, rows: Rows, length: int) -> MaskMod:
     """`model.mask.allowed` for one query and one key: (row, head, query, key) -> bool."""
     segments_BT = rows.segments_BT if spec.document else None
     prefix_B = rows.prefix_B if spec.prefix else None
+    block, seen_ZZ = 1, None
+    if spec.blocks is not None:
+        block = spec.blocks.block
+        seen_ZZ = spec.blocks.seen(-(-length // block), rows.positions_BT.device)
 
     def may_see(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         ok = k <= q if spec.causal else k >= 0
         if spec.window is not None:
             ok = ok & (q - k < spec.window) & (k - q < spec.window)
+        if seen_ZZ is not None:
+            ok = ok & seen_ZZ[q // block, k // block]
         if prefix_B is not None:
             ok = ok | (k < prefix_B[b])
         if segments_BT is not None:
@@ -60,6 +69,29 @@ def mask_mod(spec: MaskSpec, rows: Rows) -> MaskMod:
         return ok
 
     return may_see
+
+
+def score_mod(spec: MaskSpec, device: torch.device) -> ScoreMod | None:
+    """The soft cap and `model.mask.bias` of one score; None where a score stays as it is."""
+    cap, slope_H = spec.soft_cap, slopes(spec.alibi, device) if spec.alibi else None
+    if not cap and slope_H is None:
+        return None
+
+    def changed(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        if cap:
+            score = cap * torch.tanh(score / cap)
+        if slope_H is not None:
+            score = score - slope_H[h] * (q - k).abs()
+        return score
+
+    return changed
+
+
+class Scored(NamedTuple):
+    """A block mask, and what is done to the scores inside of it."""
+
+    blocks: BlockMask
+    change: ScoreMod
 
 
 def masked_rows(spec: MaskSpec, rows: Rows) -> int | None:
@@ -70,34 +102,43 @@ def masked_rows(spec: MaskSpec, rows: Rows) -> int | None:
 
 
 class FlexBackend(Sdpa):
-    """FlexAttention with a block mask made from the mask description."""
+    """FlexAttention with a block mask and a change of scores made from the mask description."""
+
+    knows = frozenset({"blocks", "alibi", "soft_cap"})
 
     def __init__(self) -> None:
         self._blocks = torch.compile(create_block_mask, dynamic=False)
         self._attend = torch.compile(flex_attention, dynamic=False)
+        self._changes: dict[tuple[int, float], ScoreMod | None] = {}
         self.blocks: BlockMask | None = None
         """Of the last forward pass."""
 
     def prepare(self, spec: MaskSpec, rows: Rows, length: int) -> Any:
-        """The blocks that hold anything, and the mask inside of them."""
+        """The blocks that hold anything, the mask inside of them, what is done to their scores."""
+        device = rows.positions_BT.device
         self.blocks = self._blocks(
-            mask_mod(spec, rows), masked_rows(spec, rows), None, length, length,
-            device=rows.positions_BT.device,
+            mask_mod(spec, rows, length), masked_rows(spec, rows), None, length, length,
+            device=device,
         )  # fmt: skip
-        return self.blocks
+        scores = (spec.alibi, spec.soft_cap)
+        if scores not in self._changes:  # one function object, so that nothing compiles anew
+            self._changes[scores] = score_mod(spec, device)
+        change = self._changes[scores]
+        return self.blocks if change is None else Scored(self.blocks, change)
 
     def __call__(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: object) -> Tensor:
         """Attention; one query over a longer key sequence sees all of it."""
         if q_BTHK.size(1) != k_BTGK.size(1):
             return super().__call__(q_BTHK, k_BTGK, v_BTGK, None)
         q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
-        blocks = mask if isinstance(mask, BlockMask) else None
-        assert blocks is not None, "prepare makes a mask for every forward pass"
+        change = mask.change if isinstance(mask, Scored) else None
+        blocks = mask.blocks if isinstance(mask, Scored) else mask
+        assert isinstance(blocks, BlockMask), "prepare makes a mask for every forward pass"
         K = q.size(-1)
         if K < SMALLEST_HEAD:  # zeros add nothing to a score
             q, k, v = (F.pad(x, (0, SMALLEST_HEAD - K)) for x in (q, k, v))
         out = self._attend(
-            q, k, v, block_mask=blocks, scale=K**-0.5, enable_gqa=q.size(1) != k.size(1)
+            q, k, v, change, blocks, scale=K**-0.5, enable_gqa=q.size(1) != k.size(1)
         )
         return out[..., :K].transpose(1, 2)
 
@@ -110,9 +151,11 @@ class FlexAttention(Technique[Build]):
     claims: ClassVar[tuple[str, ...]] = ("parts.attend",)
     symptoms: ClassVar[tuple[str, ...]] = ("compute:attention", "memory bandwidth")
     card: ClassVar[Card] = Card(
-        buys="the scores of masked blocks, and the dense mask of rows x length^2 (derived)",
+        buys="the scores of masked blocks, and the dense mask of rows x length^2, times the heads "
+        "where their scores have slopes (derived)",
         costs="compiling a kernel for each shape; a block mask per forward pass",
-        helps="packed documents and sliding windows on rows of many blocks of 128 tokens",
+        helps="packed documents, sliding windows, sparse patterns, slopes and soft caps, on rows "
+        "of many blocks of 128 tokens",
         hurts="plain causal rows, where the flash and cuDNN kernels are faster",
         source="arXiv 2412.05496; torch.nn.attention.flex_attention",
     )
@@ -131,8 +174,8 @@ class FlexAttention(Technique[Build]):
 
     def predict(self, ledger: Ledger) -> Ledger:
         """No dense mask, whoever composes it; attention keeps what a flash kernel keeps."""
-        dense = [n for n in ledger.memory if n == "mask" or n.endswith("/mask_copy")]
-        facts = {"mask": 0.0, "mask_copy": 0.0}
+        dense = [n for n in ledger.memory if n == "mask" or n.endswith(("/mask_copy", "/scores"))]
+        facts = {"mask": 0.0, "mask_copy": 0.0, "scores": 0.0}
         return replace(ledger.without(dense), sizes={**ledger.sizes, **facts})
 
     def apply(self, build: Build) -> None:

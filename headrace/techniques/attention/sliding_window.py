@@ -3,8 +3,10 @@
 Attention's work grows with the square of the row; with a window it grows with row x window, if the
 backend skips what the mask forbids: `flex_attention` does. torch's SDPA takes a dense mask instead,
 computes every score and loses its causal kernel. Layers still pass what they know along: after L
-layers a token has heard of L x (window - 1) tokens before it. Sampling computes rows whole, since
-the cache keeps every key. Source: arXiv 1904.10509; Mistral 7B (arXiv 2310.06825, section 2).
+layers a token has heard of L x (window - 1) tokens before it. With `between`, some layers have no
+window and hear of all: one after so many with it, as Gemma 2 alternates. There are two masks then,
+made once per forward. Sampling computes rows whole, since the cache keeps every key.
+Source: arXiv 1904.10509; Mistral 7B (arXiv 2310.06825, section 2); Gemma 2 (arXiv 2408.00118).
 """
 
 from dataclasses import replace
@@ -12,6 +14,7 @@ from typing import ClassVar
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from headrace.core.ledger import Ledger, Line
 from headrace.core.technique import (
@@ -25,6 +28,7 @@ from headrace.core.technique import (
 )
 from headrace.data.loader import Micro
 from headrace.model.count import held_in
+from headrace.model.mask import MaskSpec
 from headrace.sockets import Build
 
 
@@ -33,6 +37,9 @@ class SlidingWindow(Technique[Build]):
 
     window: int = Field(default=1024, ge=1)
     """Tokens that a token sees, itself included; tuner range 128 to 4096."""
+
+    between: int = Field(default=0, ge=0)
+    """Layers with the window between two without it; 0 is no layer without; tuner range 1 to 5."""
 
     room: ClassVar[str] = "attention"
     stage: ClassVar[Stage] = Stage.PARTS
@@ -56,53 +63,72 @@ class SlidingWindow(Technique[Build]):
                 f"a window of {self.window} tokens limits nothing in rows of {length}",
                 f"techniques.sliding_window.window={max(1, length // 4)}",
             )
+        layers = context.plan.model.layers
+        if self.between >= layers:
+            return Unsupported(
+                f"no layer of {layers} is without a window after {self.between} with it",
+                f"techniques.sliding_window.between={layers - 1}",
+            )
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """A dense mask, shared by all layers, and the copy that SDPA makes of it in each.
+        """A dense mask, shared by the layers with the window, and SDPA's copy of it in each.
 
-        With documents masked the mask is theirs, and the window lies in it.
+        With documents masked the masks are theirs, and the window lies in one of two.
         """
-        if "mask" in ledger.memory:
-            return ledger
         sizes = ledger.sizes
-        line = Line(sizes["mask"] / sizes["rows"], ("loss", "backward"))
-        ledger = ledger.with_line("mask", line)
-        for layer in range(int(sizes["layers"])):
-            copied = Line(sizes["mask_copy"] / sizes["rows"], held_in(layer), layer)
-            ledger = ledger.with_line(f"{layer}/mask_copy", copied)
-        return ledger
+        spec = MaskSpec(window=self.window, between=self.between)
+        if "mask" not in ledger.memory:
+            line = Line(sizes["mask"] / sizes["rows"], ("loss", "backward"))
+            ledger = ledger.with_line("mask", line)
+            for layer in range(int(sizes["layers"])):
+                if not spec.is_open(layer):
+                    copied = Line(sizes["mask_copy"] / sizes["rows"], held_in(layer), layer)
+                    ledger = ledger.with_line(f"{layer}/mask_copy", copied)
+        masks = 2 if self.between else 1
+        return replace(ledger, sizes={**sizes, "mask": masks * sizes["mask"]})
 
     def apply(self, build: Build) -> None:
         """Compose the mask."""
-        build.mask = replace(build.mask, window=self.window)
+        build.mask = replace(build.mask, window=self.window, between=self.between)
 
     def active(self, build: Build) -> Evidence:
         """Change a row's first value, and look which of this rank's queries hear of it."""
-        length, width = build.plan.data.sequence_length, build.config.resolved_head_dim
+        length, model = build.plan.data.sequence_length, build.model
         ids = torch.zeros(1, length, dtype=torch.int64)
         work = build.place(build, Micro(ids, ids))
         place_T = work.index_BT[0]
+        with torch.no_grad():
+            shared = model.share(work.rows, len(place_T))
+            moved_T = self._moved(build, shared.for_layer(is_open=False).mask, place_T)
+            open_T = moved_T
+            if model.mask.between:
+                open_T = self._moved(build, shared.for_layer(is_open=True).mask, place_T)
+        near, far = moved_T[place_T < self.window], moved_T[place_T >= self.window]
+        inside, beyond, through = (
+            x.max().item() if len(x) else 0.0 for x in (near, far, open_T[place_T >= self.window])
+        )
+        layers = [int(name) for name in model.blocks]
+        spec = MaskSpec(between=self.between)
+        right = [layer for layer in layers if spec.is_open(layer)]
+        opened = [layer for layer in layers if model.mask.is_open(layer)]
+        wrong = beyond > 0 or opened != right or (self.between > 0 and len(far) > 0 == through)
+        return Evidence(
+            active=False if wrong else inside > 0 if len(near) else None,
+            detail=f"a change moved {len(near)} tokens by {inside:.3g}, {len(far)} after them "
+            f"by {beyond:.3g}; {len(opened)} of {len(layers)} layers have no window",
+            numbers={"inside": inside, "beyond": beyond, "open_layers": len(opened)},
+        )
+
+    def _moved(self, build: Build, mask: object, place_T: Tensor) -> Tensor:
+        """By how much each query's result moves under `mask` with the value of the row's first."""
+        config, attend = build.config, build.model.attend
         draw = torch.Generator().manual_seed(0)
         dtype = torch.bfloat16 if build.context.precision == "bf16" else torch.float32
+        shape = len(place_T), config.resolved_head_dim
         q, k, v = (
-            torch.randn(1, len(place_T), 1, width, generator=draw).to(build.device, dtype)
-            for _ in range(3)
+            torch.randn(1, shape[0], heads, shape[1], generator=draw).to(build.device, dtype)
+            for heads in (config.heads, config.resolved_kv_heads, config.resolved_kv_heads)
         )
         changed = torch.where((place_T == 0)[None, :, None, None], v + 1, v)
-        attend = build.model.attend
-        with torch.no_grad():
-            mask = attend.prepare(build.model.mask, work.rows, len(place_T))
-            moved_T = (
-                (attend(q, k, v, mask) - attend(q, k, changed, mask)).abs().amax(dim=(0, 2, 3))
-            )
-        near = moved_T[place_T < self.window]
-        inside = near.max().item() if len(near) else 0.0
-        far = moved_T[place_T >= self.window]
-        beyond = far.max().item() if len(far) else 0.0
-        return Evidence(
-            active=beyond == 0.0 < inside if len(near) else None if beyond == 0.0 else False,
-            detail=f"a change moved {len(near)} tokens by {inside:.3g}, {len(far)} after them "
-            f"by {beyond:.3g}",
-            numbers={"inside": inside, "beyond": beyond},
-        )
+        return (attend(q, k, v, mask) - attend(q, k, changed, mask)).abs().amax(dim=(0, 2, 3))

@@ -100,6 +100,8 @@ class TorchCompile(Technique[Build]):
         if model.head is not None and model.head.compilable:
             model.loss = torch.compile(model.loss, **how)  # type: ignore[method-assign]
             build.compiled.append("loss")
+        elif model.head is not None:
+            model.head.compile_inside(lambda function: torch.compile(function, **how))
         build.runtime.append(_keep_side_effects)
         build.notes[self.name()] = _graphs()
 

@@ -7,6 +7,9 @@ chunked_loss), so one chunk of logits is held. The objective and its terms are u
 sums over tokens, and the chunks add up.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -16,8 +19,14 @@ from torch import Tensor
 from headrace.core.ledger import Ledger, Line
 from headrace.core.model_config import ModelConfig
 from headrace.core.technique import Card, Context, Evidence, Stage, Supported, Technique
-from headrace.kernels.chunked_loss import chunked_loss
-from headrace.model.head import Head, Objective
+from headrace.kernels.chunked_loss import (
+    Loss,
+    chunked_loss,
+    loss_and_gradient,
+    traceable_loss_and_gradient,
+)
+from headrace.model.count import FP32
+from headrace.model.head import Head, Objective, Vocabulary
 from headrace.sockets import Build
 
 
@@ -32,6 +41,13 @@ class ChunkedHead(Head):
         self.chunk_tokens = chunk_tokens
         self.most_logits = 0
         self.most_tokens = 0
+        self._losses: dict[Objective, Loss] = {}
+        self.piece: Callable[..., tuple[Tensor, Tensor]] = loss_and_gradient
+
+    def compile_inside(self, compile: Callable[[Any], Any]) -> None:
+        """Fuse a chunk's loss and gradient, unless ranks share its vocabulary and talk inside."""
+        if type(self.vocabulary) is Vocabulary:
+            self.piece = compile(traceable_loss_and_gradient)
 
     @torch.compiler.disable
     def forward(
@@ -40,12 +56,27 @@ class ChunkedHead(Head):
     ) -> Tensor:  # fmt: skip
         """The objective's sum over all tokens, a scalar."""
 
-        def loss(logits_nV: Tensor, targets_n: Tensor, extras_n: Any) -> Tensor:
+        def piece(
+            logits_nV: Tensor, targets_n: Tensor, extras_n: Any, loss: Loss
+        ) -> tuple[Tensor, Tensor]:
             self.most_logits = max(self.most_logits, len(logits_nV))
-            return objective(logits_nV, targets_n, extras_n, self.vocabulary)
+            return self.piece(logits_nV, targets_n, extras_n, loss)
 
         self.most_tokens = max(self.most_tokens, len(hidden_ND))
-        return chunked_loss(hidden_ND, weight_VD, targets_N, extras, loss, self.chunk_tokens)
+        loss = self._loss_of(objective)
+        return chunked_loss(hidden_ND, weight_VD, targets_N, extras, loss, self.chunk_tokens, piece)
+
+    def _loss_of(self, objective: Objective) -> Loss:
+        """One function for each objective: a new one every step would be compiled every step."""
+        if objective not in self._losses:
+            self._losses[objective] = partial(_loss, objective, self.vocabulary)
+        return self._losses[objective]
+
+
+def _loss(
+    objective: Objective, vocabulary: Vocabulary, logits: Tensor, targets: Tensor, extras: Any
+) -> Tensor:
+    return objective(logits, targets, extras, vocabulary)
 
 
 class ChunkedCrossEntropy(Technique[Build]):
@@ -60,8 +91,7 @@ class ChunkedCrossEntropy(Technique[Build]):
     symptoms: ClassVar[tuple[str, ...]] = ("memory:logits",)
     card: ClassVar[Card] = Card(
         buys="the memory of logits and their gradient: 8 bytes x tokens x vocabulary (derived)",
-        costs="a fp32 gradient of the output matrix during the forward pass; the head runs "
-        "uncompiled",
+        costs="a fp32 gradient of the output matrix in the forward pass, which each chunk adds to",
         helps="large vocabularies and long or many rows per micro-batch",
         hurts="small vocabularies, where one large product is faster than several",
         source="arXiv 2411.09009; arXiv 2410.10989",
@@ -72,13 +102,19 @@ class ChunkedCrossEntropy(Technique[Build]):
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """Logits shrink to one chunk; the output matrix's gradient is there at the loss."""
-        logits = ledger.memory.get("logits")
-        if logits is None or "logits_per_token" not in ledger.sizes:
+        """Logits shrink to one chunk; the output matrix's gradient is there at the loss.
+
+        A chunk's logits stay as the leaf of its own backward pass: one more tensor in fp32.
+        """
+        sizes, logits = ledger.sizes, ledger.memory.get("logits")
+        if logits is None or "logits_per_token" not in sizes:
             return ledger
-        held = min(logits.bytes, self.chunk_tokens * ledger.sizes["logits_per_token"])
-        ledger = ledger.with_line("logits", Line(held, ("loss",)))
-        return ledger.with_line("head_gradients", Line(ledger.sizes["head_gradients"], ("loss",)))
+        held = min(sizes["tokens"], self.chunk_tokens)
+        fused = sizes["logits_fused"] * held / sizes["tokens"]
+        count = held * (sizes["logits_per_token"] + FP32 * sizes["vocab"])
+        ledger = ledger.with_line("logits", Line(count, ("loss",)))
+        ledger = ledger.with_line("head_gradients", Line(sizes["head_gradients"], ("loss",)))
+        return replace(ledger, sizes={**sizes, "logits_fused": fused})
 
     def apply(self, build: Build) -> None:
         """Fill the head."""

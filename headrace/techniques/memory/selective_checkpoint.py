@@ -3,15 +3,22 @@
 Between two large products stand norms, rotations, activations and products by element: little work,
 many bytes. This recomputes exactly those. The policy looks at each operation, not at modules, so it
 holds for any part that fills a socket. Against full checkpointing it pays no second matrix product.
+
+What is kept is a named policy (`save`) or a list of operations. `every_matmul` keeps every k-th
+product of a block and runs the others again: half of their bytes with k = 2 for the work of the
+output projection, since the last product of a block is never run again. torchtitan's default is 2.
+Attention counts as one operation, whichever kernel computes it: torch's own, FlexAttention, or one
+that says so in its name, as this project's do.
 Source: PyTorch's selective activation checkpointing; arXiv 2205.05198 (section 5).
 """
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache
 from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -21,34 +28,59 @@ from torch.utils.checkpoint import (
 
 from headrace.core.ledger import Ledger, Line
 from headrace.core.technique import Card, Context, Evidence, Stage, Supported, Technique
-from headrace.parallel import ring  # noqa: F401  # registers its operation
 from headrace.sockets import Build, Forward
 
-_ATEN = torch.ops.aten
-MATMULS = frozenset({
-    _ATEN.mm.default, _ATEN.bmm.default, _ATEN.addmm.default, _ATEN.linear.default,
-    _ATEN._scaled_mm.default, _ATEN._grouped_mm.default, _ATEN.convolution.default,
-})  # fmt: skip
-ATTENTIONS = frozenset({
-    _ATEN._scaled_dot_product_flash_attention.default,
-    _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
-    _ATEN._scaled_dot_product_efficient_attention.default,
-    _ATEN._scaled_dot_product_cudnn_attention.default,
-    _ATEN._scaled_dot_product_attention_math.default,
-    _ATEN._scaled_dot_product_fused_attention_overrideable.default,
-    torch.ops.headrace.ring_attention.default,
-})  # fmt: skip
-SAVED = {"matmul+attention": MATMULS | ATTENTIONS, "matmul": MATMULS, "attention": ATTENTIONS}
+Operation = Literal[
+    "mm", "bmm", "addmm", "scaled_mm", "grouped_mm", "convolution", "attention"
+]  # fmt: skip
+OPERATIONS: dict[str, Operation] = {
+    "aten::mm": "mm",
+    "aten::linear": "mm",
+    "aten::bmm": "bmm",
+    "aten::addmm": "addmm",
+    "aten::_scaled_mm": "scaled_mm",
+    "aten::_scaled_mm_v2": "scaled_mm",
+    "aten::_grouped_mm": "grouped_mm",
+    "aten::_scaled_grouped_mm": "grouped_mm",
+    "aten::_scaled_grouped_mm_v2": "grouped_mm",
+    "headrace::looped_linear": "grouped_mm",
+    "aten::convolution": "convolution",
+}
+"""torch's name of an operation -> ours; attention goes by its name, see `operation_of`."""
+MATMULS: frozenset[Operation] = frozenset(OPERATIONS.values())
+ATTENTION: frozenset[Operation] = frozenset({"attention"})
+SAVED = {"matmul+attention": MATMULS | ATTENTION, "matmul": MATMULS, "attention": ATTENTION}
+PRODUCTS = ("qkv", "out", "gate_up", "down")
+"""A block's products in order; the second and the last are added to the residual."""
 PRODUCT_LINES = ("qkv", "gate_up")
 RECOMPUTED_LINES = ("norm", "attention_input", "qk_norm", "activation", "mask_copy")
 """Ledger lines of a block that are neither a product's nor attention's output."""
+
+
+@cache
+def operation_of(op: Any) -> Operation | None:
+    """Which operation of the save list torch's `op` is; None for all others.
+
+    Attention is every forward operation that is called so: torch's `_scaled_dot_product_*` and
+    `_*_attention_forward`, the higher-order `flex_attention`, `_varlen_attn`, kernels of other
+    packages and of this project (`headrace::ring_attention`).
+    """
+    name = op.name() if callable(getattr(op, "name", None)) else str(op)
+    if found := OPERATIONS.get(name.split(".")[0]):
+        return found
+    forward = "backward" not in name and "bwd" not in name
+    return "attention" if forward and ("attention" in name or "attn" in name) else None
 
 
 class SelectiveCheckpoint(Technique[Build]):
     """Keep matrix products and attention, recompute the cheap rest in the backward pass."""
 
     save: Literal["matmul+attention", "matmul", "attention"] = "matmul+attention"
-    """Which operations' results are kept."""
+    """Which operations' results are kept, by the policy's name."""
+    operations: tuple[Operation, ...] = ()
+    """Or by a list of operations, over `save`; a linear is mm without a bias and addmm with one."""
+    every_matmul: int = Field(default=1, ge=1)
+    """Keep every k-th matrix product of a block; tuner range 1 to 2."""
     every: int = Field(default=1, ge=1)
     """Checkpoint every k-th block; tuner range 1 to 4."""
 
@@ -64,47 +96,65 @@ class SelectiveCheckpoint(Technique[Build]):
         source="arXiv 2205.05198; torch.utils.checkpoint",
     )
 
+    @model_validator(mode="after")
+    def _check(self) -> "SelectiveCheckpoint":
+        if self.every_matmul > 1 and not self.kept() & MATMULS:
+            raise ValueError(
+                f"every_matmul = {self.every_matmul} is a share of the products that are kept, and "
+                "this policy keeps none; the nearest is every_matmul=1"
+            )
+        return self
+
+    def kept(self) -> frozenset[Operation]:
+        """The save list."""
+        return frozenset(self.operations) or SAVED[self.save]
+
     def supports(self, context: Context) -> Supported:
         """Runs everywhere."""
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
         """Recomputed lines go, but for one block at a time in the backward pass."""
-        gone = [*RECOMPUTED_LINES]
-        gone += PRODUCT_LINES if "matmul" not in self.save else []
-        gone += ["attention"] if "attention" not in self.save else []
+        kept = self._kept_products()
+        gone = [*RECOMPUTED_LINES, *(name for name in PRODUCT_LINES if name not in kept)]
+        gone += ["attention"] if "attention" not in self.kept() else []
         layers = {line.layer for line in ledger.memory.values() if line.layer is not None}
         chosen = [layer for layer in layers if layer % self.every == 0]
         drop = [f"{layer}/{name}" for layer in chosen for name in gone]
         drop = [name for name in drop if name in ledger.memory]
         one = sum(ledger.memory[name].bytes for name in drop) / max(1, len(chosen))
         stream = ledger.sizes["residual"]
+        added = len({"out", "down"} & kept) * ledger.sizes.get("written", stream)
         for layer in chosen:
-            kept = ledger.memory[f"{layer}/residual"]
-            ledger = ledger.with_line(f"{layer}/residual", replace(kept, bytes=stream))
-            if "matmul" in self.save:  # the products that are added to the residual
-                added = 2 * ledger.sizes.get("written", stream)
-                ledger = ledger.with_line(f"{layer}/added", replace(kept, bytes=added))
-        sizes, again = ledger.sizes, 0.0
-        if "matmul" not in self.save:  # all but the last: nothing in the block needs its result
-            again += sizes["block_flops"] - sizes["down_flops"]
-        if "attention" not in self.save:
-            again += sizes["attention_flops"]
+            line = ledger.memory[f"{layer}/residual"]
+            ledger = ledger.with_line(f"{layer}/residual", replace(line, bytes=stream))
+            if added:  # the products that are added to the residual
+                ledger = ledger.with_line(f"{layer}/added", replace(line, bytes=added))
+        again = self._work_again(ledger.sizes, kept) * len(chosen) / max(1, len(layers))
         ledger = ledger.without(drop).with_line("recompute", Line(one, ("backward",)))
-        return ledger.with_flops("recompute", again * len(chosen) / max(1, len(layers)))
+        return ledger.with_flops("recompute", again)
+
+    def _kept_products(self) -> set[str]:
+        """Which of a dense block's four products are kept; their linears are mm or addmm."""
+        if not self.kept() & {"mm", "addmm"}:
+            return set()
+        return {name for place, name in enumerate(PRODUCTS) if place % self.every_matmul == 0}
+
+    def _work_again(self, sizes: dict[str, float], kept: set[str]) -> float:
+        """FLOPs per token of what is run again: never the last, whose result nothing needs."""
+        again = sizes["attention_flops"] if "attention" not in self.kept() else 0.0
+        if not kept:
+            return again + sizes["block_flops"] - sizes["down_flops"]
+        linears = {name.split(".")[1][:-3]: name[:-3] for name in sizes if name.endswith("/in")}
+        linears["gate_up"] = linears.get("gate_up") or linears["up"]
+        lost = [linears[name] for name in PRODUCTS[:-1] if name not in kept]
+        return again + sum(2 * sizes["layers"] * sizes[f"{n}/in"] * sizes[f"{n}/out"] for n in lost)
 
     def apply(self, build: Build) -> None:
         """Wrap the chosen blocks."""
         counts = {"saved": 0, "not_saved": 0, "forwards": 0, "runs": 0}
         build.notes[self.name()] = counts
-        kept = SAVED[self.save]
-
-        def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-            keep = op in kept
-            counts["saved" if keep else "not_saved"] += 1
-            return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
-
-        contexts = partial(create_selective_checkpoint_contexts, policy)
+        contexts = self._contexts(counts)
 
         def wrap(forward: Forward, layer: int) -> Forward:
             if layer % self.every:
@@ -123,6 +173,26 @@ class SelectiveCheckpoint(Technique[Build]):
             return checkpointed
 
         build.wrap_blocks(self.name(), wrap)
+
+    def _contexts(self, counts: dict[str, int]) -> Callable[[], Any]:
+        """What torch enters around a block and around its recomputation."""
+        kept = self.kept()
+
+        def contexts() -> Any:
+            products = [0, 0]  # of this block: forward and, in torch 2.11, once more going back
+
+            def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+                found = operation_of(op)
+                keep = found in kept
+                if found in MATMULS:
+                    keep = keep and products[ctx.is_recompute] % self.every_matmul == 0
+                    products[ctx.is_recompute] += 1
+                counts["saved" if keep else "not_saved"] += 1
+                return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+            return create_selective_checkpoint_contexts(policy)
+
+        return contexts
 
     def active(self, build: Build) -> Evidence:
         """What the policy kept, and blocks that ran a second time in the backward pass."""

@@ -36,6 +36,9 @@ from headrace.sockets import Build
 
 MULTIPLE = 16
 """Sizes of a fp8 product on a GPU must be multiples of this (torch._scaled_mm)."""
+WIDE = 2048
+"""Of a trial on one H200, compiled: 2,048 features won tokens/s and 768 lost some; between them
+nothing was measured. torchao's own filter leaves out up to 4,096 features in by 1,024 out."""
 MANTISSA_BITS = 3
 """Of e4m3."""
 
@@ -46,8 +49,10 @@ class Float8Linear(Technique[Build]):
     recipe: Literal["tensorwise", "rowwise"] = "tensorwise"
     """One scale for a tensor, the fastest; or one for each row, the more exact."""
     multiple_of: int = Field(default=MULTIPLE, ge=1, le=1 << 16)
-    """Linears both of whose sizes are multiples of this; larger leaves out the small ones, which
-    gain nothing. On a GPU a multiple of 16."""
+    """Linears both of whose sizes are multiples of this. On a GPU a multiple of 16."""
+    min_size: int = Field(default=WIDE, gt=0, le=1 << 16)
+    """Linears of at least so many features in and out; narrower ones lose more to casts than they
+    gain."""
 
     room: ClassVar[str] = "precision"
     stage: ClassVar[Stage] = Stage.LINEAR
@@ -63,7 +68,7 @@ class Float8Linear(Technique[Build]):
         "how the batch is cut over micro-batches and ranks; rowwise depends on it only in the "
         "weights' gradient. Tensor parallelism cuts what a scale is of: inside the band, not equal",
         helps="wide models (4,096 features and more) on Hopper or newer, compiled",
-        hurts="narrow models: casts outweigh products below about 2,048 features",
+        hurts="narrow models, which min_size leaves out: casts outweigh their products",
         source="https://github.com/pytorch/ao/tree/main/torchao/float8; arXiv 2209.05433",
     )
 
@@ -102,7 +107,8 @@ class Float8Linear(Technique[Build]):
         return ledger
 
     def _fits(self, inner: int, outer: int) -> bool:
-        return inner % self.multiple_of == 0 and outer % self.multiple_of == 0
+        wide = min(inner, outer) >= self.min_size
+        return wide and inner % self.multiple_of == 0 and outer % self.multiple_of == 0
 
     def apply(self, build: Build) -> None:
         """Replace every linear of the blocks whose sizes fit."""
@@ -119,10 +125,13 @@ class Float8Linear(Technique[Build]):
         ]  # fmt: skip
         if not names:
             found = sorted({f"{m.out_features} x {m.in_features}" for m in linears.values()})
+            narrow = max(min(m.out_features, m.in_features) for m in linears.values())
             raise ConfigError(
-                f"float8_linear takes linears whose sizes are multiples of {self.multiple_of}, and "
-                f"this model has {', '.join(found)}",
-                f"sizes (model.dim, model.ffn) that are multiples of {self.multiple_of}",
+                f"float8_linear takes linears whose sizes are multiples of {self.multiple_of} and "
+                f"at least {self.min_size}, and this model has {', '.join(found)}",
+                f"techniques.float8_linear.min_size={narrow}, at a loss of speed"
+                if narrow < self.min_size
+                else f"sizes (model.dim, model.ffn) that are multiples of {self.multiple_of}",
             )
         make = _maker(self.recipe, build)
         build.replace_linears(self.name(), names, make)

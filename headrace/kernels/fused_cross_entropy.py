@@ -1,0 +1,150 @@
+"""Summed cross-entropy that reads logits where they lie and writes their gradient over them.
+
+Torch's own holds log-probabilities, their gradient and that of the logits, all in fp32, and in half
+precision a cast beside them: 12 or 14 bytes of each of tokens x vocabulary numbers at its peak.
+Here it is the logits alone, 4 or 2. A first kernel reads each token's logits once, with a running
+maximum and sum (online softmax, arXiv 1805.02867), and keeps its
+log-sum-exp. A second one reads them again and writes the gradient, times the incoming one: into the
+same memory where nobody else reads the logits. Logits are fp32, bf16 or fp16; arithmetic is fp32,
+and the gradient is rounded once.
+
+To a compiler these are operations without parts that change nothing, with shapes and a gradient of
+their own: what it compiles is what runs. Liger's pull request 1338 tells what happens otherwise: a
+kernel launched from traced Python gave 61.7 in the place of 21.4 where targets were ignored. A
+compiler's backward graph never writes over what the forward graph kept, so the gradient then takes
+memory of its own. Ignored tokens are not read, and their gradient is zero.
+
+Beside the plain loss the kernels know three more, which change what is learned: label smoothing
+(arXiv 1512.00567), a z-loss (arXiv 2204.02311) and soft-capped logits (arXiv 2408.00118).
+Idea: Liger Kernel (arXiv 2410.10989), whose gradient comes in the forward pass and is multiplied
+in another.
+
+Shapes: N tokens, V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headrace.kernels.launches import COUNTS
+
+
+def reference_cross_entropy(
+    logits_NV: Tensor, targets_N: Tensor, *, ignored: int = -100, softcap: float = 0.0,
+    z_loss: float = 0.0, label_smoothing: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """The plain computation that `fused_cross_entropy` equals."""
+    logits_NV = logits_NV.float()
+    if softcap:
+        logits_NV = softcap * torch.tanh(logits_NV / softcap)
+    loss = F.cross_entropy(
+        logits_NV, targets_N, ignore_index=ignored, reduction="sum",
+        label_smoothing=label_smoothing,
+    )  # fmt: skip
+    if z_loss:
+        z_N = logits_NV.logsumexp(-1).masked_fill(targets_N == ignored, 0.0)
+        loss = loss + z_loss * z_N.square().sum()
+    return loss
+
+
+def fused_cross_entropy(
+    logits_NV: Tensor, targets_N: Tensor, *, ignored: int = -100, softcap: float = 0.0,
+    z_loss: float = 0.0, label_smoothing: float = 0.0, in_place: bool = False,
+) -> Tensor:  # fmt: skip
+    """Sum over tokens of the negative log likelihood in nats, a fp32 scalar.
+
+    A target that is neither `ignored` nor in the vocabulary makes it NaN.
+
+    Args:
+        logits_NV: on a GPU; fp32, bf16 or fp16.
+        targets_N: ids, int64.
+        ignored: the target of a token that has no loss.
+        softcap: logits are `softcap` x tanh(logits / softcap); 0 leaves them as they are.
+        z_loss: weight of the squared log-sum-exp of each token that has a target.
+        label_smoothing: share of the target that is spread over the vocabulary.
+        in_place: the backward pass may write over `logits_NV`; a second one is then an error.
+    """
+    if logits_NV.stride(-1) != 1:
+        logits_NV = logits_NV.contiguous()
+    in_place = in_place and not torch.compiler.is_compiling()
+    how = (ignored, softcap, z_loss, label_smoothing)
+    return cross_entropy(logits_NV, targets_N, *how, in_place)[0].sum()
+
+
+@torch.library.custom_op("headrace::cross_entropy", mutates_args=())
+def cross_entropy(
+    logits_NV: Tensor, targets_N: Tensor, ignored: int, softcap: float, z_loss: float,
+    smoothing: float, in_place: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Losses [N], which have a gradient; largest logits and the rest of log-sum-exps [N, 2]."""
+    from headrace.kernels import fused_cross_entropy_triton
+
+    COUNTS["cross_entropy_forward"] += 1
+    return fused_cross_entropy_triton.forward(
+        logits_NV, targets_N, ignored, softcap, z_loss, smoothing
+    )
+
+
+@torch.library.custom_op("headrace::cross_entropy_gradient", mutates_args=())
+def cross_entropy_gradient(
+    logits_NV: Tensor, targets_N: Tensor, norm_N2: Tensor, grad_N: Tensor, ignored: int,
+    softcap: float, z_loss: float, smoothing: float,
+) -> Tensor:  # fmt: skip
+    """The gradient of logits [N, V] from that of the losses, in their dtype."""
+    out_NV = torch.empty_like(logits_NV)
+    how = (ignored, softcap, z_loss, smoothing)
+    _write_gradient(out_NV, logits_NV, targets_N, norm_N2, grad_N, *how)
+    return out_NV
+
+
+@torch.library.custom_op("headrace::cross_entropy_gradient_", mutates_args=("logits_NV",))
+def cross_entropy_gradient_(
+    logits_NV: Tensor, targets_N: Tensor, norm_N2: Tensor, grad_N: Tensor, ignored: int,
+    softcap: float, z_loss: float, smoothing: float,
+) -> None:  # fmt: skip
+    """The same, over the logits."""
+    how = (ignored, softcap, z_loss, smoothing)
+    _write_gradient(logits_NV, logits_NV, targets_N, norm_N2, grad_N, *how)
+
+
+@cross_entropy.register_fake
+def _(logits_NV: Tensor, targets_N: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
+    losses_N = torch.empty_like(targets_N, dtype=torch.float32)
+    return losses_N, losses_N.new_empty(len(targets_N), 2)
+
+
+@cross_entropy_gradient.register_fake
+def _(logits_NV: Tensor, *given: Any) -> Tensor:
+    return torch.empty_like(logits_NV)
+
+
+@cross_entropy_gradient_.register_fake
+def _(logits_NV: Tensor, *given: Any) -> None:
+    return None
+
+
+def _write_gradient(out_NV: Tensor, *given: Any) -> None:
+    from headrace.kernels import fused_cross_entropy_triton
+
+    COUNTS["cross_entropy_backward"] += 1
+    fused_cross_entropy_triton.backward(out_NV, *given)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    logits_NV, targets_N, *ctx.how, ctx.in_place = inputs
+    ctx.save_for_backward(logits_NV, targets_N, output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad_N: Tensor, _: None) -> tuple[Any, ...]:
+    logits_NV, targets_N, norm_N2 = ctx.saved_tensors  # refuses what was written over since
+    given = (logits_NV, targets_N, norm_N2, grad_N.contiguous(), *ctx.how)
+    if ctx.in_place:
+        cross_entropy_gradient_(*given)
+        return logits_NV.detach(), *[None] * 6
+    return cross_entropy_gradient(*given), *[None] * 6
+
+
+cross_entropy.register_autograd(_backward, setup_context=_keep)

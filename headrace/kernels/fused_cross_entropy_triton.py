@@ -1,0 +1,134 @@
+"""The Triton kernels of fused_cross_entropy.py; imported when the first of them runs.
+
+Shapes: N tokens, V vocabulary; a program does one token, BLOCK logits at a time.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 4096
+"""Logits of a step: 16 for each thread of 8 warps, 32 bytes of it in half precision."""
+WARPS = 8
+
+
+@triton.jit
+def capped(x, softcap):
+    """Softcap x tanh(x / softcap)."""
+    return softcap * (2.0 * tl.sigmoid(2.0 * x / softcap) - 1.0)
+
+
+@triton.jit
+def cross_entropy_forward(
+    logits_ptr, stride, targets_ptr, losses_ptr, norms_ptr, ignored, softcap, z_loss, smoothing,
+    CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One token's loss, largest logit and the rest of its log-sum-exp."""
+    token = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets_ptr + token)
+    if target == ignored:
+        tl.store(losses_ptr + token, 0.0)
+        tl.store(norms_ptr + 2 * token, 0.0)
+        tl.store(norms_ptr + 2 * token + 1, 0.0)
+        return
+    row_ptr = logits_ptr + token * stride
+    most = -float("inf")
+    total = 0.0
+    plain = 0.0
+    for start in range(0, VOCAB, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        inside = place < VOCAB
+        x = tl.load(row_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        if CAPPED:
+            x = capped(x, softcap)
+        if SMOOTHED:
+            plain += tl.sum(tl.where(inside, x, 0.0))
+        x = tl.where(inside, x, -float("inf"))
+        larger = tl.maximum(most, tl.max(x))
+        total = total * tl.exp(most - larger) + tl.sum(tl.exp(x - larger))
+        most = larger
+    rest = tl.log(total)
+    norm = most + rest
+    # A target out of the vocabulary is told by a loss that is not finite.
+    known = (target >= 0) & (target < VOCAB)
+    picked = tl.load(row_ptr + target, mask=known, other=float("nan")).to(tl.float32)
+    if CAPPED:
+        picked = capped(picked, softcap)
+    loss = most - picked + rest + z_loss * norm * norm
+    if SMOOTHED:
+        loss += smoothing * (picked - plain / VOCAB)
+    tl.store(losses_ptr + token, loss)
+    # Apart, because their sum would lose the digits of large logits.
+    tl.store(norms_ptr + 2 * token, most)
+    tl.store(norms_ptr + 2 * token + 1, rest)
+
+
+@triton.jit
+def cross_entropy_backward(
+    out_ptr, out_stride, logits_ptr, stride, targets_ptr, norms_ptr, grads_ptr, ignored, softcap,
+    z_loss, smoothing, CAPPED: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The gradient of one token's logits."""
+    # Where out is logits every number is read and written by the same thread.
+    token = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets_ptr + token)
+    counts = target != ignored
+    row_ptr = logits_ptr + token * stride
+    most = tl.load(norms_ptr + 2 * token)
+    rest = tl.load(norms_ptr + 2 * token + 1)
+    grad = tl.load(grads_ptr + token)
+    for start in range(0, VOCAB, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        inside = place < VOCAB
+        x = tl.load(row_ptr + place, mask=inside & counts, other=0.0).to(tl.float32)
+        if CAPPED:
+            bend = 2.0 * tl.sigmoid(2.0 * x / softcap) - 1.0
+            x = softcap * bend
+        found = tl.exp(x - most - rest) * (1.0 + 2.0 * z_loss * (most + rest)) - smoothing / VOCAB
+        found -= tl.where(place == target, 1.0 - smoothing, 0.0)
+        if CAPPED:
+            found *= 1.0 - bend * bend  # pyright: ignore
+        found = tl.where(counts, grad * found, 0.0)
+        out = out_ptr + token * out_stride + place
+        tl.store(out, found.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def forward(
+    logits_NV: Tensor, targets_N: Tensor, ignored: int, softcap: float, z_loss: float,
+    smoothing: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Losses [N]; largest logits and the rest of the log-sum-exps [N, 2]; all fp32."""
+    tokens, vocab = logits_NV.shape
+    losses_N = torch.empty(tokens, device=logits_NV.device)
+    norms_N2 = torch.empty(tokens, 2, device=logits_NV.device)
+    with _on(logits_NV):
+        cross_entropy_forward[(tokens,)](
+            logits_NV, logits_NV.stride(0), targets_N.contiguous(), losses_N, norms_N2,
+            ignored, softcap, z_loss, smoothing, CAPPED=softcap != 0, SMOOTHED=smoothing != 0,
+            VOCAB=vocab, BLOCK=_block(vocab), num_warps=WARPS,  # pyright: ignore
+        )  # fmt: skip
+    return losses_N, norms_N2
+
+
+def backward(
+    out_NV: Tensor, logits_NV: Tensor, targets_N: Tensor, norms_N2: Tensor, grad_N: Tensor,
+    ignored: int, softcap: float, z_loss: float, smoothing: float,
+) -> None:  # fmt: skip
+    """Write the gradient of logits into `out_NV`, which may be the logits."""
+    tokens, vocab = logits_NV.shape
+    with _on(logits_NV):
+        cross_entropy_backward[(tokens,)](
+            out_NV, out_NV.stride(0), logits_NV, logits_NV.stride(0), targets_N.contiguous(),
+            norms_N2, grad_N, ignored, softcap, z_loss, smoothing, CAPPED=softcap != 0,
+            VOCAB=vocab, BLOCK=_block(vocab), num_warps=WARPS,  # pyright: ignore
+        )  # fmt: skip
+
+
+def _block(vocab: int) -> int:
+    return min(BLOCK, 1 << (vocab - 1).bit_length())
+
+
+def _on(like: Tensor) -> torch.cuda.device:
+    """Triton launches on the current device; on the host (its interpreter) there is none."""
+    return torch.cuda.device(like.device if like.is_cuda else -1)

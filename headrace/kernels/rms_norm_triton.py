@@ -1,0 +1,117 @@
+"""The Triton kernels of rms_norm.py; imported when the first of them runs.
+
+A program holds whole rows: `tile` of them, each in `block` features, a power of two.
+
+Shapes: N rows, D features, P programs.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE_NUMBERS = 2048
+"""Numbers of the rows that a program holds at once, where rows are short."""
+PARTS = 512
+"""Most programs of the backward pass: about four for each of an H200's 132 processors. A constant,
+so that the weight's gradient is added up in the same order on every GPU."""
+
+
+@triton.jit
+def rms_norm_forward(
+    x_ptr, weight_ptr, out_ptr, rstd_ptr, rows, features, eps,
+    tile: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """One tile of rows: results, and one over the root of each row's mean square."""
+    row = tl.program_id(0) * tile + tl.arange(0, tile)
+    feature = tl.arange(0, block)
+    here = feature < features
+    inside = (row < rows)[:, None] & here[None, :]
+    at = row.to(tl.int64)[:, None] * features + feature[None, :]
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + feature, mask=here, other=0.0).to(tl.float32)
+    rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / features + eps)
+    out = x * rstd[:, None] * weight[None, :]
+    tl.store(rstd_ptr + row, rstd, mask=row < rows)
+    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def rms_norm_backward(
+    grad_ptr, x_ptr, weight_ptr, rstd_ptr, out_ptr, part_ptr, rows, features,
+    trained: tl.constexpr, steps: tl.constexpr, tile: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """`steps` tiles of rows: gradients of `x`, and a partial sum of the weight's."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    feature = tl.arange(0, block)
+    here = feature < features
+    weight = tl.load(weight_ptr + feature, mask=here, other=0.0).to(tl.float32)
+    part = tl.zeros([block], dtype=tl.float32)
+    for step in range(steps):
+        row = (step * programs + program) * tile + tl.arange(0, tile)
+        inside = (row < rows)[:, None] & here[None, :]
+        at = row.to(tl.int64)[:, None] * features + feature[None, :]
+        grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)[:, None]
+        normal = x * rstd
+        scaled = grad * weight[None, :]
+        along = tl.sum(scaled * normal, axis=1) / features
+        out = (scaled - normal * along[:, None]) * rstd
+        tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
+        if trained:
+            part += tl.sum(grad * normal, axis=0)
+    if trained:
+        tl.store(part_ptr + program * features + feature, part, mask=here)
+
+
+def forward(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(result [..., D], one over the root of each row's mean square, fp32 [N])."""
+    features = x.size(-1)
+    rows = x.numel() // features
+    out, rstd_N = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
+    how = _shape(features)
+    launch: Any = rms_norm_forward[(-(-rows // how["tile"]),)]
+    with _on(x):
+        launch(x, weight_D, out, rstd_N, rows, features, eps, **how)
+    return out, rstd_N
+
+
+def backward(
+    grad: Tensor, x: Tensor, weight_D: Tensor, rstd_N: Tensor, trained: bool
+) -> tuple[Tensor, Tensor]:
+    """The gradients of `x` and, where it is `trained`, of the weight; else an empty one."""
+    rows, features = len(rstd_N), x.size(-1)
+    how = _shape(features)
+    # A power of two, so that few variants are compiled for rows of many lengths.
+    steps = _power_of_two(-(-rows // (PARTS * how["tile"])))
+    programs = -(-rows // (steps * how["tile"]))
+    out = torch.empty_like(x)
+    part_PD = x.new_empty(programs if trained else 0, features, dtype=torch.float32)
+    launch: Any = rms_norm_backward[(programs,)]
+    with _on(x):
+        launch(
+            grad, x, weight_D, rstd_N, out, part_PD, rows, features,
+            trained=trained, steps=steps, **how,
+        )  # fmt: skip
+    of_weight = part_PD.sum(0).to(weight_D.dtype) if trained else weight_D.new_empty(0)
+    return out, of_weight
+
+
+def _shape(features: int) -> dict[str, int]:
+    """Rows and features of a program, and warps for 16 numbers a thread."""
+    block = _power_of_two(features)
+    tile = max(1, TILE_NUMBERS // block)
+    return {"tile": tile, "block": block, "num_warps": min(16, max(4, tile * block // 512))}
+
+
+def _power_of_two(least: int) -> int:
+    """The smallest that is not below `least`."""
+    return 1 << (least - 1).bit_length()
+
+
+def _on(like: Tensor) -> torch.cuda.device:
+    """Triton launches on the current device; on the host (its interpreter) there is none."""
+    return torch.cuda.device(like.device if like.is_cuda else -1)

@@ -1,0 +1,123 @@
+"""Let a score fall with distance, each head at its own slope, instead of rotating (ALiBi).
+
+A score loses slope x distance, and nothing else tells a token its place: no rotation, no table.
+The slopes are not learned, a geometric series over the heads, so that some heads look near and some
+far. A row longer than those of training holds no angle that was never seen, and the model reads on
+where rotations break. Distances are counted inside of a document.
+
+The bias is one part of the mask description. torch's SDPA takes it as one dense tensor for all
+layers, heads x length^2 numbers, rounded to the run's precision, and leaves its causal kernel;
+`flex_attention` computes it inside of its kernel. Backends without a bias refuse. Slopes belong to
+the model's heads, and a tensor rank does not know which of them it holds: refused too. Sampling
+computes rows whole. Source: arXiv 2108.12409.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+
+from headrace.core.ledger import Ledger, Line
+from headrace.core.technique import (
+    Card,
+    Context,
+    Evidence,
+    Stage,
+    Supported,
+    Technique,
+    Unsupported,
+)
+from headrace.model.attention import weights
+from headrace.model.mask import MaskSpec, Rows, slopes
+from headrace.sockets import Build
+
+BAND = 0.05
+"""Relative distance of a measured slope from its own: a weight in bf16 has 8 bits, and a slope is
+the logarithm of two of them over many tokens."""
+
+
+class Alibi(Technique[Build]):
+    """Let a score fall with distance, each head at its own slope, instead of rotating."""
+
+    room: ClassVar[str] = "attention"
+    stage: ClassVar[Stage] = Stage.PARTS
+    claims: ClassVar[tuple[str, ...]] = ("config.position",)
+    composes: ClassVar[tuple[str, ...]] = ("mask",)
+    equality: ClassVar = "learning"
+    symptoms: ClassVar[tuple[str, ...]] = ("convergence",)
+    card: ClassVar[Card] = Card(
+        buys="rows longer than those of training (arXiv 2108.12409); no rotation",
+        costs="under SDPA a dense bias of heads x length^2 numbers and the causal kernel (derived)",
+        helps="models that read longer texts than they were trained on",
+        hurts="finding what stands far back: every head but the flattest looks near (derived)",
+        source="arXiv 2108.12409",
+    )
+
+    def keys(self, plan: Any) -> Mapping[str, Any]:
+        """`model.position`: the slopes are all that tells a place."""
+        return {"model.position": "none"}
+
+    def supports(self, context: Context) -> Supported | Unsupported:
+        """Random weights, and all heads and tokens of a row on one rank."""
+        plan = context.plan
+        if plan.model.pretrained:
+            return Unsupported(
+                "the weights of model.pretrained have learned other positions", "leave it out"
+            )
+        if plan.mesh.tensor > 1:
+            return Unsupported(
+                f"each head has its own slope, and mesh.tensor = {plan.mesh.tensor} ranks do not "
+                "know which heads they hold", "mesh.tensor=1",
+            )  # fmt: skip
+        if plan.mesh.context > 1:
+            return Unsupported(
+                f"the ring of mesh.context = {plan.mesh.context} ranks has no bias",
+                "mesh.context=1",
+            )
+        return Supported()
+
+    def predict(self, ledger: Ledger) -> Ledger:
+        """The dense mask in numbers for every head; no layer copies it, for it is none of flags."""
+        sizes = ledger.sizes
+        wider = sizes["heads"] * sizes["activation_bytes"]
+        ledger = ledger.without([n for n in ledger.memory if n.endswith("/mask_copy")])
+        if "mask" in ledger.memory:
+            ledger = ledger.scaled(lambda name: name == "mask", wider)
+        else:
+            bias = wider * sizes["mask"] / sizes["rows"]
+            ledger = ledger.with_line("mask", Line(bias, ("loss", "backward")))
+        facts = {"mask": wider * sizes["mask"], "mask_copy": 0.0}
+        return replace(ledger, sizes={**sizes, **facts})
+
+    def apply(self, build: Build) -> None:
+        """Compose the mask; the plan's key took the rotation away."""
+        assert build.config.position == "none"
+        build.mask = replace(build.mask, alibi=build.config.heads)
+
+    def active(self, build: Build) -> Evidence:
+        """Each head's slope, from how the run's backend weighs the last two keys, else equal."""
+        length, config = build.plan.data.sequence_length, build.config
+        rotation = build.model.position.prepare(torch.zeros(1, 1, device=build.device))
+        dtype = torch.bfloat16 if build.context.precision == "bf16" else torch.float32
+        q, k = (
+            torch.zeros(1, length, heads, config.resolved_head_dim, dtype=dtype).to(build.device)
+            for heads in (config.heads, config.resolved_kv_heads)
+        )
+        places = torch.arange(length, device=build.device)
+        attend, apart = build.model.attend, min(4, length - 1)
+        with torch.no_grad():
+            spec = MaskSpec(alibi=build.model.mask.alibi)
+            mask = attend.prepare(spec, Rows(places[None]), length)
+            group = torch.zeros_like(places)
+            group[-1], group[-1 - apart] = 1, 2
+            _, near_H, far_H = weights(attend, mask, q, k, group)[0, -1].unbind(-1)
+        found_H = (near_H / far_H).log() / apart
+        right_H = slopes(config.heads, build.device)
+        off = ((found_H - right_H) / right_H).abs().max().item()
+        return Evidence(
+            active=rotation is None and off < BAND,
+            detail=f"scores of {config.heads} heads fall by {found_H.min().item():.3g} to "
+            f"{found_H.max().item():.3g} per token, {100 * off:.2g}% off their slopes at most",
+            numbers={"flattest": found_H.min().item(), "steepest": found_H.max().item()},
+        )

@@ -1,0 +1,120 @@
+"""Attention through torch's flash kernels, by scaled_dot_product_attention's own backend.
+
+FlashAttention computes scores in blocks that fit on the chip and never writes them to memory: time
+falls with the bytes that are not moved, and memory grows with the row and not with its square.
+torch chooses this kernel among several by rules of its own, which change between versions and GPUs;
+this names it, so that a run says what it ran. It has the causal flag and no kernel for any other
+mask: documents and windows would need a dense one, so a plan with them is refused.
+Source: FlashAttention-2 (arXiv 2307.08691); torch.nn.attention.SDPBackend.FLASH_ATTENTION.
+
+Shapes: B rows, T tokens, H query heads, G key-value heads, K features of a head.
+"""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from headrace.core.errors import UnsupportedError
+from headrace.core.ledger import Ledger
+from headrace.core.technique import (
+    Card,
+    Context,
+    Evidence,
+    Stage,
+    Supported,
+    Technique,
+    Unsupported,
+)
+from headrace.model.attention import Sdpa
+from headrace.model.mask import MaskSpec, Rows
+from headrace.sockets import Build
+
+OLDEST = (8, 0)
+"""torch's flash kernels begin with Ampere."""
+WIDEST_HEAD = 256
+"""Features of a head that its kernels take (torch's flash_api.cpp)."""
+KERNEL = "pytorch_flash::"
+"""The namespace of torch's own flash kernels."""
+REMEDY = "--with varlen_attention or --with flex_attention in its place"
+
+
+class FlashSdpa(Sdpa):
+    """The trunk's backend with torch's flash kernel as the only one allowed."""
+
+    def prepare(self, spec: MaskSpec, rows: Rows, length: int) -> None:
+        """Nothing to make: the kernel's causal flag says everything.
+
+        Raises:
+            UnsupportedError: it does not.
+        """
+        if not spec.is_plain_causal:
+            raise UnsupportedError(f"the flash kernel has no mask for {spec}", REMEDY)
+
+    def __call__(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: object) -> Tensor:
+        """Attention, or torch's error where flash has no kernel: never another one."""
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return super().__call__(q_BTHK, k_BTGK, v_BTGK, mask)
+
+
+class FlashAttention(Technique[Build]):
+    """Attention through torch's flash kernels."""
+
+    room: ClassVar[str] = "attention"
+    stage: ClassVar[Stage] = Stage.PARTS
+    claims: ClassVar[tuple[str, ...]] = ("parts.attend",)
+    symptoms: ClassVar[tuple[str, ...]] = ("kernel efficiency:attention",)
+    card: ClassVar[Card] = Card(
+        buys="a named kernel that keeps no scores, whatever torch would choose (derived)",
+        costs="nothing in memory or quality; half precision and plain causal rows only",
+        helps="GPUs from Ampere on where cuDNN has no kernel or a slower one",
+        hurts="Hopper, where cuDNN's kernels use the asynchronous matrix units better",
+        source="arXiv 2307.08691; torch.nn.attention.SDPBackend.FLASH_ATTENTION",
+    )
+
+    def supports(self, context: Context) -> Supported | Unsupported:
+        """An NVIDIA GPU of compute capability 8.0 or later, in bf16 or fp16, plain causal."""
+        if context.device != "cuda":
+            reason = f"torch's flash kernels need an NVIDIA GPU, not {context.device}"
+            return Unsupported(reason, "device=cuda")
+        if (context.capability or (0, 0)) < OLDEST:
+            return Unsupported(f"{context.device_name} is older than Ampere", "leave it out")
+        if context.precision == "fp32":
+            return Unsupported("its kernels take half precision only", "model.precision=bf16")
+        width = context.plan.model.resolved_head_dim
+        if width > WIDEST_HEAD:
+            return Unsupported(
+                f"its kernels take heads of at most {WIDEST_HEAD} features, and these have {width}",
+                f"model.head_dim={WIDEST_HEAD}",
+            )
+        for name, other in context.plan.techniques.items():
+            if "mask" in other.composes:
+                reason = f"{name} needs a dense mask, which flash has no kernel for"
+                return Unsupported(reason, REMEDY)
+        return Supported()
+
+    def predict(self, ledger: Ledger) -> Ledger:
+        """The same memory and work."""
+        return ledger
+
+    def apply(self, build: Build) -> None:
+        """Fill the backend."""
+        build.parts.attend = FlashSdpa()
+
+    def active(self, build: Build) -> Evidence:
+        """The kernels that the model's own backend launches, and that it allows no other."""
+        config = build.config
+        dtype = torch.float16 if build.context.precision == "fp16" else torch.bfloat16
+        like = torch.zeros(1, 128, 1, config.resolved_head_dim, device=build.device, dtype=dtype)
+        q = like.expand(-1, -1, config.heads, -1).contiguous()
+        k = like.expand(-1, -1, config.resolved_kv_heads, -1).contiguous()
+        with torch.profiler.profile(acc_events=True) as profile:
+            build.model.attend(q, k, k, None)
+            torch.cuda.synchronize()
+        names = [event.key for event in profile.key_averages()]
+        used = [n for n in names if KERNEL in n]
+        return Evidence(
+            active=bool(used) and isinstance(build.model.attend, FlashSdpa),
+            detail=f"launched {', '.join(used[:3]) or 'none of them'}",
+        )

@@ -1,0 +1,130 @@
+"""Keep attention's scores within a cap by a tanh (logit soft-capping).
+
+A score s becomes cap x tanh(s / cap): small ones stay, large ones end at the cap, and no head can
+put all its weight on one token by growing its queries and keys without end. Gemma 2 caps
+attention's scores at 50. Order of the parts: the scale, then the cap, then a slope of distance,
+then the mask.
+
+The cap is one part of the mask description. `flex_attention` computes it inside of its kernel.
+torch's SDPA has none, so the trunk's backend computes attention by plain products then and keeps
+the scores: rows x heads x length^2 numbers a layer, rounded once to the run's precision before the
+tanh in fp32. Backends without a cap refuse. The final logits are not capped here. Sampling computes
+rows whole. Source: Gemma 2 (arXiv 2408.00118, section 2).
+"""
+
+from dataclasses import replace
+from math import tanh
+from typing import ClassVar
+
+import torch
+from pydantic import Field
+
+from headrace.core.ledger import Ledger, Line
+from headrace.core.technique import (
+    Card,
+    Context,
+    Evidence,
+    Stage,
+    Supported,
+    Technique,
+    Unsupported,
+)
+from headrace.model.attention import weights
+from headrace.model.count import FP32, held_in
+from headrace.model.mask import MaskSpec, Rows
+from headrace.sockets import Build
+
+LARGEST = 60.0
+"""A score whose inverse exponential half precision still holds."""
+
+
+class LogitSoftCap(Technique[Build]):
+    """Keep attention's scores within a cap by a tanh."""
+
+    cap: float = Field(default=50.0, gt=0, le=100)
+    """Largest score, after the scale by head size; tuner range 20 to 100."""
+
+    room: ClassVar[str] = "attention"
+    stage: ClassVar[Stage] = Stage.PARTS
+    composes: ClassVar[tuple[str, ...]] = ("mask",)
+    equality: ClassVar = "learning"
+    symptoms: ClassVar[tuple[str, ...]] = ("instability",)
+    card: ClassVar[Card] = Card(
+        buys="scores that cannot grow beyond the cap (arXiv 2408.00118)",
+        costs="under SDPA attention by plain products, with all scores kept for the backward pass "
+        "(derived); the fused kernels that have no cap",
+        helps="long runs whose attention collapses onto single tokens, with flex_attention",
+        hurts="memory and time under SDPA; model.qk_norm bounds scores too and keeps every kernel",
+        source="arXiv 2408.00118, section 2",
+    )
+
+    def supports(self, context: Context) -> Supported | Unsupported:
+        """Where whole rows are on one rank."""
+        plan = context.plan
+        if plan.mesh.context > 1:
+            return Unsupported(
+                f"the ring of mesh.context = {plan.mesh.context} ranks has no cap",
+                "mesh.context=1",
+            )
+        return Supported()
+
+    def predict(self, ledger: Ledger) -> Ledger:
+        """A dense mask, and what plain products keep of every score."""
+        sizes = ledger.sizes
+        if "mask" not in ledger.memory:
+            line = Line(sizes["mask"] / sizes["rows"], ("loss", "backward"))
+            ledger = ledger.with_line("mask", line)
+        ledger = ledger.without([n for n in ledger.memory if n.endswith("/mask_copy")])
+        ledger = replace(ledger, sizes={**sizes, "mask_copy": 0.0})
+        for layer in range(int(sizes["layers"])) if sizes.get("scores", 1) else ():
+            kept = self._kept(ledger, layer)
+            ledger = ledger.with_line(f"{layer}/scores", Line(kept, held_in(layer), layer))
+        return ledger
+
+    def _kept(self, ledger: Ledger, layer: int) -> float:
+        """Bytes that a layer's plain products keep beyond a fused kernel.
+
+        Every score after the tanh and after the softmax in fp32, in half precision also as a factor
+        of the values; queries, keys and values in an order of their own, a key for each query head.
+        What a fused kernel keeps instead goes: its statistics, its inputs, and the fused product
+        unless norms of queries and keys keep it.
+        """
+        sizes, lines = ledger.sizes, ledger.memory
+        heads, groups, width = sizes["heads"], sizes["kv_heads"], sizes["head_dim"]
+        tokens, size = sizes["tokens"], sizes["activation_bytes"]
+        scores = heads * tokens * sizes["length"] * (2 * FP32 + (size if size != FP32 else 0))
+        inputs = 3 * size * tokens * heads * width
+        gone = FP32 * tokens * heads + lines[f"{layer}/attention_input"].bytes
+        if f"{layer}/qk_norm" not in lines:
+            gone += size * tokens * (heads + 2 * groups) * width
+        return max(0.0, scores + inputs - gone)
+
+    def apply(self, build: Build) -> None:
+        """Compose the mask."""
+        build.mask = replace(build.mask, soft_cap=self.cap)
+
+    def active(self, build: Build) -> Evidence:
+        """How the run's backend weighs a key of a large score beside one of none."""
+        length, config = build.plan.data.sequence_length, build.config
+        dtype = torch.bfloat16 if build.context.precision == "bf16" else torch.float32
+        heads, groups, width = config.heads, config.resolved_kv_heads, config.resolved_head_dim
+        score = min(self.cap, LARGEST)
+        q = torch.zeros(1, length, heads, width, dtype=dtype)
+        k = torch.zeros(1, length, groups, width, dtype=dtype)
+        q[..., 0], k[:, -1, :, 0] = 1.0, score * width**0.5
+        places = torch.arange(length, device=build.device)
+        group = torch.zeros_like(places)
+        group[-1], group[-2] = 1, 2
+        attend = build.model.attend
+        with torch.no_grad():
+            spec = MaskSpec(soft_cap=build.model.mask.soft_cap)
+            mask = attend.prepare(spec, Rows(places[None]), length)
+            found = weights(attend, mask, q.to(build.device), k.to(build.device), group)
+        _, large_H, none_H = found[0, -1].unbind(-1)
+        seen, right = (large_H / none_H).log().mean().item(), self.cap * tanh(score / self.cap)
+        return Evidence(
+            active=abs(seen - right) < 0.25 * (score - right),
+            detail=f"a score of {score:.3g} weighs as one of {seen:.4g}; the cap makes it "
+            f"{right:.4g}",
+            numbers={"score": score, "weighs_as": seen},
+        )

@@ -1,0 +1,113 @@
+"""Every norm of the residual stream as one kernel forward and one backward.
+
+A norm is memory traffic and a sum. Eager torch copies a bf16 input to fp32, normalises the copy,
+rounds the result, and keeps the copy for the backward pass. The kernel reads bf16, computes in fp32
+inside of the processor and writes bf16; it keeps its input and one fp32 number per row, so a norm
+holds 4 bytes per feature where eager torch holds 6. The backward pass reads input and gradient once
+for both gradients (kernels/rms_norm says how the weight's is added up).
+
+Left out: the residual's addition, which stands in the block between two parts. To take it in, a
+norm would have to return two tensors, and every block would be written for it. Left out too are
+the norms of queries and keys, which the mixer makes itself. A compiler sees one operation without
+parts, so it cannot join that addition to the norm as it does for its own: whether this beats what
+inductor makes is a matter of measurement. Source: arXiv 1910.07467; arXiv 2410.10989.
+"""
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from headrace.core.ledger import Ledger
+from headrace.core.model_config import ModelConfig
+from headrace.core.technique import (
+    Card,
+    Context,
+    Evidence,
+    Stage,
+    Supported,
+    Technique,
+    Unsupported,
+)
+from headrace.kernels.launches import since
+from headrace.kernels.rms_norm import rms_norm
+from headrace.model.count import FP32
+from headrace.model.norm import RMSNorm
+from headrace.sockets import Build
+
+KERNELS = ("rms_norm_forward", "rms_norm_backward")
+
+
+class FusedNorm(RMSNorm):
+    """The trunk's norm by one kernel; its parameter has the same name."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension."""
+        return rms_norm(x, self.weight, self.eps)
+
+
+class FusedRmsNorm(Technique[Build]):
+    """Compute each norm of the residual stream in one kernel forward and one backward."""
+
+    room: ClassVar[str] = "fusion"
+    stage: ClassVar[Stage] = Stage.PARTS
+    claims: ClassVar[tuple[str, ...]] = ("parts.norm",)
+    symptoms: ClassVar[tuple[str, ...]] = ("memory bandwidth", "kernel efficiency:elementwise")
+    card: ClassVar[Card] = Card(
+        buys="a third of the memory that a norm keeps under bf16, and the traffic of an fp32 copy "
+        "(derived)",
+        costs="a kernel of Triton's that is compiled once per dtype and size; a compiler cannot "
+        "fuse other work into it",
+        helps="eager runs in half precision",
+        hurts="compiled runs may lose: there the norm is joined to the residual's addition, and "
+        "its result is recomputed where this one is kept",
+        source="arXiv 1910.07467; arXiv 2410.10989",
+    )
+
+    def supports(self, context: Context) -> Supported | Unsupported:
+        """Root-mean-square norms on an NVIDIA GPU with Triton."""
+        found = context.plan.model.norm
+        if found != "rms_norm":
+            return Unsupported(
+                f"model.norm = {found!r} is not an RMS norm", 'model.norm="rms_norm"'
+            )
+        if context.device != "cuda":
+            return Unsupported(
+                f"its kernels need an NVIDIA GPU, not {context.device}", "device=cuda"
+            )
+        if not context.has_triton:
+            return Unsupported("its kernels are compiled by Triton", "pip install triton")
+        return Supported()
+
+    def predict(self, ledger: Ledger) -> Ledger:
+        """Beside its input, which is the residual stream, a norm keeps its result and a number."""
+        sizes = ledger.sizes
+        kept = 2 * (sizes["residual"] + FP32 * sizes["tokens"])
+        for name, line in ledger.memory.items():
+            if name.endswith("/norm"):
+                ledger = ledger.with_line(name, replace(line, bytes=kept))
+        return replace(ledger, sizes={**sizes, "norm_products": 0.0})
+
+    def apply(self, build: Build) -> None:
+        """Fill the norm."""
+        build.notes[self.name()] = since({}, "rms_norm")
+        build.parts.norm = _make
+
+    def active(self, build: Build) -> Evidence:
+        """The kernels' launches in this run, and how many of the norms are the fused ones."""
+        model = build.model
+        norms: list[Any] = [n for b in model.blocks.values() for n in (b.mixer_norm, b.mlp_norm)]
+        norms += [] if model.norm is None else [model.norm]
+        fused = sum(isinstance(norm, FusedNorm) for norm in norms)
+        launched = since(build.notes[self.name()], "rms_norm")
+        counts = [launched.get(kernel, 0) for kernel in KERNELS]
+        return Evidence(
+            active=bool(norms) and fused == len(norms) and all(counts),
+            detail=f"{fused} of {len(norms)} norms; launched {counts[0]} kernels forward and "
+            f"{counts[1]} backward",
+            numbers={"norms": fused, "forward": counts[0], "backward": counts[1]},
+        )
+
+
+def _make(config: ModelConfig) -> FusedNorm:
+    return FusedNorm(config.dim, config.norm_eps)

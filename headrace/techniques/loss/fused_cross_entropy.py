@@ -1,0 +1,142 @@
+"""Compute the loss and its gradient in two kernels, over the logits that the output matrix made.
+
+The trunk casts logits to fp32, and torch's cross-entropy makes log-probabilities, their gradient
+and that of the logits: 12 bytes of each of tokens x vocabulary numbers in fp32, 14 in bf16, and as
+many times through memory. Here the logits stay as the product made them. One kernel reads them for
+the loss, one reads them again and writes the gradient over them (kernels/fused_cross_entropy):
+4 bytes in fp32, 2 in bf16, and nothing else of that size. Each token's numbers are those of the
+trunk: the same logits, fp32 arithmetic, one rounding of the gradient.
+
+The logits are whole, so this is for memory that holds them once; the chunked loss holds a part of
+them and owns the same head. What is computed of the logits must be the plain cross-entropy: a term
+of another technique reads them in its own backward pass, when they are written over, and is
+refused. An objective of another sweep, as Sophia's, gets fp32 logits and the gradient in memory of
+its own. The kernels know label smoothing, a z-loss and soft-capped logits, which are no knobs here:
+they change what is learned, and validation would measure them too. The head stays out of the
+compiler: there is nothing to fuse between a product and a kernel, and compiled code would not write
+over logits. Source: Liger Kernel (arXiv 2410.10989).
+"""
+
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headrace.core.ledger import Ledger, Line
+from headrace.core.model_config import ModelConfig
+from headrace.core.technique import (
+    Card,
+    Context,
+    Evidence,
+    Stage,
+    Supported,
+    Technique,
+    Unsupported,
+)
+from headrace.kernels.fused_cross_entropy import fused_cross_entropy
+from headrace.kernels.launches import COUNTS, since
+from headrace.model.head import IGNORED, Head, Objective, Vocabulary, cross_entropy
+from headrace.sockets import Build
+
+OLDEST = (8, 0)
+"""Triton's oldest GPUs: Ampere."""
+
+
+class FusedVocabulary(Vocabulary):
+    """The whole vocabulary, with its likelihood by the kernels; the logits stay as they are."""
+
+    def nll(self, logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+        """Summed negative log likelihood of the targets that are not `IGNORED`, a scalar."""
+        return fused_cross_entropy(logits_NV, targets_N, ignored=IGNORED)
+
+
+class FusedHead(Head):
+    """The trunk's head, whose cross-entropy takes the product's own logits and writes over them."""
+
+    compilable = False
+    """Compiled, the gradient would take memory of its own beside the logits."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.vocabulary = FusedVocabulary()
+
+    @torch.compiler.disable
+    def forward(
+        self, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, extras: Any,
+        objective: Objective,
+    ) -> Tensor:  # fmt: skip
+        """The objective's sum over all tokens, a scalar."""
+        if objective is cross_entropy:
+            logits_NV = F.linear(hidden_ND, weight_VD)
+            return fused_cross_entropy(logits_NV, targets_N, ignored=IGNORED, in_place=True)
+        return super().forward(hidden_ND, weight_VD, targets_N, extras, objective)
+
+
+class FusedCrossEntropy(Technique[Build]):
+    """Compute the loss and its gradient in two kernels, written over the logits."""
+
+    room: ClassVar[str] = "loss"
+    stage: ClassVar[Stage] = Stage.PARTS
+    claims: ClassVar[tuple[str, ...]] = ("parts.head",)
+    symptoms: ClassVar[tuple[str, ...]] = ("memory:logits", "memory bandwidth")
+    card: ClassVar[Card] = Card(
+        buys="8 of 12 bytes per token and vocabulary entry in fp32, 12 of 14 in bf16 (derived)",
+        costs="the head runs uncompiled; no terms of the loss and no tensor parallelism",
+        helps="large vocabularies, when memory holds the logits once: one whole product is faster "
+        "than chunks of it",
+        hurts="batches whose logits do not fit: chunks hold a part of them",
+        source="arXiv 2410.10989",
+    )
+
+    def supports(self, context: Context) -> Supported | Unsupported:
+        """Triton on an NVIDIA GPU, whole logits, and nobody else who reads them."""
+        if context.device != "cuda":
+            return Unsupported(
+                f"its kernels need an NVIDIA GPU, not {context.device}", "device=cuda"
+            )
+        if not context.has_triton:
+            return Unsupported("its kernels are compiled by Triton", "pip install triton")
+        if (context.capability or (0, 0)) < OLDEST:
+            return Unsupported(f"{context.device_name} is older than Ampere", "leave it out")
+        plan = context.plan
+        if plan is not None and plan.mesh.tensor > 1:
+            return Unsupported(
+                "its kernels read all logits of a token, and under tensor parallelism a rank has "
+                "some of them",
+                "mesh.tensor=1",
+            )
+        others = plan.techniques.values() if plan is not None else ()
+        terms = [t.name() for t in others if "terms" in t.composes]
+        if terms:
+            return Unsupported(
+                f"its backward pass writes over the logits, which {' and '.join(terms)} reads",
+                " ".join(f"--without {name}" for name in terms),
+            )
+        return Supported()
+
+    def predict(self, ledger: Ledger) -> Ledger:
+        """The product's own logits alone; the output matrix's gradient comes while they last."""
+        sizes = ledger.sizes
+        own = sizes["logits_fused"] / 3  # what one tensor of logits is in the run's arithmetic
+        held = min(ledger.memory["logits"].bytes, own)
+        ledger = ledger.with_line("logits", Line(held, ("loss",)))
+        return ledger.with_line("head_gradients", Line(sizes["head_gradients"], ("loss",)))
+
+    def apply(self, build: Build) -> None:
+        """Fill the head, and note what was launched before."""
+        build.parts.head = FusedHead
+        build.notes[self.name()] = COUNTS.copy()
+
+    def active(self, build: Build) -> Evidence:
+        """Kernels that were launched since."""
+        if build.model.head is None:
+            return Evidence(None, "the head is on another rank")
+        launched = since(build.notes[self.name()], "cross_entropy_")
+        counts = {way: launched.get(f"cross_entropy_{way}", 0) for way in ("forward", "backward")}
+        return Evidence(
+            active=isinstance(build.model.head, FusedHead) and all(counts.values()),
+            detail="launched its kernels "
+            + " and ".join(f"{count} times {way}" for way, count in counts.items()),
+            numbers={f"{way}_launches": count for way, count in counts.items()},
+        )

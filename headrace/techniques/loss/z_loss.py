@@ -1,0 +1,77 @@
+"""Pull the softmax's normaliser towards one, so that logits cannot drift.
+
+Cross-entropy does not see a constant that is added to all logits of a token. Nothing holds that
+constant, and in half precision large logits are coarse. This adds `weight` x logsumexp^2 per target
+to the loss. It reduces over the vocabulary only through `vocabulary`, so it is right on a chunk of
+tokens and on a shard of the vocabulary, whoever fills the head.
+
+Cost: autograd keeps the logits for its gradient, and adds a gradient of theirs to the loss's. Left
+out: a fused kernel that makes both gradients at once. Source: PaLM (arXiv 2204.02311, section 5).
+"""
+
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from headrace.core.ledger import Ledger
+from headrace.core.technique import Card, Context, Evidence, Stage, Supported, Technique
+from headrace.model.count import FP32
+from headrace.model.head import IGNORED, Vocabulary
+from headrace.sockets import Build
+
+
+class ZLoss(Technique[Build]):
+    """Pull the softmax's normaliser towards one, so that logits cannot drift."""
+
+    weight: float = Field(default=1e-4, gt=0, le=1)
+    """Nats per squared logsumexp of a target; tuner range 1e-5 to 1e-3."""
+
+    room: ClassVar[str] = "loss"
+    stage: ClassVar[Stage] = Stage.STEP
+    composes: ClassVar[tuple[str, ...]] = ("terms",)
+    equality: ClassVar = "learning"
+    symptoms: ClassVar[tuple[str, ...]] = ("instability",)
+    card: ClassVar[Card] = Card(
+        buys="logits that stay small, where a run's loss spikes (arXiv 2204.02311)",
+        costs="8 bytes more per logit that the head holds: the kept logits and a second gradient "
+        "of them (derived)",
+        helps="long runs in half precision with a large vocabulary",
+        hurts="short runs, which end before logits drift",
+        source="arXiv 2204.02311, section 5",
+    )
+
+    def supports(self, context: Context) -> Supported:
+        """Runs everywhere."""
+        return Supported()
+
+    def predict(self, ledger: Ledger) -> Ledger:
+        """The kept logits and their second gradient: two more fp32 tensors of the logits' size.
+
+        Scaling the line that it finds, it is right for a chunk and for a slice of them too.
+        """
+        size = ledger.sizes["activation_bytes"]
+        held = 3 * FP32 + (size if size != FP32 else 0)  # of each logit, without it
+        return ledger.scaled(lambda name: name == "logits", 1 + 2 * FP32 / held)
+
+    def apply(self, build: Build) -> None:
+        """Add the term."""
+        added = build.notes[self.name()] = torch.zeros((), device=build.device)
+
+        def term(
+            logits_NV: Tensor, targets_N: Tensor, extras: Any, vocabulary: Vocabulary
+        ) -> Tensor:
+            z_N = vocabulary.logsumexp(logits_NV)
+            loss = self.weight * (z_N.square() * (targets_N != IGNORED)).sum()
+            added.add_(loss.detach())
+            return loss
+
+        build.terms.append(term)
+
+    def active(self, build: Build) -> Evidence:
+        """What the term has added to the loss so far."""
+        if build.model.head is None:
+            return Evidence(None, "this stage of a pipeline computes no loss")
+        nats = build.notes[self.name()].item()
+        return Evidence(nats > 0, f"added {nats:.3g} nats", {"added_nats": nats})

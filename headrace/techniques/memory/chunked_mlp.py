@@ -1,0 +1,167 @@
+"""Run the MLP on pieces of tokens, and each piece again in the backward pass.
+
+The hidden features of an MLP are several times as wide as the residual stream, and it keeps them
+twice: before and after the activation. On very long rows they are the largest of all activations,
+though no token's depends on another's. Here a piece of `chunk_tokens` tokens at a time goes through
+the MLP and only its input is kept; the backward pass runs a piece again, takes its gradient and
+forgets it. So one piece of hidden features is all that is ever held, in both directions, and it is
+what full checkpointing lacks on long rows: there one block's hidden features still stand whole.
+
+It costs the first product again (the last of a piece is not run again, since nothing in the piece
+needs its result), smaller products, and a gradient of the weights for each piece, which are added
+up: equal to the whole MLP's but for the order of the sum. The wrap stands inside of tensor
+parallelism's collectives and outside of what fills or replaces the MLP's linears.
+
+Left out: pieces that exchange tokens (sequence parallelism's part of ALST), and the host's memory.
+Source: arXiv 2506.13996 (ALST, section 3.1); the blockwise MLP of arXiv 2305.19370.
+
+Shapes: N tokens, n tokens of a piece, D features.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from headrace.core.ledger import Ledger, Line
+from headrace.core.technique import Card, Context, Evidence, Stage, Supported, Technique
+from headrace.sockets import Build
+
+RECOMPUTED_LINES = ("gate_up", "activation")
+"""Ledger lines of a block that are as wide as the hidden features."""
+
+
+class ChunkedMLP(Technique[Build]):
+    """Run the MLP on pieces of tokens, and each piece again in the backward pass."""
+
+    chunk_tokens: int = Field(default=8192, gt=0, le=1 << 24)
+    """Tokens of a piece, over all rows of the micro-batch; tuner range 1024 to 65536. With fp8
+    products on a GPU a multiple of 16."""
+
+    room: ClassVar[str] = "memory"
+    stage: ClassVar[Stage] = Stage.MODEL
+    composes: ClassVar[tuple[str, ...]] = ("block_forward",)
+    excludes: ClassVar[Mapping[str, str]] = {
+        "mixture_of_experts": "a router balances whole rows, and an expert's group of a piece is a "
+        "thin product (arXiv 2412.19437, eq. 17)",
+        "selective_checkpoint": "it would keep the products of every piece, which are what the "
+        "pieces are there to forget; full_checkpoint goes beside it",
+    }
+    symptoms: ClassVar[tuple[str, ...]] = ("memory:activations",)
+    card: ClassVar[Card] = Card(
+        buys="the memory of hidden features in all blocks but one piece: for a gated "
+        "one 4 x ffn numbers per token and layer (derived)",
+        costs="the MLP's first product once more; smaller products",
+        helps="rows of 100,000 tokens and more, also beside full_checkpoint, whose one block "
+        "still has whole hidden features",
+        hurts="short rows: pieces too small to fill the device, and the product paid again",
+        source="arXiv 2506.13996; arXiv 2305.19370",
+    )
+
+    def supports(self, context: Context) -> Supported:
+        """Runs everywhere."""
+        return Supported()
+
+    def predict(self, ledger: Ledger) -> Ledger:
+        """No hidden features but one piece's; the first product again."""
+        sizes = ledger.sizes
+        drop = [n for n in ledger.memory if n.split("/")[-1] in RECOMPUTED_LINES]
+        share = min(1.0, self.chunk_tokens / sizes["tokens"])
+        hidden = sum(ledger.memory[name].bytes for name in drop) / max(1.0, sizes["layers"])
+        first = "mlp.gate_up" if "mlp.gate_up/in" in sizes else "mlp.up"
+        up = 2.0 * sizes["layers"] * sizes[f"{first}/in"] * sizes[f"{first}/out"]
+        # A block that is run again has to give all pieces their inputs, and no more of the last.
+        last = (sizes["tokens"] - 1) % self.chunk_tokens + 1
+        unneeded = (up + sizes["down_flops"]) * last / sizes["tokens"]
+        ledger = ledger.without(drop).with_line("mlp_piece", Line(hidden * share, ("backward",)))
+        ledger = ledger.with_flops("recompute", up)
+        return replace(ledger, sizes={**sizes, "down_flops": unneeded})
+
+    def apply(self, build: Build) -> None:
+        """Wrap every block's MLP; parameters keep their names."""
+        pieces = build.notes[self.name()] = Pieces(self.chunk_tokens)
+        for block in build.model.blocks.values():
+            mlp: Any = block.mlp
+            mlp.forward = pieces.around(mlp.forward)
+        build.block_forward.append(self.name())
+
+    def active(self, build: Build) -> Evidence:
+        """The largest piece that a linear of the MLP saw, and pieces that ran again."""
+        if not len(build.model.blocks):
+            return Evidence(None, "this rank holds no block")
+        pieces: Pieces = build.notes[self.name()]
+        again = pieces.runs - pieces.forwards
+        return Evidence(
+            active=0 < pieces.most <= self.chunk_tokens and (again > 0 or pieces.traced > 0),
+            detail=f"the compiler traced {pieces.traced} products of at most {pieces.most} tokens, "
+            "to be run again"
+            if build.compiled
+            else f"{pieces.forwards} pieces of at most {pieces.most} of {pieces.tokens} tokens, "
+            f"and {again} of them again",
+            numbers={
+                "largest_piece_tokens": pieces.most,
+                "micro_batch_tokens": pieces.tokens,
+                "pieces": pieces.forwards,
+                "traced_products": pieces.traced,
+                "recomputed_pieces": again,
+            },
+        )
+
+
+class Pieces:
+    """Runs MLPs on pieces of tokens, and counts what ran.
+
+    Args:
+        size: tokens of a piece.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.tokens = self.most = 0
+        self.forwards = self.runs = self.traced = 0
+        self.contexts = partial(create_selective_checkpoint_contexts, self._policy)
+
+    def around(self, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """`forward`, [B, T, D] to [B, T, D], on pieces of tokens."""
+
+        def run(x_nD: Tensor) -> Tensor:
+            if not torch.compiler.is_compiling():
+                self.runs += torch.is_grad_enabled()
+                self.most = max(self.most, len(x_nD))
+            return forward(x_nD)
+
+        def in_pieces(x_BTD: Tensor) -> Tensor:
+            x_ND = x_BTD.flatten(0, -2)
+            if not torch.compiler.is_compiling():
+                self.tokens = max(self.tokens, len(x_ND))
+            out = [self._piece(run, x_nD) for x_nD in x_ND.split(self.size)]
+            return torch.cat(out).view_as(x_BTD)
+
+        return in_pieces
+
+    def _piece(self, run: Callable[[Tensor], Tensor], x_nD: Tensor) -> Tensor:
+        """One piece, of which the input is kept. No part of an MLP draws random numbers."""
+        how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        if torch.compiler.is_compiling():
+            how["context_fn"] = self.contexts
+        elif not torch.is_grad_enabled():
+            return run(x_nD)
+        elif torch._C._current_graph_task_id() == -1:  # not inside of a backward pass
+            self.forwards += 1
+        return checkpoint(run, x_nD, **how)  # type: ignore[return-value]
+
+    def _policy(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        """For the compiler only, which asks about every operation of a piece that it traces."""
+        if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self.most = max(self.most, len(ctx.op_output))
+            self.traced += 1
+        return CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,185 @@
+"""Let the compiler keep a fraction of the activations that it would, and recompute the cheapest.
+
+The compiler cuts a traced step into a forward and a backward graph, and what crosses the cut is
+kept. By itself it cuts where the step is fastest. With a budget it keeps at most `fraction` of that
+cut's bytes beyond the graph's inputs: it gives up results that are cheap per byte, work by element
+first, then thin products, then attention, by solving a knapsack over the work of each. So there is
+one number to turn instead of a list of operations, and it holds for any model that compiles.
+
+With `torch_compile.scope=block` the inputs that are kept anyway are each block's; with scope=model
+they are the token ids alone, and the fraction is of everything. Fewer bytes need another graph, so
+every change compiles anew. What is left out: a budget for each part of the model
+(`torch.autograd.graph.region_activation_memory_budget`, torch 2.13), and measured instead of
+counted work. Source: torch._functorch.config.activation_memory_budget; PyTorch's "Current and new
+activation checkpointing techniques" (2025).
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from pydantic import Field
+from torch import Tensor
+
+from headrace.core.ledger import Ledger, Line
+from headrace.core.technique import (
+    Card,
+    Context,
+    Evidence,
+    Stage,
+    Supported,
+    Technique,
+    Unsupported,
+)
+from headrace.model.count import trunk_ledger
+from headrace.sockets import Build
+
+COMPILED = "CompiledFunctionBackward"
+"""What autograd calls a compiled graph."""
+PARTITIONED = ("inductor", "aot_eager")
+"""Backends whose graphs are cut by the partitioner that reads the budget."""
+PINNED = "it says itself what a block keeps, so nothing is left for the budget to choose "
+
+
+class MemoryBudget(Technique[Build]):
+    """Let the compiler keep a fraction of the activations that it would, recompute the cheapest."""
+
+    fraction: float = Field(default=0.5, gt=0, le=1)
+    """Bytes kept over those of the fastest cut, beyond the graph's inputs; 1 is the compiler's own
+    choice; tuner range 0.2 to 1."""
+
+    room: ClassVar[str] = "memory"
+    stage: ClassVar[Stage] = Stage.GATE
+    composes: ClassVar[tuple[str, ...]] = ("runtime",)
+    excludes: ClassVar[Mapping[str, str]] = {
+        "full_checkpoint": PINNED + "(torch._functorch.partitioners, recompute tags)",
+        "selective_checkpoint": PINNED + "(torch._functorch.partitioners, recompute tags)",
+    }
+    symptoms: ClassVar[tuple[str, ...]] = ("memory:activations",)
+    card: ClassVar[Card] = Card(
+        buys="1 - fraction of the activations that compiled code keeps (derived)",
+        costs="the work of what is not kept: by element first, then products and attention",
+        helps="compiled runs that miss the memory by some tens of percent",
+        hurts="compiled runs that fit: they keep no more than is fast already",
+        source="torch._functorch.config.activation_memory_budget",
+    )
+
+    def supports(self, context: Context) -> Supported | Unsupported:
+        """Needs compiled code whose graphs are cut by torch's min-cut partitioner."""
+        on = context.plan.techniques.values() if context.plan else ()
+        compiling = [t for t in on if "compiled" in t.composes]
+        if not compiling:
+            return Unsupported(
+                "the budget is the compiler's, and nothing is compiled", "--with torch_compile"
+            )
+        backend = getattr(compiling[0], "backend", PARTITIONED[0])
+        if backend not in PARTITIONED:
+            return Unsupported(
+                f"backend = {backend!r} leaves it to autograd what is kept",
+                f"techniques.{compiling[0].name()}.backend={PARTITIONED[0]}",
+            )
+        return Supported()
+
+    def predict(self, ledger: Ledger) -> Ledger:
+        """A share of each block's lines, and the work of the products that are not among them."""
+        lines = {
+            name: line for name, line in ledger.memory.items()
+            if line.layer is not None and not name.endswith("/residual")
+        }  # fmt: skip
+        layers = max(1.0, ledger.sizes["layers"])
+        for name, line in lines.items():
+            ledger = ledger.with_line(name, replace(line, bytes=self.fraction * line.bytes))
+        lost = (1 - self.fraction) * sum(line.bytes for line in lines.values())
+        ledger = ledger.with_line("recompute", Line(lost / layers, ("backward",)))
+        return ledger.with_flops("recompute", _work(ledger.sizes, lines, lost))
+
+    def apply(self, build: Build) -> None:
+        """Set the budget while the run compiles, and look at the first graphs that ran."""
+        seen = build.notes[self.name()] = {"budget": 1.0, "graphs": 0.0, "kept_bytes": 0.0}
+
+        def budget() -> AbstractContextManager[Any]:
+            from torch._functorch import config
+
+            return config.patch(activation_memory_budget=self.fraction)
+
+        def look(model: Any, given: Any, output: Tensor) -> None:
+            if output.requires_grad:
+                handle.remove()
+                seen.update(_kept(build, output))
+
+        build.runtime.append(budget)
+        handle = build.model.register_forward_hook(look)
+
+    def active(self, build: Build) -> Evidence:
+        """The budget in force when the first step had compiled, and what its graphs then kept."""
+        seen = build.notes[self.name()]
+        share = seen["kept_bytes"] / _eager_bytes(build)
+        return Evidence(
+            active=seen["graphs"] > 0 and seen["budget"] == self.fraction and share > 0,
+            detail=f"{seen['graphs']:.0f} compiled graphs kept {seen['kept_bytes']:.0f} bytes for "
+            f"the backward pass under a budget of {seen['budget']:g}: {share:.1%} of what the "
+            "plain trunk keeps uncompiled",
+            numbers={**seen, "fraction_of_eager": share},
+        )
+
+
+def _work(sizes: Mapping[str, float], lines: Mapping[str, Line], lost: float) -> float:
+    """FLOPs per token to make `lost` bytes again, the cheapest per byte first."""
+    first = "mlp.gate_up" if "mlp.gate_up/in" in sizes else "mlp.up"
+    flops = {
+        "gate_up": 2 * sizes["layers"] * sizes[f"{first}/in"] * sizes[f"{first}/out"],
+        "qkv": 2 * sizes["layers"] * sizes["mixer.qkv/in"] * sizes["mixer.qkv/out"],
+        "attention": sizes["attention_flops"],
+    }
+    held = dict.fromkeys([*flops, "free"], 0.0)
+    for name, line in lines.items():
+        kind = name.split("/")[1]
+        held[kind if kind in flops else "free"] += line.bytes
+    lost, again = lost - held["free"], 0.0
+    for kind, work in flops.items():
+        if lost > 0 and held[kind]:
+            again += work * min(1.0, lost / held[kind])
+            lost -= held[kind]
+    return again
+
+
+def _kept(build: Build, output: Tensor) -> dict[str, float]:
+    """What the compiled graphs behind `output` hold for the backward pass, parameters left out."""
+    from torch._functorch import config
+
+    own = {p.untyped_storage().data_ptr() for p in build.model.parameters()}
+    graphs = [node for node in _nodes(output.grad_fn) if node.name().endswith(COMPILED)]
+    held = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for node in graphs
+        for tensor in node.saved_tensors
+        if isinstance(tensor, Tensor)
+    }
+    kept = sum(count for place, count in held.items() if place not in own)
+    return {
+        "budget": float(config.activation_memory_budget),
+        "graphs": float(len(graphs)),
+        "kept_bytes": float(kept),
+    }
+
+
+def _nodes(root: Any) -> Iterator[Any]:
+    """Every node of the graph behind `root`, once."""
+    waiting, seen = [root], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [behind for behind, _ in node.next_functions]
+            yield node
+
+
+def _eager_bytes(build: Build) -> float:
+    """What the plain trunk keeps of a micro-batch uncompiled, by its ledger."""
+    plan = build.plan
+    ledger = trunk_ledger(
+        build.config, rows=plan.micro_rows, length=plan.data.sequence_length,
+        precision=build.context.precision, device=build.context.device,
+    )  # fmt: skip
+    return sum(line.bytes for line in ledger.memory.values() if "loss" in line.instants)

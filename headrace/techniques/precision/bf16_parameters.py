@@ -1,0 +1,270 @@
+"""Keep matrices in bf16, and their gradients too, without losing what an update adds.
+
+Under autocast every fp32 weight is cast to bf16 for its product, and the cast is kept for the
+backward pass. Here the weight is bf16 in the first place: no cast, half the bytes. What is hard is
+the update: mostly smaller than half of bf16's last place, it would round away. `rounding` says how
+it is kept (kernels/bf16_weight). "master": the optimizer holds the 16 bits that bf16 leaves out, so
+weight and rest are an fp32 master copy in 4 bytes, updated by the trunk's fused AdamW; the model
+sees it rounded to the nearest. "stochastic": no master; the update is computed in fp32 and written
+with stochastic rounding, noise that is a pure function of seed, matrix, step and element.
+A resume, another number of ranks and replicas round alike. Moments are fp32 in both.
+
+A gradient is bf16 where it is computed once a step: the number that the product gave, which the
+trunk only stores wider. Where micro-batches or ranks add gradients up they are fp32, so that a sum
+rounds nowhere; that costs their half. Clipping multiplies a bf16 gradient and rounds it once more
+(2^-9 of it). Vectors, and what routers choose by, stay fp32, as do softmax, norms and the loss.
+Left out: bf16 moments; FSDP2, which takes one dtype a block. Source: arXiv 2010.06192.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+
+from headrace.core.ledger import Ledger, Line
+from headrace.core.plan import OptimizerConfig, Plan
+from headrace.core.technique import (
+    Card,
+    Context,
+    Evidence,
+    Stage,
+    Supported,
+    Technique,
+    Unsupported,
+)
+from headrace.kernels.bf16_weight import (
+    joined,
+    keys_at,
+    keys_of,
+    places,
+    round_with_noise_,
+    split_,
+)
+from headrace.optim.adamw import make_adamw
+from headrace.sockets import Build, Route
+
+FP32 = ("router.weight",)
+"""How the names of matrices end that stay fp32: a router rounds what it compares."""
+SLICE_NUMBERS = 1 << 22
+"""Numbers that are updated at once: 16 MiB of each fp32 temporary."""
+TEMPORARIES = 4
+"""fp32 copies of a slice that an uncompiled update holds at once; measured."""
+
+
+class Bf16AdamW(torch.optim.Optimizer):
+    """AdamW over bf16 matrices: fp32 arithmetic and moments, masked by `found_inf` on the device.
+
+    Args:
+        config: the trunk's optimizer.
+        named: bf16 matrices.
+        rounding: the technique's knob.
+        noise: name -> (keys [2], first place of each row [R], columns [C]) of a matrix.
+        compiled: whether a compiler fuses what stands around the update.
+    """
+
+    def __init__(
+        self, config: OptimizerConfig, named: Mapping[str, nn.Parameter], *, rounding: str,
+        noise: Callable[[str], tuple[Tensor, Tensor, Tensor]], compiled: bool,
+    ) -> None:  # fmt: skip
+        groups = make_adamw(config, named).param_groups
+        keys = ("params", "weight_decay", "lr", "betas", "eps")
+        super().__init__([{k: g[k] for k in keys} for g in groups], {})
+        self.found_inf: Tensor | None = None
+        self._keeps = rounding == "master"
+        self._noise = {} if self._keeps else {p: noise(name) for name, p in named.items()}
+        # One graph serves all shapes: compiled for each, a model's first step would take minutes.
+        fused: Any = partial(torch.compile, dynamic=True, fullgraph=True)
+        steps = (joined, split_, round_with_noise_)
+        self._join, self._split, self._round = map(fused, steps) if compiled else steps
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Update every matrix; where `found_inf` is 1, weights and states stay as they are."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._step(p, group)
+
+    def _step(self, p: nn.Parameter, group: Mapping[str, Any]) -> None:
+        state = self.state[p] or self._start(p)
+        columns = p.size(-1)
+        held = {key: t.view(-1, columns) for key, t in state.items() if key != "step"}
+        weight, grad = p.detach().view(-1, columns), p.grad.reshape(-1, columns)  # type: ignore[union-attr]
+        count = max(1, SLICE_NUMBERS // columns)
+        for start in range(0, weight.size(0), count):
+            rows = slice(start, start + count)
+            part = {key: t[rows] for key, t in held.items()}
+            values = self._join(weight[rows], part.get("rest"))
+            adamw(
+                [values], [grad[rows].float()], [part["exp_avg"]], [part["exp_avg_sq"]], [],
+                [state["step"].clone()], fused=True, found_inf=self.found_inf, amsgrad=False,
+                beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
+                weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+            )  # fmt: skip
+            if self._keeps:
+                self._split(weight[rows], part["rest"], values)
+            else:  # masked values are bf16 numbers, which no noise moves
+                own, firsts, inner = self._noise[p]
+                keys = keys_at(own, state["step"])
+                self._round(weight[rows], values, firsts[rows], inner, keys)
+        state["step"] += 1 if self.found_inf is None else 1 - self.found_inf
+
+    def _start(self, p: nn.Parameter) -> dict[str, Tensor]:
+        """Moments of zero; the master is the weight."""
+        state = self.state[p]
+        state["step"] = torch.zeros((), device=p.device)
+        for key in ("exp_avg", "exp_avg_sq"):
+            state[key] = torch.zeros_like(p, dtype=torch.float32)
+        if self._keeps:
+            state["rest"] = torch.zeros_like(p, dtype=torch.int16)
+        return state
+
+
+class Bf16Parameters(Technique[Build]):
+    """Keep matrices and their gradients in bf16."""
+
+    rounding: Literal["master", "stochastic"] = "master"
+    """How small updates survive: 16 more bits of each weight in the optimizer, or by chance."""
+    compiled: bool | None = None
+    """Whether the casts around the update are fused by torch.compile. Left open: on a GPU that has
+    Triton, not on a CPU."""
+
+    room: ClassVar[str] = "precision"
+    stage: ClassVar[Stage] = Stage.MATERIALIZE
+    composes: ClassVar[tuple[str, ...]] = ("storage", "routes")
+    equality: ClassVar = "approximate"
+    band: ClassVar[float] = 0.05  # bf16's own: products have the operands that autocast gives them
+    symptoms: ClassVar[tuple[str, ...]] = ("memory:parameters", "memory:gradients")
+    card: ClassVar[Card] = Card(
+        buys="2 bytes of each weight, 2 of its gradient and the 2 of autocast's kept cast; "
+        "14 bytes a number with a master and 12 without, where fp32 has 16 (derived)",
+        costs="casts around the update; with stochastic rounding, noise of bf16's last place in "
+        "every weight (arXiv 2010.06192); no saving in gradients that are added up",
+        helps="models whose weights fill the memory, in one micro-batch a step",
+        hurts="small learning rates late in a run, for stochastic rounding: its noise does not "
+        "shrink with the update",
+        source="arXiv 2010.06192; arXiv 1710.03740 (master copies)",
+    )
+
+    def keys(self, plan: Any) -> Mapping[str, Any]:
+        """`model.precision`: bf16 weights are multiplied in bf16."""
+        return {"model.precision": "bf16"}
+
+    def supports(self, context: Context) -> Supported | Unsupported:
+        """Where bf16 is, beside AdamW, not under FSDP."""
+        capability = context.capability
+        if context.device == "cuda" and (capability is None or capability < (8, 0)):
+            return Unsupported(
+                f"{context.device_name} has no bf16 products", "an Ampere GPU or newer"
+            )
+        if self.compiled and context.device == "cuda" and not context.has_triton:
+            return Unsupported("compiled = true needs Triton on a GPU", "pip install triton")
+        if self.compiled and context.device == "cpu" and not context.has_compiler:
+            return Unsupported("compiled = true needs a C++ compiler on a CPU", "install g++")
+        if self.compiled and context.device == "mps":
+            return Unsupported("compiling on Apple GPUs is not proven here",
+                               "techniques.bf16_parameters.compiled=false")  # fmt: skip
+        for other, technique in context.plan.techniques.items():
+            if other == self.name():
+                continue
+            if "routes" in technique.composes:
+                return Unsupported(
+                    f"{other} adds its updates to the weights itself, and bf16 would round most of "
+                    "them away",
+                    f"--without {other}",
+                )
+            if "shard" in technique.composes:
+                return Unsupported(
+                    f"{other} takes one dtype a block, and norms stay fp32 beside bf16 matrices",
+                    f"techniques.{other}.gather=bf16, which sends bf16 over fp32 shards",
+                )
+        return Supported()
+
+    def predict(self, ledger: Ledger) -> Ledger:
+        """Two bytes less of every number of a matrix; no casts; slices in fp32."""
+        sizes = ledger.sizes
+        matrices = [(rows, int(key.removeprefix("columns/"))) for key, rows in sizes.items()
+                    if key.startswith("columns/")]  # fmt: skip
+        count = sum(rows * columns for rows, columns in matrices)
+        adds_up = sizes["micro_batches"] > 1 or sizes["shard_ranks"] > 1
+        master = self.rounding == "master"
+        for name, each, change in (
+            ("parameters", 4, -2), ("gradients", 4, 0 if adds_up else -2),
+            ("optimizer", 8, 2 if master else 0),
+        ):  # fmt: skip
+            if (line := ledger.memory.get(name)) is not None:
+                changed = line.bytes + change * min(count, line.bytes / each)
+                ledger = ledger.with_line(name, replace(line, bytes=changed))
+        casts = [name for name in ledger.memory if name.endswith("/weight_cast")]
+        ledger = ledger.without(casts)
+        linears = [key[:-3] for key in sizes if key.endswith("/in")]
+        products = [sizes[f"{name}/in"] * sizes[f"{name}/out"] for name in linears]
+        largest = min(max(sizes["embedding"], *products), SLICE_NUMBERS)
+        return ledger.with_line("update", Line(TEMPORARIES * 4 * largest, ("optimizer",)))
+
+    def apply(self, build: Build) -> None:
+        """Store matrices in bf16, and give those that learn an optimizer that can write them."""
+        config, context, rounding = build.plan.optimizer, build.context, self.rounding
+        compiled = self.compiled
+        if compiled is None:
+            compiled = context.device == "cuda" and context.has_triton
+
+        def store(name: str, value: Tensor) -> Tensor:
+            plain = type(value) is Tensor and value.dtype == torch.float32
+            return value.bfloat16() if plain and _is_taken(name, value) else value
+
+        def noise(name: str) -> tuple[Tensor, Tensor, Tensor]:
+            layout = build.layouts[name]
+            offset, shape = layout.offsets(build.world)
+            where = places(offset, shape, tuple(layout.shape), build.device)
+            return keys_of(build.plan.seed, name, build.device), *where
+
+        def make(named: Mapping[str, nn.Parameter]) -> Bf16AdamW:
+            if _adds_up(build.plan):
+                for p in named.values():
+                    p.grad_dtype = torch.float32
+            return Bf16AdamW(config, named, rounding=rounding, noise=noise, compiled=compiled)
+
+        build.storage.append(store)
+        build.routes.append(
+            Route(self.name(), lambda name, p: p.dtype == torch.bfloat16, make, rest=True)
+        )
+
+    def active(self, build: Build) -> Evidence:
+        """Bytes of the weights as they are, and the state that keeps what they cannot hold."""
+        parameters = build.model.named_parameters()
+        taken = [p for n, p in parameters if p.requires_grad and _is_taken(n, p)]
+        low = [p for p in taken if p.dtype == torch.bfloat16]
+        state: Mapping[Any, Mapping[str, Tensor]] = getattr(
+            build.optimizers.get(self.name()), "state", {}
+        )
+        rests = [state[p]["rest"] for p in low if "rest" in state.get(p, {})]
+        kept = sum(int(rest.count_nonzero()) for rest in rests)
+        moved = sum("exp_avg" in state.get(p, {}) for p in low)
+        count = sum(p.numel() for p in taken)
+        held = sum(p.nbytes for p in taken) / max(1, count)
+        grown = sum(t.nbytes for p in low for t in state.get(p, {}).values()) / max(1, count)
+        how = f"{kept} of {count} weights have bits beyond" if rests else "rounded by chance"
+        whole = kept > 0 and len(rests) == len(taken) if self.rounding == "master" else not rests
+        return Evidence(
+            active=0 < len(taken) == len(low) == moved and whole,
+            detail=f"{len(low)} of {len(taken)} matrices are bf16: {held:.2f} bytes a weight and "
+            f"{grown:.2f} of state; {how}",
+            numbers={"matrices": len(low), "bytes_per_weight": held, "state_bytes": grown,
+                     "beyond": kept},
+        )  # fmt: skip
+
+
+def _is_taken(name: str, value: Tensor) -> bool:
+    """Whether a parameter is one of the matrices that become bf16."""
+    return value.ndim >= 2 and not name.endswith(FP32)
+
+
+def _adds_up(plan: Plan) -> bool:
+    """Whether a step adds several gradients of one weight."""
+    mesh = plan.mesh
+    return plan.micro_rows * mesh.data < plan.rows_per_step or mesh.data * mesh.context > 1

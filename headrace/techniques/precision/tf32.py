@@ -1,0 +1,110 @@
+"""Round the operands of fp32 products to 10 mantissa bits, which matrix units multiply.
+
+A GPU's matrix units have no fp32. TF32 is their format for it: the range of fp32, the mantissa of
+fp16, sums in fp32. Weights, activations and everything that is not a matrix product stay fp32, so
+no byte is saved: it is for runs that want fp32's memory layout and range, and not its last digits.
+torch's float32 matmul precision is a flag of the process; it is set for the run and restored. An
+operand has 3 mantissa bits more than bf16, so the band is an eighth of bf16's (derived). Left out:
+TF32 in convolutions, which no model here has. Source: NVIDIA's Ampere white paper;
+torch.set_float32_matmul_precision.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from headrace.core.ledger import Ledger
+from headrace.core.technique import (
+    Card,
+    Context,
+    Evidence,
+    Stage,
+    Supported,
+    Technique,
+    Unsupported,
+)
+from headrace.sockets import Build
+
+UNIT = 2.0**-10
+"""Of a TF32 mantissa: numbers between 1 and 2 are this far apart."""
+SIZE = 256
+"""Features of the probe: large enough that libraries choose the kernel that a run gets."""
+
+
+@contextmanager
+def tf32_products() -> Iterator[None]:
+    """fp32 products in TF32 while it lasts."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+class Tf32(Technique[Build]):
+    """Multiply fp32 matrices with 10 mantissa bits."""
+
+    room: ClassVar[str] = "precision"
+    stage: ClassVar[Stage] = Stage.STEP
+    composes: ClassVar[tuple[str, ...]] = ("runtime",)
+    equality: ClassVar = "approximate"
+    band: ClassVar[float] = 0.05 / 2**3  # bf16's, with 3 more bits
+    symptoms: ClassVar[tuple[str, ...]] = ("matmul",)
+    card: ClassVar[Card] = Card(
+        buys="fp32 products at 8 times the rate on an A100 (data sheet: 156 against 19.5 TFLOP/s)",
+        costs="operands of products rounded to 11 significant bits; no memory saved",
+        helps="runs that need fp32 weights and activations, on Ampere or newer",
+        hurts="where bf16 does: it is twice as fast again, in half the bytes (data sheet)",
+        source="NVIDIA A100 data sheet; torch.set_float32_matmul_precision",
+    )
+
+    def supports(self, context: Context) -> Supported | Unsupported:
+        """fp32 runs on Ampere or newer."""
+        if context.device != "cuda":
+            return Unsupported(
+                f"{context.device} has no TF32: it is a format of NVIDIA's matrix units",
+                "device=cuda",
+            )
+        if context.capability is None or context.capability < (8, 0):
+            found = ".".join(map(str, context.capability or ("unknown",)))
+            return Unsupported(
+                f"{context.device_name} has compute capability {found}, and TF32 needs 8.0",
+                "an Ampere GPU or newer",
+            )
+        if context.precision != "fp32":
+            return Unsupported(
+                f"the run multiplies in {context.precision}, and TF32 is for fp32 operands",
+                "model.precision=fp32",
+            )
+        return Supported()
+
+    def predict(self, ledger: Ledger) -> Ledger:
+        """The same memory and work."""
+        return ledger
+
+    def apply(self, build: Build) -> None:
+        """One flag of the process."""
+        build.runtime.append(tf32_products)
+
+    def active(self, build: Build) -> Evidence:
+        """A product, as the run multiplies now, of operands that need more than 10 bits."""
+        with torch.no_grad(), build.autocast():
+            product = probe(build.device)
+        wanted = float(SIZE)
+        kept = float((product.double() / wanted - 1).abs().mean()) / UNIT
+        return Evidence(
+            active=product.dtype == torch.float32 and bool((product == wanted).all()),
+            detail=f"ones times 1 + 2^-12 give sums that are {kept:.3g} units of TF32 above ones"
+            + (": the operand was rounded" if kept == 0 else ": the operand was not rounded"),
+            numbers={"units_off": kept},
+        )
+
+
+def probe(device: torch.device) -> Tensor:
+    """Sums of `SIZE` products of one and 1 + 2^-12: `SIZE` exactly where an operand is TF32."""
+    ones = torch.ones(SIZE, SIZE, device=device)
+    return ones @ (ones + UNIT / 4)

@@ -1,0 +1,99 @@
+"""ALiBi: no rotation, slopes that a longer row and packed documents keep, and its refusals."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.context import make_context
+from headrace.core.errors import ConfigError
+from headrace.core.technique import Supported, Unsupported
+from headrace.model.mask import MaskSpec, Rows
+from headrace.sample import generate
+from headrace.sockets import Build
+from headrace.techniques.attention.alibi import Alibi
+
+ON = "techniques.alibi={}"
+
+
+def test_slopes_are_all_that_tells_a_place(make_tiny: Callable[..., Build]) -> None:
+    build = make_tiny(ON)
+    assert build.config.position == "none" and build.mask == MaskSpec(alibi=2)
+    ids = torch.tensor([[5, 5, 5, 5, 7, 9]])
+    with torch.no_grad():
+        states = build.model.hidden(ids, Rows(torch.arange(6)[None]))
+        bare = make_tiny("model.position=none").model
+        bare_states = bare.hidden(ids, Rows(torch.arange(6)[None]))
+        swapped = ids[:, [1, 0, 4, 3, 2, 5]]
+        moved = build.model.hidden(swapped, Rows(torch.arange(6)[None]))
+        bare_moved = bare.hidden(swapped, Rows(torch.arange(6)[None]))
+    assert not states[0, -1].allclose(bare_states[0, -1], rtol=1e-4)
+    assert not states[0, -1].allclose(moved[0, -1], rtol=1e-4)
+    assert not bare_states[0, 4].allclose(bare_moved[0, 4], rtol=1e-4)
+
+
+def test_a_plan_that_wants_a_rotation_is_refused(tiny_plan: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match=r"model\.position = 'rope', and alibi makes it 'none'"):
+        tiny_plan(ON, "model.position=rope")
+
+
+def test_a_packed_document_is_a_row_of_its_own(make_tiny: Callable[..., Build]) -> None:
+    """Bit for bit: nothing of what stands before it, its distances included, is seen."""
+    build = make_tiny(ON, "techniques.document_packing={}")
+    assert build.mask == MaskSpec(document=True, alibi=2)
+    T, begin = 12, 5
+    ids = torch.arange(T)[None]
+    segments = (torch.arange(T) >= begin).int()[None]
+    places = torch.arange(T)[None] - begin * segments
+    with torch.no_grad():
+        packed = build.model.hidden(ids, Rows(places, segments))
+        other = ids.where(segments == 1, ids + 50)
+        again = build.model.hidden(other, Rows(places, segments))
+        alone = build.model.hidden(ids[:, begin:], Rows(torch.arange(T - begin)[None]))
+    assert packed[:, begin:].equal(again[:, begin:])
+    assert not packed[:, :begin].equal(again[:, :begin])
+    torch.testing.assert_close(packed[:, begin:], alone, rtol=1e-5, atol=1e-6)
+
+
+def test_sampling_goes_beyond_the_rows_of_training(make_tiny: Callable[..., Build]) -> None:
+    build = make_tiny(ON)
+    found = generate(build.model, torch.arange(12)[None], new_tokens=10, temperature=0)
+    for end in range(12, 22):  # rows of 16 in training
+        logits = build.model.logits(found[:, :end], Rows(torch.arange(end)[None]))
+        assert int(logits[0, -1].argmax()) == int(found[0, end])
+
+
+def test_evidence_tells_other_slopes_apart(make_tiny: Callable[..., Build]) -> None:
+    build = make_tiny(ON)
+    evidence = Alibi().active(build)
+    assert evidence.active and evidence.numbers["steepest"] == pytest.approx(1 / 16, rel=1e-3)
+    assert evidence.numbers["flattest"] == pytest.approx(1 / 256, rel=1e-2)
+    build.model.mask = MaskSpec()
+    assert not Alibi().active(build).active
+    rotated = make_tiny()
+    rotated.model.mask = MaskSpec(alibi=2)
+    assert not Alibi().active(rotated).active
+
+
+def test_refuses_split_heads_and_split_rows(tiny_plan: Callable[..., Any]) -> None:
+    context = make_context(tiny_plan(ON), torch.device("cpu"))
+    assert isinstance(Alibi().supports(context), Supported)
+    for axis, says in (("tensor", "own slope"), ("context", "no bias")):
+        plan = tiny_plan(ON, f"mesh.{axis}=2", f"techniques.{axis}_parallel={{}}")
+        context = make_context(plan, torch.device("cpu"))
+        answer = Alibi().supports(context)
+        assert isinstance(answer, Unsupported) and says in answer.reason
+
+
+def test_a_state_has_no_slopes(make_tiny: Callable[..., Build]) -> None:
+    with pytest.raises(ConfigError, match=r"linear_attention .* does not know alibi of the mask"):
+        make_tiny(ON, "techniques.linear_attention={}")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("backend", ["", "techniques.flex_attention={}"])
+def test_slopes_on_a_gpu(make_tiny: Callable[..., Build], backend: str) -> None:
+    build = make_tiny(ON, "device=cuda", "model.head_dim=16", *filter(None, [backend]))
+    assert Alibi().active(build).active

@@ -1,0 +1,198 @@
+"""bf16 weights against torch's AdamW on fp32 copies, and what survives in them."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from headrace.checkpoint import Saved
+from headrace.core.errors import ConfigError, UnsupportedError
+from headrace.core.technique import Context, Supported, Unsupported
+from headrace.data.loader import Micro
+from headrace.filled import check_active
+from headrace.kernels.bf16_weight import joined, keys_of, places
+from headrace.sockets import Build
+from headrace.techniques.precision.bf16_parameters import Bf16AdamW, Bf16Parameters
+from headrace.train import step
+
+Make = Callable[..., Build]
+ON = "techniques.bf16_parameters.rounding={}"
+ONE = "batch.micro_sequences=0"
+ROUNDINGS = ["master", "stochastic"]
+
+
+def optimizer_of(
+    build: Build, p: nn.Parameter, rounding: str, *, compiled: bool = False
+) -> Bf16AdamW:
+    """The optimizer over one matrix."""
+    shape = tuple(p.shape)
+
+    def noise(name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return keys_of(0, name, p.device), *places((0,) * p.ndim, shape, shape, p.device)
+
+    return Bf16AdamW(
+        build.plan.optimizer, {"w": p}, rounding=rounding, noise=noise, compiled=compiled
+    )
+
+
+def start(rounding: str, build: Build) -> tuple[nn.Parameter, Bf16AdamW, torch.Generator]:
+    draw = torch.Generator().manual_seed(0)
+    p = nn.Parameter(torch.randn(60, 70, generator=draw).bfloat16())
+    return p, optimizer_of(build, p, rounding), draw
+
+
+def test_a_master_is_torchs_adamw_to_the_bit(make_tiny: Make) -> None:
+    build = make_tiny("optimizer.weight_decay=0.1", "optimizer.lr=1e-4")
+    p, optimizer, draw = start("master", build)
+    config = build.plan.optimizer
+    right = nn.Parameter(p.detach().float())
+    reference = torch.optim.AdamW([right], lr=config.lr, betas=config.betas, eps=config.eps,
+                                  weight_decay=config.weight_decay, fused=True)  # fmt: skip
+    for _ in range(30):
+        p.grad = torch.randn(p.shape, generator=draw).bfloat16()
+        right.grad = p.grad.float()
+        optimizer.step()
+        reference.step()
+    state = optimizer.state[p]
+    assert joined(p.detach(), state["rest"]).equal(right.detach())
+    assert state["exp_avg"].equal(reference.state[right]["exp_avg"])
+    assert ((p.float() - right).abs() <= right.abs() * 2.0**-8).all()
+
+
+def test_chance_follows_updates_that_bf16_would_lose(make_tiny: Make) -> None:
+    """Updates of 2^-10 of a weight: rounded to the nearest none would move it."""
+    build = make_tiny("optimizer.weight_decay=0", f"optimizer.lr={2.0**-10}")
+    p = nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
+    optimizer = optimizer_of(build, p, "stochastic")
+    for _ in range(32):
+        p.grad = -torch.ones_like(p)
+        optimizer.step()
+    wanted = 1 + 32 * 2.0**-10
+    spread = 2.0**-7 * (32 * 0.125 * 0.875 / p.numel()) ** 0.5
+    assert abs(float(p.detach().double().mean()) - wanted) < 5 * spread
+    assert (1 + torch.tensor(2.0**-10)).bfloat16() == 1
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_a_masked_step_changes_nothing(make_tiny: Make, rounding: str) -> None:
+    p, optimizer, draw = start(rounding, make_tiny())
+    for bad in (0.0, 1.0):
+        p.grad = torch.randn(p.shape, generator=draw).bfloat16()
+        if bad:
+            p.grad[3, 4] = torch.inf
+        before = [p.detach().clone(), *(t.clone() for t in optimizer.state[p].values())]
+        optimizer.found_inf = torch.tensor(bad)
+        optimizer.step()
+        if bad:
+            after = [p.detach(), *optimizer.state[p].values()]
+            assert len(before) == len(after)
+            assert all(x.equal(y) for x, y in zip(before, after, strict=True))
+            assert optimizer.state[p]["step"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_compiled_is_the_same(make_tiny: Make, rounding: str) -> None:
+    found = []
+    for compiled in (False, True):
+        p, _, draw = start(rounding, build := make_tiny())
+        optimizer = optimizer_of(build, p, rounding, compiled=compiled)
+        for _ in range(3):
+            p.grad = torch.randn(p.shape, generator=draw).bfloat16()
+            optimizer.step()
+        found.append(p.detach().clone())
+    assert found[0].equal(found[1])
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_halves_weights_and_gradients_that_are_computed_once(
+    make_tiny: Make, batch: Callable[[Build], list[Micro]], rounding: str
+) -> None:
+    build = make_tiny(ON.format(rounding), ONE)
+    plain = make_tiny()
+    names = dict(plain.model.named_parameters())
+    step(build, batch(build), 0)
+    for name, p in build.model.named_parameters():
+        wanted = torch.bfloat16 if p.ndim >= 2 else torch.float32
+        assert p.dtype == p.grad.dtype == wanted and p.shape == names[name].shape  # type: ignore
+    found = check_active(build)["bf16_parameters"]
+    assert found.numbers["bytes_per_weight"] == 2
+    assert found.numbers["state_bytes"] == pytest.approx(10 if rounding == "master" else 8, abs=0.1)
+    assert all(p.ndim < 2 for p in build.routed["adamw"].values())
+
+
+def test_gradients_that_are_added_up_are_fp32(
+    make_tiny: Make, batch: Callable[[Build], list[Micro]]
+) -> None:
+    """Many micro-batches give what one gives, as near as bf16 products of parts allow."""
+    found = []
+    for rows in (1, 0):
+        build = make_tiny(ON.format("master"), f"batch.micro_sequences={rows}")
+        step(build, batch(build), 0)
+        found.append(dict(build.model.named_parameters()))
+    for name, p in found[0].items():
+        once = found[1][name].grad.float()  # type: ignore[union-attr]
+        assert p.grad is not None and p.grad.dtype == torch.float32
+        assert (p.grad - once).norm() / once.norm() < 0.01, name
+
+
+def test_a_router_stays_fp32(make_tiny: Make) -> None:
+    build = make_tiny(ON.format("master"), "techniques.mixture_of_experts.experts=4")
+    kinds = {n: p.dtype for n, p in build.model.named_parameters() if p.ndim >= 2}
+    routers = {n for n, kind in kinds.items() if kind == torch.float32}
+    assert routers and all(n.endswith("router.weight") for n in routers)
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_a_checkpoint_holds_16_bits_and_resumes_exactly(
+    train: Callable[..., Path], rounding: str
+) -> None:
+    keys = (ON.format(rounding), "checkpoint.every_steps=2", "checkpoint.keep_last=9")
+    folder = train(*keys)
+    ends = []
+    for _ in range(2):
+        saved = Saved(folder / "checkpoints" / "latest")
+        kinds = {n: saved.shape_of(n)[1] for n in saved.names()}
+        assert kinds["model/embed.weight"] == torch.bfloat16
+        assert kinds["optimizer/embed.weight/exp_avg"] == torch.float32
+        assert kinds.get("optimizer/embed.weight/rest") == (
+            torch.int16 if rounding == "master" else None
+        )
+        shape, kind = saved.shape_of("model/embed.weight")
+        ends.append(weight := torch.empty(shape, dtype=kind))
+        saved.fill_("model/embed.weight", weight)
+        train(*keys, resume=True, checkpoint="step-2")
+    assert ends[0].equal(ends[1])
+
+
+def test_the_loss_falls_as_with_fp32_weights(make_tiny: Make) -> None:
+    ends = {}
+    for name, keys in {"fp32": ["model.precision=bf16"], "master": [ON.format("master")],
+                       "stochastic": [ON.format("stochastic")]}.items():  # fmt: skip
+        build = make_tiny("optimizer.lr=3e-3", *keys)
+        micros = build.loader.step(0).micros
+        losses = [float(step(build, micros, n)[0]) for n in range(1, 31)]
+        ends[name] = losses[-1]
+        assert math.isfinite(losses[-1]) and losses[-1] < losses[0] - 0.3
+    assert ends["master"] == pytest.approx(ends["fp32"], rel=0.02)
+    assert ends["stochastic"] == pytest.approx(ends["fp32"], rel=0.02)
+
+
+def test_says_where_it_runs(make_tiny: Make) -> None:
+    plain = make_tiny().context
+
+    def place(**how: object) -> Context:
+        known = {"device": "cuda", "device_name": "GPU", "capability": (9, 0)}
+        return Context(**{**vars(plain), **known, **how})  # type: ignore[arg-type]
+
+    assert isinstance(Bf16Parameters().supports(place()), Supported)
+    answer = Bf16Parameters().supports(place(capability=(7, 5)))
+    assert isinstance(answer, Unsupported) and "bf16" in answer.reason and answer.remedy
+    for other in ("muon", "adamw_8bit", "sophia"):
+        with pytest.raises(UnsupportedError, match=f"{other} adds its updates"):
+            make_tiny(ON.format("master"), f"techniques.{other}={{}}")
+    with pytest.raises(ConfigError, match="bf16_parameters makes it 'bf16'"):
+        make_tiny(ON.format("master"), "model.precision=fp32")

@@ -1,0 +1,212 @@
+"""FlashAttention 3 and 4: found without being imported, put in place and taken out again."""
+
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import current_flash_attention_impl, register_flash_attention_impl
+
+from headrace.core.errors import UnsupportedError
+from headrace.core.model_config import ModelConfig
+from headrace.core.plan import Plan
+from headrace.core.technique import Context, Supported, Unsupported
+from headrace.model.attention import Sdpa
+from headrace.model.mask import MaskSpec, Rows
+from headrace.techniques.attention import flash_attention_3
+from headrace.techniques.attention.flash_attention_3 import (
+    RELEASES,
+    Flash3Sdpa,
+    FlashAttention3,
+    activate,
+    activated,
+    is_installed,
+)
+from headrace.techniques.data.document_packing import DocumentPacking
+
+PLAN = Plan.model_validate({"goal": {"steps": 1}})
+GPU = Context(
+    plan=PLAN, device="cuda", device_name="NVIDIA H200", capability=(9, 0), torch=(2, 13),
+    has_triton=True, has_compiler=True, ranks=1, precision="bf16",
+)  # fmt: skip
+FA3, FA4 = FlashAttention3(version="FA3"), FlashAttention3(version="FA4")
+HERE = [v for v, release in RELEASES.items() if is_installed(release.module)]
+
+
+class Standing:
+    """What stands in for the kernels of a version that a test registers."""
+
+    def __init__(self) -> None:
+        self.removed = False
+
+    def remove(self) -> None:
+        """As torch calls it."""
+        self.removed = True
+
+
+@pytest.fixture
+def versions() -> dict[str, list[Standing]]:
+    """Two versions that torch can activate anywhere, and what of each was put in place."""
+    made: dict[str, list[Standing]] = {"one": [], "two": []}
+
+    def register(name: str) -> None:
+        def stand() -> Standing:
+            made[name].append(Standing())
+            return made[name][-1]
+
+        register_flash_attention_impl(name, register_fn=stand)
+
+    for name in made:
+        register(name)
+    return made
+
+
+def test_stands_inside_and_is_taken_out(versions: dict[str, list[Standing]]) -> None:
+    assert current_flash_attention_impl() is None
+    with activated("one"):
+        assert current_flash_attention_impl() == "one"
+        with activated("one"), activated("two"):
+            assert current_flash_attention_impl() == "two" and versions["one"][0].removed
+        assert current_flash_attention_impl() == "one"
+    assert current_flash_attention_impl() is None
+    assert all(standing.removed for name in versions for standing in versions[name])
+
+
+def test_is_taken_out_when_a_run_fails(versions: dict[str, list[Standing]]) -> None:
+    with pytest.raises(ZeroDivisionError), activated("one"):
+        _ = 1 / 0
+    assert current_flash_attention_impl() is None and versions["one"][0].removed
+
+
+def test_a_forward_pass_sees_to_its_own_kernels(versions: dict[str, list[Standing]]) -> None:
+    rows = Rows(torch.arange(4)[None])
+    with activated("two"):
+        Flash3Sdpa("one").prepare(MaskSpec(), rows, 4)
+        Flash3Sdpa("one").prepare(MaskSpec(), rows, 4)
+        assert current_flash_attention_impl() == "one" and len(versions["one"]) == 1
+    assert current_flash_attention_impl() is None
+    with pytest.raises(UnsupportedError, match="no mask"):
+        Flash3Sdpa("one").prepare(MaskSpec(document=True), rows, 4)
+
+
+def test_one_that_cannot_be_loaded_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(version: str) -> None:
+        raise ImportError("undefined symbol")
+
+    monkeypatch.setattr(flash_attention_3, "activate_flash_attention_impl", fail)
+    with pytest.raises(UnsupportedError, match=r"FA3 is installed .* undefined symbol") as caught:
+        activate("FA3")
+    assert "flash-attention" in caught.value.remedy
+
+
+def test_is_found_without_being_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "headrace_fake").mkdir()
+    (tmp_path / "headrace_fake" / "__init__.py").write_text("raise ImportError('was imported')")
+    assert not is_installed("headrace_fake.cute.interface")
+    (tmp_path / "headrace_fake" / "cute").mkdir()
+    (tmp_path / "headrace_fake" / "cute" / "interface.py").touch()
+    assert is_installed("headrace_fake.cute.interface") and is_installed("headrace_fake")
+    assert not is_installed("headrace_missing") and not is_installed("headrace_missing.interface")
+    assert "headrace_fake" not in sys.modules
+
+
+@pytest.mark.parametrize("technique", [FA3, FA4], ids=["FA3", "FA4"])
+def test_refuses_what_is_not_there(
+    technique: FlashAttention3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flash_attention_3, "is_installed", lambda module: False)
+    answer = technique.supports(GPU)
+    assert isinstance(answer, Unsupported) and "not installed" in answer.reason
+    assert answer.remedy == RELEASES[technique.version].install and "install" in answer.remedy
+
+
+def test_refuses_where_it_has_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_attention_3, "is_installed", lambda module: True)
+    wide = Plan.model_validate({"goal": {"steps": 1}, "model": {"head_dim": 264}})
+    packed = PLAN.replaced(techniques={"document_packing": DocumentPacking()})
+    for technique, how, says in (
+        (FA3, {"device": "cpu"}, "not cpu"),
+        (FA4, {"device": "cpu"}, "not cpu"),
+        (FA3, {"capability": (8, 0)}, "Hopper"),
+        (FA3, {"capability": (10, 0)}, "Hopper"),
+        (FA3, {"capability": None}, "unknown"),
+        (FA4, {"capability": (8, 9)}, "Blackwell"),
+        (FA4, {"capability": (12, 0)}, "12.0"),
+        (FA3, {"precision": "fp32"}, "half precision"),
+        (FA3, {"plan": wide}, "have 264"),
+        (FA3, {"plan": packed}, "document_packing"),
+    ):
+        answer = technique.supports(replace(GPU, **how))
+        assert isinstance(answer, Unsupported) and says in answer.reason and answer.remedy
+    for technique, capability in ((FA3, (9, 0)), (FA4, (9, 0)), (FA4, (10, 3))):
+        assert isinstance(technique.supports(replace(GPU, capability=capability)), Supported)
+
+
+def test_a_torch_that_cannot_activate_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_attention_3, "list_flash_attention_impls", lambda: ["FA4"])
+    answer = FA3.supports(GPU)
+    assert isinstance(answer, Unsupported) and "cannot activate FA3" in answer.reason
+
+
+def test_is_not_in_force_without_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(flash_attention_3, "activated", nullcontext)
+    for attend in (Flash3Sdpa("FA3"), Sdpa()):
+        build: Any = SimpleNamespace(
+            config=ModelConfig(dim=32, heads=4, kv_heads=2), device=torch.device("cpu"),
+            context=GPU, model=SimpleNamespace(attend=attend),
+        )  # fmt: skip
+        evidence = FA3.active(build)
+        assert evidence.active is False and "no flash kernel" in evidence.detail
+
+
+def qkv(length: int, width: int, device: str) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(2, length, heads, width).to(device) for heads in (4, 2, 2)]
+
+
+def test_a_forward_pass_and_a_query_over_a_cache_are_the_trunks() -> None:
+    q, k, v = qkv(13, 8, "cpu")
+    for query in (q, q[:, -1:]):
+        torch.testing.assert_close(Flash3Sdpa("FA3")(query, k, v, None), Sdpa()(query, k, v, None))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(not HERE, reason="needs FlashAttention 3 or 4")
+@pytest.mark.parametrize("version", HERE)
+@pytest.mark.parametrize("length", [13, 200, 513])
+def test_the_kernel_equals_a_dense_reference(version: str, length: int) -> None:
+    """In bf16 within its rounding of the fp32 reference, forward and every gradient."""
+    rows, seen = Rows(torch.arange(length, device="cuda")[None]), []
+    causal = torch.ones(length, length, dtype=torch.bool, device="cuda").tril()
+    with activated(version):
+        for backend, dtype in ((Flash3Sdpa(version), torch.bfloat16), (Sdpa(), torch.float32)):
+            given = [x.bfloat16().to(dtype).requires_grad_() for x in qkv(length, 64, "cuda")]
+            backend.prepare(MaskSpec(), rows, length)
+            out = backend(*given, causal if dtype == torch.float32 else None)
+            weigh = torch.linspace(-1, 1, 64, device="cuda")
+            seen.append([out, *torch.autograd.grad((out * weigh.to(dtype)).sum(), given)])
+    for found, right in zip(*seen, strict=True):
+        off = (found.float() - right).norm() / right.norm()
+        assert off < 0.02, f"off by {off}"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(not HERE, reason="needs FlashAttention 3 or 4")
+@pytest.mark.parametrize("version", HERE)
+def test_a_later_token_does_not_reach_an_earlier_one(version: str) -> None:
+    """The leak that plain causal rows can have: bit by bit, outputs before a changed token."""
+    q, k, v = (x.bfloat16() for x in qkv(200, 64, "cuda"))
+    place = torch.arange(200, device="cuda")[None, :, None, None]
+    with activated(version):
+        before = Flash3Sdpa(version)(q, k, v, None)
+        after = Flash3Sdpa(version)(q, *(torch.where(place >= 130, x + 1, x) for x in (k, v)), None)
+    assert before[:, :130].equal(after[:, :130]) and not before[:, 130:].equal(after[:, 130:])

@@ -1,0 +1,186 @@
+"""Steps with the fused head are the trunk's; on a CPU its kernels run in Triton's interpreter."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import house
+import pytest
+import torch
+import torch.nn.functional as F
+from house import Variant
+from torch import Tensor
+
+from headrace.build import predict
+from headrace.context import check_supported
+from headrace.core.errors import ConfigError
+from headrace.core.plan import MeshConfig, Plan
+from headrace.core.technique import Context, Supported, Unsupported
+from headrace.filled import check_active
+from headrace.kernels.launches import COUNTS
+from headrace.signals import TrackedMemory
+from headrace.techniques.loss.fused_cross_entropy import FusedCrossEntropy
+from headrace.train import step
+
+pytest.importorskip("triton")
+
+COMPILE = {"backend": "aot_eager"}
+CASES: dict[str, tuple[str, dict[str, dict[str, Any]], dict[str, Any]]] = {
+    "alone": ("grouped", {}, {}),
+    "tied, accumulated": ("tied", {}, {"micro_rows": 2}),
+    "packed": ("gpt2", {"document_packing": {}}, {}),
+    "compiled blocks": ("grouped", {"torch_compile": {**COMPILE, "scope": "block"}}, {}),
+    "compiled": ("grouped", {"torch_compile": COMPILE}, {"micro_rows": 2}),
+}
+"""(shape, techniques beside it, keys of the plan)"""
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch, corpus: Path, prepared_folder: Path) -> None:
+    """Let it run here, where the kernels are interpreted."""
+    house.put_data_in(str(corpus), str(prepared_folder))
+    monkeypatch.setattr(FusedCrossEntropy, "supports", lambda self, context: Supported())
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter is for machines without a GPU")
+
+
+def plan_with(beside: dict[str, dict[str, Any]], *, fused: bool = True, **keys: Any) -> Plan:
+    """A tiny plan with techniques by name."""
+    names = {**({"fused_cross_entropy": {}} if fused else {}), **beside}
+    return house.make_plan(*(Variant(n, k).technique() for n, k in names.items()), **keys)
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_step_equals_the_reference(case: Any, ignored: bool, on_a_cpu: None) -> None:
+    shape, beside, keys = case
+    rows = house.make_rows(house.SHAPES[shape]["vocab"], ignored=ignored)
+    build = house.random_build(plan_with(beside, shape=shape, **keys))
+    found = house.take_step(build, rows)
+    documents = "document_packing" in beside
+    house.assert_equal(found, house.trunk_reference(shape, rows, documents=documents, device="cpu"))
+    evidence = check_active(build)["fused_cross_entropy"]
+    micros = house.ROWS // (keys.get("micro_rows") or house.ROWS)
+    assert evidence.numbers["backward_launches"] == micros
+    assert evidence.numbers["forward_launches"] >= micros  # other evidence runs the model too
+
+
+def test_sophias_second_sweep_is_the_trunks(on_a_cpu: None) -> None:
+    rows = house.make_rows(house.SHAPES["grouped"]["vocab"], ignored=True)
+    ends = []
+    for fused in (False, True):
+        build = house.random_build(plan_with({"sophia": {"every": 1}}, fused=fused))
+        before = COUNTS["cross_entropy_backward"]
+        house.take_step(build, rows)
+        assert COUNTS["cross_entropy_backward"] - before == (2 if fused else 0)
+        ends.append(build.model.state_dict())
+    for name, right in ends[0].items():
+        torch.testing.assert_close(ends[1][name], right, rtol=1e-4, atol=1e-5)
+
+
+def test_is_not_active_without_launches(on_a_cpu: None) -> None:
+    build = house.build_of(plan_with({}))
+    technique = build.techniques[0]
+    assert not technique.active(build).active
+    with torch.no_grad():
+        house.build_of(plan_with({}, fused=False))
+    assert not technique.active(build).active
+
+
+def forward_by_rows(logits_NV: Tensor, targets_N: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
+    """What the first kernel computes."""
+    losses_N = [F.cross_entropy(x, t) for x, t in zip(logits_NV, targets_N, strict=True)]
+    largest_N = logits_NV.amax(-1)
+    rest_N = torch.stack([x.logsumexp(-1) for x in logits_NV]) - largest_N
+    return torch.stack(losses_N), torch.stack([largest_N, rest_N], -1)
+
+
+def backward_by_rows(
+    out_NV: Tensor, logits_NV: Tensor, targets_N: Tensor, norms_N2: Tensor, grad_N: Tensor,
+    *how: Any,
+) -> None:  # fmt: skip
+    """What the second kernel computes."""
+    for row, (x, t) in enumerate(zip(logits_NV, targets_N, strict=True)):
+        p = (x - norms_N2[row].sum()).exp()
+        out_NV[row] = grad_N[row] * (p - F.one_hot(t, len(x)))
+
+
+@pytest.mark.parametrize("sizes", [{}, {"vocab": 2003}, {"tied_embeddings": True}], ids=str)
+def test_the_predicted_peak_is_the_traced(
+    sizes: dict[str, Any], on_a_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interpreter keeps the tensors of its last call, and these two let go as a GPU does."""
+    from headrace.kernels import fused_cross_entropy_triton
+
+    monkeypatch.setattr(fused_cross_entropy_triton, "forward", forward_by_rows)
+    monkeypatch.setattr(fused_cross_entropy_triton, "backward", backward_by_rows)
+    peaks = []
+    for fused in (True, False):
+        model = {"vocab": 521, "dim": 48, "heads": 4, "kv_heads": 0, "ffn": 96, **sizes}
+        plan = plan_with({}, fused=fused, model=model, data={"sequence_length": 64},
+                         batch={"tokens": 256})  # fmt: skip
+        build = house.build_of(plan)
+        micros = [build.loader.step(n).micros for n in range(2)]
+        step(build, micros[0], 0)
+        build.model.zero_grad()
+        tracked = TrackedMemory(build.model, list(build.optimizers.values()))
+        with tracked:
+            step(build, micros[1], 1)
+        peaks.append(tracked.peak_bytes()["Total"])
+        assert predict(build.plan, build.context).peak()[1] == pytest.approx(peaks[-1], rel=0.02)
+    assert peaks[0] < peaks[1]
+
+
+def test_refuses_where_its_kernels_cannot_run() -> None:
+    gpu = Context(
+        plan=None, device="cuda", device_name="NVIDIA H200", capability=(9, 0), torch=(2, 11),
+        has_triton=True, has_compiler=True, ranks=1, precision="bf16",
+    )  # fmt: skip
+    split = house.make_plan().model_copy(update={"mesh": MeshConfig(tensor=2)})
+    taught = house.make_plan(Variant("distillation").technique())
+    assert isinstance(FusedCrossEntropy().supports(gpu), Supported)
+    for how, says, helps in (
+        ({"device": "cpu"}, "NVIDIA GPU", "device=cuda"),
+        ({"has_triton": False}, "Triton", "pip install triton"),
+        ({"capability": (7, 5)}, "Ampere", "leave"),
+        ({"plan": split}, "tensor parallelism", "mesh.tensor=1"),
+        ({"plan": taught}, "distillation", "--without distillation"),
+    ):
+        answer = FusedCrossEntropy().supports(replace(gpu, **how))
+        assert isinstance(answer, Unsupported)
+        assert says in answer.reason and helps in answer.remedy
+
+
+def test_the_chunked_head_is_named_beside_it() -> None:
+    both = [Variant(n).technique() for n in ("fused_cross_entropy", "chunked_cross_entropy")]
+    with pytest.raises(ConfigError, match=r"both own the socket 'parts.head'"):
+        check_supported(both, house.context_on("cpu", house.make_plan()))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_writes_over_the_logits_on_a_gpu(
+    compiled: bool, corpus: Path, prepared_folder: Path
+) -> None:
+    """The head's step holds one tensor of bf16 logits, and its gradients."""
+    house.put_data_in(str(corpus), str(prepared_folder))
+    beside = {"torch_compile": {}} if compiled else {}
+    vocab, tokens, dim = 32_003, 8 * 512, 64
+    plan = plan_with(
+        beside, device="cuda", model={"vocab": vocab, "dim": dim, "heads": 4, "ffn": 96},
+        data={"sequence_length": 512}, batch={"tokens": tokens},
+    )  # fmt: skip
+    build = house.build_of(plan)
+    micros = [build.loader.step(n).micros for n in range(2)]
+    step(build, micros[0], 0)
+    for parameter in build.model.parameters():
+        parameter.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step(build, micros[1], 1)
+    rise = torch.cuda.max_memory_allocated() - before
+    logits = 2 * tokens * vocab
+    assert logits <= rise < 1.5 * logits
+    assert check_active(build)["fused_cross_entropy"].active

@@ -1,0 +1,118 @@
+"""A memory budget: what compiled graphs hold between forward and backward, by the fraction."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from headrace.build import predict
+from headrace.core.errors import ConfigError, RunError, UnsupportedError
+from headrace.data.loader import Micro
+from headrace.filled import check_active
+from headrace.sockets import Build
+from headrace.train import step
+
+Make = Callable[..., Build]
+Batch = Callable[[Build], list[Micro]]
+ON = "techniques.memory_budget.fraction"
+COMPILE = "techniques.torch_compile.backend=aot_eager"
+
+
+def take_step(build: Build, micros: list[Micro]) -> dict[str, torch.Tensor]:
+    """A first step under the run's flags; returns gradients by name."""
+    with ExitStack() as flags:
+        for enter in build.runtime:
+            flags.enter_context(enter())
+        step(build, micros, 0)
+    return {n: p.grad for n, p in build.model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("scope", ["model", "block"])
+def test_less_is_kept_and_the_gradients_stay(make_tiny: Make, batch: Batch, scope: str) -> None:
+    kept, found = [], []
+    for fraction in (1.0, 0.5, 0.1):
+        build = make_tiny(f"{ON}={fraction}", COMPILE, f"techniques.torch_compile.scope={scope}")
+        found.append(take_step(build, batch(build)))
+        numbers = check_active(build)["memory_budget"].numbers
+        assert numbers["budget"] == fraction and numbers["graphs"] > 0
+        kept.append(numbers["kept_bytes"])
+    assert kept[0] > kept[1] > kept[2] > 0
+    for less in found[1:]:
+        for name, right in found[0].items():
+            torch.testing.assert_close(less[name], right, rtol=1e-5, atol=1e-7, msg=name)
+
+
+def test_kept_bytes_are_those_of_the_partition(make_tiny: Make, batch: Batch) -> None:
+    """A block whose fraction is tiny holds its input and what all blocks share."""
+    build = make_tiny(f"{ON}=1e-6", COMPILE, "techniques.torch_compile.scope=block")
+    take_step(build, batch(build))
+    kept = check_active(build)["memory_budget"].numbers["kept_bytes"]
+    stream = 4 * build.plan.batch.tokens * build.config.dim
+    logits = 4 * build.plan.batch.tokens * build.config.vocab
+    assert kept <= 5 * stream + logits
+
+
+def test_without_the_runs_flags_it_is_not_in_force(make_tiny: Make, batch: Batch) -> None:
+    build = make_tiny(f"{ON}=0.5", COMPILE)
+    step(build, batch(build), 0)  # compiled under no budget
+    with pytest.raises(RunError, match="memory_budget was asked for and is not in force"):
+        check_active(build)
+
+
+def test_nothing_seen_is_no_evidence(make_tiny: Make) -> None:
+    build = make_tiny(f"{ON}=0.5", COMPILE)
+    assert not build.plan.techniques["memory_budget"].active(build).active
+
+
+def test_the_flag_is_put_back(make_tiny: Make, batch: Batch) -> None:
+    from torch._functorch import config
+
+    build = make_tiny(f"{ON}=0.5", COMPILE)
+    take_step(build, batch(build))
+    assert config.activation_memory_budget == 1.0
+
+
+def test_refused_without_a_compiler_that_reads_it(make_tiny: Make) -> None:
+    with pytest.raises(UnsupportedError, match="nothing is compiled") as caught:
+        make_tiny(f"{ON}=0.5")
+    assert "--with torch_compile" in caught.value.remedy
+    with pytest.raises(UnsupportedError, match="leaves it to autograd") as caught:
+        make_tiny(f"{ON}=0.5", "techniques.torch_compile.backend=eager")
+    assert "backend=inductor" in caught.value.remedy
+    with pytest.raises(ConfigError, match="nothing is left for the budget"):
+        make_tiny(f"{ON}=0.5", COMPILE, "techniques.full_checkpoint.every=1")
+
+
+def test_the_prediction_falls_with_the_fraction(make_tiny: Make) -> None:
+    kept, work = [], []
+    for fraction in (1.0, 0.6, 0.3, 0.01):
+        build = make_tiny(f"{ON}={fraction}", COMPILE)
+        ledger = predict(build.plan, build.context)
+        kept.append(ledger.at("loss"))
+        work.append(ledger.flops["recompute"])
+    assert kept == sorted(kept, reverse=True) and kept[0] > kept[-1]
+    assert work == sorted(work) and work[0] == 0
+    whole = ledger.sizes["block_flops"] + ledger.sizes["attention_flops"]
+    assert work[-1] < whole
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpus_peak_falls(make_tiny: Make, batch: Batch) -> None:
+    peaks = []
+    for fraction in (1.0, 0.2):
+        build = make_tiny(
+            f"{ON}={fraction}", "techniques.torch_compile.scope=block", "device=cuda",
+            "model.dim=256", "model.heads=4", "model.ffn=1024", "model.layers=8",
+            "data.sequence_length=256", "batch.tokens=16384",
+        )  # fmt: skip
+        micros = batch(build)
+        take_step(build, micros)
+        torch.cuda.reset_peak_memory_stats()
+        take_step(build, micros)
+        peaks.append(torch.cuda.max_memory_allocated())
+        assert check_active(build)["memory_budget"].active
+        del build
+    assert peaks[1] < 0.9 * peaks[0]

@@ -1,0 +1,157 @@
+"""The save policy, operation by operation: what is kept, what is run again, and what it costs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from headrace.build import predict
+from headrace.core.errors import ConfigError
+from headrace.data.loader import Micro
+from headrace.filled import check_active
+from headrace.kernels import grouped_linear
+from headrace.parallel import ring
+from headrace.sockets import Build
+from headrace.techniques.memory.selective_checkpoint import (
+    MATMULS,
+    SAVED,
+    SelectiveCheckpoint,
+    operation_of,
+)
+from headrace.train import step
+
+Make = Callable[..., Build]
+Batch = Callable[[Build], list[Micro]]
+ON = "techniques.selective_checkpoint"
+COMPILE = "techniques.torch_compile.backend=aot_eager"
+ATEN = torch.ops.aten
+FIRST_POLICY = [
+    ATEN.mm, ATEN.bmm, ATEN.addmm, ATEN.linear, ATEN._scaled_mm, ATEN._grouped_mm,
+    ATEN.convolution, ATEN._scaled_dot_product_flash_attention,
+    ATEN._scaled_dot_product_flash_attention_for_cpu,
+    ATEN._scaled_dot_product_efficient_attention, ATEN._scaled_dot_product_cudnn_attention,
+    ATEN._scaled_dot_product_attention_math,
+    ATEN._scaled_dot_product_fused_attention_overrideable, torch.ops.headrace.ring_attention,
+]  # fmt: skip
+"""What "matmul+attention" has meant since it was there."""
+
+
+def test_the_default_keeps_what_it_always_kept() -> None:
+    assert ring and SelectiveCheckpoint().kept() == SAVED["matmul+attention"]
+    assert all(operation_of(op.default) in SAVED["matmul+attention"] for op in FIRST_POLICY)
+
+
+@pytest.mark.parametrize(
+    ("op", "operation"),
+    [
+        (ATEN._scaled_grouped_mm.default, "grouped_mm"),
+        (torch.ops.headrace.looped_linear.default, "grouped_mm"),
+        (ATEN._flash_attention_forward.default, "attention"),
+        (ATEN._efficient_attention_forward.default, "attention"),
+        (torch.ops.higher_order.flex_attention, "attention"),
+        (torch.ops.higher_order.flex_attention_backward, None),
+        (ATEN._scaled_dot_product_cudnn_attention_backward.default, None),
+        (torch.ops.headrace.ring_attention_backward.default, None),
+        (torch.ops.headrace.looped_outer.default, None),
+        (ATEN.mul.Tensor, None),
+        (ATEN.silu.default, None),
+        (ATEN._to_copy.default, None),
+    ],
+    ids=str,
+)
+def test_operations_are_told_by_their_names(op: Any, operation: str | None) -> None:
+    assert grouped_linear and operation_of(op) == operation
+
+
+def saved_in_forward(build: Build, micros: list[Micro]) -> int:
+    """Results that the policy had kept when the loss was computed."""
+    saved, loss = [], build.model.loss
+
+    def watched(*args: object) -> Tensor:
+        saved.append(build.notes["selective_checkpoint"]["saved"])
+        return loss(*args)  # type: ignore[arg-type]
+
+    build.model.loss = watched  # type: ignore[method-assign]
+    step(build, micros, 0)
+    return saved[0]
+
+
+@pytest.mark.parametrize(
+    ("knobs", "per_block"),
+    [
+        (["every_matmul=2"], 3),  # qkv, gate_up and attention
+        (["every_matmul=3"], 3),  # qkv, down and attention
+        (["every_matmul=4", "save=matmul"], 1),
+        (["every_matmul=2", "save=matmul"], 2),
+        (['operations=["mm"]'], 4),
+        (['operations=["mm"]', "every_matmul=2"], 2),
+        (['operations=["attention"]'], 1),
+        (['operations=["bmm","convolution"]'], 0),
+        (['operations=["addmm","attention"]'], 1),  # linears without a bias are mm
+    ],
+    ids=str,
+)
+def test_what_is_kept_of_each_block(
+    make_tiny: Make, batch: Batch, knobs: list[str], per_block: int
+) -> None:
+    build = make_tiny(*(f"{ON}.{knob}" for knob in knobs))
+    assert saved_in_forward(build, batch(build)) == 2 * per_block
+
+
+def test_a_linear_with_a_bias_is_addmm(make_tiny: Make, batch: Batch) -> None:
+    build = make_tiny(f'{ON}.operations=["addmm"]', "model.bias=true")
+    assert saved_in_forward(build, batch(build)) == 2 * 4
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        (f"{ON}.every_matmul=2",),
+        (f'{ON}.operations=["mm"]',),
+        (f"{ON}.every_matmul=2", COMPILE),
+        (f"{ON}.every_matmul=3", COMPILE, "techniques.torch_compile.scope=block"),
+    ],
+    ids=" ".join,
+)
+def test_gradients_are_those_without_it(
+    make_tiny: Make, batch: Batch, knobs: tuple[str, ...]
+) -> None:
+    with_it, without = make_tiny(*knobs), make_tiny()
+    for build in (with_it, without):
+        step(build, batch(build), 0)
+    right = dict(without.model.named_parameters())
+    for name, parameter in with_it.model.named_parameters():
+        torch.testing.assert_close(parameter.grad, right[name].grad, rtol=1e-5, atol=1e-7, msg=name)
+    assert check_active(with_it)["selective_checkpoint"].active
+
+
+def test_every_block_counts_its_own_products(make_tiny: Make, batch: Batch) -> None:
+    """Three of four: the count begins anew in each block, so each keeps its first and last."""
+    one, three = (
+        saved_in_forward(build, batch(build))
+        for build in (
+            make_tiny(f"{ON}.every_matmul=3", f"model.layers={layers}") for layers in (1, 3)
+        )
+    )
+    assert three == 3 * one
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
+def test_the_work_again_is_predicted(make_tiny: Make, batch: Batch, k: int) -> None:
+    counted, told = [], 0.0
+    for more in ((), (f"{ON}.every_matmul={k}",)):
+        build = make_tiny(*more)
+        with FlopCounterMode(display=False) as counter:
+            step(build, batch(build), 0)
+        counted.append(counter.get_total_flops())
+        told = predict(build.plan, build.context).flops.get("recompute", 0.0)
+    assert (counted[1] - counted[0]) / build.plan.batch.tokens == pytest.approx(told, rel=1e-6)
+
+
+def test_a_share_of_no_products_is_refused(make_tiny: Make) -> None:
+    with pytest.raises(ConfigError, match="every_matmul"):
+        make_tiny(f"{ON}.every_matmul=2", f"{ON}.save=attention")
+    assert SelectiveCheckpoint(operations=("bmm",), every_matmul=2).kept() <= MATMULS
