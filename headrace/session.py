@@ -339,6 +339,9 @@ class Session:
         )
         if not self.first:
             return
-        if not self.steps_here and (before := self.folder.read("report")):
+        before = self.folder.read("report")
+        if before and not self.steps_here:
             report |= {key: before[key] for key in MEASURED}  # resumed at its end: still true
+        if before and report["guard"] is None:  # of the run's first step, before this resume
+            report["guard"] = before.get("guard")
         self.folder.write("report", report)

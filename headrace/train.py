@@ -59,14 +59,14 @@ def run(
         check_supported(list(plan.techniques.values()), make_context(plan, device))
         prepared = prepare_together(plan, world, progress)
         build = make_build(plan, prepared, world, device)
-        if not resume:
-            guard(build, step)
         for flags in build.runtime:
             stack.enter_context(flags())
         files = _open_folder(build, resume, folder)
         session = stack.enter_context(Session(build, files, progress))
         if resume:
             session.restore(checkpoint)
+        if session.counters.step == 0:
+            guard(build, step)
         while not session.ended(stop):
             batch = session.next_batch()
             with session.watched():

@@ -25,43 +25,19 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 Loss = Callable[[Tensor, Tensor, Any], Tensor]
-"""(logits fp32 [n, V], targets [n], extras of these tokens) -> scalar sum."""
-Piece = Callable[[Tensor, Tensor, Any, Loss], tuple[Tensor, Tensor]]
-"""(logits [n, V] as the product gives them, targets, extras, loss) -> the loss of a chunk, and its
-gradient in the dtype of the logits."""
+"""(logits [n, V] as the product gives them, targets [n], extras of these tokens) -> scalar sum."""
 
 
 def reference_loss(
     hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, extras: Any, loss: Loss
 ) -> Tensor:
     """The plain computation that `chunked_loss` equals."""
-    return loss(F.linear(hidden_ND, weight_VD).float(), targets_N, extras)
-
-
-def loss_and_gradient(
-    logits_nV: Tensor, targets_n: Tensor, extras: Any, loss: Loss
-) -> tuple[Tensor, Tensor]:
-    """The piece as autograd does it, operation by operation in fp32."""
-    with torch.enable_grad():
-        leaf_nV = logits_nV.detach().float().requires_grad_()
-        part = loss(leaf_nV, targets_n, extras)
-        (grad_nV,) = torch.autograd.grad(part, leaf_nV)
-    return part.detach(), grad_nV.to(logits_nV.dtype)
-
-
-def traceable_loss_and_gradient(
-    logits_nV: Tensor, targets_n: Tensor, extras: Any, loss: Loss
-) -> tuple[Tensor, Tensor]:
-    """The same as a function of functions, which a compiler can trace and fuse."""
-    grad_nV, part = torch.func.grad_and_value(lambda x: loss(x.float(), targets_n, extras))(
-        logits_nV
-    )
-    return part, grad_nV
+    return loss(F.linear(hidden_ND, weight_VD), targets_N, extras)
 
 
 def chunked_loss(
     hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, extras: Any, loss: Loss,
-    chunk_tokens: int, piece: Piece = loss_and_gradient,
+    chunk_tokens: int,
 ) -> Tensor:  # fmt: skip
     """`reference_loss` holding the logits of at most `chunk_tokens` tokens.
 
@@ -72,11 +48,10 @@ def chunked_loss(
         extras: None, or tensors by name whose first dimension is N.
         loss: a sum over tokens.
         chunk_tokens: tokens whose logits are held at once.
-        piece: how a chunk's loss and gradient are computed.
     """
     if not torch.is_grad_enabled():
         return _sum_of_chunks(hidden_ND, weight_VD, targets_N, extras, loss, chunk_tokens)
-    return _ChunkedLoss.apply(hidden_ND, weight_VD, targets_N, extras, loss, chunk_tokens, piece)
+    return _ChunkedLoss.apply(hidden_ND, weight_VD, targets_N, extras, loss, chunk_tokens)
 
 
 def _compute_dtype(hidden: Tensor) -> torch.dtype:
@@ -94,7 +69,7 @@ def _sum_of_chunks(
     total = hidden.new_zeros((), dtype=torch.float32)
     for start in range(0, len(hidden), size):
         chunk = slice(start, start + size)
-        logits = F.linear(hidden[chunk], weight).float()
+        logits = F.linear(hidden[chunk], weight)
         total += loss(logits, targets[chunk], _part(extras, chunk))
     return total
 
@@ -103,7 +78,7 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, extras: Any, loss: Loss,
-        size: int, piece: Piece,
+        size: int,
     ) -> Tensor:  # fmt: skip
         dtype = _compute_dtype(hidden)
         low_VD = weight.detach().to(dtype)
@@ -113,14 +88,17 @@ class _ChunkedLoss(torch.autograd.Function):
         for start in range(0, len(hidden), size):
             chunk = slice(start, start + size)
             low_nD = hidden[chunk].detach().to(dtype)
-            part, grad_nV = piece(low_nD @ low_VD.T, targets[chunk], _part(extras, chunk), loss)
+            logits_nV = (low_nD @ low_VD.T).requires_grad_()
+            with torch.enable_grad():
+                part = loss(logits_nV, targets[chunk], _part(extras, chunk))
+                (grad_nV,) = torch.autograd.grad(part, logits_nV)
             grad_hidden[chunk] = grad_nV @ low_VD
             if dtype == torch.float32:
                 grad_weight.addmm_(grad_nV.T, low_nD)
             else:
                 grad_weight += grad_nV.T @ low_nD
-            total += part
-            del grad_nV  # it would live through the next chunk's peak
+            total += part.detach()
+            del logits_nV, part, grad_nV  # they would live through the next chunk's peak
         ctx.gradients = grad_hidden, grad_weight.to(weight.dtype)
         return total
 
@@ -134,5 +112,5 @@ class _ChunkedLoss(torch.autograd.Function):
         return (
             grad_hidden.mul_(grad_total) if ctx.needs_input_grad[0] else None,
             grad_weight.mul_(grad_total) if ctx.needs_input_grad[1] else None,
-            None, None, None, None, None,
+            None, None, None, None,
         )  # fmt: skip

@@ -1,5 +1,7 @@
 """The first step beside the plain trainer's: right combinations pass, faults end the run."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import house
@@ -31,6 +33,8 @@ def first_step(*techniques: Any, **keys: Any) -> Build:
         ("selective_checkpoint", "chunked_cross_entropy", "document_packing"),
         ("torch_compile", "selective_checkpoint", "muon"),
         ("lora", "selective_checkpoint"),
+        ("torch_compile", "chunked_cross_entropy", "z_loss"),
+        ("fp16_loss_scaling", "chunked_cross_entropy"),
         ("float8_linear", "chunked_cross_entropy"),
         ("mixture_of_experts", "selective_checkpoint", "sophia"),
     ],
@@ -61,18 +65,34 @@ def louder(build: Build) -> None:
     build.terms.append(lambda logits, targets, extras, vocabulary: 0.01 * logits.square().sum())
 
 
+def doubled(build: Build) -> None:
+    reduce = build.reduce
+
+    def twice(build: Build) -> None:
+        reduce(build)
+        for parameter in build.model.parameters():
+            parameter.grad.mul_(2)  # type: ignore[union-attr]
+
+    build.reduce = twice
+
+
+@pytest.mark.parametrize("clip_norm", [0.0, 0.1])
 @pytest.mark.parametrize(
     ("fault", "stage", "says"),
     [
         (frozen, Stage.FREEZE, "embed.weight has norm 0"),
         (blind, Stage.MODEL, "has norm"),
         (louder, Stage.STEP, "first loss"),
+        (doubled, Stage.STEP, "has norm"),
     ],
 )
-def test_a_fault_ends_the_run_before_its_first_update(fault: Any, stage: Stage, says: str) -> None:
+def test_a_fault_ends_the_run_before_its_first_update(
+    fault: Any, stage: Stage, says: str, clip_norm: float
+) -> None:
     sockets = {frozen: ("frozen",), blind: ("block_forward",), louder: ("terms",)}
-    bad = toy("bad", stage, fault, composes=sockets[fault])
-    build = house.build_of(house.make_plan(bad))
+    claims = ("reduce",) if fault is doubled else ()
+    bad = toy("bad", stage, fault, composes=sockets.get(fault, ()), claims=claims)
+    build = house.build_of(house.make_plan(bad, optimizer={"clip_norm": clip_norm}))
     before = {n: p.detach().clone() for n, p in build.model.named_parameters()}
     guard(build, step)
     micros = build.loader.step(0).micros
@@ -96,3 +116,12 @@ def test_the_weights_are_those_of_an_unguarded_run() -> None:
     builds = [first_step(technique, guard=asked) for asked in (True, False)]
     ours, theirs = (dict(b.model.named_parameters()) for b in builds)
     assert all(torch.equal(ours[n], theirs[n]) for n in theirs)
+
+
+def test_the_report_keeps_it_over_a_resume(tmp_path: Path, plan_file: Path, run_cli: Any) -> None:
+    short = ["--with", "full_checkpoint", "goal.steps=2", "schedule.steps=9", "name=g"]
+    assert run_cli(tmp_path, "train", str(plan_file), *short).code == 0
+    plan = str(tmp_path / "runs" / "g" / "plan.toml")
+    assert run_cli(tmp_path, "train", plan, "--resume", "goal.steps=3").code == 0
+    report = json.loads((tmp_path / "runs" / "g" / "report.json").read_text())
+    assert report["steps"] == 3 and report["guard"]["compared"] is True

@@ -227,8 +227,11 @@ def test_an_error_reaches_the_caller_and_the_step_can_be_tried_again(
 
 
 def test_close_ends_the_threads_at_once(packer: Counting) -> None:
+    others = set(threading.enumerate())
+
     def readers() -> list[threading.Thread]:
-        return [t for t in threading.enumerate() if t.name.startswith("headrace-data")]
+        mine = set(threading.enumerate()) - others
+        return [t for t in mine if t.name.startswith("headrace-data")]
 
     packer.delay_s = 0.01
     one = loader(packer, workers=4, prefetch=200)

@@ -35,6 +35,8 @@ from headrace.sockets import Build
 BAND = 0.05
 """Relative distance of a measured slope from its own: a weight in bf16 has 8 bits, and a slope is
 the logarithm of two of them over many tokens."""
+APART = 64
+"""Tokens between the keys whose weights are compared; further apart, rounding shows less."""
 
 
 class Alibi(Technique[Build]):
@@ -105,7 +107,7 @@ class Alibi(Technique[Build]):
             for heads in (config.heads, config.resolved_kv_heads)
         )
         places = torch.arange(length, device=build.device)
-        attend, apart = build.model.attend, min(4, length - 1)
+        attend, apart = build.model.attend, min(APART, length - 1)
         with torch.no_grad():
             spec = MaskSpec(alibi=build.model.mask.alibi)
             mask = attend.prepare(spec, Rows(places[None]), length)
@@ -114,7 +116,8 @@ class Alibi(Technique[Build]):
             _, near_H, far_H = weights(attend, mask, q, k, group)[0, -1].unbind(-1)
         found_H = (near_H / far_H).log() / apart
         right_H = slopes(config.heads, build.device)
-        off = ((found_H - right_H) / right_H).abs().max().item()
+        rounded = 2 * torch.finfo(dtype).eps / apart  # of the logarithms of both weights
+        off = (((found_H - right_H).abs() - rounded).clamp(min=0) / right_H).max().item()
         return Evidence(
             active=rotation is None and off < BAND,
             detail=f"scores of {config.heads} heads fall by {found_H.min().item():.3g} to "

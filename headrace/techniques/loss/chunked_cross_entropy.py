@@ -9,7 +9,6 @@ sums over tokens, and the chunks add up.
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -19,12 +18,7 @@ from torch import Tensor
 from headrace.core.ledger import Ledger, Line
 from headrace.core.model_config import ModelConfig
 from headrace.core.technique import Card, Context, Evidence, Stage, Supported, Technique
-from headrace.kernels.chunked_loss import (
-    Loss,
-    chunked_loss,
-    loss_and_gradient,
-    traceable_loss_and_gradient,
-)
+from headrace.kernels.chunked_loss import chunked_loss
 from headrace.model.count import FP32
 from headrace.model.head import Head, Objective, Vocabulary
 from headrace.sockets import Build
@@ -41,13 +35,12 @@ class ChunkedHead(Head):
         self.chunk_tokens = chunk_tokens
         self.most_logits = 0
         self.most_tokens = 0
-        self._losses: dict[Objective, Loss] = {}
-        self.piece: Callable[..., tuple[Tensor, Tensor]] = loss_and_gradient
+        self.loss: Callable[..., Tensor] = _loss
 
     def compile_inside(self, compile: Callable[[Any], Any]) -> None:
         """Fuse a chunk's loss and gradient, unless ranks share its vocabulary and talk inside."""
         if type(self.vocabulary) is Vocabulary:
-            self.piece = compile(traceable_loss_and_gradient)
+            self.loss = compile(_loss)
 
     @torch.compiler.disable
     def forward(
@@ -56,27 +49,19 @@ class ChunkedHead(Head):
     ) -> Tensor:  # fmt: skip
         """The objective's sum over all tokens, a scalar."""
 
-        def piece(
-            logits_nV: Tensor, targets_n: Tensor, extras_n: Any, loss: Loss
-        ) -> tuple[Tensor, Tensor]:
+        def loss(logits_nV: Tensor, targets_n: Tensor, extras_n: Any) -> Tensor:
             self.most_logits = max(self.most_logits, len(logits_nV))
-            return self.piece(logits_nV, targets_n, extras_n, loss)
+            return self.loss(objective, self.vocabulary, logits_nV, targets_n, extras_n)
 
         self.most_tokens = max(self.most_tokens, len(hidden_ND))
-        loss = self._loss_of(objective)
-        return chunked_loss(hidden_ND, weight_VD, targets_N, extras, loss, self.chunk_tokens, piece)
-
-    def _loss_of(self, objective: Objective) -> Loss:
-        """One function for each objective: a new one every step would be compiled every step."""
-        if objective not in self._losses:
-            self._losses[objective] = partial(_loss, objective, self.vocabulary)
-        return self._losses[objective]
+        return chunked_loss(hidden_ND, weight_VD, targets_N, extras, loss, self.chunk_tokens)
 
 
 def _loss(
     objective: Objective, vocabulary: Vocabulary, logits: Tensor, targets: Tensor, extras: Any
 ) -> Tensor:
-    return objective(logits, targets, extras, vocabulary)
+    """A chunk's loss, in fp32 from the product on."""
+    return objective(logits.float(), targets, extras, vocabulary)
 
 
 class ChunkedCrossEntropy(Technique[Build]):
@@ -104,14 +89,15 @@ class ChunkedCrossEntropy(Technique[Build]):
     def predict(self, ledger: Ledger) -> Ledger:
         """Logits shrink to one chunk; the output matrix's gradient is there at the loss.
 
-        A chunk's logits stay as the leaf of its own backward pass: one more tensor in fp32.
+        A chunk's logits stay as the leaf of its own backward pass, beside the trunk's tensors.
         """
         sizes, logits = ledger.sizes, ledger.memory.get("logits")
         if logits is None or "logits_per_token" not in sizes:
             return ledger
         held = min(sizes["tokens"], self.chunk_tokens)
         fused = sizes["logits_fused"] * held / sizes["tokens"]
-        count = held * (sizes["logits_per_token"] + FP32 * sizes["vocab"])
+        leaf = FP32 * sizes["vocab"] if sizes["activation_bytes"] == FP32 else 0  # else counted
+        count = held * (sizes["logits_per_token"] + leaf)
         ledger = ledger.with_line("logits", Line(count, ("loss",)))
         ledger = ledger.with_line("head_gradients", Line(sizes["head_gradients"], ("loss",)))
         return replace(ledger, sizes={**sizes, "logits_fused": fused})
