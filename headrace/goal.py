@@ -19,6 +19,8 @@ class Counters:
     val: list[dict[str, float]] = field(default_factory=list)
     phase_s: dict[str, float] = field(default_factory=dict)
     stream: dict[str, Any] = field(default_factory=dict)
+    guard: dict[str, Any] | None = None
+    """how far the first step was from the plain trainer's"""
 
     def plain(self) -> dict[str, Any]:
         """As JSON values."""

@@ -24,6 +24,7 @@ from headrace.data.loader import StepBatch
 from headrace.evaluate import evaluate
 from headrace.filled import check_active
 from headrace.goal import Counters, ended_by
+from headrace.guard import NOTE
 from headrace.interrupts import Interrupts
 from headrace.progress import Progress
 from headrace.run_folder import RunFolder, command_line, disk_error, metrics_line
@@ -304,6 +305,7 @@ class Session:
         began_s = time.perf_counter()
         counters = self.counters
         counters.stream = self._stream()
+        counters.guard = self.build.notes.get(NOTE, counters.guard)
         counters.wall_s = self._wall_s()
         counters.phase_s = dict(self.signals.totals_s)
         values = state.values(self.build, counters.plain())
@@ -327,6 +329,7 @@ class Session:
     def _write_report(self, status: str, message: str) -> None:
         counters = replace(self.counters, phase_s=dict(self.signals.totals_s))
         counters.stream = self._stream() if status != "failed" else counters.stream
+        counters.guard = self.build.notes.get(NOTE, counters.guard)
         report = summarize(
             self.build,
             counters,
@@ -339,9 +342,6 @@ class Session:
         )
         if not self.first:
             return
-        before = self.folder.read("report")
-        if before and not self.steps_here:
+        if not self.steps_here and (before := self.folder.read("report")):
             report |= {key: before[key] for key in MEASURED}  # resumed at its end: still true
-        if before and report["guard"] is None:  # of the run's first step, before this resume
-            report["guard"] = before.get("guard")
         self.folder.write("report", report)

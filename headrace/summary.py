@@ -13,7 +13,6 @@ from headrace.core.hardware import lookup
 from headrace.core.ledger import Ledger
 from headrace.core.technique import Evidence
 from headrace.goal import Counters, reached
-from headrace.guard import NOTE
 from headrace.model.count import model_flops_per_token
 from headrace.run_folder import command_line
 from headrace.signals import device_peak_bytes
@@ -75,7 +74,7 @@ def summarize(
             }
             for name, e in evidence.items()
         },
-        "guard": build.notes.get(NOTE),
+        "guard": counters.guard,
         "stream_sha256": build.loader.stream_sha256,
         "seed": plan.seed,
         "parameters": sum(prod(layout.shape) for layout in build.layouts.values()),
