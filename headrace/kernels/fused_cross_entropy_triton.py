@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headrace.kernels.launches import on_device_of
+
 BLOCK = 4096
 """Logits of a step: 16 for each thread of 8 warps, 32 bytes of it in half precision."""
 WARPS = 8
@@ -102,7 +104,7 @@ def forward(
     tokens, vocab = logits_NV.shape
     losses_N = torch.empty(tokens, device=logits_NV.device)
     norms_N2 = torch.empty(tokens, 2, device=logits_NV.device)
-    with _on(logits_NV):
+    with on_device_of(logits_NV):
         cross_entropy_forward[(tokens,)](
             logits_NV, logits_NV.stride(0), targets_N.contiguous(), losses_N, norms_N2,
             ignored, softcap, z_loss, smoothing, CAPPED=softcap != 0, SMOOTHED=smoothing != 0,
@@ -117,7 +119,7 @@ def backward(
 ) -> None:  # fmt: skip
     """Write the gradient of logits into `out_NV`, which may be the logits."""
     tokens, vocab = logits_NV.shape
-    with _on(logits_NV):
+    with on_device_of(logits_NV):
         cross_entropy_backward[(tokens,)](
             out_NV, out_NV.stride(0), logits_NV, logits_NV.stride(0), targets_N.contiguous(),
             norms_N2, grad_N, ignored, softcap, z_loss, smoothing, CAPPED=softcap != 0,
@@ -127,8 +129,3 @@ def backward(
 
 def _block(vocab: int) -> int:
     return min(BLOCK, 1 << (vocab - 1).bit_length())
-
-
-def _on(like: Tensor) -> torch.cuda.device:
-    """Triton launches on the current device; on the host (its interpreter) there is none."""
-    return torch.cuda.device(like.device if like.is_cuda else -1)

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headrace.kernels.launches import on_device_of
+
 TILE_NUMBERS = 2048
 """Numbers of the rows that a program holds at once, where rows are short."""
 PARTS = 512
@@ -74,7 +76,7 @@ def forward(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     out, rstd_N = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
     how = _shape(features)
     launch: Any = rms_norm_forward[(-(-rows // how["tile"]),)]
-    with _on(x):
+    with on_device_of(x):
         launch(x, weight_D, out, rstd_N, rows, features, eps, **how)
     return out, rstd_N
 
@@ -91,7 +93,7 @@ def backward(
     out = torch.empty_like(x)
     part_PD = x.new_empty(programs if trained else 0, features, dtype=torch.float32)
     launch: Any = rms_norm_backward[(programs,)]
-    with _on(x):
+    with on_device_of(x):
         launch(
             grad, x, weight_D, rstd_N, out, part_PD, rows, features,
             trained=trained, steps=steps, **how,
@@ -110,8 +112,3 @@ def _shape(features: int) -> dict[str, int]:
 def _power_of_two(least: int) -> int:
     """The smallest that is not below `least`."""
     return 1 << (least - 1).bit_length()
-
-
-def _on(like: Tensor) -> torch.cuda.device:
-    """Triton launches on the current device; on the host (its interpreter) there is none."""
-    return torch.cuda.device(like.device if like.is_cuda else -1)

@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headrace.kernels.launches import COUNTS
+
 
 def reference(gate_up: Tensor, group: int) -> Tensor:
     """[..., 2 F] to [..., F] by torch's own operations."""
@@ -35,6 +37,7 @@ def swiglu(gate_up: Tensor, group: int) -> Tensor:
     """
     from headrace.kernels import swiglu_triton
 
+    COUNTS["swiglu_forward"] += 1
     return swiglu_triton.forward(gate_up, group)
 
 
@@ -43,6 +46,7 @@ def swiglu_backward(grad: Tensor, gate_up: Tensor, group: int) -> Tensor:
     """The gradient of `gate_up` from that of the result."""
     from headrace.kernels import swiglu_triton
 
+    COUNTS["swiglu_backward"] += 1
     return swiglu_triton.backward(grad, gate_up, group)
 
 

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headrace.kernels.launches import on_device_of
+
 BLOCK = 1024
 """Features of a program: 8 for each thread of 4 warps, 16 bytes at a time in half precision."""
 
@@ -48,7 +50,7 @@ def forward(gate_up: Tensor, group: int) -> Tensor:
     """[..., 2 F] to [..., F]."""
     features = gate_up.size(-1) // 2
     out = gate_up.new_empty(*gate_up.shape[:-1], features)
-    with _on(gate_up):
+    with on_device_of(gate_up):
         swiglu_forward[_grid(out)](gate_up, out, features, group, block=BLOCK)  # pyright: ignore
     return out
 
@@ -56,7 +58,7 @@ def forward(gate_up: Tensor, group: int) -> Tensor:
 def backward(grad: Tensor, gate_up: Tensor, group: int) -> Tensor:
     """The gradient of `gate_up`, [..., 2 F]."""
     out = torch.empty_like(gate_up)
-    with _on(gate_up):
+    with on_device_of(gate_up):
         swiglu_backward[_grid(grad)](
             grad, gate_up, out, grad.size(-1), group, block=BLOCK,  # pyright: ignore
         )  # fmt: skip
@@ -65,8 +67,3 @@ def backward(grad: Tensor, gate_up: Tensor, group: int) -> Tensor:
 
 def _grid(hidden: Tensor) -> tuple[int, int]:
     return hidden.numel() // hidden.size(-1), -(-hidden.size(-1) // BLOCK)
-
-
-def _on(like: Tensor) -> torch.cuda.device:
-    """Triton launches on the current device; on the host (its interpreter) there is none."""
-    return torch.cuda.device(like.device if like.is_cuda else -1)
