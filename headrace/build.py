@@ -29,7 +29,7 @@ from headrace.model.count import trunk_ledger
 from headrace.model.decoder import Decoder, trunk_parts
 from headrace.model.head import cross_entropy, with_terms
 from headrace.model.init import adding, random_source
-from headrace.optim.adamw import gradient_norm, make_adamw, scale_gradients
+from headrace.optim.adamw import clip_factor, gradient_norm, make_adamw, scale_gradients
 from headrace.optim.schedule import learning_rate
 from headrace.parallel.layout import Layout, local_of
 from headrace.parallel.world import AXES, World
@@ -323,15 +323,25 @@ def _sum_gradients(build: Build) -> None:
 
 
 def _clip(build: Build, max_norm: float) -> Tensor:
-    """One norm over all ranks, each number counted once; 0 only measures it."""
-    gradients, copies = [], []
+    """One norm over all ranks, each number counted once; 0 only measures it.
+
+    An optimizer with a `gradient_factor` multiplies as it reads; for the rest it is done here.
+    """
+    gradients: dict[str, Tensor] = {}
+    copies = []
     for name, parameter in build.model.named_parameters():
         if parameter.grad is not None:
-            gradients.append(local_of(parameter.grad))
+            gradients[name] = local_of(parameter.grad)
             copies.append(build.layouts[name].copies(build.world, parameter))
-    norm = gradient_norm(gradients, copies, build.world)
-    if max_norm > 0:
-        scale_gradients(gradients, norm, max_norm)
+    norm = gradient_norm(list(gradients.values()), copies, build.world)
+    factor = clip_factor(norm, max_norm) if max_norm > 0 else None
+    later: set[str] = set()
+    for route, optimizer in build.optimizers.items():
+        if hasattr(optimizer, "gradient_factor"):
+            optimizer.gradient_factor = factor  # type: ignore[attr-defined]
+            later |= build.routed[route].keys()
+    if factor is not None:
+        scale_gradients([g for name, g in gradients.items() if name not in later], factor)
     return norm
 
 

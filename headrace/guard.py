@@ -127,12 +127,15 @@ def watch(build: Build, see: Callable[[First], None], *, update: bool = True) ->
 
 
 def norms_of(build: Build) -> dict[str, float]:
-    """The norm of every gradient that is there, by name."""
+    """The norm of every gradient that is there, by name, as an update would see it."""
     held = {n: local_of(p.grad) for n, p in build.model.named_parameters() if p.grad is not None}
     if not held:
         return {}
-    norms = torch.stack([g.float().norm() for g in held.values()])
-    return dict(zip(held, norms.tolist(), strict=True))
+    norms = {name: gradient.float().norm() for name, gradient in held.items()}
+    for route, optimizer in build.optimizers.items():
+        if (factor := getattr(optimizer, "gradient_factor", None)) is not None:
+            norms |= {n: norms[n] * factor for n in build.routed[route] if n in norms}
+    return dict(zip(norms, torch.stack(list(norms.values())).tolist(), strict=True))
 
 
 def guard(build: Build, step: Step) -> None:

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 _HALF = 1 << 15
-_MIX = (0x7FEB352D, 0x846CA68B - (1 << 32))
+MIXERS = (0x7FEB352D, 0x846CA68B - (1 << 32))
 """Multipliers of a 32-bit hash with little bias (Wellons, "hash prospector"), as int32."""
-_STEP = (0x9E3779B1 - (1 << 32), 0x85EBCA77 - (1 << 32))
+STEPS = (0x9E3779B1 - (1 << 32), 0x85EBCA77 - (1 << 32))
 """Odd numbers (xxHash's primes, as int32), so that no two steps have the same keys."""
 
 
@@ -61,9 +61,9 @@ def round_(weight: Tensor, values: Tensor, noise: Tensor) -> None:
 def noise(rows_R: Tensor, columns_C: Tensor, keys_2: Tensor) -> Tensor:
     """Numbers in [0, 65536) for the elements at `rows_R` + `columns_C`: int32 [R, C]."""
     x_RC = (rows_R[:, None] + columns_C) ^ keys_2[0]
-    x_RC = (x_RC ^ ((x_RC >> 16) & 0xFFFF)) * _MIX[0]
+    x_RC = (x_RC ^ ((x_RC >> 16) & 0xFFFF)) * MIXERS[0]
     x_RC = x_RC ^ keys_2[1]
-    x_RC = (x_RC ^ ((x_RC >> 15) & 0x1FFFF)) * _MIX[1]
+    x_RC = (x_RC ^ ((x_RC >> 15) & 0x1FFFF)) * MIXERS[1]
     return (x_RC >> 16) & 0xFFFF
 
 
@@ -84,7 +84,7 @@ def keys_of(seed: int, name: str, device: torch.device) -> Tensor:
 def keys_at(own_2: Tensor, step: Tensor) -> Tensor:
     """The keys of a matrix at a step, a whole number on the device: int32 [2]."""
     whole = step.to(torch.int32)
-    return own_2 ^ torch.stack([whole * odd for odd in _STEP])
+    return own_2 ^ torch.stack([whole * odd for odd in STEPS])
 
 
 def places(

@@ -143,6 +143,7 @@ def _sizes(config: ModelConfig, rows: int, length: int, size: int, device: str) 
         "attention_flops": _attention_flops(config, length),
         "mask": rows * length**2,
         "mask_copy": FP32 * rows * length**2 if device == "cpu" else 0,
+        "on_gpu": float(device == "cuda"),
     }
     for name, (inner, outer) in block_linears(config).items():
         sizes |= {f"{name}/in": inner, f"{name}/out": outer}

@@ -41,20 +41,25 @@ def gradient_norm(
         copies: how many ranks hold the same numbers of each; each counts as one.
         world: over which ranks to sum; without one, only this rank's count.
     """
+    # Each tensor's own norm in fp32: a bf16 one would have 8 bits.
+    norms = torch._foreach_norm(list(gradients), 2, torch.float32) if gradients else []  # type: ignore[attr-defined]
     if world is None or world.ranks == 1:
-        return torch.nn.utils.get_total_norm(gradients, foreach=True)
+        return torch.stack(norms).norm() if norms else torch.zeros(())
     assert copies is not None
     if gradients:
-        norms = torch._foreach_norm(list(gradients))  # type: ignore[attr-defined]
-        squares = torch.stack(norms).float().square()
+        squares = torch.stack(norms).square()
         total = (squares / torch.tensor(copies, device=squares.device)).sum()
     else:  # a stage whose blocks are all frozen
         total = torch.zeros((), device="cpu" if world.mesh is None else world.mesh.device_type)
     return world.sum_(total).sqrt()
 
 
-def scale_gradients(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale all gradients so that their global norm is at most `max_norm` (arXiv 1211.5063)."""
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """What gradients of global norm `norm` are multiplied by, at most 1 (arXiv 1211.5063)."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def scale_gradients(gradients: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply all gradients in place."""
     if gradients:
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(list(gradients), factor)  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from headrace.core.model_config import ModelConfig
 from headrace.core.plan import OptimizerConfig
 from headrace.model.fusion import fusions
-from headrace.optim.adamw import gradient_norm, make_adamw, scale_gradients
+from headrace.optim.adamw import clip_factor, gradient_norm, make_adamw, scale_gradients
 from headrace.techniques.optim.muon import MuonOptimizer
 
 CONFIG = ModelConfig(dim=8, heads=4, kv_heads=2, ffn=6, layers=1, vocab=11)
@@ -111,7 +111,7 @@ def test_clipping_equals_torchs_reference(limit: float) -> None:
     flat = torch.cat([g.flatten().double() for g in gradients])
     norm = gradient_norm(gradients)
     assert float(norm) == pytest.approx(float(flat.norm()), rel=1e-6)
-    scale_gradients(gradients, norm, limit)
+    scale_gradients(gradients, clip_factor(norm, limit))
     torch.nn.utils.clip_grad_norm_(theirs, limit)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-6, atol=0)
@@ -121,4 +121,4 @@ def test_clipping_equals_torchs_reference(limit: float) -> None:
 
 def test_no_gradients_have_no_norm() -> None:
     assert float(gradient_norm([])) == 0.0
-    scale_gradients([], torch.zeros(()), 1.0)
+    scale_gradients([], torch.ones(()))

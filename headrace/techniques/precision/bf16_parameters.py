@@ -4,21 +4,21 @@ Under autocast every fp32 weight is cast to bf16 for its product, and the cast i
 backward pass. Here the weight is bf16 in the first place: no cast, half the bytes. What is hard is
 the update: mostly smaller than half of bf16's last place, it would round away. `rounding` says how
 it is kept (kernels/bf16_weight). "master": the optimizer holds the 16 bits that bf16 leaves out, so
-weight and rest are an fp32 master copy in 4 bytes, updated by the trunk's fused AdamW; the model
-sees it rounded to the nearest. "stochastic": no master; the update is computed in fp32 and written
-with stochastic rounding, noise that is a pure function of seed, matrix, step and element.
-A resume, another number of ranks and replicas round alike. Moments are fp32 in both.
+weight and rest are an fp32 master copy in 4 bytes; the model sees it rounded to the nearest.
+"stochastic": no master; the update is computed in fp32 and written with stochastic rounding, noise
+that is a pure function of seed, matrix, step and element: a resume, another number of ranks and
+replicas round alike. Moments are fp32 in both. On a GPU one kernel does the update and the clipping
+(kernels/adamw); elsewhere torch's fused AdamW does, on fp32 slices.
 
 A gradient is bf16 where it is computed once a step: the number that the product gave, which the
 trunk only stores wider. Where micro-batches or ranks add gradients up they are fp32, so that a sum
-rounds nowhere; that costs their half. Clipping multiplies a bf16 gradient and rounds it once more
-(2^-9 of it). Vectors, and what routers choose by, stay fp32, as do softmax, norms and the loss.
+rounds nowhere; that costs their half. Clipping multiplies it in fp32, inside the update. Vectors,
+and what routers choose by, stay fp32, as do softmax, norms and the loss.
 Left out: bf16 moments; FSDP2, which takes one dtype a block. Source: arXiv 2010.06192.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -36,14 +36,9 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
-from headrace.kernels.bf16_weight import (
-    joined,
-    keys_at,
-    keys_of,
-    places,
-    round_with_noise_,
-    split_,
-)
+from headrace.kernels.adamw import KERNEL, Noise, Update, adamw_
+from headrace.kernels.bf16_weight import joined, keys_at, keys_of, places, round_with_noise_, split_
+from headrace.kernels.launches import COUNTS
 from headrace.optim.adamw import make_adamw
 from headrace.sockets import Build, Route
 
@@ -52,7 +47,7 @@ FP32 = ("router.weight",)
 SLICE_NUMBERS = 1 << 22
 """Numbers that are updated at once: 16 MiB of each fp32 temporary."""
 TEMPORARIES = 4
-"""fp32 copies of a slice that an uncompiled update holds at once; measured."""
+"""fp32 copies of a slice that the update in slices holds at once; measured."""
 
 
 class Bf16AdamW(torch.optim.Optimizer):
@@ -62,56 +57,44 @@ class Bf16AdamW(torch.optim.Optimizer):
         config: the trunk's optimizer.
         named: bf16 matrices.
         rounding: the technique's knob.
-        noise: name -> (keys [2], first place of each row [R], columns [C]) of a matrix.
-        compiled: whether a compiler fuses what stands around the update.
+        noise: name -> what makes a matrix's stochastic rounding its own.
+        fused: whether one kernel does all of it, or torch's operations on slices.
     """
 
     def __init__(
         self, config: OptimizerConfig, named: Mapping[str, nn.Parameter], *, rounding: str,
-        noise: Callable[[str], tuple[Tensor, Tensor, Tensor]], compiled: bool,
+        noise: Callable[[str], Noise], fused: bool,
     ) -> None:  # fmt: skip
         groups = make_adamw(config, named).param_groups
         keys = ("params", "weight_decay", "lr", "betas", "eps")
         super().__init__([{k: g[k] for k in keys} for g in groups], {})
         self.found_inf: Tensor | None = None
+        self.gradient_factor: Tensor | None = None
         self._keeps = rounding == "master"
         self._noise = {} if self._keeps else {p: noise(name) for name, p in named.items()}
-        # One graph serves all shapes: compiled for each, a model's first step would take minutes.
-        fused: Any = partial(torch.compile, dynamic=True, fullgraph=True)
-        steps = (joined, split_, round_with_noise_)
-        self._join, self._split, self._round = map(fused, steps) if compiled else steps
+        self._update = adamw_ if fused else in_slices_
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         """Update every matrix; where `found_inf` is 1, weights and states stay as they are."""
+        counts = []
         for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self._step(p, group)
-
-    def _step(self, p: nn.Parameter, group: Mapping[str, Any]) -> None:
-        state = self.state[p] or self._start(p)
-        columns = p.size(-1)
-        held = {key: t.view(-1, columns) for key, t in state.items() if key != "step"}
-        weight, grad = p.detach().view(-1, columns), p.grad.reshape(-1, columns)  # type: ignore[union-attr]
-        count = max(1, SLICE_NUMBERS // columns)
-        for start in range(0, weight.size(0), count):
-            rows = slice(start, start + count)
-            part = {key: t[rows] for key, t in held.items()}
-            values = self._join(weight[rows], part.get("rest"))
-            adamw(
-                [values], [grad[rows].float()], [part["exp_avg"]], [part["exp_avg_sq"]], [],
-                [state["step"].clone()], fused=True, found_inf=self.found_inf, amsgrad=False,
-                beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
-                weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+            how = Update(
+                group["lr"], group["betas"], group["eps"], group["weight_decay"],
+                self.gradient_factor, self.found_inf,
             )  # fmt: skip
-            if self._keeps:
-                self._split(weight[rows], part["rest"], values)
-            else:  # masked values are bf16 numbers, which no noise moves
-                own, firsts, inner = self._noise[p]
-                keys = keys_at(own, state["step"])
-                self._round(weight[rows], values, firsts[rows], inner, keys)
-        state["step"] += 1 if self.found_inf is None else 1 - self.found_inf
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p] or self._start(p)
+                counts.append(state["step"])
+                self._update(
+                    p.detach(), state.get("rest"), self._noise.get(p), p.grad,
+                    state["exp_avg"], state["exp_avg_sq"], state["step"], how,
+                )  # fmt: skip
+        if counts:
+            one = torch.ones_like(counts[0]) if self.found_inf is None else 1 - self.found_inf
+            torch._foreach_add_(counts, one)  # type: ignore[attr-defined]
 
     def _start(self, p: nn.Parameter) -> dict[str, Tensor]:
         """Moments of zero; the master is the weight."""
@@ -124,14 +107,43 @@ class Bf16AdamW(torch.optim.Optimizer):
         return state
 
 
+def in_slices_(
+    weight: Tensor, rest: Tensor | None, noise: Noise | None, grad: Tensor, exp_avg: Tensor,
+    exp_avg_sq: Tensor, step: Tensor, how: Update,
+) -> None:  # fmt: skip
+    """What `adamw_` does, by torch's own fused update, slice by slice; see there."""
+    columns = weight.size(-1)
+    weight, grad, exp_avg, exp_avg_sq = (
+        t.reshape(-1, columns) for t in (weight, grad, exp_avg, exp_avg_sq)
+    )
+    count = max(1, SLICE_NUMBERS // columns)
+    for start in range(0, weight.size(0), count):
+        rows = slice(start, start + count)
+        left = None if rest is None else rest.view(-1, columns)[rows]
+        values, wide = joined(weight[rows], left), grad[rows].float()
+        adamw(
+            [values], [wide if how.factor is None else wide * how.factor], [exp_avg[rows]],
+            [exp_avg_sq[rows]], [], [step.clone()], fused=True, found_inf=how.found_inf,
+            amsgrad=False, beta1=how.betas[0], beta2=how.betas[1], lr=how.lr,
+            weight_decay=how.weight_decay, eps=how.eps, maximize=False,
+        )  # fmt: skip
+        if left is not None:
+            split_(weight[rows], left, values)
+        else:  # masked values are bf16 numbers, which no noise moves
+            assert noise is not None
+            round_with_noise_(
+                weight[rows], values, noise.rows_R[rows], noise.columns_C,
+                keys_at(noise.keys_2, step),
+            )  # fmt: skip
+
+
 class Bf16Parameters(Technique[Build]):
     """Keep matrices and their gradients in bf16."""
 
     rounding: Literal["master", "stochastic"] = "master"
     """How small updates survive: 16 more bits of each weight in the optimizer, or by chance."""
-    compiled: bool | None = None
-    """Whether the casts around the update are fused by torch.compile. Left open: on a GPU that has
-    Triton, not on a CPU."""
+    fused: bool | None = None
+    """Whether one Triton kernel does the whole update. Left open: on a GPU that has Triton."""
 
     room: ClassVar[str] = "precision"
     stage: ClassVar[Stage] = Stage.MATERIALIZE
@@ -142,8 +154,8 @@ class Bf16Parameters(Technique[Build]):
     card: ClassVar[Card] = Card(
         buys="2 bytes of each weight, 2 of its gradient and the 2 of autocast's kept cast; "
         "14 bytes a number with a master and 12 without, where fp32 has 16 (derived)",
-        costs="casts around the update; with stochastic rounding, noise of bf16's last place in "
-        "every weight (arXiv 2010.06192); no saving in gradients that are added up",
+        costs="with stochastic rounding, noise of bf16's last place in every weight (arXiv "
+        "2010.06192); no saving in gradients that are added up",
         helps="models whose weights fill the memory, in one micro-batch a step",
         hurts="small learning rates late in a run, for stochastic rounding: its noise does not "
         "shrink with the update",
@@ -161,13 +173,11 @@ class Bf16Parameters(Technique[Build]):
             return Unsupported(
                 f"{context.device_name} has no bf16 products", "an Ampere GPU or newer"
             )
-        if self.compiled and context.device == "cuda" and not context.has_triton:
-            return Unsupported("compiled = true needs Triton on a GPU", "pip install triton")
-        if self.compiled and context.device == "cpu" and not context.has_compiler:
-            return Unsupported("compiled = true needs a C++ compiler on a CPU", "install g++")
-        if self.compiled and context.device == "mps":
-            return Unsupported("compiling on Apple GPUs is not proven here",
-                               "techniques.bf16_parameters.compiled=false")  # fmt: skip
+        if self.fused and not (context.device == "cuda" and context.has_triton):
+            return Unsupported(
+                "fused = true needs an NVIDIA GPU and Triton",
+                "techniques.bf16_parameters.fused=false, or pip install triton on a GPU",
+            )
         for other, technique in context.plan.techniques.items():
             if other == self.name():
                 continue
@@ -201,6 +211,8 @@ class Bf16Parameters(Technique[Build]):
                 ledger = ledger.with_line(name, replace(line, bytes=changed))
         casts = [name for name in ledger.memory if name.endswith("/weight_cast")]
         ledger = ledger.without(casts)
+        if sizes["on_gpu"] and self.fused is not False:
+            return ledger
         linears = [key[:-3] for key in sizes if key.endswith("/in")]
         products = [sizes[f"{name}/in"] * sizes[f"{name}/out"] for name in linears]
         largest = min(max(sizes["embedding"], *products), SLICE_NUMBERS)
@@ -209,26 +221,25 @@ class Bf16Parameters(Technique[Build]):
     def apply(self, build: Build) -> None:
         """Store matrices in bf16, and give those that learn an optimizer that can write them."""
         config, context, rounding = build.plan.optimizer, build.context, self.rounding
-        compiled = self.compiled
-        if compiled is None:
-            compiled = context.device == "cuda" and context.has_triton
+        fused = self._is_fused(context)
 
         def store(name: str, value: Tensor) -> Tensor:
             plain = type(value) is Tensor and value.dtype == torch.float32
             return value.bfloat16() if plain and _is_taken(name, value) else value
 
-        def noise(name: str) -> tuple[Tensor, Tensor, Tensor]:
+        def noise(name: str) -> Noise:
             layout = build.layouts[name]
             offset, shape = layout.offsets(build.world)
             where = places(offset, shape, tuple(layout.shape), build.device)
-            return keys_of(build.plan.seed, name, build.device), *where
+            return Noise(keys_of(build.plan.seed, name, build.device), *where)
 
         def make(named: Mapping[str, nn.Parameter]) -> Bf16AdamW:
             if _adds_up(build.plan):
                 for p in named.values():
                     p.grad_dtype = torch.float32
-            return Bf16AdamW(config, named, rounding=rounding, noise=noise, compiled=compiled)
+            return Bf16AdamW(config, named, rounding=rounding, noise=noise, fused=fused)
 
+        build.notes[self.name()] = COUNTS[KERNEL]
         build.storage.append(store)
         build.routes.append(
             Route(self.name(), lambda name, p: p.dtype == torch.bfloat16, make, rest=True)
@@ -250,13 +261,19 @@ class Bf16Parameters(Technique[Build]):
         grown = sum(t.nbytes for p in low for t in state.get(p, {}).values()) / max(1, count)
         how = f"{kept} of {count} weights have bits beyond" if rests else "rounded by chance"
         whole = kept > 0 and len(rests) == len(taken) if self.rounding == "master" else not rests
+        launched = COUNTS[KERNEL] - build.notes[self.name()]
+        whole = whole and (launched > 0) == self._is_fused(build.context)
         return Evidence(
             active=0 < len(taken) == len(low) == moved and whole,
             detail=f"{len(low)} of {len(taken)} matrices are bf16: {held:.2f} bytes a weight and "
-            f"{grown:.2f} of state; {how}",
+            f"{grown:.2f} of state; {how}; {launched} updates were one kernel",
             numbers={"matrices": len(low), "bytes_per_weight": held, "state_bytes": grown,
-                     "beyond": kept},
+                     "beyond": kept, "launches": launched},
         )  # fmt: skip
+
+    def _is_fused(self, context: Context) -> bool:
+        can = context.device == "cuda" and context.has_triton
+        return can if self.fused is None else self.fused
 
 
 def _is_taken(name: str, value: Tensor) -> bool:
