@@ -11,8 +11,10 @@ Source: arXiv 1711.05101; bf16_weight.py says how a weight of 16 bits learns in 
 Shapes: any for the matrix; all of it contiguous.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from headrace.kernels.launches import COUNTS
@@ -47,7 +49,7 @@ class Update(NamedTuple):
 
 def adamw_(
     weight: Tensor, rest: Tensor | None, noise: Noise | None, grad: Tensor, exp_avg: Tensor,
-    exp_avg_sq: Tensor, step: Tensor, how: Update,
+    exp_avg_sq: Tensor, step: Tensor, bias_2: Tensor, how: Update,
 ) -> None:  # fmt: skip
     """Update a bf16 `weight`, its `rest` and moments in place; `step` counts the updates before.
 
@@ -59,9 +61,20 @@ def adamw_(
         exp_avg: fp32.
         exp_avg_sq: fp32.
         step: fp32 scalar; the caller counts.
+        bias_2: what this update's moments are divided by, see `biases`.
         how: the numbers.
     """
     from headrace.kernels import adamw_triton
 
     COUNTS[KERNEL] += 1
-    adamw_triton.update(weight, rest, noise, grad, exp_avg, exp_avg_sq, step, how)
+    adamw_triton.update(weight, rest, noise, grad, exp_avg, exp_avg_sq, step, bias_2, how)
+
+
+def biases(steps: Sequence[Tensor], betas: tuple[float, float]) -> Tensor:
+    """For each count of updates before: 1 - beta1^n and the root of 1 - beta2^n; fp32 [steps, 2].
+
+    In fp64: in the first steps fp32 would lose what the difference is made of.
+    """
+    count_N = torch.stack(list(steps)).double() + 1
+    first, second = (1 - beta**count_N for beta in betas)
+    return torch.stack([first, second.sqrt()], dim=-1).float()

@@ -3,7 +3,6 @@
 A program updates BLOCK numbers of a matrix.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -32,72 +31,60 @@ def noise_of(place, key_1, key_2, count):
 
 @triton.jit
 def adamw(
-    weight_ptr, rest_ptr, grad_ptr, first_ptr, second_ptr, step_ptr, factor_ptr, found_ptr,
-    keys_ptr, rows_ptr, columns_ptr, total, columns, lr, beta_1, beta_2, rate_1, rate_2, log_1,
-    log_2, eps, kept, HAS_REST: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_FOUND: tl.constexpr,
-    BLOCK: tl.constexpr,
+    weight_ptr, rest_ptr, grad_ptr, first_ptr, second_ptr, step_ptr, bias_ptr, factor_ptr,
+    found_ptr, keys_ptr, rows_ptr, columns_ptr, total, columns, lr, beta_1, beta_2, rate_1, rate_2,
+    eps, kept, HAS_REST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`BLOCK` numbers of the weight, what it leaves out, and both moments."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    if HAS_FOUND:  # then all of it is outside
-        at = tl.where(tl.load(found_ptr) == 0.0, at, total)
-    inside = at < total
-    before = tl.load(step_ptr)
-    # In fp64, once a program: fp32 would lose what 1 - beta^step is made of in the first steps.
-    count = before.to(tl.float64) + 1.0
-    correct_1 = (1.0 - tl.exp(count * log_1)).to(tl.float32)
-    correct_2 = tl.sqrt((1.0 - tl.exp(count * log_2)).to(tl.float32))
-    grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    if HAS_FACTOR:
+    if tl.load(found_ptr) == 0.0:
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < total
+        bias_1, bias_2 = tl.load(bias_ptr), tl.load(bias_ptr + 1)
+        grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
         grad *= tl.load(factor_ptr)
-    weight = tl.load(weight_ptr + at, mask=inside, other=0.0)
-    upper = weight.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
-    if HAS_REST:
-        rest = tl.load(rest_ptr + at, mask=inside, other=0).to(tl.int32)
-        upper = (upper.to(tl.int32, bitcast=True) + rest).to(tl.uint32, bitcast=True)
-    value = upper.to(tl.float32, bitcast=True) * kept
-    first = tl.load(first_ptr + at, mask=inside, other=0.0) * beta_1 + grad * rate_1
-    second = tl.load(second_ptr + at, mask=inside, other=0.0) * beta_2 + grad * grad * rate_2
-    value -= (lr / correct_1) * first / (tl.sqrt(second) / correct_2 + eps)
-    tl.store(first_ptr + at, first, mask=inside)
-    tl.store(second_ptr + at, second, mask=inside)
-    bits = value.to(tl.uint32, bitcast=True)
-    if HAS_REST:
-        near = (bits + 0x8000) >> 16
-        left = bits.to(tl.int32, bitcast=True) - (near << 16).to(tl.int32, bitcast=True)
-        tl.store(rest_ptr + at, left.to(tl.int16), mask=inside)
-    else:
-        row, column = at // columns, at % columns
-        place = tl.load(rows_ptr + row, mask=inside, other=0)
-        place += tl.load(columns_ptr + column, mask=inside, other=0)
-        key_1 = tl.load(keys_ptr).to(tl.uint32, bitcast=True)
-        key_2 = tl.load(keys_ptr + 1).to(tl.uint32, bitcast=True)
-        drawn = noise_of(place.to(tl.uint32, bitcast=True), key_1, key_2, before.to(tl.uint32))
-        near = (bits + drawn) >> 16
-    rounded = near.to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    tl.store(weight_ptr + at, rounded, mask=inside)
+        weight = tl.load(weight_ptr + at, mask=inside, other=0.0)
+        upper = weight.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+        if HAS_REST:
+            rest = tl.load(rest_ptr + at, mask=inside, other=0).to(tl.int32)
+            upper = (upper.to(tl.int32, bitcast=True) + rest).to(tl.uint32, bitcast=True)
+        value = upper.to(tl.float32, bitcast=True) * kept
+        first = tl.load(first_ptr + at, mask=inside, other=0.0) * beta_1 + grad * rate_1
+        second = tl.load(second_ptr + at, mask=inside, other=0.0) * beta_2 + grad * grad * rate_2
+        value -= (lr / bias_1) * first / (tl.sqrt(second) / bias_2 + eps)
+        tl.store(first_ptr + at, first, mask=inside)
+        tl.store(second_ptr + at, second, mask=inside)
+        bits = value.to(tl.uint32, bitcast=True)
+        if HAS_REST:
+            near = (bits + 0x8000) >> 16
+            left = bits.to(tl.int32, bitcast=True) - (near << 16).to(tl.int32, bitcast=True)
+            tl.store(rest_ptr + at, left.to(tl.int16), mask=inside)
+        else:
+            row, column = at // columns, at % columns
+            place = tl.load(rows_ptr + row, mask=inside, other=0)
+            place += tl.load(columns_ptr + column, mask=inside, other=0)
+            key_1 = tl.load(keys_ptr).to(tl.uint32, bitcast=True)
+            key_2 = tl.load(keys_ptr + 1).to(tl.uint32, bitcast=True)
+            before = tl.load(step_ptr).to(tl.uint32)
+            near = (bits + noise_of(place.to(tl.uint32, bitcast=True), key_1, key_2, before)) >> 16
+        rounded = near.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        tl.store(weight_ptr + at, rounded, mask=inside)
 
 
 def update(
     weight: Tensor, rest: Tensor | None, noise: Any, grad: Tensor, exp_avg: Tensor,
-    exp_avg_sq: Tensor, step: Tensor, how: Any,
+    exp_avg_sq: Tensor, step: Tensor, bias_2: Tensor, how: Any,
 ) -> None:  # fmt: skip
     """See adamw.adamw_."""
     (beta_1, beta_2), total = how.betas, weight.numel()
     keys, rows, columns = noise if noise is not None else (step, step, step)
+    factor = torch.ones_like(step) if how.factor is None else how.factor
+    found = torch.zeros_like(step) if how.found_inf is None else how.found_inf
     held = (weight, exp_avg, exp_avg_sq, *(() if rest is None else (rest,)))
     assert all(t.is_contiguous() and t.numel() == total for t in held)
-    with on_device_of(weight), torch.no_grad():
+    with on_device_of(weight):
         adamw[(-(-total // BLOCK),)](
             weight, step if rest is None else rest, grad.contiguous(), exp_avg, exp_avg_sq, step,
-            step if how.factor is None else how.factor,
-            step if how.found_inf is None else how.found_inf,
-            keys, rows, columns, total, weight.size(-1), how.lr, beta_1, beta_2, 1.0 - beta_1,
-            1.0 - beta_2, _log(beta_1), _log(beta_2), how.eps,
-            1.0 - how.lr * how.weight_decay, HAS_REST=rest is not None,  # pyright: ignore
-            HAS_FACTOR=how.factor is not None, HAS_FOUND=how.found_inf is not None, BLOCK=BLOCK,  # pyright: ignore
+            bias_2, factor, found, keys, rows, columns, total, weight.size(-1), how.lr, beta_1,
+            beta_2, 1.0 - beta_1, 1.0 - beta_2, how.eps, 1.0 - how.lr * how.weight_decay,
+            HAS_REST=rest is not None, BLOCK=BLOCK,  # pyright: ignore
         )  # fmt: skip
-
-
-def _log(beta: float) -> float:
-    return math.log(beta) if beta else -math.inf

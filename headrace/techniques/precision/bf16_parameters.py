@@ -36,7 +36,7 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
-from headrace.kernels.adamw import KERNEL, Noise, Update, adamw_
+from headrace.kernels.adamw import KERNEL, Noise, Update, adamw_, biases
 from headrace.kernels.bf16_weight import joined, keys_at, keys_of, places, round_with_noise_, split_
 from headrace.kernels.launches import COUNTS
 from headrace.optim.adamw import make_adamw
@@ -83,14 +83,16 @@ class Bf16AdamW(torch.optim.Optimizer):
                 group["lr"], group["betas"], group["eps"], group["weight_decay"],
                 self.gradient_factor, self.found_inf,
             )  # fmt: skip
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p] or self._start(p)
-                counts.append(state["step"])
+            moved = [p for p in group["params"] if p.grad is not None]
+            states = [self.state[p] or self._start(p) for p in moved]
+            if not moved:
+                continue
+            steps = [state["step"] for state in states]
+            counts += steps
+            for p, state, bias_2 in zip(moved, states, biases(steps, how.betas), strict=True):
                 self._update(
                     p.detach(), state.get("rest"), self._noise.get(p), p.grad,
-                    state["exp_avg"], state["exp_avg_sq"], state["step"], how,
+                    state["exp_avg"], state["exp_avg_sq"], state["step"], bias_2, how,
                 )  # fmt: skip
         if counts:
             one = torch.ones_like(counts[0]) if self.found_inf is None else 1 - self.found_inf
@@ -109,7 +111,7 @@ class Bf16AdamW(torch.optim.Optimizer):
 
 def in_slices_(
     weight: Tensor, rest: Tensor | None, noise: Noise | None, grad: Tensor, exp_avg: Tensor,
-    exp_avg_sq: Tensor, step: Tensor, how: Update,
+    exp_avg_sq: Tensor, step: Tensor, bias_2: Tensor, how: Update,
 ) -> None:  # fmt: skip
     """What `adamw_` does, by torch's own fused update, slice by slice; see there."""
     columns = weight.size(-1)
