@@ -73,6 +73,16 @@ def fused_cross_entropy(
     return cross_entropy(logits_NV, targets_N, *how, in_place)[0].sum()
 
 
+def loss_and_gradient_(
+    logits_NV: Tensor, targets_N: Tensor, *, ignored: int = -100
+) -> tuple[Tensor, Tensor]:
+    """`fused_cross_entropy` and the logits, which its gradient has been written over."""
+    how = (ignored, 0.0, 0.0, 0.0)
+    losses_N, norm_N2 = cross_entropy(logits_NV, targets_N, *how, True)
+    cross_entropy_gradient_(logits_NV, targets_N, norm_N2, torch.ones_like(losses_N), *how)
+    return losses_N.sum(), logits_NV
+
+
 @torch.library.custom_op("headrace::cross_entropy", mutates_args=())
 def cross_entropy(
     logits_NV: Tensor, targets_N: Tensor, ignored: int, softcap: float, z_loss: float,

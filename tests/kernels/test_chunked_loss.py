@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.kernels.chunked_loss import Loss, chunked_loss, reference_loss
+from headrace.kernels.fused_cross_entropy import loss_and_gradient_
 
 N, D, V = 23, 7, 31
 CHUNKS = (1, 5, 22, 23, 24, 1000)
@@ -16,6 +17,11 @@ CHUNKS = (1, 5, 22, 23, 24, 1000)
 def nll(logits_nV: Tensor, targets_n: Tensor, extras: Any) -> Tensor:
     """Cross-entropy that ignores some targets."""
     return F.cross_entropy(logits_nV, targets_n, ignore_index=-100, reduction="sum")
+
+
+def wide_nll(logits_nV: Tensor, targets_n: Tensor, extras: Any) -> Tensor:
+    """The same in fp32."""
+    return nll(logits_nV.float(), targets_n, extras)
 
 
 def with_z(logits_nV: Tensor, targets_n: Tensor, extras: Any) -> Tensor:
@@ -53,13 +59,27 @@ def compare(found: Tensor, right: Tensor, *, rtol: float) -> None:
 @pytest.mark.parametrize("name", LOSSES)
 def test_equals_the_reference(name: str, chunk: int) -> None:
     results = []
-    for function in (reference_loss, lambda *a: chunked_loss(*a, chunk)):
+    for function in (reference_loss, lambda *a: chunked_loss(*a, chunk_tokens=chunk)):
         hidden, weight, targets, extras = inputs()
         loss = function(hidden, weight, targets, extras, LOSSES[name])
         (0.37 * loss).backward()
         results.append((loss.detach(), hidden.grad, weight.grad))
     for found, right in zip(results[1], results[0], strict=True):
         compare(found, right, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernels_gradient_is_autograds(dtype: torch.dtype) -> None:
+    """`both` by the fused cross-entropy, ignored targets and a last chunk that is not full."""
+    results = []
+    for both in (None, loss_and_gradient_):
+        hidden, weight, targets, _ = inputs(dtype)
+        low = weight.detach().to(dtype).requires_grad_()
+        loss = chunked_loss(hidden, low, targets, None, wide_nll, 5, both=both)
+        (0.37 * loss).backward()
+        results.append((loss.detach(), hidden.grad, low.grad))
+    for found, right in zip(results[1], results[0], strict=True):
+        compare(found, right, rtol=1e-6 if dtype == torch.float32 else 1e-2)
 
 
 def test_all_targets_ignored_gives_zeros() -> None:

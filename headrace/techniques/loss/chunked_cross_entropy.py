@@ -4,7 +4,9 @@ Logits are tokens x vocabulary numbers in fp32, and their gradient as many again
 tokens and 128,256 entries that is 31 GiB, more than the model, its gradients and its optimizer
 together. This head takes `chunk_tokens` at a time through product, objective and gradient (kernels/
 chunked_loss), so one chunk of logits is held. The objective and its terms are untouched: they are
-sums over tokens, and the chunks add up.
+sums over tokens, and the chunks add up. Where the objective is the plain cross-entropy, on a GPU
+with Triton, two kernels read a chunk's logits twice and write their gradient over them
+(kernels/fused_cross_entropy); else autograd finds it, compiled where the plan compiles.
 """
 
 from collections.abc import Callable
@@ -17,10 +19,20 @@ from torch import Tensor
 
 from headrace.core.ledger import Ledger, Line
 from headrace.core.model_config import ModelConfig
-from headrace.core.technique import Card, Context, Evidence, Stage, Supported, Technique
+from headrace.core.technique import (
+    Card,
+    Context,
+    Evidence,
+    Stage,
+    Supported,
+    Technique,
+    Unsupported,
+)
 from headrace.kernels.chunked_loss import chunked_loss
+from headrace.kernels.fused_cross_entropy import loss_and_gradient_
+from headrace.kernels.launches import COUNTS, since
 from headrace.model.count import FP32
-from headrace.model.head import Head, Objective, Vocabulary
+from headrace.model.head import IGNORED, Head, Objective, Vocabulary, cross_entropy
 from headrace.sockets import Build
 
 
@@ -30,9 +42,9 @@ class ChunkedHead(Head):
     compilable = False
     """Its gradients come from autograd inside the forward pass, which a compiler cannot trace."""
 
-    def __init__(self, config: ModelConfig, chunk_tokens: int) -> None:
+    def __init__(self, config: ModelConfig, chunk_tokens: int, fused: bool = False) -> None:
         super().__init__(config)
-        self.chunk_tokens = chunk_tokens
+        self.chunk_tokens, self.fused = chunk_tokens, fused
         self.most_logits = 0
         self.most_tokens = 0
         self.loss: Callable[..., Tensor] = _loss
@@ -54,7 +66,15 @@ class ChunkedHead(Head):
             return self.loss(objective, self.vocabulary, logits_nV, targets_n, extras_n)
 
         self.most_tokens = max(self.most_tokens, len(hidden_ND))
-        return chunked_loss(hidden_ND, weight_VD, targets_N, extras, loss, self.chunk_tokens)
+        plain = objective is cross_entropy and type(self.vocabulary) is Vocabulary
+        both = self._both if self.fused and plain else None
+        given = hidden_ND, weight_VD, targets_N, extras
+        return chunked_loss(*given, loss, self.chunk_tokens, both=both)
+
+    def _both(self, logits_nV: Tensor, targets_n: Tensor) -> tuple[Tensor, Tensor]:
+        """A chunk's cross-entropy and its gradient, by the kernels."""
+        self.most_logits = max(self.most_logits, len(logits_nV))
+        return loss_and_gradient_(logits_nV, targets_n, ignored=IGNORED)
 
 
 def _loss(
@@ -69,6 +89,9 @@ class ChunkedCrossEntropy(Technique[Build]):
 
     chunk_tokens: int = Field(default=2048, ge=1, le=1 << 20)
     """Tokens whose logits are held at once; tuner range 256 to 16384."""
+    fused: bool | None = None
+    """Whether kernels compute a chunk's loss and gradient, where the objective is the plain
+    cross-entropy. Left open: on a GPU that has Triton."""
 
     room: ClassVar[str] = "loss"
     stage: ClassVar[Stage] = Stage.PARTS
@@ -82,9 +105,18 @@ class ChunkedCrossEntropy(Technique[Build]):
         source="arXiv 2411.09009; arXiv 2410.10989",
     )
 
-    def supports(self, context: Context) -> Supported:
-        """Runs everywhere."""
+    def supports(self, context: Context) -> Supported | Unsupported:
+        """Runs everywhere; its kernels on an NVIDIA GPU with Triton."""
+        if self.fused and not self._can(context):
+            return Unsupported(
+                "fused = true needs an NVIDIA GPU and Triton",
+                "techniques.chunked_cross_entropy.fused=false, or pip install triton on a GPU",
+            )
         return Supported()
+
+    @staticmethod
+    def _can(context: Context) -> bool:
+        return context.device == "cuda" and context.has_triton
 
     def predict(self, ledger: Ledger) -> Ledger:
         """Logits shrink to one chunk; the output matrix's gradient is there at the loss.
@@ -98,13 +130,17 @@ class ChunkedCrossEntropy(Technique[Build]):
         fused = sizes["logits_fused"] * held / sizes["tokens"]
         leaf = FP32 * sizes["vocab"] if sizes["activation_bytes"] == FP32 else 0  # else counted
         count = held * (sizes["logits_per_token"] + leaf)
+        if sizes["on_gpu"] and self.fused is not False:  # in place
+            count = fused = held * sizes["vocab"] * sizes["activation_bytes"]
         ledger = ledger.with_line("logits", Line(count, ("loss",)))
         ledger = ledger.with_line("head_gradients", Line(sizes["head_gradients"], ("loss",)))
         return replace(ledger, sizes={**sizes, "logits_fused": fused})
 
     def apply(self, build: Build) -> None:
         """Fill the head."""
-        build.parts.head = lambda config: ChunkedHead(config, self.chunk_tokens)
+        fused = self._can(build.context) if self.fused is None else self.fused
+        build.notes[self.name()] = COUNTS.copy()
+        build.parts.head = lambda config: ChunkedHead(config, self.chunk_tokens, fused)
 
     def active(self, build: Build) -> Evidence:
         """The largest logits that the head really held."""
@@ -112,8 +148,13 @@ class ChunkedCrossEntropy(Technique[Build]):
         if head is None:
             return Evidence(None, "the head is on another rank")
         held, tokens = getattr(head, "most_logits", 0), getattr(head, "most_tokens", 0)
+        launched = sum(since(build.notes[self.name()], "cross_entropy_").values())
+        asked = self.fused and build.objective is cross_entropy
         return Evidence(
-            active=0 < held <= self.chunk_tokens,
-            detail=f"held the logits of at most {held} of {tokens} tokens at once",
-            numbers={"most_logits_tokens": held, "micro_batch_tokens": tokens},
-        )
+            active=0 < held <= self.chunk_tokens and bool(launched or not asked),
+            detail=f"held the logits of at most {held} of {tokens} tokens at once, "
+            + (f"launched {launched} kernels" if launched else "gradients by autograd"),
+            numbers={
+                "most_logits_tokens": held, "micro_batch_tokens": tokens, "launches": launched,
+            },
+        )  # fmt: skip
