@@ -122,7 +122,7 @@ def test_gradients_add_up_over_micro_batches() -> None:
 def test_autocast_computes_in_bf16_as_the_reference_does() -> None:
     """The products are in bf16 in both; the chunked gradient of the weight adds up in fp32."""
     results = []
-    for function in (reference_loss, lambda *a: chunked_loss(*a, 5)):
+    for function in (reference_loss, lambda *a: chunked_loss(*a, chunk_tokens=5)):
         hidden, weight, targets, extras = inputs(torch.bfloat16)
         with torch.autocast("cpu", torch.bfloat16):
             loss = function(hidden, weight, targets, extras, nll)
