@@ -2,8 +2,9 @@
 
     python benchmarks/kernels.py 1b --with fused_swiglu
 
-The kernels of three profiled steps, by family and the longest by name. Families are told by names:
-matrix products, attention, the optimizer, what Triton generated, copies, the rest.
+The kernels of three profiled steps, by family and the longest by name, and the longest times that
+the device waited for the host. Families are told by names: matrix products, attention, the
+optimizer, what Triton generated, copies, the rest.
 """
 
 import argparse
@@ -38,8 +39,20 @@ def family_of(name: str) -> str:
     return next((f for f, parts in FAMILIES.items() if any(p in low for p in parts)), "rest")
 
 
-def profiled(plan: Plan) -> tuple[dict[str, tuple[float, int]], float]:
-    """Kernel -> (milliseconds, launches) of a step, and the step's own milliseconds."""
+def idle_between(events: list[Any]) -> list[tuple[float, str, str]]:
+    """Times without a kernel, longest first: (milliseconds, kernel before, kernel after)."""
+    ran = sorted((e.time_range.start, e.time_range.end, e.name) for e in events)
+    found, (_, until, last) = [], ran[0]
+    for start, end, name in ran[1:]:
+        if start > until:
+            found.append(((start - until) / 1e3, last[:60], name[:60]))
+        if end > until:
+            until, last = end, name
+    return sorted(found, reverse=True)
+
+
+def profiled(plan: Plan) -> tuple[dict[str, tuple[float, int]], float, list[Any]]:
+    """Kernel -> (milliseconds, launches) of a step, the step's own milliseconds, and idle times."""
     build, micros = open_build(plan)
     for flags in build.runtime:
         flags().__enter__()
@@ -61,7 +74,8 @@ def profiled(plan: Plan) -> tuple[dict[str, tuple[float, int]], float]:
         spent_ms = event.self_device_time_total / STEPS / 1e3
         if spent_ms > 0:
             found[event.key] = (spent_ms, event.count // STEPS)
-    return found, step_ms
+    kernels = [e for e in profile.events() or [] if str(e.device_type).endswith("CUDA")]
+    return found, step_ms, idle_between(kernels) if kernels else []
 
 
 def main() -> None:
@@ -77,11 +91,12 @@ def main() -> None:
         (PLANS / f"{args.shape}.toml").read_text(), catalogue(), overrides=args.set,
         with_=args.with_, without=args.without,
     )  # fmt: skip
-    found, step_ms = profiled(plan)
+    found, step_ms, idle = profiled(plan)
     families: dict[str, float] = {}
     for name, (spent_ms, _) in found.items():
         families[family_of(name)] = families.get(family_of(name), 0.0) + spent_ms
     metrics: dict[str, Any] = {"step": receipts.spread([step_ms], "ms")}
+    metrics["idle"] = receipts.spread([sum(gap for gap, *_ in idle) / STEPS], "ms")
     metrics |= {
         name.replace(" ", "_"): receipts.spread([ms], "ms") for name, ms in families.items()
     }
@@ -95,6 +110,8 @@ def main() -> None:
     print(json.dumps({k: round(v["value"], 2) for k, v in metrics.items()}))
     for row in rows:
         print(f"{row['ms']:9.3f} ms {row['launches']:5d} x {row['name']}")
+    for gap_ms, before, after in idle[:12]:
+        print(f"{gap_ms:9.3f} ms idle between {before} and {after}")
 
 
 if __name__ == "__main__":

@@ -3,10 +3,11 @@
     python benchmarks/peers.py 160m 1b --rounds 5
     python benchmarks/peers.py 1b --sides headrace_float8 torchtitan torchtitan_float8
 
-Every reading is a process of its own. Headrace's is `headrace train` on real text with everything
-that a run does (loader, stream hash, metrics, clipping); a peer's is its model in the plainest loop
-on random tokens that are made on the device, compiled as its authors do it, with fused AdamW, bf16
-autocast and clipping. The peers need their packages: torchtitan==0.2.2 (with
+Headrace's reading is `headrace train` on real text in a process of its own, with everything that a
+run does (loader, stream hash, metrics, clipping); a peer's is its model in the plainest loop on
+random tokens that are made on the device, compiled as its authors do it, with fused AdamW, bf16
+autocast and clipping. A peer's process stays between its readings and holds weights and optimizer
+states then, so it compiles once. The peers need their packages: torchtitan==0.2.2 (with
 torchao==0.18.0 for float8) and litgpt==0.5.13.
 """
 
@@ -17,9 +18,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from statistics import median
+from threading import Timer
 from typing import Any
 
 import receipts
@@ -87,12 +90,20 @@ PEERS = {
     "torchtitan_float8": partial(torchtitan, float8=True),
     "litgpt": litgpt,
 }
-OURS = {"headrace": [], "headrace_float8": ["--with", "float8_linear"]}
-"""What `headrace train` gets beside the plan of the shape."""
+OURS = {
+    "headrace": [],
+    "headrace_float8": ["--with", "float8_linear"],
+    "headrace_small": [
+        "--with", "selective_checkpoint", "--without", "fused_cross_entropy",
+        "techniques.chunked_cross_entropy.chunk_tokens=8192",
+    ],
+}  # fmt: skip
+"""What `headrace train` gets beside the plan of the shape; `small` is for memory, by techniques
+that are exact."""
 
 
-def time_peer(name: str, size: str) -> dict[str, Any]:
-    """One reading of a peer in this process."""
+def serve_peer(name: str, size: str) -> None:
+    """Answer every line of the standard input with a reading, as one line of JSON."""
     s = shape_of(size)
     torch.manual_seed(0)
     model, loss_fn = PEERS[name](s)
@@ -107,22 +118,61 @@ def time_peer(name: str, size: str) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    marks = []
-    for index in range(WARM_STEPS + TIMED_STEPS):
-        if index == WARM_STEPS:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        step()
-        end.record()
-        marks.append((begin, end))
-    torch.cuda.synchronize()
-    step_ms = median(a.elapsed_time(b) for a, b in marks[WARM_STEPS:])
-    return {
-        "tokens_per_s": s["rows"] * s["length"] / step_ms * 1e3,
-        "peak_bytes": torch.cuda.max_memory_allocated(),
-    }
+    for _ in sys.stdin:
+        marks = []
+        for index in range(WARM_STEPS + TIMED_STEPS):
+            if index == WARM_STEPS:
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            step()
+            end.record()
+            marks.append((begin, end))
+        torch.cuda.synchronize()
+        step_ms = median(a.elapsed_time(b) for a, b in marks[WARM_STEPS:])
+        reading = {
+            "tokens_per_s": s["rows"] * s["length"] / step_ms * 1e3,
+            "peak_bytes": torch.cuda.max_memory_allocated(),
+        }
+        torch.cuda.empty_cache()
+        print(json.dumps(reading), flush=True)
+
+
+class Peer:
+    """A peer in a process that answers with readings; started by the first one."""
+
+    def __init__(self, name: str, size: str) -> None:
+        self.name, self.size = name, size
+        self.process: subprocess.Popen[str] | None = None
+
+    def read(self) -> dict[str, Any]:
+        """One reading.
+
+        Raises:
+            RuntimeError: the process failed or gave none in time.
+        """
+        if self.process is None:
+            self.process = subprocess.Popen(
+                [sys.executable, __file__, self.size, "--only", self.name], text=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            )  # fmt: skip
+        assert self.process.stdin is not None and self.process.stdout is not None
+        limit = Timer(CHILD_LIMIT_S, self.process.kill)
+        limit.start()
+        with suppress(BrokenPipeError):
+            print(file=self.process.stdin, flush=True)
+        answer = next((told for told in self.process.stdout if told.startswith("{")), None)
+        limit.cancel()
+        if answer is None:
+            raise RuntimeError(f"{self.name} {self.size} failed, or took over {CHILD_LIMIT_S} s")
+        return json.loads(answer)
+
+    def close(self) -> None:
+        """End the process."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
 
 
 def time_headrace(size: str, work: Path, extra: list[str]) -> dict[str, Any]:
@@ -133,7 +183,7 @@ def time_headrace(size: str, work: Path, extra: list[str]) -> dict[str, Any]:
         capture_output=True, text=True, timeout=CHILD_LIMIT_S, check=False,
     )  # fmt: skip
     if told.returncode:
-        raise SystemExit(f"headrace {size} failed:\n{told.stdout[-2000:]}\n{told.stderr[-4000:]}")
+        raise RuntimeError(f"headrace {size} failed:\n{told.stdout[-2000:]}\n{told.stderr[-4000:]}")
     report = json.loads(told.stdout)
     return {
         "tokens_per_s": report["steady_tokens_per_s"],
@@ -143,36 +193,35 @@ def time_headrace(size: str, work: Path, extra: list[str]) -> dict[str, Any]:
     }
 
 
-def time_child(name: str, size: str) -> dict[str, Any]:
-    """One reading of a peer in a process of its own."""
-    told = subprocess.run(
-        [sys.executable, __file__, size, "--only", name],
-        capture_output=True, text=True, timeout=CHILD_LIMIT_S, check=False,
-    )  # fmt: skip
-    if told.returncode:
-        raise SystemExit(f"{name} {size} failed:\n{told.stderr[-4000:]}")
-    return json.loads(told.stdout.splitlines()[-1])
-
-
 def compare(
     size: str, sides: list[str], rounds: int, limit_s: float, results: Path, work: Path,
     extra: list[str],
 ) -> None:  # fmt: skip
     """Alternate all sides, then write a row for each; no round begins after `limit_s` seconds."""
     readings: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
+    peers = {name: Peer(name, size) for name in sides if name in PEERS}
     begin_s = time.monotonic()
     for index in range(rounds):
         if index and time.monotonic() - begin_s > limit_s:
             break
-        for name, found in readings.items():
-            reading = (
-                time_headrace(size, work, [*OURS[name], *extra])
-                if name in OURS
-                else time_child(name, size)
-            )
+        for name, found in list(readings.items()):
+            try:
+                if name in OURS:
+                    reading = time_headrace(size, work, [*OURS[name], *extra])
+                else:
+                    reading = peers[name].read()
+            except (RuntimeError, subprocess.TimeoutExpired) as error:
+                print(f"{name} is left out: {error}", flush=True)
+                del readings[name]
+                continue
             found.append(reading)
             rate = reading["tokens_per_s"]
             print(f"{size} round {index} {name}: {rate:,.0f} tokens/s", flush=True)
+            if start_s := reading.get("report", {}).get("start_s"):
+                told = ", ".join(f"{part} {spent_s:.1f}" for part, spent_s in start_s.items())
+                print(f"  seconds before the first step ended: {told}", flush=True)
+    for peer in peers.values():
+        peer.close()
     for name, found in readings.items():
         metrics = {
             "tokens_per_s": receipts.spread([r["tokens_per_s"] for r in found], "tokens/s"),
@@ -180,10 +229,11 @@ def compare(
         }
         if name in OURS:
             metrics["mfu"] = receipts.spread([r["mfu"] for r in found], "share of bf16 peak")
-            for peer in (s for s in sides if s in PEERS):
-                pairs = zip(found, readings[peer], strict=True)
-                ratios = [a["tokens_per_s"] / b["tokens_per_s"] for a, b in pairs]
-                metrics[f"ratio_to_{peer}"] = receipts.spread(ratios, "x")
+            for peer in readings.keys() & peers.keys():
+                for key, what in (("tokens_per_s", "ratio"), ("peak_bytes", "memory_ratio")):
+                    pairs = zip(found, readings[peer], strict=True)
+                    ratios = [a[key] / b[key] for a, b in pairs]
+                    metrics[f"{what}_to_{peer}"] = receipts.spread(ratios, "x")
         receipts.append(
             "peers", metrics, results=results, peer=name, shape=size, n=len(found), seeds=[0],
             versions={p: receipts.installed(p) for p in ("torchtitan", "torchao", "litgpt")},
@@ -204,8 +254,7 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], help="overrides for Headrace's plan")
     args = parser.parse_args()
     if args.only:
-        print(json.dumps(time_peer(args.only, args.sizes[0])))
-        return
+        return serve_peer(args.only, args.sizes[0])
     with tempfile.TemporaryDirectory() as work:
         for size in args.sizes:
             compare(

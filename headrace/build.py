@@ -24,6 +24,7 @@ from headrace.data.loader import Loader
 from headrace.data.order import make_order
 from headrace.data.rows import Cut, Packer
 from headrace.filled import fillers, record
+from headrace.materialize import freeze, materialize
 from headrace.model.adapter import load_pretrained
 from headrace.model.count import trunk_ledger
 from headrace.model.decoder import Decoder, trunk_parts
@@ -61,7 +62,7 @@ def predict(plan: Plan, context: Context) -> Ledger:
 
 def make_build(
     plan: Plan, prepared: Prepared, world: World, device: torch.device,
-    *, until: Stage = Stage.STEP,
+    *, until: Stage = Stage.STEP, tell: Callable[[str], None] | None = None,
 ) -> Build:  # fmt: skip
     """Fill every socket, stage by stage, and make the model, optimizers and loader.
 
@@ -71,6 +72,7 @@ def make_build(
         world: this process's place.
         device: where the weights live.
         until: the last stage; a model alone ends at MATERIALIZE.
+        tell: takes a line that is worth reading, now and while the run goes.
 
     Raises:
         UnsupportedError, ConfigError: see `check_supported` and each stage.
@@ -79,6 +81,7 @@ def make_build(
     techniques = sorted(plan.techniques.values(), key=lambda t: (t.stage, t.name()))
     check_supported(techniques, context)
     build = _trunk(plan, prepared, world, device, context, techniques)
+    build.tell = tell or build.tell
     for stage in Stage:
         TRUNK.get(stage, _nothing)(build)
         for technique in techniques:
@@ -166,6 +169,7 @@ def _trunk(
         transport=_threads,
         place=place,
         recover=_stop,
+        predicted=lambda plan: predict(plan, context),
     )
     build.values["step"] = float
     build.values["lr"] = learning_rate(plan.schedule, plan.horizon_steps)
@@ -212,38 +216,6 @@ def _linears(build: Build) -> None:
     _note_layouts(build)
 
 
-def _freeze(build: Build) -> None:
-    for name, parameter in build.model.named_parameters():
-        if any(frozen(name) for frozen in build.frozen):
-            parameter.requires_grad_(False)
-
-
-def _materialize(build: Build) -> None:
-    """Make weights real, give them their values, store and shard them, block by block."""
-    model = build.model
-    prefixes = {module: name for name, module in model.named_modules()}
-    for module in [*model.blocks.values(), model]:
-        _fill(build, module, prefixes[module])
-        for shard in build.shard:
-            shard(module)
-    _freeze(build)  # a shard may have made parameters anew
-
-
-def _fill(build: Build, root: nn.Module, prefix: str) -> None:
-    """Give every meta parameter under `root` its storage and its value."""
-    for path, module in root.named_modules(prefix=prefix):
-        for key, parameter in list(module.named_parameters(recurse=False)):
-            if not parameter.is_meta:
-                continue
-            name = f"{path}.{key}" if path else key
-            value = build.source(name, parameter.shape)
-            value = build.layouts[name].cut(build.world, value).contiguous()
-            value = value.to(build.device, parameter.dtype)
-            for store in build.storage:
-                value = store(name, value)
-            module.register_parameter(key, nn.Parameter(value, parameter.requires_grad))
-
-
 def _optimizers(build: Build) -> None:
     """Each route takes its parameters; AdamW takes the rest."""
     rest = {n: p for n, p in build.model.named_parameters() if p.requires_grad}
@@ -282,8 +254,8 @@ TRUNK: Mapping[Stage, Callable[[Build], None]] = {
 
 FINISH: Mapping[Stage, Callable[[Build], None]] = {
     Stage.LINEAR: _linears,
-    Stage.FREEZE: _freeze,
-    Stage.MATERIALIZE: _materialize,
+    Stage.FREEZE: freeze,
+    Stage.MATERIALIZE: materialize,
     Stage.OPTIMIZER: _optimizers,
     Stage.DATA: _data,
     Stage.STEP: _objective,

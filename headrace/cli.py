@@ -82,8 +82,9 @@ def train(
         progress = make_progress(json)
         try:
             folder = trainer.run(
-                read, progress=progress, resume=resume, folder=run_of(plan), checkpoint=checkpoint
-            )
+                read, progress=progress, resume=resume, folder=run_of(plan), checkpoint=checkpoint,
+                catalogue=catalogue(),
+            )  # fmt: skip
         finally:
             progress.close()
         if folder is None:  # the first rank tells

@@ -8,8 +8,8 @@ import math
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-import numpy as np
 import torch
+from torch import Tensor
 
 from headrace.data.loader import validation_batches
 from headrace.model.head import IGNORED, cross_entropy
@@ -30,11 +30,12 @@ class Validation:
 def evaluate(build: Build) -> Validation:
     """The model's loss on the plan's validation rows, summed in fp64 over all ranks."""
     plan, world = build.plan, build.world
-    token_bytes = build.prepared.tokenizer.token_bytes
+    bytes_V = torch.from_numpy(build.prepared.tokenizer.token_bytes).to(build.device, torch.int64)
     one = torch.ones((), device=build.device)
     # Apple GPUs have no fp64.
     wide = torch.float32 if build.device.type == "mps" else torch.float64
-    nats, tokens, text_bytes = torch.zeros((), dtype=wide, device=build.device), 0, 0
+    nats = torch.zeros((), dtype=wide, device=build.device)
+    counts = torch.zeros(2, dtype=torch.int64, device=build.device)
     work: list[Work] = []
     together = 1 if world.size("pipeline") == 1 else 4 * world.size("pipeline")  # stages overlap
     with ExitStack() as stack:
@@ -49,11 +50,8 @@ def evaluate(build: Build) -> Validation:
             ranks=world.size("data"),
             segments=build.mask.document,
         ):
-            real = micro.targets_BT.numpy()
-            real = real[real != IGNORED]
-            tokens += real.size
-            text_bytes += int(token_bytes[real].sum(dtype=np.int64))
             work.append(build.place(build, micro))
+            counts += _counts(work[-1].targets_BT, bytes_V)
             if len(work) == together:
                 nats += build.engine(build, work, cross_entropy, one)
                 work = []
@@ -62,11 +60,17 @@ def evaluate(build: Build) -> Validation:
     # Replicas read other rows; parts of a row and stages add to the same loss.
     for axis in ("shard", "pipeline"):
         world.sum_(nats, axis)
-    counts = torch.tensor([float(tokens), float(text_bytes)], dtype=torch.float64)
-    total_tokens, total_bytes = world.sum_(counts, "data").tolist()
+    tokens, text_bytes = world.sum_(counts, "shard").tolist()
     return Validation(
-        loss_nats=float(nats) / total_tokens,
-        bits_per_byte=float(nats) / math.log(2) / total_bytes,
-        tokens=int(total_tokens),
-        bytes=int(total_bytes),
+        loss_nats=float(nats) / tokens,
+        bits_per_byte=float(nats) / math.log(2) / text_bytes,
+        tokens=tokens,
+        bytes=text_bytes,
     )
+
+
+def _counts(targets_BT: Tensor, bytes_V: Tensor) -> Tensor:
+    """Targets that count, and the bytes of text that they stand for, int64 [2]."""
+    counted_BT = targets_BT != IGNORED
+    bytes_BT = bytes_V[targets_BT.where(counted_BT, 0)].where(counted_BT, 0)
+    return torch.stack((counted_BT.sum(), bytes_BT.sum()))

@@ -21,6 +21,8 @@ class Counters:
     stream: dict[str, Any] = field(default_factory=dict)
     guard: dict[str, Any] | None = None
     """how far the first step was from the plain trainer's"""
+    attention: dict[str, Any] | None = None
+    """what was measured to choose its backend"""
 
     def plain(self) -> dict[str, Any]:
         """As JSON values."""

@@ -2,7 +2,8 @@
 
 The cache holds every key, so it serves masks that only look back without a limit (causal, by
 document: what is generated continues one document). Under any other, as a window or slopes, the
-rows are computed whole each time. Precision is the caller's: run this inside the autocast that
+rows are computed whole each time. A model that sees a prefix both ways takes the prompt as such.
+Precision is the caller's: run this inside the autocast that
 training used.
 
 Shapes: B rows, T tokens of the prompt, V vocabulary.
@@ -54,10 +55,11 @@ def generate(
     generator = torch.Generator(ids_BT.device).manual_seed(seed)
     cache = _new_cache(model, B, T + new_tokens)
     ended_B = torch.zeros(B, dtype=torch.bool, device=ids_BT.device)
+    prefix_B = torch.full_like(ids_BT[:, 0], T) if model.mask.prefix else None
     for _ in range(new_tokens):
         seen = cache.length if cache else 0
         positions = torch.arange(seen, ids_BT.size(1), device=ids_BT.device).expand(B, -1)
-        hidden_BTD = model.hidden(ids_BT[:, seen:], Rows(positions), cache)
+        hidden_BTD = model.hidden(ids_BT[:, seen:], Rows(positions, None, prefix_B), cache)
         if cache:
             cache.length = ids_BT.size(1)
         logits_BV = model.head.logits(hidden_BTD[:, -1], model.unembedding)[:, :entries]

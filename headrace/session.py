@@ -15,7 +15,7 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
-from headrace import state
+from headrace import choose, guard, start, state
 from headrace.checkpoint import Checkpoints, Saved
 from headrace.compile_time import compile_seconds
 from headrace.core.errors import ConfigError, HeadraceError, RunError, Stopped
@@ -24,7 +24,6 @@ from headrace.data.loader import StepBatch
 from headrace.evaluate import evaluate
 from headrace.filled import check_active
 from headrace.goal import Counters, ended_by
-from headrace.guard import NOTE
 from headrace.interrupts import Interrupts
 from headrace.progress import Progress
 from headrace.run_folder import RunFolder, command_line, disk_error, metrics_line
@@ -35,7 +34,7 @@ from headrace.track import Tracker, open_trackers
 
 MEASURED = (
     "steady_tokens_per_s", "model_flops_utilization", "peak_memory_bytes", "memory_measured",
-    "input_wait", "techniques",
+    "input_wait", "techniques", "start_s",
 )  # fmt: skip
 """What of a report only a process that trained can know."""
 
@@ -224,10 +223,11 @@ class Session:
         """Count the step, read what is complete, evaluate and save when they are due."""
         plan, counters = self.build.plan, self.counters
         compiled_s = compile_seconds()
+        compile_s = compiled_s - self._compiled_s
         facts = {
             "tokens": counters.tokens + plan.batch.tokens,
             "lr": plan.optimizer.lr * self.build.now["lr"],
-            "compile_s": compiled_s - self._compiled_s,
+            "compile_s": compile_s,
             "wait_s": batch.wait_s,
         }
         self._compiled_s = compiled_s
@@ -238,6 +238,8 @@ class Session:
         self._take_rows(keep=1)
         if self.steps_here == 1:
             self._take_rows(keep=0)
+            if began := self.build.notes.get(start.NOTE):
+                began.mark("first_step", compile_s=compile_s)
             self.evidence = check_active(self.build)
         if counters.step % plan.eval.every_steps == 0:
             self._take_rows(keep=0)
@@ -305,7 +307,8 @@ class Session:
         began_s = time.perf_counter()
         counters = self.counters
         counters.stream = self._stream()
-        counters.guard = self.build.notes.get(NOTE, counters.guard)
+        counters.guard = self.build.notes.get(guard.NOTE, counters.guard)
+        counters.attention = self.build.notes.get(choose.NOTE) or counters.attention
         counters.wall_s = self._wall_s()
         counters.phase_s = dict(self.signals.totals_s)
         values = state.values(self.build, counters.plain())
@@ -329,7 +332,8 @@ class Session:
     def _write_report(self, status: str, message: str) -> None:
         counters = replace(self.counters, phase_s=dict(self.signals.totals_s))
         counters.stream = self._stream() if status != "failed" else counters.stream
-        counters.guard = self.build.notes.get(NOTE, counters.guard)
+        counters.guard = self.build.notes.get(guard.NOTE, counters.guard)
+        counters.attention = self.build.notes.get(choose.NOTE) or counters.attention
         report = summarize(
             self.build,
             counters,
@@ -343,5 +347,5 @@ class Session:
         if not self.first:
             return
         if not self.steps_here and (before := self.folder.read("report")):
-            report |= {key: before[key] for key in MEASURED}  # resumed at its end: still true
+            report |= {key: before.get(key) for key in MEASURED}  # resumed at its end: still true
         self.folder.write("report", report)

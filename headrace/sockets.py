@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.core.errors import ConfigError
+from headrace.core.ledger import Ledger
 from headrace.core.model_config import ModelConfig
 from headrace.core.plan import Plan
 from headrace.core.technique import Context, Technique
@@ -130,6 +131,10 @@ class Phases(Protocol):
         ...
 
 
+def _unheard(text: str) -> None:
+    """Nobody listens."""
+
+
 class Unwatched:
     """Phases that nobody times, as of a model that is only read."""
 
@@ -206,6 +211,10 @@ class Build:
     routed: dict[str, dict[str, nn.Parameter]] = field(default_factory=dict)
     """the parameters of each optimizer, by name"""
     loader: Loader = None  # type: ignore[assignment]
+    predicted: Callable[[Plan], Ledger] = None  # type: ignore[assignment]
+    """what a plan like this one would cost here"""
+    tell: Callable[[str], None] = _unheard
+    """one line that is worth reading while the run goes"""
     phases: Phases = field(default_factory=Unwatched)
     compiled: list[str] = field(default_factory=list)
     """what of the model is compiled, by name"""

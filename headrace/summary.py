@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from headrace import start
 from headrace.build import predict
 from headrace.core.hardware import lookup
 from headrace.core.ledger import Ledger
@@ -41,6 +42,7 @@ def summarize(
         rate: median tokens per second of steady steps.
         waits_s: each step's wait for data.
     """
+    tokenizer = build.prepared.tokenizer
     plan, price = build.plan, build.plan.hardware.dollars_per_hour
     ledger = predict(plan, build.context)
     step_s = plan.batch.tokens / rate if rate else None
@@ -59,6 +61,7 @@ def summarize(
         "memory_lines": [{"name": n, "bytes": b} for n, b in ledger.owners()],
         "memory_measured": _measured(build, tracked),
         "phase_s": counters.phase_s,
+        "start_s": begun.spent_s if (begun := build.notes.get(start.NOTE)) else None,
         "wasted_token_fraction": counters.wasted_tokens / max(1, counters.tokens),
         "input_wait": _waits(waits_s, step_s),
         "val": counters.val,
@@ -75,13 +78,11 @@ def summarize(
             for name, e in evidence.items()
         },
         "guard": counters.guard,
+        "attention": counters.attention,
         "stream_sha256": build.loader.stream_sha256,
         "seed": plan.seed,
         "parameters": sum(prod(layout.shape) for layout in build.layouts.values()),
-        "tokenizer": {
-            "vocab": build.prepared.tokenizer.vocab,
-            "sha256": build.prepared.tokenizer.fingerprint,
-        },
+        "tokenizer": {"vocab": tokenizer.vocab, "sha256": tokenizer.fingerprint},
         "command": " ".join(command_line()),
     }
 

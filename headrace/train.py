@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from headrace.build import make_build
+from headrace.choose import NOTE, choose_attention
 from headrace.context import check_supported, choose_device, make_context
 from headrace.core.plan import Plan
+from headrace.core.technique import Catalogue
 from headrace.data.ingest import Prepared, prepare
 from headrace.data.loader import Micro
 from headrace.guard import guard
@@ -29,11 +31,13 @@ from headrace.progress import Progress
 from headrace.run_folder import RunFolder
 from headrace.session import Session
 from headrace.sockets import Build
+from headrace.start import NOTE as START
+from headrace.start import Start
 
 
 def run(
     plan: Plan, *, progress: Progress, resume: bool = False, folder: Path | None = None,
-    checkpoint: str | None = None,
+    checkpoint: str | None = None, catalogue: Catalogue | None = None,
 ) -> Path | None:  # fmt: skip
     """Train until the plan's goal; returns the run's folder, or None on all ranks but the first.
 
@@ -43,13 +47,14 @@ def run(
         resume: continue the newest run of this name.
         folder: continue the run in this folder instead.
         checkpoint: the checkpoint to continue from, as in "step-100"; the newest without it.
+        catalogue: the techniques that may be chosen from, where the plan wants one chosen.
 
     Raises:
         ConfigError, UnsupportedError: nothing has been trained.
         RunError: it failed; the last good checkpoint is intact.
         Stopped: a signal ended it; a checkpoint is saved.
     """
-    device = choose_device(plan)
+    start, device = Start(), choose_device(plan)
     with ExitStack() as stack:
         stop = stack.enter_context(Interrupts())
         if resume:
@@ -58,7 +63,12 @@ def run(
         device = _own_device(device, world)
         check_supported(list(plan.techniques.values()), make_context(plan, device))
         prepared = prepare_together(plan, world, progress)
-        build = make_build(plan, prepared, world, device)
+        start.mark("prepare")
+        plan, timed = choose_attention(plan, catalogue, prepared, world, device, progress)
+        start.mark("choose")
+        build = make_build(plan, prepared, world, device, tell=progress.note)
+        start.mark("build")
+        build.notes |= {NOTE: timed, START: start}
         for flags in build.runtime:
             stack.enter_context(flags())
         files = _open_folder(build, resume, folder)
@@ -67,6 +77,7 @@ def run(
             session.restore(checkpoint)
         if session.counters.step == 0:
             guard(build, step)
+        start.mark("guard")
         while not session.ended(stop):
             batch = session.next_batch()
             with session.watched():

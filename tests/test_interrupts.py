@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import assert_same_run
+from tiny import PLAN, assert_same_run
 
 from headrace.core.errors import Stopped
 from headrace.interrupts import Interrupts
@@ -24,10 +24,22 @@ def lines(path: Path) -> int:
     return path.read_text().count("\n") if path.exists() else 0
 
 
+@pytest.fixture(scope="module")
+def whole(
+    zygote: Any, tmp_path_factory: pytest.TempPathFactory, corpus: Path, prepared_folder: Path
+) -> Path:
+    """A run that got no signal."""
+    cwd = tmp_path_factory.mktemp("whole")
+    (cwd / "tiny.toml").write_text(PLAN.format(corpus=corpus, prepared=prepared_folder))
+    assert zygote.run(cwd, *COMMAND, "name=whole").code == 0
+    return cwd / "runs" / "whole"
+
+
 @signals
 def test_a_signal_saves_and_the_resume_equals_a_run_that_got_none(
-    zygote: Any, plan_file: Path, wait_until: Callable[..., None], number: signal.Signals
-) -> None:
+    zygote: Any, plan_file: Path, whole: Path, wait_until: Callable[..., None],
+    number: signal.Signals,
+) -> None:  # fmt: skip
     cwd, run = plan_file.parent, plan_file.parent / "runs" / "told"
     child = zygote.start(cwd, *COMMAND, "name=told")
     wait_until(lambda: lines(run / "metrics.jsonl") > 20)
@@ -43,8 +55,7 @@ def test_a_signal_saves_and_the_resume_equals_a_run_that_got_none(
     assert (report["status"], report["steps"]) == ("interrupted", step)
     assert report["message"] == f"stopped by {number.name}"
     assert zygote.run(cwd, "train", "runs/told/plan.toml", "--resume").code == 0
-    assert zygote.run(cwd, *COMMAND, "name=whole").code == 0
-    assert_same_run(run, cwd / "runs" / "whole")
+    assert_same_run(run, whole)
 
 
 @signals

@@ -1,8 +1,8 @@
 """A process that has imported the package and forks a child per command.
 
-Importing torch takes seconds; a fork takes milliseconds. So a test can start, kill and resume real
-processes by the dozen. Requests and answers are JSON, one a line, on standard input and output.
-This process itself never computes: a child inherits no threads and no locks.
+Importing torch and the techniques takes seconds; a fork takes milliseconds. So a test can start,
+kill and resume real processes by the dozen. Requests and answers are JSON, one a line, on standard
+input and output. This process itself never computes: a child inherits no threads and no locks.
 """
 
 import json
@@ -12,11 +12,15 @@ import sys
 import traceback
 from pathlib import Path
 
+import matplotlib.backends.backend_svg  # noqa: F401 - what a run imports late
 import torch
 import torch._dynamo
-import torch.distributed._tools.mem_tracker  # what a run imports late; every child has it at once
+import torch._functorch.aot_autograd
+import torch._inductor.compile_fx
+import torch.distributed._tools.mem_tracker
+import torch.distributed.pipelining
 
-from headrace.cli import app
+from headrace.cli import app, catalogue
 
 
 def child(request: dict) -> int:
@@ -44,6 +48,7 @@ def child(request: dict) -> int:
 def main() -> None:
     """Serve requests until standard input ends."""
     torch.set_num_threads(1)
+    catalogue()
     for line in sys.stdin:
         request = json.loads(line)
         if "wait" in request:

@@ -63,6 +63,7 @@ def explain_plan(plan: Plan, context: Context) -> tuple[dict[str, Any], str]:
         "device": context.device,
         "precision": context.precision,
         "torch": torch.__version__,
+        "attention": plan.attention,
         "sockets": fillers,
         "peak_memory_bytes": peak,
         "peak_at": instant,
@@ -72,6 +73,8 @@ def explain_plan(plan: Plan, context: Context) -> tuple[dict[str, Any], str]:
     lines = [f"{plan.name} on {context.device} in {context.precision}", "", "sockets in order:"]
     for socket, names in fillers.items():
         base = [] if socket in COMPOSED else ["trunk"]
+        if socket == "parts.attend" and plan.attention == "measured":
+            base = ['the fastest when the run starts (attention = "measured")']
         lines.append(f"  {socket:<18} {' + '.join(names or base) or '-'}")
     lines += ["", f"predicted peak: {format_bytes(peak)}, at the {instant}"]
     lines += [f"  {name:<18} {format_bytes(size)}" for name, size in ledger.owners()]

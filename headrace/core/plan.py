@@ -19,6 +19,8 @@ from headrace.core.strict import Strict, read_table
 from headrace.core.technique import Catalogue, Technique
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
+ATTENDS = {"parts.attend", "parts.mixer"}
+"""Sockets whose owner computes attention, or does without it."""
 
 
 class DataConfig(Strict):
@@ -168,6 +170,8 @@ class Plan(Strict):
     """auto takes a GPU when there is one."""
     guard: bool = True
     """Compare the first step with the plain trainer's, and stop if it computes something else."""
+    attention: Literal["plan", "measured"] = "plan"
+    """Its backend: as the techniques say, or the exact one that is fastest at the run's shapes."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     goal: Goal = Goal()
@@ -235,6 +239,12 @@ class Plan(Strict):
             raise ValueError(
                 f"schedule.kind = {self.schedule.kind!r} must know where it ends; "
                 "give schedule.steps=N, goal.steps=N or goal.tokens=N, or schedule.kind=constant"
+            )
+        owners = [n for n, t in self.techniques.items() if ATTENDS & {*t.claims}]
+        if self.attention == "measured" and owners:
+            raise ValueError(
+                f"attention = 'measured' chooses what computes attention, and {owners[0]} does so "
+                f"already; give attention=plan, or --without {owners[0]}"
             )
         taken = {axis for technique in self.techniques.values() for axis in technique.axes}
         for axis in ("tensor", "context", "pipeline"):

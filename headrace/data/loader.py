@@ -291,6 +291,7 @@ def validation_batches(
         yield collate(
             [_validation_row(shards, sequence_length, n if n < rows else None) for n in numbers],
             segments=segments,
+            first_token=first * sequence_length,
         )
 
 

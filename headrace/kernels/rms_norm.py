@@ -7,6 +7,10 @@ backward pass reads input and gradient once, writes the input's gradient, and ad
 gradient in registers: each of at most PARTS programs writes one partial sum, and the partial sums
 are added in one order. So the result is the same in every run, on every GPU.
 
+`rms_norm_add` takes in the addition before a norm: the same kernels write the sum beside the
+result, and add the gradient that comes along the residual stream to the norm's own. A norm alone
+reads a sum that another kernel has just written, and a third adds up the two gradients.
+
 Triton compiles it for a GPU; `reference` is the plain sequence of operations. A compiler sees two
 operations without parts. Source: arXiv 1910.07467; Liger (arXiv 2410.10989) has the same fusion.
 
@@ -41,24 +45,60 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return rms_norm_forward(x.contiguous(), weight_D, eps)[0]
 
 
+def reference_add(x: Tensor, delta: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x + delta, that sum normalised) by torch's own operations."""
+    total = x + delta
+    return total, reference(total, weight_D, eps)
+
+
+def rms_norm_add(x: Tensor, delta: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x + delta, that sum normalised), in one pass over both.
+
+    Args:
+        x: [..., D] in fp32, bf16 or fp16, on a GPU; copied if it is not contiguous.
+        delta: as `x`, in any of these dtypes.
+        weight_D: in any of these dtypes.
+        eps: added to the mean square.
+
+    Returns:
+        Both [..., D] in the dtype that torch gives the sum; what is normalised is the rounded sum.
+    """
+    return rms_norm_add_forward(x.contiguous(), delta.contiguous(), weight_D, eps)[:2]
+
+
 @torch.library.custom_op("headrace::rms_norm", mutates_args=())
 def rms_norm_forward(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(result [..., D], one over the root of each row's mean square, fp32 [N])."""
     from headrace.kernels import rms_norm_triton
 
     COUNTS["rms_norm_forward"] += 1
-    return rms_norm_triton.forward(x, weight_D.contiguous(), eps)
+    return rms_norm_triton.forward(x, None, weight_D.contiguous(), eps)[1:]
+
+
+@torch.library.custom_op("headrace::rms_norm_add", mutates_args=())
+def rms_norm_add_forward(
+    x: Tensor, delta: Tensor, weight_D: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(sum [..., D], result [..., D], one over the root of each row's mean square, fp32 [N])."""
+    from headrace.kernels import rms_norm_triton
+
+    COUNTS["rms_norm_add_forward"] += 1
+    return rms_norm_triton.forward(x, delta, weight_D.contiguous(), eps)
 
 
 @torch.library.custom_op("headrace::rms_norm_backward", mutates_args=())
 def rms_norm_backward(
-    grad: Tensor, x: Tensor, weight_D: Tensor, rstd_N: Tensor, trained: bool
-) -> tuple[Tensor, Tensor]:
-    """The gradients of `x` and, where it is `trained`, of the weight; else an empty one."""
+    grad: Tensor, x: Tensor, weight_D: Tensor, rstd_N: Tensor, trained: bool,
+    along: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The gradients of `x` and, where it is `trained`, of the weight; else an empty one.
+
+    `along` is a gradient that reaches `x` past the norm, and is added to the first.
+    """
     from headrace.kernels import rms_norm_triton
 
-    COUNTS["rms_norm_backward"] += 1
-    return rms_norm_triton.backward(grad, x, weight_D.contiguous(), rstd_N, trained)
+    COUNTS["rms_norm_backward" if along is None else "rms_norm_add_backward"] += 1
+    return rms_norm_triton.backward(grad, x, weight_D.contiguous(), rstd_N, trained, along)
 
 
 @rms_norm_forward.register_fake
@@ -67,10 +107,18 @@ def _(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
 
 
+@rms_norm_add_forward.register_fake
+def _(x: Tensor, delta: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    total = torch.empty_like(x, dtype=torch.promote_types(x.dtype, delta.dtype))
+    rows = x.numel() // x.size(-1)
+    return total, torch.empty_like(total), x.new_empty(rows, dtype=torch.float32)
+
+
 @rms_norm_backward.register_fake
 def _(
-    grad: Tensor, x: Tensor, weight_D: Tensor, rstd_N: Tensor, trained: bool
-) -> tuple[Tensor, Tensor]:
+    grad: Tensor, x: Tensor, weight_D: Tensor, rstd_N: Tensor, trained: bool,
+    along: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     return torch.empty_like(x), weight_D.new_empty(weight_D.numel() if trained else 0)
 
 
@@ -88,4 +136,29 @@ def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor |
     return of_x, of_weight if trained else None, None
 
 
+def _keep_add(
+    ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, float], output: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(output[0], inputs[2], output[2])
+    ctx.dtypes = inputs[0].dtype, inputs[1].dtype
+
+
+def _backward_add(
+    ctx: Any, along: Tensor | None, grad: Tensor | None, _: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    total, weight_D, rstd_N = ctx.saved_tensors
+    of_total, of_weight, trained = along, None, ctx.needs_input_grad[2]
+    if grad is not None:
+        along = None if along is None else along.contiguous()
+        of_total, of_weight = rms_norm_backward(
+            grad.contiguous(), total, weight_D, rstd_N, trained, along
+        )
+    if of_total is None:
+        return None, None, None, None
+    of_x, of_delta = (of_total.to(dtype) for dtype in ctx.dtypes)
+    return of_x, of_delta, of_weight if trained else None, None
+
+
 rms_norm_forward.register_autograd(_backward, setup_context=_keep)
+rms_norm_add_forward.register_autograd(_backward_add, setup_context=_keep_add)

@@ -23,16 +23,24 @@ so that the weight's gradient is added up in the same order on every GPU."""
 
 @triton.jit
 def rms_norm_forward(
-    x_ptr, weight_ptr, out_ptr, rstd_ptr, rows, features, eps,
-    tile: tl.constexpr, block: tl.constexpr,
+    x_ptr, delta_ptr, weight_ptr, sum_ptr, out_ptr, rstd_ptr, rows, features, eps,
+    adds: tl.constexpr, tile: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows: results, and one over the root of each row's mean square."""
+    """One tile of rows: results, and one over the root of each row's mean square.
+
+    With `adds` what is normalised is x + delta, rounded as it is written.
+    """
     row = tl.program_id(0) * tile + tl.arange(0, tile)
     feature = tl.arange(0, block)
     here = feature < features
     inside = (row < rows)[:, None] & here[None, :]
     at = row.to(tl.int64)[:, None] * features + feature[None, :]
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if adds:
+        delta = tl.load(delta_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        total = (x + delta).to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + at, total, mask=inside)
+        x = total.to(tl.float32)
     weight = tl.load(weight_ptr + feature, mask=here, other=0.0).to(tl.float32)
     rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / features + eps)
     out = x * rstd[:, None] * weight[None, :]
@@ -42,10 +50,14 @@ def rms_norm_forward(
 
 @triton.jit
 def rms_norm_backward(
-    grad_ptr, x_ptr, weight_ptr, rstd_ptr, out_ptr, part_ptr, rows, features,
-    trained: tl.constexpr, steps: tl.constexpr, tile: tl.constexpr, block: tl.constexpr,
+    grad_ptr, along_ptr, x_ptr, weight_ptr, rstd_ptr, out_ptr, part_ptr, rows, features,
+    adds: tl.constexpr, trained: tl.constexpr, steps: tl.constexpr,
+    tile: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """`steps` tiles of rows: gradients of `x`, and a partial sum of the weight's."""
+    """`steps` tiles of rows: gradients of `x`, and a partial sum of the weight's.
+
+    With `adds` the gradient that reaches `x` past the norm is added to the norm's own.
+    """
     program, programs = tl.program_id(0), tl.num_programs(0)
     feature = tl.arange(0, block)
     here = feature < features
@@ -60,8 +72,10 @@ def rms_norm_backward(
         rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)[:, None]
         normal = x * rstd
         scaled = grad * weight[None, :]
-        along = tl.sum(scaled * normal, axis=1) / features
-        out = (scaled - normal * along[:, None]) * rstd
+        radial = tl.sum(scaled * normal, axis=1) / features
+        out = (scaled - normal * radial[:, None]) * rstd
+        if adds:
+            out += tl.load(along_ptr + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
         if trained:
             part += tl.sum(grad * normal, axis=0)
@@ -69,22 +83,36 @@ def rms_norm_backward(
         tl.store(part_ptr + program * features + feature, part, mask=here)
 
 
-def forward(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(result [..., D], one over the root of each row's mean square, fp32 [N])."""
-    features = x.size(-1)
+def forward(
+    x: Tensor, delta: Tensor | None, weight_D: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(sum, result [..., D], one over the root of each row's mean square, fp32 [N]).
+
+    Without a `delta` the sum is `x`.
+    """
+    features, total = x.size(-1), x
     rows = x.numel() // features
-    out, rstd_N = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
+    if delta is not None:
+        total = torch.empty_like(x, dtype=torch.promote_types(x.dtype, delta.dtype))
+    out, rstd_N = torch.empty_like(total), x.new_empty(rows, dtype=torch.float32)
     how = _shape(features)
     launch: Any = rms_norm_forward[(-(-rows // how["tile"]),)]
     with on_device_of(x):
-        launch(x, weight_D, out, rstd_N, rows, features, eps, **how)
-    return out, rstd_N
+        launch(
+            x, x if delta is None else delta, weight_D, total, out, rstd_N, rows, features, eps,
+            adds=delta is not None, **how,
+        )  # fmt: skip
+    return total, out, rstd_N
 
 
 def backward(
-    grad: Tensor, x: Tensor, weight_D: Tensor, rstd_N: Tensor, trained: bool
-) -> tuple[Tensor, Tensor]:
-    """The gradients of `x` and, where it is `trained`, of the weight; else an empty one."""
+    grad: Tensor, x: Tensor, weight_D: Tensor, rstd_N: Tensor, trained: bool,
+    along: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The gradients of `x` and, where it is `trained`, of the weight; else an empty one.
+
+    `along` is a gradient that reaches `x` past the norm, and is added to the first.
+    """
     rows, features = len(rstd_N), x.size(-1)
     how = _shape(features)
     # A power of two, so that few variants are compiled for rows of many lengths.
@@ -95,8 +123,8 @@ def backward(
     launch: Any = rms_norm_backward[(programs,)]
     with on_device_of(x):
         launch(
-            grad, x, weight_D, rstd_N, out, part_PD, rows, features,
-            trained=trained, steps=steps, **how,
+            grad, grad if along is None else along, x, weight_D, rstd_N, out, part_PD,
+            rows, features, adds=along is not None, trained=trained, steps=steps, **how,
         )  # fmt: skip
     of_weight = part_PD.sum(0).to(weight_D.dtype) if trained else weight_D.new_empty(0)
     return out, of_weight

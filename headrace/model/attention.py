@@ -22,7 +22,7 @@ from headrace.model.mask import MaskSpec, Rows, dense
 from headrace.model.norm import RMSNorm
 from headrace.model.position import Rotation, rotate
 
-COMMON = frozenset({"causal", "document", "window", "prefix"})
+COMMON = frozenset({"causal", "document", "window"})
 """What of the mask a backend knows, or refuses itself, if it does not say more in `knows`."""
 
 
@@ -80,7 +80,7 @@ class Sdpa:
     soft cap: capped scores are computed by plain products, and kept.
     """
 
-    knows = frozenset({"blocks", "alibi", "soft_cap"})
+    knows = frozenset({"prefix", "blocks", "alibi", "soft_cap"})
 
     def prepare(self, spec: MaskSpec, rows: Rows, length: int) -> Tensor | Capped | None:
         """None for plain causal, else bool [B or 1, 1, T, T] or additive [B or 1, H, T, T]."""
@@ -147,6 +147,39 @@ def weights(
     return torch.cat(read, dim=-1)
 
 
+def equal_scores(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, *, rows: int = 1,
+    length: int = 128,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """All zeros, to try a backend on: queries [B, T, H, K] and keys [B, T, G, K]."""
+    like = torch.zeros(rows, length, 1, config.resolved_head_dim, device=device, dtype=dtype)
+    q_BTHK = like.expand(-1, -1, config.heads, -1).contiguous()
+    return q_BTHK, like.expand(-1, -1, config.resolved_kv_heads, -1).contiguous()
+
+
+def kernels_of(
+    attend: Attend, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, mask: object = None, *,
+    only: str = "",
+) -> list[str]:  # fmt: skip
+    """Names of what one call of a backend launches, as torch's profiler sees them.
+
+    Args:
+        attend: the backend; called once before, since it may compile.
+        q_BTHK: queries.
+        k_BSGK: keys.
+        v_BSGK: values.
+        mask: what it prepared.
+        only: the device to list, "CPU" (torch's operations) or "CUDA" (kernels); all without it.
+    """
+    with torch.no_grad():
+        attend(q_BTHK, k_BSGK, v_BSGK, mask)
+        with torch.profiler.profile(acc_events=True) as profile:
+            attend(q_BTHK, k_BSGK, v_BSGK, mask)
+            if q_BTHK.is_cuda:
+                torch.cuda.synchronize()
+    return [e.key for e in profile.key_averages() if str(e.device_type).endswith(only)]
+
+
 class KVCache:
     """Keys and values of the tokens so far, one pair of [B, S, G, K] tensors per layer."""
 
@@ -205,8 +238,8 @@ class Attention(nn.Module):
         B, T, _ = x_BTD.shape
         grouped = self.qkv(x_BTD).view(B, T, -1, self.queries + 2, self.head_dim)
         q, k, v = grouped.split([self.queries, 1, 1], dim=3)
-        q_BTHK = rotate(self.q_norm(q.reshape(B, T, -1, self.head_dim)), shared.rotation)
-        k_BTGK = rotate(self.k_norm(k.squeeze(3)), shared.rotation)
+        q_BTHK = rotate(q.reshape(B, T, -1, self.head_dim), shared.rotation, self.q_norm)
+        k_BTGK = rotate(k.squeeze(3), shared.rotation, self.k_norm)
         v_BTGK = v.squeeze(3)
         if shared.cache is not None:
             k_BTGK, v_BTGK = shared.cache.extend(self.layer, k_BTGK, v_BTGK)

@@ -18,7 +18,7 @@ from headrace.model.attention import Attend, Attention, KVCache, Sdpa, Shared, c
 from headrace.model.head import Head, Objective
 from headrace.model.mask import MaskSpec, Rows
 from headrace.model.mlp import PlainMLP, SwiGLU
-from headrace.model.norm import NORMS
+from headrace.model.norm import NORMS, add_then
 from headrace.model.position import POSITIONS
 
 
@@ -72,8 +72,10 @@ class Block(nn.Module):
 
     def forward(self, x_BTD: Tensor, shared: Shared) -> Tensor:
         """[B, T, D] to [B, T, D]."""
-        x_BTD = x_BTD + self.mixer(self.mixer_norm(x_BTD), shared)
-        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+        x_BTD, normed_BTD = add_then(
+            self.mlp_norm, x_BTD, self.mixer(self.mixer_norm(x_BTD), shared)
+        )
+        return x_BTD + self.mlp(normed_BTD)
 
 
 class Decoder(nn.Module):

@@ -50,7 +50,7 @@ class BlockPattern:
         if self.stride:
             seen = seen | (apart % self.stride == 0)
         if self.random:
-            drawn = _mix(query_Z1, key_1Z, self.seed)
+            drawn = mixed(query_Z1, key_1Z, self.seed)
             drawn = drawn.masked_fill(seen | (key_1Z >= query_Z1), 1 << 32)
             rank = drawn.argsort(dim=-1, stable=True).argsort(dim=-1)
             seen = seen | ((rank < self.random) & (drawn < 1 << 32))
@@ -62,10 +62,10 @@ class BlockPattern:
         return self.seen(count).tril().sum().item() / (count * (count + 1) / 2)
 
 
-def _mix(query: Tensor, key: Tensor, seed: int) -> Tensor:
+def mixed(one: Tensor, other: Tensor, seed: int) -> Tensor:
     """A 32-bit hash of two places and a seed (lowbias32 in int64, alike on every device)."""
     low = 0xFFFFFFFF
-    x = (query * SPREAD[0] + key * SPREAD[1] + (seed + 1) * SPREAD[2]) & low
+    x = (one * SPREAD[0] + other * SPREAD[1] + (seed + 1) * SPREAD[2]) & low
     for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
         x = ((x ^ (x >> shift)) * factor) & low
     return x ^ (x >> 15)
@@ -79,7 +79,8 @@ class MaskSpec:
         causal: a query sees itself and what stands before it.
         document: a query sees its own document only; positions restart with each document.
         window: a query sees at most this many tokens, itself included; None is no limit.
-        prefix: the first tokens of a row, as many as the batch says, see each other fully.
+        prefix: the first tokens see each other fully, as many as the batch says: of each document
+            where those are masked, else of a row.
         blocks: a query sees these blocks of keys only; None is all.
         alibi: query heads, each with its own slope by which a score falls per token of distance; 0
             is no slope.
@@ -131,7 +132,8 @@ class Rows(NamedTuple):
         positions_BT: place of each token, in its document if documents are masked, else in its row;
             one row serves all when they are equal.
         segments_BT: index of each token's document, or None when documents are not masked.
-        prefix_B: length of each row's prefix, or None.
+        prefix_B: tokens of the prefix of each row, and of each of its documents where those are
+            masked; or None.
     """
 
     positions_BT: Tensor
@@ -153,7 +155,8 @@ def allowed(spec: MaskSpec, rows: Rows, length: int) -> Tensor:
         seen_ZZ = spec.blocks.seen(-(-length // spec.blocks.block), place_T.device)
         ok = ok & seen_ZZ[block_T[:, None], block_T[None, :]]
     if spec.prefix and rows.prefix_B is not None:
-        ok = ok | (key_1T < rows.prefix_B[:, None, None, None])
+        known_BT = rows.positions_BT < rows.prefix_B[:, None]
+        ok = ok | known_BT[:, None, None, :]
     if spec.document and rows.segments_BT is not None:
         ok = ok & (rows.segments_BT[:, None, :, None] == rows.segments_BT[:, None, None, :])
     return ok

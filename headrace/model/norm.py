@@ -1,4 +1,8 @@
-"""Normalization. Both keep their statistics in fp32 and return the input's dtype."""
+"""Normalization. Both keep their statistics in fp32 and return the input's dtype.
+
+A norm is any module of [..., D] to [..., D]. One that also takes in the addition which stands
+before it has a method `add(x, delta)`; `add_then` asks for it, so that a block has no branch.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +36,15 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x.float(), self.weight.shape, self.weight, self.bias, self.eps).type_as(
             x
         )
+
+
+def add_then(norm: nn.Module, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    """(x + delta, that sum normalised), by the norm's own `add` where it has one."""
+    add = getattr(norm, "add", None)
+    if add is not None:
+        return add(x, delta)
+    total = x + delta
+    return total, norm(total)
 
 
 NORMS = {"rms_norm": RMSNorm, "layer_norm": LayerNorm}

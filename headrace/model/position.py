@@ -7,12 +7,21 @@ Nothing is kept in buffers: tables follow the batch's own positions, in fp32.
 Shapes: B rows, T tokens, H heads, K features of a head, D features of the model.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from headrace.core.model_config import ModelConfig
+
+Normalise = Callable[[Tensor], Tensor]
+"""What is done to each head before it is turned: the mixer's norm of queries or of keys."""
+
+
+def as_is(x_BTHK: Tensor) -> Tensor:
+    """No norm."""
+    return x_BTHK
 
 
 class Rotation(NamedTuple):
@@ -21,8 +30,9 @@ class Rotation(NamedTuple):
     cos: Tensor
     sin: Tensor
 
-    def turn(self, x_BTHK: Tensor) -> Tensor:
-        """`x_BTHK` turned by its positions' angles, computed in fp32, returned in its own dtype."""
+    def turn(self, x_BTHK: Tensor, norm: Normalise = as_is) -> Tensor:
+        """`norm(x_BTHK)` turned by its positions' angles, in fp32, returned in its own dtype."""
+        x_BTHK = norm(x_BTHK)
         a, b, cos, sin = *x_BTHK.float().chunk(2, dim=-1), self.cos, self.sin
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x_BTHK)
 
@@ -76,9 +86,12 @@ class Rope(NoPosition):
         return Rotation(angle.cos(), angle.sin())
 
 
-def rotate(x_BTHK: Tensor, rotation: Rotation | None) -> Tensor:
-    """`x_BTHK` as `rotation` turns it, in its own dtype; None leaves it."""
-    return x_BTHK if rotation is None else rotation.turn(x_BTHK)
+def rotate(x_BTHK: Tensor, rotation: Rotation | None, norm: Normalise = as_is) -> Tensor:
+    """`norm(x_BTHK)` as `rotation` turns it, in its own dtype; None turns nothing.
+
+    The norm is handed over and not applied before, so that one kernel may do both.
+    """
+    return norm(x_BTHK) if rotation is None else rotation.turn(x_BTHK, norm)
 
 
 POSITIONS = {"rope": Rope, "learned": LearnedPosition, "none": NoPosition}

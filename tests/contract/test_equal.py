@@ -47,16 +47,13 @@ def pairwise_cover(
 ) -> list[dict[str, Any]]:
     """Few combinations in which each pair of choices that is allowed occurs (greedy)."""
     candidates = [c for c in whole_cross(axes) if allowed(c)]
-
-    def pairs(case: Mapping[str, Any]) -> set[tuple[Any, ...]]:
-        return set(itertools.combinations(case.items(), 2))
-
-    missing = set().union(*map(pairs, candidates)) if candidates else set()
+    pairs = [set(itertools.combinations(case.items(), 2)) for case in candidates]
+    missing = set().union(*pairs)
     cover = []
     while missing:
-        best = max(candidates, key=lambda c: len(pairs(c) & missing))
-        missing -= pairs(best)
-        cover.append(best)
+        best = max(range(len(candidates)), key=lambda i: len(pairs[i] & missing))
+        missing -= pairs[best]
+        cover.append(candidates[best])
     return cover
 
 
@@ -94,7 +91,7 @@ def allowed(case: dict[str, Any], device: str) -> bool:
     return can_stand_together(*techniques) and all(isinstance(a, house.Supported) for a in answers)
 
 
-def cases(device: str) -> list[Any]:
+def cases(device: str, *, slow: bool) -> list[Any]:
     """A pairwise cover uncompiled, each technique compiled, each knob; the rest is slow."""
     plain = [house.variants(name, device)[0] for name in house.names_on(device)]
     axes = {"variant": plain, **AXES}
@@ -111,13 +108,20 @@ def cases(device: str) -> list[Any]:
         for v in house.variants(name, device)[1:]
     ]  # fmt: skip
     cover += [c for c in knobs if allowed(c, device)]
-    rest = [c for c in whole_cross(axes) if allowed(c, device) and c not in cover]
+    rest = [c for c in whole_cross(axes) if allowed(c, device) and c not in cover] if slow else []
     return [
         pytest.param({**case, "device": device}, id="-".join([device, *map(str, case.values())]),
                      marks=[pytest.mark.gpu] * (device == "cuda")
-                     + [pytest.mark.slow] * (case["variant"].dear or case in rest))
-        for case in [*cover, *rest]
+                     + [pytest.mark.slow] * (case["variant"].dear or number >= len(cover)))
+        for number, case in enumerate([*cover, *rest])
     ]  # fmt: skip
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Thousands of cases that would only be left out are not made."""
+    if "case" in metafunc.fixturenames:
+        slow = "not slow" not in metafunc.config.getoption("markexpr")
+        metafunc.parametrize("case", cases("cpu", slow=slow) + cases("cuda", slow=slow))
 
 
 @lru_cache(maxsize=64)
@@ -163,7 +167,6 @@ def assert_same_weights(
     house.assert_equal(Result(found.loss, ours), Result(loss, theirs), band=band)
 
 
-@pytest.mark.parametrize("case", cases("cpu") + cases("cuda"))
 def test_gradients_equal_the_reference(case: dict[str, Any]) -> None:
     build, found = run_case(case)
     technique = build.plan.techniques[case["variant"].name]

@@ -118,10 +118,10 @@ def test_the_weights_are_those_of_an_unguarded_run() -> None:
     assert all(torch.equal(ours[n], theirs[n]) for n in theirs)
 
 
-def test_the_report_keeps_it_over_a_resume(tmp_path: Path, plan_file: Path, run_cli: Any) -> None:
+def test_the_report_keeps_it_over_a_resume(tmp_path: Path, plan_file: Path, zygote: Any) -> None:
     short = ["--with", "full_checkpoint", "goal.steps=2", "schedule.steps=9", "name=g"]
-    assert run_cli(tmp_path, "train", str(plan_file), *short).code == 0
+    assert zygote.run(tmp_path, "train", str(plan_file), *short).code == 0
     plan = str(tmp_path / "runs" / "g" / "plan.toml")
-    assert run_cli(tmp_path, "train", plan, "--resume", "goal.steps=3").code == 0
+    assert zygote.run(tmp_path, "train", plan, "--resume", "goal.steps=3").code == 0
     report = json.loads((tmp_path / "runs" / "g" / "report.json").read_text())
     assert report["steps"] == 3 and report["guard"]["compared"] is True

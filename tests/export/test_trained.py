@@ -11,13 +11,13 @@ import torch
 
 
 def test_a_trained_run_generates_the_same_greedy_text_in_transformers(
-    tmp_path: Path, plan_file: Path, run_cli: Callable[..., Any]
+    tmp_path: Path, plan_file: Path, run_cli: Callable[..., Any], zygote: Any
 ) -> None:
     plan = [str(plan_file), "model.qk_norm=true", "goal.steps=20", "name=trained"]
-    assert run_cli(tmp_path, "train", *plan).code == 0
-    ended = run_cli(tmp_path, "export", "trained", "--to", "hf", "--output", "out")
+    assert run_cli(tmp_path, "train", *plan).code == 0  # as a user starts it
+    ended = zygote.run(tmp_path, "export", "trained", "--to", "hf", "--output", "out")
     assert ended.code == 0
-    ours = run_cli(
+    ours = zygote.run(
         tmp_path, "sample", "trained", "--temperature", "0", "--tokens", "12", "--prompt", "the",
         "--json",
     )  # fmt: skip
@@ -31,48 +31,46 @@ def test_a_trained_run_generates_the_same_greedy_text_in_transformers(
 
 
 def test_training_goes_on_from_an_exported_folder(
-    tmp_path: Path, plan_file: Path, run_cli: Callable[..., Any]
+    tmp_path: Path, plan_file: Path, zygote: Any
 ) -> None:
     plan = str(plan_file)
-    assert run_cli(tmp_path, "train", plan, "name=first").code == 0
-    assert run_cli(tmp_path, "export", "first", "--to", "hf", "--output", "out").code == 0
+    assert zygote.run(tmp_path, "train", plan, "name=first").code == 0
+    assert zygote.run(tmp_path, "export", "first", "--to", "hf", "--output", "out").code == 0
     bare = plan_file.read_text()
     bare = bare[: bare.index("[model]")] + bare[bare.index("[data]") :]
     (tmp_path / "on.toml").write_text(bare)
     starts = ["model.pretrained=out", "data.tokenizer=out"]
     still = [*starts, "optimizer.lr=1e-12", "goal.steps=1", "schedule.warmup_steps=0"]
-    assert run_cli(tmp_path, "train", "on.toml", "name=second", *still).code == 0
+    assert zygote.run(tmp_path, "train", "on.toml", "name=second", *still).code == 0
     reports = [json.loads((tmp_path / "runs" / n / "report.json").read_text())
                for n in ("first", "second")]  # fmt: skip
     before, after = (r["val"][-1]["loss_nats"] for r in reports)
     assert after == pytest.approx(before, rel=1e-6)
-    told = run_cli(tmp_path, "explain", "on.toml", *still, "--json")
+    told = zygote.run(tmp_path, "explain", "on.toml", *still, "--json")
     weights = 4 * reports[0]["parameters"]
     assert json.loads(told.out)["memory_lines"]["parameters"] == weights
-    other = run_cli(tmp_path, "train", "on.toml", "name=third", "model.layers=5", *still)
+    other = zygote.run(tmp_path, "train", "on.toml", "name=third", "model.layers=5", *still)
     assert other.code == 2 and "model.layers=1" in other.err
     shutil.rmtree(tmp_path / "out")
-    assert run_cli(tmp_path, "sample", "second", "--tokens", "3").code == 0
+    assert zygote.run(tmp_path, "sample", "second", "--tokens", "3").code == 0
 
 
-def test_a_run_of_another_device_opens_here(
-    tmp_path: Path, plan_file: Path, run_cli: Callable[..., Any]
-) -> None:
-    assert run_cli(tmp_path, "train", str(plan_file), "name=far", "goal.steps=2").code == 0
-    before = run_cli(tmp_path, "eval", "far", "--json")
+def test_a_run_of_another_device_opens_here(tmp_path: Path, plan_file: Path, zygote: Any) -> None:
+    assert zygote.run(tmp_path, "train", str(plan_file), "name=far", "goal.steps=2").code == 0
+    before = zygote.run(tmp_path, "eval", "far", "--json")
     plan = tmp_path / "runs" / "far" / "plan.toml"
     there = plan.read_text().replace('device = "cpu"', 'device = "cuda"')
     assert there != plan.read_text()
     plan.write_text(there + "\n[techniques.cudnn_attention]\n")
-    after = run_cli(tmp_path, "eval", "far", "--json")
+    after = zygote.run(tmp_path, "eval", "far", "--json")
     assert after.code == before.code == 0 and after.out == before.out
 
 
 def test_a_mask_that_no_family_has_is_not_exported_as_another_model(
-    tmp_path: Path, plan_file: Path, run_cli: Callable[..., Any]
+    tmp_path: Path, plan_file: Path, zygote: Any
 ) -> None:
-    window = ["--with", "sliding_window", "techniques.sliding_window.window=5"]
-    assert run_cli(tmp_path, "train", str(plan_file), *window, "name=w", "goal.steps=1").code == 0
-    told = run_cli(tmp_path, "export", "w", "--to", "hf", "--output", "out")
+    window = ["--with", "sliding_window", "techniques.sliding_window.window=5", "goal.steps=1"]
+    assert zygote.run(tmp_path, "train", str(plan_file), *window, "name=w").code == 0
+    told = zygote.run(tmp_path, "export", "w", "--to", "hf", "--output", "out")
     assert told.code == 3 and "window=5" in told.err
     assert not (tmp_path / "out").exists()

@@ -1,8 +1,10 @@
 """Initial values depend on (seed, name, shape) and on nothing else."""
 
+import pytest
 import torch
 
 from headrace.core.model_config import ModelConfig
+from headrace.model import init
 from headrace.model.init import random_source
 
 SHAPES = {
@@ -49,3 +51,15 @@ def test_norms_are_one_and_biases_zero() -> None:
     for name in ("norm.weight", "blocks.0.mixer_norm.weight", "blocks.0.mixer.q_norm.weight"):
         assert torch.equal(source(name, torch.Size([5])), torch.ones(5))
     assert torch.equal(source("blocks.0.mixer.qkv.bias", torch.Size([5])), torch.zeros(5))
+
+
+def test_pieces_are_drawn_alike_by_any_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(init, "PIECE_NUMBERS", 1000)
+    found = []
+    for threads in (1, 4):
+        monkeypatch.setattr("os.cpu_count", lambda threads=threads: threads)
+        found.append(random_source(ModelConfig(), 0)("embed.weight", torch.Size([50, 90])))
+    assert torch.equal(*found)
+    pieces = found[0].flatten().split(1000)
+    assert len(pieces) == 5 and abs(found[0].std().item() / ModelConfig().init_std - 1) < 0.05
+    assert not any(torch.equal(pieces[0][:500], other[:500]) for other in pieces[1:])

@@ -107,7 +107,8 @@ class Kernel(Sdpa):
 
 @pytest.mark.parametrize(
     ("spec", "says"),
-    [(MaskSpec(alibi=H), "alibi"), (MaskSpec(soft_cap=1.0), "soft_cap"),
+    [(MaskSpec(alibi=H), "alibi"), (MaskSpec(prefix=True), "prefix"),
+     (MaskSpec(soft_cap=1.0), "soft_cap"),
      (MaskSpec(soft_cap=1.0, blocks=BlockPattern(2)), "blocks and soft_cap")],
 )  # fmt: skip
 def test_a_backend_that_does_not_say_that_it_knows_refuses(spec: MaskSpec, says: str) -> None:
@@ -115,7 +116,7 @@ def test_a_backend_that_does_not_say_that_it_knows_refuses(spec: MaskSpec, says:
     check_mask(config, Sdpa(), spec)
     with pytest.raises(ConfigError, match=f"test_scores .* does not know {says} of the mask"):
         check_mask(config, Kernel(), spec)
-    check_mask(config, Kernel(), MaskSpec(document=True, window=3, prefix=True))
+    check_mask(config, Kernel(), MaskSpec(document=True, window=3))
 
 
 @pytest.mark.parametrize("keys", [{"heads": 8, "position": "none"}, {"heads": H}])

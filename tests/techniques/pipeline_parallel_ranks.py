@@ -27,6 +27,7 @@ from headrace.filled import check_active
 from headrace.parallel.layout import local_of
 from headrace.parallel.world import join
 from headrace.sockets import Build
+from headrace.train import step
 
 CPU = torch.device("cpu")
 LAYERS = 5
@@ -118,7 +119,7 @@ def train_on(build: Build, steps: int) -> tuple[list[float], dict[str, torch.Ten
         micros = house.make_micros(
             rows, micro_rows=build.plan.batch.micro_sequences, segments=build.mask.document
         )
-        told += house.step(build, micros, index)[:2].tolist()
+        told += step(build, micros, index)[:2].tolist()
     return told, {n: p.detach().clone() for n, p in build.model.named_parameters()}
 
 

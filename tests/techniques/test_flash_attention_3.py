@@ -3,6 +3,7 @@
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from headrace.model.mask import MaskSpec, Rows
 from headrace.techniques.attention import flash_attention_3
 from headrace.techniques.attention.flash_attention_3 import (
     RELEASES,
+    FetchedFlash3,
     Flash3Sdpa,
     FlashAttention3,
     activate,
@@ -112,6 +114,8 @@ def test_is_found_without_being_imported(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "headrace_fake" / "cute").mkdir()
     (tmp_path / "headrace_fake" / "cute" / "interface.py").touch()
     assert is_installed("headrace_fake.cute.interface") and is_installed("headrace_fake")
+    (tmp_path / "headrace_folder").mkdir()  # as this repository's tests/kernels is one
+    assert not is_installed("headrace_folder")
     assert not is_installed("headrace_missing") and not is_installed("headrace_missing.interface")
     assert "headrace_fake" not in sys.modules
 
@@ -123,7 +127,15 @@ def test_refuses_what_is_not_there(
     monkeypatch.setattr(flash_attention_3, "is_installed", lambda module: False)
     answer = technique.supports(GPU)
     assert isinstance(answer, Unsupported) and "not installed" in answer.reason
-    assert answer.remedy == RELEASES[technique.version].install and "install" in answer.remedy
+    assert answer.remedy.startswith(RELEASES[technique.version].install)
+    assert ("source=kernels" in answer.remedy) == (technique is FA3)
+    fetched = technique.model_copy(update={"source": "kernels"})
+    answer = fetched.supports(GPU)
+    assert isinstance(answer, Unsupported)
+    assert answer.remedy == ("pip install kernels" if technique is FA3 else
+                             "techniques.flash_attention_3.version=FA3")  # fmt: skip
+    monkeypatch.setattr(flash_attention_3, "is_installed", lambda module: module == "kernels")
+    assert isinstance(fetched.supports(GPU), Supported) == (technique is FA3)
 
 
 def test_refuses_where_it_has_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,6 +187,85 @@ def test_a_forward_pass_and_a_query_over_a_cache_are_the_trunks() -> None:
     q, k, v = qkv(13, 8, "cpu")
     for query in (q, q[:, -1:]):
         torch.testing.assert_close(Flash3Sdpa("FA3")(query, k, v, None), Sdpa()(query, k, v, None))
+
+
+def plain(
+    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, causal: bool, statistics: bool = False
+) -> Any:
+    """What the fetched function promises, by products: its layout, groups and causal flag."""
+    assert q.size(-1) % 8 == 0 and q.dtype == k.dtype == v.dtype
+    k, v = (x.repeat_interleave(q.size(2) // k.size(2), dim=2) for x in (k, v))
+    scores = torch.einsum("bthk,bshk->bhts", q, k) * softmax_scale
+    if causal:
+        assert q.size(1) == k.size(1)
+        scores = scores.masked_fill(torch.ones_like(scores).triu(1) > 0, float("-inf"))
+    with torch.profiler.record_function("a flash kernel"):
+        out = torch.einsum("bhts,bshk->bthk", scores.softmax(-1), v)
+    return (out, scores.logsumexp(-1)) if statistics else out
+
+
+class Fetcher:
+    """What stands in for the package that fetches."""
+
+    def __init__(self, function: Any) -> None:
+        self.function, self.asked = function, []
+
+    def get_kernel(self, repository: str, **which: Any) -> Any:
+        """As the package is called."""
+        self.asked.append((repository, which))
+        if isinstance(self.function, Exception):
+            raise self.function
+        return SimpleNamespace(flash_attn_func=self.function)
+
+
+@pytest.mark.parametrize("statistics", [False, True])
+def test_what_is_fetched_is_the_trunks(monkeypatch: pytest.MonkeyPatch, statistics: bool) -> None:
+    """Forward, gradients, padded heads, a query over a cache, and nothing ahead of a query."""
+    fetcher = Fetcher(partial(plain, statistics=statistics))
+    monkeypatch.setitem(sys.modules, "kernels", fetcher)
+    build: Any = SimpleNamespace(parts=SimpleNamespace(attend=None), runtime=[])
+    FlashAttention3(source="kernels").apply(build)
+    FlashAttention3(source="kernels", revision="c0ffee").apply(build)
+    assert fetcher.asked == [("kernels-community/flash-attn3", {"version": 1}),
+                             ("kernels-community/flash-attn3", {"revision": "c0ffee"})]  # fmt: skip
+    attend = build.parts.attend
+    assert not build.runtime and attend.prepare(MaskSpec(), Rows(torch.arange(4)[None]), 4) is None
+    for length, width in ((1, 8), (13, 6)):
+        seen = []
+        for backend in (attend, Sdpa()):
+            given = [x.requires_grad_() for x in qkv(length, width, "cpu")]
+            out = backend(*given, None)
+            seen.append([out, *torch.autograd.grad(out.square().sum(), given)])
+        for found, right in zip(*seen, strict=True):
+            torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
+    q, k, v = qkv(13, 6, "cpu")
+    torch.testing.assert_close(attend(q[:, -1:], k, v, None), Sdpa()(q[:, -1:], k, v, None))
+    assert attend(q, k, v.bfloat16(), None).dtype == torch.bfloat16
+    with pytest.raises(UnsupportedError, match="no mask"):
+        attend.prepare(MaskSpec(prefix=True), Rows(torch.arange(4)[None]), 4)
+
+
+@pytest.mark.parametrize("error", [OSError("no network"), TypeError("unexpected 'version'")])
+def test_what_cannot_be_fetched_says_why(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    monkeypatch.setitem(sys.modules, "kernels", Fetcher(error))
+    with pytest.raises(UnsupportedError, match=str(error)) as caught:
+        FlashAttention3(source="kernels").apply(SimpleNamespace())  # type: ignore[arg-type]
+    assert "version 1" in caught.value.message and "pip install kernels" in caught.value.remedy
+
+
+def test_what_is_fetched_is_in_force_by_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU nothing is launched on a GPU: not in force. With such names it is."""
+    on = FlashAttention3(source="kernels")
+    build: Any = SimpleNamespace(
+        config=ModelConfig(dim=32, heads=4, kv_heads=2), device=torch.device("cpu"),
+        context=GPU, model=SimpleNamespace(attend=FetchedFlash3(plain)),
+    )  # fmt: skip
+    assert on.active(build).active is False
+    real = flash_attention_3.kernels_of
+    monkeypatch.setattr(flash_attention_3, "kernels_of", lambda *a, only: real(*a, only=""))
+    assert on.active(build).active is True
+    build.model.attend = Sdpa()
+    assert on.active(build).active is False
 
 
 @pytest.mark.gpu

@@ -14,6 +14,7 @@ from headrace.build import make_build
 from headrace.core.plan import Plan
 from headrace.core.technique import Context, Supported, Unsupported
 from headrace.data.ingest import prepare
+from headrace.kernels.launches import COUNTS
 from headrace.model.attention import Shared
 from headrace.model.position import Rotation
 from headrace.parallel.world import World
@@ -70,12 +71,42 @@ def test_a_step_is_the_trunks_and_shows_it(kind: Any, build_with: Callable[..., 
         assert not kind().active(plain).active, "these modules are the trunk's"
 
 
+@ON_THE_HOST
+def test_a_blocks_second_norm_takes_in_its_addition(build_with: Callable[..., Build]) -> None:
+    """Of four norms in two blocks two, and not the one at the end."""
+    pytest.importorskip("triton")
+    build = build_with(FusedRmsNorm, "model.layers=2", "batch.micro_sequences=0")
+    gradients_of(build)
+    numbers = FusedRmsNorm().active(build).numbers
+    assert numbers["norms"] == 5 and numbers["forward"] == numbers["backward"] == 5
+    assert numbers["additions"] == numbers["additions_backward"] == 2
+
+
+@ON_THE_HOST
+@pytest.mark.parametrize("groups", [1, 2])
+def test_the_rotation_takes_in_the_norm(groups: int, build_with: Callable[..., Build]) -> None:
+    pytest.importorskip("triton")
+    keys = ("model.qk_norm=true", "model.heads=4", f"model.kv_heads={groups}")
+    plain, fused = build_with(None, *keys), build_with(FusedRope, *keys)
+    wanted, found = gradients_of(plain), gradients_of(fused)
+    for name, right in wanted.items():
+        off = (found[name] - right).abs().max() / right.abs().max()
+        assert off < 1e-5, f"{name} is off by {off}"
+    evidence = FusedRope().active(fused)
+    assert evidence.active and evidence.numbers["norms"] == evidence.numbers["forward"]
+    assert evidence.numbers["norms_backward"] == evidence.numbers["backward"] > 0
+    others = {**fused.notes["fused_rope"], "rope_norm_turn": COUNTS["rope_norm_turn"]}
+    fused.notes["fused_rope"] = others
+    assert not FusedRope().active(fused).active, "norms beside the kernel are not in it"
+
+
 @OURS
 @ON_THE_HOST
 def test_a_compiler_takes_it_in_one_graph(kind: Any, build_with: Callable[..., Build]) -> None:
     pytest.importorskip("triton")
-    wanted = gradients_of(build_with(kind))
-    build = build_with(kind)
+    keys = ("model.qk_norm=true",) if kind is FusedRope else ()
+    wanted = gradients_of(build_with(kind, *keys))
+    build = build_with(kind, *keys)
     torch.compiler.reset()
     build.model.states = torch.compile(build.model.states, backend="aot_eager", fullgraph=True)
     for name, found in gradients_of(build).items():
@@ -154,14 +185,25 @@ def test_predicts_what_a_norm_keeps(kind: Any, tiny_plan: Callable[..., Plan]) -
 
 @pytest.mark.slow
 @ON_THE_HOST
+@pytest.mark.parametrize(
+    ("kind", "model"),
+    [
+        (FusedRmsNorm, {}),
+        (FusedRope, {}),
+        (FusedRope, {"qk_norm": True}),
+        (FusedRope, {"qk_norm": True, "kv_heads": 2}),
+    ],
+    ids=["fused_rms_norm", "fused_rope", "fused_rope-qk_norm", "fused_rope-qk_norm-grouped"],
+)
 def test_memory_is_what_a_traced_step_shows(
-    monkeypatch: pytest.MonkeyPatch, corpus: Path, prepared_folder: Path
-) -> None:
+    kind: Any, model: dict[str, Any], monkeypatch: pytest.MonkeyPatch, corpus: Path,
+    prepared_folder: Path,
+) -> None:  # fmt: skip
     """As the contract does it for what runs on a CPU: slope over layers, and peak."""
     pytest.importorskip("triton")
     import house
     import test_predicts
 
     house.put_data_in(str(corpus), str(prepared_folder))
-    monkeypatch.setattr(FusedRmsNorm, "supports", lambda self, context: Supported())
-    test_predicts.check_against_trace(house.Variant(FusedRmsNorm.name()))
+    monkeypatch.setattr(kind, "supports", lambda self, context: Supported())
+    test_predicts.check_against_trace(house.Variant(kind.name()), **model)

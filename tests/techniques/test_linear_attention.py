@@ -1,6 +1,7 @@
 """Linear attention as a mixer: the recurrence by hand, documents, slices of heads, sampling."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from headrace.context import make_context
 from headrace.core.errors import ConfigError
 from headrace.core.model_config import ModelConfig
 from headrace.core.technique import Unsupported
+from headrace.kernels import gated_delta, linear_attention
 from headrace.model.attention import Shared
 from headrace.model.mask import MaskSpec, Rows
 from headrace.model.position import POSITIONS
@@ -19,19 +21,27 @@ from headrace.sample import generate
 from headrace.sockets import Build
 from headrace.techniques.attention.linear_attention import (
     TEMPERATURE,
+    DeltaMixer,
     Documents,
     LinearAttention,
     LinearMixer,
+    Mix,
 )
 
 CHUNK = "techniques.linear_attention.chunk_tokens=4"
+DELTA = "techniques.linear_attention.rule=gated_delta"
+KINDS = {
+    LinearMixer: Mix(partial(linear_attention.chunked, chunk=4), 4),
+    DeltaMixer: Mix(partial(gated_delta.chunked, chunk=4), 4),
+}
+RULES = pytest.mark.parametrize("kind", KINDS, ids=["sum", "gated_delta"])
 B, T, D = 2, 11, 24
 
 
-def make(seed: int = 0, **keys: Any) -> tuple[LinearMixer, ModelConfig]:
-    torch.manual_seed(seed)
+def make(kind: type[LinearMixer], **keys: Any) -> tuple[LinearMixer, ModelConfig]:
+    torch.manual_seed(0)
     config = ModelConfig(dim=D, heads=4, vocab=64, **{"kv_heads": 2, **keys})
-    mixer = LinearMixer(config, 0, Documents(), 4)
+    mixer = kind(config, 0, Documents(), KINDS[kind])
     for parameter in mixer.parameters():
         torch.nn.init.normal_(parameter, std=0.4)
     return mixer, config
@@ -55,7 +65,12 @@ def by_hand(mixer: LinearMixer, config: ModelConfig, x_TD: Tensor, starts: set[i
             gate = torch.sigmoid(mixer.decay.weight[g] @ x_TD[t]) ** (1 / TEMPERATURE)
             kept = 0.0 if t in starts else gate
             k, v = fused[t, g, P], fused[t, g, P + 1]
-            states[g] = states[g] * kept + torch.outer(k, v)
+            states[g] = states[g] * kept
+            if isinstance(mixer, DeltaMixer):
+                k = F.normalize(k, dim=0)
+                strength = torch.sigmoid(mixer.strength.weight[g] @ x_TD[t])
+                v = strength * (v - k @ states[g])
+            states[g] = states[g] + torch.outer(k, v)
             for p in range(P):
                 read = fused[t, g, p] @ states[g] / K**0.5
                 heads.append(read / (read.square().mean() + torch.finfo(x_TD.dtype).eps).sqrt())
@@ -63,9 +78,10 @@ def by_hand(mixer: LinearMixer, config: ModelConfig, x_TD: Tensor, starts: set[i
     return mixer.out(torch.stack(rows))
 
 
+@RULES
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "documents"])
-def test_equals_the_recurrence_by_hand(packed: bool) -> None:
-    mixer, config = make(position="none")
+def test_equals_the_recurrence_by_hand(packed: bool, kind: type[LinearMixer]) -> None:
+    mixer, config = make(kind, position="none")
     x = torch.randn(B, T, D, requires_grad=True)
     starts = [{0, 3, 4}, {0, 10}] if packed else [{0}, {0}]
     flags = torch.tensor([[t in row for t in range(T)] for row in starts])
@@ -82,13 +98,14 @@ def test_equals_the_recurrence_by_hand(packed: bool) -> None:
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
-def test_slices_of_the_heads_add_up() -> None:
+@RULES
+def test_slices_of_the_heads_add_up(kind: type[LinearMixer]) -> None:
     """As tensor parallelism cuts it: columns and rows in groups of key-value heads."""
-    whole, config = make()
+    whole, config = make(kind)
     x, shared = torch.randn(B, T, D), shared_of(config)
     parts = []
     for rank in range(whole.units):
-        part, _ = make()
+        part, _ = make(kind)
         for names, dim in ((part.columns, 0), (part.rows, 1)):
             for name in names:
                 cut = whole.get_submodule(name).weight.chunk(whole.units, dim)[rank]  # type: ignore[operator, union-attr]
@@ -107,10 +124,14 @@ def test_takes_documents_alone_from_the_mask() -> None:
             backend.prepare(spec, rows, T)
 
 
-@pytest.mark.parametrize("prompt", [1, 4, 6])
-def test_sampling_continues_the_state(make_tiny: Callable[..., Build], prompt: int) -> None:
+@pytest.mark.parametrize(
+    ("prompt", "more"), [(1, []), (4, []), (6, []), (6, [DELTA])], ids=["1", "4", "6", "6-delta"]
+)
+def test_sampling_continues_the_state(
+    make_tiny: Callable[..., Build], prompt: int, more: list[str]
+) -> None:
     """Each token is the likeliest of a forward pass over all that stands before it."""
-    build = make_tiny(CHUNK, "model.qk_norm=true")
+    build = make_tiny(CHUNK, "model.qk_norm=true", *more)
     ids = torch.arange(2 * prompt).view(2, prompt)
     found = generate(build.model, ids, new_tokens=9, temperature=0)
     for end in range(prompt, prompt + 9):

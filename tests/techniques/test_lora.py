@@ -96,28 +96,28 @@ def test_is_refused_under_tensor_parallelism(make_tiny: Make) -> None:
 
 
 def test_a_run_saves_its_adapters_alone_and_exports_them_merged(
-    tmp_path: Path, plan_file: Path, run_cli: Callable[..., Any]
+    tmp_path: Path, plan_file: Path, zygote: Any
 ) -> None:
     """Trained, resumed from its adapters, sampled, and the same text from the merged folder."""
     plan = [str(plan_file), "goal.steps=8", "name=tuned", "techniques.qlora.rank=2"]
-    ended = run_cli(tmp_path, "train", *plan, "optimizer.lr=0.1")
+    ended = zygote.run(tmp_path, "train", *plan, "optimizer.lr=0.1")
     assert ended.code == 0, ended.err
     folder = next(tmp_path.rglob("tuned/plan.toml")).parent
     saved = Saved(folder / "checkpoints" / "latest")
     kept = {n for n in saved.names() if n.startswith("model/")}
     assert kept and all(n.endswith((".lora_a", ".lora_b")) for n in kept)
-    ended = run_cli(tmp_path, "export", str(folder), "--to", "hf", "--output", "out")
+    ended = zygote.run(tmp_path, "export", str(folder), "--to", "hf", "--output", "out")
     assert ended.code == 0, ended.err
     text = []
     bare = plan_file.read_text()
     bare = bare[: bare.index("[model]")] + bare[bare.index("[data]") :]
     again = tmp_path / "again.toml"
     again.write_text(bare + f'\n[model]\npretrained = "{tmp_path / "out"}"\n')
-    run_cli(tmp_path, "train", str(again), "name=again", "goal.steps=1", "optimizer.lr=1e-12",
-                    "--json")  # fmt: skip
+    zygote.run(tmp_path, "train", str(again), "name=again", "goal.steps=1", "optimizer.lr=1e-12",
+               "--json")  # fmt: skip
     for name in ("tuned", "again"):
         run = next(tmp_path.rglob(f"{name}/plan.toml")).parent
-        ended = run_cli(tmp_path, "sample", str(run), "--temperature", "0", "--tokens", "12",
+        ended = zygote.run(tmp_path, "sample", str(run), "--temperature", "0", "--tokens", "12",
                         "--prompt", "the", "--json")  # fmt: skip
         assert ended.code == 0, ended.err
         text.append(json.loads(ended.out)["text"])

@@ -13,6 +13,7 @@ from headrace.core.errors import ConfigError
 from headrace.data.loader import Micro
 from headrace.filled import check_active
 from headrace.kernels import grouped_linear
+from headrace.model.count import block_linears
 from headrace.parallel import ring
 from headrace.sockets import Build
 from headrace.techniques.memory.selective_checkpoint import (
@@ -139,16 +140,30 @@ def test_every_block_counts_its_own_products(make_tiny: Make, batch: Batch) -> N
     assert three == 3 * one
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
-def test_the_work_again_is_predicted(make_tiny: Make, batch: Batch, k: int) -> None:
+@pytest.mark.parametrize(
+    "share", [*(f"every_matmul={k}" for k in range(1, 6)), "wide_every=2", "wide_every=3"]
+)
+def test_the_work_again_is_predicted(make_tiny: Make, batch: Batch, share: str) -> None:
     counted, told = [], 0.0
-    for more in ((), (f"{ON}.every_matmul={k}",)):
+    for more in ((), (f"{ON}.{share}",)):
         build = make_tiny(*more)
         with FlopCounterMode(display=False) as counter:
             step(build, batch(build), 0)
         counted.append(counter.get_total_flops())
         told = predict(build.plan, build.context).flops.get("recompute", 0.0)
     assert (counted[1] - counted[0]) / build.plan.batch.tokens == pytest.approx(told, rel=1e-6)
+
+
+def test_wide_products_are_kept_in_some_blocks_only(make_tiny: Make, batch: Batch) -> None:
+    saved = []
+    for every in (1, 2):
+        build = make_tiny(f"{ON}.wide_every={every}", "model.layers=3")
+        step(build, batch(build), 0)
+        saved.append(check_active(build)["selective_checkpoint"].numbers["saved"])
+    per_block = saved[0] / 3
+    wide = sum(outer > 2 * inner for inner, outer in block_linears(build.config).values())
+    runs = per_block / (len(block_linears(build.config)) + 1)  # and attention, for each time kept
+    assert wide and saved[1] == saved[0] - wide * runs
 
 
 def test_a_share_of_no_products_is_refused(make_tiny: Make) -> None:

@@ -189,13 +189,13 @@ def test_what_cannot_be_scaled_is_refused(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_exported_run_computes_the_same_in_transformers(
-    tmp_path: Path, plan_file: Path, run_cli: Callable[..., Any], kind: str
+    tmp_path: Path, plan_file: Path, zygote: Any, kind: str
 ) -> None:
     knobs = [f"techniques.yarn.kind={kind}", *TINY]
     plan = [str(plan_file), "model.head_dim=8", "goal.steps=4", "name=far", *knobs]
-    trained = run_cli(tmp_path, "train", *plan, "--with", "yarn")
+    trained = zygote.run(tmp_path, "train", *plan, "--with", "yarn")
     assert trained.code == 0, trained.err
-    ended = run_cli(tmp_path, "export", "far", "--to", "hf", "--output", "out")
+    ended = zygote.run(tmp_path, "export", "far", "--to", "hf", "--output", "out")
     assert ended.code == 0, ended.err
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").float()

@@ -21,7 +21,7 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
-from headrace.model.attention import Sdpa
+from headrace.model.attention import Sdpa, equal_scores, kernels_of
 from headrace.sockets import Build
 
 OLDEST = (8, 0)
@@ -72,15 +72,8 @@ class CudnnAttention(Technique[Build]):
 
     def active(self, build: Build) -> Evidence:
         """The kernels that the model's own backend launches, and that it allows no other."""
-        config = build.config
-        like = torch.zeros(1, 128, 1, config.resolved_head_dim, device=build.device).bfloat16()
-        q = like.expand(-1, -1, config.heads, -1).contiguous()
-        k = like.expand(-1, -1, config.resolved_kv_heads, -1).contiguous()
-        with torch.profiler.profile(acc_events=True) as profile:
-            build.model.attend(q, k, k, None)
-            torch.cuda.synchronize()
-        names = [event.key for event in profile.key_averages()]
-        used = [n for n in names if "cudnn" in n.lower()]
+        q, k = equal_scores(build.config, build.device, torch.bfloat16)
+        used = [n for n in kernels_of(build.model.attend, q, k, k) if "cudnn" in n.lower()]
         return Evidence(
             active=bool(used) and isinstance(build.model.attend, CudnnSdpa),
             detail=f"launched {', '.join(used[:3]) or 'none of it'}",

@@ -27,7 +27,7 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
-from headrace.model.attention import Sdpa
+from headrace.model.attention import Sdpa, equal_scores, kernels_of
 from headrace.model.mask import MaskSpec, Rows
 from headrace.sockets import Build
 
@@ -104,16 +104,9 @@ class FlashAttention(Technique[Build]):
 
     def active(self, build: Build) -> Evidence:
         """The kernels that the model's own backend launches, and that it allows no other."""
-        config = build.config
         dtype = torch.float16 if build.context.precision == "fp16" else torch.bfloat16
-        like = torch.zeros(1, 128, 1, config.resolved_head_dim, device=build.device, dtype=dtype)
-        q = like.expand(-1, -1, config.heads, -1).contiguous()
-        k = like.expand(-1, -1, config.resolved_kv_heads, -1).contiguous()
-        with torch.profiler.profile(acc_events=True) as profile:
-            build.model.attend(q, k, k, None)
-            torch.cuda.synchronize()
-        names = [event.key for event in profile.key_averages()]
-        used = [n for n in names if KERNEL in n]
+        q, k = equal_scores(build.config, build.device, dtype)
+        used = [n for n in kernels_of(build.model.attend, q, k, k) if KERNEL in n]
         return Evidence(
             active=bool(used) and isinstance(build.model.attend, FlashSdpa),
             detail=f"launched {', '.join(used[:3]) or 'none of them'}",

@@ -8,20 +8,28 @@ that the model, its memory and compiled code stay as they are. The registration 
 process: a run makes it on one line and restores what stood before when it ends; a forward pass
 outside of a run makes it too.
 
+FlashAttention 3 takes long to compile. With `source = "kernels"` the Hugging Face package of that
+name fetches it compiled, from its community's repository, and its function is called in place of
+torch's. What is fetched is code that runs here: only a plan that says so does it, and `revision`
+pins it to a commit.
+
 Like every flash kernel here it has the causal flag and no other mask. Left out: fp8, whose backward
-pass does not exist. Source: arXiv 2407.08608; torch.nn.attention.activate_flash_attention_impl.
+pass does not exist. Source: arXiv 2407.08608; torch.nn.attention.activate_flash_attention_impl;
+huggingface.co/kernels-community/flash-attn3.
 
 Shapes: B rows, T tokens, H query heads, G key-value heads, K features of a head.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import (
     SDPBackend,
@@ -43,7 +51,7 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
-from headrace.model.attention import Sdpa
+from headrace.model.attention import Sdpa, equal_scores, kernels_of
 from headrace.model.mask import MaskSpec, Rows
 from headrace.sockets import Build
 
@@ -51,6 +59,10 @@ WIDEST_HEAD = 256
 """Features of a head that its kernels take (flash-attention's hopper/flash_api.cpp)."""
 TORCHS_OWN = "pytorch_flash::"
 """The namespace of torch's own flash kernels, which are FlashAttention 2."""
+HEAD_MULTIPLE = 8
+"""What must divide them (the same file); torch's own call pads, the package's does not."""
+REPOSITORY, REPOSITORY_VERSION = "kernels-community/flash-attn3", 1
+FETCHER, FETCHER_INSTALL = "kernels", "pip install kernels"
 MASKED = "--with varlen_attention or --with flex_attention in its place"
 
 
@@ -84,7 +96,7 @@ def is_installed(module: str) -> bool:
     package, *inner = module.split(".")
     spec = find_spec(package)
     if spec is None or not inner:
-        return spec is not None
+        return spec is not None and spec.origin is not None  # a bare folder has none
     folders = spec.submodule_search_locations or ()
     return any(Path(folder, *inner).with_suffix(".py").is_file() for folder in folders)
 
@@ -121,6 +133,52 @@ def activated(version: str) -> Iterator[None]:
             activate(before)
 
 
+def fetch(revision: str) -> Callable[..., Any]:
+    """FlashAttention 3's function, from the repository's commit or its latest compatible one.
+
+    Raises:
+        UnsupportedError: it cannot be fetched or loaded, with the package's own words.
+    """
+    kernels: Any = import_module(FETCHER)
+    which: dict[str, Any] = {"revision": revision} if revision else {"version": REPOSITORY_VERSION}
+    try:
+        return kernels.get_kernel(REPOSITORY, **which).flash_attn_func
+    except (ImportError, OSError, RuntimeError, ValueError, TypeError, AttributeError) as error:
+        raise UnsupportedError(
+            f"{REPOSITORY} ({', '.join(f'{k} {v}' for k, v in which.items())}) cannot be loaded "
+            f"beside torch {torch.__version__}: {error}",
+            f"{FETCHER_INSTALL} -U (or techniques.flash_attention_3.source=torch)",
+        ) from error
+
+
+def check_plain(spec: MaskSpec) -> None:
+    """Raise UnsupportedError where the causal flag does not say everything."""
+    if not spec.is_plain_causal:
+        raise UnsupportedError(f"the flash kernel has no mask for {spec}", MASKED)
+
+
+class FetchedFlash3(Sdpa):
+    """A function of FlashAttention 3's own signature."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def prepare(self, spec: MaskSpec, rows: Rows, length: int) -> None:
+        """Nothing to make: the causal flag says everything, or UnsupportedError."""
+        check_plain(spec)
+
+    def __call__(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: object) -> Tensor:
+        """Attention; one query over a longer key sequence sees all of it."""
+        K = q_BTHK.size(-1)
+        # Autocast does not know this operation; values come out of a product, in its precision.
+        q, k, v = (x.to(v_BTGK.dtype) for x in (q_BTHK, k_BTGK, v_BTGK))
+        if K % HEAD_MULTIPLE:  # zeros add nothing to a score
+            q, k, v = (F.pad(x, (0, -K % HEAD_MULTIPLE)) for x in (q, k, v))
+        found = self.function(q, k, v, softmax_scale=K**-0.5, causal=q.size(1) > 1)
+        out = found[0] if isinstance(found, tuple) else found  # older ones add statistics
+        return out[..., :K]
+
+
 class Flash3Sdpa(Sdpa):
     """The trunk's backend with an activated FlashAttention as the only kernel allowed."""
 
@@ -133,8 +191,7 @@ class Flash3Sdpa(Sdpa):
         Raises:
             UnsupportedError: the mask says more, or the kernels cannot be loaded.
         """
-        if not spec.is_plain_causal:
-            raise UnsupportedError(f"the flash kernel has no mask for {spec}", MASKED)
+        check_plain(spec)
         activate(self.version)
 
     def __call__(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: object) -> Tensor:
@@ -148,6 +205,10 @@ class FlashAttention3(Technique[Build]):
 
     version: Literal["FA3", "FA4"] = "FA3"
     """FlashAttention 3, for Hopper; or 4, for Hopper and Blackwell, a pre-release."""
+    source: Literal["torch", "kernels"] = "torch"
+    """An installed package through torch's own call; or fetched by Hugging Face's `kernels`."""
+    revision: str = ""
+    """The commit that `kernels` fetches; without it the newest compatible one."""
 
     room: ClassVar[str] = "attention"
     stage: ClassVar[Stage] = Stage.PARTS
@@ -189,10 +250,29 @@ class FlashAttention3(Technique[Build]):
             if "mask" in other.composes:
                 reason = f"{name} needs a dense mask, which flash has no kernel for"
                 return Unsupported(reason, MASKED)
+        return self._is_here()
+
+    def _is_here(self) -> Supported | Unsupported:
+        """Whether the package that brings the kernels is installed; nothing is imported."""
+        needs = RELEASES[self.version]
+        if self.source == "kernels":
+            if self.version != "FA3":
+                return Unsupported(
+                    f"{REPOSITORY} holds FlashAttention 3, and version = {self.version!r}",
+                    "techniques.flash_attention_3.version=FA3",
+                )
+            if not is_installed(FETCHER):
+                return Unsupported(f"the package {FETCHER} is not installed", FETCHER_INSTALL)
+            return Supported()
         if self.version not in list_flash_attention_impls():
             return Unsupported(f"this torch cannot activate {self.version}", "pip install -U torch")
         if not is_installed(needs.module):
-            return Unsupported(f"{self.version} ({needs.module}) is not installed", needs.install)
+            remedy = needs.install
+            if self.version == "FA3":
+                remedy += (
+                    f" (or {FETCHER_INSTALL}, with techniques.flash_attention_3.source=kernels)"
+                )
+            return Unsupported(f"{self.version} ({needs.module}) is not installed", remedy)
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
@@ -201,25 +281,22 @@ class FlashAttention3(Technique[Build]):
 
     def apply(self, build: Build) -> None:
         """Fill the backend, and have the kernels stand while a run goes."""
+        if self.source == "kernels":
+            build.parts.attend = FetchedFlash3(fetch(self.revision))
+            return
         build.parts.attend = Flash3Sdpa(self.version)
         build.runtime.append(lambda: activated(self.version))
 
     def active(self, build: Build) -> Evidence:
         """The kernels that the model's own backend launches: flash, and not torch's own."""
-        attend, config = build.model.attend, build.config
+        attend = build.model.attend
         dtype = torch.float16 if build.context.precision == "fp16" else torch.bfloat16
-        like = torch.zeros(1, 128, 1, config.resolved_head_dim, device=build.device, dtype=dtype)
-        q = like.expand(-1, -1, config.heads, -1).contiguous()
-        k = like.expand(-1, -1, config.resolved_kv_heads, -1).contiguous()
-        with activated(self.version):
-            attend(q, k, k, None)  # it may compile
-            with torch.profiler.profile(acc_events=True) as profile:
-                attend(q, k, k, None)
-                torch.cuda.synchronize()
-        events = [e for e in profile.key_averages() if str(e.device_type).endswith("CUDA")]
-        flash = [e.key for e in events if "flash" in e.key.lower()]
+        q, k = equal_scores(build.config, build.device, dtype)
+        with activated(self.version) if self.source == "torch" else nullcontext():
+            kernels = kernels_of(attend, q, k, k, only="CUDA")
+        flash = [n for n in kernels if "flash" in n.lower()]
         used = [n for n in flash if TORCHS_OWN not in n]
         return Evidence(
-            active=bool(used) and used == flash and isinstance(attend, Flash3Sdpa),
+            active=bool(used) and used == flash and isinstance(attend, Flash3Sdpa | FetchedFlash3),
             detail=f"launched {', '.join((used or flash)[:3]) or 'no flash kernel'}",
         )

@@ -34,7 +34,7 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
-from headrace.model.attention import Sdpa
+from headrace.model.attention import Sdpa, equal_scores, kernels_of
 from headrace.model.mask import MaskSpec, Rows, slopes
 from headrace.sockets import Build
 
@@ -51,6 +51,9 @@ def mask_mod(spec: MaskSpec, rows: Rows, length: int) -> MaskMod:
     """`model.mask.allowed` for one query and one key: (row, head, query, key) -> bool."""
     segments_BT = rows.segments_BT if spec.document else None
     prefix_B = rows.prefix_B if spec.prefix else None
+    places_BT = (
+        rows.positions_BT if prefix_B is None else rows.positions_BT.expand(len(prefix_B), -1)
+    )
     block, seen_ZZ = 1, None
     if spec.blocks is not None:
         block = spec.blocks.block
@@ -63,7 +66,7 @@ def mask_mod(spec: MaskSpec, rows: Rows, length: int) -> MaskMod:
         if seen_ZZ is not None:
             ok = ok & seen_ZZ[q // block, k // block]
         if prefix_B is not None:
-            ok = ok | (k < prefix_B[b])
+            ok = ok | (places_BT[b, k] < prefix_B[b])
         if segments_BT is not None:
             ok = ok & (segments_BT[b, q] == segments_BT[b, k])
         return ok
@@ -104,7 +107,7 @@ def masked_rows(spec: MaskSpec, rows: Rows) -> int | None:
 class FlexBackend(Sdpa):
     """FlexAttention with a block mask and a change of scores made from the mask description."""
 
-    knows = frozenset({"blocks", "alibi", "soft_cap"})
+    knows = frozenset({"prefix", "blocks", "alibi", "soft_cap"})
 
     def __init__(self) -> None:
         self._blocks = torch.compile(create_block_mask, dynamic=False)
@@ -188,19 +191,9 @@ class FlexAttention(Technique[Build]):
         blocks = getattr(backend, "blocks", None)
         if blocks is None:
             return Evidence(False, "no forward pass made a block mask")
-        config, length = build.config, blocks.shape[-1]
-        rows = blocks.shape[0]
-        like = torch.zeros(
-            rows, length, 1, config.resolved_head_dim, device=build.device, dtype=torch.bfloat16
-        )
-        q = like.expand(-1, -1, config.heads, -1).contiguous()
-        k = like.expand(-1, -1, config.resolved_kv_heads, -1).contiguous()
-        with torch.no_grad():
-            backend(q, k, k, blocks)  # it may compile
-            with torch.profiler.profile(acc_events=True) as profile:
-                backend(q, k, k, blocks)
-                torch.cuda.synchronize()
-        names = [event.key for event in profile.key_averages()]
+        rows, length = blocks.shape[0], blocks.shape[-1]
+        q, k = equal_scores(build.config, build.device, torch.bfloat16, rows=rows, length=length)
+        names = kernels_of(backend, q, k, k, blocks)
         used = [n for n in names if "flex_attention" in n and n.startswith("triton")]
         skipped = float(blocks.sparsity())
         return Evidence(

@@ -1,21 +1,32 @@
 """Mix tokens through a decaying state instead of attention: work in proportion to the row.
 
 Softmax attention compares every pair of tokens. Here each head keeps a matrix that forgets at its
-own rate and is read by the queries (kernels/linear_attention): the work per token does not grow
-with the row, and sampling keeps one state per layer instead of all keys. The rate is a gate of the
-token: log decay = logsigmoid(w x) / 16, per head of keys and values (arXiv 2312.06635). What the
-queries read is normalised per head, since nothing divides it as softmax would. Rotation, norms of
-queries and keys, and the fused `qkv` stay as attention has them.
+own rate and is read by the queries: the work per token does not grow with the row, and sampling
+keeps one state per layer instead of all keys. The rate is a gate of the token: log decay =
+logsigmoid(w x) / 16, per head of keys and values (arXiv 2312.06635). What the queries read is
+normalised per head, since nothing divides it as softmax would. Rotation, norms of queries and keys,
+and the fused `qkv` stay as attention has them.
+
+What a token writes is one of two rules. A `sum` adds k v^T (kernels/linear_attention). The gated
+delta rule first takes out what the state answers to that key (kernels/gated_delta), by a strength
+that is a second gate, sigmoid(w x); its keys have unit length, or it would not be stable. It costs
+a triangular solve in each chunk, and its states follow each other in a loop. Left out of its paper
+are the short convolutions, the output gate and the range of its decays.
 
 A state cannot see a window or a prefix, so it fills the backend too and takes documents alone from
 the mask: the index of each token's document, which resets the state exactly. It costs recall: a
-state holds less than a row of keys. Compiled code fuses the decays; a fused kernel for all of it is
-left out. Sources: arXiv 2312.06635, 2405.21060, 2006.16236.
+state holds less than a row of keys. Compiled code fuses the decays; `kernels` = "fla" takes the
+kernels of flash-linear-attention in place of torch's products (kernels/fla).
+Sources: arXiv 2312.06635, 2405.21060, 2006.16236, 2412.06464, 2406.06484.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import ClassVar
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import ClassVar, Literal, NamedTuple
 
 import torch.nn.functional as F
 from pydantic import Field
@@ -33,7 +44,8 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
-from headrace.kernels.linear_attention import chunked
+from headrace.kernels import fla, gated_delta, linear_attention
+from headrace.kernels.launches import since
 from headrace.model.attention import Attend, Attention, Shared
 from headrace.model.count import FP32, held_in
 from headrace.model.mask import MaskSpec, Rows
@@ -42,6 +54,22 @@ from headrace.sockets import Build
 
 TEMPERATURE = 16.0
 """A gate of 0.5 keeps 0.958 per token (arXiv 2312.06635, section 4.4)."""
+EPS = 1e-6
+"""Added to a key's squared length, as flash-linear-attention does (modules/l2norm.py)."""
+INSTALL = "pip install 'flash-linear-attention>=0.6'"
+OLDEST = (0, 6)
+"""The release of fla-core that the calls were written for."""
+WIDEST_HEAD = 256
+"""Features of a head that its kernels take (fla-core 0.6.0, ops/common/chunk_delta_h.py)."""
+
+
+class Mix(NamedTuple):
+    """How a rule is computed."""
+
+    run: Callable[..., tuple[Tensor, Tensor | None]]
+    """(q, k, v, the gates, mask, state_BGKV=) -> mixed values, the state after the last token"""
+    tokens: int
+    """most tokens of a chunk"""
 
 
 class Documents:
@@ -65,17 +93,34 @@ class Documents:
         raise NotImplementedError("linear attention has no scores to mask")
 
 
+class Lengths(Documents):
+    """The same for kernels that take documents laid end to end."""
+
+    def prepare(self, spec: MaskSpec, rows: Rows, length: int) -> Tensor | None:
+        """Where each document begins, and the end: int64 [S + 1], or None."""
+        segments = super().prepare(spec, rows, length)
+        return None if segments is None else fla.ends_of(segments)
+
+
 class LinearMixer(Attention):
     """Attention's projections around a decaying state."""
 
     columns = ("qkv", "decay")
     rows = ("out",)
 
-    def __init__(self, config: ModelConfig, layer: int, attend: Attend, chunk_tokens: int) -> None:
+    def __init__(self, config: ModelConfig, layer: int, attend: Attend, mix: Mix) -> None:
         super().__init__(config, layer, attend)
-        self.units, self.chunk_tokens = self.groups, chunk_tokens
+        self.units, self.mix = self.groups, mix
         self.decay = nn.Linear(config.dim, self.groups, bias=False)
         self.longest_chunk = 0
+
+    def keys(self, k_BTGK: Tensor) -> Tensor:
+        """The keys under which a state is written."""
+        return k_BTGK
+
+    def gates(self, x_BTD: Tensor) -> tuple[Tensor, ...]:
+        """Of each token and head of keys: the logarithm of what is kept, fp32 [B, T, G]."""
+        return (F.logsigmoid(self.decay(x_BTD).float()) / TEMPERATURE,)
 
     def forward(self, x_BTD: Tensor, shared: Shared) -> Tensor:
         """Mix tokens of each row; returns [B, T, D]."""
@@ -83,28 +128,49 @@ class LinearMixer(Attention):
         K = self.head_dim
         grouped = self.qkv(x_BTD).view(B, T, -1, self.queries + 2, K)
         q, k, v = grouped.split([self.queries, 1, 1], dim=3)
-        q_BTHK = rotate(self.q_norm(q.reshape(B, T, -1, K)), shared.rotation)
-        k_BTGK = rotate(self.k_norm(k.squeeze(3)), shared.rotation)
-        log_decay_BTG = F.logsigmoid(self.decay(x_BTD).float()) / TEMPERATURE
+        q_BTHK = rotate(q.reshape(B, T, -1, K), shared.rotation, self.q_norm)
+        k_BTGK = self.keys(rotate(k.squeeze(3), shared.rotation, self.k_norm))
         cache = shared.cache
-        segments = shared.mask if isinstance(shared.mask, Tensor) else None
-        self.longest_chunk = min(self.chunk_tokens, T)
-        mixed, state = chunked(
-            q_BTHK.unflatten(2, (-1, self.queries)), k_BTGK, v.squeeze(3), log_decay_BTG, segments,
-            chunk=self.chunk_tokens,
-            state_BGKV=None if cache is None else cache.states.get(self.layer),
+        documents = shared.mask if isinstance(shared.mask, Tensor) else None
+        self.longest_chunk = min(self.mix.tokens, T)
+        mixed, state = self.mix.run(
+            q_BTHK.unflatten(2, (-1, self.queries)), k_BTGK, v.squeeze(3), *self.gates(x_BTD),
+            documents, state_BGKV=None if cache is None else cache.states.get(self.layer),
         )  # fmt: skip
-        if cache is not None:
+        if cache is not None and state is not None:
             cache.states[self.layer] = state
         even = F.rms_norm(mixed.float() * K**-0.5, (K,)).to(mixed.dtype)
         return self.out(even.reshape(B, T, -1))
+
+
+class DeltaMixer(LinearMixer):
+    """The same around a state that is overwritten."""
+
+    columns = ("qkv", "decay", "strength")
+
+    def __init__(self, config: ModelConfig, layer: int, attend: Attend, mix: Mix) -> None:
+        super().__init__(config, layer, attend, mix)
+        self.strength = nn.Linear(config.dim, self.groups, bias=False)
+
+    def keys(self, k_BTGK: Tensor) -> Tensor:
+        """Keys of unit length."""
+        wide = k_BTGK.float()
+        return (wide * (wide.square().sum(-1, keepdim=True) + EPS).rsqrt()).to(k_BTGK.dtype)
+
+    def gates(self, x_BTD: Tensor) -> tuple[Tensor, ...]:
+        """And how much of what is known of a key is replaced, 0 to 1, fp32 [B, T, G]."""
+        return *super().gates(x_BTD), self.strength(x_BTD).float().sigmoid()
 
 
 class LinearAttention(Technique[Build]):
     """Mix tokens through a decaying state instead of attention: work in proportion to the row."""
 
     chunk_tokens: int = Field(default=64, ge=1, le=4096)
-    """Tokens whose pairs are computed at once; tuner range 32 to 256."""
+    """Tokens whose pairs are computed at once, by torch's kernels; tuner range 32 to 256."""
+    rule: Literal["sum", "gated_delta"] = "sum"
+    """What a token writes: more of its key and value, or what the state does not know of them."""
+    kernels: Literal["torch", "fla"] = "torch"
+    """Who computes a chunk; fla's kernels take 64 tokens and factors in bf16."""
 
     room: ClassVar[str] = "attention"
     stage: ClassVar[Stage] = Stage.PARTS
@@ -118,14 +184,15 @@ class LinearAttention(Technique[Build]):
         buys="work per token that does not grow with the row, and a sampling state that does not "
         "either (derived)",
         costs="recall from far back: a state of K x K numbers per head holds less than all keys "
-        "(arXiv 2402.18668); more memory than fused attention where it runs uncompiled",
+        "(arXiv 2402.18668), and a sum less than gated_delta (arXiv 2412.06464); more memory than "
+        "fused attention where torch's kernels run uncompiled",
         helps="long rows, and generating long texts",
         hurts="short rows, where attention is one fused kernel",
-        source="arXiv 2312.06635; arXiv 2405.21060",
+        source="arXiv 2312.06635; arXiv 2405.21060; arXiv 2412.06464",
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Random weights and whole rows."""
+        """Random weights and whole rows; for fla's kernels the package and bf16 on a GPU."""
         plan = context.plan
         if plan.model.pretrained:
             return Unsupported("the weights of model.pretrained are attention's", "leave it out")
@@ -134,13 +201,43 @@ class LinearAttention(Technique[Build]):
                 f"its state runs along whole rows, and mesh.context = {plan.mesh.context} cuts "
                 "them", "mesh.context=1",
             )  # fmt: skip
+        return Supported() if self.kernels == "torch" else self._supports_fla(context)
+
+    def _supports_fla(self, context: Context) -> Supported | Unsupported:
+        torchs = "techniques.linear_attention.kernels=torch"
+        width = context.plan.model.resolved_head_dim
+        for compiler in context.plan.techniques.values():
+            if "compiled" in compiler.composes and getattr(compiler, "fullgraph", True):
+                return Unsupported(
+                    "fla leaves its kernels out of compiled graphs, and fullgraph asks for one",
+                    f"techniques.{compiler.name()}.fullgraph=false (or {torchs})",
+                )
+        if context.device != "cuda":
+            return Unsupported(f"fla's kernels need an NVIDIA GPU, not {context.device}", torchs)
+        if not context.has_triton:
+            return Unsupported("fla's kernels are compiled by Triton", "pip install triton")
+        if context.precision != "bf16":
+            return Unsupported(
+                f"fla's kernels take bf16, and the precision is {context.precision}",
+                f"model.precision=bf16 (or {torchs})",
+            )
+        if width > WIDEST_HEAD:
+            return Unsupported(
+                f"heads of {width} features: fla's kernels take {WIDEST_HEAD} at most", torchs
+            )
+        found = _installed()
+        if found is None:
+            return Unsupported("flash-linear-attention is not installed", INSTALL)
+        if tuple(int(n) for n in re.findall(r"\d+", found)[:2]) < OLDEST:
+            oldest = ".".join(map(str, OLDEST))
+            return Unsupported(f"fla-core {found} is older than {oldest}", INSTALL)
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
         """The state's products for attention's, no dense mask, and what the chunks keep."""
         sizes = ledger.sizes
         layers, dim, groups = int(sizes["layers"]), sizes["dim"], sizes["kv_heads"]
-        more = layers * dim * groups
+        more = layers * dim * groups * (1 if self.rule == "sum" else 2)  # the gates' matrices
         for name, copies in (("parameters", 1), ("gradients", 1), ("optimizer", 2)):
             line = ledger.memory[name]
             ledger = ledger.with_line(name, replace(line, bytes=line.bytes + FP32 * copies * more))
@@ -148,28 +245,45 @@ class LinearAttention(Technique[Build]):
             normed = f"{layer}/qk_norm" in ledger.memory
             for name, count in self._kept(sizes, normed).items():
                 ledger = ledger.with_line(f"{layer}/{name}", Line(count, held_in(layer), layer))
-        work = layers * self._work(sizes)
-        forward = work + 2 * more - sizes["attention_flops"]
-        ledger = ledger.with_flops("forward", forward).with_flops("backward", 2 * forward)
+        forward, backward = (layers * work for work in self._work(sizes))
+        old = sizes["attention_flops"]
+        ledger = ledger.with_flops("forward", forward + 2 * more - old)
+        ledger = ledger.with_flops("backward", backward + 4 * more - 2 * old)
         dense = [n for n in ledger.memory if n == "mask" or n.endswith("/mask_copy")]
         facts = {
             "block_matrices": sizes["block_matrices"] + more,
             "block_flops": sizes["block_flops"] + 2 * more,
-            "attention_flops": work, "mask": 0.0, "mask_copy": 0.0,
+            "attention_flops": forward, "mask": 0.0, "mask_copy": 0.0,
         }  # fmt: skip
         return replace(ledger.without(dense), sizes={**sizes, **facts})
 
     def _chunks(self, sizes: Mapping[str, float]) -> tuple[int, int]:
         """Tokens of a chunk, and chunks of a row."""
-        chunk = min(self.chunk_tokens, int(sizes["length"]))
+        chunk = min(self._tokens(), int(sizes["length"]))
         return chunk, -(-int(sizes["length"]) // chunk)
 
-    def _work(self, sizes: Mapping[str, float]) -> float:
-        """Forward FLOPs per token of one layer's chunks and states."""
+    def _tokens(self) -> int:
+        return self.chunk_tokens if self.kernels == "torch" else fla.CHUNK
+
+    def _work(self, sizes: Mapping[str, float]) -> tuple[float, float]:
+        """FLOPs per token of one layer's chunks and states, forward and backward."""
         G, K, H, T = (sizes[n] for n in ("kv_heads", "head_dim", "heads", "length"))
         C, Z = self._chunks(sizes)
-        inside = 4 * C * H * K + 2 * (G + H) * K * K
-        return inside * Z * C / T + 2 * (Z + 1) ** 2 * G * K * K / T
+        G = G if self.kernels == "torch" else H  # fla's heads come one for each query
+        if self.rule == "sum":
+            inside = 4 * C * H * K + 2 * (G + H) * K * K
+            between = 2 * (Z + 1) ** 2 * G * K * K / T if self.kernels == "torch" else 0.0
+            forward = inside * Z * C / T + between
+            return forward, 2 * forward
+        near = Z * C * (2 * C * G * K + 4 * C * H * K)
+        solve = Z * C * 2 * C * G * K
+        writes, reads = Z * C * 4 * G * K * K, Z * C * 2 * (G + H) * K * K
+        move = 2 * G * K**3  # of one chunk to the next
+        # The first state is nothing, so it has no gradient, and nothing reads the last one. A
+        # solve's gradient is another solve and a product of twice its work.
+        back = 2 * near + 3 * solve
+        back += 2 * (writes + reads) + (2 * Z - 3) * move if Z > 1 else reads
+        return (near + solve + writes + reads + Z * move) / T, back / T
 
     def _kept(self, sizes: Mapping[str, float], normed: bool) -> dict[str, float]:
         """Bytes that one layer's mixer keeps for its backward pass, by what they are.
@@ -181,32 +295,75 @@ class LinearAttention(Technique[Build]):
         C, Z = self._chunks(sizes)
         B, size = sizes["rows"], sizes["activation_bytes"]
         padded = B * Z * C
-        scores = padded * C * (FP32 * G + 2 * size * H)
-        states = B * G * (FP32 * (Z + 1) ** 2 + size * (2 * Z + 1) * K * K)
-        gates = FP32 * G * (2 * N + padded)
-        read = size * padded * (G + H) * K + FP32 * N * H * K
         fused = size * N * (H + 2 * G) * K if normed else 0.0
+        gates, read = FP32 * 2 * N * G, FP32 * N * H * K
+        if self.rule == "gated_delta":
+            gates += FP32 * N * (2 * G + G * K)  # the strength, and keys with their lengths
+        if self.kernels == "fla":
+            inside = FP32 * N * H + (size * C + FP32) * N * H * (self.rule == "gated_delta")
+            return {
+                "qkv": fused + size * N * H * K,
+                "attention_input": 2 * size * N * H * K,
+                "states": gates + inside + read,
+            }
+        if self.rule == "sum":
+            inside = padded * C * (FP32 * G + 2 * size * H) + FP32 * padded * G
+            inside += B * G * (FP32 * (Z + 1) ** 2 + size * (2 * Z + 1) * K * K)
+            inside += size * padded * (G + H) * K
+        else:
+            size = FP32
+            inside = FP32 * padded * (C * (3 * G + 2 * H) + 2 * G)  # triangles, scores, gates
+            inside += FP32 * padded * K * ((5 if Z > 1 else 4) * G + H)
+            inside += FP32 * B * Z * G * K * K * (3 if Z > 1 else 1)  # moves, states, their stack
         return {
             "qkv": fused + size * padded * G * K,
             "attention_input": size * padded * (H + G) * K,
-            "states": scores + states + gates + read,
+            "states": gates + inside + read,
         }
 
     def apply(self, build: Build) -> None:
         """Fill the mixer and the backend that it does without."""
-        build.parts.mixer = lambda config, layer, attend: LinearMixer(
-            config, layer, attend, self.chunk_tokens
-        )
-        build.parts.attend = Documents()
+        build.notes[self.name()] = since({}, "fla_")
+        rules = {
+            ("sum", "torch"): linear_attention.chunked,
+            ("gated_delta", "torch"): gated_delta.chunked,
+            ("sum", "fla"): fla.decayed_sum,
+            ("gated_delta", "fla"): fla.gated_delta,
+        }
+        run, torchs = rules[self.rule, self.kernels], self.kernels == "torch"
+        mix = Mix(partial(run, chunk=self.chunk_tokens) if torchs else run, self._tokens())
+        mixer = LinearMixer if self.rule == "sum" else DeltaMixer
+        build.parts.mixer = lambda config, layer, attend: mixer(config, layer, attend, mix)
+        build.parts.attend = Documents() if torchs else Lengths()
 
     def active(self, build: Build) -> Evidence:
-        """Whether a block's work is that of chunks: the longest that its mixers computed."""
+        """Whether a block's work is that of chunks, the longest that it computed, and by whom."""
         mixers = [block.mixer for block in build.model.blocks.values()]
         if not mixers:
             return Evidence(None, "this rank holds no block")
         chunks = {getattr(mixer, "longest_chunk", 0) for mixer in mixers}
+        overwrite = sum(isinstance(mixer, DeltaMixer) for mixer in mixers)
+        counts = since(build.notes[self.name()], "fla_")
+        launched = {name: count for name, count in counts.items() if count}
+        wanted = fla.SUM if self.rule == "sum" else fla.GATED_DELTA
+        by = " and ".join(f"{n} x {c}" for n, c in launched.items()) or "torch's products"
         return Evidence(
-            active=min(chunks) > 0 and max(chunks) <= self.chunk_tokens,
-            detail=f"{len(mixers)} layers mixed tokens in chunks of at most {max(chunks)}",
-            numbers={"longest_chunk": max(chunks), "layers": len(mixers)},
-        )
+            active=min(chunks) > 0
+            and max(chunks) <= self._tokens()
+            and overwrite == (len(mixers) if self.rule == "gated_delta" else 0)
+            and set(launched) == ({wanted} if self.kernels == "fla" else set()),
+            detail=f"{len(mixers)} layers mixed tokens in chunks of at most {max(chunks)} by "
+            f"{by}; {overwrite} overwrite what their states hold",
+            numbers={
+                "longest_chunk": max(chunks), "layers": len(mixers), "overwrite": overwrite,
+                **launched,
+            },
+        )  # fmt: skip
+
+
+def _installed() -> str | None:
+    """The version of the package's kernels; None where they are not."""
+    try:
+        return version("fla-core") if find_spec("fla") else None
+    except PackageNotFoundError:
+        return None

@@ -36,7 +36,7 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
-from headrace.model.attention import Sdpa
+from headrace.model.attention import Sdpa, equal_scores, kernels_of
 from headrace.model.mask import MaskSpec, Rows
 from headrace.sockets import Build
 
@@ -206,17 +206,13 @@ class VarlenAttention(Technique[Build]):
         """The documents of the last forward pass, and the kernel that two of them launch."""
         backend: Any = build.model.attend
         forwards, starts_S1 = getattr(backend, "forwards", 0), getattr(backend, "starts_S1", None)
-        config, length = build.config, 128
         dtype = torch.float16 if build.context.precision == "fp16" else torch.bfloat16
-        like = torch.zeros(1, length, 1, config.resolved_head_dim, device=build.device, dtype=dtype)
-        q = like.expand(-1, -1, config.heads, -1).contiguous()
-        k = like.expand(-1, -1, config.resolved_kv_heads, -1).contiguous()
+        q, k = equal_scores(build.config, build.device, dtype)
+        length = q.size(1)
         places_BT = torch.arange(length, device=build.device)[None]
         rows = Rows(places_BT, (places_BT >= length // 3).int())
-        with torch.no_grad(), torch.profiler.profile(acc_events=True) as profile:
-            backend(q, k, k, backend.prepare(MaskSpec(document=True), rows, length))
-            torch.cuda.synchronize()
-        names = [event.key for event in profile.key_averages()]
+        mask = backend.prepare(MaskSpec(document=True), rows, length)
+        names = kernels_of(backend, q, k, k, mask)
         used = [n for n in names if KERNEL in n]
         told, numbers = "rows without documents", {}
         if starts_S1 is not None:

@@ -77,8 +77,11 @@ class Gqa(Technique[Build]):
         config, blocks = build.config, build.model.blocks
         if not len(blocks):
             return Evidence(None, "this rank holds no block")
-        matrices = (blocks.get_submodule(f"{name}.mixer.qkv").weight for name in blocks)
-        rows = {int(w.shape[0]) * build.world.size("tensor") for w in matrices}  # type: ignore
+        mixers: list[Any] = [block.mixer for block in blocks.values()]
+        rows = {m.qkv.weight.shape[0] * build.world.size("tensor") for m in mixers
+                if hasattr(m, "qkv")}  # fmt: skip
+        if not rows:
+            return Evidence(None, "no block of this rank has keys")
         groups = {(r // config.resolved_head_dim - config.heads) / 2 for r in rows}
         return Evidence(
             active={g * self.queries_per_key for g in groups} == {config.heads},

@@ -1,4 +1,4 @@
-"""Every norm of the residual stream as one kernel forward and one backward.
+"""Every norm of the residual stream as one kernel each way, with the addition before it.
 
 A norm is memory traffic and a sum. Eager torch copies a bf16 input to fp32, normalises the copy,
 rounds the result, and keeps the copy for the backward pass. The kernel reads bf16, computes in fp32
@@ -6,11 +6,15 @@ inside of the processor and writes bf16; it keeps its input and one fp32 number 
 holds 4 bytes per feature where eager torch holds 6. The backward pass reads input and gradient once
 for both gradients (kernels/rms_norm says how the weight's is added up).
 
-Left out: the residual's addition, which stands in the block between two parts. To take it in, a
-norm would have to return two tensors, and every block would be written for it. Left out too are
-the norms of queries and keys, which the mixer makes itself. A compiler sees one operation without
-parts, so it cannot join that addition to the norm as it does for its own: whether this beats what
-inductor makes is a matter of measurement. Source: arXiv 1910.07467; arXiv 2410.10989.
+A block adds what its mixer wrote to the residual stream and normalises the sum. That norm gets both
+(`model.norm.add_then`), and its kernel writes sum and result: the sum is not read again. Going
+back, the gradient along the stream is added to the norm's own before either is written. So of a
+block's two norms the second is joined to its addition. The other addition ends the block, and what
+follows is the next block's: joined too, a block would hand on two tensors, and whatever wraps,
+checkpoints or sends one would have to know. Left out too are the norms of queries and keys
+(`fused_rope` has them). A compiler sees operations without parts, where it joins its own to their
+neighbours: whether this beats what inductor makes is a matter of measurement.
+Source: arXiv 1910.07467; arXiv 2410.10989.
 """
 
 from dataclasses import replace
@@ -30,12 +34,14 @@ from headrace.core.technique import (
     Unsupported,
 )
 from headrace.kernels.launches import since
-from headrace.kernels.rms_norm import rms_norm
+from headrace.kernels.rms_norm import rms_norm, rms_norm_add
 from headrace.model.count import FP32
 from headrace.model.norm import RMSNorm
 from headrace.sockets import Build
 
-KERNELS = ("rms_norm_forward", "rms_norm_backward")
+KERNELS = (
+    "rms_norm_forward", "rms_norm_backward", "rms_norm_add_forward", "rms_norm_add_backward",
+)  # fmt: skip
 
 
 class FusedNorm(RMSNorm):
@@ -45,17 +51,21 @@ class FusedNorm(RMSNorm):
         """Normalise the last dimension."""
         return rms_norm(x, self.weight, self.eps)
 
+    def add(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """(x + delta, that sum normalised)."""
+        return rms_norm_add(x, delta, self.weight, self.eps)
+
 
 class FusedRmsNorm(Technique[Build]):
-    """Compute each norm of the residual stream in one kernel forward and one backward."""
+    """Compute each norm of the residual stream in one kernel, with the addition before it."""
 
     room: ClassVar[str] = "fusion"
     stage: ClassVar[Stage] = Stage.PARTS
     claims: ClassVar[tuple[str, ...]] = ("parts.norm",)
     symptoms: ClassVar[tuple[str, ...]] = ("memory bandwidth", "kernel efficiency:elementwise")
     card: ClassVar[Card] = Card(
-        buys="a third of the memory that a norm keeps under bf16, and the traffic of an fp32 copy "
-        "(derived)",
+        buys="a third of the memory that a norm keeps under bf16, the traffic of an fp32 copy, and "
+        "in one norm of a block's two a read of the sum and a pass over two gradients (derived)",
         costs="a kernel of Triton's that is compiled once per dtype and size; a compiler cannot "
         "fuse other work into it",
         helps="eager runs in half precision",
@@ -94,19 +104,27 @@ class FusedRmsNorm(Technique[Build]):
         build.parts.norm = _make
 
     def active(self, build: Build) -> Evidence:
-        """The kernels' launches in this run, and how many of the norms are the fused ones."""
+        """The kernels' launches in this run, and how many of the norms are the fused ones.
+
+        A rank without blocks, the end of a pipeline, has no addition before its norm.
+        """
         model = build.model
         norms: list[Any] = [n for b in model.blocks.values() for n in (b.mixer_norm, b.mlp_norm)]
         norms += [] if model.norm is None else [model.norm]
         fused = sum(isinstance(norm, FusedNorm) for norm in norms)
         launched = since(build.notes[self.name()], "rms_norm")
         counts = [launched.get(kernel, 0) for kernel in KERNELS]
+        forward, backward = counts[0] + counts[2], counts[1] + counts[3]
+        wanted = counts if len(model.blocks) else counts[:2]
         return Evidence(
-            active=bool(norms) and fused == len(norms) and all(counts),
-            detail=f"{fused} of {len(norms)} norms; launched {counts[0]} kernels forward and "
-            f"{counts[1]} backward",
-            numbers={"norms": fused, "forward": counts[0], "backward": counts[1]},
-        )
+            active=bool(norms) and fused == len(norms) and all(wanted),
+            detail=f"{fused} of {len(norms)} norms; launched {forward} kernels forward and "
+            f"{backward} backward, {counts[2]} and {counts[3]} of them with an addition",
+            numbers={
+                "norms": fused, "forward": forward, "backward": backward,
+                "additions": counts[2], "additions_backward": counts[3],
+            },
+        )  # fmt: skip
 
 
 def _make(config: ModelConfig) -> FusedNorm:

@@ -1,4 +1,4 @@
-"""The rotation of queries and keys as one kernel, forward and backward.
+"""The rotation of queries and keys, with their norm, as one kernel forward and one backward.
 
 Rotary embedding is a few products by element, but eager torch widens queries and keys to fp32,
 makes four products and two sums of them, joins and rounds: about ten passes through device memory
@@ -7,14 +7,19 @@ fused product, which saves their copy (kernels/rope). The backward pass turns th
 negative angle with the same kernel. Nothing more is kept: cosine and sine are made once per
 forward, in fp32, by whatever fills `parts.position`, and all layers share them.
 
+With `model.qk_norm` each head is first divided by the root of its mean square. A mixer hands that
+norm over to the rotation, and the kernel does it on the way, for no traffic more. Eager torch keeps
+an fp32 product of every query and key for it; here the heads are kept as they were, most of which
+the fused product holds anyway.
+
 It enters at each block, which passes its mixer a rotation that turns by the kernel. So it stands
-beside any rule of frequencies, and no mixer knows of it. Left out: the norm of queries and keys
-(`model.qk_norm`) in the same kernel, for which the mixer would have to hand over its norms.
-Source: arXiv 2104.09864; arXiv 2410.10989.
+beside any rule of frequencies, and no mixer knows of it. A norm of another kind than the trunk's is
+applied before the kernel. Source: arXiv 2104.09864; arXiv 2410.10989; arXiv 2302.05442 (QK-norm).
 
 Shapes: B rows, T tokens, D features, H heads, K features of a head.
 """
 
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
@@ -30,8 +35,12 @@ from headrace.core.technique import (
     Unsupported,
 )
 from headrace.kernels.launches import since
-from headrace.kernels.rope import rope
+from headrace.kernels.rope import rope, rope_norm
+from headrace.model.norm import RMSNorm
+from headrace.model.position import Normalise, as_is
 from headrace.sockets import Build, Forward
+
+KERNELS = ("rope_turn", "rope_back", "rope_norm_turn", "rope_norm_back")
 
 
 class FusedRotation(NamedTuple):
@@ -40,25 +49,28 @@ class FusedRotation(NamedTuple):
     cos: Tensor
     sin: Tensor
 
-    def turn(self, x_BTHK: Tensor) -> Tensor:
-        """`x_BTHK` turned by its positions' angles, computed in fp32, returned in its own dtype."""
-        return rope(x_BTHK, self.cos, self.sin)
+    def turn(self, x_BTHK: Tensor, norm: Normalise = as_is) -> Tensor:
+        """`norm(x_BTHK)` turned by its positions' angles, in fp32, returned in its own dtype."""
+        if type(norm) is RMSNorm:
+            return rope_norm(x_BTHK, norm.weight, norm.eps, self.cos, self.sin)
+        return rope(norm(x_BTHK), self.cos, self.sin)
 
 
 class FusedRope(Technique[Build]):
-    """Turn queries and keys by their positions in one kernel."""
+    """Turn queries and keys by their positions in one kernel, and normalise them in it."""
 
     room: ClassVar[str] = "fusion"
     stage: ClassVar[Stage] = Stage.MODEL
     composes: ClassVar[tuple[str, ...]] = ("block_forward",)
     symptoms: ClassVar[tuple[str, ...]] = ("memory bandwidth", "kernel efficiency:elementwise")
     card: ClassVar[Card] = Card(
-        buys="all but one read and one write of queries and keys in their rotation (derived)",
+        buys="all but one read and one write of queries and keys in their rotation and norm, and "
+        "with model.qk_norm the memory of an fp32 product of both (derived)",
         costs="a kernel of Triton's that is compiled once per dtype and size; a compiler cannot "
         "fuse other work into it",
-        helps="eager runs in half precision; rows of many heads",
+        helps="eager runs in half precision; rows of many heads; model.qk_norm",
         hurts="compiled runs may lose: there the rotation is joined to the work around it",
-        source="arXiv 2104.09864; arXiv 2410.10989",
+        source="arXiv 2104.09864; arXiv 2410.10989; arXiv 2302.05442",
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
@@ -77,8 +89,15 @@ class FusedRope(Technique[Build]):
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """The same is kept: rotated queries and keys, which attention needs."""
-        return ledger
+        """Rotated queries and keys are kept as before; of their norm, what was copied for it."""
+        sizes = ledger.sizes
+        heads, groups = sizes["heads"], sizes["kv_heads"]
+        copied = heads if 1 < groups < heads else 0  # out of the fused product
+        kept = sizes["activation_bytes"] * sizes["tokens"] * copied * sizes["head_dim"]
+        for name, line in ledger.memory.items():
+            if name.endswith("/qk_norm"):
+                ledger = ledger.with_line(name, replace(line, bytes=kept))
+        return replace(ledger, sizes={**sizes, "qk_norm_products": 0.0})
 
     def apply(self, build: Build) -> None:
         """Wrap the blocks."""
@@ -86,16 +105,20 @@ class FusedRope(Technique[Build]):
         build.wrap_blocks(self.name(), _with_kernel)
 
     def active(self, build: Build) -> Evidence:
-        """The kernel's launches in this run."""
+        """The kernels' launches in this run; with a norm in them where the model has one."""
         if not len(build.model.blocks):
             return Evidence(None, "this rank holds no block")
         launched = since(build.notes[self.name()], "rope")
-        turned, back = (launched.get(kernel, 0) for kernel in ("rope_turn", "rope_back"))
+        turned, back, normed, normed_back = (launched.get(kernel, 0) for kernel in KERNELS)
         return Evidence(
-            active=turned > 0,
-            detail=f"launched {turned} rotations forward and {back} backward",
-            numbers={"forward": turned, "backward": back},
-        )
+            active=(normed if build.config.qk_norm else turned) > 0,
+            detail=f"launched {turned + normed} rotations forward and {back + normed_back} "
+            f"backward, {normed} and {normed_back} of them with a norm",
+            numbers={
+                "forward": turned + normed, "backward": back + normed_back,
+                "norms": normed, "norms_backward": normed_back,
+            },
+        )  # fmt: skip
 
 
 def _with_kernel(forward: Forward, layer: int) -> Forward:

@@ -126,15 +126,15 @@ class ChunkedCrossEntropy(Technique[Build]):
         sizes, logits = ledger.sizes, ledger.memory.get("logits")
         if logits is None or "logits_per_token" not in sizes:
             return ledger
-        held = min(sizes["tokens"], self.chunk_tokens)
-        fused = sizes["logits_fused"] * held / sizes["tokens"]
+        held, each = min(sizes["tokens"], self.chunk_tokens), sizes["logits_per_token"]
         leaf = FP32 * sizes["vocab"] if sizes["activation_bytes"] == FP32 else 0  # else counted
-        count = held * (sizes["logits_per_token"] + leaf)
+        fused = sizes["logits_fused"] * held / sizes["tokens"]
         if sizes["on_gpu"] and self.fused is not False:  # in place
-            count = fused = held * sizes["vocab"] * sizes["activation_bytes"]
-        ledger = ledger.with_line("logits", Line(count, ("loss",)))
+            each, leaf = sizes["vocab"] * sizes["activation_bytes"], 0
+            fused = held * each
+        ledger = ledger.with_line("logits", Line(held * (each + leaf), ("loss",)))
         ledger = ledger.with_line("head_gradients", Line(sizes["head_gradients"], ("loss",)))
-        return replace(ledger, sizes={**sizes, "logits_fused": fused})
+        return replace(ledger, sizes={**sizes, "logits_fused": fused, "logits_per_token": each})
 
     def apply(self, build: Build) -> None:
         """Fill the head."""

@@ -7,6 +7,8 @@ holds for any part that fills a socket. Against full checkpointing it pays no se
 What is kept is a named policy (`save`) or a list of operations. `every_matmul` keeps every k-th
 product of a block and runs the others again: half of their bytes with k = 2 for the work of the
 output projection, since the last product of a block is never run again. torchtitan's default is 2.
+`wide_every` does so with the products that widen, as gate and up: the largest of a block's results,
+kept in every k-th block alone. So memory and time trade in steps of one block.
 Attention counts as one operation, whichever kernel computes it: torch's own, FlexAttention, or one
 that says so in its name, as this project's do.
 Source: PyTorch's selective activation checkpointing; arXiv 2205.05198 (section 5).
@@ -57,6 +59,17 @@ RECOMPUTED_LINES = ("norm", "attention_input", "qk_norm", "activation", "mask_co
 """Ledger lines of a block that are neither a product's nor attention's output."""
 
 
+WIDE = 2
+"""A product that is more than so many times as wide as its input is a wide one."""
+
+
+def widens(op: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a product's result is much wider than its input."""
+    x, weight = [a for a in args if isinstance(a, Tensor) and a.ndim > 1][:2]
+    width = weight.size(0 if "aten::linear" in str(op.name()) else -1)
+    return width > WIDE * x.size(-1)
+
+
 @cache
 def operation_of(op: Any) -> Operation | None:
     """Which operation of the save list torch's `op` is; None for all others.
@@ -81,6 +94,8 @@ class SelectiveCheckpoint(Technique[Build]):
     """Or by a list of operations, over `save`; a linear is mm without a bias and addmm with one."""
     every_matmul: int = Field(default=1, ge=1)
     """Keep every k-th matrix product of a block; tuner range 1 to 2."""
+    wide_every: int = Field(default=1, ge=1)
+    """Keep wide products in every k-th block only; tuner range 1 to 4."""
     every: int = Field(default=1, ge=1)
     """Checkpoint every k-th block; tuner range 1 to 4."""
 
@@ -115,50 +130,55 @@ class SelectiveCheckpoint(Technique[Build]):
 
     def predict(self, ledger: Ledger) -> Ledger:
         """Recomputed lines go, but for one block at a time in the backward pass."""
-        kept = self._kept_products()
-        gone = [*RECOMPUTED_LINES, *(name for name in PRODUCT_LINES if name not in kept)]
-        gone += ["attention"] if "attention" not in self.kept() else []
         layers = {line.layer for line in ledger.memory.values() if line.layer is not None}
-        chosen = [layer for layer in layers if layer % self.every == 0]
-        drop = [f"{layer}/{name}" for layer in chosen for name in gone]
-        drop = [name for name in drop if name in ledger.memory]
-        one = sum(ledger.memory[name].bytes for name in drop) / max(1, len(chosen))
-        stream = ledger.sizes["residual"]
-        added = len({"out", "down"} & kept) * ledger.sizes.get("written", stream)
+        chosen = sorted(layer for layer in layers if layer % self.every == 0)
+        stream, dropped, again = ledger.sizes["residual"], 0.0, 0.0
         for layer in chosen:
+            kept = self._kept_products(ledger.sizes, layer)
+            gone = [*RECOMPUTED_LINES, *(name for name in PRODUCT_LINES if name not in kept)]
+            gone += ["attention"] if "attention" not in self.kept() else []
+            drop = [name for name in (f"{layer}/{g}" for g in gone) if name in ledger.memory]
+            dropped += sum(ledger.memory[name].bytes for name in drop)
+            again += self._work_again(ledger.sizes, kept) / len(layers)
+            added = len({"out", "down"} & kept) * ledger.sizes.get("written", stream)
             line = ledger.memory[f"{layer}/residual"]
+            ledger = ledger.without(drop)
             ledger = ledger.with_line(f"{layer}/residual", replace(line, bytes=stream))
             if added:  # the products that are added to the residual
                 ledger = ledger.with_line(f"{layer}/added", replace(line, bytes=added))
-        again = self._work_again(ledger.sizes, kept) * len(chosen) / max(1, len(layers))
-        ledger = ledger.without(drop).with_line("recompute", Line(one, ("backward",)))
+        one = dropped / max(1, len(chosen))
+        ledger = ledger.with_line("recompute", Line(one, ("backward",)))
         return ledger.with_flops("recompute", again)
 
-    def _kept_products(self) -> set[str]:
+    def _kept_products(self, sizes: dict[str, float], layer: int) -> set[str]:
         """Which of a dense block's four products are kept; their linears are mm or addmm."""
         if not self.kept() & {"mm", "addmm"}:
             return set()
-        return {name for place, name in enumerate(PRODUCTS) if place % self.every_matmul == 0}
+        kept = {name for place, name in enumerate(PRODUCTS) if place % self.every_matmul == 0}
+        if layer % self.wide_every == 0:
+            return kept
+        ends = _ends(sizes)
+        return {name for name in kept if ends[name][1] <= WIDE * ends[name][0]}
 
     def _work_again(self, sizes: dict[str, float], kept: set[str]) -> float:
-        """FLOPs per token of what is run again: never the last, whose result nothing needs."""
+        """FLOPs per token of what all blocks run again: never the last, which nothing needs."""
         again = sizes["attention_flops"] if "attention" not in self.kept() else 0.0
         if not kept:
             return again + sizes["block_flops"] - sizes["down_flops"]
-        linears = {name.split(".")[1][:-3]: name[:-3] for name in sizes if name.endswith("/in")}
-        linears["gate_up"] = linears.get("gate_up") or linears["up"]
-        lost = [linears[name] for name in PRODUCTS[:-1] if name not in kept]
-        return again + sum(2 * sizes["layers"] * sizes[f"{n}/in"] * sizes[f"{n}/out"] for n in lost)
+        ends = _ends(sizes)
+        lost = [ends[name] for name in PRODUCTS[:-1] if name not in kept]
+        return again + sum(2 * sizes["layers"] * inner * outer for inner, outer in lost)
 
     def apply(self, build: Build) -> None:
         """Wrap the chosen blocks."""
         counts = {"saved": 0, "not_saved": 0, "forwards": 0, "runs": 0}
         build.notes[self.name()] = counts
-        contexts = self._contexts(counts)
 
         def wrap(forward: Forward, layer: int) -> Forward:
             if layer % self.every:
                 return forward
+
+            contexts = self._contexts(counts, layer)
 
             def counted(x_BTD: Tensor, shared: Any) -> Tensor:
                 if not torch.compiler.is_compiling():
@@ -174,9 +194,9 @@ class SelectiveCheckpoint(Technique[Build]):
 
         build.wrap_blocks(self.name(), wrap)
 
-    def _contexts(self, counts: dict[str, int]) -> Callable[[], Any]:
+    def _contexts(self, counts: dict[str, int], layer: int) -> Callable[[], Any]:
         """What torch enters around a block and around its recomputation."""
-        kept = self.kept()
+        kept, narrow = self.kept(), layer % self.wide_every > 0
 
         def contexts() -> Any:
             products = [0, 0]  # of this block: forward and, in torch 2.11, once more going back
@@ -186,6 +206,7 @@ class SelectiveCheckpoint(Technique[Build]):
                 keep = found in kept
                 if found in MATMULS:
                     keep = keep and products[ctx.is_recompute] % self.every_matmul == 0
+                    keep = keep and not (narrow and widens(op, args))
                     products[ctx.is_recompute] += 1
                 counts["saved" if keep else "not_saved"] += 1
                 return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
@@ -204,3 +225,10 @@ class SelectiveCheckpoint(Technique[Build]):
             detail=f"kept {counts['saved']} results and not {counts['not_saved']} others, {ran}",
             numbers={**counts, "recomputed_blocks": again},
         )
+
+
+def _ends(sizes: dict[str, float]) -> dict[str, tuple[float, float]]:
+    """Features in and out of each of a block's products."""
+    names = [name[:-3] for name in sizes if name.endswith("/in")]
+    ends = {n.split(".")[1]: (sizes[f"{n}/in"], sizes[f"{n}/out"]) for n in names}
+    return ends | {"gate_up": ends.get("gate_up") or ends["up"]}

@@ -96,7 +96,8 @@ class Bf16AdamW(torch.optim.Optimizer):
                 )  # fmt: skip
         if counts:
             one = torch.ones_like(counts[0]) if self.found_inf is None else 1 - self.found_inf
-            torch._foreach_add_(counts, one)  # type: ignore[attr-defined]
+            # A list: one number alone would be read by the host.
+            torch._foreach_add_(counts, [one] * len(counts))  # type: ignore[attr-defined]
 
     def _start(self, p: nn.Parameter) -> dict[str, Tensor]:
         """Moments of zero; the master is the weight."""

@@ -5,7 +5,7 @@ fp16, sums in fp32. Weights, activations and everything that is not a matrix pro
 no byte is saved: it is for runs that want fp32's memory layout and range, and not its last digits.
 torch's float32 matmul precision is a flag of the process; it is set for the run and restored. An
 operand has 3 mantissa bits more than bf16, so the band is an eighth of bf16's (derived). Left out:
-TF32 in convolutions, which no model here has. Source: NVIDIA's Ampere white paper;
+TF32 in convolutions, a flag of its own. Source: NVIDIA's Ampere white paper;
 torch.set_float32_matmul_precision.
 """
 

@@ -1,0 +1,150 @@
+"""Let the first tokens of a text see each other both ways, and learn to continue them.
+
+A question is there as a whole before its answer begins, yet under a causal mask a token of the
+question sees only half of it. In a prefix language model the first tokens see each other fully,
+those behind them look back as ever, and one decoder does the work of an encoder and a decoder. What
+a prefix shows cannot be asked for: targets inside of it are ignored, the first that counts is the
+token that follows it. The rest is plain training, and validation counts the same targets.
+
+Each row draws the length of its prefix evenly from 0 to `tokens`, by the seed and the row's place
+in the stream: whoever reads it draws the same, and the model knows short prompts as well as long
+ones. Where documents are masked, each of the row's documents has a prefix of that length and none
+reaches into another; a document that is not longer teaches nothing. Sampling takes the prompt as
+the prefix, and keeps its cache.
+
+The prefix is one part of the mask description. torch's SDPA takes it as a dense tensor of rows x
+length^2 and leaves its causal kernel; `flex_attention` computes it. Other backends refuse.
+Sources: T5 (arXiv 1910.10683, section 3.2.1); UL2 (arXiv 2205.05131).
+
+Shapes: B rows, T tokens.
+"""
+
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from headrace.core.ledger import Ledger, Line
+from headrace.core.technique import (
+    Card,
+    Context,
+    Evidence,
+    Stage,
+    Supported,
+    Technique,
+    Unsupported,
+)
+from headrace.data.loader import Micro
+from headrace.model.attention import equal_scores, weights
+from headrace.model.count import held_in
+from headrace.model.head import IGNORED
+from headrace.model.mask import mixed
+from headrace.sockets import Build, Work
+
+ROWS = 64
+"""Rows that evidence draws; the longest prefix among them is looked at."""
+
+
+def prefixes(row_B: Tensor, most: int, seed: int) -> Tensor:
+    """Tokens of each row's prefix by its place in the stream, int64 [B], 0 to `most` evenly."""
+    return mixed(row_B, torch.zeros_like(row_B), seed) % (most + 1)
+
+
+def with_prefix(work: Work, tokens: int, seed: int) -> Work:
+    """A micro-batch whose rows have prefixes, and no target that its prefix shows.
+
+    The target of a prefix's last token is the first that the prefix does not hold.
+    """
+    T = work.ids_BT.size(1)
+    prefix_B = prefixes(work.index_BT[:, 0] // T, min(tokens, T - 1), seed)
+    shown_BT = work.rows.positions_BT < prefix_B[:, None] - 1
+    return work._replace(
+        targets_BT=work.targets_BT.masked_fill(shown_BT, IGNORED),
+        rows=work.rows._replace(prefix_B=prefix_B),
+    )
+
+
+class PrefixLm(Technique[Build]):
+    """Let the first tokens of a text see each other both ways, and learn to continue them."""
+
+    tokens: int = Field(default=128, gt=1)
+    """Longest prefix; each row draws its own, from 0 on; tuner range an eighth to half of a row."""
+
+    room: ClassVar[str] = "attention"
+    stage: ClassVar[Stage] = Stage.PARTS
+    claims: ClassVar[tuple[str, ...]] = ("place",)
+    composes: ClassVar[tuple[str, ...]] = ("mask",)
+    equality: ClassVar = "learning"
+    symptoms: ClassVar[tuple[str, ...]] = ("convergence",)
+    card: ClassVar[Card] = Card(
+        buys="prompts that are read as an encoder reads them; better on all of T5's tasks than a "
+        "causal decoder of the same size trained alike (arXiv 1910.10683, table 2)",
+        costs="the targets inside of the prefix, tokens / 2 of a row on average; under SDPA a "
+        "dense mask of rows x length^2 and the causal kernel (derived)",
+        helps="models that answer: fine-tuning on questions, summaries, translation",
+        hurts="plain text, where every token could have been a target; samplers that do not know "
+        "the prefix",
+        source="arXiv 1910.10683, section 3.2.1; arXiv 2205.05131",
+    )
+
+    def supports(self, context: Context) -> Supported | Unsupported:
+        """Where something is left to predict, and whole rows are on one rank."""
+        plan = context.plan
+        length = plan.data.sequence_length
+        if self.tokens >= length:
+            return Unsupported(
+                f"a prefix of up to {self.tokens} tokens leaves nothing to predict in rows of "
+                f"{length}",
+                f"techniques.prefix_lm.tokens={max(2, length // 2)}",
+            )
+        if plan.mesh.context > 1:
+            return Unsupported(
+                f"the ring of mesh.context = {plan.mesh.context} ranks has no prefix that sees "
+                "both ways",
+                "mesh.context=1",
+            )
+        return Supported()
+
+    def predict(self, ledger: Ledger) -> Ledger:
+        """A dense mask, shared by all layers, and the copy that SDPA makes of it in each."""
+        sizes = ledger.sizes
+        ledger = ledger.with_line("mask", Line(sizes["mask"], ("loss", "backward")))
+        for layer in range(int(sizes["layers"])):
+            line = Line(sizes["mask_copy"], held_in(layer), layer)
+            ledger = ledger.with_line(f"{layer}/mask_copy", line)
+        return ledger
+
+    def apply(self, build: Build) -> None:
+        """Compose the mask, and give prefixes to what is placed."""
+        build.mask = replace(build.mask, prefix=True)
+        whole, seed = build.place, build.plan.seed
+        build.place = lambda build, micro: with_prefix(whole(build, micro), self.tokens, seed)
+
+    def active(self, build: Build) -> Evidence:
+        """Who gives weight to whom around the longest of some prefixes, and which targets count."""
+        length, spec = build.plan.data.sequence_length, build.model.mask
+        ids_BT = torch.zeros(ROWS, length, dtype=torch.int64)
+        work = build.place(build, Micro(ids_BT, ids_BT))
+        prefix_B, attend = work.rows.prefix_B, build.model.attend
+        if prefix_B is None or not spec.prefix:
+            return Evidence(False, "rows have no prefix, or the mask knows none")
+        row = int(prefix_B.argmax())
+        prefix = int(prefix_B[row])
+        dtype = torch.bfloat16 if build.context.precision == "bf16" else torch.float32
+        q, k = equal_scores(build.config, build.device, dtype, length=length)
+        group = torch.zeros(length, dtype=torch.int64, device=build.device)
+        group[prefix - 1], group[prefix] = 1, 2
+        with torch.no_grad():
+            one = work.rows._replace(prefix_B=prefix_B[row : row + 1])
+            mask = attend.prepare(spec.of_layer(0), one, length)
+            weight_TN = weights(attend, mask, q, k, group)[0].amax(dim=1)
+        inside, beyond = weight_TN[0, 1].item(), weight_TN[:prefix, 2].max().item()
+        ignored = int((work.targets_BT[row] == IGNORED).sum())
+        return Evidence(
+            active=prefix > 1 and inside > 0 == beyond and ignored == prefix - 1,
+            detail=f"of a prefix of {prefix} tokens the first gives the last a weight of "
+            f"{inside:.3g}, and all of them {beyond:.3g} to the next; {ignored} targets ignored",
+            numbers={"prefix_tokens": prefix, "ignored_targets": ignored},
+        )

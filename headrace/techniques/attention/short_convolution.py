@@ -1,0 +1,220 @@
+"""Mix tokens with their nearest neighbours in most layers, by a gated convolution of a few taps.
+
+Much of what attention learns is local, and it pays for it with the whole row. Here one linear makes
+three streams of the input, B, C and x: y = out(C * convolution(B * x)), a causal filter of `taps`
+tokens for each feature between two gates by element. Its work per token does not grow with the row,
+sampling keeps `taps` - 1 tokens per layer, and there are no positions to encode. Every few layers
+stay attention, which carries what is further away: `between` convolutions, then one of them, as
+LFM2 has ten beside six.
+
+The convolution is torch's operator (model/convolution); under `document_packing` each tap is
+multiplied by itself and reads its own document only. cuDNN would round fp32 operands to TF32
+unasked, which is off while the run lasts. Taps start uniform within 1 / sqrt(taps), as torch's
+convolutions do. The projections are grouped by key-value head, so tensor parallelism cuts them as
+it cuts attention. Left out: biases, long filters, and rows that ranks share.
+Sources: arXiv 2511.23404 (LFM2); 2212.14052 (H3), 2302.10866 (Hyena), 2312.00752 (Mamba).
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from math import gcd
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from headrace.core.ledger import Ledger, Line
+from headrace.core.model_config import ModelConfig
+from headrace.core.technique import (
+    Card,
+    Context,
+    Evidence,
+    Stage,
+    Supported,
+    Technique,
+    Unsupported,
+)
+from headrace.model.attention import Shared
+from headrace.model.convolution import CausalConvolution
+from headrace.model.count import FP32, held_in
+from headrace.sockets import Build
+
+TAPS = ".mixer.conv.weight"
+"""The end of the filters' names."""
+
+
+class GatedConvolution(nn.Module):
+    """Two gates around a short convolution, between attention's two projections."""
+
+    columns, rows = ("bcx", "conv"), ("out",)
+
+    def __init__(self, config: ModelConfig, layer: int, taps: int, documents: bool) -> None:
+        super().__init__()
+        self.layer, self.documents = layer, documents
+        self.units = gcd(config.dim, config.resolved_kv_heads)
+        self.width = config.dim // self.units
+        self.bcx = nn.Linear(config.dim, 3 * config.dim, bias=False)
+        self.conv = CausalConvolution(config.dim, taps)
+        self.out = nn.Linear(config.dim, config.dim, bias=False)
+        self.mixed = 0
+
+    def forward(self, x_BTD: Tensor, shared: Shared) -> Tensor:
+        """Mix tokens of each row; returns [B, T, D]."""
+        B, T, _ = x_BTD.shape
+        b, c, x = self.bcx(x_BTD).view(B, T, -1, 3, self.width).unbind(3)  # rows are in groups
+        before, u_BSD = self.conv.taps - 1, (b * x).flatten(2)
+        cache = shared.cache
+        held = None if cache is None else cache.states.get(self.layer)
+        u_BSD = F.pad(u_BSD, (0, 0, before, 0)) if held is None else torch.cat((held, u_BSD), 1)
+        if cache is not None:
+            cache.states[self.layer] = u_BSD[:, -before:]
+        self.mixed = B * T
+        if self.documents:
+            y_BTD = self.conv.inside_documents(u_BSD, shared.positions_BT)
+        else:
+            y_BTD = self.conv(u_BSD)
+        return self.out((c * y_BTD.view_as(c)).flatten(2))
+
+
+@contextmanager
+def whole_fp32() -> Iterator[None]:
+    """Convolutions of fp32 operands in fp32 while it lasts."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
+
+
+class ShortConvolution(Technique[Build]):
+    """Mix tokens with their nearest neighbours in most layers, by a gated convolution."""
+
+    taps: int = Field(default=3, gt=1)
+    """Tokens that a filter reads, the newest included; tuner range 3 to 5."""
+    between: int = Field(default=2, ge=1)
+    """Layers with a convolution between two with attention; tuner range 1 to 5."""
+
+    room: ClassVar[str] = "attention"
+    stage: ClassVar[Stage] = Stage.PARTS
+    claims: ClassVar[tuple[str, ...]] = ("parts.mixer", "source")
+    composes: ClassVar[tuple[str, ...]] = ("runtime",)
+    excludes: ClassVar[Mapping[str, str]] = {
+        "mup": "a filter has as many inputs in a wide model as in a narrow one, and would be "
+        "scaled as a matrix whose inputs widen (arXiv 2203.03466, Table 3)"
+    }
+    equality: ClassVar = "learning"
+    symptoms: ClassVar[tuple[str, ...]] = ("compute:attention",)
+    card: ClassVar[Card] = Card(
+        buys="no attention in `between` of `between` + 1 layers: their work does not grow with "
+        "the row, and sampling keeps taps - 1 tokens instead of all keys (derived)",
+        costs="4 dim^2 weights a layer, more than attention with few key-value heads; what is "
+        "further away is heard through the layers of attention only",
+        helps="long rows, models for small devices (arXiv 2511.23404 chose it by search there), "
+        "and sampling",
+        hurts="recall of single tokens from far back, where too few layers are attention; eager "
+        "rows with masked documents, which multiply tap by tap",
+        source="arXiv 2511.23404; arXiv 2212.14052; arXiv 2302.10866; arXiv 2312.00752",
+    )
+
+    def supports(self, context: Context) -> Supported | Unsupported:
+        """Random weights without biases, whole rows, and layers enough for both kinds."""
+        plan = context.plan
+        if plan.model.pretrained:
+            return Unsupported("the weights of model.pretrained are attention's", "leave it out")
+        if plan.model.bias:
+            return Unsupported("its projections have no biases", "model.bias=false")
+        if plan.mesh.context > 1:
+            return Unsupported(
+                f"a filter reads the tokens before, and mesh.context = {plan.mesh.context} puts "
+                "some of them on another rank", "mesh.context=1",
+            )  # fmt: skip
+        layers = plan.model.layers
+        if self.between >= layers:
+            return Unsupported(
+                f"no layer of {layers} is attention after {self.between} with a convolution",
+                f"techniques.{self.name()}.between={layers - 1}"
+                if layers > 1
+                else "model.layers=2 or more",
+            )
+        return Supported()
+
+    def convolves(self, layer: int) -> bool:
+        """Whether `layer` has a convolution in the place of attention."""
+        return (layer + 1) % (self.between + 1) != 0
+
+    def predict(self, ledger: Ledger) -> Ledger:
+        """In its layers three streams, a filter's input and result, and no attention."""
+        sizes = dict(ledger.sizes)
+        layers, dim = int(sizes["layers"]), sizes["dim"]
+        chosen = [layer for layer in range(layers) if self.convolves(layer)]
+        normed = "0/qk_norm" in ledger.memory
+        less = sum(sizes[f"mixer.{n}/in"] * sizes[f"mixer.{n}/out"] for n in ("qkv", "out"))
+        matrices = len(chosen) * (4 * dim * dim - less)
+        norms = len(chosen) * 2 * sizes["head_dim"] * normed
+        more = matrices + len(chosen) * self.taps * dim - norms
+        for name, copies in (("parameters", 1), ("gradients", 1), ("optimizer", 2)):
+            line = ledger.memory[name]
+            ledger = ledger.with_line(name, replace(line, bytes=line.bytes + FP32 * copies * more))
+        for layer in chosen:
+            for name, count in self._kept(sizes).items():
+                ledger = ledger.with_line(f"{layer}/{name}", Line(count, held_in(layer), layer))
+            cast = ledger.memory.get(f"{layer}/weight_cast")
+            if cast is not None:
+                count = cast.bytes + 2 * (4 * dim * dim - less + self.taps * dim)
+                ledger = ledger.with_line(f"{layer}/weight_cast", replace(cast, bytes=count))
+            ledger = ledger.without([f"{layer}/qk_norm", f"{layer}/mask_copy"])
+        filters = len(chosen) * 2 * self.taps * dim
+        attention = filters - sizes["attention_flops"] * len(chosen) / layers
+        forward = 2 * matrices + attention
+        ledger = ledger.with_flops("forward", forward).with_flops("backward", 2 * forward)
+        sizes["block_matrices"] += matrices
+        sizes["block_flops"] += 2 * matrices
+        sizes["attention_flops"] += attention
+        sizes["unsplit"] -= norms
+        return replace(ledger, sizes=sizes)
+
+    def _kept(self, sizes: Mapping[str, float]) -> dict[str, float]:
+        """Bytes that one layer keeps for its backward pass, by what they are."""
+        row = sizes["activation_bytes"] * sizes["tokens"] * sizes["dim"]
+        before = row / sizes["length"] * (self.taps - 1)  # a row begins with tokens that are zero
+        return {"qkv": 3 * row, "attention": row, "attention_input": 2 * row + before}
+
+    def apply(self, build: Build) -> None:
+        """Fill the mixer of its layers, and start the filters at their own width."""
+        attention, source = build.parts.mixer, build.source
+
+        def mixer(config: ModelConfig, layer: int, attend: object) -> nn.Module:
+            if not self.convolves(layer):
+                return attention(config, layer, attend)  # type: ignore[arg-type]
+            return GatedConvolution(config, layer, self.taps, build.mask.document)
+
+        def with_filters(name: str, shape: torch.Size) -> Tensor:
+            value = source(name, shape)
+            if not name.endswith(TAPS):
+                return value
+            drawn = value / build.config.init_std  # normal; its distribution function is uniform
+            return torch.special.ndtr(drawn).mul(2).sub(1) * self.taps**-0.5
+
+        build.parts.mixer, build.source = mixer, with_filters
+        build.runtime.append(whole_fp32)
+
+    def active(self, build: Build) -> Evidence:
+        """Tokens that the filters of this rank's blocks mixed in the last forward pass."""
+        blocks = {int(name): block.mixer for name, block in build.model.blocks.items()}
+        here = [mixer for layer, mixer in blocks.items() if self.convolves(layer)]
+        if not here:
+            return Evidence(None, "this rank holds no block with a convolution")
+        tokens = min(getattr(mixer, "mixed", 0) for mixer in here)
+        taps = {mixer.conv.taps for mixer in here if isinstance(mixer, GatedConvolution)}
+        operator = [m.conv for m in here if isinstance(m, GatedConvolution) and m.conv.launched]
+        how = f"{operator[0].library()}'s convolution" if operator else "products of each tap"
+        return Evidence(
+            active=tokens > 0 and taps == {self.taps},
+            detail=f"{len(here)} of {len(blocks)} layers mixed {tokens} tokens by filters of "
+            f"{self.taps} taps: {how}",
+            numbers={"layers": len(here), "tokens": tokens, "launched": len(operator)},
+        )

@@ -1,0 +1,183 @@
+"""Keep what compilers made on disk, so that the next start of a run need not make it again.
+
+Compiling a model takes seconds to minutes before its first step, and a restarted, resumed or
+repeated run compiles the same graphs. torch keeps what it made by the content of the graph, of the
+code and of the versions: joint graphs (AOTAutograd), generated code (inductor's FX graphs) and the
+binaries of Triton's kernels. By default that lies in the machine's temporary folder, which a reboot
+empties and other nodes do not see. Here all three lie in one folder that stays: `directory`.
+
+What is kept there is code that a later run executes. So the folder belongs to one user, is made
+with mode 0700, and is refused where another user owns it or could write into it, and inside of
+`directory` of the plan, whose runs are handed on. The process's settings are changed for the run
+and restored. A graph that torch cannot keep is compiled each time, which it counts as bypassed.
+Cost: disk, which nothing cleans up. Left out: caches that machines share over a network, and what
+Dynamo traces, which is traced at every start.
+Source: docs.pytorch.org, Compile Time Caching in torch.compile.
+"""
+
+import os
+import stat
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from headrace.core.errors import ConfigError
+from headrace.core.ledger import Ledger
+from headrace.core.technique import (
+    Card,
+    Context,
+    Evidence,
+    Stage,
+    Supported,
+    Technique,
+    Unsupported,
+)
+from headrace.sockets import Build
+
+KEEPING = "inductor"
+"""The backend whose results are kept."""
+KINDS = {"fx": ("inductor", "fxgraph_cache"), "aot": ("aot_autograd", "autograd_cache")}
+"""A cache -> where torch counts it, and under which name."""
+KEPT = ("fxgraph", "aotautograd")
+"""torch's folders of both."""
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+class CompileCache(Technique[Build]):
+    """Keep what compilers made on disk, so that the next start need not make it again."""
+
+    directory: str = Field(default="~/.cache/headrace/compile", min_length=1)
+    """The folder that keeps it; one that all nodes see serves all of them."""
+
+    room: ClassVar[str] = "compile"
+    stage: ClassVar[Stage] = Stage.COMPILE
+    composes: ClassVar[tuple[str, ...]] = ("runtime",)
+    symptoms: ClassVar[tuple[str, ...]] = ("compile",)
+    card: ClassVar[Card] = Card(
+        buys="at a later start of the same plan: code generation and its compilers, not the "
+        "tracing of the model (docs.pytorch.org, Compile Time Caching in torch.compile)",
+        costs="disk that nothing cleans up; hashing each graph at its first call",
+        helps="resumed and repeated runs, sweeps, many short runs, nodes that share a home",
+        hurts="nothing known; a plan's first run gains nothing",
+        source="docs.pytorch.org/tutorials/recipes/torch_compile_caching_tutorial.html",
+    )
+
+    def folder(self) -> Path:
+        """`directory` as an absolute path."""
+        return Path(self.directory).expanduser().resolve()
+
+    def supports(self, context: Context) -> Supported | Unsupported:
+        """Needs something that inductor compiles, and a folder that is this user's alone."""
+        key = f"techniques.{self.name()}.directory"
+        plan = context.plan
+        on: Mapping[str, Technique[Any]] = plan.techniques if plan else {}
+        compiling = [t for t in on.values() if "compiled" in t.composes]
+        if not compiling:
+            return Unsupported(
+                "it keeps what a compiler made, and nothing is compiled", "--with torch_compile"
+            )
+        if (backend := getattr(compiling[0], "backend", KEEPING)) != KEEPING:
+            return Unsupported(
+                f"backend = {backend!r} makes nothing that could be kept",
+                f"techniques.{compiling[0].name()}.backend={KEEPING}",
+            )
+        if sys.platform == "win32":
+            return Unsupported("whose a folder is cannot be told by its mode on Windows", "Linux")
+        folder = self.folder()
+        if folder.is_relative_to(Path(plan.directory).resolve()):
+            return Unsupported(
+                f"{folder} lies in {plan.directory}/, where runs are kept and handed on, and what "
+                "is kept here is executed",
+                f"{key}={type(self)().directory}",
+            )
+        wrong = what_is_wrong(folder)
+        if wrong:
+            return Unsupported(wrong, f"chmod 700 {folder}, or {key}=another folder of yours")
+        return Supported()
+
+    def predict(self, ledger: Ledger) -> Ledger:
+        """The same memory and work."""
+        return ledger
+
+    def apply(self, build: Build) -> None:
+        """Let torch keep things there while the run lasts."""
+        seen: dict[str, Any] = {"before": None, "folder": ""}
+        build.notes[self.name()] = seen
+        build.runtime.append(partial(kept_in, self.folder(), seen))
+
+    def active(self, build: Build) -> Evidence:
+        """Graphs that were found or newly kept since the run began, by torch's own counters."""
+        seen, folder = build.notes[self.name()], self.folder()
+        now, before = counted(), seen["before"]
+        run = {} if before is None else {name: now[name] - before[name] for name in now}
+        hits, misses, bypassed = (
+            sum(run.get(f"{kind}_{what}", 0) for kind in KINDS)
+            for what in ("hit", "miss", "bypass")
+        )
+        files = sum(path.is_file() for kind in KEPT for path in (folder / kind).rglob("*"))
+        there = seen["folder"] == str(folder)
+        return Evidence(
+            active=there and hits + misses > 0 and files > 0,
+            detail=f"{hits} graphs were found and {misses} newly made, {bypassed} were not kept; "
+            f"{files} files of graphs in {folder if there else 'a folder that was not used'}",
+            numbers={"hits": hits, "misses": misses, "bypassed": bypassed, "files": files},
+        )
+
+
+def what_is_wrong(folder: Path) -> str:
+    """Why code must not be run from `folder`; empty where it may, or where it is not there yet."""
+    if not folder.exists():
+        return ""
+    found = folder.stat()
+    if not stat.S_ISDIR(found.st_mode):
+        return f"{folder} is not a folder"
+    if found.st_uid != os.getuid():
+        return f"{folder} belongs to user {found.st_uid}, and what lies there would be executed"
+    if found.st_mode & OTHERS_WRITE:
+        return (
+            f"other users can write into {folder} (mode {stat.S_IMODE(found.st_mode):04o}), and "
+            "what lies there would be executed"
+        )
+    return ""
+
+
+@contextmanager
+def kept_in(folder: Path, seen: dict[str, Any]) -> Iterator[None]:
+    """What is compiled while it lasts is looked for in `folder`, and kept there.
+
+    Raises:
+        ConfigError: another user owns it or can write into it.
+    """
+    from torch._functorch import config as autograd
+    from torch._inductor import config as inductor
+    from torch._inductor.runtime.cache_dir_utils import cache_dir, temporary_cache_dir
+    from torch._inductor.utils import _set_env
+
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if wrong := what_is_wrong(folder):  # it may have been made by another in between
+        raise ConfigError(wrong, f"chmod 700 {folder}")
+    with ExitStack() as settings:
+        settings.enter_context(temporary_cache_dir(str(folder)))
+        settings.enter_context(_set_env("TRITON_CACHE_DIR", str(folder / "triton")))
+        settings.enter_context(inductor.patch(fx_graph_cache=True))
+        settings.enter_context(autograd.patch(enable_autograd_cache=True))
+        seen["folder"] = cache_dir()
+        if seen["before"] is None:
+            seen["before"] = counted()
+        yield
+
+
+def counted() -> dict[str, int]:
+    """Hits, misses and bypasses of both caches in this process so far, by torch's counters."""
+    from torch._dynamo.utils import counters
+
+    return {
+        f"{kind}_{what}": int(counters[where][f"{name}_{what}"])
+        for kind, (where, name) in KINDS.items()
+        for what in ("hit", "miss", "bypass")
+    }

@@ -1,0 +1,119 @@
+"""Let cuDNN time its algorithms for each convolution, and keep the fastest.
+
+cuDNN has several algorithms for one convolution and picks by a heuristic. With this flag torch
+times them at a shape's first call and uses the fastest from then on: forward, and both gradients.
+The flag is one of the process; it is set for the run and restored. torch tries the first ten of the
+heuristic's list (`torch.backends.cudnn.benchmark_limit`), and each may ask for its own workspace.
+
+There is nothing to choose where nothing is a convolution, or where torch computes it by a kernel of
+its own, as it does depthwise convolutions in bf16 and fp32 whose features come first. So evidence
+is the flag as it stood while the run's steps ran, the convolutions that they launched, and the
+library that torch gives those shapes to. Results may differ in their last digits from one run to
+the next, as another algorithm wins. Left out: the choice of attention's backend, which cuDNN makes
+by heuristic alone. Source: docs.pytorch.org, torch.backends.cudnn.benchmark.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from headrace.core.ledger import Ledger
+from headrace.core.technique import (
+    Card,
+    Context,
+    Evidence,
+    Stage,
+    Supported,
+    Technique,
+    Unsupported,
+)
+from headrace.model.convolution import CUDNN, CausalConvolution
+from headrace.sockets import Build
+
+CONVOLVING, MASKING = "short_convolution", "document_packing"
+
+
+@contextmanager
+def timed_algorithms() -> Iterator[None]:
+    """Time cuDNN's algorithms while it lasts."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+
+class CudnnAutotune(Technique[Build]):
+    """Let cuDNN time its algorithms for each convolution, and keep the fastest."""
+
+    room: ClassVar[str] = "compile"
+    stage: ClassVar[Stage] = Stage.STEP
+    composes: ClassVar[tuple[str, ...]] = ("runtime", "after_update")
+    symptoms: ClassVar[tuple[str, ...]] = ("kernel efficiency",)
+    card: ClassVar[Card] = Card(
+        buys="the fastest of up to ten algorithms for each convolution, where the heuristic's is "
+        "another one (derived)",
+        costs="the first step of every shape times them all, forward and both gradients, with a "
+        "workspace for each; lengths that change are timed again, each of them (derived)",
+        helps="many steps of one shape in which convolutions take a share",
+        hurts="short runs, and rows whose length changes; nothing changes where cuDNN convolves "
+        "nothing",
+        source="docs.pytorch.org/docs/stable/backends.html (torch.backends.cudnn.benchmark)",
+    )
+
+    def supports(self, context: Context) -> Supported | Unsupported:
+        """An NVIDIA GPU with cuDNN, and a plan that convolves."""
+        if context.device != "cuda":
+            return Unsupported(f"{context.device} has no cuDNN", "device=cuda")
+        if torch.cuda.is_available() and not torch.backends.cudnn.is_available():
+            return Unsupported("this torch was built without cuDNN", "pip install torch")
+        if torch.version.hip is not None:
+            return Unsupported("an AMD GPU convolves by MIOpen, not by cuDNN", "an NVIDIA GPU")
+        on = context.plan.techniques if context.plan else {}
+        if CONVOLVING not in on:
+            return Unsupported(
+                "this plan has no convolutions, so cuDNN has no algorithm to choose",
+                f"--with {CONVOLVING}",
+            )
+        if MASKING in on:
+            return Unsupported(
+                f"{MASKING} keeps documents apart, which no convolution knows of: {CONVOLVING} "
+                "multiplies tap by tap there and launches none",
+                f"--without {MASKING}",
+            )
+        return Supported()
+
+    def predict(self, ledger: Ledger) -> Ledger:
+        """The same tensors; a workspace is the algorithm's own and known when it is chosen."""
+        return ledger
+
+    def apply(self, build: Build) -> None:
+        """One flag of the process, and a look at it in each step."""
+        seen: dict[str, int] = {"timed": 0, "plain": 0}
+        build.notes[self.name()] = seen
+
+        def look(build: Build, finite: Tensor) -> None:
+            seen["timed" if torch.backends.cudnn.benchmark else "plain"] += 1
+
+        build.runtime.append(timed_algorithms)
+        build.after_update.append(look)
+
+    def active(self, build: Build) -> Evidence:
+        """Steps under the flag, and what the run's convolutions were launched with."""
+        seen: dict[str, Any] = build.notes[self.name()]
+        here = [m for m in build.model.modules() if isinstance(m, CausalConvolution)]
+        launched = [m for m in here if m.launched]
+        libraries = sorted({m.library() for m in launched})
+        steps = f"{seen['timed']} of {seen['timed'] + seen['plain']} steps ran under the flag"
+        timed = seen["timed"] > 0 == seen["plain"]
+        shapes = {m.launched for m in launched}
+        return Evidence(
+            active=None if timed and not here else timed and libraries == [CUDNN],
+            detail=f"{steps}; {len(launched)} of {len(here)} convolutions were launched, on "
+            f"{len(shapes)} shapes, by {' and '.join(libraries) or 'nothing'}",
+            numbers={"steps": seen["timed"], "launched": len(launched), "shapes": len(shapes)},
+        )

@@ -1,0 +1,398 @@
+"""Begin with the largest micro-batch that fits, and go on with a smaller one where it does not.
+
+A plan says how many tokens a step has. How many of its rows fit into one forward and backward pass
+depends on the GPU, the length of rows and every other technique, and is mostly found by hand: a run
+that ends out of memory, and another one. The gradient of a step is a sum over its rows under one
+denominator, the step's targets, so it does not depend on how many rows are taken at once.
+
+**Before the run**, where batch.micro_sequences is 0, sizes are tried from all rows of a rank down
+by halves (to the next divisor). The ledger decides what is clear: a size that it predicts to need
+less than half of the free memory is taken, one that would need twice of it is not tried. Between
+them a child process trains two steps and an evaluation with the free memory less `headroom` as its
+limit. It ends with what it broke, and this process has held no weights yet. The answer is written
+into the plan, so a run repeated from its plan.toml, or resumed from it, asks nobody.
+
+**In the run**, a forward or backward pass that runs out of memory loses its gradients, what layers
+kept, and the allocator's cache. Then the same step is taken again from the same random state, its
+micro-batches cut in half by rows: the same tokens in the same order, the same targets, the same
+loss scale. No token is lost, the stream and the global batch stay, and weights end where those of a
+run end that had the smaller size from the start. Gradients are now summed, so those of bf16 weights
+are kept in fp32 from then on. The size stays small, in the checkpoint too: a resume begins with it.
+Validation is cut in the same way.
+
+Cost: seconds for each size that is tried; in the run the lost part of a step, and with a compiler
+the new shape. Left out: what lies outside of the passes (a teacher that reads micro-batches as the
+plan cuts them, the optimizer's update), which only the child process tries; growing again; several
+ranks, of which one would wait in a collective for another that is out of memory.
+Source: Composer's automatic microbatching; Accelerate's find_executable_batch_size.
+
+Shapes: B rows, T tokens of a row.
+"""
+
+import gc
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from headrace.core.errors import RunError, UnsupportedError
+from headrace.core.ledger import Ledger
+from headrace.core.plan import Batch, Goal, Plan, TrackConfig
+from headrace.core.technique import (
+    Card,
+    Context,
+    Evidence,
+    Stage,
+    Supported,
+    Technique,
+    Unsupported,
+)
+from headrace.core.units import format_bytes
+from headrace.model.head import Objective
+from headrace.model.mask import Rows
+from headrace.sockets import Build, Engine, Work
+
+CERTAIN, HOPELESS = 0.5, 2.0
+"""Shares of the free memory: a size that is predicted to need less than the first fits, more than
+the second does not. The ledger is held to 10% (tests/contract/test_predicts), uncompiled."""
+SIGNS = ("out of memory", "can't allocate memory", "_ALLOC_FAILED", "bad_alloc", "MemoryError")
+"""How CUDA, the host's allocator, cuBLAS and cuDNN, C++ and Python say it."""
+KILLED = -9
+"""How a child ends that the system's own watch over memory kills."""
+REMEDY = "--with full_checkpoint --with chunked_cross_entropy, which need less"
+CHILD = """
+import resource, sys
+from pathlib import Path
+import torch
+from headrace import train
+from headrace.cli import catalogue
+from headrace.core.plan import Plan
+from headrace.progress import Progress
+
+plan, limit, held = Path(sys.argv[1]), int(sys.argv[2]), Path("/proc/self/statm")
+if sys.argv[3] == "cuda":
+    whole = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit / whole))
+elif held.is_file():
+    limit += int(held.read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+train.run(Plan.read(plan.read_text(), catalogue()), progress=Progress())
+"""
+"""A run of a plan file, as any other, under a limit of bytes."""
+
+
+class Size:
+    """Rows of a micro-batch as they are now, and how it came to that.
+
+    Args:
+        rows: to begin with.
+        length: tokens of a row in the plan.
+        too_large: sizes that were found too large before.
+    """
+
+    def __init__(self, rows: int, length: int, too_large: int) -> None:
+        self.rows, self.length, self.shrinks = rows, length, 0
+        self.numbers: dict[str, float] = {
+            "rows": rows, "began_with": rows, "too_large": too_large, "shrinks": 0,
+            "micro_batches": 0,
+        }  # fmt: skip
+        """Of this process so far; `shrinks` of the whole run."""
+
+    def cut(self, works: Sequence[Work]) -> list[Work]:
+        """The micro-batches in parts of as many tokens as fit; those that fit as they are."""
+        most = self.rows * self.length
+        return [part for work in works for part in cut(work, -(-most // work.ids_BT.size(1)))]
+
+    def shrink(self, parts: Sequence[Work], asked: str) -> None:
+        """Take half of the rows that were too many.
+
+        Raises:
+            RunError: it was one.
+        """
+        largest = max(part.ids_BT.numel() for part in parts)
+        rows = min(self.rows, -(-largest // self.length))
+        if rows == 1:
+            raise RunError(
+                f"a micro-batch of one row of {self.length} tokens does not fit: {asked}",
+                f"{REMEDY}, and --resume; or data.sequence_length={self.length // 2} in a new run",
+            )
+        self._become([*halves(rows)][1], self.shrinks + 1)
+
+    def _become(self, rows: int, shrinks: int) -> None:
+        self.rows, self.shrinks = rows, shrinks
+        self.numbers |= {"rows": rows, "shrinks": shrinks}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """None: it is a number."""
+        return {}
+
+    def values(self) -> dict[str, Any]:
+        """What is saved as JSON."""
+        return {"rows": self.rows, "shrinks": self.shrinks}
+
+    def load_values(self, values: Mapping[str, Any]) -> None:
+        """Begin as small as the run had become; a size that never failed is the plan's to say."""
+        if values["shrinks"]:
+            fit = [rows for rows in halves(self.rows) if rows <= values["rows"]]
+            self._become(fit[0] if fit else 1, values["shrinks"])
+
+
+class DynamicBatch(Technique[Build]):
+    """Begin with the largest micro-batch that fits, and go on with a smaller one if it does not."""
+
+    headroom: float = Field(default=0.05, gt=0, lt=1)
+    """Share of the free memory that a trial leaves alone; tuner range 0.02 to 0.2."""
+
+    room: ClassVar[str] = "memory"
+    # The plan has its last word before anything is made after it, and no weight is held yet.
+    stage: ClassVar[Stage] = Stage.GATE
+    claims: ClassVar[tuple[str, ...]] = ("engine",)
+    composes: ClassVar[tuple[str, ...]] = ("state",)
+    excludes: ClassVar[Mapping[str, str]] = {
+        "optimizer_in_backward": "a pass that runs out of memory has updated some weights already, "
+        "and cannot be taken again (arXiv 2306.09782)",
+        "cuda_graphs": "recordings of the larger micro-batch keep their pool, so that a smaller "
+        "one has less memory than before (torch._inductor.cudagraph_trees)",
+        "activation_offload": "what an interrupted pass has sent to the host is never fetched, and "
+        "counts against its evidence (derived)",
+    }
+    symptoms: ClassVar[tuple[str, ...]] = ("memory:activations", "memory:logits")
+    card: ClassVar[Card] = Card(
+        buys="the largest micro-batch that fits, without trials by hand, and a run that goes on "
+        "where it would have ended (derived)",
+        costs="a child process of two steps for each size that the prediction leaves open; at a "
+        "shrink the step again, and everything that is compiled (derived)",
+        helps="new models, other GPUs, lengths that vary, memory that others use too",
+        hurts="several ranks, which it refuses; sizes that are known to fit gain nothing",
+        source="Composer's automatic microbatching; Accelerate's find_executable_batch_size",
+    )
+
+    def supports(self, context: Context) -> Supported | Unsupported:
+        """One process on an NVIDIA GPU or a CPU."""
+        if context.ranks > 1:
+            return Unsupported(
+                f"a rank that runs out of memory leaves the other {context.ranks - 1} waiting in a "
+                "collective",
+                "one process, or batch.micro_sequences=N that is known to fit",
+            )
+        if context.device == "mps":
+            return Unsupported(
+                "how much memory an Apple GPU has left, and how it runs out, is not proven here",
+                "batch.micro_sequences=N",
+            )
+        return Supported()
+
+    def predict(self, ledger: Ledger) -> Ledger:
+        """What it begins with, which is the plan's; the report predicts with what was found."""
+        return ledger
+
+    def apply(self, build: Build) -> None:
+        """Find the rows to begin with, write them into the plan, and guard the engine."""
+        rows, too_large = self.first_rows(build)
+        build.plan = with_rows(build.plan, rows)
+        size = Size(rows, build.plan.data.sequence_length, too_large)
+        build.notes[self.name()] = build.state[self.name()] = size
+        build.engine = guarded(size, build.engine)
+
+    def first_rows(self, build: Build) -> tuple[int, int]:
+        """Rows of the largest micro-batch that fits, and how many sizes are too large.
+
+        Raises:
+            UnsupportedError: one row is.
+            RunError: a child process failed for another reason.
+        """
+        plan, need = build.plan, 0.0
+        if plan.batch.micro_sequences:
+            return plan.micro_rows, 0
+        room = int((1 - self.headroom) * free_bytes(build.device))
+        for too_large, rows in enumerate(halves(plan.micro_rows)):
+            need = build.predicted(with_rows(plan, rows)).peak()[1]
+            if need <= CERTAIN * room:
+                return rows, too_large
+            if need <= HOPELESS * room:
+                build.tell(f"{self.name()} tries micro-batches of {rows} rows")
+                if fits(trial(plan, self.name(), rows), room, build.device):
+                    build.tell(f"batch.micro_sequences={rows} fits")
+                    return rows, too_large
+        raise UnsupportedError(
+            f"a micro-batch of one row of {plan.data.sequence_length} tokens does not fit into "
+            f"{format_bytes(room)}; {format_bytes(need)} are predicted",
+            f"{REMEDY}, or data.sequence_length={plan.data.sequence_length // 2}",
+        )
+
+    def active(self, build: Build) -> Evidence:
+        """Micro-batches that went through it, none with more rows than it allows."""
+        size: Size = build.notes[self.name()]
+        return Evidence(
+            active=size.numbers["micro_batches"] > 0,
+            detail=f"ran micro-batches of at most {size.rows} rows of {size.length} tokens; "
+            f"{size.numbers['too_large']} sizes were too large before, {size.shrinks} since",
+            numbers=size.numbers,
+        )
+
+
+# --- the rows to begin with -------------------------------------------------------------------
+
+
+def halves(rows: int) -> Iterator[int]:
+    """`rows`, and each time the largest divisor of it that is at most its half, down to 1."""
+    yield rows
+    while rows > 1:
+        rows = max(n for n in range(1, rows // 2 + 1) if rows % n == 0)
+        yield rows
+
+
+def with_rows(plan: Plan, rows: int) -> Plan:
+    """The plan with micro-batches of `rows` rows."""
+    return plan.replaced(batch=plan.batch.model_copy(update={"micro_sequences": rows}))
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that nobody uses: the GPU's; on a CPU the machine's, or what its group is left."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = os.sysconf("SC_PHYS_PAGES") * resource.getpagesize()
+    lines = _text("/proc/meminfo").splitlines()
+    free = next((int(n.split()[1]) * 1024 for n in lines if n.startswith("MemAvailable")), free)
+    most, held = (_text(f"/sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
+    return min(free, int(most) - int(held)) if most.isdigit() and held.isdigit() else free
+
+
+def _text(path: str) -> str:
+    return Path(path).read_text() if Path(path).is_file() else ""
+
+
+def trial(plan: Plan, name: str, rows: int) -> Plan:
+    """Two steps and an evaluation of the plan without `name`; two micro-batches if it adds up."""
+    tokens = rows * plan.data.sequence_length
+    steps = plan.horizon_steps or max(2, plan.schedule.warmup_steps)
+    return plan.replaced(
+        name="trial",
+        guard=False,
+        batch=Batch(tokens=min(2 * tokens, plan.batch.tokens), micro_sequences=rows),
+        goal=Goal(steps=2),
+        schedule=plan.schedule.model_copy(update={"steps": steps}),
+        eval=plan.eval.model_copy(update={"every_steps": 2, "tokens": tokens}),
+        checkpoint=plan.checkpoint.model_copy(update={"every_steps": 0}),
+        track=TrackConfig(),
+        techniques={n: t for n, t in plan.techniques.items() if n != name},
+    )
+
+
+def fits(plan: Plan, limit: int, device: torch.device) -> bool:
+    """Whether the plan runs in a process of its own that may take `limit` bytes.
+
+    Raises:
+        RunError: it failed, and not for memory.
+    """
+    with TemporaryDirectory(prefix="headrace-") as folder:
+        file = Path(folder) / "plan.toml"
+        file.write_text(plan.replaced(directory=folder).to_toml())
+        ended = subprocess.run(
+            [sys.executable, "-c", CHILD, str(file), str(limit), device.type],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+            text=True, errors="replace", check=False,
+        )  # fmt: skip
+    if ended.returncode in (0, KILLED):
+        return ended.returncode == 0
+    if any(sign in ended.stderr for sign in SIGNS):
+        return False
+    said = [line for line in ended.stderr.splitlines() if line[:1].strip()]  # not indented
+    why = said[-1] if said else f"exit code {ended.returncode}"
+    raise RunError(
+        f"a trial of batch.micro_sequences = {plan.micro_rows} failed, and not for memory: {why}",
+        f"batch.micro_sequences={plan.micro_rows}, which tries nothing and shows the whole error",
+    )
+
+
+# --- in the run -------------------------------------------------------------------------------
+
+
+def guarded(size: Size, inner: Engine) -> Engine:
+    """The engine, taken again with smaller micro-batches where memory does not suffice."""
+
+    def engine(build: Build, works: Sequence[Work], objective: Objective, scale: Tensor) -> Tensor:
+        before = random_state(build.device)
+        while True:
+            parts = size.cut(works)
+            if len(parts) > len(works) and torch.is_grad_enabled():
+                sum_in_fp32(build)
+            try:
+                loss = inner(build, parts, objective, scale)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                asked = (str(error).strip() or type(error).__name__).splitlines()[0]
+            else:
+                size.numbers["micro_batches"] += len(parts) * torch.is_grad_enabled()
+                return loss
+            # The error is gone here, and with it the frames that held what the pass had made.
+            let_go(build, before)
+            size.shrink(parts, asked)
+            build.tell(f"out of memory: micro-batches of {size.rows} rows from here on ({asked})")
+
+    return engine
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocator raised it, of whatever device."""
+    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return known or any(sign in str(error) for sign in SIGNS)
+
+
+def random_state(device: torch.device) -> list[Tensor]:
+    """The state of the random numbers of the host, and of a GPU."""
+    on_gpu = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [torch.get_rng_state(), *on_gpu]
+
+
+def let_go(build: Build, random: Sequence[Tensor]) -> None:
+    """Drop what an interrupted pass has left behind, and turn the random numbers back."""
+    for kept in build.auxiliary:
+        kept(build)  # which takes what layers kept, and clears it
+    for parameter in build.model.parameters():
+        parameter.grad = None
+    if build.compiled:  # for a shape that will not come again; a compiler takes few of one code
+        torch.compiler.reset()
+    gc.collect()
+    torch.set_rng_state(random[0])
+    if build.device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.set_rng_state(random[1], build.device)
+
+
+def sum_in_fp32(build: Build) -> None:
+    """Gradients of half-precision weights are added up from here on, and so kept in fp32."""
+    for parameter in build.model.parameters():
+        low = parameter.requires_grad and parameter.dtype.itemsize < 4
+        if low and parameter.grad is None:
+            parameter.grad_dtype = torch.float32
+
+
+def cut(work: Work, rows: int) -> list[Work]:
+    """The micro-batch in parts of at most `rows` rows, in order: views of the same tokens."""
+    B, T = work.ids_BT.shape
+    if rows >= B:
+        return [work]
+
+    def part(first: int) -> Work:
+        here, tokens = slice(first, first + rows), slice(first * T, (first + rows) * T)
+
+        def of(x_B: Tensor | None) -> Any:
+            return x_B if x_B is None or x_B.size(0) == 1 else x_B[here]
+
+        positions_BT, segments_BT, prefix_B = work.rows
+        extras = {name: x_N[tokens] for name, x_N in (work.extras or {}).items()}
+        own = Rows(of(positions_BT), of(segments_BT), of(prefix_B))
+        ids_BT, targets_BT, index_BT = work.ids_BT[here], work.targets_BT[here], work.index_BT[here]
+        return Work(ids_BT, targets_BT, own, index_BT, extras or None)
+
+    return [part(first) for first in range(0, B, rows)]

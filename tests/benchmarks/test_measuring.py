@@ -1,0 +1,174 @@
+"""The programs that measure run whole on a tiny plan: a mistake there costs time on a device."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+
+import limits  # noqa: E402
+import readings  # noqa: E402
+import techniques  # noqa: E402
+
+import headrace.build  # noqa: E402
+from headrace.core.model_config import ModelConfig  # noqa: E402
+from headrace.start import Start  # noqa: E402
+
+PLAN = """
+name = "tiny"
+device = "cpu"
+model = {{ dim = 32, layers = 2, heads = 2, ffn = 48, vocab = 320 }}
+goal = {{ steps = 3 }}
+batch = {{ tokens = 64 }}
+eval = {{ every_steps = 1000, tokens = 64 }}
+checkpoint = {{ every_steps = 0 }}
+[data]
+sources = "{corpus}"
+directory = "{prepared}"
+vocab = 300
+sequence_length = 16
+workers = 0
+[techniques.selective_checkpoint]
+[techniques.chunked_cross_entropy]
+"""
+
+
+@pytest.fixture
+def plan(tmp_path: Path, corpus: Path, prepared_folder: Path) -> Path:
+    """A plan file whose recipe has two techniques."""
+    path = tmp_path / "tiny.toml"
+    path.write_text(PLAN.format(corpus=corpus, prepared=prepared_folder))
+    return path
+
+
+def run(patch: pytest.MonkeyPatch, program: Any, *words: Any) -> None:
+    """The program in this process."""
+    patch.setattr(sys, "argv", ["program", *map(str, words), "--here"])
+    program.main()
+
+
+def rows(folder: Path, topic: str) -> list[dict[str, Any]]:
+    """Receipts."""
+    return [json.loads(line) for line in (folder / f"{topic}.jsonl").read_text().splitlines()]
+
+
+def test_a_technique_has_a_row_at_each_base(
+    plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["z_loss", "cuda_graphs", "selective_checkpoint", "full_checkpoint:every=2"]
+    words = ["--shapes", plan, "--steps", 1, 1, "--results", tmp_path, "--missing", tmp_path]
+    run(monkeypatch, techniques, *asked, *words, "--loss-steps", 3)
+    found = {(r["technique"], r["base"]): r for r in rows(tmp_path, "techniques")}
+    assert len(found) == 8
+    for base in ("trunk", "recipe"):
+        assert "CUDA graphs" in found["cuda_graphs", base]["refused"]
+        own = found["z_loss", base]
+        assert own["n"] == 2 and own["metrics"]["speed_ratio"]["value"] > 0 and own["evidence"]
+    assert "selective_checkpoint" in found["full_checkpoint", "recipe"]["refused"]
+    assert found["selective_checkpoint", "recipe"]["left_out"]
+    for base in ("trunk", "recipe"):
+        off = found["selective_checkpoint", base]["metrics"]["loss_difference"]["value"]
+        assert abs(off) < 1e-5
+    run(monkeypatch, techniques, *asked, "fused_cross_entropy", *words, "--limit-s", 0)
+    assert {r["technique"] for r in rows(tmp_path, "techniques")[8:]} == {"fused_cross_entropy"}
+    capsys.readouterr()
+    run(monkeypatch, techniques, "tf32:mode=x", "chunked_mlp", *words, "--limit-s", 0)
+    assert "left: tiny trunk chunked_mlp\n" in capsys.readouterr().out
+
+
+def test_an_owner_of_the_same_socket_makes_way(plan: Path) -> None:
+    _, side = techniques.sides(plan, "recipe", ["fused_cross_entropy"], ["device=auto"])
+    assert side.replaces == ("chunked_cross_entropy",)
+
+
+def test_limits_measure_and_refuse(
+    plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--plan", plan, "--results", tmp_path]
+    run(monkeypatch, limits, "mfu", *words, "--warm", 1, "--timed", 2, "--variants",
+        "small: -selective_checkpoint +full_checkpoint batch.micro_sequences=2",
+        "none: +cuda_graphs")  # fmt: skip
+    long = "long: -selective_checkpoint techniques.chunked_cross_entropy.chunk_tokens=8"
+    run(monkeypatch, limits, "context", *words, "--variants", long, "--lengths", 64, "--short", 16)
+    small, none, context = rows(tmp_path, "limits")
+    assert small["metrics"]["tokens_per_s"]["value"] > 0 and small["n"] == 2
+    assert {"full_checkpoint", "chunked_cross_entropy"} == set(small["evidence"])
+    assert "runs" in small["evidence"]["full_checkpoint"] or small["evidence"]["full_checkpoint"]
+    assert "CUDA graphs" in none["refused"] and none["metrics"] == {}
+    assert context["metrics"]["row"]["value"] == 64 == context["length"]
+    assert "8 of 64 tokens" not in context["evidence"]["chunked_cross_entropy"]  # of the short row
+    capsys.readouterr()
+    run(monkeypatch, limits, "plan", "mfu", "memory", "context", "--device-name", "NVIDIA H200")
+    told = capsys.readouterr().out
+    assert "refused" not in told and "mfu none_rows2 1" in told
+
+
+def test_utilization_of_a_gpu_counts_attention_whole_and_half(
+    plan: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = limits.Variant.parse("x:", {}).of(plan, [])
+    context = limits.context_of(read, "NVIDIA H200")
+    monkeypatch.setattr(limits, "context_of", lambda plan: context)
+    matrices = 2 * (32 * 32 * 4 + 3 * 32 * 48) + 32 * 320
+    attention = 12 * 2 * 32 * 16
+    found = limits.utilization(read, 989e12)
+    assert found["mfu"] == pytest.approx(6 * matrices + attention)
+    assert found["mfu_causal"] == pytest.approx(6 * matrices + attention / 2)
+
+
+def test_weights_drawn_on_a_device_have_the_trunks_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readings, "LARGE", 1)
+    plain, shape = headrace.build.random_source, torch.Size((256, 128))
+    config = ModelConfig(dim=32, layers=2, heads=2)
+    with readings.device_weights(torch.device("cpu")):
+        drawn = headrace.build.random_source(config, 3)
+        for name in ("blocks.0.mlp.down.weight", "embed.weight"):
+            value, right = drawn(name, shape), plain(config, 3)(name, shape)
+            assert value.std() == pytest.approx(float(right.std()), rel=0.05)
+            assert torch.equal(value, drawn(name, shape))
+        assert bool((drawn("norm.weight", torch.Size((64,))) == 1).all())
+    assert headrace.build.random_source is plain
+
+
+def test_a_start_is_told_part_by_part() -> None:
+    start = Start()
+    start.mark("build")
+    start.mark("first_step", compile_s=0.25)
+    assert list(start.spent_s)[-3:] == ["build", "first_step", "compile"]
+    assert start.spent_s["first_step"] < 0  # the compiler's share is told apart
+    assert start.spent_s.get("imports", 1.0) > 0
+
+
+def dies(code: int) -> readings.Reading:
+    """A reading that takes its process with it."""
+    os._exit(code)
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_is_replaced(plan: Path) -> None:
+    read = limits.Variant.parse("x:", {}).of(plan, [])
+    with readings.Worker() as worker:
+        assert worker.ask(dies, 1, limit_s=60).refused == "its process died"
+        found = worker.ask(
+            readings.time_steps, read, limit_s=60, text=True, warm=1, timed=1, blocks=2
+        )
+    assert not found.refused and len(found.seconds) == 2
+
+
+@pytest.mark.slow
+def test_a_start_is_measured_cold_and_warm(
+    plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(monkeypatch, limits, "start", "--plan", plan, "--results", tmp_path)
+    cold, warm = rows(tmp_path, "limits")
+    assert (cold["variant"], warm["variant"]) == ("cold", "warm")
+    parts = {"imports", "prepare", "choose", "build", "guard", "first_step"}
+    assert parts <= warm["metrics"].keys()
+    whole, to_first = (warm["metrics"][n]["value"] for n in ("whole_command", "to_first_step"))
+    assert 0 < to_first < whole

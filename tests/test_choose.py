@@ -1,0 +1,278 @@
+"""The backend is chosen by its time at the run's own shapes, written down, and repeated."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import tiny
+import torch
+from torch import Tensor
+
+from headrace import choose
+from headrace import train as trainer
+from headrace.catalogue.explain import explain_plan
+from headrace.choose import cache_file, candidates
+from headrace.cli import catalogue
+from headrace.context import make_context
+from headrace.core.errors import ConfigError, UnsupportedError
+from headrace.core.plan import Plan
+from headrace.core.technique import (
+    Card,
+    Catalogue,
+    Context,
+    Evidence,
+    Stage,
+    Supported,
+    Technique,
+    Unsupported,
+)
+from headrace.data.ingest import prepare
+from headrace.model import decoder
+from headrace.model.attention import Sdpa
+from headrace.model.mask import MaskSpec, Rows
+from headrace.progress import Progress
+from headrace.sockets import Build
+
+MEASURED = "attention=measured"
+CPU = torch.device("cpu")
+
+
+class Slow(Sdpa):
+    """As the trunk's, 2 ms later."""
+
+    def __call__(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: object) -> Tensor:
+        time.sleep(0.002)
+        return super().__call__(q_BTHK, k_BTGK, v_BTGK, mask)
+
+
+class Quick(Sdpa):
+    """As the trunk's."""
+
+
+class Short(Sdpa):
+    """Has no kernel here."""
+
+    def prepare(self, spec: MaskSpec, rows: Rows, length: int) -> None:
+        raise UnsupportedError(f"no kernel for rows of {length}", "longer ones")
+
+
+class Toy(Technique[Build]):
+    """Attention by another backend."""
+
+    attend: ClassVar[type[Sdpa]]
+    answer: ClassVar[Supported | Unsupported] = Supported()
+    room: ClassVar[str] = "attention"
+    stage: ClassVar[Stage] = Stage.PARTS
+    claims: ClassVar[tuple[str, ...]] = ("parts.attend",)
+    card: ClassVar[Card] = Card("", "", "", "", "")
+
+    @classmethod
+    def name(cls) -> str:
+        return cls.__name__.lower()
+
+    def supports(self, context: Context) -> Supported | Unsupported:
+        return self.answer
+
+    def predict(self, ledger: Any) -> Any:
+        return ledger
+
+    def apply(self, build: Build) -> None:
+        build.parts.attend = self.attend()
+
+    def active(self, build: Build) -> Evidence:
+        return Evidence(type(build.model.attend) is self.attend, "looked")
+
+
+class Fast(Toy):
+    """Quicker than a slowed trunk."""
+
+    attend = Quick
+
+
+class Late(Toy):
+    """Slower than the trunk."""
+
+    attend = Slow
+
+
+class Lacking(Toy):
+    """Fails once it is tried."""
+
+    attend = Short
+
+
+class Absent(Toy):
+    """Refuses before it is tried."""
+
+    attend, answer = Short, Unsupported("is not installed", "pip install it")
+
+
+class Other(Toy):
+    """Computes something else, so it is never a candidate."""
+
+    attend, equality = Quick, "learning"
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A user's folder of the test's own."""
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    yield tmp_path
+
+
+@pytest.fixture
+def slow_trunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoder, "Sdpa", Slow)
+
+
+def of(*kinds: type[Toy]) -> Catalogue:
+    """A catalogue with these backends beside everything."""
+    return Catalogue(
+        {**catalogue().techniques, **{k.name(): k for k in kinds}}, catalogue().families
+    )
+
+
+class Told(Progress):
+    """Keeps what is told."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def test_the_fastest_is_written_into_the_plan_and_repeated(
+    tiny_plan: Callable[..., Plan], slow_trunk: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, known, told = (
+        tiny_plan(MEASURED, "goal.steps=4"),
+        of(Fast, Lacking, Absent, Other),
+        Told(),
+    )
+    folder = trainer.run(plan, progress=told, catalogue=known)
+    assert folder is not None
+    resolved = Plan.read((folder / "plan.toml").read_text(), known)
+    assert resolved.attention == "plan" and list(resolved.techniques) == ["fast"]
+    report = tiny.report(folder)
+    found = report["attention"]
+    assert report["techniques"]["fast"]["active"] and report["guard"]["compared"]
+    assert found["chosen"] == "fast" and not found["cached"]
+    assert found["milliseconds"].keys() == {"trunk", "fast"}
+    fast, trunk = (found["milliseconds"][name] for name in ("fast", "trunk"))
+    assert fast["low"] <= fast["median"] <= fast["high"] and trunk["median"] > 2
+    assert found["refused"]["lacking"] == "no kernel for rows of 16"
+    assert found["refused"]["absent"] == "is not installed" and "flex_attention" in found["refused"]
+    assert "other" not in found["refused"] and any("flash" in name for name in found["kernels"])
+    assert found["at"]["rows"] == 8 and found["at"]["tokens_of_a_row"] == 16
+    (line,) = (note for note in told.notes if note.startswith("attention by fast"))
+    assert "measured: fast" in line and "trunk" in line and "lacking" in line
+
+    def never(*given: Any) -> float:
+        raise AssertionError("timed again")
+
+    monkeypatch.setattr(choose, "_seconds", never)
+    again = trainer.run(plan, progress=told, catalogue=known)
+    assert again is not None and tiny.report(again)["attention"] == {**found, "cached": True}
+    longer = resolved.replaced(goal={"steps": 6})  # its own plan: nothing is asked again
+    resumed = trainer.run(longer, progress=told, resume=True, folder=folder)
+    assert resumed == folder and tiny.report(folder)["attention"] == found
+
+
+def test_the_trunk_stays_where_it_is_fastest(tiny_plan: Callable[..., Plan]) -> None:
+    plan = tiny_plan(MEASURED, "goal.steps=1", "checkpoint.every_steps=0")
+    folder = trainer.run(plan, progress=Progress(), catalogue=of(Late))
+    assert folder is not None and tiny.report(folder)["attention"]["chosen"] == "trunk"
+    resolved = Plan.read((folder / "plan.toml").read_text(), catalogue())
+    assert not resolved.techniques and resolved.attention == "plan"
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"format": 1, "found": []}', "{" * 9, '{"format": 0}']
+)
+def test_a_damaged_cache_is_measured_anew(home: Path, content: str) -> None:
+    cache_file().parent.mkdir(parents=True)
+    cache_file().write_text(content)
+    assert choose._read() == {}
+    choose._write({"key": {"chosen": "trunk"}})
+    assert choose._read() == {"key": {"chosen": "trunk"}}
+    assert json.loads(cache_file().read_text())["format"] == choose.FORMAT
+    assert [p.name for p in cache_file().parent.iterdir()] == ["attention.json"]
+
+
+def test_calls_are_compiled_where_the_plan_compiles(
+    tiny_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def compiled(function: Any, **how: Any) -> Any:
+        asked.append((type(function.__self__), how["backend"]))
+        return function
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    plan = tiny_plan(MEASURED, "techniques.torch_compile={backend='aot_eager',scope='block'}")
+    plans, _ = candidates(plan, of(Fast), CPU)
+    found = choose._find(plans, prepare(plan), CPU, Progress())
+    assert found["at"]["compiled_by"] == "aot_eager"
+    assert asked == [(Sdpa, "aot_eager"), (Quick, "aot_eager")]
+
+
+def test_masks_are_the_runs(tiny_plan: Callable[..., Plan], slow_trunk: None) -> None:
+    """Documents of the text itself, and two kinds of layer."""
+    overrides = (
+        "techniques.document_packing={}", "techniques.sliding_window={window=4,between=1}",
+    )  # fmt: skip
+    plan = tiny_plan(MEASURED, "model.layers=2", "goal.steps=1", *overrides)
+    folder = trainer.run(plan, progress=Progress(), catalogue=of(Fast))
+    assert folder is not None
+    found = tiny.report(folder)["attention"]
+    assert found["chosen"] == "fast" and not found["at"]["compiled_by"]
+    assert found["at"]["documents"] >= 8 and "window=4" in found["at"]["mask"]
+    capped = tiny_plan(MEASURED, "techniques.logit_soft_cap={}")
+    context = make_context(capped, CPU)
+    assert candidates(capped, of(Fast), CPU)[0].keys() == {"trunk", "fast"}
+    value, text = explain_plan(capped, context)  # nothing is measured to explain
+    assert value["attention"] == "measured" and "the fastest when the run starts" in text
+    with pytest.raises(ConfigError, match="none were given"):
+        trainer.run(capped, progress=Progress())
+
+
+def test_patience_ends(tiny_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One turn of each at least, however long it takes."""
+    monkeypatch.setattr(choose, "PATIENCE_S", 0.0)
+    asked = []
+    monkeypatch.setattr(choose, "_seconds", lambda device, what, calls: asked.append(calls) or 1.0)
+    plan = tiny_plan(MEASURED)
+    found = choose._find(candidates(plan, of(Fast), CPU)[0], prepare(plan), CPU, Progress())
+    assert asked == 2 * (choose.WARMUP + 1) * 2 * [1]  # two backends, each of two parts
+    assert found["milliseconds"]["fast"] == {"median": 2000, "low": 2000, "high": 2000}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_gpu_has_several_to_choose_from(tiny_plan: Callable[..., Plan], packed: bool) -> None:
+    more = ["techniques.document_packing={}"] if packed else []
+    plan = tiny_plan(
+        MEASURED, "device=cuda", "model.dim=128", "model.layers=2", "goal.steps=2",
+        "data.sequence_length=64", *more,
+    )  # fmt: skip
+    folder = trainer.run(plan, progress=Progress(), catalogue=catalogue())
+    assert folder is not None
+    found = tiny.report(folder)["attention"]
+    assert found["kernels"] and len(found["milliseconds"]) >= 3, found
+    best = min(found["milliseconds"], key=lambda name: found["milliseconds"][name]["median"])
+    assert found["chosen"] == best and all(t["low"] > 0 for t in found["milliseconds"].values()), (
+        found
+    )
+
+
+@pytest.mark.parametrize("name", ["flash_attention", "linear_attention"])
+def test_a_plan_cannot_name_one_and_have_it_chosen(
+    tiny_plan: Callable[..., Plan], name: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"attention = 'measured'.*{name}"):
+        tiny_plan(MEASURED, f"techniques.{name}={{}}")
