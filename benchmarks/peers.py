@@ -97,9 +97,13 @@ OURS = {
         "--with", "selective_checkpoint", "--without", "fused_cross_entropy",
         "techniques.chunked_cross_entropy.chunk_tokens=8192",
     ],
+    "headrace_smallest": [
+        "techniques.selective_checkpoint.wide_every=2", "--without", "fused_cross_entropy",
+        "techniques.chunked_cross_entropy.chunk_tokens=4096",
+    ],
 }  # fmt: skip
-"""What `headrace train` gets beside the plan of the shape; `small` is for memory, by techniques
-that are exact."""
+"""What `headrace train` gets beside the plan of the shape; `small` and `smallest` are for memory,
+by techniques that are exact."""
 
 
 def serve_peer(name: str, size: str) -> None:
@@ -195,7 +199,7 @@ def time_headrace(size: str, work: Path, extra: list[str]) -> dict[str, Any]:
 
 def compare(
     size: str, sides: list[str], rounds: int, limit_s: float, results: Path, work: Path,
-    extra: list[str],
+    extra: list[str], once: list[str],
 ) -> None:  # fmt: skip
     """Alternate all sides, then write a row for each; no round begins after `limit_s` seconds."""
     readings: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
@@ -205,6 +209,8 @@ def compare(
         if index and time.monotonic() - begin_s > limit_s:
             break
         for name, found in list(readings.items()):
+            if index and name in once:
+                continue
             try:
                 if name in OURS:
                     reading = time_headrace(size, work, [*OURS[name], *extra])
@@ -231,7 +237,7 @@ def compare(
             metrics["mfu"] = receipts.spread([r["mfu"] for r in found], "share of bf16 peak")
             for peer in readings.keys() & peers.keys():
                 for key, what in (("tokens_per_s", "ratio"), ("peak_bytes", "memory_ratio")):
-                    pairs = zip(found, readings[peer], strict=True)
+                    pairs = zip(found, readings[peer], strict=name not in once)
                     ratios = [a[key] / b[key] for a, b in pairs]
                     metrics[f"{what}_to_{peer}"] = receipts.spread(ratios, "x")
         receipts.append(
@@ -248,6 +254,7 @@ def main() -> None:
     parser.add_argument("--sides", nargs="+", choices=[*OURS, *PEERS],
                         default=["headrace", "torchtitan", "litgpt"])  # fmt: skip
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--once", nargs="*", default=[], help="sides that are read once only")
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="for each shape")
     parser.add_argument("--only", choices=PEERS)
     parser.add_argument("--results", type=Path, default=receipts.ROOT / "results")
@@ -258,7 +265,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as work:
         for size in args.sizes:
             compare(
-                size, args.sides, args.rounds, args.limit_s, args.results, Path(work), args.set
+                size, args.sides, args.rounds, args.limit_s, args.results, Path(work), args.set,
+                args.once,
             )  # fmt: skip
 
 

@@ -1,42 +1,46 @@
 """What each technique buys and costs at a shape: step time, peak memory, and the loss it comes to.
 
     python benchmarks/techniques.py fused_swiglu selective_checkpoint --shapes 160m 1b
+    python benchmarks/techniques.py --all memory loss --shapes 160m --missing results --limit-s 500
 
-A technique is measured twice: added to the eager trunk, and put into (or left out of) the compiled
-recipe that `plans/` has for the shape. Rounds go over all sides in turn, base first, so each round
-gives one ratio to the base that was timed beside it. A reading is the median step of a fresh build
-on random tokens; the peak is that of those steps. With `--loss-steps` every side also trains on
-real text from the same seed, and a row tells how far the mean loss of the last tenth is from the
-base's. What cannot run gets a row with the reason.
+A technique is measured twice: added to the eager trunk, and put into (or left out of, or put in the
+place of another in) the compiled recipe that `plans/` has for the shape. Sides go in groups, and
+the base is timed before and after each group: the ratios of a row are to those two. A reading is a
+fresh build on real text, with the median step of each of two blocks; the peak is that of those
+steps. With `--loss-steps` every side also trains from the same seed on a batch of `--loss-rows`
+rows, and a row tells how far the mean loss of the last tenth is from the base's.
+
+What cannot run gets a row with the reason, at no device time. Readings are taken in a process of
+their own, which is replaced when a side fails in it. No side begins after `--limit-s`; those that
+are left are named, and `--missing FOLDER` goes on with what has no row at this commit.
+`--set techniques.torch_compile.scope=block` compiles one block and reuses it for all.
 """
 
 import argparse
-import gc
 import json
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import mean
 from typing import Any
 
 import receipts
-import torch
-from signals import open_build
+from readings import Reading, Worker, time_steps, train_steps
 
-from headrace import train
-from headrace.build import make_build, make_context
+from headrace.build import make_context
 from headrace.cli import catalogue
 from headrace.context import check_supported, choose_device
 from headrace.core.errors import HeadraceError
 from headrace.core.plan import Plan
-from headrace.data.ingest import prepare
-from headrace.filled import check_active
-from headrace.parallel.world import World
 
 PLANS = Path(__file__).parent / "plans"
-WARM_STEPS, TIMED_STEPS = 3, 10
+GROUP = 8
+"""Sides between two timings of their base."""
+LOSS_ROWS = {"160m": 4}
+"""shape -> rows of a batch for the loss; 1 elsewhere"""
+SIDE_LIMIT_S = 240.0
 
 
 @dataclass
@@ -44,195 +48,240 @@ class Side:
     """A plan under test and its readings."""
 
     name: str
+    """of the technique, with knobs behind a colon; "" is the base"""
     plan: Plan
-    seconds: list[float] = field(default_factory=list)
-    peaks: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    evidence: str = ""
     refused: str = ""
+    replaces: tuple[str, ...] = ()
+    """techniques of the recipe whose socket it takes"""
+    speed: Reading = field(default_factory=Reading)
+    loss: Reading = field(default_factory=Reading)
+
+    @property
+    def why_not(self) -> str:
+        """What refused or stopped it."""
+        return self.refused or self.speed.refused
+
+    @property
+    def step_s(self) -> float:
+        """Mean of the blocks' medians."""
+        return mean(self.speed.seconds)
+
+    @property
+    def end_loss(self) -> float | None:
+        """Mean of the last tenth, in nats per token."""
+        found = self.loss.losses
+        return mean(found[-max(1, len(found) // 10) :]) if found else None
 
 
-def sides(path: Path, names: list[str], overrides: list[str]) -> dict[str, list[Side]]:
-    """(trunk, recipe) -> the base and a side for each technique, `name` or `name:key=value,...`."""
+def sides(path: Path, base: str, names: Sequence[str], overrides: list[str]) -> list[Side]:
+    """The base and a side for each technique, `name` or `name:knob=value,a.plan.key=value`."""
     text = path.read_text()
     recipe = Plan.read(text, catalogue(), overrides=overrides)
-    found: dict[str, list[Side]] = {}
-    for base, without in (("trunk", list(recipe.techniques)), ("recipe", [])):
-        found[base] = [Side("", _read(text, overrides, [], without))]
-        for asked in names:
-            name, _, knobs = asked.partition(":")
-            knob = [f"techniques.{name}.{k}" for k in knobs.split(",") if k]
-            inside = base == "recipe" and name in recipe.techniques and not knob
-            try:
-                plan = _read(
-                    text, overrides + knob, [] if inside else [name],
-                    [*(w for w in without if w != name), *([name] if inside else [])],
-                )  # fmt: skip
-            except HeadraceError as error:
-                found[base].append(Side(asked, recipe, refused=str(error)))
-                continue
-            found[base].append(Side(asked, plan))
+    gone = list(recipe.techniques) if base == "trunk" else []
+    found = [Side("", _read(text, overrides, [], gone))]
+    for asked in names:
+        name, _, knobs = asked.partition(":")
+        keys = [k for k in knobs.split(",") if k]
+        keys = [k if "." in k.partition("=")[0] else f"techniques.{name}.{k}" for k in keys]
+        inside = base == "recipe" and name in recipe.techniques and not keys
+        taken = () if inside or base == "trunk" else _owners(recipe, name)
+        without = [*(g for g in gone if g != name), *taken, *([name] if inside else [])]
+        try:
+            plan = _read(text, overrides + keys, [] if inside else [name], without)
+            device = choose_device(plan)
+            check_supported(list(plan.techniques.values()), make_context(plan, device))
+        except HeadraceError as error:
+            found.append(Side(asked, recipe, refused=str(error), replaces=taken))
+        else:
+            found.append(Side(asked, plan, replaces=taken))
     return found
+
+
+def _owners(recipe: Plan, name: str) -> tuple[str, ...]:
+    """Techniques of the recipe that own a socket which `name` claims."""
+    claims = set(catalogue().find(name).claims)
+    return tuple(n for n, t in recipe.techniques.items() if n != name and claims & set(t.claims))
 
 
 def _read(text: str, overrides: list[str], more: list[str], without: list[str]) -> Plan:
     return Plan.read(text, catalogue(), overrides=overrides, with_=more, without=without)
 
 
-def attempt(side: Side, what: Callable[[Side], None]) -> None:
-    """Measure, or note why not; memory is given back either way."""
-    if side.refused:
-        return
-    began_s = time.monotonic()
-    try:
-        plan = side.plan
-        check_supported(list(plan.techniques.values()), make_context(plan, choose_device(plan)))
-        what(side)
-    except HeadraceError as error:
-        side.refused = str(error)
-    except torch.OutOfMemoryError as error:
-        side.refused = f"out of memory: {str(error).splitlines()[0]}"
-    except Exception as error:
-        side.refused = f"{type(error).__name__}: {str(error)[:300]}"
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    told = side.refused or f"{median(side.seconds) * 1e3:.2f} ms" if side.seconds else side.refused
-    print(f"  {side.name or 'base'}: {told} ({time.monotonic() - began_s:.0f} s)", flush=True)
+class Bench:
+    """Sides of one base at one shape: what is still to be read, and rows of what was."""
+
+    def __init__(
+        self, shape: str, base: str, found: list[Side], args: argparse.Namespace, worker: Worker,
+        ends_s: float,
+    ) -> None:  # fmt: skip
+        self.shape, self.base, self.args = shape, base, args
+        self.first, self.others = found[0], found[1:]
+        self.worker, self.ends_s = worker, ends_s
+
+    def run(self) -> list[str]:
+        """Measure group by group; returns the names of sides that were not begun."""
+        for side in (s for s in self.others if s.refused):
+            self.write(side, [])
+        waiting = [s for s in self.others if not s.refused]
+        before: Reading | None = None
+        while waiting and self.left_s > 0:
+            before = before or self.time(self.first)
+            if before.refused:
+                for side in waiting:
+                    self.write(side, [before])
+                return []
+            if self.args.loss_steps and not self.first.loss.losses:
+                self.train(self.first)
+            group, waiting = waiting[:GROUP], waiting[GROUP:]
+            done = [side for side in group if self.left_s > 0 and self.measure(side)]
+            waiting = [s for s in group if s not in done] + waiting
+            ran = [side for side in done if not side.why_not]
+            after = self.time(self.first) if ran and self.left_s > 0 else before
+            for side in done:
+                self.write(side, [before, before if after.refused else after])
+            before = None if after.refused else after
+        return [side.name for side in waiting]
+
+    @property
+    def left_s(self) -> float:
+        """Seconds in which a side may begin."""
+        return self.ends_s - time.monotonic()
+
+    def measure(self, side: Side) -> bool:
+        """Speed, and the loss where it is wanted and the side ran."""
+        self.time(side)
+        if self.args.loss_steps and not side.why_not:
+            self.train(side)
+        return True
+
+    def time(self, side: Side) -> Reading:
+        """A reading of the steps."""
+        warm, timed = self.args.steps
+        began_s = time.monotonic()
+        side.speed = self.worker.ask(
+            time_steps, side.plan, limit_s=SIDE_LIMIT_S, text=True, warm=warm, timed=timed,
+            blocks=2, name=side.name.partition(":")[0],
+        )  # fmt: skip
+        told = side.speed.refused or f"{side.step_s * 1e3:.2f} ms"
+        self.say(side, told, began_s)
+        return side.speed
+
+    def train(self, side: Side) -> None:
+        """The loss of a short training."""
+        began_s = time.monotonic()
+        rows = self.args.loss_rows or LOSS_ROWS.get(self.shape, 1)
+        tokens = rows * side.plan.data.sequence_length
+        batch = side.plan.batch.model_copy(update={"tokens": tokens, "micro_sequences": 0})
+        side.loss = self.worker.ask(
+            train_steps, side.plan.replaced(batch=batch), limit_s=SIDE_LIMIT_S,
+            steps=self.args.loss_steps,
+        )  # fmt: skip
+        self.say(side, side.loss.refused or f"loss {side.end_loss:.4f}", began_s)
+
+    def say(self, side: Side, told: str, began_s: float) -> None:
+        """A line of progress."""
+        spent_s = time.monotonic() - began_s
+        name = side.name or "(base)"
+        print(f"{self.shape} {self.base} {name}: {told} ({spent_s:.0f} s)", flush=True)
+
+    def write(self, side: Side, bases: list[Reading]) -> None:
+        """One row: ratios to the base before and after."""
+        name, _, knobs = side.name.partition(":")
+        facts: dict[str, Any] = {
+            "technique": name, "knobs": knobs, "base": self.base, "shape": self.shape,
+            "seeds": [side.plan.seed], "n": len(bases) if side.speed.seconds else 0,
+            "techniques": sorted(side.plan.techniques), "replaces": list(side.replaces),
+            "left_out": name in self.first.plan.techniques and name not in side.plan.techniques,
+            "plan_sha256": receipts.sha256(side.plan.dump()),
+            "baseline_sha256": receipts.sha256(self.first.plan.dump()),
+            "overrides": self.args.set,
+        }  # fmt: skip
+        metrics: dict[str, Any] = {}
+        if bases and bases[0].refused and not side.why_not:
+            facts["refused"] = f"its base cannot run: {bases[0].refused}"
+        elif side.why_not:
+            facts["refused"] = side.why_not
+        else:
+            facts["evidence"] = side.speed.evidence.get(name, "")
+            metrics = self.metrics(side, bases)
+            if side.end_loss is not None and self.first.end_loss is not None:
+                rows = self.args.loss_rows or LOSS_ROWS.get(self.shape, 1)
+                facts |= {"loss_steps": self.args.loss_steps, "loss_rows": rows}
+                off = side.end_loss - self.first.end_loss
+                if math.isfinite(off):
+                    metrics["loss_difference"] = receipts.spread([off], "nats")
+            facts["loss_refused"] = side.loss.refused
+        receipts.append("techniques", metrics, results=self.args.results, **facts)
+        told = {n: round(m["value"], 4) for n, m in metrics.items()}
+        print(json.dumps({"shape": self.shape, "base": self.base, "technique": side.name, **told,
+                          "refused": facts.get("refused", "")}), flush=True)  # fmt: skip
+
+    def metrics(self, side: Side, bases: list[Reading]) -> dict[str, Any]:
+        """Of a side that ran."""
+        tokens, own = side.plan.batch.tokens, side.speed
+        ratios = [mean(b.seconds) / side.step_s for b in bases]
+        found = {
+            "speed_ratio": receipts.spread(ratios, "x"),
+            "tokens_per_s": receipts.spread([tokens / s for s in own.seconds], "tokens/s"),
+        }
+        if own.peak_bytes is not None:
+            shares = [own.peak_bytes / b.peak_bytes for b in bases if b.peak_bytes]
+            found["memory_ratio"] = receipts.spread(shares, "x")
+            found["peak_memory"] = receipts.spread([own.peak_bytes], "bytes")
+        return found
 
 
-def time_steps(side: Side) -> None:
-    """One reading of the step's seconds and the peak in bytes; the host never waits in between."""
-    torch._dynamo.reset()
-    build, micros = open_build(side.plan)
-    clock = Clock(build.device)
-    for flags in build.runtime:
-        flags().__enter__()
-    for index in range(WARM_STEPS + TIMED_STEPS):
-        if index == 1:
-            told = check_active(build)
-            name = side.name.partition(":")[0]
-            side.evidence = told[name].detail if name in told else ""
-        if index == WARM_STEPS:
-            clock.start()
-        train.step(build, micros, index)
-        clock.mark()
-    side.seconds.append(median(clock.seconds()[-TIMED_STEPS:]))
-    if build.device.type == "cuda":
-        side.peaks.append(float(torch.cuda.max_memory_allocated()))
+def asked_for(args: argparse.Namespace) -> list[str]:
+    """Techniques by name, and all of the rooms that are named; parallel ones need more devices."""
+    known = catalogue().techniques
+    rooms = {t.room for t in known.values()}
+    for room in args.all:
+        if room not in rooms:
+            raise SystemExit(f"there is no room {room!r}; there are {', '.join(sorted(rooms))}")
+    named = {asked.partition(":")[0] for asked in args.techniques}
+    return [*args.techniques,
+            *(n for n, t in known.items() if t.room in args.all and n not in named)]  # fmt: skip
 
 
-class Clock:
-    """Moments between steps: events on a GPU, the wall clock elsewhere."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
-        self.moments: list[Any] = []
-
-    def start(self) -> None:
-        """What came before does not count, its memory neither."""
-        if self.cuda:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-        self.moments.clear()
-        self.mark()
-
-    def mark(self) -> None:
-        """A step ends now."""
-        if not self.cuda:
-            self.moments.append(time.perf_counter())
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self.moments.append(event)
-
-    def seconds(self) -> list[float]:
-        """Of each step."""
-        if self.cuda:
-            torch.cuda.synchronize()
-        pairs = pairwise(self.moments)
-        return [a.elapsed_time(b) / 1e3 if self.cuda else b - a for a, b in pairs]
-
-
-def train_steps(steps: int) -> Callable[[Side], None]:
-    """Train on the plan's own text; keeps the mean loss of the last tenth."""
-
-    def go(side: Side) -> None:
-        torch._dynamo.reset()
-        device = choose_device(side.plan)
-        build = make_build(side.plan, prepare(side.plan), World(), device)
-        for flags in build.runtime:
-            flags().__enter__()
-        losses = [
-            train.step(build, build.loader.step(index).micros, index)[0] for index in range(steps)
-        ]
-        side.losses.append(float(torch.stack(losses[-max(1, steps // 10) :]).mean()))
-
-    return go
-
-
-def write(shape: str, base: str, side: Side, first: Side, results: Path, loss_steps: int) -> None:
-    """One row: ratios to the base of the same round."""
-    facts: dict[str, Any] = {
-        "technique": side.name.partition(":")[0], "knobs": side.name.partition(":")[2],
-        "base": base, "shape": shape, "seeds": [side.plan.seed], "n": len(side.seconds),
-        "techniques": sorted(side.plan.techniques),
-        "left_out": side.name in first.plan.techniques,
-        "plan_sha256": receipts.sha256(side.plan.dump()),
-        "baseline_sha256": receipts.sha256(first.plan.dump()),
+def without_rows(names: list[str], shape: str, base: str, folder: Path | None) -> list[str]:
+    """Those that have no row in `folder` for this shape, base and commit."""
+    file = folder / "techniques.jsonl" if folder else None
+    if file is None or not file.is_file():
+        return names
+    commit = receipts.commit()
+    rows = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
+    done = {
+        f"{r['technique']}:{r['knobs']}".rstrip(":") for r in rows
+        if (r.get("shape"), r.get("base"), r.get("commit")) == (shape, base, commit)
     }  # fmt: skip
-    metrics: dict[str, Any] = {}
-    refused = side.refused or (first.refused and f"its base cannot run: {first.refused}")
-    if refused:
-        facts["refused"] = refused
-    else:
-        facts["evidence"] = side.evidence
-        tokens = side.plan.batch.tokens
-        ratios = [b / s for b, s in zip(first.seconds, side.seconds, strict=True)]
-        metrics["speed_ratio"] = receipts.spread(ratios, "x")
-        metrics["tokens_per_s"] = receipts.spread([tokens / s for s in side.seconds], "tokens/s")
-        if side.peaks:
-            shares = [s / b for b, s in zip(first.peaks, side.peaks, strict=True)]
-            metrics["memory_ratio"] = receipts.spread(shares, "x")
-            metrics["peak_memory"] = receipts.spread(side.peaks, "bytes")
-        if side.losses and first.losses:
-            facts["loss_steps"] = loss_steps
-            off = [s - b for b, s in zip(first.losses, side.losses, strict=True)]
-            metrics["loss_difference"] = receipts.spread(off, "nats")
-    receipts.append("techniques", metrics, results=results, **facts)
-    told = {n: round(m["value"], 4) for n, m in metrics.items()}
-    print(json.dumps({"shape": shape, "base": base, "technique": side.name, **told,
-                      "refused": facts.get("refused", "")}), flush=True)  # fmt: skip
+    return [name for name in names if name not in done]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("techniques", nargs="+", help="name, or name:knob=value,knob=value")
-    parser.add_argument("--shapes", nargs="+", default=["160m", "1b"])
+    parser.add_argument("techniques", nargs="*", help="name, or name:knob=value,plan.key=value")
+    parser.add_argument("--all", nargs="+", default=[], metavar="ROOM", help="a room's techniques")
+    parser.add_argument("--shapes", nargs="+", default=["160m", "1b"], help="names or plan files")
     parser.add_argument("--bases", nargs="+", default=["trunk", "recipe"])
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", nargs=2, type=int, default=[3, 5], metavar=("WARM", "TIMED"))
     parser.add_argument("--loss-steps", type=int, default=0)
-    parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin no round later")
+    parser.add_argument("--loss-rows", type=int, default=0, help="0: 4 at 160m, else 1")
+    parser.add_argument("--limit-s", type=float, default=math.inf, help="no side begins later")
+    parser.add_argument("--missing", type=Path, help="a results folder: only what has no row there")
+    parser.add_argument("--here", action="store_true", help="no process of its own, to debug")
     parser.add_argument("--results", type=Path, default=receipts.ROOT / "results")
     parser.add_argument("--set", nargs="*", default=[], help="overrides for every plan")
     args = parser.parse_args()
-    began_s = time.monotonic()
-    for shape in args.shapes:
-        path = Path(shape) if shape.endswith(".toml") else PLANS / f"{shape}.toml"
-        for base, found in sides(path, args.techniques, args.set).items():
-            if base not in args.bases:
-                continue
-            for index in range(args.rounds):
-                if index and time.monotonic() - began_s > args.limit_s:
-                    break
-                print(f"{path.stem} {base} round {index}", flush=True)
-                for side in found:
-                    attempt(side, time_steps)
-            if args.loss_steps:
-                for side in found:
-                    attempt(side, train_steps(args.loss_steps))
-            for side in found[1:]:
-                write(path.stem, base, side, found[0], args.results, args.loss_steps)
+    names, ends_s = asked_for(args), time.monotonic() + args.limit_s
+    with Worker(here=args.here) as worker:
+        for shape in args.shapes:
+            path = Path(shape) if shape.endswith(".toml") else PLANS / f"{shape}.toml"
+            for base in args.bases:
+                rest = without_rows(names, path.stem, base, args.missing)
+                found = sides(path, base, rest, args.set) if rest else []
+                left = Bench(path.stem, base, found, args, worker, ends_s).run() if found else []
+                if left:
+                    print(f"left: {path.stem} {base}: {' '.join(left)}", flush=True)
 
 
 if __name__ == "__main__":

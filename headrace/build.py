@@ -63,6 +63,7 @@ def predict(plan: Plan, context: Context) -> Ledger:
 def make_build(
     plan: Plan, prepared: Prepared, world: World, device: torch.device,
     *, until: Stage = Stage.STEP, tell: Callable[[str], None] | None = None,
+    given: Mapping[str, Tensor] | None = None,
 ) -> Build:  # fmt: skip
     """Fill every socket, stage by stage, and make the model, optimizers and loader.
 
@@ -73,6 +74,7 @@ def make_build(
         device: where the weights live.
         until: the last stage; a model alone ends at MATERIALIZE.
         tell: takes a line that is worth reading, now and while the run goes.
+        given: values of parameters by name, copied in the place of drawing or reading them.
 
     Raises:
         UnsupportedError, ConfigError: see `check_supported` and each stage.
@@ -81,7 +83,7 @@ def make_build(
     techniques = sorted(plan.techniques.values(), key=lambda t: (t.stage, t.name()))
     check_supported(techniques, context)
     build = _trunk(plan, prepared, world, device, context, techniques)
-    build.tell = tell or build.tell
+    build.tell, build.given = tell or build.tell, given or {}
     for stage in Stage:
         TRUNK.get(stage, _nothing)(build)
         for technique in techniques:

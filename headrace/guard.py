@@ -3,9 +3,9 @@
 Techniques that are exact one by one can be wrong together, with a loss that looks right: kernels,
 compilers and masks have done so (a fused loss that counted ignored targets under a compiler, a
 gradient that a sharded embedding lost). So before anything is learnt the plan is built once more
-without its exact techniques, takes its first batch row by row, and keeps its loss and the norm of
-every gradient. The run's own first step is compared with them before its update is applied; a run
-that computes something else ends there.
+without its exact techniques and with the run's own weights, takes its first batch row by row, and
+keeps its loss and the norm of every gradient. The run's own first step is compared with them before
+its update is applied; a run that computes something else ends there.
 
 It costs one uncompiled step and the memory of one row. Several processes, fp16, and a plain model
 that does not fit are left out, and the report says so.
@@ -87,7 +87,8 @@ def _plain(plan: Plan) -> Plan:
 def _first(build: Build, step: Step) -> First:
     """Take the first step of the plain plan without its update."""
     found: list[First] = []
-    plain = make_build(_plain(build.plan), build.prepared, build.world, build.device)
+    held = {n: p.detach() for n, p in build.model.named_parameters() if type(p.data) is Tensor}
+    plain = make_build(_plain(build.plan), build.prepared, build.world, build.device, given=held)
     watch(plain, found.append, update=False)
     try:
         step(plain, plain.loader.step(0).micros, 0)

@@ -35,9 +35,11 @@ def _fill(build: Build, root: nn.Module, prefix: str) -> None:
             if not parameter.is_meta:
                 continue
             name = f"{path}.{key}" if path else key
-            value = build.source(name, parameter.shape)
-            value = build.layouts[name].cut(build.world, value).contiguous()
-            value = value.to(build.device, parameter.dtype)
+            value = build.given.get(name)
+            if value is None or value.shape != parameter.shape:
+                value = build.source(name, parameter.shape)
+                value = build.layouts[name].cut(build.world, value).contiguous()
+            value = value.to(build.device, parameter.dtype, copy=name in build.given)
             for store in build.storage:
                 value = store(name, value)
             module.register_parameter(key, nn.Parameter(value, parameter.requires_grad))

@@ -205,6 +205,9 @@ class Build:
     block_forward: list[str] = field(default_factory=list)
     """names of the wraps that blocks wear, innermost first"""
 
+    given: Mapping[str, Tensor] = field(default_factory=dict)
+    """values on the device that come before `source`, by name: those of another build"""
+
     # Made by the trunk from the sockets above.
     model: Decoder = None  # type: ignore[assignment]
     optimizers: dict[str, Optimizer] = field(default_factory=dict)

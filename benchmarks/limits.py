@@ -1,0 +1,352 @@
+"""How far one device goes: a 7B model's utilization, the longest row, the start, the least memory.
+
+    python benchmarks/limits.py mfu --variants none_rows2 none_once4
+    python benchmarks/limits.py context --lengths 262144 524288
+    python benchmarks/limits.py start
+    python benchmarks/limits.py memory --variants selective chunked --rounds 2
+    python benchmarks/limits.py plan mfu context memory
+
+`mfu`: tokens per second and model FLOPs utilization (the PaLM formula, and with the causal half of
+attention) of a plan, after warm-up, with the peak and what the ledger predicted. `context`: full
+optimizer steps with one row of each length; what does not fit gets a row that says so. `start`:
+`headrace train` in a process of its own, first with empty caches and then with warm ones, until the
+end of its first step. `memory`: speed and peak of `headrace train` beside torchtitan, alternating.
+`plan` trains nothing: it tells what is predicted for every variant, and who would refuse, on the
+device that is here or, with `--device-name`, on a GPU that is not.
+
+A variant is a name from variants.py, or `NAME: +technique -technique key=value`.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import receipts
+import torch
+from readings import Reading, Worker, time_long_row, time_steps
+from variants import VARIANTS, Variant
+
+from headrace.build import make_context, predict
+from headrace.context import check_supported, choose_device
+from headrace.core.errors import HeadraceError
+from headrace.core.hardware import lookup
+from headrace.core.plan import Plan
+from headrace.core.technique import Context
+from headrace.model.count import linear_parameters, model_flops_per_token, total_parameters
+
+PLANS = Path(__file__).parent / "plans"
+GIB = 2**30
+SHAPES = {"mfu": "7b", "context": "1b", "start": "1b", "memory": "1b"}
+
+
+def context_of(plan: Plan, device_name: str = "") -> Context:
+    """Where the plan would run: here, or on a Hopper GPU that is not here."""
+    if not device_name:
+        return make_context(plan, choose_device(plan))
+    cpu = make_context(plan, torch.device("cpu"))
+    return replace(cpu, device="cuda", device_name=device_name, capability=(9, 0), has_triton=True,
+                   has_compiler=True, precision="bf16")  # fmt: skip
+
+
+def checked(
+    variant: Variant, path: Path, more: list[str], device_name: str = ""
+) -> tuple[Plan | None, dict[str, Any]]:
+    """The plan with what is predicted of it; or None and why it cannot run."""
+    try:
+        plan = variant.of(path, more)
+        context = context_of(plan, device_name)
+        check_supported(list(plan.techniques.values()), context)
+        instant, peak_bytes = predict(plan, context).peak()
+    except HeadraceError as error:
+        return None, {"refused": str(error)}
+    return plan, {"predicted_bytes": peak_bytes, "predicted_at": instant}
+
+
+def row(
+    what: str, variant: str, plan: Plan | None, metrics: dict[str, Any], args: argparse.Namespace,
+    topic: str = "limits", **facts: Any,
+) -> None:  # fmt: skip
+    """Append a receipt and tell it."""
+    if plan is not None:
+        facts |= {
+            "techniques": sorted(plan.techniques), "seeds": [plan.seed],
+            "plan_sha256": receipts.sha256(plan.dump()),
+            "batch": plan.batch.model_dump(), "length": plan.data.sequence_length,
+        }  # fmt: skip
+    facts = {"recipe": f"{what}: {variant}", "measurement": what, "variant": variant, **facts}
+    receipts.append(topic, metrics, results=args.results, **facts)
+    told = {n: round(m["value"] / (GIB if m["unit"] == "bytes" else 1), 4)
+            for n, m in metrics.items()}  # fmt: skip
+    print(json.dumps({"what": what, "variant": variant, **told, "n": facts.get("n"),
+                      "predicted_GiB": round(facts.get("predicted_bytes", 0) / GIB, 2),
+                      "refused": facts.get("refused", "")}), flush=True)  # fmt: skip
+
+
+# --- mfu -------------------------------------------------------------------------------------
+
+
+def utilization(plan: Plan, tokens_per_s: float) -> dict[str, float]:
+    """Shares of the device's peak by the PaLM formula, and with half of attention."""
+    context = context_of(plan)
+    peak = lookup(context.device_name).peak_flops(context.precision)
+    if not peak:
+        return {}
+    whole = model_flops_per_token(plan.model, plan.data.sequence_length)
+    matrices = 6.0 * linear_parameters(plan.model)
+    causal = matrices + (whole - matrices) / 2
+    return {"mfu": tokens_per_s * whole / peak, "mfu_causal": tokens_per_s * causal / peak}
+
+
+def measure_mfu(args: argparse.Namespace) -> None:
+    """Variants of the plan in turn."""
+    path = plan_file(args, "mfu")
+    for variant in variants(args, "mfu"):
+        if out_of_time(args, f"mfu {variant.name}"):
+            continue
+        plan, facts = checked(variant, path, args.set)
+        if plan is None:
+            row("mfu", variant.name, None, {}, args, shape=path.stem, n=0, **facts)
+            continue
+        with Worker(here=args.here) as worker:
+            found = worker.ask(
+                time_steps, plan, limit_s=args.child_s, text=False, warm=args.warm, timed=1,
+                blocks=args.timed,
+            )  # fmt: skip
+        facts |= {"parameters": total_parameters(plan.model), "evidence": found.evidence,
+                  "first_loss": found.losses[:1]}  # fmt: skip
+        metrics = {}
+        if found.refused:
+            facts["refused"] = found.refused
+        else:
+            rates = [plan.batch.tokens / s for s in found.seconds]
+            metrics = speed_metrics(found, rates)
+            shares = [utilization(plan, rate) for rate in rates]
+            for name in shares[0]:
+                metrics[name] = receipts.spread([s[name] for s in shares], "share of peak")
+        row("mfu", variant.name, plan, metrics, args, shape=path.stem, n=len(found.seconds),
+            **facts)  # fmt: skip
+
+
+def speed_metrics(found: Reading, rates: list[float]) -> dict[str, Any]:
+    """What every reading of steps has."""
+    metrics = {
+        "tokens_per_s": receipts.spread(rates, "tokens/s"),
+        "step": receipts.spread(found.seconds, "s"),
+    }
+    if found.peak_bytes is not None:
+        metrics["peak_memory"] = receipts.spread([found.peak_bytes], "bytes")
+    return metrics
+
+
+# --- context ---------------------------------------------------------------------------------
+
+
+def lengthened(length: int) -> list[str]:
+    """One row of `length` tokens a step."""
+    return [f"data.sequence_length={length}", f"batch.tokens={length}", "batch.micro_sequences=0"]
+
+
+def measure_context(args: argparse.Namespace) -> None:
+    """Every length with every variant."""
+    path = plan_file(args, "context")
+    for variant in variants(args, "context"):
+        for length in args.lengths:
+            name = f"{variant.name} {length}"
+            if out_of_time(args, f"context {name}"):
+                continue
+            plan, facts = checked(variant, path, [*lengthened(length), *args.set])
+            if plan is None:
+                row("context", name, None, {}, args, shape=path.stem, n=0, **facts)
+                continue
+            with Worker(here=args.here) as worker:
+                found = worker.ask(
+                    time_long_row, plan, limit_s=args.child_s, short=args.short, steps=args.steps,
+                )  # fmt: skip
+            facts |= {"evidence": found.evidence, "losses": found.losses}
+            metrics: dict[str, Any] = {}
+            if found.refused:
+                facts["refused"] = found.refused
+            else:
+                metrics = speed_metrics(found, [length / s for s in found.seconds])
+                metrics["row"] = receipts.spread([length], "tokens")
+            row("context", name, plan, metrics, args, shape=path.stem, n=len(found.seconds),
+                **facts)  # fmt: skip
+
+
+# --- start -----------------------------------------------------------------------------------
+
+
+def measure_start(args: argparse.Namespace) -> None:
+    """`headrace train` twice: empty caches of kernels and data, then warm ones."""
+    path = plan_file(args, "start")
+    with tempfile.TemporaryDirectory() as work:
+        for caches in ("cold", *["warm"] * args.rounds):
+            if not out_of_time(args, f"start {caches}"):
+                _start(path, caches, Path(work), args)
+
+
+def _start(path: Path, caches: str, work: Path, args: argparse.Namespace) -> None:
+    folders = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton",
+               "XDG_CACHE_HOME": "cache", "CUDA_CACHE_PATH": "cuda"}  # fmt: skip
+    began_s = time.monotonic()
+    told = subprocess.run(
+        [sys.executable, "-m", "headrace", "train", str(path), "--json", "goal.steps=2",
+         f"directory={work / 'runs'}", f"data.directory={work / 'data'}", *args.set],
+        capture_output=True, text=True, timeout=args.child_s, check=False,
+        env={**os.environ, **{name: str(work / folder) for name, folder in folders.items()}},
+    )  # fmt: skip
+    whole_s = time.monotonic() - began_s
+    if told.returncode:
+        row("start", caches, None, {}, args, shape=path.stem, n=0,
+            refused=f"{told.stdout[-500:]} {told.stderr[-1500:]}")  # fmt: skip
+        return
+    report = json.loads(told.stdout)
+    parts = report["start_s"]
+    metrics = {"to_first_step": receipts.spread([sum(parts.values())], "s")}
+    metrics |= {name: receipts.spread([spent], "s") for name, spent in parts.items()}
+    metrics["whole_command"] = receipts.spread([whole_s], "s")
+    row("start", caches, None, metrics, args, shape=path.stem, n=1, seeds=[report["seed"]],
+        techniques=sorted(report["techniques"]), guard=report["guard"])  # fmt: skip
+
+
+# --- memory ----------------------------------------------------------------------------------
+
+
+def measure_memory(args: argparse.Namespace) -> None:
+    """Variants of `headrace train` and a peer in turn, in each round; a row for each side."""
+    from peers import PEERS, Peer, time_headrace
+
+    path, chosen = plan_file(args, "memory"), variants(args, "memory")
+    if args.peer and args.peer not in PEERS:
+        raise SystemExit(f"no peer {args.peer!r}; there are {', '.join(PEERS)}")
+    found: dict[str, list[dict[str, Any]]] = {v.name: [] for v in chosen}
+    refused: dict[str, str] = {}
+    beside: list[dict[str, Any]] = []
+    peer = Peer(args.peer, path.stem)
+    with tempfile.TemporaryDirectory() as work:
+        for index in range(args.rounds):
+            if out_of_time(args, f"memory round {index}"):
+                break
+            if args.peer:
+                beside.append(peer.read())
+            for variant in chosen:
+                name = variant.name
+                if name in refused or out_of_time(args, f"memory {name} round {index}"):
+                    continue
+                try:
+                    extra = [*variant.command(), *args.set]
+                    reading = time_headrace(str(path.resolve().with_suffix("")), Path(work), extra)
+                except (RuntimeError, subprocess.TimeoutExpired) as error:
+                    refused[name] = str(error)[-1500:]
+                    continue
+                found[name].append(reading)
+                rate = reading["tokens_per_s"] or 0
+                peak_gib = (reading["peak_bytes"] or 0) / GIB
+                print(f"memory {name}: {rate:,.0f} tokens/s {peak_gib:.2f} GiB", flush=True)
+    peer.close()
+    if beside:
+        row("memory", args.peer, None, _peer_metrics(beside), args, "memory", shape=path.stem,
+            n=len(beside), peer=args.peer)  # fmt: skip
+    for variant in chosen:
+        plan, facts = checked(variant, path, args.set)
+        readings = found[variant.name]
+        if not readings:
+            facts["refused"] = refused.get(variant.name) or facts.get("refused", "no time left")
+            row("memory", variant.name, plan, {}, args, "memory", shape=path.stem, n=0, **facts)
+            continue
+        metrics = _peer_metrics(readings)
+        pairs = list(zip(readings, beside, strict=False))
+        for key, name in (("tokens_per_s", "ratio_to"), ("peak_bytes", "memory_ratio_to")):
+            if ratios := [a[key] / b[key] for a, b in pairs if a[key]]:
+                metrics[f"{name}_{args.peer}"] = receipts.spread(ratios, "x")
+        row("memory", variant.name, plan, metrics, args, "memory", shape=path.stem,
+            n=len(readings), **facts)  # fmt: skip
+
+
+def _peer_metrics(readings: list[dict[str, Any]]) -> dict[str, Any]:
+    units = {"tokens_per_s": ("tokens_per_s", "tokens/s"), "peak_memory": ("peak_bytes", "bytes")}
+    return {
+        name: receipts.spread([r[key] for r in readings], unit)
+        for name, (key, unit) in units.items()
+        if all(r[key] for r in readings)
+    }
+
+
+# --- what is predicted -----------------------------------------------------------------------
+
+
+def tell_plan(args: argparse.Namespace) -> None:
+    """Predicted peaks of all variants, and refusals; nothing is trained."""
+    for what in args.measurements:
+        if what not in VARIANTS:
+            continue
+        path = plan_file(args, what)
+        for variant in variants(args, what):
+            for more in map(lengthened, args.lengths) if what == "context" else [[]]:
+                plan, facts = checked(variant, path, [*more, *args.set], args.device_name)
+                peak = facts.get("predicted_bytes", 0) / GIB
+                told = f"{peak:.1f} GiB at the {facts.get('predicted_at')}" if plan else ""
+                print(what, variant.name, *more[:1], told or f"refused: {facts['refused']}")
+
+
+def plan_file(args: argparse.Namespace, what: str) -> Path:
+    """--plan, or the one of the measurement's shape."""
+    return args.plan or PLANS / f"{SHAPES[what]}.toml"
+
+
+def variants(args: argparse.Namespace, what: str) -> list[Variant]:
+    """Those that are asked for; the first, or for `plan` all, of the known ones without."""
+    known = VARIANTS[what]
+    every = "plan" in args.measurements
+    asked = args.variants or (list(known) if every else list(known)[:1])
+    return [Variant.parse(text, known) for text in asked]
+
+
+def out_of_time(args: argparse.Namespace, what: str) -> bool:
+    """Whether `what` may not begin any more."""
+    if time.monotonic() < args.ends_s:
+        return False
+    print(f"left: {what}", flush=True)
+    return True
+
+
+MEASURES = {"mfu": measure_mfu, "context": measure_context, "start": measure_start,
+            "memory": measure_memory}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("measurements", nargs="+", choices=["plan", *MEASURES])
+    parser.add_argument("--plan", type=Path, help="a plan file instead of the measurement's own")
+    parser.add_argument("--variants", nargs="+", default=[])
+    parser.add_argument("--lengths", nargs="+", type=int, default=[262144, 524288])
+    parser.add_argument("--short", type=int, default=4096, help="tokens of the first step's row")
+    parser.add_argument("--steps", type=int, default=1, help="full steps of a long row")
+    parser.add_argument("--warm", type=int, default=3, help="steps before those that are timed")
+    parser.add_argument("--timed", type=int, default=6, help="steps that are timed, each alone")
+    parser.add_argument("--rounds", type=int, default=1, help="of warm starts, of memory")
+    parser.add_argument("--peer", default="torchtitan", help="beside memory; '' for none")
+    parser.add_argument("--child-s", type=float, default=560, help="limit of each process")
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin nothing later")
+    parser.add_argument("--device-name", default="", help="plan: as on this GPU, as NVIDIA H200")
+    parser.add_argument("--here", action="store_true", help="no process of its own, to debug")
+    parser.add_argument("--results", type=Path, default=receipts.ROOT / "results")
+    parser.add_argument("--set", nargs="*", default=[], help="overrides for every plan")
+    args = parser.parse_args()
+    args.ends_s = time.monotonic() + args.limit_s
+    if "plan" in args.measurements:
+        tell_plan(args)
+        return
+    for what in args.measurements:
+        MEASURES[what](args)
+
+
+if __name__ == "__main__":
+    main()

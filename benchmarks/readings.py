@@ -1,0 +1,310 @@
+"""Readings of a plan's steps, each in a process that a failure cannot take others down with.
+
+What the other programs share: a build whose weights are drawn on its device, timed steps with the
+peak of their memory, the loss after some steps of real text, and the process that takes them.
+"""
+
+import gc
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from multiprocessing import get_context
+from statistics import median
+from typing import Any
+
+import torch
+from signals import open_build
+from torch import Tensor
+
+import headrace.build
+from headrace import train
+from headrace.build import make_build
+from headrace.context import choose_device
+from headrace.core.errors import HeadraceError
+from headrace.core.plan import Plan
+from headrace.core.technique import Stage
+from headrace.data.ingest import prepare
+from headrace.data.loader import Micro
+from headrace.filled import check_active
+from headrace.model.init import Source, random_source
+from headrace.parallel.world import World
+from headrace.sockets import Build
+
+LARGE = 1 << 20
+"""Numbers of a parameter that is drawn on the device."""
+LEFT_BYTES = 1 << 30
+"""What a reading may leave behind on a device before its process is given up."""
+
+
+@dataclass
+class Reading:
+    """What was read, or why nothing was. Plain data: it comes from another process."""
+
+    seconds: list[float] = field(default_factory=list)
+    """of a step: the median of each block of timed steps, or every step"""
+    peak_bytes: float | None = None
+    """of the timed steps, what was held before the build left out; None on a CPU"""
+    losses: list[float] = field(default_factory=list)
+    """nats per token, one a step"""
+    evidence: dict[str, str] = field(default_factory=dict)
+    refused: str = ""
+    poisoned: bool = False
+    """the process should not read on"""
+
+
+# --- builds ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def device_weights(device: torch.device) -> Iterator[None]:
+    """Builds inside draw large parameters on the device: as spread, and as repeatable.
+
+    A run's own are drawn by the host, which takes longer than the steps that are timed. These are
+    other numbers, the same for every side.
+    """
+
+    def make(config: Any, seed: int) -> Source:
+        plain = random_source(config, seed)
+
+        def source(name: str, shape: torch.Size) -> Tensor:
+            if shape.numel() < LARGE:
+                return plain(name, shape)
+            few = plain(name, torch.Size((64, 64)))
+            value = torch.empty(shape, device=device)
+            if not few.std():  # zeros or ones
+                return value.fill_(few.flatten()[0].item())
+            draw = torch.Generator(device).manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
+            return value.normal_(0.0, float(few.std()), generator=draw)
+
+        return source
+
+    before, headrace.build.random_source = headrace.build.random_source, make
+    try:
+        yield
+    finally:
+        headrace.build.random_source = before
+
+
+@contextmanager
+def opened(
+    plan: Plan, *, text: bool = False
+) -> Iterator[tuple[Build, Callable[[int], list[Micro]]]]:
+    """A build with its flags in force, and what gives a step its micro-batches.
+
+    Args:
+        plan: the run.
+        text: real text from the plan's loader; else random tokens, unless a technique acts on data
+            or on the step as a whole, which only a whole build has.
+    """
+    device = choose_device(plan)
+    text = text or any(t.stage > Stage.SCHEDULE for t in plan.techniques.values())
+    with ExitStack() as stack:
+        if device.type != "cpu":
+            stack.enter_context(device_weights(device))
+        if text:
+            build = make_build(plan, prepare(plan), World(), device)
+            stack.callback(build.loader.close)
+            micros: Any = lambda index: build.loader.step(index).micros  # noqa: E731
+        else:
+            build, (whole,) = open_build(plan)
+            cut = plan.micro_rows
+            pieces = [
+                Micro(whole.ids_BT[i : i + cut], whole.targets_BT[i : i + cut])
+                for i in range(0, plan.rows_per_step, cut)
+            ]
+            micros = lambda index: pieces  # noqa: E731
+        for flags in build.runtime:
+            stack.enter_context(flags())
+        yield build, micros
+
+
+class Clock:
+    """Moments between steps: events on a GPU, the wall clock elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.moments: list[Any] = []
+
+    def mark(self) -> None:
+        """A step ends now."""
+        if not self.cuda:
+            self.moments.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self.moments.append(event)
+
+    def seconds(self) -> list[float]:
+        """Of each step."""
+        if self.cuda:
+            torch.cuda.synchronize()
+        pairs = pairwise(self.moments)
+        return [a.elapsed_time(b) / 1e3 if self.cuda else b - a for a, b in pairs]
+
+
+# --- readings --------------------------------------------------------------------------------
+
+
+def read(what: Callable[[Reading], None]) -> Reading:
+    """Take a reading, or note why not; memory is given back either way."""
+    found, cuda = Reading(), torch.cuda.is_available()
+    held = torch.cuda.memory_allocated() if cuda else 0
+    torch._dynamo.reset()
+    try:
+        what(found)
+    except HeadraceError as error:
+        found.refused = str(error)
+    except torch.OutOfMemoryError as error:
+        found.refused = f"out of memory: {str(error).splitlines()[0][:300]}"
+    except Exception as error:
+        found.refused = f"{type(error).__name__}: {str(error)[:300]}"
+        found.poisoned = True
+    if found.peak_bytes is not None:
+        found.peak_bytes -= held
+    try:
+        torch._dynamo.reset()
+        gc.collect()
+        if cuda:
+            torch.cuda.empty_cache()
+            found.poisoned |= torch.cuda.memory_allocated() > LEFT_BYTES
+    except RuntimeError:
+        found.poisoned = True
+    return found
+
+
+def time_steps(
+    plan: Plan, *, text: bool, warm: int, timed: int, blocks: int = 1, name: str = ""
+) -> Reading:
+    """Median seconds of a step in each of `blocks` blocks; the host never waits inside of one.
+
+    Args:
+        plan: what to time.
+        text: see `opened`.
+        warm: steps before.
+        timed: steps of a block.
+        blocks: how many.
+        name: the technique whose evidence is wanted; all, without it.
+    """
+    return read(partial(_time_steps, plan, text, warm, timed, blocks, name))
+
+
+def _time_steps(
+    plan: Plan, text: bool, warm: int, timed: int, blocks: int, name: str, found: Reading
+) -> None:
+    with opened(plan, text=text) as (build, micros):
+        for index in range(warm):
+            numbers = train.step(build, micros(index), index)
+            if index == 0:
+                found.losses.append(float(numbers[0]))
+                told = {n: e.detail for n, e in check_active(build).items()}
+                found.evidence = {name: told[name]} if name in told else {} if name else told
+        wait(build)
+        if build.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        for block in range(blocks):
+            clock = Clock(build.device)
+            clock.mark()
+            for index in range(timed):
+                at = warm + block * timed + index
+                train.step(build, micros(at), at)
+                clock.mark()
+            found.seconds.append(median(clock.seconds()))
+        found.peak_bytes = peak(build)
+
+
+def train_steps(plan: Plan, *, steps: int) -> Reading:
+    """The loss of every step on the plan's own text."""
+
+    def go(found: Reading) -> None:
+        with opened(plan, text=True) as (build, micros):
+            losses = [train.step(build, micros(index), index)[0] for index in range(steps)]
+            found.losses = torch.stack(losses).tolist()
+
+    return read(go)
+
+
+def time_long_row(plan: Plan, *, short: int, steps: int) -> Reading:
+    """Seconds of each full step with one long row, after one of `short` tokens.
+
+    The short step compiles kernels and makes the optimizer's state, so that every long one holds
+    all that a step of a run holds. The peak is that of the long ones.
+    """
+
+    def go(found: Reading) -> None:
+        with opened(plan) as (build, micros):
+            (row,) = micros(0)
+            few = Micro(row.ids_BT[:, :short], row.targets_BT[:, :short])
+            train.step(build, [few], 0)
+            found.evidence = {n: e.detail for n, e in check_active(build).items()}
+            wait(build)
+            if build.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            for index in range(1, steps + 1):
+                began_s = time.perf_counter()
+                numbers = train.step(build, micros(index), index).tolist()
+                found.seconds.append(time.perf_counter() - began_s)
+                found.losses.append(numbers[0])
+                if numbers[2] != 1:
+                    raise RuntimeError(f"step {index} was not finite: {numbers}")
+            found.peak_bytes = peak(build)
+
+    return read(go)
+
+
+def wait(build: Build) -> None:
+    """Until the device has done all that it was told."""
+    if build.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def peak(build: Build) -> float | None:
+    """The allocator's since it was last reset; None on a CPU."""
+    return float(torch.cuda.max_memory_allocated()) if build.device.type == "cuda" else None
+
+
+# --- the process -----------------------------------------------------------------------------
+
+
+class Worker:
+    """A process that takes readings, and a new one after each that may have harmed it."""
+
+    def __init__(self, *, here: bool = False) -> None:
+        self.here = here
+        self._pool: ProcessPoolExecutor | None = None
+
+    def ask(self, what: Callable[..., Reading], *given: Any, limit_s: float, **how: Any) -> Reading:
+        """`what(*given, **how)` there; the process is ended when it takes longer than `limit_s`."""
+        if self.here:
+            return what(*given, **how)
+        if self._pool is None:
+            self._pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+        try:
+            found = self._pool.submit(what, *given, **how).result(limit_s)
+        except BrokenProcessPool:
+            found = Reading(refused="its process died", poisoned=True)
+        except TimeoutError:
+            found = Reading(refused=f"not done within {limit_s:.0f} s", poisoned=True)
+        if found.poisoned:
+            self.close()
+        return found
+
+    def close(self) -> None:
+        """End the process, busy or not."""
+        if self._pool is None:
+            return
+        for process in list(self._pool._processes.values()):
+            process.kill()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool = None
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()

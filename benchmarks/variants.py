@@ -1,0 +1,87 @@
+"""Changes of a plan by name: what `limits.py` measures at each shape."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.cli import catalogue
+from headrace.core.plan import Plan
+
+KEEPS = "techniques.selective_checkpoint."
+CHUNKS = (
+    "-fused_cross_entropy +chunked_cross_entropy techniques.chunked_cross_entropy.chunk_tokens="
+)
+LONG = (
+    f"-torch_compile +full_checkpoint {CHUNKS}4096 +chunked_mlp "
+    "techniques.chunked_mlp.chunk_tokens=32768"
+)
+VARIANTS = {
+    "mfu": {
+        "none_rows2": "batch.micro_sequences=2",
+        "none_once4": "batch.tokens=16384 batch.micro_sequences=4",
+        "selective2_rows2": f"+selective_checkpoint {KEEPS}every_matmul=2 batch.micro_sequences=2",
+        "budget_rows4": "+memory_budget techniques.memory_budget.fraction=0.4 "
+        "batch.micro_sequences=4",
+        "attention_rows8": f"+selective_checkpoint {KEEPS}save=attention batch.micro_sequences=8",
+        "full_rows4": "+full_checkpoint batch.micro_sequences=4",
+        "full_rows8": "+full_checkpoint batch.micro_sequences=8",
+    },
+    "context": {
+        "long": f"{LONG} +bf16_parameters",
+        "long_offload": f"{LONG} +bf16_parameters +activation_offload",
+        "long_fp32": f"{LONG} -bf16_parameters",
+    },
+    "memory": {
+        "recipe": "",
+        "chunked": f"{CHUNKS}8192",
+        "selective_chunked": f"+selective_checkpoint {CHUNKS}8192",
+        "selective2_chunked": f"+selective_checkpoint {KEEPS}every_matmul=2 {CHUNKS}8192",
+        "rows4": "batch.micro_sequences=4",
+        "rows4_selective": "batch.micro_sequences=4 +selective_checkpoint",
+        "rows4_chunked": f"batch.micro_sequences=4 {CHUNKS}8192",
+        "exact_chunked": f"-bf16_parameters {CHUNKS}8192",
+        "exact_selective_chunked": f"-bf16_parameters +selective_checkpoint {CHUNKS}8192",
+        "exact_rows4_selective_chunked": "-bf16_parameters batch.micro_sequences=4 "
+        f"+selective_checkpoint {CHUNKS}8192",
+        "full_chunked": f"+full_checkpoint {CHUNKS}8192",
+    },
+}  # fmt: skip
+"""measurement -> name -> changes of the plan"""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A name and its changes of a plan."""
+
+    name: str
+    with_: tuple[str, ...]
+    without: tuple[str, ...]
+    overrides: tuple[str, ...]
+
+    @staticmethod
+    def parse(text: str, known: dict[str, str]) -> "Variant":
+        """Of a name that is known, or `NAME: changes`."""
+        name, colon, changes = text.partition(":")
+        if not colon and name not in known:
+            raise SystemExit(f"no variant {name!r}; there are {', '.join(known)}, or 'NAME: ...'")
+        words = (changes if colon else known[name]).split()
+        return Variant(
+            name,
+            tuple(w[1:] for w in words if w[0] == "+"),
+            tuple(w[1:] for w in words if w[0] == "-"),
+            tuple(w for w in words if w[0] not in "+-"),
+        )
+
+    def of(self, path: Path, more: list[str]) -> Plan:
+        """The plan of a file with the changes, and `more` over them."""
+        return Plan.read(
+            path.read_text(), catalogue(), overrides=[*self.overrides, *more],
+            with_=self.with_, without=self.without,
+        )  # fmt: skip
+
+    def command(self) -> list[str]:
+        """The changes as `headrace train` takes them."""
+        return [
+            *self.overrides,
+            *(w for name in self.with_ for w in ("--with", name)),
+            *(w for name in self.without for w in ("--without", name)),
+        ]
