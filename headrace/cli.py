@@ -28,7 +28,6 @@ from headrace.interrupts import Interrupts
 from headrace.load import open_model, read_plan, resolve_run, run_of
 from headrace.model.zoo import families
 from headrace.recipes import recipes
-from headrace.report import compare_reports, write_report
 from headrace.run_folder import RunFolder
 from headrace.sample import generate
 from headrace.terminal import (
@@ -98,6 +97,8 @@ def train(
 
 def conclude(folder: Path) -> dict[str, Any]:
     """Findings, a sample and the page of a run that has ended; returns its report."""
+    from headrace.report import write_report  # its charts load matplotlib, which no step needs
+
     run = RunFolder(folder)
     report = run.read_report()
     report["narrowest"] = narrowest(report)
@@ -255,6 +256,8 @@ def report(runs: Annotated[list[Path], typer.Argument(help="One run, or several 
            output: Annotated[Path, typer.Option(help="Where a comparison goes.")] = Path(
                "comparison.html"), json: Json = False) -> None:  # fmt: skip
     """Write a run's page again, or lay runs side by side on one page."""
+    from headrace.report import compare_reports, write_report
+
     with exit_codes(json):
         folders = [resolve_run(r) for r in runs]
         page = write_report(folders[0]) if len(folders) == 1 else compare_reports(folders, output)

@@ -8,6 +8,7 @@ import torch
 from headrace.build import predict
 from headrace.context import check_supported
 from headrace.core.plan import Plan
+from headrace.core.strict import meanings
 from headrace.core.technique import Context, Technique
 from headrace.core.units import format_bytes, format_count
 from headrace.sockets import COMPOSED, SOCKETS
@@ -15,11 +16,12 @@ from headrace.sockets import COMPOSED, SOCKETS
 
 def explain_technique(technique: type[Technique[Any]]) -> tuple[dict[str, Any], str]:
     """A technique's card, as data and as text."""
+    docs = meanings(technique)
     knobs = {
         name: {
             "type": str(info.annotation).replace("typing.", ""),
             "default": info.default,
-            "doc": info.description or "",
+            "doc": docs[name],
         }
         for name, info in technique.model_fields.items()
     }

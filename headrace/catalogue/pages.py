@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from headrace.core.plan import Plan
+from headrace.core.strict import meanings
 from headrace.core.technique import Catalogue, Technique
 
 KINDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
@@ -127,9 +128,10 @@ def _recipes(recipes: Mapping[str, Path]) -> str:
 
 def _keys(table: type[BaseModel], prefix: str) -> Iterator[str]:
     """A table's keys as rows; tables inside of it have sections of their own."""
+    says = meanings(table)
     rows = [
         _row((f"`{prefix}.{name}`" if prefix else f"`{name}`", _type(info), _default(info),
-              _meaning(info)))
+              says[name]))
         for name, info in table.model_fields.items()
         if not (isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel))
     ]  # fmt: skip
@@ -173,10 +175,6 @@ def _default(info: FieldInfo) -> str:
     if info.default is PydanticUndefined:
         return "none" if info.default_factory is None else "empty"
     return "not set" if info.default is None else f"`{json.dumps(info.default)}`"
-
-
-def _meaning(info: FieldInfo) -> str:
-    return " ".join((info.description or "").split())
 
 
 def _codes(names: tuple[str, ...]) -> str:

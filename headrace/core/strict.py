@@ -1,6 +1,11 @@
 """Strict pydantic tables whose mistakes become one message with the nearest right key."""
 
+import ast
+import inspect
+import sys
 from collections.abc import Mapping
+from functools import cache
+from itertools import pairwise
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -13,7 +18,38 @@ T = TypeVar("T", bound=BaseModel)
 class Strict(BaseModel):
     """A frozen table: unknown keys, wrong types and wrong ranges are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def meanings(table: type[BaseModel]) -> dict[str, str]:
+    """The docstring below each field, in one line; of the classes that it inherits from too.
+
+    Read when they are wanted: pydantic would read all sources whenever a run starts.
+    """
+    found: dict[str, str] = {}
+    for kind in reversed(table.__mro__):
+        if issubclass(kind, Strict):
+            found |= _docstrings(kind.__module__).get(kind.__name__, {})
+    return {name: found.get(name, "") for name in table.model_fields}
+
+
+@cache
+def _docstrings(module: str) -> dict[str, dict[str, str]]:
+    """Class -> field -> the string that stands below it, of a module's source."""
+    found: dict[str, dict[str, str]] = {}
+    for node in ast.walk(ast.parse(inspect.getsource(sys.modules[module]))):
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for one, next_one in pairwise(node.body):
+            if (
+                isinstance(one, ast.AnnAssign)
+                and isinstance(one.target, ast.Name)
+                and isinstance(next_one, ast.Expr)
+                and isinstance(next_one.value, ast.Constant)
+            ):
+                words = " ".join(str(next_one.value.value).split())
+                found.setdefault(node.name, {})[one.target.id] = words
+    return found
 
 
 def _table_at(table: type[BaseModel], path: tuple[Any, ...]) -> type[BaseModel]:

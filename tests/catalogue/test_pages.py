@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from headrace.catalogue.pages import card_path, reference
 from headrace.cli import catalogue
 from headrace.core.plan import Plan
+from headrace.core.strict import meanings
 from headrace.recipes import recipes
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +30,7 @@ def _keys(table: type[BaseModel], prefix: str) -> Iterator[tuple[str, str | None
         if isinstance(inner, type) and issubclass(inner, BaseModel):
             yield from _keys(inner, f"{prefix}{name}.")
         else:
-            yield prefix + name, info.description
+            yield prefix + name, meanings(table)[name]
 
 
 def test_every_technique_has_a_page_and_a_line(pages: dict[str, str]) -> None:
@@ -50,8 +51,8 @@ def test_every_plan_key_has_a_row_and_a_meaning(pages: dict[str, str]) -> None:
 
 
 def test_every_knob_has_a_meaning() -> None:
-    knobs = [(n, k, i) for n, t in KNOWN.techniques.items() for k, i in t.model_fields.items()]
-    assert not [f"techniques.{n}.{k}" for n, k, info in knobs if not info.description]
+    knobs = [(n, k, says) for n, t in KNOWN.techniques.items() for k, says in meanings(t).items()]
+    assert len(knobs) > 50 and not [f"techniques.{n}.{k}" for n, k, says in knobs if not says]
 
 
 def test_every_family_and_recipe_is_there(pages: dict[str, str]) -> None:

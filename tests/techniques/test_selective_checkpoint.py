@@ -154,6 +154,14 @@ def test_the_work_again_is_predicted(make_tiny: Make, batch: Batch, share: str) 
     assert (counted[1] - counted[0]) / build.plan.batch.tokens == pytest.approx(told, rel=1e-6)
 
 
+def test_compiled_blocks_do_not_share_what_they_keep(make_tiny: Make, batch: Batch) -> None:
+    """One block's graph would be reused for all, with the first one's policy."""
+    build = make_tiny(f"{ON}.wide_every=2", COMPILE, "techniques.torch_compile.scope=block")
+    step(build, batch(build), 0)
+    numbers = check_active(build)["selective_checkpoint"].numbers
+    assert numbers["narrowed"] > 0 and check_active(build)["torch_compile"].numbers["graphs"] >= 2
+
+
 def test_wide_products_are_kept_in_some_blocks_only(make_tiny: Make, batch: Batch) -> None:
     saved = []
     for every in (1, 2):

@@ -29,7 +29,16 @@ from torch.utils.checkpoint import (
 )
 
 from headrace.core.ledger import Ledger, Line
-from headrace.core.technique import Card, Context, Evidence, Stage, Supported, Technique
+from headrace.core.technique import (
+    Card,
+    Context,
+    Evidence,
+    Stage,
+    Supported,
+    Technique,
+    Unsupported,
+)
+from headrace.model.count import block_linears
 from headrace.sockets import Build, Forward
 
 Operation = Literal[
@@ -124,8 +133,14 @@ class SelectiveCheckpoint(Technique[Build]):
         """The save list."""
         return frozenset(self.operations) or SAVED[self.save]
 
-    def supports(self, context: Context) -> Supported:
-        """Runs everywhere."""
+    def supports(self, context: Context) -> Supported | Unsupported:
+        """Runs everywhere; `wide_every` where a product is wide."""
+        ends = block_linears(context.plan.model).values()
+        if self.wide_every > 1 and not any(outer > WIDE * inner for inner, outer in ends):
+            return Unsupported(
+                f"no product of this model's blocks is over {WIDE} times as wide as its input",
+                f"techniques.{self.name()}.wide_every=1",
+            )
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
@@ -171,14 +186,15 @@ class SelectiveCheckpoint(Technique[Build]):
 
     def apply(self, build: Build) -> None:
         """Wrap the chosen blocks."""
-        counts = {"saved": 0, "not_saved": 0, "forwards": 0, "runs": 0}
+        counts = {"saved": 0, "not_saved": 0, "narrowed": 0, "forwards": 0, "runs": 0}
         build.notes[self.name()] = counts
+        wide, narrow = (self._contexts(counts, narrow) for narrow in (False, True))
 
         def wrap(forward: Forward, layer: int) -> Forward:
             if layer % self.every:
                 return forward
-
-            contexts = self._contexts(counts, layer)
+            # A number that the compiler sees: blocks that keep different things share no graph.
+            is_narrow = layer % self.wide_every > 0
 
             def counted(x_BTD: Tensor, shared: Any) -> Tensor:
                 if not torch.compiler.is_compiling():
@@ -188,15 +204,16 @@ class SelectiveCheckpoint(Technique[Build]):
             def checkpointed(x_BTD: Tensor, shared: Any) -> Tensor:
                 if not torch.compiler.is_compiling():
                     counts["forwards"] += 1
+                contexts = narrow if is_narrow else wide
                 return checkpoint(counted, x_BTD, shared, use_reentrant=False, context_fn=contexts)  # type: ignore[return-value]
 
             return checkpointed
 
         build.wrap_blocks(self.name(), wrap)
 
-    def _contexts(self, counts: dict[str, int], layer: int) -> Callable[[], Any]:
+    def _contexts(self, counts: dict[str, int], narrow: bool) -> Callable[[], Any]:
         """What torch enters around a block and around its recomputation."""
-        kept, narrow = self.kept(), layer % self.wide_every > 0
+        kept = self.kept()
 
         def contexts() -> Any:
             products = [0, 0]  # of this block: forward and, in torch 2.11, once more going back
@@ -206,7 +223,9 @@ class SelectiveCheckpoint(Technique[Build]):
                 keep = found in kept
                 if found in MATMULS:
                     keep = keep and products[ctx.is_recompute] % self.every_matmul == 0
-                    keep = keep and not (narrow and widens(op, args))
+                    if keep and narrow and widens(op, args):
+                        keep = False
+                        counts["narrowed"] += 1
                     products[ctx.is_recompute] += 1
                 counts["saved" if keep else "not_saved"] += 1
                 return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
@@ -220,9 +239,14 @@ class SelectiveCheckpoint(Technique[Build]):
         counts = build.notes[self.name()]
         again = counts["runs"] - counts["forwards"]
         ran = "in compiled code" if build.compiled else f"ran {again} blocks again"
+        layers = [int(name) for name in build.model.blocks if int(name) % self.every == 0]
+        narrow = any(layer % self.wide_every for layer in layers)
         return Evidence(
-            active=counts["saved"] > 0 and (again > 0 or bool(build.compiled)),
-            detail=f"kept {counts['saved']} results and not {counts['not_saved']} others, {ran}",
+            active=counts["saved"] > 0
+            and (again > 0 or bool(build.compiled))
+            and (counts["narrowed"] > 0) == narrow,
+            detail=f"kept {counts['saved']} results and not {counts['not_saved']} others, "
+            f"{counts['narrowed']} of them for their width, {ran}",
             numbers={**counts, "recomputed_blocks": again},
         )
 
