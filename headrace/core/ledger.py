@@ -23,11 +23,14 @@ class Line:
             with all activations kept; "backward" is the end of the backward pass, with all
             gradients and the first block's work; "optimizer" is the update.
         layer: the block it belongs to, or None.
+        opaque: one operation made it whose parts a compiler does not see, so it does not choose to
+            make it again.
     """
 
     bytes: float
     instants: tuple[Instant, ...]
     layer: int | None = None
+    opaque: bool = False
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ class TorchCompile(Technique[Build]):
         fused = min(logits.bytes, ledger.sizes["logits_fused"])
         return ledger.with_line("logits", replace(logits, bytes=fused)).without(
             n for n, v in ledger.memory.items()
-            if v.layer is not None and n.split("/")[1] in FUSED_LINES
+            if v.layer is not None and n.split("/")[1] in FUSED_LINES and not v.opaque
         )  # fmt: skip
 
     def apply(self, build: Build) -> None:

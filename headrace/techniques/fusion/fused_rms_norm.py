@@ -95,7 +95,7 @@ class FusedRmsNorm(Technique[Build]):
         kept = 2 * (sizes["residual"] + FP32 * sizes["tokens"])
         for name, line in ledger.memory.items():
             if name.endswith("/norm"):
-                ledger = ledger.with_line(name, replace(line, bytes=kept))
+                ledger = ledger.with_line(name, replace(line, bytes=kept, opaque=True))
         return replace(ledger, sizes={**sizes, "norm_products": 0.0})
 
     def apply(self, build: Build) -> None:

@@ -10,6 +10,7 @@ same linears. Source: arXiv 2002.05202; Liger (arXiv 2410.10989) has the same fu
 gate and up.
 """
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -73,7 +74,11 @@ class FusedSwiglu(Technique[Build]):
 
     def predict(self, ledger: Ledger) -> Ledger:
         """Of the activation only the result is kept, for the next product."""
-        return ledger.scaled(lambda name: name.endswith("/activation"), 0.5)
+        for name, line in ledger.memory.items():
+            if name.endswith("/activation"):
+                result = replace(line, bytes=line.bytes / 2, opaque=True)
+                ledger = ledger.with_line(name, result)
+        return ledger
 
     def apply(self, build: Build) -> None:
         """Fill the MLP."""

@@ -112,9 +112,11 @@ class LigerKernels(Technique[Build]):
         kept = 2 * (sizes["residual"] + FP32 * sizes["tokens"])
         for name, line in ledger.memory.items():
             if name.endswith("/norm"):
-                ledger = ledger.with_line(name, replace(line, bytes=kept))
-        ledger = replace(ledger, sizes={**sizes, "norm_products": 0.0})
-        return ledger.scaled(lambda name: name.endswith("/activation"), 0.5)
+                ledger = ledger.with_line(name, replace(line, bytes=kept, opaque=True))
+            elif name.endswith("/activation"):
+                result = replace(line, bytes=line.bytes / 2, opaque=True)
+                ledger = ledger.with_line(name, result)
+        return replace(ledger, sizes={**sizes, "norm_products": 0.0})
 
     def apply(self, build: Build) -> None:
         """Fill norm and MLP."""
