@@ -1,10 +1,11 @@
-"""The README's table of numbers, made from the receipts in results/ and from nothing else.
+"""The pages' tables of numbers, made from the receipts in results/ and from nothing else.
 
-    python benchmarks/readme_table.py            # write it between the README's markers
-    python benchmarks/readme_table.py --check    # exit 1 when the README is behind the receipts
+    python benchmarks/readme_table.py            # write them between the pages' markers
+    python benchmarks/readme_table.py --check    # exit 1 when a page is behind the receipts
 
-The newest row of what was measured, at one shape on one device, stands in the table. A row that
-another row retracts is left out; so are a sweep's single points (`kind` "tune").
+The README has what a newcomer asks for first, docs/numbers.md has all. The newest row of what was
+measured, at one shape on one device, stands in the table. A row that another row retracts is left
+out; so are a sweep's single points (`kind` "tune").
 """
 
 import argparse
@@ -17,6 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 EMPTY = "No receipts yet: nothing has been measured with this version, so nothing is claimed."
 GIB = 2**30
+PAGES = {ROOT / "README.md": ("peers",), ROOT / "docs" / "numbers.md": ()}
+"""page -> the topics that it shows; all without a name"""
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
@@ -39,15 +42,24 @@ def subject(row: dict[str, Any]) -> str:
     return row.get("peer") or row.get("recipe") or row.get("technique") or "trunk"
 
 
-def table(topic: str, rows: list[dict[str, Any]]) -> str:
-    """One topic as Markdown."""
+def tables(topic: str, rows: list[dict[str, Any]]) -> str:
+    """One topic as Markdown, with a table for each of its measurements."""
+    kinds = dict.fromkeys(row.get("measurement", "") for row in rows)
+    return "\n\n".join(
+        table(topic, kind, [row for row in rows if row.get("measurement", "") == kind])
+        for kind in kinds
+    )
+
+
+def table(topic: str, kind: str, rows: list[dict[str, Any]]) -> str:
+    """One measurement of a topic."""
     newest = {(subject(r), r.get("shape"), r["hardware"]): r for r in rows}
     heads: dict[str, str] = {}
     for row in newest.values():
         heads |= {name: metric["unit"] for name, metric in row.get("metrics", {}).items()}
     titles = [f"{name.replace('_', ' ')}{_unit(name, unit)}" for name, unit in heads.items()]
     lines = [
-        f"**{topic.replace('_', ' ')}** (`results/{topic}.jsonl`)",
+        f"**{': '.join(filter(None, [topic.replace('_', ' '), kind]))}** (`results/{topic}.jsonl`)",
         "",
         f"| what | shape | hardware | n | {' | '.join([*titles, 'commit'])} |",
         f"|---|---|---|---|{'---|' * (len(titles) + 1)}",
@@ -112,11 +124,12 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def render(results: Path) -> str:
-    """Every topic that has rows, or one sentence."""
-    topics = [(f.stem, read_rows(f)) for f in sorted(results.glob("*.jsonl"))]
+def render(results: Path, only: tuple[str, ...] = ()) -> str:
+    """Every topic that has rows and is asked for, or one sentence."""
+    files = [f for f in sorted(results.glob("*.jsonl")) if not only or f.stem in only]
+    topics = [(f.stem, read_rows(f)) for f in files]
     pages = [
-        (distances if name == "compositions" else table)(name, rows)
+        (distances if name == "compositions" else tables)(name, rows)
         for name, rows in topics
         if rows
     ]
@@ -128,7 +141,7 @@ def replaced(page: str, inner: str) -> str:
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     if not rest or END not in page:
-        raise SystemExit(f"README.md has no {BEGIN} ... {END}")
+        raise SystemExit(f"a page has no {BEGIN} ... {END}")
     return f"{before}{BEGIN}\n{inner}\n{END}{after}"
 
 
@@ -136,15 +149,16 @@ def main() -> None:
     """Write or check."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--page", type=Path, help="one page instead, with all topics")
     parser.add_argument("--results", type=Path, default=ROOT / "results")
     args = parser.parse_args()
-    page = args.readme.read_text()
-    fresh = replaced(page, render(args.results))
-    if not args.check:
-        args.readme.write_text(fresh)
-    elif page != fresh:
-        sys.exit("README.md is behind results/: python benchmarks/readme_table.py")
+    for path, topics in ({args.page: ()} if args.page else PAGES).items():
+        page = path.read_text()
+        fresh = replaced(page, render(args.results, topics))
+        if not args.check:
+            path.write_text(fresh)
+        elif page != fresh:
+            sys.exit(f"{path.name} is behind results/: python benchmarks/readme_table.py")
 
 
 if __name__ == "__main__":

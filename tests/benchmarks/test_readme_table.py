@@ -25,7 +25,7 @@ def _render(folder: Path, rows: list[dict[str, Any]], *flags: str) -> tuple[int,
         readme.write_text(PAGE)
     results.mkdir(exist_ok=True)
     (results / "peers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = [sys.executable, str(PROGRAM), "--readme", str(readme), "--results", str(results)]
+    command = [sys.executable, str(PROGRAM), "--page", str(readme), "--results", str(results)]
     told = subprocess.run([*command, *flags], capture_output=True, text=True, check=False)
     return told.returncode, readme.read_text()
 
