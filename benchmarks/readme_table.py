@@ -75,6 +75,14 @@ def table(topic: str, kind: str, rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def of_techniques(results: Path) -> dict[str, str]:
+    """Each technique's rows as a table, by its name; a page of the reference shows it."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in read_rows(results / "techniques.jsonl"):
+        found.setdefault(row["technique"], []).append(row)
+    return {name: table("techniques", "", rows) for name, rows in found.items()}
+
+
 def distances(topic: str, rows: list[dict[str, Any]]) -> str:
     """Compositions in a few lines: inside of their band, magnified, outside, without a row."""
     newest = {(r["composition"], r["ranks"]): r for r in rows}

@@ -1,6 +1,7 @@
-"""Adds the reference, made from the package itself, while mkdocs builds."""
+"""Adds the reference, made from the package and the receipts, while mkdocs builds."""
 
-from pathlib import PurePath
+import sys
+from pathlib import Path, PurePath
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -9,6 +10,10 @@ from mkdocs.structure.files import File, Files
 from headrace.catalogue.pages import reference
 from headrace.cli import catalogue
 from headrace.recipes import recipes
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from readme_table import of_techniques  # noqa: E402
 
 OTHERS = {
     "Plan keys": "reference/plan.md",
@@ -30,7 +35,10 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages."""
+    """Add the pages; a technique's has its receipts below its card."""
+    rows = of_techniques(ROOT / "results")
     for path, text in reference(catalogue(), recipes()).items():
+        if measured := rows.get(PurePath(path).stem):
+            text += f"\n## Measured\n\n{measured}\n"
         files.append(File.generated(config, path, content=text))
     return files

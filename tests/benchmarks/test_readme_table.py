@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "readme_table.py"
+sys.path.insert(0, str(PROGRAM.parent))
+from readme_table import of_techniques  # noqa: E402
+
 PAGE = "# Title\n\n<!-- results:begin -->\nold\n<!-- results:end -->\n\nrest\n"
 
 
@@ -34,6 +37,16 @@ def test_the_readme_is_not_behind_the_receipts() -> None:
     told = subprocess.run([sys.executable, str(PROGRAM), "--check"], capture_output=True,
                           text=True, check=False)  # fmt: skip
     assert told.returncode == 0, told.stderr
+
+
+def test_a_technique_has_its_own_rows(tmp_path: Path) -> None:
+    one, other = (_row("", rate, technique=name, base="recipe") for name, rate in
+                  (("muon", 1_000), ("lora", 2_000)))  # fmt: skip
+    (tmp_path / "techniques.jsonl").write_text(f"{json.dumps(one)}\n{json.dumps(other)}\n")
+    found = of_techniques(tmp_path)
+    assert found.keys() == {"muon", "lora"}
+    assert "muon added to the recipe | 160m | GPU | 5 | 1,000" in found["muon"]
+    assert "2,000" not in found["muon"]
 
 
 def test_without_rows_nothing_is_claimed(tmp_path: Path) -> None:
