@@ -23,7 +23,9 @@ from headrace.cli import app, catalogue
 from headrace.model.head import IGNORED, Vocabulary
 from headrace.recipes import recipes
 
-NEEDED = ("headrace", "tests", "docs", "mkdocs.yml", "pyproject.toml", "README.md")
+NEEDED = (
+    "headrace", "tests", "docs", "benchmarks", "results", "mkdocs.yml", "pyproject.toml", "README.md",
+)  # fmt: skip
 """What of the repository the suite and the documentation are made from."""
 
 
