@@ -54,6 +54,7 @@ def predict(plan: Plan, context: Context) -> Ledger:
     ranks = {f"{axis}_ranks": float(getattr(mesh, axis)) for axis in AXES}
     ranks["shard_ranks"] = float(mesh.data * mesh.context)
     ranks["micro_batches"] = plan.rows_per_step / mesh.data / plan.micro_rows
+    ranks["other_loss"] = float(any("terms" in t.composes for t in plan.techniques.values()))
     ledger = replace(ledger, sizes={**ledger.sizes, **ranks})
     for technique in sorted(plan.techniques.values(), key=lambda t: t.stage):
         ledger = technique.predict(ledger)

@@ -30,8 +30,9 @@ from torch.autograd.function import once_differentiable
 
 Loss = Callable[[Tensor, Tensor, Any], Tensor]
 """(logits [n, V] as the product gives them, targets [n], extras of these tokens) -> scalar sum."""
-Both = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(logits [n, V], which it may write over, targets [n]) -> (scalar sum, its gradient [n, V])."""
+Both = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(logits [n, V], which it may write over, targets [n], scale) -> (scalar sum, its gradient [n, V]
+times the scale)."""
 
 
 def reference_loss(
@@ -43,9 +44,9 @@ def reference_loss(
 
 def chunked_loss(
     hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, extras: Any, loss: Loss,
-    chunk_tokens: int, *, both: Both | None = None,
+    chunk_tokens: int, *, scale: Tensor | float = 1.0, both: Both | None = None,
 ) -> Tensor:  # fmt: skip
-    """`reference_loss` holding the logits of at most `chunk_tokens` tokens.
+    """`reference_loss` times `scale`, holding the logits of at most `chunk_tokens` tokens.
 
     Args:
         hidden_ND: hidden states.
@@ -54,11 +55,14 @@ def chunked_loss(
         extras: None, or tensors by name whose first dimension is N.
         loss: a sum over tokens.
         chunk_tokens: tokens whose logits are held at once.
+        scale: what the sum is multiplied by, and each chunk's gradient before it is rounded.
         both: the same loss with its gradient; without it autograd finds the gradient.
     """
     if not torch.is_grad_enabled():
-        return _sum_of_chunks(hidden_ND, weight_VD, targets_N, extras, loss, chunk_tokens)
-    return _ChunkedLoss.apply(hidden_ND, weight_VD, targets_N, extras, loss, chunk_tokens, both)
+        return _sum_of_chunks(hidden_ND, weight_VD, targets_N, extras, loss, chunk_tokens) * scale
+    factor = torch.as_tensor(scale, dtype=torch.float32, device=hidden_ND.device)
+    given = hidden_ND, weight_VD, targets_N, extras, loss, chunk_tokens
+    return _ChunkedLoss.apply(*given, factor, both)
 
 
 def _compute_dtype(hidden: Tensor) -> torch.dtype:
@@ -81,12 +85,14 @@ def _sum_of_chunks(
     return total
 
 
-def _by_autograd(logits: Tensor, targets: Tensor, extras: Any, loss: Loss) -> tuple[Tensor, Tensor]:
-    """A chunk's sum and the gradient of its logits."""
+def _by_autograd(
+    logits: Tensor, targets: Tensor, extras: Any, loss: Loss, scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """A chunk's sum and the gradient of its logits times `scale`."""
     logits.requires_grad_()
     with torch.enable_grad():
         part = loss(logits, targets, extras)
-        (gradient,) = torch.autograd.grad(part, logits)
+        (gradient,) = torch.autograd.grad(part, logits, scale.to(part.dtype))
     return part.detach(), gradient
 
 
@@ -104,38 +110,42 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, extras: Any, loss: Loss,
-        size: int, both: Both | None,
+        size: int, scale: Tensor, both: Both | None,
     ) -> Tensor:  # fmt: skip
         dtype = _compute_dtype(hidden)
         low_VD = weight.detach().to(dtype)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        learns = ctx.needs_input_grad[1]
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if learns else None
         total = hidden.new_zeros((), dtype=torch.float32)
         for start in range(0, len(hidden), size):
             chunk = slice(start, start + size)
             low_nD = hidden[chunk].detach().to(dtype)
             logits_nV = low_nD @ low_VD.T
             if both is not None:
-                part, grad_nV = both(logits_nV, targets[chunk])
+                part, grad_nV = both(logits_nV, targets[chunk], scale)
             else:
                 given = targets[chunk], _part(extras, chunk)
-                part, grad_nV = _by_autograd(logits_nV, *given, loss)
+                part, grad_nV = _by_autograd(logits_nV, *given, loss, scale)
             grad_hidden[chunk] = grad_nV @ low_VD
-            _add_product_(grad_weight, grad_nV, low_nD)
+            if grad_weight is not None:
+                _add_product_(grad_weight, grad_nV, low_nD)
             total += part
             del logits_nV, part, grad_nV  # they would live through the next chunk's peak
-        ctx.gradients = grad_hidden, grad_weight.to(weight.dtype)
-        return total
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        ctx.gradients = grad_hidden, grad_weight
+        return total * scale
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         grad_hidden, grad_weight = ctx.gradients
         ctx.gradients = None, None  # so that the weight takes this very tensor as its gradient
-        if grad_weight is None:
+        if grad_hidden is None:
             raise RuntimeError("chunked_loss has one backward pass: its gradients are given away")
         return (
             grad_hidden.mul_(grad_total) if ctx.needs_input_grad[0] else None,
-            grad_weight.mul_(grad_total) if ctx.needs_input_grad[1] else None,
-            None, None, None, None, None,
+            None if grad_weight is None else grad_weight.mul_(grad_total),
+            None, None, None, None, None, None,
         )  # fmt: skip

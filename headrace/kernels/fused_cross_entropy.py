@@ -74,12 +74,14 @@ def fused_cross_entropy(
 
 
 def loss_and_gradient_(
-    logits_NV: Tensor, targets_N: Tensor, *, ignored: int = -100
+    logits_NV: Tensor, targets_N: Tensor, scale: Tensor, *, ignored: int = -100
 ) -> tuple[Tensor, Tensor]:
-    """`fused_cross_entropy` and the logits, which its gradient has been written over."""
+    """`fused_cross_entropy` and the logits, which its gradient times `scale` is written over."""
     how = (ignored, 0.0, 0.0, 0.0)
     losses_N, norm_N2 = cross_entropy(logits_NV, targets_N, *how, True)
-    cross_entropy_gradient_(logits_NV, targets_N, norm_N2, torch.ones_like(losses_N), *how)
+    cross_entropy_gradient_(
+        logits_NV, targets_N, norm_N2, scale.expand(len(losses_N)).contiguous(), *how
+    )
     return losses_N.sum(), logits_NV
 
 

@@ -115,6 +115,7 @@ def _sizes(config: ModelConfig, rows: int, length: int, size: int, device: str) 
     tokens, matrices = rows * length, linear_parameters(config) - config.dim * config.vocab
     queries_and_keys = (config.heads + config.resolved_kv_heads) * config.resolved_head_dim
     widths = [max(pair) for pair in block_linears(config).values()]
+    learned = config.position == "learned"
     sizes = {
         "layers": config.layers,
         "norm_products": 2 * size * tokens * config.dim if config.norm == "rms_norm" else 0,
@@ -134,6 +135,7 @@ def _sizes(config: ModelConfig, rows: int, length: int, size: int, device: str) 
         "ffn": config.resolved_ffn,
         "activation_bytes": size,
         "embedding": config.dim * config.vocab,
+        "tables": config.dim * (config.vocab + (config.context if learned else 0)),
         "largest_parameter": FP32 * config.dim * max(config.vocab, *widths),
         "unsplit": _unsplit_parameters(config),
         "tied": float(config.tied_embeddings),

@@ -114,7 +114,8 @@ class Decoder(nn.Module):
         states = self.states(x, self.share(rows, targets_BT.size(1)), part)
         if not part.last:
             return states
-        return self.loss(states.flatten(0, 1), targets_BT.flatten(), extras, objective) * scale
+        states_ND, targets_N = states.flatten(0, 1), targets_BT.flatten()
+        return self.loss(states_ND, targets_N, extras, objective, scale)
 
     def hidden(self, ids_BT: Tensor, rows: Rows, cache: KVCache | None = None) -> Tensor:
         """Normalised hidden states [B, T, D]."""
@@ -155,10 +156,11 @@ class Decoder(nn.Module):
         return rows, length, self.config.dim
 
     def loss(
-        self, hidden_ND: Tensor, targets_N: Tensor, extras: Any, objective: Objective
-    ) -> Tensor:
-        """The objective's sum over tokens, a scalar."""
-        return self.head(hidden_ND, self.unembedding, targets_N, extras, objective)
+        self, hidden_ND: Tensor, targets_N: Tensor, extras: Any, objective: Objective,
+        scale: Tensor | float = 1.0,
+    ) -> Tensor:  # fmt: skip
+        """The objective's sum over tokens, times `scale`; a scalar."""
+        return self.head(hidden_ND, self.unembedding, targets_N, extras, objective, scale)
 
     def logits(self, ids_BT: Tensor, rows: Rows, cache: KVCache | None = None) -> Tensor:
         """fp32 logits [B, T, V], for sampling and parity."""

@@ -97,10 +97,15 @@ class Head(nn.Module):
 
     def forward(
         self, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, extras: Any,
-        objective: Objective,
+        objective: Objective, scale: Tensor | float = 1.0,
     ) -> Tensor:  # fmt: skip
-        """The objective's sum over all tokens, a scalar."""
-        return objective(self.logits(hidden_ND, weight_VD), targets_N, extras, self.vocabulary)
+        """The objective's sum over all tokens, times `scale`; a scalar.
+
+        A head that makes gradients while it goes forward needs the scale for them: in fp16 those
+        of unlikely tokens would be zero without it.
+        """
+        logits_NV = self.logits(hidden_ND, weight_VD)
+        return objective(logits_NV, targets_N, extras, self.vocabulary) * scale
 
     def compile_inside(self, compile: Callable[[Any], Any]) -> None:
         """Compile what can be of a head that is not compilable as a whole: here nothing."""

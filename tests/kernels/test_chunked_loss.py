@@ -1,5 +1,6 @@
 """The chunked loss equals its plain reference: loss and both gradients, whatever the chunk."""
 
+import math
 from typing import Any
 
 import pytest
@@ -75,11 +76,24 @@ def test_the_kernels_gradient_is_autograds(dtype: torch.dtype) -> None:
     for both in (None, loss_and_gradient_):
         hidden, weight, targets, _ = inputs(dtype)
         low = weight.detach().to(dtype).requires_grad_()
-        loss = chunked_loss(hidden, low, targets, None, wide_nll, 5, both=both)
+        loss = chunked_loss(hidden, low, targets, None, wide_nll, 5, scale=2.0, both=both)
         (0.37 * loss).backward()
         results.append((loss.detach(), hidden.grad, low.grad))
     for found, right in zip(results[1], results[0], strict=True):
         compare(found, right, rtol=1e-6 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("both", [None, loss_and_gradient_])
+def test_a_scale_saves_small_gradients_in_fp16(both: Any) -> None:
+    """A probability of 2e-8 rounds to nothing in fp16 unless it is scaled first."""
+    hidden = torch.full((4, 2), 3.0, dtype=torch.float16, requires_grad=True)
+    weight = torch.tensor([[3.0, 3.0], [0.0, 0.0]], dtype=torch.float16, requires_grad=True)
+    scale = 2.0**14
+    chunked_loss(hidden, weight, torch.zeros(4, dtype=torch.long), None, wide_nll, 3, scale=scale,
+                 both=both).backward()  # fmt: skip
+    small = weight.grad[1].double() / scale  # type: ignore[index]
+    right = 4 * 3.0 / (1 + math.exp(18.0))
+    assert small.tolist() == pytest.approx([right, right], rel=0.01)
 
 
 def test_all_targets_ignored_gives_zeros() -> None:

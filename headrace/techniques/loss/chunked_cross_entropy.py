@@ -19,6 +19,7 @@ from torch import Tensor
 
 from headrace.core.ledger import Ledger, Line
 from headrace.core.model_config import ModelConfig
+from headrace.core.plan import Plan
 from headrace.core.technique import (
     Card,
     Context,
@@ -57,24 +58,28 @@ class ChunkedHead(Head):
     @torch.compiler.disable
     def forward(
         self, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, extras: Any,
-        objective: Objective,
+        objective: Objective, scale: Tensor | float = 1.0,
     ) -> Tensor:  # fmt: skip
-        """The objective's sum over all tokens, a scalar."""
+        """The objective's sum over all tokens, times `scale`; a scalar."""
 
         def loss(logits_nV: Tensor, targets_n: Tensor, extras_n: Any) -> Tensor:
             self.most_logits = max(self.most_logits, len(logits_nV))
             return self.loss(objective, self.vocabulary, logits_nV, targets_n, extras_n)
 
         self.most_tokens = max(self.most_tokens, len(hidden_ND))
-        plain = objective is cross_entropy and type(self.vocabulary) is Vocabulary
-        both = self._both if self.fused and plain else None
+        both = self._both if self.is_fused(objective) else None
         given = hidden_ND, weight_VD, targets_N, extras
-        return chunked_loss(*given, loss, self.chunk_tokens, both=both)
+        return chunked_loss(*given, loss, self.chunk_tokens, scale=scale, both=both)
 
-    def _both(self, logits_nV: Tensor, targets_n: Tensor) -> tuple[Tensor, Tensor]:
+    def is_fused(self, objective: Objective) -> bool:
+        """Whether the kernels compute this objective: the plain one, over a whole vocabulary."""
+        plain = objective is cross_entropy and type(self.vocabulary) is Vocabulary
+        return self.fused and plain
+
+    def _both(self, logits_nV: Tensor, targets_n: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         """A chunk's cross-entropy and its gradient, by the kernels."""
         self.most_logits = max(self.most_logits, len(logits_nV))
-        return loss_and_gradient_(logits_nV, targets_n, ignored=IGNORED)
+        return loss_and_gradient_(logits_nV, targets_n, scale, ignored=IGNORED)
 
 
 def _loss(
@@ -112,6 +117,11 @@ class ChunkedCrossEntropy(Technique[Build]):
                 "fused = true needs an NVIDIA GPU and Triton",
                 "techniques.chunked_cross_entropy.fused=false, or pip install triton on a GPU",
             )
+        if self.fused and (why := _other_loss(context.plan)):
+            return Unsupported(
+                f"fused = true computes the plain cross-entropy of whole rows of logits, and {why}",
+                "techniques.chunked_cross_entropy.fused=false",
+            )
         return Supported()
 
     @staticmethod
@@ -129,7 +139,8 @@ class ChunkedCrossEntropy(Technique[Build]):
         held, each = min(sizes["tokens"], self.chunk_tokens), sizes["logits_per_token"]
         leaf = FP32 * sizes["vocab"] if sizes["activation_bytes"] == FP32 else 0  # else counted
         fused = sizes["logits_fused"] * held / sizes["tokens"]
-        if sizes["on_gpu"] and self.fused is not False:  # in place
+        plain = not sizes.get("other_loss") and sizes.get("tensor_ranks", 1) == 1
+        if sizes["on_gpu"] and self.fused is not False and plain:  # in place
             each, leaf = sizes["vocab"] * sizes["activation_bytes"], 0
             fused = held * each
         ledger = ledger.with_line("logits", Line(held * (each + leaf), ("loss",)))
@@ -149,12 +160,20 @@ class ChunkedCrossEntropy(Technique[Build]):
             return Evidence(None, "the head is on another rank")
         held, tokens = getattr(head, "most_logits", 0), getattr(head, "most_tokens", 0)
         launched = sum(since(build.notes[self.name()], "cross_entropy_").values())
-        asked = self.fused and build.objective is cross_entropy
+        fused = isinstance(head, ChunkedHead) and head.is_fused(build.objective)
         return Evidence(
-            active=0 < held <= self.chunk_tokens and bool(launched or not asked),
+            active=0 < held <= self.chunk_tokens and (launched > 0) == fused,
             detail=f"held the logits of at most {held} of {tokens} tokens at once, "
             + (f"launched {launched} kernels" if launched else "gradients by autograd"),
             numbers={
                 "most_logits_tokens": held, "micro_batch_tokens": tokens, "launches": launched,
             },
         )  # fmt: skip
+
+
+def _other_loss(plan: Plan) -> str:
+    """Who computes something else of the logits, or shares them among ranks."""
+    others = [name for name, technique in plan.techniques.items() if "terms" in technique.composes]
+    if others:
+        return f"{' and '.join(others)} reads them too"
+    return "mesh.tensor gives a rank a part of them" if plan.mesh.tensor > 1 else ""

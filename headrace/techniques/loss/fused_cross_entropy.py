@@ -64,13 +64,13 @@ class FusedHead(Head):
     @torch.compiler.disable
     def forward(
         self, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, extras: Any,
-        objective: Objective,
+        objective: Objective, scale: Tensor | float = 1.0,
     ) -> Tensor:  # fmt: skip
-        """The objective's sum over all tokens, a scalar."""
+        """The objective's sum over all tokens, times `scale`; a scalar."""
         if objective is cross_entropy:
             logits_NV = F.linear(hidden_ND, weight_VD)
-            return fused_cross_entropy(logits_NV, targets_N, ignored=IGNORED, in_place=True)
-        return super().forward(hidden_ND, weight_VD, targets_N, extras, objective)
+            return fused_cross_entropy(logits_NV, targets_N, ignored=IGNORED, in_place=True) * scale
+        return super().forward(hidden_ND, weight_VD, targets_N, extras, objective, scale)
 
 
 class FusedCrossEntropy(Technique[Build]):

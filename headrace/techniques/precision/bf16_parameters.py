@@ -13,7 +13,8 @@ replicas round alike. Moments are fp32 in both. On a GPU one kernel does the upd
 A gradient is bf16 where it is computed once a step: the number that the product gave, which the
 trunk only stores wider. Where micro-batches or ranks add gradients up they are fp32, so that a sum
 rounds nowhere; that costs their half. Clipping multiplies it in fp32, inside the update. Vectors,
-and what routers choose by, stay fp32, as do softmax, norms and the loss.
+what routers choose by, and on a host tables that are looked up stay fp32, as do softmax, norms and
+the loss.
 Left out: bf16 moments; FSDP2, which takes one dtype a block. Source: arXiv 2010.06192.
 """
 
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from headrace.core.errors import ConfigError
 from headrace.core.ledger import Ledger, Line
 from headrace.core.plan import OptimizerConfig, Plan
 from headrace.core.technique import (
@@ -44,6 +46,9 @@ from headrace.sockets import Build, Route
 
 FP32 = ("router.weight",)
 """How the names of matrices end that stay fp32: a router rounds what it compares."""
+TABLES = ("embed.weight", "position.weight")
+"""Looked up, not multiplied. On a host torch adds up their gradient in the table's own dtype, where
+bf16 would lose a frequent token's; so they stay fp32 there. On a GPU it is added up in fp32."""
 SLICE_NUMBERS = 1 << 22
 """Numbers that are updated at once: 16 MiB of each fp32 temporary."""
 TEMPORARIES = 4
@@ -87,6 +92,12 @@ class Bf16AdamW(torch.optim.Optimizer):
             states = [self.state[p] or self._start(p) for p in moved]
             if not moved:
                 continue
+            if any(("rest" in state) != self._keeps for state in states):
+                other = "stochastic" if self._keeps else "master"
+                raise ConfigError(
+                    "the checkpoint's weights were rounded otherwise than this plan rounds them",
+                    f"techniques.bf16_parameters.rounding={other}",
+                )
             steps = [state["step"] for state in states]
             counts += steps
             for p, state, bias_2 in zip(moved, states, biases(steps, how.betas), strict=True):
@@ -203,6 +214,8 @@ class Bf16Parameters(Technique[Build]):
         matrices = [(rows, int(key.removeprefix("columns/"))) for key, rows in sizes.items()
                     if key.startswith("columns/")]  # fmt: skip
         count = sum(rows * columns for rows, columns in matrices)
+        count -= 0 if sizes["on_gpu"] else sizes["tables"]
+        twice = sizes["embedding"] if sizes["tied"] and sizes["on_gpu"] else 0
         adds_up = sizes["micro_batches"] > 1 or sizes["shard_ranks"] > 1
         master = self.rounding == "master"
         for name, each, change in (
@@ -210,7 +223,8 @@ class Bf16Parameters(Technique[Build]):
             ("optimizer", 8, 2 if master else 0),
         ):  # fmt: skip
             if (line := ledger.memory.get(name)) is not None:
-                changed = line.bytes + change * min(count, line.bytes / each)
+                taken = count - (twice if name == "gradients" else 0)
+                changed = line.bytes + change * min(taken, line.bytes / each)
                 ledger = ledger.with_line(name, replace(line, bytes=changed))
         casts = [name for name in ledger.memory if name.endswith("/weight_cast")]
         ledger = ledger.without(casts)
@@ -228,7 +242,7 @@ class Bf16Parameters(Technique[Build]):
 
         def store(name: str, value: Tensor) -> Tensor:
             plain = type(value) is Tensor and value.dtype == torch.float32
-            return value.bfloat16() if plain and _is_taken(name, value) else value
+            return value.bfloat16() if plain and _is_taken(name, value, build.device) else value
 
         def noise(name: str) -> Noise:
             layout = build.layouts[name]
@@ -237,8 +251,10 @@ class Bf16Parameters(Technique[Build]):
             return Noise(keys_of(build.plan.seed, name, build.device), *where)
 
         def make(named: Mapping[str, nn.Parameter]) -> Bf16AdamW:
-            if _adds_up(build.plan):
-                for p in named.values():
+            tied = "embed.weight" if build.config.tied_embeddings else ""
+            for name, p in named.items():
+                shared = build.layouts[name].partial - {"shard"}
+                if _adds_up(build.plan) or name == tied or shared:
                     p.grad_dtype = torch.float32
             return Bf16AdamW(config, named, rounding=rounding, noise=noise, fused=fused)
 
@@ -251,7 +267,7 @@ class Bf16Parameters(Technique[Build]):
     def active(self, build: Build) -> Evidence:
         """Bytes of the weights as they are, and the state that keeps what they cannot hold."""
         parameters = build.model.named_parameters()
-        taken = [p for n, p in parameters if p.requires_grad and _is_taken(n, p)]
+        taken = [p for n, p in parameters if p.requires_grad and _is_taken(n, p, build.device)]
         low = [p for p in taken if p.dtype == torch.bfloat16]
         state: Mapping[Any, Mapping[str, Tensor]] = getattr(
             build.optimizers.get(self.name()), "state", {}
@@ -279,9 +295,10 @@ class Bf16Parameters(Technique[Build]):
         return can if self.fused is None else self.fused
 
 
-def _is_taken(name: str, value: Tensor) -> bool:
+def _is_taken(name: str, value: Tensor, device: torch.device) -> bool:
     """Whether a parameter is one of the matrices that become bf16."""
-    return value.ndim >= 2 and not name.endswith(FP32)
+    left = FP32 if device.type == "cuda" else (*FP32, *TABLES)
+    return value.ndim >= 2 and not name.endswith(left)
 
 
 def _adds_up(plan: Plan) -> bool:
