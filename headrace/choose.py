@@ -136,11 +136,22 @@ def _find(
     work = _first_rows(build)
     at = _circumstances(build, work, plans)
     key, known = json.dumps(at, sort_keys=True), _read()
-    if isinstance(old := known.get(key), dict) and old.get("chosen") in plans:
+    if _is_whole(old := known.get(key), plans):
         return {**old, "at": at, "cached": True}
     found = measure(build, work, plans, progress)
     _write({**known, key: found})
     return {**found, "at": at, "cached": False}
+
+
+def _is_whole(old: Any, plans: Mapping[str, Plan]) -> bool:
+    """Whether a kept entry has all that `measure` returns, and chooses one of `plans`."""
+    kinds = {"chosen": str, "kernels": list, "milliseconds": dict, "refused": dict}
+    if not isinstance(old, dict) or any(type(old.get(n)) is not kinds[n] for n in kinds):
+        return False
+    times = [time if type(time) is dict else {} for time in old["milliseconds"].values()]
+    numbers = [type(time.get(n)) for time in times for n in ("median", "low", "high")]
+    texts = all(type(text) is str for text in (*old["kernels"], *old["refused"].values()))
+    return old["chosen"] in plans and texts and {*numbers} <= {int, float}
 
 
 def _first_rows(build: Build) -> Work:
@@ -200,8 +211,11 @@ def _write(found: Mapping[str, Any]) -> None:
     aside = path.with_name(f"{path.name}.{os.getpid()}")
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        aside.write_text(json.dumps({"format": FORMAT, "found": found}, indent=1))
-        os.replace(aside, path)
+        try:
+            aside.write_text(json.dumps({"format": FORMAT, "found": found}, indent=1))
+            os.replace(aside, path)
+        finally:
+            aside.unlink(missing_ok=True)
 
 
 # --- the clock -------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headrace.core.errors import ConfigError
 from headrace.data.loader import validation_batches
 from headrace.model.head import IGNORED, cross_entropy
 from headrace.sockets import Build, Work
@@ -28,7 +29,11 @@ class Validation:
 
 @torch.no_grad()
 def evaluate(build: Build) -> Validation:
-    """The model's loss on the plan's validation rows, summed in fp64 over all ranks."""
+    """The model's loss on the plan's validation rows, summed in fp64 over all ranks.
+
+    Raises:
+        ConfigError: no target of these rows counts, or none stands for text.
+    """
     plan, world = build.plan, build.world
     bytes_V = torch.from_numpy(build.prepared.tokenizer.token_bytes).to(build.device, torch.int64)
     one = torch.ones((), device=build.device)
@@ -61,6 +66,13 @@ def evaluate(build: Build) -> Validation:
     for axis in ("shard", "pipeline"):
         world.sum_(nats, axis)
     tokens, text_bytes = world.sum_(counts, "shard").tolist()
+    if not tokens or not text_bytes:
+        shorter = "a smaller techniques.prefix_lm.tokens, or " if build.mask.prefix else ""
+        raise ConfigError(
+            f"the rows of eval.tokens = {plan.eval.tokens} have {tokens} targets that count, which "
+            f"stand for {text_bytes} bytes of text: there is no loss to measure",
+            f"{shorter}a larger eval.tokens or data.validation",
+        )
     return Validation(
         loss_nats=float(nats) / tokens,
         bits_per_byte=float(nats) / math.log(2) / text_bytes,

@@ -7,7 +7,8 @@ without its exact techniques and with the run's own weights, takes its first bat
 keeps its loss and the norm of every gradient. The run's own first step is compared with them before
 its update is applied; a run that computes something else ends there.
 
-It costs one uncompiled step and the memory of one row. Several processes, fp16, and a plain model
+It costs one uncompiled step, and while that lasts a second copy of the weights, their gradients and
+what one row keeps. Several processes, fp16, and a plain model
 that does not fit are left out, and the report says so.
 """
 

@@ -19,8 +19,8 @@ from headrace.core.strict import Strict, read_table
 from headrace.core.technique import Catalogue, Technique
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
-ATTENDS = {"parts.attend", "parts.mixer"}
-"""Sockets whose owner computes attention, or does without it."""
+ATTENDS = "parts.attend"
+"""The socket whose owner computes attention."""
 
 
 class DataConfig(Strict):
@@ -240,7 +240,7 @@ class Plan(Strict):
                 f"schedule.kind = {self.schedule.kind!r} must know where it ends; "
                 "give schedule.steps=N, goal.steps=N or goal.tokens=N, or schedule.kind=constant"
             )
-        owners = [n for n, t in self.techniques.items() if ATTENDS & {*t.claims}]
+        owners = [n for n, t in self.techniques.items() if ATTENDS in t.claims]
         if self.attention == "measured" and owners:
             raise ValueError(
                 f"attention = 'measured' chooses what computes attention, and {owners[0]} does so "

@@ -1,9 +1,11 @@
 """A run's model to another tool's format."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from headrace.core.errors import ConfigError, UnsupportedError, nearest
 from headrace.export.hf import export_hf
+from headrace.model.attention import Attention
 from headrace.model.lora import merged_state
 from headrace.sockets import Build
 
@@ -19,7 +21,16 @@ def export_run(build: Build, to: str, output: Path, *, sequence_length: int) -> 
     """
     if to not in FORMATS:
         raise ConfigError(f"--to {to} is not a format", f"--to {nearest(to, FORMATS)}")
-    if not build.model.mask.sees_all_before:
+    for name, block in build.model.blocks.items():
+        kind = type(block.mixer)
+        if kind is not Attention:
+            owner = kind.__module__.rpartition(".")[2]
+            raise UnsupportedError(
+                f"layer {name} of this model mixes tokens by {owner} ({kind.__name__}), and no "
+                "exported family does: its config.json would describe another model",
+                f"headrace sample {build.plan.name}, which computes it as it was trained",
+            )
+    if not replace(build.model.mask, document=False).is_plain_causal:
         raise UnsupportedError(
             f"this model's attention is {build.model.mask}, and no exported family says so: its "
             "config.json would describe another model",

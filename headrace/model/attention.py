@@ -181,18 +181,21 @@ def kernels_of(
 
 
 class KVCache:
-    """Keys and values of the tokens so far, one pair of [B, S, G, K] tensors per layer."""
+    """Keys and values of the tokens so far, a pair of [B, S, G, K] tensors per layer with keys."""
 
     def __init__(self, config: ModelConfig, rows: int, capacity: int, like: Tensor) -> None:
-        shape = (rows, capacity, config.resolved_kv_heads, config.resolved_head_dim)
-        self.keys = [like.new_empty(shape) for _ in range(config.layers)]
-        self.values = [like.new_empty(shape) for _ in range(config.layers)]
-        self.length = 0
+        self.shape = (rows, capacity, config.resolved_kv_heads, config.resolved_head_dim)
+        self.like, self.length = like, 0
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
         self.states: dict[int, Tensor] = {}
         """What a mixer without keys keeps instead, by layer."""
 
     def extend(self, layer: int, k_BTGK: Tensor, v_BTGK: Tensor) -> tuple[Tensor, Tensor]:
         """Append one layer's new keys and values; returns all of them so far."""
+        if layer not in self.keys:
+            self.keys[layer] = self.like.new_empty(self.shape)
+            self.values[layer] = self.like.new_empty(self.shape)
         end = self.length + k_BTGK.size(1)
         self.keys[layer][:, self.length : end] = k_BTGK
         self.values[layer][:, self.length : end] = v_BTGK

@@ -109,11 +109,14 @@ def adapted_ledger(
         targets: ends of names of the adapted linears; all without targets.
         rank: of the adapters.
         stored: (features in, features out) -> bytes of an adapted weight; None leaves it fp32.
+
+    Raises:
+        ConfigError: the ledger knows none of the targets.
     """
     sizes, layers = ledger.sizes, int(ledger.sizes["layers"])
     every = [key[:-3] for key in sizes if key.endswith("/in")]
     shapes = {name: (int(sizes[f"{name}/in"]), int(sizes[f"{name}/out"])) for name in every}
-    chosen = [name for name in every if not targets or name in targets]
+    chosen = _chosen(every, targets)
     low = {name: rank * sum(shapes[name]) for name in chosen}
     weights = {name: shape[0] * shape[1] for name, shape in shapes.items()}
     saved = sum(4 * weights[n] - stored(*shapes[n]) for n in chosen) if stored else 0
@@ -151,6 +154,18 @@ def adapted_ledger(
         rows[inner] = rows.get(inner, 0.0) + layers * rank
     kept |= {f"columns/{columns}": count for columns, count in rows.items()}
     return replace(ledger, flops=flops, sizes=kept)
+
+
+def _chosen(every: Sequence[str], targets: Sequence[str]) -> list[str]:
+    """Of a block's linears those that are adapted, one at least."""
+    chosen = [name for name in every if not targets or name in targets]
+    if not chosen:
+        raise ConfigError(
+            f"none of targets = {list(targets)} is in a block of this model, which has "
+            f"{', '.join(every)}",
+            f"targets={nearest(targets[0], every)}" if targets else "",
+        )
+    return chosen
 
 
 def _adapted_block(

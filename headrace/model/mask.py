@@ -65,7 +65,8 @@ class BlockPattern:
 def mixed(one: Tensor, other: Tensor, seed: int) -> Tensor:
     """A 32-bit hash of two places and a seed (lowbias32 in int64, alike on every device)."""
     low = 0xFFFFFFFF
-    x = (one * SPREAD[0] + other * SPREAD[1] + (seed + 1) * SPREAD[2]) & low
+    spread = (seed + 1) * SPREAD[2] & low  # a Python int; large seeds would not fit into int64
+    x = (one * SPREAD[0] + other * SPREAD[1] + spread) & low
     for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
         x = ((x ^ (x >> shift)) * factor) & low
     return x ^ (x >> 15)

@@ -9,7 +9,7 @@ token that follows it. The rest is plain training, and validation counts the sam
 Each row draws the length of its prefix evenly from 0 to `tokens`, by the seed and the row's place
 in the stream: whoever reads it draws the same, and the model knows short prompts as well as long
 ones. Where documents are masked, each of the row's documents has a prefix of that length and none
-reaches into another; a document that is not longer teaches nothing. Sampling takes the prompt as
+reaches into another; a document that is shorter teaches nothing. Sampling takes the prompt as
 the prefix, and keeps its cache.
 
 The prefix is one part of the mask description. torch's SDPA takes it as a dense tensor of rows x

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from math import gcd
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +40,7 @@ from headrace.core.technique import (
 from headrace.model.attention import Shared
 from headrace.model.convolution import CausalConvolution
 from headrace.model.count import FP32, held_in
+from headrace.model.mask import MaskSpec
 from headrace.sockets import Build
 
 TAPS = ".mixer.conv.weight"
@@ -140,6 +141,29 @@ class ShortConvolution(Technique[Build]):
                 if layers > 1
                 else "model.layers=2 or more",
             )
+        return self._beside(plan.techniques, layers)
+
+    def _beside(
+        self, techniques: Mapping[str, Any], layers: int
+    ) -> Supported | Unsupported:
+        """Whether what others do to attention still finds it in some layer, or in all."""
+        window = techniques.get("sliding_window")
+        if window is not None:
+            spec = MaskSpec(between=window.between)
+            if all(self.convolves(n) or spec.is_open(n) for n in range(layers)):
+                return Unsupported(
+                    f"every layer of attention after {self.between} with a convolution is one that "
+                    f"sliding_window.between = {window.between} leaves without the window",
+                    "techniques.sliding_window.between=0",
+                )
+        for name, other in techniques.items():
+            for target in getattr(other, "targets", ()):
+                if target.startswith("mixer.") and target != "mixer.out":
+                    return Unsupported(
+                        f"{name} adapts {target!r}, which some layers have and others do not, and "
+                        "predicts adapters of all layers",
+                        f"techniques.{name}.targets without {target}",
+                    )
         return Supported()
 
     def convolves(self, layer: int) -> bool:

@@ -27,6 +27,7 @@ from headrace.core.technique import (
     Unsupported,
 )
 from headrace.data.loader import Micro
+from headrace.model.attention import Attention
 from headrace.model.count import held_in
 from headrace.model.mask import MaskSpec
 from headrace.sockets import Build
@@ -95,6 +96,11 @@ class SlidingWindow(Technique[Build]):
     def active(self, build: Build) -> Evidence:
         """Change a row's first value, and look which of this rank's queries hear of it."""
         length, model = build.plan.data.sequence_length, build.model
+        attends = {int(n): isinstance(b.mixer, Attention) for n, b in model.blocks.items()}
+        layers = [layer for layer, here in attends.items() if here]
+        if all(map(model.mask.is_open, layers)):
+            alone = build.world.size("pipeline") == 1
+            return Evidence(False if alone else None, "no layer of attention here has the window")
         ids = torch.zeros(1, length, dtype=torch.int64)
         work = build.place(build, Micro(ids, ids))
         place_T = work.index_BT[0]
@@ -108,7 +114,6 @@ class SlidingWindow(Technique[Build]):
         inside, beyond, through = (
             x.max().item() if len(x) else 0.0 for x in (near, far, open_T[place_T >= self.window])
         )
-        layers = [int(name) for name in model.blocks]
         spec = MaskSpec(between=self.between)
         right = [layer for layer in layers if spec.is_open(layer)]
         opened = [layer for layer in layers if model.mask.is_open(layer)]
@@ -116,7 +121,7 @@ class SlidingWindow(Technique[Build]):
         return Evidence(
             active=False if wrong else inside > 0 if len(near) else None,
             detail=f"a change moved {len(near)} tokens by {inside:.3g}, {len(far)} after them "
-            f"by {beyond:.3g}; {len(opened)} of {len(layers)} layers have no window",
+            f"by {beyond:.3g}; {len(opened)} of {len(layers)} layers of attention have no window",
             numbers={"inside": inside, "beyond": beyond, "open_layers": len(opened)},
         )
 

@@ -7,7 +7,7 @@ binaries of Triton's kernels. By default that lies in the machine's temporary fo
 empties and other nodes do not see. Here all three lie in one folder that stays: `directory`.
 
 What is kept there is code that a later run executes. So the folder belongs to one user, is made
-with mode 0700, and is refused where another user owns it or could write into it, and inside of
+with mode 0700, and is refused where another user owns it or may reach into it, and inside of
 `directory` of the plan, whose runs are handed on. The process's settings are changed for the run
 and restored. A graph that torch cannot keep is compiled each time, which it counts as bypassed.
 Cost: disk, which nothing cleans up. Left out: caches that machines share over a network, and what
@@ -45,7 +45,9 @@ KINDS = {"fx": ("inductor", "fxgraph_cache"), "aot": ("aot_autograd", "autograd_
 """A cache -> where torch counts it, and under which name."""
 KEPT = ("fxgraph", "aotautograd")
 """torch's folders of both."""
-OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+OTHERS = stat.S_IRWXG | stat.S_IRWXO
+"""What a group and others may do. Nothing: torch makes folders inside that they could write into.
+"""
 
 
 class CompileCache(Technique[Build]):
@@ -98,6 +100,12 @@ class CompileCache(Technique[Build]):
         wrong = what_is_wrong(folder)
         if wrong:
             return Unsupported(wrong, f"chmod 700 {folder}, or {key}=another folder of yours")
+        above = next(p for p in (folder, *folder.parents) if os.path.exists(p))
+        if not os.access(above, os.W_OK | os.X_OK):
+            return Unsupported(
+                f"nothing can be written into {above}",
+                f"chmod u+wx {above} if it is yours, or {key}=a folder that you can write into",
+            )
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
@@ -131,17 +139,17 @@ class CompileCache(Technique[Build]):
 
 def what_is_wrong(folder: Path) -> str:
     """Why code must not be run from `folder`; empty where it may, or where it is not there yet."""
-    if not folder.exists():
+    if not os.path.exists(folder):  # nor can it be looked at
         return ""
     found = folder.stat()
     if not stat.S_ISDIR(found.st_mode):
         return f"{folder} is not a folder"
     if found.st_uid != os.getuid():
         return f"{folder} belongs to user {found.st_uid}, and what lies there would be executed"
-    if found.st_mode & OTHERS_WRITE:
+    if found.st_mode & OTHERS:
         return (
-            f"other users can write into {folder} (mode {stat.S_IMODE(found.st_mode):04o}), and "
-            "what lies there would be executed"
+            f"other users may reach into {folder} (mode {stat.S_IMODE(found.st_mode):04o}, and 0700 "
+            "is needed), and what lies there would be executed"
         )
     return ""
 
@@ -151,14 +159,21 @@ def kept_in(folder: Path, seen: dict[str, Any]) -> Iterator[None]:
     """What is compiled while it lasts is looked for in `folder`, and kept there.
 
     Raises:
-        ConfigError: another user owns it or can write into it.
+        ConfigError: it cannot be made, or another user owns it or may reach into it.
     """
     from torch._functorch import config as autograd
     from torch._inductor import config as inductor
     from torch._inductor.runtime.cache_dir_utils import cache_dir, temporary_cache_dir
     from torch._inductor.utils import _set_env
 
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        key = f"techniques.{CompileCache.name()}.directory"
+        raise ConfigError(
+            f"{folder} cannot be made: {error.strerror or error}",
+            f"{key}=a folder that you can write into",
+        ) from error
     if wrong := what_is_wrong(folder):  # it may have been made by another in between
         raise ConfigError(wrong, f"chmod 700 {folder}")
     with ExitStack() as settings:

@@ -70,8 +70,12 @@ class DocumentPacking(Technique[Build]):
 
         def loss(ids_BT: Tensor, of: Tensor) -> float:
             micro = Micro(ids_BT, ids.where(of, IGNORED), segments, positions)
+            work = build.place(build, micro)
+            # A prefix leaves out targets that it shows, which may be all of this probe's.
+            targets_N = micro.targets_BT.flatten().to(build.device)
+            work = work._replace(targets_BT=targets_N[work.index_BT])
             with torch.no_grad():
-                found = build.engine(build, [build.place(build, micro)], cross_entropy, one)
+                found = build.engine(build, [work], cross_entropy, one)
             for axis in ("shard", "pipeline"):
                 build.world.sum_(found, axis)
             return float(found)

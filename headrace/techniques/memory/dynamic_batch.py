@@ -260,14 +260,16 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free = os.sysconf("SC_PHYS_PAGES") * resource.getpagesize()
-    lines = _text("/proc/meminfo").splitlines()
-    free = next((int(n.split()[1]) * 1024 for n in lines if n.startswith("MemAvailable")), free)
-    most, held = (_text(f"/sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
-    return min(free, int(most) - int(held)) if most.isdigit() and held.isdigit() else free
+    free = 1024 * _number("/proc/meminfo", "MemAvailable:") or free
+    most, held = (_number(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+    cached = _number("/sys/fs/cgroup/memory.stat", "inactive_file")  # of files, given back if asked
+    return min(free, max(0, most - max(0, held - cached))) if most else free
 
 
-def _text(path: str) -> str:
-    return Path(path).read_text() if Path(path).is_file() else ""
+def _number(path: str, name: str = "") -> int:
+    words = ["", *(Path(path).read_text().split() if Path(path).is_file() else ()), "", ""]
+    after = words[words.index(name) + 1] if name in words else ""
+    return int(after) if after.isdigit() else 0
 
 
 def trial(plan: Plan, name: str, rows: int) -> Plan:
