@@ -221,47 +221,30 @@ def _start(path: Path, caches: str, work: Path, args: argparse.Namespace) -> Non
 
 def measure_memory(args: argparse.Namespace) -> None:
     """Variants of `headrace train` and a peer in turn, in each round; a row for each side."""
-    from peers import PEERS, Peer, time_headrace
+    from peers import spreads
 
     path, chosen = plan_file(args, "memory"), variants(args, "memory")
-    if args.peer and args.peer not in PEERS:
-        raise SystemExit(f"no peer {args.peer!r}; there are {', '.join(PEERS)}")
-    found: dict[str, list[dict[str, Any]]] = {v.name: [] for v in chosen}
-    refused: dict[str, str] = {}
-    beside: list[dict[str, Any]] = []
-    peer = Peer(args.peer, path.stem)
-    with tempfile.TemporaryDirectory() as work:
-        for index in range(args.rounds):
-            if out_of_time(args, f"memory round {index}"):
-                break
-            if args.peer:
-                beside.append(peer.read())
-            for variant in chosen:
-                name = variant.name
-                if name in refused or out_of_time(args, f"memory {name} round {index}"):
-                    continue
-                try:
-                    extra = [*variant.command(), *args.set]
-                    reading = time_headrace(str(path.resolve().with_suffix("")), Path(work), extra)
-                except (RuntimeError, subprocess.TimeoutExpired) as error:
-                    refused[name] = str(error)[-1500:]
-                    continue
-                found[name].append(reading)
-                rate = reading["tokens_per_s"] or 0
-                peak_gib = (reading["peak_bytes"] or 0) / GIB
-                print(f"memory {name}: {rate:,.0f} tokens/s {peak_gib:.2f} GiB", flush=True)
-    peer.close()
-    if beside:
-        row("memory", args.peer, None, _peer_metrics(beside), args, "memory", shape=path.stem,
-            n=len(beside), peer=args.peer)  # fmt: skip
+    if args.peer:
+        check_peer(args.peer, path, [w for v in chosen for w in v.overrides] + args.set)
+    units = {"tokens_per_s": ("tokens_per_s", "tokens/s"), "peak_memory": ("peak_bytes", "bytes")}
+    found, refused = read_memory(args, path, chosen)
+    beside = found.pop("", [])
+    if args.peer:
+        facts = {"failed_later" if beside else "refused": refused[""]} if "" in refused else {}
+        if beside or facts:
+            row("memory", args.peer, None, spreads(beside, units) if beside else {}, args, "memory",
+                shape=path.stem, n=len(beside), peer=args.peer, **facts)  # fmt: skip
     for variant in chosen:
         plan, facts = checked(variant, path, args.set)
-        readings = found[variant.name]
+        readings, why = found[variant.name], refused.get(variant.name)
+        facts["overrides"] = [*variant.overrides, *args.set]
         if not readings:
-            facts["refused"] = refused.get(variant.name) or facts.get("refused", "no time left")
+            facts["refused"] = why or facts.get("refused", "no time left")
             row("memory", variant.name, plan, {}, args, "memory", shape=path.stem, n=0, **facts)
             continue
-        metrics = _peer_metrics(readings)
+        if why:
+            facts["failed_later"] = why
+        metrics = spreads(readings, units)
         pairs = list(zip(readings, beside, strict=False))
         for key, name in (("tokens_per_s", "ratio_to"), ("peak_bytes", "memory_ratio_to")):
             if ratios := [a[key] / b[key] for a, b in pairs if a[key]]:
@@ -270,13 +253,57 @@ def measure_memory(args: argparse.Namespace) -> None:
             n=len(readings), **facts)  # fmt: skip
 
 
-def _peer_metrics(readings: list[dict[str, Any]]) -> dict[str, Any]:
-    units = {"tokens_per_s": ("tokens_per_s", "tokens/s"), "peak_memory": ("peak_bytes", "bytes")}
-    return {
-        name: receipts.spread([r[key] for r in readings], unit)
-        for name, (key, unit) in units.items()
-        if all(r[key] for r in readings)
-    }
+def check_peer(peer: str, path: Path, overrides: list[str]) -> None:
+    """End the program where the peer is unknown, or would have another shape than Headrace."""
+    from peers import PEERS, check_shape
+
+    if peer not in PEERS:
+        raise SystemExit(f"no peer {peer!r}; there are {', '.join(PEERS)}")
+    if path.resolve().parent != PLANS.resolve():
+        raise SystemExit(f"{path}: a peer reads benchmarks/plans/SIZE.toml; give one, or --peer ''")
+    check_shape(overrides)
+
+
+def read_memory(
+    args: argparse.Namespace, path: Path, chosen: list[Variant]
+) -> tuple[dict[str, list[dict[str, Any]]], dict[str, str]]:
+    """Readings, and why the last one failed, by variant; the peer's are under "".
+
+    A side that fails is not read again, so readings are those of the rounds from the first on.
+    """
+    from peers import Peer, time_headrace
+
+    peer = Peer(args.peer, path.stem)
+    sides: dict[str, Variant | None] = {"": None} if args.peer else {}
+    sides |= {v.name: v for v in chosen}
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
+    refused: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as work:
+        for index in range(args.rounds):
+            if out_of_time(args, f"memory round {index}"):
+                break
+            for name, variant in sides.items():
+                label = f"memory {name or args.peer}"
+                if name in refused or (variant and out_of_time(args, f"{label} round {index}")):
+                    continue
+                try:
+                    if variant is None:
+                        reading = peer.read()
+                    else:
+                        reading = time_headrace(
+                            str(path.resolve().with_suffix("")), Path(work),
+                            [*variant.command(), *args.set],
+                        )  # fmt: skip
+                except (RuntimeError, subprocess.TimeoutExpired) as error:
+                    refused[name] = str(error)[-1500:]
+                    print(f"{label} is left out: {refused[name]}", flush=True)
+                    continue
+                found[name].append(reading)
+                rate = reading["tokens_per_s"] or 0
+                peak_gib = (reading["peak_bytes"] or 0) / GIB
+                print(f"{label}: {rate:,.0f} tokens/s {peak_gib:.2f} GiB", flush=True)
+    peer.close()
+    return found, refused
 
 
 # --- what is predicted -----------------------------------------------------------------------

@@ -90,20 +90,26 @@ PEERS = {
     "torchtitan_float8": partial(torchtitan, float8=True),
     "litgpt": litgpt,
 }
+CHUNKS = "-fused_cross_entropy techniques.chunked_cross_entropy.chunk_tokens="
 OURS = {
-    "headrace": [],
-    "headrace_float8": ["--with", "float8_linear"],
-    "headrace_small": [
-        "--with", "selective_checkpoint", "--without", "fused_cross_entropy",
-        "techniques.chunked_cross_entropy.chunk_tokens=8192",
-    ],
-    "headrace_smallest": [
-        "techniques.selective_checkpoint.wide_every=2", "--without", "fused_cross_entropy",
-        "techniques.chunked_cross_entropy.chunk_tokens=4096",
-    ],
-}  # fmt: skip
-"""What `headrace train` gets beside the plan of the shape; `small` and `smallest` are for memory,
-by techniques that are exact."""
+    "headrace": "",
+    "headrace_float8": "+float8_linear",
+    "headrace_small": f"+selective_checkpoint {CHUNKS}8192",
+    "headrace_smallest": f"techniques.selective_checkpoint.wide_every=2 {CHUNKS}4096",
+    "headrace_micro": "batch.micro_sequences=2",
+}
+"""Changes of the shape's plan, as in variants.py; `small`, `smallest` and `micro` are for memory:
+two by techniques that are exact, one by adding up micro-batches and nothing else."""
+SHAPE_KEYS = ("data", "data.sequence_length", "batch", "batch.tokens")
+"""Keys, beside the model's, that a peer takes from the plan's file."""
+
+
+def check_shape(overrides: list[str]) -> None:
+    """End the program at an override of the shape: a peer would not follow it."""
+    for item in overrides:
+        key = item.partition("=")[0].strip()
+        if key.split(".")[0] == "model" or key in SHAPE_KEYS:
+            raise SystemExit(f"{item}: a peer keeps the shape of benchmarks/plans; leave it out")
 
 
 def serve_peer(name: str, size: str) -> None:
@@ -201,51 +207,91 @@ def compare(
     size: str, sides: list[str], rounds: int, limit_s: float, results: Path, work: Path,
     extra: list[str], once: list[str],
 ) -> None:  # fmt: skip
-    """Alternate all sides, then write a row for each; no round begins after `limit_s` seconds."""
-    readings: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
+    """Alternate all sides, then write a row for each; no round begins after `limit_s` seconds.
+
+    A side that fails is not read again. What was read has its row, whatever ends the rounds.
+    """
+    from variants import Variant
+
+    ours = {n: Variant.parse(f"{n}: {OURS[n]}", {}) for n in sides if n in OURS}
+    facts: dict[str, dict[str, Any]] = {name: {} for name in sides}
+    for name, variant in ours.items():
+        plan = variant.of(PLANS / f"{size}.toml", extra)
+        facts[name] = {"plan_sha256": receipts.sha256(plan.dump()),
+                       "overrides": [*variant.overrides, *extra]}  # fmt: skip
     peers = {name: Peer(name, size) for name in sides if name in PEERS}
+    readings: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
+    failed: dict[str, str] = {}
     begin_s = time.monotonic()
-    for index in range(rounds):
-        if index and time.monotonic() - begin_s > limit_s:
-            break
-        for name, found in list(readings.items()):
-            if index and name in once:
-                continue
-            try:
-                if name in OURS:
-                    reading = time_headrace(size, work, [*OURS[name], *extra])
-                else:
-                    reading = peers[name].read()
-            except (RuntimeError, subprocess.TimeoutExpired) as error:
-                print(f"{name} is left out: {error}", flush=True)
-                del readings[name]
-                continue
-            found.append(reading)
-            rate = reading["tokens_per_s"]
-            print(f"{size} round {index} {name}: {rate:,.0f} tokens/s", flush=True)
-            if start_s := reading.get("report", {}).get("start_s"):
-                told = ", ".join(f"{part} {spent_s:.1f}" for part, spent_s in start_s.items())
-                print(f"  seconds before the first step ended: {told}", flush=True)
-    for peer in peers.values():
-        peer.close()
+    try:
+        for index in range(rounds):
+            if index and time.monotonic() - begin_s > limit_s:
+                break
+            for name in readings:
+                if name in failed or (index and name in once):
+                    continue
+                try:
+                    if name in ours:
+                        reading = time_headrace(size, work, [*ours[name].command(), *extra])
+                    else:
+                        reading = peers[name].read()
+                except (RuntimeError, subprocess.TimeoutExpired) as error:
+                    print(f"{name} is left out: {error}", flush=True)
+                    failed[name] = facts[name]["failed_later"] = str(error)[-1500:]
+                    continue
+                readings[name].append(reading)
+                tell(f"{size} round {index} {name}", reading)
+    finally:
+        for peer in peers.values():
+            peer.close()
+        write(size, {n: found for n, found in readings.items() if found}, facts, results)
+
+
+def tell(what: str, reading: dict[str, Any]) -> None:
+    """A line or two of progress."""
+    print(f"{what}: {reading['tokens_per_s'] or 0:,.0f} tokens/s", flush=True)
+    if start_s := reading.get("report", {}).get("start_s"):
+        told = ", ".join(f"{part} {spent_s:.1f}" for part, spent_s in start_s.items())
+        print(f"  seconds before the first step ended: {told}", flush=True)
+
+
+def write(
+    size: str, readings: dict[str, list[dict[str, Any]]], facts: dict[str, dict[str, Any]],
+    results: Path,
+) -> None:  # fmt: skip
+    """A row for each side that was read, with `facts`.
+
+    Readings are those of the rounds from the first on, so the first ones of two sides are pairs,
+    also where one side was read less often.
+    """
     for name, found in readings.items():
-        metrics = {
-            "tokens_per_s": receipts.spread([r["tokens_per_s"] for r in found], "tokens/s"),
-            "peak_memory": receipts.spread([r["peak_bytes"] for r in found], "bytes"),
-        }
+        metrics = spreads(found, {"tokens_per_s": ("tokens_per_s", "tokens/s"),
+                                  "peak_memory": ("peak_bytes", "bytes")})  # fmt: skip
         if name in OURS:
-            metrics["mfu"] = receipts.spread([r["mfu"] for r in found], "share of bf16 peak")
-            for peer in readings.keys() & peers.keys():
+            metrics |= spreads(found, {"mfu": ("mfu", "share of bf16 peak")})
+            for peer in (other for other in readings if other in PEERS):
+                pairs = list(zip(found, readings[peer], strict=False))
                 for key, what in (("tokens_per_s", "ratio"), ("peak_bytes", "memory_ratio")):
-                    pairs = zip(found, readings[peer], strict=name not in once)
-                    ratios = [a[key] / b[key] for a, b in pairs]
-                    metrics[f"{what}_to_{peer}"] = receipts.spread(ratios, "x")
+                    if ratios := [a[key] / b[key] for a, b in pairs if a[key] and b[key]]:
+                        metrics[f"{what}_to_{peer}"] = receipts.spread(ratios, "x")
         receipts.append(
             "peers", metrics, results=results, peer=name, shape=size, n=len(found), seeds=[0],
             versions={p: receipts.installed(p) for p in ("torchtitan", "torchao", "litgpt")},
             techniques=sorted(found[-1]["report"]["techniques"]) if name in OURS else None,
+            **facts[name],
         )  # fmt: skip
         print(json.dumps({"peer": name, "size": size, **metrics}), flush=True)
+
+
+def spreads(
+    readings: list[dict[str, Any]], wanted: dict[str, tuple[str, str]]
+) -> dict[str, dict[str, Any]]:
+    """Metrics that every reading has; `wanted` is metric -> key of a reading, unit."""
+    return {
+        name: receipts.spread([r[key] for r in readings], unit)
+        for name, (key, unit) in wanted.items()
+        if all(r[key] for r in readings)
+    }
 
 
 def main() -> None:
@@ -262,6 +308,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.only:
         return serve_peer(args.only, args.sizes[0])
+    if any(side in PEERS for side in args.sides):
+        check_shape(args.set)
     with tempfile.TemporaryDirectory() as work:
         for size in args.sizes:
             compare(

@@ -233,7 +233,8 @@ def time_long_row(plan: Plan, *, short: int, steps: int) -> Reading:
     """Seconds of each full step with one long row, after one of `short` tokens.
 
     The short step compiles kernels and makes the optimizer's state, so that every long one holds
-    all that a step of a run holds. The peak is that of the long ones.
+    all that a step of a run holds. The peak is that of the long ones, and the evidence is read
+    after the last of them.
     """
 
     def go(found: Reading) -> None:
@@ -241,7 +242,6 @@ def time_long_row(plan: Plan, *, short: int, steps: int) -> Reading:
             (row,) = micros(0)
             few = Micro(row.ids_BT[:, :short], row.targets_BT[:, :short])
             train.step(build, [few], 0)
-            found.evidence = {n: e.detail for n, e in check_active(build).items()}
             wait(build)
             if build.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
@@ -253,6 +253,7 @@ def time_long_row(plan: Plan, *, short: int, steps: int) -> Reading:
                 if numbers[2] != 1:
                     raise RuntimeError(f"step {index} was not finite: {numbers}")
             found.peak_bytes = peak(build)
+            found.evidence = {n: e.detail for n, e in check_active(build).items()}
 
     return read(go)
 

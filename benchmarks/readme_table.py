@@ -67,7 +67,8 @@ def table(topic: str, kind: str, rows: list[dict[str, Any]]) -> str:
     for (what, shape, hardware), row in newest.items():
         cells = [_cell(row.get("metrics", {}).get(name)) for name in heads]
         if "refused" in row:
-            cells = [f"refused: {row['refused']}", *["" for _ in cells[1:]]]
+            why = " ".join(row["refused"].replace("|", "/").split())
+            cells = [f"refused: {why}", *["" for _ in cells[1:]]]
         if reached := row.get("reached"):
             what += f" (target reached by {sum(reached)} of {len(reached)} seeds)"
         facts = [what, shape or "", hardware, str(row.get("n", "")), *cells, row["commit"] or ""]

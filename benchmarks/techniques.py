@@ -5,10 +5,11 @@
 
 A technique is measured twice: added to the eager trunk, and put into (or left out of, or put in the
 place of another in) the compiled recipe that `plans/` has for the shape. Sides go in groups, and
-the base is timed before and after each group: the ratios of a row are to those two. A reading is a
-fresh build on real text, with the median step of each of two blocks; the peak is that of those
-steps. With `--loss-steps` every side also trains from the same seed on a batch of `--loss-rows`
-rows, and a row tells how far the mean loss of the last tenth is from the base's.
+the base is timed before and after each group: the ratios of a row are to those two, or to the one
+that could be read (n = 1). A reading is a fresh build on real text, with the median step of each of
+two blocks; the peak is that of those steps. With `--loss-steps` every side also trains from the
+same seed on a batch of `--loss-rows` rows, and a row tells how far the mean loss of the last tenth
+is from the base's.
 
 What cannot run gets a row with the reason, at no device time. Readings are taken in a process of
 their own, which is replaced when a side fails in it. No side begins after `--limit-s`; those that
@@ -38,6 +39,8 @@ from headrace.core.plan import Plan
 PLANS = Path(__file__).parent / "plans"
 GROUP = 8
 """Sides between two timings of their base."""
+TRANSIENT = ("not done within", "its process died", "its base cannot")
+"""how reasons begin that another call may not meet; `--missing` measures such a side again"""
 LOSS_ROWS = {"160m": 4}
 """shape -> rows of a batch for the loss; 1 elsewhere"""
 SIDE_LIMIT_S = 240.0
@@ -136,10 +139,11 @@ class Bench:
             done = [side for side in group if self.left_s > 0 and self.measure(side)]
             waiting = [s for s in group if s not in done] + waiting
             ran = [side for side in done if not side.why_not]
-            after = self.time(self.first) if ran and self.left_s > 0 else before
+            after = self.time(self.first) if ran and self.left_s > 0 else None
+            bases = [before, after] if after and not after.refused else [before]
             for side in done:
-                self.write(side, [before, before if after.refused else after])
-            before = None if after.refused else after
+                self.write(side, bases)
+            before = None if after and after.refused else bases[-1]
         return [side.name for side in waiting]
 
     @property
@@ -169,8 +173,7 @@ class Bench:
     def train(self, side: Side) -> None:
         """The loss of a short training."""
         began_s = time.monotonic()
-        rows = self.args.loss_rows or LOSS_ROWS.get(self.shape, 1)
-        tokens = rows * side.plan.data.sequence_length
+        tokens = loss_rows(self.args, self.shape) * side.plan.data.sequence_length
         batch = side.plan.batch.model_copy(update={"tokens": tokens, "micro_sequences": 0})
         side.loss = self.worker.ask(
             train_steps, side.plan.replaced(batch=batch), limit_s=SIDE_LIMIT_S,
@@ -196,6 +199,9 @@ class Bench:
             "baseline_sha256": receipts.sha256(self.first.plan.dump()),
             "overrides": self.args.set,
         }  # fmt: skip
+        if self.args.loss_steps:
+            facts |= {"loss_steps": self.args.loss_steps,
+                      "loss_rows": loss_rows(self.args, self.shape)}  # fmt: skip
         metrics: dict[str, Any] = {}
         if bases and bases[0].refused and not side.why_not:
             facts["refused"] = f"its base cannot run: {bases[0].refused}"
@@ -205,12 +211,12 @@ class Bench:
             facts["evidence"] = side.speed.evidence.get(name, "")
             metrics = self.metrics(side, bases)
             if side.end_loss is not None and self.first.end_loss is not None:
-                rows = self.args.loss_rows or LOSS_ROWS.get(self.shape, 1)
-                facts |= {"loss_steps": self.args.loss_steps, "loss_rows": rows}
                 off = side.end_loss - self.first.end_loss
                 if math.isfinite(off):
                     metrics["loss_difference"] = receipts.spread([off], "nats")
             facts["loss_refused"] = side.loss.refused
+            if self.first.loss.refused and not side.loss.refused:
+                facts["loss_refused"] = f"its base cannot train: {self.first.loss.refused}"
         receipts.append("techniques", metrics, results=self.args.results, **facts)
         told = {n: round(m["value"], 4) for n, m in metrics.items()}
         print(json.dumps({"shape": self.shape, "base": self.base, "technique": side.name, **told,
@@ -243,16 +249,29 @@ def asked_for(args: argparse.Namespace) -> list[str]:
             *(n for n, t in known.items() if t.room in args.all and n not in named)]  # fmt: skip
 
 
-def without_rows(names: list[str], shape: str, base: str, folder: Path | None) -> list[str]:
-    """Those that have no row in `folder` for this shape, base and commit."""
-    file = folder / "techniques.jsonl" if folder else None
+def loss_rows(args: argparse.Namespace, shape: str) -> int:
+    """Rows of a batch for the loss; 0 when none is wanted."""
+    return (args.loss_rows or LOSS_ROWS.get(shape, 1)) if args.loss_steps else 0
+
+
+def without_rows(names: list[str], shape: str, base: str, args: argparse.Namespace) -> list[str]:
+    """Those that have no row in `args.missing` of the same measurement at this commit.
+
+    A row whose reason is one of `TRANSIENT` is none; out of memory is a result.
+    """
+    file = args.missing / "techniques.jsonl" if args.missing else None
     if file is None or not file.is_file():
         return names
-    commit = receipts.commit()
+    wanted = (shape, base, receipts.commit(), args.set, args.loss_steps, loss_rows(args, shape))
     rows = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
     done = {
-        f"{r['technique']}:{r['knobs']}".rstrip(":") for r in rows
-        if (r.get("shape"), r.get("base"), r.get("commit")) == (shape, base, commit)
+        f"{r['technique']}:{r['knobs']}".rstrip(":")
+        for r in rows
+        if wanted == (
+            r.get("shape"), r.get("base"), r.get("commit"), r.get("overrides", []),
+            r.get("loss_steps", 0), r.get("loss_rows", 0),
+        )
+        and not any(r.get(k, "").startswith(TRANSIENT) for k in ("refused", "loss_refused"))
     }  # fmt: skip
     return [name for name in names if name not in done]
 
@@ -277,7 +296,7 @@ def main() -> None:
         for shape in args.shapes:
             path = Path(shape) if shape.endswith(".toml") else PLANS / f"{shape}.toml"
             for base in args.bases:
-                rest = without_rows(names, path.stem, base, args.missing)
+                rest = without_rows(names, path.stem, base, args)
                 found = sides(path, base, rest, args.set) if rest else []
                 left = Bench(path.stem, base, found, args, worker, ends_s).run() if found else []
                 if left:

@@ -17,7 +17,9 @@ from headrace.start import Start
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
-limits, readings, techniques = (import_module(n) for n in ("limits", "readings", "techniques"))
+kernels, limits, peers, readings, techniques = (
+    import_module(n) for n in ("kernels", "limits", "peers", "readings", "techniques")
+)
 
 PLAN = """
 name = "tiny"
@@ -61,8 +63,9 @@ def test_a_technique_has_a_row_at_each_base(
     plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = ["z_loss", "cuda_graphs", "selective_checkpoint", "full_checkpoint:every=2"]
-    words = ["--shapes", plan, "--steps", 1, 1, "--results", tmp_path, "--missing", tmp_path]
-    run(monkeypatch, techniques, *asked, *words, "--loss-steps", 3)
+    words = ["--shapes", plan, "--steps", 1, 1, "--loss-steps", 3]
+    words += ["--results", tmp_path, "--missing", tmp_path]
+    run(monkeypatch, techniques, *asked, *words)
     found = {(r["technique"], r["base"]): r for r in rows(tmp_path, "techniques")}
     assert len(found) == 8
     for base in ("trunk", "recipe"):
@@ -79,6 +82,141 @@ def test_a_technique_has_a_row_at_each_base(
     capsys.readouterr()
     run(monkeypatch, techniques, "tf32:mode=x", "chunked_mlp", *words, "--limit-s", 0)
     assert "left: tiny trunk: chunked_mlp\n" in capsys.readouterr().out
+
+
+def test_a_base_that_is_read_once_counts_once_and_what_was_cut_off_is_missing(
+    plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[int] = []
+
+    def time(*given: Any, **how: Any) -> Any:
+        asked.append(1)
+        if len(asked) == 3:  # the base, after the side
+            return readings.Reading(refused="not done within 240 s")
+        return readings.Reading(seconds=[1.0, 1.1], evidence={})
+
+    monkeypatch.setattr(techniques, "time_steps", time)
+    words = ["--shapes", plan, "--bases", "trunk", "--results", tmp_path, "--missing", tmp_path]
+    run(monkeypatch, techniques, "z_loss", *words)
+    (row,) = rows(tmp_path, "techniques")
+    assert row["n"] == 1
+    for more in ([], ["--loss-steps", 3], ["--set", "seed=1"]):  # measured; not so; not so
+        run(monkeypatch, techniques, "z_loss", *words, *more, "--limit-s", 0)
+        assert ("left: tiny trunk: z_loss" in capsys.readouterr().out) == bool(more)
+    for why, again in (("not done within 240 s", True), ("its base cannot run: x", True),
+                       ("out of memory: x", False)):  # fmt: skip
+        file = tmp_path / "techniques.jsonl"
+        file.write_text(json.dumps({**row, "metrics": {}, "refused": why}) + "\n")
+        run(monkeypatch, techniques, "z_loss", *words, "--limit-s", 0)
+        assert ("left: tiny trunk: z_loss" in capsys.readouterr().out) == again
+
+
+OURS = {"tokens_per_s": 10.0, "peak_bytes": 5, "mfu": 0.1, "report": {"techniques": {}}}
+
+
+class StandIn:
+    """A peer that answers, `works` times."""
+
+    works = 9
+
+    def __init__(self, name: str, size: str) -> None:
+        self.left = self.works
+
+    def read(self) -> dict[str, Any]:
+        """One reading."""
+        self.left -= 1
+        if self.left < 0:
+            raise RuntimeError("the peer failed")
+        return {"tokens_per_s": 8.0, "peak_bytes": 10}
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+@pytest.mark.parametrize("stop", [RuntimeError, KeyboardInterrupt])
+def test_readings_beside_a_peer_have_their_rows_whatever_ends_the_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: type[BaseException]
+) -> None:
+    called: list[list[str]] = []
+
+    def train(size: str, work: Path, extra: list[str]) -> dict[str, Any]:
+        called.append(extra)
+        if len(called) == 5:  # headrace in the third round
+            raise stop("stopped")
+        return OURS
+
+    monkeypatch.setattr(peers, "time_headrace", train)
+    monkeypatch.setattr(peers, "Peer", StandIn)
+    sides = ["headrace", "headrace_micro", "torchtitan"]
+
+    def compare() -> None:
+        peers.compare("160m", sides, 3, 1e9, tmp_path, tmp_path, ["seed=1"], ["torchtitan"])
+
+    if stop is KeyboardInterrupt:
+        with pytest.raises(KeyboardInterrupt):
+            compare()
+    else:
+        compare()
+    ours, micro, peer = rows(tmp_path, "peers")
+    assert (ours["n"], micro["n"], peer["n"]) == (2, 3 if stop is RuntimeError else 2, 1)
+    assert ours.get("failed_later") == ("stopped" if stop is RuntimeError else None)
+    assert micro["overrides"] == ["batch.micro_sequences=2", "seed=1"] == called[1]
+    assert ours["plan_sha256"] != micro["plan_sha256"]
+    assert ours["metrics"]["ratio_to_torchtitan"]["value"] == 10 / 8
+
+
+def test_memory_tells_who_failed_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[int] = []
+
+    def train(size: str, work: Path, extra: list[str]) -> dict[str, Any]:
+        called.append(1)
+        if len(called) == 4:  # `chunked` in the second round
+            raise RuntimeError("out of memory")
+        return OURS
+
+    monkeypatch.setattr(peers, "time_headrace", train)
+    monkeypatch.setattr(peers, "Peer", StandIn)
+    monkeypatch.setattr(StandIn, "works", 1)
+    words = ["memory", "--rounds", 3, "--variants", "recipe", "chunked", "--results", tmp_path]
+    run(monkeypatch, limits, *words, "--set", "seed=1")
+    peer, recipe, chunked = rows(tmp_path, "memory")
+    assert (peer["n"], peer["failed_later"]) == (1, "the peer failed")
+    assert recipe["n"] == 3 and "failed_later" not in recipe and recipe["overrides"] == ["seed=1"]
+    assert (chunked["n"], chunked["failed_later"]) == (1, "out of memory")
+    monkeypatch.setattr(StandIn, "works", 0)
+    run(monkeypatch, limits, *words)
+    assert rows(tmp_path, "memory")[3]["refused"] == "the peer failed"
+
+
+def test_a_shape_that_a_peer_would_not_follow_is_refused(
+    plan: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for item in ("model.layers=2", "data.sequence_length=64", "batch.tokens = 64", "model={}"):
+        with pytest.raises(SystemExit, match="peer keeps the shape"):
+            run(monkeypatch, limits, "memory", "--set", item)
+        with pytest.raises(SystemExit, match="peer keeps the shape"):
+            monkeypatch.setattr(sys, "argv", ["peers.py", "1b", "--set", item])
+            peers.main()
+    with pytest.raises(SystemExit, match="peer keeps the shape"):
+        run(monkeypatch, limits, "memory", "--variants", "half: batch.tokens=16384")
+    with pytest.raises(SystemExit, match="a peer reads"):
+        run(monkeypatch, limits, "memory", "--plan", plan)
+    peers.check_shape(["batch.micro_sequences=2", "goal.steps=3"])
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("triton_poi_fused__scaled_dot_product_cudnn_attention_transpose_3", "triton"),
+        ("triton_red_fused__fused_rms_norm_mm_7", "triton"),
+        ("triton_tem_fused_mm_0", "matrix products"),
+        ("triton_tem_fused_flex_attention_0", "attention"),
+        ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNN", "matrix products"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", "attention"),
+    ],
+)
+def test_a_kernel_is_told_by_how_its_name_begins(name: str, family: str) -> None:
+    assert kernels.family_of(name) == family
 
 
 def test_an_owner_of_the_same_socket_makes_way(plan: Path) -> None:
@@ -100,7 +238,7 @@ def test_limits_measure_and_refuse(
     assert {"full_checkpoint", "chunked_cross_entropy"} == set(small["evidence"])
     assert "CUDA graphs" in none["refused"] and none["metrics"] == {}
     assert context["metrics"]["row"]["value"] == 64 == context["length"]
-    assert "8 of 64 tokens" not in context["evidence"]["chunked_cross_entropy"]  # of the short row
+    assert "of 64 tokens" in context["evidence"]["chunked_cross_entropy"]  # not of the short row
     capsys.readouterr()
     run(monkeypatch, limits, "plan", "mfu", "memory", "context", "--device-name", "NVIDIA H200")
     told = capsys.readouterr().out
