@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ from headrace.core.plan import Plan
 from headrace.core.technique import Catalogue, Stage, Technique, Unsupported, check_claims
 from headrace.data.ingest import Prepared
 from headrace.data.loader import collate
-from headrace.model.attention import check_mask, kernels_of
+from headrace.model.attention import attending, check_mask, kernels_of
 from headrace.parallel.world import World
 from headrace.progress import Progress
 from headrace.sockets import Build, Work
@@ -143,7 +143,7 @@ def _find(
     return {**found, "at": at, "cached": False}
 
 
-def _is_whole(old: Any, plans: Mapping[str, Plan]) -> bool:
+def _is_whole(old: Any, plans: Mapping[str, Plan]) -> TypeGuard[dict[str, Any]]:
     """Whether a kept entry has all that `measure` returns, and chooses one of `plans`."""
     kinds = {"chosen": str, "kernels": list, "milliseconds": dict, "refused": dict}
     if not isinstance(old, dict) or any(type(old.get(n)) is not kinds[n] for n in kinds):
@@ -172,7 +172,7 @@ def _circumstances(build: Build, work: Work, plans: Mapping[str, Plan]) -> dict[
         "rows": plan.micro_rows,
         "tokens_of_a_row": plan.data.sequence_length,
         "documents": documents,
-        "layers": config.layers,
+        "layers": len(attending(config, build.parts.mixer, build.parts.attend)),
         "heads": _share(config.heads, build),
         "kv_heads": _share(config.resolved_kv_heads, build),
         "head_dim": config.resolved_head_dim,
@@ -350,7 +350,8 @@ def _trial(
     with ExitStack() as flags:
         for enter in own.runtime:
             flags.enter_context(enter())
-        for spec, layers in Counter(map(own.mask.of_layer, range(config.layers))).items():
+        layers_of = Counter(map(own.mask.of_layer, attending(config, own.parts.mixer, attend)))
+        for spec, layers in layers_of.items():
             masks.append(prepare(spec))
             parts += [(1, partial(prepare, spec)), (layers, partial(both_ways, masks[-1]))]
     return Trial(own, parts, partial(_kernels, own, given, masks[0]))

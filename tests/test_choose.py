@@ -203,6 +203,47 @@ def test_a_damaged_cache_is_measured_anew(home: Path, content: str) -> None:
     assert [p.name for p in cache_file().parent.iterdir()] == ["attention.json"]
 
 
+WHOLE = {
+    "chosen": "trunk", "kernels": ["a"], "refused": {"b": "c"},
+    "milliseconds": {"trunk": {"median": 1.5, "low": 1, "high": 2.0}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"chosen": []}, {"chosen": "gone"}, {"kernels": [1]}, {"refused": []}, {"milliseconds": 3},
+     {"milliseconds": {"trunk": 1.5}}, {"milliseconds": {"trunk": {"median": "1"}}}],
+    ids=str,
+)  # fmt: skip
+def test_a_damaged_entry_is_measured_anew(
+    tiny_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any]
+) -> None:
+    plan = tiny_plan(MEASURED)
+    plans: dict[str, Plan] = {choose.TRUNK: plan}
+    assert choose._is_whole(WHOLE, plans) and not choose._is_whole([], plans)
+    at = {"here": 1}
+    monkeypatch.setattr(choose, "_circumstances", lambda *_: at)
+    monkeypatch.setattr(choose, "measure", lambda *_: WHOLE)
+    choose._write({json.dumps(at): {**WHOLE, **wrong}})
+    prepared = prepare(plan)
+    found = [choose._find(plans, prepared, CPU, Progress()) for _ in range(2)]
+    assert [one["cached"] for one in found] == [False, True]
+    assert choose.told(found[1]).startswith("attention by trunk")
+
+
+def test_a_result_that_cannot_be_kept_leaves_nothing_aside(home: Path) -> None:
+    cache_file().mkdir(parents=True)
+    choose._write({})
+    assert [p.name for p in cache_file().parent.iterdir()] == ["attention.json"]
+
+
+def test_layers_without_attention_do_not_count(tiny_plan: Callable[..., Plan]) -> None:
+    more = ("model.layers=5", "techniques.short_convolution.between=1", "goal.steps=1")
+    folder = trainer.run(tiny_plan(MEASURED, *more), progress=Progress(), catalogue=of(Fast))
+    assert folder is not None
+    assert tiny.report(folder)["attention"]["at"]["layers"] == 2
+
+
 def test_calls_are_compiled_where_the_plan_compiles(
     tiny_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:

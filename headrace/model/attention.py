@@ -9,6 +9,7 @@ Shapes: B rows, T tokens, S keys, D features, H query heads, G key-value heads, 
 head.
 """
 
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, NamedTuple, Protocol
 
@@ -64,6 +65,13 @@ def check_mask(config: ModelConfig, attend: Any, spec: MaskSpec) -> None:
             f"has {config.heads} heads and model.position = {config.position!r}",
             "--without alibi",
         )
+
+
+def attending(config: ModelConfig, mixer: Callable[..., nn.Module], attend: Any) -> list[int]:
+    """The layers for which the factory `mixer` makes attention; the others mix in another way."""
+    with torch.device("meta"):
+        made = [mixer(config, layer, attend) for layer in range(config.layers)]
+    return [layer for layer, module in enumerate(made) if isinstance(module, Attention)]
 
 
 class Capped(NamedTuple):

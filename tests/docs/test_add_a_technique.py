@@ -24,9 +24,9 @@ from headrace.model.head import IGNORED, Vocabulary
 from headrace.recipes import recipes
 
 NEEDED = (
-    "headrace", "tests", "docs", "benchmarks", "results", "mkdocs.yml", "pyproject.toml", "README.md",
+    "headrace", "tests", "docs", "benchmarks", "results", "mkdocs.yml", "pyproject.toml",
+    "README.md",
 )  # fmt: skip
-"""What of the repository the suite and the documentation are made from."""
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.build import make_build
+from headrace.core.errors import UnsupportedError
+from headrace.data.ingest import prepare
+from headrace.export.run import export_run
+from headrace.parallel.world import World
+
 
 def test_a_trained_run_generates_the_same_greedy_text_in_transformers(
     tmp_path: Path, plan_file: Path, run_cli: Callable[..., Any], zygote: Any
@@ -73,4 +79,23 @@ def test_a_mask_that_no_family_has_is_not_exported_as_another_model(
     assert zygote.run(tmp_path, "train", str(plan_file), *window, "name=w").code == 0
     told = zygote.run(tmp_path, "export", "w", "--to", "hf", "--output", "out")
     assert told.code == 3 and "window=5" in told.err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        (["techniques.prefix_lm.tokens=5"], "prefix=True"),
+        (["techniques.short_convolution.between=1", "model.layers=2"], "GatedConvolution"),
+    ],
+    ids=["prefix", "convolution"],
+)
+def test_a_model_that_no_family_computes_is_not_exported(
+    tmp_path: Path, tiny_plan: Callable[..., Any], more: list[str], why: str
+) -> None:
+    plan = tiny_plan(*more)
+    build = make_build(plan, prepare(plan), World(), torch.device("cpu"))
+    build.loader.close()
+    with pytest.raises(UnsupportedError, match=why):
+        export_run(build, "hf", tmp_path / "out", sequence_length=16)
     assert not (tmp_path / "out").exists()

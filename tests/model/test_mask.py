@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from headrace.model.mask import BlockPattern, MaskSpec, Rows, allowed, bias, dense, slopes
+from headrace.model.mask import BlockPattern, MaskSpec, Rows, allowed, bias, dense, mixed, slopes
 
 LENGTH = 7
 SEGMENTS = torch.tensor([[0, 0, 0, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1]])
@@ -121,3 +121,10 @@ def test_a_bias_is_minus_slope_times_distance_where_a_key_is_seen() -> None:
             for row in range(2):
                 seen = bool(ok[row, 0, query, key])
                 assert found[row, head, query, key] == (right if seen else float("-inf"))
+
+
+@pytest.mark.parametrize("seed", [2_863_311_529, 2**32 + 3, 2**63 - 1])
+def test_large_seeds_draw_by_their_low_bits(seed: int) -> None:
+    place = torch.arange(50)
+    assert mixed(place, place, seed).equal(mixed(place, place, seed % 2**32))
+    assert not mixed(place, place, seed).equal(mixed(place, place, seed - 1))

@@ -68,16 +68,34 @@ def test_runs_no_code_that_others_could_have_written(
     assert not what_is_wrong(folder)
     folder.mkdir(mode=0o700)
     assert not what_is_wrong(folder)
-    for mode in (0o770, 0o702):
+    for mode in (0o770, 0o702, 0o750, 0o711, 0o755):
         folder.chmod(mode)
-        assert "other users can write" in what_is_wrong(folder)
-        with pytest.raises(ConfigError, match="would be executed"):
+        assert "other users may reach into" in what_is_wrong(folder)
+        with pytest.raises(ConfigError, match="chmod 700"):
             kept_in(folder, {"before": None}).__enter__()
     folder.chmod(0o700)
     (tmp_path / "file").touch()
     assert "not a folder" in what_is_wrong(tmp_path / "file")
     monkeypatch.setattr("os.getuid", lambda: folder.stat().st_uid + 1)
     assert "belongs to user" in what_is_wrong(folder)
+
+
+def test_says_what_to_do_where_nothing_can_be_written(
+    tiny_plan: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may write anywhere, so the system's answer is made up; a file in the way is real."""
+    context = make_context(tiny_plan(COMPILE), torch.device("cpu"))
+    (tmp_path / "there").mkdir(mode=0o700)
+    for inside, asked in (("there", tmp_path / "there"), ("a/b", tmp_path)):
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "access", lambda path, mode, no=asked: path != no)
+            answer = CompileCache(directory=str(tmp_path / inside)).supports(context)
+        assert isinstance(answer, Unsupported) and str(asked) in answer.reason
+        assert "techniques.compile_cache.directory=" in answer.remedy
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be made") as caught:
+        kept_in(tmp_path / "file" / "cache", {"before": None}).__enter__()
+    assert "techniques.compile_cache.directory=" in caught.value.remedy
 
 
 def test_says_where_it_keeps_something(tiny_plan: Callable[..., Any], tmp_path: Path) -> None:
@@ -93,7 +111,7 @@ def test_says_where_it_keeps_something(tiny_plan: Callable[..., Any], tmp_path: 
         (there(), [], "nothing is compiled"),
         (there(), ["techniques.torch_compile.backend=aot_eager"], "'aot_eager'"),
         (there(directory=str(tmp_path / "runs" / "a" / "cache")), [COMPILE], "handed on"),
-        (there(directory=str(open_to_all)), [COMPILE], "other users can write"),
+        (there(directory=str(open_to_all)), [COMPILE], "other users may reach"),
     ):
         found = answer(technique, *keys)
         assert isinstance(found, Unsupported) and why in found.reason and found.remedy

@@ -1,8 +1,10 @@
 """Packed documents: every token's loss is that of its document in a row of its own."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -49,3 +51,17 @@ def test_the_runs_own_rows_carry_documents(make_tiny: Callable[..., Build]) -> N
             assert (micro.segments_BT.diff(dim=1) == begins.int()).all()
             assert ((micro.positions_BT[:, 1:] == 0) == begins).all()
     assert found > 0
+
+
+@pytest.mark.parametrize("seed", [1, 3])
+def test_evidence_beside_prefixes_that_show_every_target(
+    make_tiny: Callable[..., Build], seed: int
+) -> None:
+    build = make_tiny(
+        "techniques.document_packing={}", "techniques.prefix_lm.tokens=15",
+        "batch.micro_sequences=1", f"seed={seed}",
+    )  # fmt: skip
+    (technique,) = (t for t in build.techniques if t.name() == "document_packing")
+    assert technique.active(build).active
+    build.model.mask = replace(build.model.mask, document=False)
+    assert not technique.active(build).active

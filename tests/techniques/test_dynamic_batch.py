@@ -244,6 +244,26 @@ def test_sizes_are_tried_from_large_to_small(
         made(plan)
 
 
+@pytest.mark.parametrize(
+    ("held", "cached", "free"), [(70, 50, 80), (70, 0, 30), (10, 20, 100), (120, 5, 0)]
+)
+def test_files_that_a_group_has_read_are_free(
+    held: int, cached: int, free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {
+        "/proc/meminfo": "MemTotal: 9 kB\nMemAvailable: 5 kB\n",
+        "/sys/fs/cgroup/memory.max": "100\n",
+        "/sys/fs/cgroup/memory.current": f"{held}\n",
+        "/sys/fs/cgroup/memory.stat": f"anon 7\ninactive_file {cached}\nactive_file 3\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name.rpartition("/")[2]).write_text(text)
+    monkeypatch.setattr(dynamic_batch, "Path", lambda path: tmp_path / str(path).rpartition("/")[2])
+    assert dynamic_batch.free_bytes(torch.device("cpu")) == free
+    (tmp_path / "memory.max").write_text("max\n")
+    assert dynamic_batch.free_bytes(torch.device("cpu")) == 5 * 1024
+
+
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch, zygote: Any, tmp_path: Path) -> None:
     """Trials run their own program in a real process, which is forked."""

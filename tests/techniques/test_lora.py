@@ -14,7 +14,8 @@ from headrace.core.errors import ConfigError
 from headrace.core.technique import Unsupported
 from headrace.data.loader import Micro
 from headrace.filled import check_active
-from headrace.model.lora import LoraLinear, linears_of
+from headrace.model.count import trunk_ledger
+from headrace.model.lora import LoraLinear, adapted_ledger, linears_of
 from headrace.sockets import Build
 from headrace.techniques.adapt.lora import Lora
 from headrace.train import step
@@ -57,6 +58,9 @@ def test_targets_name_linears_by_their_ends(make_tiny: Make) -> None:
     with pytest.raises(ConfigError, match=r"'mlp\.up'.*mlp\.gate_up") as caught:
         make_tiny('techniques.lora.targets=["mlp.up"]')
     assert "mlp.gate_up" in caught.value.remedy
+    with pytest.raises(ConfigError, match=r"mixer\.bcx.*mixer\.qkv"):
+        trunk = trunk_ledger(build.config, rows=1, length=8, precision="fp32", device="cpu")
+        adapted_ledger(trunk, ["mixer.bcx"], 2, None)
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,23 @@ def test_validation_counts_what_is_left(make_tiny: Callable[..., Build]) -> None
     assert one.loss_nats == pytest.approx(nats / tokens, rel=1e-5)
 
 
+@pytest.mark.parametrize("target", [IGNORED, None], ids=["no target", "no text"])
+def test_a_validation_without_targets_says_so(
+    make_tiny: Callable[..., Build], target: int | None
+) -> None:
+    build = make_tiny(ON, "eval.tokens=32")
+    value, whole = target or build.prepared.tokenizer.document_token, build.place
+
+    def emptied(build: Build, micro: Micro) -> Work:
+        work = whole(build, micro)
+        return work._replace(targets_BT=torch.full_like(work.targets_BT, value))
+
+    build.place = emptied
+    with pytest.raises(ConfigError, match="0 bytes of text") as caught:
+        evaluate(build)
+    assert "prefix_lm.tokens" in caught.value.remedy and "eval.tokens" in caught.value.remedy
+
+
 @pytest.mark.parametrize("windowed", [False, True])
 def test_sampling_takes_the_prompt_as_the_prefix(
     make_tiny: Callable[..., Build], windowed: bool

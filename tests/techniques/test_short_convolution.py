@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from headrace.context import make_context
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.model_config import ModelConfig
 from headrace.core.technique import Unsupported
-from headrace.model.attention import Attention, Shared
+from headrace.model.attention import Attention, KVCache, Shared
 from headrace.model.mask import Rows
 from headrace.sample import generate
 from headrace.sockets import Build
@@ -118,6 +118,14 @@ def test_sampling_keeps_what_filters_still_read(make_tiny: Make, prompt: int, pa
         assert logits[:, -1].argmax(-1).equal(found[:, end])
 
 
+def test_a_convolution_has_no_keys_to_keep(make_tiny: Make) -> None:
+    model = make_tiny(ON, "model.layers=4").model
+    cache = KVCache(model.config, 1, 5, torch.empty(0))
+    with torch.no_grad():
+        model.hidden(torch.arange(5)[None], Rows(torch.arange(5)[None]), cache)
+    assert set(cache.keys) == set(cache.values) == {1, 3} and set(cache.states) == {0, 2}
+
+
 def test_every_few_layers_stay_attention(make_tiny: Make) -> None:
     build = make_tiny("techniques.short_convolution={}", "model.layers=6")
     kinds = [type(block.mixer) for block in build.model.blocks.values()]
@@ -149,6 +157,14 @@ def test_refuses_what_it_cannot_be(tiny_plan: Callable[..., Any], make_tiny: Mak
         asked = plan.model_copy(update={key: getattr(plan, key).model_copy(update=change)})
         answer = ShortConvolution().supports(make_context(asked, torch.device("cpu")))
         assert isinstance(answer, Unsupported) and why in answer.reason and answer.remedy
+    for more, why in (
+        ("sliding_window={window=4,between=1}", "leaves without the window"),
+        ('lora.targets=["mixer.bcx"]', "some layers have"),
+        ('qlora.targets=["mlp.down", "mixer.qkv"]', "some layers have"),
+    ):
+        with pytest.raises(UnsupportedError, match=why):
+            make_tiny(ON, f"techniques.{more}", "model.layers=4")
+    make_tiny(ON, 'techniques.lora.targets=["mixer.out"]')
     for other in ("linear_attention", "mup"):
         with pytest.raises(ConfigError, match=rf"short_convolution|{other}"):
             make_tiny(ON, f"techniques.{other}={{}}")

@@ -100,6 +100,16 @@ def test_every_so_many_layers_one_hears_of_all(
     assert not technique.active(build).active
 
 
+def test_only_layers_that_attend_have_a_window(make_tiny: Callable[..., Build]) -> None:
+    """Convolutions in the layers with the window leave it nowhere."""
+    build = make_tiny(WINDOW, "techniques.short_convolution.between=1", "model.layers=4")
+    (technique,) = (t for t in build.techniques if t.name() == "sliding_window")
+    assert technique.active(build).active
+    build.model.mask = MaskSpec(window=3, between=1)
+    found = SlidingWindow(window=3, between=1).active(build)
+    assert found.active is False and "no layer of attention" in found.detail
+
+
 def test_a_gradient_through_both_kinds_of_layer(make_tiny: Callable[..., Build]) -> None:
     build, trunk = make_tiny(WINDOW, "techniques.sliding_window.between=1"), make_tiny()
     ids, place = torch.arange(12)[None], torch.arange(12)

@@ -143,9 +143,7 @@ class ShortConvolution(Technique[Build]):
             )
         return self._beside(plan.techniques, layers)
 
-    def _beside(
-        self, techniques: Mapping[str, Any], layers: int
-    ) -> Supported | Unsupported:
+    def _beside(self, techniques: Mapping[str, Any], layers: int) -> Supported | Unsupported:
         """Whether what others do to attention still finds it in some layer, or in all."""
         window = techniques.get("sliding_window")
         if window is not None:

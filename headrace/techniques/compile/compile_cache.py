@@ -148,8 +148,8 @@ def what_is_wrong(folder: Path) -> str:
         return f"{folder} belongs to user {found.st_uid}, and what lies there would be executed"
     if found.st_mode & OTHERS:
         return (
-            f"other users may reach into {folder} (mode {stat.S_IMODE(found.st_mode):04o}, and 0700 "
-            "is needed), and what lies there would be executed"
+            f"other users may reach into {folder} (mode {stat.S_IMODE(found.st_mode):04o}, not "
+            "0700), and what lies there would be executed"
         )
     return ""
 
