@@ -27,6 +27,7 @@ NEEDED = (
     "headrace", "tests", "docs", "benchmarks", "results", "mkdocs.yml", "pyproject.toml",
     "README.md",
 )  # fmt: skip
+"""What of the repository the suite and the documentation are made from."""
 
 
 @pytest.fixture(scope="module")
