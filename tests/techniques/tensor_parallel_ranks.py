@@ -181,7 +181,7 @@ def memory(ranks: int, corpus: str, prepared: str) -> None:
                 )
                 measured = (deep.kept - flat.kept) / 2
                 predicted = traced.kept_by_layers(deep.ledger) - traced.kept_by_layers(flat.ledger)
-                held = sum(p.nbytes for p in deep.build.model.parameters())
+                held = deep.parameters
                 said = deep.ledger.memory["parameters"].bytes
                 case = (model, sequence, predicted / 2, measured, deep.ledger.peak(), deep.peak)
                 assert abs(predicted / 2 - measured) < traced.SLOPE_BAND * measured, case
