@@ -54,8 +54,9 @@ def test_other_settings_stay_and_it_is_put_back(
 
 def test_torch_takes_and_tells_the_settings() -> None:
     before = module._settings()
+    tells = hasattr(torch._C, "_accelerator_getAllocatorSettings")  # torch 2.11 does not
     with module._expandable(torch.device("cpu"), {}):
-        assert "expandable_segments:True" in module._settings()
+        assert ("expandable_segments:True" in module._settings()) == tells
     assert "expandable_segments:True" not in module._settings() or before
 
 

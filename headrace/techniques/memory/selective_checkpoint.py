@@ -225,9 +225,9 @@ class SelectiveCheckpoint(Technique[Build]):
                     keep = keep and products[ctx.is_recompute] % self.every_matmul == 0
                     if keep and narrow and widens(op, args):
                         keep = False
-                        counts["narrowed"] += 1
+                        counts["narrowed"] += not ctx.is_recompute
                     products[ctx.is_recompute] += 1
-                counts["saved" if keep else "not_saved"] += 1
+                counts["saved" if keep else "not_saved"] += not ctx.is_recompute
                 return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
             return create_selective_checkpoint_contexts(policy)
