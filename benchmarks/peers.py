@@ -99,7 +99,7 @@ OURS = {
     "headrace_micro": "batch.micro_sequences=2",
 }
 """Changes of the shape's plan, as in variants.py; `small`, `smallest` and `micro` are for memory:
-two by techniques that are exact, one by adding up micro-batches and nothing else."""
+two add to the recipe what is exact, one only adds up micro-batches."""
 SHAPE_KEYS = ("data", "data.sequence_length", "batch", "batch.tokens")
 """Keys, beside the model's, that a peer takes from the plan's file."""
 
