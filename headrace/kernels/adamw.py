@@ -2,7 +2,7 @@
 
 torch's fused update wants weight and gradient in one dtype, and the gradient already clipped. A
 bf16 weight with its fp32 master therefore costs a pass to join both, one to widen the gradient, the
-update, and one to part weight and rest, beside the pass that clips: 66 bytes a number where 26 are
+update, and one to part weight and rest, beside the pass that clips: 54 bytes a number where 26 are
 needed. Here one kernel does all of it in registers: the clip factor is a number on the device, and
 so is the flag that leaves everything as it is. The arithmetic is fp32, in torch's order.
 
