@@ -58,6 +58,14 @@ class Ledger:
         }
         return replace(self, memory=edit)
 
+    def made_whole(self, name: str, held: Callable[[float], float]) -> "Ledger":
+        """Every block's line `name` holds `held(bytes)`, made by one operation without parts."""
+        edit = {
+            k: replace(v, bytes=held(v.bytes), opaque=True) if k.endswith(f"/{name}") else v
+            for k, v in self.memory.items()
+        }
+        return replace(self, memory=edit)
+
     def with_flops(self, phase: str, per_token: float) -> "Ledger":
         """The same ledger with `per_token` FLOPs added to a phase."""
         return replace(self, flops={**self.flops, phase: self.flops.get(phase, 0.0) + per_token})

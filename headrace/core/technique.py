@@ -67,6 +67,14 @@ class Context:
     ranks: int
     precision: Literal["fp32", "bf16", "fp16"]
 
+    def lacks_triton(self) -> "Unsupported | None":
+        """Why a kernel of Triton's cannot run here, if it cannot."""
+        if self.device != "cuda":
+            return Unsupported(f"its kernels need an NVIDIA GPU, not {self.device}", "device=cuda")
+        if not self.has_triton:
+            return Unsupported("its kernels are compiled by Triton", "pip install triton")
+        return None
+
 
 @dataclass(frozen=True)
 class Supported:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from headrace.core.errors import ConfigError
 from headrace.core.model_config import ModelConfig
+from headrace.core.technique import Context, Unsupported
 from headrace.model.mask import MaskSpec, Rows, dense
 from headrace.model.norm import RMSNorm
 from headrace.model.position import Rotation, rotate
@@ -153,6 +154,32 @@ def weights(
         v_BSGK = v_SK[None, :, None].expand(*k_BSGK.shape[:3], K).contiguous()
         read.append(attend(q_BTHK, k_BSGK, v_BSGK, mask)[..., : part_SN.size(1)].float())
     return torch.cat(read, dim=-1)
+
+
+def lacks_half(
+    context: Context, what: str, *, oldest: tuple[int, int] = (0, 0), widest: int | None = None
+) -> Unsupported | None:
+    """Why a kernel for half precision on NVIDIA GPUs cannot run here, if it cannot.
+
+    Args:
+        context: where.
+        what: the kernel, to begin a sentence with.
+        oldest: compute capability that it needs.
+        widest: features of a head that it takes; None is any.
+    """
+    if context.device != "cuda":
+        return Unsupported(f"{what} needs an NVIDIA GPU, not {context.device}", "device=cuda")
+    if (context.capability or (0, 0)) < oldest:
+        return Unsupported(f"{context.device_name} is older than Ampere", "leave it out")
+    if context.precision == "fp32":
+        return Unsupported("its kernels take half precision only", "model.precision=bf16")
+    width = context.plan.model.resolved_head_dim
+    if widest is not None and width > widest:
+        return Unsupported(
+            f"its kernels take heads of at most {widest} features, and these have {width}",
+            f"model.head_dim={widest}",
+        )
+    return None
 
 
 def equal_scores(

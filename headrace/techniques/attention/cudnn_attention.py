@@ -21,7 +21,7 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
-from headrace.model.attention import Sdpa, equal_scores, kernels_of
+from headrace.model.attention import Sdpa, equal_scores, kernels_of, lacks_half
 from headrace.sockets import Build
 
 OLDEST = (8, 0)
@@ -54,12 +54,10 @@ class CudnnAttention(Technique[Build]):
 
     def supports(self, context: Context) -> Supported | Unsupported:
         """An NVIDIA GPU of compute capability 8.0 or later, in bf16."""
-        if context.device != "cuda":
-            return Unsupported(f"cuDNN needs an NVIDIA GPU, not {context.device}", "device=cuda")
-        if (context.capability or (0, 0)) < OLDEST:
-            return Unsupported(f"{context.device_name} is older than Ampere", "leave it out")
+        if lacks := lacks_half(context, "cuDNN", oldest=OLDEST):
+            return lacks
         if context.precision != "bf16":
-            return Unsupported("its kernels take half precision only", "model.precision=bf16")
+            return Unsupported("its kernels were proven in bf16 only", "model.precision=bf16")
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:

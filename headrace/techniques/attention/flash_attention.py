@@ -27,7 +27,7 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
-from headrace.model.attention import Sdpa, equal_scores, kernels_of
+from headrace.model.attention import Sdpa, equal_scores, kernels_of, lacks_half
 from headrace.model.mask import MaskSpec, Rows
 from headrace.sockets import Build
 
@@ -75,19 +75,9 @@ class FlashAttention(Technique[Build]):
 
     def supports(self, context: Context) -> Supported | Unsupported:
         """An NVIDIA GPU of compute capability 8.0 or later, in bf16 or fp16, plain causal."""
-        if context.device != "cuda":
-            reason = f"torch's flash kernels need an NVIDIA GPU, not {context.device}"
-            return Unsupported(reason, "device=cuda")
-        if (context.capability or (0, 0)) < OLDEST:
-            return Unsupported(f"{context.device_name} is older than Ampere", "leave it out")
-        if context.precision == "fp32":
-            return Unsupported("its kernels take half precision only", "model.precision=bf16")
-        width = context.plan.model.resolved_head_dim
-        if width > WIDEST_HEAD:
-            return Unsupported(
-                f"its kernels take heads of at most {WIDEST_HEAD} features, and these have {width}",
-                f"model.head_dim={WIDEST_HEAD}",
-            )
+        what = "torch's flash kernel"
+        if lacks := lacks_half(context, what, oldest=OLDEST, widest=WIDEST_HEAD):
+            return lacks
         for name, other in context.plan.techniques.items():
             if "mask" in other.composes:
                 reason = f"{name} needs a dense mask, which flash has no kernel for"

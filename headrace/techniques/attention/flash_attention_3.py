@@ -51,7 +51,7 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
-from headrace.model.attention import Sdpa, equal_scores, kernels_of
+from headrace.model.attention import Sdpa, equal_scores, kernels_of, lacks_half
 from headrace.model.mask import MaskSpec, Rows
 from headrace.sockets import Build
 
@@ -238,14 +238,8 @@ class FlashAttention3(Technique[Build]):
                 f"compute capability {found}",
                 "--with flash_attention or --with cudnn_attention in its place",
             )
-        if context.precision == "fp32":
-            return Unsupported("its kernels take half precision only", "model.precision=bf16")
-        width = context.plan.model.resolved_head_dim
-        if width > WIDEST_HEAD:
-            return Unsupported(
-                f"its kernels take heads of at most {WIDEST_HEAD} features, and these have {width}",
-                f"model.head_dim={WIDEST_HEAD}",
-            )
+        if lacks := lacks_half(context, self.version, widest=WIDEST_HEAD):
+            return lacks
         for name, other in context.plan.techniques.items():
             if "mask" in other.composes:
                 reason = f"{name} needs a dense mask, which flash has no kernel for"

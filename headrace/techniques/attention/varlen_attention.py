@@ -36,7 +36,7 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
-from headrace.model.attention import Sdpa, equal_scores, kernels_of
+from headrace.model.attention import Sdpa, equal_scores, kernels_of, lacks_half
 from headrace.model.mask import MaskSpec, Rows
 from headrace.sockets import Build
 
@@ -177,20 +177,8 @@ class VarlenAttention(Technique[Build]):
 
     def supports(self, context: Context) -> Supported | Unsupported:
         """An NVIDIA GPU of compute capability 8.0 or later, in bf16 or fp16."""
-        if context.device != "cuda":
-            reason = f"torch's varlen_attn needs an NVIDIA GPU, not {context.device}"
-            return Unsupported(reason, "device=cuda")
-        if (context.capability or (0, 0)) < OLDEST:
-            return Unsupported(f"{context.device_name} is older than Ampere", "leave it out")
-        if context.precision == "fp32":
-            return Unsupported("its kernels take half precision only", "model.precision=bf16")
-        width = context.plan.model.resolved_head_dim
-        if width > WIDEST_HEAD:
-            return Unsupported(
-                f"its kernels take heads of at most {WIDEST_HEAD} features, and these have {width}",
-                f"model.head_dim={WIDEST_HEAD}",
-            )
-        return Supported()
+        lacks = lacks_half(context, "torch's varlen_attn", oldest=OLDEST, widest=WIDEST_HEAD)
+        return lacks or Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
         """No dense mask, whoever composes it; attention keeps what a flash kernel keeps."""

@@ -81,21 +81,13 @@ class FusedRmsNorm(Technique[Build]):
             return Unsupported(
                 f"model.norm = {found!r} is not an RMS norm", 'model.norm="rms_norm"'
             )
-        if context.device != "cuda":
-            return Unsupported(
-                f"its kernels need an NVIDIA GPU, not {context.device}", "device=cuda"
-            )
-        if not context.has_triton:
-            return Unsupported("its kernels are compiled by Triton", "pip install triton")
-        return Supported()
+        return context.lacks_triton() or Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
         """Beside its input, which is the residual stream, a norm keeps its result and a number."""
         sizes = ledger.sizes
         kept = 2 * (sizes["residual"] + FP32 * sizes["tokens"])
-        for name, line in ledger.memory.items():
-            if name.endswith("/norm"):
-                ledger = ledger.with_line(name, replace(line, bytes=kept, opaque=True))
+        ledger = ledger.made_whole("norm", lambda held: kept)
         return replace(ledger, sizes={**sizes, "norm_products": 0.0})
 
     def apply(self, build: Build) -> None:

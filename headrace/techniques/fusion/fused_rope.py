@@ -80,13 +80,7 @@ class FusedRope(Technique[Build]):
             return Unsupported(
                 f"model.position = {found!r} rotates nothing", 'model.position="rope"'
             )
-        if context.device != "cuda":
-            return Unsupported(
-                f"its kernel needs an NVIDIA GPU, not {context.device}", "device=cuda"
-            )
-        if not context.has_triton:
-            return Unsupported("its kernel is compiled by Triton", "pip install triton")
-        return Supported()
+        return context.lacks_triton() or Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
         """Rotated queries and keys are kept as before; of their norm, what was copied for it."""

@@ -10,7 +10,6 @@ same linears. Source: arXiv 2002.05202; Liger (arXiv 2410.10989) has the same fu
 gate and up.
 """
 
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -64,21 +63,11 @@ class FusedSwiglu(Technique[Build]):
             return Unsupported(
                 f"model.activation = {found!r} has no gate", 'model.activation="swiglu"'
             )
-        if context.device != "cuda":
-            return Unsupported(
-                f"its kernels need an NVIDIA GPU, not {context.device}", "device=cuda"
-            )
-        if not context.has_triton:
-            return Unsupported("its kernels are compiled by Triton", "pip install triton")
-        return Supported()
+        return context.lacks_triton() or Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
         """Of the activation only the result is kept, for the next product."""
-        for name, line in ledger.memory.items():
-            if name.endswith("/activation"):
-                result = replace(line, bytes=line.bytes / 2, opaque=True)
-                ledger = ledger.with_line(name, result)
-        return ledger
+        return ledger.made_whole("activation", lambda held: held / 2)
 
     def apply(self, build: Build) -> None:
         """Fill the MLP."""

@@ -91,12 +91,8 @@ class LigerKernels(Technique[Build]):
             return Unsupported(
                 f"model.activation = {model.activation!r} has no gate", 'model.activation="swiglu"'
             )
-        if context.device != "cuda":
-            return Unsupported(
-                f"its kernels need an NVIDIA GPU, not {context.device}", "device=cuda"
-            )
-        if not context.has_triton:
-            return Unsupported("its kernels are compiled by Triton", "pip install triton")
+        if (lacks := context.lacks_triton()) is not None:
+            return lacks
         try:
             found = version("liger-kernel")
         except PackageNotFoundError:
@@ -110,12 +106,8 @@ class LigerKernels(Technique[Build]):
         """Norms keep input, result and a number; of the activation only the result is kept."""
         sizes = ledger.sizes
         kept = 2 * (sizes["residual"] + FP32 * sizes["tokens"])
-        for name, line in ledger.memory.items():
-            if name.endswith("/norm"):
-                ledger = ledger.with_line(name, replace(line, bytes=kept, opaque=True))
-            elif name.endswith("/activation"):
-                result = replace(line, bytes=line.bytes / 2, opaque=True)
-                ledger = ledger.with_line(name, result)
+        ledger = ledger.made_whole("norm", lambda held: kept)
+        ledger = ledger.made_whole("activation", lambda held: held / 2)
         return replace(ledger, sizes={**sizes, "norm_products": 0.0})
 
     def apply(self, build: Build) -> None:

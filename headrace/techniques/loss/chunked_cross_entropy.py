@@ -112,7 +112,7 @@ class ChunkedCrossEntropy(Technique[Build]):
 
     def supports(self, context: Context) -> Supported | Unsupported:
         """Runs everywhere; its kernels on an NVIDIA GPU with Triton."""
-        if self.fused and not self._can(context):
+        if self.fused and context.lacks_triton():
             return Unsupported(
                 "fused = true needs an NVIDIA GPU and Triton",
                 "techniques.chunked_cross_entropy.fused=false, or pip install triton on a GPU",
@@ -123,10 +123,6 @@ class ChunkedCrossEntropy(Technique[Build]):
                 "techniques.chunked_cross_entropy.fused=false",
             )
         return Supported()
-
-    @staticmethod
-    def _can(context: Context) -> bool:
-        return context.device == "cuda" and context.has_triton
 
     def predict(self, ledger: Ledger) -> Ledger:
         """Logits shrink to one chunk; the output matrix's gradient is there at the loss.
@@ -149,7 +145,7 @@ class ChunkedCrossEntropy(Technique[Build]):
 
     def apply(self, build: Build) -> None:
         """Fill the head."""
-        fused = self._can(build.context) if self.fused is None else self.fused
+        fused = build.context.lacks_triton() is None if self.fused is None else self.fused
         build.notes[self.name()] = COUNTS.copy()
         build.parts.head = lambda config: ChunkedHead(config, self.chunk_tokens, fused)
 

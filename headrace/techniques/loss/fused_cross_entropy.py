@@ -91,12 +91,8 @@ class FusedCrossEntropy(Technique[Build]):
 
     def supports(self, context: Context) -> Supported | Unsupported:
         """Triton on an NVIDIA GPU, whole logits, and nobody else who reads them."""
-        if context.device != "cuda":
-            return Unsupported(
-                f"its kernels need an NVIDIA GPU, not {context.device}", "device=cuda"
-            )
-        if not context.has_triton:
-            return Unsupported("its kernels are compiled by Triton", "pip install triton")
+        if (lacks := context.lacks_triton()) is not None:
+            return lacks
         if (context.capability or (0, 0)) < OLDEST:
             return Unsupported(f"{context.device_name} is older than Ampere", "leave it out")
         plan = context.plan

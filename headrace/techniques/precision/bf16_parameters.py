@@ -187,7 +187,7 @@ class Bf16Parameters(Technique[Build]):
             return Unsupported(
                 f"{context.device_name} has no bf16 products", "an Ampere GPU or newer"
             )
-        if self.fused and not (context.device == "cuda" and context.has_triton):
+        if self.fused and context.lacks_triton():
             return Unsupported(
                 "fused = true needs an NVIDIA GPU and Triton",
                 "techniques.bf16_parameters.fused=false, or pip install triton on a GPU",
@@ -291,8 +291,7 @@ class Bf16Parameters(Technique[Build]):
         )  # fmt: skip
 
     def _is_fused(self, context: Context) -> bool:
-        can = context.device == "cuda" and context.has_triton
-        return can if self.fused is None else self.fused
+        return context.lacks_triton() is None if self.fused is None else self.fused
 
 
 def _is_taken(name: str, value: Tensor, device: torch.device) -> bool:
