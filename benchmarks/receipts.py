@@ -32,6 +32,11 @@ def hardware() -> str:
     return f"{names[0] if names else platform.machine()}, {len(names)} cores"
 
 
+def host_gpus() -> int:
+    """NVIDIA GPUs of the machine, whether this process sees them or not."""
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
 def installed(package: str) -> str | None:
     """A package's version, or None."""
     try:
@@ -68,6 +73,7 @@ def append(topic: str, metrics: dict[str, Any], *, results: Path, **facts: Any) 
         "commit": commit(),
         "command": "python " + " ".join(sys.argv),
         "hardware": hardware(),
+        "host_gpus": host_gpus(),
         "torch": torch.__version__,
         "triton": installed("triton"),
         **facts,

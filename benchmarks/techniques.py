@@ -7,9 +7,15 @@ A technique is measured twice: added to the eager trunk, and put into (or left o
 place of another in) the compiled recipe that `plans/` has for the shape. Sides go in groups, and
 the base is timed before and after each group: the ratios of a row are to those two, or to the one
 that could be read (n = 1). A reading is a fresh build on real text, with the median step of each of
-two blocks; the peak is that of those steps. With `--loss-steps` every side also trains from the
-same seed on a batch of `--loss-rows` rows, and a row tells how far the mean loss of the last tenth
-is from the base's.
+two blocks; the peak is that of those steps. With `--loss-steps` a side that was added to the trunk,
+or left out of the recipe, also trains from the same seed on a batch of `--loss-rows` rows, and its
+row tells how far the mean loss of the last tenth is from the base's.
+
+A technique that only acts beside another has that one in its base too:
+
+    python benchmarks/techniques.py cudnn_autotune --base-with short_convolution
+    python benchmarks/techniques.py tf32 --bases recipe --set model.precision=fp32 \
+        --base-without cudnn_attention bf16_parameters
 
 What cannot run gets a row with the reason, at no device time. Readings are taken in a process of
 their own, which is replaced when a side fails in it. No side begins after `--limit-s`; those that
@@ -76,21 +82,35 @@ class Side:
         return mean(found[-max(1, len(found) // 10) :]) if found else None
 
 
-def sides(path: Path, base: str, names: Sequence[str], overrides: list[str]) -> list[Side]:
-    """The base and a side for each technique, `name` or `name:knob=value,a.plan.key=value`."""
+def sides(
+    path: Path, base: str, names: Sequence[str], overrides: list[str], with_: Sequence[str] = (),
+    without: Sequence[str] = (),
+) -> list[Side]:  # fmt: skip
+    """The base and a side for each technique, `name` or `name:knob=value,a.plan.key=value`.
+
+    Args:
+        path: the shape's plan, which is the recipe.
+        base: `recipe`, or `trunk`: the plan without its techniques.
+        names: what is measured.
+        overrides: of every plan.
+        with_: techniques that every plan has, the trunk's too.
+        without: techniques of the recipe that no plan has.
+    """
     text = path.read_text()
-    recipe = Plan.read(text, catalogue(), overrides=overrides)
-    gone = list(recipe.techniques) if base == "trunk" else []
-    found = [Side("", _read(text, overrides, [], gone))]
+    recipe = _read(text, overrides, with_, without)
+    gone = [n for n in recipe.techniques if n not in with_] if base == "trunk" else []
+    gone += without
+    found = [Side("", _read(text, overrides, with_, gone))]
     for asked in names:
         name, _, knobs = asked.partition(":")
         keys = [k for k in knobs.split(",") if k]
         keys = [k if "." in k.partition("=")[0] else f"techniques.{name}.{k}" for k in keys]
         inside = base == "recipe" and name in recipe.techniques and not keys
         taken = () if inside or base == "trunk" else _owners(recipe, name)
-        without = [*(g for g in gone if g != name), *taken, *([name] if inside else [])]
+        out = [*(g for g in gone if g != name), *taken, *([name] if inside else [])]
         try:
-            plan = _read(text, overrides + keys, [] if inside else [name], without)
+            more = [n for n in with_ if n not in out]
+            plan = _read(text, overrides + keys, more if inside else [*more, name], out)
             device = choose_device(plan)
             check_supported(list(plan.techniques.values()), make_context(plan, device))
         except HeadraceError as error:
@@ -106,7 +126,7 @@ def _owners(recipe: Plan, name: str) -> tuple[str, ...]:
     return tuple(n for n, t in recipe.techniques.items() if n != name and claims & set(t.claims))
 
 
-def _read(text: str, overrides: list[str], more: list[str], without: list[str]) -> Plan:
+def _read(text: str, overrides: list[str], more: Sequence[str], without: Sequence[str]) -> Plan:
     return Plan.read(text, catalogue(), overrides=overrides, with_=more, without=without)
 
 
@@ -133,9 +153,9 @@ class Bench:
                 for side in waiting:
                     self.write(side, [before])
                 return []
-            if self.args.loss_steps and not self.first.loss.losses:
-                self.train(self.first)
             group, waiting = waiting[:GROUP], waiting[GROUP:]
+            if any(map(self.wants_loss, group)) and not self.first.loss.losses:
+                self.train(self.first)
             done = [side for side in group if self.left_s > 0 and self.measure(side)]
             waiting = [s for s in group if s not in done] + waiting
             ran = [side for side in done if not side.why_not]
@@ -154,9 +174,18 @@ class Bench:
     def measure(self, side: Side) -> bool:
         """Speed, and the loss where it is wanted and the side ran."""
         self.time(side)
-        if self.args.loss_steps and not side.why_not:
+        if self.wants_loss(side) and not side.why_not:
             self.train(side)
         return True
+
+    def wants_loss(self, side: Side) -> bool:
+        """What is put into the recipe computes what it computes in the trunk."""
+        return bool(self.args.loss_steps) and (self.base == "trunk" or self.left_out(side))
+
+    def left_out(self, side: Side) -> bool:
+        """Whether it is the base without the technique."""
+        name = side.name.partition(":")[0]
+        return name in self.first.plan.techniques and name not in side.plan.techniques
 
     def time(self, side: Side) -> Reading:
         """A reading of the steps."""
@@ -194,12 +223,12 @@ class Bench:
             "technique": name, "knobs": knobs, "base": self.base, "shape": self.shape,
             "seeds": [side.plan.seed], "n": len(bases) if side.speed.seconds else 0,
             "techniques": sorted(side.plan.techniques), "replaces": list(side.replaces),
-            "left_out": name in self.first.plan.techniques and name not in side.plan.techniques,
+            "left_out": self.left_out(side),
             "plan_sha256": receipts.sha256(side.plan.dump()),
             "baseline_sha256": receipts.sha256(self.first.plan.dump()),
-            "overrides": self.args.set,
+            "overrides": changes(self.args),
         }  # fmt: skip
-        if self.args.loss_steps:
+        if self.wants_loss(side):
             facts |= {"loss_steps": self.args.loss_steps,
                       "loss_rows": loss_rows(self.args, self.shape)}  # fmt: skip
         metrics: dict[str, Any] = {}
@@ -254,6 +283,12 @@ def loss_rows(args: argparse.Namespace, shape: str) -> int:
     return (args.loss_rows or LOSS_ROWS.get(shape, 1)) if args.loss_steps else 0
 
 
+def changes(args: argparse.Namespace) -> list[str]:
+    """What is changed in every plan, in the words of variants.py."""
+    more, less = (f"+{n}" for n in args.base_with), (f"-{n}" for n in args.base_without)
+    return [*args.set, *more, *less]
+
+
 def without_rows(names: list[str], shape: str, base: str, args: argparse.Namespace) -> list[str]:
     """Those that have no row in `args.missing` of the same measurement at this commit.
 
@@ -262,15 +297,15 @@ def without_rows(names: list[str], shape: str, base: str, args: argparse.Namespa
     file = args.missing / "techniques.jsonl" if args.missing else None
     if file is None or not file.is_file():
         return names
-    wanted = (shape, base, receipts.commit(), args.set, args.loss_steps, loss_rows(args, shape))
+    wanted = (shape, base, receipts.commit(), changes(args))
+    loss = (args.loss_steps, loss_rows(args, shape))
     rows = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
     done = {
         f"{r['technique']}:{r['knobs']}".rstrip(":")
         for r in rows
-        if wanted == (
-            r.get("shape"), r.get("base"), r.get("commit"), r.get("overrides", []),
-            r.get("loss_steps", 0), r.get("loss_rows", 0),
-        )
+        if wanted == (r.get("shape"), r.get("base"), r.get("commit"), r.get("overrides", []))
+        and (r.get("loss_steps", 0), r.get("loss_rows", 0))
+        == (loss if base == "trunk" or r.get("left_out") else (0, 0))
         and not any(r.get(k, "").startswith(TRANSIENT) for k in ("refused", "loss_refused"))
     }  # fmt: skip
     return [name for name in names if name not in done]
@@ -282,6 +317,8 @@ def main() -> None:
     parser.add_argument("--all", nargs="+", default=[], metavar="ROOM", help="a room's techniques")
     parser.add_argument("--shapes", nargs="+", default=["160m", "1b"], help="names or plan files")
     parser.add_argument("--bases", nargs="+", default=["trunk", "recipe"])
+    parser.add_argument("--base-with", nargs="+", default=[], help="what every plan has")
+    parser.add_argument("--base-without", nargs="+", default=[], help="what no plan has")
     parser.add_argument("--steps", nargs=2, type=int, default=[3, 5], metavar=("WARM", "TIMED"))
     parser.add_argument("--loss-steps", type=int, default=0)
     parser.add_argument("--loss-rows", type=int, default=0, help="0: 4 at 160m, else 1")
@@ -297,7 +334,8 @@ def main() -> None:
             path = Path(shape) if shape.endswith(".toml") else PLANS / f"{shape}.toml"
             for base in args.bases:
                 rest = without_rows(names, path.stem, base, args)
-                found = sides(path, base, rest, args.set) if rest else []
+                changed = (args.set, args.base_with, args.base_without)
+                found = sides(path, base, rest, *changed) if rest else []
                 left = Bench(path.stem, base, found, args, worker, ends_s).run() if found else []
                 if left:
                     print(f"left: {path.stem} {base}: {' '.join(left)}", flush=True)

@@ -219,6 +219,19 @@ def test_a_kernel_is_told_by_how_its_name_begins(name: str, family: str) -> None
     assert kernels.family_of(name) == family
 
 
+def test_a_companion_stands_in_every_plan_and_what_is_in_its_way_in_none(plan: Path) -> None:
+    for base in ("trunk", "recipe"):
+        changes = (["device=cpu"], ["alibi"], ["selective_checkpoint"])
+        first, side, own = techniques.sides(
+            plan, base, ["z_loss", "alibi"], *changes
+        )  # fmt: skip
+        assert not side.refused
+        assert "alibi" in first.plan.techniques
+        assert "selective_checkpoint" not in first.plan.techniques
+        assert set(side.plan.techniques) == {*first.plan.techniques, "z_loss"}
+        assert ("alibi" in own.plan.techniques) == (base == "trunk")
+
+
 def test_an_owner_of_the_same_socket_makes_way(plan: Path) -> None:
     _, side = techniques.sides(plan, "recipe", ["fused_cross_entropy"], ["device=auto"])
     assert side.replaces == ("chunked_cross_entropy",)
