@@ -49,7 +49,10 @@ class Reading:
     seconds: list[float] = field(default_factory=list)
     """of a step: the median of each block of timed steps, or every step"""
     peak_bytes: float | None = None
-    """of the timed steps, what was held before the build left out; None on a CPU"""
+    """allocated in the timed steps, what was held before the build left out; None on a CPU, and
+    where CUDA graphs hold memory that counts as reserved only"""
+    reserved_bytes: float | None = None
+    """reserved in them, likewise; None on a CPU"""
     losses: list[float] = field(default_factory=list)
     """nats per token, one a step"""
     evidence: dict[str, str] = field(default_factory=dict)
@@ -155,6 +158,7 @@ def read(what: Callable[[Reading], None]) -> Reading:
     """Take a reading, or note why not; memory is given back either way."""
     found, cuda = Reading(), torch.cuda.is_available()
     held = torch.cuda.memory_allocated() if cuda else 0
+    reserved = torch.cuda.memory_reserved() if cuda else 0
     torch._dynamo.reset()
     try:
         what(found)
@@ -167,6 +171,8 @@ def read(what: Callable[[Reading], None]) -> Reading:
         found.poisoned = True
     if found.peak_bytes is not None:
         found.peak_bytes -= held
+    if found.reserved_bytes is not None:
+        found.reserved_bytes -= reserved
     try:
         torch._dynamo.reset()
         gc.collect()
@@ -215,7 +221,9 @@ def _time_steps(
                 train.step(build, micros(at), at)
                 clock.mark()
             found.seconds.append(median(clock.seconds()))
-        found.peak_bytes = peak(build)
+        found.peak_bytes = None if "cuda_graphs" in plan.techniques else peak(build)
+        if build.device.type == "cuda":
+            found.reserved_bytes = float(torch.cuda.max_memory_reserved())
 
 
 def train_steps(plan: Plan, *, steps: int) -> Reading:

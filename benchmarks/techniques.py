@@ -7,9 +7,9 @@ A technique is measured twice: added to the eager trunk, and put into (or left o
 place of another in) the compiled recipe that `plans/` has for the shape. Sides go in groups, and
 the base is timed before and after each group: the ratios of a row are to those two, or to the one
 that could be read (n = 1). A reading is a fresh build on real text, with the median step of each of
-two blocks; the peak is that of those steps. With `--loss-steps` a side that was added to the trunk,
-or left out of the recipe, also trains from the same seed on a batch of `--loss-rows` rows, and its
-row tells how far the mean loss of the last tenth is from the base's.
+two blocks; the peaks, allocated and reserved, are those of the steps. With `--loss-steps` a side
+that was added to the trunk, or left out of the recipe, also trains from the same seed on a batch of
+`--loss-rows` rows, and its row tells how far the mean loss of the last tenth is from the base's.
 
 A technique that only acts beside another has that one in its base too:
 
@@ -259,10 +259,15 @@ class Bench:
             "speed_ratio": receipts.spread(ratios, "x"),
             "tokens_per_s": receipts.spread([tokens / s for s in own.seconds], "tokens/s"),
         }
-        if own.peak_bytes is not None:
-            shares = [own.peak_bytes / b.peak_bytes for b in bases if b.peak_bytes]
-            found["memory_ratio"] = receipts.spread(shares, "x")
-            found["peak_memory"] = receipts.spread([own.peak_bytes], "bytes")
+        for key, ratio, whole in (
+            ("peak_bytes", "memory_ratio", "peak_memory"),
+            ("reserved_bytes", "reserved_ratio", "reserved_memory"),
+        ):
+            held, others = getattr(own, key), [getattr(b, key) for b in bases]
+            if held is not None:
+                found[whole] = receipts.spread([held], "bytes")
+                if shares := [held / other for other in others if other]:
+                    found[ratio] = receipts.spread(shares, "x")
         return found
 
 

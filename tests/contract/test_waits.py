@@ -11,9 +11,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.train import step
 
+WAITS = {"optimizer_offload"}
+"""Techniques whose update is the host's arithmetic: it waits for the gradients by design, once."""
+
 
 class Reads(TorchDispatchMode):
     """Notes which line of ours made the host read a number out of a tensor."""
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,4 +51,4 @@ def test_a_step_never_waits_for_the_device(device: str, variant: Variant) -> Non
         step(build, micros, 0)
         with Reads() as reads:
             step(build, micros, 1)
-    assert not reads.found
+    assert len(reads.found) == (technique.name() in WAITS)

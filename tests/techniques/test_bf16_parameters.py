@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from headrace.checkpoint import Saved
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.technique import Context, Supported, Unsupported
 from headrace.data.loader import Micro
+from headrace.evaluate import evaluate
 from headrace.filled import check_active
 from headrace.kernels.adamw import KERNEL, Noise
 from headrace.kernels.bf16_weight import joined, keys_of, places
@@ -224,3 +226,27 @@ def test_says_where_it_runs(make_tiny: Make) -> None:
             make_tiny(ON.format("master"), f"techniques.{other}={{}}")
     with pytest.raises(ConfigError, match="bf16_parameters makes it 'bf16'"):
         make_tiny(ON.format("master"), "model.precision=fp32")
+
+
+@pytest.mark.parametrize("scope", ["block", "model"])
+def test_compiled_code_is_traced_again_beside_gradients_that_were_added_up(
+    make_tiny: Make, batch: Callable[[Build], list[Micro]], scope: str
+) -> None:
+    """Other lengths in a later micro-batch, and an evaluation, with fp32 sums in `grad`."""
+    build = make_tiny(
+        ON.format("master"), "batch.micro_sequences=4", "techniques.torch_compile.fullgraph=true",
+        "techniques.torch_compile.backend=aot_eager", f"techniques.torch_compile.scope={scope}",
+    )  # fmt: skip
+    plain = make_tiny(ON.format("master"), "batch.micro_sequences=4")
+    whole, *_ = batch(build)
+    half = replace(
+        whole, **{n: v[:, :16].contiguous() for n, v in vars(whole).items() if torch.is_tensor(v)}
+    )
+    for one in (build, plain):
+        step(one, [whole, half], 0)
+        assert {p.grad.dtype for p in one.model.parameters() if p.grad is not None} == {
+            torch.float32
+        }
+        assert math.isfinite(evaluate(one).loss_nats)
+    for ours, theirs in zip(build.model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0.05, atol=1e-4)

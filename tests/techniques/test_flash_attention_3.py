@@ -106,6 +106,20 @@ def test_one_that_cannot_be_loaded_says_why(monkeypatch: pytest.MonkeyPatch) -> 
     assert "flash-attention" in caught.value.remedy
 
 
+def test_one_whose_results_torch_does_not_know_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def two() -> tuple[Tensor, Tensor]: ...
+    def four() -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]: ...
+
+    stood: list[str] = []
+    monkeypatch.setattr(flash_attention_3, "activate_flash_attention_impl", stood.append)
+    for function in (two, four):
+        package = SimpleNamespace(_flash_attn_fwd=function)
+        monkeypatch.setattr(flash_attention_3, "import_module", lambda _, package=package: package)
+        with nullcontext() if function is two else pytest.raises(UnsupportedError) as caught:
+            activate("FA4")
+    assert stood == ["FA4"] and "returns 4 results, and torch takes 2" in str(caught.value)
+
+
 def test_is_found_without_being_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "headrace_fake").mkdir()

@@ -26,7 +26,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from types import ModuleType
+from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
 import torch
 import torch.nn.functional as F
@@ -61,6 +62,8 @@ TORCHS_OWN = "pytorch_flash::"
 """The namespace of torch's own flash kernels, which are FlashAttention 2."""
 HEAD_MULTIPLE = 8
 """What must divide them (the same file); torch's own call pads, the package's does not."""
+RESULTS = 2
+"""The output and the sums of its softmax, which torch's call takes from the package's."""
 REPOSITORY, REPOSITORY_VERSION = "kernels-community/flash-attn3", 1
 FETCHER, FETCHER_INSTALL = "kernels", "pip install kernels"
 MASKED = "--with varlen_attention or --with flex_attention in its place"
@@ -86,7 +89,7 @@ RELEASES = {
     ),
     "FA4": Release(
         (9, 10), "Hopper or Blackwell", "flash_attn.cute.interface",
-        "pip install --pre flash-attn-4",
+        "pip install flash-attn-4==4.0.0b12",  # later ones return more than torch takes
     ),
 }  # fmt: skip
 
@@ -110,6 +113,8 @@ def activate(version: str) -> None:
     if current_flash_attention_impl() == version:
         return
     try:
+        if version == "FA4":
+            check_results(import_module(RELEASES[version].module))
         activate_flash_attention_impl(version)
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         raise UnsupportedError(
@@ -117,6 +122,13 @@ def activate(version: str) -> None:
             f"{error}",
             f"{RELEASES[version].install} (or --without flash_attention_3)",
         ) from error
+
+
+def check_results(module: ModuleType) -> None:
+    """Raise ImportError where FlashAttention 4's forward pass returns what torch does not take."""
+    told = get_type_hints(module._flash_attn_fwd).get("return")
+    if (found := len(get_args(told)) or RESULTS) != RESULTS:
+        raise ImportError(f"its forward pass returns {found} results, and torch takes {RESULTS}")
 
 
 @contextmanager

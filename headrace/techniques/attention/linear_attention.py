@@ -61,6 +61,9 @@ OLDEST = (0, 6)
 """The release of fla-core that the calls were written for."""
 WIDEST_HEAD = 256
 """Features of a head that its kernels take (fla-core 0.6.0, ops/common/chunk_delta_h.py)."""
+WRONG, RIGHT = (3, 4, 0), (3, 7, 1)
+"""Tritons from the first on, and before the second, compile its backward pass for Hopper wrongly
+(fla-core 0.6.0, ops/common/chunk_o.py)."""
 
 
 class Mix(NamedTuple):
@@ -228,6 +231,12 @@ class LinearAttention(Technique[Build]):
         found = _installed()
         if found is None:
             return Unsupported("flash-linear-attention is not installed", INSTALL)
+        if (context.capability or (0, 0))[0] == 9 and (triton := _miscompiles()):
+            return Unsupported(
+                f"Triton {triton} compiles fla's gated backward pass for Hopper to wrong numbers "
+                "(flash-linear-attention#640)",
+                f"pip install tilelang, whose kernels fla takes instead (or {torchs})",
+            )
         if tuple(int(n) for n in re.findall(r"\d+", found)[:2]) < OLDEST:
             oldest = ".".join(map(str, OLDEST))
             return Unsupported(f"fla-core {found} is older than {oldest}", INSTALL)
@@ -359,6 +368,16 @@ class LinearAttention(Technique[Build]):
                 **launched,
             },
         )  # fmt: skip
+
+
+def _miscompiles() -> str:
+    """The version of a Triton whose code for Hopper fla itself refuses; "" where it need not."""
+    try:
+        found = version("triton")
+    except PackageNotFoundError:
+        return ""
+    numbers = tuple(int(n) for n in re.findall(r"\d+", found)[:3])
+    return found if WRONG <= numbers < RIGHT and find_spec("tilelang") is None else ""
 
 
 def _installed() -> str | None:

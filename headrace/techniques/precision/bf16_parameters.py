@@ -161,7 +161,7 @@ class Bf16Parameters(Technique[Build]):
 
     room: ClassVar[str] = "precision"
     stage: ClassVar[Stage] = Stage.MATERIALIZE
-    composes: ClassVar[tuple[str, ...]] = ("storage", "routes")
+    composes: ClassVar[tuple[str, ...]] = ("storage", "routes", "block_forward")
     equality: ClassVar = "approximate"
     band: ClassVar[float] = 0.05  # bf16's own: products have the operands that autocast gives them
     symptoms: ClassVar[tuple[str, ...]] = ("memory:parameters", "memory:gradients")
@@ -260,6 +260,11 @@ class Bf16Parameters(Technique[Build]):
 
         build.notes[self.name()] = COUNTS[KERNEL]
         build.storage.append(store)
+        if build.compiled:
+            model, blocks = build.model, build.model.blocks
+            build.wrap_blocks(self.name(), lambda f, layer: _beside_sums(f, blocks[str(layer)]))
+            for whole in ("states", "loss"):
+                setattr(model, whole, _beside_sums(getattr(model, whole), model))
         build.routes.append(
             Route(self.name(), lambda name, p: p.dtype == torch.bfloat16, make, rest=True)
         )
@@ -292,6 +297,30 @@ class Bf16Parameters(Technique[Build]):
 
     def _is_fused(self, context: Context) -> bool:
         return context.lacks_triton() is None if self.fused is None else self.fused
+
+
+def _beside_sums(run: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    """`run`, compiled, in a moment in which no bf16 matrix of the module has an fp32 gradient.
+
+    Dynamo refuses to trace a weight whose gradient has another dtype (gb0181): a second length
+    among micro-batches, or an evaluation after a step.
+    """
+    low: list[nn.Parameter] | None = None
+
+    def call(*given: Any, **named: Any) -> Any:
+        nonlocal low
+        if low is None:  # the weights are real now
+            low = [p for p in module.parameters() if p.dtype == torch.bfloat16]
+        sums = [(p, p.grad) for p in low if p.grad is not None]
+        try:
+            for p, _ in sums:
+                p.grad = None
+            return run(*given, **named)
+        finally:
+            for p, gradient in sums:
+                p.grad = gradient
+
+    return call
 
 
 def _is_taken(name: str, value: Tensor, device: torch.device) -> bool:
