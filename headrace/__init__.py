@@ -1,3 +1,17 @@
 """Headrace trains language models and finds the narrowest channel of your run."""
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headrace.watch import watch as watch
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """`headrace.watch`, imported with torch when it is first used."""
+    if name == "watch":
+        from importlib import import_module
+
+        return import_module("headrace.watch")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

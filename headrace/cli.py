@@ -3,6 +3,7 @@
 It discovers the techniques, reads the plan with them, calls train, then writes findings and report.
 """
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,23 +11,26 @@ import torch
 import typer
 
 import headrace.techniques
+from headrace import probes
 from headrace import train as trainer
 from headrace.catalogue.explain import explain_plan, explain_technique
 from headrace.catalogue.graphs import explain_graphs
 from headrace.catalogue.matrix import explain_matrix, read_matrix
 from headrace.catalogue.table import catalogue_rows
-from headrace.context import choose_device, make_context
+from headrace.context import choose_device, find_device, make_context
 from headrace.core.errors import ConfigError, nearest
 from headrace.core.plan import Plan, read_recipe
 from headrace.core.technique import Catalogue, discover
 from headrace.core.units import format_count, format_seconds
 from headrace.data.ingest import prepare
-from headrace.doctor.findings import diagnose, narrowest, plain
+from headrace.doctor.findings import plain
+from headrace.doctor.run import diagnose, narrowest
 from headrace.evaluate import evaluate
 from headrace.export.run import export_run
 from headrace.interrupts import Interrupts
 from headrace.load import open_model, read_plan, resolve_run, run_of
 from headrace.model.zoo import families
+from headrace.probes.table import table as probe_table
 from headrace.recipes import recipes
 from headrace.run_folder import RunFolder
 from headrace.sample import generate
@@ -38,6 +42,7 @@ from headrace.terminal import (
     show_table,
     started_as,
 )
+from headrace.truth import HEAD, compute, table
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 data_app = typer.Typer(no_args_is_help=True, help="Prepare data.")
@@ -101,10 +106,11 @@ def conclude(folder: Path) -> dict[str, Any]:
 
     run = RunFolder(folder)
     report = run.read_report()
-    report["narrowest"] = narrowest(report)
+    findings = diagnose([folder])
+    report["narrowest"] = narrowest(findings)
     saved = (folder / "checkpoints" / "latest").exists()
     report["sample"] = _sample_of(folder, new_tokens=80) if saved else None
-    run.write("findings", plain(diagnose(report)))
+    run.write("findings", plain(findings))
     run.write("report", report)
     write_report(folder)
     return report
@@ -268,20 +274,62 @@ def report(runs: Annotated[list[Path], typer.Argument(help="One run, or several 
 
 
 @app.command()
-def doctor(run: RunName, *, json: Json = False) -> None:
-    """Where a run's time and memory went, the narrowest station first."""
+def doctor(
+    run: Annotated[
+        list[Path],
+        typer.Argument(
+            help="A run: runs/NAME, or its NAME; or what headrace.watch saved; or torch.profiler "
+            "traces, one of each rank.",
+            metavar="RUN|WATCHED|TRACE...",
+        ),
+    ], *,
+    json: Json = False,
+) -> None:  # fmt: skip
+    """Where a run's time and memory went, or any trainer's by its trace, the narrowest first."""
     with exit_codes(json):
-        folder = resolve_run(run)
-        found = RunFolder(folder).read_report()
-        findings = diagnose(found)
+        findings = diagnose(run)
         if json:
             show_json(plain(findings))
             return
-        print(narrowest(found)["sentence"])
+        print(narrowest(findings)["sentence"])
         show_table(
-            ["station", "share", "evidence", "how sure"],
-            [[f.bottleneck, f"{f.share:.1%}", f.evidence, f.confidence] for f in findings],
-        )
+            ["station", "share", "evidence", "how sure", "not measured"],
+            [[f.bottleneck, f"{f.share:.1%}", f.evidence, f.confidence, f.not_measured]
+             for f in findings],
+        )  # fmt: skip
+
+
+@app.command()
+def probe(
+    *,
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    seconds: Annotated[float, typer.Option(min=1, help="No probe begins after so long.")] = 180.0,
+    json: Json = False,
+) -> None:
+    """Measure what this machine reaches, and keep it for predictions."""
+    with exit_codes(json):
+        where = find_device(device)
+        machine = probes.measure(where, budget_s=seconds, progress=make_progress(json))
+        if json:
+            show_json({"machine": asdict(machine), "file": str(probes.path(where))})
+            return
+        show_table(["what", "reached"], probe_table(machine), machine.name)
+        print(f"kept in {probes.path(where)}")
+
+
+@app.command()
+def truth(
+    *,
+    results: Annotated[Path, typer.Option(help="The folder of receipts.")] = Path("results"),
+    json: Json = False,
+) -> None:
+    """How right predictions and verdicts were, computed from the receipts."""
+    with exit_codes(json):
+        found = compute(results)
+        if json:
+            show_json(found)
+        else:
+            show_table(list(HEAD), [list(row) for row in table(found)])
 
 
 @app.command()

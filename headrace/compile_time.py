@@ -1,4 +1,4 @@
-"""Seconds that torch's compiler has spent in this process, from its own counters."""
+"""What torch's compiler did in this process, from its own counters."""
 
 import sys
 
@@ -10,3 +10,9 @@ def compile_seconds() -> float:
         return 0.0
     spent = dynamo.calculate_time_spent()
     return float(spent.get("total_wall_time", 0.0))
+
+
+def graph_breaks() -> int:
+    """Breaks between compiled graphs so far; 0 before its first use."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else sum(dynamo.counters["graph_break"].values())

@@ -12,7 +12,12 @@ from headrace.core.technique import Context, Technique, Unsupported, check_claim
 
 
 def choose_device(plan: Plan) -> torch.device:
-    """The plan's device, or the best that is here.
+    """The plan's device, or the best that is here; see `find_device`."""
+    return find_device(plan.device)
+
+
+def find_device(name: str) -> torch.device:
+    """The device of that name, or for "auto" the best that is here.
 
     Raises:
         UnsupportedError: the device that is asked for is not here.
@@ -22,7 +27,6 @@ def choose_device(plan: Plan) -> torch.device:
         "cuda": torch.cuda.is_available(),
         "mps": torch.backends.mps.is_available(),
     }
-    name = plan.device
     if name == "auto":
         name = next(d for d in ("cuda", "mps", "cpu") if here[d])
     if not here[name]:

@@ -51,3 +51,13 @@ def check_active(build: Build) -> dict[str, Any]:
             )
         found[technique.name()] = evidence
     return found
+
+
+def gone(build: Build) -> list[str]:
+    """Techniques that were in force and are not any more, by their evidence on any rank."""
+    found = []
+    for technique in build.techniques:
+        told = build.world.gather(technique.active(build).active)
+        if False in told or all(active is None for active in told):
+            found.append(technique.name())
+    return found

@@ -22,7 +22,7 @@ from headrace.core.errors import ConfigError, HeadraceError, RunError, Stopped
 from headrace.core.technique import Evidence
 from headrace.data.loader import StepBatch
 from headrace.evaluate import evaluate
-from headrace.filled import check_active
+from headrace.filled import check_active, gone
 from headrace.goal import Counters, ended_by
 from headrace.interrupts import Interrupts
 from headrace.progress import Progress
@@ -34,7 +34,7 @@ from headrace.track import Tracker, open_trackers
 
 MEASURED = (
     "steady_tokens_per_s", "model_flops_utilization", "peak_memory_bytes", "memory_measured",
-    "input_wait", "techniques", "start_s",
+    "input_wait", "techniques", "start_s", "signals",
 )  # fmt: skip
 """What of a report only a process that trained can know."""
 
@@ -59,6 +59,7 @@ class Session:
             keep_last=plan.checkpoint.keep_last,
         )
         self.evidence: dict[str, Evidence] = {}
+        self.gone: list[str] | None = None
         self.memory: dict[str, int] | None = None
         self.rates: list[float] = []
         self.waits_s: list[float] = []
@@ -160,6 +161,8 @@ class Session:
         told = self.build.world.gather(stop.name)  # a signal may have reached some ranks only
         stop.name = next((name for name in told if name), None)
         done = stop.name is None
+        if done and self.steps_here:
+            self.gone = gone(self.build)
         unseen = done and not self.counters.evaluated
         if unseen:
             self._evaluate()
@@ -340,6 +343,7 @@ class Session:
             status=status,
             message=message,
             evidence=self.evidence,
+            lost=self.gone,
             tracked=self.memory,
             rate=median(self.rates) if self.rates else None,
             waits_s=self.waits_s,

@@ -19,6 +19,12 @@ PHASES = (
     "input", "forward", "backward", "optimizer", "communication_exposed",
     "checkpoint", "eval", "compile",
 )  # fmt: skip
+OUTSIDE = ("checkpoint", "eval", "other")
+"""Phases that stand between steps; `headrace.watch` marks the last two."""
+
+
+STALL_SHARE = 0.05
+"""A step is stalled when it waits for its data longer than this share of a median step."""
 
 
 class HostClock:
@@ -51,7 +57,7 @@ class Pending:
     marks: list[tuple[str, Any]]
     end: Any
     read: Tensor
-    facts: dict[str, float] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
 
 
 class Signals:
@@ -62,6 +68,7 @@ class Signals:
         self.cuda = device.type == "cuda"
         self.totals_s: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self._free: list[Any] = []
+        self._free_reads: list[Tensor] = []
         self._marks: list[tuple[str, Any]] = []
         self._pending: deque[Pending] = deque()
 
@@ -70,7 +77,7 @@ class Signals:
         if torch.is_grad_enabled():
             self._marks.append((phase, self._moment()))
 
-    def end_step(self, step: int, numbers: Tensor, facts: dict[str, float]) -> None:
+    def end_step(self, step: int, numbers: Tensor, facts: dict[str, Any]) -> None:
         """The step is issued.
 
         Args:
@@ -79,21 +86,23 @@ class Signals:
                 targets that counted.
             facts: what the host already knows.
         """
-        if self.cuda:
-            read = torch.empty(len(numbers), pin_memory=True)
-            read.copy_(numbers, non_blocking=True)
+        if self._free_reads:
+            read = self._free_reads.pop()
         else:
-            read = numbers.cpu().clone()
+            read = torch.empty(len(numbers), pin_memory=self.cuda)
+        read.copy_(numbers, non_blocking=self.cuda)
         self._pending.append(Pending(step, self._marks, self._moment(), read, facts))
         self._marks = []
 
-    def drain(self, *, keep: int = 1) -> list[dict[str, Any]]:
-        """Rows of steps that are complete; waits until at most `keep` are not."""
+    def drain(self, *, keep: int | None = 1) -> list[dict[str, Any]]:
+        """Rows of steps that are complete; waits until at most `keep` are not, None never waits."""
         rows = []
         while self._pending:
             pending = self._pending[0]
-            if self.cuda and len(self._pending) > keep:
+            if self.cuda and keep is not None and len(self._pending) > keep:
+                began_s = time.perf_counter()
                 pending.end.synchronize()
+                pending.facts["slack_s"] = time.perf_counter() - began_s
             elif not pending.end.query():
                 break
             rows.append(self._row(self._pending.popleft()))
@@ -111,17 +120,16 @@ class Signals:
         if pending.facts.pop("compile_s", 0.0) > 0:
             # Compiling happens inside the phase that first calls the code, and brings the first
             # launch, kernel choice and caches with it: such a step counts as compiling whole.
-            seconds = {**dict.fromkeys(seconds, 0.0), "compile": sum(seconds.values())}
+            inside = {p: s for p, s in seconds.items() if p not in OUTSIDE}
+            seconds |= {**dict.fromkeys(inside, 0.0), "compile": sum(inside.values())}
         for phase, spent_s in seconds.items():
-            self.totals_s[phase] += spent_s
-        loss, norm, finite, targets = pending.read.tolist()
+            self.totals_s[phase] = self.totals_s.get(phase, 0.0) + spent_s
+        numbers = self._named(pending.read.tolist())
         self._free += [m for _, m in pending.marks] + [pending.end]
+        self._free_reads.append(pending.read)
         return {
             "step": pending.step,
-            "loss": loss,
-            "grad_norm": norm,
-            "finite": finite == 1.0,
-            "targets": int(targets),
+            **numbers,
             "step_s": sum(seconds.values()),
             "compile_s": 0.0,
             **{f"{phase}_s": spent_s for phase, spent_s in seconds.items()},
@@ -129,12 +137,22 @@ class Signals:
         }
 
     def _moment(self) -> Any:
-        if self._free:
-            moment = self._free.pop()
-        else:
-            moment = torch.cuda.Event(enable_timing=True) if self.cuda else HostClock()
+        moment = self._free.pop() if self._free else self._new_moment()
         moment.record()
         return moment
+
+    def _new_moment(self) -> Any:
+        return torch.cuda.Event(enable_timing=True) if self.cuda else HostClock()
+
+    def _named(self, numbers: list[float]) -> dict[str, Any]:
+        """What `end_step` was given, read."""
+        loss, norm, finite, targets = numbers
+        return {
+            "loss": loss,
+            "grad_norm": norm,
+            "finite": finite == 1.0,
+            "targets": int(targets),
+        }
 
 
 def memory_tracker(model: torch.nn.Module, optimizers: list[Any]) -> Any:

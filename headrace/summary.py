@@ -6,29 +6,31 @@ from math import prod
 from statistics import quantiles
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from headrace import start
 from headrace.build import predict
+from headrace.compile_time import graph_breaks
 from headrace.core.hardware import lookup
 from headrace.core.ledger import Ledger
 from headrace.core.technique import Evidence
 from headrace.goal import Counters, reached
 from headrace.model.count import model_flops_per_token
 from headrace.run_folder import command_line
-from headrace.signals import device_peak_bytes
+from headrace.signals import STALL_SHARE, device_peak_bytes
 from headrace.sockets import Build
 
 WORK_MEMORY = "activations, logits and work"
 """What is neither weights nor their optimizer's state nor, where told apart, their gradients."""
-STALL_SHARE = 0.05
-"""A step is stalled when it waits for its data longer than this share of a median step."""
+PAID = {"memory:activations", "memory:optimizer"}
+"""What a technique is a remedy for, and nothing else, that gives memory for time."""
 
 
 def summarize(
     build: Build, counters: Counters, *, status: str, message: str,
-    evidence: Mapping[str, Evidence], tracked: Mapping[str, int] | None, rate: float | None,
-    waits_s: list[float],
+    evidence: Mapping[str, Evidence], lost: list[str] | None,
+    tracked: Mapping[str, int] | None, rate: float | None, waits_s: list[float],
 ) -> dict[str, Any]:  # fmt: skip
     """Everything that report.json holds but the findings and the sample.
 
@@ -37,13 +39,14 @@ def summarize(
         counters: how far it came.
         status: "done", "failed" or "interrupted".
         message: why, when it is not done.
-        evidence: of every technique.
+        evidence: of every technique, after the first step.
+        lost: techniques whose evidence was gone at the end; None when nobody looked.
         tracked: peak bytes by category from the memory tracker, on a CPU.
         rate: median tokens per second of steady steps.
         waits_s: each step's wait for data.
     """
-    tokenizer = build.prepared.tokenizer
-    plan, price = build.plan, build.plan.hardware.dollars_per_hour
+    tokenizer, plan = build.prepared.tokenizer, build.plan
+    price = plan.hardware.dollars_per_hour
     ledger = predict(plan, build.context)
     step_s = plan.batch.tokens / rate if rate else None
     return {
@@ -64,17 +67,14 @@ def summarize(
         "start_s": begun.spent_s if (begun := build.notes.get(start.NOTE)) else None,
         "wasted_token_fraction": counters.wasted_tokens / max(1, counters.tokens),
         "input_wait": _waits(waits_s, step_s),
+        "signals": _signals(build, lost),
         "val": counters.val,
         "dollars": None if price is None else counters.wall_s / 3600 * price,
         "restarts": counters.restarts,
         "skipped_steps": counters.skipped_steps,
         "techniques": {
-            name: {
-                "active": e.active,
-                "detail": e.detail,
-                "numbers": dict(e.numbers),
-                "line": build.plan.techniques[name].line(),
-            }
+            name: {"active": e.active, "detail": e.detail, "numbers": dict(e.numbers),
+                   "line": plan.techniques[name].line()}
             for name, e in evidence.items()
         },
         "guard": counters.guard,
@@ -84,7 +84,7 @@ def summarize(
         "parameters": sum(prod(layout.shape) for layout in build.layouts.values()),
         "tokenizer": {"vocab": tokenizer.vocab, "sha256": tokenizer.fingerprint},
         "command": " ".join(command_line()),
-    }
+    }  # fmt: skip
 
 
 def _utilization(build: Build, rate: float | None) -> dict[str, Any]:
@@ -133,10 +133,24 @@ def _measured(build: Build, tracked: Mapping[str, int] | None) -> dict[str, int]
     return {**found, WORK_MEMORY: peak - sum(found.values())}
 
 
+def _signals(build: Build, lost: list[str] | None) -> dict[str, Any]:
+    """What the doctor reads beside phases, memory and rows; None is not measured."""
+    found: dict[str, Any] = {
+        "device": build.device.type, "capacity_bytes": None, "alloc_retries": None,
+        "graph_breaks": graph_breaks() if build.compiled else None,
+        "saves_memory": [t.name() for t in build.techniques if set() < {*t.symptoms} <= PAID],
+        "lost_techniques": lost,
+    }  # fmt: skip
+    if build.device.type == "cuda":
+        found["capacity_bytes"] = torch.cuda.get_device_properties(build.device).total_memory
+        found["alloc_retries"] = torch.cuda.memory_stats(build.device)["num_alloc_retries"]
+    return found
+
+
 def _waits(waits_s: list[float], step_s: float | None) -> dict[str, Any]:
     """How long steps waited for data."""
     if len(waits_s) < 2:
         return {"p50_s": None, "p99_s": None, "stalled_steps": None}
-    cuts = quantiles(waits_s, n=100)
+    cuts = quantiles(waits_s, n=100, method="inclusive")
     stalled = sum(w > STALL_SHARE * step_s for w in waits_s) if step_s else None
     return {"p50_s": cuts[49], "p99_s": cuts[98], "stalled_steps": stalled}

@@ -1,7 +1,7 @@
-"""The doctor's first form: where a run's time went, and the narrowest station in one sentence.
+"""What a verdict is, and where a run's time went by its report.
 
-It reads report.json alone, so it can judge any run after the fact. A station is a share of the wall
-clock with its evidence; what the signals do not separate is said, not guessed.
+A station is a share of the wall clock with its evidence; what the signals do not separate is said,
+not guessed.
 """
 
 from collections.abc import Mapping
@@ -43,7 +43,7 @@ STATIONS = {
 }
 
 
-def diagnose(report: Mapping[str, Any]) -> list[Finding]:
+def stations(report: Mapping[str, Any]) -> list[Finding]:
     """Every station that took time, the narrowest first, then memory and wasted tokens."""
     phase_s = report["phase_s"]
     total_s = sum(phase_s.values())
@@ -54,20 +54,6 @@ def diagnose(report: Mapping[str, Any]) -> list[Finding]:
             found.append(_station(station, spent_s, total_s, report))
     found.sort(key=lambda f: -f.share)
     return [*found, *_memory(report), *_waste(report)]
-
-
-def narrowest(report: Mapping[str, Any]) -> dict[str, Any]:
-    """The largest station, for report.json."""
-    found = diagnose(report)
-    if not found:
-        return {"station": None, "share": None, "sentence": "No step was measured.", "evidence": ""}
-    first = found[0]
-    return {
-        "station": first.bottleneck,
-        "share": first.share,
-        "sentence": first.sentence,
-        "evidence": first.evidence,
-    }
 
 
 def plain(findings: list[Finding]) -> list[dict[str, Any]]:
@@ -117,5 +103,7 @@ def _memory(report: Mapping[str, Any]) -> list[Finding]:
 def _waste(report: Mapping[str, Any]) -> list[Finding]:
     """Tokens that no loss counted."""
     share = report["wasted_token_fraction"]
+    if share is None:
+        return []
     sentence = f"{share:.1%} of the tokens were padding or had no target."
     return [Finding("wasted tokens", share, sentence, f"of {report['tokens']} tokens", "measured")]

@@ -123,6 +123,20 @@ def test_doctor_names_the_narrowest_first(say: Callable[..., tuple[str, str]]) -
     assert out.startswith("The narrowest station is ")
 
 
+def test_truth_tells_what_was_not_measured(call: Callable[..., Any], workshop: Path) -> None:
+    (workshop / "receipts").mkdir()
+    found = call("truth", "--results", "receipts")
+    assert found["doctor_top1"] == {**found["doctor_top1"], "value": None, "n": 0}
+
+
+def test_probe_keeps_what_it_measured(
+    call: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    told = call("probe", "--seconds", "1", "--device", "cpu")
+    assert Path(told["file"]).is_relative_to(tmp_path) and told["machine"]["products"]
+
+
 def test_export(call: Callable[..., Any], workshop: Path) -> None:
     told = call("export", "demo", "--to", "hf", "--output", "exported")
     assert (workshop / told["folder"] / "config.json").is_file()

@@ -45,6 +45,7 @@ def test_trains_resumes_and_reports(device: str, variant: Variant, tmp_path: Pat
     evidence = report["techniques"][variant.name]
     assert evidence["active"] is True and evidence["detail"]
     assert all(math.isfinite(number) for number in evidence["numbers"].values())
+    assert report["signals"]["lost_techniques"] == [], "its evidence holds at the end of a run"
 
     again, repeated = run(plan, resume=True, checkpoint="step-2")
     near = 0.0 if device == "cpu" else 1e-2

@@ -120,6 +120,15 @@ def test_one_whose_results_torch_does_not_know_says_so(monkeypatch: pytest.Monke
     assert stood == ["FA4"] and "returns 4 results, and torch takes 2" in str(caught.value)
 
 
+def test_takes_the_version_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = {v: release.module for v, release in RELEASES.items()}
+    for here, meant in ((("FA4",), "FA4"), (("FA3", "FA4"), "FA3"), ((), "FA3")):
+        found = {modules[v] for v in here}
+        monkeypatch.setattr(flash_attention_3, "is_installed", lambda m, found=found: m in found)
+        assert FlashAttention3().release == meant and FA4.release == "FA4"
+        assert FlashAttention3(source="kernels").release == "FA3"
+
+
 def test_is_found_without_being_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "headrace_fake").mkdir()
@@ -141,7 +150,7 @@ def test_refuses_what_is_not_there(
     monkeypatch.setattr(flash_attention_3, "is_installed", lambda module: False)
     answer = technique.supports(GPU)
     assert isinstance(answer, Unsupported) and "not installed" in answer.reason
-    assert answer.remedy.startswith(RELEASES[technique.version].install)
+    assert answer.remedy.startswith(RELEASES[technique.release].install)
     assert ("source=kernels" in answer.remedy) == (technique is FA3)
     fetched = technique.model_copy(update={"source": "kernels"})
     answer = fetched.supports(GPU)

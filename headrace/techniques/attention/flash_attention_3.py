@@ -215,8 +215,9 @@ class Flash3Sdpa(Sdpa):
 class FlashAttention3(Technique[Build]):
     """Attention through FlashAttention 3 or 4, put in place of torch's own flash kernels."""
 
-    version: Literal["FA3", "FA4"] = "FA3"
-    """FlashAttention 3, for Hopper; or 4, for Hopper and Blackwell, a pre-release."""
+    version: Literal["FA3", "FA4"] | None = None
+    """FlashAttention 3, for Hopper; or 4, for Hopper and Blackwell, a pre-release. Left open: the
+    one that is installed, and 3 of both."""
     source: Literal["torch", "kernels"] = "torch"
     """An installed package through torch's own call; or fetched by Hugging Face's `kernels`."""
     revision: str = ""
@@ -237,20 +238,26 @@ class FlashAttention3(Technique[Build]):
         source="arXiv 2407.08608; torch.nn.attention.activate_flash_attention_impl",
     )
 
+    @property
+    def release(self) -> str:
+        """The version that is meant."""
+        here = (v for v, r in RELEASES.items() if self.source == "torch" and is_installed(r.module))
+        return self.version or next(here, "FA3")
+
     def supports(self, context: Context) -> Supported | Unsupported:
         """A GPU that the version is written for, half precision, plain causal, and the package."""
-        needs = RELEASES[self.version]
+        needs = RELEASES[self.release]
         if context.device != "cuda":
-            reason = f"{self.version} needs an NVIDIA GPU, not {context.device}"
+            reason = f"{self.release} needs an NVIDIA GPU, not {context.device}"
             return Unsupported(reason, "device=cuda")
         if (context.capability or (0, 0))[0] not in needs.majors:
             found = ".".join(map(str, context.capability or ("unknown",)))
             return Unsupported(
-                f"{self.version} is written for {needs.gpus}, and {context.device_name} has "
+                f"{self.release} is written for {needs.gpus}, and {context.device_name} has "
                 f"compute capability {found}",
                 "--with flash_attention or --with cudnn_attention in its place",
             )
-        if lacks := lacks_half(context, self.version, widest=WIDEST_HEAD):
+        if lacks := lacks_half(context, self.release, widest=WIDEST_HEAD):
             return lacks
         for name, other in context.plan.techniques.items():
             if "mask" in other.composes:
@@ -260,25 +267,26 @@ class FlashAttention3(Technique[Build]):
 
     def _is_here(self) -> Supported | Unsupported:
         """Whether the package that brings the kernels is installed; nothing is imported."""
-        needs = RELEASES[self.version]
+        needs = RELEASES[self.release]
         if self.source == "kernels":
-            if self.version != "FA3":
+            if self.release != "FA3":
                 return Unsupported(
-                    f"{REPOSITORY} holds FlashAttention 3, and version = {self.version!r}",
+                    f"{REPOSITORY} holds FlashAttention 3, and version = {self.release!r}",
                     "techniques.flash_attention_3.version=FA3",
                 )
             if not is_installed(FETCHER):
                 return Unsupported(f"the package {FETCHER} is not installed", FETCHER_INSTALL)
             return Supported()
-        if self.version not in list_flash_attention_impls():
-            return Unsupported(f"this torch cannot activate {self.version}", "pip install -U torch")
+        if self.release not in list_flash_attention_impls():
+            return Unsupported(f"this torch cannot activate {self.release}", "pip install -U torch")
         if not is_installed(needs.module):
             remedy = needs.install
-            if self.version == "FA3":
+            if self.release == "FA3":
                 remedy += (
-                    f" (or {FETCHER_INSTALL}, with techniques.flash_attention_3.source=kernels)"
+                    f" (or {RELEASES['FA4'].install}; or {FETCHER_INSTALL}, with "
+                    "techniques.flash_attention_3.source=kernels)"
                 )
-            return Unsupported(f"{self.version} ({needs.module}) is not installed", remedy)
+            return Unsupported(f"{self.release} ({needs.module}) is not installed", remedy)
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
@@ -290,15 +298,15 @@ class FlashAttention3(Technique[Build]):
         if self.source == "kernels":
             build.parts.attend = FetchedFlash3(fetch(self.revision))
             return
-        build.parts.attend = Flash3Sdpa(self.version)
-        build.runtime.append(lambda: activated(self.version))
+        build.parts.attend = Flash3Sdpa(self.release)
+        build.runtime.append(lambda: activated(self.release))
 
     def active(self, build: Build) -> Evidence:
         """The kernels that the model's own backend launches: flash, and not torch's own."""
         attend = build.model.attend
         dtype = torch.float16 if build.context.precision == "fp16" else torch.bfloat16
         q, k = equal_scores(build.config, build.device, dtype)
-        with activated(self.version) if self.source == "torch" else nullcontext():
+        with activated(self.release) if self.source == "torch" else nullcontext():
             kernels = kernels_of(attend, q, k, k, only="CUDA")
         flash = [n for n in kernels if "flash" in n.lower()]
         used = [n for n in flash if TORCHS_OWN not in n]

@@ -1,0 +1,225 @@
+"""What is assumed of a device that nobody probed here: shares of its published peaks, as data.
+
+One place for all of it, so that it can be doubted line by line. "Reached" is what one kernel
+reaches alone: a product of three sizes of 8,192, a copy of gigabytes, attention over 4 causal rows
+of 8,192 tokens with 32 heads of 128 features. Only the H200 was measured, and its numbers stand in
+for the H100, which is the same chip with another memory. Everything else is a round number from
+what such devices are known to reach; `headrace.probes.measure` puts measurements in its place.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+GB, GIB, MICROSECOND = 10**9, 2**30, 1e-6
+
+FACTORS: Mapping[str, tuple[str, float]] = {
+    "bf16": ("bf16", 1.0),
+    "fp16": ("bf16", 1.0),
+    "tf32": ("bf16", 0.5),
+    "fp8": ("bf16", 2.0),
+    "fp32": ("fp32", 1.0),
+}
+"""precision -> (the published peak that it is told from, its multiple). The datasheets of A100,
+L40S, H100, H200 and B200 give dense rates in these ratios."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Attention measured on an H200: TFLOP/s by kernel, forward and backward, causal FLOPs."""
+
+    rows: int
+    heads: int
+    kv_heads: int
+    length: int
+    features: int
+    rates: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """Everything but the rates."""
+        return self.rows, self.heads, self.kv_heads, self.length, self.features
+
+    @property
+    def flops(self) -> float:
+        """Of the forward pass, half of all pairs counted."""
+        return 2.0 * self.rows * self.heads * self.length**2 * self.features
+
+
+ANCHOR_ATTENTION = Row(4, 32, 8, 8192, 128)
+"""The shape that shares are told for."""
+H200_PEAK = 989e12
+"""bf16 FLOP/s; rows count for other chips of the family in proportion to theirs."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Devices that reach like shares of their peaks."""
+
+    products: Mapping[str, float]
+    """precision -> share of its peak reached; one that is missing, the devices do not have"""
+    attention: Mapping[str, tuple[float, float]]
+    """kernel -> shares of the bf16 peak reached forward and backward (of 2.5 times the FLOPs);
+    "math" is computed from products and traffic"""
+    traffic: float
+    """share of the memory bandwidth reached, reads and writes together"""
+    kernel_s: float
+    """device seconds that the smallest kernel takes in a stream of kernels"""
+    launch_s: float
+    """host seconds of an eager operation"""
+    graph_launch_s: float
+    """host seconds of one replay of a captured graph"""
+    context_bytes: int
+    """taken by CUDA's context and the libraries"""
+    link_bytes_per_s: float
+    """of pinned memory, either way"""
+    link_s: float
+    """the smallest copy over it"""
+    sustained: float
+    """so many times as long products take under seconds of load"""
+    says: str
+    """where these numbers are from"""
+    rows: tuple[Row, ...] = ()
+    """attention that was measured on one of them, in place of shares"""
+    relative: Mapping[str, tuple[str, float]] = field(default_factory=dict)
+    """kernel -> (another that has rows, so many times its rates)"""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One device of a family."""
+
+    key: str
+    """occurs in its name; the first that does counts"""
+    family: str
+    processors: int
+    """multiprocessors, by its datasheet"""
+    memory_bytes: int | None = None
+    """as its driver reports it, where that was seen; None is the datasheet's"""
+
+
+H200_ATTENTION = (
+    Row(32, 12, 12, 2048, 64, {"flash": (268, 201), "cudnn": (389, 323), "flex": (322, 242)}),
+    Row(8, 32, 8, 4096, 64, {"flash": (295, 229), "cudnn": (421, 373)}),
+    Row(4, 32, 8, 8192, 128, {"flash": (336, 288), "cudnn": (602, 502)}),
+    Row(1, 32, 8, 32768, 128, {"flash": (352, 317), "cudnn": (611, 541)}),
+)
+"""Measured 2026-11-20 with torch 2.11.0+cu130, bf16, one kernel alone in a loop. In a step the same
+kernels were 6 to 9% (forward) and 9 to 16% (backward) slower: results/kernels.jsonl."""
+
+HOPPER = Family(
+    products={"bf16": 774 / 989, "fp16": 774 / 989, "fp8": 1319 / 1978, "tf32": 0.75, "fp32": 0.75},
+    attention={"efficient": (0.25, 0.18)},
+    rows=H200_ATTENTION,
+    relative={"flash4": ("cudnn", 1.12)},
+    traffic=4.27 / 4.8,
+    kernel_s=2.5 * MICROSECOND,
+    launch_s=6 * MICROSECOND,
+    graph_launch_s=12 * MICROSECOND,
+    context_bytes=int(0.66 * GIB),
+    link_bytes_per_s=52 * GB,
+    link_s=10 * MICROSECOND,
+    sustained=1.05,
+    says="products in bf16 and fp8, copies, and attention by cudnn, flash and (at 2,048 tokens) "
+    "flex as measured on an H200; its context from out-of-memory messages in "
+    "results/techniques.jsonl; flash4 as 1.12 times cudnn, from its receipts there; sustained from "
+    "two steps' products in results/kernels.jsonl, 1.04 and 1.07 times these rates'; fp16 as bf16; "
+    "tf32, fp32, efficient, launches and the link are assumed",
+)
+
+FAMILIES: Mapping[str, Family] = {
+    "hopper": HOPPER,
+    "blackwell": Family(
+        products={"bf16": 0.72, "fp16": 0.72, "fp8": 0.65, "tf32": 0.7, "fp32": 0.75},
+        attention={
+            "cudnn": (0.5, 0.4),
+            "flash": (0.15, 0.12),
+            "flex": (0.2, 0.15),
+            "flash4": (0.55, 0.45),
+            "efficient": (0.12, 0.09),
+        },
+        traffic=0.88,
+        kernel_s=2.5 * MICROSECOND,
+        launch_s=6 * MICROSECOND,
+        graph_launch_s=12 * MICROSECOND,
+        context_bytes=int(0.8 * GIB),
+        link_bytes_per_s=52 * GB,
+        link_s=10 * MICROSECOND,
+        sustained=1.0,
+        says="all shares are assumed: no such device was measured",
+    ),
+    "ampere": Family(
+        products={"bf16": 0.82, "fp16": 0.82, "tf32": 0.8, "fp32": 0.85},
+        attention={
+            "cudnn": (0.55, 0.45),
+            "flash": (0.55, 0.45),
+            "flex": (0.45, 0.35),
+            "efficient": (0.4, 0.3),
+        },
+        traffic=0.85,
+        kernel_s=3 * MICROSECOND,
+        launch_s=7 * MICROSECOND,
+        graph_launch_s=15 * MICROSECOND,
+        context_bytes=int(0.5 * GIB),
+        link_bytes_per_s=24 * GB,
+        link_s=10 * MICROSECOND,
+        sustained=1.0,
+        says="all shares are assumed; flash is near the lower end of what arXiv 2307.08691 "
+        "measured on an A100",
+    ),
+    "ada": Family(
+        products={"bf16": 0.8, "fp16": 0.8, "fp8": 0.75, "tf32": 0.8, "fp32": 0.7},
+        attention={
+            "cudnn": (0.6, 0.5),
+            "flash": (0.6, 0.5),
+            "flex": (0.5, 0.4),
+            "efficient": (0.45, 0.35),
+        },
+        traffic=0.88,
+        kernel_s=2.5 * MICROSECOND,
+        launch_s=6 * MICROSECOND,
+        graph_launch_s=12 * MICROSECOND,
+        context_bytes=int(0.5 * GIB),
+        link_bytes_per_s=24 * GB,
+        link_s=10 * MICROSECOND,
+        sustained=1.0,
+        says="all shares are assumed: no such device was measured",
+    ),
+    "cpu": Family(
+        products={"fp32": 0.7, "bf16": 0.5},
+        attention={"flash": (0.4, 0.3)},
+        traffic=0.6,
+        kernel_s=3 * MICROSECOND,
+        launch_s=3 * MICROSECOND,
+        graph_launch_s=3 * MICROSECOND,
+        context_bytes=0,
+        link_bytes_per_s=6 * GB,
+        link_s=1 * MICROSECOND,
+        sustained=1.0,
+        says="a processor of unknown kind, of which the peaks are guessed too: CPU",
+    ),
+}
+
+PARTS = (
+    Part("H200", "hopper", 132, int(139.80 * GIB)),  # results/techniques.jsonl, "total capacity"
+    Part("H100 PCIe", "hopper", 114),
+    Part("H100", "hopper", 132),
+    Part("B200", "blackwell", 148),
+    Part("A100", "ampere", 108),
+    Part("L40S", "ada", 142),
+    Part("RTX 4090", "ada", 128),
+    Part("RTX 3090", "ampere", 82),
+)
+
+
+@dataclass(frozen=True)
+class Processor:
+    """Peaks that stand in for those of an unknown CPU, for each core, and for its memory."""
+
+    bf16_flops: float
+    fp32_flops: float
+    bandwidth_bytes_per_s: float
+
+
+CPU = Processor(bf16_flops=90e9, fp32_flops=90e9, bandwidth_bytes_per_s=20e9)
+"""A core with 256-bit vectors: 2 units x 8 numbers x 2 operations x 2.8 GHz; two channels of DDR4.
+No matrix units are assumed, so bf16 is as fast as fp32."""

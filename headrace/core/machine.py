@@ -1,0 +1,396 @@
+"""The rates of one device: how long a product, attention, a stream of bytes or a copy takes there.
+
+A rate depends on the shape, so every time has two factors. The first is a plain formula. Of a
+product: its result is cut into tiles, the processors work on as many tiles at once as there are of
+them, and a last round that is not full costs as much as a full one; a tile costs its FLOPs and a
+fixed share for its beginning and end, which is why short sums (small k) are slower; cutting the sum
+helps where tiles are few, and costs a pass over the partial results. Bytes bound it from below. Of
+attention: scores in tiles, of which a causal mask spares those above the diagonal, and the softmax
+counted as `SOFTMAX` features more; too few rows and heads leave processors idle. Of a stream:
+bytes over the bandwidth. A kernel's floor is added to each.
+
+The second factor is what was measured beside the formula. With points the formula's one rate is
+fitted to the fastest of them, and at a point the answer is its time exactly. Elsewhere the ratios
+of neighbours count by the fourth power of their closeness in log size; beyond the outermost points
+the nearest ratio holds, so that the formula extrapolates. Streams are interpolated in log size
+between their points, which are made to rise.
+
+Layouts (which operand is transposed) are not told apart, nor what runs beside a kernel: clocks and
+caches of a step differ from those of a loop over one kernel, and correcting for that is the
+reader's. A `Machine` comes from `headrace.probes.measure`, or from `assumed`: datasheet peaks and
+the shares of them that `headrace.core.assumed` states. Files are JSON, checked value by value.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from headrace.core.assumed import (
+    ANCHOR_ATTENTION,
+    CPU,
+    FACTORS,
+    FAMILIES,
+    H200_PEAK,
+    PARTS,
+    Family,
+    Part,
+    Row,
+)
+from headrace.core.errors import ConfigError, UnsupportedError
+from headrace.core.hardware import Hardware, lookup
+from headrace.core.rates import (
+    BACKWARD,
+    Absent,
+    Attention,
+    Mixing,
+    Product,
+    Products,
+    Ratio,
+    Shape,
+    Stream,
+    between,
+    checked,
+    place,
+    plain_attention,
+    plain_product,
+)
+
+FORMAT = 1
+"""Of the file; another one's are refused."""
+PROBE = "headrace probe"
+"""The command that measures a machine and writes its file."""
+ANCHOR_PRODUCT = (8192, 8192, 8192)
+"""The shape that a share of a peak is told for."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The rates of one device."""
+
+    name: str
+    kind: Literal["gpu", "cpu"]
+    source: Literal["datasheet", "probes"]
+    says: str
+    """what is assumed, or how it was measured"""
+    date: str
+    """of the probes, YYYY-MM-DD; empty for a datasheet, as the next two"""
+    torch: str
+    driver: str
+    memory_bytes: int
+    context_bytes: int
+    """of it, what CUDA's context and the libraries take before the first tensor"""
+    processors: int
+    """multiprocessors of a GPU, threads of a CPU"""
+    launch_s: float
+    """host seconds of one eager operation, without waiting for the device; on a CPU it is part of
+    each operation's time and not beside it"""
+    graph_launch_s: float
+    """host seconds of one replay of a captured graph, however many kernels are in it"""
+    sustained: float
+    """so many times as long products take once it has worked for seconds: its clock falls at the
+    limit of its power. No time below has it in it: a reader who predicts a step multiplies"""
+    traffic: Stream
+    """one kernel that reads and writes so many bytes in all; its floor is every kernel's"""
+    to_host: Stream
+    from_host: Stream
+    products: tuple[Products, ...]
+    attention: tuple[Attention, ...]
+    absent: tuple[Absent, ...] = ()
+    skipped: tuple[str, ...] = ()
+    """what the probes' time did not suffice for"""
+
+    # --- what it tells ------------------------------------------------------------------------
+
+    def product_s(self, precision: str, m: int, n: int, k: int) -> float:
+        """Seconds of one product [m, k] x [k, n].
+
+        Raises:
+            UnsupportedError: the device has no such products, or they were not measured.
+        """
+        key = (precision, m, n, k)
+        if key not in self._memory:
+            known = self._products.get(precision)
+            if known is None:
+                raise self._lacks(f"products in {precision}")
+            ratio = between(self._product_ratios(known), place(m, n, k))
+            self._memory[key] = ratio * self._plain_product(known, m, n, k)
+        return self._memory[key]
+
+    def attention_s(
+        self, kernel: str, *, rows: int, heads: int, kv_heads: int, length: int, features: int,
+        causal: bool, backward: bool,
+    ) -> float:  # fmt: skip
+        """Seconds of one forward pass, or with `backward` of one backward pass alone.
+
+        Args:
+            kernel: "cudnn", "flash", "flash4", "flex", "efficient" or "math".
+            rows: sequences.
+            heads: of queries.
+            kv_heads: of keys and values.
+            length: tokens of a row.
+            features: of a head.
+            causal: whether a token sees only those before it.
+            backward: which of the two passes.
+
+        Raises:
+            UnsupportedError: the device has no such kernel, or it was not measured.
+        """
+        shape = (rows, heads, kv_heads, length, features)
+        key = (kernel, backward, causal, *shape)
+        if key not in self._memory:
+            known = self._kernels.get((kernel, backward))
+            if known is None:
+                way = "backward" if backward else "forward"
+                raise self._lacks(f"attention by {kernel} ({way})")
+            ratio = between(self._attention_ratios(known), _spot(length, features, causal))
+            self._memory[key] = ratio * self._plain_attention(known, shape, causal)
+        return self._memory[key]
+
+    def traffic_s(self, bytes: float) -> float:
+        """Seconds of one streaming kernel that reads and writes `bytes` in all."""
+        return self.traffic.seconds(bytes)
+
+    def link_s(self, bytes: float, to_host: bool) -> float:
+        """Seconds of one copy between the device and pinned memory of the host."""
+        return (self.to_host if to_host else self.from_host).seconds(bytes)
+
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """Those that `product_s` knows."""
+        return tuple(p.precision for p in self.products)
+
+    def kernels(self, backward: bool) -> tuple[str, ...]:
+        """Those that `attention_s` knows in this direction."""
+        return tuple(a.kernel for a in self.attention if a.backward == backward)
+
+    def _plain_product(self, known: Products, m: int, n: int, k: int) -> float:
+        """The formula's seconds."""
+        return plain_product(known, self.kind, self.processors, self.traffic, m, n, k)
+
+    def _plain_attention(self, known: Attention, shape: Shape, causal: bool) -> float:
+        """The formula's seconds."""
+        return plain_attention(known, self.kind, self.processors, self.traffic, shape, causal)
+
+    # --- what was measured beside them --------------------------------------------------------
+
+    def fitted(self) -> "Machine":
+        """The same with each rate set so that the formula meets its fastest point."""
+
+        def product(known: Products) -> Products:
+            best = max(known.points, key=lambda p: p.flops / p.seconds)
+            return self._met(known, best.seconds, lambda p: self._plain_product(p, *best.sizes))
+
+        def attention(known: Attention) -> Attention:
+            best = min(known.points, key=lambda p: p.seconds / self._plain(known, p))
+            return self._met(known, best.seconds, lambda a: self._plain(a, best))
+
+        return replace(
+            self,
+            products=tuple(product(p) if p.points else p for p in self.products),
+            attention=tuple(attention(a) if a.points else a for a in self.attention),
+        )
+
+    def _plain(self, known: Attention, point: Mixing) -> float:
+        return self._plain_attention(known, point.shape, point.causal)
+
+    @staticmethod
+    def _met(known: Any, seconds: float, formula: Callable[[Any], float]) -> Any:
+        """`known` with the rate at which the formula takes `seconds`, or comes closest to it."""
+        for _ in range(20):
+            faster = replace(known, flops_per_s=known.flops_per_s * formula(known) / seconds)
+            if formula(faster) > 0.999 * formula(known) and formula(known) > seconds:
+                break  # a floor or the memory holds it: a higher rate would mean nothing
+            known = faster
+        return known
+
+    @cached_property
+    def _memory(self) -> dict[tuple[Any, ...], float]:
+        """What was asked before: a planner asks for the same shapes a thousand times."""
+        return {}
+
+    @cached_property
+    def _products(self) -> dict[str, Products]:
+        return {p.what: p for p in self.products}
+
+    @cached_property
+    def _kernels(self) -> dict[tuple[str, bool], Attention]:
+        return {a.what: a for a in self.attention}
+
+    @cached_property
+    def _ratios(self) -> dict[Any, list[Ratio]]:
+        """By precision, or kernel and direction: where points lie, and their logarithmic ratios."""
+        return {}
+
+    def _product_ratios(self, known: Products) -> list[Ratio]:
+        if known.what not in self._ratios:
+            self._ratios[known.what] = [
+                (place(*p.sizes), math.log(p.seconds / self._plain_product(known, *p.sizes)))
+                for p in known.points
+            ]
+        return self._ratios[known.what]
+
+    def _attention_ratios(self, known: Attention) -> list[Ratio]:
+        if known.what not in self._ratios:
+            self._ratios[known.what] = [
+                (_spot(p.length, p.features, p.causal), math.log(p.seconds / self._plain(known, p)))
+                for p in known.points
+            ]
+        return self._ratios[known.what]
+
+    def _lacks(self, what: str) -> UnsupportedError:
+        """Why `what` is not known of this device."""
+        words = what.partition(" (")[0]
+        why = next((a.why for a in self.absent if a.what in (what, words)), "")
+        how = "its probes" if self.source == "probes" else "what is assumed of its kind"
+        return UnsupportedError(
+            f"{self.name} has no {what}: {why}" if why else f"{how} tell no {what} of {self.name}",
+            PROBE if not why else "",
+        )
+
+    # --- files --------------------------------------------------------------------------------
+
+    def to_json(self) -> str:
+        """Everything, as a text that people can read too."""
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
+
+    def write(self, path: Path) -> None:
+        """Keep it as a file, aside and renamed, so that a reader finds a whole one."""
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        aside = path.with_name(f"{path.name}.{os.getpid()}")
+        try:
+            aside.write_text(self.to_json())
+            os.replace(aside, path)
+        finally:
+            aside.unlink(missing_ok=True)
+
+    @classmethod
+    def read(cls, path: Path) -> "Machine":
+        """What `write` kept.
+
+        Raises:
+            ConfigError: it is not there, damaged, or not a machine's; with what was found.
+        """
+        try:
+            return cls.from_json(path.read_text())
+        except OSError as error:
+            found = error.strerror or str(error)
+        except (ValueError, RecursionError) as error:
+            found = str(error)
+        raise ConfigError(f"{path} does not hold a machine's rates: {found}", PROBE)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Machine":
+        """What `to_json` made.
+
+        Raises:
+            ValueError: it did not make this; with what was found.
+        """
+        told = json.loads(text)
+        if type(told) is not dict or told.get("format") != FORMAT:
+            found = told.get("format") if type(told) is dict else type(told).__name__
+            raise ValueError(f"format {found!r}, and {FORMAT} is read here")
+        return checked(cls, {key: value for key, value in told.items() if key != "format"}, "")
+
+    @classmethod
+    def assumed(cls, device_name: str) -> "Machine":
+        """A device that nobody probed, from its datasheet and the shares in `core/assumed.py`.
+
+        Raises:
+            UnsupportedError: nothing is published here of such a device.
+        """
+        if device_name.lower() == "cpu":
+            return _assumed(lookup("cpu"), Part("cpu", "cpu", os.cpu_count() or 1))
+        found = lookup(device_name)
+        part = next((p for p in PARTS if p.key.lower() in device_name.lower()), None)
+        if part is None or found.peak_bf16_flops is None:
+            raise UnsupportedError(
+                f"nothing is known of {device_name!r} before it is measured; rates are assumed "
+                f"for cpu, {', '.join(p.key for p in PARTS)}",
+                f"{PROBE} (on that machine)",
+            )
+        return _assumed(found, part)
+
+
+def _spot(length: int, features: int, causal: bool) -> tuple[float, ...]:
+    """Where attention lies: features and the mask change a kernel more than the length does."""
+    return (*place(length, features * features), 2.0 * causal)
+
+
+def _assumed(found: Hardware, part: Part) -> Machine:
+    """The rates of a part whose peaks are published, or for a CPU assumed as well."""
+    family, cpu = FAMILIES[part.family], part.family == "cpu"
+    peaks = {"bf16": found.peak_bf16_flops or CPU.bf16_flops * part.processors,
+             "fp32": found.peak_fp32_flops or CPU.fp32_flops * part.processors}  # fmt: skip
+    bandwidth = found.memory_bandwidth_bytes_per_s or CPU.bandwidth_bytes_per_s
+    link = Stream(family.link_s, family.link_bytes_per_s)
+    m, n, k = ANCHOR_PRODUCT
+    whole = Machine(
+        name=found.name, kind="cpu" if cpu else "gpu", source="datasheet",
+        says=f"peaks: {found.source}; shares of them that are reached: {family.says}",
+        date="", torch="", driver="",
+        memory_bytes=part.memory_bytes or found.memory_bytes or host_memory_bytes(),
+        context_bytes=family.context_bytes, processors=part.processors,
+        launch_s=family.launch_s, graph_launch_s=family.graph_launch_s, sustained=family.sustained,
+        traffic=Stream(family.kernel_s, bandwidth * family.traffic), to_host=link, from_host=link,
+        products=(), attention=(), absent=_absent(family),
+    )  # fmt: skip
+    products = []
+    for precision, share in family.products.items():
+        peak = peaks[FACTORS[precision][0]] * FACTORS[precision][1]
+        point = Product(m, n, k, 2 * m * n * k / (peak * share))
+        products.append(Products(precision, peak, (point,)))  # type: ignore[arg-type]
+    attention = [
+        Attention(kernel, backward, peaks["bf16"], points)  # type: ignore[arg-type]
+        for kernel, backward, points in _attention_points(family, peaks["bf16"])
+    ]
+    rate = peaks["bf16"] * family.products["bf16"]
+    attention += [Attention("math", backward, rate) for backward in (False, True)]
+    return replace(whole, products=tuple(products), attention=tuple(attention)).fitted()
+
+
+def _attention_points(
+    family: Family, peak: float
+) -> Iterator[tuple[str, bool, tuple[Mixing, ...]]]:
+    """Per kernel and direction: rows that were measured on a like device, or the one assumed."""
+    rows: dict[str, list[tuple[Row, tuple[float, float]]]] = {}
+    for row in family.rows:
+        like = peak / H200_PEAK * 1e12
+        for kernel, rates in row.rates.items():
+            rows.setdefault(kernel, []).append((row, (like * rates[0], like * rates[1])))
+    for kernel, (other, ratio) in family.relative.items():
+        rows[kernel] = [(row, (ratio * f, ratio * b)) for row, (f, b) in rows[other]]
+    for kernel, (forward, backward) in family.attention.items():
+        rows[kernel] = [(ANCHOR_ATTENTION, (peak * forward, peak * backward))]
+    for kernel, known in rows.items():
+        for backward in (False, True):
+            yield (
+                kernel,
+                backward,
+                tuple(
+                    Mixing(
+                        *row.shape,
+                        True,
+                        row.flops * (BACKWARD if backward else 1) / rates[backward],
+                    )
+                    for row, rates in known
+                ),
+            )
+
+
+def _absent(family: Family) -> tuple[Absent, ...]:
+    """What no device of the family has, as far as its datasheets tell."""
+    return tuple(
+        Absent(f"products in {precision}", "its datasheet names no such rate")
+        for precision in FACTORS
+        if precision not in family.products
+    )
+
+
+def host_memory_bytes() -> int:
+    """Of the machine that this runs on."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

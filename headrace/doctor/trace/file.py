@@ -1,0 +1,278 @@
+"""Reads one trace of torch.profiler (Kineto): Chrome's JSON, plain or gzip, from any trainer.
+
+A trace is data: json reads it and nothing of it runs. Of each event only what the doctor needs is
+kept, as the file is read, so that memory is two to three times the text's; flows, Python frames and
+most operations are counted and dropped. Times stay in microseconds, `_us`, on the file's own clock.
+Categories changed their names between versions ("Kernel", "kernel"); both are read.
+"""
+
+import gzip
+import json
+import re
+import zlib
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from headrace.core.errors import ConfigError
+from headrace.core.units import format_bytes
+from headrace.doctor.trace.limits import MOST_BYTES
+
+KINDS = {
+    "kernel": "kernel", "gpu_memcpy": "copy", "memcpy": "copy", "gpu_memset": "set",
+    "memset": "set", "cuda_runtime": "call", "runtime": "call", "cuda_driver": "call",
+    "driver": "call", "cpu_op": "op", "operator": "op", "user_annotation": "mark",
+    "gpu_user_annotation": "on device", "python_function": "frame",
+}  # fmt: skip
+"""Kineto's categories, in lower case -> ours"""
+DEVICE = ("kernel", "copy", "set")
+RECORD = (
+    "torch.profiler.profile(activities=[CPU, CUDA], schedule=schedule(wait=1, warmup=2, active=5))"
+)
+"""how to record what the doctor can read"""
+
+LAUNCH = re.compile(r"Launch|Memcpy|Memset")
+SYNC = re.compile(r"Synchronize$|^(cuda|hip)Memcpy$|^hipMemcpyWithStream$|^cuMemcpy(DtoH|HtoD)_v2$")
+SYNC_OPS = ("aten::item", "aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero")
+ALLOCATOR = re.compile(
+    r"^(cuda|hip)(Malloc|Free)$|^(cu|hip)Mem(Map|Unmap|Create|Release|SetAccess)$"
+)
+LOADER = re.compile(
+    r"enumerate\(DataLoader\)|data_?loader|data_iter|data_wait|(get|next|load|fetch)_batch", re.I
+)
+STEP = re.compile(r"^ProfilerStep#(\d+)$")
+OPTIMIZER = "Optimizer.step#"
+RANK = re.compile(r"rank[-_]?(\d+)", re.I)
+
+
+class Event(NamedTuple):
+    """One complete event; `call` is the correlation id between a launch and its kernel, or 0."""
+
+    kind: str
+    name: str
+    start_us: float
+    end_us: float
+    thread: tuple[str, str]
+    call: int
+    stream: Any
+    device: Any
+    group: str
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What the doctor needs of one rank's file.
+
+    Args:
+        path: the file.
+        rank: from distributedInfo, or the file's name; None when neither tells.
+        world: ranks of the run, as the file tells; None when it does not.
+        device: kernels, copies and memsets of the busiest device, in order of their starts.
+        devices: devices that ran something.
+        launches: correlation id -> when the call was made.
+        holds: synchronisations on threads that launch, in order.
+        allocations: calls of the allocator to the driver on threads that launch, in order.
+        loads: a data loader at work on those threads, in order.
+        steps: ProfilerStep marks of the host, or else the optimizer's steps, in order.
+        device_steps: ProfilerStep marks of the device, in order.
+        counts: events of each of the file's categories.
+        frames: whether Python frames were recorded, which slows the host.
+        computes_tf32: False when the file says that the device is older than tensor cores for
+            float32; True when it says otherwise or nothing.
+    """
+
+    path: Path
+    rank: int | None
+    world: int | None
+    device: list[Event]
+    devices: int
+    launches: dict[int, float]
+    holds: list[Event]
+    allocations: list[Event]
+    loads: list[Event]
+    steps: list[Event]
+    device_steps: list[Event]
+    counts: Counter[str]
+    frames: bool
+    computes_tf32: bool
+
+
+def read_trace(path: Path) -> Trace:
+    """One file.
+
+    Raises:
+        ConfigError: it is missing, cut short, too large, no JSON, or no trace of torch.profiler.
+    """
+    text = _text(path)
+    try:
+        whole, sieve = _parsed(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        try:
+            whole, sieve = _parsed(_mended(text))
+        except (json.JSONDecodeError, RecursionError):
+            raise ConfigError(
+                f"{path} is not whole JSON: {error}", "record it again, and let the profiler end"
+            ) from None
+    if isinstance(whole, list):  # Chrome allows the bare list
+        whole = {"traceEvents": whole}
+    if not isinstance(whole, dict) or not isinstance(whole.get("traceEvents"), list):
+        raise ConfigError(f"{path} is JSON, but no trace: it has no list 'traceEvents'", RECORD)
+    if not any(c.lower() in KINDS for c in sieve.counts):
+        found = ", ".join(sorted(sieve.counts)) or "none"
+        raise ConfigError(
+            f"{path} holds no event of torch.profiler; its categories: {found}", RECORD
+        )
+    return _sorted_out(path, whole, sieve)
+
+
+def _parsed(text: str) -> tuple[Any, "_Sieve"]:
+    sieve = _Sieve()
+    return json.loads(text, object_hook=sieve.take, strict=False), sieve
+
+
+def _mended(text: str) -> str:
+    """Without two faults of Kineto: values left out, and backslashes of Windows as they are."""
+    text = re.sub(r'":\s*(?=[,}])', '": null', text)
+    escaped = r'(\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))'
+    return re.sub(escaped + r"|\\", lambda found: found[1] or r"\\", text)
+
+
+def _text(path: Path) -> str:
+    """The unpacked text of a file."""
+    try:
+        with path.open("rb") as raw:
+            packed = raw.read(2) == b"\x1f\x8b"
+        with gzip.open(path) if packed else path.open("rb") as stream:
+            found = stream.read(MOST_BYTES + 1)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"There is no trace {path}", "give the path of a .json or .json.gz"
+        ) from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(f"{path} cannot be read: {error}", "record or copy it again") from None
+    if len(found) > MOST_BYTES:
+        raise ConfigError(
+            f"{path} holds more than {format_bytes(MOST_BYTES)} of JSON, the most that is read",
+            "record fewer steps (active=5), without with_stack and record_shapes",
+        )
+    return found.decode("utf-8", errors="replace")
+
+
+class _Sieve:
+    """Takes events out of the JSON while it is read."""
+
+    def __init__(self) -> None:
+        self.kept: list[Event] = []
+        self.counts: Counter[str] = Counter()
+        self._names: dict[str, str] = {}
+
+    def take(self, found: dict[str, Any]) -> dict[str, Any] | None:
+        """An event is kept or dropped and leaves None; anything else stays as it is."""
+        if "ph" not in found or "name" not in found:
+            return found
+        if found["ph"] == "X" and isinstance(found.get("cat"), str):
+            self.counts[found["cat"]] += 1
+            kind, name = KINDS.get(found["cat"].lower()), found["name"]
+            if kind and isinstance(name, str) and _wanted(kind, name):
+                self._keep(kind, self._names.setdefault(name, name), found)
+        return None
+
+    def _keep(self, kind: str, name: str, found: dict[str, Any]) -> None:
+        args = found.get("args")
+        args = args if isinstance(args, dict) else {}
+        start, spent, call = found.get("ts"), found.get("dur"), args.get("correlation", 0)
+        if not isinstance(start, (int, float)) or not isinstance(spent, (int, float)):
+            return
+        group = args.get("Process Group Ranks") or args.get("Process Group Name") or ""
+        thread = (str(found.get("pid")), str(found.get("tid")))  # some versions write "24572"
+        self.kept.append(
+            Event(
+                kind, name, float(start), start + max(spent, 0.0), thread,
+                call if isinstance(call, int) else 0, args.get("stream", thread[1]),
+                args.get("device", thread[0]), str(group),
+            )
+        )  # fmt: skip
+
+
+def _wanted(kind: str, name: str) -> bool:
+    """Whether the doctor looks at such an event."""
+    if kind in DEVICE:
+        return True
+    if kind == "call":
+        return any(pattern.search(name) for pattern in (LAUNCH, SYNC, ALLOCATOR))
+    if kind == "op":
+        return name in SYNC_OPS or _marks(name)
+    if kind == "mark":
+        return _marks(name)
+    return kind == "on device" and bool(STEP.match(name))
+
+
+def _marks(name: str) -> bool:
+    """Whether a name marks a step or a loader; older torch called marks operators."""
+    return bool(STEP.match(name) or LOADER.search(name)) or name.startswith(OPTIMIZER)
+
+
+def _sorted_out(path: Path, whole: dict[str, Any], sieve: _Sieve) -> Trace:
+    """Events by what they are for."""
+    ran: dict[Any, list[Event]] = {}
+    host: list[Event] = []
+    device_steps: dict[str, Event] = {}
+    for event in sorted(sieve.kept, key=lambda e: e.start_us):
+        if event.kind in DEVICE:
+            ran.setdefault(event.device, []).append(event)
+        elif event.kind == "on device":
+            device_steps.setdefault(event.name, event)  # one a stream: the first counts
+        else:
+            host.append(event)
+    calls = [e for e in host if e.kind == "call" and LAUNCH.search(e.name)]
+    launches: dict[int, float] = {}
+    for event in calls:
+        if event.call:
+            launches.setdefault(event.call, event.start_us)
+    steps = _steps(host)
+    threads = {e.thread for e in [*calls, *steps]}
+    holds = [e for e in host if SYNC.search(e.name) or e.name in SYNC_OPS]
+    told = whole.get("distributedInfo")
+    told = told if isinstance(told, dict) else {}
+    named = RANK.search(path.name)
+    rank = told.get("rank", int(named[1]) if named else None)
+    return Trace(
+        path=path,
+        rank=rank if isinstance(rank, int) else None,
+        world=told["world_size"] if isinstance(told.get("world_size"), int) else None,
+        device=max(ran.values(), key=lambda es: sum(e.end_us - e.start_us for e in es), default=[]),
+        devices=len(ran),
+        launches=launches,
+        holds=_on(threads, holds),
+        allocations=_on(threads, [e for e in host if ALLOCATOR.search(e.name)]),
+        loads=_on(threads, [e for e in host if e.kind != "call" and LOADER.search(e.name)]),
+        steps=steps,
+        device_steps=list(device_steps.values()),
+        counts=sieve.counts,
+        frames=any(KINDS.get(c.lower()) == "frame" for c in sieve.counts),
+        computes_tf32=_computes_tf32(whole),
+    )
+
+
+def _steps(host: list[Event]) -> list[Event]:
+    """The profiler's steps; without them those of the optimizer that steps most often."""
+    found = [e for e in host if STEP.match(e.name)]
+    if found:
+        return found
+    names = Counter(e.name for e in host if e.name.startswith(OPTIMIZER))
+    often = max(names, key=lambda name: names[name], default=None)
+    return [e for e in host if e.name == often]
+
+
+def _on(threads: set[tuple[str, str]], events: list[Event]) -> list[Event]:
+    """Those of the threads that launch: a thread that pins memory may wait as it likes."""
+    return [e for e in events if e.thread in threads]
+
+
+def _computes_tf32(whole: dict[str, Any]) -> bool:
+    """Whether float32 products could run on tensor cores (compute capability 8.0 on)."""
+    known = whole.get("deviceProperties") or whole.get("computeProperties")
+    cards = [card for card in known if isinstance(card, dict)] if isinstance(known, list) else []
+    majors = [card.get("computeMajor", card.get("major")) for card in cards]
+    return all(major >= 8 for major in majors if isinstance(major, int))

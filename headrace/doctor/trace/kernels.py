@@ -1,0 +1,108 @@
+"""What kernels ran: their families, told by names, and the table of the longest.
+
+Shares in the table are of the kernels' summed time. Kernels may overlap, so the verdicts rest on
+unions of intervals and never on these sums.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from headrace.doctor.trace.file import Event
+from headrace.doctor.trace.limits import SHORT_KERNEL_US
+
+PREFIXES = {
+    "triton_tem_fused_flex_attention": "attention",
+    "triton_tem_": "products",
+    "triton_": "elementwise",
+}
+"""how inductor's names begin -> family; the first that fits, before any of FAMILIES"""
+FAMILIES = {
+    "collectives": ("nccl", "rccl", "mscclpp", "nvshmem", "cross_device_reduce", "one_shot_all"),
+    "attention": ("attention", "fmha", "flash", "cudnn_generated", "sdpa", "attn"),
+    "products": (
+        "gemm", "nvjet", "cutlass", "matmul", "scaled_mm", "xmma", "splitk", "gemv", "conv2d",
+        "fprop", "dgrad", "wgrad", "implicit_con", "winograd",
+    ),
+    "optimizer": ("adam", "multi_tensor", "lpnorm", "foreach"),
+    "copies": ("memcpy", "memset"),
+    "elementwise": (
+        "elementwise", "norm", "softmax", "reduce", "rope", "rotary", "swiglu", "silu", "gelu",
+        "cross_entropy", "nll_loss", "embedding", "index", "gather", "scatter", "dropout", "fill",
+        "copy", "cat", "welford", "triton",
+    ),
+}  # fmt: skip
+"""family -> parts of its kernels' names; the first that fits. Elementwise holds normalisations and
+reductions too: what reads and writes much and computes little"""
+MEMORY_FAMILIES = ("elementwise", "optimizer")
+SLOW_PRODUCTS = ("sgemm", "simt")
+"""parts of the names of float32 products that run without tensor cores"""
+FASTER = ("tf32", "s1688", "tensorop")
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """One kernel of the table.
+
+    Args:
+        name: as the trace has it.
+        family: of FAMILIES, or "other".
+        calls: in all steps that were measured.
+        total_s: their summed time.
+        share: of all kernels' summed time.
+    """
+
+    name: str
+    family: str
+    calls: int
+    total_s: float
+    share: float
+
+
+@cache
+def family_of(name: str) -> str:
+    """The family of a kernel."""
+    low = name.lower()
+    if not any(part in low for part in FAMILIES["collectives"]):
+        for prefix, family in PREFIXES.items():
+            if low.startswith(prefix):
+                return family
+    return next((f for f, parts in FAMILIES.items() if any(p in low for p in parts)), "other")
+
+
+@cache
+def is_slow_product(name: str) -> bool:
+    """Whether a kernel is a float32 product without tensor cores."""
+    low = name.lower()
+    return any(p in low for p in SLOW_PRODUCTS) and not any(p in low for p in FASTER)
+
+
+def is_memory_bound(event: Event) -> bool:
+    """Whether its family moves much and computes little; a short kernel is all latency instead."""
+    long = event.end_us - event.start_us >= SHORT_KERNEL_US
+    return long and family_of(event.name) in MEMORY_FAMILIES
+
+
+def is_host_copy(event: Event, way: str) -> bool:
+    """Whether a copy goes between host and device; `way` is "HtoD" or "DtoH"."""
+    return event.kind == "copy" and way.lower() in event.name.lower()
+
+
+def table(events: Sequence[Event]) -> tuple[KernelRow, ...]:
+    """Kernels and copies by name, the longest first."""
+    sums: dict[str, tuple[int, float]] = {}
+    for event in events:
+        calls, spent_us = sums.get(event.name, (0, 0.0))
+        sums[event.name] = calls + 1, spent_us + event.end_us - event.start_us
+    whole_us = sum(spent for _, spent in sums.values()) or 1.0
+    rows = [
+        KernelRow(name, family_of(name), calls, spent_us * 1e-6, spent_us / whole_us)
+        for name, (calls, spent_us) in sums.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: (-row.total_s, row.name)))
+
+
+def short_share(events: Sequence[Event]) -> float | None:
+    """The share of kernels that are shorter than a launch is worth; None without kernels."""
+    spent = [e.end_us - e.start_us for e in events if e.kind == "kernel"]
+    return sum(s < SHORT_KERNEL_US for s in spent) / len(spent) if spent else None

@@ -1,0 +1,109 @@
+"""One run's traces together: each rank's numbers, and its collectives against the other ranks'.
+
+A collective ends for all ranks at once and begins for each as it arrives. So its transfer is its
+shortest time over the ranks, and what a rank's own took beyond that is waiting for a slower one
+(TraceLens, Megatron-Bridge). Durations are compared and never clocks, so ranks of several hosts may
+be given. A collective is named by step, kernel, process group and place; where ranks ran different
+numbers of a kind in a step, that kind is left out.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from headrace.core.errors import ConfigError
+from headrace.doctor.trace.file import read_trace
+from headrace.doctor.trace.times import RankTimes, StepTimes, measure
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Collectives compared over ranks; each list has one number a rank, in the order of the files.
+
+    Args:
+        matched: collectives found on two ranks or more.
+        transfer_s: the shortest time over ranks, summed.
+        jitter_s: own time beyond that.
+        waited_s: the part of the jitter that kernels waited for.
+        last: the rank for which the others wait most often.
+        last_share: in this share of the matched collectives.
+    """
+
+    matched: int
+    transfer_s: tuple[float, ...]
+    jitter_s: tuple[float, ...]
+    waited_s: tuple[float, ...]
+    last: int | None
+    last_share: float
+
+
+@dataclass(frozen=True)
+class TraceNumbers:
+    """All that was measured: each rank's steps and kernels, and the ranks against each other."""
+
+    ranks: tuple[RankTimes, ...]
+    between_ranks: Ranks
+
+    def step_s(self) -> float:
+        """The mean step of the median rank; 0 when none was measured."""
+        return median([r.wall_s / len(r.steps) for r in self.ranks if r.steps] or [0.0])
+
+    def share(self, of: Callable[[StepTimes], float]) -> float:
+        """What part of a step something takes: the median over ranks that were measured."""
+        shares = [sum(map(of, r.steps)) / r.wall_s for r in self.ranks if r.steps]
+        return median(shares or [0.0])
+
+    def idle(self, cause: str) -> float:
+        """The share of a step without computation for one of times.CAUSES."""
+        return self.share(lambda step: step.idle_s[cause] + step.late_s[cause])
+
+
+def measure_traces(paths: Sequence[Path]) -> TraceNumbers:
+    """The numbers of one run's traces, one file a rank, read one after the other.
+
+    Raises:
+        ConfigError: a file cannot be read, none was given, or two are of one rank.
+    """
+    if not paths:
+        raise ConfigError("No trace was given", "give the path of a .json or .json.gz")
+    ranks = tuple(measure(read_trace(path), place) for place, path in enumerate(paths))
+    often, count = Counter(r.rank for r in ranks).most_common(1)[0]
+    if count > 1:
+        names = ", ".join(r.path for r in ranks if r.rank == often)
+        raise ConfigError(
+            f"{count} of the {len(ranks)} traces are of rank {often}: {names}",
+            "give one file of each rank, all of one recording",
+        )
+    return TraceNumbers(ranks, _compare(ranks))
+
+
+def _compare(ranks: Sequence[RankTimes]) -> Ranks:
+    """Transfer and jitter of the collectives that several ranks took part in."""
+    sizes = [Counter(c.key[:2] for c in r.collectives) for r in ranks]
+    same = {
+        kind
+        for kind in set().union(*sizes)
+        if len({size[kind] for size in sizes if size[kind]}) == 1
+    }
+    owns: dict[tuple[int, str, int], dict[int, tuple[float, float]]] = {}
+    for place, rank in enumerate(ranks):
+        for one in rank.collectives:
+            if one.key[:2] in same:
+                owns.setdefault(one.key, {})[place] = one.spent_s, one.blocking_s
+    transfer, jitter, waited = ([0.0] * len(ranks) for _ in range(3))
+    last: Counter[int] = Counter()
+    shared = [own for own in owns.values() if len(own) > 1]
+    for own in shared:
+        shortest = min(spent for spent, _ in own.values())
+        last[min(own, key=lambda place: own[place][0])] += 1
+        for place, (spent, blocking) in own.items():
+            transfer[place] += shortest
+            jitter[place] += spent - shortest
+            waited[place] += min(spent - shortest, blocking)
+    place, often = last.most_common(1)[0] if last else (None, 0)
+    return Ranks(
+        len(shared), tuple(transfer), tuple(jitter), tuple(waited),
+        None if place is None else ranks[place].rank, often / len(shared) if shared else 0.0,
+    )  # fmt: skip

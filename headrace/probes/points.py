@@ -1,0 +1,383 @@
+"""What is measured, in which order, and how each point is made.
+
+Shapes: B rows, H query heads, G key-value heads, T tokens, K features of a head.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import (
+    SDPBackend,
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    restore_flash_attention_impl,
+    sdpa_kernel,
+)
+
+from headrace.core.rates import Kernel, Mixing, Moved, Precision, Product, Shape
+from headrace.probes.clock import REPEATS, Clock
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+TINY = 200
+"""Operations of which the launch is timed at once; fewer than a stream can hold."""
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
+          "tf32": torch.float32}  # fmt: skip
+BACKENDS: dict[str, SDPBackend] = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION,
+    "flash4": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}  # fmt: skip
+COMPILING_S = {"flex": 40.0, "flash4": 30.0}
+"""A kernel that is compiled for its shapes is left out when no more time than this is left."""
+SUSTAINED, LOAD_S = "sustained load", 3.0
+"""Power is limited over tens of milliseconds, heat over seconds."""
+SQUARES = {"cuda": (8192, 4096), "cpu": (256, 512)}
+"""Products of three equal sizes, the first ones made; the very first is made in any case."""
+GRIDS = {
+    "cuda": (
+        ((2048, 8192, 32768), (768, 2048, 8192)),
+        ((128, 512, 65536), (512, 4096, 16384)),
+        ((4096, 16384), (1024, 3072, 6144, 12288)),
+    ),
+    "cpu": (((64, 256, 1024), (128, 512)), ((16, 512, 2048), (256, 2048))),
+}
+"""Tokens and widths of a layer's products, the important ones first; the others in bf16 alone."""
+HEADS = ((8192, 32768, 768), (32768, 128256, 2048), (128256, 2048, 32768), (32768, 768, 65536))
+"""Products of the output layer."""
+ROWS: dict[str, tuple[Shape, ...]] = {
+    "cuda": ((8, 32, 8, 4096, 64), (4, 32, 8, 8192, 128), (32, 12, 12, 2048, 64),
+             (64, 12, 12, 512, 64), (8, 16, 16, 2048, 128), (1, 32, 8, 32768, 128)),
+    "cpu": ((1, 4, 4, 256, 64), (2, 4, 4, 128, 32), (1, 4, 4, 512, 64), (1, 2, 2, 1024, 64)),
+}  # fmt: skip
+SMALL_ROWS: Shape = (2, 12, 12, 1024, 64)
+"""For kernels that keep every score, or whose shapes take long to compile."""
+MOVED = {
+    "cuda": (GIB, 16 * KIB, 64 * MIB, MIB, 256 * MIB, 8 * MIB, 2 * GIB, 256 * KIB, 32 * MIB),
+    "cpu": (16 * MIB, 16 * KIB, MIB, 128 * MIB),
+}
+"""Bytes that a copy reads and writes together."""
+LINKED = {"cuda": (64 * MIB, 64 * KIB, MIB, 512 * MIB), "cpu": (8 * MIB, 64 * KIB)}
+
+
+@dataclass
+class Probe:
+    """One measurement."""
+
+    group: str
+    label: str
+    work: float
+    """FLOPs or bytes: those of one group take time in proportion"""
+    bytes: float
+    """of memory that it needs at once"""
+    run: Callable[[], None]
+    least_s: float = 0.0
+    """for what does not grow with the work: compiling"""
+    must: bool = False
+    """whether it runs without regard to the budget"""
+
+
+@dataclass
+class Found:
+    """What the probes have written down so far."""
+
+    clock: Clock
+    draw: torch.Generator
+    products: dict[Precision, list[Product]] = field(default_factory=dict)
+    attention: dict[tuple[Kernel, bool], list[Mixing]] = field(default_factory=dict)
+    traffic: list[Moved] = field(default_factory=list)
+    links: dict[bool, list[Moved]] = field(default_factory=lambda: {True: [], False: []})
+    launch_s: float = 0.0
+    graph_launch_s: float = 0.0
+    kernel_s: float = 0.0
+    sustained: float = 1.0
+    absent: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def device(self) -> torch.device:
+        """The one that is measured."""
+        return self.clock.device
+
+    def random(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Normal numbers on the device."""
+        return torch.randn(*shape, device=self.device, generator=self.draw).to(dtype)
+
+
+# --- one point --------------------------------------------------------------------------------
+
+
+def product_probe(found: Found, precision: Precision, m: int, n: int, k: int) -> Probe:
+    """[m, k] times [k, n]."""
+
+    def run() -> None:
+        seconds = found.clock.seconds(_multiply(found, precision, m, n, k))
+        found.products.setdefault(precision, []).append(Product(m, n, k, seconds))
+
+    needed = 4.0 * (2 * (m * k + k * n) + m * n)
+    return Probe(f"products in {precision}", f"{m}x{n}x{k}", 2.0 * m * n * k, needed, run)
+
+
+def _multiply(found: Found, precision: Precision, m: int, n: int, k: int) -> Callable[[], Any]:
+    """A call that multiplies matrices, as a linear layer's forward pass holds them."""
+    if precision == "fp8":
+        a, b = (found.random(rows, k).to(torch.float8_e4m3fn) for rows in (m, n))
+        one = torch.ones((), device=found.device)
+        return lambda: torch._scaled_mm(  # type: ignore[attr-defined]
+            a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+    dtype = DTYPES[precision]
+    x, w = found.random(m, k, dtype=dtype), found.random(n, k, dtype=dtype)
+    out = torch.empty(m, n, dtype=dtype, device=found.device)
+
+    def multiply() -> None:
+        if precision != "tf32":
+            torch.mm(x, w.t(), out=out)
+            return
+        torch.set_float32_matmul_precision("high")
+        try:
+            torch.mm(x, w.t(), out=out)
+        finally:
+            torch.set_float32_matmul_precision("highest")
+
+    return multiply
+
+
+def attention_probe(found: Found, kernel: Kernel, shape: Shape, causal: bool) -> Probe:
+    """Attention by one kernel, forward and backward."""
+    rows, heads, kv_heads, length, features = shape
+    if kernel in ("efficient", "math"):
+        kv_heads = heads  # they take no groups of query heads
+
+    def run() -> None:
+        times = _mix(found, kernel, (rows, heads, kv_heads, length, features), causal)
+        for backward, seconds in zip((False, True), times, strict=True):
+            point = Mixing(rows, heads, kv_heads, length, features, causal, seconds)
+            found.attention.setdefault((kernel, backward), []).append(point)
+
+    needed = 16.0 * rows * length * features * (heads + kv_heads)
+    if kernel == "math":
+        needed += 32.0 * rows * heads * length**2
+    label = f"{rows}x{heads}/{kv_heads}x{length}x{features}{'' if causal else ' not causal'}"
+    flops = 4.0 * rows * heads * length**2 * features
+    return Probe(f"attention by {kernel}", label, flops, needed, run, COMPILING_S.get(kernel, 0.0))
+
+
+def _mix(found: Found, kernel: Kernel, shape: Shape, causal: bool) -> tuple[float, float]:
+    """Seconds of the forward and of the backward pass."""
+    B, H, G, T, K = shape
+    dtype = torch.bfloat16 if found.device.type == "cuda" else torch.float32
+    drawn = [found.random(B, T, heads, K, dtype=dtype).transpose(1, 2) for heads in (H, G, G, H)]
+    qkv, gradient = [x.requires_grad_() for x in drawn[:3]], drawn[3]
+    if kernel == "flex":
+        return _flex(found.clock, qkv, gradient, causal)
+
+    q, k, v = qkv
+
+    def forward() -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=G != H)
+
+    with _standing(kernel), sdpa_kernel(BACKENDS[kernel]):
+        mixed = forward()
+        forward_s = found.clock.seconds(forward)
+        backward_s = found.clock.seconds(
+            lambda: torch.autograd.grad(mixed, qkv, gradient, retain_graph=True)
+        )
+    return forward_s, backward_s
+
+
+@contextmanager
+def _standing(kernel: Kernel) -> Iterator[None]:
+    """FlashAttention 4 in place of torch's flash kernels where that is asked for."""
+    if kernel != "flash4":
+        yield
+        return
+    if find_spec("flash_attn") is None:
+        raise ImportError("flash-attn-4 is not installed")
+    before = current_flash_attention_impl()
+    activate_flash_attention_impl("FA4")
+    try:
+        yield
+    finally:
+        restore_flash_attention_impl()
+        if before is not None:
+            activate_flash_attention_impl(before)
+
+
+def _flex(clock: Clock, qkv: list[Tensor], gradient: Tensor, causal: bool) -> tuple[float, float]:
+    """As `_mix`; its compiled backward pass runs once after each forward pass."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    (q, k, v), T = qkv, gradient.size(2)
+    block = create_block_mask(
+        lambda b, h, i, j: (i >= j) if causal else (i >= 0), None, None, T, T, device=q.device
+    )
+    call: Any = torch.compile(flex_attention, dynamic=False)
+
+    def forward() -> Tensor:
+        return call(q, k, v, block_mask=block, enable_gqa=q.size(1) != k.size(1))
+
+    both_s = clock.seconds(lambda: torch.autograd.grad(forward(), qkv, gradient))
+    forward_s = clock.seconds(forward)
+    if both_s <= forward_s:
+        raise RuntimeError("forward and backward took no longer than forward alone")
+    return forward_s, both_s - forward_s
+
+
+def _moving(found: Found, size: int) -> Probe:
+    """A copy on the device: half of the bytes read, half written."""
+
+    def run() -> None:
+        x = torch.zeros(size // 2, dtype=torch.int8, device=found.device)
+        y = torch.empty_like(x)
+        found.traffic.append(Moved(size, found.clock.seconds(lambda: y.copy_(x))))
+
+    return Probe("copies", f"{size} bytes", size, size, run)
+
+
+def _linking(found: Found, size: int, to_host: bool) -> Probe:
+    """A copy between the device and pinned memory; on a CPU within its memory."""
+
+    def run() -> None:
+        pin = found.device.type == "cuda"
+        host = torch.zeros(size, dtype=torch.int8, pin_memory=pin)
+        here = torch.zeros(size, dtype=torch.int8, device=found.device)
+        onto, source = (host, here) if to_host else (here, host)
+        seconds = found.clock.seconds(lambda: onto.copy_(source, non_blocking=True))
+        found.links[to_host].append(Moved(size, seconds))
+
+    way = "to" if to_host else "from"
+    return Probe(f"copies {way} the host", f"{size} bytes", size, size, run)
+
+
+def _sustaining(found: Found, precision: Precision) -> Probe:
+    """How much longer a product takes at the end of `LOAD_S` of nothing else."""
+    size = SQUARES["cuda"][0]
+    work = 2.0 * size**3
+
+    def run() -> None:
+        call = _multiply(found, precision, size, size, size)
+        alone_s = found.clock.seconds(call)
+        many = max(1, int(0.1 / alone_s))
+        until_s = time.perf_counter() + LOAD_S
+        while time.perf_counter() < until_s:
+            for _ in range(many):
+                call()
+            found.clock.wait()
+        found.sustained = max(1.0, found.clock.in_a_row(call, many) / alone_s)
+
+    return Probe(SUSTAINED, f"{LOAD_S:.0f} s", work, 8.0 * size**2, run, LOAD_S + 1)
+
+
+def launches(found: Found) -> None:
+    """What queueing costs the host, and the least that a kernel takes the device."""
+    x = torch.zeros(1, device=found.device)
+
+    def queue() -> None:
+        for _ in range(TINY):
+            x.add_(1)
+
+    queue()
+    found.launch_s = _queueing(found, queue) / TINY
+    if found.device.type != "cuda":
+        found.graph_launch_s = found.kernel_s = found.launch_s
+        found.absent["captured graphs"] = "a CPU has none: each operation costs what it costs"
+        return
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        queue()
+    found.graph_launch_s = _queueing(found, graph.replay)
+    found.kernel_s = found.clock.seconds(graph.replay) / TINY
+
+
+def _queueing(found: Found, queue: Callable[[], Any]) -> float:
+    """Host seconds until a call comes back; the device's queue is empty when it begins."""
+    times = []
+    for _ in range(REPEATS + 2):
+        found.clock.wait()
+        begin_s = time.perf_counter()
+        queue()
+        times.append(time.perf_counter() - begin_s)
+    found.clock.wait()
+    return median(times[2:])
+
+
+# --- which, and in which order ----------------------------------------------------------------
+
+
+def in_order(found: Found) -> Iterator[Probe]:
+    """All probes, the most important first; what the device cannot have is noted as absent."""
+    kind = found.device.type
+    main, *others = _precisions(found)
+    moved = [_moving(found, size) for size in MOVED[kind]]
+    linked = [_linking(found, size, way) for size in LINKED[kind] for way in (True, False)]
+    squares = {
+        p: [product_probe(found, p, n, n, n) for n in SQUARES[kind]] for p in (main, *others)
+    }
+    kernels: list[Kernel] = ["cudnn", "flash", "efficient"] if kind == "cuda" else ["flash"]
+    rows = [[attention_probe(found, kernel, one, True) for kernel in kernels] for one in ROWS[kind]]
+    for probe in (*moved[:2], *linked[:4], squares[main][0]):
+        probe.must = True
+        yield probe
+    yield from (squares[other][0] for other in others)
+    yield from (*rows[0], *rows[1], *moved[2:], *squares[main][1:], *_grid(found, main, 0))
+    if kind == "cuda":
+        yield _sustaining(found, main)
+    else:
+        found.absent[SUSTAINED] = "it was not tried on a CPU: 1 stands for it"
+    yield from (*linked[4:], *(probe for more in rows[2:] for probe in more))
+    for other in others:
+        yield from (*squares[other][1:], *_grid(found, other, 0))
+    few = SMALL_ROWS if kind == "cuda" else ROWS[kind][0]
+    yield attention_probe(found, "math", few, True)
+    yield from (attention_probe(found, kernel, (8, *few[1:]), False) for kernel in kernels)
+    for level in range(1, len(GRIDS[kind])):
+        yield from _grid(found, main, level)
+    if kind == "cuda":
+        yield from (product_probe(found, main, *one) for one in HEADS)
+        yield from (attention_probe(found, "flash4", ROWS[kind][n], True) for n in (0, 1))
+        yield attention_probe(found, "flex", ROWS[kind][2], True)
+    else:
+        gpus = (f"attention by {kernel}" for kernel in ("cudnn", "efficient", "flash4"))
+        found.absent |= dict.fromkeys(gpus, "a kernel of NVIDIA GPUs")
+        found.absent["attention by flex"] = "on a CPU it has no backward pass"
+
+
+def _grid(found: Found, precision: Precision, level: int) -> Iterator[Probe]:
+    """Products of a layer: forward and backward of the input, and of the weight."""
+    kind = found.device.type
+    tokens, widths = GRIDS[kind][level]
+    for m in tokens:
+        for n in widths:
+            for k in widths:
+                yield product_probe(found, precision, m, n, k)
+    for n in widths:
+        for k in widths:
+            yield product_probe(found, precision, n, k, max(tokens))
+
+
+def _precisions(found: Found) -> Iterator[Precision]:
+    """Those that the device has, the most used first; the others are noted as absent."""
+    if found.device.type == "cpu":
+        yield from ("fp32", "bf16")
+        found.absent |= dict.fromkeys(
+            (f"products in {p}" for p in ("fp16", "tf32", "fp8")), "no matrix units of a GPU"
+        )
+        return
+    capability = torch.cuda.get_device_capability(found.device)
+    needed: dict[Precision, tuple[int, int]] = {
+        "bf16": (8, 0), "fp8": (8, 9), "fp32": (0, 0), "tf32": (8, 0), "fp16": (7, 0),
+    }  # fmt: skip
+    for precision, oldest in needed.items():
+        if capability >= oldest:
+            yield precision
+        else:
+            has = ".".join(map(str, capability))
+            found.absent[f"products in {precision}"] = f"compute capability {has} has no units"

@@ -1,0 +1,44 @@
+"""A machine's rates for a reader: of each kind the fastest that was measured or is assumed."""
+
+from headrace.core.machine import Machine
+from headrace.core.rates import BACKWARD
+from headrace.core.units import format_bytes, format_seconds
+
+MANY_BYTES = 2**30
+"""Of a copy for which the rate is told."""
+
+
+def table(machine: Machine) -> list[list[str]]:
+    """Rows of what and how fast."""
+    rows = []
+    for known in machine.products:
+        best = max(known.points, key=lambda p: p.flops / p.seconds)
+        what = f"products in {known.precision}, {best.m} x {best.n} x {best.k}"
+        rows.append([what, f"{best.flops / best.seconds / 1e12:.4g} TFLOP/s"])
+    for mixing in machine.attention:
+        if not mixing.points:
+            continue
+        work = {p: _work(p.shape, p.causal, mixing.backward) / p.seconds for p in mixing.points}
+        best = max(work, key=lambda p: work[p])
+        way = "backward" if mixing.backward else "forward"
+        what = f"attention by {mixing.kernel}, {way}, {best.length} tokens of {best.features}"
+        rows.append([what, f"{work[best] / 1e12:.4g} TFLOP/s"])
+    rate = MANY_BYTES / machine.traffic_s(MANY_BYTES)
+    rows.append(["reading and writing memory", f"{rate / 1e9:.4g} GB/s"])
+    rows.append(["a small kernel", format_seconds(machine.traffic_s(1))])
+    rows.append(["the host, for one operation", format_seconds(machine.launch_s)])
+    if machine.kind == "gpu":
+        for way, to_host in (("to", True), ("from", False)):
+            rate = MANY_BYTES / machine.link_s(MANY_BYTES, to_host)
+            rows.append([f"copies {way} the host", f"{rate / 1e9:.4g} GB/s"])
+        rows.append(["held by the driver and libraries", format_bytes(machine.context_bytes)])
+    rows += [[absent.what, f"none: {absent.why}"] for absent in machine.absent]
+    rows += [[what, "no time left"] for what in machine.skipped]
+    return rows
+
+
+def _work(shape: tuple[int, int, int, int, int], causal: bool, backward: bool) -> float:
+    """FLOPs of a pass, of what a causal mask leaves."""
+    rows, heads, _, length, features = shape
+    forward = 4.0 * rows * heads * length**2 * features / (2 if causal else 1)
+    return forward * (BACKWARD if backward else 1)

@@ -1,0 +1,264 @@
+"""The numbers of `headrace truth`, each from the rows of one topic.
+
+Every standing row counts, whether it flatters or not. A prediction counts only when its row stands
+before its outcome's: files are appended to and never edited, so that order is the order of time.
+Abstaining is not being right. What has no rows is null with n 0.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from headrace.core.errors import ConfigError
+from headrace.core.statistics import (
+    Interval,
+    coverage,
+    kendall_tau,
+    median_absolute_error,
+    regret,
+    relative_errors,
+    wilson,
+)
+from headrace.truth.rows import (
+    DOCTOR,
+    FORECASTS,
+    OVERHEAD,
+    PICKS,
+    PLANS,
+    TUNER,
+    Fault,
+    Healthy,
+    Outcome,
+    Prediction,
+    Spread,
+    broken,
+)
+
+Found = dict[str, Any]
+"""A number: {"value", "n"} and what else there is to say of it."""
+TIERS = ("no_gpu", "after_probes", "after_20_steps")
+QUIET = (None, "computation", "not measured")
+"""Verdicts that blame nothing."""
+Id = str | int
+"""Of a plan: what its prediction and its outcome share."""
+MILD = 0.10
+"""Faults that take a smaller share of the step are counted beside, not in."""
+
+
+def compute(results: Path) -> dict[str, Found]:
+    """Every number by its name, with its value and n; value None and n 0 without rows.
+
+    Args:
+        results: the folder of TOPIC.jsonl files. A topic's file may be missing.
+
+    Returns:
+        Shares and errors as fractions (0.02 is 2%), false_fits as a count, kendall_tau from -1 to
+        1, tuner_ratio as a speed over another. Beside value and n stand, where they are known,
+        `low` and `high` (95% by Wilson for shares), `worst`, and what else the mark asks for.
+
+    Raises:
+        ConfigError: no such folder, or a row that is wrong, by file and line.
+    """
+    if not results.is_dir():
+        raise ConfigError(f"there is no folder {results}", "--results DIR")
+    parts = (_doctor, _forecasts, _overhead, _plans, _picks, _tuner)
+    return {name: number for part in parts for name, number in part(results).items()}
+
+
+def _number(value: float, n: int, **more: Any) -> Found:
+    return {"value": value, "n": n, **more} if n else {"value": None, "n": 0, **more}
+
+
+def _share(hits: int, n: int, **more: Any) -> Found:
+    return _of_interval(wilson(hits, n), **more) if n else _number(0, 0, **more)
+
+
+def _of_interval(found: Interval, **more: Any) -> Found:
+    return _number(found.value, found.n, low=found.low, high=found.high, **more)
+
+
+def _doctor(results: Path) -> dict[str, Found]:
+    """Top-1 over injected faults, false alarms over healthy runs."""
+    told = DOCTOR.read(results)
+    every = [row for row in told.rows if isinstance(row, Fault)]
+    healthy = [row for row in told.rows if isinstance(row, Healthy)]
+    faults = [row for row in every if row.severity is None or row.severity >= MILD]
+    held_out = [row for row in faults if row.held_out]
+    severities: dict[str, set[float | None]] = {}
+    for row in faults:
+        severities.setdefault(row.fault, set()).add(row.severity)
+    tuned_on = [row for row in faults if not row.held_out]
+    alarms = sum(not row.abstained and row.verdict not in QUIET for row in healthy)
+    return {
+        "doctor_top1": _share(
+            sum(row.right for row in faults), len(faults),
+            abstained=sum(row.abstained for row in faults),
+            faults=len(severities),
+            severities=min(map(len, severities.values()), default=0),
+            workloads=len({row.workload for row in faults}),
+            held_out=_share(sum(row.right for row in held_out), len(held_out)),
+            held_out_faults=len({r.fault for r in held_out} - {r.fault for r in tuned_on}),
+            held_out_workloads=len({r.workload for r in held_out} - {r.workload for r in tuned_on}),
+            mild=len(every) - len(faults),
+            refused=told.refused,
+        ),
+        "doctor_false_alarms": _share(
+            alarms, len(healthy), abstained=sum(row.abstained for row in healthy)
+        ),
+    }  # fmt: skip
+
+
+def _forecasts(results: Path) -> dict[str, Found]:
+    """Whether measured gains lie in their 80% intervals, how wide these are, how far off."""
+    told = FORECASTS.read(results)
+    refused = told.refused
+    if not told.rows:
+        none = _number(0, 0, refused=refused)
+        return {"forecast_coverage": none, "forecast_median_error": none}
+    said, measured = [row.forecast for row in told.rows], [row.measured for row in told.rows]
+    within = coverage([Interval(f.low, f.value, f.high, 1) for f in said], measured)
+    width = median((f.high - f.low) / abs(m) for f, m in zip(said, measured, strict=True))
+    off = median_absolute_error([f.value for f in said], measured)
+    return {
+        "forecast_coverage": _of_interval(within, width=width, refused=refused),
+        "forecast_median_error": _number(off, len(measured), refused=refused),
+    }
+
+
+def _overhead(results: Path) -> dict[str, Found]:
+    """The mean overhead, between the lowest and the highest end of all intervals."""
+    told = OVERHEAD.read(results)
+    found = {}
+    for kind in ("always_on", "with_bursts"):
+        shares = [row.metrics.overhead for row in told.rows if row.measurement == kind]
+        found[f"overhead_{kind}"] = _mean(shares, max, refused=told.refused)
+    return found
+
+
+def _mean(told: list[Spread], worst: Callable[[list[float]], float], **more: Any) -> Found:
+    if not told:
+        return _number(0, 0, **more)
+    values, low, high = [m.value for m in told], min(m.low for m in told), max(m.high for m in told)
+    return _number(fmean(values), len(values), low=low, high=high, worst=worst(values), **more)
+
+
+@dataclass
+class _Pairs:
+    """Predictions that stood before their outcomes, and what stood otherwise."""
+
+    scored: list[tuple[Prediction, Outcome]] = field(default_factory=list)
+    open: list[Prediction] = field(default_factory=list)
+    late: list[Prediction] = field(default_factory=list)
+
+    def tier(self, name: str) -> "_Pairs":
+        """Those of one tier."""
+        return _Pairs(
+            [(p, o) for p, o in self.scored if p.tier == name],
+            [p for p in self.open if p.tier == name],
+            [p for p in self.late if p.tier == name],
+        )
+
+    def both(self, what: str) -> list[tuple[Id, float, float]]:
+        """Plan, predicted and measured wherever both sides give a number for `what`."""
+        told = [(p.id, getattr(p, what), getattr(o, what)) for p, o in self.scored]
+        return [(plan, p, m) for plan, p, m in told if p is not None and m is not None]
+
+    def errors(self, what: str) -> list[float]:
+        """Relative errors of `what`."""
+        both = self.both(what)
+        return relative_errors([p for _, p, _ in both], [m for *_, m in both]) if both else []
+
+
+def _paired(results: Path) -> tuple[_Pairs, int]:
+    told = PLANS.read(results)
+    outcomes: dict[Id, Outcome] = {}
+    before: dict[tuple[Id, str], Prediction] = {}
+    pairs = _Pairs()
+    for where, row in zip(told.places, told.rows, strict=True):
+        if isinstance(row, Outcome):
+            if row.id in outcomes:
+                raise broken(where, f"a second outcome of {row.id!r}")
+            outcomes[row.id] = row
+        elif row.id in outcomes:
+            pairs.late.append(row)
+        elif (row.id, row.tier) in before:
+            raise broken(where, f"a second prediction of {row.id!r} at the tier {row.tier}")
+        else:
+            before[row.id, row.tier] = row
+    for prediction in before.values():
+        outcome = outcomes.get(prediction.id)
+        if outcome is None:
+            pairs.open.append(prediction)
+        else:
+            pairs.scored.append((prediction, outcome))
+    return pairs, told.refused
+
+
+def _plans(results: Path) -> dict[str, Found]:
+    """Step time by tier, memory over all tiers, and plans that were said to fit and did not."""
+    pairs, refused = _paired(results)
+    found = {}
+    for name in TIERS:
+        tier = pairs.tier(name)
+        found[f"step_time_error_{name}"] = _errors(
+            tier.errors("step_s"), fmean, open=len(tier.open), late=len(tier.late), refused=refused
+        )
+    for what in ("allocated", "reserved"):
+        plans = {plan for plan, *_ in pairs.both(f"{what}_bytes")}
+        errors = pairs.errors(f"{what}_bytes")
+        found[f"memory_{what}_error"] = _errors(errors, median, configurations=len(plans))
+    return {**found, "false_fits": _false_fits(pairs)}
+
+
+def _errors(errors: list[float], middle: Callable[[list[float]], float], **more: Any) -> Found:
+    if not errors:
+        return _number(0, 0, **more)
+    return _number(middle(errors), len(errors), worst=max(errors), **more)
+
+
+def _false_fits(pairs: _Pairs) -> Found:
+    """Plans that were said to fit and did not, of all that a prediction said of fitting.
+
+    The risky ones must be run; one that was not run counts in n, as long as any was run.
+    """
+    said = [(p, o) for p, o in pairs.scored if p.fits is not None]
+    waiting = sum(p.fits is not None for p in pairs.open)
+    ran = [(p, o) for p, o in said if o.fits is not None]
+    risky = [(p, o) for p, o in said if o.risky]
+    return _number(
+        sum(bool(p.fits) and not o.fits for p, o in ran),
+        len(said) + waiting if ran else 0,
+        run=len(ran),
+        risky_run=sum(o.fits is not None for _, o in risky),
+        risky_not_run=sum(o.fits is None for _, o in risky),
+        false_refusals=sum(not p.fits and bool(o.fits) for p, o in ran),
+    )
+
+
+def _picks(results: Path) -> dict[str, Found]:
+    """The mean over choices: how much slower the pick is than the best; how right the order is.
+
+    A planner that gives all candidates one time has put them in no order: its tau is 0.
+    """
+    told = PICKS.read(results)
+    times = [
+        ([c.predicted_s for c in row.candidates], [c.measured_s for c in row.candidates])
+        for row in told.rows
+    ]
+    lost = [regret(predicted, measured) for predicted, measured in times]
+    taus = [kendall_tau(p, m) if min(p) < max(p) else 0.0 for p, m in times if min(m) < max(m)]
+    compared = sum(len(predicted) for predicted, _ in times)
+    return {
+        "pick_regret": _errors(lost, fmean, candidates=compared, refused=told.refused),
+        "kendall_tau": _number(fmean(taus), len(taus), worst=min(taus)) if taus else _number(0, 0),
+    }
+
+
+def _tuner(results: Path) -> dict[str, Found]:
+    """The mean speed of a tuned plan over that of the best row of its workload."""
+    told = TUNER.read(results)
+    workloads = len({row.workload for row in told.rows})
+    ratios = [row.metrics.ratio_to_best for row in told.rows]
+    return {"tuner_ratio": _mean(ratios, min, workloads=workloads, refused=told.refused)}

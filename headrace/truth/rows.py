@@ -1,0 +1,233 @@
+"""The rows that predictions, verdicts and outcomes leave in results/TOPIC.jsonl, read and checked.
+
+Every row stands that no later row retracts; only a retraction, which gives its reason, takes one
+out. A row that a program wrote as refused measured nothing: it is counted, and not read.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Generic, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+
+from headrace.core.errors import ConfigError
+
+
+class Row(BaseModel):
+    """What a row must hold; whatever else it holds is left alone."""
+
+    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
+
+
+class Fault(Row):
+    """A fault was put into a workload, and the doctor asked. `severity` is a share of the step."""
+
+    measurement: Literal["fault"]
+    fault: str
+    severity: float | None = Field(ge=0)
+    workload: str
+    held_out: bool
+    expected: str
+    verdict: str | None
+    abstained: bool
+
+    @property
+    def right(self) -> bool:
+        """The verdict is the expected one, and the doctor stands by it."""
+        return not self.abstained and self.verdict == self.expected
+
+
+class Healthy(Row):
+    """The doctor was asked about a run without a fault."""
+
+    measurement: Literal["healthy"]
+    workload: str
+    verdict: str | None
+    abstained: bool
+
+
+class Spread(Row):
+    """A number between two others."""
+
+    low: float
+    value: float
+    high: float
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if not self.low <= self.value <= self.high:
+            raise ValueError(f"{self.low} <= {self.value} <= {self.high} does not hold")
+        return self
+
+
+class Forecast(Row):
+    """What a remedy was said to gain, and what it gained: time before over after, less 1."""
+
+    remedy: str
+    workload: str
+    forecast: Spread
+    measured: float
+
+    @model_validator(mode="after")
+    def _nonzero(self) -> Self:
+        if self.measured == 0:
+            raise ValueError("a measured gain of exactly 0 was not measured")
+        return self
+
+
+class OverheadMetrics(Row):
+    """Of a row of overhead: a share of a step."""
+
+    overhead: Spread
+
+
+class Overhead(Row):
+    """What watching a run costs it."""
+
+    measurement: Literal["always_on", "with_bursts"]
+    metrics: OverheadMetrics
+
+
+class Said(Row):
+    """What a prediction and its outcome both have."""
+
+    id: str | int
+    step_s: float | None = Field(default=None, gt=0)
+    allocated_bytes: float | None = Field(default=None, gt=0)
+    reserved_bytes: float | None = Field(default=None, gt=0)
+    fits: bool | None = None
+
+
+class Prediction(Said):
+    """What the planner said before."""
+
+    kind: Literal["prediction"]
+    tier: Literal["no_gpu", "after_probes", "after_20_steps"]
+
+
+class Outcome(Said):
+    """What happened. `fits` is null when it was not run; `risky`: near the device's capacity."""
+
+    kind: Literal["outcome"]
+    risky: bool
+
+
+class Candidate(Row):
+    """One plan of a choice."""
+
+    id: str | int
+    predicted_s: float = Field(gt=0)
+    measured_s: float = Field(gt=0)
+
+
+class Pick(Row):
+    """A choice of which every candidate was measured."""
+
+    workload: str
+    candidates: list[Candidate] = Field(min_length=2)
+
+
+class TunerMetrics(Row):
+    """Of a row of tuning: a speed over that of the workload's best row."""
+
+    ratio_to_best: Spread
+
+
+class Tuned(Row):
+    """Where the tuner ended."""
+
+    workload: str
+    metrics: TunerMetrics
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Standing(Generic[T]):
+    """A topic's rows that stand.
+
+    Args:
+        rows: as they are checked, in the file's order.
+        places: FILE:LINE of each.
+        refused: how many more a program wrote as refused.
+    """
+
+    rows: list[T]
+    places: list[str]
+    refused: int
+
+
+@dataclass(frozen=True)
+class Topic(Generic[T]):
+    """One file of rows and what a row of it looks like."""
+
+    name: str
+    shape: TypeAdapter[T]
+
+    def read(self, results: Path) -> Standing[T]:
+        """The rows that stand; none when there is no file.
+
+        Raises:
+            ConfigError: a row is wrong, by file and line.
+        """
+        file = results / f"{self.name}.jsonl"
+        found = list(standing(file)) if file.is_file() else []
+        told = [(where, row) for where, row in found if "refused" not in row]
+        rows = [self._check(where, row) for where, row in told]
+        return Standing(rows, [where for where, _ in told], len(found) - len(told))
+
+    def _check(self, where: str, row: dict[str, Any]) -> T:
+        try:
+            return self.shape.validate_python(row)
+        except ValidationError as error:
+            first = error.errors()[0]
+            at = ".".join(str(part) for part in first["loc"])
+            raise broken(where, f"{at}: {first['msg']}" if at else first["msg"]) from None
+
+
+DOCTOR: Topic[Fault | Healthy] = Topic(
+    "doctor", TypeAdapter(Annotated[Fault | Healthy, Field(discriminator="measurement")])
+)
+FORECASTS = Topic("forecasts", TypeAdapter(Forecast))
+OVERHEAD = Topic("overhead", TypeAdapter(Overhead))
+PLANS: Topic[Prediction | Outcome] = Topic(
+    "plans", TypeAdapter(Annotated[Prediction | Outcome, Field(discriminator="kind")])
+)
+PICKS = Topic("picks", TypeAdapter(Pick))
+TUNER = Topic("tuner", TypeAdapter(Tuned))
+
+
+def standing(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """FILE:LINE and row, without retracted rows, those that retract, and a sweep's points.
+
+    Rows are numbered as retractions number them: from 1, blank lines left out.
+    """
+    rows: list[tuple[str, dict[str, Any]]] = []
+    retracted: set[int] = set()
+    for line, text in enumerate(file.read_text().splitlines(), 1):
+        if not text.strip():
+            continue
+        where = f"{file}:{line}"
+        try:
+            row = json.loads(text)
+        except ValueError as error:
+            raise broken(where, f"not JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise broken(where, "not a JSON object")
+        if "retracts" in row:
+            if row["retracts"] not in range(1, len(rows) + 1):
+                raise broken(where, f"retracts {row['retracts']!r}, which is no row before it")
+            retracted.add(row["retracts"])
+        rows.append((where, row))
+    for number, (where, row) in enumerate(rows, 1):
+        if number not in retracted and "retracts" not in row and row.get("kind") != "tune":
+            yield where, row
+
+
+def broken(where: str, what: str) -> ConfigError:
+    """The error of a row that is wrong."""
+    remedy = "a row that was written wrong is retracted by a later one: retracts, reason"
+    return ConfigError(f"{where}: {what}", remedy)

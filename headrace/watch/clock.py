@@ -1,0 +1,74 @@
+"""The clock of somebody else's steps: signals that never wait."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from headrace.signals import Pending, Signals
+
+NUMBERS: tuple[str, ...] = ("loss", "grad_norm", "skipped", "targets", "padded")
+"""What may stand on the device until its step is complete."""
+MOST_MARKS = 8192
+"""Moments without an optimizer step after which they are forgotten: nothing is being trained."""
+
+
+class Clock(Signals):
+    """Signals over phases that hooks mark, from numbers that may be unknown."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.asynchronous = self.cuda
+
+    def mark(self, phase: str) -> None:
+        """Phase `phase` begins now; an evaluation may be one."""
+        if len(self._marks) >= MOST_MARKS:
+            self._free += [moment for _, moment in self._marks]
+            self._marks.clear()
+        self._marks.append((phase, self._moment()))
+
+    def dry(self) -> bool:
+        """Whether the device has done everything up to the last mark."""
+        return bool(self._marks) and self._marks[-1][1].query()
+
+    def rename(self, phase: str, other: str) -> None:
+        """Take this step's marks of one phase for another's."""
+        self._marks = [(other if p == phase else p, m) for p, m in self._marks]
+
+    @property
+    def waiting(self) -> int:
+        """Steps that were not complete at the last `drain`."""
+        return len(self._pending)
+
+    def _named(self, numbers: list[float]) -> dict[str, Any]:
+        return dict(zip(NUMBERS, numbers, strict=True))
+
+    def _row(self, pending: Pending) -> dict[str, Any]:
+        """Of the numbers only those that are known; `host` holds what was added up on the host."""
+        host, losses = pending.facts.pop("host"), pending.facts.pop("losses")
+        row = super()._row(pending)
+        for name in NUMBERS:
+            if name in host:
+                row[name] += host[name]
+            else:
+                del row[name]
+        if "loss" in row:
+            row["loss"] /= losses
+        row["step_s"] -= row.get("eval_s", 0.0)
+        row["input_s"] += row.get("transfer_s", 0.0)
+        return row
+
+
+class Hook:
+    """A hook that does nothing while torch.compile traces it, nor in a copy of its module."""
+
+    def __init__(self, run: Callable[..., None] | None = None) -> None:
+        self.run = run
+
+    def __call__(self, *args: Any) -> None:
+        """Run it."""
+        if not torch.compiler.is_compiling() and self.run is not None:
+            self.run(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Hook, ()

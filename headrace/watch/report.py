@@ -1,0 +1,242 @@
+"""What was read becomes a report, in the names of a run's report.json where the same is meant."""
+
+import math
+import resource
+import sys
+from collections import Counter, deque
+from dataclasses import dataclass
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+from torch import nn
+
+from headrace.compile_time import compile_seconds, graph_breaks
+from headrace.signals import STALL_SHARE
+from headrace.watch.clock import Clock
+
+LEADS = ("dry_before_input", "dry_after_input", "dry_at_forward")
+"""Where in a step the device is asked whether it has nothing left to do."""
+WARMUP_STEPS = 3
+"""First steps that rates, leads and recompilations leave out: lazy state, caches, shapes."""
+WINDOW_STEPS = 512
+"""Newest rows, which are kept; counts and sums are over all steps."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What torch's compiler has done in this process so far."""
+
+    seconds: float = 0.0
+    graphs: int = 0
+    breaks: int = 0
+
+    @staticmethod
+    def now() -> "Compiled":
+        """Its counters; zeros before its first use."""
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        if dynamo is None:
+            return Compiled()
+        return Compiled(
+            compile_seconds(), dynamo.counters["stats"]["unique_graphs"], graph_breaks()
+        )
+
+    def since(self, before: "Compiled") -> dict[str, Any]:
+        """The difference; none where somebody has set the counters back."""
+        return {
+            "compile_s": max(0.0, self.seconds - before.seconds),
+            "graphs": max(0, self.graphs - before.graphs),
+            "graph_breaks": max(0, self.breaks - before.breaks),
+        }
+
+
+class Tally:
+    """Rows of steps, summed up."""
+
+    def __init__(self) -> None:
+        self.rows: deque[dict[str, Any]] = deque(maxlen=WINDOW_STEPS)
+        self.counts: Counter[str] = Counter()
+        self.epoch_wait_s = 0.0
+        self.first_loss: float | None = None
+
+    def add(self, row: dict[str, Any]) -> None:
+        """A step that is complete; its row gets the names of metrics.jsonl."""
+        counts, tokens = self.counts, row.pop("step_tokens")
+        warm = row["step"] > WARMUP_STEPS
+        counts["steps"] += 1
+        counts["forward_steps"] += bool(row.pop("forwards"))
+        for name in ("graphs", "graph_breaks"):
+            counts[name] += row[name]
+            counts[f"{name}_after_warmup"] += row[name] * warm
+        for name in LEADS:
+            counts[name] += row.get(name, False) and warm
+        counts["lead_steps"] += LEADS[-1] in row and warm
+        counts["tokens"] += tokens
+        for name in ("padded", "targets"):
+            if name in row:
+                counts[name] += int(row[name])
+                counts[f"{name}_of"] += tokens
+        if "padded" in row:
+            row["padded_tokens"] = int(row.pop("padded"))
+        if "targets" in row:
+            row["wasted_tokens"] = tokens - int(row.pop("targets"))
+        if tokens:
+            row["tokens_per_s"] = tokens / max(row["step_s"], 1e-9)
+        if "max_norm" in row:
+            row["clipped"] = row["grad_norm"] > row.pop("max_norm")
+            counts["clipped"] += row["clipped"]
+            counts["clipped_of"] += 1
+        row["finite"] = all(math.isfinite(row.get(n, 0.0)) for n in ("loss", "grad_norm"))
+        counts["nonfinite"] += not row["finite"]
+        counts["skipped"] += row.pop("skipped", 0.0) > 0
+        if self.first_loss is None:
+            self.first_loss = row.get("loss")
+        self.epoch_wait_s = max(self.epoch_wait_s, row.pop("epoch_wait_s"))
+        self.rows.append(row)
+
+    def report(
+        self, known: dict[str, Any], clock: Clock, before: dict[str, int] | None
+    ) -> dict[str, Any]:
+        """A report.
+
+        Args:
+            known: what the watch itself knows: status, steps, model, optimizer, loader.
+            clock: of the steps.
+            before: the allocator's counts when the watch began; None when it never did.
+        """
+        counts = self.counts
+        steady = [r for r in self.rows if r["step"] > WARMUP_STEPS and r["compile_s"] == 0]
+        step_s = median(r["step_s"] for r in steady) if steady else None
+        rates = [r["tokens_per_s"] for r in steady if "tokens_per_s" in r]
+        phase_s = dict(clock.totals_s)
+        transfer_s = phase_s.pop("transfer", 0.0)
+        phase_s["input"] += transfer_s
+        for phase in ("communication_exposed", "checkpoint"):  # no hook sees them
+            del phase_s[phase]
+        wasted = counts["targets_of"] - counts["targets"]
+        losses = [r["loss"] for r in self.rows if "loss" in r]
+        report = {
+            "format": 1,
+            "watched": True,
+            **known,
+            "measured_steps": counts["steps"],
+            "warmup_steps": WARMUP_STEPS,
+            "steady_step_s": step_s,
+            "tokens": counts["tokens"],
+            "steady_tokens_per_s": median(rates) if rates else None,
+            "model_flops_utilization": {"value": None},
+            "peak_memory_bytes": _memory(clock.device),
+            "memory_lines": [],
+            "signals": {**_pressure(clock.device, before), "graph_breaks": counts["graph_breaks"]},
+            "phase_s": {"other": 0.0, **phase_s},
+            "transfer_s": transfer_s,
+            "input_wait": self._waits(step_s),
+            "host_lead": self._leads(),
+            "compiler": {
+                f"{name}{when}": counts[f"{name}{when}"]
+                for name in ("graphs", "graph_breaks")
+                for when in ("", "_after_warmup")
+            },
+            "wasted_token_fraction": _share(wasted, counts, "targets_of"),
+            "padding_fraction": _share(counts["padded"], counts, "padded_of"),
+            "loss": {"first": self.first_loss, "last": losses[-1] if losses else None},
+            "clip_rate": _share(counts["clipped"], counts, "clipped_of"),
+            "nonfinite_steps": counts["nonfinite"],
+            "skipped_steps": counts["skipped"],
+        }
+        missing = self._not_measured(report, clock)
+        return {**report, "not_measured": missing, "rows": [dict(r) for r in self.rows]}
+
+    def _waits(self, step_s: float | None) -> dict[str, Any]:
+        """How long steps waited for data, on the host."""
+        waits_s = [r["wait_s"] for r in self.rows]
+        if len(waits_s) < 2:
+            names = ("p50_s", "p95_s", "p99_s", "max_s", "epoch_max_s", "stalled_steps")
+            return dict.fromkeys(names)
+        cuts = quantiles(waits_s, n=100, method="inclusive")
+        return {
+            "p50_s": cuts[49],
+            "p95_s": cuts[94],
+            "p99_s": cuts[98],
+            "max_s": max(waits_s),
+            "epoch_max_s": self.epoch_wait_s,
+            "stalled_steps": sum(w > STALL_SHARE * step_s for w in waits_s) if step_s else None,
+        }
+
+    def _leads(self) -> dict[str, int] | None:
+        """In how many warm steps the device had run dry; None where the device is the host."""
+        if not self.counts["lead_steps"]:
+            return None
+        found = {f"{name}_steps": self.counts[name] for name in LEADS}
+        return {"steps": self.counts["lead_steps"], **found}
+
+    def _not_measured(self, report: dict[str, Any], clock: Clock) -> list[str]:
+        counts = self.counts
+        open_steps = report["steps"] - counts["steps"]
+        told = {
+            "exposed communication, checkpoints and kernels: no hook sees them": True,
+            "every step: optimizer.step was never seen": not report["steps"],
+            f"{open_steps} steps: the device has not finished them": open_steps > 0,
+            "the wait for data: no loader was given": not report.get("loader"),
+            "the host's lead: the device is the host": not clock.asynchronous,
+            "forward and backward apart: another wrapper compiled the model, or calls it":
+                counts["forward_steps"] < counts["steps"],
+            "wasted tokens: no batch names input_ids and labels": not counts["targets_of"],
+            "padding: no batch names input_ids and attention_mask": not counts["padded_of"],
+            "loss: neither returned by the model nor noted": report["loss"]["last"] is None,
+            "clipping: no grad_norm and max_norm were noted": not counts["clipped_of"],
+        }  # fmt: skip
+        return [sentence for sentence, missing in told.items() if missing]
+
+
+def describe(model: nn.Module, optimizer: Any, loader: Any) -> dict[str, Any]:
+    """What a remedy must know of the three."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    cuda = device.type == "cuda"
+    first = optimizer.param_groups[0]
+    names = ("num_workers", "pin_memory", "prefetch_factor", "persistent_workers")
+    given = {name: getattr(loader, name, None) for name in names}
+    return {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "device": device.type,
+        "device_name": torch.cuda.get_device_name(device) if cuda else None,
+        "torch": torch.__version__,
+        "optimizer": {
+            "name": type(optimizer).__name__,
+            **{name: first.get(name) for name in ("fused", "foreach", "capturable")},
+        },
+        "loader": None if loader is None else {"name": type(loader).__name__, **given},
+    }
+
+
+def allocator(device: torch.device) -> dict[str, int]:
+    """How often the allocator had to give back its cache to go on, and how often it failed."""
+    stats = torch.cuda.memory_stats(device) if device.type == "cuda" else {}
+    return {"alloc_retries": stats.get("num_alloc_retries", 0), "ooms": stats.get("num_ooms", 0)}
+
+
+def _pressure(device: torch.device, before: dict[str, int] | None) -> dict[str, Any]:
+    """The device's memory, and what the allocator went through since the watch began."""
+    if device.type != "cuda" or before is None:
+        return {"device": device.type, "capacity_bytes": None, "alloc_retries": None, "ooms": None}
+    return {
+        "device": device.type,
+        "capacity_bytes": torch.cuda.get_device_properties(device).total_memory,
+        **{name: count - before[name] for name, count in allocator(device).items()},
+    }
+
+
+def _memory(device: torch.device) -> dict[str, Any]:
+    """Peak bytes since the process began, or since its loop set the peaks back."""
+    unknown = {"predicted": None, "predicted_at": None}
+    if device.type != "cuda":
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return {"allocated": None, "reserved": resident, **unknown, "method": "process"}
+    stats = torch.cuda.memory_stats(device)
+    names = ("allocated", "reserved", "active", "inactive_split")
+    peaks = {name: stats.get(f"{name}_bytes.all.peak", 0) for name in names}
+    return {**peaks, **unknown, "method": "allocator"}
+
+
+def _share(part: int, counts: Counter[str], whole: str) -> float | None:
+    return part / counts[whole] if counts[whole] else None

@@ -1,0 +1,192 @@
+"""The rates of a device: what is assumed of an H200 meets what was measured on one, and files."""
+
+import json
+from dataclasses import replace
+from itertools import pairwise, product
+from pathlib import Path
+
+import pytest
+
+from headrace.core.errors import ConfigError, UnsupportedError
+from headrace.core.machine import Machine
+from headrace.core.rates import Mixing, Moved, Product, Stream
+
+H200 = Machine.assumed("NVIDIA H200")
+CPU = Machine.assumed("cpu")
+SIZES = (1, 16, 64, 100, 128, 129, 500, 512, 1000, 2048, 4097, 32768)
+
+
+def rate(precision: str, m: int, n: int, k: int) -> float:
+    """TFLOP/s."""
+    return 2e-12 * m * n * k / H200.product_s(precision, m, n, k)
+
+
+def test_products_of_an_h200_are_as_measured() -> None:
+    assert rate("bf16", 8192, 8192, 8192) == pytest.approx(774, rel=0.1)
+    assert rate("fp8", 8192, 8192, 8192) == pytest.approx(1319, rel=0.1)
+    assert H200.traffic_s(2**32) == pytest.approx(2**32 / 4.27e12, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "rates"),
+    [
+        ((32, 12, 12, 2048, 64), {"flash": (268, 201), "cudnn": (389, 323), "flex": (322, 242)}),
+        ((8, 32, 8, 4096, 64), {"flash": (295, 229), "cudnn": (421, 373)}),
+        ((4, 32, 8, 8192, 128), {"flash": (336, 288), "cudnn": (602, 502)}),
+        ((1, 32, 8, 32768, 128), {"flash": (352, 317), "cudnn": (611, 541)}),
+    ],
+)
+def test_attention_of_an_h200_is_as_measured(
+    shape: tuple[int, ...], rates: dict[str, tuple[float, float]]
+) -> None:
+    rows, heads, kv_heads, length, features = shape
+    teraflops = 2e-12 * rows * heads * length**2 * features
+    for kernel, (forward, backward) in rates.items():
+        for way, work, measured in ((False, 1.0, forward), (True, 2.5, backward)):
+            seconds = H200.attention_s(
+                kernel, rows=rows, heads=heads, kv_heads=kv_heads, length=length,
+                features=features, causal=True, backward=way,
+            )  # fmt: skip
+            assert work * teraflops / seconds == pytest.approx(measured, rel=0.1), (kernel, way)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "layers", "weights", "measured_s"),
+    [
+        (65536, 12, [(2304, 768), (768, 768), (4096, 768), (768, 2048)], 0.0610),
+        (32768, 16, [(3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192)], 0.3339),
+    ],
+)  # results/kernels.jsonl, the newest rows of "160m" and "1b": never used to set a rate
+def test_the_products_of_a_whole_step_take_what_a_profile_says(
+    tokens: int, layers: int, weights: list[tuple[int, int]], measured_s: float
+) -> None:
+    head = (32768, 768) if layers == 12 else (128256, 2048)
+    found_s = 0.0
+    for count, (n, k) in [*((layers, w) for w in weights), (1, head)]:
+        ways = ((tokens, n, k), (tokens, k, n), (n, k, tokens))
+        found_s += count * sum(H200.product_s("bf16", *sizes) for sizes in ways)
+    assert found_s == pytest.approx(measured_s, rel=0.1)
+
+
+@pytest.mark.parametrize("machine", [H200, CPU], ids=["H200", "CPU"])
+def test_more_work_never_takes_less_time(machine: Machine) -> None:
+    for other, precision in product((64, 1000, 8192), machine.precisions):
+        for at in range(3):
+            sizes = [[other] * at + [size] + [other] * (2 - at) for size in SIZES]
+            times = [machine.product_s(precision, *one) for one in sizes]
+            assert all(a <= b * (1 + 1e-9) for a, b in pairwise(times)), (precision, at)
+    assert all(machine.traffic_s(a) <= machine.traffic_s(b) for a, b in pairwise(SIZES))
+    assert machine.link_s(1000, True) < machine.link_s(10**9, True)
+    for kernel, backward, causal in product(machine.kernels(False), (False, True), (False, True)):
+        for name, values in {
+            "length": SIZES, "rows": SIZES, "heads": SIZES, "features": (16, 64, 128, 256)
+        }.items():  # fmt: skip
+            shape = {"rows": 2, "heads": 8, "kv_heads": 8, "length": 512, "features": 64}
+            times = [
+                machine.attention_s(
+                    kernel, **{**shape, name: value}, causal=causal, backward=backward
+                )
+                for value in values
+            ]
+            assert all(a <= b * (1 + 1e-9) for a, b in pairwise(times)), (kernel, name)
+
+
+def test_a_last_round_that_is_not_full_costs_a_full_one() -> None:
+    few = replace(CPU, processors=4)
+    one, two = few.product_s("fp32", 32 * 4, 64, 4096), few.product_s("fp32", 32 * 5, 64, 8192)
+    assert two > 1.5 * one
+
+
+def test_measured_points_are_met_and_lie_between_their_neighbours() -> None:
+    small, large = 3e-5, 2e-3
+    known = replace(
+        H200.products[0],
+        points=(Product(512, 512, 512, small), Product(4096, 4096, 4096, large)),
+    )
+    machine = replace(H200, products=(known,)).fitted()
+    assert machine.product_s("bf16", 512, 512, 512) == pytest.approx(small)
+    assert machine.product_s("bf16", 4096, 4096, 4096) == pytest.approx(large)
+    assert small < machine.product_s("bf16", 1536, 1536, 1536) < large
+    beyond = machine.product_s("bf16", 16384, 16384, 16384)
+    assert beyond == pytest.approx(64 * large, rel=0.1)
+    both = (Mixing(1, 8, 8, 1024, 64, True, 1e-3), Mixing(1, 8, 8, 1024, 64, False, 1.4e-3))
+    mixed = replace(H200, attention=(replace(H200.attention[0], points=both),)).fitted()
+    for causal, seconds in ((True, 1e-3), (False, 1.4e-3)):
+        assert mixed.attention_s(
+            mixed.attention[0].kernel, rows=1, heads=8, kv_heads=8, length=1024, features=64,
+            causal=causal, backward=mixed.attention[0].backward,
+        ) == pytest.approx(seconds)  # fmt: skip
+
+
+def test_a_stream_meets_its_points_rises_and_goes_on_at_its_rate() -> None:
+    stream = Stream(1e-6, 1e9, (Moved(10_000, 4e-6), Moved(1000, 5e-6), Moved(10**6, 1e-3)))
+    assert stream.seconds(1) == stream.seconds(1000) == pytest.approx(5e-6)
+    assert stream.seconds(10_000) == pytest.approx(5e-6)  # not the lucky 4
+    assert 5e-6 < stream.seconds(100_000) < 1e-3
+    assert stream.seconds(3 * 10**6) == pytest.approx(3e-3)
+
+
+def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
+    for machine in (H200, CPU):
+        machine.write(tmp_path / "of" / "it.json")
+        assert Machine.read(tmp_path / "of" / "it.json") == machine
+    assert [p.name for p in (tmp_path / "of").iterdir()] == ["it.json"]
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda t: t.update(launch_s="fast"), "launch_s is 'fast', not a number above 0"),
+        (lambda t: t.update(launch_s=float("nan")), "launch_s is nan"),
+        (lambda t: t.update(processors=0), "processors is 0, not a whole number above 0"),
+        (lambda t: t.update(processors=True), "processors is True"),
+        (lambda t: t.update(context_bytes=-1), "context_bytes is -1"),
+        (lambda t: t.update(format=9), "format 9, and 1 is read here"),
+        (lambda t: t.update(extra=1), "extra is not a key of it"),
+        (lambda t: t.pop("name"), "name is missing"),
+        (lambda t: t.update(source="hearsay"), "source is 'hearsay', not one of datasheet, probes"),
+        (lambda t: t.update(traffic=[]), "traffic is [], not a table"),
+        (lambda t: t["products"][1].update(points=3), "products[1].points is 3, not a list"),
+        (
+            lambda t: t["attention"][0]["points"][0].pop("rows"),
+            "attention[0].points[0].rows is missing",
+        ),
+    ],
+)
+def test_a_bad_file_is_one_clear_error(change, found: str, tmp_path: Path) -> None:
+    told = json.loads(H200.to_json())
+    change(told)
+    path = tmp_path / "bad.json"
+    path.write_text(json.dumps(told))
+    with pytest.raises(ConfigError) as error:
+        Machine.read(path)
+    assert found in error.value.message and str(path) in error.value.message
+    assert error.value.remedy == "headrace probe"
+
+
+@pytest.mark.parametrize("text", ["", "[" * 10_000, "[]", "\x00", '{"format": 1}'])
+def test_a_damaged_file_too(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(text)
+    for one in (path, tmp_path / "none.json", tmp_path):
+        with pytest.raises(ConfigError, match="does not hold a machine's rates"):
+            Machine.read(one)
+
+
+def test_what_a_device_lacks_is_refused_and_never_guessed() -> None:
+    a100 = Machine.assumed("NVIDIA A100-SXM4-80GB")
+    with pytest.raises(UnsupportedError, match="no products in fp8: its datasheet"):
+        a100.product_s("fp8", 512, 512, 512)
+    with pytest.raises(UnsupportedError, match="attention by flash4"):
+        a100.attention_s("flash4", rows=1, heads=1, kv_heads=1, length=128, features=64,
+                         causal=True, backward=False)  # fmt: skip
+    with pytest.raises(UnsupportedError, match="nothing is known of 'Tesla T4'"):
+        Machine.assumed("Tesla T4")
+
+
+def test_what_is_assumed_says_so() -> None:
+    for name in ("H200", "H100 PCIe", "H100", "B200", "A100", "L40S", "RTX 4090", "RTX 3090"):
+        machine = Machine.assumed(f"NVIDIA {name}")
+        assert machine.source == "datasheet" and "assumed" in machine.says
+        assert machine.memory_bytes > machine.context_bytes > 0
+    assert H200.memory_bytes == pytest.approx(139.8 * 2**30)

@@ -1,0 +1,201 @@
+"""Ratios, tests and scores against tables, hand-computed numbers and simulations."""
+
+import math
+import random
+from statistics import fmean
+
+import pytest
+
+from headrace.core.statistics import (
+    Interval,
+    accept,
+    break_even_steps,
+    coverage,
+    drifted,
+    kendall_tau,
+    median_absolute_error,
+    order_abba,
+    paired_ratio,
+    regret,
+    relative_errors,
+    seeds_better,
+    t_two_sided,
+    wilson,
+)
+
+INF = math.inf
+
+
+@pytest.mark.parametrize(
+    ("level", "freedom", "t"),
+    [  # printed tables of Student's t
+        (0.95, 1, 12.706), (0.95, 2, 4.303), (0.95, 3, 3.182), (0.95, 4, 2.776),
+        (0.95, 10, 2.228), (0.95, 30, 2.042), (0.99, 5, 4.032), (0.80, 7, 1.415),
+        (0.999, 1, 636.619), (0.95, 1000, 1.962), (0.5, 2, math.sqrt(2 / 3)),
+    ],
+)  # fmt: skip
+def test_t_is_that_of_the_tables(level: float, freedom: int, t: float) -> None:
+    assert t_two_sided(level, freedom) == pytest.approx(t, rel=3e-4)
+
+
+# --- two plans, timed in turn ----------------------------------------------------------------
+
+
+def test_a_ratio_is_the_mean_of_the_pairs_logs() -> None:
+    found = paired_ratio([2 * math.exp(0.1), 2 * math.exp(-0.1)], [1.0, 1.0])
+    half = 12.7062 * 0.1  # the deviation, 0.1 sqrt 2, over sqrt 2
+    assert found.value == pytest.approx(2) and found.n == 2
+    assert math.log(found.high / 2) == pytest.approx(half, rel=1e-4)
+    assert math.log(2 / found.low) == pytest.approx(half, rel=1e-4)
+
+
+def _timed(rounds: int, a_s: float, b_s: float, drift: float) -> dict[str, list[list[float]]]:
+    blocks: dict[str, list[list[float]]] = {"A": [], "B": []}
+    for place, side in enumerate(order_abba(rounds)):
+        seconds = (a_s if side == "A" else b_s) * math.exp(drift * place)
+        blocks[side].append([seconds] * 5)
+    return blocks
+
+
+def test_a_steady_drift_leaves_the_ratio_and_is_seen_at_the_ends() -> None:
+    assert order_abba(2) == list("ABBAABBA")
+    blocks = _timed(2, 0.110, 0.100, drift=0.01)
+    found = paired_ratio(blocks["A"], blocks["B"])
+    assert found.value == pytest.approx(1.1, rel=1e-12) and found.low < 1.1 < found.high
+    one_sided = fmean(map(fmean, blocks["A"][2:])) / fmean(map(fmean, blocks["B"][:2]))
+    assert one_sided > 1.13  # what A after B would have told
+    assert drifted(blocks["A"][0], blocks["A"][-1], 0.05)
+    assert not drifted(blocks["A"][0], blocks["A"][-1], 0.08)
+    assert drifted(1.08, 1.0, 0.05)  # faster at the end is a drift too
+
+
+def test_one_slow_step_moves_nothing_and_a_mean_is_the_callers_to_give() -> None:
+    a, b = [[1.0, 1.01, 1.02]] * 4, [[0.9, 0.91, 0.92]] * 4
+    slow = [[0.9, 0.91, 50.0], *b[1:]]
+    assert paired_ratio(a, slow).value == pytest.approx(paired_ratio(a, b).value)
+    by_mean = paired_ratio(a, [fmean(block) for block in slow]).value
+    assert by_mean == pytest.approx((1.01 / 17.27) ** 0.25 * (1.01 / 0.91) ** 0.75)
+
+
+def test_a_noisy_block_leaves_it_undecided() -> None:
+    a, b = [1.0] * 6, [0.95] * 6
+    assert accept(paired_ratio(a, b), 0.01) == "better"
+    assert accept(paired_ratio(b, a), 0.01) == "worse"
+    assert accept(paired_ratio(a, [*b[:5], 1.4]), 0.01) == "undecided"
+    assert accept(paired_ratio(a[:1], b[:1]), 0.01) == "undecided"  # one pair tells no noise
+    assert accept(paired_ratio(a, b), 0.06) == "undecided"  # a gain, and not one that counts
+
+
+def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
+    draw, held = random.Random(0), {0.95: 0, 0.8: 0}
+    for _ in range(1000):
+        a = [math.exp(draw.gauss(0.2, 0.02)) for _ in range(6)]
+        b = [math.exp(draw.gauss(0.0, 0.02)) for _ in range(6)]
+        for level in held:
+            held[level] += paired_ratio(a, b, level).holds(math.exp(0.2))
+    assert 0.93 < held[0.95] / 1000 < 0.97 and 0.77 < held[0.8] / 1000 < 0.83
+
+
+def test_tuning_is_paid_back() -> None:
+    assert break_even_steps(480, 0.5, 0.4) == pytest.approx(4800)
+    assert break_even_steps(480, 0.4, 0.4) == break_even_steps(480, 0.4, 0.5) == INF
+
+
+# --- seeds -----------------------------------------------------------------------------------
+
+
+def test_seeds_are_paired() -> None:
+    theirs = [100.0, 200.0, 50.0, 400.0, 80.0]
+    ours = [90.0, 184.0, 45.5, 356.0, 72.0]  # each 8% to 11% less
+    assert seeds_better(ours, theirs)
+    assert not seeds_better(ours, theirs[::-1])  # the same numbers, other pairs
+    assert not seeds_better(theirs, ours)
+    # logs of 1.02, 1.02, 1.02, 1.02 / 1.05: t is 0.62, and t(3) 2.353
+    assert not seeds_better([1.0, 1.0, 1.0, 1.05], [1.02] * 4, 0.95)
+
+
+def test_a_threshold_of_t() -> None:
+    gains = [0.0, 0.1, 0.2]  # t = 0.1 / (0.1 / sqrt 3) = 1.732; one side of t(2): 0.9 1.886
+    ours, theirs = [1.0] * 3, [math.exp(gain) for gain in gains]
+    assert not seeds_better(ours, theirs, 0.90) and seeds_better(ours, theirs, 0.88)
+
+
+def test_what_does_nothing_is_rarely_better() -> None:
+    draw, accepted = random.Random(1), 0
+    for _ in range(2000):
+        ours, theirs = ([draw.lognormvariate(0, 0.1) for _ in range(5)] for _ in range(2))
+        accepted += seeds_better(ours, theirs, 0.95)
+    assert 0.035 < accepted / 2000 < 0.065
+
+
+def test_failures_are_infinitely_slow() -> None:
+    fine, slower = [1.0, 1.1, 0.9, 1.05, 0.95], [1.5, 1.7, 1.3, 1.6, 1.4]
+    assert seeds_better(fine, slower)
+    assert not seeds_better([*fine[:4], INF], slower)  # ours failed alone
+    assert seeds_better([*fine, INF], [*slower, INF])  # both: tells nothing
+    assert seeds_better(fine, [*slower[:4], INF])  # theirs alone: a win
+    assert not seeds_better(slower, [*fine[:4], INF])  # one win without a size, four losses
+    assert seeds_better(fine, [INF] * 5, 0.95)  # 1 of 32
+    assert not seeds_better(fine[:4], [INF] * 4, 0.95)  # 1 of 16
+    sized = [1.05, 1.35, INF, INF, INF, INF]  # t(1) is 1.3: the sign test's 1 of 64 decides
+    assert seeds_better([1.0] * 6, sized, 0.95) and not seeds_better([1.0] * 6, sized, 0.97)
+    assert not seeds_better([INF] * 5, [INF] * 5, 0.5)
+    assert not seeds_better([9.0] * 3, [10.0] * 3, 0.95)  # no spread: 1 of 8
+
+
+# --- how right it was ------------------------------------------------------------------------
+
+
+def test_errors_are_shares_of_what_was_measured() -> None:
+    assert relative_errors([1.1, 1.8], [1.0, 2.0]) == pytest.approx([0.1, 0.1])
+    assert median_absolute_error([0.5, -1.0, 4.0], [1.0, -2.0, 1.0]) == pytest.approx(0.5)
+
+
+def test_wilsons_interval_is_that_of_his_formula() -> None:
+    found = wilson(8, 10)
+    assert (found.low, found.value, found.high) == pytest.approx((0.4902, 0.8, 0.9433), abs=1e-4)
+    assert wilson(0, 10).low == 0 and wilson(0, 10).high == pytest.approx(0.2775, abs=1e-4)
+    assert wilson(10, 10).high == 1 and wilson(8, 10, 0.8).high < found.high
+
+
+def test_coverage_counts_ends_in() -> None:
+    found = coverage([Interval(0, 1, 2, 1)] * 4, [0.0, 2.0, 2.1, 1.0])
+    assert found.value == 0.75 and found.n == 4
+
+
+def test_tau_b() -> None:
+    assert kendall_tau([1, 2, 3, 4], [1, 2, 4, 3]) == pytest.approx(4 / 6)
+    assert kendall_tau([1, 2, 3], [3, 2, 1]) == -1
+    assert kendall_tau([1, 2, 2, 3], [1, 3, 2, 4]) == pytest.approx(5 / math.sqrt(5 * 6))
+    assert math.isnan(kendall_tau([1, 1, 1], [1, 2, 3]))
+
+
+def test_regret_is_of_the_pick_and_luck_is_no_merit() -> None:
+    assert regret([3.0, 1.0, 2.0], [1.0, 1.2, 5.0]) == pytest.approx(0.2)
+    assert regret([1.0, 2.0], [1.0, 0.9]) == pytest.approx(1 / 9)
+    assert regret([1.0, 1.0], [1.0, 1.5]) == pytest.approx(0.5)
+    assert regret([1.0, 2.0], [INF, 0.9]) == INF
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: paired_ratio([1.0], [1.0, 2.0]),
+        lambda: paired_ratio([], []),
+        lambda: paired_ratio([[1.0, 0.0, 0.0]], [[1.0]]),
+        lambda: paired_ratio([1.0, 1.1], [1.0, 1.0], 95),
+        lambda: seeds_better([math.nan, 1.0], [INF, 1.0]),
+        lambda: seeds_better([1.0], [1.0], 1.0),
+        lambda: relative_errors([1.0], [0.0]),
+        lambda: wilson(3, 2),
+        lambda: wilson(0, 0),
+        lambda: kendall_tau([1.0, math.nan], [1.0, 2.0]),
+        lambda: regret([1.0, math.nan], [1.0, 2.0]),
+        lambda: accept(Interval(1, 1, 1, 2), -0.1),
+        lambda: order_abba(0),
+        lambda: t_two_sided(0.95, 0),
+    ],
+)
+def test_misuse_is_an_error(wrong: object) -> None:
+    with pytest.raises(ValueError):
+        wrong()  # type: ignore[operator]

@@ -1,0 +1,165 @@
+"""Probes measure this machine, keep what they found, and leave nothing behind when interrupted."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from headrace import probes
+from headrace.core.errors import ConfigError, UnsupportedError
+from headrace.core.machine import Machine
+from headrace.probes.clock import Clock
+from headrace.progress import Progress
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory):
+    """A cache of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def measured(folder: None) -> tuple[Machine, float]:
+    """This CPU, and the seconds that it took."""
+    begin_s = time.perf_counter()
+    machine = probes.measure(CPU, budget_s=1.5)
+    return machine, time.perf_counter() - begin_s
+
+
+def test_a_cpu_is_measured_within_its_budget(measured: tuple[Machine, float]) -> None:
+    machine, took_s = measured
+    assert took_s < 8  # of a budget of 1.5 on a machine that others use
+    assert (machine.name, machine.kind, machine.source) == ("cpu", "cpu", "probes")
+    assert machine.torch == torch.__version__ and machine.memory_bytes > 2**30
+    assert 1e-7 < machine.launch_s < 1e-3
+    assert machine.precisions[0] == "fp32"
+    absent = {one.what for one in machine.absent}
+    assert {"products in fp8", "attention by cudnn", "captured graphs", "sustained load"} <= absent
+    assert machine.sustained == 1
+
+
+def test_its_points_are_met(measured: tuple[Machine, float]) -> None:
+    machine, _ = measured
+    for known in machine.products:
+        for point in known.points:
+            told_s = machine.product_s(known.precision, *point.sizes)
+            assert told_s == pytest.approx(point.seconds, rel=1e-6)
+    assert machine.traffic_s(2**34) > 10 * machine.traffic_s(2**20)
+    assert machine.link_s(2**30, True) > machine.link_s(2**20, True)
+    long_s, short_s = (machine.product_s("fp32", n, n, n) for n in (2048, 128))
+    assert long_s > 100 * short_s
+
+
+def test_it_is_kept_by_device_torch_and_driver(
+    measured: tuple[Machine, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert probes.cached(CPU) == measured[0]
+    file = probes.path(CPU)
+    assert file.parent.parts[-2:] == ("headrace", "machines") and "torch-2" in file.name
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    assert probes.cached(CPU) is None
+
+
+def test_home_keeps_it_without_the_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert probes.path(CPU).parent == tmp_path / ".cache" / "headrace" / "machines"
+    assert probes.cached(CPU) is None
+    probes.path(CPU).parent.mkdir(parents=True)
+    probes.path(CPU).write_text("{}")
+    with pytest.raises(ConfigError, match="format None"):
+        probes.cached(CPU)
+
+
+def test_no_time_leaves_the_most_important_and_says_what_it_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    machine = probes.measure(CPU, budget_s=1e-9)
+    assert [(p.precision, len(p.points)) for p in machine.products] == [("fp32", 1)]
+    assert machine.traffic.points and machine.to_host.points
+    assert any(text.startswith("products in bf16 (") for text in machine.skipped)
+    with pytest.raises(UnsupportedError, match="its probes tell no attention by flash"):
+        machine.attention_s("flash", rows=1, heads=1, kv_heads=1, length=64, features=64,
+                            causal=True, backward=False)  # fmt: skip
+
+
+def test_the_shapes_of_a_plan_are_added(
+    measured: tuple[Machine, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    before, shape = measured[0], (2, 2, 2, 96, 16)
+    known = before.products[0].points[0].sizes
+    after = probes.add(
+        before, CPU,
+        products=[("fp32", 96, 80, 72), ("fp32", *known)],
+        attention=[("flash", shape, True), ("cudnn", shape, True)],
+    )  # fmt: skip
+    (new,) = set(after.products[0].points) - set(before.products[0].points)
+    assert new.sizes == (96, 80, 72)
+    assert after.product_s("fp32", *new.sizes) == pytest.approx(new.seconds, rel=1e-6)
+    assert [len(a.points) for a in after.attention if a.kernel == "flash"] == [
+        1 + len(a.points) for a in before.attention if a.kernel == "flash"
+    ]
+    assert "cudnn" not in after.kernels(False) and len(after.absent) == len(before.absent)
+    assert probes.cached(CPU) == after and after.traffic == before.traffic
+
+
+class Interrupted(Progress):
+    """Ctrl-C at the first probe."""
+
+    def task(self, description: str, done: float, total: float | None) -> None:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_leaves_nothing_and_restores_what_was_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    torch.set_float32_matmul_precision("high")
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            probes.measure(CPU, budget_s=1, progress=Interrupted())
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert not list(tmp_path.rglob("*.json*"))
+
+
+def test_other_devices_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="not meta"):
+        probes.measure(torch.device("meta"))
+
+
+def test_the_clock_tells_seconds() -> None:
+    assert Clock(CPU, 1.0).seconds(lambda: time.sleep(0.01)) == pytest.approx(0.01, rel=0.5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    device = torch.device("cuda")
+    begin_s = time.perf_counter()
+    machine = probes.measure(device, budget_s=60)
+    assert time.perf_counter() - begin_s < 100
+    assert probes.cached(device) == machine
+    assert machine.precisions[0] == "bf16" and "flash" in machine.kernels(True)
+    assert 1e-6 < machine.launch_s < 1e-4 and 1e-7 < machine.traffic.floor_s < 1e-5
+    assert 1 <= machine.sustained < 1.5
+    assert 2**26 < machine.context_bytes < 4 * 2**30
+    assert 5e9 < 2**30 / machine.link_s(2**30, True) < 1e12
+    if "H200" in machine.name:
+        assumed = Machine.assumed(machine.name)
+        sizes = (8192, 8192, 8192)
+        for precision in ("bf16", "fp8"):
+            told = assumed.product_s(precision, *sizes)
+            assert machine.product_s(precision, *sizes) == pytest.approx(told, rel=0.1)
+        assert machine.traffic_s(2**31) == pytest.approx(assumed.traffic_s(2**31), rel=0.1)
+        assert machine.memory_bytes == pytest.approx(assumed.memory_bytes, rel=0.01)
