@@ -97,7 +97,7 @@ OURS = {
     "headrace": "",
     "headrace_float8": "+float8_linear",
     "headrace_small": f"+selective_checkpoint {CHUNKS}8192",
-    "headrace_smallest": f"techniques.selective_checkpoint.wide_every=2 {CHUNKS}4096",
+    "headrace_smallest": f"{FUSED} techniques.selective_checkpoint.wide_every=2 {CHUNKS}4096",
     "headrace_exact": f"-bf16_parameters +selective_checkpoint {CHUNKS}8192",
     "headrace_micro": "batch.micro_sequences=2",
     "headrace_fused": FUSED,

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-Instant = Literal["always", "backward", "loss", "optimizer"]
-INSTANTS: tuple[Instant, ...] = ("backward", "loss", "optimizer")
+Instant = Literal["always", "backward", "loss", "turn", "optimizer"]
+INSTANTS: tuple[Instant, ...] = ("backward", "loss", "turn", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,9 @@ class Line:
     Args:
         bytes: bytes that are held.
         instants: when they are held. "always" is every instant; "loss" is the peak at the head,
-            with all activations kept; "backward" is the end of the backward pass, with all
-            gradients and the first block's work; "optimizer" is the update.
+            with all activations kept; "turn" is the last block's backward pass, with all of them
+            and its work; "backward" is the end of the backward pass, with all gradients and the
+            first block's work; "optimizer" is the update.
         layer: the block it belongs to, or None.
         opaque: one operation made it whose parts a compiler does not see, so it does not choose to
             make it again.

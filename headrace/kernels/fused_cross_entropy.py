@@ -1,12 +1,11 @@
 """Summed cross-entropy that reads logits where they lie and writes their gradient over them.
 
-Torch's own holds log-probabilities, their gradient and that of the logits, all in fp32, and in half
-precision a cast beside them: 12 or 14 bytes of each of tokens x vocabulary numbers at its peak.
-Here it is the logits alone, 4 or 2. A first kernel reads each token's logits once, with a running
-maximum and sum (online softmax, arXiv 1805.02867), and keeps its
-log-sum-exp. A second one reads them again and writes the gradient, times the incoming one: into the
-same memory where nobody else reads the logits. Logits are fp32, bf16 or fp16; arithmetic is fp32,
-and the gradient is rounded once.
+Torch's own holds log-probabilities, their gradient and that of the logits, all in fp32: 12 bytes of
+each of tokens x vocabulary numbers at its peak. Here it is the logits alone, 4 or 2. A first kernel
+reads each token's logits once, with a running maximum and sum (online softmax, arXiv 1805.02867),
+and keeps its log-sum-exp. A second one reads them again and writes the gradient, times the incoming
+one: into the same memory where nobody else reads the logits. Logits are fp32, bf16 or fp16;
+arithmetic is fp32, and the gradient is rounded once.
 
 To a compiler these are operations without parts that change nothing, with shapes and a gradient of
 their own: what it compiles is what runs. Liger's pull request 1338 tells what happens otherwise: a

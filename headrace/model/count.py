@@ -103,8 +103,18 @@ def trunk_ledger(
             memory[f"{layer}/{name}"] = Line(count, kept, layer)
         if size != FP32:  # autocast's copies of fp32 weights are kept for the backward pass
             memory[f"{layer}/weight_cast"] = Line(2 * matrices / config.layers, kept, layer)
-    memory["final_norm"] = Line(2 * size * tokens * config.dim, ("loss",))
-    memory["logits"] = Line(_logits_bytes(config, tokens, size), ("loss",))
+    memory["final_norm"] = Line(_final_norm_bytes(config, tokens, size, device), ("loss",))
+    memory["logits"] = Line(_logits_bytes(config, tokens), ("loss",))
+    if size != FP32:
+        memory["head_cast"] = Line(size * config.dim * config.vocab, ("loss",))
+    if config.position == "rope" and device == "cuda":  # cosine and sine, shared by all blocks
+        angles = FP32 * tokens * config.resolved_head_dim
+        memory["rotation"] = Line(angles, ("loss", "turn", "backward"))
+    if device == "cuda":
+        memory["work"] = Line(_work_bytes(config, tokens, size), ("turn", "backward"))
+        if not accumulates:
+            table = FP32 * config.dim * config.vocab
+            memory["head_weight_gradient"] = Line(table, ("turn",))
     forward = 2.0 * linear_parameters(config) + _attention_flops(config, length)
     sizes = _sizes(config, rows, length, size, device)
     return Ledger(memory, {"forward": forward, "backward": 2 * forward}, sizes)
@@ -116,14 +126,17 @@ def _sizes(config: ModelConfig, rows: int, length: int, size: int, device: str) 
     queries_and_keys = (config.heads + config.resolved_kv_heads) * config.resolved_head_dim
     widths = [max(pair) for pair in block_linears(config).values()]
     learned = config.position == "learned"
+    host = device != "cuda"  # where an RMS norm is composed of operations
+    composed = host and config.norm == "rms_norm"
+    hidden = FP32 if host else size
     sizes = {
         "layers": config.layers,
-        "norm_products": 2 * size * tokens * config.dim if config.norm == "rms_norm" else 0,
-        "qk_norm_products": FP32 * tokens * queries_and_keys if config.qk_norm else 0,
+        "norm_products": 2 * size * tokens * config.dim if composed else 0,
+        "qk_norm_products": FP32 * tokens * queries_and_keys if config.qk_norm and host else 0,
         "residual": size * tokens * config.dim,
-        "logits_per_token": _logits_bytes(config, 1, size),
+        "logits_per_token": _logits_bytes(config, 1),
         "logits_fused": 3 * size * tokens * config.vocab,
-        "head_gradients": FP32 * config.dim * (config.vocab + tokens),
+        "head_gradients": FP32 * config.dim * config.vocab + hidden * config.dim * tokens,
         "rows": rows,
         "length": length,
         "tokens": tokens,
@@ -144,7 +157,8 @@ def _sizes(config: ModelConfig, rows: int, length: int, size: int, device: str) 
         "down_flops": 2.0 * config.layers * config.dim * config.resolved_ffn,
         "attention_flops": _attention_flops(config, length),
         "mask": rows * length**2,
-        "mask_copy": FP32 * rows * length**2 if device == "cpu" else 0,
+        # A CPU's kernel keeps a mask of flags as fp32 numbers, a GPU's in the run's precision.
+        "mask_copy": (FP32 if device == "cpu" else size) * rows * length**2,
         "on_gpu": float(device == "cuda"),
     }
     for name, (inner, outer) in block_linears(config).items():
@@ -168,12 +182,39 @@ def _attention_flops(config: ModelConfig, length: int) -> float:
 
 def held_in(layer: int) -> tuple[Instant, ...]:
     """When a block's activations are held: the backward pass has let go of all but the first's."""
-    return ("loss", "backward") if layer == 0 else ("loss",)
+    return ("loss", "turn", "backward") if layer == 0 else ("loss", "turn")
 
 
-def _logits_bytes(config: ModelConfig, tokens: int, size: int) -> float:
-    """In fp32: log-probabilities, their gradient and the logits'; under bf16 also the cast."""
-    return tokens * config.vocab * (3 * FP32 + (size if size != FP32 else 0))
+def _logits_bytes(config: ModelConfig, tokens: int) -> float:
+    """In fp32: log-probabilities, their gradient and the logits'.
+
+    Under bf16 the product's own have left by then, and come back when log-probabilities have.
+    """
+    return tokens * config.vocab * 3 * FP32
+
+
+def holds_casts(ledger: Ledger) -> bool:
+    """Whether autocast holds the weights' casts at the head, for blocks that would not keep them.
+
+    It does until the forward pass ends. A GPU's peak at the head comes after, unless the head makes
+    its gradients while it goes forward.
+    """
+    return not ledger.sizes["on_gpu"] or "loss_forward" in ledger.sizes
+
+
+def _work_bytes(config: ModelConfig, tokens: int, size: int) -> float:
+    """What a block's backward pass has at its widest: the stream's gradient and gate_up's.
+
+    The activation's gradient is there too, in the place of the activation.
+    """
+    gates = 2 if config.activation == "swiglu" else 1
+    return size * tokens * (config.dim + gates * config.resolved_ffn)
+
+
+def _final_norm_bytes(config: ModelConfig, tokens: int, size: int, device: str) -> float:
+    """Its input and result; on a GPU under bf16 an fp32 copy of the input."""
+    copied = FP32 if device == "cuda" else size
+    return (copied + size) * tokens * config.dim
 
 
 def _block_activations(
@@ -185,9 +226,9 @@ def _block_activations(
     row = tokens * size
     gates = 2 if config.activation == "swiglu" else 1
     # An RMS norm is a product of its input, its statistics and its weight: autograd keeps the
-    # normalised values beside the result. Layer norm is one kernel that keeps its statistics. Under
-    # bf16 both keep an fp32 copy of their input in place of the input.
-    alone = config.norm == "layer_norm" and size == FP32
+    # normalised values beside the result. Layer norm, and on a GPU both, is one kernel that keeps
+    # its statistics. Under bf16 both keep an fp32 copy of their input in place of the input.
+    alone = (config.norm == "layer_norm" or device == "cuda") and size == FP32
     norms = 2 * row * config.dim if alone else 4 * row * config.dim
     # A CPU composes an RMS norm of operations, and under bf16 their fp32 product is kept as well.
     composed = FP32 * tokens if device == "cpu" and size != FP32 else 0
@@ -208,5 +249,6 @@ def _block_activations(
     if config.qk_norm:
         statistics = FP32 * tokens * (config.heads + config.resolved_kv_heads)
         kept_copy = row * copied if size == FP32 else 0
-        lines["qk_norm"] = (FP32 * tokens + composed) * (q + kv) + kept_copy + statistics
+        wide = 0 if device == "cuda" and size == FP32 else FP32 * tokens + composed
+        lines["qk_norm"] = wide * (q + kv) + kept_copy + statistics
     return {name: float(count) for name, count in lines.items()}

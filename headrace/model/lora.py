@@ -125,8 +125,9 @@ def adapted_ledger(
         "parameters": held["parameters"].bytes + 4 * adapters - layers * saved,
         "gradients": 4 * adapters,
         "optimizer": 8 * adapters,
-        # Frozen weights of norm and head need neither the normalised values nor the result.
-        "final_norm": 0.0,
+        # Frozen weights of norm and head need neither the normalised values nor the result; a GPU's
+        # norm is one kernel that keeps its fp32 input.
+        "final_norm": sizes["on_gpu"] * 4 * sizes["tokens"] * sizes["dim"],
     }.items():
         ledger = ledger.with_line(name, replace(held[name], bytes=count))
     whole = sum(weights[name] for name in chosen) if stored else 0

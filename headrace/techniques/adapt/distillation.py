@@ -136,7 +136,7 @@ class Distillation(Technique[Build]):
             weights = total_parameters(config)
             hidden = size * config.dim * sizes["tokens"]
         ledger = ledger.with_line("teacher", Line(size * weights, ("always",)))
-        ledger = ledger.with_line("teacher_hidden", Line(hidden, ("loss", "backward")))
+        ledger = ledger.with_line("teacher_hidden", Line(hidden, ("loss", "turn", "backward")))
         ledger = ledger.with_line("teacher_logits", Line(LOGITS * logits.bytes, ("loss",)))
         return ledger.with_flops("teacher", work)
 

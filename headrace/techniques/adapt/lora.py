@@ -62,7 +62,8 @@ class Lora(Technique[Build]):
 
     def predict(self, ledger: Ledger) -> Ledger:
         """Gradients and optimizer state of the adapters alone; no product for frozen gradients."""
-        return adapted_ledger(ledger, self.targets, self.rank, stored=None)
+        adapted = adapted_ledger(ledger, self.targets, self.rank, stored=None)
+        return adapted.without(["head_weight_gradient"])
 
     def apply(self, build: Build) -> None:
         """Replace the chosen linears, and freeze all but the adapters."""

@@ -69,10 +69,11 @@ class Qlora(Technique[Build]):
 
     def predict(self, ledger: Ledger) -> Ledger:
         """As lora, with the adapted weights in few bits."""
-        return adapted_ledger(
+        adapted = adapted_ledger(
             ledger, self.targets, self.rank,
             stored=lambda inner, outer: quantized_bytes(outer, inner, self.base),
         )  # fmt: skip
+        return adapted.without(["head_weight_gradient"])
 
     def apply(self, build: Build) -> None:
         """Replace the chosen linears, freeze all but the adapters, store the chosen weights."""

@@ -88,7 +88,7 @@ class Alibi(Technique[Build]):
             ledger = ledger.scaled(lambda name: name == "mask", wider)
         else:
             bias = wider * sizes["mask"] / sizes["rows"]
-            ledger = ledger.with_line("mask", Line(bias, ("loss", "backward")))
+            ledger = ledger.with_line("mask", Line(bias, ("loss", "turn", "backward")))
         facts = {"mask": wider * sizes["mask"], "mask_copy": 0.0}
         return replace(ledger, sizes={**sizes, **facts})
 

@@ -313,7 +313,8 @@ class LinearAttention(Technique[Build]):
             return {
                 "qkv": fused + size * N * H * K,
                 "attention_input": 2 * size * N * H * K,
-                "states": gates + inside + read,
+                "states": gates + inside,
+                "read": read,
             }
         if self.rule == "sum":
             inside = padded * C * (FP32 * G + 2 * size * H) + FP32 * padded * G
@@ -327,7 +328,8 @@ class LinearAttention(Technique[Build]):
         return {
             "qkv": fused + size * padded * G * K,
             "attention_input": size * padded * (H + G) * K,
-            "states": gates + inside + read,
+            "states": gates + inside,
+            "read": read,
         }
 
     def apply(self, build: Build) -> None:

@@ -72,7 +72,7 @@ class LogitSoftCap(Technique[Build]):
         """A dense mask, and what plain products keep of every score."""
         sizes = ledger.sizes
         if "mask" not in ledger.memory:
-            line = Line(sizes["mask"] / sizes["rows"], ("loss", "backward"))
+            line = Line(sizes["mask"] / sizes["rows"], ("loss", "turn", "backward"))
             ledger = ledger.with_line("mask", line)
         ledger = ledger.without([n for n in ledger.memory if n.endswith("/mask_copy")])
         ledger = replace(ledger, sizes={**sizes, "mask_copy": 0.0})

@@ -80,7 +80,7 @@ class SlidingWindow(Technique[Build]):
         sizes = ledger.sizes
         spec = MaskSpec(window=self.window, between=self.between)
         if "mask" not in ledger.memory:
-            line = Line(sizes["mask"] / sizes["rows"], ("loss", "backward"))
+            line = Line(sizes["mask"] / sizes["rows"], ("loss", "turn", "backward"))
             ledger = ledger.with_line("mask", line)
             for layer in range(int(sizes["layers"])):
                 if not spec.is_open(layer):

@@ -97,7 +97,7 @@ class SparseAttention(Technique[Build]):
         if "mask" in ledger.memory:
             return ledger
         sizes = ledger.sizes
-        line = Line(sizes["mask"] / sizes["rows"], ("loss", "backward"))
+        line = Line(sizes["mask"] / sizes["rows"], ("loss", "turn", "backward"))
         ledger = ledger.with_line("mask", line)
         for layer in range(int(sizes["layers"])):
             copied = Line(sizes["mask_copy"] / sizes["rows"], held_in(layer), layer)

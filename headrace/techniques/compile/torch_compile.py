@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from headrace.core.ledger import Ledger
+from headrace.core.ledger import Ledger, Line
 from headrace.core.technique import (
     Card,
     Context,
@@ -23,9 +23,8 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
+from headrace.model.count import FP32
 from headrace.sockets import Build
-
-FUSED_LINES = ("norm", "attention_input", "qk_norm", "activation", "weight_cast")
 
 
 class TorchCompile(Technique[Build]):
@@ -76,12 +75,30 @@ class TorchCompile(Technique[Build]):
         """What fusion recomputes is not kept, and logits are not held in fp32."""
         if self.backend != "inductor":
             return ledger
-        logits = ledger.memory["logits"]
-        fused = min(logits.bytes, ledger.sizes["logits_fused"])
-        return ledger.with_line("logits", replace(logits, bytes=fused)).without(
-            n for n, v in ledger.memory.items()
-            if v.layer is not None and n.split("/")[1] in FUSED_LINES and not v.opaque
-        )  # fmt: skip
+        sizes = ledger.sizes
+        for name, line in ledger.memory.items():
+            kind = name.split("/")[1] if line.layer is not None else ""
+            if kind == "down":  # the next block's input, which that one keeps
+                ledger = ledger.without([name])
+            else:
+                kept = min(line.bytes, _kept(kind, line, ledger))
+                ledger = ledger.with_line(name, replace(line, bytes=kept))
+        final = ledger.memory.get("final_norm")
+        if self.scope == "model" and final:  # it is compiled, and keeps its input as it is
+            less = min(final.bytes, 2 * sizes["residual"])
+            ledger = ledger.with_line("final_norm", replace(final, bytes=less))
+        return self._compiled_head(ledger)
+
+    def _compiled_head(self, ledger: Ledger) -> Ledger:
+        """Logits as the product gives them, which their gradient is written over."""
+        logits, sizes = ledger.memory.get("logits"), ledger.sizes
+        if logits is None or "head_gradients" in ledger.memory:
+            return ledger
+        own = sizes["logits_fused"] / 3
+        weights = Line(sizes["activation_bytes"] * sizes["embedding"], ("loss",))
+        ledger = ledger.with_line("logits", replace(logits, bytes=min(logits.bytes, own)))
+        ledger = replace(ledger, sizes={**sizes, "compiled_loss": 1.0})
+        return ledger.with_line("head_gradients", weights)
 
     def apply(self, build: Build) -> None:
         """Compile blocks or the whole trunk, and the head where it can be.
@@ -120,6 +137,36 @@ class TorchCompile(Technique[Build]):
             detail=f"{graphs} graphs of {' and '.join(build.compiled)}, {breaks} graph breaks",
             numbers={"graphs": graphs, "graph_breaks": breaks},
         )
+
+
+def _kept(kind: str, line: Line, ledger: Ledger) -> float:
+    """Bytes of one of a block's lines that the partitioner keeps.
+
+    It runs work by element again where that costs no pass over memory of its own. A product's
+    operand would have to be written again, so it is kept: results of norms and of the activation,
+    turned queries and keys, casts of weights. Of what lies between them nothing is. An 8-bit
+    product reads an operand that it casts itself, which is cast again; what an operation without
+    parts made is kept as cast. Traced from torch's partitioner.
+    """
+    sizes = ledger.sizes
+    stream, size = sizes.get("written", sizes["residual"]), sizes["activation_bytes"]
+    wide = "mlp.gate_up" if "mlp.gate_up/in" in sizes else "mlp.up"
+    if kind == "activation":
+        if "mlp.down/fp8" in sizes:
+            return line.bytes / size if line.opaque else 0.0
+        return line.bytes if line.opaque or wide == "mlp.up" else line.bytes / 2
+    if line.opaque:
+        return line.bytes
+    if kind == "norm":  # pieces of an MLP that run again have their input's norm run again
+        reads = ("mixer.qkv/fp8" not in sizes) + (
+            f"{wide}/fp8" not in sizes and "mlp_piece" not in ledger.memory
+        )
+        return reads * stream + 2 * FP32 * sizes["tokens"]
+    if kind == "qk_norm":
+        return FP32 * sizes["tokens"] * (sizes["heads"] + sizes["kv_heads"])
+    if kind == "read":
+        return line.bytes * size / FP32
+    return line.bytes
 
 
 def _keep_side_effects() -> AbstractContextManager[Any]:

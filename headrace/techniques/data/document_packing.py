@@ -47,7 +47,7 @@ class DocumentPacking(Technique[Build]):
     def predict(self, ledger: Ledger) -> Ledger:
         """A dense mask, shared by all layers, and the copy that SDPA makes of it in each."""
         sizes = ledger.sizes
-        ledger = ledger.with_line("mask", Line(sizes["mask"], ("loss", "backward")))
+        ledger = ledger.with_line("mask", Line(sizes["mask"], ("loss", "turn", "backward")))
         for layer in range(int(sizes["layers"])):
             line = Line(sizes["mask_copy"], held_in(layer), layer)
             ledger = ledger.with_line(f"{layer}/mask_copy", line)

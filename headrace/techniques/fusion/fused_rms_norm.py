@@ -88,6 +88,8 @@ class FusedRmsNorm(Technique[Build]):
         sizes = ledger.sizes
         kept = 2 * (sizes["residual"] + FP32 * sizes["tokens"])
         ledger = ledger.made_whole("norm", lambda held: kept)
+        final = replace(ledger.memory["final_norm"], bytes=2 * sizes["residual"])
+        ledger = ledger.with_line("final_norm", final)
         return replace(ledger, sizes={**sizes, "norm_products": 0.0})
 
     def apply(self, build: Build) -> None:

@@ -108,6 +108,8 @@ class LigerKernels(Technique[Build]):
         kept = 2 * (sizes["residual"] + FP32 * sizes["tokens"])
         ledger = ledger.made_whole("norm", lambda held: kept)
         ledger = ledger.made_whole("activation", lambda held: held / 2)
+        final = replace(ledger.memory["final_norm"], bytes=2 * sizes["residual"])
+        ledger = ledger.with_line("final_norm", final)
         return replace(ledger, sizes={**sizes, "norm_products": 0.0})
 
     def apply(self, build: Build) -> None:

@@ -32,7 +32,6 @@ from headrace.core.technique import (
 from headrace.kernels.chunked_loss import chunked_loss
 from headrace.kernels.fused_cross_entropy import loss_and_gradient_
 from headrace.kernels.launches import COUNTS, since
-from headrace.model.count import FP32
 from headrace.model.head import IGNORED, Head, Objective, Vocabulary, cross_entropy
 from headrace.sockets import Build
 
@@ -133,7 +132,7 @@ class ChunkedCrossEntropy(Technique[Build]):
         if logits is None or "logits_per_token" not in sizes:
             return ledger
         held, each = min(sizes["tokens"], self.chunk_tokens), sizes["logits_per_token"]
-        leaf = FP32 * sizes["vocab"] if sizes["activation_bytes"] == FP32 else 0  # else counted
+        leaf = sizes["activation_bytes"] * sizes["vocab"]
         fused = sizes["logits_fused"] * held / sizes["tokens"]
         plain = not sizes.get("other_loss") and sizes.get("tensor_ranks", 1) == 1
         if sizes["on_gpu"] and self.fused is not False and plain:  # in place
@@ -141,7 +140,8 @@ class ChunkedCrossEntropy(Technique[Build]):
             fused = held * each
         ledger = ledger.with_line("logits", Line(held * (each + leaf), ("loss",)))
         ledger = ledger.with_line("head_gradients", Line(sizes["head_gradients"], ("loss",)))
-        return replace(ledger, sizes={**sizes, "logits_fused": fused, "logits_per_token": each})
+        facts = {"logits_fused": fused, "logits_per_token": each, "loss_forward": 1.0}
+        return replace(ledger, sizes={**sizes, **facts})
 
     def apply(self, build: Build) -> None:
         """Fill the head."""

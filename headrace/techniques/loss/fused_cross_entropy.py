@@ -81,7 +81,7 @@ class FusedCrossEntropy(Technique[Build]):
     claims: ClassVar[tuple[str, ...]] = ("parts.head",)
     symptoms: ClassVar[tuple[str, ...]] = ("memory:logits", "memory bandwidth")
     card: ClassVar[Card] = Card(
-        buys="8 of 12 bytes per token and vocabulary entry in fp32, 12 of 14 in bf16 (derived)",
+        buys="8 of 12 bytes per token and vocabulary entry in fp32, 10 of 12 in bf16 (derived)",
         costs="the head runs uncompiled; no terms of the loss and no tensor parallelism",
         helps="large vocabularies, when memory holds the logits once: one whole product is faster "
         "than chunks of it",
@@ -117,7 +117,8 @@ class FusedCrossEntropy(Technique[Build]):
         own = sizes["logits_fused"] / 3  # what one tensor of logits is in the run's arithmetic
         held = min(ledger.memory["logits"].bytes, own)
         ledger = ledger.with_line("logits", Line(held, ("loss",)))
-        return ledger.with_line("head_gradients", Line(sizes["head_gradients"], ("loss",)))
+        both = sizes["activation_bytes"] * sizes["dim"] * (sizes["vocab"] + sizes["tokens"])
+        return ledger.with_line("head_gradients", Line(both, ("loss",)))
 
     def apply(self, build: Build) -> None:
         """Fill the head, and note what was launched before."""

@@ -51,8 +51,13 @@ class ZLoss(Technique[Build]):
 
         Scaling the line that it finds, it is right for a chunk and for a slice of them too.
         """
-        size = ledger.sizes["activation_bytes"]
-        held = 3 * FP32 + (size if size != FP32 else 0)  # of each logit, without it
+        sizes = ledger.sizes
+        if sizes.get("compiled_loss"):
+            # torch 2.11's inductor rounds the first gradient, so that the sum goes beside the
+            # logits; 2.13's goes over them. The weights' gradient comes when the logits have left.
+            ledger = ledger.without(["head_gradients"])
+            return ledger.scaled(lambda name: name == "logits", 2)
+        held = sizes["logits_per_token"] / sizes["vocab"]  # of each logit, without it
         return ledger.scaled(lambda name: name == "logits", 1 + 2 * FP32 / held)
 
     def apply(self, build: Build) -> None:

@@ -361,7 +361,8 @@ class ActivationOffload(Technique[Build]):
             for name, line in going.items():
                 if "backward" in line.instants:
                     ledger = ledger.with_line(name, replace(line, instants=("backward",)))
-        return ledger.with_line("offload_buffer", Line(traveling, ("loss", "backward")))
+        # The head goes backward when all that was sent has left; blocks have one on its way.
+        return ledger.with_line("offload_buffer", Line(traveling, ("turn", "backward")))
 
     def _going(self, ledger: Ledger, layer: int) -> dict[str, Line]:
         """Lines of a block that leave: of one that is checkpointed whole or in part, its input."""

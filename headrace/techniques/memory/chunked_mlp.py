@@ -34,6 +34,7 @@ from torch.utils.checkpoint import (
 
 from headrace.core.ledger import Ledger, Line
 from headrace.core.technique import Card, Context, Evidence, Stage, Supported, Technique
+from headrace.model.count import holds_casts
 from headrace.sockets import Build
 
 RECOMPUTED_LINES = ("gate_up", "activation")
@@ -82,7 +83,22 @@ class ChunkedMLP(Technique[Build]):
         # A block that is run again has to give all pieces their inputs, and no more of the last.
         last = (sizes["tokens"] - 1) % self.chunk_tokens + 1
         unneeded = (up + sizes["down_flops"]) * last / sizes["tokens"]
-        ledger = ledger.without(drop).with_line("mlp_piece", Line(hidden * share, ("backward",)))
+        piece = hidden * share
+        casts = (up + sizes["down_flops"]) / sizes["layers"]  # 2 FLOPs of a weight, and 2 bytes
+        ledger = ledger.without(drop)
+        if not holds_casts(ledger):
+            for name, line in ledger.memory.items():
+                if name.endswith("/weight_cast"):
+                    less = replace(line, bytes=max(0.0, line.bytes - casts))
+                    ledger = ledger.with_line(name, less)
+        ledger = ledger.with_line("mlp_piece", Line(piece, ("turn", "backward")))
+        if work := ledger.memory.get("work"):
+            # Pieces come one after the other, and then the norm: the stream's gradient, and its own
+            # in both precisions with the parts that it was joined of.
+            stream = sizes["residual"]
+            pieces = 2 * stream + share * (work.bytes - stream)
+            most = max(pieces, 5 * stream - piece)
+            ledger = ledger.with_line("work", replace(work, bytes=most))
         ledger = ledger.with_flops("recompute", up)
         return replace(ledger, sizes={**sizes, "down_flops": unneeded})
 

@@ -28,10 +28,11 @@ from torch.utils.checkpoint import (
 
 from headrace.core.ledger import Ledger, Line
 from headrace.core.technique import Card, Context, Evidence, Stage, Supported, Technique
+from headrace.model.count import FP32, holds_casts
 from headrace.sockets import Build, Forward
 
-KEPT_LINES = ("residual", "weight_cast")
-"""A block's input; and autocast's copies of weights, which the block that runs again has too."""
+KEPT_LINE = "residual"
+"""A block's input."""
 
 
 class FullCheckpoint(Technique[Build]):
@@ -69,15 +70,18 @@ class FullCheckpoint(Technique[Build]):
         chosen = [layer for layer in layers if layer % self.every == 0]
         drop = [
             name for name, line in ledger.memory.items()
-            if line.layer in chosen and name.split("/")[1] not in KEPT_LINES
+            if line.layer in chosen and name.split("/")[1] != KEPT_LINE
+            and not (name.endswith("/weight_cast") and holds_casts(ledger))
         ]  # fmt: skip
         stream, sizes = ledger.sizes["residual"], ledger.sizes
         again = sum(ledger.memory[name].bytes for name in drop)
+        if sizes["on_gpu"] and sizes["activation_bytes"] != FP32:
+            again += stream * len(chosen)  # the norm's fp32 copy does not stand for the input here
         for layer in chosen:
             kept = ledger.memory[f"{layer}/residual"]
             again += kept.bytes - stream
             ledger = ledger.with_line(f"{layer}/residual", replace(kept, bytes=stream))
-        one = Line(again / max(1, len(chosen)), ("backward",))
+        one = Line(again / max(1, len(chosen)), ("turn", "backward"))
         work = sizes["block_flops"] + sizes["attention_flops"] - sizes["down_flops"]
         ledger = ledger.without(drop).with_line("recompute", one)
         return ledger.with_flops("recompute", work * len(chosen) / max(1, len(layers)))

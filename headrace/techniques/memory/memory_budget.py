@@ -17,6 +17,7 @@ activation checkpointing techniques" (2025).
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import combinations
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -39,6 +40,8 @@ COMPILED = "CompiledFunctionBackward"
 """What autograd calls a compiled graph."""
 PARTITIONED = ("inductor", "aot_eager")
 """Backends whose graphs are cut by the partitioner that reads the budget."""
+MADE_AGAIN = ("norm", "activation", "weight_cast")
+"""A block's lines that any budget under 1 gives up, unless one operation made them."""
 PINNED = "it says itself what a block keeps, so nothing is left for the budget to choose "
 
 
@@ -82,17 +85,23 @@ class MemoryBudget(Technique[Build]):
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """A share of each block's lines, and the work of the products that are not among them."""
-        lines = {
-            name: line for name, line in ledger.memory.items()
-            if line.layer is not None and not name.endswith("/residual")
-        }  # fmt: skip
-        layers = max(1.0, ledger.sizes["layers"])
-        for name, line in lines.items():
-            ledger = ledger.with_line(name, replace(line, bytes=self.fraction * line.bytes))
-        lost = (1 - self.fraction) * sum(line.bytes for line in lines.values())
-        ledger = ledger.with_line("recompute", Line(lost / layers, ("backward",)))
-        return ledger.with_flops("recompute", _work(ledger.sizes, lines, lost))
+        """What the partitioner's knapsack leaves of a block, and the work of what it does not."""
+        sizes, layers = ledger.sizes, max(1.0, ledger.sizes["layers"])
+        if self.fraction == 1:
+            return ledger.with_flops("recompute", 0.0)
+        lost = again = 0.0
+        for layer in {v.layer for v in ledger.memory.values() if v.layer is not None}:
+            block = {n.split("/")[1]: v for n, v in ledger.memory.items() if v.layer == layer}
+            keeps, work = _kept_of(block, sizes, self.fraction)
+            again += work
+            for name, line in block.items():
+                left = keeps.get(name, 0.0)
+                lost += line.bytes - left
+                ledger = ledger.without([f"{layer}/{name}"])
+                if left:
+                    ledger = ledger.with_line(f"{layer}/{name}", replace(line, bytes=left))
+        ledger = ledger.with_line("recompute", Line(lost / layers, ("turn", "backward")))
+        return ledger.with_flops("recompute", again)
 
     def apply(self, build: Build) -> None:
         """Set the budget while the run compiles, and look at the first graphs that ran."""
@@ -124,24 +133,43 @@ class MemoryBudget(Technique[Build]):
         )
 
 
-def _work(sizes: Mapping[str, float], lines: Mapping[str, Line], lost: float) -> float:
-    """FLOPs per token to make `lost` bytes again, the cheapest per byte first."""
-    first = "mlp.gate_up" if "mlp.gate_up/in" in sizes else "mlp.up"
-    flops = {
-        "gate_up": 2 * sizes["layers"] * sizes[f"{first}/in"] * sizes[f"{first}/out"],
-        "qkv": 2 * sizes["layers"] * sizes["mixer.qkv/in"] * sizes["mixer.qkv/out"],
-        "attention": sizes["attention_flops"],
+def _kept_of(
+    block: Mapping[str, Line], sizes: Mapping[str, float], fraction: float
+) -> tuple[dict[str, float], float]:
+    """Bytes that a block keeps by line, and the FLOPs per token to make the others again.
+
+    The partitioner (torch._functorch.partitioners, choose_saved_values_set) counts what the fastest
+    cut keeps beyond the graph's inputs; a fp32 weight whose cast is kept instead counts against it.
+    A cut that keeps products and attention alone is taken if it fits. Else products go into a
+    knapsack by their FLOPs. Attention is in no knapsack (torch 2.11's list of dear operations lacks
+    cuDNN's, and a peak with torch's default kernel shows the same), and is run again.
+    """
+    held = {name: line.bytes for name, line in block.items()}
+    stream = min(sizes["residual"], held["residual"])
+    wide = "gate_up" if "mlp.gate_up/in" in sizes else "up"
+    cast, turned = held.get("weight_cast", 0.0), held.get("attention_input", 0.0)
+    # Queries and keys are kept as they are turned, and as they were only for their norms. Casts are
+    # half of the weights that they stand for.
+    whole = sum(held.values()) - stream - 2 * cast - (0.0 if "qk_norm" in held else turned)
+    room = fraction * max(0.0, whole)
+    products = {
+        name: 2 * sizes[f"{linear}/in"] * sizes[f"{linear}/out"]
+        for name, linear in (("gate_up", f"mlp.{wide}"), ("qkv", "mixer.qkv"), ("out", "mixer.out"))
+        if name in held or name == "out"
     }
-    held = dict.fromkeys([*flops, "free"], 0.0)
-    for name, line in lines.items():
-        kind = name.split("/")[1]
-        held[kind if kind in flops else "free"] += line.bytes
-    lost, again = lost - held["free"], 0.0
-    for kind, work in flops.items():
-        if lost > 0 and held[kind]:
-            again += work * min(1.0, lost / held[kind])
-            lost -= held[kind]
-    return again
+    weights = {name: held.get(name, held["residual"] - stream) for name in products}
+    plain = {n: b for n, b in held.items() if block[n].opaque or n not in MADE_AGAIN}
+    if sum(weights.values()) + held.get("attention", 0.0) < room:
+        return plain, 0.0
+    every = (c for n in range(len(products) + 1) for c in combinations(products, n))
+    fits = (c for c in every if sum(weights[name] for name in c) <= room)
+    best = max(fits, key=lambda c: sum(products[name] for name in c))
+    keeps = {name: held[name] for name in best if name in held}
+    keeps["residual"] = held["residual"] if "out" in best else stream
+    if "qkv" in best:
+        keeps["attention_input"] = turned
+    work = sum(products.values()) - sum(products[name] for name in best)
+    return keeps, work + sizes["attention_flops"] / sizes["layers"]
 
 
 def _kept(build: Build, output: Tensor) -> dict[str, float]:

@@ -127,7 +127,7 @@ class OptimizerInBackward(Technique[Build]):
     def predict(self, ledger: Ledger) -> Ledger:
         """One gradient at a time, the embedding's at the end of the backward pass."""
         line = Line(ledger.sizes["largest_parameter"], ("backward",))
-        return ledger.with_line("gradients", line)
+        return ledger.with_line("gradients", line).without(["head_weight_gradient"])
 
     def apply(self, build: Build) -> None:
         """Route what AdamW would have, and measure the norm of what is freed."""

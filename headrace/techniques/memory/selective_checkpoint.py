@@ -38,7 +38,7 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
-from headrace.model.count import block_linears
+from headrace.model.count import block_linears, holds_casts
 from headrace.sockets import Build, Forward
 
 Operation = Literal[
@@ -152,17 +152,18 @@ class SelectiveCheckpoint(Technique[Build]):
             kept = self._kept_products(ledger.sizes, layer)
             gone = [*RECOMPUTED_LINES, *(name for name in PRODUCT_LINES if name not in kept)]
             gone += ["attention"] if "attention" not in self.kept() else []
+            gone += [] if holds_casts(ledger) else ["weight_cast"]
             drop = [name for name in (f"{layer}/{g}" for g in gone) if name in ledger.memory]
             dropped += sum(ledger.memory[name].bytes for name in drop)
             again += self._work_again(ledger.sizes, kept) / len(layers)
-            added = len({"out", "down"} & kept) * ledger.sizes.get("written", stream)
+            added = ledger.sizes.get("written", stream)
             line = ledger.memory[f"{layer}/residual"]
             ledger = ledger.without(drop)
             ledger = ledger.with_line(f"{layer}/residual", replace(line, bytes=stream))
-            if added:  # the products that are added to the residual
-                ledger = ledger.with_line(f"{layer}/added", replace(line, bytes=added))
+            for name in sorted({"out", "down"} & kept):  # products that the residual adds up
+                ledger = ledger.with_line(f"{layer}/{name}", replace(line, bytes=added))
         one = dropped / max(1, len(chosen))
-        ledger = ledger.with_line("recompute", Line(one, ("backward",)))
+        ledger = ledger.with_line("recompute", Line(one, ("turn", "backward")))
         return ledger.with_flops("recompute", again)
 
     def _kept_products(self, sizes: dict[str, float], layer: int) -> set[str]:

@@ -134,7 +134,7 @@ class ContextParallel(Technique[Build]):
         left, tokens = 1 / sizes["context_ranks"], sizes["tokens"]
         ledger = ledger.scaled(
             lambda name: (
-                name == "final_norm"
+                name in ("final_norm", "rotation", "work")
                 or ("/" in name and name.split("/")[1] not in (*WEIGHT_LINES, "mask_copy"))
             ),
             left,
@@ -144,7 +144,8 @@ class ContextParallel(Technique[Build]):
         if logits := ledger.memory.get("logits"):  # where it is one chunk's, it may stay so
             share = min(logits.bytes, tokens * left * sizes["logits_per_token"])
             ledger = ledger.with_line("logits", replace(logits, bytes=share))
-        gone = FP32 * sizes["dim"] * tokens * (1 - left)  # of the hidden states' gradient
+        hidden = sizes["activation_bytes"] if sizes["on_gpu"] else FP32
+        gone = hidden * sizes["dim"] * tokens * (1 - left)  # of the hidden states' gradient
         if head := ledger.memory.get("head_gradients"):
             ledger = ledger.with_line("head_gradients", replace(head, bytes=head.bytes - gone))
         # Keys, values and their fp32 gradients, each here and on the way, beside fp32 queries'.

@@ -40,7 +40,7 @@ from headrace.parallel import pipeline
 from headrace.sockets import Build, Work, auxiliary_loss
 
 STATE_LINES = ("parameters", "gradients", "optimizer")
-END_LINES = ("final_norm", "logits")
+END_LINES = ("final_norm", "logits", "head_cast", "head_gradients", "head_weight_gradient")
 
 
 class PipelineParallel(Technique[Build]):
@@ -118,7 +118,7 @@ class PipelineParallel(Technique[Build]):
         memory = {n: v for n, v in ledger.memory.items() if v.layer is None}
         for copy in range(-(-here * visits // self.chunks)):
             # A micro-batch in flight is as many blocks more, held while another goes backward.
-            held = held_in(copy) if copy < here else ("loss", "backward")
+            held = held_in(copy) if copy < here else ("loss", "turn", "backward")
             for name, line in block.items():
                 memory[f"{copy}/{name}"] = Line(line.bytes, held, copy)
         end = FP32 * ledger.sizes["embedding"]

@@ -158,7 +158,11 @@ class TensorParallel(Technique[Build]):
         left = (4 * sizes["unsplit"] + (kept - 4 * sizes["unsplit"]) / ranks) / kept
         ledger = ledger.scaled(lambda name: name in STATE_LINES, left)
         ledger = ledger.scaled(
-            lambda name: name == "logits" or name.split("/")[-1] in INSIDE_LINES, 1 / ranks
+            lambda name: (
+                name in ("logits", "head_cast", "head_weight_gradient")
+                or name.split("/")[-1] in INSIDE_LINES
+            ),
+            1 / ranks,
         )
         stream = sizes["residual"]
         if self.sequence:

@@ -220,13 +220,13 @@ class Bf16Parameters(Technique[Build]):
         master = self.rounding == "master"
         for name, each, change in (
             ("parameters", 4, -2), ("gradients", 4, 0 if adds_up else -2),
-            ("optimizer", 8, 2 if master else 0),
+            ("optimizer", 8, 2 if master else 0), ("head_weight_gradient", 4, 0 if adds_up else -2),
         ):  # fmt: skip
             if (line := ledger.memory.get(name)) is not None:
                 taken = count - (twice if name == "gradients" else 0)
                 changed = line.bytes + change * min(taken, line.bytes / each)
                 ledger = ledger.with_line(name, replace(line, bytes=changed))
-        casts = [name for name in ledger.memory if name.endswith("/weight_cast")]
+        casts = [n for n in ledger.memory if n == "head_cast" or n.endswith("/weight_cast")]
         ledger = ledger.without(casts)
         if sizes["on_gpu"] and self.fused is not False:
             return ledger

@@ -104,7 +104,8 @@ class Float8Linear(Technique[Build]):
         for name, line in ledger.memory.items():
             if name.endswith("/weight_cast"):
                 ledger = ledger.with_line(name, replace(line, bytes=line.bytes - 2 * taken))
-        return ledger
+        fits = {f"{n}/fp8": 1.0 for n, ends in weights.items() if self._fits(*ends)}
+        return replace(ledger, sizes={**sizes, **fits})
 
     def _fits(self, inner: int, outer: int) -> bool:
         wide = min(inner, outer) >= self.min_size
