@@ -30,6 +30,7 @@ from headrace.model.count import trunk_ledger
 from headrace.model.decoder import Decoder, trunk_parts
 from headrace.model.head import cross_entropy, with_terms
 from headrace.model.init import adding, random_source
+from headrace.model.work import trunk_work
 from headrace.optim.adamw import clip_factor, gradient_norm, make_adamw, scale_gradients
 from headrace.optim.schedule import learning_rate
 from headrace.parallel.layout import Layout, local_of
@@ -55,7 +56,11 @@ def predict(plan: Plan, context: Context) -> Ledger:
     ranks["shard_ranks"] = float(mesh.data * mesh.context)
     ranks["micro_batches"] = plan.rows_per_step / mesh.data / plan.micro_rows
     ranks["other_loss"] = float(any("terms" in t.composes for t in plan.techniques.values()))
-    ledger = replace(ledger, sizes={**ledger.sizes, **ranks})
+    work = trunk_work(
+        model, rows=plan.micro_rows, length=plan.data.sequence_length,
+        precision=context.precision, micro_batches=ranks["micro_batches"],
+    )  # fmt: skip
+    ledger = replace(ledger, sizes={**ledger.sizes, **ranks}, work=work)
     for technique in sorted(plan.techniques.values(), key=lambda t: t.stage):
         ledger = technique.predict(ledger)
     return ledger

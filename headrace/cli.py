@@ -17,8 +17,9 @@ from headrace.catalogue.explain import explain_plan, explain_technique
 from headrace.catalogue.graphs import explain_graphs
 from headrace.catalogue.matrix import explain_matrix, read_matrix
 from headrace.catalogue.table import catalogue_rows
-from headrace.context import choose_device, find_device, make_context
+from headrace.context import choose_device, elsewhere, find_device, make_context
 from headrace.core.errors import ConfigError, nearest
+from headrace.core.machine import Machine
 from headrace.core.plan import Plan, read_recipe
 from headrace.core.technique import Catalogue, discover
 from headrace.core.units import format_count, format_seconds
@@ -30,18 +31,12 @@ from headrace.export.run import export_run
 from headrace.interrupts import Interrupts
 from headrace.load import open_model, read_plan, resolve_run, run_of
 from headrace.model.zoo import families
+from headrace.planner import foresee, told
 from headrace.probes.table import table as probe_table
 from headrace.recipes import recipes
 from headrace.run_folder import RunFolder
 from headrace.sample import generate
-from headrace.terminal import (
-    console,
-    exit_codes,
-    make_progress,
-    show_json,
-    show_table,
-    started_as,
-)
+from headrace.terminal import console, exit_codes, make_progress, show_json, show_table, started_as
 from headrace.truth import HEAD, compute, table
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -297,6 +292,32 @@ def doctor(
             [[f.bottleneck, f"{f.share:.1%}", f.evidence, f.confidence, f.not_measured]
              for f in findings],
         )  # fmt: skip
+
+
+@app.command()
+def plan(
+    plan: PlanName, overrides: Overrides = None, *,
+    with_: With = None, without: Without = None,
+    device_name: Annotated[
+        str, typer.Option(help="A GPU that is not here, as NVIDIA H200; its rates are assumed.")
+    ] = "",
+    json: Json = False,
+) -> None:  # fmt: skip
+    """Predict a run: whether it fits, where its step goes, how long and how much."""
+    with exit_codes(json):
+        wanted = _read(plan, overrides, with_, without)
+        if device_name:
+            here = make_context(wanted, torch.device("cpu"))
+            context, machine = elsewhere(here, device_name), Machine.assumed(device_name)
+        else:
+            device = choose_device(wanted)
+            context = make_context(wanted, device)
+            machine = probes.cached(device) or Machine.assumed(context.device_name)
+        found = foresee(wanted, context, machine)
+        if json:
+            show_json(found.plain())
+        else:
+            print(told(wanted, found))
 
 
 @app.command()

@@ -1,12 +1,15 @@
 """Where a plan would run, and whether its techniques can run there."""
 
 import shutil
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 
+from headrace.core.assumed import CAPABILITIES, PARTS
 from headrace.core.errors import ConfigError, UnsupportedError
+from headrace.core.machine import Machine
 from headrace.core.plan import Plan
 from headrace.core.technique import Context, Technique, Unsupported, check_claims
 
@@ -55,6 +58,22 @@ def make_context(plan: Plan, device: torch.device) -> Context:
         ranks=plan.mesh.ranks,
         precision=precision,
     )
+
+
+def elsewhere(context: Context, device_name: str) -> Context:
+    """The same on an NVIDIA GPU that is not here, with Triton and a compiler.
+
+    Raises:
+        UnsupportedError: nothing is assumed of such a device.
+    """
+    Machine.assumed(device_name)
+    part = next(p for p in PARTS if p.key.lower() in device_name.lower())
+    precision = context.plan.model.precision
+    return replace(
+        context, device="cuda", device_name=device_name, capability=CAPABILITIES[part.family],
+        has_triton=True, has_compiler=True,
+        precision="bf16" if precision == "auto" else precision,
+    )  # fmt: skip
 
 
 def _has_compiler() -> bool:

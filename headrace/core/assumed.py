@@ -84,6 +84,10 @@ class Family:
     """kernel -> (another that has rows, so many times its rates)"""
 
 
+CAPABILITIES = {"ampere": (8, 0), "ada": (8, 9), "hopper": (9, 0), "blackwell": (10, 0)}
+"""family -> compute capability"""
+
+
 @dataclass(frozen=True)
 class Part:
     """One device of a family."""

@@ -9,7 +9,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from headrace.core.work import Work
+
 Instant = Literal["always", "backward", "loss", "turn", "optimizer"]
+AROUND = ("head", "loss", "embedding")
+"""How pieces of work begin that are not the blocks'."""
 INSTANTS: tuple[Instant, ...] = ("backward", "loss", "turn", "optimizer")
 
 
@@ -42,6 +46,8 @@ class Ledger:
     flops: dict[str, float]
     sizes: dict[str, float] = field(default_factory=dict)
     """Facts that edits are made from, such as bytes of logits per token."""
+    work: dict[str, Work] = field(default_factory=dict)
+    """Pieces of a step by name, which a machine's rates price."""
 
     def with_line(self, name: str, line: Line) -> "Ledger":
         """The same ledger with one line added or replaced."""
@@ -70,6 +76,38 @@ class Ledger:
     def with_flops(self, phase: str, per_token: float) -> "Ledger":
         """The same ledger with `per_token` FLOPs added to a phase."""
         return replace(self, flops={**self.flops, phase: self.flops.get(phase, 0.0) + per_token})
+
+    def reworked(self, edit: Callable[[str, Work], Work | None]) -> "Ledger":
+        """Every piece of work as `edit` makes it; without those that it makes None."""
+        edited = {name: edit(name, piece) for name, piece in self.work.items()}
+        return replace(self, work={n: piece for n, piece in edited.items() if piece is not None})
+
+    def again(self, share: Callable[[str], float]) -> "Ledger":
+        """The same with pieces of the blocks' forward pass computed once more in the backward pass.
+
+        Args:
+            share: name of a piece -> the share of its kernels that run again.
+        """
+        more = {
+            f"{name}/again": replace(piece, phase="recompute", count=piece.count * part)
+            for name, piece in self.work.items()
+            if piece.phase == "forward" and not name.startswith(AROUND) and (part := share(name))
+        }
+        return replace(self, work={**self.work, **more})
+
+    def made_one(self, name: str, *, forward: float = 1.0, backward: float = 1.0) -> "Ledger":
+        """The streams `name` each as one kernel, of so much of what a fused one moves."""
+        share = {f"{name}/forward": forward, f"{name}/backward": backward}
+        return self.reworked(
+            lambda key, piece: piece.whole(share[key] * piece.fused)
+            if key in share and piece.fused is not None else piece
+        )  # fmt: skip
+
+    def attended(self, kernel: str) -> "Ledger":
+        """The same with attention by this kernel of core/machine.py."""
+        return self.reworked(
+            lambda _, piece: replace(piece, kernel=kernel) if piece.kind == "attention" else piece
+        )
 
     def at(self, instant: Instant) -> float:
         """Bytes held at one instant."""

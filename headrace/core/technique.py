@@ -117,6 +117,8 @@ class Technique(Strict, Generic[B]):
     band: ClassVar[float] = 0.0
     """Relative distance of gradients from the trunk's that `approximate` may show."""
     card: ClassVar[Card]
+    timed: ClassVar[bool] = False
+    """Whether `predict` also says what it does to a step's time, or it does nothing to it."""
     symptoms: ClassVar[tuple[str, ...]] = ()
     """Names of the doctor's findings that this technique is a remedy for."""
 

@@ -40,6 +40,7 @@ class CudnnSdpa(Sdpa):
 class CudnnAttention(Technique[Build]):
     """Attention through cuDNN's fused kernels."""
 
+    timed: ClassVar[bool] = True
     room: ClassVar[str] = "attention"
     stage: ClassVar[Stage] = Stage.PARTS
     claims: ClassVar[tuple[str, ...]] = ("parts.attend",)
@@ -61,8 +62,8 @@ class CudnnAttention(Technique[Build]):
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """The same memory and work."""
-        return ledger
+        """The same memory and work, by its own kernels."""
+        return ledger.attended("cudnn")
 
     def apply(self, build: Build) -> None:
         """Fill the backend."""

@@ -61,6 +61,7 @@ class FlashSdpa(Sdpa):
 class FlashAttention(Technique[Build]):
     """Attention through torch's flash kernels."""
 
+    timed: ClassVar[bool] = True
     room: ClassVar[str] = "attention"
     stage: ClassVar[Stage] = Stage.PARTS
     claims: ClassVar[tuple[str, ...]] = ("parts.attend",)
@@ -85,8 +86,8 @@ class FlashAttention(Technique[Build]):
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """The same memory and work."""
-        return ledger
+        """The same memory and work, by its own kernels."""
+        return ledger.attended("flash")
 
     def apply(self, build: Build) -> None:
         """Fill the backend."""

@@ -223,6 +223,7 @@ class FlashAttention3(Technique[Build]):
     revision: str = ""
     """The commit that `kernels` fetches; without it the newest compatible one."""
 
+    timed: ClassVar[bool] = True
     room: ClassVar[str] = "attention"
     stage: ClassVar[Stage] = Stage.PARTS
     claims: ClassVar[tuple[str, ...]] = ("parts.attend",)
@@ -290,8 +291,8 @@ class FlashAttention3(Technique[Build]):
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """The same memory and work."""
-        return ledger
+        """The same memory and work, by its own kernels."""
+        return ledger.attended("flash4" if self.release == "FA4" else "flash3")
 
     def apply(self, build: Build) -> None:
         """Fill the backend, and have the kernels stand while a run goes."""

@@ -149,6 +149,7 @@ class FlexBackend(Sdpa):
 class FlexAttention(Technique[Build]):
     """Attention through one compiled kernel that skips what the mask forbids."""
 
+    timed: ClassVar[bool] = True
     room: ClassVar[str] = "attention"
     stage: ClassVar[Stage] = Stage.PARTS
     claims: ClassVar[tuple[str, ...]] = ("parts.attend",)
@@ -179,7 +180,8 @@ class FlexAttention(Technique[Build]):
         """No dense mask, whoever composes it; attention keeps what a flash kernel keeps."""
         dense = [n for n in ledger.memory if n == "mask" or n.endswith(("/mask_copy", "/scores"))]
         facts = {"mask": 0.0, "mask_copy": 0.0, "scores": 0.0}
-        return replace(ledger.without(dense), sizes={**ledger.sizes, **facts})
+        ledger = replace(ledger.without(dense), sizes={**ledger.sizes, **facts})
+        return ledger.attended("flex")
 
     def apply(self, build: Build) -> None:
         """Fill the backend."""

@@ -146,6 +146,7 @@ class Yarn(Technique[Build]):
     high_frequency_factor: float = Field(default=4.0, gt=0)
     """llama3: pairs with more turns than this stay as they are."""
 
+    timed: ClassVar[bool] = True
     room: ClassVar[str] = "attention"
     stage: ClassVar[Stage] = Stage.PARTS
     claims: ClassVar[tuple[str, ...]] = ("parts.position",)

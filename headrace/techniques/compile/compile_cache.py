@@ -56,6 +56,7 @@ class CompileCache(Technique[Build]):
     directory: str = Field(default="~/.cache/headrace/compile", min_length=1)
     """The folder that keeps it; one that all nodes see serves all of them."""
 
+    timed: ClassVar[bool] = True
     room: ClassVar[str] = "compile"
     stage: ClassVar[Stage] = Stage.COMPILE
     composes: ClassVar[tuple[str, ...]] = ("runtime",)

@@ -39,6 +39,7 @@ class TorchCompile(Technique[Build]):
     fullgraph: bool = True
     """A graph break is an error."""
 
+    timed: ClassVar[bool] = True
     room: ClassVar[str] = "compile"
     stage: ClassVar[Stage] = Stage.COMPILE
     composes: ClassVar[tuple[str, ...]] = ("block_forward", "compiled", "runtime")
@@ -75,7 +76,7 @@ class TorchCompile(Technique[Build]):
         """What fusion recomputes is not kept, and logits are not held in fp32."""
         if self.backend != "inductor":
             return ledger
-        sizes = ledger.sizes
+        sizes, ledger = ledger.sizes, ledger.reworked(lambda _, piece: piece.compiled())
         for name, line in ledger.memory.items():
             kind = name.split("/")[1] if line.layer is not None else ""
             if kind == "down":  # the next block's input, which that one keeps

@@ -296,6 +296,7 @@ class LoaderWorkers(Technique[Build]):
     side_copy: bool = True
     """On a GPU, readers copy on a stream of their own; without, the step copies on its own."""
 
+    timed: ClassVar[bool] = True
     room: ClassVar[str] = "data"
     stage: ClassVar[Stage] = Stage.DATA
     claims: ClassVar[tuple[str, ...]] = ("transport",)

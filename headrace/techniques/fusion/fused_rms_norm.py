@@ -59,6 +59,7 @@ class FusedNorm(RMSNorm):
 class FusedRmsNorm(Technique[Build]):
     """Compute each norm of the residual stream in one kernel, with the addition before it."""
 
+    timed: ClassVar[bool] = True
     room: ClassVar[str] = "fusion"
     stage: ClassVar[Stage] = Stage.PARTS
     claims: ClassVar[tuple[str, ...]] = ("parts.norm",)
@@ -90,7 +91,8 @@ class FusedRmsNorm(Technique[Build]):
         ledger = ledger.made_whole("norm", lambda held: kept)
         final = replace(ledger.memory["final_norm"], bytes=2 * sizes["residual"])
         ledger = ledger.with_line("final_norm", final)
-        return replace(ledger, sizes={**sizes, "norm_products": 0.0})
+        ledger = replace(ledger, sizes={**sizes, "norm_products": 0.0})
+        return ledger.made_one("norms").made_one("residual")
 
     def apply(self, build: Build) -> None:
         """Fill the norm."""

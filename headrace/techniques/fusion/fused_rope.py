@@ -59,6 +59,7 @@ class FusedRotation(NamedTuple):
 class FusedRope(Technique[Build]):
     """Turn queries and keys by their positions in one kernel, and normalise them in it."""
 
+    timed: ClassVar[bool] = True
     room: ClassVar[str] = "fusion"
     stage: ClassVar[Stage] = Stage.MODEL
     composes: ClassVar[tuple[str, ...]] = ("block_forward",)
@@ -91,7 +92,8 @@ class FusedRope(Technique[Build]):
         for name, line in ledger.memory.items():
             if name.endswith("/qk_norm"):
                 ledger = ledger.with_line(name, replace(line, bytes=kept))
-        return replace(ledger, sizes={**sizes, "qk_norm_products": 0.0})
+        ledger = replace(ledger, sizes={**sizes, "qk_norm_products": 0.0})
+        return ledger.made_one("rope").made_one("queries")
 
     def apply(self, build: Build) -> None:
         """Wrap the blocks."""

@@ -76,6 +76,7 @@ class FusedHead(Head):
 class FusedCrossEntropy(Technique[Build]):
     """Compute the loss and its gradient in two kernels, written over the logits."""
 
+    timed: ClassVar[bool] = True
     room: ClassVar[str] = "loss"
     stage: ClassVar[Stage] = Stage.PARTS
     claims: ClassVar[tuple[str, ...]] = ("parts.head",)
@@ -118,7 +119,9 @@ class FusedCrossEntropy(Technique[Build]):
         held = min(ledger.memory["logits"].bytes, own)
         ledger = ledger.with_line("logits", Line(held, ("loss",)))
         both = sizes["activation_bytes"] * sizes["dim"] * (sizes["vocab"] + sizes["tokens"])
-        return ledger.with_line("head_gradients", Line(both, ("loss",)))
+        ledger = ledger.with_line("head_gradients", Line(both, ("loss",)))
+        # Logits are read once and a half (its exponentials take as long), then read and written.
+        return ledger.made_one("loss", forward=0.5, backward=2 / 3)
 
     def apply(self, build: Build) -> None:
         """Fill the head, and note what was launched before."""

@@ -151,9 +151,9 @@ class DynamicBatch(Technique[Build]):
     headroom: float = Field(default=0.05, gt=0, lt=1)
     """Share of the free memory that a trial leaves alone; tuner range 0.02 to 0.2."""
 
+    timed: ClassVar[bool] = True
     room: ClassVar[str] = "memory"
-    # The plan has its last word before anything is made after it, and no weight is held yet.
-    stage: ClassVar[Stage] = Stage.GATE
+    stage: ClassVar[Stage] = Stage.GATE  # the last before weights are held
     claims: ClassVar[tuple[str, ...]] = ("engine",)
     composes: ClassVar[tuple[str, ...]] = ("state",)
     excludes: ClassVar[Mapping[str, str]] = {

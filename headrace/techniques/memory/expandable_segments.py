@@ -46,6 +46,7 @@ LARGE_BYTES = 20 * 2**20
 class ExpandableSegments(Technique[Build]):
     """Let the CUDA allocator grow its segments, so that free memory is not lost in gaps."""
 
+    timed: ClassVar[bool] = True
     room: ClassVar[str] = "memory"
     stage: ClassVar[Stage] = Stage.STEP
     composes: ClassVar[tuple[str, ...]] = ("runtime",)

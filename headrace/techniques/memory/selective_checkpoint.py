@@ -16,7 +16,7 @@ Source: PyTorch's selective activation checkpointing; arXiv 2205.05198 (section 
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -108,6 +108,7 @@ class SelectiveCheckpoint(Technique[Build]):
     every: int = Field(default=1, ge=1)
     """Checkpoint every k-th block; tuner range 1 to 4."""
 
+    timed: ClassVar[bool] = True
     room: ClassVar[str] = "memory"
     stage: ClassVar[Stage] = Stage.CHECKPOINT
     composes: ClassVar[tuple[str, ...]] = ("block_forward",)
@@ -162,6 +163,7 @@ class SelectiveCheckpoint(Technique[Build]):
             ledger = ledger.with_line(f"{layer}/residual", replace(line, bytes=stream))
             for name in sorted({"out", "down"} & kept):  # products that the residual adds up
                 ledger = ledger.with_line(f"{layer}/{name}", replace(line, bytes=added))
+        ledger = ledger.again(partial(self._share_again, ledger.sizes, chosen, len(layers)))
         one = dropped / max(1, len(chosen))
         ledger = ledger.with_line("recompute", Line(one, ("turn", "backward")))
         return ledger.with_flops("recompute", again)
@@ -175,6 +177,19 @@ class SelectiveCheckpoint(Technique[Build]):
             return kept
         ends = _ends(sizes)
         return {name for name in kept if ends[name][1] <= WIDE * ends[name][0]}
+
+    def _share_again(
+        self, sizes: dict[str, float], chosen: list[int], layers: int, piece: str
+    ) -> float:
+        """Of a forward piece's kernels, those that run again: all but what is kept."""
+        name = piece.split("/")[0]
+        if name == "attention":
+            return 0.0 if "attention" in self.kept() else len(chosen) / layers
+        product = name.rpartition(".")[2].replace("up", "gate_up").replace("gate_gate", "gate")
+        if product not in PRODUCTS:
+            return len(chosen) / layers
+        lost = [layer for layer in chosen if product not in self._kept_products(sizes, layer)]
+        return len(lost) / layers if product != PRODUCTS[-1] else 0.0
 
     def _work_again(self, sizes: dict[str, float], kept: set[str]) -> float:
         """FLOPs per token of what all blocks run again: never the last, which nothing needs."""

@@ -38,6 +38,7 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
+from headrace.core.work import Work
 from headrace.kernels.adamw import KERNEL, Noise, Update, adamw_, biases
 from headrace.kernels.bf16_weight import joined, keys_at, keys_of, places, round_with_noise_, split_
 from headrace.kernels.launches import COUNTS
@@ -159,6 +160,7 @@ class Bf16Parameters(Technique[Build]):
     fused: bool | None = None
     """Whether one Triton kernel does the whole update. Left open: on a GPU that has Triton."""
 
+    timed: ClassVar[bool] = True
     room: ClassVar[str] = "precision"
     stage: ClassVar[Stage] = Stage.MATERIALIZE
     composes: ClassVar[tuple[str, ...]] = ("storage", "routes", "block_forward")
@@ -227,7 +229,7 @@ class Bf16Parameters(Technique[Build]):
                 changed = line.bytes + change * min(taken, line.bytes / each)
                 ledger = ledger.with_line(name, replace(line, bytes=changed))
         casts = [n for n in ledger.memory if n == "head_cast" or n.endswith("/weight_cast")]
-        ledger = ledger.without(casts)
+        ledger = ledger.without(casts).reworked(lambda n, w: _reworked(n, w, adds_up, master))
         if sizes["on_gpu"] and self.fused is not False:
             return ledger
         linears = [key[:-3] for key in sizes if key.endswith("/in")]
@@ -297,6 +299,19 @@ class Bf16Parameters(Technique[Build]):
 
     def _is_fused(self, context: Context) -> bool:
         return context.lacks_triton() is None if self.fused is None else self.fused
+
+
+def _reworked(name: str, piece: Work, adds_up: bool, master: bool) -> Work | None:
+    """No weight is cast, nor is a gradient that nothing adds up; the update moves fewer bytes."""
+    if name in ("weight_cast/forward", "head_cast/forward"):
+        return None
+    if name in ("weight_cast/backward", "head_cast/backward") and not adds_up:
+        return None
+    if name == "clip/optimizer":  # the norm alone; the update multiplies
+        return piece.whole(piece.bytes / 3 / (1 if adds_up else 2))
+    if name == "update/optimizer":  # of 28 bytes a number: weight, gradient, moments and the rest
+        return piece.whole(piece.bytes * (22 + 4 * master + 2 * adds_up) / 28)
+    return piece
 
 
 def _beside_sums(run: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:

@@ -1,0 +1,117 @@
+"""What one step of the trunk computes, piece by piece: the time model's lines before techniques.
+
+Counted for eager torch on a GPU. Bytes follow the operations that eager torch runs under autocast,
+and beside them stands what one fused kernel reads and writes. Small pieces are left out: statistics
+of norms, the embedding's lookup, counters.
+
+Shapes: N = rows x length tokens, D features, L layers, Q and G features of queries and of keys, F
+hidden features, V entries of the vocabulary, P parameters.
+"""
+
+from headrace.core.model_config import ModelConfig
+from headrace.core.work import Phase, Work
+from headrace.model.count import FP32, block_linears, linear_parameters, total_parameters
+
+NARROW = {"bf16": 2, "fp16": 2}
+"""bytes of an activation; 4 in other precisions"""
+
+
+def trunk_work(
+    config: ModelConfig, *, rows: int, length: int, precision: str, micro_batches: float = 1.0
+) -> dict[str, Work]:
+    """Pieces by name for one micro-batch, and the update.
+
+    Args:
+        config: the decoder.
+        rows: of the micro-batch.
+        length: tokens of a row.
+        precision: of its products.
+        micro_batches: of a step, whose gradients are added up.
+    """
+    tokens, size = rows * length, NARROW.get(precision, FP32)
+    work = _products(config, tokens, precision) | _attention(config, rows, length)
+    for name, (count, forward, backward) in _streams(config, tokens, size).items():
+        for phase, (bytes, kernels, fused) in (("forward", forward), ("backward", backward)):
+            if bytes:
+                work[f"{name}/{phase}"] = Work(
+                    phase, "stream", count, bytes, kernels, fused  # type: ignore[arg-type]
+                )  # fmt: skip
+    parameters = total_parameters(config)
+    if micro_batches > 1:
+        share = (micro_batches - 1) / micro_batches
+        work["gradients/backward"] = Work("backward", "stream", share, 3 * FP32 * parameters)
+    work["clip/optimizer"] = Work("optimizer", "stream", 1, 3 * FP32 * parameters, 2)
+    work["update/optimizer"] = Work("optimizer", "stream", 1, 7 * FP32 * parameters)
+    return work
+
+
+def _products(config: ModelConfig, tokens: int, precision: str) -> dict[str, Work]:
+    """Of each linear: its result, and the gradients of its input and its weight."""
+    linears = {name: (config.layers, *pair) for name, pair in block_linears(config).items()}
+    linears["head"] = (1, config.dim, config.vocab)
+    work = {}
+    for name, (count, inner, outer) in linears.items():
+        shapes: tuple[tuple[str, Phase, tuple[int, int, int]], ...] = (
+            ("result", "forward", (tokens, outer, inner)),
+            ("input", "backward", (tokens, inner, outer)),
+            ("weight", "backward", (outer, inner, tokens)),
+        )
+        for what, phase, sizes in shapes:
+            work[f"{name}/{what}"] = Work(
+                phase, "product", count, sizes=sizes, precision=precision
+            )  # fmt: skip
+    return work
+
+
+def _attention(config: ModelConfig, rows: int, length: int) -> dict[str, Work]:
+    """Scores and mixing, causal."""
+    sizes = (rows, config.heads, config.resolved_kv_heads, length, config.resolved_head_dim)
+    phases: tuple[Phase, ...] = ("forward", "backward")
+    return {f"attention/{p}": Work(p, "attention", config.layers, sizes=sizes) for p in phases}
+
+
+Stream = tuple[float, float, float | None]
+"""bytes of eager torch, its kernels, and bytes when fused; None where fusing changes nothing"""
+
+
+def _streams(
+    config: ModelConfig, tokens: int, size: int
+) -> dict[str, tuple[float, Stream, Stream]]:
+    """What is read and written around the products: name -> how many, forward, backward."""
+    N, D, L, V = tokens, config.dim, config.layers, config.vocab
+    width = config.resolved_head_dim
+    Q, G, F = config.heads * width, config.resolved_kv_heads * width, config.resolved_ffn
+    x, half = size * N, size != FP32
+    turn = (FP32 + size) * N if half else 0  # a cast between the precisions
+    wide = FP32 * N  # norms and rotations run in fp32
+    turned = N * (Q + G)
+    grouped = 1 < config.resolved_kv_heads < config.heads
+    copied = 2 * x * (Q + 2 * G)
+    weights = (linear_parameters(config) - D * V) / L
+    cast = (FP32 + size) * weights if half else 0.0
+    head_cast = (FP32 + size) * D * V if half else 0.0
+    rope = 9 * wide / N * turned + 2 * turn / N * turned
+    gates = 2 if config.activation == "swiglu" else 1
+    return {
+        "norms": (
+            2 * L + 1, (2 * turn * D + 2 * wide * D, 3 if half else 1, 2 * x * D),
+            (2 * turn * D + 3 * wide * D, 4 if half else 2, 3 * x * D),
+        ),
+        "residual": (2 * L, (3 * x * D, 1, 2 * x * D), (3 * x * D, 1, x * D)),
+        "rope": (
+            L if config.position == "rope" else 0, (rope, 18, 2 * x * (Q + G)),
+            (rope + wide / N * turned, 20, copied),
+        ),
+        "queries": (L if grouped else 0, (2 * x * Q, 1, 0.0), (copied, 1, 0.0)),
+        "activation": (
+            L, ((3 * gates - 1) * x * F, gates, (gates + 1) * x * F),
+            ((6 * gates + 1) * x * F, 2 * gates, 5 * gates * x * F),
+        ),
+        "weight_cast": (L, (cast, 4, None), (cast, 4, None)),
+        "head_cast": (1, (head_cast, 1, None), (head_cast, 1, None)),
+        "loss": (
+            1, (turn * V + 2 * wide * V, 2, 3 * x * V),
+            (turn * V + 4 * wide * V, 4, 3 * x * V),
+        ),
+        "embedding": (1, (2 * wide * D + turn * D, 2, None), (FP32 * D * V + wide * D, 2, None)),
+    }  # fmt: skip
