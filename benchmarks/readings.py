@@ -52,7 +52,7 @@ class Reading:
     """allocated in the timed steps, what was held before the build left out; None on a CPU, and
     where CUDA graphs hold memory that counts as reserved only"""
     reserved_bytes: float | None = None
-    """reserved in them, likewise; None on a CPU"""
+    """reserved since the build began, likewise; None on a CPU"""
     losses: list[float] = field(default_factory=list)
     """nats per token, one a step"""
     evidence: dict[str, str] = field(default_factory=dict)

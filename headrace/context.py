@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from headrace.core.assumed import CAPABILITIES, PARTS
+from headrace.core.assumed import CAPABILITIES, part_of
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.machine import Machine
 from headrace.core.plan import Plan
@@ -32,7 +32,7 @@ def find_device(name: str) -> torch.device:
     }
     if name == "auto":
         name = next(d for d in ("cuda", "mps", "cpu") if here[d])
-    if not here[name]:
+    if not here.get(name):
         raise UnsupportedError(
             f"device = {name!r} was asked for and torch {torch.__version__} finds none here",
             "device=auto",
@@ -67,7 +67,8 @@ def elsewhere(context: Context, device_name: str) -> Context:
         UnsupportedError: nothing is assumed of such a device.
     """
     Machine.assumed(device_name)
-    part = next(p for p in PARTS if p.key.lower() in device_name.lower())
+    part = part_of(device_name)
+    assert part is not None, "it is assumed of"
     precision = context.plan.model.precision
     return replace(
         context, device="cuda", device_name=device_name, capability=CAPABILITIES[part.family],

@@ -54,10 +54,17 @@ def check_active(build: Build) -> dict[str, Any]:
 
 
 def gone(build: Build) -> list[str]:
-    """Techniques that were in force and are not any more, by their evidence on any rank."""
+    """Techniques that were in force and are not any more, by their evidence on any rank.
+
+    A run that is trained must not be lost by a look at it: where looking fails, nothing is said.
+    """
     found = []
     for technique in build.techniques:
-        told = build.world.gather(technique.active(build).active)
+        try:
+            active: bool | str | None = technique.active(build).active
+        except Exception as error:
+            active = f"nobody could look: {error}"
+        told = build.world.gather(active)
         if False in told or all(active is None for active in told):
             found.append(technique.name())
     return found

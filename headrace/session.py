@@ -161,8 +161,6 @@ class Session:
         told = self.build.world.gather(stop.name)  # a signal may have reached some ranks only
         stop.name = next((name for name in told if name), None)
         done = stop.name is None
-        if done and self.steps_here:
-            self.gone = gone(self.build)
         unseen = done and not self.counters.evaluated
         if unseen:
             self._evaluate()
@@ -172,6 +170,7 @@ class Session:
             self._save()
         self.checkpoints.wait()
         if done:
+            self.gone = gone(self.build) if self.steps_here else None
             self._write_report("done", "")
             return self.folder.path
         self._write_report("interrupted", f"stopped by {stop.name}")
@@ -232,6 +231,7 @@ class Session:
             "lr": plan.optimizer.lr * self.build.now["lr"],
             "compile_s": compile_s,
             "wait_s": batch.wait_s,
+            "session": counters.restarts,
         }
         self._compiled_s = compiled_s
         counters.step += 1

@@ -53,7 +53,7 @@ tokens = 512
 every_steps = 4
 """
 
-TIMES = ("_s", "tokens_per_s")
+TIMES = ("_s", "tokens_per_s", "session")
 
 
 def write_corpus(folder: Path, *, files: int = 24, seed: int = 0) -> Path:

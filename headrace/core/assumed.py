@@ -7,8 +7,9 @@ for the H100, which is the same chip with another memory. Everything else is a r
 what such devices are known to reach; `headrace.probes.measure` puts measurements in its place.
 """
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 GB, GIB, MICROSECOND = 10**9, 2**30, 1e-6
 
@@ -213,6 +214,21 @@ PARTS = (
     Part("RTX 4090", "ada", 128),
     Part("RTX 3090", "ampere", 82),
 )
+
+
+def part_of(device_name: str) -> Part | None:
+    """The part of that name, with the memory that the name tells; None for other ones.
+
+    A laptop's GPU and a chip with a name of its own around it, as GH200, are others.
+    """
+    if "laptop" in device_name.lower():
+        return None
+    words = r"(?<![A-Za-z0-9]){}(?![A-Za-z0-9])"
+    known = (p for p in PARTS if re.search(words.format(p.key), device_name, re.IGNORECASE))
+    part, told = next(known, None), re.search(r"(\d+)\s*GB", device_name)
+    if part is None or told is None or part.memory_bytes is not None:
+        return part
+    return replace(part, memory_bytes=int(told[1]) * GB)
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ from headrace.core.assumed import (
     Family,
     Part,
     Row,
+    part_of,
 )
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.hardware import Hardware, lookup
@@ -306,7 +307,7 @@ class Machine:
         if device_name.lower() == "cpu":
             return _assumed(lookup("cpu"), Part("cpu", "cpu", os.cpu_count() or 1))
         found = lookup(device_name)
-        part = next((p for p in PARTS if p.key.lower() in device_name.lower()), None)
+        part = part_of(device_name)
         if part is None or found.peak_bf16_flops is None:
             raise UnsupportedError(
                 f"nothing is known of {device_name!r} before it is measured; rates are assumed "

@@ -40,6 +40,7 @@ STATIONS = {
     "compilation": ("compile",),
     "evaluation": ("eval",),
     "checkpointing": ("checkpoint",),
+    "between steps": ("other",),
 }
 
 

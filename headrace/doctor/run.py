@@ -1,9 +1,8 @@
 """The doctor's door: a run's folder, what `headrace.watch` saved, or the traces of any trainer."""
 
 import json
-import tomllib
-from collections.abc import Sequence
-from contextlib import nullcontext
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,60 +14,73 @@ from headrace.doctor.window import of_run, read_rows
 from headrace.load import resolve_run
 from headrace.run_folder import RunFolder
 
-NO_FAULT = ("computation", "not measured")
 TRACES = (".json", ".json.gz")
 """How the names of traces end."""
-WATCHED, LOOK_BYTES = b'"watched": true', 4096
+WATCHED, LOOK_BYTES = re.compile(rb'"watched"\s*:\s*true'), 4096
 """What stands near the beginning of a file that `headrace.watch` saved."""
 
 
 def diagnose(paths: Sequence[Path]) -> list[Finding]:
-    """Verdicts on a run, or on the traces of one run's ranks.
+    """Verdicts on a run, on what a watch saved, or on the traces of one run's ranks.
 
     Raises:
         ConfigError: they are neither; or see `diagnose_run` and `diagnose_trace`.
+        RunError: a file is damaged.
     """
-    traces = [path for path in paths if path.name.endswith(TRACES) and not path.is_dir()]
-    if traces and len(traces) == len(paths):
-        return _watched(traces[0]) or diagnose_trace(traces)
-    if len(paths) > 1:
+    first = paths[0]
+    if len(paths) == 1 and (not first.name.endswith(TRACES) or first.is_dir()):
+        return diagnose_run(resolve_run(first))
+    if not all(path.name.endswith(TRACES) and not path.is_dir() for path in paths):
         raise ConfigError(
             f"{', '.join(map(str, paths))}: one run is judged at a time, or its ranks' traces",
-            f"headrace doctor {paths[0]}",
+            f"headrace doctor {first}",
         )
-    return diagnose_run(resolve_run(paths[0]))
-
-
-def _watched(file: Path) -> list[Finding]:
-    """Verdicts on what `headrace.watch` saved; none where the file is something else."""
-    with file.open("rb") if file.is_file() else nullcontext() as opened:
-        if opened is None or WATCHED not in opened.read(LOOK_BYTES):
-            return []
+    watched = [path for path in paths if _is_watched(path)]
+    if not watched:
+        return diagnose_trace(paths)
+    if len(paths) > 1:
+        raise ConfigError(
+            f"{watched[0]} was saved by headrace.watch, and such files are judged one at a time",
+            f"headrace doctor {watched[0]}",
+        )
     try:
-        report = json.loads(file.read_bytes())
-        window = of_run(report, report["rows"], {})
-        return [*(f for f in judge(window) if f.bottleneck not in NO_FAULT), *stations(report)]
-    except (ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{file} is damaged: {error!r}", "watched.save(PATH) again") from None
+        report = json.loads(first.read_bytes())
+    except ValueError as error:
+        raise RunError(f"{first} is damaged: {error}", "watched.save(PATH) again") from None
+    return _judged(report, report.get("rows", []), first)
 
 
 def diagnose_run(folder: Path) -> list[Finding]:
-    """Faults by what they cost, the largest first, then the stations by time.
+    """Faults, the gravest first, then the stations by time.
 
     Raises:
         ConfigError: the run has not ended.
         RunError: a file of it is damaged.
     """
-    report, path = RunFolder(folder).read_report(), folder / "plan.toml"
+    report = RunFolder(folder).read_report()
+    return _judged(report, read_rows(folder / "metrics.jsonl"), folder / "report.json")
+
+
+def _is_watched(file: Path) -> bool:
+    if not file.is_file():
+        return False
+    with file.open("rb") as opened:
+        return WATCHED.search(opened.read(LOOK_BYTES)) is not None
+
+
+def _judged(
+    report: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], file: Path
+) -> list[Finding]:
+    """What the judge finds, then the stations; last that too little was measured, if it was."""
     try:
-        plan = tomllib.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        found = judge(of_run(report, rows))
+        faults = [f for f in found if f.bottleneck not in ("computation", "not measured")]
+        unread = [f for f in found if f.bottleneck == "not measured"]
+        return [*faults, *stations(report), *unread]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RunError(
-            f"{path} cannot be read: {error}", "headrace doctor on another run"
+            f"{file} is damaged, or of another version: {error!r}", "headrace doctor on another run"
         ) from None
-    window = of_run(report, read_rows(folder / "metrics.jsonl"), plan)
-    faults = [found for found in judge(window) if found.bottleneck not in NO_FAULT]
-    return [*faults, *stations(report)]
 
 
 def narrowest(findings: list[Finding]) -> dict[str, Any]:

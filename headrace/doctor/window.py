@@ -6,16 +6,17 @@ rather than guess. Steps that compiled, and the first ones, are no part of a win
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import isfinite, nan
 from pathlib import Path
 from typing import Any
 
 from headrace.core.errors import RunError
 
 WARM_STEPS = 2
-"""Steps of a run that are never steady: caches fill, and the optimizer makes its state."""
+"""First steps of a session that are never steady: caches fill, and states are made."""
 
 
 @dataclass(frozen=True)
@@ -25,23 +26,18 @@ class Window:
     Args:
         step_s: seconds of each step.
         input_s: of them, those in which the device waited for the loader.
-        forward_s, backward_s, optimizer_s: the device's other phases.
+        forward_s, backward_s: the device's work on the model.
         communication_s: exposed communication.
         slack_s: seconds in which the host waited for the device. Near zero, the host is what the
             step waits for.
-        dry_share: of the steps, at whose beginning the device had nothing left to do.
-        loss, grad_norm: of each step.
-        clip_norm: the largest norm that is let through, 0 for none.
-        skipped_steps: whose gradient was not finite, in the whole run.
+        loss, grad_norm: of each step; nan where they were not finite.
         useful_share: of the tokens, what a loss counted.
-        late_graphs: compilations after the first steps.
-        graph_breaks: of the whole run.
+        late_graphs: compilations in the later half of the steps.
         allocated_bytes, reserved_bytes: peaks.
         capacity_bytes: the device's memory.
         alloc_retries: times the allocator gave back its cache to go on.
         saves_memory: names of what is on that trades time for memory.
         inactive: names of techniques that were asked for and are not in force.
-        rank_s: for each rank, the seconds of a step that were its own work.
         device: "cuda", "cpu" or "mps".
     """
 
@@ -49,24 +45,18 @@ class Window:
     input_s: tuple[float, ...] | None = None
     forward_s: tuple[float, ...] | None = None
     backward_s: tuple[float, ...] | None = None
-    optimizer_s: tuple[float, ...] | None = None
     communication_s: tuple[float, ...] | None = None
     slack_s: tuple[float, ...] | None = None
-    dry_share: float | None = None
     loss: tuple[float, ...] | None = None
     grad_norm: tuple[float, ...] | None = None
-    clip_norm: float | None = None
-    skipped_steps: int | None = None
     useful_share: float | None = None
     late_graphs: int | None = None
-    graph_breaks: int | None = None
     allocated_bytes: float | None = None
     reserved_bytes: float | None = None
     capacity_bytes: float | None = None
     alloc_retries: int | None = None
     saves_memory: tuple[str, ...] = ()
     inactive: tuple[str, ...] = ()
-    rank_s: tuple[float, ...] | None = None
     device: str = ""
 
     @property
@@ -81,16 +71,21 @@ class Window:
 
 
 def steady(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Rows of steps that are behind the first ones and did not compile."""
-    return [row for row in rows[WARM_STEPS:] if not row.get("compile_s")]
+    """Rows of steps that are behind a session's first ones and did not compile."""
+    taken: Counter[Any] = Counter()
+    found = []
+    for row in rows:
+        taken[row.get("session")] += 1
+        if taken[row.get("session")] > WARM_STEPS and not row.get("compile_s"):
+            found.append(row)
+    return found
 
 
 def series(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[float, ...] | None:
-    """A number of each row; None where a row lacks it."""
-    found = [row.get(key) for row in rows]
-    if not found or any(value is None for value in found):
+    """A number of each row, nan for null; None where a row lacks it."""
+    if not rows or any(key not in row for row in rows):
         return None
-    return tuple(float(value) for value in found if value is not None)
+    return tuple(nan if row[key] is None else float(row[key]) for row in rows)
 
 
 def finite(values: Sequence[float] | None) -> tuple[float, ...]:
@@ -99,14 +94,14 @@ def finite(values: Sequence[float] | None) -> tuple[float, ...]:
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    """Rows of a metrics.jsonl, without a last line that was cut off.
+    """Rows of a metrics.jsonl, without a last line that was cut off; none where it is not there.
 
     Raises:
-        RunError: it is not there, or a line before the last one is no JSON object.
+        RunError: a line before the last one is no JSON object.
     """
     rows: list[dict[str, Any]] = []
     try:
-        lines = file.read_text().splitlines()
+        lines = [n for n in file.read_text().splitlines() if n.strip()] if file.is_file() else []
     except (OSError, ValueError) as error:
         raise RunError(
             f"{file} cannot be read: {error}", "headrace doctor on another run"
@@ -123,41 +118,33 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def of_run(
-    report: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]
-) -> Window:
+def of_run(report: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Window:
     """A run's window.
 
     Args:
         report: report.json, or what `headrace.watch` reports.
         rows: of metrics.jsonl.
-        plan: plan.toml, or {}.
     """
-    kept, lead, waste = steady(rows), report.get("host_lead"), report["wasted_token_fraction"]
+    kept, waste = steady(rows), report["wasted_token_fraction"]
+    between = series(kept, "other_s") or (0.0,) * len(kept)
     memory, watched = report["peak_memory_bytes"], report.get("signals") or {}
     read: Callable[[str], tuple[float, ...] | None] = lambda key: series(kept, key)  # noqa: E731
     return Window(
-        step_s=read("step_s") or (),
+        step_s=tuple(a - b for a, b in zip(read("step_s") or (), between, strict=False)),
         input_s=read("input_s"),
         forward_s=read("forward_s"),
         backward_s=read("backward_s"),
-        optimizer_s=read("optimizer_s"),
         communication_s=read("communication_exposed_s"),
         slack_s=read("slack_s"),
-        dry_share=lead["dry_before_input_steps"] / lead["steps"] if lead else None,
         loss=read("loss"),
         grad_norm=read("grad_norm"),
-        clip_norm=plan.get("optimizer", {}).get("clip_norm"),
-        skipped_steps=report["skipped_steps"],
         useful_share=None if waste is None else 1.0 - waste,
-        late_graphs=sum(1 for row in rows[WARM_STEPS:] if row.get("compile_s")),
-        graph_breaks=watched.get("graph_breaks"),
+        late_graphs=sum(bool(row.get("compile_s")) for row in rows[len(rows) // 2 :]),
         allocated_bytes=memory["allocated"] if memory["method"] == "allocator" else None,
         reserved_bytes=memory["reserved"] if memory["method"] == "allocator" else None,
         capacity_bytes=watched.get("capacity_bytes"),
         alloc_retries=watched.get("alloc_retries"),
         saves_memory=tuple(watched.get("saves_memory", ())),
         inactive=tuple(watched.get("lost_techniques") or ()),
-        rank_s=tuple(watched["rank_s"]) if watched.get("rank_s") else None,
         device=watched.get("device", ""),
     )

@@ -53,15 +53,17 @@ MARKS = {
         "gains inside their 80% interval", (0.8, 0.9), None, 40, {"width": (0, 0.6)}
     ),
     "forecast_median_error": Mark("of the gain", (0, 0.25), (0, 0.15), 40),
-    "overhead_always_on": Mark("of a step", (-ANY, 0.003), (-ANY, 0.001)),
-    "overhead_with_bursts": Mark("of a step", (-ANY, 0.005)),
+    "overhead_always_on": Mark(
+        "of a step", (-ANY, 0.003), (-ANY, 0.001), needs={"high": (-ANY, 0.003)}
+    ),
+    "overhead_with_bursts": Mark("of a step", (-ANY, 0.005), needs={"high": (-ANY, 0.005)}),
     "step_time_error_no_gpu": Mark("mean", (0, 0.05), PUBLISHED, 40),
     "step_time_error_after_probes": Mark("mean", (0, 0.025), PUBLISHED, 40),
     "step_time_error_after_20_steps": Mark("mean", (0, 0.015), PUBLISHED, 40),
     "memory_allocated_error": Mark("median", (0, 0.01), needs=CONFIGURATIONS),
     "memory_reserved_error": Mark("median", (0, 0.03), needs=CONFIGURATIONS),
     "false_fits": Mark("said to fit, and did not", (0, 0), None, 200, RISKY, share=False),
-    "pick_regret": Mark("slower than the best", (0, 0.02)),
+    "pick_regret": Mark("slower than the best", (0, 0.02), needs={"candidates": (40, ANY)}),
     "kendall_tau": Mark("of the predicted order", (0.9, 1), share=False),
     "tuner_ratio": Mark(
         "speed over the best row's", (0.97, ANY), (1.02, ANY), 4, {"workloads": (4, ANY)}

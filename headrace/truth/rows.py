@@ -207,7 +207,7 @@ def standing(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """
     rows: list[tuple[str, dict[str, Any]]] = []
     retracted: set[int] = set()
-    for line, text in enumerate(file.read_text().splitlines(), 1):
+    for line, text in enumerate(file.read_bytes().splitlines(), 1):
         if not text.strip():
             continue
         where = f"{file}:{line}"

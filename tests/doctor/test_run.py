@@ -22,7 +22,7 @@ def test_two_runs_are_not_judged_at_once(tmp_path: Path) -> None:
 def test_a_trace_is_told_by_its_name(tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
     file.write_text(json.dumps({"traceEvents": []}))
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match="event"):
         diagnose([file])
 
 
@@ -44,6 +44,8 @@ def test_what_a_watch_saved_is_judged(tmp_path: Path) -> None:
     watched.save(file)
     found = diagnose([file])
     assert {"computation", "optimizer"} <= {f.bottleneck for f in found}
-    file.write_text(file.read_text().replace('"rows"', '"lines"'))
-    with pytest.raises(RunError, match="is damaged"):
+    with pytest.raises(ConfigError, match="one at a time"):
+        diagnose([file, file])
+    file.write_text(file.read_text().replace('"wasted_token_fraction"', '"else"'))
+    with pytest.raises(RunError, match="is damaged, or of another version"):
         diagnose([file])

@@ -17,6 +17,9 @@ from headrace.core.errors import ConfigError
 from headrace.doctor.trace.file import read_trace
 from headrace.doctor.trace.times import RankTimes, StepTimes, measure
 
+POINT_TO_POINT = "sendrecv"
+"""In the names of transfers between two ranks, which are no collectives."""
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -86,6 +89,7 @@ def _compare(ranks: Sequence[RankTimes]) -> Ranks:
         kind
         for kind in set().union(*sizes)
         if len({size[kind] for size in sizes if size[kind]}) == 1
+        and POINT_TO_POINT not in kind[1].lower()  # a stage waits for its neighbour by design
     }
     owns: dict[tuple[int, str, int], dict[int, tuple[float, float]]] = {}
     for place, rank in enumerate(ranks):
