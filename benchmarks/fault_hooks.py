@@ -1,0 +1,143 @@
+"""What a planted fault is, and where in a run one can take hold from outside."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headrace import train
+from headrace.cli import catalogue
+from headrace.core.plan import Plan
+from headrace.data.loader import Micro
+from headrace.model.decoder import Block
+from headrace.sockets import Build
+
+MARGIN = 1.15
+"""How far above the wanted severity a fault aims, so that noise leaves it there."""
+Facts = dict[str, Any]
+"""What a fault tells of itself."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: a workload, and what is planted into it. Plain data: it goes to another process.
+
+    Args:
+        text: the workload's plan.
+        overrides: `key=value`, the fault's among them.
+        fault: one of FAULTS, "" for none.
+        severity: share of the step that is wanted.
+        step_s: of the healthy run.
+        lead_s: in which its host waited for the device, of a step.
+        ranks: processes.
+    """
+
+    text: str
+    overrides: tuple[str, ...]
+    fault: str = ""
+    severity: float = 0.0
+    step_s: float = 0.0
+    lead_s: float = 0.0
+    ranks: int = 1
+
+    @property
+    def extra_s(self) -> float:
+        """Seconds by which a step must grow so that the fault is its share."""
+        share = MARGIN * self.severity
+        return self.step_s * share / (1 - share)
+
+    def plan(self) -> Plan:
+        """The plan that is trained."""
+        return Plan.read(self.text, catalogue(), overrides=self.overrides)
+
+    def block_calls(self) -> int:
+        """How often a step runs a block forward on one rank."""
+        plan = self.plan()
+        return plan.model.layers * (plan.rows_per_step // plan.mesh.data // plan.micro_rows)
+
+
+Plant = Callable[[Case], AbstractContextManager[Facts]]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A kind of fault.
+
+    Args:
+        expected: the bottleneck that the doctor should name.
+        plant: puts it in.
+        counts: what its severity is a share of: "time" of the step, "tokens", the "progress" of
+            the run, its "steps", or the device's "memory"; the fault tells the last two itself, as
+            `share`.
+        devices: where it can be planted.
+        why_not: why not elsewhere.
+        setting: overrides of the healthy run too.
+        change: overrides of the faulty one, by wanted severity.
+        ranks: processes that it takes.
+    """
+
+    expected: str
+    plant: Plant
+    counts: str = "time"
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    why_not: str = ""
+    setting: tuple[str, ...] = ()
+    change: Callable[[float], tuple[str, ...]] = field(default=lambda severity: ())
+    ranks: int = 1
+
+
+@contextmanager
+def patched(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """`owner.name` replaced by `make(what it was)`."""
+    own = name in vars(owner)
+    before = getattr(owner, name)
+    setattr(owner, name, make(before))
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
+
+
+def before_steps(
+    change: Callable[[Build, list[Micro], int], list[Micro]],
+) -> AbstractContextManager[None]:
+    """`change` sees each step's micro-batches before it, and may return others."""
+    return patched(
+        train, "step",
+        lambda step: lambda build, micros, index: step(build, change(build, micros, index), index),
+    )  # fmt: skip
+
+
+def after_blocks(do: Callable[[Tensor], None]) -> AbstractContextManager[None]:
+    """`do` sees what each block gives, in training."""
+
+    def make(call: Any) -> Any:
+        def called(block: nn.Module, *given: Any) -> Tensor:
+            out = call(block, *given)
+            if torch.is_grad_enabled():
+                do(out)
+            return out
+
+        return called
+
+    return patched(Block, "__call__", make)
+
+
+def built(change: Callable[[Build], None]) -> AbstractContextManager[None]:
+    """`change` sees the run's build when it is made."""
+
+    def make(make_build: Any) -> Any:
+        def made(*given: Any, **how: Any) -> Build:
+            build = make_build(*given, **how)
+            change(build)
+            return build
+
+        return made
+
+    return patched(train, "make_build", make)

@@ -1,0 +1,110 @@
+"""What faults are planted into: small runs for a CPU, larger ones for a GPU, as plans.
+
+A CPU's have steps of some ten milliseconds and are over in seconds; a GPU's go from 30M to 1.2B
+parameters. They differ in depth, width, length, batch and techniques, so that a threshold which
+fits one of them only is found out.
+"""
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A run that is healthy until something is planted into it.
+
+    Args:
+        name: in rows.
+        device: "cpu" or "cuda".
+        plan: TOML.
+    """
+
+    name: str
+    device: str
+    plan: str
+
+
+SMALL = f"""
+[data]
+sources = "{Path(asyncio.__file__).parent}/*.py"
+vocab = 512
+sequence_length = LENGTH
+[batch]
+tokens = 2048
+MORE_BATCH
+[goal]
+steps = 48
+[optimizer]
+lr = 3e-3
+[schedule]
+warmup_steps = 4
+steps = 200
+"""
+LARGE = """
+[data]
+sequence_length = LENGTH
+[batch]
+tokens = 32768
+MORE_BATCH
+[goal]
+steps = 40
+[optimizer]
+lr = 3e-4
+[schedule]
+warmup_steps = 4
+steps = 400
+[techniques.cudnn_attention]
+"""
+COMMON = """
+name = "{name}"
+device = "{device}"
+guard = false
+[eval]
+every_steps = 100000
+tokens = 2048
+[checkpoint]
+every_steps = 0
+[model]
+{model}
+"""
+
+
+def _make(
+    name: str, device: str, model: str, *, length: int, batch: str = "", more: str = ""
+) -> Workload:
+    body = (SMALL if device == "cpu" else LARGE).replace("LENGTH", str(length))
+    head = COMMON.format(name=name, device=device, model=model.replace(", ", "\n"))
+    return Workload(name, device, head + body.replace("MORE_BATCH", batch) + more)
+
+
+BLOCKS = '[techniques.torch_compile]\nscope = "block"\n'
+LEAN = f"{BLOCKS}[techniques.fused_swiglu]\n[techniques.fused_cross_entropy]\n"
+MIXED = "[techniques.mixture_of_experts]\nexperts = 4\ntop_k = 2\n"
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        _make("cpu_dense", "cpu", "dim = 96, layers = 3, heads = 3, ffn = 256", length=64),
+        _make("cpu_packed", "cpu", "dim = 64, layers = 4, heads = 2, ffn = 192", length=128,
+              more="[techniques.document_packing]\n"),
+        _make("cpu_accumulated", "cpu", "dim = 128, layers = 2, heads = 4, ffn = 320", length=32,
+              batch="micro_sequences = 8"),
+        _make("cpu_experts", "cpu", "dim = 64, layers = 2, heads = 2, ffn = 128", length=64,
+              more=MIXED),
+        _make("cpu_wide", "cpu", "dim = 192, layers = 1, heads = 4, ffn = 512", length=64),
+        _make("gpu_30m", "cuda", "dim = 384, layers = 8, heads = 6, ffn = 1024, vocab = 16384",
+              length=1024),
+        _make("gpu_160m", "cuda", "dim = 768, layers = 12, heads = 12, ffn = 2048, vocab = 32768",
+              length=2048, more=LEAN),
+        _make("gpu_160m_accumulated", "cuda",
+              "dim = 768, layers = 12, heads = 12, ffn = 2048, vocab = 32768", length=1024,
+              batch="micro_sequences = 8", more=BLOCKS),
+        _make("gpu_400m_long", "cuda",
+              "dim = 1024, layers = 24, heads = 16, kv_heads = 4, ffn = 2816, vocab = 32768",
+              length=8192, more=LEAN),
+        _make("gpu_1b", "cuda",
+              "dim = 2048, layers = 16, heads = 32, kv_heads = 8, ffn = 8192, vocab = 65536",
+              length=4096, more=LEAN),
+    )
+}  # fmt: skip
+"""name -> workload."""

@@ -1,0 +1,327 @@
+"""The doctor's examination: runs with one planted fault, healthy runs, and what it said of each.
+
+    python benchmarks/faults.py --workloads cpu_dense cpu_packed --faults slow_loader spikes
+    python benchmarks/faults.py --healthy 20
+    python benchmarks/faults.py --held-out spikes throttled_rank cpu_wide
+
+Each run is `headrace.train.run` in a process of its own, then `headrace doctor` reads its folder
+and its first finding is the verdict. A fault is planted from outside (faults_planted.py) at the
+severity that is asked for; the row has the severity that was reached, against a healthy run of the
+same workload in the same call. That run has a row too, as a healthy one, unless it has two ranks,
+which share cores and wait for each other. `counts` says what severity is a share of: of the step's
+time; of the tokens; of the progress, which is the share of the healthy run's steps that the faulty
+one is behind at its end; of the steps that had the fault; of the device's memory. A run that fails
+of its fault is judged by what it left. A fault that cannot be planted on a device is told and has
+no row; a run that left nothing has a refused one.
+"""
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import receipts
+import torch
+from fault_hooks import Case
+from fault_workloads import WORKLOADS, Workload
+from faults_planted import FAULTS, change_of, settings_of, train_case
+
+from headrace.core.errors import HeadraceError
+from headrace.doctor.run import diagnose
+from headrace.doctor.window import WARM_STEPS, read_rows
+
+SEVERITIES = (0.1, 0.2, 0.4)
+CHILD_LIMIT_S = 300
+JUDGE = "headrace/doctor/judge.py"
+ABSTAINED = "not measured"
+SMOOTH = 5
+"""Steps over which losses are averaged before runs are compared."""
+
+
+@dataclass
+class Ran:
+    """A run that has ended.
+
+    Args:
+        folder: the run's.
+        facts: what the fault tells of itself.
+        error: why it ended early, "" when it did not.
+        rows: metrics.jsonl.
+        report: report.json.
+    """
+
+    folder: Path
+    facts: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    report: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def step_s(self) -> float:
+        """Of a step, what recompiling costs included, spread over all steps."""
+        rows = self.rows[WARM_STEPS:]
+        usual = median([r["step_s"] for r in rows if not r["compile_s"]] or [math.nan])
+        again = sum(r["step_s"] - usual for r in rows if r["compile_s"])
+        return usual + max(0.0, again) / max(1, len(rows))
+
+    @property
+    def lead_s(self) -> float:
+        """In which the host waited for the device, of a step; 0 on a CPU."""
+        return fmean([r.get("slack_s") or 0.0 for r in self.rows[WARM_STEPS:]] or [0.0])
+
+    @property
+    def losses(self) -> list[float]:
+        """Each step's, averaged over the last few; infinite where one was no number."""
+        raw = [math.inf if r["loss"] is None else r["loss"] for r in self.rows]
+        return [fmean(raw[max(0, i - SMOOTH + 1) : i + 1]) for i in range(len(raw))]
+
+
+def severity_of(counts: str, ran: Ran, healthy: Ran) -> float | None:
+    """The share that the fault took; None when the run is too short to tell."""
+    if counts == "time":
+        share = 1 - healthy.step_s / ran.step_s
+    elif counts == "tokens":
+        share = ran.report["wasted_token_fraction"]
+    elif counts == "progress":
+        if ran.error or not math.isfinite(ended := (ran.losses or [math.nan])[-1]):
+            return 1.0
+        behind = next((i for i, loss in enumerate(healthy.losses) if loss <= ended), None)
+        share = 0.0 if behind is None else 1 - (behind + 1) / len(healthy.losses)
+    else:
+        share = ran.facts.get("share", math.nan)
+    return max(0.0, share) if math.isfinite(share) else None
+
+
+class Examination:
+    """Runs cases, asks the doctor and writes rows."""
+
+    def __init__(self, args: argparse.Namespace, work: Path) -> None:
+        self.args, self.work = args, work
+        self.ends_s = time.monotonic() + args.limit_s
+        self.count, self.right, self.said = 0, 0, 0
+        self.thresholds = thresholds()
+        self.healthy: dict[tuple[str, int, tuple[str, ...]], Ran | str] = {}
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(["faults_planted"])
+
+    @property
+    def late(self) -> bool:
+        """Whether no further case may begin."""
+        return time.monotonic() > self.ends_s
+
+    def run(self, workload: Workload, overrides: Sequence[str], **what: Any) -> Ran | str:
+        """Train in a process of its own, or one for each rank; a text says why nothing is left."""
+        self.count += 1
+        name, ranks = f"case-{self.count}", what.get("ranks", 1)
+        case = Case(
+            workload.plan,
+            (f"directory={self.work / 'runs'}", f"data.directory={self.work / 'data'}",
+             f"name={name}", *([f"mesh.data={ranks}"] if ranks > 1 else []), *overrides,
+             *self.args.set),
+            **what,
+        )  # fmt: skip
+        told, folder = self.work / f"{name}.json", self.work / "runs" / name
+        if self.args.here:
+            train_case(case, told)
+        elif why := self._children(case, told):
+            return why
+        answer = json.loads(told.read_text())
+        if not (folder / "report.json").is_file():
+            return answer["error"] or "the run left no report"
+        report = json.loads((folder / "report.json").read_text())
+        rows = read_rows(folder / "metrics.jsonl")
+        return Ran(folder, answer["facts"], answer["error"], rows, report)
+
+    def _children(self, case: Case, told: Path) -> str:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        worlds = [
+            {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank),
+             "WORLD_SIZE": str(case.ranks), "LOCAL_RANK": str(rank)} if case.ranks > 1 else {}
+            for rank in range(case.ranks)
+        ]  # fmt: skip
+        log = told.with_suffix(".log")
+        children = [
+            self.context.Process(target=child, args=(case, told, world, log)) for world in worlds
+        ]
+        for process in children:
+            process.start()
+        ends_s = time.monotonic() + CHILD_LIMIT_S
+        for process in children:
+            process.join(max(0.0, ends_s - time.monotonic()))
+        slow = [process for process in children if process.is_alive()]
+        for process in slow:
+            process.kill()
+            process.join()
+        if slow:
+            return f"not done within {CHILD_LIMIT_S} s"
+        if told.is_file():
+            return ""
+        said = log.read_text().strip().splitlines() if log.is_file() else []
+        return f"the process failed: {said[-1] if said else children[0].exitcode}"
+
+    def reference(
+        self, workload: Workload, ranks: int = 1, setting: tuple[str, ...] = ()
+    ) -> Ran | str:
+        """The healthy run that faults are held against: the fastest, for noise only slows."""
+        key = (workload.name, ranks, setting)
+        for _ in range(self.args.references if key not in self.healthy else 0):
+            ran = self.run(workload, setting, ranks=ranks)
+            before = self.healthy.get(key)
+            if isinstance(ran, str):
+                self.healthy.setdefault(key, ran)
+                continue
+            if not isinstance(before, Ran) or ran.step_s < before.step_s:
+                self.healthy[key] = ran
+            if ranks == 1:
+                self.write("healthy", workload, ran, setting=list(setting))
+        return self.healthy[key]
+
+    def fault(self, name: str, severity: float, workload: Workload) -> None:
+        """One planted fault: run, verdict, row."""
+        fault = FAULTS[name]
+        if workload.device not in fault.devices:
+            print(f"{name} in {workload.name}: no row: {fault.why_not}", flush=True)
+            return
+        setting = settings_of(fault, workload.device)
+        healthy = self.reference(workload, fault.ranks, setting)
+        about = {
+            "fault": name, "wanted": severity, "counts": fault.counts,
+            "held_out": name in self.args.held_out or workload.name in self.args.held_out,
+            "expected": fault.expected, "ranks": fault.ranks, "setting": list(setting),
+        }  # fmt: skip
+        if isinstance(healthy, str):
+            self.refuse(workload, f"its healthy run failed: {healthy}", **about)
+            return
+        plan = Case(workload.plan, ()).plan()
+        ran = self.run(
+            workload, [*setting, *change_of(fault, severity, plan)], fault=name, severity=severity,
+            step_s=healthy.step_s, lead_s=healthy.lead_s, ranks=fault.ranks,
+        )  # fmt: skip
+        if isinstance(ran, str):
+            self.refuse(workload, ran, **about)
+            return
+        found = severity_of(fault.counts, ran, healthy)
+        times = {"healthy_step_s": healthy.step_s, "step_s": ran.step_s}
+        self.write("fault", workload, ran, severity=found, **about, **times)
+
+    def refuse(self, workload: Workload, why: str, **about: Any) -> None:
+        """A row of a run that left nothing."""
+        receipts.append(
+            "doctor", {}, results=self.args.results, measurement="fault", workload=workload.name,
+            severity=None, verdict=None, abstained=True, thresholds=self.thresholds, refused=why,
+            **about,
+        )  # fmt: skip
+        print(f"{about['fault']} in {workload.name}: refused: {why}", flush=True)
+
+    def write(self, measurement: str, workload: Workload, ran: Ran, **about: Any) -> None:
+        """Ask the doctor, and write what it said."""
+        try:
+            findings = diagnose([ran.folder])
+        except HeadraceError as error:
+            findings, ran.error = [], f"{ran.error} doctor: {error.message}".strip()
+        first = findings[0] if findings else None
+        verdict = first.bottleneck if first else None
+        abstained = not findings or any(f.bottleneck == ABSTAINED for f in findings)
+        receipts.append(
+            "doctor", {}, results=self.args.results, measurement=measurement,
+            workload=workload.name, verdict=verdict, abstained=abstained,
+            evidence=f"{first.sentence} ({first.evidence})" if first else "",
+            findings=[[f.bottleneck, round(f.share, 4)] for f in findings],
+            thresholds=self.thresholds, ended=ran.error, planted=ran.facts,
+            steps=len(ran.rows), seeds=[ran.report["seed"]], **about,
+        )  # fmt: skip
+        told = "healthy"
+        if measurement == "fault":
+            self.said += 1
+            self.right += verdict == about["expected"]
+            share = "?" if about["severity"] is None else f"{about['severity']:.2f}"
+            told = f"{about['fault']} {about['wanted']:g} (reached {share})"
+        print(f"{told} in {workload.name}: {verdict}", flush=True)
+
+
+def child(case: Case, told: Path, world: dict[str, str], log: Path) -> None:
+    """A rank: what goes wrong is found in `log`, and the first rank tells the rest."""
+    os.environ.update(world)
+    with log.open("a", buffering=1) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        mine = told if world.get("RANK", "0") == "0" else told.with_suffix(".other")
+        train_case(case, mine)
+
+
+def thresholds() -> str | None:
+    """The commit of the judge's last change; None outside of a checkout."""
+    git = ["git", "-C", str(receipts.ROOT)]
+    last, open_ = (
+        subprocess.run([*git, *words, "--", JUDGE], capture_output=True, text=True, check=False)
+        for words in (("log", "-1", "--format=%h"), ("status", "--porcelain"))
+    )
+    found = last.stdout.strip()
+    return f"{found} and changes" if found and open_.stdout.strip() else found or None
+
+
+def done_before(folder: Path | None, now: str | None) -> set[tuple[str, float, str]]:
+    """Faults that have a row under these thresholds in another results folder."""
+    file = folder / "doctor.jsonl" if folder else None
+    lines = file.read_text().splitlines() if file and file.is_file() else []
+    rows = [json.loads(line) for line in lines if line.strip()]
+    return {(r["fault"], r["wanted"], r["workload"]) for r in rows
+            if "fault" in r and "refused" not in r and r["thresholds"] == now}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--faults", nargs="*", choices=FAULTS, help="all without it")
+    parser.add_argument("--workloads", nargs="*", choices=WORKLOADS, help="all of this device")
+    parser.add_argument("--severities", nargs="+", type=float, default=list(SEVERITIES))
+    parser.add_argument("--healthy", type=int, default=0, help="seeds of each healthy workload")
+    parser.add_argument("--references", type=int, default=1, help="healthy runs to be held against")
+    parser.add_argument("--held-out", nargs="*", default=[], help="faults and workloads")
+    parser.add_argument("--limit-s", type=float, default=math.inf, help="no case begins later")
+    parser.add_argument("--missing", type=Path, help="a results folder: only what has no row there")
+    parser.add_argument("--results", type=Path, default=receipts.ROOT / "results")
+    parser.add_argument("--set", nargs="*", default=[], help="overrides for every plan")
+    parser.add_argument("--here", action="store_true", help="in this process, to debug")
+    args = parser.parse_args()
+    if unknown := set(args.held_out) - {*FAULTS, *WORKLOADS}:
+        raise SystemExit(f"no fault and no workload: {', '.join(sorted(unknown))}")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    names = args.workloads or [n for n, w in WORKLOADS.items() if w.device == device]
+    asked = args.faults if args.faults is not None else [] if args.healthy else list(FAULTS)
+    with tempfile.TemporaryDirectory() as work:
+        exam = Examination(args, Path(work))
+        done = done_before(args.missing, exam.thresholds)
+        for name in names:
+            for seed in range(1, args.healthy + 1):
+                if exam.late:
+                    break
+                ran = exam.run(WORKLOADS[name], [f"seed={seed}"])
+                if isinstance(ran, Ran):
+                    exam.write("healthy", WORKLOADS[name], ran)
+                else:
+                    print(f"healthy {name}: {ran}", flush=True)
+            for fault, severity in ((f, s) for f in asked for s in args.severities):
+                if (fault, severity, name) in done:
+                    continue
+                if exam.late:
+                    print(f"left: {fault} {severity:g} in {name}", flush=True)
+                    continue
+                exam.fault(fault, severity, WORKLOADS[name])
+        print(f"{exam.right} of {exam.said} faults named right", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
