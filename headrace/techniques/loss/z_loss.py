@@ -57,7 +57,8 @@ class ZLoss(Technique[Build]):
             # logits; 2.13's goes over them. The weights' gradient comes when the logits have left.
             ledger = ledger.without(["head_gradients"])
             return ledger.scaled(lambda name: name == "logits", 2)
-        held = sizes["logits_per_token"] / sizes["vocab"]  # of each logit, without it
+        own = sizes["vocab"] / sizes.get("tensor_ranks", 1)
+        held = sizes["logits_per_token"] / own  # of each logit, without it
         return ledger.scaled(lambda name: name == "logits", 1 + 2 * FP32 / held)
 
     def apply(self, build: Build) -> None:

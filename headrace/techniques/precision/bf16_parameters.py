@@ -262,11 +262,10 @@ class Bf16Parameters(Technique[Build]):
 
         build.notes[self.name()] = COUNTS[KERNEL]
         build.storage.append(store)
-        if build.compiled:
-            model, blocks = build.model, build.model.blocks
-            build.wrap_blocks(self.name(), lambda f, layer: _beside_sums(f, blocks[str(layer)]))
-            for whole in ("states", "loss"):
-                setattr(model, whole, _beside_sums(getattr(model, whole), model))
+        model, blocks = build.model, build.model.blocks
+        build.wrap_blocks(self.name(), lambda f, layer: _beside_sums(f, blocks[str(layer)]))
+        for whole in ("states", "loss"):
+            setattr(model, whole, _beside_sums(getattr(model, whole), model))
         build.routes.append(
             Route(self.name(), lambda name, p: p.dtype == torch.bfloat16, make, rest=True)
         )
@@ -315,10 +314,10 @@ def _reworked(name: str, piece: Work, adds_up: bool, master: bool) -> Work | Non
 
 
 def _beside_sums(run: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-    """`run`, compiled, in a moment in which no bf16 matrix of the module has an fp32 gradient.
+    """`run` in a moment in which no bf16 matrix of the module has an fp32 gradient.
 
-    Dynamo refuses to trace a weight whose gradient has another dtype (gb0181): a second length
-    among micro-batches, or an evaluation after a step.
+    Compiling, Dynamo refuses to trace a weight whose gradient has another dtype (gb0181): at a
+    second length among micro-batches, or in an evaluation after a step.
     """
     low: list[nn.Parameter] | None = None
 
