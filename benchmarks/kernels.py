@@ -3,9 +3,9 @@
     python benchmarks/kernels.py 1b --with fused_swiglu
 
 The kernels of three profiled steps, by family and the longest by name, and the longest times that
-the device waited for the host. Families are told by names: matrix products, attention, the
-optimizer, what Triton generated, copies, the rest. Inductor names a kernel by all operations that
-it fused, so its own are told by how their names begin.
+the device waited for the host. Families are told by names, as the doctor tells them in a trace:
+products, attention, the optimizer, elementwise work, copies, the rest. Inductor names a kernel by
+all operations that it fused, so its own are told by how their names begin.
 """
 
 import argparse
@@ -21,32 +21,10 @@ from signals import open_build
 from headrace import train
 from headrace.cli import catalogue
 from headrace.core.plan import Plan
+from headrace.doctor.trace.kernels import family_of
 
 PLANS = Path(__file__).parent / "plans"
 STEPS = 3
-PREFIXES = {
-    "triton_tem_fused_flex_attention": "attention",
-    "triton_tem_": "matrix products",
-    "triton_": "triton",
-}
-"""how inductor's names begin -> family; the first that fits, before any of FAMILIES"""
-FAMILIES = {
-    "attention": ("attention", "fmha", "flash", "cudnn_generated", "sdpa", "cudnn"),
-    "matrix products": ("gemm", "nvjet", "cutlass", "matmul", "scaled_mm", "xmma", "splitk"),
-    "optimizer": ("adam", "multi_tensor", "lpnorm", "foreach"),
-    "triton": ("triton", "swiglu", "rms_norm", "rope", "cross_entropy"),
-    "copies": ("memcpy", "memset", "copy"),
-}
-"""family -> parts of its kernels' names; the first that fits"""
-
-
-def family_of(name: str) -> str:
-    """The family of a kernel."""
-    low = name.lower()
-    for prefix, family in PREFIXES.items():
-        if low.startswith(prefix):
-            return family
-    return next((f for f, parts in FAMILIES.items() if any(p in low for p in parts)), "rest")
 
 
 def idle_between(events: list[Any]) -> list[tuple[float, str, str]]:

@@ -24,7 +24,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from readings import Reading, Worker, time_long_row, time_steps
 from variants import VARIANTS, Variant
 
 from headrace.build import make_context, predict
-from headrace.context import check_supported, choose_device
+from headrace.context import check_supported, choose_device, elsewhere
 from headrace.core.errors import HeadraceError
 from headrace.core.hardware import lookup
 from headrace.core.plan import Plan
@@ -50,9 +49,7 @@ def context_of(plan: Plan, device_name: str = "") -> Context:
     """Where the plan would run: here, or on a Hopper GPU that is not here."""
     if not device_name:
         return make_context(plan, choose_device(plan))
-    cpu = make_context(plan, torch.device("cpu"))
-    return replace(cpu, device="cuda", device_name=device_name, capability=(9, 0), has_triton=True,
-                   has_compiler=True, precision="bf16")  # fmt: skip
+    return elsewhere(make_context(plan, torch.device("cpu")), device_name)
 
 
 def checked(

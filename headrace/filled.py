@@ -53,18 +53,22 @@ def check_active(build: Build) -> dict[str, Any]:
     return found
 
 
-def gone(build: Build) -> list[str]:
+def gone(build: Build) -> tuple[list[str], dict[str, str]]:
     """Techniques that were in force and are not any more, by their evidence on any rank.
 
-    A run that is trained must not be lost by a look at it: where looking fails, nothing is said.
+    A run that is trained must not be lost by a look at it: where looking fails, the second value
+    says so, by name.
     """
-    found = []
+    found, unseen = [], {}
     for technique in build.techniques:
         try:
             active: bool | str | None = technique.active(build).active
         except Exception as error:
             active = f"nobody could look: {error}"
         told = build.world.gather(active)
+        failed = [active for active in told if isinstance(active, str)]
         if False in told or all(active is None for active in told):
             found.append(technique.name())
-    return found
+        elif failed:
+            unseen[technique.name()] = failed[0]
+    return found, unseen

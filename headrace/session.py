@@ -59,7 +59,7 @@ class Session:
             keep_last=plan.checkpoint.keep_last,
         )
         self.evidence: dict[str, Evidence] = {}
-        self.gone: list[str] | None = None
+        self.gone: tuple[list[str], dict[str, str]] | None = None
         self.memory: dict[str, int] | None = None
         self.rates: list[float] = []
         self.waits_s: list[float] = []

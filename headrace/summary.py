@@ -29,7 +29,7 @@ PAID = {"memory:activations", "memory:optimizer"}
 
 def summarize(
     build: Build, counters: Counters, *, status: str, message: str,
-    evidence: Mapping[str, Evidence], lost: list[str] | None,
+    evidence: Mapping[str, Evidence], lost: tuple[list[str], dict[str, str]] | None,
     tracked: Mapping[str, int] | None, rate: float | None, waits_s: list[float],
 ) -> dict[str, Any]:  # fmt: skip
     """Everything that report.json holds but the findings and the sample.
@@ -40,7 +40,7 @@ def summarize(
         status: "done", "failed" or "interrupted".
         message: why, when it is not done.
         evidence: of every technique, after the first step.
-        lost: techniques whose evidence was gone at the end; None when nobody looked.
+        lost: see `filled.gone`, at the end; None when nobody looked.
         tracked: peak bytes by category from the memory tracker, on a CPU.
         rate: median tokens per second of steady steps.
         waits_s: each step's wait for data.
@@ -133,13 +133,14 @@ def _measured(build: Build, tracked: Mapping[str, int] | None) -> dict[str, int]
     return {**found, WORK_MEMORY: peak - sum(found.values())}
 
 
-def _signals(build: Build, lost: list[str] | None) -> dict[str, Any]:
+def _signals(build: Build, lost: tuple[list[str], dict[str, str]] | None) -> dict[str, Any]:
     """What the doctor reads beside phases, memory and rows; None is not measured."""
     found: dict[str, Any] = {
         "device": build.device.type, "capacity_bytes": None, "alloc_retries": None,
         "graph_breaks": graph_breaks() if build.compiled else None,
         "saves_memory": [t.name() for t in build.techniques if set() < {*t.symptoms} <= PAID],
-        "lost_techniques": lost,
+        "lost_techniques": lost[0] if lost else None,
+        "unseen_techniques": lost[1] if lost else None,
     }  # fmt: skip
     if build.device.type == "cuda":
         found["capacity_bytes"] = torch.cuda.get_device_properties(build.device).total_memory

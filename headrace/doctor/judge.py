@@ -107,14 +107,20 @@ def _instability(window: Window) -> Finding | None:
 
 
 def _input(window: Window) -> Finding | None:
-    share = window.share(window.input_s)
-    if share is None or share < INPUT_SHARE:
+    said = "The device waits for data in {:.0%} of the time."
+    return _phase(window, window.input_s, "input", INPUT_SHARE, said)
+
+
+def _phase(
+    window: Window, spent_s: Sequence[float] | None, name: str, least: float, said: str,
+    missing: str = "",
+) -> Finding | None:  # fmt: skip
+    """A phase that takes at least so much of the time."""
+    share = window.share(spent_s)
+    if share is None or spent_s is None or share < least:
         return None
-    return Finding(
-        "input", share, f"The device waits for data in {share:.0%} of the time.",
-        f"{format_seconds(fmean(window.input_s or ()))} of a step of "
-        f"{format_seconds(fmean(window.step_s))}", "measured",
-    )  # fmt: skip
+    told = f"{format_seconds(fmean(spent_s))} of a step of {format_seconds(fmean(window.step_s))}"
+    return Finding(name, share, said.format(share), told, "measured", missing)
 
 
 def _recompiles(window: Window) -> Finding | None:
@@ -142,12 +148,9 @@ def _launch(window: Window) -> Finding | None:
 
 
 def _interconnect(window: Window) -> Finding | None:
-    share = window.share(window.communication_s)
-    if share is None or share < COMMUNICATION_SHARE:
-        return None
-    return Finding(
-        "interconnect", share, f"Communication that nothing hides takes {share:.0%} of the time.",
-        f"{format_seconds(fmean(window.communication_s or ()))} a step", "measured",
+    return _phase(
+        window, window.communication_s, "interconnect", COMMUNICATION_SHARE,
+        "Communication that nothing hides takes {:.0%} of the time.",
         "transfer and waiting for other ranks are told apart by a trace of every rank",
     )  # fmt: skip
 

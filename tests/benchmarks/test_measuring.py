@@ -207,11 +207,11 @@ def test_a_shape_that_a_peer_would_not_follow_is_refused(
 @pytest.mark.parametrize(
     ("name", "family"),
     [
-        ("triton_poi_fused__scaled_dot_product_cudnn_attention_transpose_3", "triton"),
-        ("triton_red_fused__fused_rms_norm_mm_7", "triton"),
-        ("triton_tem_fused_mm_0", "matrix products"),
+        ("triton_poi_fused__scaled_dot_product_cudnn_attention_transpose_3", "elementwise"),
+        ("triton_red_fused__fused_rms_norm_mm_7", "elementwise"),
+        ("triton_tem_fused_mm_0", "products"),
         ("triton_tem_fused_flex_attention_0", "attention"),
-        ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNN", "matrix products"),
+        ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNN", "products"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", "attention"),
     ],
 )

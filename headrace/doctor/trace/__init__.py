@@ -272,24 +272,29 @@ def _products(numbers: TraceNumbers) -> Finding | None:
 
 
 def _waits(numbers: TraceNumbers) -> Finding | None:
-    share = numbers.idle("dependency")
-    if share < ALARM:
-        return None
-    return _finding(
-        ABSTAINED, share, f"The device was idle for {share:.0%} of a step with work queued.",
-        f"stalls of queued kernels {_time(numbers, share)}", numbers, sure=False,
-        missing=["what they waited for: record with enable_cuda_sync_events"],
+    return _unknown(
+        numbers, "dependency", "with work queued", "stalls of queued kernels",
+        "what they waited for: record with enable_cuda_sync_events",
     )  # fmt: skip
 
 
 def _unexplained(numbers: TraceNumbers) -> Finding | None:
-    share = numbers.idle("unexplained")
+    return _unknown(
+        numbers, "unexplained", "and why is not recorded", "idle before kernels without a launch",
+        "launches: record with ProfilerActivity.CPU too",
+    )  # fmt: skip
+
+
+def _unknown(
+    numbers: TraceNumbers, cause: str, how: str, evidence: str, missing: str
+) -> Finding | None:
+    """Idle time whose cause the trace does not hold."""
+    share = numbers.idle(cause)
     if share < ALARM:
         return None
     return _finding(
-        ABSTAINED, share, f"The device was idle for {share:.0%} of a step; why is not recorded.",
-        f"idle before kernels without a launch {_time(numbers, share)}", numbers, sure=False,
-        missing=["launches: record with ProfilerActivity.CPU too"],
+        ABSTAINED, share, f"The device was idle for {share:.0%} of a step, {how}.",
+        f"{evidence} {_time(numbers, share)}", numbers, sure=False, missing=[missing],
     )  # fmt: skip
 
 
