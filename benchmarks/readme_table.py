@@ -4,8 +4,10 @@
     python benchmarks/readme_table.py --check    # exit 1 when a page is behind the receipts
 
 The README has what a newcomer asks for first, docs/numbers.md has all. The newest row of what was
-measured, at one shape on one device, stands in the table. A row that another row retracts is left
-out; so are a sweep's single points (`kind` "tune").
+measured, at one shape on one device, stands in the table, unless an older one has more readings. A
+row that another row retracts is left out; so are a sweep's single points (`kind` "tune"). How right
+predictions and verdicts were has a page of its own, docs/how-right.md with its pictures, which
+`headrace truth --page` writes too.
 """
 
 import argparse
@@ -14,12 +16,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from headrace.truth.rows import NAMES
+
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 EMPTY = "No receipts yet: nothing has been measured with this version, so nothing is claimed."
 GIB = 2**30
 PAGES = {ROOT / "README.md": ("peers",), ROOT / "docs" / "numbers.md": ()}
-"""page -> the topics that it shows; all without a name"""
+"""page -> the topics that it shows, of what was read often; all without a name, but the truth's"""
+OFTEN = 3
+"""Readings of a row that a page of few topics shows."""
+TRUTH = ROOT / "docs" / "how-right.md"
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
@@ -53,9 +60,19 @@ def tables(topic: str, rows: list[dict[str, Any]]) -> str:
     )
 
 
+def shown(rows: list[dict[str, Any]]) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """The newest row of each subject; one with fewer readings does not hide one with more."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in rows:
+        key = (subject(row), row.get("shape"), row["hardware"])
+        if not 0 < row.get("n", 0) < found.get(key, {}).get("n", 0):
+            found[key] = row
+    return found
+
+
 def table(topic: str, kind: str, rows: list[dict[str, Any]]) -> str:
     """One measurement of a topic."""
-    newest = {(subject(r), r.get("shape"), r["hardware"]): r for r in rows}
+    newest = shown(rows)
     heads: dict[str, str] = {}
     for row in newest.values():
         heads |= {name: metric["unit"] for name, metric in row.get("metrics", {}).items()}
@@ -137,8 +154,10 @@ def _number(value: float) -> str:
 
 def render(results: Path, only: tuple[str, ...] = ()) -> str:
     """Every topic that has rows and is asked for, or one sentence."""
-    files = [f for f in sorted(results.glob("*.jsonl")) if not only or f.stem in only]
-    topics = [(f.stem, read_rows(f)) for f in files]
+    found = sorted(results.glob("*.jsonl"))
+    files = [f for f in found if (f.stem in only if only else f.stem not in NAMES)]
+    least = OFTEN if only else 0
+    topics = [(f.stem, [r for r in read_rows(f) if r.get("n", 0) >= least]) for f in files]
     pages = [
         (distances if name == "compositions" else tables)(name, rows)
         for name, rows in topics
@@ -170,6 +189,18 @@ def main() -> None:
             path.write_text(fresh)
         elif page != fresh:
             sys.exit(f"{path.name} is behind results/: python benchmarks/readme_table.py")
+    if not args.page:
+        _truth(args.results, args.check)
+
+
+def _truth(results: Path, check: bool) -> None:
+    """Write or check the page that has its own shape; its pictures need the report's charts."""
+    from headrace.truth.page import behind, write
+
+    if not check:
+        write(results, TRUTH)
+    elif late := behind(results, TRUTH):
+        sys.exit(f"{late[0].name} is behind results/: python benchmarks/readme_table.py")
 
 
 if __name__ == "__main__":

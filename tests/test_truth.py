@@ -9,7 +9,7 @@ import pytest
 
 from headrace.core.errors import ConfigError
 from headrace.core.statistics import wilson
-from headrace.truth import HEAD, MARKS, compute, judge, table
+from headrace.truth import HEAD, MARKS, compute, judge, notes, table
 
 Row = dict[str, Any]
 Topics = dict[str, list[Row]]
@@ -158,6 +158,12 @@ def test_what_stands_beside_the_values(tmp_path: Path) -> None:
     assert found["memory_allocated_error"]["configurations"] == 2
 
 
+def test_severities_are_counted_as_they_were_asked_for(tmp_path: Path) -> None:
+    rows = [_fault("item", "launch", severity=s, wanted=w)
+            for s, w in ((0.21, 0.2), (0.22, 0.2), (0.43, 0.4))]  # fmt: skip
+    assert compute(_write(tmp_path, {"doctor": rows}))["doctor_top1"]["severities"] == 2
+
+
 def test_without_rows_nothing_is_said(tmp_path: Path) -> None:
     found = compute(tmp_path)
     assert {(name, n["value"], n["n"]) for name, n in found.items()} == {
@@ -263,11 +269,20 @@ def test_marks(name: str, found: Row, verdict: str) -> None:
 
 
 def test_the_table_says_what_must_be_beside_what_is(tmp_path: Path) -> None:
-    rows = {row[0]: row for row in table(compute(_write(tmp_path, _topics())))}
-    assert list(rows) == list(MARKS) and {len(row) for row in rows.values()} == {len(HEAD)}
-    assert rows["forecast_coverage"][2:] == [
-        "66.7%", "20.8% to 93.9%, width 100%", "3", "80% to 90%", "", "not met",
+    found = compute(_write(tmp_path, _topics()))
+    rows = dict(zip(MARKS, table(found), strict=True))
+    assert {len(row) for row in rows.values()} == {len(HEAD)}
+    assert rows["forecast_coverage"][1:] == [
+        "66.7% (20.8% to 93.9%)", "80% to 90%", "3/40", "", "not met",
     ]  # fmt: skip
-    assert rows["false_fits"][2:] == ["1", "4 risky ones run", "7", "0", "", "not met"]
-    assert rows["tuner_ratio"][5:] == [">= 97%", ">= 102%", "too few: workloads 2 of 4"]
-    assert rows["overhead_always_on"][5:7] == ["<= 0.3%", "<= 0.1%"]
+    assert rows["false_fits"][1:] == ["1", "0", "7/200", "all", "not met"]
+    assert rows["tuner_ratio"][2:] == [">= 97% (102%)", "2/4", "", "too few"]
+    assert rows["overhead_always_on"][2] == "<= 0.3% (0.1%)"
+    assert rows["doctor_top1"][4] == "50% of 2"
+    assert rows["step_time_error_after_20_steps"][1:] == [
+        "-", "<= 1.5% (1.9%)", "0/40", "-", "not measured",
+    ]  # fmt: skip
+    told = notes(found)
+    assert "planted faults named: 1 abstained, 1 below 10% of the step, and not counted" in told
+    assert "tuned over the best row: workloads 2 of 4, worst 99%" in told
+    assert not any(line.startswith("step time after 20 steps") for line in told)

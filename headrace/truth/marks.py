@@ -18,20 +18,24 @@ class Mark:
     """What a number must be and should be.
 
     Args:
-        says: what is counted, in a few words.
+        what: the number, in the few words of a table.
+        says: how it is counted, in a sentence.
         must: from, to.
         aim: likewise; None where no aim is set.
         fewest: observations that it takes.
         needs: from, to of what stands beside the value.
         share: it is shown in percent.
+        ahead: its predictions count only when their rows stand before what came of them.
     """
 
+    what: str
     says: str
     must: Bounds
     aim: Bounds | None = None
     fewest: int = 1
     needs: Mapping[str, Bounds] = field(default_factory=dict)
     share: bool = True
+    ahead: bool = False
 
 
 PUBLISHED = (0.0, 0.019)
@@ -47,31 +51,73 @@ FAULTS = {
 CONFIGURATIONS = {"configurations": (40.0, ANY)}
 RISKY = {"risky_run": (1.0, ANY), "risky_not_run": (0.0, 0.0)}
 MARKS = {
-    "doctor_top1": Mark("faults named right", (0.95, 1), (0.99, 1), 180, FAULTS),
-    "doctor_false_alarms": Mark("healthy runs blamed", (0, 0.02), (0, 0.005), 100),
+    "doctor_top1": Mark(
+        "planted faults named",
+        "Of runs with a planted fault, those whose first finding names it; abstaining is a miss.",
+        (0.95, 1), (0.99, 1), 180, FAULTS,
+    ),
+    "doctor_false_alarms": Mark(
+        "healthy runs blamed", "Of runs without a fault, those that a finding blames.",
+        (0, 0.02), (0, 0.005), 100,
+    ),
     "forecast_coverage": Mark(
-        "gains inside their 80% interval", (0.8, 0.9), None, 40, {"width": (0, 0.6)}
+        "gains in their interval",
+        "Of remedies, those whose measured gain lies in the 80% interval that was forecast.",
+        (0.8, 0.9), None, 40, {"width": (0, 0.6)},
     ),
-    "forecast_median_error": Mark("of the gain", (0, 0.25), (0, 0.15), 40),
+    "forecast_median_error": Mark(
+        "error of a forecast gain", "Forecast less measured gain, as a share of it: the median.",
+        (0, 0.25), (0, 0.15), 40,
+    ),
     "overhead_always_on": Mark(
-        "of a step", (-ANY, 0.003), (-ANY, 0.001), needs={"high": (-ANY, 0.003)}
+        "cost of watching", "What the signals that are always on add to a step: the mean.",
+        (-ANY, 0.003), (-ANY, 0.001), needs={"high": (-ANY, 0.003)},
     ),
-    "overhead_with_bursts": Mark("of a step", (-ANY, 0.005), needs={"high": (-ANY, 0.005)}),
-    "step_time_error_no_gpu": Mark("mean", (0, 0.05), PUBLISHED, 40),
-    "step_time_error_after_probes": Mark("mean", (0, 0.025), PUBLISHED, 40),
-    "step_time_error_after_20_steps": Mark("mean", (0, 0.015), PUBLISHED, 40),
-    "memory_allocated_error": Mark("median", (0, 0.01), needs=CONFIGURATIONS),
-    "memory_reserved_error": Mark("median", (0, 0.03), needs=CONFIGURATIONS),
-    "false_fits": Mark("said to fit, and did not", (0, 0), None, 200, RISKY, share=False),
-    "pick_regret": Mark("slower than the best", (0, 0.02), needs={"candidates": (40, ANY)}),
-    "kendall_tau": Mark("of the predicted order", (0.9, 1), share=False),
+    "overhead_with_bursts": Mark(
+        "cost with trace bursts", "The same with a short trace now and then: the mean.",
+        (-ANY, 0.005), needs={"high": (-ANY, 0.005)},
+    ),
+    "step_time_error_no_gpu": Mark(
+        "step time without a GPU",
+        "Predicted less measured seconds of a step, as a share: the mean, from datasheets.",
+        (0, 0.05), PUBLISHED, 40, ahead=True,
+    ),
+    "step_time_error_after_probes": Mark(
+        "step time after probes", "The same, with rates that probes measured there.",
+        (0, 0.025), PUBLISHED, 40, ahead=True,
+    ),
+    "step_time_error_after_20_steps": Mark(
+        "step time after 20 steps", "The same, once 20 steps of one plan were measured.",
+        (0, 0.015), PUBLISHED, 40, ahead=True,
+    ),
+    "memory_allocated_error": Mark(
+        "memory allocated", "Predicted less measured peak, as a share: the median.",
+        (0, 0.01), needs=CONFIGURATIONS, ahead=True,
+    ),
+    "memory_reserved_error": Mark(
+        "memory reserved", "The same for what the allocator takes from the device.",
+        (0, 0.03), needs=CONFIGURATIONS, ahead=True,
+    ),
+    "false_fits": Mark(
+        "said to fit, did not", "Predictions of fitting that ran out of memory.",
+        (0, 0), None, 200, RISKY, share=False, ahead=True,
+    ),
+    "pick_regret": Mark(
+        "pick behind the best", "How much slower the planner's choice is than the fastest plan.",
+        (0, 0.02), needs={"candidates": (40, ANY)},
+    ),
+    "kendall_tau": Mark(
+        "order of candidates", "Kendall's tau of predicted and measured order: 1 is the same.",
+        (0.9, 1), share=False,
+    ),
     "tuner_ratio": Mark(
-        "speed over the best row's", (0.97, ANY), (1.02, ANY), 4, {"workloads": (4, ANY)}
+        "tuned over the best row", "Where the tuner ends, over the fastest that was measured.",
+        (0.97, ANY), (1.02, ANY), 4, {"workloads": (4, ANY)},
     ),
-}
+}  # fmt: skip
 """name -> mark; the order is that of the table."""
 
-HEAD = ("number", "of what", "value", "beside it", "n", "must", "aim", "so far")
+HEAD = ("what", "reached", "wanted (aim)", "n", "held out", "so far")
 
 
 def judge(name: str, found: Mapping[str, Any]) -> str:
@@ -101,29 +147,70 @@ def judge(name: str, found: Mapping[str, Any]) -> str:
 
 
 def table(found: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    """A row of text for each number, under HEAD."""
-    rows = []
+    """A row of text for each number, under HEAD. Held out: what was not used to set anything."""
+    return [
+        [mark.what, reached(name, found[name]), wanted(mark), _count(mark, found[name]["n"]),
+         _held_out(mark, found[name]), judge(name, found[name]).partition(":")[0]]
+        for name, mark in MARKS.items()
+    ]  # fmt: skip
+
+
+def notes(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What the table has no room for: a line for each number that was measured."""
+    lines = []
     for name, mark in MARKS.items():
         number = found[name]
-        rows.append([
-            name, mark.says,
-            "-" if number["value"] is None else _shown(number["value"], mark.share),
-            _beside(number, mark.share),
-            str(number["n"]),
-            _bounds(mark.must, mark.share), _bounds(mark.aim, mark.share) if mark.aim else "",
-            judge(name, number),
-        ])  # fmt: skip
-    return rows
+        _, _, why = judge(name, number).partition(": ")
+        told = [why] if why else []
+        told += [f"{key} {_shown(number[key], mark.share)}"
+                 for key in ("worst", "width") if key in number]  # fmt: skip
+        told += [f"{number[key]} {words}" for key, words in BESIDE.items() if number.get(key)]
+        if told:
+            lines.append(f"{mark.what}: {', '.join(told)}")
+    return lines
 
 
-def _beside(number: Mapping[str, Any], share: bool) -> str:
-    """Its interval, and the few of its other numbers that a reader asks for."""
-    told = [f"{key} {_shown(number[key], share)}" for key in ("worst", "width") if key in number]
-    if "low" in number:
-        told.insert(0, f"{_shown(number['low'], share)} to {_shown(number['high'], share)}")
-    if "risky_run" in number:
-        told.append(f"{number['risky_run']} risky ones run")
-    return ", ".join(told)
+BESIDE = {
+    "abstained": "abstained",
+    "mild": "below 10% of the step, and not counted",
+    "false_refusals": "said not to fit, and did",
+    "risky_run": "risky ones run",
+    "open": "without an outcome yet",
+    "late": "written after their outcome, and not counted",
+    "refused": "refused",
+}
+"""key of a number -> what it counts, for a reader."""
+
+
+def reached(name: str, number: Mapping[str, Any]) -> str:
+    """The value with its interval, "-" where nothing was measured."""
+    share = MARKS[name].share
+    if number["value"] is None:
+        return "-"
+    value = _shown(number["value"], share)
+    if "low" not in number:
+        return value
+    return f"{value} ({_shown(number['low'], share)} to {_shown(number['high'], share)})"
+
+
+def wanted(mark: Mark) -> str:
+    """What it must be, and in brackets what it should be."""
+    must = _bounds(mark.must, mark.share)
+    return f"{must} ({_bounds(mark.aim, mark.share).split()[-1]})" if mark.aim else must
+
+
+def _count(mark: Mark, n: int) -> str:
+    return f"{n}/{mark.fewest}" if n < mark.fewest and mark.fewest > 1 else str(n)
+
+
+def _held_out(mark: Mark, number: Mapping[str, Any]) -> str:
+    """The number over what was held out; "all" where predictions must stand before outcomes."""
+    if not number["n"]:
+        return "-"
+    if "held_out" not in number:
+        return "all" if mark.ahead else ""
+    told = number["held_out"]
+    return f"{_shown(told['value'], mark.share)} of {told['n']}" if told["n"] else "none"
 
 
 def _within(value: float, bounds: Sequence[float]) -> bool:

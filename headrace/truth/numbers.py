@@ -88,7 +88,7 @@ def _doctor(results: Path) -> dict[str, Found]:
     held_out = [row for row in faults if row.held_out]
     severities: dict[str, set[float | None]] = {}
     for row in faults:
-        severities.setdefault(row.fault, set()).add(row.severity)
+        severities.setdefault(row.fault, set()).add(row.level)
     tuned_on = [row for row in faults if not row.held_out]
     alarms = sum(not row.abstained and row.verdict not in QUIET for row in healthy)
     return {
@@ -145,16 +145,16 @@ def _mean(told: list[Spread], worst: Callable[[list[float]], float], **more: Any
 
 
 @dataclass
-class _Pairs:
+class Pairs:
     """Predictions that stood before their outcomes, and what stood otherwise."""
 
     scored: list[tuple[Prediction, Outcome]] = field(default_factory=list)
     open: list[Prediction] = field(default_factory=list)
     late: list[Prediction] = field(default_factory=list)
 
-    def tier(self, name: str) -> "_Pairs":
+    def tier(self, name: str) -> "Pairs":
         """Those of one tier."""
-        return _Pairs(
+        return Pairs(
             [(p, o) for p, o in self.scored if p.tier == name],
             [p for p in self.open if p.tier == name],
             [p for p in self.late if p.tier == name],
@@ -171,11 +171,16 @@ class _Pairs:
         return relative_errors([p for _, p, _ in both], [m for *_, m in both]) if both else []
 
 
-def _paired(results: Path) -> tuple[_Pairs, int]:
+def paired(results: Path) -> tuple[Pairs, int]:
+    """Predictions with their outcomes, and how many rows were refused.
+
+    Raises:
+        ConfigError: a row is wrong, or a second one of the same plan.
+    """
     told = PLANS.read(results)
     outcomes: dict[Id, Outcome] = {}
     before: dict[tuple[Id, str], Prediction] = {}
-    pairs = _Pairs()
+    pairs = Pairs()
     for where, row in zip(told.places, told.rows, strict=True):
         if isinstance(row, Outcome):
             if row.id in outcomes:
@@ -198,7 +203,7 @@ def _paired(results: Path) -> tuple[_Pairs, int]:
 
 def _plans(results: Path) -> dict[str, Found]:
     """Step time by tier, memory over all tiers, and plans that were said to fit and did not."""
-    pairs, refused = _paired(results)
+    pairs, refused = paired(results)
     found = {}
     for name in TIERS:
         tier = pairs.tier(name)
@@ -218,7 +223,7 @@ def _errors(errors: list[float], middle: Callable[[list[float]], float], **more:
     return _number(middle(errors), len(errors), worst=max(errors), **more)
 
 
-def _false_fits(pairs: _Pairs) -> Found:
+def _false_fits(pairs: Pairs) -> Found:
     """Plans that were said to fit and did not, of all that a prediction said of fitting.
 
     The risky ones must be run; one that was not run counts in n, as long as any was run.

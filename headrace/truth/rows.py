@@ -22,16 +22,25 @@ class Row(BaseModel):
 
 
 class Fault(Row):
-    """A fault was put into a workload, and the doctor asked. `severity` is a share of the step."""
+    """A fault was put into a workload, and the doctor asked.
+
+    `severity` is the share of the step that it took, as measured; `wanted` the one asked for.
+    """
 
     measurement: Literal["fault"]
     fault: str
     severity: float | None = Field(ge=0)
+    wanted: float | None = Field(default=None, ge=0)
     workload: str
     held_out: bool
     expected: str
     verdict: str | None
     abstained: bool
+
+    @property
+    def level(self) -> float | None:
+        """Which severity of the fault it is: measured ones are never twice the same."""
+        return self.severity if self.wanted is None else self.wanted
 
     @property
     def right(self) -> bool:
@@ -198,6 +207,8 @@ PLANS: Topic[Prediction | Outcome] = Topic(
 )
 PICKS = Topic("picks", TypeAdapter(Pick))
 TUNER = Topic("tuner", TypeAdapter(Tuned))
+NAMES = tuple(topic.name for topic in (DOCTOR, FORECASTS, OVERHEAD, PLANS, PICKS, TUNER))
+"""Of all topics."""
 
 
 def standing(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -76,6 +76,11 @@ def test_newer_rows_replace_and_retracted_rows_go(tmp_path: Path) -> None:
     assert page.count("| headrace |") == 1
 
 
+def test_fewer_readings_do_not_hide_more(tmp_path: Path) -> None:
+    _, page = _render(tmp_path, [_row("headrace", 111_000), _row("headrace", 222_000, n=2)])
+    assert "111,000" in page and "222,000" not in page
+
+
 def test_a_refusal_says_why(tmp_path: Path) -> None:
     rows = [_row("headrace", 1_000), _row("litgpt", 0, metrics={}, refused="out of memory")]
     _, page = _render(tmp_path, rows)

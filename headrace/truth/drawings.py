@@ -1,0 +1,237 @@
+"""What the rows look like: the doctor's verdicts, forecasts of gains, predictions of plans.
+
+Each function draws the rows that it is given, or says None when there is nothing to draw.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.core.symptoms import BOTTLENECKS
+from headrace.truth.numbers import MILD, QUIET, TIERS, Pairs
+from headrace.truth.picture import Axis, Panel, Picture, Shape, around
+from headrace.truth.rows import DOCTOR, Fault, Forecast, Healthy
+
+ORDER = tuple(BOTTLENECKS)
+"""Verdicts in the order of a confusion matrix; others stand behind them, by name."""
+ABSTAINED = "abstained"
+HEALTHY = "(healthy)"
+CELL, LABELS, HEADS = 46, 220, 116
+"""Pixels: a cell, the names of faults, the names of verdicts."""
+SERIES: tuple[tuple[Shape, str], ...] = (("circle", "c0"), ("square", "c1"), ("diamond", "c2"))
+NAMES = {"no_gpu": "without a GPU", "after_probes": "after probes",
+         "after_20_steps": "after 20 steps"}  # fmt: skip
+GIB = 2**30
+
+
+# --- the doctor ------------------------------------------------------------------------------
+
+
+@dataclass
+class Class:
+    """A fault and what was said of it.
+
+    Args:
+        fault: its name, or HEALTHY.
+        expected: the right verdict; several do for a healthy run.
+        said: verdict -> how often.
+        right: how many of them were right.
+        held_out: how many were never used to set a threshold.
+        severities: how many different ones.
+    """
+
+    fault: str
+    expected: tuple[str, ...]
+    said: Counter[str]
+    right: int
+    held_out: int
+    severities: int
+
+    @property
+    def n(self) -> int:
+        """How often it was asked about."""
+        return self.said.total()
+
+
+def classes(results: Path) -> list[Class]:
+    """Faults in the order of their verdicts, healthy runs last.
+
+    Those below MILD do not count, as in the numbers.
+    """
+    rows = DOCTOR.read(results).rows
+    faults = [r for r in rows if isinstance(r, Fault)]
+    faults = [r for r in faults if r.severity is None or r.severity >= MILD]
+    found = []
+    for name in dict.fromkeys(r.fault for r in faults):
+        own = [r for r in faults if r.fault == name]
+        found.append(Class(
+            name, tuple(sorted({r.expected for r in own})), Counter(map(_said, own)),
+            sum(r.right for r in own), sum(r.held_out for r in own), len({r.level for r in own}),
+        ))  # fmt: skip
+    found.sort(key=lambda c: (_place(c.expected[0]), c.fault))
+    healthy = [r for r in rows if isinstance(r, Healthy)]
+    if healthy:
+        right = sum(r.abstained or r.verdict in QUIET for r in healthy)
+        quiet = ("computation", ABSTAINED)
+        found.append(Class(HEALTHY, quiet, Counter(map(_said, healthy)), right, 0, 0))
+    return found
+
+
+def _said(row: Fault | Healthy) -> str:
+    return ABSTAINED if row.abstained or row.verdict in (None, "not measured") else row.verdict
+
+
+def _place(verdict: str) -> tuple[int, str]:
+    """Where a verdict stands; abstaining is last."""
+    if verdict == ABSTAINED:
+        return len(ORDER) + 1, ""
+    return (ORDER.index(verdict), "") if verdict in ORDER else (len(ORDER), verdict)
+
+
+def confusion(found: Sequence[Class]) -> str | None:
+    """Faults by verdicts: how often each was said of each."""
+    if not found:
+        return None
+    verdicts = {v for c in found for v in (*c.expected, *c.said)}
+    columns = sorted(verdicts, key=_place)
+    width = LABELS + CELL * len(columns) + 84
+    height = HEADS + 34 * len(found) + 26
+    right, n = sum(c.right for c in found), sum(c.n for c in found)
+    label = f"What the doctor said of {n} runs, by what was planted; {right} verdicts were right"
+    draw = Picture(width, height, label)
+    for at, name in enumerate(columns):
+        draw.text(LABELS + CELL * (at + 0.5) + 4, HEADS - 10, name, turn=-40, size=12)
+    draw.text(16, HEADS - 10, "planted \\ said", colour="soft", size=12)
+    draw.text(width - 16, HEADS - 10, "right", colour="soft", anchor="end", size=12)
+    for row, one in enumerate(found):
+        top = HEADS + 34 * row
+        draw.text(16, top + 21, one.fault.replace("_", " ") + ("*" if one.held_out else ""))
+        draw.text(width - 16, top + 21, f"{one.right} of {one.n}", anchor="end", size=12)
+        for at, name in enumerate(columns):
+            _cell(draw, LABELS + CELL * at, top, one, name)
+    if any(c.held_out for c in found):
+        draw.text(16, height - 9, "* held out, wholly or in part: no threshold was set with it",
+                  colour="soft", size=12)  # fmt: skip
+    return draw.svg()
+
+
+def _cell(draw: Picture, left: float, top: float, one: Class, verdict: str) -> None:
+    """How often, darker the more; the right ones have a frame."""
+    times, right = one.said[verdict], verdict in one.expected
+    colour = "c0" if right else "c7" if verdict == ABSTAINED else "c1"
+    if times:
+        draw.box(left + 2, top + 2, CELL - 4, 30, fill=colour,
+                 opacity=0.15 + 0.45 * times / one.n)  # fmt: skip
+        draw.text(left + CELL / 2, top + 21, str(times), anchor="middle", bold=right)
+    if right:
+        draw.box(left + 2, top + 2, CELL - 4, 30, stroke="c0", line=1.6)
+    elif not times:
+        draw.box(left + 2, top + 2, CELL - 4, 30, fill="grid", opacity=0.5)
+
+
+# --- forecasts -------------------------------------------------------------------------------
+
+
+def forecasts(rows: Sequence[Forecast]) -> str | None:
+    """What each remedy was said to gain, with its interval, against what it gained."""
+    if not rows:
+        return None
+    held = [r.forecast.low <= r.measured <= r.forecast.high for r in rows]
+    said = [v for r in rows for v in (r.forecast.low, r.forecast.high)]
+    measured = [r.measured for r in rows]
+    draw = Picture(560, 470, f"Forecast and measured gains of {len(rows)} remedies; "
+                             f"{sum(held)} lie in their 80% interval")  # fmt: skip
+    draw.legend(60, 26, [
+        ("circle", "c0", f"inside its interval: {sum(held)}"),
+        ("square", "c1", f"outside: {len(rows) - sum(held)}"),
+    ])  # fmt: skip
+    panel = Panel(
+        draw, around(measured, "measured gain", _percent),
+        around([*said, *measured], "forecast gain, with its 80% interval", _percent),
+        60, 74, 470, 330,
+    )  # fmt: skip
+    panel.draw()
+    panel.diagonal()
+    for row, inside in sorted(zip(rows, held, strict=True), key=lambda pair: not pair[1]):
+        shape, colour = SERIES[0 if inside else 1]
+        panel.whisker(row.measured, row.forecast.low, row.forecast.high, colour)
+        told = f"{row.remedy}, {row.workload}: {_percent(row.forecast.value)} forecast, "
+        draw.mark(*panel.at(row.measured, row.forecast.value), shape, colour,
+                  told + f"{_percent(row.measured)} measured")  # fmt: skip
+    return draw.svg()
+
+
+# --- plans -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Dot:
+    """A prediction and what came of it, both above 0."""
+
+    plan: str
+    predicted: float
+    measured: float
+
+
+def step_times(pairs: Pairs) -> str | None:
+    """Predicted against measured seconds of a step, by what the planner knew."""
+    series = {NAMES[name]: _dots(pairs.tier(name), "step_s") for name in TIERS}
+    return _against(series, "step time", _seconds)
+
+
+def memory(pairs: Pairs) -> str | None:
+    """Predicted against measured peaks of all predictions, allocated and reserved."""
+    series = {what: _dots(pairs, f"{what}_bytes", GIB) for what in ("allocated", "reserved")}
+    return _against(series, "peak memory, GiB", lambda v: f"{v:.3g}")
+
+
+def _dots(pairs: Pairs, what: str, unit: float = 1.0) -> list[Dot]:
+    return [Dot(str(plan), p / unit, m / unit) for plan, p, m in pairs.both(what)]
+
+
+def _against(series: dict[str, list[Dot]], what: str, tick: Callable[[float], str]) -> str | None:
+    """Two panels: both values, and how far the prediction is off."""
+    series = {name: dots for name, dots in series.items() if dots}
+    every = [dot for dots in series.values() for dot in dots]
+    if not every:
+        return None
+    n = ", ".join(f"{len(dots)} {name}" for name, dots in series.items())
+    draw = Picture(860, 420, f"Predicted against measured {what}: {n}")
+    names = [(*SERIES[i], f"{name}: {len(dots)}") for i, (name, dots) in enumerate(series.items())]
+    draw.legend(64, 26, names)
+    across = around([d.measured for d in every], f"measured {what}", tick, log=True)
+    both = [v for d in every for v in (d.predicted, d.measured)]
+    left = Panel(draw, across, around(both, f"predicted {what}", tick, log=True), 64, 74, 330, 280)
+    off = [d.predicted / d.measured - 1 for d in every]
+    right = Panel(draw, across, _level_axis(off), 470, 74, 360, 280)
+    left.draw()
+    left.diagonal()
+    right.draw()
+    right.level(0.0)
+    for (shape, colour), (name, dots) in zip(SERIES, series.items(), strict=False):
+        for dot in dots:
+            far = dot.predicted / dot.measured - 1
+            title = f"{dot.plan}, {name}: {tick(dot.predicted)} predicted, "
+            title += f"{tick(dot.measured)} measured, {far:+.1%}"
+            draw.mark(*left.at(dot.measured, dot.predicted), shape, colour)
+            draw.mark(*right.at(dot.measured, far), shape, colour, title)
+    return draw.svg()
+
+
+def _level_axis(off: Sequence[float]) -> Axis:
+    """Errors around 0, which is in its middle."""
+    most = max(0.01, *map(abs, off)) * 1.1
+    return Axis(-most, most, "predicted over measured, less 1", _off)
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.3g}%"
+
+
+def _off(value: float) -> str:
+    return f"{100 * value:+.3g}%" if abs(value) > 1e-9 else "0"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.3g} ms"

@@ -1,0 +1,200 @@
+"""The page "How right is it?" of the documentation, made from the rows in results/.
+
+The page is Markdown with the table of `headrace truth`, pictures beside it under pictures/, and
+their numbers as text. Nothing on it is written by hand but what the numbers mean; what has no rows
+is said to be not measured yet. The same rows give the same files.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from headrace.core.errors import ConfigError
+from headrace.truth.drawings import (
+    ABSTAINED,
+    HEALTHY,
+    Class,
+    classes,
+    confusion,
+    forecasts,
+    memory,
+    step_times,
+)
+from headrace.truth.marks import MARKS, notes, table
+from headrace.truth.numbers import compute, paired
+from headrace.truth.rows import FORECASTS, PICKS, TUNER, Pick, Tuned, standing
+
+PICTURES = ("confusion", "forecasts", "step_time", "memory")
+"""Files that the page may show, NAME.svg under pictures/."""
+PROGRAMS = {
+    "doctor": "benchmarks/faults.py",
+    "forecasts": "benchmarks/forecasts.py",
+    "plans": "benchmarks/foresight.py",
+    "picks": "benchmarks/foresight.py",
+    "tuner": "headrace tune",
+}
+"""topic -> what writes its rows."""
+NOT_YET = "Not measured yet."
+OPENING = """\
+# How right is it?
+
+Headrace says before a run what the run will take, names what is narrowest in it, and forecasts what
+a remedy will gain. Here stands how often that was so. This page and its pictures are made from the
+rows in `results/` and from nothing else, by `python benchmarks/readme_table.py` (or by
+`headrace truth --page FILE`): a number without rows is not measured yet. Every row counts that no
+later row retracts, whether it flatters or not; abstaining is not being right; and a prediction
+counts only when its row stands before the row of what came of it.
+
+"Wanted" is what a release must reach, in brackets what it aims at. "Held out" is the same number
+over what was never used to set a threshold; "all" where every prediction was written down before
+its outcome. `headrace truth --json` gives the same numbers by the names below.
+"""
+
+
+def render(results: Path) -> dict[str, str]:
+    """The page as "page", and its pictures as "pictures/NAME.svg": name -> text.
+
+    Raises:
+        ConfigError: no such folder, or a row that is wrong, by file and line.
+    """
+    found = compute(results)
+    pairs, _ = paired(results)
+    said = classes(results)
+    gains = FORECASTS.read(results).rows
+    drawn = {
+        "confusion": confusion(said), "forecasts": forecasts(gains),
+        "step_time": step_times(pairs), "memory": memory(pairs),
+    }  # fmt: skip
+    picks, tuned = PICKS.read(results).rows, TUNER.read(results).rows
+    beside = notes(found)
+    parts = [
+        OPENING,
+        markdown(
+            ("number", "reached", "wanted (aim)", "n", "held out", "so far"), table(found)
+        ),
+        "".join(f"- {line}\n" for line in beside),
+        _section("The doctor's verdicts", drawn["confusion"], "confusion", _verdicts(said),
+                 "Of each planted fault, and of runs without one, what the first finding was. A "
+                 "frame is around what is right.", _source(results, "doctor")),
+        _section("Forecasts of gains", drawn["forecasts"], "forecasts", "",
+                 "A remedy's gain is the step's time before over after, less 1. On the dashed line "
+                 "a forecast is what was measured; four of five intervals should meet it.",
+                 _source(results, "forecasts")),
+        _section("Step time", drawn["step_time"], "step_time", "",
+                 "Seconds of a steady step, predicted before they were measured.",
+                 _source(results, "plans")),
+        _section("Memory", drawn["memory"], "memory", "",
+                 "The peak of a step, as torch counts it and as the device does.",
+                 _source(results, "plans")),
+        _section("Choices", None, "", _choices(picks, tuned),
+                 "What the planner chose beside the fastest of all candidates, and where the tuner "
+                 "ended beside the best row.", _source(results, "picks", "tuner")),
+        "## How each is counted\n",
+        "\n".join(f"- {mark.what} (`{name}`): {mark.says}" for name, mark in MARKS.items()),
+    ]  # fmt: skip
+    files = {f"pictures/{name}.svg": text for name, text in drawn.items() if text}
+    return {"page": "\n".join(filter(None, parts)) + "\n", **files}
+
+
+def write(results: Path, page: Path) -> list[Path]:
+    """Write the page and its pictures; pictures that have no rows any more are removed.
+
+    Returns:
+        The files that were written.
+
+    Raises:
+        ConfigError: as `render`, or the page is no Markdown file.
+    """
+    if page.suffix != ".md":
+        raise ConfigError(f"{page} is no Markdown file", "--page docs/how-right.md")
+    files = {_path(page, name): text for name, text in render(results).items()}
+    for path, text in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    for gone in _pictures(page) - files.keys():
+        gone.unlink(missing_ok=True)
+    return list(files)
+
+
+def behind(results: Path, page: Path) -> list[Path]:
+    """Files that are not what the rows give: other text, missing, or without rows."""
+    files = {_path(page, name): text for name, text in render(results).items()}
+    off = [p for p, text in files.items() if not p.is_file() or p.read_text() != text]
+    return off + sorted(p for p in _pictures(page) - files.keys() if p.exists())
+
+
+def _path(page: Path, name: str) -> Path:
+    return page if name == "page" else page.parent / name
+
+
+def _pictures(page: Path) -> set[Path]:
+    return {page.parent / "pictures" / f"{name}.svg" for name in PICTURES}
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table; what would end a cell is escaped."""
+
+    def line(cells: Sequence[str]) -> str:
+        return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+
+    return "\n".join([line(head), "|---" * len(head) + "|", *map(line, rows)]) + "\n"
+
+
+def _section(title: str, picture: str | None, name: str, rows: str, says: str, source: str) -> str:
+    """A titled part: what it shows, the picture and the rows, or that there are none."""
+    if not picture and not rows:
+        return f"## {title}\n\n{NOT_YET} {source}\n"
+    shown = f"![{title}](pictures/{name}.svg)\n" if picture else ""
+    return "\n".join(filter(None, [f"## {title}\n", f"{says} {source}\n", shown, rows]))
+
+
+def _source(results: Path, *topics: str) -> str:
+    """Where the rows are, how many, of what hardware, and what writes them."""
+    told = []
+    for topic in topics:
+        file = results / f"{topic}.jsonl"
+        rows = [row for _, row in standing(file)] if file.is_file() else []
+        about = f"`results/{topic}.jsonl`, written by `{PROGRAMS[topic]}`"
+        if rows:
+            places = ", ".join(sorted({str(r.get("hardware", "hardware not told")) for r in rows}))
+            dates = sorted(str(r["date"]) for r in rows if "date" in r)
+            newest = f", the newest of {dates[-1]}" if dates else ""
+            about += f" ({len(rows)} row{'s' * (len(rows) > 1)}{newest}; {places})"
+        told.append(about)
+    return f"Rows: {'; '.join(told)}."
+
+
+def _verdicts(said: Sequence[Class]) -> str:
+    """The confusion matrix in words, for those who cannot see it."""
+    if not said:
+        return ""
+    rows = []
+    for one in said:
+        wrong = [
+            f"{verdict} {times}"
+            for verdict, times in sorted(one.said.items(), key=lambda item: (-item[1], item[0]))
+            if verdict not in one.expected
+        ]
+        healthy = one.fault == HEALTHY
+        rows.append((
+            one.fault.replace("_", " "),
+            f"none, or {ABSTAINED}" if healthy else " or ".join(one.expected),
+            f"{one.right} of {one.n}", "" if healthy else str(one.severities),
+            "" if healthy else str(one.held_out), ", ".join(wrong),
+        ))  # fmt: skip
+    return markdown(("planted", "right verdict", "right", "severities", "held out", "said else"),
+                    rows)  # fmt: skip
+
+
+def _choices(picks: Sequence[Pick], tuned: Sequence[Tuned]) -> str:
+    rows = []
+    for pick in picks:
+        fastest = min(pick.candidates, key=lambda c: c.measured_s)
+        chosen = min(pick.candidates, key=lambda c: (c.predicted_s, -c.measured_s))
+        lost = chosen.measured_s / fastest.measured_s - 1
+        best = f"{fastest.id} of {len(pick.candidates)}"
+        rows.append((f"pick, {pick.workload}", f"{chosen.id}", best, f"{100 * lost:.3g}% slower"))
+    for one in tuned:
+        ratio = one.metrics.ratio_to_best
+        told = f"{100 * ratio.value:.4g}% ({100 * ratio.low:.4g}% to {100 * ratio.high:.4g}%)"
+        rows.append((f"tuner, {one.workload}", "", "", f"{told} of its speed"))
+    return markdown(("what", "chosen", "fastest", "beside the fastest"), rows) if rows else ""

@@ -1,0 +1,159 @@
+"""The page "How right is it?": what it says is in the rows, and the committed one is theirs."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from headrace.core.errors import ConfigError
+from headrace.truth.drawings import HEALTHY, classes
+from headrace.truth.page import NOT_YET, PICTURES, behind, render, write
+from headrace.truth.picture import SCHEMES, Axis, around
+
+ROOT = Path(__file__).parents[1]
+SVG = "{http://www.w3.org/2000/svg}"
+TOPICS = ("doctor", "forecasts", "overhead", "plans", "picks", "tuner")
+BASE = {"date": "2026-11-20", "hardware": "GPU <A>", "metrics": {}}
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "doctor": [
+        *({"measurement": "fault", "fault": "slow_loader", "severity": s, "workload": "a",
+           "held_out": False, "expected": "input", "verdict": "input", "abstained": False}
+          for s in (0.1, 0.2, 0.4)),
+        {"measurement": "fault", "fault": "spikes", "severity": 0.2, "workload": "a",
+         "held_out": True, "expected": "instability", "verdict": "launch", "abstained": False},
+        {"measurement": "fault", "fault": "spikes", "severity": 0.05, "workload": "a",
+         "held_out": True, "expected": "instability", "verdict": "launch", "abstained": False},
+        {"measurement": "healthy", "workload": "a", "verdict": "computation", "abstained": False},
+        {"measurement": "healthy", "workload": "a", "verdict": None, "abstained": True},
+    ],
+    "forecasts": [
+        {"remedy": "one", "workload": "a", "measured": 0.2,
+         "forecast": {"low": 0.1, "value": 0.15, "high": 0.25}},
+        {"remedy": "two & <more>", "workload": "a", "measured": 0.5,
+         "forecast": {"low": 0.1, "value": 0.15, "high": 0.25}},
+    ],
+    "plans": [
+        {"kind": "prediction", "id": "p", "tier": "no_gpu", "step_s": 0.11,
+         "allocated_bytes": 2**30, "reserved_bytes": None, "fits": True},
+        {"kind": "outcome", "id": "p", "step_s": 0.1, "allocated_bytes": 2**30,
+         "reserved_bytes": 2**31, "fits": True, "risky": False},
+        {"kind": "prediction", "id": "p", "tier": "after_probes", "step_s": 0.1},  # too late
+    ],
+    "picks": [{"workload": "a", "candidates": [
+        {"id": "x", "predicted_s": 1.0, "measured_s": 1.1},
+        {"id": "y", "predicted_s": 2.0, "measured_s": 1.0},
+    ]}],
+}  # fmt: skip
+
+
+def _results(folder: Path, *topics: str) -> Path:
+    folder.mkdir()
+    for topic in topics:
+        rows = "".join(json.dumps({**BASE, **row}) + "\n" for row in ROWS[topic])
+        (folder / f"{topic}.jsonl").write_text(rows)
+    return folder
+
+
+def _classes(svg: str, tag: str) -> list[str]:
+    return [e.get("class", "") for e in ElementTree.fromstring(svg).iter(SVG + tag)]
+
+
+def test_the_committed_page_is_what_the_rows_give() -> None:
+    late = [p.name for p in behind(ROOT / "results", ROOT / "docs" / "how-right.md")]
+    assert not late, "python benchmarks/readme_table.py writes them"
+
+
+def test_without_rows_nothing_is_said_and_nothing_drawn(tmp_path: Path) -> None:
+    files = render(_results(tmp_path / "results"))
+    assert list(files) == ["page"]
+    page = files["page"]
+    table, _, rest = page.partition("## The doctor")
+    assert page.count(NOT_YET) == 5 and "![" not in page
+    cells = [line.split(" | ") for line in table.splitlines() if line.startswith("| ")][1:]
+    assert {(row[1], row[-1]) for row in cells} == {("-", "not measured |")}
+    assert not re.search(r"\d+ rows?\b", rest)
+
+
+def test_a_page_goes_stale_with_its_rows_and_is_mended(tmp_path: Path) -> None:
+    page, results = tmp_path / "docs" / "page.md", _results(tmp_path / "results", *ROWS)
+    pictures = [page.parent / "pictures" / f"{name}.svg" for name in PICTURES]
+    assert set(behind(results, page)) == {page, *pictures}
+    assert set(write(results, page)) == {page, *pictures}
+    assert behind(results, page) == []
+    pictures[0].write_text(pictures[0].read_text().replace(">3<", ">4<"))
+    assert behind(results, page) == [pictures[0]]
+    (results / "forecasts.jsonl").unlink()
+    assert set(behind(results, page)) == {page, pictures[0], pictures[1]}
+    write(results, page)
+    assert behind(results, page) == [] and not pictures[1].exists()
+    with pytest.raises(ConfigError, match="no Markdown"):
+        write(results, tmp_path / "page.html")
+
+
+def test_verdicts_are_counted_as_the_numbers_are(tmp_path: Path) -> None:
+    found = {c.fault: c for c in classes(_results(tmp_path / "results", "doctor"))}
+    assert list(found) == ["slow_loader", "spikes", HEALTHY]
+    assert (found["slow_loader"].right, found["slow_loader"].severities) == (3, 3)
+    assert found["spikes"].said == {"launch": 1} and found["spikes"].right == 0
+    assert found[HEALTHY].right == found[HEALTHY].n == 2
+    files = render(tmp_path / "results")
+    assert "| spikes | instability | 0 of 1 | 1 | 1 | launch 1 |" in files["page"]
+    assert "7 rows, the newest of 2026-11-20; GPU <A>" in files["page"]
+    drawn = files["pictures/confusion.svg"]
+    words = [e.text for e in ElementTree.fromstring(drawn).iter(SVG + "text")]
+    assert "spikes*" in words and "slow loader" in words and "0 of 1" in words
+    boxes = _classes(drawn, "rect")
+    assert boxes.count("f-c1") == 1  # a wrong verdict
+    assert boxes.count("s-c0") == 4  # what is right: of two faults, and two of healthy runs
+
+
+def test_points_are_marked_by_what_came_of_them(tmp_path: Path) -> None:
+    files = render(_results(tmp_path / "results", "forecasts", "plans"))
+    gains = ElementTree.fromstring(files["pictures/forecasts.svg"])
+    titles = [e.text or "" for e in gains.iter(SVG + "title")]
+    assert sorted(titles) == [
+        "one, a: 15% forecast, 20% measured", "two & <more>, a: 15% forecast, 50% measured",
+    ]  # fmt: skip
+    shapes = {e.findtext(SVG + "title", "")[:3]: e.tag for e in gains.iter()}
+    assert (shapes["one"], shapes["two"]) == (SVG + "circle", SVG + "rect")  # inside, outside
+    steps = files["pictures/step_time.svg"]
+    assert "+10.0%" in steps and "after probes" not in steps
+    memory = files["pictures/memory.svg"]
+    assert "allocated: 1" in memory and "reserved" not in memory
+
+
+def test_a_picture_stands_alone_and_reads_in_light_and_dark(tmp_path: Path) -> None:
+    light, dark = SCHEMES
+    assert light.keys() == dark.keys() and light["card"] == "#fff" != dark["card"]
+    for name, text in render(_results(tmp_path / "results", *ROWS)).items():
+        if name == "page":
+            continue
+        root = ElementTree.fromstring(text)
+        assert root.get("aria-label") and "http" not in text.replace(SVG[1:-1], "")
+        style = (root.findtext(SVG + "style") or "").split("@media(prefers-color-scheme:dark)")
+        for part in style:
+            defined = set(re.findall(r"\.([fs]-[a-z0-9-]+)\{", part))
+            used = {c for e in root.iter() for c in e.get("class", "").split()}
+            assert used <= defined, name
+        width, height = float(root.get("width", 0)), float(root.get("height", 0))
+        for text_at in root.iter(SVG + "text"):
+            x, y = float(text_at.get("x", -1)), float(text_at.get("y", -1))
+            assert 0 <= x <= width and 0 <= y <= height
+
+
+@pytest.mark.parametrize(
+    ("values", "log", "fewest"),
+    [([0.2], False, 1), ([0.0, 0.0], False, 1), ([-3e-5, 4e-5], False, 3), ([0.1], True, 1),
+     ([0.06, 1.4], True, 3), ([1e-3, 1e3], True, 3), ([99.0, 101.0], True, 1)],
+)  # fmt: skip
+def test_an_axis_holds_its_values_and_few_round_ticks(
+    values: list[float], log: bool, fewest: int
+) -> None:
+    axis: Axis = around(values, "x", str, log=log)
+    assert all(0 < axis.share(v) < 1 for v in values)
+    ticks = axis.ticks()
+    assert fewest <= len(ticks) <= 8 and ticks == sorted(set(ticks))
+    assert all(-1e-9 <= axis.share(t) <= 1 + 1e-9 for t in ticks)
