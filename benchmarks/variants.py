@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from headrace.changes import Changes, parse
 from headrace.cli import catalogue
 from headrace.core.plan import Plan
 
@@ -49,13 +50,10 @@ VARIANTS = {
 
 
 @dataclass(frozen=True)
-class Variant:
-    """A name and its changes of a plan."""
+class Variant(Changes):
+    """Changes of a plan, and a name."""
 
-    name: str
-    with_: tuple[str, ...]
-    without: tuple[str, ...]
-    overrides: tuple[str, ...]
+    name: str = ""
 
     @staticmethod
     def parse(text: str, known: dict[str, str]) -> "Variant":
@@ -63,25 +61,9 @@ class Variant:
         name, colon, changes = text.partition(":")
         if not colon and name not in known:
             raise SystemExit(f"no variant {name!r}; there are {', '.join(known)}, or 'NAME: ...'")
-        words = (changes if colon else known[name]).split()
-        return Variant(
-            name,
-            tuple(w[1:] for w in words if w[0] == "+"),
-            tuple(w[1:] for w in words if w[0] == "-"),
-            tuple(w for w in words if w[0] not in "+-"),
-        )
+        found = parse((changes if colon else known[name]).split())
+        return Variant(found.with_, found.without, found.overrides, name)
 
     def of(self, path: Path, more: list[str]) -> Plan:
         """The plan of a file with the changes, and `more` over them."""
-        return Plan.read(
-            path.read_text(), catalogue(), overrides=[*self.overrides, *more],
-            with_=self.with_, without=self.without,
-        )  # fmt: skip
-
-    def command(self) -> list[str]:
-        """The changes as `headrace train` takes them."""
-        return [
-            *self.overrides,
-            *(w for name in self.with_ for w in ("--with", name)),
-            *(w for name in self.without for w in ("--without", name)),
-        ]
+        return self.plan(path.read_text(), catalogue(), more)

@@ -1,5 +1,6 @@
 """report.json: what a run did, in numbers, from its counters and signals."""
 
+import os
 import resource
 from collections.abc import Mapping
 from math import prod
@@ -14,6 +15,7 @@ from headrace.build import predict
 from headrace.compile_time import graph_breaks
 from headrace.core.hardware import lookup
 from headrace.core.ledger import Ledger
+from headrace.core.symptoms import saves_memory
 from headrace.core.technique import Evidence
 from headrace.goal import Counters, reached
 from headrace.model.count import model_flops_per_token
@@ -23,8 +25,6 @@ from headrace.sockets import Build
 
 WORK_MEMORY = "activations, logits and work"
 """What is neither weights nor their optimizer's state nor, where told apart, their gradients."""
-PAID = {"memory:activations", "memory:optimizer"}
-"""What a technique is a remedy for, and nothing else, that gives memory for time."""
 
 
 def summarize(
@@ -67,7 +67,7 @@ def summarize(
         "start_s": begun.spent_s if (begun := build.notes.get(start.NOTE)) else None,
         "wasted_token_fraction": counters.wasted_tokens / max(1, counters.tokens),
         "input_wait": _waits(waits_s, step_s),
-        "signals": _signals(build, lost),
+        "signals": _signals(build, ledger, lost),
         "val": counters.val,
         "dollars": None if price is None else counters.wall_s / 3600 * price,
         "restarts": counters.restarts,
@@ -133,18 +133,47 @@ def _measured(build: Build, tracked: Mapping[str, int] | None) -> dict[str, int]
     return {**found, WORK_MEMORY: peak - sum(found.values())}
 
 
-def _signals(build: Build, lost: tuple[list[str], dict[str, str]] | None) -> dict[str, Any]:
+def _signals(
+    build: Build, ledger: Ledger, lost: tuple[list[str], dict[str, str]] | None
+) -> dict[str, Any]:
     """What the doctor reads beside phases, memory and rows; None is not measured."""
     found: dict[str, Any] = {
         "device": build.device.type, "capacity_bytes": None, "alloc_retries": None,
+        "precision": build.context.precision,
         "graph_breaks": graph_breaks() if build.compiled else None,
-        "saves_memory": [t.name() for t in build.techniques if set() < {*t.symptoms} <= PAID],
+        "saves_memory": [t.name() for t in build.techniques if saves_memory(t.symptoms)],
+        "savings": _savings(build, ledger),
         "lost_techniques": lost[0] if lost else None,
         "unseen_techniques": lost[1] if lost else None,
     }  # fmt: skip
     if build.device.type == "cuda":
         found["capacity_bytes"] = torch.cuda.get_device_properties(build.device).total_memory
         found["alloc_retries"] = torch.cuda.memory_stats(build.device)["num_alloc_retries"]
+    elif build.device.type == "cpu":
+        found["capacity_bytes"] = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return found
+
+
+def _savings(build: Build, ledger: Ledger) -> dict[str, dict[str, float]]:
+    """Of what trades time for memory, by the ledger: bytes off the peak, and what they cost.
+
+    "again" is the share of a step's FLOPs that would not be there without it; "moved" are bytes of
+    a step, computed again or sent over the host's link.
+    """
+    found, plan = {}, build.plan
+
+    def moved(of: Ledger) -> float:
+        again = (w for w in of.work.values() if w.phase == "recompute" or w.kind == "host link")
+        return sum(w.bytes * w.count for w in again)
+
+    for name in (t.name() for t in build.techniques if saves_memory(t.symptoms)):
+        others = {n: t for n, t in plan.techniques.items() if n != name}
+        without = predict(plan.model_copy(update={"techniques": others}), build.context)
+        found[name] = {
+            "bytes": without.peak()[1] - ledger.peak()[1],
+            "again": 1.0 - without.flops_per_token() / ledger.flops_per_token(),
+            "moved": moved(ledger) - moved(without),
+        }
     return found
 
 

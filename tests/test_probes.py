@@ -158,8 +158,17 @@ def test_a_gpu_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     if "H200" in machine.name:
         assumed = Machine.assumed(machine.name)
         sizes = (8192, 8192, 8192)
-        for precision in ("bf16", "fp8"):
+        for precision in ("bf16", "fp8", "tf32", "fp32"):
             told = assumed.product_s(precision, *sizes)
             assert machine.product_s(precision, *sizes) == pytest.approx(told, rel=0.1)
+        for kernel, kv_heads in (("cudnn", 8), ("flash", 8), ("efficient", 32)):
+            how = {"rows": 4, "heads": 32, "kv_heads": kv_heads, "length": 8192, "features": 128}
+            for backward in (False, True):
+                times = [
+                    one.attention_s(kernel, **how, causal=True, backward=backward)
+                    for one in (machine, assumed)
+                ]
+                assert times[0] == pytest.approx(times[1], rel=0.1), (kernel, backward)
+        assert machine.context_bytes == pytest.approx(assumed.context_bytes, rel=0.3)
         assert machine.traffic_s(2**31) == pytest.approx(assumed.traffic_s(2**31), rel=0.1)
         assert machine.memory_bytes == pytest.approx(assumed.memory_bytes, rel=0.01)

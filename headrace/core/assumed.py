@@ -3,8 +3,9 @@
 One place for all of it, so that it can be doubted line by line. "Reached" is what one kernel
 reaches alone: a product of three sizes of 8,192, a copy of gigabytes, attention over 4 causal rows
 of 8,192 tokens with 32 heads of 128 features. Only the H200 was measured, and its numbers stand in
-for the H100, which is the same chip with another memory. Everything else is a round number from
-what such devices are known to reach; `headrace.probes.measure` puts measurements in its place.
+for the H100: products and attention as they are on the same chip, copies by its own bandwidth.
+Everything else is a round number from what such devices are known to reach;
+`headrace.probes.measure` puts measurements in its place.
 """
 
 import re
@@ -103,33 +104,41 @@ class Part:
 
 
 H200_ATTENTION = (
-    Row(32, 12, 12, 2048, 64, {"flash": (268, 201), "cudnn": (389, 323), "flex": (322, 242)}),
-    Row(8, 32, 8, 4096, 64, {"flash": (295, 229), "cudnn": (421, 373)}),
-    Row(4, 32, 8, 8192, 128, {"flash": (336, 288), "cudnn": (602, 502)}),
-    Row(1, 32, 8, 32768, 128, {"flash": (352, 317), "cudnn": (611, 541)}),
-)
-"""Measured 2026-11-20 with torch 2.11.0+cu130, bf16, one kernel alone in a loop. In a step the same
-kernels were 6 to 9% (forward) and 9 to 16% (backward) slower: results/kernels.jsonl."""
+    Row(8, 32, 8, 4096, 64, {"cudnn": (444, 385), "flash": (293, 246)}),
+    Row(4, 32, 8, 8192, 128, {"cudnn": (656, 547), "flash": (342, 299)}),
+    Row(32, 12, 12, 2048, 64, {"cudnn": (401, 333), "flash": (271, 226), "flex": (318, 227),
+                               "efficient": (123, 97)}),
+    Row(64, 12, 12, 512, 64, {"cudnn": (255, 166), "flash": (153, 137), "efficient": (96, 80)}),
+    Row(8, 16, 16, 2048, 128, {"cudnn": (529, 416), "flash": (284, 249), "efficient": (154, 117)}),
+    Row(1, 32, 8, 32768, 128, {"cudnn": (610, 541), "flash": (348, 320)}),
+    Row(8, 32, 32, 4096, 64, {"efficient": (128, 101)}),
+    Row(4, 32, 32, 8192, 128, {"efficient": (174, 133)}),
+    Row(1, 32, 32, 32768, 128, {"efficient": (180, 135)}),
+)  # fmt: skip
+"""By the probes of an H200, 2026-11-22, torch 2.11.0+cu130, bf16: one kernel alone, less the 7.5 us
+that timing it took (rates.edge_s)."""
 
 HOPPER = Family(
-    products={"bf16": 774 / 989, "fp16": 774 / 989, "fp8": 1319 / 1978, "tf32": 0.75, "fp32": 0.75},
-    attention={"efficient": (0.25, 0.18)},
+    products={"bf16": 795 / 989, "fp16": 730 / 989, "fp8": 1517 / 1978, "tf32": 410 / 494.5,
+              "fp32": 51 / 67},
+    attention={},
     rows=H200_ATTENTION,
     relative={"flash4": ("cudnn", 1.12)},
     traffic=4.27 / 4.8,
-    kernel_s=2.5 * MICROSECOND,
-    launch_s=6 * MICROSECOND,
-    graph_launch_s=12 * MICROSECOND,
-    context_bytes=int(0.66 * GIB),
-    link_bytes_per_s=52 * GB,
-    link_s=10 * MICROSECOND,
-    sustained=1.05,
-    says="products in bf16 and fp8, copies, and attention by cudnn, flash and (at 2,048 tokens) "
-    "flex as measured on an H200; its context from out-of-memory messages in "
-    "results/techniques.jsonl; flash4 as 1.12 times cudnn, from its receipts there; sustained from "
-    "two steps' products in results/kernels.jsonl, 1.04 and 1.07 times these rates'; fp16 as bf16; "
-    "tf32, fp32, efficient, launches and the link are assumed",
-)
+    kernel_s=1 * MICROSECOND,
+    launch_s=6.8 * MICROSECOND,
+    graph_launch_s=4.5 * MICROSECOND,
+    context_bytes=832 * 2**20,
+    link_bytes_per_s=55 * GB,
+    link_s=3.5 * MICROSECOND,
+    sustained=1.03,
+    says="measured on an H200 (2026-11-22, torch 2.11.0+cu130, driver 580): one product of 8,192 "
+    "cubed in each precision (fp16 the mean of that and 4,096 cubed), copies, attention by cudnn, "
+    "flash, efficient and (at 2,048 tokens) flex, launches, the link and the context; flash4 is "
+    "1.12 times cudnn, from its receipts in results/techniques.jsonl. Products of other shapes "
+    "follow from the one: the 125 that were probed told steps of a shape left out less well. Other "
+    "chips of the family are assumed to reach the same shares",
+)  # fmt: skip
 
 FAMILIES: Mapping[str, Family] = {
     "hopper": HOPPER,

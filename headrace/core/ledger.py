@@ -115,6 +115,15 @@ class Ledger:
             v.bytes for v in self.memory.values() if instant in v.instants or "always" in v.instants
         )
 
+    def instants(self) -> dict[str, float]:
+        """Bytes held at the end of the forward pass before the head, and at every instant."""
+        through = {"loss", "turn"}
+        forward = sum(
+            v.bytes for v in self.memory.values()
+            if "always" in v.instants or through <= set(v.instants)
+        )  # fmt: skip
+        return {"forward": forward, **{instant: self.at(instant) for instant in INSTANTS}}
+
     def peak(self) -> tuple[Instant, float]:
         """The instant that needs most, and its bytes."""
         return max(((i, self.at(i)) for i in INSTANTS), key=lambda pair: pair[1])

@@ -143,6 +143,18 @@ class MeshConfig(Strict):
         return self.data * self.tensor * self.context * self.pipeline
 
 
+class TraceConfig(Strict):
+    """Short looks at single kernels with torch.profiler, written beside the run; none by default.
+
+    A burst needs `steps` + 2 steps that no evaluation and no checkpoint interrupts.
+    """
+
+    every_steps: int = Field(default=0, ge=0)
+    """From one burst to the next, the first one soon after the start; 0 records none."""
+    steps: int = Field(default=3, ge=2, le=8)
+    """Steps that a burst measures."""
+
+
 class HardwareConfig(Strict):
     """What the machine costs."""
 
@@ -183,6 +195,7 @@ class Plan(Strict):
     mesh: MeshConfig = MeshConfig()
     hardware: HardwareConfig = HardwareConfig()
     track: TrackConfig = TrackConfig()
+    trace: TraceConfig = TraceConfig()
     techniques: dict[str, SerializeAsAny[Technique]] = Field(default_factory=dict)
     """One table per technique that is on, as in `[techniques.muon]`; its keys are its knobs."""
 
@@ -270,13 +283,9 @@ class Plan(Strict):
 
     @staticmethod
     def read(
-        text: str,
-        catalogue: Catalogue,
-        *,
-        overrides: Iterable[str] = (),
-        with_: Iterable[str] = (),
-        without: Iterable[str] = (),
-    ) -> "Plan":
+        text: str, catalogue: Catalogue, *, overrides: Iterable[str] = (),
+        with_: Iterable[str] = (), without: Iterable[str] = (),
+    ) -> "Plan":  # fmt: skip
         """Parse TOML and the command line's changes into a checked plan.
 
         Args:

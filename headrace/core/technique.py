@@ -120,7 +120,7 @@ class Technique(Strict, Generic[B]):
     timed: ClassVar[bool] = False
     """Whether `predict` also says what it does to a step's time, or it does nothing to it."""
     symptoms: ClassVar[tuple[str, ...]] = ()
-    """Names of the doctor's findings that this technique is a remedy for."""
+    """The doctor's findings that this technique is a remedy for, in the words of symptoms.py."""
 
     @classmethod
     def name(cls) -> str:

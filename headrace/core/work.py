@@ -10,17 +10,38 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from headrace.core.errors import UnsupportedError
 from headrace.core.machine import Machine
 
 Phase = Literal["forward", "recompute", "backward", "optimizer"]
 Kind = Literal["product", "attention", "stream", "host link"]
 TRUNKS = ("cudnn", "flash", "efficient", "math")
 """Attention as torch chooses it: the first of these that the machine has."""
-IN_STEP = 1.15
-"""How many times as long attention takes in a step as alone: 1.13 and 1.17 (kernels.jsonl)."""
-UNFUSED = 1.35
+IN_STEP = 1.11
+"""How many times as long attention takes in a step as alone: steps of 160m, 1b and 7b, and two of
+1b with one long row (techniques.jsonl, limits.jsonl); profiled, 1.13 and 1.2 (kernels.jsonl)."""
+BESIDE = 1.085
+"""Likewise products, beside what they take longer under seconds of load: from the same steps."""
+UNHURRIED = {"flash": 1.04}
+"""Kernels too slow to reach the limit of power, which a step does not slow as much (flash_attention
+and varlen_attention in techniques.jsonl)."""
+UNFUSED = 1.44
 """How many times as long eager streams take as their bytes, since many read parts of rows or repeat
 what is small: eager steps of 160m and 1b, less products and attention (techniques.jsonl)."""
+SKIPPING: Mapping[str, str] = {"flex": "flex", "varlen": "flash"}
+"""Kernels that compute no scores that a mask forbids -> whose rates they have. Others are given the
+mask as a tensor: every score, and of it a number for each, read at the memory's rate both ways
+(sliding_window, prefix_lm and sparse_attention over cuDNN in techniques.jsonl)."""
+SCORE = 2
+"""bytes of a mask's number"""
+HEAT, HEATED = 0.3, 0.6
+"""How much slower products get with their share of a step, from a share on: see `heated`. Without
+7b the same steps give 0.2; with it 7b, of which 0.75 are products, is 4% off and not 5."""
+LINKED = 1.06
+"""Likewise copies over the host's link (activation_offload in techniques.jsonl)."""
+HOST_S = 12e-3
+"""Of the host in each step, beside launching: steps of 16 rows took 16.5 ms where their kernels
+take 11, and those of 32 rows no more than theirs (time_to_quality.jsonl)."""
 EDGE_S = 2.5e-3
 """Of each step on a GPU, in which nothing runs: 2.4, 2.6 and 3.9 ms (idle in kernels.jsonl)."""
 
@@ -40,6 +61,10 @@ class Work:
         precision: of a product.
         kernel: of attention; "" is torch's choice.
         causal: of attention.
+        masked: of attention, the share of its kernels whose mask is more than causal.
+        seen: of causal scores, the share that such a mask leaves; None where nothing tells.
+        recorded: it is replayed with all others of its phase by one launch.
+        unknown: why no rates tell its time, if so.
     """
 
     phase: Phase
@@ -52,12 +77,16 @@ class Work:
     precision: str = "bf16"
     kernel: str = ""
     causal: bool = True
+    masked: float = 0.0
+    seen: float | None = 1.0
+    recorded: bool = False
+    unknown: str = ""
 
     def compiled(self) -> "Work":
         """The same as a compiler makes it."""
         if self.fused is None:
             return self
-        return replace(self, bytes=self.fused, kernels=1.0, fused=None)
+        return replace(self, bytes=self.fused, kernels=1.0, fused=None, unknown="")
 
     def whole(self, bytes: float) -> "Work":
         """The same as one kernel of `bytes`, which a compiler leaves as it is."""
@@ -71,22 +100,44 @@ class Work:
         """
         if not self.count:
             return 0.0
+        if self.unknown:
+            raise UnsupportedError(self.unknown, "")
         if self.kind == "product":
-            m, n, k = self.sizes
-            one = machine.product_s(self.precision, m, n, k) * machine.sustained
+            one = BESIDE * machine.sustained * machine.product_s(self.precision, *self.sizes)
         elif self.kind == "attention":
-            rows, heads, kv_heads, length, features = self.sizes
-            one = IN_STEP * machine.attention_s(
-                self.kernel or self._trunks(machine), rows=rows, heads=heads, kv_heads=kv_heads,
-                length=length, features=features, causal=self.causal,
-                backward=self.phase == "backward",
-            )  # fmt: skip
+            one = self._mixing_s(machine)
         elif self.kind == "stream":
             loose = 1.0 if self.fused is None else UNFUSED
             one = loose * self.kernels * machine.traffic_s(self.bytes / self.kernels)
         else:
-            one = machine.link_s(self.bytes, to_host=self.phase == "forward")
+            one = LINKED * machine.link_s(self.bytes, to_host=self.phase == "forward")
         return self.count * one
+
+    def _mixing_s(self, machine: Machine) -> float:
+        """One kernel of attention, the mean of those with and without a mask."""
+        kernel = self.kernel or self._trunks(machine)
+        plain_s = self._scores_s(machine, SKIPPING.get(kernel, kernel), self.causal)
+        if not self.masked:
+            return plain_s
+        rows, heads, _, length, _ = self.sizes
+        if kernel in SKIPPING:
+            if self.seen is None:
+                raise UnsupportedError(
+                    f"what {kernel} attention skips under this mask is not known before it runs", ""
+                )
+            masked_s = self.seen * plain_s
+        else:
+            bias_s = machine.traffic_s(SCORE * rows * heads * length**2)
+            masked_s = self._scores_s(machine, kernel, causal=False) + bias_s
+        return plain_s + self.masked * (masked_s - plain_s)
+
+    def _scores_s(self, machine: Machine, kernel: str, causal: bool) -> float:
+        """All scores of one kernel, in a step."""
+        rows, heads, kv_heads, length, features = self.sizes
+        return UNHURRIED.get(kernel, IN_STEP) * machine.attention_s(
+            kernel, rows=rows, heads=heads, kv_heads=kv_heads, length=length, features=features,
+            causal=causal, backward=self.phase == "backward",
+        )  # fmt: skip
 
     def _trunks(self, machine: Machine) -> str:
         known = machine.kernels(self.phase == "backward")
@@ -99,7 +150,7 @@ class StepTime:
 
     Args:
         device_s: by phase and kind of work, on the device, over all micro-batches.
-        host_s: what the host takes to launch it.
+        host_s: what the host takes to launch it, and does besides.
     """
 
     device_s: Mapping[tuple[Phase, Kind], float]
@@ -116,12 +167,39 @@ class StepTime:
 
 
 def step_time(work: Mapping[str, Work], machine: Machine, micro_batches: float) -> StepTime:
-    """The time of a step from its pieces; nothing overlaps on one device but host and device."""
+    """The time of a step from its pieces.
+
+    On one device nothing overlaps but the host, which launches, and copies over its link, which a
+    phase hides as far as its other work reaches: what is left of them counts.
+    """
     device_s: dict[tuple[Phase, Kind], float] = {}
-    launches = 0.0
+    launches, replayed = 0.0, dict[Phase, float]()
     for piece in work.values():
         times = 1.0 if piece.phase == "optimizer" else micro_batches
         key = (piece.phase, piece.kind)
         device_s[key] = device_s.get(key, 0.0) + times * piece.seconds(machine)
-        launches += times * piece.count * piece.kernels
-    return StepTime(device_s, launches * machine.launch_s)
+        if piece.recorded:
+            replayed[piece.phase] = times
+        else:
+            launches += times * piece.count * piece.kernels
+    for phase, kind in list(device_s):
+        if kind == "host link":
+            others = sum(s for (p, k), s in device_s.items() if p == phase and k != kind)
+            device_s[phase, kind] = max(0.0, device_s[phase, kind] - others)
+    device_s = heated(device_s)
+    graphs = sum(replayed.values())
+    host_s = HOST_S + launches * machine.launch_s + graphs * machine.graph_launch_s
+    return StepTime(device_s, host_s)
+
+
+def heated(device_s: Mapping[tuple[Phase, Kind], float]) -> dict[tuple[Phase, Kind], float]:
+    """The same with products as slow as their share of the step makes them.
+
+    A GPU lowers its clock so as to stay at the limit of its power, over some milliseconds. Products
+    take the most of it; what runs between them gives it back. So products of the same sizes are
+    slower in a step that does little else.
+    """
+    products = sum(s for (_, kind), s in device_s.items() if kind == "product")
+    whole = sum(device_s.values())
+    slower = 1 + HEAT * max(0.0, products / whole - HEATED) if whole else 1.0
+    return {key: s * slower if key[1] == "product" else s for key, s in device_s.items()}

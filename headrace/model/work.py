@@ -8,10 +8,18 @@ Shapes: N = rows x length tokens, D features, L layers, Q and G features of quer
 hidden features, V entries of the vocabulary, P parameters.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
+
+from headrace.core.ledger import Ledger
 from headrace.core.model_config import ModelConfig
 from headrace.core.work import Phase, Work
 from headrace.model.count import FP32, block_linears, linear_parameters, total_parameters
 
+FROZEN = ("weight_cast/backward", "head_cast/backward", "embedding/backward")
+"""Pieces that frozen weights do not need, beside their gradients' products and sums."""
+LEARNED = ("gradients/", "clip/", "update/")
+"""How pieces begin whose bytes are those of what learns."""
 NARROW = {"bf16": 2, "fp16": 2}
 """bytes of an activation; 4 in other precisions"""
 
@@ -100,7 +108,13 @@ def _streams(
         "residual": (2 * L, (3 * x * D, 1, 2 * x * D), (3 * x * D, 1, x * D)),
         "rope": (
             L if config.position == "rope" else 0, (rope, 18, 2 * x * (Q + G)),
-            (rope + wide / N * turned, 20, copied),
+            # Turned back, and then joined with the values' gradient: no compiler makes them one.
+            (rope + wide / N * turned, 20, 2 * x * (Q + G) + copied),
+        ),
+        "qk_norm": (
+            L if config.qk_norm else 0,
+            (2 * (turn + wide) / N * turned, 6 if half else 2, 2 * x * (Q + G)),
+            ((2 * turn + 3 * wide) / N * turned, 8 if half else 4, 3 * x * (Q + G)),
         ),
         "queries": (L if grouped else 0, (2 * x * Q, 1, 0.0), (copied, 1, 0.0)),
         "activation": (
@@ -115,3 +129,75 @@ def _streams(
         ),
         "embedding": (1, (2 * wide * D + turn * D, 2, None), (FP32 * D * V + wide * D, 2, None)),
     }  # fmt: skip
+
+
+def masked(ledger: Ledger, layers: float, seen: float | None) -> Ledger:
+    """The ledger with a mask of attention that a causal flag cannot say.
+
+    Args:
+        ledger: before.
+        layers: share of the layers that have it.
+        seen: share of causal scores that it leaves there; None where nothing tells.
+    """
+
+    def edit(_: str, piece: Work) -> Work:
+        if piece.kind != "attention":
+            return piece
+        left = None if seen is None or piece.seen is None else seen * piece.seen
+        return replace(piece, masked=max(piece.masked, layers), seen=left)
+
+    return ledger.reworked(edit)
+
+
+def offloaded(ledger: Ledger, sent: float) -> Ledger:
+    """The ledger with so many bytes sent to the host in the forward pass, and back after it."""
+    phases: tuple[Phase, ...] = ("forward", "backward")
+    more = {f"offload/{phase}": Work(phase, "host link", bytes=sent) for phase in phases}
+    return replace(ledger, work={**ledger.work, **more})
+
+
+def adapted(ledger: Ledger, targets: Sequence[str], rank: int, share: float) -> Ledger:
+    """The ledger's work where adapters of `rank` learn beside frozen weights.
+
+    Args:
+        ledger: before, of weights that all learn.
+        targets: ends of names of the adapted linears; all without targets.
+        rank: of the adapters.
+        share: adapters' numbers over all that would learn without them.
+    """
+    sizes, more = ledger.sizes, dict[str, Work]()
+    tokens, layers = int(sizes["tokens"]), sizes["layers"]
+    row = sizes["activation_bytes"] * tokens
+    precision = next((p.precision for p in ledger.work.values() if p.kind == "product"), "bf16")
+    every = [key[:-3] for key in sizes if key.endswith("/in")]
+    for name in (n for n in every if not targets or n in targets):
+        inner, outer = int(sizes[f"{name}/in"]), int(sizes[f"{name}/out"])
+        products: dict[str, tuple[Phase, tuple[int, int, int]]] = {
+            "down": ("forward", (tokens, rank, inner)),
+            "up": ("forward", (tokens, outer, rank)),
+            "up_input": ("backward", (tokens, rank, outer)),
+            "up_weight": ("backward", (outer, rank, tokens)),
+            "down_input": ("backward", (tokens, inner, rank)),
+            "down_weight": ("backward", (rank, inner, tokens)),
+        }
+        for what, (phase, shape) in products.items():
+            more[f"{name}/adapter_{what}"] = Work(
+                phase, "product", layers, sizes=shape, precision=precision
+            )
+        # Both results are added up, and so are both gradients of the input.
+        sums: dict[Phase, float] = {"forward": row * outer, "backward": row * inner}
+        for phase, bytes in sums.items():
+            piece = Work(phase, "stream", layers, 3 * bytes, fused=bytes)
+            more[f"{name}/adapter_{phase}"] = piece
+
+    def edit(name: str, piece: Work) -> Work | None:
+        if name.endswith(("/weight", "/sum")) or name in FROZEN:
+            return None
+        if name.startswith(LEARNED):
+            return replace(piece, bytes=share * piece.bytes)
+        if name == "mixer.qkv/input":  # nothing before the first block learns
+            return replace(piece, count=piece.count - 1)
+        return piece
+
+    ledger = ledger.reworked(edit)
+    return replace(ledger, work={**ledger.work, **more})

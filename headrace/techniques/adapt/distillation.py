@@ -110,7 +110,7 @@ class Distillation(Technique[Build]):
     stage: ClassVar[Stage] = Stage.STEP
     composes: ClassVar[tuple[str, ...]] = ("enrich", "terms")
     equality: ClassVar = "learning"
-    symptoms: ClassVar[tuple[str, ...]] = ("forgetting", "convergence")
+    symptoms: ClassVar[tuple[str, ...]] = ("recipe",)
     card: ClassVar[Card] = Card(
         buys="more to learn from each token; a fine-tuned model that forgets less",
         costs="the teacher's forward pass, a third of its training step, and its weights (derived)",

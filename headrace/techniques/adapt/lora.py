@@ -24,6 +24,7 @@ from headrace.core.technique import (
     Unsupported,
 )
 from headrace.model.lora import LoraLinear, adapted_ledger, adapter_evidence, is_frozen, linears_of
+from headrace.model.work import adapted
 from headrace.sockets import Build
 
 
@@ -38,11 +39,12 @@ class Lora(Technique[Build]):
     """Ends of names of the linears that are adapted, as in "mixer.qkv" or "mlp.down"; empty is all
     linears of the blocks, which learns best at a given size (arXiv 2305.14314, section 4)."""
 
+    timed: ClassVar[bool] = True
     room: ClassVar[str] = "adapt"
     stage: ClassVar[Stage] = Stage.LINEAR
     composes: ClassVar[tuple[str, ...]] = ("linear", "frozen")
     equality: ClassVar = "learning"
-    symptoms: ClassVar[tuple[str, ...]] = ("memory:optimizer", "memory:gradients")
+    symptoms: ClassVar[tuple[str, ...]] = ("memory capacity:optimizer", "memory capacity:gradients")
     card: ClassVar[Card] = Card(
         buys="the gradients and optimizer state of all frozen weights: 12 bytes each (derived)",
         costs="two thin products beside every adapted linear; a correction of rank `rank` may not "
@@ -62,8 +64,9 @@ class Lora(Technique[Build]):
 
     def predict(self, ledger: Ledger) -> Ledger:
         """Gradients and optimizer state of the adapters alone; no product for frozen gradients."""
-        adapted = adapted_ledger(ledger, self.targets, self.rank, stored=None)
-        return adapted.without(["head_weight_gradient"])
+        found = adapted_ledger(ledger, self.targets, self.rank, stored=None)
+        share = found.memory["gradients"].bytes / ledger.memory["gradients"].bytes
+        return adapted(found.without(["head_weight_gradient"]), self.targets, self.rank, share)
 
     def apply(self, build: Build) -> None:
         """Replace the chosen linears, and freeze all but the adapters."""

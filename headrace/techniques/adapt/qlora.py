@@ -47,7 +47,7 @@ class Qlora(Technique[Build]):
     composes: ClassVar[tuple[str, ...]] = ("linear", "frozen", "storage")
     equality: ClassVar = "learning"
     symptoms: ClassVar[tuple[str, ...]] = (
-        "memory:parameters", "memory:optimizer", "memory:gradients",
+        "memory capacity:parameters", "memory capacity:optimizer", "memory capacity:gradients",
     )  # fmt: skip
     card: ClassVar[Card] = Card(
         buys="all that lora buys, and 28 of 32 bits of the adapted linears' weights (derived)",

@@ -30,6 +30,7 @@ from headrace.core.technique import (
 )
 from headrace.model.attention import weights
 from headrace.model.mask import MaskSpec, Rows, slopes
+from headrace.model.work import masked
 from headrace.sockets import Build
 
 BAND = 0.05
@@ -42,12 +43,13 @@ APART = 64
 class Alibi(Technique[Build]):
     """Let a score fall with distance, each head at its own slope, instead of rotating."""
 
+    timed: ClassVar[bool] = True
     room: ClassVar[str] = "attention"
     stage: ClassVar[Stage] = Stage.PARTS
     claims: ClassVar[tuple[str, ...]] = ("config.position",)
     composes: ClassVar[tuple[str, ...]] = ("mask",)
     equality: ClassVar = "learning"
-    symptoms: ClassVar[tuple[str, ...]] = ("convergence",)
+    symptoms: ClassVar[tuple[str, ...]] = ("recipe",)
     card: ClassVar[Card] = Card(
         buys="rows longer than those of training (arXiv 2108.12409); no rotation",
         costs="under SDPA a dense bias of heads x length^2 numbers and the causal kernel (derived)",
@@ -90,7 +92,7 @@ class Alibi(Technique[Build]):
             bias = wider * sizes["mask"] / sizes["rows"]
             ledger = ledger.with_line("mask", Line(bias, ("loss", "turn", "backward")))
         facts = {"mask": wider * sizes["mask"], "mask_copy": 0.0}
-        return replace(ledger, sizes={**sizes, **facts})
+        return masked(replace(ledger, sizes={**sizes, **facts}), 1.0, 1.0)
 
     def apply(self, build: Build) -> None:
         """Compose the mask; the plan's key took the rotation away."""

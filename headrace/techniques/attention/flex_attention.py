@@ -153,7 +153,7 @@ class FlexAttention(Technique[Build]):
     room: ClassVar[str] = "attention"
     stage: ClassVar[Stage] = Stage.PARTS
     claims: ClassVar[tuple[str, ...]] = ("parts.attend",)
-    symptoms: ClassVar[tuple[str, ...]] = ("compute:attention", "memory bandwidth")
+    symptoms: ClassVar[tuple[str, ...]] = ("computation:attention", "memory bandwidth:attention")
     card: ClassVar[Card] = Card(
         buys="the scores of masked blocks, and the dense mask of rows x length^2, times the heads "
         "where their scores have slopes (derived)",

@@ -182,7 +182,7 @@ class LinearAttention(Technique[Build]):
         "sliding_window": "a state forgets by decay and has no window (arXiv 2312.06635)"
     }
     equality: ClassVar = "learning"
-    symptoms: ClassVar[tuple[str, ...]] = ("compute:attention",)
+    symptoms: ClassVar[tuple[str, ...]] = ("computation:attention",)
     card: ClassVar[Card] = Card(
         buys="work per token that does not grow with the row, and a sampling state that does not "
         "either (derived)",

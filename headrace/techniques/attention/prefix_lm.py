@@ -41,6 +41,7 @@ from headrace.model.attention import equal_scores, weights
 from headrace.model.count import held_in
 from headrace.model.head import IGNORED
 from headrace.model.mask import mixed
+from headrace.model.work import masked
 from headrace.sockets import Build, Work
 
 ROWS = 64
@@ -72,12 +73,13 @@ class PrefixLm(Technique[Build]):
     tokens: int = Field(default=128, gt=1)
     """Longest prefix; each row draws its own, from 0 on; tuner range an eighth to half of a row."""
 
+    timed: ClassVar[bool] = True
     room: ClassVar[str] = "attention"
     stage: ClassVar[Stage] = Stage.PARTS
     claims: ClassVar[tuple[str, ...]] = ("place",)
     composes: ClassVar[tuple[str, ...]] = ("mask",)
     equality: ClassVar = "learning"
-    symptoms: ClassVar[tuple[str, ...]] = ("convergence",)
+    symptoms: ClassVar[tuple[str, ...]] = ("recipe",)
     card: ClassVar[Card] = Card(
         buys="prompts that are read as an encoder reads them; better on all of T5's tasks than a "
         "causal decoder of the same size trained alike (arXiv 1910.10683, table 2)",
@@ -114,7 +116,8 @@ class PrefixLm(Technique[Build]):
         for layer in range(int(sizes["layers"])):
             line = Line(sizes["mask_copy"], held_in(layer), layer)
             ledger = ledger.with_line(f"{layer}/mask_copy", line)
-        return ledger
+        # A prefix adds half of its square to half of the row's; the mean square is a third.
+        return masked(ledger, 1.0, 1 + (self.tokens / sizes["length"]) ** 2 / 3)
 
     def apply(self, build: Build) -> None:
         """Compose the mask, and give prefixes to what is placed."""

@@ -37,12 +37,19 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
+from headrace.core.work import Phase, Work
 from headrace.model.attention import Shared
 from headrace.model.convolution import CausalConvolution
 from headrace.model.count import FP32, held_in
 from headrace.model.mask import MaskSpec
 from headrace.sockets import Build
 
+GATES: Mapping[Phase, tuple[float, float, float]] = {"forward": (10, 4, 8), "backward": (22, 8, 14)}
+"""Streams of the model's width that gates, zeros before a row and the filter read and write: by
+eager torch, in so many kernels, and fused."""
+CONVOLVED = 220
+"""Bytes of traffic that the gradient of one number of a convolution takes as long as, by cuDNN's
+kernel: four rows of techniques.jsonl."""
 TAPS = ".mixer.conv.weight"
 """The end of the filters' names."""
 
@@ -99,6 +106,7 @@ class ShortConvolution(Technique[Build]):
     between: int = Field(default=2, ge=1)
     """Layers with a convolution between two with attention; tuner range 1 to 5."""
 
+    timed: ClassVar[bool] = True
     room: ClassVar[str] = "attention"
     stage: ClassVar[Stage] = Stage.PARTS
     claims: ClassVar[tuple[str, ...]] = ("parts.mixer", "source")
@@ -108,7 +116,7 @@ class ShortConvolution(Technique[Build]):
         "scaled as a matrix whose inputs widen (arXiv 2203.03466, Table 3)"
     }
     equality: ClassVar = "learning"
-    symptoms: ClassVar[tuple[str, ...]] = ("compute:attention",)
+    symptoms: ClassVar[tuple[str, ...]] = ("computation:attention",)
     card: ClassVar[Card] = Card(
         buys="no attention in `between` of `between` + 1 layers: their work does not grow with "
         "the row, and sampling keeps taps - 1 tokens instead of all keys (derived)",
@@ -197,7 +205,29 @@ class ShortConvolution(Technique[Build]):
         sizes["block_flops"] += 2 * matrices
         sizes["attention_flops"] += attention
         sizes["unsplit"] -= norms
-        return replace(ledger, sizes=sizes)
+        return self._worked(replace(ledger, sizes=sizes), len(chosen))
+
+    def _worked(self, ledger: Ledger, chosen: int) -> Ledger:
+        """Other products in the chosen layers, and a convolution between two gates."""
+        sizes, more = ledger.sizes, dict[str, Work]()
+        dim, tokens, left = int(sizes["dim"]), int(sizes["tokens"]), 1 - chosen / sizes["layers"]
+        outs = {"mixer.qkv": 3 * dim, "mixer.out": dim}
+        for name, piece in ledger.work.items():
+            linear, _, what = name.partition("/")
+            if linear in outs and piece.kind == "product":
+                outer = outs[linear]
+                shape = {"result": (tokens, outer, dim), "input": (tokens, dim, outer),
+                         "weight": (outer, dim, tokens)}[what]  # fmt: skip
+                more[f"{linear}/convolved_{what}"] = replace(piece, count=chosen, sizes=shape)
+            if linear in (*outs, "attention", "rope", "queries", "qk_norm"):
+                more[name] = replace(piece, count=piece.count * left)
+        stream = sizes["activation_bytes"] * tokens * dim
+        for phase, (eager, kernels, fused) in GATES.items():
+            more[f"gates/{phase}"] = Work(
+                phase, "stream", chosen, eager * stream, kernels, fused * stream
+            )
+        slow = Work("backward", "stream", chosen, CONVOLVED * tokens * dim)
+        return replace(ledger, work={**ledger.work, **more, "convolution/backward": slow})
 
     def _kept(self, sizes: Mapping[str, float]) -> dict[str, float]:
         """Bytes that one layer keeps for its backward pass, by what they are."""

@@ -30,7 +30,18 @@ from headrace.data.loader import Micro
 from headrace.model.attention import Attention
 from headrace.model.count import held_in
 from headrace.model.mask import MaskSpec
+from headrace.model.work import masked
 from headrace.sockets import Build
+
+TILE = 128
+"""Tokens of a block that is skipped whole or not at all."""
+
+
+def share_of_causal(window: int, length: int) -> float:
+    """Blocks that a window leaves of those that a causal mask leaves in a row of `length`."""
+    count = -(-length // TILE)
+    seen = sum(q - max(0, q * TILE - window + 1) // TILE + 1 for q in range(count))
+    return 2 * seen / (count * (count + 1))
 
 
 class SlidingWindow(Technique[Build]):
@@ -42,11 +53,12 @@ class SlidingWindow(Technique[Build]):
     between: int = Field(default=0, ge=0)
     """Layers with the window between two without it; 0 is no layer without; tuner range 1 to 5."""
 
+    timed: ClassVar[bool] = True
     room: ClassVar[str] = "attention"
     stage: ClassVar[Stage] = Stage.PARTS
     composes: ClassVar[tuple[str, ...]] = ("mask",)
     equality: ClassVar = "learning"
-    symptoms: ClassVar[tuple[str, ...]] = ("compute:attention",)
+    symptoms: ClassVar[tuple[str, ...]] = ("computation:attention",)
     card: ClassVar[Card] = Card(
         buys="attention's work in proportion to row x window, with a backend that skips blocks",
         costs="what stands further back is heard through other tokens only; under SDPA a dense "
@@ -87,6 +99,9 @@ class SlidingWindow(Technique[Build]):
                     copied = Line(sizes["mask_copy"] / sizes["rows"], held_in(layer), layer)
                     ledger = ledger.with_line(f"{layer}/mask_copy", copied)
         masks = 2 if self.between else 1
+        count, length = int(sizes["layers"]), int(sizes["length"])
+        windowed = sum(not spec.is_open(layer) for layer in range(count)) / max(1, count)
+        ledger = masked(ledger, windowed, share_of_causal(self.window, length))
         return replace(ledger, sizes={**sizes, "mask": masks * sizes["mask"]})
 
     def apply(self, build: Build) -> None:

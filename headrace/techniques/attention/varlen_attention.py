@@ -162,10 +162,11 @@ class VarlenBackend(Sdpa):
 class VarlenAttention(Technique[Build]):
     """Attention over packed documents as one sequence with cumulative lengths."""
 
+    timed: ClassVar[bool] = True
     room: ClassVar[str] = "attention"
     stage: ClassVar[Stage] = Stage.PARTS
     claims: ClassVar[tuple[str, ...]] = ("parts.attend",)
-    symptoms: ClassVar[tuple[str, ...]] = ("compute:attention", "memory bandwidth")
+    symptoms: ClassVar[tuple[str, ...]] = ("computation:attention", "memory bandwidth:attention")
     card: ClassVar[Card] = Card(
         buys="the scores between documents, and the dense mask of rows x length^2 (derived)",
         costs="the host waits for the device once per forward pass with documents; 128 tokens of "
@@ -184,7 +185,8 @@ class VarlenAttention(Technique[Build]):
         """No dense mask, whoever composes it; attention keeps what a flash kernel keeps."""
         dense = [n for n in ledger.memory if n == "mask" or n.endswith("/mask_copy")]
         facts = {"mask": 0.0, "mask_copy": 0.0}
-        return replace(ledger.without(dense), sizes={**ledger.sizes, **facts})
+        ledger = replace(ledger.without(dense), sizes={**ledger.sizes, **facts})
+        return ledger.attended("varlen")
 
     def apply(self, build: Build) -> None:
         """Fill the backend."""

@@ -151,7 +151,7 @@ class Yarn(Technique[Build]):
     stage: ClassVar[Stage] = Stage.PARTS
     claims: ClassVar[tuple[str, ...]] = ("parts.position",)
     equality: ClassVar = "learning"
-    symptoms: ClassVar[tuple[str, ...]] = ("convergence",)
+    symptoms: ClassVar[tuple[str, ...]] = ("recipe",)
     card: ClassVar[Card] = Card(
         buys="rows longer than those of pretraining; YaRN needs a tenth of the tokens and 2.5x "
         "fewer steps than earlier methods (arXiv 2309.00071, abstract)",

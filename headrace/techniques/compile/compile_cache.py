@@ -60,7 +60,7 @@ class CompileCache(Technique[Build]):
     room: ClassVar[str] = "compile"
     stage: ClassVar[Stage] = Stage.COMPILE
     composes: ClassVar[tuple[str, ...]] = ("runtime",)
-    symptoms: ClassVar[tuple[str, ...]] = ("compile",)
+    symptoms: ClassVar[tuple[str, ...]] = ("launch:compilation",)
     card: ClassVar[Card] = Card(
         buys="at a later start of the same plan: code generation and its compilers, not the "
         "tracing of the model (docs.pytorch.org, Compile Time Caching in torch.compile)",

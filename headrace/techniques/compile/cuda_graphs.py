@@ -19,6 +19,7 @@ Source: torch._inductor.cudagraph_trees; docs.pytorch.org, CUDAGraph Trees.
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -44,6 +45,7 @@ LENGTHS, BUCKETS = "sequence_length_schedule", "shape_buckets"
 class CudaGraphs(Technique[Build]):
     """Record the compiled step's kernels once, and launch them together from then on."""
 
+    timed: ClassVar[bool] = True
     room: ClassVar[str] = "compile"
     stage: ClassVar[Stage] = Stage.COMPILE
     claims: ClassVar[tuple[str, ...]] = ("sync",)
@@ -100,6 +102,10 @@ class CudaGraphs(Technique[Build]):
 
     def predict(self, ledger: Ledger) -> Ledger:
         """Gradients of a later micro-batch, beside the sum that was copied out of the pool."""
+        # What is compiled is recorded, and that is both passes.
+        ledger = ledger.reworked(
+            lambda _, piece: piece if piece.phase == "optimizer" else replace(piece, recorded=True)
+        )
         if ledger.sizes.get("micro_batches", 1) <= 1 or "gradients" not in ledger.memory:
             return ledger
         held = Line(ledger.memory["gradients"].bytes, ("backward",))

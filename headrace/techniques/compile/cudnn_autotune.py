@@ -50,10 +50,11 @@ def timed_algorithms() -> Iterator[None]:
 class CudnnAutotune(Technique[Build]):
     """Let cuDNN time its algorithms for each convolution, and keep the fastest."""
 
+    timed: ClassVar[bool] = True
     room: ClassVar[str] = "compile"
     stage: ClassVar[Stage] = Stage.STEP
     composes: ClassVar[tuple[str, ...]] = ("runtime", "after_update")
-    symptoms: ClassVar[tuple[str, ...]] = ("kernel efficiency",)
+    symptoms: ClassVar[tuple[str, ...]] = ("kernel efficiency:convolution",)
     card: ClassVar[Card] = Card(
         buys="the fastest of up to ten algorithms for each convolution, where the heuristic's is "
         "another one (derived)",

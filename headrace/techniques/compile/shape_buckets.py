@@ -58,7 +58,7 @@ class ShapeBuckets(Technique[Build]):
         "optimizer_in_backward": "padded rows come as several micro-batches, whose gradients must "
         "be summed before an update (arXiv 2306.09782)",
     }
-    symptoms: ClassVar[tuple[str, ...]] = ("compile",)
+    symptoms: ClassVar[tuple[str, ...]] = ("launch:compilation",)
     card: ClassVar[Card] = Card(
         buys="one compilation, and one recording, for each length that shares a bucket (derived)",
         costs="work on padding: length of the bucket over length of the row, in those steps; "

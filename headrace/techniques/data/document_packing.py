@@ -20,12 +20,14 @@ from headrace.core.technique import Card, Context, Evidence, Stage, Supported, T
 from headrace.data.loader import Micro
 from headrace.model.count import held_in
 from headrace.model.head import IGNORED, cross_entropy
+from headrace.model.work import masked
 from headrace.sockets import Build
 
 
 class DocumentPacking(Technique[Build]):
     """Let tokens of a row see their own document only, with positions that restart in each."""
 
+    timed: ClassVar[bool] = True
     room: ClassVar[str] = "data"
     stage: ClassVar[Stage] = Stage.PARTS
     composes: ClassVar[tuple[str, ...]] = ("mask",)
@@ -51,7 +53,7 @@ class DocumentPacking(Technique[Build]):
         for layer in range(int(sizes["layers"])):
             line = Line(sizes["mask_copy"], held_in(layer), layer)
             ledger = ledger.with_line(f"{layer}/mask_copy", line)
-        return ledger
+        return masked(ledger, 1.0, None)
 
     def apply(self, build: Build) -> None:
         """Compose the mask; the loader then makes documents and positions."""

@@ -30,11 +30,14 @@ class Gqa(Technique[Build]):
     queries_per_key: int = Field(default=2, ge=2)
     """Query heads that share a key-value head; tuner range 2 to 8."""
 
+    timed: ClassVar[bool] = True
     room: ClassVar[str] = "design"
     stage: ClassVar[Stage] = Stage.DESIGN
     claims: ClassVar[tuple[str, ...]] = ("config.kv_heads",)
     equality: ClassVar = "learning"
-    symptoms: ClassVar[tuple[str, ...]] = ("memory:activations", "memory:parameters")
+    symptoms: ClassVar[tuple[str, ...]] = (
+        "memory capacity:activations", "memory capacity:parameters",
+    )  # fmt: skip
     card: ClassVar[Card] = Card(
         buys="keys and values, their matrices and the sampling cache divided by queries_per_key "
         "(derived)",

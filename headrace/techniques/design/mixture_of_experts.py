@@ -61,7 +61,7 @@ class MixtureOfExperts(Technique[Build]):
     claims: ClassVar[tuple[str, ...]] = ("parts.mlp",)
     composes: ClassVar[tuple[str, ...]] = ("auxiliary",)
     equality: ClassVar = "learning"
-    symptoms: ClassVar[tuple[str, ...]] = ("convergence",)
+    symptoms: ClassVar[tuple[str, ...]] = ("recipe",)
     card: ClassVar[Card] = Card(
         buys="experts / top_k times the MLP parameters at the same products per token (derived); "
         "fewer tokens to the same loss (arXiv 2101.03961)",

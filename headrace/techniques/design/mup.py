@@ -46,12 +46,13 @@ class Mup(Technique[Build]):
     base_dim: int = Field(default=256, ge=1)
     """`model.dim` at which `optimizer.lr` and `model.init_std` were chosen."""
 
+    timed: ClassVar[bool] = True
     room: ClassVar[str] = "design"
     stage: ClassVar[Stage] = Stage.PARTS
     claims: ClassVar[tuple[str, ...]] = ("source",)
     composes: ClassVar[tuple[str, ...]] = ("routes",)
     equality: ClassVar = "learning"
-    symptoms: ClassVar[tuple[str, ...]] = ("convergence",)
+    symptoms: ClassVar[tuple[str, ...]] = ("recipe",)
     card: ClassVar[Card] = Card(
         buys="a learning rate and an initial std that hold at every width: searched once, small "
         "(arXiv 2203.03466, fig. 1)",

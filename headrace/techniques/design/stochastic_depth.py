@@ -23,6 +23,9 @@ from headrace.core.technique import Card, Context, Evidence, Stage, Supported, T
 from headrace.model.mask import Rows
 from headrace.sockets import Build, Forward
 
+OUTSIDE = ("embedding", "head", "loss", "gradients", "clip", "update")
+"""How pieces of work begin that are not the blocks'."""
+
 
 def is_kept(seed: int, step: int, layer: int, rate: float) -> bool:
     """Whether block `layer` runs in `step`; true with chance 1 - `rate`."""
@@ -36,11 +39,12 @@ class StochasticDepth(Technique[Build]):
     rate: float = Field(default=0.1, gt=0, lt=1)
     """Chance of the last block to be left out; tuner range 0.05 to 0.5."""
 
+    timed: ClassVar[bool] = True
     room: ClassVar[str] = "design"
     stage: ClassVar[Stage] = Stage.GATE
     composes: ClassVar[tuple[str, ...]] = ("block_forward", "values")
     equality: ClassVar = "learning"
-    symptoms: ClassVar[tuple[str, ...]] = ("convergence", "compute:blocks")
+    symptoms: ClassVar[tuple[str, ...]] = ("recipe", "computation:blocks")
     card: ClassVar[Card] = Card(
         buys="about rate / 2 of the blocks' work (derived), and less overfitting "
         "(arXiv 1603.09382)",
@@ -67,7 +71,10 @@ class StochasticDepth(Technique[Build]):
         shares = {"forward": blocks, "backward": 2 * blocks}
         shares["recompute"] = ledger.flops.get("recompute", 0.0)
         flops = {n: f - left_out * shares.get(n, 0.0) for n, f in ledger.flops.items()}
-        return replace(ledger, flops=flops)
+        return replace(ledger, flops=flops).reworked(
+            lambda name, piece: piece
+            if name.startswith(OUTSIDE) else replace(piece, count=piece.count * (1 - left_out))
+        )  # fmt: skip
 
     def apply(self, build: Build) -> None:
         """Wrap every block but the first, and say for each step which of them run."""

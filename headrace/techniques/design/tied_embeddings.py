@@ -17,11 +17,14 @@ from headrace.sockets import Build
 class TiedEmbeddings(Technique[Build]):
     """Let the output matrix be the embedding."""
 
+    timed: ClassVar[bool] = True
     room: ClassVar[str] = "design"
     stage: ClassVar[Stage] = Stage.DESIGN
     claims: ClassVar[tuple[str, ...]] = ("config.tied_embeddings",)
     equality: ClassVar = "learning"
-    symptoms: ClassVar[tuple[str, ...]] = ("memory:parameters", "memory:optimizer")
+    symptoms: ClassVar[tuple[str, ...]] = (
+        "memory capacity:parameters", "memory capacity:optimizer",
+    )  # fmt: skip
     card: ClassVar[Card] = Card(
         buys="vocabulary x dim parameters with their gradients and state: 16 bytes each (derived)",
         costs="the freedom of two matrices: larger models leave them apart (Llama, OLMo)",

@@ -63,7 +63,9 @@ class FusedRmsNorm(Technique[Build]):
     room: ClassVar[str] = "fusion"
     stage: ClassVar[Stage] = Stage.PARTS
     claims: ClassVar[tuple[str, ...]] = ("parts.norm",)
-    symptoms: ClassVar[tuple[str, ...]] = ("memory bandwidth", "kernel efficiency:elementwise")
+    symptoms: ClassVar[tuple[str, ...]] = (
+        "memory bandwidth:elementwise", "kernel efficiency:elementwise",
+    )  # fmt: skip
     card: ClassVar[Card] = Card(
         buys="a third of the memory that a norm keeps under bf16, the traffic of an fp32 copy, and "
         "in one norm of a block's two a read of the sum and a pass over two gradients (derived)",

@@ -63,7 +63,9 @@ class FusedRope(Technique[Build]):
     room: ClassVar[str] = "fusion"
     stage: ClassVar[Stage] = Stage.MODEL
     composes: ClassVar[tuple[str, ...]] = ("block_forward",)
-    symptoms: ClassVar[tuple[str, ...]] = ("memory bandwidth", "kernel efficiency:elementwise")
+    symptoms: ClassVar[tuple[str, ...]] = (
+        "memory bandwidth:elementwise", "kernel efficiency:elementwise",
+    )  # fmt: skip
     card: ClassVar[Card] = Card(
         buys="all but one read and one write of queries and keys in their rotation and norm, and "
         "with model.qk_norm the memory of an fp32 product of both (derived)",
@@ -93,6 +95,7 @@ class FusedRope(Technique[Build]):
             if name.endswith("/qk_norm"):
                 ledger = ledger.with_line(name, replace(line, bytes=kept))
         ledger = replace(ledger, sizes={**sizes, "qk_norm_products": 0.0})
+        ledger = ledger.reworked(lambda n, w: None if n.startswith("qk_norm/") else w)
         return ledger.made_one("rope").made_one("queries")
 
     def apply(self, build: Build) -> None:

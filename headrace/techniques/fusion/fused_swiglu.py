@@ -48,7 +48,9 @@ class FusedSwiglu(Technique[Build]):
     room: ClassVar[str] = "fusion"
     stage: ClassVar[Stage] = Stage.PARTS
     claims: ClassVar[tuple[str, ...]] = ("parts.mlp",)
-    symptoms: ClassVar[tuple[str, ...]] = ("memory bandwidth", "kernel efficiency:elementwise")
+    symptoms: ClassVar[tuple[str, ...]] = (
+        "memory bandwidth:elementwise", "kernel efficiency:elementwise",
+    )  # fmt: skip
     card: ClassVar[Card] = Card(
         buys="3/8 less memory traffic in the activation's backward pass than two kernels (derived)",
         costs="a kernel of Triton's that is compiled once per dtype and size",

@@ -45,6 +45,10 @@ KERNELS = (
     "liger_rms_norm", "liger_rms_norm_backward", "liger_silu_mul", "liger_silu_mul_backward",
 )  # fmt: skip
 
+NORM_ROW = 22e3
+"""Bytes of traffic that a row of a norm's backward pass takes as long as: each processor goes
+through its rows one after the other. Fitted to one row of techniques.jsonl, 160m in the recipe."""
+
 
 class LigerNorm(RMSNorm):
     """The trunk's norm by Liger's kernel; its parameter has the same name."""
@@ -65,10 +69,13 @@ class LigerMLP(SwiGLU):
 class LigerKernels(Technique[Build]):
     """Compute norms and gated activations by Liger's Triton kernels."""
 
+    timed: ClassVar[bool] = True
     room: ClassVar[str] = "fusion"
     stage: ClassVar[Stage] = Stage.PARTS
     claims: ClassVar[tuple[str, ...]] = ("parts.norm", "parts.mlp")
-    symptoms: ClassVar[tuple[str, ...]] = ("memory bandwidth", "kernel efficiency:elementwise")
+    symptoms: ClassVar[tuple[str, ...]] = (
+        "memory bandwidth:elementwise", "kernel efficiency:elementwise",
+    )  # fmt: skip
     card: ClassVar[Card] = Card(
         buys="memory of norms and activations: the fp32 copies of norms' inputs and silu(gate) "
         "are not kept (derived)",
@@ -110,7 +117,13 @@ class LigerKernels(Technique[Build]):
         ledger = ledger.made_whole("activation", lambda held: held / 2)
         final = replace(ledger.memory["final_norm"], bytes=2 * sizes["residual"])
         ledger = ledger.with_line("final_norm", final)
-        return replace(ledger, sizes={**sizes, "norm_products": 0.0})
+        ledger = replace(ledger, sizes={**sizes, "norm_products": 0.0})
+        ledger = ledger.made_one("norms").made_one("residual").made_one("activation", backward=0.5)
+        rows = NORM_ROW * sizes["tokens"]
+        return ledger.reworked(
+            lambda name, piece: piece.whole(max(piece.bytes, rows))
+            if name == "norms/backward" else piece
+        )  # fmt: skip
 
     def apply(self, build: Build) -> None:
         """Fill norm and MLP."""

@@ -29,11 +29,15 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
+from headrace.core.work import Work
 from headrace.kernels.chunked_loss import chunked_loss
 from headrace.kernels.fused_cross_entropy import loss_and_gradient_
 from headrace.kernels.launches import COUNTS, since
 from headrace.model.head import IGNORED, Head, Objective, Vocabulary, cross_entropy
 from headrace.sockets import Build
+
+ADDED = 6
+"""Bytes of each number of a sum in fp32 that a product adds to, beyond a result in bf16."""
 
 
 class ChunkedHead(Head):
@@ -97,10 +101,11 @@ class ChunkedCrossEntropy(Technique[Build]):
     """Whether kernels compute a chunk's loss and gradient, where the objective is the plain
     cross-entropy. Left open: on a GPU that has Triton."""
 
+    timed: ClassVar[bool] = True
     room: ClassVar[str] = "loss"
     stage: ClassVar[Stage] = Stage.PARTS
     claims: ClassVar[tuple[str, ...]] = ("parts.head",)
-    symptoms: ClassVar[tuple[str, ...]] = ("memory:logits",)
+    symptoms: ClassVar[tuple[str, ...]] = ("memory capacity:logits",)
     card: ClassVar[Card] = Card(
         buys="the memory of logits and their gradient: 8 bytes x tokens x vocabulary (derived)",
         costs="a fp32 gradient of the output matrix in the forward pass, which each chunk adds to",
@@ -141,7 +146,31 @@ class ChunkedCrossEntropy(Technique[Build]):
         ledger = ledger.with_line("logits", Line(held * (each + leaf), ("loss",)))
         ledger = ledger.with_line("head_gradients", Line(sizes["head_gradients"], ("loss",)))
         facts = {"logits_fused": fused, "logits_per_token": each, "loss_forward": 1.0}
-        return replace(ledger, sizes={**sizes, **facts})
+        ledger = replace(ledger, sizes={**sizes, **facts})
+        return self._worked(ledger, int(held), by_kernels=not leaf)
+
+    def _worked(self, ledger: Ledger, held: int, by_kernels: bool) -> Ledger:
+        """All of the head goes forward, a chunk at a time; its matrix's gradient is added up."""
+        sizes = ledger.sizes
+        chunks, V, D = sizes["tokens"] / held, int(sizes["vocab"]), int(sizes["dim"])
+        products = {"result": (held, V, D), "input": (held, D, V), "weight": (V, D, held)}
+        if by_kernels:  # as fused_cross_entropy counts them
+            ledger = ledger.made_one("loss", forward=0.5, backward=0.74)
+
+        def edit(name: str, piece: Work) -> Work | None:
+            what, _, part = name.partition("/")
+            if what == "head":
+                return replace(piece, phase="forward", count=chunks, sizes=products[part])
+            if what == "loss":
+                bytes, fused = piece.bytes / chunks, piece.fused
+                fused = None if fused is None else fused / chunks
+                return replace(piece, phase="forward", count=chunks, bytes=bytes, fused=fused)
+            return None if name == "head_cast/backward" else piece
+
+        # Beyond what a product in half precision writes: the sum is read, and written in fp32.
+        added = Work("forward", "stream", chunks, ADDED * V * D)
+        ledger = ledger.reworked(edit)
+        return replace(ledger, work={**ledger.work, "head/sum": added})
 
     def apply(self, build: Build) -> None:
         """Fill the head."""

@@ -9,6 +9,8 @@ Cost: autograd keeps the logits for its gradient, and adds a gradient of theirs 
 out: a fused kernel that makes both gradients at once. Source: PaLM (arXiv 2204.02311, section 5).
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -17,9 +19,14 @@ from torch import Tensor
 
 from headrace.core.ledger import Ledger
 from headrace.core.technique import Card, Context, Evidence, Stage, Supported, Technique
+from headrace.core.work import Work
 from headrace.model.count import FP32
 from headrace.model.head import IGNORED, Vocabulary
 from headrace.sockets import Build
+
+PASSES: Mapping[str, tuple[float, float]] = {"forward": (24, 4), "backward": (36, 4)}
+"""Bytes of a fp32 logit that eager torch moves, and its kernels: largest, difference, exponential,
+sum; and the last three again for their gradient, which is added to the loss's."""
 
 
 class ZLoss(Technique[Build]):
@@ -28,6 +35,7 @@ class ZLoss(Technique[Build]):
     weight: float = Field(default=1e-4, gt=0, le=1)
     """Nats per squared logsumexp of a target; tuner range 1e-5 to 1e-3."""
 
+    timed: ClassVar[bool] = True
     room: ClassVar[str] = "loss"
     stage: ClassVar[Stage] = Stage.STEP
     composes: ClassVar[tuple[str, ...]] = ("terms",)
@@ -51,7 +59,7 @@ class ZLoss(Technique[Build]):
 
         Scaling the line that it finds, it is right for a chunk and for a slice of them too.
         """
-        sizes = ledger.sizes
+        sizes, ledger = ledger.sizes, self._worked(ledger)
         if sizes.get("compiled_loss"):
             # torch 2.11's inductor rounds the first gradient, so that the sum goes beside the
             # logits; 2.13's goes over them. The weights' gradient comes when the logits have left.
@@ -60,6 +68,19 @@ class ZLoss(Technique[Build]):
         own = sizes["vocab"] / sizes.get("tensor_ranks", 1)
         held = sizes["logits_per_token"] / own  # of each logit, without it
         return ledger.scaled(lambda name: name == "logits", 1 + 2 * FP32 / held)
+
+    def _worked(self, ledger: Ledger) -> Ledger:
+        """Its passes over the logits, fused where the loss's are by now."""
+        sizes, more = ledger.sizes, dict[str, Work]()
+        logits = sizes["tokens"] * sizes["vocab"] / sizes.get("tensor_ranks", 1)
+        for part, (bytes, kernels) in PASSES.items():
+            if (loss := ledger.work.get(f"loss/{part}")) is not None:
+                one = logits / loss.count
+                piece = replace(
+                    loss, bytes=bytes * one, kernels=kernels, fused=sizes["activation_bytes"] * one
+                )
+                more[f"loss/z_{part}"] = piece.compiled() if loss.fused is None else piece
+        return replace(ledger, work={**ledger.work, **more})
 
     def apply(self, build: Build) -> None:
         """Add the term."""

@@ -41,6 +41,7 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
+from headrace.model.work import offloaded
 from headrace.sockets import Build, Forward
 
 STAYING_LINES = ("weight_cast", "mask_copy")
@@ -307,6 +308,7 @@ class ActivationOffload(Technique[Build]):
     keep_last: int = Field(default=1, ge=0)
     """Last blocks whose tensors stay, since their backward comes at once; tuner range 1 to 4."""
 
+    timed: ClassVar[bool] = True
     room: ClassVar[str] = "memory"
     # Outside of compiled code, which would otherwise have to trace the hooks.
     stage: ClassVar[Stage] = Stage.GATE
@@ -315,7 +317,7 @@ class ActivationOffload(Technique[Build]):
         "cuda_graphs": "the hooks are the host's work, which is elided when a graph is replayed "
         "(docs.pytorch.org, torch.cuda.graph)",
     }
-    symptoms: ClassVar[tuple[str, ...]] = ("memory:activations",)
+    symptoms: ClassVar[tuple[str, ...]] = ("memory capacity:activations",)
     card: ClassVar[Card] = Card(
         buys="the activations of all blocks but two; torchtune measured 5% less memory at the same "
         "speed, on top of checkpointing (Llama-3.2-3B, A100)",
@@ -333,8 +335,7 @@ class ActivationOffload(Technique[Build]):
             return Unsupported(
                 f"on {context.device} activations are in the host's memory already", "device=cuda"
             )
-        plan = context.plan
-        if plan is None:
+        if (plan := context.plan) is None:
             return Supported()
         for name, other in plan.techniques.items():
             if "compiled" in other.composes and getattr(other, "scope", "block") != "block":
@@ -342,8 +343,7 @@ class ActivationOffload(Technique[Build]):
                     f"{name} makes one graph of all blocks, in which no hook stands between two",
                     f"techniques.{name}.scope=block",
                 )
-        here = plan.model.layers // plan.mesh.pipeline
-        if self.keep_last >= here:
+        if self.keep_last >= (here := plan.model.layers // plan.mesh.pipeline):
             return Unsupported(
                 f"keep_last = {self.keep_last} keeps all {here} blocks of a rank",
                 f"techniques.{self.name()}.keep_last={max(0, here - 1)}",
@@ -353,16 +353,16 @@ class ActivationOffload(Technique[Build]):
     def predict(self, ledger: Ledger) -> Ledger:
         """Sent blocks leave, but for the one that travels and, at the end, the first."""
         layers = sorted({v.layer for v in ledger.memory.values() if v.layer is not None})
-        traveling = 0.0
+        sent = [0.0]
         for layer in layers[: max(0, len(layers) - self.keep_last)]:
             going = self._going(ledger, layer)
-            traveling = max(traveling, sum(line.bytes for line in going.values()))
+            sent.append(sum(line.bytes for line in going.values()))
             ledger = ledger.without(going)
-            for name, line in going.items():
-                if "backward" in line.instants:
-                    ledger = ledger.with_line(name, replace(line, instants=("backward",)))
+            for name in (n for n, v in going.items() if "backward" in v.instants):
+                ledger = ledger.with_line(name, replace(going[name], instants=("backward",)))
         # The head goes backward when all that was sent has left; blocks have one on its way.
-        return ledger.with_line("offload_buffer", Line(traveling, ("turn", "backward")))
+        ledger = ledger.with_line("offload_buffer", Line(max(sent), ("turn", "backward")))
+        return offloaded(ledger, sum(sent))
 
     def _going(self, ledger: Ledger, layer: int) -> dict[str, Line]:
         """Lines of a block that leave: of one that is checkpointed whole or in part, its input."""

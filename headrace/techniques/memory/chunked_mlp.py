@@ -34,6 +34,7 @@ from torch.utils.checkpoint import (
 
 from headrace.core.ledger import Ledger, Line
 from headrace.core.technique import Card, Context, Evidence, Stage, Supported, Technique
+from headrace.core.work import Work
 from headrace.model.count import holds_casts
 from headrace.sockets import Build
 
@@ -48,6 +49,7 @@ class ChunkedMLP(Technique[Build]):
     """Tokens of a piece, over all rows of the micro-batch; tuner range 1024 to 65536. With fp8
     products on a GPU a multiple of 16."""
 
+    timed: ClassVar[bool] = True
     room: ClassVar[str] = "memory"
     stage: ClassVar[Stage] = Stage.MODEL
     composes: ClassVar[tuple[str, ...]] = ("block_forward",)
@@ -57,7 +59,7 @@ class ChunkedMLP(Technique[Build]):
         "selective_checkpoint": "it would keep the products of every piece, which are what the "
         "pieces are there to forget; full_checkpoint goes beside it",
     }
-    symptoms: ClassVar[tuple[str, ...]] = ("memory:activations",)
+    symptoms: ClassVar[tuple[str, ...]] = ("memory capacity:activations",)
     card: ClassVar[Card] = Card(
         buys="the memory of hidden features in all blocks but one piece: for a gated "
         "one 4 x ffn numbers per token and layer (derived)",
@@ -99,8 +101,45 @@ class ChunkedMLP(Technique[Build]):
             pieces = 2 * stream + share * (work.bytes - stream)
             most = max(pieces, 5 * stream - piece)
             ledger = ledger.with_line("work", replace(work, bytes=most))
-        ledger = ledger.with_flops("recompute", up)
+        ledger = self._worked(ledger.with_flops("recompute", up), first)
         return replace(ledger, sizes={**sizes, "down_flops": unneeded})
+
+    def _worked(self, ledger: Ledger, first: str) -> Ledger:
+        """Smaller products; the first one and the activation again; what pieces are joined of.
+
+        Autograd adds up the pieces' gradients of a weight's cast, and joins and parts the stream.
+        """
+        sizes, size = ledger.sizes, ledger.sizes["activation_bytes"]
+        held = int(min(sizes["tokens"], self.chunk_tokens))
+        pieces, layers = sizes["tokens"] / held, sizes["layers"]
+        around, more = 2 * size * sizes["tokens"] * sizes["dim"], {}
+        for phase in ("forward", "backward"):
+            more[f"mlp_pieces/{phase}"] = Work(phase, "stream", layers, around, fused=around)
+        for name, piece in ledger.work.items():
+            linear, _, what = name.partition("/")
+            if linear in (first, "mlp.down"):
+                inner, outer = sizes[f"{linear}/in"], sizes[f"{linear}/out"]
+                ends = int(inner), int(outer)
+                shapes = {"result": (held, ends[1], ends[0]), "input": (held, *ends),
+                          "weight": (ends[1], ends[0], held)}  # fmt: skip
+                more[name] = replace(piece, count=piece.count * pieces, sizes=shapes[what])
+                if name == f"{first}/result":
+                    more[f"{first}/again"] = replace(more[name], phase="recompute")
+                if what == "result":  # the last piece of a block that runs again does not
+                    last = replace(more[name], count=piece.count)
+                    earlier = replace(last, count=piece.count * (pieces - 1))
+                    if linear == first:
+                        more[name], more[f"{linear}/last"] = earlier, last
+                    else:
+                        more[name], more[f"{linear}/earlier"] = last, earlier
+                if what == "weight" and pieces > 1:
+                    added = 3 * size * inner * outer
+                    more[f"{linear}/sum"] = Work(
+                        "backward", "stream", layers * (pieces - 1), added, fused=added
+                    )
+            elif name == "activation/forward":
+                more["activation/again"] = replace(piece, phase="recompute")
+        return replace(ledger, work={**ledger.work, **more})
 
     def apply(self, build: Build) -> None:
         """Wrap every block's MLP; parameters keep their names."""

@@ -164,7 +164,7 @@ class DynamicBatch(Technique[Build]):
         "activation_offload": "what an interrupted pass has sent to the host is never fetched, and "
         "counts against its evidence (derived)",
     }
-    symptoms: ClassVar[tuple[str, ...]] = ("memory:activations", "memory:logits")
+    symptoms: ClassVar[tuple[str, ...]] = ("memory capacity:activations", "memory capacity:logits")
     card: ClassVar[Card] = Card(
         buys="the largest micro-batch that fits, without trials by hand, and a run that goes on "
         "where it would have ended (derived)",

@@ -19,6 +19,7 @@ import sys
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -50,7 +51,7 @@ class ExpandableSegments(Technique[Build]):
     room: ClassVar[str] = "memory"
     stage: ClassVar[Stage] = Stage.STEP
     composes: ClassVar[tuple[str, ...]] = ("runtime",)
-    symptoms: ClassVar[tuple[str, ...]] = ("memory:fragmentation",)
+    symptoms: ClassVar[tuple[str, ...]] = ("fragmentation",)
     card: ClassVar[Card] = Card(
         buys="memory that is free and in too small pieces: reserved less allocated bytes; it "
         "cured an out-of-memory of 32 H100s (Megatron Bridge)",
@@ -71,8 +72,8 @@ class ExpandableSegments(Technique[Build]):
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """The same tensors: what gaps take is not a line."""
-        return ledger
+        """The same tensors; what gaps take is no line, but the allocator's replay is told."""
+        return replace(ledger, sizes={**ledger.sizes, SETTING: 1.0})
 
     def apply(self, build: Build) -> None:
         """Switch it on for the run."""

@@ -49,7 +49,7 @@ class FullCheckpoint(Technique[Build]):
         "selective_checkpoint": "both say what a block keeps, everything but its input or a list "
         "of results, and the outer one would decide alone (torch.utils.checkpoint)",
     }
-    symptoms: ClassVar[tuple[str, ...]] = ("memory:activations",)
+    symptoms: ClassVar[tuple[str, ...]] = ("memory capacity:activations",)
     card: ClassVar[Card] = Card(
         buys="all of a block's activations but its input: memory by layers falls to one tensor of "
         "tokens x features each (derived); torchtune measured 42% off the peak (Llama-3.2-3B, "
@@ -85,13 +85,14 @@ class FullCheckpoint(Technique[Build]):
         one = Line(again / max(1, len(chosen)), ("turn", "backward"))
         work = sizes["block_flops"] + sizes["attention_flops"] - sizes["down_flops"]
         part = len(chosen) / max(1, len(layers))
-        # The last product and the addition after it: nothing needs their result.
+        # The last product and the addition after it: nothing needs their result, nor the last
+        # piece of an MLP that runs in pieces.
         ledger = (
             ledger.without(drop)
             .with_line("recompute", one)
             .again(
                 lambda piece: {"mlp.down/result": 0.0, "residual/forward": part / 2}.get(
-                    piece, part
+                    piece, 0.0 if piece.endswith("/last") else part
                 )
             )
         )

@@ -52,6 +52,7 @@ class MemoryBudget(Technique[Build]):
     """Bytes kept over those of the fastest cut, beyond the graph's inputs; 1 is the compiler's own
     choice; tuner range 0.2 to 1."""
 
+    timed: ClassVar[bool] = True
     room: ClassVar[str] = "memory"
     stage: ClassVar[Stage] = Stage.GATE
     composes: ClassVar[tuple[str, ...]] = ("runtime",)
@@ -59,7 +60,7 @@ class MemoryBudget(Technique[Build]):
         "full_checkpoint": PINNED + "(torch._functorch.partitioners, recompute tags)",
         "selective_checkpoint": PINNED + "(torch._functorch.partitioners, recompute tags)",
     }
-    symptoms: ClassVar[tuple[str, ...]] = ("memory:activations",)
+    symptoms: ClassVar[tuple[str, ...]] = ("memory capacity:activations",)
     card: ClassVar[Card] = Card(
         buys="1 - fraction of the activations that compiled code keeps (derived)",
         costs="the work of what is not kept: by element first, then products and attention",
@@ -90,10 +91,15 @@ class MemoryBudget(Technique[Build]):
         if self.fraction == 1:
             return ledger.with_flops("recompute", 0.0)
         lost = again = 0.0
+        runs_again: dict[str, float] = {}
         for layer in {v.layer for v in ledger.memory.values() if v.layer is not None}:
             block = {n.split("/")[1]: v for n, v in ledger.memory.items() if v.layer == layer}
-            keeps, work = _kept_of(block, sizes, self.fraction)
+            if "residual" not in block:  # sent to the host
+                continue
+            keeps, work, gone = _kept_of(block, sizes, self.fraction)
             again += work
+            for name in gone:
+                runs_again[name] = runs_again.get(name, 0.0) + 1 / layers
             for name, line in block.items():
                 left = keeps.get(name, 0.0)
                 lost += line.bytes - left
@@ -101,7 +107,19 @@ class MemoryBudget(Technique[Build]):
                 if left:
                     ledger = ledger.with_line(f"{layer}/{name}", replace(line, bytes=left))
         ledger = ledger.with_line("recompute", Line(lost / layers, ("turn", "backward")))
-        return ledger.with_flops("recompute", again)
+
+        def share(piece: str) -> float:
+            """Of a forward piece's kernels: products by name, and all work by element."""
+            name = piece.partition("/")[0]
+            if name in ("offload", "mlp.down"):
+                return 0.0
+            return runs_again.get(name, 0.0) if name == "attention" or "." in name else 1.0
+
+        ledger = ledger.again(share).with_flops("recompute", again)
+        # The loss is a graph of its own, whose largest result are the logits.
+        head = ("head/result", "loss/forward") if sizes.get("compiled_loss") else ()
+        more = {f"{n}/again": replace(ledger.work[n], phase="recompute") for n in head}
+        return replace(ledger, work={**ledger.work, **more})
 
     def apply(self, build: Build) -> None:
         """Set the budget while the run compiles, and look at the first graphs that ran."""
@@ -135,8 +153,8 @@ class MemoryBudget(Technique[Build]):
 
 def _kept_of(
     block: Mapping[str, Line], sizes: Mapping[str, float], fraction: float
-) -> tuple[dict[str, float], float]:
-    """Bytes that a block keeps by line, and the FLOPs per token to make the others again.
+) -> tuple[dict[str, float], float, list[str]]:
+    """Bytes that a block keeps by line, and the FLOPs per token and pieces to make others again.
 
     The partitioner (torch._functorch.partitioners, choose_saved_values_set) counts what the fastest
     cut keeps beyond the graph's inputs; a fp32 weight whose cast is kept instead counts against it.
@@ -152,15 +170,15 @@ def _kept_of(
     # half of the weights that they stand for.
     whole = sum(held.values()) - stream - 2 * cast - (0.0 if "qk_norm" in held else turned)
     room = fraction * max(0.0, whole)
+    linears = {"gate_up": f"mlp.{wide}", "qkv": "mixer.qkv", "out": "mixer.out"}
     products = {
         name: 2 * sizes[f"{linear}/in"] * sizes[f"{linear}/out"]
-        for name, linear in (("gate_up", f"mlp.{wide}"), ("qkv", "mixer.qkv"), ("out", "mixer.out"))
-        if name in held or name == "out"
-    }
+        for name, linear in linears.items() if name in held or name == "out"
+    }  # fmt: skip
     weights = {name: held.get(name, held["residual"] - stream) for name in products}
     plain = {n: b for n, b in held.items() if block[n].opaque or n not in MADE_AGAIN}
     if sum(weights.values()) + held.get("attention", 0.0) < room:
-        return plain, 0.0
+        return plain, 0.0, []
     every = (c for n in range(len(products) + 1) for c in combinations(products, n))
     fits = (c for c in every if sum(weights[name] for name in c) <= room)
     best = max(fits, key=lambda c: sum(products[name] for name in c))
@@ -169,7 +187,8 @@ def _kept_of(
     if "qkv" in best:
         keeps["attention_input"] = turned
     work = sum(products.values()) - sum(products[name] for name in best)
-    return keeps, work + sizes["attention_flops"] / sizes["layers"]
+    gone = [linears[name] for name in products if name not in best]
+    return keeps, work + sizes["attention_flops"] / sizes["layers"], [*gone, "attention"]
 
 
 def _kept(build: Build, output: Tensor) -> dict[str, float]:

@@ -217,7 +217,7 @@ class OptimizerOffload(Technique[Build]):
         "optimizer_in_backward": "both take the parameters of the trunk's AdamW; an update in the "
         "backward pass would wait for the host at every parameter (arXiv 2101.06840, section 4)",
     }
-    symptoms: ClassVar[tuple[str, ...]] = ("memory:optimizer",)
+    symptoms: ClassVar[tuple[str, ...]] = ("memory capacity:optimizer",)
     card: ClassVar[Card] = Card(
         buys="the memory of AdamW's states: 8 bytes per weight (derived)",
         costs="12 bytes per weight on the host, and a step that waits for the host: 20% in "

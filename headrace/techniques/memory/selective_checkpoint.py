@@ -112,7 +112,7 @@ class SelectiveCheckpoint(Technique[Build]):
     room: ClassVar[str] = "memory"
     stage: ClassVar[Stage] = Stage.CHECKPOINT
     composes: ClassVar[tuple[str, ...]] = ("block_forward",)
-    symptoms: ClassVar[tuple[str, ...]] = ("memory:activations",)
+    symptoms: ClassVar[tuple[str, ...]] = ("memory capacity:activations",)
     card: ClassVar[Card] = Card(
         buys="the memory of what stands between matrix products in every block (derived)",
         costs="recomputing it: work by element, no matrix product; more with save=attention",

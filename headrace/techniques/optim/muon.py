@@ -125,7 +125,7 @@ class Muon(Technique[Build]):
     stage: ClassVar[Stage] = Stage.OPTIMIZER
     composes: ClassVar[tuple[str, ...]] = ("routes",)
     equality: ClassVar = "learning"
-    symptoms: ClassVar[tuple[str, ...]] = ("convergence", "memory:optimizer")
+    symptoms: ClassVar[tuple[str, ...]] = ("recipe", "memory capacity:optimizer")
     card: ClassVar[Card] = Card(
         buys="fewer tokens to the same loss, and half of the optimizer state of the matrices",
         costs="about 5 x 3 matrix products per matrix and step, which do not grow with the batch; "

@@ -116,7 +116,7 @@ class Sophia(Technique[Build]):
     claims: ClassVar[tuple[str, ...]] = ("passes",)
     composes: ClassVar[tuple[str, ...]] = ("routes",)
     equality: ClassVar = "learning"
-    symptoms: ClassVar[tuple[str, ...]] = ("convergence",)
+    symptoms: ClassVar[tuple[str, ...]] = ("recipe",)
     card: ClassVar[Card] = Card(
         buys="fewer steps to the same loss: half of AdamW's for GPT-2 sizes in its paper",
         costs="a second forward and backward pass every 10 steps (derived)",

@@ -98,7 +98,7 @@ class ContextParallel(Technique[Build]):
     stage: ClassVar[Stage] = Stage.PARTS
     axes: ClassVar[tuple[str, ...]] = (AXIS,)
     claims: ClassVar[tuple[str, ...]] = ("parts.attend", "place")
-    symptoms: ClassVar[tuple[str, ...]] = ("memory:activations", "memory:logits")
+    symptoms: ClassVar[tuple[str, ...]] = ("memory capacity:activations", "memory capacity:logits")
     card: ClassVar[Card] = Card(
         buys="activations and logits of a rank divided by mesh.context, and the time of a row "
         "with them (derived)",

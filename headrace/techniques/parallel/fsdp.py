@@ -53,7 +53,9 @@ class Fsdp(Technique[Build]):
     stage: ClassVar[Stage] = Stage.MATERIALIZE
     claims: ClassVar[tuple[str, ...]] = ("sync",)
     composes: ClassVar[tuple[str, ...]] = ("shard", "layouts")
-    symptoms: ClassVar[tuple[str, ...]] = ("memory:parameters", "memory:optimizer")
+    symptoms: ClassVar[tuple[str, ...]] = (
+        "memory capacity:parameters", "memory capacity:optimizer",
+    )  # fmt: skip
     card: ClassVar[Card] = Card(
         buys="weights, gradients and optimizer state divided by the ranks (derived)",
         costs="gathering every block's weights twice a micro-batch; time where the network is slow",

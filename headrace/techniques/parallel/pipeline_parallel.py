@@ -57,7 +57,7 @@ class PipelineParallel(Technique[Build]):
     claims: ClassVar[tuple[str, ...]] = ("engine",)
     composes: ClassVar[tuple[str, ...]] = ("layouts",)
     axes: ClassVar[tuple[str, ...]] = ("pipeline",)
-    symptoms: ClassVar[tuple[str, ...]] = ("memory:parameters", "communication")
+    symptoms: ClassVar[tuple[str, ...]] = ("memory capacity:parameters", "interconnect")
     card: ClassVar[Card] = Card(
         buys="weights, gradients and optimizer state divided by the ranks, with one activation per "
         "micro-batch and border on the network (derived)",

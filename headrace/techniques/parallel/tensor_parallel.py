@@ -125,7 +125,8 @@ class TensorParallel(Technique[Build]):
     axes: ClassVar[tuple[str, ...]] = (AXIS,)
     composes: ClassVar[tuple[str, ...]] = ("layouts",)
     symptoms: ClassVar[tuple[str, ...]] = (
-        "memory:parameters", "memory:optimizer", "memory:activations", "memory:logits",
+        "memory capacity:parameters", "memory capacity:optimizer", "memory capacity:activations",
+        "memory capacity:logits",
     )  # fmt: skip
     card: ClassVar[Card] = Card(
         buys="parameters, gradients, optimizer state, logits and activations of a rank divided by "

@@ -35,12 +35,13 @@ AMPERE = (8, 0)
 class Bf16Autocast(Technique[Build]):
     """Multiply in bf16 over fp32 weights."""
 
+    timed: ClassVar[bool] = True
     room: ClassVar[str] = "precision"
     stage: ClassVar[Stage] = Stage.DESIGN
     claims: ClassVar[tuple[str, ...]] = ("config.precision",)
     equality: ClassVar = "approximate"
     band: ClassVar[float] = 0.05  # L2 of a gradient from fp32's, as the suite holds bf16 to
-    symptoms: ClassVar[tuple[str, ...]] = ("matmul", "memory:activations")
+    symptoms: ClassVar[tuple[str, ...]] = ("computation:products", "memory capacity:activations")
     card: ClassVar[Card] = Card(
         buys="half the bytes of activations (derived); products at 16 times fp32's rate on an A100 "
         "(data sheet: 312 against 19.5 TFLOP/s)",

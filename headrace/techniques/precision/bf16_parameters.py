@@ -166,7 +166,9 @@ class Bf16Parameters(Technique[Build]):
     composes: ClassVar[tuple[str, ...]] = ("storage", "routes", "block_forward")
     equality: ClassVar = "approximate"
     band: ClassVar[float] = 0.05  # bf16's own: products have the operands that autocast gives them
-    symptoms: ClassVar[tuple[str, ...]] = ("memory:parameters", "memory:gradients")
+    symptoms: ClassVar[tuple[str, ...]] = (
+        "memory capacity:parameters", "memory capacity:gradients", "memory bandwidth:optimizer",
+    )  # fmt: skip
     card: ClassVar[Card] = Card(
         buys="2 bytes of each weight, 2 of its gradient and the 2 of autocast's kept cast; "
         "14 bytes a number with a master and 12 without, where fp32 has 16 (derived)",
@@ -306,8 +308,8 @@ def _reworked(name: str, piece: Work, adds_up: bool, master: bool) -> Work | Non
         return None
     if name in ("weight_cast/backward", "head_cast/backward") and not adds_up:
         return None
-    if name == "clip/optimizer":  # the norm alone; the update multiplies
-        return piece.whole(piece.bytes / 3 / (1 if adds_up else 2))
+    if name == "clip/optimizer":  # the norm alone, in bf16 as slow; the update multiplies
+        return piece.whole(piece.bytes / 3)
     if name == "update/optimizer":  # of 28 bytes a number: weight, gradient, moments and the rest
         return piece.whole(piece.bytes * (22 + 4 * master + 2 * adds_up) / 28)
     return piece

@@ -13,6 +13,7 @@ torchao.float8; arXiv 2209.05433.
 """
 
 import copy
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, ClassVar, Literal
@@ -32,6 +33,7 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
+from headrace.core.work import Phase, Work
 from headrace.sockets import Build
 
 MULTIPLE = 16
@@ -39,6 +41,11 @@ MULTIPLE = 16
 WIDE = 2048
 """Of a trial on one H200, compiled: 2,048 features won tokens/s and 768 lost some; between them
 nothing was measured. torchao's own filter leaves out up to 4,096 features in by 1,024 out."""
+READ, CAST = 2, 3
+"""Bytes of a number in bf16 that is looked at for the scale, and of one that is cast."""
+TURNED = 1.56
+"""Times as long as their bytes that casts take, since each is written in the order of a product:
+compiled kernels beside products took 101.1 ms for 40.1 at 1b (kernels.jsonl, float8_linear)."""
 MANTISSA_BITS = 3
 """Of e4m3."""
 
@@ -54,12 +61,13 @@ class Float8Linear(Technique[Build]):
     """Linears of at least so many features in and out; narrower ones lose more to casts than they
     gain."""
 
+    timed: ClassVar[bool] = True
     room: ClassVar[str] = "precision"
     stage: ClassVar[Stage] = Stage.LINEAR
     composes: ClassVar[tuple[str, ...]] = ("linear",)
     equality: ClassVar = "approximate"
     band: ClassVar[float] = 0.6  # measured 0.54 at 32 features, whose sums average little
-    symptoms: ClassVar[tuple[str, ...]] = ("matmul",)
+    symptoms: ClassVar[tuple[str, ...]] = ("computation:products",)
     card: ClassVar[Card] = Card(
         buys="matrix products of linears at up to twice the rate (published peak); torchao "
         "measured +25% tokens/s tensorwise and +10% rowwise on Llama-3-8B, 8 x H100",
@@ -104,8 +112,30 @@ class Float8Linear(Technique[Build]):
         for name, line in ledger.memory.items():
             if name.endswith("/weight_cast"):
                 ledger = ledger.with_line(name, replace(line, bytes=line.bytes - 2 * taken))
-        fits = {f"{n}/fp8": 1.0 for n, ends in weights.items() if self._fits(*ends)}
-        return replace(ledger, sizes={**sizes, **fits})
+        fits = {n: ends for n, ends in weights.items() if self._fits(*ends)}
+        facts = {f"{name}/fp8": 1.0 for name in fits}
+        return self._worked(replace(ledger, sizes={**sizes, **facts}), fits)
+
+    def _worked(self, ledger: Ledger, fits: Mapping[str, tuple[int, int]]) -> Ledger:
+        """Products at fp8's rate, and the passes that scale and cast their operands."""
+        tokens, layers = ledger.sizes["tokens"], ledger.sizes["layers"]
+        whole = self.recipe == "tensorwise"
+        how = "uncompiled" if whole else f"with {self.recipe} scales"
+        passes: Mapping[Phase, int] = {"forward": READ + CAST, "backward": CAST}
+        casts = {}
+        for name, (inner, outer) in fits.items():
+            for phase, each in passes.items():
+                moved = each * (tokens * inner + inner * outer)
+                moved += (READ + 2 * CAST) * tokens * outer if phase == "backward" else 0.0
+                casts[f"{name}/casts_{phase}"] = Work(
+                    phase, "stream", layers, moved, fused=TURNED * moved if whole else None,
+                    unknown=f"float8_linear {how} does not say yet what it does to a step's time",
+                )  # fmt: skip
+        ledger = ledger.reworked(
+            lambda name, piece: replace(piece, precision="fp8")
+            if name.partition("/")[0] in fits and piece.kind == "product" else piece
+        )  # fmt: skip
+        return replace(ledger, work={**ledger.work, **casts})
 
     def _fits(self, inner: int, outer: int) -> bool:
         wide = min(inner, outer) >= self.min_size

@@ -88,11 +88,12 @@ class Fp16LossScaling(Technique[Build]):
     patience: int = Field(default=25, ge=1)
     """Skipped steps in a row that end the run: the scale is not what is wrong."""
 
+    timed: ClassVar[bool] = True
     room: ClassVar[str] = "precision"
     stage: ClassVar[Stage] = Stage.STEP
     claims: ClassVar[tuple[str, ...]] = ("loss_scale", "recover")
     composes: ClassVar[tuple[str, ...]] = ("state", "after_update")
-    symptoms: ClassVar[tuple[str, ...]] = ("precision:underflow",)
+    symptoms: ClassVar[tuple[str, ...]] = ("instability",)
     card: ClassVar[Card] = Card(
         buys="fp16 arithmetic on GPUs without bf16, whose matrix units are fast in fp16 alone",
         costs="one pass over the gradients, and now and then a skipped step",

@@ -75,7 +75,7 @@ class SequenceLengthSchedule(Technique[Build]):
     stage: ClassVar[Stage] = Stage.SCHEDULE
     composes: ClassVar[tuple[str, ...]] = ("recut", "values")
     equality: ClassVar = "learning"
-    symptoms: ClassVar[tuple[str, ...]] = ("instability", "attention")
+    symptoms: ClassVar[tuple[str, ...]] = ("instability", "computation:attention")
     card: ClassVar[Card] = Card(
         buys="attention of short rows in the first steps, and a steadier start; Composer reports "
         "about 1.5x on GPT-2 125M (A100)",

@@ -1,0 +1,319 @@
+"""The planner against configurations that were written down before any was run.
+
+    python benchmarks/foresight.py list
+    python benchmarks/foresight.py predict
+    python benchmarks/foresight.py predict --machine MACHINE.json
+    python benchmarks/foresight.py predict --machine MACHINE.json --after RUN
+    python benchmarks/foresight.py measure --limit-s 500
+    python benchmarks/foresight.py picks
+
+`plans/held_out.toml` is the list: choices, whose candidates are timed, and memory, of which only
+what is near the device's capacity is run. `predict` needs no GPU. It writes a row for each
+configuration to results/plans.jsonl, at the tier of what it was given: rates of the datasheet, the
+file that `headrace probe` kept, or a run of one plan (not of the list) beside either.
+Those rows are committed. Then `measure` runs what has a prediction and no outcome, each from a
+fresh build in a process that takes readings, and `picks` writes a row for each choice from the rows
+that stand. A row that is there is never written again, so every command can be given again.
+
+The share of memory that is left when it fits is 7% at least: `fits` is true where the planner says
+"yes", and false where it says "tight" or "no".
+"""
+
+import argparse
+import gc
+import json
+import math
+import time
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import receipts
+import tomli_w
+import torch
+from residuals import on_device, standing
+
+from headrace.changes import parse
+from headrace.cli import catalogue
+from headrace.core.machine import Machine
+from headrace.core.plan import Plan
+from headrace.planner import Foresight, after, foresee
+from headrace.trials.readings import OUT_OF_MEMORY, Reading, Worker, time_steps
+
+LIST = Path(__file__).parent / "plans" / "held_out.toml"
+DEVICE = "NVIDIA H200"
+WARM, TIMED = 3, 8
+BRIEF = (2, 1)
+"""Warm and timed steps where only memory is asked."""
+RISKY = (0.88, 1.12)
+"""Reserved over capacity, as predicted without a GPU: between them a plan may or may not fit."""
+CHILD_S = 150.0
+START_S = 9.0
+"""Of a configuration beside its steps: the build, compiling a block. Guessed."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One plan of the list.
+
+    Args:
+        id: its name in the rows.
+        choice: the workload whose candidate it is; "" for those of memory alone.
+        shape: of the model.
+        words: its changes of the shape's recipe.
+        text: the recipe.
+    """
+
+    id: str
+    choice: str
+    shape: str
+    words: tuple[str, ...]
+    text: str
+
+    @property
+    def plan(self) -> Plan:
+        """It, checked."""
+        return parse(self.words).plan(self.text, catalogue())
+
+
+def configurations(file: Path = LIST) -> Iterator[Configuration]:
+    """All of the list, in its order."""
+    told = tomllib.loads(file.read_text())
+    for choice in told["choices"]:
+        length, rows = choice["length"], choice["rows"]
+        name = f"{choice['shape']}-{length}x{rows}"
+        for kind in choice["sets"]:
+            yield _configuration(told, f"{name}/{kind}", name, choice["shape"], length, rows, kind)
+    memory = told["memory"]
+    for shape in memory["shapes"]:
+        for rows in memory["rows"]:
+            for kind in memory["sets"]:
+                name = f"memory/{shape}-{memory['length']}x{rows}/{kind}"
+                yield _configuration(told, name, "", shape, memory["length"], rows, kind)
+
+
+def _configuration(
+    told: dict[str, Any], name: str, choice: str, shape: str, length: int, rows: int, kind: str
+) -> Configuration:
+    tables = {
+        **told["common"], "name": shape, "model": told["shapes"][shape],
+        "data": {"sequence_length": length}, "batch": {"tokens": length * rows},
+    }  # fmt: skip
+    words = tuple(told["sets"][kind].split())
+    return Configuration(name, choice, shape, words, tomli_w.dumps(tables))
+
+
+# --- predict ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Planner:
+    """What a prediction is made with."""
+
+    machine: Machine
+    run: Path | None
+
+    @property
+    def tier(self) -> str:
+        """What it rests on."""
+        if self.run is not None:
+            return "after_20_steps"
+        return "after_probes" if self.machine.source == "probes" else "no_gpu"
+
+    def of(self, plan: Plan) -> Foresight:
+        """The prediction of a plan."""
+        context, calibration = on_device(plan, DEVICE), None
+        if self.run is not None:
+            calibration = after(self.run, catalogue(), context, self.machine)
+        return foresee(plan, context, self.machine, calibration)
+
+
+def predict(args: argparse.Namespace) -> None:
+    """A row for each configuration that has none at this tier."""
+    machine = Machine.read(args.machine) if args.machine else Machine.assumed(DEVICE)
+    planner = Planner(machine, args.after)
+    rows = known(args.results)
+    done = {r["id"] for r in rows if r["kind"] == "prediction" and r["tier"] == planner.tier}
+    done |= {r["id"] for r in rows if r["kind"] == "outcome"}
+    wrote = 0
+    for one in configurations(args.list):
+        if one.id in done or (not one.choice and planner.tier != "no_gpu"):
+            continue
+        plan = one.plan
+        found = planner.of(plan)
+        receipts.append(
+            "plans", {}, results=args.results, kind="prediction", id=one.id, tier=planner.tier,
+            **predicted(one, plan, found), rates_of=machine.date or "datasheet",
+            calibrated_by=found.calibrated_by, predicted_for=DEVICE,
+        )  # fmt: skip
+        wrote += 1
+    print(f"{wrote} predictions at the tier {planner.tier}")
+
+
+def predicted(one: Configuration, plan: Plan, found: Foresight) -> dict[str, Any]:
+    """A prediction's part of its row."""
+    ends = found.between.get("step_s") if one.choice else None
+    return {
+        "step_s": found.step_s if one.choice else None,
+        "step_between_s": [ends.low, ends.high] if ends else None,
+        "allocated_bytes": found.peak_bytes, "reserved_bytes": found.reserved_bytes,
+        "peak_at": found.peak_at, "fits": found.fits == "yes", "says": found.fits,
+        "risky": risky(found), "choice": one.choice, "shape": one.shape, "changes": one.words,
+        "unknown": found.unknown, "techniques": sorted(plan.techniques),
+        "plan_sha256": receipts.sha256(plan.dump()),
+    }  # fmt: skip
+
+
+def risky(found: Foresight) -> bool:
+    """Whether it may or may not fit."""
+    share = (found.reserved_bytes or found.peak_bytes) / found.capacity_bytes
+    return RISKY[0] <= share <= RISKY[1]
+
+
+# --- measure ---------------------------------------------------------------------------------
+
+
+def measure(args: argparse.Namespace) -> None:
+    """An outcome for each configuration that is to be run and has none."""
+    if not torch.cuda.is_available() and not args.here:
+        raise SystemExit("no GPU is here: outcomes are measured on one")
+    rows = known(args.missing) + (known(args.results) if args.results != args.missing else [])
+    said = {r["id"]: r for r in rows if r["kind"] == "prediction" and r["tier"] == "no_gpu"}
+    done = {r["id"] for r in rows if r["kind"] == "outcome"}
+    ends_s, left = time.monotonic() + args.limit_s, []
+    with Worker(here=args.here) as worker:
+        for one in configurations(args.list):
+            if one.id in done or one.id not in said or not _runs(one, said[one.id], args.only):
+                continue
+            if time.monotonic() >= ends_s:
+                left.append(one.id)
+                continue
+            measure_one(one, said[one.id], worker, args.results)
+    print(f"left: {', '.join(left) or 'none'}")
+
+
+def _runs(one: Configuration, said: dict[str, Any], only: str) -> bool:
+    return one.id.startswith(only) and bool(one.choice or said["risky"])
+
+
+def measure_one(
+    one: Configuration, said: dict[str, Any], worker: Worker, results: Path
+) -> dict[str, Any]:
+    """Run one and write its row."""
+    began_s, plan = time.monotonic(), one.plan
+    if receipts.sha256(plan.dump()) != said["plan_sha256"]:
+        raise SystemExit(f"{one.id} is not the plan that was predicted: give it another name")
+    warm, timed = (WARM, TIMED) if one.choice else BRIEF
+    found = worker.ask(fresh_steps, plan, limit_s=CHILD_S, warm=warm, timed=timed)
+    full = found.refused.startswith(OUT_OF_MEMORY)
+    if found.refused and not full:
+        row = receipts.append("plans", {}, results=results, kind="outcome", id=one.id,
+                              risky=said["risky"], refused=found.refused)  # fmt: skip
+    else:
+        row = receipts.append(
+            "plans", {}, results=results, kind="outcome", id=one.id, risky=said["risky"],
+            step_s=None if full or not one.choice else found.seconds[0],
+            allocated_bytes=None if full else found.peak_bytes,
+            reserved_bytes=None if full else found.reserved_bytes, fits=not full,
+            out_of_memory=found.refused, choice=one.choice, shape=one.shape, warm=warm,
+            timed=timed, n=timed, seeds=[plan.seed], techniques=sorted(plan.techniques),
+            plan_sha256=said["plan_sha256"], evidence=found.evidence,
+        )  # fmt: skip
+    print(one.id, *beside(said, found), f"({time.monotonic() - began_s:.0f} s)", flush=True)
+    return row
+
+
+def fresh_steps(plan: Plan, *, warm: int, timed: int) -> Reading:
+    """A reading that counts libraries' workspaces, which an earlier one of the process took."""
+    if torch.cuda.is_available():
+        torch._C._cuda_clearCublasWorkspaces()
+        gc.collect()
+        torch.cuda.empty_cache()
+    return time_steps(plan, text=False, warm=warm, timed=timed)
+
+
+def beside(said: dict[str, Any], found: Reading) -> list[str]:
+    """How far a prediction was off, for who waits."""
+    if found.refused:
+        return [f"said {said['says']}:", found.refused[:120]]
+    pairs = (("step", said["step_s"], found.seconds[0]),
+             ("allocated", said["allocated_bytes"], found.peak_bytes),
+             ("reserved", said["reserved_bytes"], found.reserved_bytes))  # fmt: skip
+    return [f"{name} {p / m - 1:+.1%}" for name, p, m in pairs if p and m]
+
+
+# --- picks -----------------------------------------------------------------------------------
+
+
+def picks(args: argparse.Namespace) -> None:
+    """A row for each choice whose candidates are all measured, at every tier that has one."""
+    rows, file = known(args.results), args.results / "picks.jsonl"
+    lines = file.read_text().splitlines() if file.is_file() else []
+    done = {(r["workload"], r.get("tier")) for r in map(json.loads, filter(None, lines))}
+    came = {r["id"]: r for r in rows if r["kind"] == "outcome"}
+    for tier in ("no_gpu", "after_probes", "after_20_steps"):
+        said = {r["id"]: r for r in rows if r["kind"] == "prediction" and r["tier"] == tier}
+        asked: dict[str, list[str]] = {}
+        for one in configurations(args.list):
+            if one.choice and one.id in said:
+                asked.setdefault(one.choice, []).append(one.id)
+        for choice, names in asked.items():
+            pairs = [(n, said[n]["step_s"], came.get(n, {}).get("step_s")) for n in names]
+            ran = [(n, p, m) for n, p, m in pairs if p and m]
+            if (choice, tier) in done or any(n not in came for n in names) or len(ran) < 2:
+                continue
+            receipts.append(
+                "picks", {}, results=args.results, workload=choice, tier=tier,
+                candidates=[{"id": n, "predicted_s": p, "measured_s": m} for n, p, m in ran],
+                left_out=[n for n, p, m in pairs if not (p and m)],
+            )  # fmt: skip
+            print(f"{choice} {tier}: {len(ran)} candidates")
+
+
+# --- the rest --------------------------------------------------------------------------------
+
+
+def known(folder: Path) -> list[dict[str, Any]]:
+    """Rows of plans.jsonl that stand; an outcome that a program refused is none."""
+    if not (folder / "plans.jsonl").is_file():
+        return []
+    return [row for row in standing("plans", folder, full=False) if "refused" not in row]
+
+
+def tell(args: argparse.Namespace) -> None:
+    """The list with what is predicted without a GPU, and the device time that it would take."""
+    planner, spent_s, runs = Planner(Machine.assumed(DEVICE), None), 0.0, 0
+    for one in configurations(args.list):
+        found = planner.of(one.plan)
+        steps = WARM + TIMED if one.choice else sum(BRIEF)
+        if one.choice or risky(found):
+            runs += 1
+            spent_s += START_S + steps * (found.step_s or 1.0) * (found.fits != "no")
+        step = "no time: " + found.unknown if found.step_s is None else f"{found.step_s:.3f} s"
+        print(f"{one.id:45} {step:10} {found.peak_bytes / 2**30:7.1f} GiB "
+              f"{(found.reserved_bytes or math.nan) / 2**30:7.1f} reserved {found.fits:5} "
+              f"{'risky' if risky(found) else ''}")  # fmt: skip
+    print(f"{runs} to run, {spent_s:.0f} s of a GPU")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    phases = {"list": tell, "predict": predict, "measure": measure, "picks": picks}
+    parser.add_argument("phase", choices=phases)
+    parser.add_argument("--list", type=Path, default=LIST)
+    parser.add_argument("--machine", type=Path, help="predict: what was probed")
+    parser.add_argument("--after", type=Path, help="predict: a run whose steps were measured")
+    parser.add_argument("--only", default="", help="measure: how names begin")
+    parser.add_argument("--limit-s", type=float, default=math.inf, help="begin none later")
+    parser.add_argument("--missing", type=Path, default=receipts.ROOT / "results",
+                        help="measure: where predictions stand, and some outcomes")  # fmt: skip
+    parser.add_argument("--here", action="store_true", help="no process of its own, to debug")
+    parser.add_argument("--results", type=Path, default=receipts.ROOT / "results")
+    args = parser.parse_args()
+    phases[args.phase](args)
+
+
+if __name__ == "__main__":
+    main()

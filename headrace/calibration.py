@@ -1,0 +1,139 @@
+"""A time model that meets the measured steps of one plan, to predict others by.
+
+A machine's rates leave a systematic rest: a clock that falls under load, kernels slower beside
+others. Twenty measured steps of one plan tell it. Each phase gets a factor, the same for every plan
+afterwards; the pause between two steps and the wait for data keep their length, for they belong to
+none. A plan whose kernels differ wholly from the measured one's has another rest: left out.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+
+from headrace.core.errors import ConfigError
+from headrace.core.work import EDGE_S, Phase, StepTime
+
+ENOUGH = 20
+"""Steps whose median counts."""
+PHASES: Mapping[Phase, str] = {
+    "forward": "forward", "recompute": "backward", "backward": "backward", "optimizer": "optimizer",
+}  # fmt: skip
+"""phase of the model -> phase that a run measures"""
+FAR = 3.0
+"""A factor beyond it, or below its inverse, says that something else was measured."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Steady steps of one plan.
+
+    Args:
+        step_s: median.
+        phases_s: medians of "forward", "backward", "optimizer" and what else was timed in a step;
+            empty where only whole steps were.
+        steps: how many.
+    """
+
+    step_s: float
+    phases_s: Mapping[str, float] = field(default_factory=dict)
+    steps: int = ENOUGH
+
+    @classmethod
+    def of_run(cls, folder: Path) -> "Measured":
+        """The last steady steps of a run: of metrics.jsonl, or as report.json sums them up.
+
+        Raises:
+            ConfigError: it has no steady steps.
+        """
+        rows = [r for r in _rows(folder / "metrics.jsonl") if not r.get("compile_s")]
+        rows = [r for r in rows[1:] if r.get("step_s")][-ENOUGH:]
+        if len(rows) >= 3:
+            phases = {
+                p: median(r[f"{p}_s"] for r in rows)
+                for p in ("input", *set(PHASES.values()))
+                if all(f"{p}_s" in r for r in rows)
+            }
+            return cls(median(r["step_s"] for r in rows), phases, len(rows))
+        return cls._of_report(folder)
+
+    @classmethod
+    def _of_report(cls, folder: Path) -> "Measured":
+        file = folder / "report.json"
+        try:
+            report = json.loads(file.read_text())
+            rate, steps = report["steady_tokens_per_s"], report["steps"]
+            step_s = report["tokens"] / steps / rate
+            spent = {p: report["phase_s"][p] / steps for p in ("input", *set(PHASES.values()))}
+        except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError):
+            raise ConfigError(
+                f"{folder} has no steady steps to calibrate by: 3 at least, beside those that "
+                "compile", "headrace train PLAN goal.steps=30",
+            ) from None  # fmt: skip
+        scale = step_s / sum(spent.values())  # the sums have steps in them that are not steady
+        return cls(step_s, {p: scale * s for p, s in spent.items()}, steps)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Factors by which a model's phases are multiplied.
+
+    Args:
+        factors: phase -> factor.
+        waits_s: of a step, for data.
+        plan: whose steps were measured.
+        steps: how many.
+    """
+
+    factors: Mapping[Phase, float]
+    waits_s: float
+    plan: str
+    steps: int
+
+    @classmethod
+    def of(cls, time: StepTime, measured: Measured, plan: str) -> "Calibration":
+        """What makes `time` meet what was measured of the same plan.
+
+        Args:
+            time: of the plan by rates alone.
+            measured: of it.
+            plan: its name.
+
+        Raises:
+            ConfigError: they are so far apart that something else was measured.
+        """
+        waits_s = max(0.0, measured.phases_s.get("input", 0.0) - EDGE_S)
+        left_s = measured.step_s - waits_s - EDGE_S
+        device_s = sum(time.device_s.values())
+        whole = left_s / device_s if device_s and time.host_s < device_s else 1.0
+        factors = dict.fromkeys(PHASES, whole)
+        told = {name: measured.phases_s.get(name, 0.0) for name in PHASES.values()}
+        if all(told.values()) and whole != 1.0:
+            for phase, name in PHASES.items():
+                model_s = sum(s for (p, _), s in time.device_s.items() if PHASES[p] == name)
+                spent_s = left_s * told[name] / sum(told.values())
+                factors[phase] = spent_s / model_s if model_s else whole
+        if not all(1 / FAR < f < FAR for f in (whole, *factors.values())):
+            raise ConfigError(
+                f"a step of {plan} took {measured.step_s:.4g} s, and its model says "
+                f"{time.step_s:.4g} s: too far apart to be the same plan on the same device",
+                "headrace plan PLAN, without --after",
+            )
+        return cls(factors, waits_s, plan, measured.steps)
+
+    def applied(self, time: StepTime) -> StepTime:
+        """Another plan's time, or the same one's, without waits."""
+        device_s = {key: self.factors[key[0]] * s for key, s in time.device_s.items()}
+        return replace(time, device_s=device_s)
+
+    def step_s(self, time: StepTime) -> float:
+        """Of a step, with waits as long as the measured ones."""
+        return self.applied(time).step_s + self.waits_s
+
+
+def _rows(file: Path) -> list[dict[str, float]]:
+    """A run's rows; none where there are none."""
+    if not file.is_file():
+        return []
+    return [json.loads(line) for line in file.read_text().splitlines() if line.strip()]

@@ -1,0 +1,176 @@
+"""torch's caching allocator by its documented rules: what it would reserve for a run's tensors.
+
+Allocated bytes are those of tensors. Reserved bytes are what the allocator holds of the device, and
+what a run ends out of memory by. They differ by rounding, by free blocks that are kept for the next
+tensor of their size, and by free blocks between used ones that nothing fits.
+
+The rules: sizes are rounded up to 512 bytes. Blocks of at most 1 MiB come of segments of 2 MiB,
+others below 10 MiB of segments of 20 MiB, larger ones of a segment of their own, rounded up to 2
+MiB. The smallest free block that is large enough is taken, and cut where more than 512 bytes (of a
+small segment) or 1 MiB (of a large one) are left. A block that is freed joins its free neighbours.
+A segment that the device has no room for makes all segments go that are wholly free. An expandable
+segment grows at its end by pages of 2 MiB, so that a pool has one.
+
+Left out: streams, rounding to divisions of powers of two, the limit on cutting, several devices.
+Source: c10/cuda/CUDACachingAllocator.cpp and docs.pytorch.org/docs/stable/notes/cuda.html.
+"""
+
+import math
+from bisect import bisect_left, insort
+
+MIB = 2**20
+UNIT = 512
+SMALL = MIB
+"""Largest block of the pool of small ones, and the rest of a large one that stays uncut."""
+SMALL_SEGMENT = 2 * MIB
+OWN = 10 * MIB
+"""From here on a block has a segment of its own size."""
+SEGMENT = 20 * MIB
+PAGE = 2 * MIB
+
+
+class OutOfMemory(Exception):
+    """The device has no room, though all that is free was given back."""
+
+
+class Block:
+    """A piece of a segment, used or free."""
+
+    __slots__ = ("after", "before", "free", "order", "size", "small")
+
+    def __init__(self, size: int, small: bool, order: int) -> None:
+        self.size, self.small, self.order = size, small, order
+        self.free = False
+        self.before: Block | None = None
+        self.after: Block | None = None
+
+
+class Allocator:
+    """Bytes that are allocated and reserved, and their peaks.
+
+    Args:
+        capacity: bytes that may be reserved.
+        expandable: segments grow at their end.
+    """
+
+    def __init__(self, capacity: float = math.inf, *, expandable: bool = False) -> None:
+        self.capacity, self.expandable = capacity, expandable
+        self.allocated = self.reserved = 0
+        self.allocated_peak = self.reserved_peak = 0
+        self.retries = 0
+        """times that everything free had to be given back first"""
+        self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}
+        self._last: dict[bool, Block] = {}
+        """of an expandable segment, its end"""
+        self._count = 0
+
+    def allocate(self, bytes: float) -> Block:
+        """A block for a tensor of so many bytes.
+
+        Raises:
+            OutOfMemory: there is no room.
+        """
+        size = max(UNIT, -(-math.ceil(bytes) // UNIT) * UNIT)
+        small = size <= SMALL
+        pool = self._free[small]
+        at = bisect_left(pool, (size, -1))  # type: ignore[arg-type]
+        block = pool.pop(at)[2] if at < len(pool) else self._segment(size, small)
+        block.free = False
+        self._cut(block, size)
+        self.allocated += block.size
+        self.allocated_peak = max(self.allocated_peak, self.allocated)
+        return block
+
+    def release(self, block: Block) -> None:
+        """A tensor has gone."""
+        self.allocated -= block.size
+        for other in (block.before, block.after):
+            if other is not None and other.free:
+                pool = self._free[other.small]
+                pool.pop(bisect_left(pool, (other.size, other.order)))  # type: ignore[arg-type]
+                self._ends_with(other, block)
+                block.size += other.size
+                if other is block.before:
+                    block.before = other.before
+                    if other.before is not None:
+                        other.before.after = block
+                else:
+                    block.after = other.after
+                    if other.after is not None:
+                        other.after.before = block
+        self._keep(block)
+
+    def _ends_with(self, was: Block, now: Block) -> None:
+        """Where an expandable segment ended with `was`, it ends with `now`."""
+        if self._last.get(was.small) is was:
+            self._last[was.small] = now
+
+    def _keep(self, block: Block) -> None:
+        block.free = True
+        insort(self._free[block.small], (block.size, block.order, block))
+
+    def _segment(self, size: int, small: bool) -> Block:
+        """New memory of the device."""
+        if self.expandable:
+            return self._grown(size, small)
+        own = SEGMENT if size < OWN else -(-size // PAGE) * PAGE
+        whole = SMALL_SEGMENT if small else own
+        self._take(whole)
+        return self._new(whole, small)
+
+    def _grown(self, size: int, small: bool) -> Block:
+        """The end of the pool's one segment, with the pages that are missing there."""
+        last = self._last.get(small)
+        over = last if last is not None and last.free else None
+        more = -(-(size - (over.size if over else 0)) // PAGE) * PAGE
+        self._take(more)
+        if over is not None and over.free:
+            pool = self._free[small]
+            pool.pop(bisect_left(pool, (over.size, over.order)))  # type: ignore[arg-type]
+            over.size += more
+            return over
+        block = self._new(more, small)
+        block.before = last
+        if last is not None:
+            last.after = block
+        self._last[small] = block
+        return block
+
+    def _take(self, bytes: int) -> None:
+        """So much more of the device, after all that is free went back where it has no room."""
+        if self.reserved + bytes > self.capacity:
+            self.retries += 1
+            self._give_back()
+            if self.reserved + bytes > self.capacity:
+                raise OutOfMemory
+        self.reserved += bytes
+        self.reserved_peak = max(self.reserved_peak, self.reserved)
+
+    def _new(self, size: int, small: bool) -> Block:
+        self._count += 1
+        return Block(size, small, self._count)
+
+    def _cut(self, block: Block, size: int) -> None:
+        """Leave what is not needed of a block as another, free one."""
+        left = block.size - size
+        if left < UNIT if block.small else left <= SMALL:
+            return
+        rest = self._new(left, block.small)
+        rest.before, rest.after = block, block.after
+        if block.after is not None:
+            block.after.before = rest
+        block.after, block.size = rest, size
+        self._ends_with(block, rest)
+        self._keep(rest)
+
+    def _give_back(self) -> None:
+        """Segments that are wholly free. Pages within an expandable one stay."""
+        for small, pool in self._free.items():
+            kept = []
+            for size, order, block in pool:
+                if block.before is None and block.after is None:
+                    self.reserved -= size
+                    self._last.pop(small, None)
+                else:
+                    kept.append((size, order, block))
+            self._free[small] = kept

@@ -1,0 +1,356 @@
+"""Memory as the allocator would hold it, intervals, calibration, and the held-out experiment."""
+
+import json
+import math
+import sys
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.build import predict
+from headrace.calibration import Calibration, Measured
+from headrace.cli import catalogue
+from headrace.context import elsewhere, make_context
+from headrace.core.allocator import MIB, Allocator, OutOfMemory
+from headrace.core.errors import ConfigError
+from headrace.core.machine import Machine
+from headrace.core.plan import Plan
+from headrace.core.work import EDGE_S, StepTime
+from headrace.intervals import STEP
+from headrace.planner import TIGHT, after, calibrated, foresee, told
+from headrace.reserved import reserve, workspace_bytes
+from headrace.truth import compute
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "benchmarks"))
+foresight, residuals = import_module("foresight"), import_module("residuals")
+H200 = Machine.assumed("NVIDIA H200")
+WORKSPACE = workspace_bytes((9, 0))
+
+
+@pytest.fixture(scope="module")
+def receipts() -> list[Any]:
+    """Every receipt of a step beside its prediction."""
+    return residuals.rows()
+
+
+def on_h200(shape: str, *overrides: str, **how: Any) -> tuple[Plan, Any]:
+    """A plan of benchmarks/plans and where it would run."""
+    text = (ROOT / "benchmarks" / "plans" / f"{shape}.toml").read_text()
+    plan = Plan.read(text, catalogue(), overrides=list(overrides), **how)
+    return plan, elsewhere(make_context(plan, torch.device("cpu")), "NVIDIA H200")
+
+
+# --- the allocator ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bytes", "allocated", "reserved"),
+    [
+        (1, 512, 2 * MIB),
+        (MIB, MIB, 2 * MIB),
+        (MIB + 1, MIB + 512, 20 * MIB),
+        (9 * MIB, 9 * MIB, 20 * MIB),
+        (10 * MIB, 10 * MIB, 10 * MIB),
+        (13 * MIB, 14 * MIB, 14 * MIB),  # the rest is too small to be cut off
+        (13 * MIB - 512, 13 * MIB - 512, 14 * MIB),
+    ],
+)
+def test_segments_are_as_torch_documents_them(bytes: int, allocated: int, reserved: int) -> None:
+    one = Allocator()
+    one.allocate(bytes)
+    assert (one.allocated, one.reserved) == (allocated, reserved)
+
+
+def test_free_blocks_are_taken_cut_and_joined() -> None:
+    one = Allocator()
+    large, small = one.allocate(100 * MIB), one.allocate(40 * MIB)
+    one.release(large)
+    one.release(small)
+    assert one.allocate(30 * MIB) is small  # the smallest that is large enough
+    part = one.allocate(60 * MIB)
+    assert part is large and one.reserved == 140 * MIB
+    rest = one.allocate(40 * MIB)
+    assert rest.before is part and one.reserved == 140 * MIB
+    one.release(part)
+    one.release(rest)
+    assert one.allocate(100 * MIB).after is None and one.reserved_peak == 140 * MIB
+
+
+def test_what_is_free_goes_back_before_memory_is_out() -> None:
+    one = Allocator(200 * MIB)
+    one.release(one.allocate(100 * MIB))
+    kept = one.allocate(90 * MIB)  # cut from those 100
+    with pytest.raises(OutOfMemory):
+        one.allocate(150 * MIB)
+    one.release(kept)
+    one.allocate(150 * MIB)
+    assert one.retries == 2 and one.reserved == 150 * MIB
+    grows = Allocator(200 * MIB, expandable=True)
+    grows.release(grows.allocate(100 * MIB))
+    grows.allocate(150 * MIB)
+    assert grows.retries == 0 and grows.reserved == 150 * MIB
+
+
+# --- memory ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", [(), ("torch_compile",), ("bf16_parameters",)])
+def test_a_replay_holds_what_the_ledger_says_and_little_more(changes: tuple[str, ...]) -> None:
+    plan, context = on_h200("1b", without=list(changes))
+    ledger = predict(plan, context)
+    free = reserve(ledger, capacity=math.inf, workspace=WORKSPACE)
+    peak = ledger.peak()[1] + WORKSPACE
+    assert free.allocated == pytest.approx(peak, rel=0.002)
+    assert 0.999 < free.bytes / peak < 1.15 and free.fits and not free.retries
+    grows = reserve(ledger, capacity=math.inf, workspace=WORKSPACE, expandable=True)
+    assert 0.999 < grows.bytes / peak < 1.02
+    assert not reserve(ledger, capacity=0.97 * peak, workspace=WORKSPACE).fits
+
+
+def test_what_an_h200_reserved_is_foreseen(receipts: list[Any]) -> None:
+    off = {(r.shape, r.what): 1 / r.reserved - 1 for r in receipts if r.reserved is not None}
+    assert len(off) >= 37  # graphs' pools among them
+    assert median(map(abs, off.values())) < 0.01, off
+    assert max(map(abs, off.values())) < 0.035, max(off.items(), key=lambda pair: abs(pair[1]))
+
+
+def test_what_ran_fits_and_what_ran_out_of_memory_does_not(receipts: list[Any]) -> None:
+    assert {row.fits for row in receipts} <= {"yes", "tight"}
+    every = residuals.standing("techniques", ROOT / "results", full=False)
+    full = [  # tf32 holds what its base holds
+        row for row in every if "out of memory" in row.get("refused", "")
+        and (row["technique"] == "tf32" or row["refused"].startswith("out of memory"))
+    ]  # fmt: skip
+    assert len(full) >= 4
+    for row in full:
+        plan = residuals.plan_of(row)
+        assert foresee(plan, residuals.on_device(plan), H200).fits == "no", row["technique"]
+
+
+def test_segments_that_grow_reserve_less() -> None:
+    (plan, context), (grows, there) = on_h200("1b"), on_h200("1b", with_=["expandable_segments"])
+    plain, less = foresee(plan, context, H200), foresee(grows, there, H200)
+    assert less.peak_bytes == plain.peak_bytes and plain.reserved_bytes and less.reserved_bytes
+    assert less.peak_bytes < less.reserved_bytes < 0.99 * plain.reserved_bytes
+
+
+def test_a_run_in_its_own_process_holds_the_libraries_workspaces(receipts: list[Any]) -> None:
+    rows = {r.what: r for r in receipts if r.what in ("peers", "mfu: selective_rows2")}
+    assert len(rows) == 2  # the rest were read in a process that had them before
+    assert all(row.allocated == pytest.approx(1, abs=5e-4) for row in rows.values()), rows
+
+
+def test_nothing_is_said_to_fit_above_93_percent() -> None:
+    plan, context = on_h200("1b")
+    found = foresee(plan, context, H200)
+    assert found.reserved_bytes and found.fits == "yes"
+    assert found.peak_bytes < found.reserved_bytes < 1.05 * found.peak_bytes
+    assert found.instants[found.peak_at] == found.peak_bytes == max(found.instants.values())
+    assert found.instants["forward"] < found.instants["loss"]
+    assert sum(found.owners.values()) == pytest.approx(found.peak_bytes)
+
+    def on(capacity: float) -> Any:
+        return foresee(plan, context, replace(
+            H200, memory_bytes=int(capacity) + H200.context_bytes
+        ))  # fmt: skip
+
+    assert on(1.01 * found.reserved_bytes / TIGHT).fits == "yes"
+    assert on(0.99 * found.peak_bytes / TIGHT).fits == "tight"
+    near = on(1.001 * found.peak_bytes)
+    assert near.fits == "tight" and near.reserved_bytes <= near.capacity_bytes
+    assert on(0.99 * found.peak_bytes).fits == "no"
+    assert "held by torch's allocator" in told(plan, found)
+
+
+def test_scores_that_no_kernel_spares_do_not_fit() -> None:
+    fp32, names = (
+        ("model.precision=fp32", "batch.micro_sequences=4"),
+        [*on_h200("1b")[0].techniques],
+    )
+    plan, context = on_h200("1b", *fp32, without=names)
+    assert predict(plan, context).peak()[1] < 100 * 2**30
+    assert foresee(plan, context, H200).fits == "no"  # it ran out of memory
+    plan, context = on_h200("1b", *fp32, "model.kv_heads=32", without=names)
+    assert foresee(plan, context, H200).fits == "yes"
+
+
+# --- intervals -------------------------------------------------------------------------------
+
+
+def test_intervals_hold_80_percent_of_what_was_measured(receipts: list[Any]) -> None:
+    rows = [row for row in receipts if row.ratio is not None]
+    assert len(rows) > 60 and {row.shape for row in rows} == {"160m", "1b", "7b"}
+    for tier, (low, high, _) in residuals.widths(rows).items():
+        width = STEP[tier]
+        assert width.low == pytest.approx(low, abs=0.02), tier
+        assert width.high == pytest.approx(high, abs=0.02), tier
+    width = STEP["no_gpu"]
+    assert sum(width.low <= r.ratio <= width.high for r in rows) / len(rows) >= 0.8
+
+
+@pytest.mark.parametrize(
+    ("goal", "until", "hours"),
+    [
+        (["goal.minutes=30", "goal.steps=10000000"], "30 minutes", 0.5),
+        (["goal.dollars=8"], "step 24", None),
+        (["goal.dollars=8", "goal.steps=10000000"], "$8.00", 2.0),
+        (["goal.tokens=3276800", "goal.steps=1000"], "step 100", None),
+        (["goal.bits_per_byte=1.1", "goal.minutes=6", "goal.steps=10000000"],
+         "1.1 bits per byte, nobody knows when: no loss curve is measured yet; at the latest 6 "
+         "minutes", 0.1),
+    ],
+)  # fmt: skip
+def test_when_a_run_ends(goal: list[str], until: str, hours: float | None) -> None:
+    plan, context = on_h200("1b", "hardware.dollars_per_hour=4", *goal)
+    found = foresee(plan, context, H200)
+    assert found.until == until and found.step_s and found.hours
+    ends, width = found.between["hours"], STEP["no_gpu"]
+    if hours is not None:
+        assert found.hours == ends.low == ends.high == hours
+    else:
+        assert found.hours == pytest.approx(int(until.split()[1]) * found.step_s / 3600)
+        assert ends.low == pytest.approx(width.low * found.hours)
+        assert ends.high == pytest.approx(width.high * found.hours)
+    assert found.between["dollars"].high == pytest.approx(4 * ends.high)
+    assert f"until {until}" in told(plan, found)
+    rate = found.between["tokens_per_s"]
+    assert rate.high == pytest.approx(plan.batch.tokens / found.between["step_s"].low)
+
+
+def test_a_target_alone_has_no_hours() -> None:
+    plan, context = on_h200("1b", "goal.bits_per_byte=1.1", "schedule.steps=99")
+    plan = plan.replaced(goal={"bits_per_byte": 1.1})
+    found = foresee(plan, context, H200)
+    assert found.hours is None and "nobody knows when" in told(plan, found)
+
+
+# --- after measured steps --------------------------------------------------------------------
+
+
+def test_measured_phases_are_met_and_carried_over() -> None:
+    time = StepTime({("forward", "product"): 1.0, ("recompute", "stream"): 0.5,
+                     ("backward", "product"): 1.5, ("optimizer", "stream"): 0.25}, 0.1)  # fmt: skip
+    phases = {"forward": 1.1, "backward": 2.6, "optimizer": 0.25, "input": 0.0}
+    found = Calibration.of(time, Measured(3.95 + EDGE_S, phases), "one")
+    assert found.factors == pytest.approx(
+        {"forward": 1.1, "recompute": 1.3, "backward": 1.3, "optimizer": 1.0}
+    )
+    assert found.step_s(time) == pytest.approx(3.95 + EDGE_S)
+    other = StepTime({("forward", "product"): 2.0}, 0.1)
+    assert found.step_s(other) == pytest.approx(2.2 + EDGE_S)
+    waited = Calibration.of(time, Measured(4.95 + EDGE_S, {**phases, "input": 1 + EDGE_S}), "one")
+    assert waited.factors == pytest.approx(found.factors) and waited.waits_s == pytest.approx(1.0)
+    whole = Calibration.of(time, Measured(6.5 + EDGE_S), "one")
+    assert set(whole.factors.values()) == {2.0}
+    with pytest.raises(ConfigError, match="too far apart"):
+        Calibration.of(time, Measured(60.0), "one")
+
+
+def test_a_run_sets_the_model_for_other_plans(tmp_path: Path) -> None:
+    plan, context = on_h200("1b")
+    before = foresee(plan, context, H200)
+    assert before.step_s
+    (tmp_path / "plan.toml").write_text(plan.to_toml())
+    with pytest.raises(ConfigError, match="no steady steps"):
+        after(tmp_path, catalogue(), context, H200)
+    phases = {"input": 0.0, "forward": 9.0, "backward": 18.0, "optimizer": 0.4}
+    report = {"steady_tokens_per_s": plan.batch.tokens / (1.1 * before.step_s), "steps": 30,
+              "tokens": 30 * plan.batch.tokens, "phase_s": phases}  # fmt: skip
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    found = after(tmp_path, catalogue(), context, H200)
+    assert foresee(plan, context, H200, found).step_s == pytest.approx(1.1 * before.step_s)
+    steps = [1.2 * before.step_s] * 20
+    rows = [{"step_s": 9.0, "compile_s": 0.0}, {"step_s": 0.0, "compile_s": 5.0},
+            *({"step_s": s, "compile_s": 0.0} for s in steps)]  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    found = after(tmp_path, catalogue(), context, H200)
+    same = foresee(plan, context, H200, found)
+    assert same.step_s == pytest.approx(1.2 * before.step_s) and found.steps == 20
+    assert same.tier == "after_20_steps" and "measured steps of 1b" in told(plan, same)
+    other, there = on_h200("160m")
+    moved = foresee(other, there, H200, found)
+    plain = foresee(other, there, H200)
+    assert moved.step_s and plain.step_s and 1.15 < moved.step_s / plain.step_s < 1.25
+    assert found == calibrated(plan, context, H200, Measured(1.2 * before.step_s))
+
+
+# --- the held-out experiment -----------------------------------------------------------------
+
+
+def test_the_list_is_what_was_asked_for() -> None:
+    every = list(foresight.configurations())
+    assert len({one.id for one in every}) == len(every) > 200
+    choices: dict[str, list[Any]] = {}
+    for one in every:
+        if one.choice:
+            choices.setdefault(one.choice, []).append(one.plan)
+    plans = [plan for candidates in choices.values() for plan in candidates]
+    assert len(plans) >= 40 and len({plan.name for plan in plans}) >= 5
+    assert sum(len(candidates) >= 6 for candidates in choices.values()) >= 4
+    lengths = {plan.data.sequence_length for plan in plans}
+    assert min(lengths) <= 4096 and max(lengths) == 65536
+    known = [on_h200(shape)[0].model for shape in ("160m", "1b", "7b")]
+    sizes = {(m.dim, m.layers, m.vocab) for m in known}
+    assert not sizes & {(p.model.dim, p.model.layers, p.model.vocab) for p in plans}
+    assert all(t.timed for plan in plans for t in plan.techniques.values())
+
+
+TINY = """
+[common]
+device = "cpu"
+goal = { steps = 9 }
+[shapes]
+tiny = { dim = 32, layers = 2, heads = 2, ffn = 48, vocab = 320, precision = "bf16" }
+[sets]
+recipe = ""
+full = "+full_checkpoint"
+[[choices]]
+shape = "tiny"
+length = 16
+rows = 4
+sets = ["recipe", "full"]
+[memory]
+shapes = ["tiny"]
+length = 16
+rows = [1, 2]
+sets = ["recipe"]
+"""
+
+
+def test_predictions_then_outcomes_then_picks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "list.toml").write_text(TINY)
+
+    def go(*words: str) -> None:
+        told = ["foresight.py", *words, "--list", f"{tmp_path / 'list.toml'}"]
+        folders = ["--results", str(tmp_path), "--missing", str(tmp_path), "--here"]
+        monkeypatch.setattr(sys, "argv", [*told, *folders])
+        foresight.main()
+
+    monkeypatch.setattr(foresight, "WARM", 1)
+    monkeypatch.setattr(foresight, "TIMED", 1)
+    go("predict")
+    go("predict")
+    rows = foresight.known(tmp_path)
+    assert [row["kind"] for row in rows] == ["prediction"] * 4
+    assert {row["says"] for row in rows} == {"yes"} and not any(row["risky"] for row in rows)
+    assert [row["step_s"] is None for row in rows] == [False, False, True, True]
+    go("picks")
+    assert not (tmp_path / "picks.jsonl").exists()
+    go("measure")
+    go("measure")
+    outcomes = [row for row in foresight.known(tmp_path) if row["kind"] == "outcome"]
+    assert [row["id"] for row in outcomes] == ["tiny-16x4/recipe", "tiny-16x4/full"]
+    assert all(row["step_s"] and row["fits"] for row in outcomes)
+    go("picks")
+    go("picks")
+    found = compute(tmp_path)
+    assert found["step_time_error_no_gpu"]["n"] == found["pick_regret"]["candidates"] == 2
+    assert found["false_fits"]["n"] == 4 and found["false_fits"]["value"] == 0
