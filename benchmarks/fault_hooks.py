@@ -33,6 +33,8 @@ class Case:
         step_s: of the healthy run.
         lead_s: in which its host waited for the device, of a step.
         ranks: processes.
+        foreign: whether a loop that is not ours trains it.
+        resumed: whether it ends at its half and goes on from there.
     """
 
     text: str
@@ -42,6 +44,8 @@ class Case:
     step_s: float = 0.0
     lead_s: float = 0.0
     ranks: int = 1
+    foreign: bool = False
+    resumed: bool = False
 
     @property
     def extra_s(self) -> float:
@@ -77,6 +81,7 @@ class Fault:
         setting: overrides of the healthy run too.
         change: overrides of the faulty one, by wanted severity.
         ranks: processes that it takes.
+        foreign: see Case.
     """
 
     expected: str
@@ -87,6 +92,7 @@ class Fault:
     setting: tuple[str, ...] = ()
     change: Callable[[float], tuple[str, ...]] = field(default=lambda severity: ())
     ranks: int = 1
+    foreign: bool = False
 
 
 @contextmanager

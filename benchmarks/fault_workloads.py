@@ -1,8 +1,9 @@
 """What faults are planted into: small runs for a CPU, larger ones for a GPU, as plans.
 
 A CPU's have steps of some ten milliseconds and are over in seconds; a GPU's go from 30M to 1.2B
-parameters. They differ in depth, width, length, batch and techniques, so that a threshold which
-fits one of them only is found out.
+parameters, and record a trace of a few steps. They differ in depth, width, length, batch and
+techniques, so that a threshold which fits one of them only is found out. UNSEEN were written beside
+the doctor's thresholds and never run to set one.
 """
 
 import asyncio
@@ -55,6 +56,8 @@ lr = 3e-4
 warmup_steps = 4
 steps = 400
 [techniques.cudnn_attention]
+[trace]
+every_steps = 100
 """
 COMMON = """
 name = "{name}"
@@ -81,6 +84,28 @@ def _make(
 BLOCKS = '[techniques.torch_compile]\nscope = "block"\n'
 LEAN = f"{BLOCKS}[techniques.fused_swiglu]\n[techniques.fused_cross_entropy]\n"
 MIXED = "[techniques.mixture_of_experts]\nexperts = 4\ntop_k = 2\n"
+VARIANTS = {
+    "plain": (),
+    "clipped": ("optimizer.clip_norm=0.1",),
+    "packed": ("techniques.document_packing={}",),
+    "evaluated": ("eval.every_steps=4",),
+    "saved": ("checkpoint.every_steps=8",),
+    "resumed": ("checkpoint.every_steps=16",),
+    "scaled": ("model.precision=fp16", "techniques.fp16_loss_scaling={}"),
+    "autocast": ("model.precision=bf16", "techniques.bf16_autocast={}"),
+    "adapters": ("techniques.lora={rank = 8}", "optimizer.lr=3e-4"),
+    "accumulated": ("batch.micro_sequences=4",),
+    "long": ("goal.steps=120",),
+    "short": ("goal.steps=14",),
+    "gentle": ("optimizer.lr=3e-5", "schedule.warmup_steps=0"),
+    "compiled": ('techniques.torch_compile={scope = "block", backend = "aot_eager"}',),
+    "dropped": ("techniques.stochastic_depth={rate = 0.2}",),
+    "growing": ("techniques.sequence_length_schedule={start = 16}",),
+}
+"""What a healthy run may have beside its workload: name -> overrides. One that is resumed is
+trained to its half first. None trades time for memory that is free, which is a fault."""
+TIED = "[techniques.tied_embeddings]\n[techniques.z_loss]\n"
+UNSEEN = ("cpu_tied", "cpu_muon", "gpu_90m_deep", "gpu_600m_muon")
 WORKLOADS = {
     workload.name: workload
     for workload in (
@@ -92,8 +117,12 @@ WORKLOADS = {
         _make("cpu_experts", "cpu", "dim = 64, layers = 2, heads = 2, ffn = 128", length=64,
               more=MIXED),
         _make("cpu_wide", "cpu", "dim = 192, layers = 1, heads = 4, ffn = 512", length=64),
+        _make("cpu_tied", "cpu", "dim = 80, layers = 5, heads = 5, ffn = 208", length=32,
+              more=TIED),
+        _make("cpu_muon", "cpu", "dim = 112, layers = 2, heads = 7, kv_heads = 1, ffn = 288",
+              length=128, batch="micro_sequences = 8", more="[techniques.muon]\n"),
         _make("gpu_30m", "cuda", "dim = 384, layers = 8, heads = 6, ffn = 1024, vocab = 16384",
-              length=1024),
+              length=1024, more=LEAN),
         _make("gpu_160m", "cuda", "dim = 768, layers = 12, heads = 12, ffn = 2048, vocab = 32768",
               length=2048, more=LEAN),
         _make("gpu_160m_accumulated", "cuda",
@@ -105,6 +134,12 @@ WORKLOADS = {
         _make("gpu_1b", "cuda",
               "dim = 2048, layers = 16, heads = 32, kv_heads = 8, ffn = 8192, vocab = 65536",
               length=4096, more=LEAN),
+        _make("gpu_90m_deep", "cuda",
+              "dim = 512, layers = 24, heads = 8, ffn = 1408, vocab = 16384", length=512,
+              more=BLOCKS + TIED),
+        _make("gpu_600m_muon", "cuda",
+              "dim = 1536, layers = 16, heads = 12, kv_heads = 4, ffn = 4096, vocab = 32768",
+              length=2048, batch="micro_sequences = 4", more=LEAN + "[techniques.muon]\n"),
     )
 }  # fmt: skip
 """name -> workload."""

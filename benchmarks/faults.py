@@ -2,7 +2,6 @@
 
     python benchmarks/faults.py --workloads cpu_dense cpu_packed --faults slow_loader spikes
     python benchmarks/faults.py --healthy 20
-    python benchmarks/faults.py --held-out spikes throttled_rank cpu_wide
 
 Each run is `headrace.train.run` in a process of its own, then `headrace doctor` reads its folder
 and its first finding is the verdict. A fault is planted from outside (faults_planted.py) at the
@@ -12,7 +11,8 @@ which share cores and wait for each other. `counts` says what severity is a shar
 time; of the tokens; of the progress, which is the share of the healthy run's steps that the faulty
 one is behind at its end; of the steps that had the fault; of the device's memory. A run that fails
 of its fault is judged by what it left. A fault that cannot be planted on a device is told and has
-no row; a run that left nothing has a refused one.
+no row; a run that left nothing has a refused one. Rows of faults and workloads in HELD_OUT and
+UNSEEN are marked: these were written beside the thresholds and never run to set them.
 """
 
 import argparse
@@ -31,19 +31,22 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import fault_foreign
 import receipts
 import torch
 from fault_hooks import Case
-from fault_workloads import WORKLOADS, Workload
-from faults_planted import FAULTS, change_of, settings_of, train_case
+from fault_workloads import UNSEEN, VARIANTS, WORKLOADS, Workload
+from faults_planted import FAULTS, HELD_OUT, change_of, settings_of, train_case
 
 from headrace.core.errors import HeadraceError
+from headrace.core.symptoms import BOTTLENECKS
 from headrace.doctor.run import diagnose
 from headrace.doctor.window import WARM_STEPS, read_rows
 
 SEVERITIES = (0.1, 0.2, 0.4)
 CHILD_LIMIT_S = 300
-JUDGE = "headrace/doctor/judge.py"
+JUDGE = ("headrace/doctor/judge.py", "headrace/doctor/window.py", "headrace/doctor/trace/limits.py")
+"""Where the doctor's thresholds stand, and what they are held against is computed."""
 ABSTAINED = "not measured"
 SMOOTH = 5
 """Steps over which losses are averaged before runs are compared."""
@@ -54,7 +57,7 @@ class Ran:
     """A run that has ended.
 
     Args:
-        folder: the run's.
+        folder: the run's; of a loop that is not ours, the file that its watch saved.
         facts: what the fault tells of itself.
         error: why it ended early, "" when it did not.
         rows: metrics.jsonl.
@@ -70,7 +73,7 @@ class Ran:
     @property
     def step_s(self) -> float:
         """Of a step, what recompiling costs included, spread over all steps."""
-        rows = self.rows[WARM_STEPS:]
+        rows = [r for r in self.rows[WARM_STEPS:] if not r.get("traced")]
         usual = median([r["step_s"] for r in rows if not r["compile_s"]] or [math.nan])
         again = sum(r["step_s"] - usual for r in rows if r["compile_s"])
         return usual + max(0.0, again) / max(1, len(rows))
@@ -111,7 +114,7 @@ class Examination:
         self.ends_s = time.monotonic() + args.limit_s
         self.count, self.right, self.said = 0, 0, 0
         self.thresholds = thresholds()
-        self.healthy: dict[tuple[str, int, tuple[str, ...]], Ran | str] = {}
+        self.healthy: dict[tuple[Any, ...], Ran | str] = {}
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(["faults_planted"])
 
@@ -132,11 +135,15 @@ class Examination:
             **what,
         )  # fmt: skip
         told, folder = self.work / f"{name}.json", self.work / "runs" / name
+        watched = folder / fault_foreign.FILE
         if self.args.here:
             train_case(case, told)
         elif why := self._children(case, told):
             return why
         answer = json.loads(told.read_text())
+        if watched.is_file():
+            report = json.loads(watched.read_text())
+            return Ran(watched, answer["facts"], answer["error"], report["rows"], report)
         if not (folder / "report.json").is_file():
             return answer["error"] or "the run left no report"
         report = json.loads((folder / "report.json").read_text())
@@ -173,12 +180,13 @@ class Examination:
         return f"the process failed: {said[-1] if said else children[0].exitcode}"
 
     def reference(
-        self, workload: Workload, ranks: int = 1, setting: tuple[str, ...] = ()
-    ) -> Ran | str:
+        self, workload: Workload, ranks: int = 1, setting: tuple[str, ...] = (),
+        foreign: bool = False,
+    ) -> Ran | str:  # fmt: skip
         """The healthy run that faults are held against: the fastest, for noise only slows."""
-        key = (workload.name, ranks, setting)
+        key = (workload.name, ranks, setting, foreign)
         for _ in range(self.args.references if key not in self.healthy else 0):
-            ran = self.run(workload, setting, ranks=ranks)
+            ran = self.run(workload, setting, ranks=ranks, foreign=foreign)
             before = self.healthy.get(key)
             if isinstance(ran, str):
                 self.healthy.setdefault(key, ran)
@@ -186,7 +194,8 @@ class Examination:
             if not isinstance(before, Ran) or ran.step_s < before.step_s:
                 self.healthy[key] = ran
             if ranks == 1:
-                self.write("healthy", workload, ran, setting=list(setting))
+                about = {"setting": list(setting), "foreign": foreign}
+                self.write("healthy", workload, ran, **about)
         return self.healthy[key]
 
     def fault(self, name: str, severity: float, workload: Workload) -> None:
@@ -196,7 +205,7 @@ class Examination:
             print(f"{name} in {workload.name}: no row: {fault.why_not}", flush=True)
             return
         setting = settings_of(fault, workload.device)
-        healthy = self.reference(workload, fault.ranks, setting)
+        healthy = self.reference(workload, fault.ranks, setting, fault.foreign)
         about = {
             "fault": name, "wanted": severity, "counts": fault.counts,
             "held_out": name in self.args.held_out or workload.name in self.args.held_out,
@@ -209,6 +218,7 @@ class Examination:
         ran = self.run(
             workload, [*setting, *change_of(fault, severity, plan)], fault=name, severity=severity,
             step_s=healthy.step_s, lead_s=healthy.lead_s, ranks=fault.ranks,
+            foreign=fault.foreign,
         )  # fmt: skip
         if isinstance(ran, str):
             self.refuse(workload, ran, **about)
@@ -216,6 +226,19 @@ class Examination:
         found = severity_of(fault.counts, ran, healthy)
         times = {"healthy_step_s": healthy.step_s, "step_s": ran.step_s}
         self.write("fault", workload, ran, severity=found, **about, **times)
+
+    def seed(self, workload: Workload, seed: int) -> None:
+        """One healthy run: each seed has a variant of the workload."""
+        if self.late:
+            return
+        variant = [*VARIANTS][seed % len(VARIANTS)]
+        given = [f"seed={seed}", *VARIANTS[variant]]
+        ran = self.run(workload, given, resumed=variant == "resumed")
+        if isinstance(ran, Ran) and not ran.error:
+            self.write("healthy", workload, ran, variant=variant)
+        else:
+            why = ran if isinstance(ran, str) else ran.error
+            print(f"{variant} in {workload.name}: no row: {why}", flush=True)
 
     def refuse(self, workload: Workload, why: str, **about: Any) -> None:
         """A row of a run that left nothing."""
@@ -232,18 +255,19 @@ class Examination:
             findings = diagnose([ran.folder])
         except HeadraceError as error:
             findings, ran.error = [], f"{ran.error} doctor: {error.message}".strip()
-        first = findings[0] if findings else None
+        first = next((f for f in findings if f.bottleneck in (*BOTTLENECKS, ABSTAINED)), None)
         verdict = first.bottleneck if first else None
-        abstained = not findings or any(f.bottleneck == ABSTAINED for f in findings)
+        unread = any(f.bottleneck == ABSTAINED for f in findings)
+        abstained = first is None or (verdict in ("computation", ABSTAINED) and unread)
         receipts.append(
             "doctor", {}, results=self.args.results, measurement=measurement,
             workload=workload.name, verdict=verdict, abstained=abstained,
             evidence=f"{first.sentence} ({first.evidence})" if first else "",
             findings=[[f.bottleneck, round(f.share, 4)] for f in findings],
             thresholds=self.thresholds, ended=ran.error, planted=ran.facts,
-            steps=len(ran.rows), seeds=[ran.report["seed"]], **about,
+            steps=len(ran.rows), seeds=[ran.report.get("seed")], **about,
         )  # fmt: skip
-        told = "healthy"
+        told = f"healthy {about.get('variant', '')}".strip()
         if measurement == "fault":
             self.said += 1
             self.right += verdict == about["expected"]
@@ -266,7 +290,7 @@ def thresholds() -> str | None:
     """The commit of the judge's last change; None outside of a checkout."""
     git = ["git", "-C", str(receipts.ROOT)]
     last, open_ = (
-        subprocess.run([*git, *words, "--", JUDGE], capture_output=True, text=True, check=False)
+        subprocess.run([*git, *words, "--", *JUDGE], capture_output=True, text=True, check=False)
         for words in (("log", "-1", "--format=%h"), ("status", "--porcelain"))
     )
     found = last.stdout.strip()
@@ -289,7 +313,12 @@ def main() -> None:
     parser.add_argument("--severities", nargs="+", type=float, default=list(SEVERITIES))
     parser.add_argument("--healthy", type=int, default=0, help="seeds of each healthy workload")
     parser.add_argument("--references", type=int, default=1, help="healthy runs to be held against")
-    parser.add_argument("--held-out", nargs="*", default=[], help="faults and workloads")
+    parser.add_argument(
+        "--held-out",
+        nargs="*",
+        default=[*HELD_OUT, *UNSEEN],
+        help="faults and workloads that no threshold was set by",
+    )
     parser.add_argument("--limit-s", type=float, default=math.inf, help="no case begins later")
     parser.add_argument("--missing", type=Path, help="a results folder: only what has no row there")
     parser.add_argument("--results", type=Path, default=receipts.ROOT / "results")
@@ -306,13 +335,7 @@ def main() -> None:
         done = done_before(args.missing, exam.thresholds)
         for name in names:
             for seed in range(1, args.healthy + 1):
-                if exam.late:
-                    break
-                ran = exam.run(WORKLOADS[name], [f"seed={seed}"])
-                if isinstance(ran, Ran):
-                    exam.write("healthy", WORKLOADS[name], ran)
-                else:
-                    print(f"healthy {name}: {ran}", flush=True)
+                exam.seed(WORKLOADS[name], seed + names.index(name))
             for fault, severity in ((f, s) for f in asked for s in args.severities):
                 if (fault, severity, name) in done:
                     continue

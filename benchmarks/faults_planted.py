@@ -1,209 +1,44 @@
 """Faults that are planted into a run from outside, and the process that trains with one.
 
 A fault is a context manager around `headrace.train.run`: it replaces a function for as long as it
-is entered, and the run knows nothing of it. It yields what it did, which the row then tells. Time
-is scaled to the step of a healthy run; on a GPU the host first uses up the lead that it has.
+is entered, and the run knows nothing of it. It yields what it did, which the row then tells. Those
+that take time are in fault_times.py, and the loop that is not ours in fault_foreign.py.
+
+HELD_OUT were written beside the doctor's thresholds and never run to set one.
 """
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import fault_foreign
+import fault_times as times
 import torch
-from fault_hooks import Case, Facts, Fault, after_blocks, before_steps, built, patched
+from fault_hooks import Case, Facts, Fault, before_steps
 from torch import Tensor
 
 from headrace import train
 from headrace.core.errors import HeadraceError
 from headrace.core.plan import Plan
-from headrace.data.loader import Loader, Micro, StepBatch
+from headrace.data.loader import Micro
 from headrace.model.attention import Sdpa
-from headrace.model.decoder import Block
 from headrace.model.head import IGNORED
 from headrace.model.mask import MaskSpec
-from headrace.parallel.world import World
 from headrace.progress import Progress
 from headrace.sockets import Build
 
 FROM_STEP = 44
 """Where faults begin that need healthy steps before them."""
-CLOCKED = 100
-"""Tiny operations by which one is timed."""
 MIB = 2**20
-
-
-# --- time ------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _plan_alone(case: Case) -> Iterator[Facts]:
     """The plan says it all."""
     yield {}
-
-
-@contextmanager
-def _slow_loader(case: Case) -> Iterator[Facts]:
-    """The loader sleeps."""
-    sleep_s = case.lead_s + case.extra_s
-
-    def make(step: Any) -> Any:
-        def slept(loader: Loader, *given: Any) -> StepBatch:
-            time.sleep(sleep_s)
-            return step(loader, *given)
-
-        return slept
-
-    with patched(Loader, "step", make):
-        yield {"sleep_s": sleep_s}
-
-
-@contextmanager
-def _many(case: Case, spend_s: float, act: Callable[[Tensor], Any]) -> Iterator[Facts]:
-    """After each block `act` so often that a step's calls take `spend_s`."""
-    do, facts = _spending(act, spend_s / case.block_calls())
-    with after_blocks(do):
-        yield facts
-
-
-def _spending(
-    act: Callable[[Tensor], Any], spend_s: float
-) -> tuple[Callable[[Tensor], None], Facts]:
-    """A function that acts so often that it takes `spend_s`; one act is timed at the first call."""
-    facts: Facts = {}
-
-    def do(out: Tensor) -> None:
-        if not facts:
-            facts["unit_s"] = unit_s = _timed(act, out)
-            facts["times"] = max(1, round(spend_s / unit_s))
-        for _ in range(facts["times"]):
-            act(out)
-
-    return do, facts
-
-
-def _timed(act: Callable[[Tensor], Any], out: Tensor) -> float:
-    """Seconds of one `act`, on a device that has nothing else to do."""
-    wait = torch.cuda.synchronize if out.is_cuda else lambda: None
-    act(out)
-    wait()
-    begin = time.perf_counter()
-    for _ in range(CLOCKED):
-        act(out)
-    wait()
-    return (time.perf_counter() - begin) / CLOCKED
-
-
-def tiny(out: Tensor) -> Tensor:
-    """An operation on one token, of which nobody reads the result."""
-    return out.detach()[0, :1] + 1.0
-
-
-def _tiny_kernels(case: Case) -> AbstractContextManager[Facts]:
-    """Many kernels that do next to nothing."""
-    return _many(case, case.lead_s + case.extra_s, tiny)
-
-
-def _items(case: Case) -> AbstractContextManager[Facts]:
-    """Numbers read from the device in the middle of a step."""
-    return _many(case, case.extra_s, lambda out: out.detach()[0, 0, 0].item())
-
-
-@contextmanager
-def _new_lengths(case: Case) -> Iterator[Facts]:
-    """Rows cut to another length every few steps: as many tokens, another shape."""
-    shapes = {0.1: 3, 0.2: 4}.get(case.severity, 6)
-    every = max(2, ((case.plan().goal.steps or 0) - 4) // shapes)
-    factors = (2, 4, 8, 16, 32, 0.5)
-
-    def cut(tensor: Tensor | None, factor: float) -> Tensor | None:
-        return None if tensor is None else tensor.reshape(-1, int(tensor.size(1) / factor))
-
-    def change(build: Build, micros: list[Micro], index: int) -> list[Micro]:
-        turn = index // every
-        factor = factors[(turn - 1) % len(factors)] if 0 < turn <= shapes else 1
-        if factor == 1:
-            return micros
-        names = ("ids_BT", "targets_BT", "segments_BT", "positions_BT")
-        return [replace(m, **{n: cut(getattr(m, n), factor) for n in names}) for m in micros]
-
-    with before_steps(change):
-        yield {"shapes": shapes}
-
-
-@contextmanager
-def _graph_breaks(case: Case) -> Iterator[Facts]:
-    """Before and behind each block stands what the compiler may not see, operation by operation."""
-    do, facts = _spending(tiny, (case.lead_s + case.extra_s) / case.block_calls() / 2)
-
-    def eager(x_BTD: Tensor) -> None:
-        if torch.is_grad_enabled():
-            do(x_BTD)
-
-    unseen: Any = torch.compiler.disable(eager)
-
-    def make(forward: Any) -> Any:
-        def broken(block: Any, x_BTD: Tensor, shared: Any) -> Tensor:
-            unseen(x_BTD)
-            x_BTD = forward(block, x_BTD, shared)
-            unseen(x_BTD)
-            return x_BTD
-
-        return broken
-
-    with patched(Block, "forward", make):
-        yield facts
-
-
-@contextmanager
-def _fp32_products(case: Case) -> Iterator[Facts]:
-    """The MLPs of some blocks multiply in fp32."""
-    facts: Facts = {}
-
-    def widen(build: Build) -> None:
-        blocks = list(build.model.blocks.values())
-        facts["blocks"] = count = max(1, round(len(blocks) * case.extra_s / case.step_s / 4))
-        for block in blocks[:count]:
-            block.mlp.forward = _wide(block.mlp.forward)  # type: ignore[union-attr]
-
-    with built(widen):
-        yield facts
-
-
-def _wide(forward: Any) -> Any:
-    def wide(x_BTD: Tensor, *given: Any) -> Tensor:
-        with torch.autocast(x_BTD.device.type, enabled=False):
-            return forward(x_BTD.float(), *given).to(x_BTD.dtype)
-
-    return wide
-
-
-@contextmanager
-def _throttled_rank(case: Case) -> Iterator[Facts]:
-    """The last rank works more slowly than the others."""
-    sleep_s = case.extra_s / case.block_calls()
-    last = torch.distributed.get_rank if case.ranks > 1 else lambda: -1
-    with after_blocks(lambda out: time.sleep(sleep_s if last() == case.ranks - 1 else 0.0)):
-        yield {"sleep_s": case.extra_s}
-
-
-@contextmanager
-def _slow_collective(case: Case) -> Iterator[Facts]:
-    """Every sum of gradients takes longer, on every rank."""
-
-    def make(reduce: Any) -> Any:
-        def slept(world: World, tensors: list[Tensor], axis: str = "shard") -> None:
-            reduce(world, tensors, axis)
-            if axis == "shard":
-                time.sleep(case.extra_s)
-
-        return slept
-
-    with patched(World, "sum_gradients_", make):
-        yield {"sleep_s": case.extra_s}
 
 
 # --- tokens and learning ---------------------------------------------------------------------
@@ -223,6 +58,47 @@ def _padded(case: Case) -> Iterator[Facts]:
 
     with before_steps(change):
         yield {}
+
+
+@contextmanager
+def _empty_rows(case: Case) -> Iterator[Facts]:
+    """Whole rows without a target: the last ones of each step."""
+
+    def change(build: Build, micros: list[Micro], index: int) -> list[Micro]:
+        rows = sum(m.targets_BT.size(0) for m in micros)
+        left, kept = round(rows * (1 - case.severity)), []
+        for micro in micros:
+            targets = micro.targets_BT.clone()
+            targets[max(0, left) :] = IGNORED
+            left -= targets.size(0)
+            kept.append(replace(micro, targets_BT=targets))
+        return kept
+
+    with before_steps(change):
+        yield {}
+
+
+@contextmanager
+def _overflows(case: Case) -> Iterator[Facts]:
+    """In a share of the steps a gradient is infinite, and the update is left out."""
+    every, bad = max(2, round(1 / case.severity)), []
+
+    def change(build: Build, micros: list[Micro], index: int) -> list[Micro]:
+        if index % every == every - 1:
+            bad.append(index)
+            first = next(p for p in build.model.parameters() if p.requires_grad)
+
+            def blow(gradient: Tensor) -> Tensor:
+                handle.remove()
+                return gradient + float("inf")
+
+            handle = first.register_hook(blow)
+        return micros
+
+    with before_steps(change):
+        facts: Facts = {"every": every}
+        yield facts
+        facts["share"] = len(bad) / max(1, case.plan().goal.steps or 0)
 
 
 @contextmanager
@@ -332,36 +208,46 @@ def _fragments(case: Case) -> AbstractContextManager[Facts]:
 COMPILED = ('techniques.torch_compile={scope = "block", backend = "aot_eager", fullgraph = false}',)
 """Of a CPU, where no compiler is needed; `settings_of` says what a GPU has."""
 LONG = ("goal.steps=120",)
+BOTH = ("batch.tokens=4096",)
+"""Of two ranks, so that each has what one has alone."""
 CARDS = ("cuda",)
 DEVICES = "it takes two devices, and is planted on two ranks of a CPU"
-EVERY = {0.1: 4, 0.2: 2}
+EVERY = {0.1: 2}
 """Blocks of which one is checkpointed, by wanted severity; else all."""
 ALONE = "a CPU has one rank's own memory and no allocator that tells of it"
+HELD_OUT = ("stalling_loader", "empty_rows", "overflows", "changing_straggler")
 FAULTS = {
-    "slow_loader": Fault("input", _slow_loader),
+    "slow_loader": Fault("input", times.slow_loader),
+    "stalling_loader": Fault("input", times.stalling_loader),
+    "empty_rows": Fault("wasted tokens", _empty_rows, counts="tokens"),
+    "overflows": Fault("instability", _overflows, counts="steps"),
     "padded_batches": Fault("wasted tokens", _padded, counts="tokens"),
-    "items": Fault("launch", _items, devices=CARDS,
+    "items": Fault("launch", times.items, devices=CARDS,
                    why_not="a CPU computes when it is told to: reading a number waits for none"),
-    "tiny_kernels": Fault("launch", _tiny_kernels),
-    "recompilation": Fault("launch", _new_lengths, setting=COMPILED),
-    "graph_breaks": Fault("launch", _graph_breaks, setting=COMPILED),
+    "tiny_kernels": Fault("launch", times.tiny_kernels),
+    "recompilation": Fault("launch", times.new_lengths, setting=COMPILED),
+    "graph_breaks": Fault("launch", times.graph_breaks, setting=COMPILED),
     "learning_rate": Fault(
         "instability", _plan_alone, counts="progress", setting=LONG, change=_too_high
     ),
     "spikes": Fault("instability", _spikes, counts="steps", setting=LONG),
     "lost_evidence": Fault("silent no-op", _lost_evidence, counts="steps",
                            setting=("techniques.document_packing={}",)),
+    "foreign_no_op": Fault("silent no-op", fault_foreign.idle, counts="steps", foreign=True),
     "needless_checkpoint": Fault(
-        "unused memory", _plan_alone, devices=CARDS, why_not=ALONE,
+        "unused memory", _plan_alone,
         change=lambda s: (f"techniques.full_checkpoint={{every = {EVERY.get(s, 1)}}}",)),
     "fragments": Fault("fragmentation", _fragments, counts="memory", devices=CARDS, why_not=ALONE),
     "full_memory": Fault("memory capacity", _full, counts="memory", devices=CARDS, why_not=ALONE),
-    "fp32_products": Fault("kernel efficiency", _fp32_products, devices=CARDS,
-                           why_not="these workloads multiply in fp32 on a CPU already"),
-    "throttled_rank": Fault("straggler", _throttled_rank, ranks=2, devices=("cpu",),
-                            why_not=DEVICES),
-    "slow_collective": Fault("interconnect", _slow_collective, ranks=2, devices=("cpu",),
-                             why_not=DEVICES),
+    "wide_products": Fault("kernel efficiency", times.wide_products),
+    "throttled_rank": Fault("straggler", times.throttled_rank, ranks=2, setting=BOTH,
+                            devices=("cpu",), why_not=DEVICES),
+    "changing_straggler": Fault("straggler", times.changing_straggler, ranks=2, setting=BOTH,
+                                devices=("cpu",), why_not=DEVICES),
+    "slow_collective": Fault("interconnect", times.slow_collective, ranks=2, setting=BOTH,
+                             devices=("cpu",), why_not=DEVICES),
+    "no_overlap": Fault("interconnect", times.no_overlap, ranks=2, setting=BOTH,
+                        devices=("cpu",), why_not=DEVICES),
 }  # fmt: skip
 """name -> fault."""
 
@@ -390,7 +276,15 @@ def train_case(case: Case, told: Path) -> None:
     error = ""
     with planting as facts:
         try:
-            train.run(plan, progress=Progress())
+            if case.foreign:
+                fault_foreign.train(case)
+            elif case.resumed:
+                half = f"goal.steps={(plan.goal.steps or 2) // 2}"
+                train.run(replace(case, overrides=(*case.overrides, half)).plan(),
+                          progress=Progress())  # fmt: skip
+                train.run(plan, progress=Progress(), resume=True)
+            else:
+                train.run(plan, progress=Progress())
         except HeadraceError as failed:
             error = failed.message
         except torch.OutOfMemoryError as failed:

@@ -16,12 +16,12 @@ from typing import Any
 
 import receipts
 import torch
-from signals import open_build
 
 from headrace import train
 from headrace.cli import catalogue
 from headrace.core.plan import Plan
 from headrace.doctor.trace.kernels import family_of
+from headrace.trials.readings import open_build
 
 PLANS = Path(__file__).parent / "plans"
 STEPS = 3

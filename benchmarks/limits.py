@@ -29,7 +29,6 @@ from typing import Any
 
 import receipts
 import torch
-from readings import Reading, Worker, time_long_row, time_steps
 from variants import VARIANTS, Variant
 
 from headrace.build import make_context, predict
@@ -39,6 +38,7 @@ from headrace.core.hardware import lookup
 from headrace.core.plan import Plan
 from headrace.core.technique import Context
 from headrace.model.count import linear_parameters, model_flops_per_token, total_parameters
+from headrace.trials.readings import Reading, Worker, time_long_row, time_steps
 
 PLANS = Path(__file__).parent / "plans"
 GIB = 2**30

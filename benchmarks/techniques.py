@@ -34,13 +34,13 @@ from statistics import mean
 from typing import Any
 
 import receipts
-from readings import Reading, Worker, time_steps, train_steps
 
 from headrace.build import make_context
 from headrace.cli import catalogue
 from headrace.context import check_supported, choose_device
 from headrace.core.errors import HeadraceError
 from headrace.core.plan import Plan
+from headrace.trials.readings import Reading, Worker, time_steps, train_steps
 
 PLANS = Path(__file__).parent / "plans"
 GROUP = 8

@@ -1,69 +1,52 @@
-"""The command line: one verb is one function.
+"""The command line: one verb is one function; those of the closed loop are in loop.py.
 
 It discovers the techniques, reads the plan with them, calls train, then writes findings and report.
 """
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 
-import headrace.techniques
-from headrace import probes
+from headrace import loop
 from headrace import train as trainer
+from headrace.arguments import (
+    Checkpoint,
+    Json,
+    Overrides,
+    PlanName,
+    RunName,
+    With,
+    Without,
+    catalogue,
+    named_plan,
+)
 from headrace.catalogue.explain import explain_plan, explain_technique
 from headrace.catalogue.graphs import explain_graphs
 from headrace.catalogue.matrix import explain_matrix, read_matrix
 from headrace.catalogue.table import catalogue_rows
-from headrace.context import choose_device, elsewhere, find_device, make_context
+from headrace.context import choose_device, make_context
 from headrace.core.errors import ConfigError, nearest
-from headrace.core.machine import Machine
-from headrace.core.plan import Plan, read_recipe
-from headrace.core.technique import Catalogue, discover
+from headrace.core.plan import Plan
 from headrace.core.units import format_count, format_seconds
 from headrace.data.ingest import prepare
-from headrace.doctor.findings import plain
-from headrace.doctor.run import diagnose, narrowest
+from headrace.doctor.advice import advise
+from headrace.doctor.advice import plain as advice_plain
+from headrace.doctor.run import narrowest
 from headrace.evaluate import evaluate
 from headrace.export.run import export_run
 from headrace.interrupts import Interrupts
 from headrace.load import open_model, read_plan, resolve_run, run_of
 from headrace.model.zoo import families
-from headrace.planner import foresee, told
-from headrace.probes.table import table as probe_table
 from headrace.recipes import recipes
 from headrace.run_folder import RunFolder
 from headrace.sample import generate
 from headrace.terminal import console, exit_codes, make_progress, show_json, show_table, started_as
-from headrace.truth import HEAD, compute, table
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 data_app = typer.Typer(no_args_is_help=True, help="Prepare data.")
 app.add_typer(data_app, name="data")
-
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON value.")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, as in batch.tokens=16384")]
-With = Annotated[list[str] | None, typer.Option("--with", help="Add a technique.")]
-Without = Annotated[list[str] | None, typer.Option("--without", help="Remove a technique.")]
-PlanName = Annotated[str, typer.Argument(help="A recipe's name or a TOML file.")]
-RunName = Annotated[Path, typer.Argument(help="A run: runs/NAME, or its NAME.")]
-Checkpoint = Annotated[str | None, typer.Option(help="step-N, latest or best.")]
-
-
-def catalogue() -> Catalogue:
-    """Every technique and family that is installed."""
-    return Catalogue(discover(headrace.techniques), families())
-
-
-def _read(
-    name: str, overrides: list[str] | None, add: list[str] | None, drop: list[str] | None
-) -> Plan:
-    text = read_recipe(name, recipes())
-    return Plan.read(
-        text, catalogue(), overrides=overrides or (), with_=add or (), without=drop or ()
-    )
 
 
 @app.command()
@@ -75,7 +58,7 @@ def train(
 ) -> None:  # fmt: skip
     """Train a plan to its goal, and report what was narrowest."""
     with exit_codes(json):
-        read = _read(plan, overrides, with_, without)
+        read = named_plan(plan, overrides, with_, without)
         if checkpoint and not resume:
             raise ConfigError("--checkpoint says where to resume from", "--resume --checkpoint ...")
         progress = make_progress(json)
@@ -101,11 +84,11 @@ def conclude(folder: Path) -> dict[str, Any]:
 
     run = RunFolder(folder)
     report = run.read_report()
-    findings = diagnose([folder])
-    report["narrowest"] = narrowest(findings)
+    advice = advise(folder, catalogue())
+    report["narrowest"] = narrowest([one.finding for one in advice.findings])
     saved = (folder / "checkpoints" / "latest").exists()
     report["sample"] = _sample_of(folder, new_tokens=80) if saved else None
-    run.write("findings", plain(findings))
+    run.write("findings", advice_plain(advice))
     run.write("report", report)
     write_report(folder)
     return report
@@ -233,7 +216,7 @@ def explain(
             near = nearest(what, [*known.techniques, *recipes()])
             raise ConfigError(f"{what!r} is no plan, recipe or technique; the nearest is {near}")
         else:
-            plan = _read(what, overrides, with_, without)
+            plan = named_plan(what, overrides, with_, without)
             value, text = (
                 _graphs(plan, json) if graph
                 else explain_plan(plan, make_context(plan, choose_device(plan)))
@@ -269,91 +252,6 @@ def report(runs: Annotated[list[Path], typer.Argument(help="One run, or several 
 
 
 @app.command()
-def doctor(
-    run: Annotated[
-        list[Path],
-        typer.Argument(
-            help="A run: runs/NAME, or its NAME; or what headrace.watch saved; or torch.profiler "
-            "traces, one of each rank.",
-            metavar="RUN|WATCHED|TRACE...",
-        ),
-    ], *,
-    json: Json = False,
-) -> None:  # fmt: skip
-    """Where a run's time and memory went, or any trainer's by its trace, the narrowest first."""
-    with exit_codes(json):
-        findings = diagnose(run)
-        if json:
-            show_json(plain(findings))
-            return
-        print(narrowest(findings)["sentence"])
-        show_table(
-            ["station", "share", "evidence", "how sure", "not measured"],
-            [[f.bottleneck, f"{f.share:.1%}", f.evidence, f.confidence, f.not_measured]
-             for f in findings],
-        )  # fmt: skip
-
-
-@app.command()
-def plan(
-    plan: PlanName, overrides: Overrides = None, *,
-    with_: With = None, without: Without = None,
-    device_name: Annotated[
-        str, typer.Option(help="A GPU that is not here, as NVIDIA H200; its rates are assumed.")
-    ] = "",
-    json: Json = False,
-) -> None:  # fmt: skip
-    """Predict a run: whether it fits, where its step goes, how long and how much."""
-    with exit_codes(json):
-        wanted = _read(plan, overrides, with_, without)
-        if device_name:
-            here = make_context(wanted, torch.device("cpu"))
-            context, machine = elsewhere(here, device_name), Machine.assumed(device_name)
-        else:
-            device = choose_device(wanted)
-            context = make_context(wanted, device)
-            machine = probes.cached(device) or Machine.assumed(context.device_name)
-        found = foresee(wanted, context, machine)
-        if json:
-            show_json(found.plain())
-        else:
-            print(told(wanted, found))
-
-
-@app.command()
-def probe(
-    *,
-    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
-    seconds: Annotated[float, typer.Option(min=1, help="No probe begins after so long.")] = 180.0,
-    json: Json = False,
-) -> None:
-    """Measure what this machine reaches, and keep it for predictions."""
-    with exit_codes(json):
-        where = find_device(device)
-        machine = probes.measure(where, budget_s=seconds, progress=make_progress(json))
-        if json:
-            show_json({"machine": asdict(machine), "file": str(probes.path(where))})
-            return
-        show_table(["what", "reached"], probe_table(machine), machine.name)
-        print(f"kept in {probes.path(where)}")
-
-
-@app.command()
-def truth(
-    *,
-    results: Annotated[Path, typer.Option(help="The folder of receipts.")] = Path("results"),
-    json: Json = False,
-) -> None:
-    """How right predictions and verdicts were, computed from the receipts."""
-    with exit_codes(json):
-        found = compute(results)
-        if json:
-            show_json(found)
-        else:
-            show_table(list(HEAD), [list(row) for row in table(found)])
-
-
-@app.command()
 def export(
     run: RunName, *,
     to: Annotated[str, typer.Option(help="hf: Hugging Face safetensors, config and tokenizer.")],
@@ -378,7 +276,7 @@ def ingest(plan: PlanName = "demo", overrides: Overrides = None, *, json: Json =
     with exit_codes(json), Interrupts():
         progress = make_progress(json)
         try:
-            prepared = prepare(_read(plan, overrides, None, None), progress=progress.task)
+            prepared = prepare(named_plan(plan, overrides, None, None), progress=progress.task)
         finally:
             progress.close()
         value = {
@@ -393,3 +291,7 @@ def ingest(plan: PlanName = "demo", overrides: Overrides = None, *, json: Json =
             show_json(value)
         else:
             show_table(["what", "value"], [[k, str(v)] for k, v in value.items()])
+
+
+for verb in loop.VERBS:
+    app.command()(verb)

@@ -5,6 +5,7 @@ Everything here happens before or after a step, never inside it.
 
 import math
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from headrace import choose, guard, start, state
+from headrace.bursts import Bursts
 from headrace.checkpoint import Checkpoints, Saved
 from headrace.compile_time import compile_seconds
 from headrace.core.errors import ConfigError, HeadraceError, RunError, Stopped
@@ -23,11 +25,12 @@ from headrace.core.technique import Evidence
 from headrace.data.loader import StepBatch
 from headrace.evaluate import evaluate
 from headrace.filled import check_active, gone
+from headrace.gauges import Gauges
 from headrace.goal import Counters, ended_by
 from headrace.interrupts import Interrupts
 from headrace.progress import Progress
 from headrace.run_folder import RunFolder, command_line, disk_error, metrics_line
-from headrace.signals import Signals, TrackedMemory
+from headrace.signals import RANKED_STEPS, Signals, TrackedMemory, between_ranks
 from headrace.sockets import Build
 from headrace.summary import summarize
 from headrace.track import Tracker, open_trackers
@@ -52,6 +55,11 @@ class Session:
         self.counters = Counters()
         self.signals = Signals(build.device)
         build.phases = self.signals
+        self.bursts = Bursts(
+            folder.path / "traces", build.device, every_steps=plan.trace.every_steps,
+            steps=plan.trace.steps, rank=world.rank, tell=progress.note,
+        )  # fmt: skip
+        self.gauges = Gauges(build.device)
         self.checkpoints = Checkpoints(
             folder.checkpoints,
             rank=world.rank,
@@ -61,6 +69,9 @@ class Session:
         self.evidence: dict[str, Evidence] = {}
         self.gone: tuple[list[str], dict[str, str]] | None = None
         self.memory: dict[str, int] | None = None
+        self.operations: dict[str, Any] | None = None
+        self.ranks: dict[str, Any] | None = None
+        self._own_s: deque[tuple[int, float]] = deque(maxlen=RANKED_STEPS)
         self.rates: list[float] = []
         self.waits_s: list[float] = []
         self.steps_here = 0
@@ -82,6 +93,8 @@ class Session:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self.build.loader.close()
+        self.bursts.close()
+        self.gauges.close()
         ended = error
         try:
             self.checkpoints.wait()
@@ -158,6 +171,8 @@ class Session:
             Stopped: a signal ended it.
         """
         self._take_rows(keep=0)
+        self.bursts.close()
+        self.gauges.close()
         told = self.build.world.gather(stop.name)  # a signal may have reached some ranks only
         stop.name = next((name for name in told if name), None)
         done = stop.name is None
@@ -165,6 +180,9 @@ class Session:
         if unseen:
             self._evaluate()
         self._flush_rows()
+        world = self.build.world
+        own = [*self._own_s] if world.size("shard") == world.ranks else []  # else they wait inside
+        self.ranks = between_ranks([dict(times) for times in world.gather(own)])
         saves = self.build.plan.checkpoint.every_steps > 0
         if saves and (unseen or self._saved_step != self.counters.step):
             self._save()
@@ -199,7 +217,8 @@ class Session:
     def next_batch(self) -> StepBatch:
         """This rank's rows of the next step."""
         self.signals.mark("input")
-        return self.build.loader.step(self.counters.step)
+        with self.bursts.named("next_batch"):
+            return self.build.loader.step(self.counters.step)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -215,6 +234,7 @@ class Session:
             yield
         if isinstance(tracker, TrackedMemory):
             self.memory = tracker.peak_bytes()
+            self.operations = tracker.operations.report()
 
     @property
     def compiled(self) -> bool:
@@ -233,17 +253,21 @@ class Session:
             "wait_s": batch.wait_s,
             "session": counters.restarts,
         }
+        if self.bursts.traced:
+            facts["traced"] = 1
         self._compiled_s = compiled_s
         counters.step += 1
         counters.tokens += plan.batch.tokens
         self.steps_here += 1
         self.signals.end_step(counters.step, numbers, facts)
+        self._trace(steady=not compile_s)
         self._take_rows(keep=1)
         if self.steps_here == 1:
             self._take_rows(keep=0)
             if began := self.build.notes.get(start.NOTE):
                 began.mark("first_step", compile_s=compile_s)
             self.evidence = check_active(self.build)
+            self.gauges.start()
         if counters.step % plan.eval.every_steps == 0:
             self._take_rows(keep=0)
             self._evaluate()
@@ -252,6 +276,19 @@ class Session:
             self._take_rows(keep=0)
             self._flush_rows()
             self._save()
+        self._trace()
+
+    def _trace(self, *, steady: bool | None = None) -> None:
+        """What a burst needs between steps: `steady` when one was issued, None before the next."""
+        plan, step, began_s = self.build.plan, self.counters.step, time.perf_counter()
+        if not plan.trace.every_steps:
+            return
+        if steady is not None:
+            self.bursts.advance(step, steady=steady)
+        else:
+            often = (plan.eval.every_steps, plan.checkpoint.every_steps)
+            self.bursts.begin(min(every - step % every for every in often if every))
+        self.signals.spent("trace", time.perf_counter() - began_s)
 
     def _take_rows(self, *, keep: int) -> None:
         for row in self.signals.drain(keep=keep):
@@ -261,9 +298,12 @@ class Session:
             self.counters.wasted_tokens += row["wasted_tokens"]
             row["tokens_per_s"] = tokens / max(row["step_s"], 1e-9)
             row["wall_s"] = self._wall_s()
-            if row["compile_s"] == 0 and self.steps_here > 1:
+            if row["compile_s"] == 0 and self.steps_here > 1 and "traced" not in row:
                 self.rates.append(row["tokens_per_s"])
             self.waits_s.append(row.pop("wait_s"))
+            if row["compile_s"] == 0 and "traced" not in row:
+                own_s = row["input_s"] + row["forward_s"] + row["backward_s"]
+                self._own_s.append((row["step"], own_s))
             self._rows.append(row)
             if not finite:
                 self.counters.skipped_steps += 1
@@ -348,6 +388,10 @@ class Session:
             rate=median(self.rates) if self.rates else None,
             waits_s=self.waits_s,
         )
+        report["signals"] |= {
+            "traces": self.bursts.report(), "operations": self.operations, "ranks": self.ranks,
+            "gpu": self.gauges.report(),
+        }  # fmt: skip
         if not self.first:
             return
         if not self.steps_here and (before := self.folder.read("report")):

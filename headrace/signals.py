@@ -7,12 +7,15 @@ read directly. Phases partition the step, so their times sum to it.
 """
 
 import time
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean, median
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_iter
 
 STEP_PHASES = ("input", "forward", "backward", "optimizer")
 PHASES = (
@@ -25,6 +28,12 @@ OUTSIDE = ("checkpoint", "eval", "other")
 
 STALL_SHARE = 0.05
 """A step is stalled when it waits for its data longer than this share of a median step."""
+TINY_BYTES = 4096
+"""An operation on no more is all overhead: a page is read in less time than the call takes."""
+PROBES, PROBED = 5, 200
+"""How often one tiny operation is timed, and over how many of them; the fastest counts."""
+RANKED_STEPS = 512
+"""Newest steps of which ranks are compared."""
 
 
 class HostClock:
@@ -111,8 +120,8 @@ class Signals:
         return rows
 
     def spent(self, phase: str, seconds: float) -> None:
-        """Add host time that stands outside of steps (checkpoint, eval, compile)."""
-        self.totals_s[phase] += seconds
+        """Add host time that stands outside of steps (checkpoint, eval, compile, trace)."""
+        self.totals_s[phase] = self.totals_s.get(phase, 0.0) + seconds
 
     def _row(self, pending: Pending) -> dict[str, Any]:
         seconds: dict[str, float] = dict.fromkeys(STEP_PHASES, 0.0)
@@ -157,8 +166,87 @@ class Signals:
         }
 
 
-def memory_tracker(model: torch.nn.Module, optimizers: list[Any]) -> Any:
-    """Torch's MemTracker over a model whose parts may run several times and may be frozen."""
+class Operations:
+    """Operations of one step as they are dispatched: how many do next to nothing, and the products.
+
+    What `views` and `tiny` ones cost the host is their number times what one costs here, for they
+    all but cost the same.
+    """
+
+    def __init__(self) -> None:
+        self.count = self.views = self.tiny = 0
+        self.product_flops: Counter[str] = Counter()
+
+    def note(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
+        """One operation."""
+        self.count += 1
+        if getattr(func, "is_view", False):
+            self.views += 1
+            return
+        touched = (t.nbytes for t in tree_iter((args, out)) if isinstance(t, Tensor))
+        self.tiny += all(size <= TINY_BYTES for size in touched)
+        name = func.overloadpacket.__name__
+        if name in ("mm", "bmm", "addmm", "baddbmm"):
+            rows = args[0] if name in ("mm", "bmm") else args[1]
+            kind = str(out.dtype).removeprefix("torch.")
+            self.product_flops[kind] += 2 * out.numel() * rows.size(-1)
+
+    def report(self) -> dict[str, Any]:
+        """Counts, FLOPs of products by dtype, and seconds of the host for views and tiny ones."""
+        one = torch.ones(1)
+        view_s, tiny_s = _fastest(lambda: one[:1]), _fastest(lambda: one + 1.0)
+        return {
+            "count": self.count, "views": self.views, "tiny": self.tiny,
+            "host_s": self.views * view_s + self.tiny * tiny_s,
+            "product_flops": dict(self.product_flops),
+        }  # fmt: skip
+
+
+def _fastest(act: Callable[[], Any]) -> float:
+    """Seconds of one call."""
+    found = []
+    for _ in range(PROBES):
+        began_s = time.perf_counter()
+        for _ in range(PROBED):
+            act()
+        found.append((time.perf_counter() - began_s) / PROBED)
+    return min(found)
+
+
+def between_ranks(told: Sequence[Mapping[int, float]]) -> dict[str, Any] | None:
+    """How evenly ranks work, from each one's own seconds of the same steps.
+
+    Args:
+        told: of each rank, step -> seconds until its gradients were ready to be summed.
+
+    Returns:
+        "own_s": each rank's median; "late_s": by how much the last rank of a step is behind the
+        others' median, in the median step, so that what disturbs a rank now and then is not it;
+        "waited_s": of each rank, its mean wait for the last; "last": who that was most often;
+        "last_share": in how much of the "steps". None without a common step.
+    """
+    steps = sorted(set.intersection(*(set(times) for times in told))) if told else []
+    if len(told) < 2 or not steps:
+        return None
+    table = [[times[step] for times in told] for step in steps]
+    lasts = Counter(row.index(max(row)) for row in table)
+    last, often = lasts.most_common(1)[0]
+    late = [max(row) - median(sorted(row)[:-1]) for row in table]
+    return {
+        "steps": len(steps), "own_s": [median(column) for column in zip(*table, strict=True)],
+        "late_s": median(late), "last": last, "last_share": often / len(steps),
+        "waited_s": [fmean([max(row) - own for row, own in zip(table, column, strict=True)])
+                     for column in zip(*table, strict=True)],
+    }  # fmt: skip
+
+
+def memory_tracker(
+    model: torch.nn.Module, optimizers: list[Any], seen: Operations | None = None
+) -> Any:
+    """Torch's MemTracker over a model whose parts may run several times and may be frozen.
+
+    It sees every operation, and `seen` is told of each.
+    """
     from torch.distributed._tools.mem_tracker import MemTracker
 
     class Tracker(MemTracker):
@@ -166,6 +254,14 @@ def memory_tracker(model: torch.nn.Module, optimizers: list[Any]) -> Any:
 
         And at every operation it looks at every module, whose peaks nobody here reads.
         """
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+            if seen is not None and out is not NotImplemented:
+                seen.note(func, args, out)
+            return out
 
         def _update_peak_stats(self, peak_state: Any) -> None:
             for device, sizes in self._curr_mem_snap.items():
@@ -197,7 +293,8 @@ class TrackedMemory:
     """
 
     def __init__(self, model: torch.nn.Module, optimizers: list[Any]) -> None:
-        self._tracker = memory_tracker(model, optimizers)
+        self.operations = Operations()
+        self._tracker = memory_tracker(model, optimizers, self.operations)
 
     def __enter__(self) -> "TrackedMemory":
         self._tracker.__enter__()

@@ -98,7 +98,7 @@ class BarProgress(Progress):
 
     def note(self, text: str) -> None:
         """A line above the bars."""
-        self._bars.console.print(text, markup=False)
+        self._bars.console.print(text, markup=False, soft_wrap=True)
 
     def row(self, row: Mapping[str, Any], total_steps: int | None) -> None:
         """Advance the training bar."""

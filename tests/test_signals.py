@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from headrace.signals import Signals, TrackedMemory
+from headrace.signals import Signals, TrackedMemory, between_ranks
 
 PHASES = ("input", "forward", "backward", "optimizer")
 
@@ -36,3 +36,30 @@ def test_the_peak_is_torchs_own() -> None:
             optimizer.step()
         found.append(tracked.peak_bytes())
     assert found[0] == found[1] and found[0]["Total"] > 4 * 4 * 8 * 64
+
+
+def test_operations_of_a_step_are_counted_by_what_they_do() -> None:
+    model = nn.Linear(64, 64, bias=False)
+    tracked = TrackedMemory(model, [])
+    with tracked:
+        out = model(torch.ones(512, 64))
+        before = tracked.operations.tiny
+        for _ in range(100):
+            _ = out.detach()[0, :1] + 1.0
+        (out.double() @ model.weight.double()).sum().backward()
+    found = tracked.operations.report()
+    assert tracked.operations.tiny - before >= 100 and found["views"] >= 300
+    flops = 2 * 512 * 64 * 64
+    assert found["product_flops"] == {"float32": 2 * flops, "float64": 3 * flops}
+    assert 0 < found["host_s"] < 1
+
+
+def test_ranks_are_compared_by_the_steps_that_all_have() -> None:
+    even, late = dict.fromkeys(range(9), 1.0), dict.fromkeys(range(2, 12), 1.5)
+    found = between_ranks([even, late, even])
+    assert found is not None and found["steps"] == 7 and found["own_s"] == [1.0, 1.5, 1.0]
+    assert (found["late_s"], found["waited_s"], found["last"]) == (0.5, [0.5, 0.0, 0.5], 1)
+    assert found["last_share"] == 1.0
+    once = between_ranks([even, {**even, 4: 9.0}])
+    assert once is not None and once["late_s"] == 0.0, "a rank that was disturbed once is not late"
+    assert between_ranks([even]) is None and between_ranks([even, {20: 1.0}]) is None

@@ -304,6 +304,36 @@ def test_a_trainers_callback(monkeypatch: pytest.MonkeyPatch) -> None:
         Watched().callback()
 
 
+@pytest.mark.parametrize("how", ["plain", "trainer"])
+def test_a_burst_of_a_watched_loop(how: str, tmp_path: Path) -> None:
+    """Its steps are not steady, its trace lies beside what is saved, and no bit changes."""
+    weights = []
+    for folder in (None, tmp_path / "traces"):
+        model, optimizer, loader = setup()
+        watched = headrace.watch(trace=folder)
+        if how == "plain":
+            watched.attach(model, optimizer, loader)
+            train(model, optimizer, loader, epochs=5)  # of 6 steps and an evaluation
+        else:
+            callback: Any = watched.callback()
+            its = {"model": model, "optimizer": optimizer, "train_dataloader": loader}
+            callback.on_train_begin(None, None, None, **its)
+            train(model, optimizer, loader, epochs=5)
+            callback.on_train_end(None, None, None)
+        watched.close()
+        weights.append([*model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+    report = watched.report()
+    # The burst that began after step 10 was cut short by the evaluation after step 12.
+    assert report["signals"]["traces"]["files"] == ["step-18.rank-0.json.gz"]
+    traced = [row["step"] for row in report["rows"] if "traced" in row]
+    assert traced == [*range(11, 20)]
+    watched.save(tmp_path / "deep.json")
+    told = json.loads((tmp_path / "deep.json").read_text())["signals"]["traces"]
+    assert told["folder"] == "traces" and told["trouble"] == ""
+    assert headrace.watch().report()["signals"]["traces"] is None
+
+
 def test_importing_headrace_stays_cheap() -> None:
     program = (
         "import sys, headrace; assert 'torch' not in sys.modules;"
@@ -345,9 +375,28 @@ def test_on_a_device_nothing_waits(dry: bool) -> None:
     assert report["wasted_token_fraction"] == 0.0
     lead = report["host_lead"]
     dry_steps = lead["dry_at_forward_steps"]
-    assert lead["steps"] == 17 and (dry_steps == 17 if dry else dry_steps <= 3)
+    # Where others use the device too, an event that was just recorded may not be through.
+    assert lead["steps"] == 17 and (dry_steps >= 14 if dry else dry_steps <= 3)
     memory = report["peak_memory_bytes"]
     assert 0 < memory["allocated"] <= memory["reserved"] < report["signals"]["capacity_bytes"]
     assert report["signals"]["alloc_retries"] == 0
     forward_s, backward_s = (report["phase_s"][p] for p in ("forward", "backward"))
     assert forward_s < backward_s < 4 * forward_s
+
+
+def test_what_was_asked_for_and_does_nothing_is_told() -> None:
+    """Parameters that no loss depends on; those that are trained later are none of them."""
+    model, spare = nn.Linear(4, 1), nn.Parameter(torch.zeros(15))
+    optimizer = torch.optim.SGD([*model.parameters(), spare], lr=0.01)
+    found = []
+    for late in (99, 2):
+        optimizer.zero_grad()
+        with headrace.watch(model, optimizer, [torch.randn(2, 4)] * 5) as watched:
+            for step, batch in enumerate(watched.loader):
+                loss = model(batch).square().mean()
+                (loss + spare.sum() if step >= late else loss).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        signals = watched.report()["signals"]
+        found.append((signals["untrained_share"], signals["lost_techniques"]))
+    assert found == [(0.75, []), (0.0, [])]

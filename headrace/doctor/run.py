@@ -1,16 +1,28 @@
-"""The doctor's door: a run's folder, what `headrace.watch` saved, or the traces of any trainer."""
+"""The doctor's door: a run's folder, what `headrace.watch` saved, or the traces of any trainer.
+
+Beside the signals of a run or of a watch lie the traces of its bursts, if it was traced. Then the
+newest burst is read too, in the way of any trainer's traces, and its findings stand for what
+signals can only guess: see `judge`. A trace that cannot be read, or was asked for and never made,
+is told and does not stop the doctor.
+"""
 
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from headrace.core.errors import ConfigError, RunError
+from headrace.core.units import format_seconds
 from headrace.doctor.findings import Finding, stations
-from headrace.doctor.judge import judge
-from headrace.doctor.trace import diagnose_trace
-from headrace.doctor.window import of_run, read_rows
+from headrace.doctor.judge import SLACK_SHARE, judge
+from headrace.doctor.trace import ABSTAINED, computation, diagnose_trace
+from headrace.doctor.trace import judge as judge_trace
+from headrace.doctor.trace.facts import newest
+from headrace.doctor.trace.host import host_families
+from headrace.doctor.trace.ranks import measure_traces
+from headrace.doctor.window import Window, of_run, read_rows
 from headrace.load import resolve_run
 from headrace.run_folder import RunFolder
 
@@ -18,6 +30,14 @@ TRACES = (".json", ".json.gz")
 """How the names of traces end."""
 WATCHED, LOOK_BYTES = re.compile(rb'"watched"\s*:\s*true'), 4096
 """What stands near the beginning of a file that `headrace.watch` saved."""
+DRY_SHARE = 0.05
+"""Of a watched loop's steps, in which the device may run dry before the host is called late."""
+HELD = ("thermal slowdown", "hardware slowdown", "power brake", "clocks that were set")
+"""Why a clock is slow that need not be. A limit of power is how GPUs are built and not among it."""
+WRONG = ("silent no-op", "instability", "recipe")
+"""What stands first whatever its share."""
+HELD_SHARE, SLOWER = 0.2, 0.05
+"""Of the samples in which one of them held, and of the clock that it took, before it is named."""
 
 
 def diagnose(paths: Sequence[Path]) -> list[Finding]:
@@ -71,16 +91,111 @@ def _is_watched(file: Path) -> bool:
 def _judged(
     report: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], file: Path
 ) -> list[Finding]:
-    """What the judge finds, then the stations; last that too little was measured, if it was."""
+    """What the judge finds, then the stations; last what was not measured."""
     try:
-        found = judge(of_run(report, rows))
-        faults = [f for f in found if f.bottleneck not in ("computation", "not measured")]
-        unread = [f for f in found if f.bottleneck == "not measured"]
-        return [*faults, *stations(report), *unread]
+        window = of_run(report, rows)
+        traced, split = _traced(report, window, file.parent)
+        signals = report.get("signals") or {}
+        found = [_with_breaks(f, signals.get("graph_breaks")) for f in judge(window, traced)]
+        faults = [f for f in found if f.bottleneck not in ("computation", ABSTAINED)]
+        faults = _placed(faults, _clock(signals.get("gpu")))
+        unread = [f for f in (*found, *traced) if f.bottleneck == ABSTAINED]
+        told = [_told_apart(f, split, signals) for f in stations(report)]
+        return [*faults, *told, *unread]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RunError(
             f"{file} is damaged, or of another version: {error!r}", "headrace doctor on another run"
         ) from None
+
+
+# --- its traces -------------------------------------------------------------------------------
+
+
+def _traced(
+    report: Mapping[str, Any], window: Window, beside: Path
+) -> tuple[list[Finding], Finding | None]:
+    """What the newest burst says, and what kernels ran; nothing where none was asked for."""
+    told = (report.get("signals") or {}).get("traces")
+    if told is None:
+        return [], None
+    paths = newest(beside / told["folder"])
+    if not paths:
+        said = "Traces were asked for and none was recorded."
+        return [Finding(ABSTAINED, 0.0, said, told["trouble"], "measured", "kernels")], None
+    try:
+        numbers = replace(measure_traces(paths), host_ahead=_host_ahead(report, window))
+    except ConfigError as error:
+        said = "The newest trace of the run cannot be read."
+        return [Finding(ABSTAINED, 0.0, said, error.message, "measured", "kernels")], None
+    found = judge_trace(numbers)
+    if any(rank.steps for rank in numbers.ranks):
+        return found, computation(numbers)
+    if window.device != "cpu":
+        return found, None
+    shares = ", ".join(f"{name} {s:.0%}" for name, s in host_families(paths[0]).items())
+    split = Finding(
+        "computation", 0.0, "", f"of operations' own time {shares}", "measured",
+        "efficiency of operations: of a CPU there are names and times",
+    )  # fmt: skip
+    return [], split if shares else None
+
+
+def _host_ahead(report: Mapping[str, Any], window: Window) -> bool:
+    """Whether signals say, without the profiler's cost, that the host is ahead of the device."""
+    slack, lead = window.share(window.slack_s), report.get("host_lead")
+    if slack is not None:
+        return slack >= SLACK_SHARE
+    return bool(lead) and lead["dry_at_forward_steps"] < DRY_SHARE * lead["steps"]
+
+
+def _with_breaks(finding: Finding, breaks: int | None) -> Finding:
+    """Late launches with the graph breaks beside them, which a trace does not tell."""
+    if finding.bottleneck != "launch" or not breaks or "graph break" in finding.evidence:
+        return finding
+    return replace(finding, evidence=f"{finding.evidence}; {breaks} graph breaks")
+
+
+def _told_apart(station: Finding, split: Finding | None, signals: Mapping[str, Any]) -> Finding:
+    """Computation as the trace tells it apart: products, attention, memory-bound work."""
+    if station.bottleneck != "computation":
+        return station
+    evidence, missing = station.evidence, station.not_measured
+    if split is not None:
+        evidence, missing = f"{evidence}; in a trace {split.evidence}", split.not_measured
+    gpu = signals.get("gpu")
+    if signals.get("device") == "cuda" and gpu and not gpu["samples"]:
+        missing = f"{missing}; the GPU's clock: {gpu['why_not']}".removeprefix("; ")
+    return replace(station, evidence=evidence, not_measured=missing)
+
+
+# --- its clock --------------------------------------------------------------------------------
+
+
+def _clock(gpu: Mapping[str, Any] | None) -> Finding | None:
+    """A clock that something held below what the device could do."""
+    if not gpu or not gpu.get("samples"):
+        return None
+    held = {why: share for why, share in gpu["slowed"].items() if why in HELD}
+    why = max(held, key=lambda name: held[name], default="")
+    share = 1.0 - gpu["sm_clock_hz"]["median"] / gpu["sm_clock_hz"]["most"]
+    if not why or held[why] < HELD_SHARE or share < SLOWER:
+        return None
+    ran, could = (gpu["sm_clock_hz"][name] / 1e6 for name in ("median", "most"))
+    return Finding(
+        "kernel efficiency", share, f"The GPU's clock was held down by {why}.",
+        f"{ran:.0f} of {could:.0f} MHz, in {held[why]:.0%} of {gpu['samples']} samples over "
+        f"{format_seconds(gpu['watched_s'])}; at most {gpu['temperature_c']} C", "inferred",
+        "what the step would gain: memory's clock is another",
+    )  # fmt: skip
+
+
+def _placed(faults: Sequence[Finding], one: Finding | None) -> list[Finding]:
+    """The faults with one more, behind what is wrong and what takes more."""
+    if one is None:
+        return [*faults]
+    ahead = (n for n, f in enumerate(faults) if f.bottleneck not in WRONG and f.share < one.share)
+    place = next(ahead, len(faults))
+    return [*faults[:place], one, *faults[place:]]
 
 
 def narrowest(findings: list[Finding]) -> dict[str, Any]:

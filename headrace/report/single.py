@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from headrace.report.advice import remedies
 from headrace.report.loss import loss_section
 from headrace.report.page import (
     Safe,
@@ -51,6 +52,7 @@ def write_report(run_directory: Path) -> Path:
         _header(report),
         section("Key figures", cards(_figures(report))),
         _narrowest(report),
+        remedies(run.directory),
         loss_section([run], [report.name]),
         step_time(run),
         memory(report),

@@ -20,11 +20,16 @@ loader gets a subclass of its own class that times `next`; one that allows none 
 generator) is timed in a wrapper. `close` takes all of it off. Hooks are inert while torch.compile
 traces them and in copies of the model, and none changes a number.
 
+With `trace=FOLDER` a burst of a few steady steps is recorded there as well, see headrace/bursts.py;
+its steps are left out of what is steady, and the doctor reads it beside what was saved. What a GPU
+tells of its clock is read every ten seconds, where nvidia-ml-py is installed.
+
 Left out, and said in the report: exposed communication, kernels, checkpoints (part of "other").
 Steps that are replayed by a CUDA graph or whose `optimizer.step` is compiled are not seen.
 """
 
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -34,26 +39,30 @@ from headrace.core.errors import ConfigError
 from headrace.watch.watched import Watched
 
 
-def watch(model: nn.Module | None = None, optimizer: Any = None, loader: Any = None) -> Watched:
+def watch(
+    model: nn.Module | None = None, optimizer: Any = None, loader: Any = None, *,
+    trace: str | Path | None = None,
+) -> Watched:  # fmt: skip
     """Watch a training loop.
 
     Args:
         model: on its device, as it will be called.
         optimizer: a torch.optim.Optimizer, or one of accelerate's; its `step` ends a step.
         loader: what batches come from; iterate over `.loader` of what is returned.
+        trace: the folder for a trace of a few steps soon after the start; without it none is made.
 
-    All three are left out where `callback()` is given to a Trainer.
+    The first three are left out where `callback()` is given to a Trainer.
 
     Raises:
         ConfigError: a model without an optimizer whose steps can be seen, or the other way round.
     """
     if model is None and optimizer is None and loader is None:
-        return Watched()
+        return Watched(trace)
     if model is None or optimizer is None:
         missing = "a model" if model is None else "an optimizer"
         told = f"headrace.watch was given no {missing.split()[1]}, and a step cannot be seen"
         raise ConfigError(f"{told} without {missing}", "headrace.watch(model, optimizer, loader)")
-    return Watched().attach(model, optimizer, loader)
+    return Watched(trace).attach(model, optimizer, loader)
 
 
 class _Callable(ModuleType):

@@ -19,6 +19,8 @@ LEADS = ("dry_before_input", "dry_after_input", "dry_at_forward")
 """Where in a step the device is asked whether it has nothing left to do."""
 WARMUP_STEPS = 3
 """First steps that rates, leads and recompilations leave out: lazy state, caches, shapes."""
+LOOK_EVERY = 64
+"""Steps from one look at which parameters have gradients to the next."""
 WINDOW_STEPS = 512
 """Newest rows, which are kept; counts and sums are over all steps."""
 
@@ -50,6 +52,31 @@ class Compiled:
         }
 
 
+class Idle:
+    """What was asked for and does nothing: parameters without a gradient, and torch.compile."""
+
+    def __init__(self, model: nn.Module, optimizer: Any) -> None:
+        self._compiles = hasattr(model, "_orig_mod") or model._compiled_call_impl is not None
+        self._left = [p for group in optimizer.param_groups for p in group["params"]]
+        self._numbers, self._looks = sum(p.numel() for p in self._left), 0
+
+    def look(self, step: int) -> None:
+        """Before `step`: at the first ones each, then now and then."""
+        if step < WARMUP_STEPS or step % LOOK_EVERY == 0:
+            self._looks += 1
+            self._left = [p for p in self._left if p.grad is None]
+
+    def report(self) -> dict[str, Any]:
+        """The share of the optimizer's numbers, and names; None where too few steps were seen."""
+        if self._looks < WARMUP_STEPS or not self._numbers:
+            return {"untrained_share": None, "lost_techniques": None}
+        nothing = self._compiles and not Compiled.now().graphs
+        return {
+            "untrained_share": sum(p.numel() for p in self._left) / self._numbers,
+            "lost_techniques": ["torch.compile"] * nothing,
+        }
+
+
 class Tally:
     """Rows of steps, summed up."""
 
@@ -62,7 +89,7 @@ class Tally:
     def add(self, row: dict[str, Any]) -> None:
         """A step that is complete; its row gets the names of metrics.jsonl."""
         counts, tokens = self.counts, row.pop("step_tokens")
-        warm = row["step"] > WARMUP_STEPS
+        warm = row["step"] > WARMUP_STEPS and "traced" not in row
         counts["steps"] += 1
         counts["forward_steps"] += bool(row.pop("forwards"))
         for name in ("graphs", "graph_breaks"):
@@ -105,7 +132,8 @@ class Tally:
             before: the allocator's counts when the watch began; None when it never did.
         """
         counts = self.counts
-        steady = [r for r in self.rows if r["step"] > WARMUP_STEPS and r["compile_s"] == 0]
+        steady = [r for r in self.rows if r["step"] > WARMUP_STEPS and "traced" not in r]
+        steady = [r for r in steady if r["compile_s"] == 0]
         step_s = median(r["step_s"] for r in steady) if steady else None
         rates = [r["tokens_per_s"] for r in steady if "tokens_per_s" in r]
         phase_s = dict(clock.totals_s)

@@ -9,6 +9,7 @@ import json
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,22 +17,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headrace.bursts import Bursts
 from headrace.core.errors import ConfigError
+from headrace.gauges import Gauges
 from headrace.signals import OUTSIDE
 from headrace.watch.batches import token_counts, watch_loader
 from headrace.watch.clock import NUMBERS, Clock, Hook
-from headrace.watch.report import Compiled, Tally, allocator, describe
+from headrace.watch.report import WARMUP_STEPS, Compiled, Idle, Tally, allocator, describe
 from headrace.watch.trainer import trainer_callback
 
 
 class Watched:
     """A training loop under watch, and what was read of it so far. Made by `headrace.watch`."""
 
-    def __init__(self) -> None:
+    def __init__(self, trace: str | Path | None = None) -> None:
         self.loader: Any = None
+        self._folder = None if trace is None else Path(trace)
         self.status, self.message = "running", ""
         self.tally = Tally()
         self._clock = Clock(torch.device("cpu"))
+        self._look(self._clock.device)
         self._undo: list[Callable[[], Any]] = []
         self._facts: dict[str, Any] = {}
         self._wall_s = 0.0
@@ -56,7 +61,8 @@ class Watched:
         self._nothing = torch.zeros(len(NUMBERS))
         self._thread = threading.get_ident()
         self._facts = describe(model, optimizer, loader)
-        self._before = allocator(device)
+        self._before, self._idle = allocator(device), Idle(model, optimizer)
+        self._look(device)
         self._opened_s: float | None = None
         self._phase, self.status, self.message = "other", "running", ""
         self.tally, self._wall_s, self._steps, self._tokens = Tally(), 0.0, 0, 0
@@ -77,6 +83,8 @@ class Watched:
         self._wall_s = self._passed_s()
         while self._undo:
             self._undo.pop()()
+        self._bursts.close()
+        self._gauges.close()
         self._take_rows()
         if self.status == "running":
             self.status = "done"
@@ -88,6 +96,16 @@ class Watched:
         if error is not None:
             self.status, self.message = "failed", f"{type(error).__name__}: {error}"
         self.close()
+
+    def _look(self, device: torch.device) -> None:
+        """What looks at the device beside the steps: gauges, and one burst if a folder is given."""
+        group = torch.distributed
+        rank = group.get_rank() if group.is_available() and group.is_initialized() else 0
+        self._gauges = Gauges(device)
+        self._bursts = Bursts(
+            self._folder or Path(), device, every_steps=None if self._folder else 0, rank=rank,
+            tell=lambda told: warnings.warn(told, stacklevel=2),
+        )  # fmt: skip
 
     def _hook_optimizer(self, optimizer: Any) -> list[Any]:
         return [
@@ -173,14 +191,25 @@ class Watched:
         self._take_rows()
         known = {"status": self.status, "message": self.message, "steps": self._steps}
         before = self._before if self._facts else None
-        return self.tally.report(
+        report = self.tally.report(
             {**known, "wall_s": self._passed_s(), **self._facts}, self._clock, before
         )
+        if (traced := self._bursts.report()) is not None:
+            traced["folder"] = str(self._bursts.folder)
+        report["signals"] |= {"traces": traced, "gpu": self._gauges.report()}
+        if self._facts:
+            report["signals"] |= self._idle.report()
+        return report
 
     def save(self, path: str | Path) -> None:
-        """Write the report as JSON, aside and renamed; numbers that are not finite become null."""
-        path = Path(path)
-        plain = json.loads(json.dumps(self.report()), parse_constant=lambda word: None)
+        """Write the report as JSON, aside and renamed; numbers that are not finite become null.
+
+        Where traces lie is told from the file on, so both can be moved together.
+        """
+        path, report = Path(path), self.report()
+        if (traced := report["signals"]["traces"]) is not None:
+            traced["folder"] = os.path.relpath(traced["folder"], path.parent)
+        plain = json.loads(json.dumps(report), parse_constant=lambda word: None)
         aside = path.with_name(f".{path.name}")
         try:
             aside.write_text(json.dumps(plain, indent=1, allow_nan=False))
@@ -208,7 +237,8 @@ class Watched:
         self._mark("input")
         began_s = time.perf_counter()
         try:
-            batch = call(source)
+            with self._bursts.named("next_batch"):
+                batch = call(source)
         except StopIteration:
             self._mark("other")
             if not self._forwards:
@@ -260,6 +290,7 @@ class Watched:
         if not self._forwards:
             self._clock.rename("transfer", "forward")  # compiled by somebody else's wrapper
         self._mark("optimizer")
+        self._idle.look(self._steps)
         overflow = getattr(self._optimizer, "found_inf", None)  # a loss scaler's, fused
         if isinstance(overflow, Tensor):
             self._add("skipped", overflow)
@@ -283,6 +314,8 @@ class Watched:
             self._compiled = Compiled.now()  # what an evaluation compiled is no step's
 
     def _mark(self, phase: str) -> None:
+        if phase == "eval":
+            self._bursts.drop()
         self._phase = phase
         self._clock.mark(phase)
 
@@ -324,6 +357,8 @@ class Watched:
         }
         if isinstance(lr, float):
             facts["lr"] = lr
+        if self._bursts.traced:
+            facts["traced"] = 1
         if self._max_norm is not None:
             facts["max_norm"] = self._max_norm
         if self._clock.asynchronous:
@@ -332,6 +367,10 @@ class Watched:
         self._clock.end_step(self._steps, numbers, facts)
         if self._on_device:
             self._numbers.zero_()
+        if self._steps == WARMUP_STEPS:
+            self._gauges.start()
+        self._bursts.advance(self._steps, steady=not facts["compile_s"])
+        self._bursts.begin()
         self._new_step()
         self._mark("other")
         self._take_rows()

@@ -9,15 +9,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from headrace.data.loader import Loader
+from headrace.data.loader import Loader, Micro
+from headrace.model.decoder import Block
 from headrace.truth import compute
 from headrace.truth.rows import DOCTOR
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-faults, hooks, planted, workloads = (
-    import_module(n) for n in ("faults", "fault_hooks", "faults_planted", "fault_workloads")
+faults, hooks, planted, times, workloads = (
+    import_module(n)
+    for n in ("faults", "fault_hooks", "faults_planted", "fault_times", "fault_workloads")
 )
 
 
@@ -73,6 +76,48 @@ def test_a_run_that_failed_is_refused_and_seeds_are_healthy_rows(
     rows = examine("--workloads", "cpu_dense", "--healthy", 2, sets=("goal.steps=4",))
     assert [row["seeds"] for row in rows[1:]] == [[1], [2]]
     assert DOCTOR.read(tmp_path).refused == 1
+
+
+def test_held_out_faults_take_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted, and nothing of them run: no threshold may know them."""
+    case = hooks.Case(workloads.WORKLOADS["cpu_dense"].plan, ("goal.steps=20",), severity=0.25,
+                      step_s=1.0, ranks=2)  # fmt: skip
+    ids = torch.ones(2, 8, dtype=torch.int64)
+    monkeypatch.setattr(planted.train, "step", lambda build, micros, index: micros)
+    with planted.FAULTS["empty_rows"].plant(case):
+        first, last = planted.train.step(None, [Micro(ids, ids), Micro(ids, ids)], 3)
+    kept = torch.cat([first.targets_BT, last.targets_BT]) == 1
+    assert kept.sum(1).tolist() == [8, 8, 8, 0]
+
+    weight = torch.nn.Linear(1, 1)
+    with planted.FAULTS["overflows"].plant(case) as facts:
+        for index in range(8):
+            planted.train.step(SimpleNamespace(model=weight), [], index)
+            weight.zero_grad()
+            weight(torch.ones(1)).sum().backward()
+            assert weight.weight.grad is not None
+            assert weight.weight.grad.isinf().any() == (index in (3, 7))
+    assert facts["share"] == 2 / 20
+
+    slept: list[float] = []
+    monkeypatch.setattr(times.time, "sleep", slept.append)
+    monkeypatch.setattr(Loader, "step", lambda loader, *given: None)
+    with planted.FAULTS["stalling_loader"].plant(case) as facts:
+        for _ in range(10):
+            Loader.step(None)  # type: ignore[arg-type]
+    assert [n for n, s in enumerate(slept) if s] == [4, 9]
+    assert sum(slept) / 10 == pytest.approx(case.extra_s)
+
+    slept.clear()
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(Block, "__call__", lambda block, x: x, raising=False)
+    with planted.FAULTS["changing_straggler"].plant(case):
+        for index in range(3):
+            planted.train.step(None, [], index)
+            Block.__call__(None, torch.ones(1))  # type: ignore[arg-type]
+    assert [s > 0 for s in slept] == [False, True, False]
+    assert set(planted.HELD_OUT) <= set(planted.FAULTS)
+    assert set(workloads.UNSEEN) <= set(workloads.WORKLOADS)
 
 
 def test_severity_is_a_share_of_what_the_fault_takes() -> None:

@@ -5,7 +5,7 @@ import os
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -13,12 +13,13 @@ import torch
 import headrace.build
 from headrace.core.model_config import ModelConfig
 from headrace.start import Start
+from headrace.trials import readings
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
-kernels, limits, peers, readings, techniques = (
-    import_module(n) for n in ("kernels", "limits", "peers", "readings", "techniques")
+kernels, limits, peers, techniques = (
+    import_module(n) for n in ("kernels", "limits", "peers", "techniques")
 )
 
 PLAN = """
@@ -294,7 +295,7 @@ def test_a_start_is_told_part_by_part() -> None:
     assert start.spent_s.get("imports", 1.0) > 0
 
 
-def dies(code: int) -> None:
+def dies(code: int) -> NoReturn:
     """A reading that takes its process with it."""
     os._exit(code)
 

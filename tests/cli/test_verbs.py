@@ -118,9 +118,17 @@ def test_report_one_and_several(
     ).read_text()
 
 
-def test_doctor_names_the_narrowest_first(say: Callable[..., tuple[str, str]]) -> None:
+def test_doctor_names_the_narrowest_first(
+    say: Callable[..., tuple[str, str]], call: Callable[..., Any], workshop: Path
+) -> None:
+    """The run of that name, not the recipe; and what was not run by its file."""
     out, _ = say("doctor", "demo")
-    assert out.startswith("The narrowest station is ")
+    first = call("doctor", "demo")[0]
+    assert out.startswith(f"{first['bottleneck']}: {first['sentence']}\n")
+    saved = json.loads((workshop / "runs" / "demo" / "findings.json").read_text())
+    assert saved[0]["bottleneck"] == first["bottleneck"] and first["remedies"] is not None
+    plan = call("doctor", "runs/demo/plan.toml", "--device-name", "NVIDIA H200")
+    assert plan[0]["confidence"] == "inferred"
 
 
 def test_truth_tells_what_was_not_measured(call: Callable[..., Any], workshop: Path) -> None:

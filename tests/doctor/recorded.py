@@ -22,7 +22,7 @@ class Recorder:
     def __init__(self, rank: int | None = None, world: int = 1) -> None:
         self.events: list[dict[str, Any]] = []
         self.now, self.calls, self.step = 1e9, 0, 3
-        self.free = dict.fromkeys((COMPUTE, NETWORK, SIDE), 0.0)
+        self.free: dict[int, float] = dict.fromkeys((COMPUTE, NETWORK, SIDE), 0.0)
         self.rank, self.world = rank, world
         self.began = self.now
 
@@ -43,17 +43,23 @@ class Recorder:
     def run(
         self, name: str, dur: float, stream: int = COMPUTE, *, cost: float = CALL,
         after: tuple[int, ...] = (), launch: str = "cudaLaunchKernel", count: int = 1,
-        gap: float = 0,
+        gap: float = 0, op: tuple[str, list[Any], list[Any]] | None = None,
     ) -> None:  # fmt: skip
-        """Launch a kernel, or a graph of `count`, behind its stream and those of `after`."""
+        """Launch a kernel, or a graph of `count`, behind its stream and those of `after`.
+
+        `op` is the operation that launches it: name, shapes and types.
+        """
         self.calls += 1
         call, begun = self.calls, self.now
         self.now += cost
         self.host("cuda_runtime", launch, begun, call)
+        if op is not None:
+            shapes = {"External id": call, "Input Dims": op[1], "Input type": op[2]}
+            self._event("cpu_op", op[0], begun, cost, 100, shapes)
         cat = "gpu_memcpy" if name.startswith("Memcpy") else "kernel"
         start = max(begun + LATENCY, *(self.free[s] for s in (stream, *after)))
         for _ in range(count):
-            args = {"device": 0, "stream": stream, "correlation": call}
+            args = {"device": 0, "stream": stream, "correlation": call, "External id": call}
             self._event(cat, name, start, dur, stream, args)
             self.free[stream] = start + dur
             start += dur + gap

@@ -10,8 +10,19 @@ from typing import Any
 import pytest
 
 from headrace.core.errors import RunError
-from headrace.doctor.judge import judge, spiked
-from headrace.doctor.window import Window, of_run, read_rows, series, steady
+from headrace.doctor.findings import Finding
+from headrace.doctor.judge import BACK_STEPS, JUMPS, LOSS_JUMP, judge
+from headrace.doctor.window import (
+    Window,
+    deviation,
+    jumps,
+    of_run,
+    read_rows,
+    relapsed,
+    rises,
+    series,
+    steady,
+)
 
 STEPS, GIB = 64, 2**30
 
@@ -27,10 +38,17 @@ def healthy(seed: int = 0, device: str = "cuda") -> Window:
         communication_s=(0.0,) * STEPS,
         slack_s=tuple(0.6 * s for s in step_s) if device == "cuda" else None, loss=loss,
         grad_norm=tuple(0.5 + draw.gauss(0, 0.05) for _ in range(STEPS)),
-        useful_share=0.99, late_graphs=0,
+        useful_share=0.99, graph_breaks=0, tiny=900, host_s=0.002, wide_flops=0.02, wider=2.0,
+        untrained=0.02,
+        late_s=0.002, waited_s=0.001, last=1, last_share=0.5,
         allocated_bytes=110.0 * GIB, reserved_bytes=118.0 * GIB, capacity_bytes=140.0 * GIB,
         alloc_retries=0, device=device,
     )  # fmt: skip
+
+
+def saved(gib: float, **costs: float) -> dict[str, float]:
+    """What a technique takes off the peak, and what that costs."""
+    return {"bytes": gib * GIB, "again": 0.25, "moved": 1e9} | costs
 
 
 def slowed(window: Window, share: float, key: str) -> Window:
@@ -68,18 +86,34 @@ def test_a_phase_that_waits_is_named_with_its_share(key: str, name: str, share: 
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
-        ({"slack_s": (0.0,) * STEPS}, "launch"),
-        ({"late_graphs": 12}, "launch"),
+        ({"slack_s": (0.0012,) * STEPS}, "launch"),
+        ({"recompile_s": (0.5,) * 4}, "launch"),
+        ({"graph_breaks": 9}, "launch"),
+        ({"host_s": 0.008}, "launch"),
+        ({"wide_flops": 0.2, "wider": 2.0}, "kernel efficiency"),
+        ({"late_s": 0.008}, "straggler"),
+        ({"untrained": 0.1}, "silent no-op"),
         ({"useful_share": 0.8}, "wasted tokens"),
         ({"alloc_retries": 3, "allocated_bytes": 80.0 * GIB}, "fragmentation"),
         (
             {"reserved_bytes": 135.0 * GIB, "allocated_bytes": 130.0 * GIB, "alloc_retries": 2},
             "memory capacity",
         ),
-        ({"reserved_bytes": 60.0 * GIB, "saves_memory": ("full_checkpoint",)}, "unused memory"),
+        (
+            {
+                "reserved_bytes": 60.0 * GIB,
+                "savings": {"ckpt": {"bytes": 30.0 * GIB, "again": 0.25}},
+            },
+            "unused memory",
+        ),
         ({"inactive": ("flash_attention",)}, "silent no-op"),
         ({"grad_norm": (math.nan,) * 9 + (0.5,) * (STEPS - 9)}, "instability"),
+        (
+            {"grad_norm": tuple(0.5 + 0.01 * (n % 3) + 9 * (n % 10 == 9) for n in range(STEPS))},
+            "instability",
+        ),
         ({"loss": tuple(3 + 0.05 * n for n in range(STEPS))}, "instability"),
+        ({"loss": (6.0, 5.8, 7.1, 7.4, 6.8, 6.2) + (5.5,) * (STEPS - 6)}, "instability"),
     ],
 )
 def test_one_fault_is_named_first_and_alone(changes: dict[str, Any], name: str) -> None:
@@ -99,29 +133,107 @@ def test_the_larger_share_stands_first() -> None:
     assert [f.bottleneck for f in judge(both)] == ["input", "interconnect"]
 
 
-def test_a_spike_is_far_above_its_own_window() -> None:
-    draw = random.Random(1)
-    values = [3 + draw.gauss(0, 0.05) for _ in range(60)]
-    assert spiked(values) == 0
-    assert spiked([*values, 4.0, *values]) == 1
-    assert spiked([3.0] * 5 + [9.0] + [3.0] * 90) == 0, "too few before it"
+def falling(steps: int = 120, seed: int = 1) -> list[float]:
+    """A loss with its trend and its scatter."""
+    draw = random.Random(seed)
+    return [3 + 3 * math.exp(-n / 30) + draw.gauss(0, 0.05) for n in range(steps)]
+
+
+def test_jumps_hide_neither_in_a_trend_nor_in_each_other() -> None:
+    values = falling()
+    assert jumps(values, JUMPS, LOSS_JUMP) == 0
+    for every in (2, 5, 10):
+        bad = range(40, 120, every)
+        spiked = [v + 3 * (n in bad) for n, v in enumerate(values)]
+        assert jumps(spiked, JUMPS, LOSS_JUMP) == len(bad)
+    assert jumps([3.0] * 5 + [9.0] + [3.0] * 90, JUMPS, LOSS_JUMP) == 0, "too few before it"
+    shifted = values[:60] + [v + 3 for v in values[60:]]
+    assert jumps(shifted, JUMPS, LOSS_JUMP) == 0, "a new level is no jump"
+    small = [v + 0.1 * (n == 90) for n, v in enumerate([3.0] * 120)]
+    assert jumps(small, JUMPS, LOSS_JUMP) == 0, "visible, but of no account"
+
+
+def test_deviation_knows_no_trend() -> None:
+    draw = random.Random(0)
+    noise = [draw.gauss(0, 0.05) for _ in range(400)]
+    assert deviation(noise) == pytest.approx(0.05, rel=0.15)
+    assert deviation([n + v for n, v in enumerate(noise)]) > 0.5, "a step of 1 is a deviation"
+    steep = [3 * math.exp(-n / 100) + v for n, v in enumerate(noise)]
+    assert deviation(steep) == pytest.approx(0.05, rel=0.2)
+
+
+def test_a_loss_that_goes_back_for_a_while_is_a_relapse() -> None:
+    values = falling()
+
+    def back(run: int) -> int:
+        up = [v + 2 * (20 <= n < 20 + run) for n, v in enumerate(values)]
+        return relapsed(up, JUMPS.sigmas, LOSS_JUMP, BACK_STEPS)
+
+    assert back(0) == 0 and back(BACK_STEPS - 1) == 0 and back(BACK_STEPS) == BACK_STEPS
+    diverged = [6.0] + [9.0] * 30
+    assert relapsed(diverged, JUMPS.sigmas, LOSS_JUMP, BACK_STEPS) == 30, "above its first"
+    assert rises([*values, *(v + 2 for v in values)], 3, 0.02) and not rises(values, 3, 0.02)
 
 
 def test_what_is_usual_is_no_fault() -> None:
-    """A full GPU, a loss that creeps, clipping, a scale that is being found."""
+    """A full GPU, a loss that creeps, clipping, a scale that is being found, two more shapes, and
+    what saves memory that would not do without it.
+    """
     usual = replace(
         healthy(), reserved_bytes=131.0 * GIB, allocated_bytes=129.0 * GIB,
         loss=tuple(2 + 1e-5 * n for n in range(STEPS)),
-        grad_norm=(math.nan,) * 2 + (3.0,) * (STEPS - 2),
+        grad_norm=(math.nan,) * 2 + (3.0,) * (STEPS - 2), recompile_s=(9.0, 9.0),
+        savings={"ckpt": saved(60.0)},
     )  # fmt: skip
     assert [f.bottleneck for f in judge(usual)] == ["computation"]
+    long = replace(usual, recompile_s=(0.01,) * 5)
+    assert [f.bottleneck for f in judge(long)] == ["computation"], "they take no time to speak of"
+    tight = replace(usual, reserved_bytes=60.0 * GIB)
+    assert [f.bottleneck for f in judge(tight)] == ["computation"], "120 of 140 without it"
+    again = replace(tight, alloc_retries=2, allocated_bytes=55.0 * GIB)
+    assert [f.bottleneck for f in judge(again)] == ["computation"], "it had begun anew, and fits"
+    bump = replace(usual, loss=(6.0, 5.8, 7.1, 7.4) + (5.5,) * (STEPS - 4))
+    assert [f.bottleneck for f in judge(bump)] == ["computation"], "two steps"
+    lean = replace(tight, savings={"8bit": saved(6.0, again=0.0, moved=0.0)})
+    assert [f.bottleneck for f in judge(lean)] == ["computation"], "it costs no time"
 
 
-def test_what_takes_time_stands_before_memory() -> None:
+def test_a_wait_for_a_late_rank_is_no_transfer() -> None:
+    late = slowed(healthy(), 0.2, "communication_s")
+    first, second = judge(replace(late, late_s=0.024, waited_s=0.012))
+    assert (first.bottleneck, second.bottleneck) == ("straggler", "interconnect")
+    assert second.share == pytest.approx(0.1, abs=0.01)
+    assert "changing ranks" in first.sentence
+    (only,) = judge(replace(late, late_s=0.024, waited_s=0.024, last_share=0.9))
+    assert "rank 1" in only.sentence
+
+
+def test_what_takes_time_stands_before_memory_and_what_is_not_known_to() -> None:
     both = replace(
-        slowed(healthy(), 0.3, "input_s"), reserved_bytes=20.0 * GIB, saves_memory=("offload",)
+        slowed(healthy(), 0.3, "input_s"), alloc_retries=3, allocated_bytes=80.0 * GIB,
+        graph_breaks=4, useful_share=0.6,
     )  # fmt: skip
-    assert [f.bottleneck for f in judge(both)] == ["input", "unused memory"]
+    names = [f.bottleneck for f in judge(both)]
+    assert names == ["wasted tokens", "input", "fragmentation", "launch"]
+
+
+def test_a_trace_tells_more_than_signals() -> None:
+    def traced(name: str, share: float) -> Finding:
+        return Finding(name, share, "traced", "", "measured")
+
+    late = replace(healthy(), slack_s=(0.0,) * STEPS)
+    assert judge(late)[0].confidence == "inferred"
+    assert [f.bottleneck for f in judge(late, [traced("computation", 0.9)])] == ["computation"]
+    (found,) = judge(late, [traced("launch", 0.3)])
+    assert (found.share, found.sentence) == (0.3, "traced")
+    slow = slowed(healthy(), 0.2, "input_s")
+    found, other = judge(slow, [traced("kernel efficiency", 0.4), traced("not measured", 0.1)])
+    assert (found.bottleneck, other.bottleneck) == ("kernel efficiency", "input")
+    assert judge(late, [traced("not measured", 0.1)])[0].bottleneck == "launch"
+    pieces = replace(slow, alloc_retries=3, allocated_bytes=80.0 * GIB)
+    first, second = judge(pieces, [traced("memory capacity", 0.3)])
+    assert (first.bottleneck, first.share) == ("fragmentation", 0.3), "its time, by its name"
+    assert second.bottleneck == "input"
 
 
 def test_a_window_is_the_steady_rows_of_a_run(tmp_path: Path) -> None:
@@ -136,10 +248,21 @@ def test_a_window_is_the_steady_rows_of_a_run(tmp_path: Path) -> None:
         "wasted_token_fraction": 0.25, "signals": None,
     }  # fmt: skip
     window = of_run(report, found)
-    assert window.steps == 8 and window.late_graphs == 1
+    assert window.steps == 8 and window.recompile_s == (0.0,) and not window.tiny
     assert window.allocated_bytes is None and window.useful_share == 0.75
     assert window.share(window.input_s) == pytest.approx(0.1) and window.slack_s is None
     assert series(rows, "loss") is None
+    report["signals"] = {
+        "precision": "fp32", "device": "cpu",
+        "operations": {"views": 3, "tiny": 4, "host_s": 0.01,
+                       "product_flops": {"float32": 60, "float64": 20, "bfloat16": 20}},
+        "ranks": {"late_s": 0.2, "last": 1, "last_share": 0.5, "waited_s": [0.1, 0.0]},
+        "savings": {"ckpt": saved(5)},
+    }  # fmt: skip
+    told = of_run(report, [{**row, "loss": 1.0} for row in rows])
+    assert (told.tiny, told.wide_flops, told.wider) == (7, 0.2, 2.0)
+    assert (told.late_s, told.waited_s, told.savings["ckpt"]) == (0.2, 0.1, saved(5))
+    assert told.loss is not None and len(told.loss) == len(rows), "every step's"
     lost = [{**row, "loss": None if n == 4 else 2.0} for n, row in enumerate(rows)]
     read = series(lost, "loss")
     assert read and math.isnan(read[4]) and read.count(2.0) == len(rows) - 1

@@ -2,14 +2,19 @@
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from test_trace import Fault, healthy, record, slow_loader, tiny_kernels
 
 import headrace
 from headrace.core.errors import ConfigError, HeadraceError, RunError
 from headrace.doctor.run import diagnose, narrowest
+from headrace.doctor.trace.facts import trace_facts
+from headrace.doctor.trace.host import _own, host_families
 
 
 def test_two_runs_are_not_judged_at_once(tmp_path: Path) -> None:
@@ -49,3 +54,107 @@ def test_what_a_watch_saved_is_judged(tmp_path: Path) -> None:
     file.write_text(file.read_text().replace('"wasted_token_fraction"', '"else"'))
     with pytest.raises(RunError, match="is damaged, or of another version"):
         diagnose([file])
+
+
+def ran_on_a_gpu(run: Path, *, slack_s: float = 0.0, **signals: Any) -> None:
+    """Rewrite a run's report as if a GPU had taken a tenth of a second a step."""
+    file = run / "report.json"
+    report = json.loads(file.read_text())
+    report["signals"] |= {"device": "cuda", "graph_breaks": 3, **signals}
+    file.write_text(json.dumps(report))
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    phases = {"input_s": 0.0, "forward_s": 0.03, "backward_s": 0.06, "optimizer_s": 0.01}
+    for row in rows:
+        row |= {**phases, "step_s": 0.1, "slack_s": slack_s, "compile_s": 0.0, "loss": 5.0}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def traced(run: Path, fault: Fault, share: float = 0.0) -> dict[str, Any]:
+    """The newest burst of a run, with a fault; what the report tells of it."""
+    (run / "traces").mkdir(exist_ok=True)
+    record(run / "traces" / "step-14.rank-0.json.gz", fault, share)
+    return {"folder": "traces", "files": ["step-14.rank-0.json.gz"], "trouble": ""}
+
+
+@pytest.fixture
+def run(train: Callable[..., Path]) -> Path:
+    return train("goal.steps=14", "eval.every_steps=50", "checkpoint.every_steps=0")
+
+
+def test_a_trace_stands_for_what_signals_guess(run: Path) -> None:
+    ran_on_a_gpu(run)
+    guesses = [f for f in diagnose([run]) if f.bottleneck == "launch"]
+    assert guesses and not any(guess.share for guess in guesses)
+    ran_on_a_gpu(run, traces=traced(run, tiny_kernels, 0.3))
+    first, *others = diagnose([run])
+    assert first.bottleneck == "launch" and first.share == pytest.approx(0.3, rel=0.1)
+    assert "3 graph breaks" in first.evidence and "launch" not in {f.bottleneck for f in others}
+    (station,) = [f for f in others if f.bottleneck == "computation"]
+    assert "in a trace" in station.evidence and "elementwise" in station.evidence
+    assert "told apart" not in station.not_measured
+    facts = trace_facts(run)
+    assert facts is not None and 1 - facts.busy == pytest.approx(0.3, rel=0.1)
+    ran_on_a_gpu(run, slack_s=0.05)  # without the profiler the host is far ahead
+    assert "launch" not in {f.bottleneck for f in diagnose([run])}
+
+
+def test_a_trace_without_a_fault_takes_the_guess_away(run: Path) -> None:
+    ran_on_a_gpu(run, traces=traced(run, healthy))
+    assert "launch" not in {f.bottleneck for f in diagnose([run])}
+    ran_on_a_gpu(run, traces=traced(run, slow_loader, 0.2))
+    first, *_ = diagnose([run])
+    assert first.bottleneck == "input" and first.share == pytest.approx(0.2, rel=0.1)
+
+
+def test_traces_that_tell_nothing_are_told(run: Path) -> None:
+    asked = {"folder": "traces", "files": [], "trouble": "RuntimeError: CUPTI is held"}
+    ran_on_a_gpu(run, traces=asked)
+    last = diagnose([run])[-1]
+    assert last.bottleneck == "not measured" and last.evidence == asked["trouble"]
+    told = traced(run, healthy)
+    (run / "traces" / told["files"][0]).write_bytes(b"\x1f\x8bnothing")
+    ran_on_a_gpu(run, traces=told)
+    last = diagnose([run])[-1]
+    assert "cannot be read" in last.sentence and told["files"][0] in last.evidence
+
+
+def test_a_clock_that_is_held_down(run: Path) -> None:
+    gpu = {
+        "samples": 50, "watched_s": 500.0, "sm_clock_hz": {"median": 1.2e9, "most": 1.98e9},
+        "slowed": {"power limit": 0.9, "thermal slowdown": 0.6}, "temperature_c": 91,
+    }  # fmt: skip
+    ran_on_a_gpu(run, slack_s=0.05, gpu=gpu)
+    first, *_ = diagnose([run])
+    assert first.bottleneck == "kernel efficiency" and "thermal slowdown" in first.sentence
+    assert first.share == pytest.approx(1 - 1.2 / 1.98) and "60%" in first.evidence
+    for harmless in ({"power limit": 1.0}, {"thermal slowdown": 0.1}):
+        ran_on_a_gpu(run, slack_s=0.05, gpu={**gpu, "slowed": harmless})
+        assert "kernel efficiency" not in {f.bottleneck for f in diagnose([run])}
+    ran_on_a_gpu(run, slack_s=0.05, gpu={"samples": 0, "why_not": "no library"})
+    (station,) = [f for f in diagnose([run]) if f.bottleneck == "computation"]
+    assert "no library" in station.not_measured
+
+
+def test_a_traced_run_on_a_cpu(train: Callable[..., Path]) -> None:
+    run = train(
+        "goal.steps=16", "eval.every_steps=50", "checkpoint.every_steps=0",
+        "trace.every_steps=50", "trace.steps=2",
+    )  # fmt: skip
+    assert [p.name for p in (run / "traces").iterdir()] == ["step-14.rank-0.json.gz"]
+    assert "not measured" not in {f.bottleneck for f in diagnose([run])}
+    assert trace_facts(run) is None  # there is no device
+    (station,) = [f for f in diagnose([run]) if f.bottleneck == "computation"]
+    assert "of operations' own time" in station.evidence and "products" in station.evidence
+    shares = host_families(run / "traces" / "step-14.rank-0.json.gz")
+    assert sum(shares.values()) == pytest.approx(1) and min(shares.values()) > 0
+    assert {"products", "attention", "elementwise"} <= shares.keys()
+    (run / "traces" / "step-14.rank-0.json.gz").rename(run / "traces" / "trace.json.gz")
+    (alone,) = diagnose([run / "traces" / "trace.json.gz"])
+    assert alone.bottleneck == "not measured" and "no event of a device" in alone.sentence
+
+
+def test_an_operations_own_time_is_less_its_childrens() -> None:
+    spans = [(0.0, 10.0, "linear"), (1.0, 4.0, "t"), (2.0, 3.0, "view"), (4.0, 9.0, "mm"),
+             (12.0, 13.0, "add")]  # fmt: skip
+    own = {"linear": 2.0, "t": 2.0, "view": 1.0, "mm": 5.0, "add": 1.0}
+    assert dict(_own(spans)) == own

@@ -11,10 +11,11 @@ way is not known. Exposed communication is reported and only blocking communicat
 rank suffers and most do not is that rank's: shares are the median over ranks, but the straggler's
 is that of the rank which waits longest.
 
-What a trace cannot tell is said: it holds no FLOPs and no bytes of kernels, so their efficiency is
-not judged; memory-bound families are told by names alone. The profiler slows the host, so a launch
-verdict is an upper bound too. Where the device was not recorded, or fewer than two steps, the
-doctor abstains.
+What a trace cannot tell is said. It holds no FLOPs and no bytes of kernels: where shapes were
+recorded (record_shapes=True) roofline.py models them, and judges kernels against the device's
+ceilings; without shapes their efficiency is not judged, and memory-bound families are told by names
+alone. The profiler slows the host, so a launch verdict is an upper bound too. Where the device was
+not recorded, or fewer than two steps, the doctor abstains.
 """
 
 from collections import Counter
@@ -22,34 +23,44 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
+from headrace.core.machine import Machine
 from headrace.core.units import format_seconds
 from headrace.doctor.findings import Finding
 from headrace.doctor.trace.file import RECORD
 from headrace.doctor.trace.limits import (
     ALARM,
     BOTH_WAYS,
+    BOUND_SHARE,
     FEW_STEPS,
     FUSION_RECOVERS,
+    INEFFICIENT,
     MEMORY_BOUND,
+    NEAR_ROOF,
     SAME_RANK,
     SHORT_KERNEL_US,
     SLOW_PRODUCT_RECOVERS,
     WORTH_TELLING,
 )
 from headrace.doctor.trace.ranks import TraceNumbers, measure_traces
+from headrace.doctor.trace.roofline import RoofTimes
 from headrace.doctor.trace.times import RankTimes
 
+NO_SHAPES = "efficiency of kernels: no shapes were recorded, or the device's rates are unknown"
 ABSTAINED = "not measured"
 """the bottleneck of a finding that names none"""
 
 
-def diagnose_trace(paths: Sequence[Path]) -> list[Finding]:
+def diagnose_trace(paths: Sequence[Path], machine: Machine | None = None) -> list[Finding]:
     """Verdicts on one run's traces, what could recover most first; never empty.
+
+    Args:
+        paths: one file of each rank.
+        machine: the devices' rates; without it what is known of those that the files name.
 
     Raises:
         ConfigError: as measure_traces.
     """
-    return judge(measure_traces(paths))
+    return judge(measure_traces(paths, machine))
 
 
 def judge(numbers: TraceNumbers) -> list[Finding]:
@@ -62,7 +73,7 @@ def judge(numbers: TraceNumbers) -> list[Finding]:
         _unexplained,
     )  # fmt: skip
     found = [finding for verdict in verdicts if (finding := verdict(numbers))]
-    return sorted(found, key=lambda f: -f.share) or [_computation(numbers)]
+    return sorted(found, key=lambda f: -f.share) or [computation(numbers)]
 
 
 def _finding(
@@ -116,7 +127,7 @@ def _launch(numbers: TraceNumbers) -> Finding | None:
     late, sync, between = (numbers.idle(cause) for cause in ("launch", "sync", "between"))
     between = between if between >= ALARM else 0.0
     share = late + sync + between
-    if share < ALARM:
+    if share < ALARM or numbers.host_ahead:
         return None
     first = max(numbers.ranks, key=lambda rank: rank.launches)
     names = ", ".join(first.syncs[:2]) or "a synchronisation"
@@ -245,6 +256,9 @@ def _allocator(numbers: TraceNumbers) -> Finding | None:
 
 
 def _bandwidth(numbers: TraceNumbers) -> Finding | None:
+    modelled = _modelled_bandwidth(numbers)
+    if modelled is not None:
+        return modelled
     spent = numbers.share(lambda step: step.memory_s)
     if spent < MEMORY_BOUND:
         return None
@@ -258,16 +272,58 @@ def _bandwidth(numbers: TraceNumbers) -> Finding | None:
     )  # fmt: skip
 
 
+def _roof(numbers: TraceNumbers) -> tuple[RankTimes, RoofTimes] | None:
+    """The first rank whose steps stand against ceilings: ranks run the same kernels."""
+    found = ((rank, rank.roof) for rank in numbers.ranks if rank.steps and rank.roof)
+    return next(found, None)
+
+
+def _modelled_bandwidth(numbers: TraceNumbers) -> Finding | None:
+    """Kernels that move their bytes near the device's rate, where shapes tell how many."""
+    if (found := _roof(numbers)) is None:
+        return None
+    rank, roof = found
+    kernels_s, spent = sum(s.compute_s for s in rank.steps), roof.bandwidth_s / rank.wall_s
+    share = spent * FUSION_RECOVERS
+    if roof.bandwidth_s < BOUND_SHARE * kernels_s or share < ALARM:
+        return None
+    return _finding(
+        "memory bandwidth", share,
+        f"{spent:.0%} of a step went to kernels that memory's bandwidth holds up.",
+        f"kernels at {NEAR_ROOF:.0%} or more of the bandwidth {_time(numbers, spent)}, of which "
+        f"fusing may recover {FUSION_RECOVERS:.0%}; {roof.says}", numbers, sure=False,
+        missing=["bytes moved: modelled from shapes, not counted"],
+    )  # fmt: skip
+
+
 def _products(numbers: TraceNumbers) -> Finding | None:
     spent = numbers.share(lambda step: step.slow_products_s)
     share = spent * SLOW_PRODUCT_RECOVERS
     if share < ALARM:
-        return None
+        return _inefficient(numbers)
     return _finding(
         "kernel efficiency", share,
         f"{spent:.0%} of a step went to float32 products without tensor cores.",
         f"kernels named sgemm or simt {_time(numbers, spent)}", numbers, sure=False,
         missing=["FLOPs: products are told by kernels' names"],
+    )  # fmt: skip
+
+
+def _inefficient(numbers: TraceNumbers) -> Finding | None:
+    """Products and attention that take longer than the device needs at their shapes."""
+    if (found := _roof(numbers)) is None:
+        return None
+    rank, roof = found
+    spent_s = roof.products_s + roof.attention_s
+    best_s, share = roof.products_best_s + roof.attention_best_s, roof.lost_s / rank.wall_s
+    if share < ALARM or best_s > INEFFICIENT * spent_s:
+        return None
+    return _finding(
+        "kernel efficiency", share,
+        f"Products and attention reach {best_s / spent_s:.0%} of what the device does elsewhere.",
+        f"{_time(numbers, spent_s / rank.wall_s)} where {format_seconds(best_s / len(rank.steps))} "
+        f"would do at their shapes; {roof.says}", numbers, sure=roof.probed,
+        missing=["what slows them: another backend, layout or clock"],
     )  # fmt: skip
 
 
@@ -298,8 +354,19 @@ def _unknown(
     )  # fmt: skip
 
 
-def _computation(numbers: TraceNumbers) -> Finding:
-    """Nothing stands out."""
+def _reached(roof: RoofTimes) -> str:
+    """How near products are to the highest rate, and to the best of their shapes."""
+    if not roof.products_s:
+        return f"no product of known shape; {roof.says}"
+    peak, best = roof.products_roof_s / roof.products_s, roof.products_best_s / roof.products_s
+    return f"products at {peak:.0%} of the peak and {best:.0%} of their shapes' best; {roof.says}"
+
+
+def computation(numbers: TraceNumbers) -> Finding:
+    """What kernels ran, by family and against the ceilings: the verdict where nothing stands out.
+
+    Without a measured step its share is 0.
+    """
     share = numbers.share(lambda step: step.compute_s)
     busy = numbers.share(lambda step: step.busy_s)
     rows = max(numbers.ranks, key=lambda rank: rank.events).kernels
@@ -307,10 +374,13 @@ def _computation(numbers: TraceNumbers) -> Finding:
     for row in rows:
         families[row.family] += round(row.share * 1000)
     parts = ", ".join(f"{name} {tenths / 10:.0f}%" for name, tenths in families.most_common(4))
+    evidence, missing = f"busy {_time(numbers, busy)}; of kernels' time {parts}", NO_SHAPES
+    if (told := _roof(numbers)) is not None:
+        _, roof = told
+        evidence, missing = f"{evidence}; {_reached(roof)}", ""
     found = _finding(
-        "computation", share, "", f"busy {_time(numbers, busy)}; of kernels' time {parts}", numbers,
-        missing=["efficiency of kernels: a trace holds no FLOPs and no bytes"],
-    )  # fmt: skip
+        "computation", share, "", evidence, numbers, missing=[missing] if missing else []
+    )
     sentence = f"Nothing stands in the way of computation: kernels ran for {share:.0%} of a step."
     return Finding(
         found.bottleneck, share, sentence, found.evidence, found.confidence, found.not_measured

@@ -47,7 +47,11 @@ RANK = re.compile(r"rank[-_]?(\d+)", re.I)
 
 
 class Event(NamedTuple):
-    """One complete event; `call` is the correlation id between a launch and its kernel, or 0."""
+    """One complete event.
+
+    `call` is the correlation id between a launch and its kernel, or 0; `op` the number of the
+    operation that launched it, or 0.
+    """
 
     kind: str
     name: str
@@ -58,6 +62,16 @@ class Event(NamedTuple):
     stream: Any
     device: Any
     group: str
+    op: int = 0
+
+
+class Operation(NamedTuple):
+    """An operation with its arguments' shapes, types and plain values; lists of tensors nest."""
+
+    name: str
+    dims: list[Any]
+    types: list[Any]
+    values: list[Any]
 
 
 @dataclass(frozen=True)
@@ -80,6 +94,8 @@ class Trace:
         frames: whether Python frames were recorded, which slows the host.
         computes_tf32: False when the file says that the device is older than tensor cores for
             float32; True when it says otherwise or nothing.
+        operations: number -> what launched kernels, where shapes were recorded.
+        device_name: of the first device that the file tells of; empty when it tells of none.
     """
 
     path: Path
@@ -96,6 +112,8 @@ class Trace:
     counts: Counter[str]
     frames: bool
     computes_tf32: bool
+    operations: dict[int, Operation]
+    device_name: str
 
 
 def read_trace(path: Path) -> Trace:
@@ -104,7 +122,7 @@ def read_trace(path: Path) -> Trace:
     Raises:
         ConfigError: it is missing, cut short, too large, no JSON, or no trace of torch.profiler.
     """
-    text = _text(path)
+    text = text_of(path)
     try:
         whole, sieve = _parsed(text)
     except (json.JSONDecodeError, RecursionError) as error:
@@ -138,8 +156,12 @@ def _mended(text: str) -> str:
     return re.sub(escaped + r"|\\", lambda found: found[1] or r"\\", text)
 
 
-def _text(path: Path) -> str:
-    """The unpacked text of a file."""
+def text_of(path: Path) -> str:
+    """The unpacked text of a file.
+
+    Raises:
+        ConfigError: it is missing, cut short or too large.
+    """
     try:
         with path.open("rb") as raw:
             packed = raw.read(2) == b"\x1f\x8b"
@@ -165,6 +187,7 @@ class _Sieve:
     def __init__(self) -> None:
         self.kept: list[Event] = []
         self.counts: Counter[str] = Counter()
+        self.shaped: dict[int, Operation] = {}
         self._names: dict[str, str] = {}
 
     def take(self, found: dict[str, Any]) -> dict[str, Any] | None:
@@ -174,9 +197,23 @@ class _Sieve:
         if found["ph"] == "X" and isinstance(found.get("cat"), str):
             self.counts[found["cat"]] += 1
             kind, name = KINDS.get(found["cat"].lower()), found["name"]
-            if kind and isinstance(name, str) and _wanted(kind, name):
-                self._keep(kind, self._names.setdefault(name, name), found)
+            if kind and isinstance(name, str):
+                name = self._names.setdefault(name, name)
+                if kind == "op":
+                    self._keep_shapes(name, found.get("args"))
+                if _wanted(kind, name):
+                    self._keep(kind, name, found)
         return None
+
+    def _keep_shapes(self, name: str, args: Any) -> None:
+        if not isinstance(args, dict) or not isinstance(dims := args.get("Input Dims"), list):
+            return
+        number, types = args.get("External id"), args.get("Input type")
+        values = args.get("Concrete Inputs")
+        if isinstance(number, int) and isinstance(types, list):
+            self.shaped[number] = Operation(
+                name, dims, types, values if isinstance(values, list) else []
+            )
 
     def _keep(self, kind: str, name: str, found: dict[str, Any]) -> None:
         args = found.get("args")
@@ -186,11 +223,12 @@ class _Sieve:
             return
         group = args.get("Process Group Ranks") or args.get("Process Group Name") or ""
         thread = (str(found.get("pid")), str(found.get("tid")))  # some versions write "24572"
+        number = args.get("External id", 0)
         self.kept.append(
             Event(
                 kind, name, float(start), start + max(spent, 0.0), thread,
                 call if isinstance(call, int) else 0, args.get("stream", thread[1]),
-                args.get("device", thread[0]), str(group),
+                args.get("device", thread[0]), str(group), number if isinstance(number, int) else 0,
             )
         )  # fmt: skip
 
@@ -237,6 +275,7 @@ def _sorted_out(path: Path, whole: dict[str, Any], sieve: _Sieve) -> Trace:
     told = told if isinstance(told, dict) else {}
     named = RANK.search(path.name)
     rank = told.get("rank", int(named[1]) if named else None)
+    launchers = {e.op for events in ran.values() for e in events}
     return Trace(
         path=path,
         rank=rank if isinstance(rank, int) else None,
@@ -252,6 +291,8 @@ def _sorted_out(path: Path, whole: dict[str, Any], sieve: _Sieve) -> Trace:
         counts=sieve.counts,
         frames=any(KINDS.get(c.lower()) == "frame" for c in sieve.counts),
         computes_tf32=_computes_tf32(whole),
+        operations={n: op for n, op in sieve.shaped.items() if n in launchers},
+        device_name=next((str(card["name"]) for card in _cards(whole) if card.get("name")), ""),
     )
 
 
@@ -270,9 +311,13 @@ def _on(threads: set[tuple[str, str]], events: list[Event]) -> list[Event]:
     return [e for e in events if e.thread in threads]
 
 
+def _cards(whole: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the file tells of each device."""
+    known = whole.get("deviceProperties") or whole.get("computeProperties")
+    return [card for card in known if isinstance(card, dict)] if isinstance(known, list) else []
+
+
 def _computes_tf32(whole: dict[str, Any]) -> bool:
     """Whether float32 products could run on tensor cores (compute capability 8.0 on)."""
-    known = whole.get("deviceProperties") or whole.get("computeProperties")
-    cards = [card for card in known if isinstance(card, dict)] if isinstance(known, list) else []
-    majors = [card.get("computeMajor", card.get("major")) for card in cards]
+    majors = [card.get("computeMajor", card.get("major")) for card in _cards(whole)]
     return all(major >= 8 for major in majors if isinstance(major, int))

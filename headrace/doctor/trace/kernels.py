@@ -4,7 +4,7 @@ Shares in the table are of the kernels' summed time. Kernels may overlap, so the
 unions of intervals and never on these sums.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -50,6 +50,8 @@ class KernelRow:
         calls: in all steps that were measured.
         total_s: their summed time.
         share: of all kernels' summed time.
+        bound: "compute", "bandwidth" or "latency" where shapes were recorded; else empty.
+        of_roof: the share of the device's highest rate that it reached; None without shapes.
     """
 
     name: str
@@ -57,6 +59,8 @@ class KernelRow:
     calls: int
     total_s: float
     share: float
+    bound: str = ""
+    of_roof: float | None = None
 
 
 @cache
@@ -88,21 +92,28 @@ def is_host_copy(event: Event, way: str) -> bool:
     return event.kind == "copy" and way.lower() in event.name.lower()
 
 
-def table(events: Sequence[Event]) -> tuple[KernelRow, ...]:
-    """Kernels and copies by name, the longest first."""
+def table(
+    events: Sequence[Event], bounds: Mapping[str, tuple[str, float]] | None = None
+) -> tuple[KernelRow, ...]:
+    """Kernels and copies by name, the longest first; `bounds`: name -> bound, share of the roof."""
     sums: dict[str, tuple[int, float]] = {}
     for event in events:
         calls, spent_us = sums.get(event.name, (0, 0.0))
         sums[event.name] = calls + 1, spent_us + event.end_us - event.start_us
     whole_us = sum(spent for _, spent in sums.values()) or 1.0
-    rows = [
-        KernelRow(name, family_of(name), calls, spent_us * 1e-6, spent_us / whole_us)
-        for name, (calls, spent_us) in sums.items()
-    ]
+    told, rows = bounds or {}, []
+    for name, (calls, spent_us) in sums.items():
+        bound, of_roof = told.get(name, ("", None))
+        share = spent_us / whole_us
+        rows.append(KernelRow(name, family_of(name), calls, spent_us * 1e-6, share, bound, of_roof))
     return tuple(sorted(rows, key=lambda row: (-row.total_s, row.name)))
 
 
-def short_share(events: Sequence[Event]) -> float | None:
-    """The share of kernels that are shorter than a launch is worth; None without kernels."""
-    spent = [e.end_us - e.start_us for e in events if e.kind == "kernel"]
-    return sum(s < SHORT_KERNEL_US for s in spent) / len(spent) if spent else None
+def short_kernels(events: Sequence[Event]) -> tuple[float | None, float]:
+    """Kernels shorter than a launch is worth: their share of all, and their seconds.
+
+    The share is None without kernels.
+    """
+    spent_us = [e.end_us - e.start_us for e in events if e.kind == "kernel"]
+    short_us = [us for us in spent_us if us < SHORT_KERNEL_US]
+    return len(short_us) / len(spent_us) if spent_us else None, sum(short_us) * 1e-6

@@ -30,6 +30,14 @@ MEMORY_BOUND = 0.6
 """of a step in elementwise, normalisation and optimizer kernels, before bandwidth is named"""
 FUSION_RECOVERS = 0.15
 """of their time: the lowest of TraceLens's 15, 30 and 45% for what has no model"""
+NEAR_ROOF = 0.6
+"""of the measured bandwidth, from which a kernel is called bound by it"""
+BOUND_SHARE = 0.4
+"""of the kernels' time bound by bandwidth, where shapes tell, before it is named"""
+INEFFICIENT = 0.6
+"""of what the machine reaches at their shapes: products and attention below it are named"""
+WELL = 0.9
+"""of what a machine reaches at a shape that a step may be expected to reach, beside other work"""
 WORTH_TELLING = 0.001
 """smaller shares are left out of the evidence"""
 SLOW_PRODUCT_RECOVERS = 0.75

@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 
 from headrace.core.errors import ConfigError
+from headrace.core.machine import Machine
 from headrace.doctor.trace.file import read_trace
 from headrace.doctor.trace.times import RankTimes, StepTimes, measure
 
@@ -44,10 +45,15 @@ class Ranks:
 
 @dataclass(frozen=True)
 class TraceNumbers:
-    """All that was measured: each rank's steps and kernels, and the ranks against each other."""
+    """All that was measured: each rank's steps and kernels, and the ranks against each other.
+
+    Where signals of the same run say that its host is ahead of the device (`host_ahead`), late
+    launches are the profiler's own doing.
+    """
 
     ranks: tuple[RankTimes, ...]
     between_ranks: Ranks
+    host_ahead: bool = False
 
     def step_s(self) -> float:
         """The mean step of the median rank; 0 when none was measured."""
@@ -63,15 +69,19 @@ class TraceNumbers:
         return self.share(lambda step: step.idle_s[cause] + step.late_s[cause])
 
 
-def measure_traces(paths: Sequence[Path]) -> TraceNumbers:
+def measure_traces(paths: Sequence[Path], machine: Machine | None = None) -> TraceNumbers:
     """The numbers of one run's traces, one file a rank, read one after the other.
+
+    Args:
+        paths: the files.
+        machine: the rates of the devices; without it what is known of those that the files name.
 
     Raises:
         ConfigError: a file cannot be read, none was given, or two are of one rank.
     """
     if not paths:
         raise ConfigError("No trace was given", "give the path of a .json or .json.gz")
-    ranks = tuple(measure(read_trace(path), place) for place, path in enumerate(paths))
+    ranks = tuple(measure(read_trace(path), place, machine) for place, path in enumerate(paths))
     often, count = Counter(r.rank for r in ranks).most_common(1)[0]
     if count > 1:
         names = ", ".join(r.path for r in ranks if r.rank == often)

@@ -1,10 +1,13 @@
 """Readings of a plan's steps, each in a process that a failure cannot take others down with.
 
-What the other programs share: a build whose weights are drawn on its device, timed steps with the
-peak of their memory, the loss after some steps of real text, and the process that takes them.
+What the tuner and the programs under benchmarks/ share: a build whose weights are drawn on its
+device, timed steps with the peak of their memory, the loss after some steps of real text, and the
+process that takes them.
 """
 
 import gc
+import os
+import signal
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -15,11 +18,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from multiprocessing import get_context
+from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from signals import open_build
 from torch import Tensor
 
 import headrace.build
@@ -29,7 +33,7 @@ from headrace.context import choose_device
 from headrace.core.errors import HeadraceError
 from headrace.core.plan import Plan
 from headrace.core.technique import Stage
-from headrace.data.ingest import prepare
+from headrace.data.ingest import Prepared, prepare
 from headrace.data.loader import Micro
 from headrace.filled import check_active
 from headrace.model.init import Source, random_source
@@ -38,6 +42,8 @@ from headrace.sockets import Build
 
 LARGE = 1 << 20
 """Numbers of a parameter that is drawn on the device."""
+OUT_OF_MEMORY, NOT_DONE = "out of memory", "not done within"
+"""how two of the reasons begin that a reading may have been refused for"""
 LEFT_BYTES = 1 << 30
 """What a reading may leave behind on a device before its process is given up."""
 
@@ -55,10 +61,14 @@ class Reading:
     """reserved since the build began, likewise; None on a CPU"""
     losses: list[float] = field(default_factory=list)
     """nats per token, one a step"""
+    norms: list[float] = field(default_factory=list)
+    """of the whole gradient, one a step, where two plans are timed in turn"""
     evidence: dict[str, str] = field(default_factory=dict)
     refused: str = ""
     poisoned: bool = False
     """the process should not read on"""
+    beside: "Reading | None" = None
+    """of the plan that was timed in turn with this one"""
 
 
 # --- builds ----------------------------------------------------------------------------------
@@ -94,9 +104,20 @@ def device_weights(device: torch.device) -> Iterator[None]:
         headrace.build.random_source = before
 
 
+def open_build(plan: Plan) -> tuple[Build, list[Micro]]:
+    """A build without data, and one batch of random tokens."""
+    tokenizer: Any = SimpleNamespace(vocab=plan.model.vocab)
+    nothing: Any = None
+    prepared = Prepared(Path(), tokenizer, train=(), validation=nothing, fingerprint={})
+    build = make_build(plan, prepared, World(), choose_device(plan), until=Stage.SCHEDULE)
+    shape = (plan.rows_per_step, plan.data.sequence_length + 1)
+    x = torch.randint(0, plan.model.vocab, shape, generator=torch.Generator().manual_seed(0))
+    return build, [Micro(x[:, :-1].contiguous(), x[:, 1:].contiguous())]
+
+
 @contextmanager
 def opened(
-    plan: Plan, *, text: bool = False
+    plan: Plan, *, text: bool = False, in_force: bool = True
 ) -> Iterator[tuple[Build, Callable[[int], list[Micro]]]]:
     """A build with its flags in force, and what gives a step its micro-batches.
 
@@ -104,6 +125,7 @@ def opened(
         plan: the run.
         text: real text from the plan's loader; else random tokens, unless a technique acts on data
             or on the step as a whole, which only a whole build has.
+        in_force: False leaves the flags to `flags_of`, for two builds in one process.
     """
     device = choose_device(plan)
     text = text or any(t.stage > Stage.SCHEDULE for t in plan.techniques.values())
@@ -122,9 +144,18 @@ def opened(
                 for i in range(0, plan.rows_per_step, cut)
             ]
             micros = lambda index: pieces  # noqa: E731
+        if in_force:
+            stack.enter_context(flags_of(build))
+        yield build, micros
+
+
+@contextmanager
+def flags_of(build: Build) -> Iterator[None]:
+    """A build's flags of the process are in force inside."""
+    with ExitStack() as stack:
         for flags in build.runtime:
             stack.enter_context(flags())
-        yield build, micros
+        yield
 
 
 class Clock:
@@ -154,6 +185,15 @@ class Clock:
 # --- readings --------------------------------------------------------------------------------
 
 
+def why(error: Exception) -> str:
+    """An error in a line or two; a user's mistake with its remedy."""
+    if isinstance(error, HeadraceError):
+        return str(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"{OUT_OF_MEMORY}: {str(error).splitlines()[0][:300]}"
+    return f"{type(error).__name__}: {str(error)[:300]}"
+
+
 def read(what: Callable[[Reading], None]) -> Reading:
     """Take a reading, or note why not; memory is given back either way."""
     found, cuda = Reading(), torch.cuda.is_available()
@@ -162,13 +202,9 @@ def read(what: Callable[[Reading], None]) -> Reading:
     torch._dynamo.reset()
     try:
         what(found)
-    except HeadraceError as error:
-        found.refused = str(error)
-    except torch.OutOfMemoryError as error:
-        found.refused = f"out of memory: {str(error).splitlines()[0][:300]}"
     except Exception as error:
-        found.refused = f"{type(error).__name__}: {str(error)[:300]}"
-        found.poisoned = True
+        found.refused = why(error)
+        found.poisoned = not isinstance(error, HeadraceError | torch.OutOfMemoryError)
     if found.peak_bytes is not None:
         found.peak_bytes -= held
     if found.reserved_bytes is not None:
@@ -221,7 +257,7 @@ def _time_steps(
                 train.step(build, micros(at), at)
                 clock.mark()
             found.seconds.append(median(clock.seconds()))
-        found.peak_bytes = None if "cuda_graphs" in plan.techniques else peak(build)
+        found.peak_bytes = peak(build) if counted(plan) else None
         if build.device.type == "cuda":
             found.reserved_bytes = float(torch.cuda.max_memory_reserved())
 
@@ -272,6 +308,11 @@ def wait(build: Build) -> None:
         torch.cuda.synchronize()
 
 
+def counted(plan: Plan) -> bool:
+    """Whether what its steps hold counts as allocated; graphs' own memory does not."""
+    return "cuda_graphs" not in plan.techniques
+
+
 def peak(build: Build) -> float | None:
     """The allocator's since it was last reset; None on a CPU."""
     return float(torch.cuda.max_memory_allocated()) if build.device.type == "cuda" else None
@@ -280,11 +321,29 @@ def peak(build: Build) -> float | None:
 # --- the process -----------------------------------------------------------------------------
 
 
-class Worker:
-    """A process that takes readings, and a new one after each that may have harmed it."""
+def _begin(log: Path | None) -> None:
+    """In the new process. Ctrl-C reaches every process of a terminal: the one that asks ends this.
 
-    def __init__(self, *, here: bool = False) -> None:
-        self.here = here
+    What it says (a compiler's warnings, say) goes to the log, for the one that asks has its own
+    words on the terminal, and one JSON value on its standard output.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if log is not None:
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+
+
+class Worker:
+    """A process that takes readings, and a new one after each that may have harmed it.
+
+    Args:
+        here: no process, to debug.
+        log: where what it says goes; the terminal, without.
+    """
+
+    def __init__(self, *, here: bool = False, log: Path | None = None) -> None:
+        self.here, self.log = here, log
         self._pool: ProcessPoolExecutor | None = None
 
     def ask(self, what: Callable[..., Reading], *given: Any, limit_s: float, **how: Any) -> Reading:
@@ -292,13 +351,17 @@ class Worker:
         if self.here:
             return what(*given, **how)
         if self._pool is None:
-            self._pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+            self._pool = ProcessPoolExecutor(
+                1, mp_context=get_context("spawn"), initializer=_begin, initargs=(self.log,)
+            )
         try:
             found = self._pool.submit(what, *given, **how).result(limit_s)
         except BrokenProcessPool:
             found = Reading(refused="its process died", poisoned=True)
         except TimeoutError:
-            found = Reading(refused=f"not done within {limit_s:.0f} s", poisoned=True)
+            found = Reading(refused=f"{NOT_DONE} {limit_s:.0f} s", poisoned=True)
+        except Exception as error:  # outside of `read`, as what cannot be sent to the process
+            found = Reading(refused=why(error), poisoned=True)
         if found.poisoned:
             self.close()
         return found

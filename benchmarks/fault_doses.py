@@ -1,0 +1,194 @@
+"""How much of a fault a step is given so that it costs what is wanted, found on the device itself.
+
+On a CPU a second that is spent is a second more. On a GPU the host is ahead of the device, at most
+by the launches that fit into a queue, and what it spends costs nothing until its lead is used up;
+so neither a sleep nor the time of one small operation tells what a step will take. There the dose
+is found in the run's second step, which the doctor leaves out as it does the first: the step is
+repeated at a learning rate of 0, with the fault in it, until steps take as long as is wanted.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from fault_hooks import Case, patched
+from torch import Tensor
+
+from headrace import train
+from headrace.signals import HostClock
+from headrace.sockets import Build
+
+SECOND = 1
+"""The step in which a dose is found; `window.WARM_STEPS` are not judged."""
+REPEATED, TRIES = 3, 6
+"""Steps by which a dose is timed, the first of which only fills the queue, and doses at most."""
+NEAR = 0.12
+"""Of the time that the fault is to take, within which it is right."""
+TIMED = 100
+"""Small acts by which one is timed."""
+SLOPES = (0.2, 5.0)
+"""Seconds of a step for one of the dose; less is hidden by the host's lead, more is noise."""
+
+
+class Dose:
+    """What a step is given, in seconds of the host; and what was found of the run.
+
+    Args:
+        case: tells how long a step is to take.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.on_gpu = case.plan().device == "cuda"
+        self.seconds = 0.0 if self.on_gpu else case.extra_s
+        self.lead_s = 0.0
+        """What the host may spend in a step before the device waits for it; 0 on a CPU."""
+        self.facts: dict[str, Any] = {}
+
+    def found(self, act: Callable[[float], None] | None = None) -> AbstractContextManager[None]:
+        """While entered, the run's second step finds the dose.
+
+        Args:
+            act: spends the dose before a step; without it, hooks inside the step spend it.
+        """
+
+        def find(build: Build, once: Callable[[], None]) -> None:
+            def period(seconds: float) -> float:
+                self.seconds = seconds
+                return steps_s(build.device, once, (lambda: act(seconds)) if act else None)
+
+            wanted_s = self.case.step_s + self.case.extra_s
+            self.seconds, tried = search(period, wanted_s, NEAR * self.case.extra_s)
+            self.facts |= {"dose_s": self.seconds, "tried": tried}
+
+        return repeating(find, self.on_gpu)
+
+    def led(self) -> AbstractContextManager[None]:
+        """While entered, the run's second step finds how far the host is ahead."""
+
+        def find(build: Build, once: Callable[[], None]) -> None:
+            issued_s = min(issue_s(build.device, once) for _ in range(2))
+            self.lead_s = max(0.0, self.case.step_s - issued_s)
+            self.facts |= {"lead_s": self.lead_s}
+
+        return repeating(find, self.on_gpu)
+
+    def spending(self, act: Callable[[Tensor], Any]) -> Callable[[Tensor], None]:
+        """What acts so often after each block that a step's calls take the dose.
+
+        One act is timed at the first call. Parts of an act are owed to the next call.
+        """
+        calls, owed = self.case.block_calls(), 0.0
+
+        def do(out: Tensor) -> None:
+            nonlocal owed
+            if "unit_s" not in self.facts:
+                self.facts["unit_s"] = unit_s(act, out)
+            owed += self.seconds / calls / self.facts["unit_s"]
+            for _ in range(times := int(owed)):
+                act(out)
+            owed -= times
+
+        return do
+
+
+def repeating(
+    find: Callable[[Build, Callable[[], None]], None], wanted: bool = True
+) -> AbstractContextManager[None]:
+    """`find` is called in the second step with what runs that step once, changing no weight."""
+
+    def make(step: Any) -> Any:
+        def stepped(build: Build, micros: Any, index: int) -> Tensor:
+            if wanted and index == SECOND:
+                rate = build.values["lr"]
+                build.values["lr"] = lambda _: 0.0
+                try:
+                    find(build, lambda: step(build, micros, index))
+                finally:
+                    build.values["lr"] = rate
+            return step(build, micros, index)
+
+        return stepped
+
+    return patched(train, "step", make)
+
+
+def steps_s(
+    device: torch.device, once: Callable[[], Any], before: Callable[[], None] | None = None
+) -> float:
+    """Seconds from one step's end to the next's, with the host one step ahead as in a run."""
+    ends: list[Any] = []
+    wait(device)
+    for number in range(REPEATED):
+        if before is not None:
+            before()
+        once()
+        ends.append(torch.cuda.Event(enable_timing=True) if device.type == "cuda" else HostClock())
+        ends[-1].record()
+        if number:
+            ends[-2].synchronize()
+    wait(device)
+    return ends[0].elapsed_time(ends[-1]) / 1e3 / (REPEATED - 1)
+
+
+def issue_s(device: torch.device, once: Callable[[], Any]) -> float:
+    """Seconds in which the host issues a step to a device that has nothing to do."""
+    wait(device)
+    began_s = time.perf_counter()
+    once()
+    spent_s = time.perf_counter() - began_s
+    wait(device)
+    return spent_s
+
+
+def unit_s(act: Callable[[Tensor], Any], out: Tensor) -> float:
+    """Seconds of one act, on a device that has nothing else to do."""
+    act(out)
+    wait(out.device)
+    began_s = time.perf_counter()
+    for _ in range(TIMED):
+        act(out)
+    wait(out.device)
+    return (time.perf_counter() - began_s) / TIMED
+
+
+def search(
+    period: Callable[[float], float], wanted_s: float, near_s: float
+) -> tuple[float, list[tuple[float, float]]]:
+    """The dose at which steps take `wanted_s`, or the nearest that was tried; and what was tried.
+
+    The first try is as much as the host alone could need. From there a second of the dose is
+    thought to cost a second, until two tries that were not hidden tell.
+
+    Args:
+        period: dose -> seconds of a step; it is flat while the host is ahead, then rises.
+        wanted_s, near_s: the step, and how near is enough.
+    """
+    tried: list[tuple[float, float]] = []
+    low, high, dose = 0.0, math.inf, wanted_s
+    for _ in range(TRIES):
+        tried.append((dose, period(dose)))
+        spent_s = tried[-1][1]
+        if abs(spent_s - wanted_s) <= near_s:
+            break
+        low, high = (low, dose) if spent_s > wanted_s else (dose, high)
+        near = sorted(tried, key=lambda one: abs(one[1] - wanted_s))[:2]
+        slope = 1.0
+        if len(near) == 2 and near[0][0] != near[1][0]:
+            slope = (near[1][1] - near[0][1]) / (near[1][0] - near[0][0])
+            slope = slope if SLOPES[0] < slope < SLOPES[1] else 1.0
+        dose = near[0][0] + (wanted_s - near[0][1]) / slope
+        if math.isinf(high):
+            dose = max(dose, 1.2 * low)
+        else:
+            dose = min(max(dose, low + 0.1 * (high - low)), high - 0.05 * (high - low))
+    return min(tried, key=lambda one: abs(one[1] - wanted_s))[0], tried
+
+
+def wait(device: torch.device) -> None:
+    """Until it has done everything."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

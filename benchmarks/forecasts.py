@@ -1,0 +1,393 @@
+"""How right the doctor's forecasts are: said before, measured after.
+
+    python benchmarks/forecasts.py --residuals
+    python benchmarks/forecasts.py --say --shapes 160m 1b
+    python benchmarks/forecasts.py --measure --shapes 160m 1b --limit-s 500
+
+`--residuals` fits how far the ledger's ratios were from measured ones in results/techniques.jsonl.
+The interval that it asks for is headrace.doctor.forecast.ERROR, to be written there; a technique at
+a time is left out to say how such an interval does on techniques that it was not fitted to.
+
+`--say` writes what the doctor forecasts for each remedy of each planted plan, at no device time, to
+results/forecasts_said.jsonl, which is to be committed before anything is measured. A planted plan
+is a shape's recipe with something that ails it (`BASES`), and its remedies are those that a reader
+is told of: the first ones of each bottleneck that the ledger prices, unless their gain or loss is
+smaller than `--least`.
+
+`--measure` takes what was said and has no row yet in results/forecasts.jsonl, times the planted
+plan before and after each group of its remedies, and each remedy between, and writes one row a
+remedy: its forecast as it was said, and the gain. It says first how long it will take.
+"""
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import numpy as np
+import receipts
+import torch
+
+from headrace.candidates import Asking
+from headrace.changes import changed, parse
+from headrace.cli import catalogue
+from headrace.context import choose_device, elsewhere, make_context
+from headrace.core.errors import HeadraceError
+from headrace.core.machine import Machine
+from headrace.core.plan import Plan
+from headrace.core.technique import Context
+from headrace.doctor.advice import TOLD
+from headrace.doctor.findings import Finding
+from headrace.doctor.forecast import NOTHING, Measured
+from headrace.doctor.remedies import Remedy, remedies
+from headrace.trials.readings import Reading, Worker, time_steps
+
+CATALOGUE = catalogue()
+PLANS = Path(__file__).parent / "plans"
+LEVEL = 0.88
+"""Of gains that the fitted interval shall hold: 80% are promised, and the planner's own constants
+are from these receipts too."""
+SMALL = 0.01
+"""A smaller change counts as this one: it is near the noise of a measurement."""
+GROUP = 8
+"""Remedies between two timings of their base."""
+SIDE_S, SIDE_LIMIT_S = 40.0, 240.0
+"""Seconds that a reading takes with building and compiling, about and at most."""
+PRICED = (
+    "computation", "memory bandwidth", "kernel efficiency", "launch", "memory capacity",
+    "unused memory",
+)  # fmt: skip
+"""Bottlenecks whose remedies the ledger forecasts."""
+BARE = "-*"
+"""The word for leaving out every technique."""
+BASES: dict[str, str] = {
+    "recipe": "",
+    "trunk": BARE,
+    "eager": "-torch_compile",
+    "unfused": "-fused_swiglu -fused_cross_entropy",
+    "checkpointed": "+full_checkpoint",
+    "few_rows": "batch.micro_sequences={few}",
+    "naive": f"{BARE} +full_checkpoint batch.micro_sequences={{few}}",
+    "compiled_trunk": f"{BARE} +torch_compile",
+    "fp32": f"{BARE} model.precision=fp32",
+}
+"""What ails a plan -> changes of the recipe; `few` is a quarter of its rows."""
+AILING = ("trunk", "eager", "checkpointed", "few_rows", "naive")
+"""Those that are measured unless others are asked for: in the others there is little to gain."""
+
+
+# --- how far ratios were off -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A change that was measured: the logarithms of both ratios of a step before over after."""
+
+    technique: str
+    what: str
+    predicted: float
+    measured: float
+
+    @property
+    def off(self) -> float:
+        """By how much."""
+        return self.measured - self.predicted
+
+
+def measured_pairs(file: Path) -> list[Pair]:
+    """Of every receipt whose two plans the ledger prices, and where it sees a change."""
+    rows = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
+    gone = {row.get("retracts") for row in rows}
+    found = []
+    for number, row in enumerate(rows, 1):
+        stands = number not in gone and "overrides" in row  # older rows are of other plans
+        if stands and "speed_ratio" in row["metrics"] and (pair := _pair(row)):
+            found.append(pair)
+    return found
+
+
+def _pair(row: dict[str, Any]) -> Pair | None:
+    name, shape = row["technique"], row["shape"]
+    recipe = list(Plan.read(_path(shape).read_text(), CATALOGUE).techniques)
+    more = [w[1:] for w in row["overrides"] if w[0] == "+"]
+    less = [w[1:] for w in row["overrides"] if w[0] == "-"]
+    base = more if row["base"] == "trunk" else [n for n in (*recipe, *more) if n not in less]
+    keys = [k if "." in k.partition("=")[0] else f"techniques.{name}.{k}"
+            for k in row["knobs"].split(",") if k]  # fmt: skip
+    steps = []
+    for on, sets in ((base, []), (row["techniques"], keys)):
+        sets = [w for w in (*row["overrides"], *sets) if w[0] not in "+-"]
+        sets = [w for w in sets if not w.startswith("techniques.") or w.split(".")[1] in on]
+        words = [f"+{n}" for n in on if n not in recipe] + [f"-{n}" for n in recipe if n not in on]
+        steps.append(_step_s(shape, (*words, *sets), row["hardware"]))
+    before, after = steps
+    if before is None or after is None or abs(math.log(before / after)) < NOTHING:
+        return None
+    what = f"{shape} {row['base']} {name} {row['knobs']}".strip()
+    return Pair(name, what, math.log(before / after),
+                math.log(row["metrics"]["speed_ratio"]["value"]))  # fmt: skip
+
+
+@cache
+def _step_s(shape: str, words: tuple[str, ...], device_name: str) -> float | None:
+    """Of a shape's recipe with changes, as it is foreseen; None where it is not."""
+    try:
+        plan = parse(words).plan(_path(shape).read_text(), CATALOGUE)
+        asking = Asking(plan, _place(device_name), assumed(device_name), CATALOGUE)
+        return asking.answer(plan).foresight.step_s
+    except HeadraceError:
+        return None
+
+
+@cache
+def _place(device_name: str) -> Context:
+    """A GPU that is not here, for any plan."""
+    recipe = Plan.read(_path("160m").read_text(), CATALOGUE)
+    return elsewhere(make_context(recipe, torch.device("cpu")), device_name)
+
+
+assumed = cache(Machine.assumed)
+"""One machine of a name, which remembers what it was asked."""
+
+
+def at(plan: Plan, device_name: str = "") -> tuple[Context, Machine]:
+    """Where a plan runs, and the device's rates as its datasheet says: here, or on one by name."""
+    if device_name:
+        here = make_context(plan, torch.device("cpu"))
+        return elsewhere(here, device_name), assumed(device_name)
+    context = make_context(plan, choose_device(plan))
+    return context, assumed(context.device_name)
+
+
+def fit(pairs: Sequence[Pair]) -> tuple[float, float]:
+    """`least` (A) and `share` (B) of half-widths with the least mean score over pairs (P).
+
+    The score of an interval is its width and what lies outside of it, as shares of the change:
+    half a percent is much of a change by one percent, and nothing of one by half.
+    """
+    sizes_P = np.array([abs(pair.predicted) for pair in pairs])
+    offs_P = np.array([abs(pair.off) for pair in pairs])
+    leasts_A, shares_B = np.arange(1, 60) / 2000, np.arange(101) / 100
+    halves_ABP = leasts_A[:, None, None] + shares_B[:, None] * sizes_P
+    outside_ABP = np.maximum(0.0, offs_P - halves_ABP) / (1 - LEVEL)
+    score_AB = ((halves_ABP + outside_ABP) / np.maximum(SMALL, sizes_P)).sum(-1)
+    a, b = np.unravel_index(score_AB.argmin(), score_AB.shape)
+    return float(leasts_A[a]), float(shares_B[b])
+
+
+def covers(pair: Pair, least: float, share: float) -> bool:
+    """Whether its interval holds what was measured."""
+    return abs(pair.off) <= least + share * abs(pair.predicted)
+
+
+def residuals(pairs: Sequence[Pair]) -> dict[str, Any]:
+    """The fit, and how it does on techniques that were left out of it."""
+    least, share = fit(pairs)
+    held: list[bool] = []
+    for name in {pair.technique for pair in pairs}:
+        others = fit([pair for pair in pairs if pair.technique != name])
+        held += [covers(pair, *others) for pair in pairs if pair.technique == name]
+    gains = [pair for pair in pairs if abs(pair.measured) >= 0.01]
+    widths = [2 * (least + share * abs(p.predicted)) / abs(p.measured) for p in gains]
+    worst = sorted(pairs, key=lambda pair: -abs(pair.off))[:8]
+    return {
+        "least": least, "share": share, "n": len(pairs),
+        "coverage": mean(covers(pair, least, share) for pair in pairs),
+        "coverage_left_out": mean(held),
+        "median_width_of_gain": median(widths),
+        "median_error_of_gain": median(abs(p.off / p.measured) for p in gains),
+        "worst": {p.what: [round(p.predicted, 4), round(p.measured, 4)] for p in worst},
+    }  # fmt: skip
+
+
+# --- planted plans and what is said of them --------------------------------------------------
+
+
+def planted(path: Path, base: str) -> Plan:
+    """A shape's recipe with what ails it."""
+    recipe = Plan.read(path.read_text(), CATALOGUE)
+    few = max(d for d in range(1, max(1, recipe.micro_rows // 4) + 1) if recipe.micro_rows % d == 0)
+    words = BASES[base].format(few=few).split()
+    bare = [f"-{name}" for name in recipe.techniques] if BARE in words else []
+    added = {w[1:] for w in words if w[0] == "+"}
+    bare = [w for w in bare if w[1:] not in added]
+    words = [w for w in words if w != BARE and not (w[0] == "-" and w[1:] not in recipe.techniques)]
+    return changed(recipe, [*bare, *words], CATALOGUE)
+
+
+def forecast(plan: Plan, least: float, device_name: str = "") -> list[Remedy]:
+    """What the doctor would forecast for it, each change once."""
+    found: dict[tuple[str, ...], Remedy] = {}
+    for bottleneck in PRICED:
+        finding = Finding(bottleneck, 0.0, "", "", "inferred")
+        known = remedies(finding, plan, *at(plan, device_name), CATALOGUE, Measured())
+        for remedy in known[:TOLD]:
+            if remedy.gain is not None and abs(remedy.gain.value) >= least:
+                found.setdefault(remedy.change, remedy)
+    return list(found.values())
+
+
+def say(args: argparse.Namespace) -> None:
+    """One row for each forecast that was not said before."""
+    said = {key(row) for row in _rows(args.results, "forecasts_said")}
+    for path in map(_path, args.shapes):
+        for base in args.bases:
+            workload = f"{path.stem} {base}"
+            plan = planted(path, base)
+            found = forecast(plan, args.least, args.device_name)
+            for remedy in found:
+                words = " ".join(remedy.change)
+                if (workload, words) in said or remedy.gain is None:
+                    continue
+                gain = remedy.gain
+                receipts.append(
+                    "forecasts_said", {}, results=args.results, remedy=words, workload=workload,
+                    forecast={"low": gain.low, "value": gain.value, "high": gain.high},
+                    forecast_from=remedy.forecast_from, equality=remedy.equality,
+                    memory_bytes=remedy.memory_bytes, baseline_sha256=receipts.sha256(plan.dump()),
+                )  # fmt: skip
+            print(f"{workload}: {len(found)} remedies", flush=True)
+
+
+# --- what came of it -------------------------------------------------------------------------
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Every forecast that was said and not measured, base by base."""
+    done = {key(row) for row in _rows(args.results, "forecasts")}
+    waiting: dict[str, list[dict[str, Any]]] = {}
+    for row in _rows(args.results, "forecasts_said"):
+        shape, _, base = row["workload"].partition(" ")
+        asked = shape in {_path(s).stem for s in args.shapes} and base in args.bases
+        if asked and key(row) not in done:
+            waiting.setdefault(row["workload"], []).append(row)
+    sides = sum(map(len, waiting.values()))
+    groups = sum(1 + -(-len(rows) // GROUP) for rows in waiting.values())
+    print(f"{sides} remedies of {len(waiting)} plans: about {SIDE_S * (sides + groups):.0f} s",
+          flush=True)  # fmt: skip
+    ends_s = time.monotonic() + args.limit_s
+    with Worker(here=args.here) as worker:
+        for workload, rows in waiting.items():
+            left = Bench(workload, rows, args, worker, ends_s).run()
+            if left:
+                print(f"left: {workload}: {left}", flush=True)
+
+
+class Bench:
+    """One planted plan and its remedies."""
+
+    def __init__(
+        self, workload: str, rows: list[dict[str, Any]], args: argparse.Namespace, worker: Worker,
+        ends_s: float,
+    ) -> None:  # fmt: skip
+        self.workload, self.rows, self.args = workload, rows, args
+        self.worker, self.ends_s = worker, ends_s
+        shape, _, base = workload.partition(" ")
+        (path,) = {p for p in map(_path, args.shapes) if p.stem == shape}
+        self.base = planted(path, base)
+
+    def run(self) -> int:
+        """Measure group by group; returns how many were not begun."""
+        waiting, before = self.rows, None
+        while waiting and time.monotonic() < self.ends_s:
+            before = before or self.time(self.base)
+            if before.refused:
+                self.write(waiting, [before], [before] * len(waiting))
+                return 0
+            group, found = waiting[:GROUP], list[Reading]()
+            for row in group:
+                if time.monotonic() >= self.ends_s:
+                    break
+                found.append(self.side(row))
+            after = self.time(self.base)
+            ran = [before, after] if not after.refused else [before]
+            self.write(group[: len(found)], ran, found)
+            waiting, before = waiting[len(found) :], None if after.refused else after
+        return len(waiting)
+
+    def side(self, row: dict[str, Any]) -> Reading:
+        """The plan with a remedy."""
+        try:
+            plan = changed(self.base, row["remedy"].split(), CATALOGUE)
+        except HeadraceError as error:
+            return Reading(refused=str(error))
+        return self.time(plan, row["remedy"])
+
+    def time(self, plan: Plan, name: str = "(base)") -> Reading:
+        """A reading of a plan's steps."""
+        warm, timed = self.args.steps
+        began_s = time.monotonic()
+        found = self.worker.ask(
+            time_steps, plan, limit_s=SIDE_LIMIT_S, text=True, warm=warm, timed=timed, blocks=2
+        )
+        told = found.refused or f"{mean(found.seconds) * 1e3:.2f} ms"
+        print(f"{self.workload} {name}: {told} ({time.monotonic() - began_s:.0f} s)", flush=True)
+        return found
+
+    def write(
+        self, rows: Iterable[dict[str, Any]], bases: list[Reading], found: list[Reading]
+    ) -> None:
+        """One row a remedy."""
+        for row, reading in zip(rows, found, strict=True):
+            facts = {k: row[k] for k in ("remedy", "workload", "forecast", "forecast_from")}
+            facts |= {"said": row["commit"], "baseline_sha256": receipts.sha256(self.base.dump())}
+            if reading.refused:
+                receipts.append("forecasts", {}, results=self.args.results, n=0,
+                                refused=reading.refused, **facts)  # fmt: skip
+                continue
+            gains = [mean(base.seconds) / mean(reading.seconds) - 1 for base in bases]
+            receipts.append(
+                "forecasts", {"gain": receipts.spread(gains, "of the time after")},
+                results=self.args.results, n=len(bases), measured=mean(gains), **facts,
+            )  # fmt: skip
+
+
+def key(row: dict[str, Any]) -> tuple[str, str]:
+    """What tells a forecast from the others."""
+    return row["workload"], row["remedy"]
+
+
+def _path(shape: str) -> Path:
+    return Path(shape) if shape.endswith(".toml") else PLANS / f"{shape}.toml"
+
+
+def _rows(results: Path, topic: str) -> list[dict[str, Any]]:
+    """Rows that are about a remedy and that none retracts."""
+    file = results / f"{topic}.jsonl"
+    lines = file.read_text().splitlines() if file.is_file() else []
+    rows = [json.loads(line) for line in lines if line.strip()]
+    gone = {row.get("retracts") for row in rows}
+    return [row for number, row in enumerate(rows, 1) if number not in gone and "remedy" in row]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--residuals", action="store_true", help="how far ratios were off")
+    parser.add_argument("--say", action="store_true", help="write forecasts; needs no device")
+    parser.add_argument("--measure", action="store_true", help="measure what was said")
+    parser.add_argument("--shapes", nargs="+", default=["160m", "1b"], help="names or plan files")
+    parser.add_argument("--bases", nargs="+", default=list(AILING), choices=list(BASES))
+    parser.add_argument("--least", type=float, default=0.02, help="smaller gains are not measured")
+    parser.add_argument("--device-name", default="NVIDIA H200", help='"" is the device here')
+    parser.add_argument("--steps", nargs=2, type=int, default=[3, 5], metavar=("WARM", "TIMED"))
+    parser.add_argument("--limit-s", type=float, default=math.inf, help="no reading begins later")
+    parser.add_argument("--here", action="store_true", help="no process of its own, to debug")
+    parser.add_argument("--results", type=Path, default=receipts.ROOT / "results")
+    args = parser.parse_args()
+    if args.residuals:
+        pairs = measured_pairs(args.results / "techniques.jsonl")
+        print(json.dumps(residuals(pairs), indent=1))
+    if args.say:
+        say(args)
+    if args.measure:
+        measure(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""What watching costs a step: nothing watched, signals on, and bursts of traces beside them.
+
+    python benchmarks/overhead.py --plan benchmarks/plans/160m.toml --rounds 8 --every 1000
+
+All sides call `train.step` of one build on the same rows, in blocks of steps timed by the wall
+clock. First nothing and signals in turn, A B B A, before any profiler was loaded: `always_on`.
+Signals are what a run reads at all times: phases marked, numbers copied and drained, and the GPU's
+gauges, here `OFTEN` times as often as in a run, so that a short block has some.
+
+The first burst of a process loads CUPTI, and stands apart (`first_burst_s`). CUPTI stays loaded, so
+blocks without any watching after it are compared with as many before it: `lasting` is the jump
+between them beside a steady drift, which no pairing could take out here. Then signals alone and
+signals with one burst in the block, A B B A: what a burst costs over plain steps, the writing and
+the compressing waited for, is shared out over `--every` steps. `with_bursts` is the sum of the
+three, and its interval the sum of theirs.
+"""
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable
+from math import expm1, log
+from pathlib import Path
+from statistics import fmean, median, stdev
+from typing import Any
+
+import receipts
+
+from headrace import train
+from headrace.bursts import FIRST, Bursts
+from headrace.cli import catalogue
+from headrace.core.plan import Plan
+from headrace.core.statistics import Interval, order_abba, paired_ratio, t_two_sided
+from headrace.data.loader import Micro
+from headrace.gauges import EVERY_S, Gauges
+from headrace.signals import Signals
+from headrace.sockets import Build
+from headrace.trials.readings import opened, wait
+
+OFTEN = 10
+"""Times as often as in a run, the gauges are read."""
+
+
+class Silent:
+    """Phases that nobody times."""
+
+    def mark(self, phase: str) -> None:
+        """Nothing."""
+
+
+class Sides:
+    """One build, its steps with more or less watching, and where traces go."""
+
+    def __init__(
+        self, build: Build, micros: Callable[[int], list[Micro]], steps: int, folder: Path
+    ) -> None:
+        self.build, self.micros, self.folder = build, micros, folder
+        self.signals, self.index = Signals(build.device), 0
+        self.steps = max(steps, FIRST + self._bursts().length + 1)
+
+    def _bursts(self) -> Bursts:
+        return Bursts(self.folder, self.build.device, every_steps=None)
+
+    def off(self) -> float:
+        """Seconds of a block with nothing watched."""
+        return self._block(None, None)
+
+    def on(self) -> float:
+        """With what a run reads at all times."""
+        return self._block(self.signals, None)
+
+    def burst(self) -> float:
+        """With one burst beside it."""
+        return self._block(self.signals, self._bursts())
+
+    def _block(self, signals: Signals | None, bursts: Bursts | None) -> float:
+        self.build.phases = signals or Silent()
+        gauges = Gauges(self.build.device, every_s=EVERY_S / OFTEN)
+        if signals:
+            gauges.start()
+        wait(self.build)
+        begin = time.perf_counter()
+        for _ in range(self.steps):
+            self.index += 1
+            if signals:
+                signals.mark("input")
+            numbers = train.step(self.build, self.micros(self.index), self.index)
+            if signals:
+                signals.end_step(self.index, numbers, {})
+                if bursts:
+                    bursts.advance(self.index)
+                signals.drain(keep=1)
+                if bursts:
+                    bursts.begin()
+        wait(self.build)
+        if signals:
+            signals.drain(keep=0)
+        if bursts:
+            bursts.close()
+        spent_s = time.perf_counter() - begin
+        gauges.close()
+        if bursts and not bursts.files:
+            raise RuntimeError(f"no burst was recorded: {bursts.report()}")
+        return spent_s
+
+
+def in_turn(
+    a: Callable[[], float], b: Callable[[], float], rounds: int
+) -> tuple[list[float], list[float]]:
+    """Seconds of the blocks of both sides, A B B A."""
+    spent: dict[str, list[float]] = {"A": [], "B": []}
+    for side in order_abba(rounds):
+        spent[side].append((a if side == "A" else b)())
+    return spent["A"], spent["B"]
+
+
+def less_one(ratio: Interval) -> Interval:
+    """A ratio of times as a share more."""
+    return Interval(ratio.low - 1, ratio.value - 1, ratio.high - 1, ratio.n)
+
+
+def differences(more: list[float], less: list[float]) -> Interval:
+    """The mean difference of pairs, with Student's interval."""
+    found = [m - n for m, n in zip(more, less, strict=True)]
+    half = t_two_sided(0.95, len(found) - 1) * stdev(found) / len(found) ** 0.5
+    return Interval(fmean(found) - half, fmean(found), fmean(found) + half, len(found))
+
+
+def jump(before: list[float], after: list[float]) -> Interval:
+    """By what share blocks are longer after one in between, beside a linear drift (least squares).
+
+    At least two blocks on each side.
+    """
+    logs = [log(seconds) for seconds in (*before, *after)]
+    n, cut = len(logs), len(before)
+    at = [i - n / 2 for i in range(n + 1) if i != cut]
+    width = sum(x * x for x in at) - sum(at) ** 2 / n
+
+    def undrifted(values: list[float]) -> list[float]:
+        mean, middle = fmean(values), fmean(at)
+        slope = sum((x - middle) * v for x, v in zip(at, values, strict=True)) / width
+        return [v - mean - slope * (x - middle) for x, v in zip(at, values, strict=True)]
+
+    step, told = undrifted([float(i >= cut) for i in range(n)]), undrifted(logs)
+    weight = sum(s * s for s in step)
+    size = sum(s * y for s, y in zip(step, told, strict=True)) / weight
+    rest = sum((y - size * s) ** 2 for s, y in zip(step, told, strict=True))
+    half = t_two_sided(0.95, n - 3) * (rest / (n - 3) / weight) ** 0.5
+    return Interval(expm1(size - half), expm1(size), expm1(size + half), n)
+
+
+def metric(found: Interval, unit: str) -> dict[str, Any]:
+    """For a row."""
+    return {"value": found.value, "low": found.low, "high": found.high, "unit": unit}
+
+
+def one(value: float, unit: str) -> dict[str, Any]:
+    """A single reading."""
+    return {"value": value, "low": value, "high": value, "unit": unit}
+
+
+def measure(sides: Sides, rounds: int, every: int) -> dict[str, dict[str, Any]]:
+    """The metrics of both rows, by their measurement."""
+    for warm in (sides.off, sides.on):
+        warm()
+    off, on = in_turn(sides.off, sides.on, rounds)
+    always = less_one(paired_ratio(on, off))
+    step_s = median(off) / sides.steps
+    before = [sides.off() for _ in off]
+    first_s = sides.burst() - median(on)
+    lasting = jump(before, [sides.off() for _ in off])
+    plain, burst = in_turn(sides.on, sides.burst, rounds)
+    cost_s = differences(burst, plain)
+    shared = [s / (every * step_s) for s in (cost_s.low, cost_s.value, cost_s.high)]
+    ends = zip(
+        (always.low, always.value, always.high), (lasting.low, lasting.value, lasting.high),
+        shared, strict=True,
+    )  # fmt: skip
+    low, value, high = (sum(parts) for parts in ends)
+    return {
+        "always_on": {"overhead": metric(always, "of a step"), "step_s": one(step_s, "s")},
+        "with_bursts": {
+            "overhead": metric(Interval(low, value, high, cost_s.n), "of a step"),
+            "burst_s": metric(cost_s, "s"),
+            "first_burst_s": one(first_s, "s"),
+            "lasting": metric(lasting, "of a step"),
+            "step_s": one(step_s, "s"),
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--plan", type=Path, required=True)
+    parser.add_argument("--rounds", type=int, default=8, help="of A B B A, two pairs each")
+    parser.add_argument("--steps", type=int, default=20, help="of a block")
+    parser.add_argument("--every", type=int, default=1000, help="steps from burst to burst")
+    parser.add_argument("--set", nargs="*", default=[])
+    parser.add_argument("--without", nargs="*", default=[])
+    parser.add_argument("--results", type=Path, default=receipts.ROOT / "results")
+    args = parser.parse_args()
+    plan = Plan.read(args.plan.read_text(), catalogue(), overrides=args.set, without=args.without)
+    with opened(plan) as (build, micros), tempfile.TemporaryDirectory() as folder:
+        sides = Sides(build, micros, args.steps, Path(folder))
+        found = measure(sides, args.rounds, args.every)
+    for measurement, metrics in found.items():
+        row = receipts.append(
+            "overhead", metrics, results=args.results, measurement=measurement, shape=plan.name,
+            n=2 * args.rounds, seeds=[0], technique="signals", techniques=sorted(plan.techniques),
+            plan_sha256=receipts.sha256(plan.dump()), block_steps=sides.steps,
+            every_steps=args.every if measurement == "with_bursts" else None,
+        )  # fmt: skip
+        print(measurement, row["metrics"])
+
+
+if __name__ == "__main__":
+    main()

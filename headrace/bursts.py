@@ -1,0 +1,226 @@
+"""Short looks at single kernels: a few steady steps under torch.profiler, now and then.
+
+A burst is one step that warms the profiler up, the steps that are measured, and one whose beginning
+ends the last of them. Everything that costs the host time happens between steps: the profiler is
+turned on, stepped and off there, and the trace is written there; compressing it runs beside the
+next steps. Steps of a burst, and the one after it, are told to the caller, who leaves them out of
+what is steady.
+
+A burst ends without a trace where something else than steps ran in it: a compilation, or what the
+caller says. Files are `step-N.rank-R.json.gz`, Chrome's JSON, written aside and renamed; the newest
+`KEPT` of a rank stay, and none is larger than `MOST_BYTES` unpacked. Shapes of operations are
+recorded, which the roofline needs; stacks and memory are not. Whatever the profiler, the disk or a
+profiler of somebody else refuses with ends bursts for good: it is told once, and the run goes on.
+
+Left out: tearing CUPTI down afterwards. torch has no call for it, only an environment variable of
+the process (TEARDOWN_CUPTI), which is the user's to set. Until then CUPTI stays loaded after the
+first burst; `benchmarks/overhead.py` measures what that costs.
+"""
+
+import gzip
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+FIRST = 10
+"""Steps of this process before the first burst: compiling, lazy state and caches are behind."""
+WARM_UP = 1
+"""Steps in which the profiler runs and records nothing: its first ones are slow."""
+KEPT = 3
+"""Newest traces of a rank that stay."""
+MOST_BYTES = 512 * 1024**2
+"""Of a trace before it is compressed; a larger one is not kept."""
+LEVEL = 3
+"""Of gzip: traces shrink to a tenth, at 100 MB/s."""
+NAME = re.compile(r"^step-(\d+)\.rank-(\d+)\.json\.gz$")
+
+
+class Bursts:
+    """The bursts of one rank of a run, or of a loop.
+
+    Read `traced` before a step is noted down, call `advance` once it is issued, and `begin` when
+    nothing but steps comes next.
+
+    Args:
+        folder: where traces go; made when the first is written.
+        device: what is recorded beside the host.
+        every_steps: from one burst to the next; 0 for none, None for one burst only.
+        steps: that a burst measures.
+        rank: of this process.
+        tell: where a warning goes.
+    """
+
+    def __init__(
+        self, folder: Path, device: torch.device, *, every_steps: int | None, steps: int = 3,
+        rank: int = 0, tell: Callable[[str], None] = lambda told: None,
+    ) -> None:  # fmt: skip
+        self.folder, self.steps, self.rank = folder, steps, rank
+        self.trouble = ""
+        self.files: list[str] = []
+        self._device, self._every, self._tell = device, every_steps, tell
+        self._profile: Any = None
+        self._left = self._here = self._step = 0
+        self._due = every_steps is None or every_steps > 0
+        self._after = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def length(self) -> int:
+        """Steps that follow each other in a burst."""
+        return WARM_UP + self.steps + 1
+
+    @property
+    def on(self) -> bool:
+        """Whether the profiler is on."""
+        return self._profile is not None
+
+    @property
+    def traced(self) -> bool:
+        """Whether the step that is being issued runs in a burst, or right after one."""
+        return self.on or self._after
+
+    def named(self, name: str) -> AbstractContextManager[Any]:
+        """Marks what runs inside in the trace; nothing where no burst is on."""
+        return record_function(name) if self.on else nullcontext()
+
+    def advance(self, step: int, *, steady: bool = True) -> None:
+        """A step has been issued.
+
+        Args:
+            step: its number.
+            steady: False where it compiled.
+        """
+        self._step, self._here = step, self._here + 1
+        self._after = False
+        if self._every and step % self._every == 0 and self._here > FIRST:
+            self._due = self._due or not self.trouble
+        if not self.on:
+            return
+        if not steady:
+            self.drop()
+            return
+        self._left -= 1
+        last = self._left == 0
+        self._guarded(self._finish if last else self._profile.step)
+
+    def begin(self, room: int | None = None) -> None:
+        """Begin a burst if one is due and as many steps follow each other from here.
+
+        Args:
+            room: steps until something else comes in between; None for many.
+        """
+        late = self._here >= FIRST and self._due and not self.on
+        if late and (room is None or room >= self.length):
+            self._due = False
+            self._left = self.length
+            self._guarded(self._start)
+
+    def drop(self) -> None:
+        """Something else than steps came in between: end a burst without a trace, try again."""
+        if self.on:
+            self._stop()
+            self._due = True
+
+    def close(self) -> None:
+        """End everything; a trace that is being written is finished."""
+        self._due = False
+        self._stop()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def report(self) -> dict[str, Any] | None:
+        """Names of the traces and what went wrong; None where none was asked for.
+
+        A trace that is being written is named once it is whole: after `close`, at the latest.
+        """
+        if self._every == 0:
+            return None
+        why = self.trouble or ("" if self.files else f"no {self.length} steady steps in a row yet")
+        return {"folder": self.folder.name, "files": list(self.files), "trouble": why}
+
+    # --- the profiler ---
+
+    def _guarded(self, call: Callable[[], None]) -> None:
+        """Whatever the profiler raises ends bursts and not the run."""
+        try:
+            call()
+        except Exception as error:
+            self._failed(error)
+
+    def _failed(self, error: Exception) -> None:
+        first = (str(error).strip().splitlines() or [""])[0][:200]
+        self.trouble = f"{type(error).__name__}: {first}"
+        self._due = False
+        self._stop()
+        self._tell(f"no further traces: {self.trouble}")
+
+    def _start(self) -> None:
+        kinds = [ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            kinds.append(ProfilerActivity.CUDA)
+        self._profile = profile(
+            activities=kinds,
+            schedule=schedule(wait=0, warmup=WARM_UP, active=self.steps + 1, repeat=1),
+            record_shapes=True,
+        )
+        self._profile.start()
+
+    def _stop(self) -> None:
+        if self.on:
+            ended, self._profile, self._after = self._profile, None, True
+            with suppress(Exception):  # it may be what failed
+                ended.stop()
+
+    def _finish(self) -> None:
+        """The last step is issued: wait for the device, write, and compress beside the run."""
+        ended = self._profile
+        self._stop()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        name = f"step-{self._step}.rank-{self.rank}.json.gz"
+        plain = self.folder / f".{name.removesuffix('.gz')}"
+        ended.export_chrome_trace(str(plain))
+        if plain.stat().st_size > MOST_BYTES:
+            size = plain.stat().st_size
+            plain.unlink()
+            raise ValueError(f"a trace of {self.steps} steps takes {size / 1024**2:.0f} MiB")
+        if self._thread is not None:
+            self._thread.join()
+        self._thread = threading.Thread(target=self._pack, args=(plain, name), daemon=True)
+        self._thread.start()
+
+    def _pack(self, plain: Path, name: str) -> None:
+        """Compress and rename; the oldest beyond `KEPT` go."""
+        aside = plain.with_suffix(".json.gz")
+        try:
+            with plain.open("rb") as source, gzip.open(aside, "wb", compresslevel=LEVEL) as packed:
+                shutil.copyfileobj(source, packed, 1 << 20)
+            os.replace(aside, self.folder / name)
+            mine = [step for step, rank in traces(self.folder) if rank == self.rank]
+            for step in sorted(mine)[:-KEPT]:
+                traces(self.folder)[step, self.rank].unlink(missing_ok=True)
+            self.files = [
+                path.name for (_, rank), path in traces(self.folder).items() if rank == self.rank
+            ]
+        except OSError as error:
+            aside.unlink(missing_ok=True)
+            self.trouble, self._due = f"{type(error).__name__}: {error}", False
+        finally:
+            plain.unlink(missing_ok=True)
+
+
+def traces(folder: Path) -> dict[tuple[int, int], Path]:
+    """The traces of a folder by step and rank, in that order; none where it is not there."""
+    found = {}
+    for path in folder.glob("step-*.json.gz"):
+        if match := NAME.match(path.name):
+            found[int(match[1]), int(match[2])] = path
+    return dict(sorted(found.items()))

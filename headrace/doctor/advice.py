@@ -1,0 +1,244 @@
+"""The doctor's whole answer: findings of a run or of a plan, and what to do about each.
+
+A run's findings come from what it measured; a plan that was not run has those that the ledger
+foresees: whether it fits, memory that is paid for in time and not needed, and what would take most
+of the step. Remedies are forecast with the rates of the device that the run was on: probed, if this
+is that device and it was, else its datasheet's. Of a GPU that nothing is known of there are
+findings and no remedies.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace import probes
+from headrace.context import elsewhere, make_context
+from headrace.core.errors import HeadraceError, RunError
+from headrace.core.machine import Machine
+from headrace.core.plan import Plan
+from headrace.core.symptoms import BOTTLENECKS, saves_memory
+from headrace.core.technique import Catalogue, Context
+from headrace.core.units import format_bytes, format_seconds
+from headrace.core.work import EDGE_S
+from headrace.doctor.findings import Finding
+from headrace.doctor.forecast import Measured
+from headrace.doctor.judge import UNUSED
+from headrace.doctor.remedies import Remedy, remedies
+from headrace.doctor.run import diagnose_run
+from headrace.doctor.window import of_run, read_rows
+from headrace.planner import Foresight, foresee
+from headrace.run_folder import RunFolder
+
+TOLD = 3
+"""Remedies of a finding that a reader is told."""
+TRAFFIC_SHARE = 0.4
+"""Of the step, memory traffic, from which a plan is called bound by it."""
+HOST_SHARE = 0.05
+"""Of the step, in which the device would wait for launches, from which that is named."""
+
+
+@dataclass(frozen=True)
+class Advised:
+    """A finding with its remedies, the best first; none where nothing is known to help."""
+
+    finding: Finding
+    remedies: tuple[Remedy, ...] = ()
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The doctor's answer.
+
+    Args:
+        findings: the gravest first.
+        rates: what the forecasts rest on.
+        unknown: why there are no remedies, if nothing could be forecast at all.
+    """
+
+    findings: tuple[Advised, ...]
+    rates: str = ""
+    unknown: str = ""
+
+
+# --- a run -----------------------------------------------------------------------------------
+
+
+def advise(folder: Path, catalogue: Catalogue) -> Advice:
+    """Findings of a run that has ended, and their remedies.
+
+    Args:
+        folder: the run's.
+        catalogue: the techniques that there are.
+
+    Raises:
+        ConfigError: the run has not ended.
+        RunError: a file of it is damaged.
+    """
+    run = RunFolder(folder)
+    findings = diagnose_run(folder)
+    measured = Measured.of(of_run(run.read_report(), read_rows(folder / "metrics.jsonl")))
+    try:
+        plan = Plan.read((folder / "plan.toml").read_text(), catalogue)
+        context, machine = place_of(plan, run.read("environment") or {})
+        return advised(findings, plan, context, machine, catalogue, measured)
+    except RunError:
+        raise
+    except (HeadraceError, OSError) as error:
+        told = error.message if isinstance(error, HeadraceError) else str(error)
+        return Advice(tuple(map(Advised, findings)), unknown=f"no remedies are forecast: {told}")
+
+
+def place_of(plan: Plan, environment: Mapping[str, Any]) -> tuple[Context, Machine]:
+    """Where a run was, by its environment.json, and what is known of the device's rates.
+
+    Raises:
+        UnsupportedError: nothing is known of it.
+    """
+    here, name = torch.device("cpu"), str(environment.get("device_name", ""))
+    if environment.get("device") != "cuda":
+        context = make_context(plan, here)
+        return context, probes.cached(here) or Machine.assumed(context.device_name)
+    if torch.cuda.is_available() and torch.cuda.get_device_name() == name:
+        here = torch.device("cuda")
+        return make_context(plan, here), probes.cached(here) or Machine.assumed(name)
+    return elsewhere(make_context(plan, here), name), Machine.assumed(name)
+
+
+def advised(
+    findings: list[Finding], plan: Plan, context: Context, machine: Machine, catalogue: Catalogue,
+    measured: Measured,
+) -> Advice:  # fmt: skip
+    """Findings with their remedies; the first finding of a bottleneck has them.
+
+    Raises:
+        ConfigError, UnsupportedError: the plan itself cannot run there.
+    """
+    found, seen = [], set[str]()
+    for finding in findings:
+        name = finding.bottleneck
+        new = name in BOTTLENECKS and name not in seen
+        seen.add(name)
+        known = remedies(finding, plan, context, machine, catalogue, measured) if new else []
+        found.append(Advised(finding, tuple(known)))
+    words = {"probes": "measured by probes", "datasheet": "assumed from its datasheet"}
+    return Advice(tuple(found), f"rates of {machine.name} {words[machine.source]}")
+
+
+# --- a plan ----------------------------------------------------------------------------------
+
+
+def advise_plan(plan: Plan, context: Context, machine: Machine, catalogue: Catalogue) -> Advice:
+    """What is foreseen to hold up a plan that was not run, and remedies.
+
+    Raises:
+        ConfigError, UnsupportedError: it cannot run there.
+    """
+    seen = foresee(plan, context, machine)
+    return advised(foreseen(plan, seen), plan, context, machine, catalogue, Measured())
+
+
+def foreseen(plan: Plan, seen: Foresight) -> list[Finding]:
+    """Findings of a plan by its prediction: memory that is missing or unused, and the step."""
+    found = []
+    held = seen.peak_bytes / seen.capacity_bytes
+    told = f"{format_bytes(seen.peak_bytes)} of {format_bytes(seen.capacity_bytes)} foreseen"
+    owner = next(iter(seen.owners), "")
+    saving = [name for name, t in plan.techniques.items() if saves_memory(t.symptoms)]
+    if seen.fits != "yes":
+        said = "does not fit" if seen.fits == "no" else "fits tightly"
+        found.append(Finding(
+            "memory capacity", held, f"The plan {said}; most of its peak is {owner}.", told,
+            "inferred",
+        ))  # fmt: skip
+    elif saving and held < UNUSED:
+        found.append(Finding(
+            "unused memory", 1 - held,
+            f"{', '.join(saving)} trades time for memory that is free.", told, "inferred",
+        ))  # fmt: skip
+    return [*found, _slowest(seen)]
+
+
+def _slowest(seen: Foresight) -> Finding:
+    """What would take most of the step."""
+    if seen.step_s is None:
+        return Finding("not measured", 0.0, "The step's time is not foreseen.", seen.unknown,
+                       "inferred", seen.unknown)  # fmt: skip
+    idle = 1 - (sum(seen.parts_s.values()) + EDGE_S) / seen.step_s
+    if idle >= HOST_SHARE:
+        return Finding(
+            "launch", idle, f"The device would wait for launches in {idle:.0%} of the step.",
+            f"a step of {format_seconds(seen.step_s)}", "inferred",
+        )  # fmt: skip
+    shares = {name: spent_s / seen.step_s for name, spent_s in seen.parts_s.items()}
+    told = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+    traffic = shares.get("memory traffic", 0.0)
+    if traffic >= TRAFFIC_SHARE:
+        said = f"Work that only moves bytes would take {traffic:.0%} of the step."
+        return Finding("memory bandwidth", traffic, said, told, "inferred")
+    name, share = max(shares.items(), key=lambda item: item[1])
+    said = f"Most of the step would be {name}: {share:.0%}."
+    return Finding("computation", share, said, told, "inferred")
+
+
+# --- for a reader ----------------------------------------------------------------------------
+
+
+def plain(advice: Advice) -> list[dict[str, Any]]:
+    """Findings as JSON values, each with its remedies; what findings.json holds."""
+    return [
+        {**asdict(one.finding), "remedies": [remedy.plain() for remedy in one.remedies]}
+        for one in advice.findings
+    ]
+
+
+def told(advice: Advice) -> str:
+    """The answer in lines: a finding, its evidence, and the best remedies."""
+    lines = []
+    for one in advice.findings:
+        finding = one.finding
+        lines.append(f"{finding.bottleneck}: {finding.sentence}")
+        lines.append(f"  {finding.evidence} ({finding.confidence})")
+        if finding.not_measured:
+            lines.append(f"  not measured: {finding.not_measured}")
+        lines += [f"  {line_of(remedy)}" for remedy in one.remedies[:TOLD]]
+        if (more := len(one.remedies) - TOLD) > 0:
+            lines.append(f"  and {more} more: --json")
+    lines += [line for line in (advice.unknown,) if line]
+    if any(one.remedies for one in advice.findings):
+        lines.append(f"forecasts for this run's step; {advice.rates}")
+    return "\n".join(lines)
+
+
+def line_of(remedy: Remedy) -> str:
+    """A remedy in one line: --with X: +4% (80%: +2% to +6%), memory -3.1 GiB, costs ..."""
+    parts = [gain_of(remedy)]
+    if abs(remedy.memory_bytes) >= 2**20:
+        sign = "+" if remedy.memory_bytes > 0 else "-"
+        parts.append(f"memory {sign}{format_bytes(abs(remedy.memory_bytes))}")
+    if remedy.equality != "exact":
+        change = {"learning": "what is learned", "approximate": "rounding"}[remedy.equality]
+        parts.append(f"changes {change}")
+    tight = ["the memory is nearly full then"] if remedy.fits == "tight" else []
+    costs = re.split(r"; |\. ", remedy.costs)[0]
+    parts += [*tight, f"costs {costs}" if costs else remedy.what]
+    return f"{words_of(remedy)}: {', '.join(parts)}"
+
+
+def words_of(remedy: Remedy) -> str:
+    """The change as `headrace train` takes it."""
+    flags = {"+": "--with ", "-": "--without "}
+    return " ".join(flags[w[0]] + w[1:] if w[0] in flags else w for w in remedy.change)
+
+
+def gain_of(remedy: Remedy) -> str:
+    """The gain with its ends, or that there is none."""
+    if (gain := remedy.gain) is None:
+        return f"gain not forecast ({remedy.unknown})"
+    found = f"{gain.value:+.0%} (80%: {gain.low:+.0%} to {gain.high:+.0%})"
+    if max(map(abs, (gain.low, gain.high))) < 0.1:
+        found = f"{gain.value:+.1%} (80%: {gain.low:+.1%} to {gain.high:+.1%})"
+    return found

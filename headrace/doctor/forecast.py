@@ -1,0 +1,127 @@
+"""What a change of a plan would gain on this run, between two ends, or that nobody can tell.
+
+A gain is the time of a step before over after, less 1. Three ways to one:
+
+By the ledger: both plans are foreseen, and the ratio of their steps is applied to what the run
+measured. Waits for data and for other ranks are no part of the ledger and stay as they were
+measured; what is left of the step scales the prediction to this run. Where the two are further
+apart than `APART`, the ledger does not describe this run and says nothing.
+
+By share: of a finding whose share of the step is measured and that the ledger does not price, a
+remedy takes away between half and all. The middle of the gain is at three quarters.
+
+Else nothing is forecast, with the reason; a guess would look like a number.
+
+The interval holds 80% of gains. Its half-width in the logarithm of the ratio grows with the change,
+`ERROR.least + ERROR.share x |log ratio|`, as `python benchmarks/forecasts.py --residuals` fits it
+to receipts (the least mean interval score: width, and distance outside of it).
+"""
+
+from dataclasses import dataclass
+from math import exp, log
+from typing import Literal
+
+from headrace.core.statistics import Interval
+from headrace.doctor.window import Window
+from headrace.planner import Foresight
+
+Source = Literal["ledger", "share", "none"]
+APART = 2.0
+"""How many times the prediction of a step may be too long or too short for this run."""
+NOTHING = 1e-4
+"""Of a step: a change that the ledger says is smaller does nothing to its time."""
+LEAST_TAKEN, MOST_TAKEN = 0.5, 1.0
+"""Of a finding's share, what a remedy takes away."""
+
+
+@dataclass(frozen=True)
+class Error:
+    """How far the ledger's ratios were from measured ones, and in which receipts."""
+
+    least: float
+    share: float
+    n: int
+    source: str
+
+
+ERROR = Error(
+    0.0115, 0.10, 80, "results/techniques.jsonl: NVIDIA H200, trunks and recipes of 160m and 1b"
+)
+"""Of 80% of forecasts, in the logarithm of the ratio."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run measured; without it a forecast is one of the plan's prediction.
+
+    Args:
+        step_s: seconds of a steady step, its wait for data in it.
+        waits_s: of it, seconds in which the device waited for data or for other ranks.
+        inactive: techniques that were asked for and do nothing.
+    """
+
+    step_s: float | None = None
+    waits_s: float = 0.0
+    inactive: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(window: Window) -> "Measured":
+        """Of a run's steady steps: means, since a step's waits fall on few of them."""
+        if not window.steps:
+            return Measured(inactive=window.inactive)
+        step_s = sum(window.step_s) / window.steps
+        waits = [window.share(window.input_s) or 0.0, window.share(window.communication_s) or 0.0]
+        return Measured(step_s, step_s * min(1.0, sum(waits)), window.inactive)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A gain with 80% of what it may be, and what it is from.
+
+    Args:
+        gain: time before over after, less 1; None where it is not forecast.
+        source: from what.
+        unknown: why not, or what the forecast leaves out.
+    """
+
+    gain: Interval | None
+    source: Source
+    unknown: str = ""
+
+
+def between(log_ratio: float) -> Interval:
+    """The gain of a ratio that the ledger tells, and the ends of 80%."""
+    half = ERROR.least + ERROR.share * abs(log_ratio)
+    low, value, high = (exp(log_ratio + d) - 1 for d in (-half, 0.0, half))
+    return Interval(low, value, high, ERROR.n)
+
+
+def by_ledger(before: Foresight, after: Foresight, measured: Measured) -> Forecast:
+    """What the ledger says of a change on this run."""
+    if before.step_s is None or after.step_s is None:
+        return Forecast(None, "none", after.unknown or before.unknown)
+    whole_s = before.step_s if measured.step_s is None else measured.step_s
+    waits_s = 0.0 if measured.step_s is None else measured.waits_s
+    scale = (whole_s - waits_s) / before.step_s
+    if not 1 / APART <= scale <= APART:
+        return Forecast(
+            None, "none", f"the prediction of this run's step is {max(scale, 1 / scale):.1f} times "
+            f"too {'short' if scale > 1 else 'long'}" if scale > 0 else "the step is all waiting",
+        )  # fmt: skip
+    return Forecast(between(log(whole_s / (scale * after.step_s + waits_s))), "ledger")
+
+
+def by_share(share: float, ledger: Forecast) -> Forecast:
+    """A remedy that takes away between half and all of a share of the step.
+
+    Args:
+        share: of the step, or of the tokens in it: a step that does so much less is as good.
+        ledger: what the change does to the rest of the step, where that is known.
+    """
+    if not 0 < share < 1:
+        return Forecast(None, "none", "how much of the step it is was not measured")
+    rest = 1.0 if ledger.gain is None else 1.0 + ledger.gain.value
+    middle = (LEAST_TAKEN + MOST_TAKEN) / 2
+    low, value, high = (rest / (1 - share * t) - 1 for t in (LEAST_TAKEN, middle, MOST_TAKEN))
+    unknown = f"the rest of the step: {ledger.unknown}" if ledger.gain is None else ""
+    return Forecast(Interval(low, value, high, 0), "share", unknown)

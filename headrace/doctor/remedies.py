@@ -1,0 +1,306 @@
+"""What to change about a finding: candidates by their symptoms, ranked by forecast gain.
+
+No technique is known by name here. A technique is a candidate when its `symptoms` name the
+finding's bottleneck and it can run on this plan; what it cannot stand beside is taken out with it.
+Beside techniques there are a few keys of the plan, all in `KEYS`, the rows of a micro-batch, and
+for memory that nobody uses the techniques that trade time for it, taken out. Each is foreseen like
+a plan of its own. What the ledger says makes the step slower is no remedy for lost time, and what
+does not shrink the peak is none for full memory; what nothing foretells is listed last, and says
+so.
+
+Bottlenecks that the ledger does not price (waiting for data, for other ranks, padding) are forecast
+by their measured share. Learning (instability, recipe) is not forecast: seeds tell.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from headrace.candidates import MICRO, Asking, Candidate, Words
+from headrace.changes import word
+from headrace.core.errors import HeadraceError
+from headrace.core.machine import Machine
+from headrace.core.plan import Plan
+from headrace.core.statistics import Interval
+from headrace.core.symptoms import BOTTLENECKS, parse, saves_memory
+from headrace.core.technique import Catalogue, Context, Technique
+from headrace.doctor.findings import Finding
+from headrace.doctor.forecast import NOTHING, Forecast, Measured, Source, by_ledger, by_share
+
+ALSO: Mapping[str, tuple[str, ...]] = {"computation": ("memory bandwidth", "kernel efficiency")}
+"""What a finding may be as well: without a trace these are not told apart."""
+LEDGER_FIRST = "launch"
+"""The ledger prices launches; where it sees no change, the finding's share tells."""
+SHARES = ("input", "interconnect", "wasted tokens", LEDGER_FIRST)
+"""What a finding's share forecasts."""
+QUALITY = ("instability", "recipe", "silent no-op")
+"""What no time of a step forecasts."""
+MOST = 8
+"""Remedies of one finding that are kept."""
+
+
+def _more_reading(plan: Plan) -> list[str]:
+    workers, ahead = plan.data.workers, plan.data.prefetch
+    return [f"data.workers={max(2, 2 * workers)}", f"data.prefetch={2 * ahead}"]
+
+
+def _gentler(plan: Plan) -> list[str]:
+    found = [f"optimizer.lr={word(plan.optimizer.lr / 2)}"]
+    if plan.optimizer.clip_norm == 0:
+        found.append("optimizer.clip_norm=1.0")
+    horizon, warm = plan.horizon_steps or 0, plan.schedule.warmup_steps
+    longer = max(2 * warm, horizon // 50)
+    return [*found, f"schedule.warmup_steps={longer}"] if warm < longer <= horizon else found
+
+
+def _other_rates(plan: Plan) -> list[str]:
+    return [f"optimizer.lr={word(plan.optimizer.lr * factor)}" for factor in (2, 0.5)]
+
+
+def _half(plan: Plan) -> list[str]:
+    return ["model.precision=bf16"] if plan.model.precision == "fp32" else []
+
+
+KEYS: Mapping[str, Callable[[Plan], list[str]]] = {
+    "input": _more_reading,
+    "instability": _gentler,
+    "recipe": _other_rates,
+    "computation": _half,
+    "kernel efficiency": _half,
+    "memory bandwidth": _half,
+}
+"""bottleneck -> keys of the plan that are worth a try, each alone."""
+KEY_COSTS: Mapping[str, str] = {
+    "data.workers": "cores of the host", "data.prefetch": "memory of the host",
+    "optimizer.lr": "another run: what was learned so far was learned at the old rate",
+    "optimizer.clip_norm": "nothing in time (the norm is measured anyway); large gradients shrink",
+    "schedule.warmup_steps": "steps at a low rate",
+    "model.precision": "products of numbers of 8 significant bits",
+    MICRO: "nothing in the gradients; rounding of their sum",
+}  # fmt: skip
+KEY_EQUALITY: Mapping[str, str] = {
+    "optimizer.lr": "learning", "optimizer.clip_norm": "learning",
+    "schedule.warmup_steps": "learning", "model.precision": "approximate",
+}  # fmt: skip
+"""Of those that do not keep the gradients."""
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change of the plan against a finding.
+
+    Args:
+        change: words, as `headrace.changes` reads them.
+        what: one sentence.
+        gain: time before over after, less 1, on this run, with 80% of what it may be; None where it
+            is not forecast.
+        memory_bytes: change of the peak.
+        fits: "yes", "tight" or "no".
+        costs: in a reader's words.
+        equality: "exact", "approximate" or "learning": of the gradients.
+        forecast_from: what the gain is from.
+        unknown: why there is no gain, or what it leaves out.
+    """
+
+    change: Words
+    what: str
+    gain: Interval | None
+    memory_bytes: float
+    fits: str
+    costs: str
+    equality: str
+    forecast_from: Source
+    unknown: str = ""
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON values."""
+        return asdict(self)
+
+
+def remedies(
+    finding: Finding, plan: Plan, context: Context, machine: Machine, catalogue: Catalogue,
+    measured: Measured,
+) -> list[Remedy]:  # fmt: skip
+    """What to change, the largest forecast gain first and what is not forecast last.
+
+    Args:
+        finding: the doctor's.
+        plan: of the run.
+        context: where it ran.
+        machine: its rates.
+        catalogue: the techniques that there are.
+        measured: what the run measured; `Measured()` of a plan that did not run.
+
+    Raises:
+        ConfigError, UnsupportedError: the plan itself cannot run there.
+    """
+    if finding.bottleneck not in BOTTLENECKS:
+        return []
+    asking = Asking(plan, context, machine, catalogue, learning=True)
+    before = asking.answer(plan)
+    found = []
+    for words in candidates(finding.bottleneck, asking, measured):
+        after = _answered(asking, words)
+        if after is not None and after.foresight.fits != "no":
+            remedy = _remedy(finding, asking, before, after, measured, words)
+            if helps(finding.bottleneck, remedy):
+                found.append(remedy)
+    found = [one for one in found if not any(_does_it_all(other, one) for other in found)]
+    return _best_rows(sorted(found, key=_order))[:MOST]
+
+
+def candidates(bottleneck: str, asking: Asking, measured: Measured) -> Iterator[Words]:
+    """Changes that are said to help, whether they can run or not."""
+    plan = asking.start
+    for words in asking.singles(plan):
+        if _may_help(bottleneck, words, asking):
+            yield words
+    yield from ((key,) for key in KEYS.get(bottleneck, lambda plan: [])(plan))
+    if bottleneck == "silent no-op":
+        yield from ((f"-{name}",) for name in measured.inactive if name in plan.techniques)
+
+
+def _may_help(bottleneck: str, words: Words, asking: Asking) -> bool:
+    """Whether a single change is one for this bottleneck."""
+    sign, name = words[0][0], words[0][1:]
+    if sign == "+":
+        return bool(_parts(asking.catalogue.find(name), bottleneck))
+    if sign == "-":
+        saves = saves_memory(asking.start.techniques[name].symptoms)
+        return bottleneck == "unused memory" and saves
+    key, _, value = words[0].partition("=")
+    if key != MICRO:
+        return False
+    larger = int(value) == 0 or int(value) > asking.start.micro_rows
+    return bottleneck in (("unused memory", LEDGER_FIRST) if larger else ("memory capacity",))
+
+
+def _parts(technique: type[Technique[Any]], bottleneck: str) -> set[str]:
+    """The parts of a bottleneck that it is a remedy for; "" is all of it."""
+    wanted = (bottleneck, *ALSO.get(bottleneck, ()))
+    said = map(parse, technique.symptoms)
+    return {part for name, part in said if name in wanted}
+
+
+def _answered(asking: Asking, words: Words) -> Candidate | None:
+    """The plan with a change, mended if need be; None where it cannot run."""
+    try:
+        return asking.answer(asking.start, words)
+    except HeadraceError as error:
+        for more in replace(asking, learning=False).mended(words, error):
+            try:
+                return asking.answer(asking.start, more)
+            except HeadraceError:
+                continue
+    return None
+
+
+def _remedy(
+    finding: Finding, asking: Asking, before: Candidate, after: Candidate, measured: Measured,
+    words: Words,
+) -> Remedy:  # fmt: skip
+    forecast = _forecast(finding, asking, before, after, measured, words)
+    return Remedy(
+        change=after.changes, what=_sentence(asking, after.changes, words[0]), gain=forecast.gain,
+        memory_bytes=after.foresight.peak_bytes - before.foresight.peak_bytes,
+        fits=after.foresight.fits, costs=_costs(asking.catalogue, words[0]),
+        equality=_equality(asking.catalogue, after.changes), forecast_from=forecast.source,
+        unknown=forecast.unknown,
+    )  # fmt: skip
+
+
+def _equality(catalogue: Catalogue, change: Words) -> str:
+    """What the change does to gradients: the most that a part of it does."""
+    ranks = ("exact", "approximate", "learning")
+    found = [KEY_EQUALITY.get(word.partition("=")[0], "exact") for word in change]
+    found += [catalogue.find(word[1:]).equality for word in change if word[0] == "+"]
+    left = (catalogue.find(word[1:]).equality for word in change if word[0] == "-")
+    return max([*found, *(e for e in left if e == "learning")], key=ranks.index)
+
+
+def _forecast(
+    finding: Finding, asking: Asking, before: Candidate, after: Candidate, measured: Measured,
+    words: Words,
+) -> Forecast:  # fmt: skip
+    """The gain by what can tell it."""
+    bottleneck = finding.bottleneck
+    ledger = by_ledger(before.foresight, after.foresight, measured)
+    if bottleneck in QUALITY:
+        told = "what it does to learning is not forecast: compare losses over seeds"
+        if bottleneck == "silent no-op":
+            told = "it does nothing, so leaving it out changes nothing"
+        elif ledger.gain is not None and abs(ledger.gain.value) > NOTHING:
+            told += f"; a step takes {1 / (1 + ledger.gain.value) - 1:+.1%}"
+        return Forecast(None, "none", told)
+    if bottleneck == "fragmentation":
+        return Forecast(None, "none", "it gains memory that is reserved in pieces, not time")
+    moves = ledger.gain is not None and abs(ledger.gain.value) > NOTHING
+    if bottleneck not in SHARES or (bottleneck == LEDGER_FIRST and moves):
+        return ledger
+    if words[0][0] == "+" and "" not in _parts(asking.catalogue.find(words[0][1:]), bottleneck):
+        part = ", ".join(sorted(_parts(asking.catalogue.find(words[0][1:]), bottleneck)))
+        return Forecast(None, "none", f"it helps as far as {part} is the cause")
+    if bottleneck == LEDGER_FIRST:
+        ledger = replace(ledger, gain=None)
+    return by_share(finding.share, ledger)
+
+
+def helps(bottleneck: str, remedy: Remedy) -> bool:
+    """Whether a forecast is one of a remedy, or there is none and it may be."""
+    if bottleneck == "memory capacity":
+        return remedy.memory_bytes < 0
+    if remedy.gain is None:
+        sure = bottleneck not in ("computation", "unused memory")
+        return sure or remedy.change[0].partition("=")[0] in KEY_EQUALITY
+    if bottleneck == "computation":  # which is no fault: only what is sure is worth a word
+        return remedy.gain.low > 0
+    return remedy.gain.value > NOTHING
+
+
+def _order(remedy: Remedy) -> tuple[bool, bool, float, Words]:
+    """What is forecast first, of that what keeps the gradients, of that the largest gain."""
+    gain = -1.0 if remedy.gain is None else remedy.gain.value
+    return (remedy.gain is None, remedy.equality == "learning", -gain, remedy.change)
+
+
+def _does_it_all(other: Remedy, one: Remedy) -> bool:
+    """Whether a part of a change is as good as the whole of it."""
+    if not {*other.change} < {*one.change} or other.gain is None:
+        return False
+    faster = one.gain is not None and one.gain.value > other.gain.value + NOTHING
+    return not faster and other.memory_bytes <= one.memory_bytes
+
+
+def _best_rows(found: list[Remedy]) -> list[Remedy]:
+    """Of several sizes of a micro-batch the first."""
+    rows = [remedy for remedy in found if remedy.change[0].startswith(f"{MICRO}=")]
+    return [remedy for remedy in found if remedy not in rows[1:]]
+
+
+# --- words -----------------------------------------------------------------------------------
+
+
+def _sentence(asking: Asking, change: Words, first: str) -> str:
+    """What the change does."""
+    out = [w[1:] for w in change if w[0] == "-" and w != first]
+    place = f" In the place of {' and '.join(out)}." if out and first[0] == "+" else ""
+    if first[0] == "+":
+        return asking.catalogue.find(first[1:]).line() + place
+    if first[0] == "-":
+        return f"Leaves out {first[1:]}, which is in the plan."
+    key, _, value = first.partition("=")
+    table, _, leaf = key.partition(".")
+    before = getattr(getattr(asking.start, table), leaf)
+    if key == MICRO:
+        before, value = asking.start.micro_rows, value if int(value) else "all"
+        return f"Reads {value} rows at a time instead of {before}."
+    return f"Sets {key} to {value} instead of {word(before)}."
+
+
+def _costs(catalogue: Catalogue, first: str) -> str:
+    """In the words of its card, or of the table of keys."""
+    if first[0] == "+":
+        return catalogue.find(first[1:]).card.costs
+    if first[0] == "-":
+        return "what it bought: " + catalogue.find(first[1:]).card.buys
+    return KEY_COSTS.get(first.partition("=")[0], "")

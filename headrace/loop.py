@@ -1,0 +1,214 @@
+"""The verbs of the closed loop: foresee, measure, judge, change, and say how right that was."""
+
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headrace import probes, sweep
+from headrace.arguments import (
+    DeviceName,
+    Json,
+    Overrides,
+    PlanName,
+    With,
+    Without,
+    catalogue,
+    named_plan,
+    place,
+)
+from headrace.context import find_device
+from headrace.core.errors import EXIT_INTERRUPTED
+from headrace.doctor import advice
+from headrace.doctor.findings import plain
+from headrace.doctor.run import TRACES, diagnose, narrowest
+from headrace.doctor.trace.facts import kernel_lines, trace_facts
+from headrace.load import resolve_run
+from headrace.planner import after, foresee, told
+from headrace.probes.table import table as probe_table
+from headrace.recipes import recipes
+from headrace.terminal import console, exit_codes, make_progress, show_json, show_table
+from headrace.trials.ablate import ablate_command
+from headrace.trials.command import MINUTES, folder_of, tune_command
+from headrace.trials.command import told as tuned_told
+from headrace.trials.judge import Aim
+from headrace.trials.path import dumps
+from headrace.truth import HEAD, compute, notes, table
+
+
+def plan(
+    plan: PlanName, overrides: Overrides = None, *,
+    with_: With = None, without: Without = None, device_name: DeviceName = "",
+    sweep_: Annotated[bool, typer.Option("--sweep", help="Rank what the plan could be.")] = False,
+    aim: Annotated[sweep.Aim, typer.Option("--for", help="What a sweep ranks by.")] = "time",
+    after_: Annotated[
+        Path | None, typer.Option("--after", help="A run here whose steps correct the prediction.")
+    ] = None,
+    json: Json = False,
+) -> None:  # fmt: skip
+    """Predict a run: whether it fits, where its step goes, how long and how much."""
+    with exit_codes(json):
+        wanted = named_plan(plan, overrides, with_, without)
+        context, machine = place(wanted, device_name)
+        measured = None
+        if after_ is not None:
+            measured = after(resolve_run(after_), catalogue(), context, machine)
+        if not sweep_:
+            found = foresee(wanted, context, machine, measured)
+            if json:
+                show_json(found.plain())
+            else:
+                print(told(wanted, found))
+            return
+        ranked = sweep.sweep(wanted, context, machine, catalogue(), aim, calibration=measured)
+        if json:
+            show_json(sweep.plain(ranked))
+        else:
+            show_table(sweep.HEAD, sweep.table(ranked), f"{wanted.name} on {machine.name}")
+            print(sweep.told(ranked))
+
+
+def probe(
+    *,
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    seconds: Annotated[float, typer.Option(min=1, help="No probe begins after so long.")] = 180.0,
+    json: Json = False,
+) -> None:
+    """Measure what this machine reaches, and keep it for predictions."""
+    with exit_codes(json):
+        where = find_device(device)
+        machine = probes.measure(where, budget_s=seconds, progress=make_progress(json))
+        if json:
+            show_json({"machine": asdict(machine), "file": str(probes.path(where))})
+            return
+        show_table(["what", "reached"], probe_table(machine), machine.name)
+        print(f"kept in {probes.path(where)}")
+
+
+def doctor(
+    what: Annotated[
+        list[Path],
+        typer.Argument(
+            help="A run: runs/NAME, or its NAME; a plan that was not run; what headrace.watch "
+            "saved; or torch.profiler traces, one of each rank.",
+            metavar="RUN|PLAN|WATCHED|TRACE...",
+        ),
+    ], *,
+    device_name: DeviceName = "", json: Json = False,
+) -> None:  # fmt: skip
+    """What holds a run up, the gravest first, and what each remedy would gain."""
+    with exit_codes(json):
+        first, kernels = what[0], None
+        if len(what) > 1 or (first.name.endswith(TRACES) and not first.is_dir()):
+            findings = diagnose(what)
+            if json:
+                show_json(plain(findings))
+            else:
+                print(narrowest(findings)["sentence"])
+                show_table(
+                    ["station", "share", "evidence", "how sure", "not measured"],
+                    [[f.bottleneck, f"{f.share:.1%}", f.evidence, f.confidence, f.not_measured]
+                     for f in findings],
+                )  # fmt: skip
+            return
+        if _is_plan(first):
+            wanted = named_plan(str(first))
+            found = advice.advise_plan(wanted, *place(wanted, device_name), catalogue())
+        else:
+            folder = resolve_run(first)
+            found, kernels = advice.advise(folder, catalogue()), trace_facts(folder)
+        if json:
+            show_json(advice.plain(found))
+            return
+        print(advice.told(found))
+        if kernels:
+            print("\n".join(kernel_lines(kernels)))
+
+
+def _is_plan(what: Path) -> bool:
+    """A TOML file, or a recipe of which there is no run."""
+    if any((folder / "plan.toml").is_file() for folder in (what, Path("runs") / what)):
+        return False
+    return what.suffix == ".toml" or str(what) in recipes()
+
+
+def tune(
+    plan: PlanName, overrides: Overrides = None, *,
+    with_: With = None, without: Without = None,
+    aim: Annotated[Aim, typer.Option("--for", help="What is to become less.")] = "time",
+    minutes: Annotated[float, typer.Option(help="On the clock, at most.")] = MINUTES,
+    seeds: Annotated[int, typer.Option(min=2, help="Of a change of what is learned.")] = 5,
+    json: Json = False,
+) -> None:  # fmt: skip
+    """Try what is foreseen to help, measure it beside the best so far, keep what won."""
+    with exit_codes(json):
+        wanted = named_plan(plan, overrides, with_, without)
+        context, machine = place(wanted)
+        progress = make_progress(json)
+        try:
+            tuned = tune_command(
+                wanted, aim=aim, minutes=minutes, catalogue=catalogue(), context=context,
+                machine=machine, seeds=seeds, tell=progress.note, progress=progress,
+            )  # fmt: skip
+        finally:
+            progress.close()
+        if json:
+            print(dumps(tuned))
+        else:
+            print(tuned_told(tuned, folder_of(wanted)))
+
+
+def ablate(
+    plan: PlanName, overrides: Overrides = None, *,
+    with_: With = None, without: Without = None,
+    pairs: Annotated[bool, typer.Option("--pairs", help="Two at a time, too.")] = False,
+    minutes: Annotated[float, typer.Option(help="On the clock, at most.")] = math.inf,
+    loss_steps: Annotated[int, typer.Option(min=0, help="Also compare losses after so many.")] = 0,
+    output: Annotated[Path | None, typer.Option("--out", help="Where the rows go.")] = None,
+    json: Json = False,
+) -> None:  # fmt: skip
+    """Measure what each technique of a plan is worth: left out, alone, and in pairs."""
+    with exit_codes(json):
+        wanted = named_plan(plan, overrides, with_, without)
+        progress = make_progress(json)
+        try:
+            found = ablate_command(
+                wanted, catalogue=catalogue(), pairs=pairs, minutes=minutes,
+                loss_steps=loss_steps, folder=output, progress=progress,
+            )  # fmt: skip
+        finally:
+            progress.close()
+        if json:
+            show_json(found.plain())
+        else:
+            for title, head, rows in found.tables():
+                show_table(head, rows, title)
+            print("\n".join(found.lines()))
+        if found.interrupted:
+            console.print("interrupted; the same command goes on", markup=False)
+            raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def truth(
+    *,
+    results: Annotated[Path, typer.Option(help="The folder of receipts.")] = Path("results"),
+    page: Annotated[Path | None, typer.Option(help="Write it as a page with pictures.")] = None,
+    json: Json = False,
+) -> None:
+    """How right predictions and verdicts were, computed from the receipts."""
+    with exit_codes(json):
+        found, written = compute(results), []
+        if page:
+            from headrace.truth.page import write  # its pictures load matplotlib
+
+            written = write(results, page)
+        if json:
+            show_json(found)
+        else:
+            show_table(list(HEAD), [list(row) for row in table(found)])
+            print("\n".join([*notes(found), *map(str, written)]))
+
+
+VERBS = (plan, probe, doctor, tune, ablate, truth)

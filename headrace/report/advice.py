@@ -1,0 +1,96 @@
+"""What the doctor would change, on a run's page: findings.json with its remedies."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from headrace.core.errors import ConfigError
+from headrace.report.page import Safe, join, muted, section, table, tag
+from headrace.report.read import Table
+from headrace.report.words import size
+
+MOST = 3
+"""Remedies of a finding that the page shows."""
+FLAGS = {"+": "--with ", "-": "--without "}
+CHANGES = {"exact": "", "approximate": "; rounds otherwise", "learning": "; learns otherwise"}
+
+
+class Gain(Table):
+    """A step's time before over after, less 1, and the ends of 80%."""
+
+    low: float
+    value: float
+    high: float
+
+
+class Remedy(Table):
+    """A change of the plan; see headrace.doctor.remedies."""
+
+    change: tuple[str, ...]
+    what: str
+    gain: Gain | None
+    memory_bytes: float
+    costs: str
+    equality: str
+    unknown: str = ""
+
+
+class Finding(Table):
+    """A verdict with its remedies, the best first."""
+
+    sentence: str
+    evidence: str = ""
+    remedies: tuple[Remedy, ...] = ()
+
+
+def remedies(folder: Path) -> Safe:
+    """A section with what to change; empty where the doctor found nothing to.
+
+    Raises:
+        ConfigError: findings.json is damaged.
+    """
+    findings = [finding for finding in _read(folder / "findings.json") if finding.remedies]
+    if not findings:
+        return Safe("")
+    parts: list[str] = []
+    for finding in findings:
+        rows = [
+            (_words(one), _gain(one), _memory(one), one.costs + CHANGES[one.equality], one.what)
+            for one in finding.remedies[:MOST]
+        ]
+        head = ("Change", "Forecast gain", "Memory", "Costs", "What it does")
+        parts += [tag("p", tag("strong", finding.sentence), f" {finding.evidence}"),
+                  table(f"Remedies: {finding.sentence}", head, rows, text=5)]  # fmt: skip
+    note = muted(
+        "A gain is the time of a step before over after, less 1, on this run; the range holds 80% "
+        "of what such forecasts came to."
+    )
+    return section("What to change", join(parts), note)
+
+
+def _words(remedy: Remedy) -> Safe:
+    text = " ".join(FLAGS[w[0]] + w[1:] if w[0] in FLAGS else w for w in remedy.change)
+    return tag("code", text)
+
+
+def _gain(remedy: Remedy) -> str:
+    if (gain := remedy.gain) is None:
+        return f"not forecast: {remedy.unknown}"
+    return f"{gain.value:+.1%} ({gain.low:+.1%} to {gain.high:+.1%})"
+
+
+def _memory(remedy: Remedy) -> str:
+    sign = "+" if remedy.memory_bytes > 0 else "-"
+    return f"{sign}{size(abs(remedy.memory_bytes))}" if remedy.memory_bytes else "as it is"
+
+
+def _read(file: Path) -> list[Finding]:
+    if not file.is_file():
+        return []
+    try:
+        rows: list[dict[str, Any]] = json.loads(file.read_bytes())
+        return [Finding.model_validate(row) for row in rows]
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"{file} is damaged: {str(error).splitlines()[0]}", f"headrace doctor {file.parent}"
+        ) from None

@@ -1,0 +1,106 @@
+"""`headrace tune`: a plan, minutes, and a folder that keeps what was measured."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from headrace.context import choose_device
+from headrace.core.errors import EXIT_INTERRUPTED, ConfigError, Stopped
+from headrace.core.machine import Machine
+from headrace.core.plan import Plan
+from headrace.core.technique import Catalogue, Context
+from headrace.data.ingest import prepare
+from headrace.progress import Progress
+from headrace.run_folder import RunFolder
+from headrace.trials.judge import Aim, Rules
+from headrace.trials.pairs import measure_with
+from headrace.trials.path import LOG, PAGE, PATH, TRIALS, Tuned, command, dumps, write_plan
+from headrace.trials.proposals import sources
+from headrace.trials.readings import Worker
+from headrace.trials.store import Store, here
+from headrace.trials.target import train_with
+from headrace.trials.tune import tune
+
+MINUTES = 8.0
+
+
+def folder_of(plan: Plan) -> Path:
+    """Where a plan's tuning is kept, from one call to the next."""
+    return Path(plan.directory) / f"{plan.name}-tune"
+
+
+def tune_command(
+    plan: Plan, *, aim: Aim = "time", minutes: float = MINUTES, catalogue: Catalogue,
+    context: Context, machine: Machine, seeds: int = 5, folder: Path | None = None,
+    tell: Callable[[str], None] = lambda line: None, progress: Progress | None = None,
+    in_process: bool = False,
+) -> Tuned:  # fmt: skip
+    """Tune a plan and write tuned.toml, path.json and tune.html into its folder.
+
+    Args:
+        plan: the start.
+        aim: what is to become less: "time" of a step, "money", "memory", "quality".
+        minutes: on the clock, at most.
+        catalogue: techniques that may be tried.
+        context: where the plan runs.
+        machine: the rates of that device, for predictions.
+        seeds: of a change of learning.
+        folder: in the place of runs/NAME-tune.
+        tell: takes a line for each plan that was tried.
+        progress: of preparing the data.
+        in_process: start no processes, to debug.
+
+    Raises:
+        ConfigError, UnsupportedError: the plan itself cannot run here, or has no target where
+            quality is wanted, or another process tunes it.
+        Stopped: Ctrl-C came; the files of the best so far are written.
+    """
+    if aim == "quality" and not plan.goal.bits_per_byte:
+        raise ConfigError(
+            "quality is the time to a target, and the plan has none", "goal.bits_per_byte=TARGET"
+        )
+    if plan.mesh.ranks > 1:
+        raise ConfigError(
+            f"the tuner measures one device, and the plan has {plan.mesh.ranks} ranks",
+            "mesh.data=1, to tune what one device does",
+        )
+    if minutes <= 0:
+        raise ConfigError(f"{minutes} minutes are no time to measure in", f"--minutes {MINUTES:g}")
+    folder = folder or folder_of(plan)
+    folder.mkdir(parents=True, exist_ok=True)
+    files = RunFolder(folder)
+    files.lock()
+    try:
+        prepare(plan, progress=(progress or Progress()).task)  # on nobody's clock
+        with Worker(here=in_process, log=folder / LOG) as worker:
+            tuned = tune(
+                plan, aim, minutes, sources(aim, context, machine, catalogue),
+                measure_with(worker),
+                Rules(device=context.device, precision=context.precision),
+                store=Store(folder / TRIALS, here(choose_device(plan))), seeds=seeds,
+                train=train_with(worker, folder / "runs"), tell=tell,
+            )  # fmt: skip
+        write(tuned, folder)
+    finally:
+        files.unlock()
+    if tuned.interrupted:
+        raise Stopped(
+            f"interrupted: {tuned.sentence()} It stands in {folder}",
+            f"{command(folder)}; the same command tunes on", EXIT_INTERRUPTED,
+        )  # fmt: skip
+    return tuned
+
+
+def write(tuned: Tuned, folder: Path) -> None:
+    """The plan, the path and the page."""
+    from headrace.trials.page import write_tune_page  # its chart loads matplotlib
+
+    write_plan(tuned, folder)
+    (folder / PATH).write_text(dumps(tuned))
+    write_tune_page(tuned, folder)
+
+
+def told(tuned: Tuned, folder: Path) -> str:
+    """The end for a reader."""
+    lines = [tuned.sentence()]
+    lines += [f"  {step.line()}" for step in tuned.kept]
+    return "\n".join([*lines, f"page: {folder / PAGE}", f"next: {command(folder)}"])

@@ -1,0 +1,180 @@
+"""What an ablation's rows say: the gain of each technique, and whether two of them add up.
+
+A gain is seconds of a step without over seconds with, less 1: leaving out what gains 5% makes a
+step 1.05 times as long. Two techniques that touch different parts of a step multiply their gains.
+So the gain of both together is divided by the product of the single ones, all beside the plan
+without techniques; the interval of that is theirs, put together as independent errors. With m the
+margin that counts:
+
+- adds: within m of 1;
+- helps: above 1 by more than m, each gains more beside the other;
+- cancels: below, each gains less (or costs more) beside the other: they remove the same waste;
+- conflicts: below, and slower than the better one alone, though neither costs time alone;
+- undecided: the interval is too wide to say.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from headrace.core.statistics import Interval
+
+Row = Mapping[str, Any]
+Says = Literal["adds", "helps", "cancels", "conflicts", "undecided", "not measured"]
+LEFT_OUT, ADDED, PAIR = "left_out", "added", "pair"
+"""What a row measures: `measurement`."""
+MARGIN = 0.02
+"""By how much a product of gains must be missed to count: three ratios make it."""
+MEMORY_MARGIN = 0.01
+"""The share of the peak that counts."""
+TABLE = ("technique", "gain in the plan", "memory", "gain on its own", "says")
+PAIRS = ("pair", "single gains, multiplied", "gain of both", "says")
+NOTHING = "not measured"
+
+
+@dataclass(frozen=True)
+class Interplay:
+    """Two techniques beside each other.
+
+    Args:
+        names: of both.
+        alone: product of their single ratios of time, without over with.
+        both: the ratio of both.
+        missed: `both` over `alone`.
+        says: what follows.
+        why: why it is not measured.
+    """
+
+    names: tuple[str, str]
+    alone: Interval | None
+    both: Interval | None
+    missed: Interval | None
+    says: Says
+    why: str = ""
+
+
+def ratio_of(row: Row | None) -> Interval | None:
+    """Seconds without a technique over seconds with it; None where it was not measured."""
+    told = (row or {}).get("metrics", {}).get("speed_ratio")
+    if row is None or told is None:
+        return None
+    low, value, high, n = told["low"], told["value"], told["high"], row["n"]
+    if row["measurement"] == LEFT_OUT:
+        return Interval(1 / high, 1 / value, 1 / low, n)
+    return Interval(low, value, high, n)
+
+
+def memory_of(row: Row | None) -> float | None:
+    """The peak with a technique over that without it."""
+    told = (row or {}).get("metrics", {}).get("memory_ratio")
+    if row is None or told is None:
+        return None
+    return 1 / told["value"] if row["measurement"] == LEFT_OUT else told["value"]
+
+
+def stand(row: Row, first: Row | None, second: Row | None, names: tuple[str, str]) -> Interplay:
+    """How two techniques stand to each other, of rows beside the plan without techniques.
+
+    Args:
+        row: of both.
+        first: of the first alone.
+        second: of the second alone.
+        names: of both.
+    """
+    both, one, two = ratio_of(row), ratio_of(first), ratio_of(second)
+    if both is None:
+        return Interplay(names, None, None, None, "not measured", _why(row))
+    if one is None or two is None:
+        short, name = (first, names[0]) if one is None else (second, names[1])
+        why = f"{name} alone: {_why(short)}"
+        return Interplay(names, None, both, None, "not measured", why)
+    alone = _times(one, two)
+    missed = _times(both, _inverse(alone))
+    worse, better = sorted((one, two), key=lambda ratio: ratio.value)
+    if missed.low > 1 + MARGIN:
+        says: Says = "helps"
+    elif missed.high < 1 / (1 + MARGIN):
+        slower = _times(both, _inverse(better)).high < 1
+        says = "conflicts" if slower and worse.value >= 1 else "cancels"
+    else:
+        adds = missed.low >= 1 / (1 + MARGIN) and missed.high <= 1 + MARGIN
+        says = "adds" if adds else "undecided"
+    return Interplay(names, alone, both, missed, says)
+
+
+def _why(row: Row | None) -> str:
+    return NOTHING if row is None else row.get("refused", NOTHING)
+
+
+def _times(one: Interval, two: Interval) -> Interval:
+    """The product, its errors independent."""
+    value = one.value * two.value
+    low = math.hypot(math.log(one.value / one.low), math.log(two.value / two.low))
+    high = math.hypot(math.log(one.high / one.value), math.log(two.high / two.value))
+    return Interval(value * math.exp(-low), value, value * math.exp(high), min(one.n, two.n))
+
+
+def _inverse(one: Interval) -> Interval:
+    return Interval(1 / one.high, 1 / one.value, 1 / one.low, one.n)
+
+
+# --- for a reader ----------------------------------------------------------------------------
+
+
+def single_table(names: Sequence[str], left: Mapping[str, Row], alone: Mapping[str, Row],
+                 margin: float) -> list[list[str]]:  # fmt: skip
+    """A row of text for each technique, under TABLE."""
+    return [
+        [name, _gain(left.get(name)), _memory(left.get(name)), _gain(alone.get(name)),
+         worth(left.get(name), margin)]
+        for name in names
+    ]  # fmt: skip
+
+
+def pair_table(found: Sequence[Interplay]) -> list[list[str]]:
+    """A row of text for each pair, under PAIRS."""
+    return [
+        [" + ".join(one.names), _percent(one.alone), _percent(one.both),
+         f"{one.says}: {_short(one.why)}" if one.why not in ("", one.says) else one.says]
+        for one in found
+    ]  # fmt: skip
+
+
+def worth(row: Row | None, margin: float) -> str:
+    """What leaving it out of the plan says of it."""
+    ratio, memory = ratio_of(row), memory_of(row)
+    if ratio is None:
+        return ""
+    saves = memory is not None and memory < 1 - MEMORY_MARGIN
+    said = [
+        "faster" if ratio.low > 1 + margin else "slower" if ratio.high < 1 / (1 + margin) else "",
+        "less memory" if saves else "",
+        "learns otherwise" if row is not None and row.get("changes") == "learning" else "",
+        "the device drifted" if row is not None and row.get("drifted") else "",
+    ]
+    return ", ".join(filter(None, said)) or "no difference seen"
+
+
+def _gain(row: Row | None) -> str:
+    ratio = ratio_of(row)
+    if ratio is not None:
+        return _percent(ratio)
+    return "" if row is None else f"refused: {_short(row.get('refused', ''))}"
+
+
+def _memory(row: Row | None) -> str:
+    told = memory_of(row)
+    return "" if told is None else f"{100 * (told - 1):+.1f}%"
+
+
+def _percent(ratio: Interval | None) -> str:
+    if ratio is None:
+        return ""
+    low, value, high = (100 * (v - 1) for v in (ratio.low, ratio.value, ratio.high))
+    return f"{value:+.1f}% ({low:+.1f} to {high:+.1f})"
+
+
+def _short(words: str) -> str:
+    first = (words.strip().splitlines() or [""])[0]
+    return first if len(first) <= 60 else f"{first[:57]}..."

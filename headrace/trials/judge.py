@@ -1,0 +1,257 @@
+"""What came of two plans that were timed in turn: which is better, and do they compute the same?
+
+The time is a ratio with its interval (core/statistics). Where the first and the last block of the
+first plan differ too much the device was not the same, and the pair is measured again.
+
+A change of execution may move losses by rounding alone. Both plans began with the same weights and
+read the same rows, so:
+
+- where all that differs is exact, the first loss and the norm of the first gradient lie within the
+  band that the guard of a run allows;
+- the mean of all losses lies within what another seed would move it. That noise is not trained for:
+  it is read off the first plan's own losses, whose scatter around their trend (second differences,
+  by their median) is what other rows bring. Two means of n losses differ by its root(2/n), and
+  twice that is allowed. Other initial weights would add to it, so this is the stricter limit.
+
+Equal losses after some dozen steps are no proof of equal learning. What is approximate is told as
+such, and a run compares its first step again (guard.py).
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from math import isfinite, sqrt
+from statistics import fmean, median
+from typing import Any, Literal
+
+from headrace.core.plan import Plan
+from headrace.core.statistics import Interval, accept, drifted, paired_ratio
+from headrace.core.units import format_bytes
+from headrace.guard import BANDS
+from headrace.trials.kinds import Kind, kind_of
+from headrace.trials.pairs import Measure, Size
+from headrace.trials.readings import NOT_DONE, Reading
+
+Verdict = Literal["better", "worse", "undecided", "different", "refused", "cut"]
+Aim = Literal["time", "money", "memory", "quality"]
+ROUNDING = 0.01
+"""Of the guard's band: by so much of itself rounding may move a mean loss, however quiet it is."""
+SEEDS_APART = 2.0
+"""Standard deviations of the noise between seeds that a mean loss may lie away."""
+NORMAL_MEDIAN = 0.6745
+"""Median distance from the mean of a normal distribution, in standard deviations."""
+DRIFT = {"cuda": 0.015, "cpu": 0.15}
+"""Share by which the first plan's blocks at both ends may differ before all is measured again."""
+MARGIN = {"cuda": 0.005, "cpu": 0.02}
+"""The gain that counts, a share of the step or of the peak."""
+FULL = 0.97
+"""Of the device's memory beside the driver's: what is measured above it is not kept, for a long run
+meets longer rows and more fragments than a trial."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What came of two plans.
+
+    Args:
+        verdict: of the second beside the first; "different": it does not compute the same; "cut":
+            time was up.
+        reason: in words.
+        ratio: seconds of a step, first over second: above 1 the second is faster.
+        before_s, after_s: seconds of a step, the median of all blocks.
+        memory: peak of the second over that of the first; None where it is not measured.
+        peak_bytes: of the second, allocated.
+        loss: mean loss of the second less that of the first, in nats per token.
+        noise: what another seed would move the mean loss by, likewise.
+        steps: timed of each.
+        drifted: the device was not the same at both ends, and the ratio is near enough to 1 for
+            that to be why.
+    """
+
+    verdict: Verdict
+    reason: str
+    ratio: Interval | None = None
+    before_s: float | None = None
+    after_s: float | None = None
+    memory: float | None = None
+    peak_bytes: float | None = None
+    loss: float | None = None
+    noise: float | None = None
+    steps: int = 0
+    drifted: bool = False
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """By what a pair is judged.
+
+    Args:
+        aim: what is to become less.
+        device: "cuda" or "cpu", whose noise differs.
+        precision: of the plan where it runs.
+        capacity_bytes: of the device beside what the driver holds; None is not looked at.
+        peaks: predicted bytes of both plans, for devices that do not count.
+    """
+
+    aim: Aim = "time"
+    device: str = "cpu"
+    precision: str = "fp32"
+    capacity_bytes: float | None = None
+    peaks: tuple[float, float] | None = None
+
+    @property
+    def margin(self) -> float:
+        """The gain that counts."""
+        return MARGIN.get(self.device, MARGIN["cpu"])
+
+
+def compare(
+    first: Plan, second: Plan, measure: Measure, rules: Rules, *, size: Size, together: bool,
+    limit_s: float, clock: Callable[[], float] = time.monotonic, only_gains: bool = False,
+) -> Compared:  # fmt: skip
+    """Measure two plans in turn and judge; once more where the device drifted meanwhile.
+
+    Args:
+        first: the plan as it is.
+        second: with a change.
+        measure: see `measure_with`.
+        rules: by what it is judged.
+        size: how much of each is measured.
+        together: both fit on the device at once.
+        limit_s: both measurements together end after this.
+        clock: seconds that go by.
+        only_gains: a second plan that seems slower is not worth the time to measure it again.
+    """
+    ends_s, found = clock() + limit_s, None
+    for _ in range(2):
+        left_s = ends_s - clock()
+        if left_s <= 0:
+            break
+        reading = measure(first, second, size=size, together=together, limit_s=left_s)
+        again = judge(reading, kind_of(first, second), rules, size)
+        found = again if found is None or again.verdict != "cut" else found
+        slower = found.ratio is not None and found.ratio.value < 1
+        if not found.drifted or (only_gains and slower):
+            break
+    return found or Compared("cut", "no time was left")
+
+
+def judge(reading: Reading, kind: Kind, rules: Rules, size: Size) -> Compared:
+    """What a reading tells of the second plan."""
+    other = reading.beside or Reading()
+    for one in (other, reading):
+        if one.refused.startswith(NOT_DONE):
+            return Compared("cut", one.refused)
+    if reading.refused:
+        return Compared("refused", reading.refused)
+    if other.refused:
+        why = f"the plan before it cannot run: {other.refused}"
+        return Compared("better", why, after_s=median(reading.seconds), steps=size.timed,
+                        peak_bytes=reading.peak_bytes)  # fmt: skip
+    limit = DRIFT.get(rules.device, DRIFT["cpu"])
+    off, noise, why = _losses(other, reading, kind, rules.precision)
+    ratio = paired_ratio(other.seconds, reading.seconds)
+    beyond = ratio.low > 1 + 2 * limit or ratio.high < 1 / (1 + 2 * limit)
+    found = Compared(
+        "undecided", why, ratio=ratio,
+        before_s=median(other.seconds), after_s=median(reading.seconds),
+        memory=_memory(other, reading, rules), peak_bytes=reading.peak_bytes, loss=off, noise=noise,
+        steps=size.timed,
+        drifted=not beyond and drifted(other.seconds[0], other.seconds[-1], limit),
+    )  # fmt: skip
+    if why:
+        return replace(found, verdict="different", reason=why)
+    if found.drifted:
+        return replace(
+            found,
+            verdict="undecided",
+            reason="the device was not as fast at the end as at the beginning",
+        )
+    held = reading.reserved_bytes or reading.peak_bytes
+    if rules.capacity_bytes and held and held > FULL * rules.capacity_bytes:
+        room = f"{format_bytes(held)} of {format_bytes(rules.capacity_bytes)}"
+        return replace(found, verdict="refused", reason=f"it leaves a long run no room: {room}")
+    return _by_memory(found, rules) if rules.aim == "memory" else _by_time(found, rules)
+
+
+def _by_time(found: Compared, rules: Rules) -> Compared:
+    ratio = found.ratio
+    assert ratio is not None, "both were timed"
+    verdict = accept(ratio, rules.margin)
+    told = {
+        "better": "the whole interval lies above the margin",
+        "worse": "the whole interval lies below the margin",
+        "undecided": f"{ratio.low:.3f} to {ratio.high:.3f} holds 1, or less than {rules.margin:.1%}"
+        " beside it",
+    }  # fmt: skip
+    return replace(found, verdict=verdict, reason=told[verdict])
+
+
+def _by_memory(found: Compared, rules: Rules) -> Compared:
+    """Less memory is better where it does not cost a larger share of the time."""
+    memory, ratio = found.memory, found.ratio
+    assert ratio is not None, "both were timed"
+    if memory is None:
+        return replace(
+            found,
+            verdict="undecided",
+            reason="its memory is not measured, and nothing is predicted of it",
+        )
+    if memory > 1 / (1 + rules.margin):
+        verdict: Verdict = "worse" if memory > 1 + rules.margin else "undecided"
+        return replace(found, verdict=verdict, reason=f"the peak is {memory:.3f} of what it was")
+    if memory / ratio.value > 1:
+        return replace(
+            found,
+            verdict="worse",
+            reason=f"{memory:.3f} of the peak for {1 / ratio.value:.3f} of the time",
+        )
+    return replace(found, verdict="better", reason=f"the peak is {memory:.3f} of what it was")
+
+
+def _memory(one: Reading, two: Reading, rules: Rules) -> float | None:
+    """The second's peak over the first's: measured, or predicted where nothing counts."""
+    if one.peak_bytes and two.peak_bytes:
+        return two.peak_bytes / one.peak_bytes
+    if one.reserved_bytes and two.reserved_bytes:
+        return two.reserved_bytes / one.reserved_bytes
+    return rules.peaks[1] / rules.peaks[0] if rules.peaks and rules.peaks[0] else None
+
+
+def _losses(
+    one: Reading, two: Reading, kind: Kind, precision: str
+) -> tuple[float | None, float | None, str]:
+    """Difference of the mean losses, the seeds' noise, and why they are not the same, if not."""
+    a, b = one.losses, two.losses
+    if not a or len(a) != len(b):
+        return None, None, ""
+    if not all(map(isfinite, b)):
+        return None, None, "its loss is not finite"
+    if a == b and one.norms == two.norms:
+        return 0.0, seed_noise(a), ""
+    band = BANDS.get(precision, BANDS["bf16"])
+    if kind == "exact":
+        if abs(b[0] - a[0]) > band / 10 * abs(a[0]):
+            return b[0] - a[0], None, f"its first loss is {b[0]:.6g} nats, and {a[0]:.6g}"
+        if one.norms and abs(two.norms[0] - one.norms[0]) > band * abs(one.norms[0]):
+            told = f"its first gradient has norm {two.norms[0]:.6g}, and {one.norms[0]:.6g}"
+            return b[0] - a[0], None, told
+    off, noise = fmean(b) - fmean(a), seed_noise(a)
+    allowed = max(SEEDS_APART * noise, ROUNDING * band * abs(fmean(a)))
+    if abs(off) <= allowed:
+        return off, noise, ""
+    told = f"its mean loss is off by {off:+.4g} nats, and another seed moves it by {allowed:.2g}"
+    return off, noise, told
+
+
+def seed_noise(losses: list[float]) -> float:
+    """Standard deviation, in nats, of the mean losses' difference between two seeds; 0 for few."""
+    bends = [a - 2 * b + c for a, b, c in zip(losses, losses[1:], losses[2:], strict=False)]
+    if not bends:
+        return 0.0
+    scatter = median(map(abs, bends)) / NORMAL_MEDIAN / sqrt(6)
+    return scatter * sqrt(2 / len(losses))

@@ -1,0 +1,185 @@
+"""The way from a plan to a better one: a row for each plan that was tried, and what it came to."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from headrace.core.plan import Plan
+from headrace.core.statistics import Interval, break_even_steps
+from headrace.core.units import format_seconds
+from headrace.trials.judge import Aim
+from headrace.trials.kinds import Kind
+
+PLAN, PATH, PAGE, TRIALS = "tuned.toml", "path.json", "tune.html", "trials.jsonl"
+LOG = "trials.log"
+"""Files of a tuning folder."""
+
+
+Became = Literal["kept", "reverted", "refused", "not tried"]
+Stage = Literal["screen", "accept", "learning", "none"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A plan that was tried beside the best so far.
+
+    Args:
+        number: from 1.
+        changes: that made it of the best so far, in words.
+        verdict: what became of it.
+        reason: why.
+        stage: "screen" and "accept" were measured, "learning" was trained over seeds.
+        equality: what it does to learning.
+        predicted: how much better it was expected to be: 1.1 is a tenth; None is unknown.
+        ratio: measured: time of a step (or to the target) before over after.
+        memory: peak after over before; None where it is not measured.
+        loss, noise: difference of the mean losses, and what another seed moves them by, in nats.
+        steps: timed of each plan.
+        seconds: that it took.
+        spent_s: that all trials had taken by then.
+        before_s, after_s: seconds of a step (or to the target).
+        peak_bytes: allocated.
+        plan_sha256: of the plan that was tried.
+    """
+
+    number: int
+    changes: tuple[str, ...]
+    verdict: Became
+    reason: str
+    stage: Stage = "none"
+    equality: Kind = "exact"
+    predicted: float | None = None
+    ratio: Interval | None = None
+    memory: float | None = None
+    loss: float | None = None
+    noise: float | None = None
+    steps: int = 0
+    seconds: float = 0.0
+    spent_s: float = 0.0
+    before_s: float | None = None
+    after_s: float | None = None
+    peak_bytes: float | None = None
+    plan_sha256: str = ""
+
+    def line(self) -> str:
+        """It in a line."""
+        said = "" if self.predicted is None else f", predicted {self.predicted:.3f}"
+        found = "" if self.ratio is None else f" {told(self.ratio)}{said},"
+        return f"{self.verdict}: {' '.join(self.changes)}:{found} {self.reason}".replace("\n", " ")
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What tuning came to.
+
+    Args:
+        aim: what was to become less.
+        first, plan: where it began and where it ended.
+        changes: between them, in words.
+        path: every plan that was tried, in order.
+        ratio: time of a step, first over last; None where nothing was kept.
+        whole: the ratio was measured between the two, and is no product of the path's.
+        memory: peak, last over first, likewise a product; None where it is not measured.
+        before_s, after_s: seconds of a step.
+        seconds: that tuning took, earlier calls of the same folder too.
+        left: changes that were not tried.
+        up: the time was, before all was tried.
+        interrupted: by Ctrl-C.
+    """
+
+    aim: Aim
+    first: Plan
+    plan: Plan
+    changes: tuple[str, ...]
+    path: tuple[Step, ...]
+    ratio: Interval | None
+    whole: bool
+    memory: float | None
+    before_s: float | None
+    after_s: float | None
+    seconds: float
+    left: tuple[str, ...] = ()
+    up: bool = False
+    interrupted: bool = False
+
+    @property
+    def break_even(self) -> float | None:
+        """Steps after which the tuning time is won back; None where no step was won."""
+        if self.before_s is None or self.after_s is None or self.after_s >= self.before_s:
+            return None
+        return break_even_steps(self.seconds, self.before_s, self.after_s)
+
+    @property
+    def dollars(self) -> float | None:
+        """Price of the tuning; None where the plan names none."""
+        price = self.first.hardware.dollars_per_hour
+        return None if price is None else self.seconds / 3600 * price
+
+    @property
+    def kept(self) -> tuple[Step, ...]:
+        """Changes that stayed."""
+        return tuple(step for step in self.path if step.verdict == "kept")
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {
+            "aim": self.aim, "name": self.plan.name, "changes": list(self.changes),
+            "ratio": None if self.ratio is None else asdict(self.ratio), "whole": self.whole,
+            "memory": self.memory, "before_s": self.before_s, "after_s": self.after_s,
+            "tokens_per_s": self.plan.batch.tokens / self.after_s if self.after_s else None,
+            "tuning_s": self.seconds, "tuning_dollars": self.dollars,
+            "break_even_steps": self.break_even, "path": [asdict(step) for step in self.path],
+            "left": list(self.left), "time_was_up": self.up, "interrupted": self.interrupted,
+        }  # fmt: skip
+
+    def sentence(self) -> str:
+        """The end in words."""
+        tried = sum(step.ratio is not None or step.after_s is not None for step in self.path)
+        kept, spent = len(self.kept), format_seconds(self.seconds)
+        what = f"{tried} plans measured in {spent}, {kept} kept"
+        if not tried:
+            return f"No plan could be measured in {spent}; the plan is as it was."
+        if not kept:
+            return f"Nothing that was tried is better than the plan as it is: {what}."
+        gains = (
+            [] if self.ratio is None else [f"a step takes {1 / self.ratio.value:.3f} of its time"]
+        )
+        gains += [] if self.memory is None else [f"the peak is {self.memory:.3f} of what it was"]
+        back = self.break_even
+        won = "" if back is None else f" The tuning is won back after {back:,.0f} steps."
+        said = " and ".join(gains) or "it runs now"
+        return f"{said[0].upper()}{said[1:]}: {what}.{won}"
+
+
+def told(ratio: Interval) -> str:
+    """A ratio with its interval, where there is one."""
+    if ratio.n < 2:
+        return f"{ratio.value:.3f} (n = 1)"
+    return f"{ratio.value:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
+
+
+def command(folder: Path) -> str:
+    """What runs the result."""
+    return f"headrace train {folder / PLAN}"
+
+
+def named(tuned: Tuned) -> Plan:
+    """The tuned plan, whose runs are not the first plan's."""
+    return tuned.plan.replaced(name=f"{tuned.first.name}-tuned")
+
+
+def write_plan(tuned: Tuned, folder: Path) -> Path:
+    """The tuned plan, with its way as comments above it."""
+    head = [f"# {tuned.first.name}, tuned for {tuned.aim}: {tuned.sentence()}"]
+    head += [f"# {step.line()}" for step in tuned.kept]
+    path = folder / PLAN
+    text = "\n".join(head).encode("ascii", "replace").decode()
+    path.write_text(f"{text}\n\n{named(tuned).to_toml()}")
+    return path
+
+
+def dumps(tuned: Tuned) -> str:
+    """The path as JSON; numbers that are not finite become null."""
+    plain = json.loads(json.dumps(tuned.plain()), parse_constant=lambda word: None)
+    return json.dumps(plain, indent=1)

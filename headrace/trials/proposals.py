@@ -1,0 +1,264 @@
+"""Plans to try, where they come from, and what each promises after what was measured.
+
+A prediction is multiplied by measured over predicted of the measured plan that differs from it in
+the fewest words (of several, by the median). So a machine that is slower than its rates changes no
+order, and a technique that turns out slower than it said takes those with it that share it.
+
+Where no time is predicted (a CPU, single precision) the ledger still gives an order: the same sum
+of pieces over the machine's rates, which nobody compared with steps there. What must compile
+first stands behind what is measured at once. What buys memory alone is left out while there is
+plenty, and what the clock has cut off takes all that shares a word with it to the end.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from math import log
+from statistics import median
+from typing import Any, Protocol
+
+from headrace.candidates import Asking, Candidate, Words, singles
+from headrace.changes import difference
+from headrace.core.machine import Machine
+from headrace.core.plan import Plan
+from headrace.core.symptoms import parse
+from headrace.core.technique import Catalogue, Context, Stage, Technique
+from headrace.doctor.remedies import KEYS
+from headrace.planner import Foresight
+from headrace.sweep import sweep
+from headrace.trials.judge import Aim
+from headrace.trials.kinds import kind_of
+from headrace.trials.store import fingerprint
+
+TOP = 12
+"""Whole plans of the sweep that may be measured; the rest differ from them in trifles."""
+SLACK = 0.03
+"""What is predicted to lose more than this share is not measured: predictions err by less."""
+LOST_BEFORE = 0.985
+"""Of its promise is left to a change that lost beside another plan."""
+LAST = 0.98
+"""What a change of unknown time promises that lost, or of which a part was cut off by the clock."""
+COMPILING = 0.2
+"""Of a guessed gain counts for what compiles first: it takes some five times as long to measure."""
+ROUNDING = 0.5
+"""Of a guessed gain counts for what rounds otherwise: what keeps the gradients comes before it."""
+NO_TIME = ("memory capacity", "fragmentation", "instability", "recipe", "silent no-op")
+"""Symptoms of what makes no step shorter where it fits anyway."""
+LEARNS = ("recipe", "instability", "wasted tokens", "computation")
+"""Symptoms of changes of learning, those first that come to a loss in fewer tokens."""
+
+
+class Proposal(Protocol):
+    """A plan to try: headrace.candidates.Candidate is one."""
+
+    @property
+    def plan(self) -> Plan:
+        """With its changes."""
+        ...
+
+    @property
+    def foresight(self) -> Foresight:
+        """What is predicted of it."""
+        ...
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where plans to try come from.
+
+    Args:
+        whole: of the first plan: itself, and others, the best first.
+        single: of the best so far: its single changes.
+        learning: likewise, those that change what is learned.
+        guess_s: seconds of a plan's step where no time is predicted, for the order.
+        failed: changes whose prediction failed -> why; filled as plans are asked for.
+    """
+
+    whole: Callable[[Plan], tuple[Proposal, Sequence[Proposal]]]
+    single: Callable[[Plan], Sequence[Proposal]]
+    learning: Callable[[Plan], Sequence[Proposal]]
+    guess_s: Callable[[Plan], float | None] = lambda plan: None
+    failed: dict[Words, str] = field(default_factory=dict)
+
+
+def sources(aim: Aim, context: Context, machine: Machine, catalogue: Catalogue) -> Sources:
+    """The sweep's plans, and every single change that the planner knows."""
+    failed: dict[Words, str] = {}
+
+    def whole(plan: Plan) -> tuple[Proposal, Sequence[Proposal]]:
+        found = sweep(plan, context, machine, catalogue, "time" if aim == "quality" else aim)
+        best = [c for c in found.ranked if c.changes][:TOP]
+        return found.start, [*best, *found.unknown, *found.idle]
+
+    def single(plan: Plan) -> Sequence[Proposal]:
+        return singles(Asking(plan, context, machine, catalogue), failed.setdefault)
+
+    def learning(plan: Plan) -> Sequence[Proposal]:
+        asking = Asking(plan, context, machine, catalogue, learning=True)
+        every = singles(asking, failed.setdefault)
+        every += [asking.answer(plan, (key,)) for key in KEYS["recipe"](plan)]
+        found = [c for c in every if kind_of(plan, c.plan) == "learning"]
+        return sorted(found, key=lambda c: _learning_order(plan, c))
+
+    def guess_s(plan: Plan) -> float | None:
+        return Asking(plan, context, machine, catalogue).guess_s(plan)
+
+    return Sources(whole, single, learning, guess_s, failed)
+
+
+def _learning_order(plan: Plan, candidate: Candidate) -> tuple[int, int, Words]:
+    """Keys of the recipe first, then what is said to help learning most, then few words."""
+    said = {parse(word)[0] for t in _put_in(plan, candidate.plan) for word in t.symptoms}
+    if not any(word[0] in "+-" for word in candidate.changes):
+        return (-1, len(candidate.changes), candidate.changes)
+    ranks = [i for i, name in enumerate(LEARNS) if name in said]
+    return (min(ranks, default=len(LEARNS)), len(candidate.changes), candidate.changes)
+
+
+def _put_in(before: Plan, after: Plan) -> list[Technique[Any]]:
+    """Techniques of the second plan that the first has not."""
+    return [t for name, t in after.techniques.items() if name not in before.techniques]
+
+
+@dataclass
+class _Waiting:
+    proposal: Proposal
+    words: frozenset[str]
+    """that make it of the first plan"""
+    change: tuple[str, ...]
+    """that makes it of the plan that was the best when it came"""
+    whole: bool
+    """it stands by itself, whatever the best is"""
+
+
+@dataclass
+class Pool:
+    """Plans that wait, the best so far, and how wrong predictions were.
+
+    Args:
+        first: the plan that all began with.
+        best: so far.
+        memory: the peak is to become less, not the time.
+        guess_s: see Sources.
+    """
+
+    first: Plan
+    best: Proposal
+    memory: bool = False
+    guess_s: Callable[[Plan], float | None] = lambda plan: None
+    best_s: float | None = None
+    """measured seconds of its step"""
+    waiting: dict[str, _Waiting] = field(default_factory=dict)
+    seen: set[str] = field(default_factory=set)
+    lost: set[tuple[str, ...]] = field(default_factory=set)
+    cut: set[str] = field(default_factory=set)
+    """words of changes that the clock cut off"""
+    guesses: dict[str, float | None] = field(default_factory=dict)
+    errors: list[tuple[frozenset[str], float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.seen.add(fingerprint(self.first))
+
+    def add(self, proposals: Iterable[Proposal], *, whole: bool) -> None:
+        """Plans that were not seen yet, and learn the same, wait from now on."""
+        for proposal in proposals:
+            key = fingerprint(proposal.plan)
+            if key in self.seen or kind_of(self.first, proposal.plan) == "learning":
+                continue
+            words = frozenset(difference(self.first, proposal.plan))
+            change = difference(self.best.plan, proposal.plan)
+            timed = proposal.foresight.step_s is not None
+            self.waiting[key] = _Waiting(proposal, words, change, whole and timed)
+            self.seen.add(key)
+
+    def take(self) -> Proposal | None:
+        """What promises most: a gain, then what nothing is known of, then a small loss."""
+        ranked = sorted(self.waiting, key=lambda key: self._place(self.waiting[key]))
+        if not ranked or self._rank(self.waiting[ranked[0]]) <= 1 - SLACK:
+            return None
+        return self.waiting.pop(ranked[0]).proposal
+
+    def keep(self, proposal: Proposal, step_s: float | None) -> None:
+        """The best is another now; single changes of the one before wait no more."""
+        self.best, self.best_s = proposal, step_s
+        for key in [k for k, w in self.waiting.items() if not w.whole]:
+            del self.waiting[key]
+            self.seen.discard(key)
+
+    def lose(self, proposal: Proposal) -> None:
+        """The same change of another plan will promise less."""
+        self.lost.add(difference(self.best.plan, proposal.plan))
+
+    def late(self, proposal: Proposal) -> None:
+        """The clock cut it off: what shares a word with it comes last."""
+        self.cut |= {*difference(self.best.plan, proposal.plan)}
+
+    def correct(self, proposal: Proposal, measured_s: float) -> None:
+        """Remember how wrong its prediction was."""
+        if predicted_s := proposal.foresight.step_s:
+            words = frozenset(difference(self.first, proposal.plan))
+            self.errors.append((words, measured_s / predicted_s))
+
+    def promise(self, proposal: Proposal) -> float | None:
+        """How much better than the best so far it should be: 1.1 is a tenth; None is unknown."""
+        words = frozenset(difference(self.first, proposal.plan))
+        return self._promise(proposal, words)
+
+    def _place(self, one: _Waiting) -> tuple[float, int]:
+        return -self._rank(one), len(one.change)
+
+    def _rank(self, one: _Waiting) -> float:
+        promise = self._promise(one.proposal, one.words)
+        if promise is not None and (self.memory or one.proposal.foresight.step_s):
+            rank = promise * (LOST_BEFORE if one.change in self.lost else 1.0)
+        else:
+            rank = self._guessed(one.proposal)
+            rank = min(rank, LAST) if one.change in self.lost else rank
+        return min(rank, LAST) if self.cut & {*one.change} else rank
+
+    def _guessed(self, proposal: Proposal) -> float:
+        """A place for what no time is predicted of; 1 is in the middle, and 0 is left out."""
+        put_in = _put_in(self.best.plan, proposal.plan)
+        faster = self.guess(proposal) or 1.0
+        only_in = len(put_in) and {*self.best.plan.techniques} <= {*proposal.plan.techniques}
+        said = {parse(word)[0] for t in put_in for word in t.symptoms}
+        if only_in and self.best.foresight.fits == "yes" and said and said <= {*NO_TIME}:
+            return 0.0
+        compiles = any(t.stage is Stage.COMPILE for t in self.best.plan.techniques.values())
+        if faster <= 1:
+            return faster
+        counts = 1.0 if kind_of(self.best.plan, proposal.plan) == "exact" else ROUNDING
+        if not compiles and any(t.stage is Stage.COMPILE for t in put_in):
+            counts *= COMPILING
+        return 1 + counts * log(faster)
+
+    def guess(self, proposal: Proposal) -> float | None:
+        """How much faster than the best so far by the ledger alone; None where it does not tell."""
+        one_s, two_s = (self._guess_s(p.plan) for p in (self.best, proposal))
+        return one_s / two_s if one_s and two_s else None
+
+    def _guess_s(self, plan: Plan) -> float | None:
+        key = fingerprint(plan)
+        if key not in self.guesses:
+            self.guesses[key] = self.guess_s(plan)
+        return self.guesses[key]
+
+    def _promise(self, proposal: Proposal, words: frozenset[str]) -> float | None:
+        two_s = self._expected_s(proposal, words)
+        one_s = self.best_s
+        if one_s is None and two_s is not None:
+            best = frozenset(difference(self.first, self.best.plan))
+            one_s = self._expected_s(self.best, best)
+        faster = one_s / two_s if one_s and two_s else None
+        if not self.memory:
+            return faster
+        smaller = self.best.foresight.peak_bytes / max(1.0, proposal.foresight.peak_bytes)
+        return smaller * min(1.0, faster or self.guess(proposal) or 1.0)
+
+    def _expected_s(self, proposal: Proposal, words: frozenset[str]) -> float | None:
+        """Seconds of its step: predicted, times the error of the measured plan nearest to it."""
+        if not proposal.foresight.step_s:
+            return None
+        far = [(len(words ^ other), error) for other, error in self.errors]
+        nearest = min((apart for apart, _ in far), default=0)
+        errors = [error for apart, error in far if apart == nearest]
+        return proposal.foresight.step_s * (median(errors) if errors else 1.0)

@@ -1,0 +1,138 @@
+"""What was measured stands: `trials.jsonl` of a tuning folder, and who asks it before measuring.
+
+A row is one reading with what it was of: the plans by their hashes (without name and folder, which
+change nothing), how much was measured, and the machine with its versions. The same question at the
+same place is answered from the file, as often as it was measured; another machine or another
+version measures again, beside the old rows. What was cut off by the clock is not kept.
+"""
+
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace.core.plan import Plan
+from headrace.run_folder import environment
+from headrace.trials.pairs import Measure, Size
+from headrace.trials.readings import NOT_DONE, Reading
+
+HERE = ("headrace", "commit", "torch", "cuda", "device_name", "devices", "threads")
+"""What of the environment a reading depends on."""
+
+
+def fingerprint(plan: Plan) -> str:
+    """A plan's hash, whatever it is called and wherever its runs are kept."""
+    values = {k: v for k, v in plan.dump().items() if k not in ("name", "directory")}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def here(device: torch.device) -> dict[str, Any]:
+    """The machine and the versions that a reading is of."""
+    found = environment(device, [])
+    return {name: found[name] for name in HERE}
+
+
+class Store:
+    """Readings of one folder.
+
+    Args:
+        file: trials.jsonl; None keeps nothing.
+        place: see `here`.
+        clock: seconds that go by.
+    """
+
+    def __init__(
+        self, file: Path | None, place: dict[str, Any], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.file, self.place, self.clock = file, place, clock
+        self.spent_s = 0.0
+        """by all readings that were asked for, those of earlier calls too"""
+        self.fresh_s = 0.0
+        """of it, now"""
+        self.last_s = 0.0
+        """by the newest reading"""
+        self.found = self._read()
+        self._asked: Counter[str] = Counter()
+
+    def measure(self, inner: Measure) -> Measure:
+        """The same as `inner`, which is asked only for what does not stand here."""
+
+        def ask(
+            first: Plan, second: Plan, *, size: Size, together: bool, limit_s: float
+        ) -> Reading:
+            one, two = fingerprint(first), fingerprint(second)
+            what = {"first": one, "second": two, "size": asdict(size), "together": together}
+            return self.once(what, lambda: inner(
+                first, second, size=size, together=together, limit_s=limit_s))  # fmt: skip
+
+        return ask
+
+    def once(
+        self, what: dict[str, Any], fresh: Callable[[], Reading], *, again: bool = True
+    ) -> Reading:
+        """The reading of `what`, from the file or else from `fresh`.
+
+        Args:
+            what: it is of.
+            fresh: measures it.
+            again: asked twice in one call it is measured twice; else once is enough.
+        """
+        key = json.dumps([what, self.place], sort_keys=True)
+        if not again and self._asked[key] and key in self.found:
+            return self.found[key][0][0]
+        self._asked[key] += 1
+        if len(known := self.found.get(key, [])) >= self._asked[key]:
+            reading, seconds = known[self._asked[key] - 1]
+            self.spent_s += seconds
+            self.last_s = seconds
+            return reading
+        began_s = self.clock()
+        try:
+            reading = fresh()
+        finally:
+            spent_s = self.clock() - began_s
+            self.spent_s += spent_s
+            self.fresh_s += spent_s
+            self.last_s = spent_s
+        if not any(r.refused.startswith(NOT_DONE) for r in (reading, reading.beside) if r):
+            self.found.setdefault(key, []).append((reading, spent_s))
+            self._write({**what, "here": self.place, "seconds": spent_s, "reading": plain(reading)})
+        return reading
+
+    def _write(self, row: dict[str, Any]) -> None:
+        if self.file is not None:
+            whole = not self.file.is_file() or self.file.read_bytes()[-1:] in (b"", b"\n")
+            with self.file.open("a") as file:
+                file.write(("" if whole else "\n") + json.dumps(row) + "\n")
+
+    def _read(self) -> dict[str, list[tuple[Reading, float]]]:
+        """Rows by what they are of; a line that a kill cut short is none."""
+        found: dict[str, list[tuple[Reading, float]]] = {}
+        lines = self.file.read_text().splitlines() if self.file and self.file.is_file() else []
+        for line in lines:
+            try:
+                row = json.loads(line)
+                reading, seconds = row.pop("reading"), float(row.pop("seconds"))
+                place = row.pop("here")
+                key = json.dumps([row, place], sort_keys=True)
+                found.setdefault(key, []).append((read(reading), seconds))
+            except (ValueError, KeyError, TypeError):
+                continue
+        return found
+
+
+def plain(reading: Reading) -> dict[str, Any]:
+    """A reading as JSON values."""
+    return asdict(reading)
+
+
+def read(row: dict[str, Any]) -> Reading:
+    """A reading as `plain` wrote it."""
+    beside = row.get("beside")
+    return Reading(**{**row, "beside": Reading(**beside) if beside else None})

@@ -1,0 +1,117 @@
+"""A change of learning is worth its time to the target, and only over seeds.
+
+Two plans train to the same validation loss, seed for seed, each run in a process of its own with
+all that a run does: compiling and evaluating are on the clock. A run that does not get there took
+infinitely long. The change is better where the paired test over seeds says so (core/statistics;
+MLPerf and modded-nanogpt ask the same of a record). A change that loses its first two seeds is
+given up: with so few seeds left it could not win any more.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import inf, isfinite
+from pathlib import Path
+from statistics import median
+
+from headrace import train as trainer
+from headrace.core.plan import Plan
+from headrace.core.statistics import paired_ratio, seeds_better
+from headrace.progress import Progress
+from headrace.run_folder import RunFolder
+from headrace.trials.judge import Compared
+from headrace.trials.readings import NOT_DONE, Reading, Worker, read
+from headrace.trials.store import Store, fingerprint
+
+Train = Callable[[Plan, float], Reading]
+"""(plan, limit in seconds) -> seconds to the target, none where it was missed."""
+LEVEL = 0.95
+"""Of the test over seeds: 5 that all win pass it."""
+GIVEN_UP = 2
+"""Seeds that a change may lose before it won one."""
+PATIENCE = 2.0
+"""Times as long as the plan before may a run take to the target."""
+
+
+def reach(plan: Plan, cut: bool) -> Reading:
+    """Train to the target, in the process that is asked.
+
+    Args:
+        plan: the run.
+        cut: its minutes are not the plan's own: where they end it, nothing is known of the target.
+    """
+
+    def go(found: Reading) -> None:
+        folder = trainer.run(plan, progress=Progress())
+        assert folder is not None, "one process is the first rank"
+        goal = RunFolder(folder).read_report()["goal"]
+        found.seconds = [goal["wall_s"]] if goal["reached"] else []
+        if cut and not goal["reached"] and goal["ended_by"] == "minutes":
+            found.refused = f"{NOT_DONE} {plan.goal.minutes:.1f} minutes"
+
+    return read(go)
+
+
+def train_with(worker: Worker, folder: Path) -> Train:
+    """Runs kept under `folder`, without checkpoints."""
+
+    def train(plan: Plan, limit_s: float) -> Reading:
+        own = plan.goal.minutes or inf
+        minutes = min(own, limit_s / 60)
+        run = plan.replaced(
+            directory=str(folder), goal=plan.goal.model_copy(update={"minutes": minutes}),
+            checkpoint=plan.checkpoint.model_copy(update={"every_steps": 0}),
+        )  # fmt: skip
+        return worker.ask(reach, run, minutes < own, limit_s=limit_s + 60)
+
+    return train
+
+
+def learn(
+    first: Plan, second: Plan, seeds: Sequence[int], train: Train, store: Store, *,
+    limit_s: float, clock: Callable[[], float] = time.monotonic,
+) -> Compared:  # fmt: skip
+    """Both to the first's target, seed for seed.
+
+    Args:
+        first: the plan as it is; it has a target.
+        second: with a change of learning.
+        seeds: of both.
+        train: see `train_with`.
+        store: runs that stand.
+        limit_s: no run may outlast this.
+        clock: seconds that go by.
+    """
+    ends_s = clock() + limit_s
+    one: list[float] = []
+    two: list[float] = []
+    for seed in seeds:
+        for plan, into in ((first, one), (second, two)):
+            left_s = ends_s - clock()
+            patient_s = left_s if into is one else min(left_s, PATIENCE * one[-1])
+            if left_s <= 0:
+                return Compared("cut", f"time was up after {len(two)} of {len(seeds)} seeds")
+            seeded = plan.replaced(seed=seed)
+            what = {"target": fingerprint(seeded)}
+            found = store.once(what, partial(train, seeded, patient_s), again=False)
+            if found.refused.startswith(NOT_DONE) and patient_s == left_s:
+                return Compared("cut", f"time was up after {len(two)} of {len(seeds)} seeds")
+            if found.refused and not found.refused.startswith(NOT_DONE):
+                return Compared("refused", found.refused)
+            into.append(found.seconds[0] if found.seconds else inf)
+        if len(two) >= GIVEN_UP and not any(b < a for a, b in zip(one, two, strict=True)):
+            break
+    return judge_seeds(one, two, len(seeds))
+
+
+def judge_seeds(before: Sequence[float], after: Sequence[float], wanted: int) -> Compared:
+    """What seconds to the target say, seed for seed; inf is a target that was missed."""
+    both = [(a, b) for a, b in zip(before, after, strict=True) if isfinite(a) and isfinite(b)]
+    ratio = paired_ratio([a for a, _ in both], [b for _, b in both]) if both else None
+    won = sum(b < a for a, b in zip(before, after, strict=True))
+    told = f"sooner at the target with {won} of {len(after)} seeds"
+    better = len(after) == wanted and seeds_better(after, before, LEVEL)
+    return Compared(
+        "better" if better else "worse", told, ratio=ratio,
+        before_s=median(before), after_s=median(after),
+    )  # fmt: skip

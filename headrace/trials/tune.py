@@ -1,0 +1,374 @@
+"""The tuner: what the planner puts first is measured, and kept only where it wins.
+
+It starts from a plan and a list of other plans, ranked by prediction (headrace/sweep.py). The one
+that promises most is screened beside the best so far, on a dozen steady steps in turn; what shows a
+gain is measured again on 50 or more, and kept or reverted by that alone. What was kept is the new
+best, whose single changes are asked about next. So the path has one row for each plan that was
+tried, with what was predicted, what was measured, what became of it and why.
+
+- **Predictions are corrected by what was measured** (proposals.py), and the order is made anew.
+- **Execution only**: losses must stay the same (judge.py). A change of learning is tried only for
+  money or quality, by its time to a target over seeds (target.py).
+- **Memory**: what is foreseen not to fit is refused; once a plan has run out of memory, so is
+  everything that is foreseen to need as much.
+- **Time**: no reading begins that is not expected to end in time, none may outlast the clock, and
+  none gets more than half of the minutes. Where 50 steps do not fit into what is left, fewer are
+  taken, and the row says so.
+
+The seconds that all of it took are on the bill, with the number of steps after which they are won
+back. No technique is known by name here.
+
+Left out: search. The sweep has searched; a tuner that measures 8 minutes sees some 15 plans.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import ceil, exp, inf, log, prod
+
+from headrace.changes import difference
+from headrace.core.plan import Plan
+from headrace.core.statistics import Interval
+from headrace.core.units import format_bytes, format_seconds
+from headrace.trials.judge import Aim, Compared, Rules, compare
+from headrace.trials.kinds import kind_of
+from headrace.trials.pairs import ACCEPT, SCREEN, Measure, Size
+from headrace.trials.path import Became, Stage, Step, Tuned
+from headrace.trials.proposals import Pool, Proposal, Sources
+from headrace.trials.readings import OUT_OF_MEMORY, why
+from headrace.trials.store import Store, fingerprint
+from headrace.trials.target import Train, learn
+
+BLOCK_S = 0.1
+"""The least that a block should last; short steps are taken more often."""
+MOST_STEPS = 100
+"""Of a block."""
+TOGETHER = 0.9
+"""Of the memory that two plans may be foreseen to need together, in one process."""
+PRUDENT = 1.25
+"""By how much longer than the last one a reading is expected to take."""
+LONGEST = 0.5
+"""Of the minutes that one reading may take: a plan that compiles for longer is given up."""
+EXECUTION_SHARE = 0.5
+"""Of the minutes that changes of execution may take where changes of learning follow."""
+VERDICTS: dict[str, Became] = {"better": "kept", "refused": "refused", "cut": "not tried"}
+"""What becomes of a plan; reverted, else."""
+
+
+def tune(
+    plan: Plan, aim: Aim, minutes: float, sources: Sources, measure: Measure, rules: Rules, *,
+    store: Store | None = None, train: Train | None = None, seeds: int = 5,
+    tell: Callable[[str], None] = lambda line: None, clock: Callable[[], float] = time.monotonic,
+) -> Tuned:  # fmt: skip
+    """Measure what is predicted to be better, and keep what is; Ctrl-C keeps the best so far.
+
+    Args:
+        plan: the start.
+        aim: "time" of a step, "money", "memory" (peak), or "quality" (time to a target).
+        minutes: on the clock, at most.
+        sources: where plans to try come from.
+        measure: see `measure_with`.
+        rules: by what pairs are judged.
+        store: readings that stand.
+        train: trains a plan to its target; without it no change of learning is tried.
+        seeds: of a change of learning.
+        tell: takes a line for each plan that was tried.
+        clock: seconds that go by.
+    """
+    run = _Run(plan, replace(rules, aim=aim), minutes, measure, store or Store(None, {}, clock),
+               tell, clock)  # fmt: skip
+    try:
+        run.begin(sources)
+        learns = aim in ("money", "quality")
+        able = learns and train is not None and plan.goal.bits_per_byte
+        run.execution(EXECUTION_SHARE if able else 1.0)
+        if learns:
+            run.learning(train if able else None, seeds)
+        run.whole_way()
+    except KeyboardInterrupt:
+        return run.tuned(interrupted=True)
+    return run.tuned(interrupted=False)
+
+
+class _Run:
+    """What is known while it goes."""
+
+    def __init__(
+        self, first: Plan, rules: Rules, minutes: float, measure: Measure, store: Store,
+        tell: Callable[[str], None], clock: Callable[[], float],
+    ) -> None:  # fmt: skip
+        self.first, self.rules, self.store, self.tell, self.clock = first, rules, store, tell, clock
+        self.measure = store.measure(measure)
+        self.began_s, self.minutes_s = clock(), 60 * minutes
+        self.path: list[Step] = []
+        self.pool: Pool | None = None
+        self.costs: dict[str, float] = {}
+        """seconds that the last reading of each stage took"""
+        self.first_s: float | None = None
+        self.burst_bytes = inf
+        """the least that was foreseen of a plan that ran out of memory"""
+        self.failed: set[tuple[str, ...]] = set()
+        """changes whose prediction failed"""
+        self.up = False
+        """the time is"""
+        self.total: Interval | None = None
+
+    # --- the loop ----------------------------------------------------------------------------
+
+    def begin(self, sources: Sources) -> None:
+        """Ask for plans."""
+        self.sources = sources
+        start, others = sources.whole(self.first)
+        memory = self.rules.aim == "memory"
+        self.start, self.pool = start, Pool(self.first, start, memory, sources.guess_s)
+        self.pool.add(others, whole=True)
+        self.ask()
+        unknown = start.foresight.step_s is None
+        self.tell(
+            f"{self.first.name}: {len(self.pool.waiting)} changes to try in "
+            f"{format_seconds(self.minutes_s)}"
+            + ("; no time is predicted here, so the order is a guess" if unknown else "")
+        )
+
+    def ask(self) -> None:
+        """Ask for single changes of the best so far; what failed there is told once."""
+        assert self.pool is not None
+        self.pool.add(self.sources.single(self.pool.best.plan), whole=False)
+        for change, told in self.sources.failed.items():
+            if change not in self.failed:
+                self.failed.add(change)
+                self.row(Step(len(self.path) + 1, change, "refused", told))
+
+    def left_s(self, share: float = 1.0) -> float:
+        """Seconds that are left of the minutes, or of a share of them."""
+        return self.began_s + share * self.minutes_s - self.clock()
+
+    def execution(self, share: float) -> None:
+        """Try changes that learn the same, the most promising first, until time or plans end."""
+        assert self.pool is not None
+        while not self.up:
+            reserve_s = self.costs.get("accept", 0.0) if len(self.kept) > 1 else 0.0
+            if self.left_s(share) <= PRUDENT * self.costs.get("screen", 0.0) + reserve_s:
+                self.up = bool(self.pool.waiting)
+                return
+            chosen = self.pool.take()
+            if chosen is None:
+                return
+            self.attempt(chosen)
+
+    def attempt(self, proposal: Proposal) -> None:
+        """Screen it, measure again what shows a gain, and keep or revert it."""
+        assert self.pool is not None
+        spent_s, seen, promise = self.store.spent_s, proposal.foresight, self.promise(proposal)
+        self.trying(proposal)
+        if seen.fits == "no" or seen.peak_bytes >= self.burst_bytes:
+            least = min(self.burst_bytes, seen.capacity_bytes)
+            what = "there are" if seen.fits == "no" else "a plan ran out of memory that was to need"
+            told = f"{format_bytes(seen.peak_bytes)} are foreseen, and {what} {format_bytes(least)}"
+            self.note(proposal, Compared("refused", told), "none", promise, spent_s)
+            return
+        stage: Stage = "screen"
+        found = self.pair(proposal, self.sized(SCREEN, self.pool.best_s), stage)
+        if _shows_gain(found, self.rules) and (size := self.fitting(found, proposal)):
+            more = self.pair(proposal, size, "accept")
+            if more.verdict != "cut":
+                found, stage = more, "accept"
+        self.up = found.verdict == "cut" and self.left_s() <= 0
+        if found.reason.startswith(OUT_OF_MEMORY):
+            self.burst_bytes = min(self.burst_bytes, seen.peak_bytes)
+        self.note(proposal, found, stage, promise, spent_s)
+        self.follow(proposal, found)
+
+    def follow(self, proposal: Proposal, found: Compared) -> None:
+        """Correct predictions, and keep it where it is better."""
+        assert self.pool is not None
+        if found.before_s is not None:
+            if self.first_s is None:
+                self.first_s = found.before_s
+                self.pool.correct(self.start, found.before_s)
+            self.pool.best_s = found.before_s
+        if found.after_s is not None:
+            self.pool.correct(proposal, found.after_s)
+        if found.verdict == "better":
+            self.pool.keep(proposal, found.after_s)
+            self.ask()
+        elif found.verdict == "cut":
+            self.pool.late(proposal)
+        else:
+            self.pool.lose(proposal)
+
+    def learning(self, train: Train | None, seeds: int) -> None:
+        """Try changes of learning by their time to the plan's target, over seeds."""
+        assert self.pool is not None
+        waiting = list(self.sources.learning(self.pool.best.plan))
+        if waiting and train is None:
+            what = f"{len(waiting)} changes of learning"
+            told = "they are compared by their time to a target: goal.bits_per_byte=TARGET"
+            self.row(Step(len(self.path) + 1, (what,), "refused", told, equality="learning"))
+        for proposal in waiting if train is not None else ():
+            assert train is not None
+            if self.left_s() <= self.costs.get("learning", 0.0):
+                self.up = True
+                return
+            spent_s, promise = self.store.spent_s, self.promise(proposal)
+            self.trying(proposal, f", {seeds} seeds to {self.first.goal.bits_per_byte:g}")
+            found = learn(
+                self.pool.best.plan, proposal.plan,
+                range(self.first.seed, self.first.seed + seeds), train, self.store,
+                limit_s=self.left_s(), clock=self.clock,
+            )  # fmt: skip
+            self.costs["learning"] = self.store.spent_s - spent_s
+            self.note(proposal, found, "learning", promise, spent_s)
+            if found.verdict == "better":
+                self.pool.best, self.pool.best_s = proposal, None
+
+    def whole_way(self) -> None:
+        """The first plan beside the best, where more than one change lies between them."""
+        assert self.pool is not None
+        best = self.pool.best
+        if len(self.kept) < 2 or kind_of(self.first, best.plan) == "learning":
+            return
+        if self.first_s is None or self.left_s() <= PRUDENT * self.costs.get("accept", 0.0):
+            return
+        found = self.pair(best, self.sized(ACCEPT, self.pool.best_s), "accept", self.start)
+        self.total = found.ratio
+
+    # --- measuring ---------------------------------------------------------------------------
+
+    def promise(self, proposal: Proposal) -> float | None:
+        """What it is expected to be beside the best so far, before it is measured."""
+        return None if self.pool is None else self.pool.promise(proposal)
+
+    def together(self, one: Proposal, two: Proposal) -> bool:
+        """Whether one process may hold both."""
+        room = TOGETHER * two.foresight.capacity_bytes
+        return one.foresight.peak_bytes + two.foresight.peak_bytes <= room
+
+    def pair(
+        self, proposal: Proposal, size: Size, stage: Stage, beside: Proposal | None = None
+    ) -> Compared:
+        """Beside the best so far, or another."""
+        assert self.pool is not None
+        beside = beside or self.pool.best
+        one, two = beside.foresight, proposal.foresight
+        rules = replace(self.rules, capacity_bytes=two.capacity_bytes,
+                        peaks=(one.peak_bytes, two.peak_bytes))  # fmt: skip
+        try:
+            found = compare(
+                beside.plan, proposal.plan, self.measure, rules, size=size,
+                together=self.together(beside, proposal), clock=self.clock,
+                limit_s=min(self.left_s(), LONGEST * self.minutes_s), only_gains=True,
+            )  # fmt: skip
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            found = Compared("refused", f"judging it failed: {why(error)}")
+        if found.verdict != "cut":
+            self.costs[stage] = self.store.last_s
+        return found
+
+    def sized(self, size: Size, step_s: float | None) -> Size:
+        """With more steps in a block where they are short."""
+        steps = ceil(BLOCK_S / step_s) if step_s else size.steps
+        return replace(size, steps=min(MOST_STEPS, max(size.steps, steps)))
+
+    def fitting(self, screen: Compared, proposal: Proposal) -> Size | None:
+        """As much as should be measured before a change is kept, or as the time left allows."""
+        assert self.pool is not None
+        if screen.before_s is None or screen.after_s is None:
+            return None
+        both_s, small = screen.before_s + screen.after_s, self.sized(SCREEN, screen.before_s)
+        builds_s = max(0.0, self.costs["screen"] - both_s * 2 * small.rounds * (small.steps + 1))
+        if not self.together(self.pool.best, proposal):
+            builds_s *= 2  # twice as many processes
+        size = self.sized(ACCEPT, screen.before_s)
+        steps = int((self.left_s() / PRUDENT - builds_s) / both_s / (2 * size.rounds)) - 1
+        size = replace(size, steps=min(size.steps, steps))
+        return size if steps > 0 and size.timed > small.timed else None
+
+    # --- what came of it ---------------------------------------------------------------------
+
+    @property
+    def kept(self) -> list[Step]:
+        """Of the path."""
+        return [step for step in self.path if step.verdict == "kept"]
+
+    def note(
+        self,
+        proposal: Proposal,
+        found: Compared,
+        stage: Stage,
+        promise: float | None,
+        since_s: float,
+    ) -> None:
+        """A row of the path."""
+        assert self.pool is not None
+        best, reason = self.pool.best, found.reason
+        if found.verdict == "better" and stage != "learning" and found.steps < ACCEPT.timed:
+            reason += f"; on {found.steps} steps, where {ACCEPT.timed} are wanted"
+        told = {
+            name: getattr(found, name)
+            for name in (
+                "ratio",
+                "memory",
+                "loss",
+                "noise",
+                "steps",
+                "before_s",
+                "after_s",
+                "peak_bytes",
+            )
+        }
+        self.row(Step(
+            len(self.path) + 1, difference(best.plan, proposal.plan),
+            VERDICTS.get(found.verdict, "reverted"), reason, stage,
+            kind_of(best.plan, proposal.plan), promise, seconds=self.store.spent_s - since_s,
+            spent_s=self.store.spent_s, plan_sha256=fingerprint(proposal.plan), **told,
+        ))  # fmt: skip
+
+    def row(self, step: Step) -> None:
+        """It joins the path, and is told."""
+        self.path.append(step)
+        self.tell(f"       {step.line()}")
+
+    def trying(self, proposal: Proposal, more: str = "") -> None:
+        """What is measured now."""
+        assert self.pool is not None
+        spent_s = int(self.clock() - self.began_s)
+        change = " ".join(difference(self.pool.best.plan, proposal.plan))
+        self.tell(f"{spent_s // 60:3}:{spent_s % 60:02} {change}{more}")
+
+    def tuned(self, *, interrupted: bool) -> Tuned:
+        """What it all came to."""
+        plan = self.first if self.pool is None else self.pool.best.plan
+        waiting = [] if self.pool is None else list(self.pool.waiting.values())
+        ratios = [s.ratio for s in self.kept if s.ratio is not None and s.stage != "learning"]
+        peaks = [s.memory for s in self.kept if s.memory is not None]
+        planning_s = self.clock() - self.began_s - self.store.fresh_s
+        return Tuned(
+            aim=self.rules.aim, first=self.first, plan=plan,
+            changes=difference(self.first, plan), path=tuple(self.path),
+            ratio=self.total or _product(ratios), whole=self.total is not None or len(ratios) == 1,
+            memory=prod(peaks) if peaks else None, before_s=self.first_s,
+            after_s=None if self.pool is None else self.pool.best_s,
+            seconds=self.store.spent_s + max(0.0, planning_s),
+            left=tuple(" ".join(w.change) for w in waiting), up=self.up, interrupted=interrupted,
+        )  # fmt: skip
+
+
+def _shows_gain(found: Compared, rules: Rules) -> bool:
+    """Whether more steps are worth their time."""
+    if found.verdict not in ("better", "undecided") or found.ratio is None or found.drifted:
+        return False
+    if rules.aim == "memory":
+        return found.verdict == "better"
+    return found.ratio.value > 1 and found.ratio.high > 1 + rules.margin
+
+
+def _product(ratios: Sequence[Interval]) -> Interval | None:
+    """Ratios one after the other, whose errors are independent."""
+    if not ratios:
+        return None
+    middle = sum(log(r.value) for r in ratios)
+    down = sum((log(r.value) - log(max(r.low, 1e-9))) ** 2 for r in ratios) ** 0.5
+    above = sum((log(min(r.high, 1e9)) - log(r.value)) ** 2 for r in ratios) ** 0.5
+    low, high = exp(middle - down), exp(middle + above)
+    return Interval(low, exp(middle), high, min(r.n for r in ratios))

@@ -1,0 +1,101 @@
+"""Forecasts are said before they are measured, and scored as they were said."""
+
+import json
+import math
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.doctor.forecast import ERROR
+from headrace.truth import compute
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "benchmarks"))
+forecasts = import_module("forecasts")
+PLAN = """
+name = "tiny"
+device = "cpu"
+model = {{ dim = 32, layers = 2, heads = 2, ffn = 48, vocab = 320 }}
+goal = {{ steps = 3 }}
+batch = {{ tokens = 64 }}
+eval = {{ every_steps = 1000, tokens = 64 }}
+checkpoint = {{ every_steps = 0 }}
+[data]
+sources = "{corpus}"
+directory = "{prepared}"
+vocab = 300
+sequence_length = 16
+workers = 0
+[techniques.chunked_cross_entropy]
+"""
+
+
+def rows(folder: Path, topic: str) -> list[dict[str, Any]]:
+    """Receipts."""
+    return [json.loads(line) for line in (folder / f"{topic}.jsonl").read_text().splitlines()]
+
+
+def run(patch: pytest.MonkeyPatch, plan: Path, folder: Path, *words: str) -> None:
+    """The program in this process, on one planted plan."""
+    common = ["--shapes", str(plan), "--results", str(folder), "--steps", "1", "1", "--here"]
+    patch.setattr(sys, "argv", ["forecasts.py", *words, *common, "--bases", "checkpointed"])
+    forecasts.main()
+
+
+def test_what_is_said_is_measured_once(
+    tmp_path: Path, corpus: Path, prepared_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = tmp_path / "tiny.toml"
+    plan.write_text(PLAN.format(corpus=corpus, prepared=prepared_folder))
+    run(monkeypatch, plan, tmp_path, "--say", "--least", "0")
+    said = {row["remedy"]: row for row in rows(tmp_path, "forecasts_said")}
+    assert said["-full_checkpoint"]["workload"] == "tiny checkpointed"
+    run(monkeypatch, plan, tmp_path, "--say", "--least", "0")
+    assert len(rows(tmp_path, "forecasts_said")) == len(said)
+    keep = {"-full_checkpoint", "+cuda_graphs"}  # the others would be compiled here
+    lost = {**said["-full_checkpoint"], "remedy": "+cuda_graphs"}
+    text = "\n".join(json.dumps(row) for row in (said["-full_checkpoint"], lost))
+    (tmp_path / "forecasts_said.jsonl").write_text(text)
+    run(monkeypatch, plan, tmp_path, "--measure")
+    run(monkeypatch, plan, tmp_path, "--measure")
+    found = {row["remedy"]: row for row in rows(tmp_path, "forecasts")}
+    assert {*found} == keep and len(rows(tmp_path, "forecasts")) == 2
+    one = found["-full_checkpoint"]
+    assert one["forecast"] == said["-full_checkpoint"]["forecast"] and one["n"] == 2
+    assert one["metrics"]["gain"]["low"] <= one["measured"] <= one["metrics"]["gain"]["high"]
+    assert "CUDA graphs" in found["+cuda_graphs"]["refused"]
+    assert compute(tmp_path)["forecast_coverage"]["n"] == 1
+
+
+def test_every_ailment_is_a_plan() -> None:
+    recipe = forecasts.planted(forecasts.PLANS / "160m.toml", "recipe")
+    for base in forecasts.BASES:
+        plan = forecasts.planted(forecasts.PLANS / "160m.toml", base)
+        assert (plan == recipe) == (base == "recipe"), base
+    naive = forecasts.planted(forecasts.PLANS / "160m.toml", "naive")
+    assert [*naive.techniques] == ["full_checkpoint"] and naive.micro_rows == 8
+    compiled = forecasts.planted(forecasts.PLANS / "160m.toml", "compiled_trunk")
+    assert [*compiled.techniques] == ["torch_compile"]
+
+
+def test_the_fit_holds_what_it_promises_of_techniques_that_it_has_not_seen() -> None:
+    sizes = [0.02 * (i % 12 + 1) * (-1) ** (i // 2) for i in range(48)]
+    pairs = [
+        forecasts.Pair(f"t{i % 8}", "", p, p + (0.002 + 0.1 * abs(p)) * math.sin(2.4 * i))
+        for i, p in enumerate(sizes)
+    ]
+    found = forecasts.residuals(pairs)
+    assert found["coverage"] >= 0.85 and found["coverage_left_out"] >= 0.75
+    assert found["median_width_of_gain"] < 0.3, "and no wider than it need be"
+    wrong = [forecasts.Pair(p.technique, "", -p.predicted, p.measured) for p in pairs]
+    assert forecasts.residuals(wrong)["median_error_of_gain"] > 1
+
+
+def test_the_interval_in_use_is_the_one_that_receipts_ask_for() -> None:
+    """When the planner or the receipts change, ERROR follows: `forecasts.py --residuals`."""
+    pairs = forecasts.measured_pairs(ROOT / "results" / "techniques.jsonl")
+    held = sum(forecasts.covers(pair, ERROR.least, ERROR.share) for pair in pairs)
+    assert len(pairs) >= 60 and 0.78 <= held / len(pairs) <= 0.93

@@ -1,0 +1,80 @@
+"""The tuner's program whole on a tiny plan; its row is one that `headrace truth` counts."""
+
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+from headrace.cli import catalogue
+from headrace.context import elsewhere, make_context
+from headrace.core.machine import Machine
+from headrace.core.plan import Plan
+from headrace.planner import foresee
+from headrace.trials import command
+from headrace.trials.kinds import kind_of
+from headrace.trials.proposals import Sources, sources
+from headrace.truth import compute
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+tuner = import_module("tuner")
+
+PLAN = """
+name = "tiny"
+device = "cpu"
+model = {{ dim = 32, layers = 2, heads = 2, ffn = 48, vocab = 320 }}
+goal = {{ steps = 3 }}
+batch = {{ tokens = 64, micro_sequences = {rows} }}
+checkpoint = {{ every_steps = 0 }}
+[data]
+sources = "{corpus}"
+directory = "{prepared}"
+vocab = 300
+sequence_length = 16
+workers = 0
+"""
+
+
+def test_a_naive_plan_is_tuned_and_stands_beside_the_best(
+    tmp_path: Path, corpus: Path, prepared_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = []
+    for name, rows in (("naive", 1), ("best", 0)):
+        files.append(tmp_path / f"{name}.toml")
+        files[-1].write_text(PLAN.format(rows=rows, corpus=corpus, prepared=prepared_folder))
+
+    def few(*given: object) -> Sources:
+        """Micro-batches alone: compilers take minutes."""
+        whole = sources(*given)  # type: ignore[arg-type]
+
+        def cut(plan: Plan) -> list[object]:
+            same = plan.techniques
+            return [c for c in whole.single(plan) if c.plan.techniques == same]
+
+        return Sources(lambda p: (whole.whole(p)[0], []), cut, lambda p: [])  # type: ignore[arg-type]
+
+    monkeypatch.setattr(command, "sources", few)
+    words = ["mine", "--plan", files[0], "--best", files[1], "--minutes", 0.06, "--steps", 2,
+             "--here", "--results", tmp_path, "--folder", tmp_path]  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["tuner.py", *map(str, words)])
+    tuner.main()
+    (row,) = [json.loads(line) for line in (tmp_path / "tuner.jsonl").read_text().splitlines()]
+    assert row["workload"] == "mine" and "refused" not in row
+    assert row["path"] and all(s["verdict"] for s in row["path"])
+    assert row["metrics"]["ratio_to_best"]["value"] > 0.3
+    assert compute(tmp_path)["tuner_ratio"]["n"] == 1
+    assert (tmp_path / "mine-tune" / "tune.html").is_file()
+
+
+@pytest.mark.parametrize("name", list(tuner.WORKLOADS))
+def test_workloads_are_plans(name: str) -> None:
+    shape, naive, best = tuner.WORKLOADS[name]
+    text, known = (tuner.PLANS / f"{shape}.toml").read_text(), catalogue()
+    one, two = (tuner.parse(w.split()).plan(text, known) for w in (naive, best))
+    assert kind_of(one, two) != "learning"
+    machine = Machine.assumed("NVIDIA H200")
+    for plan in (one, two):
+        there = elsewhere(make_context(plan, torch.device("cpu")), machine.name)
+        assert foresee(plan, there, machine).fits != "no"

@@ -1,0 +1,215 @@
+"""Remedies: found by their words, forecast by the ledger, and never guessed."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import headrace.techniques.loss
+from headrace.changes import parse
+from headrace.cli import catalogue
+from headrace.context import elsewhere, make_context
+from headrace.core.machine import Machine
+from headrace.core.plan import Plan
+from headrace.doctor.advice import advise, advise_plan, plain, told
+from headrace.doctor.findings import Finding
+from headrace.doctor.forecast import Measured, between, by_ledger, by_share
+from headrace.doctor.remedies import Remedy, remedies
+from headrace.doctor.window import Window
+from headrace.planner import foresee
+
+ROOT = Path(__file__).parents[2]
+H200 = Machine.assumed("NVIDIA H200")
+BARE = "-torch_compile -cudnn_attention -fused_swiglu -fused_cross_entropy -bf16_parameters"
+NEW = '''
+"""A technique that the doctor has never heard of."""
+
+from typing import ClassVar
+
+from headrace.core.ledger import Ledger
+from headrace.core.technique import Card, Context, Evidence, Stage, Supported, Technique
+from headrace.sockets import Build
+
+
+class FewerBytes(Technique[Build]):
+    """Move half of the bytes of every stream."""
+
+    room: ClassVar[str] = "loss"
+    stage: ClassVar[Stage] = Stage.STEP
+    composes: ClassVar[tuple[str, ...]] = ("terms",)
+    timed: ClassVar[bool] = True
+    symptoms: ClassVar[tuple[str, ...]] = ("memory bandwidth",)
+    card: ClassVar[Card] = Card("bytes", "a thought", "all", "none", "this test")
+
+    def supports(self, context: Context) -> Supported:
+        return Supported()
+
+    def predict(self, ledger: Ledger) -> Ledger:
+        return ledger.reworked(
+            lambda _, w: w.whole(w.bytes / 2) if w.kind == "stream" and w.fused else w
+        )
+
+    def apply(self, build: Build) -> None:
+        """Nothing."""
+
+    def active(self, build: Build) -> Evidence:
+        return Evidence(True, "")
+'''
+
+
+@pytest.fixture
+def fewer_bytes(tmp_path: Path) -> Iterator[str]:
+    """One more file in a room, and nothing else touched."""
+    (tmp_path / "fewer_bytes.py").write_text(NEW)
+    room = headrace.techniques.loss
+    room.__path__.append(str(tmp_path))
+    try:
+        yield "fewer_bytes"
+    finally:
+        room.__path__.remove(str(tmp_path))
+        sys.modules.pop("headrace.techniques.loss.fewer_bytes", None)
+        delattr(room, "fewer_bytes")
+
+
+def on_h200(shape: str, words: str = "") -> tuple[Plan, Any, Machine]:
+    """A shape's recipe with changes, and where it would run."""
+    text = (ROOT / "benchmarks" / "plans" / f"{shape}.toml").read_text()
+    plan = parse(words.split()).plan(text, catalogue())
+    return plan, elsewhere(make_context(plan, torch.device("cpu")), "NVIDIA H200"), H200
+
+
+def asked(
+    bottleneck: str, share: float, shape: str, words: str = "", measured: Measured | None = None
+) -> dict[str, Remedy]:
+    """Remedies of a finding by their words, the best first."""
+    finding = Finding(bottleneck, share, "", "", "measured")
+    where = on_h200(shape, words)
+    found = remedies(finding, *where, catalogue(), measured or Measured())
+    return {" ".join(remedy.change): remedy for remedy in found}
+
+
+def seconds(shape: str, words: str) -> float:
+    """Of a step, as the planner foresees it."""
+    found = foresee(*on_h200(shape, words)).step_s
+    assert found is not None
+    return found
+
+
+def test_a_new_technique_is_a_remedy_by_its_own_words(fewer_bytes: str) -> None:
+    before, after = seconds("160m", BARE), seconds("160m", f"{BARE} +{fewer_bytes}")
+    one = asked("memory bandwidth", 0.5, "160m", BARE)[f"+{fewer_bytes}"]
+    assert one.forecast_from == "ledger" and one.gain is not None
+    assert one.gain.value == pytest.approx(before / after - 1) and one.gain.value > 0.1
+    assert one.gain.low < one.gain.value < one.gain.high
+    assert (one.what, one.costs) == ("Move half of the bytes of every stream.", "a thought")
+    assert f"+{fewer_bytes}" not in asked("input", 0.5, "160m", BARE)
+
+
+def test_the_best_forecast_is_first_and_nothing_that_loses_is_listed() -> None:
+    found = asked("memory bandwidth", 0.5, "160m", BARE)
+    gains = [r.gain.value for r in found.values() if r.gain and r.equality != "learning"]
+    assert gains == sorted(gains, reverse=True) and min(gains) > 0
+    assert next(iter(found)) == "+torch_compile" and "+flash_attention" not in found
+    assert not any({"+torch_compile"} < {*words.split()} for words in found), "in mends too"
+
+
+def test_a_needless_checkpoint_is_taken_out_for_what_it_cost_in_receipts() -> None:
+    rows = map(json.loads, (ROOT / "results" / "techniques.jsonl").read_text().splitlines())
+    ran = {
+        (row["shape"], row["base"]): 1 / row["metrics"]["speed_ratio"]["value"] - 1
+        for row in rows if row.get("technique") == "full_checkpoint" and row["metrics"]
+    }  # fmt: skip
+    for shape in ("160m", "1b"):
+        found = asked("unused memory", 0.6, shape, "+full_checkpoint")["-full_checkpoint"]
+        assert found.gain is not None and found.gain.holds(ran[shape, "recipe"])
+        assert found.memory_bytes > 0 and found.fits == "yes"
+
+
+def test_rows_are_more_where_memory_is_unused_and_fewer_where_it_is_full() -> None:
+    more = asked("unused memory", 0.6, "1b", "+full_checkpoint batch.micro_sequences=2")
+    assert more["batch.micro_sequences=8"].gain.value > 0  # type: ignore[union-attr]
+    found = asked("memory capacity", 0.95, "1b")
+    sizes = [words for words in found if words.startswith("batch.")]
+    assert sizes == ["batch.micro_sequences=4"]
+    assert all(r.memory_bytes < 0 and r.fits != "no" for r in found.values())
+    costs = [r.gain.value for r in found.values() if r.gain and r.equality != "learning"]
+    assert costs == sorted(costs, reverse=True) and min(costs) < 0
+
+
+def test_a_socket_changes_its_owner() -> None:
+    (words,) = [w for w in asked("memory capacity", 0.95, "1b") if "chunked_cross" in w]
+    assert words == "-fused_cross_entropy +chunked_cross_entropy"
+
+
+def test_waits_are_left_as_they_were_measured() -> None:
+    before, after = foresee(*on_h200("160m", BARE)), foresee(*on_h200("160m"))
+    assert before.step_s and after.step_s
+    whole_s = 2 * before.step_s
+    run = Measured(whole_s, waits_s=0.25 * whole_s)
+    forecast = by_ledger(before, after, run)
+    left_s = 0.25 * whole_s + 0.75 * whole_s * after.step_s / before.step_s
+    assert forecast.gain is not None and forecast.gain.value == pytest.approx(whole_s / left_s - 1)
+    assert by_ledger(before, after, Measured(4 * before.step_s)).source == "none"
+    assert "4.0 times too short" in by_ledger(before, after, Measured(4 * before.step_s)).unknown
+    window = Window(step_s=(1.0, 3.0), input_s=(0.0, 1.0), communication_s=(0.5, 0.5))
+    assert Measured.of(window) == Measured(2.0, 1.0)
+
+
+def test_a_measured_share_is_taken_from_half_to_whole() -> None:
+    found = asked("input", 0.2, "160m")
+    assert {"+loader_workers", "data.workers=2", "data.prefetch=8"} <= {*found}
+    gain = found["+loader_workers"].gain
+    assert gain is not None and found["+loader_workers"].forecast_from == "share"
+    assert (gain.low, gain.high) == (pytest.approx(1 / 0.9 - 1), pytest.approx(1 / 0.8 - 1))
+    same = foresee(*on_h200("160m"))
+    assert by_share(0.0, by_ledger(same, same, Measured())).gain is None
+
+
+def test_what_is_not_known_is_not_forecast() -> None:
+    found = asked("launch", 0.2, "160m")
+    assert found["+cuda_graphs"].gain is not None
+    assert found["+compile_cache"].gain is None and found["+compile_cache"].unknown
+    learning = asked("instability", 1.0, "160m")
+    assert learning["optimizer.lr=5e-05"].equality == "learning"
+    assert all(r.gain is None and "seeds" in r.unknown for r in learning.values())
+    assert asked("between steps", 0.5, "160m") == {}
+    idle = Measured(inactive=("fused_swiglu",))
+    assert [*asked("silent no-op", 1.0, "160m", measured=idle)] == ["-fused_swiglu"]
+
+
+def test_the_interval_widens_with_the_change() -> None:
+    small, large = between(0.02), between(-0.5)
+    assert 0 < small.low < 0.0202 < small.high < 0.05
+    assert large.high - large.low > 2 * (small.high - small.low) and large.high < 0
+
+
+def test_a_plan_is_told_what_would_hold_it_up() -> None:
+    advice = advise_plan(*on_h200("1b", "+full_checkpoint"), catalogue())
+    assert [one.finding.bottleneck for one in advice.findings] == ["unused memory", "computation"]
+    text = told(advice)
+    assert "--without full_checkpoint: +2" in text and "(80%: +1" in text and "memory +" in text
+    assert "datasheet" in text
+    eager = advise_plan(*on_h200("160m", BARE), catalogue()).findings[-1]
+    assert eager.finding.bottleneck == "memory bandwidth" and eager.remedies
+    full = advise_plan(*on_h200("7b", "batch.micro_sequences=8"), catalogue()).findings[0]
+    assert full.finding.bottleneck == "memory capacity" and full.finding.share > 1
+    assert all(one.fits != "no" for one in full.remedies)
+
+
+def test_a_run_is_told_what_to_do(train: Callable[..., Path], tmp_path: Path) -> None:
+    folder = train()
+    advice = advise(folder, catalogue())
+    found = plain(advice)
+    assert {"computation", "not measured"} & {row["bottleneck"] for row in found}
+    assert json.loads(json.dumps(found)) and all("remedies" in row for row in found)
+    assert found[0]["sentence"] in told(advice)
+    environment = json.loads((folder / "environment.json").read_text())
+    environment |= {"device": "cuda", "device_name": "Unheard Of 9000"}
+    (folder / "environment.json").write_text(json.dumps(environment))
+    unknown = advise(folder, catalogue())
+    assert not any(one.remedies for one in unknown.findings)
+    assert "Unheard Of 9000" in unknown.unknown and unknown.unknown in told(unknown)

@@ -1,0 +1,231 @@
+"""The tuner on a machine that is made up: what is planted is found, kept, reverted and told."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.changes import difference
+from headrace.cli import catalogue
+from headrace.context import choose_device, make_context
+from headrace.core.errors import ConfigError, Stopped
+from headrace.core.machine import Machine as Rates
+from headrace.core.plan import Plan
+from headrace.trials import command
+from headrace.trials.judge import Rules
+from headrace.trials.pairs import ACCEPT
+from headrace.trials.path import PAGE, PATH, PLAN, TRIALS, Tuned
+from headrace.trials.readings import Reading, Worker
+from headrace.trials.store import Store
+from headrace.trials.target import train_with
+from headrace.trials.tune import tune
+
+FAST, SLOW, OTHER = "fused_rope", "fused_swiglu", "fused_rms_norm"
+CUDA = Rules(device="cuda", precision="bf16")
+Change = Callable[..., Plan]
+
+
+def go(machine: Any, plan: Plan, *names: str, minutes: float = 60, **how: Any) -> Tuned:
+    """Tune on the made-up machine, with techniques by name as single changes."""
+    sources = how.pop("sources", None) or machine.sources([], names=names)
+    return tune(plan, how.pop("aim", "time"), minutes, sources, machine.measure, CUDA,
+                clock=machine.clock, **how)  # fmt: skip
+
+
+def test_what_is_faster_is_kept_and_what_is_slower_is_reverted(
+    Machine: Any, plan: Plan, change: Change
+) -> None:
+    machine = Machine({FAST: 0.8, SLOW: 1.3})
+    tuned = go(machine, plan, SLOW, FAST)
+    assert [s.verdict for s in tuned.path] == ["reverted", "kept", "reverted"]
+    assert list(tuned.plan.techniques) == [FAST] and tuned.changes == (f"+{FAST}",)
+    row = tuned.path[1]
+    assert row.ratio is not None and row.ratio.value == pytest.approx(1.25)
+    assert (row.stage, row.steps, row.seconds) == ("accept", ACCEPT.timed, 20.0)
+    assert tuned.path[0].stage == "screen"  # what shows no gain is not measured twice
+    assert tuned.seconds == pytest.approx(40.0)
+    assert tuned.break_even == pytest.approx(40.0 / (1.001 - 0.8008), rel=1e-2)
+
+
+def test_single_changes_of_the_new_best_come_next_and_the_whole_way_is_measured(
+    Machine: Any, plan: Plan, change: Change
+) -> None:
+    machine = Machine({FAST: 0.8, OTHER: 0.9})
+    tuned = go(machine, plan, FAST, OTHER)
+    assert set(tuned.plan.techniques) == {FAST, OTHER}
+    first, last, _ = machine.asked[-1]
+    assert (first, set(last.techniques)) == (plan, {FAST, OTHER})
+    assert tuned.whole and tuned.ratio is not None
+    assert tuned.ratio.value == pytest.approx(1 / 0.72, rel=1e-3)
+
+
+def test_losses_that_differ_reject_what_should_only_run_otherwise(
+    Machine: Any, plan: Plan, change: Change
+) -> None:
+    for off, verdict in ((0.0, "kept"), (0.002, "kept"), (0.2, "reverted")):
+        machine = Machine({FAST: 0.5}, losses={FAST: off})
+        row = go(machine, plan, FAST).path[0]
+        assert row.verdict == verdict, off
+    assert row.loss == pytest.approx(0.2) and "first loss" in row.reason
+
+
+def test_a_device_that_drifts_is_measured_again(Machine: Any, plan: Plan, change: Change) -> None:
+    machine = Machine({FAST: 0.98}, drifts=1)
+    tuned = go(machine, plan, FAST)
+    assert len(machine.asked) == 3 and tuned.path[0].verdict == "kept"
+    machine = Machine({FAST: 0.98}, drifts=2)  # twice: nothing is known
+    (row,) = go(machine, plan, FAST).path
+    assert len(machine.asked) == 2 and row.verdict == "reverted" and "device" in row.reason
+
+
+def test_the_minutes_are_honoured(Machine: Any, plan: Plan, change: Change) -> None:
+    names = (FAST, SLOW, OTHER, "activation_offload", "chunked_mlp")
+    machine = Machine({FAST: 0.8, SLOW: 1.1, OTHER: 1.1}, reading_s=50.0)
+    tuned = go(machine, plan, *names, minutes=2)
+    assert machine.now_s <= 120 and tuned.up and tuned.left
+    assert tuned.path[0].verdict == "kept" and len(machine.asked) == 2
+    machine = Machine({FAST: 0.8}, reading_s=400.0)  # the first reading is cut off
+    tuned = go(machine, plan, *names, minutes=2)
+    assert machine.now_s <= 120 and tuned.path[0].verdict == "not tried" and tuned.plan == plan
+
+
+def test_fewer_steps_than_wanted_are_told(Machine: Any, plan: Plan, change: Change) -> None:
+    machine = Machine({FAST: 0.5}, reading_s=40.0)
+    tuned = go(machine, plan, FAST, minutes=1.5)
+    (row,) = tuned.path
+    assert row.verdict == "kept" and row.stage == "screen"
+    assert f"on 12 steps, where {ACCEPT.timed} are wanted" in row.reason
+
+
+def test_predictions_are_corrected_by_what_was_measured(
+    Machine: Any, plan: Plan, change: Change
+) -> None:
+    """SLOW is said to help; once it is measured, what holds it too stands behind what does not."""
+    machine = Machine({FAST: 0.9, SLOW: 2.0})
+    said = {(SLOW,): 0.7, (FAST, SLOW): 0.75, (FAST,): 0.9}
+    proposals = [
+        machine.proposal(change(plan, *(f"+{n}" for n in names)), s) for names, s in said.items()
+    ]
+    tuned = go(machine, plan, sources=machine.sources(proposals, start_s=1.0))
+    order = [tuple(sorted(second.techniques)) for _, second, _ in machine.asked]
+    assert list(dict.fromkeys(order)) == [(SLOW,), (FAST,)]  # and both together never
+    assert list(tuned.plan.techniques) == [FAST]
+    assert tuned.path[1].predicted == pytest.approx(1 / 0.9, rel=1e-2)
+
+
+def test_memory_that_is_not_there_refuses(Machine: Any, plan: Plan, change: Change) -> None:
+    machine = Machine({}, bytes={FAST: 2.0, SLOW: 3.0}, room_bytes=1.5e6)
+    proposals = [machine.proposal(change(plan, f"+{n}"), None) for n in (FAST, SLOW)]
+    proposals.append(machine.proposal(change(plan, f"+{OTHER}"), None, fits="no"))
+    tuned = go(machine, plan, sources=machine.sources(proposals))
+    assert [s.verdict for s in tuned.path] == ["refused"] * 3 and len(machine.asked) == 1
+    assert "ran out of memory" in tuned.path[1].reason and "foreseen" in tuned.path[2].reason
+    machine = Machine({}, bytes={FAST: 1.45}, room_bytes=1.46e6)  # too near to be safe
+    (row,) = go(machine, plan, FAST).path
+    assert row.verdict == "refused" and "no room" in row.reason
+
+
+def test_memory_is_worth_its_share_of_the_time(Machine: Any, plan: Plan, change: Change) -> None:
+    machine = Machine({FAST: 1.05, SLOW: 1.9}, bytes={FAST: 0.8, SLOW: 0.7})
+    tuned = go(machine, plan, SLOW, FAST, aim="memory")
+    assert list(tuned.plan.techniques) == [FAST] and tuned.memory == pytest.approx(0.8)
+    assert [s.verdict for s in tuned.path] == ["reverted", "kept", "reverted"]
+    assert "1.900 of the time" in tuned.path[0].reason
+
+
+# --- changes of learning ---------------------------------------------------------------------
+
+
+def test_learning_is_compared_by_seeds_to_a_target_or_refused(
+    Machine: Any, plan: Plan, change: Change
+) -> None:
+    machine, trained = Machine({}), []
+    better, worse = change(plan, "+z_loss"), change(plan, "+muon")
+
+    def train(run: Plan, limit_s: float) -> Reading:
+        trained.append(run)
+        factor = 0.8 if "z_loss" in run.techniques else 1.3 if "muon" in run.techniques else 1.0
+        return Reading(seconds=[(10 + run.seed) * factor])
+
+    sources = machine.sources([])
+    both = [machine.proposal(p, None) for p in (worse, better)]
+    sources = type(sources)(sources.whole, sources.single, lambda p: both)
+    tuned = go(machine, plan, sources=sources, aim="money", train=train)
+    assert tuned.path[0].verdict == "refused" and "goal.bits_per_byte" in tuned.path[0].reason
+    assert not trained
+    aimed = plan.replaced(goal=plan.goal.model_copy(update={"bits_per_byte": 2.0}))
+    tuned = go(machine, aimed, sources=sources, aim="quality", train=train)
+    assert [s.verdict for s in tuned.path] == ["reverted", "kept"]
+    assert len([r for r in trained if "muon" in r.techniques]) == 2  # given up after two
+    assert {r.seed for r in trained} == {0, 1, 2, 3, 4}
+    assert len([r for r in trained if not r.techniques]) == 5  # the base once for each seed
+
+
+# --- the folder ------------------------------------------------------------------------------
+
+
+def run_command(machine: Any, plan: Plan, patch: pytest.MonkeyPatch) -> Tuned:
+    """The verb, with made-up readings."""
+    patch.setattr(command, "sources", lambda *given: machine.sources([], names=(FAST, SLOW)))
+    patch.setattr(command, "measure_with", lambda worker: machine.measure)
+    context = make_context(plan, choose_device(plan))
+    return command.tune_command(
+        plan, catalogue=catalogue(), context=context, machine=Rates.assumed("cpu")
+    )
+
+
+def test_an_interruption_keeps_the_files_and_a_second_call_measures_nothing_twice(
+    Machine: Any, plan: Plan, change: Change, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine({FAST: 0.5, SLOW: 1.5}, interrupt_at=3)
+    folder = command.folder_of(plan)
+    with pytest.raises(Stopped) as ended:
+        run_command(machine, plan, monkeypatch)
+    assert ended.value.exit_code == 130 and len(machine.asked) == 3
+    kept = Plan.read((folder / PLAN).read_text(), catalogue())
+    assert list(kept.techniques) == [FAST] and kept.name == "tiny-tuned"
+    assert json.loads((folder / PATH).read_text())["interrupted"]
+    with (folder / TRIALS).open("a") as file:
+        file.write('{"first": "cut sho')  # as a kill leaves it
+    machine.interrupt_at, machine.asked = None, []
+    tuned = run_command(machine, plan, monkeypatch)
+    assert [difference(first, second) for first, second, _ in machine.asked] == [(f"+{SLOW}",)]
+    assert [s.verdict for s in tuned.path] == ["kept", "reverted"]
+    machine.asked = []
+    assert run_command(machine, plan, monkeypatch).plan == tuned.plan
+    assert not machine.asked
+    page = (folder / PAGE).read_text()
+    assert "<svg" in page and f"+{FAST}" in page and "<script" not in page
+    assert command.told(tuned, folder).endswith(f"headrace train {folder / PLAN}")
+
+
+def test_another_machine_measures_again(
+    Machine: Any, plan: Plan, change: Change, tmp_path: Path
+) -> None:
+    machine, file = Machine({FAST: 0.5}), tmp_path / TRIALS
+    for device, new in (("one", 2), ("one", 0), ("another", 2)):
+        machine.asked = []
+        store = Store(file, {"device_name": device}, machine.clock)
+        go(machine, plan, FAST, store=store)
+        assert len(machine.asked) == new, device
+
+
+def test_a_plan_that_cannot_be_tuned_says_why(plan: Plan) -> None:
+    context = make_context(plan, choose_device(plan))
+    how: Any = {"catalogue": catalogue(), "context": context, "machine": Rates.assumed("cpu")}
+    with pytest.raises(ConfigError, match=r"target"):
+        command.tune_command(plan, aim="quality", **how)
+    with pytest.raises(ConfigError, match=r"minutes"):
+        command.tune_command(plan, minutes=0, **how)
+
+
+def test_a_run_tells_its_seconds_to_the_target(plan: Plan, tmp_path: Path) -> None:
+    """A real run, here: one target is met at the first evaluation, the other never."""
+    train = train_with(Worker(here=True), tmp_path / "targets")
+    for target, met in ((50.0, 1), (0.01, 0)):
+        goal = plan.goal.model_copy(update={"bits_per_byte": target, "steps": 2})
+        found = train(plan.replaced(goal=goal, guard=False), 600.0)
+        assert not found.refused and len(found.seconds) == met
+    assert not list((tmp_path / "targets").rglob("step-*"))
