@@ -35,6 +35,9 @@ from headrace.run_folder import RunFolder
 
 TOLD = 3
 """Remedies of a finding that a reader is told."""
+ALWAYS_TOLD, WORTH = ("input", "wasted tokens"), 0.02
+"""Stations that stand in every answer, and the share of the time, or of the tokens, below which
+they need no remedy."""
 TRAFFIC_SHARE = 0.4
 """Of the step, memory traffic, from which a plan is called bound by it."""
 HOST_SHARE = 0.05
@@ -120,7 +123,8 @@ def advised(
     found, seen = [], set[str]()
     for finding in findings:
         name = finding.bottleneck
-        new = name in BOTTLENECKS and name not in seen
+        small = name in ALWAYS_TOLD and finding.share < WORTH
+        new = name in BOTTLENECKS and name not in seen and not small
         seen.add(name)
         known = remedies(finding, plan, context, machine, catalogue, measured) if new else []
         found.append(Advised(finding, tuple(known)))

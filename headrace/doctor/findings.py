@@ -5,7 +5,7 @@ not guessed.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from headrace.core.units import format_bytes, format_seconds
@@ -54,6 +54,10 @@ def stations(report: Mapping[str, Any]) -> list[Finding]:
         if total_s and spent_s:
             found.append(_station(station, spent_s, total_s, report))
     found.sort(key=lambda f: -f.share)
+    for first in found[:1]:
+        took = first.sentence.partition(" took ")[2]
+        told = f"The narrowest station is {first.bottleneck}: it took {took}"
+        found[0] = replace(first, sentence=told)
     return [*found, *_memory(report), *_waste(report)]
 
 
@@ -81,7 +85,7 @@ def _station(station: str, spent_s: float, total_s: float, report: Mapping[str, 
             f"; wait p50 {format_seconds(wait['p50_s'])}, p99 {format_seconds(wait['p99_s'])}, "
             f"{wait['stalled_steps']} stalled steps"
         )
-    sentence = f"The narrowest station is {station}: it took {share:.0%} of the measured time."
+    sentence = f"{station[0].upper()}{station[1:]} took {share:.1%} of the measured time."
     return Finding(station, share, sentence, evidence, "measured", missing)
 
 
