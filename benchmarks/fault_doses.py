@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ class Dose:
         def find(build: Build, once: Callable[[], None]) -> None:
             def period(seconds: float) -> float:
                 self.seconds = seconds
-                return steps_s(build.device, once, (lambda: act(seconds)) if act else None)
+                return steps_s(build.device, once, partial(act, seconds) if act else None)
 
             wanted_s = self.case.step_s + self.case.extra_s
             self.seconds, tried = search(period, wanted_s, NEAR * self.case.extra_s)
@@ -76,12 +77,14 @@ class Dose:
 
         return repeating(find, self.on_gpu)
 
-    def spending(self, act: Callable[[Tensor], Any]) -> Callable[[Tensor], None]:
-        """What acts so often after each block that a step's calls take the dose.
+    def spending(
+        self, act: Callable[[Tensor], Any], calls: int | None = None
+    ) -> Callable[[Tensor], None]:
+        """What acts so often that a step's calls, one for each block without more, take the dose.
 
         One act is timed at the first call. Parts of an act are owed to the next call.
         """
-        calls, owed = self.case.block_calls(), 0.0
+        calls, owed = calls or self.case.block_calls(), 0.0
 
         def do(out: Tensor) -> None:
             nonlocal owed
@@ -161,11 +164,12 @@ def search(
     """The dose at which steps take `wanted_s`, or the nearest that was tried; and what was tried.
 
     The first try is as much as the host alone could need. From there a second of the dose is
-    thought to cost a second, until two tries that were not hidden tell.
+    thought to cost a second, until two tries tell; what one is worth where it is hidden is nothing.
 
     Args:
         period: dose -> seconds of a step; it is flat while the host is ahead, then rises.
-        wanted_s, near_s: the step, and how near is enough.
+        wanted_s: the step that is wanted.
+        near_s: how near is enough.
     """
     tried: list[tuple[float, float]] = []
     low, high, dose = 0.0, math.inf, wanted_s

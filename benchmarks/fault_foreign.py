@@ -1,6 +1,7 @@
 """A loop that is not ours, under `headrace.watch`, and a technique in it that does nothing.
 
-It is what people write: torch's own encoder layers with a causal mask, AdamW, one loop. Its shape
+It is what people write: torch's own encoder layers with a causal mask, AdamW, one loop, autocast on
+a GPU. Its shape
 is a workload's; its tokens are drawn here. The technique is adapters: they are made and given to
 the optimizer, and nothing calls them.
 """
@@ -15,9 +16,9 @@ from torch import Tensor, nn
 
 import headrace
 
-STEPS = 40
+STEPS = {"cpu": 40, "cuda": 24}
 MOST_TOKENS = 8192
-"""Of a step: in fp32, all of its logits at once."""
+"""Of a step: it has all of its logits at once."""
 FILE = "watched.json"
 
 
@@ -35,8 +36,8 @@ class Decoder(nn.Module):
 
     def forward(self, ids_BT: Tensor) -> Tensor:
         """Logits."""
-        mask = nn.Transformer.generate_square_subsequent_mask(ids_BT.size(1), ids_BT.device)
         x_BTD = self.embed(ids_BT)
+        mask = nn.Transformer.generate_square_subsequent_mask(ids_BT.size(1), ids_BT.device)
         for block in self.blocks:
             x_BTD = block(x_BTD, src_mask=mask, is_causal=True)
         return self.head(x_BTD)
@@ -54,10 +55,11 @@ def train(case: Case) -> None:
     folder = Path(plan.directory) / plan.name
     folder.mkdir(parents=True)
     torch.manual_seed(plan.seed)
-    device = torch.device(plan.device)
+    device, steps = torch.device(plan.device), STEPS[plan.device]
     shape, length = plan.model, plan.data.sequence_length
     vocab = shape.vocab or plan.data.vocab
-    model = Decoder(vocab, shape.dim, shape.heads, shape.ffn, shape.layers).to(device)
+    with device:
+        model = Decoder(vocab, shape.dim, shape.heads, shape.ffn, shape.layers)
     held = list(model.parameters())
     if case.fault:
         count = sum(p.numel() for p in held) * case.severity / (1 - case.severity)
@@ -66,12 +68,14 @@ def train(case: Case) -> None:
     rows = max(1, min(plan.batch.tokens, MOST_TOKENS) // length)
     draw = torch.Generator().manual_seed(plan.seed)
     # A token is the one before it and a little more: there is something to learn.
-    hops = torch.randint(1, 4, (STEPS, rows, length + 1), generator=draw)
+    hops = torch.randint(1, 4, (steps, rows, length + 1), generator=draw)
     batches = list((hops.cumsum(-1) % vocab).to(device))
     with headrace.watch(model, optimizer, batches) as watched:
         for ids in watched.loader:
-            logits = model(ids[:, :-1])
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+                logits = model(ids[:, :-1])
+            targets = ids[:, 1:].flatten()
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets)
             loss.backward()
             norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             watched.note(loss=loss, grad_norm=norm, max_norm=1.0, tokens=ids[:, 1:].numel())

@@ -31,7 +31,6 @@ class Case:
         fault: one of FAULTS, "" for none.
         severity: share of the step that is wanted.
         step_s: of the healthy run.
-        lead_s: in which its host waited for the device, of a step.
         ranks: processes.
         foreign: whether a loop that is not ours trains it.
         resumed: whether it ends at its half and goes on from there.
@@ -42,7 +41,6 @@ class Case:
     fault: str = ""
     severity: float = 0.0
     step_s: float = 0.0
-    lead_s: float = 0.0
     ranks: int = 1
     foreign: bool = False
     resumed: bool = False
@@ -80,6 +78,7 @@ class Fault:
         why_not: why not elsewhere.
         setting: overrides of the healthy run too.
         change: overrides of the faulty one, by wanted severity.
+        on_gpu: in place of them on a GPU, where there are any.
         ranks: processes that it takes.
         foreign: see Case.
     """
@@ -91,6 +90,7 @@ class Fault:
     why_not: str = ""
     setting: tuple[str, ...] = ()
     change: Callable[[float], tuple[str, ...]] = field(default=lambda severity: ())
+    on_gpu: tuple[str, ...] = ()
     ranks: int = 1
     foreign: bool = False
 

@@ -1,29 +1,36 @@
-"""Faults that take time: of the loader, the host, the compiler, the products, and the ranks.
+"""Faults that take time: of the loader, the host, the compiler, and the ranks.
 
-Time is scaled to the step of a healthy run; on a GPU the host first uses up the lead that it has.
+Time is scaled to the step of a healthy run. What a GPU's step needs of a fault is found on the
+device, in the run's second step: see fault_doses.py.
 """
 
-import math
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from itertools import count
+from statistics import median
 from typing import Any
 
 import torch
-from fault_hooks import Case, Facts, after_blocks, before_steps, built, patched
+from fault_doses import Dose
+from fault_hooks import Case, Facts, after_blocks, before_steps, patched
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from headrace.data.loader import Loader, Micro, StepBatch
 from headrace.model.decoder import Block
 from headrace.parallel.world import World
 from headrace.sockets import Build
 
-CLOCKED = 100
-"""Tiny operations by which one is timed."""
 STALLED = 5
 """Of so many steps a loader that stalls does it in one."""
+NOTES = {f"blocks.{n}.mean": n / 7 for n in range(48)}
+"""What a hook keeps beside each small operation."""
+NUMBERS = count(2)
+"""None comes twice, for it would not be compiled again."""
+AGAIN = (0.1, 0.17, 0.25, 0.7, 0.8, 0.92)
+"""Of a GPU's run, where something is compiled again: before its trace is recorded, and after."""
 
 
 # --- the loader ------------------------------------------------------------------------------
@@ -31,13 +38,13 @@ STALLED = 5
 
 def _sleeping(seconds: Callable[[int], float]) -> AbstractContextManager[None]:
     """The loader sleeps before its n-th batch."""
-    count = 0
+    number = 0
 
     def make(step: Any) -> Any:
         def slept(loader: Loader, *given: Any) -> StepBatch:
-            nonlocal count
-            time.sleep(seconds(count))
-            count += 1
+            nonlocal number
+            time.sleep(seconds(number))
+            number += 1
             return step(loader, *given)
 
         return slept
@@ -48,56 +55,26 @@ def _sleeping(seconds: Callable[[int], float]) -> AbstractContextManager[None]:
 @contextmanager
 def slow_loader(case: Case) -> Iterator[Facts]:
     """The loader sleeps."""
-    sleep_s = case.lead_s + case.extra_s
-    with _sleeping(lambda n: sleep_s):
-        yield {"sleep_s": sleep_s}
+    dose = Dose(case)
+    with _sleeping(lambda n: dose.seconds), dose.found(time.sleep):
+        yield dose.facts
+        dose.facts["sleep_s"] = dose.seconds
 
 
 @contextmanager
 def stalling_loader(case: Case) -> Iterator[Facts]:
     """The loader sleeps now and then, and so much longer."""
-    sleep_s = STALLED * case.extra_s + case.lead_s
-    with _sleeping(lambda n: sleep_s if n % STALLED == STALLED - 1 else 0.0):
-        yield {"sleep_s": sleep_s, "every": STALLED}
+    dose = Dose(case)
+
+    def seconds(n: int) -> float:
+        return STALLED * case.extra_s + dose.lead_s if n % STALLED == STALLED - 1 else 0.0
+
+    with _sleeping(seconds), dose.led():
+        yield dose.facts
+        dose.facts |= {"sleep_s": seconds(STALLED - 1), "every": STALLED}
 
 
 # --- the host --------------------------------------------------------------------------------
-
-
-@contextmanager
-def _many(case: Case, spend_s: float, act: Callable[[Tensor], Any]) -> Iterator[Facts]:
-    """After each block `act` so often that a step's calls take `spend_s`."""
-    do, facts = _spending(act, spend_s / case.block_calls())
-    with after_blocks(do):
-        yield facts
-
-
-def _spending(
-    act: Callable[[Tensor], Any], spend_s: float
-) -> tuple[Callable[[Tensor], None], Facts]:
-    """A function that acts so often that it takes `spend_s`; one act is timed at the first call."""
-    facts: Facts = {}
-
-    def do(out: Tensor) -> None:
-        if not facts:
-            facts["unit_s"] = unit_s = _timed(act, out)
-            facts["times"] = max(1, round(spend_s / unit_s))
-        for _ in range(facts["times"]):
-            act(out)
-
-    return do, facts
-
-
-def _timed(act: Callable[[Tensor], Any], out: Tensor) -> float:
-    """Seconds of one `act`, on a device that has nothing else to do."""
-    wait = torch.cuda.synchronize if out.is_cuda else lambda: None
-    act(out)
-    wait()
-    begin = time.perf_counter()
-    for _ in range(CLOCKED):
-        act(out)
-    wait()
-    return (time.perf_counter() - begin) / CLOCKED
 
 
 def tiny(out: Tensor) -> Tensor:
@@ -105,17 +82,43 @@ def tiny(out: Tensor) -> Tensor:
     return out.detach()[0, :1] + 1.0
 
 
-def tiny_kernels(case: Case) -> AbstractContextManager[Facts]:
+def gathered(out: Tensor) -> None:
+    """The same with the Python that such a hook brings: what it keeps, written down."""
+    tiny(out)
+    json.dumps(NOTES)
+
+
+def _small(dose: Dose) -> Callable[[Tensor], Any]:
+    """What is done very often; a GPU's traces stay readable when fewer of them take as long."""
+    return gathered if dose.on_gpu else tiny
+
+
+@contextmanager
+def tiny_kernels(case: Case) -> Iterator[Facts]:
     """Many kernels that do next to nothing."""
-    return _many(case, case.lead_s + case.extra_s, tiny)
+    dose = Dose(case)
+    with after_blocks(dose.spending(_small(dose))), dose.found():
+        yield dose.facts
 
 
-def items(case: Case) -> AbstractContextManager[Facts]:
-    """Numbers read from the device in the middle of a step."""
-    return _many(case, case.extra_s, lambda out: out.detach()[0, 0, 0].item())
+@contextmanager
+def items(case: Case) -> Iterator[Facts]:
+    """Numbers read from the device in the middle of a step: the host waits for each."""
+    dose = Dose(case)
+    with after_blocks(dose.spending(lambda out: out.detach()[0, 0, 0].item())), dose.found():
+        yield dose.facts
 
 
 # --- the compiler ----------------------------------------------------------------------------
+
+
+def recompilation(case: Case) -> AbstractContextManager[Facts]:
+    """Something is compiled again and again: on a CPU the model, on a GPU a function beside it.
+
+    A GPU's model takes seconds to compile, which is more than the share that is wanted of a run of
+    seconds.
+    """
+    return new_numbers(case) if case.plan().device == "cuda" else new_lengths(case)
 
 
 @contextmanager
@@ -141,9 +144,44 @@ def new_lengths(case: Case) -> Iterator[Facts]:
 
 
 @contextmanager
+def new_numbers(case: Case) -> Iterator[Facts]:
+    """A compiled function is given a number in Python, and compiled anew for each.
+
+    It is called in a few steps only, with so many new numbers that these steps take what the
+    severity wants of all. torch would stop after eight; nobody who lets it go on is stopped.
+    """
+    steps = case.plan().goal.steps or 0
+    turns = sorted({max(2, round(share * steps)) for share in AGAIN})
+    dose = Dose(case)
+    scaled: Any = torch.compile(lambda x, n: (x * n).mean(), backend="eager", dynamic=False)
+
+    def one_s(x: Tensor) -> float:
+        began_s = time.perf_counter()
+        scaled(x, next(NUMBERS))
+        return time.perf_counter() - began_s
+
+    def change(build: Build, micros: list[Micro], index: int) -> list[Micro]:
+        x = torch.ones(8, device=build.device)
+        if index == 0:
+            dose.facts["unit_s"] = median([one_s(x) for _ in range(5)])
+        if index in turns:
+            spend_s = case.extra_s * (steps - 2) / len(turns) + dose.lead_s
+            for _ in range(times := max(1, round(spend_s / dose.facts["unit_s"]))):
+                one_s(x)
+            dose.facts |= {"steps": turns, "times": times}
+        return micros
+
+    config: Any = torch._dynamo.config
+    more = config.patch(recompile_limit=10**6, accumulated_recompile_limit=10**6)
+    with more, dose.led(), before_steps(change):
+        yield dose.facts
+
+
+@contextmanager
 def graph_breaks(case: Case) -> Iterator[Facts]:
     """Before and behind each block stands what the compiler may not see, operation by operation."""
-    do, facts = _spending(tiny, (case.lead_s + case.extra_s) / case.block_calls() / 2)
+    dose = Dose(case)
+    do = dose.spending(_small(dose), calls=2 * case.block_calls())
 
     def eager(x_BTD: Tensor) -> None:
         if torch.is_grad_enabled():
@@ -160,60 +198,8 @@ def graph_breaks(case: Case) -> Iterator[Facts]:
 
         return broken
 
-    with patched(Block, "forward", make):
-        yield facts
-
-
-# --- products --------------------------------------------------------------------------------
-
-
-@contextmanager
-def wide_products(case: Case) -> Iterator[Facts]:
-    """Some blocks multiply in a wider dtype: on a GPU their MLPs in fp32, on a CPU all in fp64.
-
-    So wide is a constant of numpy's that came into a model whose plan says bf16 or fp32.
-    """
-    facts: Facts = {}
-
-    def widen(build: Build) -> None:
-        blocks = list(build.model.blocks.values())
-        if build.device.type == "cuda":
-            count = max(1, round(len(blocks) * case.extra_s / case.step_s / 4))
-        else:
-            count = math.ceil(len(blocks) * {0.1: 0.3, 0.2: 0.6}.get(case.severity, 1.0))
-        facts["blocks"] = count
-        for block in blocks[:count]:
-            part: Any = block.mlp if build.device.type == "cuda" else block
-            part.forward = _wide(part.forward)
-
-    with built(widen):
-        yield facts
-
-
-class Doubled(TorchFunctionMode):
-    """Products are computed in fp64 and give what they were given."""
-
-    NAMES = ("linear", "matmul", "mm", "bmm", "__matmul__", "_grouped_mm", "grouped_mm")
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Any function of torch's."""
-        if getattr(func, "__name__", "") not in self.NAMES:
-            return func(*args, **(kwargs or {}))
-        wide = [a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
-        return func(*wide, **(kwargs or {})).to(args[0].dtype)
-
-
-def _wide(forward: Any) -> Any:
-    """A forward pass in a dtype that is wider than the plan's; weights are fp32 already."""
-
-    def wide(x_BTD: Tensor, *given: Any) -> Tensor:
-        if not x_BTD.is_cuda:
-            with Doubled():
-                return forward(x_BTD, *given)
-        with torch.autocast(x_BTD.device.type, enabled=False):
-            return forward(x_BTD.float(), *given).to(x_BTD.dtype)
-
-    return wide
+    with patched(Block, "forward", make), dose.found():
+        yield dose.facts
 
 
 # --- ranks -----------------------------------------------------------------------------------

@@ -2,22 +2,24 @@
 
 A fault is a context manager around `headrace.train.run`: it replaces a function for as long as it
 is entered, and the run knows nothing of it. It yields what it did, which the row then tells. Those
-that take time are in fault_times.py, and the loop that is not ours in fault_foreign.py.
+that take time are in fault_times.py and fault_products.py, how much of them a step is given in
+fault_doses.py, and the loop that is not ours in fault_foreign.py.
 
 HELD_OUT were written beside the doctor's thresholds and never run to set one.
 """
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import fault_foreign
 import fault_times as times
 import torch
-from fault_hooks import Case, Facts, Fault, before_steps
+from fault_doses import SECOND
+from fault_hooks import MARGIN, Case, Facts, Fault, before_steps
+from fault_products import wide_products
 from torch import Tensor
 
 from headrace import train
@@ -29,10 +31,15 @@ from headrace.model.head import IGNORED
 from headrace.model.mask import MaskSpec
 from headrace.progress import Progress
 from headrace.sockets import Build
+from headrace.trials.readings import device_weights
 
-FROM_STEP = 44
-"""Where faults begin that need healthy steps before them."""
+FROM_STEP = {"cpu": 44, "cuda": 24}
+"""Where faults begin that need healthy steps before them; a GPU's steps learn more."""
 MIB = 2**20
+PIECE_BYTES, SEGMENT_BYTES = int(9.5 * MIB), 20 * MIB
+"""A request, and what torch's allocator asks of the driver for it: two fit, and a half is left."""
+SPARE = 0.08
+"""Of a device's memory, left to a run beside what it had when a fault took the rest."""
 
 
 @contextmanager
@@ -104,9 +111,10 @@ def _overflows(case: Case) -> Iterator[Facts]:
 @contextmanager
 def _spikes(case: Case) -> Iterator[Facts]:
     """A share of the steps, from FROM_STEP on, learns noise."""
-    steps = case.plan().goal.steps or 0
+    plan = case.plan()
+    steps, first = plan.goal.steps or 0, FROM_STEP[plan.device]
     every = max(2, round(1 / case.severity))
-    bad = set(range(FROM_STEP, steps, every))
+    bad = set(range(first, steps, every))
 
     def change(build: Build, micros: list[Micro], index: int) -> list[Micro]:
         if index not in bad:
@@ -117,7 +125,7 @@ def _spikes(case: Case) -> Iterator[Facts]:
         return [replace(m, targets_BT=n) for m, n in zip(micros, noise, strict=True)]
 
     with before_steps(change):
-        yield {"share": len(bad) / max(1, steps - FROM_STEP), "steps": sorted(bad)}
+        yield {"share": len(bad) / max(1, steps - first), "steps": sorted(bad)}
 
 
 def _too_high(severity: float) -> tuple[str, ...]:
@@ -153,8 +161,14 @@ def lose(build: Build) -> None:
 # --- memory ----------------------------------------------------------------------------------
 
 
-def _holding(case: Case, take: Callable[[int, list[Tensor]], None], each: bool) -> Any:
-    """At the third step `take(bytes free, kept)`; afterwards again where `each`."""
+def _holding(
+    case: Case, take: Callable[[int, int, list[Tensor]], float]
+) -> AbstractContextManager[Facts]:
+    """Before the second step `take(bytes free, in all, kept)`, which tells the share it took.
+
+    Then a request that nothing holds makes the allocator give its cache back and begin anew. The
+    doctor does not judge that step, and later ones find what they need where the cache was.
+    """
 
     @contextmanager
     def hold() -> Iterator[Facts]:
@@ -162,11 +176,13 @@ def _holding(case: Case, take: Callable[[int, list[Tensor]], None], each: bool) 
         facts: Facts = {}
 
         def change(build: Build, micros: list[Micro], index: int) -> list[Micro]:
-            if index == 3 or (each and index > 3):
+            if index == SECOND:
                 torch.cuda.synchronize()
-                free, whole = torch.cuda.mem_get_info()
-                take(free, kept)
-                facts["share"] = sum(t.nbytes for t in kept) / whole
+                facts["share"] = take(*torch.cuda.mem_get_info(), kept)
+                torch.cuda.reset_peak_memory_stats()  # what was held for a moment is no peak
+                with suppress(torch.OutOfMemoryError):
+                    torch.empty(torch.cuda.mem_get_info()[1], dtype=torch.uint8, device="cuda")
+                facts["retries"] = torch.cuda.memory_stats()["num_alloc_retries"]
             return micros
 
         with before_steps(change):
@@ -177,43 +193,41 @@ def _holding(case: Case, take: Callable[[int, list[Tensor]], None], each: bool) 
 
 def _full(case: Case) -> AbstractContextManager[Facts]:
     """Something else holds nearly all of the memory that the run leaves."""
-    left = {0.1: 0.05, 0.2: 0.03}.get(case.severity, 0.015)
+    left = {0.1: 0.06, 0.2: 0.04}.get(case.severity, 0.025)
 
-    def take(free: int, kept: list[Tensor]) -> None:
-        spare = int(left * torch.cuda.mem_get_info()[1])
-        kept.append(torch.empty(max(MIB, free - spare), dtype=torch.uint8, device="cuda"))
+    def take(free: int, whole: int, kept: list[Tensor]) -> float:
+        kept.append(torch.empty(free - int(left * whole), dtype=torch.uint8, device="cuda"))
+        return kept[0].nbytes / whole
 
-    return _holding(case, take, each=False)
+    return _holding(case, take)
 
 
 def _fragments(case: Case) -> AbstractContextManager[Facts]:
     """Memory in segments of which half is held: a request that is larger begins anew."""
 
-    def take(free: int, kept: list[Tensor]) -> None:
-        if kept:  # more than the device has left: the allocator gives back its cache, and fails
-            try:
-                torch.empty(free + 64 * MIB, dtype=torch.uint8, device="cuda")
-            except torch.OutOfMemoryError:
-                return
-            return
-        whole = torch.cuda.mem_get_info()[1]
-        pairs = int(min(free - 0.1 * whole, (0.2 + case.severity) * whole) / (20 * MIB))
-        both = [torch.empty(int(9.5 * MIB), dtype=torch.uint8, device="cuda")
+    def take(free: int, whole: int, kept: list[Tensor]) -> float:
+        loose = SEGMENT_BYTES - PIECE_BYTES
+        wanted = int(MARGIN * max(case.severity, 0.12) * whole / loose)
+        pairs = min(wanted, int((free - SPARE * whole) / SEGMENT_BYTES))
+        both = [torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cuda")
                 for _ in range(2 * pairs)]  # fmt: skip
         kept += both[::2]
+        return pairs * loose / whole
 
-    return _holding(case, take, each=True)
+    return _holding(case, take)
 
 
 COMPILED = ('techniques.torch_compile={scope = "block", backend = "aot_eager", fullgraph = false}',)
 """Of a CPU, where no compiler is needed; `settings_of` says what a GPU has."""
-LONG = ("goal.steps=120",)
+LONG = {"cpu": ("goal.steps=120",), "cuda": ("goal.steps=56",)}
 BOTH = ("batch.tokens=4096",)
 """Of two ranks, so that each has what one has alone."""
 CARDS = ("cuda",)
+BREAKABLE = ('techniques.torch_compile={scope = "block", fullgraph = false}',)
 DEVICES = "it takes two devices, and is planted on two ranks of a CPU"
 EVERY = {0.1: 2}
-"""Blocks of which one is checkpointed, by wanted severity; else all."""
+"""Blocks of which one is checkpointed, by wanted severity; else all, as always on a GPU: more than
+a fifth of its step checkpointing cannot take."""
 ALONE = "a CPU has one rank's own memory and no allocator that tells of it"
 HELD_OUT = ("stalling_loader", "empty_rows", "overflows", "changing_straggler")
 FAULTS = {
@@ -225,21 +239,22 @@ FAULTS = {
     "items": Fault("launch", times.items, devices=CARDS,
                    why_not="a CPU computes when it is told to: reading a number waits for none"),
     "tiny_kernels": Fault("launch", times.tiny_kernels),
-    "recompilation": Fault("launch", times.new_lengths, setting=COMPILED),
-    "graph_breaks": Fault("launch", times.graph_breaks, setting=COMPILED),
+    "recompilation": Fault("launch", times.recompilation, setting=COMPILED),
+    "graph_breaks": Fault("launch", times.graph_breaks, setting=COMPILED, on_gpu=BREAKABLE),
     "learning_rate": Fault(
-        "instability", _plan_alone, counts="progress", setting=LONG, change=_too_high
+        "instability", _plan_alone, counts="progress", setting=LONG["cpu"], change=_too_high
     ),
-    "spikes": Fault("instability", _spikes, counts="steps", setting=LONG),
+    "spikes": Fault("instability", _spikes, counts="steps", setting=LONG["cpu"]),
     "lost_evidence": Fault("silent no-op", _lost_evidence, counts="steps",
                            setting=("techniques.document_packing={}",)),
     "foreign_no_op": Fault("silent no-op", fault_foreign.idle, counts="steps", foreign=True),
     "needless_checkpoint": Fault(
         "unused memory", _plan_alone,
-        change=lambda s: (f"techniques.full_checkpoint={{every = {EVERY.get(s, 1)}}}",)),
+        change=lambda s: (f"techniques.full_checkpoint={{every = {EVERY.get(s, 1)}}}",),
+        on_gpu=("techniques.full_checkpoint={}",)),
     "fragments": Fault("fragmentation", _fragments, counts="memory", devices=CARDS, why_not=ALONE),
     "full_memory": Fault("memory capacity", _full, counts="memory", devices=CARDS, why_not=ALONE),
-    "wide_products": Fault("kernel efficiency", times.wide_products),
+    "wide_products": Fault("kernel efficiency", wide_products),
     "throttled_rank": Fault("straggler", times.throttled_rank, ranks=2, setting=BOTH,
                             devices=("cpu",), why_not=DEVICES),
     "changing_straggler": Fault("straggler", times.changing_straggler, ranks=2, setting=BOTH,
@@ -253,15 +268,19 @@ FAULTS = {
 
 
 def settings_of(fault: Fault, device: str) -> tuple[str, ...]:
-    """What the healthy run has too; a GPU compiles for real, and has its own technique to lose."""
-    if device == "cpu" or fault.setting == LONG:
-        return fault.setting
-    on_gpu = ('techniques.torch_compile={scope = "block", fullgraph = false}',)
-    return on_gpu if fault.setting == COMPILED else ()
+    """What the healthy run has too; on a GPU it is compiled, and has its own technique to lose.
+
+    Of a GPU's few steps a tenth is too few for any rule of learning.
+    """
+    if fault.setting == LONG["cpu"] or (device == "cuda" and fault.expected == "instability"):
+        return LONG[device]
+    return fault.setting if device == "cpu" else ()
 
 
 def change_of(fault: Fault, severity: float, plan: Plan) -> tuple[str, ...]:
     """The faulty run's own overrides."""
+    if plan.device == "cuda" and fault.on_gpu:
+        return fault.on_gpu
     rate = plan.optimizer.lr
     told = (item.partition("*") for item in fault.change(severity))
     return tuple(f"{key}={rate * float(by):g}" if star else key for key, star, by in told)
@@ -273,8 +292,9 @@ def train_case(case: Case, told: Path) -> None:
     if plan.device == "cpu":
         torch.set_num_threads(1)  # steadier, and ranks do not share cores
     planting = FAULTS[case.fault].plant(case) if case.fault else nullcontext({})
+    drawn = device_weights(torch.device("cuda")) if plan.device == "cuda" else nullcontext()
     error = ""
-    with planting as facts:
+    with drawn, planting as facts:
         try:
             if case.foreign:
                 fault_foreign.train(case)

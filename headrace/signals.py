@@ -80,11 +80,15 @@ class Signals:
         self._free_reads: list[Tensor] = []
         self._marks: list[tuple[str, Any]] = []
         self._pending: deque[Pending] = deque()
+        self._dry = 0
 
     def mark(self, phase: str) -> None:
         """Phase `phase` of the current step begins now; an evaluation is timed as a whole."""
-        if torch.is_grad_enabled():
-            self._marks.append((phase, self._moment()))
+        if not torch.is_grad_enabled():
+            return
+        if phase == "forward" and self.cuda and all(name != phase for name, _ in self._marks):
+            self._dry = int(bool(self._pending) and self._pending[-1].end.query())
+        self._marks.append((phase, self._moment()))
 
     def end_step(self, step: int, numbers: Tensor, facts: dict[str, Any]) -> None:
         """The step is issued.
@@ -100,6 +104,8 @@ class Signals:
         else:
             read = torch.empty(len(numbers), pin_memory=self.cuda)
         read.copy_(numbers, non_blocking=self.cuda)
+        if self.cuda:  # whether the step before was through when this one's first work came
+            facts["dry"] = self._dry
         self._pending.append(Pending(step, self._marks, self._moment(), read, facts))
         self._marks = []
 

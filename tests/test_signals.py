@@ -1,10 +1,11 @@
 """The clock of a step, and its memory: what stands outside of it is not counted into it."""
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from headrace.signals import Signals, TrackedMemory, between_ranks
+from headrace.signals import HostClock, Signals, TrackedMemory, between_ranks
 
 PHASES = ("input", "forward", "backward", "optimizer")
 
@@ -19,6 +20,32 @@ def test_an_evaluation_is_no_part_of_the_next_step() -> None:
     signals.end_step(1, torch.tensor([1.0, 1.0, 1.0, 4.0]), {})
     (row,) = signals.drain(keep=0)
     assert row["step_s"] == sum(row[f"{phase}_s"] for phase in PHASES)
+
+
+class Moment(HostClock):
+    """An event of a device that is through with it, or not."""
+
+    done = True
+
+    def query(self) -> bool:
+        return self.done
+
+
+def test_a_step_that_begins_on_an_idle_device_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked once a step, when its first work comes; of nothing pending nothing is known."""
+    signals, seen = Signals(torch.device("cpu")), []
+    signals.cuda = True
+    monkeypatch.setattr(signals, "_new_moment", Moment)
+    for step, done in enumerate((True, True, False, True)):
+        signals._free_reads.append(torch.empty(4))
+        monkeypatch.setattr(Moment, "done", done)
+        for phase in ("input", "forward", "backward", "forward", "backward", "optimizer"):
+            signals.mark(phase)
+        monkeypatch.setattr(Moment, "done", False)
+        signals.end_step(step, torch.tensor([1.0, 1.0, 1.0, 4.0]), {})
+        seen += signals.drain(keep=1)
+    seen += signals.drain(keep=0)
+    assert [row["dry"] for row in seen] == [0, 1, 0, 1]
 
 
 def test_the_peak_is_torchs_own() -> None:

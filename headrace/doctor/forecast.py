@@ -45,7 +45,7 @@ class Error:
 
 
 ERROR = Error(
-    0.0115, 0.10, 80, "results/techniques.jsonl: NVIDIA H200, trunks and recipes of 160m and 1b"
+    0.029, 0.05, 93, "results/techniques.jsonl: NVIDIA H200, trunks and recipes of 160m and 1b"
 )
 """Of 80% of forecasts, in the logarithm of the ratio."""
 

@@ -27,6 +27,10 @@ INPUT_SHARE = 0.08
 which a loader takes a tenth more than it should must not slip below by noise."""
 SLACK_SHARE = 0.02
 """Of a step, in which the host waits for the device: below it the host is never ahead."""
+DRY_SHARE = 0.5
+"""Of the steps, at whose beginning the device has nothing to do, from which the host is late. Where
+it was read it decides: a device's queue holds some thousand launches, and the host of a step with
+more of them waits inside of the step and never behind it."""
 COMMUNICATION_SHARE = 0.05
 """Of a step, exposed (Megatron-Bridge: what is above a twentieth must be explained)."""
 LATE_SHARE = 0.05
@@ -283,10 +287,14 @@ def _host(window: Window) -> Finding | None:
     waits = (window.share(window.input_s) or 0.0) >= INPUT_SHARE
     if window.device != "cuda" or slack is None or slack >= SLACK_SHARE or waits:
         return None
+    told = f"the host waited for the device in {slack:.1%} of the time"
+    if window.dry:
+        if (dry := fmean(window.dry)) < DRY_SHARE:
+            return None
+        told += f", and {dry:.0%} of the steps began when the device had nothing left to do"
     return Finding(
         "launch", 0.0, "The host is never ahead of the device, which may wait for it.",
-        f"the host waited for the device in {slack:.1%} of the time", "inferred",
-        "how long the device idles: a trace tells",
+        told, "inferred", "how long the device idles: a trace tells",
     )  # fmt: skip
 
 

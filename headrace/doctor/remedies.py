@@ -185,14 +185,9 @@ def _parts(technique: type[Technique[Any]], bottleneck: str) -> set[str]:
 def _answered(asking: Asking, words: Words) -> Candidate | None:
     """The plan with a change, mended if need be; None where it cannot run."""
     try:
-        return asking.answer(asking.start, words)
-    except HeadraceError as error:
-        for more in replace(asking, learning=False).mended(words, error):
-            try:
-                return asking.answer(asking.start, more)
-            except HeadraceError:
-                continue
-    return None
+        return asking.attempt(asking.start, words)
+    except HeadraceError:
+        return None
 
 
 def _remedy(

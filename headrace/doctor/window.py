@@ -39,7 +39,8 @@ class Window:
         forward_s, backward_s: the device's work on the model.
         communication_s: exposed communication.
         slack_s: seconds in which the host waited for the device. Near zero, the host is what the
-            step waits for.
+            step waits for, or a step's launches do not fit into the device's queue.
+        dry: 1 for each step at whose beginning the device had nothing left to do, else 0.
         loss, grad_norm: of every step, not of the steady ones only; nan where they were not finite.
         useful_share: of the tokens, what a loss counted.
         recompile_s: seconds that each step which compiled after the first ones took more than
@@ -70,6 +71,7 @@ class Window:
     backward_s: tuple[float, ...] | None = None
     communication_s: tuple[float, ...] | None = None
     slack_s: tuple[float, ...] | None = None
+    dry: tuple[float, ...] | None = None
     loss: tuple[float, ...] | None = None
     grad_norm: tuple[float, ...] | None = None
     useful_share: float | None = None
@@ -171,6 +173,7 @@ def of_run(report: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Wind
         backward_s=read("backward_s"),
         communication_s=read("communication_exposed_s"),
         slack_s=read("slack_s"),
+        dry=read("dry"),
         loss=series(rows, "loss"),
         grad_norm=series(rows, "grad_norm"),
         useful_share=None if waste is None else 1.0 - waste,

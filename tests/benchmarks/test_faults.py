@@ -12,16 +12,18 @@ import pytest
 import torch
 
 from headrace.data.loader import Loader, Micro
+from headrace.doctor.judge import FEWEST_STEPS, LOST
 from headrace.model.decoder import Block
 from headrace.truth import compute
 from headrace.truth.rows import DOCTOR
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-faults, hooks, planted, times, workloads = (
+faults, doses, hooks, planted, products, times, workloads = (
     import_module(n)
-    for n in ("faults", "fault_hooks", "faults_planted", "fault_times", "fault_workloads")
-)
+    for n in ("faults", "fault_doses", "fault_hooks", "faults_planted", "fault_products",
+              "fault_times", "fault_workloads")
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -173,3 +175,115 @@ def test_a_hook_is_taken_out_again() -> None:
     with hooks.patched(Own, "told", lambda was: lambda self: was(self) + math.inf):
         assert Own().told() == math.inf
     assert "told" not in vars(Own) and Own().told() == 1
+
+
+@pytest.mark.parametrize("wanted", [0.113, 0.13, 0.185])
+@pytest.mark.parametrize(
+    ("issued_s", "unit"), [(0.02, 1.0), (0.045, 1.0), (0.045, 2.4), (0.09, 0.7), (0.101, 1.3)]
+)
+def test_a_dose_is_found_behind_the_lead_of_the_host(
+    wanted: float, issued_s: float, unit: float
+) -> None:
+    """A device of 100 ms a step; half of the launches fit into its queue."""
+
+    def period(dose: float) -> float:
+        halves = (max(0.05, issued_s / 2 + unit * dose), max(0.05, issued_s / 2))
+        return sum(halves)
+
+    near = doses.NEAR * (wanted - 0.1)
+    found, tried = doses.search(period, wanted, near)
+    assert len(tried) <= doses.TRIES and period(found) == pytest.approx(wanted, abs=near)
+
+
+def test_a_step_is_repeated_without_learning(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates: list[float] = []
+    build = SimpleNamespace(values={"lr": lambda index: 1.0}, device=torch.device("cpu"))
+
+    def step(build: Any, micros: Any, index: int) -> None:
+        rates.append(build.values["lr"](index))
+
+    monkeypatch.setattr(planted.train, "step", step)
+    asked: list[float] = []
+
+    def find(build: Any, once: Any) -> None:
+        assert doses.steps_s(build.device, once, lambda: asked.append(1.0)) >= 0
+        assert doses.issue_s(build.device, once) >= 0
+
+    with doses.repeating(find):
+        for index in range(3):
+            planted.train.step(build, [], index)
+    assert rates == [1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0] and len(asked) == doses.REPEATED
+
+
+def test_acts_are_as_many_as_the_dose_buys(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = hooks.Case(workloads.WORKLOADS["gpu_160m"].plan, (), severity=0.1, step_s=1.0)
+    dose, acted = doses.Dose(case), list[int]()
+    assert dose.on_gpu and dose.seconds == 0.0
+    monkeypatch.setattr(doses, "unit_s", lambda act, out: 0.01)
+    do = dose.spending(lambda out: acted.append(1))
+    do(torch.ones(1))
+    assert not acted  # nothing before the dose is found
+    dose.seconds = 0.3
+    for _ in range(12):
+        do(torch.ones(1))
+    assert len(acted) in (29, 30)
+
+
+def test_a_linear_is_computed_in_fp32_in_both_directions() -> None:
+    linear = torch.nn.Linear(8, 6, bias=False)
+    x_BTD = torch.randn(2, 5, 8).bfloat16().requires_grad_()
+    for count in (3, 5):
+        wide = products.widened(linear, count, torch.bfloat16)
+        linear.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = wide(x_BTD)
+            y.backward(torch.ones_like(y))  # autocast would make it bf16 again
+        assert y.dtype == torch.bfloat16
+        exact = x_BTD.detach().float() @ linear.weight.detach().T
+        torch.testing.assert_close(y[:, :count].float(), exact[:, :count].bfloat16().float())
+        if count == 5:
+            ones = torch.ones(10, 6)
+            wanted = ones.T @ x_BTD.detach().float().flatten(0, 1)
+            torch.testing.assert_close(linear.weight.grad, wanted)
+
+
+def test_pieces_leave_a_large_device_room_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An H200 and runs that hold a tenth and a third of it; nothing is allocated."""
+    whole, empty = 150_109_880_320, torch.empty
+    monkeypatch.setattr(torch, "empty", lambda size, dtype, device: empty(
+        size, dtype=dtype, device="meta"))  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {"num_alloc_retries": 1})
+    monkeypatch.setattr(planted.train, "step", lambda build, micros, index: micros)
+    for name, held in ((n, h) for n in ("fragments", "full_memory") for h in (0.1, 0.33)):
+        free = int((1 - held) * whole)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, whole))
+        for severity in faults.SEVERITIES:
+            case = hooks.Case(workloads.WORKLOADS["gpu_30m"].plan, (), severity=severity)
+            with planted.FAULTS[name].plant(case) as facts:
+                for index in range(3):
+                    planted.train.step(None, [], index)
+            if name == "fragments":  # holes alone are more than the judge's tenth
+                assert facts["share"] >= 0.13 and facts["share"] == pytest.approx(
+                    severity, rel=0.4)  # fmt: skip
+            else:
+                assert 0.6 < facts["share"] < 1 - held
+
+
+def test_a_gpus_healthy_variants_are_plans_of_its_workloads() -> None:
+    for workload in (w for w in workloads.WORKLOADS.values() if w.device == "cuda"):
+        plain = hooks.Case(workload.plan, ()).plan()
+        assert plain.rows_per_step >= 8  # a tenth of the rows is a row
+        assert (
+            plain.goal.steps
+            and plain.goal.steps - 2 - 5 >= 2 * FEWEST_STEPS
+            and plain.trace.every_steps
+        )
+        for name in workloads.variants("cuda"):
+            hooks.Case(workload.plan, workloads.VARIANTS[name]).plan()
+    assert set(workloads.NOT_ON_GPU) < set(workloads.VARIANTS)
+    for name in ("overflows", "spikes"):  # a tenth of the steps is more than the rules let pass
+        (longer,) = planted.settings_of(planted.FAULTS[name], "cuda")
+        begins = planted.FROM_STEP["cuda"] if name == "spikes" else 0
+        assert (int(longer.partition("=")[2]) - begins) // 10 >= (LOST if begins else LOST + 1)

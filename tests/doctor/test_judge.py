@@ -236,6 +236,47 @@ def test_a_trace_tells_more_than_signals() -> None:
     assert second.bottleneck == "input"
 
 
+def measured_on_a_gpu(name: str) -> Window:
+    """Healthy runs of an H200, by their step, slack and wait for data: means of measured rows."""
+    step_s, slack, waits = {
+        "160m": (0.0597, 0.342, 0.0008), "400m": (0.2326, 0.0202, 0.0004),
+        "600m, many launches": (0.2326, 0.0, 0.0004),
+    }[name]  # fmt: skip
+    steps = (step_s,) * 24
+    return replace(
+        healthy(), step_s=steps, slack_s=(slack * step_s,) * 24, input_s=(waits * step_s,) * 24,
+        forward_s=(0.3 * step_s,) * 24, backward_s=(0.65 * step_s,) * 24,
+        communication_s=None, tiny=None, host_s=None, wide_flops=None, late_s=None, waited_s=None,
+        last=None, allocated_bytes=33.0 * GIB, reserved_bytes=38.0 * GIB,
+    )  # fmt: skip
+
+
+def test_a_gpu_whose_queue_is_full_is_not_waiting_for_its_host() -> None:
+    for name in ("160m", "400m"):
+        assert [f.bottleneck for f in judge(measured_on_a_gpu(name))] == ["computation"], name
+    full = measured_on_a_gpu("600m, many launches")
+    assert judge(full)[0].bottleneck == "launch"  # without more, it might be late
+    ahead = replace(full, dry=(0.0,) * 20 + (1.0,) * 4)
+    assert judge(ahead)[0].bottleneck == "computation"
+    (late,) = judge(replace(full, dry=(1.0,) * 24))
+    assert late.bottleneck == "launch" and "100% of the steps" in late.evidence
+    calm = Finding("computation", 0.97, "", "", "measured")
+    assert judge(full, [calm])[0].bottleneck == "computation"  # a trace saw it busy
+
+
+def test_a_gpus_planted_memory_and_compilations_are_named() -> None:
+    """Shares as fault_doses and the planted pieces leave them on a device of 140 GiB."""
+    run, calm = measured_on_a_gpu("160m"), [Finding("computation", 0.97, "", "", "measured")]
+    pieces = replace(run, alloc_retries=1, allocated_bytes=45 * GIB, reserved_bytes=61 * GIB)
+    assert judge(pieces, calm)[0].bottleneck == "fragmentation"
+    full = replace(run, alloc_retries=1, allocated_bytes=128 * GIB, reserved_bytes=132 * GIB)
+    assert judge(full, calm)[0].bottleneck == "memory capacity"
+    again = replace(run, recompile_s=(0.04,) * 6)
+    assert judge(again, calm)[0].bottleneck == "launch"
+    spared = replace(run, savings={"full_checkpoint": saved(19.0, again=0.18)})
+    assert judge(spared, calm)[0].bottleneck == "unused memory"
+
+
 def test_a_window_is_the_steady_rows_of_a_run(tmp_path: Path) -> None:
     rows = [{"step": n, "step_s": 0.1, "input_s": 0.01, "compile_s": 0.0} for n in range(1, 12)]
     rows[0]["compile_s"] = rows[5]["compile_s"] = 2.0

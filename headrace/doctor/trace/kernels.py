@@ -35,7 +35,7 @@ FAMILIES = {
 """family -> parts of its kernels' names; the first that fits. Elementwise holds normalisations and
 reductions too: what reads and writes much and computes little"""
 MEMORY_FAMILIES = ("elementwise", "optimizer")
-SLOW_PRODUCTS = ("sgemm", "simt")
+SLOW_PRODUCTS = ("sgemm", "simt", "f32f32_f32f32_f32")
 """parts of the names of float32 products that run without tensor cores"""
 FASTER = ("tf32", "s1688", "tensorop")
 
