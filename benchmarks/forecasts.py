@@ -2,7 +2,7 @@
 
     python benchmarks/forecasts.py --residuals
     python benchmarks/forecasts.py --say --shapes 160m 1b
-    python benchmarks/forecasts.py --measure --shapes 160m 1b --limit-s 500
+    python benchmarks/forecasts.py --measure --shapes 160m 1b --limit-s 500 --part 2/4
 
 `--residuals` fits how far the ledger's ratios were from measured ones in results/techniques.jsonl.
 The interval that it asks for is headrace.doctor.forecast.ERROR, to be written there; a technique at
@@ -16,7 +16,8 @@ smaller than `--least`.
 
 `--measure` takes what was said and has no row yet in results/forecasts.jsonl, times the planted
 plan before and after each group of its remedies, and each remedy between, and writes one row a
-remedy: its forecast as it was said, and the gain. It says first how long it will take.
+remedy: its forecast as it was said, and the gain. It says first how long it will take. Several GPUs
+measure a part each, all remedies of a planted plan on one.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from statistics import mean, median
 from typing import Any
 
 import numpy as np
+import parts
 import receipts
 import torch
 
@@ -264,9 +266,13 @@ def measure(args: argparse.Namespace) -> None:
     waiting: dict[str, list[dict[str, Any]]] = {}
     for row in _rows(args.results, "forecasts_said"):
         shape, _, base = row["workload"].partition(" ")
-        asked = shape in {_path(s).stem for s in args.shapes} and base in args.bases
-        if asked and key(row) not in done:
+        if shape in {_path(s).stem for s in args.shapes} and base in args.bases:
             waiting.setdefault(row["workload"], []).append(row)
+    mine = parts.share({name: 1.0 + len(rows) for name, rows in waiting.items()}, args.part)
+    waiting = {
+        name: left for name, rows in waiting.items()
+        if name in mine and (left := [row for row in rows if key(row) not in done])
+    }  # fmt: skip
     sides = sum(map(len, waiting.values()))
     groups = sum(1 + -(-len(rows) // GROUP) for rows in waiting.values())
     print(f"{sides} remedies of {len(waiting)} plans: about {SIDE_S * (sides + groups):.0f} s",
@@ -377,6 +383,7 @@ def main() -> None:
     parser.add_argument("--device-name", default="NVIDIA H200", help='"" is the device here')
     parser.add_argument("--steps", nargs=2, type=int, default=[3, 5], metavar=("WARM", "TIMED"))
     parser.add_argument("--limit-s", type=float, default=math.inf, help="no reading begins later")
+    parser.add_argument("--part", type=parts.part, default=(1, 1), help="K/N, of several GPUs")
     parser.add_argument("--here", action="store_true", help="no process of its own, to debug")
     parser.add_argument("--results", type=Path, default=receipts.ROOT / "results")
     args = parser.parse_args()

@@ -5,6 +5,7 @@
     python benchmarks/foresight.py predict --machine MACHINE.json
     python benchmarks/foresight.py predict --machine MACHINE.json --after RUN
     python benchmarks/foresight.py measure --limit-s 500
+    CUDA_VISIBLE_DEVICES=1 python benchmarks/foresight.py measure --part 2/4 --results FOLDER
     python benchmarks/foresight.py picks
 
 `plans/held_out.toml` is the list: choices, whose candidates are timed, and memory, of which only
@@ -13,7 +14,8 @@ configuration to results/plans.jsonl, at the tier of what it was given: rates of
 file that `headrace probe` kept, or a run of one plan (not of the list) beside either.
 Those rows are committed. Then `measure` runs what has a prediction and no outcome, each from a
 fresh build in a process that takes readings, and `picks` writes a row for each choice from the rows
-that stand. A row that is there is never written again, so every command can be given again.
+that stand. A row that is there is never written again, so every command can be given again. Several
+GPUs measure a part each: all candidates of a choice on one, whose clock is like no other's.
 
 The share of memory that is left when it fits is 7% at least: `fits` is true where the planner says
 "yes", and false where it says "tight" or "no".
@@ -30,6 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import parts
 import receipts
 import tomli_w
 import torch
@@ -52,6 +55,8 @@ RISKY = (0.88, 1.12)
 CHILD_S = 150.0
 START_S = 9.0
 """Of a configuration beside its steps: the build, compiling a block. Guessed."""
+CLOSE = 0.01
+"""Candidates of which one is foreseen so little slower than another are no choice."""
 
 
 @dataclass(frozen=True)
@@ -182,10 +187,12 @@ def measure(args: argparse.Namespace) -> None:
     rows = known(args.missing) + (known(args.results) if args.results != args.missing else [])
     said = {r["id"]: r for r in rows if r["kind"] == "prediction" and r["tier"] == "no_gpu"}
     done = {r["id"] for r in rows if r["kind"] == "outcome"}
+    every = [c for c in configurations(args.list) if c.id in said and _runs(c, said[c.id])]
+    mine = parts.share(_costs(every, said), args.part)
     ends_s, left = time.monotonic() + args.limit_s, []
     with Worker(here=args.here) as worker:
-        for one in configurations(args.list):
-            if one.id in done or one.id not in said or not _runs(one, said[one.id], args.only):
+        for one in every:
+            if one.id in done or _group(one) not in mine or not one.id.startswith(args.only):
                 continue
             if time.monotonic() >= ends_s:
                 left.append(one.id)
@@ -194,8 +201,22 @@ def measure(args: argparse.Namespace) -> None:
     print(f"left: {', '.join(left) or 'none'}")
 
 
-def _runs(one: Configuration, said: dict[str, Any], only: str) -> bool:
-    return one.id.startswith(only) and bool(one.choice or said["risky"])
+def _runs(one: Configuration, said: dict[str, Any]) -> bool:
+    return bool(one.choice or said["risky"])
+
+
+def _group(one: Configuration) -> str:
+    """What is measured on one GPU."""
+    return one.choice or one.id
+
+
+def _costs(every: list[Configuration], said: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """Seconds of each group, about."""
+    costs: dict[str, float] = {}
+    for one in every:
+        spent_s = START_S + (WARM + TIMED) * (said[one.id]["step_s"] or 0.0)
+        costs[_group(one)] = costs.get(_group(one), 0.0) + spent_s
+    return costs
 
 
 def measure_one(
@@ -285,16 +306,20 @@ def known(folder: Path) -> list[dict[str, Any]]:
 def tell(args: argparse.Namespace) -> None:
     """The list with what is predicted without a GPU, and the device time that it would take."""
     planner, spent_s, runs = Planner(Machine.assumed(DEVICE), None), 0.0, 0
+    steps_s: dict[str, list[float]] = {}
     for one in configurations(args.list):
         found = planner.of(one.plan)
         steps = WARM + TIMED if one.choice else sum(BRIEF)
         if one.choice or risky(found):
             runs += 1
             spent_s += START_S + steps * (found.step_s or 1.0) * (found.fits != "no")
+        others = steps_s.setdefault(one.choice, []) if one.choice and found.step_s else []
+        close = any(abs(math.log(found.step_s / s)) < CLOSE for s in others if found.step_s)
+        others.append(found.step_s or math.nan)
         step = "no time: " + found.unknown if found.step_s is None else f"{found.step_s:.3f} s"
         print(f"{one.id:45} {step:10} {found.peak_bytes / 2**30:7.1f} GiB "
               f"{(found.reserved_bytes or math.nan) / 2**30:7.1f} reserved {found.fits:5} "
-              f"{'risky' if risky(found) else ''}")  # fmt: skip
+              f"{'risky ' if risky(found) else ''}{'close' if close else ''}")  # fmt: skip
     print(f"{runs} to run, {spent_s:.0f} s of a GPU")
 
 
@@ -306,6 +331,8 @@ def main() -> None:
     parser.add_argument("--machine", type=Path, help="predict: what was probed")
     parser.add_argument("--after", type=Path, help="predict: a run whose steps were measured")
     parser.add_argument("--only", default="", help="measure: how names begin")
+    parser.add_argument("--part", type=parts.part, default=(1, 1), metavar="K/N",
+                        help="measure: the K-th of N, which other GPUs measure")  # fmt: skip
     parser.add_argument("--limit-s", type=float, default=math.inf, help="begin none later")
     parser.add_argument("--missing", type=Path, default=receipts.ROOT / "results",
                         help="measure: where predictions stand, and some outcomes")  # fmt: skip

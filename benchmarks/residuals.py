@@ -5,10 +5,11 @@
 
 A receipt of a step becomes its plan again, by the rule that wrote it, and is predicted with the
 rates of the datasheet, or with those that `headrace probe` kept. The widths that it prints stand in
-headrace/intervals.py. Those without a GPU hold for a shape that was left out: quantiles of the
-other shapes' rows, both ends moved out until 80% of what was left out lies inside, every shape
-counted alike. Those after 20 steps come of pairs of rows of different shapes: one sets the model,
-the other is predicted. Reserved memory is compared where a row has it.
+headrace/intervals.py, and hold for a shape that was left out: the constants of core/work.py that
+are from steps are fitted anew to the other shapes' rows, and so are quantiles of their errors; both
+ends are moved out until 80% of what was left out lies inside, every shape counted alike. Those
+after 20 steps come of pairs of rows of different shapes: one sets the model, the other is
+predicted. Reserved memory is compared where a row has it.
 """
 
 import argparse
@@ -16,19 +17,31 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import permutations
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import numpy as np
 import torch
 
+from headrace.build import predict
 from headrace.cli import catalogue
 from headrace.context import elsewhere, make_context
 from headrace.core.errors import UnsupportedError
 from headrace.core.machine import Machine
 from headrace.core.plan import Plan
 from headrace.core.technique import Context
+from headrace.core.work import (
+    BESIDE,
+    EDGE_S,
+    HEAT,
+    HEATED,
+    IN_STEP,
+    UNFUSED,
+    UNHURRIED,
+    Work,
+    step_time,
+)
 from headrace.planner import foresee
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,6 +57,44 @@ OTHERS = {
 """(topic, recipe) -> the changes of its shape's plan that rows of it had"""
 
 
+CONSTANTS = np.array([BESIDE, IN_STEP, UNFUSED, HEAT])
+"""Of core/work.py, from steps."""
+NEUTRAL = np.array([1.0, 1.0, 1.0, 0.0])
+"""What they are before anything was measured."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A step's prediction before `CONSTANTS`, and what was measured; seconds."""
+
+    products_s: float
+    attention_s: float
+    loose_s: float
+    """of streams that are not fused"""
+    rest_s: float
+    host_s: float
+    measured_s: float
+
+    @classmethod
+    def of(cls, plan: Plan, context: Context, machine: Machine, measured_s: float) -> "Parts":
+        """Of a plan."""
+        ledger = predict(plan, context)
+        micro = ledger.sizes["micro_batches"]
+        time = step_time(ledger.work, machine, micro)
+
+        def spent(pieces: list[Work]) -> float:
+            times = (1.0 if p.phase == "optimizer" else micro for p in pieces)
+            return sum(n * p.seconds(machine) for n, p in zip(times, pieces, strict=True))
+
+        every = list(ledger.work.values())
+        mixing = [p for p in every if p.kind == "attention" and p.kernel not in UNHURRIED]
+        loose = spent([p for p in every if p.kind == "stream" and p.fused is not None])
+        attention, products = spent(mixing), spent([p for p in every if p.kind == "product"])
+        rest = sum(time.device_s.values()) - time.of("product") - attention - loose
+        return cls(products / BESIDE, attention / IN_STEP, loose / UNFUSED, rest, time.host_s,
+                   measured_s)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Row:
     """A receipt beside what is predicted of its plan.
@@ -56,6 +107,7 @@ class Row:
             bytes below the allocated ones count as not measured: the reading used segments that an
             earlier one of its process had left.
         fits: "yes", "tight" or "no", as the planner says of what ran.
+        parts: what the prediction of its step is made of, where there is one.
     """
 
     shape: str
@@ -64,6 +116,7 @@ class Row:
     allocated: float | None
     reserved: float | None
     fits: str
+    parts: Parts | None = None
 
 
 def standing(topic: str, results: Path, *, full: bool = True) -> Iterator[dict[str, Any]]:
@@ -119,19 +172,20 @@ def rows(results: Path = ROOT / "results", machine: Machine | None = None) -> li
     """Every receipt beside its prediction, by assumed rates where no machine's are given."""
     found, machine = [], machine or Machine.assumed(DEVICE)
     for what, row, plan in plans(results):
+        context = on_device(plan)
         try:
-            seen = foresee(plan, on_device(plan), machine)
+            seen = foresee(plan, context, machine)
         except UnsupportedError:  # a package that is not installed here
             continue
         told = {name: m["value"] for name, m in row["metrics"].items()}
         rate, held = told.get("tokens_per_s"), told.get("reserved_memory")
+        step_s = plan.batch.tokens / rate if rate and seen.step_s else None
         found.append(Row(
-            row["shape"], what,
-            plan.batch.tokens / rate / seen.step_s if rate and seen.step_s else None,
+            row["shape"], what, step_s / seen.step_s if step_s and seen.step_s else None,
             told["peak_memory"] / seen.peak_bytes if "peak_memory" in told else None,
             held / seen.reserved_bytes
             if held and seen.reserved_bytes and held >= told.get("peak_memory", 0) else None,
-            seen.fits,
+            seen.fits, Parts.of(plan, context, machine, step_s) if step_s else None,
         ))  # fmt: skip
     return found
 
@@ -143,33 +197,80 @@ def quantiles(logs: list[float]) -> tuple[float, float]:
     return ordered[skipped], ordered[-1 - skipped]
 
 
-def left_out(by_shape: dict[str, list[float]], wider: float = 0.0) -> float:
-    """The share of rows inside the interval of the other shapes' rows, `wider` at both ends.
+def errors(rows_R: list[Parts], constants: Any) -> Any:
+    """Logarithms of measured over predicted steps of so many rows (R)."""
+    products, attention, loose, rest, host, measured = np.array(
+        [[p.products_s, p.attention_s, p.loose_s, p.rest_s, p.host_s, p.measured_s] for p in rows_R]
+    ).T
+    beside, in_step, unfused, heat = constants
+    products = beside * products
+    others = in_step * attention + unfused * loose + rest
+    share = products / (products + others)
+    products = products * (1 + heat * np.maximum(0.0, share - HEATED))
+    return np.log(measured / (np.maximum(products + others, host) + EDGE_S))
 
-    Every shape counts alike, however many rows it has: what is predicted has yet another shape.
+
+def fitted(rows_R: list[Parts]) -> Any:
+    """The constants with the least mean error of rows, found one after the other."""
+    found, stride = NEUTRAL.copy(), 0.2
+
+    def off(constants: Any) -> float:
+        return float(np.abs(errors(rows_R, constants)).mean())
+
+    while stride > 1e-3:
+        before = off(found)
+        for at in range(len(found)):
+            tried = [found + sign * stride * (np.arange(len(found)) == at) for sign in (-1, 1)]
+            found = min((found, *(c for c in tried if (c >= 0).all())), key=off)
+        if off(found) >= before:
+            stride /= 2
+    return found
+
+
+def widened(pairs: list[tuple[list[float], list[float]]]) -> tuple[float, float]:
+    """Quantiles of what was known, moved out until 80% of what was left out lies inside.
+
+    Every pair of both counts alike, however many rows it has: what is predicted has another shape.
     """
-    shares = []
-    for shape, logs in by_shape.items():
-        low, high = quantiles([x for other in by_shape if other != shape for x in by_shape[other]])
-        shares.append(fmean(low - wider <= x <= high + wider for x in logs))
-    return fmean(shares)
+    ends = [(*quantiles(known), left) for known, left in pairs]
+
+    def inside(wider: float) -> float:
+        return fmean(fmean(a - wider <= x <= b + wider for x in left) for a, b, left in ends)
+
+    wider = next(w / 1e3 for w in range(1000) if inside(w / 1e3) >= LEVEL)
+    low, high = quantiles([x for known, _ in pairs for x in known])
+    return math.exp(low - wider), math.exp(high + wider)
 
 
-def widths(found: list[Row]) -> dict[str, tuple[float, float, int]]:
-    """Tier -> low, high, rows."""
-    by_shape: dict[str, list[float]] = {}
+def widths(
+    found: list[Row], datasheet: list[Row] | None = None
+) -> dict[str, tuple[float, float, int]]:
+    """Tier -> low, high, rows.
+
+    Args:
+        found: rows by some machine's rates.
+        datasheet: by the rates that the constants are fitted with; None where they are the same.
+    """
+    by_shape, known = (_by_shape(each) for each in (found, datasheet or found))
+    alone, after = [], []
+    for shape in by_shape:
+        others = [name for name in known if name != shape]
+        constants = fitted([p for name in others for p in known[name]])
+        logs = {name: list(errors(parts, constants)) for name, parts in by_shape.items()}
+        alone.append(([x for name in others for x in logs[name]], logs[shape]))
+        for name in others:  # what sets the model is a row of it, and so is what else was known
+            same = [y - x for x in logs[name] for y in logs[name]]
+            after.append((same, [y - x for x in logs[name] for y in logs[shape]]))
+    count = sum(map(len, by_shape.values()))
+    return {"no_gpu": (*widened(alone), count), "after_20_steps": (*widened(after), count)}
+
+
+def _by_shape(found: list[Row]) -> dict[str, list[Parts]]:
+    by_shape: dict[str, list[Parts]] = {}
     for row in found:
-        if row.ratio is not None:
-            by_shape.setdefault(row.shape, []).append(math.log(row.ratio))
-    wider = next(w / 1e3 for w in range(1000) if left_out(by_shape, w / 1e3) >= LEVEL)
-    every = [x for logs in by_shape.values() for x in logs]
-    low, high = quantiles(every)
-    pairs = [y - x for a, b in permutations(by_shape, 2) for x in by_shape[a] for y in by_shape[b]]
-    after = quantiles(pairs)
-    return {
-        "no_gpu": (math.exp(low - wider), math.exp(high + wider), len(every)),
-        "after_20_steps": (math.exp(after[0]), math.exp(after[1]), len(every)),
-    }
+        if row.parts is not None:
+            by_shape.setdefault(row.shape, []).append(row.parts)
+    return by_shape
 
 
 def main() -> None:
@@ -185,7 +286,7 @@ def main() -> None:
         off = [abs(1 / r - 1) for row in found if (r := getattr(row, name)) is not None]
         told = f"median {median(off):.2%}, worst {max(off):.2%}" if off else "none measured"
         print(f"{name}: {len(off)} rows, {told}")
-    for tier, (low, high, n) in widths(found).items():
+    for tier, (low, high, n) in widths(found, rows() if args.machine else None).items():
         tier = "after_probes" if args.machine and tier == "no_gpu" else tier
         print(f"{tier}: Width({low:.3f}, {high:.3f}, {n})")
 

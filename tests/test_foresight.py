@@ -1,5 +1,6 @@
 """Memory as the allocator would hold it, intervals, calibration, and the held-out experiment."""
 
+import argparse
 import json
 import math
 import sys
@@ -28,7 +29,7 @@ from headrace.truth import compute
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
-foresight, residuals = import_module("foresight"), import_module("residuals")
+foresight, parts, residuals = map(import_module, ("foresight", "parts", "residuals"))
 H200 = Machine.assumed("NVIDIA H200")
 WORKSPACE = workspace_bytes((9, 0))
 
@@ -190,6 +191,9 @@ def test_intervals_hold_80_percent_of_what_was_measured(receipts: list[Any]) -> 
         width = STEP[tier]
         assert width.low == pytest.approx(low, abs=0.02), tier
         assert width.high == pytest.approx(high, abs=0.02), tier
+    for row in rows:
+        again = residuals.errors([row.parts], residuals.CONSTANTS)[0]
+        assert again == pytest.approx(math.log(row.ratio), abs=1e-9)
     width = STEP["no_gpu"]
     assert sum(width.low <= r.ratio <= width.high for r in rows) / len(rows) >= 0.8
 
@@ -301,6 +305,17 @@ def test_the_list_is_what_was_asked_for() -> None:
     assert all(t.timed for plan in plans for t in plan.techniques.values())
 
 
+def test_parts_are_the_whole_and_alike() -> None:
+    costs = {f"{n}": float(cost) for n, cost in enumerate([60, 50, 40, 30, 9, 9, 9, 9, 9])}
+    found = [parts.share(costs, parts.part(f"{k}/3")) for k in (1, 2, 3)]
+    assert sorted(name for one in found for name in one) == sorted(costs)
+    assert max(sum(costs[n] for n in one) for one in found) <= 80
+    assert parts.share(costs, (1, 1)) == set(costs)
+    for wrong in ("0/4", "5/4", "2", "a/b"):
+        with pytest.raises(argparse.ArgumentTypeError, match="no part"):
+            parts.part(wrong)
+
+
 TINY = """
 [common]
 device = "cpu"
@@ -344,7 +359,9 @@ def test_predictions_then_outcomes_then_picks(
     assert [row["step_s"] is None for row in rows] == [False, False, True, True]
     go("picks")
     assert not (tmp_path / "picks.jsonl").exists()
-    go("measure")
+    go("measure", "--part", "2/2")
+    assert len(foresight.known(tmp_path)) == 4  # its only choice falls to the first
+    go("measure", "--part", "1/2")
     go("measure")
     outcomes = [row for row in foresight.known(tmp_path) if row["kind"] == "outcome"]
     assert [row["id"] for row in outcomes] == ["tiny-16x4/recipe", "tiny-16x4/full"]

@@ -1,7 +1,9 @@
 """Probes measure this machine, keep what they found, and leave nothing behind when interrupted."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 from headrace import probes
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.machine import Machine
+from headrace.core.rates import Product, Products
 from headrace.probes.clock import Clock
 from headrace.progress import Progress
 
@@ -141,6 +144,35 @@ def test_the_clock_tells_seconds() -> None:
     assert Clock(CPU, 1.0).seconds(lambda: time.sleep(0.01)) == pytest.approx(0.01, rel=0.5)
 
 
+def between(call: Callable[[], Any], calls: int, cycles: int = 0) -> float:
+    """A GPU's seconds: 7.5 us around all calls, each as long as it says, 60 us for a copy."""
+    took = call()
+    return 7.5e-6 + calls * (took if isinstance(took, float) else 60e-6)
+
+
+def test_what_timing_adds_is_found_and_taken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(CPU, 1.0)
+    clock.device, clock.flush = torch.device("cuda"), torch.empty(2)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(clock, "_between_events", between)
+    clock.edge_s = clock._edge_s()
+    assert clock.edge_s == pytest.approx(7.5e-6)
+    assert clock.seconds(lambda: 50e-6) == pytest.approx(50e-6)
+    assert clock.seconds(lambda: 1e-6) == pytest.approx(1e-6, rel=0.1)  # in a burst
+    assert clock.in_a_row(lambda: 50e-6, 1000) == pytest.approx(50e-6, rel=1e-3)
+
+
+def test_products_that_heat_a_gpu_are_no_points() -> None:
+    times = (1e-3, 5e-3)
+    mixed, hot = (
+        Products("bf16", 1e12, tuple(Product(n, n, n, s) for n, s in enumerate(which, 1)))
+        for which in (times, times[1:])
+    )
+    cool = probes._cool((mixed, hot), "gpu")
+    assert [[p.seconds for p in one.points] for one in cool] == [[1e-3], [5e-3]]
+    assert probes._cool((mixed, hot), "cpu") == (mixed, hot)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +187,9 @@ def test_a_gpu_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert 1 <= machine.sustained < 1.5
     assert 2**26 < machine.context_bytes < 4 * 2**30
     assert 5e9 < 2**30 / machine.link_s(2**30, True) < 1e12
+    assert all(p.seconds < probes.HOT_S for p in machine.products[0].points)
     if "H200" in machine.name:
+        assert 3e-6 < Clock(device, 1.0).edge_s < 1e-5
         assumed = Machine.assumed(machine.name)
         sizes = (8192, 8192, 8192)
         for precision in ("bf16", "fp8", "tf32", "fp32"):

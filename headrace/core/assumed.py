@@ -116,7 +116,7 @@ H200_ATTENTION = (
     Row(1, 32, 32, 32768, 128, {"efficient": (180, 135)}),
 )  # fmt: skip
 """By the probes of an H200, 2026-11-22, torch 2.11.0+cu130, bf16: one kernel alone, less the 7.5 us
-that timing it took (rates.edge_s)."""
+that timing it took (probes/clock.py)."""
 
 HOPPER = Family(
     products={"bf16": 795 / 989, "fp16": 730 / 989, "fp8": 1517 / 1978, "tf32": 410 / 494.5,

@@ -61,8 +61,8 @@ from headrace.core.rates import (
     plain_product,
 )
 
-FORMAT = 1
-"""Of the file; another one's are refused."""
+FORMAT = 2
+"""Of the file; another one's are refused. Times in the first had what timing them took in them."""
 PROBE = "headrace probe"
 """The command that measures a machine and writes its file."""
 ANCHOR_PRODUCT = (8192, 8192, 8192)

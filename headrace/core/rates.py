@@ -5,7 +5,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -218,63 +218,6 @@ def between(points: Sequence[Ratio], place: Sequence[float]) -> float:
 def place(*sizes: float) -> tuple[float, ...]:
     """Sizes in powers of two."""
     return tuple(math.log2(size) for size in sizes)
-
-
-# --- what timing adds --------------------------------------------------------------------------
-
-ALONE_S = 20e-6
-"""Kernels that take longer are timed one at a time, between two events."""
-HOT_S = 3e-3
-"""Nine of a product as long, and a GPU is at the limit of its power: of 125 on an H200 those above
-ran at 630 to 800 TFLOP/s, their shorter neighbours at 750 to 850."""
-LARGE = 64 * 2**20
-"""Bytes of a copy from which on its time is a straight line."""
-
-
-def edge_s(traffic: Stream) -> float:
-    """What timing one kernel at a time adds to it: where the line of large copies meets 0 bytes.
-
-    7.5 us on an H200: 14% of a product of 32,768 x 768 x 768, and nothing of it stays in a step,
-    whose kernels follow each other. 0 where too few copies tell.
-    """
-    points = [p for p in traffic.points if p.bytes >= LARGE]
-    if len(points) < 3:
-        return 0.0
-    weights = [1 / p.seconds for p in points]
-    whole = sum(weights)
-    x = sum(w * p.bytes for w, p in zip(weights, points, strict=True)) / whole
-    y = sum(w * p.seconds for w, p in zip(weights, points, strict=True)) / whole
-    across = sum(w * (p.bytes - x) ** 2 for w, p in zip(weights, points, strict=True))
-    both = sum(w * (p.bytes - x) * (p.seconds - y) for w, p in zip(weights, points, strict=True))
-    return min(max(0.0, y - x * both / across), ALONE_S / 2)
-
-
-def alone(machine: Any) -> Any:
-    """A probed GPU (`core.machine.Machine`) as its kernels are alone; fit its rates afterwards.
-
-    Less what timing added, and without products that are so long that timing them some times in a
-    row has lowered the clock: `sustained` would count that twice.
-    """
-    edge = edge_s(machine.traffic)
-
-    def less(points: Any) -> Any:
-        return tuple(
-            replace(p, seconds=p.seconds - edge) if p.seconds >= ALONE_S else p for p in points
-        )
-
-    def cool(points: Any) -> Any:
-        return tuple(p for p in points if p.seconds < HOT_S) or points
-
-    copies = less(machine.traffic.points)
-    largest = max(copies, key=lambda p: p.bytes)
-    return replace(
-        machine,
-        products=tuple(replace(one, points=less(cool(one.points))) for one in machine.products),
-        attention=tuple(replace(one, points=less(one.points)) for one in machine.attention),
-        traffic=replace(
-            machine.traffic, points=copies, bytes_per_s=largest.bytes / largest.seconds
-        ),
-    )
 
 
 # --- files ------------------------------------------------------------------------------------

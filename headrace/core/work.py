@@ -36,7 +36,7 @@ SCORE = 2
 """bytes of a mask's number"""
 HEAT, HEATED = 0.3, 0.6
 """How much slower products get with their share of a step, from a share on: see `heated`. Without
-7b the same steps give 0.2; with it 7b, of which 0.75 are products, is 4% off and not 5."""
+7b the same steps give 0.2; with it 7b, of which 0.77 are products, is 5% off and not 6."""
 LINKED = 1.06
 """Likewise copies over the host's link (activation_offload in techniques.jsonl)."""
 HOST_S = 12e-3

@@ -117,6 +117,7 @@ def trunk_ledger(
             memory["head_weight_gradient"] = Line(table, ("turn",))
     forward = 2.0 * linear_parameters(config) + _attention_flops(config, length)
     sizes = _sizes(config, rows, length, size, device)
+    sizes["stream_bytes"] = FP32 if precision == "fp16" else size
     return Ledger(memory, {"forward": forward, "backward": 2 * forward}, sizes)
 
 

@@ -59,7 +59,9 @@ def test_what_is_said_is_measured_once(
     lost = {**said["-full_checkpoint"], "remedy": "+cuda_graphs"}
     text = "\n".join(json.dumps(row) for row in (said["-full_checkpoint"], lost))
     (tmp_path / "forecasts_said.jsonl").write_text(text)
-    run(monkeypatch, plan, tmp_path, "--measure")
+    run(monkeypatch, plan, tmp_path, "--measure", "--part", "2/2")
+    assert not (tmp_path / "forecasts.jsonl").exists()  # its only plan falls to the first part
+    run(monkeypatch, plan, tmp_path, "--measure", "--part", "1/2")
     run(monkeypatch, plan, tmp_path, "--measure")
     found = {row["remedy"]: row for row in rows(tmp_path, "forecasts")}
     assert {*found} == keep and len(rows(tmp_path, "forecasts")) == 2

@@ -83,6 +83,9 @@ class TorchCompile(Technique[Build]):
                 ledger = ledger.without([name])
             else:
                 kept = min(line.bytes, _kept(kind, line, ledger))
+                if kind == "residual" and f"{line.layer}/norm" in ledger.memory:
+                    # A stream in fp32 is kept once; its sum with attention's result is made again.
+                    kept *= (1 + sizes["stream_bytes"] / sizes["activation_bytes"]) / 2
                 ledger = ledger.with_line(name, replace(line, bytes=kept))
         final = ledger.memory.get("final_norm")
         if self.scope == "model" and final:  # it is compiled, and keeps its input as it is

@@ -75,13 +75,14 @@ class FullCheckpoint(Technique[Build]):
             and not (name.endswith("/weight_cast") and holds_casts(ledger))
         ]  # fmt: skip
         stream, sizes = ledger.sizes["residual"], ledger.sizes
+        entered = stream * sizes["stream_bytes"] / sizes["activation_bytes"]
         again = sum(ledger.memory[name].bytes for name in drop)
         if sizes["on_gpu"] and sizes["activation_bytes"] != FP32:
             again += stream * len(chosen)  # the norm's fp32 copy does not stand for the input here
         for layer in chosen:
             kept = ledger.memory[f"{layer}/residual"]
-            again += kept.bytes - stream
-            ledger = ledger.with_line(f"{layer}/residual", replace(kept, bytes=stream))
+            again += kept.bytes - entered
+            ledger = ledger.with_line(f"{layer}/residual", replace(kept, bytes=entered))
         one = Line(again / max(1, len(chosen)), ("turn", "backward"))
         work = sizes["block_flops"] + sizes["attention_flops"] - sizes["down_flops"]
         part = len(chosen) / max(1, len(layers))

@@ -149,6 +149,7 @@ class SelectiveCheckpoint(Technique[Build]):
         layers = {line.layer for line in ledger.memory.values() if line.layer is not None}
         chosen = sorted(layer for layer in layers if layer % self.every == 0)
         stream, dropped, again = ledger.sizes["residual"], 0.0, 0.0
+        entered = stream * ledger.sizes["stream_bytes"] / ledger.sizes["activation_bytes"]
         for layer in chosen:
             kept = self._kept_products(ledger.sizes, layer)
             gone = [*RECOMPUTED_LINES, *(name for name in PRODUCT_LINES if name not in kept)]
@@ -160,7 +161,7 @@ class SelectiveCheckpoint(Technique[Build]):
             added = ledger.sizes.get("written", stream)
             line = ledger.memory[f"{layer}/residual"]
             ledger = ledger.without(drop)
-            ledger = ledger.with_line(f"{layer}/residual", replace(line, bytes=stream))
+            ledger = ledger.with_line(f"{layer}/residual", replace(line, bytes=entered))
             for name in sorted({"out", "down"} & kept):  # products that the residual adds up
                 ledger = ledger.with_line(f"{layer}/{name}", replace(line, bytes=added))
         ledger = ledger.again(partial(self._share_again, ledger.sizes, chosen, len(layers)))

@@ -304,7 +304,7 @@ class Bf16Parameters(Technique[Build]):
 
 def _reworked(name: str, piece: Work, adds_up: bool, master: bool) -> Work | None:
     """No weight is cast, nor is a gradient that nothing adds up; the update moves fewer bytes."""
-    if name in ("weight_cast/forward", "head_cast/forward"):
+    if name in ("weight_cast/forward", "weight_cast/forward/again", "head_cast/forward"):
         return None
     if name in ("weight_cast/backward", "head_cast/backward") and not adds_up:
         return None
