@@ -18,9 +18,22 @@ from headrace.context import elsewhere, make_context
 from headrace.core.errors import UnsupportedError
 from headrace.core.machine import Machine
 from headrace.core.plan import Plan
-from headrace.core.work import EDGE_S, HEAT, HEATED, HOST_S, LINKED, Work, step_time
+from headrace.core.work import (
+    CAP,
+    EDGE_S,
+    HEAT,
+    HEATED,
+    HOST_S,
+    LINKED,
+    STARTS,
+    TILE,
+    Work,
+    step_time,
+)
+from headrace.model.mask import BlockPattern
 from headrace.planner import foresee, told
-from headrace.techniques.attention.sliding_window import TILE, share_of_causal
+from headrace.techniques.attention.sliding_window import share_of_causal
+from headrace.techniques.attention.sparse_attention import skipped
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
@@ -115,7 +128,7 @@ def test_steps_of_an_h200_are_foreseen_from_its_datasheet() -> None:
         if rate and (step_s := step_of(plan, context)) is not None:
             seconds = plan.batch.tokens / rate["value"]
             off[what] = step_s / seconds - 1
-    assert len(off) > 110
+    assert len(off) > 130
     assert mean(map(abs, off.values())) < 0.02, off
     assert max(map(abs, off.values())) < 0.05, max(off.items(), key=lambda item: abs(item[1]))
 
@@ -170,7 +183,12 @@ def test_a_plan_says_whether_it_fits_and_what_it_costs() -> None:
     ("with_", "overrides", "says"),
     [
         (["optimizer_offload"], [], "optimizer_offload does not say yet"),
-        (["sparse_attention", "flex_attention"], [], "not known before"),
+        (
+            ["sparse_attention", "flex_attention"],
+            ["techniques.sparse_attention.block=64"],
+            "not known before",
+        ),
+        (["logit_soft_cap"], [], "over plain products"),
         (
             ["float8_linear"],
             ["model.dim=2304", "techniques.float8_linear.recipe=rowwise"],
@@ -249,14 +267,24 @@ def test_pieces_compute_what_the_ledger_counts(changes: str) -> None:
 def test_a_mask_costs_what_its_kernel_makes_of_it() -> None:
     plain = Work("forward", "attention", sizes=(4, 8, 8, 4096, 64), kernel="flex")
     masked = replace(plain, masked=1.0, seen=0.25)
-    assert masked.seconds(H200) == pytest.approx(plain.seconds(H200) / 4)
+    share = (16.5 / 4 + STARTS["flex"]) / (16.5 + STARTS["flex"])  # blocks of a row, of 32 rows
+    assert masked.seconds(H200) == pytest.approx(plain.seconds(H200) * share)
+    assert replace(masked, seen=1.0).seconds(H200) == pytest.approx(plain.seconds(H200))
     half = replace(masked, masked=0.5)
-    assert half.seconds(H200) == pytest.approx(plain.seconds(H200) * 0.625)
+    assert half.seconds(H200) == pytest.approx(plain.seconds(H200) * (1 + share) / 2)
+    skipped = replace(masked, kernel="varlen")
+    assert skipped.seconds(H200) == pytest.approx(replace(plain, kernel="flash").seconds(H200) / 4)
     dense = replace(masked, kernel="cudnn")
     assert dense.seconds(H200) > replace(plain, kernel="cudnn", causal=False).seconds(H200)
     with pytest.raises(UnsupportedError, match="not known before"):
         replace(masked, seen=None).seconds(H200)
     assert replace(dense, seen=None).seconds(H200) == dense.seconds(H200)
+    assert replace(dense, extra=20.0).seconds(H200) == dense.seconds(H200)
+    assert replace(plain, extra=24.0).seconds(H200) == pytest.approx(1.25 * plain.seconds(H200))
+    cap = replace(plain, capped=True)
+    assert cap.seconds(H200) == replace(plain, extra=CAP).seconds(H200)
+    with pytest.raises(UnsupportedError, match="soft cap"):
+        replace(cap, kernel="cudnn").seconds(H200)
     with pytest.raises(UnsupportedError, match="nobody timed"):
         replace(plain, unknown="nobody timed it").seconds(H200)
 
@@ -269,6 +297,18 @@ def test_a_window_leaves_the_blocks_that_hold_anything(window: int, length: int)
     count = length // TILE
     blocks = held.any(3).any(1).sum().item() / (count * (count + 1) / 2)
     assert share_of_causal(window, length) == pytest.approx(blocks)
+
+
+def test_a_pattern_leaves_whole_blocks_and_its_longest_column_ends_last() -> None:
+    assert skipped(BlockPattern(64), 1024) == (None, 0)
+    share, column = skipped(BlockPattern(256, local=1, first=1), 1024)
+    assert (share, column) == (pytest.approx((3 * 4 + 3 * 4) / 36), 8)
+    work = Work("backward", "attention", sizes=(1, 8, 2, 1024, 64), kernel="flex", masked=1.0)
+    pieces = [replace(work, seen=share, column=blocks) for blocks in (1, 8, 15)]
+    one, longer, longest = (piece.seconds(H200) for piece in pieces)
+    assert longest - longer == pytest.approx(longer - one) and longer > one
+    forward = [replace(piece, phase="forward").seconds(H200) for piece in pieces]
+    assert forward[0] == forward[1] > replace(work, phase="forward", seen=share).seconds(H200)
 
 
 def test_copies_hide_behind_their_phase_and_recordings_are_one_launch() -> None:

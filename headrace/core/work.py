@@ -6,12 +6,14 @@ by the bytes that they read and write. A stream has two costs: what eager torch 
 operation, and what one fused kernel needs; a compiler takes the second.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from headrace.core.errors import UnsupportedError
 from headrace.core.machine import Machine
+from headrace.core.rates import SOFTMAX
 
 Phase = Literal["forward", "recompute", "backward", "optimizer"]
 Kind = Literal["product", "attention", "stream", "host link"]
@@ -22,9 +24,9 @@ IN_STEP = 1.11
 1b with one long row (techniques.jsonl, limits.jsonl); profiled, 1.13 and 1.2 (kernels.jsonl)."""
 BESIDE = 1.085
 """Likewise products, beside what they take longer under seconds of load: from the same steps."""
-UNHURRIED = {"flash": 1.04}
+UNHURRIED = {"flash": 1.04, "flex": 1.04}
 """Kernels too slow to reach the limit of power, which a step does not slow as much (flash_attention
-and varlen_attention in techniques.jsonl)."""
+and varlen_attention in techniques.jsonl; flex_attention at 2,048 tokens, whose rate was probed)."""
 UNFUSED = 1.44
 """How many times as long eager streams take as their bytes, since many read parts of rows or repeat
 what is small: eager steps of 160m and 1b, less products and attention (techniques.jsonl)."""
@@ -34,6 +36,20 @@ mask as a tensor: every score, and of it a number for each, read at the memory's
 (sliding_window, prefix_lm and sparse_attention over cuDNN in techniques.jsonl)."""
 SCORE = 2
 """bytes of a mask's number"""
+TILE = 128
+"""Tokens of a block of scores that flex attention computes whole or not at all."""
+STARTS = {"flex": 2.4}
+"""Blocks that beginning and ending a row of them takes as long as: flex_attention at 2,048, 4,096
+and 32,768 tokens, which alone explains sliding_window at the first two."""
+LOOKED_UP = 3.0
+"""Blocks that the one on the diagonal takes longer where its mask asks a table for each score:
+sparse_attention over flex, 2.8 at 160m, 3.3 at 1b, 2.8 to 5 in rows of 32,768."""
+COLUMN = 0.5
+"""Of the backward pass, the gradients of keys and values. One processor makes those of a block of
+keys, and the longest such column ends last: sparse_attention of 1b in rows of 32,768, 0.45."""
+CAP = 137.0
+"""Features of a head that a soft cap of a score takes as long as: its tanh and that one's gradient
+(logit_soft_cap over flex in techniques.jsonl: 126 to 147, trunks and recipes of 160m and 1b)."""
 HEAT, HEATED = 0.3, 0.6
 """How much slower products get with their share of a step, from a share on: see `heated`. Without
 7b the same steps give 0.2; with it 7b, of which 0.77 are products, is 5% off and not 6."""
@@ -63,6 +79,10 @@ class Work:
         causal: of attention.
         masked: of attention, the share of its kernels whose mask is more than causal.
         seen: of causal scores, the share that such a mask leaves; None where nothing tells.
+        column: of a pattern of blocks, the most blocks of queries that see one of keys; else 0.
+        extra: of kernels that make masks themselves, what more is computed for each score, in
+            features of a head that would take as long.
+        capped: scores have a soft cap.
         recorded: it is replayed with all others of its phase by one launch.
         unknown: why no rates tell its time, if so.
     """
@@ -79,6 +99,9 @@ class Work:
     causal: bool = True
     masked: float = 0.0
     seen: float | None = 1.0
+    column: int = 0
+    extra: float = 0.0
+    capped: bool = False
     recorded: bool = False
     unknown: str = ""
 
@@ -116,20 +139,36 @@ class Work:
     def _mixing_s(self, machine: Machine) -> float:
         """One kernel of attention, the mean of those with and without a mask."""
         kernel = self.kernel or self._trunks(machine)
+        if self.capped and kernel not in SKIPPING:
+            raise UnsupportedError("a soft cap over plain products was not timed", "")
         plain_s = self._scores_s(machine, SKIPPING.get(kernel, kernel), self.causal)
+        rows, heads, _, length, features = self.sizes
+        if kernel in SKIPPING:
+            masked_s = self._skipping_s(machine, kernel, plain_s) if self.masked else plain_s
+            more = 1 + (self.extra + CAP * self.capped) / (features + SOFTMAX)
+            return more * (plain_s + self.masked * (masked_s - plain_s))
         if not self.masked:
             return plain_s
-        rows, heads, _, length, _ = self.sizes
-        if kernel in SKIPPING:
-            if self.seen is None:
-                raise UnsupportedError(
-                    f"what {kernel} attention skips under this mask is not known before it runs", ""
-                )
-            masked_s = self.seen * plain_s
-        else:
-            bias_s = machine.traffic_s(SCORE * rows * heads * length**2)
-            masked_s = self._scores_s(machine, kernel, causal=False) + bias_s
+        bias_s = machine.traffic_s(SCORE * rows * heads * length**2)
+        masked_s = self._scores_s(machine, kernel, causal=False) + bias_s
         return plain_s + self.masked * (masked_s - plain_s)
+
+    def _skipping_s(self, machine: Machine, kernel: str, plain_s: float) -> float:
+        """One kernel that computes the blocks that a mask leaves, by the seconds of all causal."""
+        if self.seen is None:
+            raise UnsupportedError(
+                f"what {kernel} attention skips under this mask is not known before it runs", ""
+            )
+        rows, heads, kv_heads, length, _ = self.sizes
+        count, starts = math.ceil(length / TILE), STARTS.get(kernel, 0.0)
+        mean = (count + 1) / 2
+        looked_up = LOOKED_UP if self.column else 0.0
+        share = (self.seen * mean + starts + looked_up) / (mean + starts)
+        column_s = 0.0
+        if self.phase == "backward":
+            block_s = machine.processors * plain_s / (rows * heads * count * mean)
+            column_s = COLUMN * block_s * self.column * heads / kv_heads
+        return share * plain_s + column_s
 
     def _scores_s(self, machine: Machine, kernel: str, causal: bool) -> float:
         """All scores of one kernel, in a step."""

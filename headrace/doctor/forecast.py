@@ -45,7 +45,7 @@ class Error:
 
 
 ERROR = Error(
-    0.029, 0.05, 93, "results/techniques.jsonl: NVIDIA H200, trunks and recipes of 160m and 1b"
+    0.0195, 0.01, 104, "results/techniques.jsonl: NVIDIA H200, trunks and recipes of 160m and 1b"
 )
 """Of 80% of forecasts, in the logarithm of the ratio."""
 

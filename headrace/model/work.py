@@ -131,22 +131,37 @@ def _streams(
     }  # fmt: skip
 
 
-def masked(ledger: Ledger, layers: float, seen: float | None) -> Ledger:
+def masked(
+    ledger: Ledger, layers: float, seen: float | None, *, column: int = 0, extra: float = 0.0
+) -> Ledger:
     """The ledger with a mask of attention that a causal flag cannot say.
 
     Args:
         ledger: before.
         layers: share of the layers that have it.
         seen: share of causal scores that it leaves there; None where nothing tells.
+        column: of a pattern of blocks, the most blocks of queries that see one of keys.
+        extra: what a kernel that makes the mask computes more for each score, in features of a head
+            that would take as long.
     """
 
     def edit(_: str, piece: Work) -> Work:
         if piece.kind != "attention":
             return piece
         left = None if seen is None or piece.seen is None else seen * piece.seen
-        return replace(piece, masked=max(piece.masked, layers), seen=left)
+        return replace(
+            piece, masked=max(piece.masked, layers), seen=left, column=max(piece.column, column),
+            extra=piece.extra + extra,
+        )  # fmt: skip
 
     return ledger.reworked(edit)
+
+
+def capped(ledger: Ledger) -> Ledger:
+    """The ledger with a soft cap on every score of attention."""
+    return ledger.reworked(
+        lambda _, piece: replace(piece, capped=True) if piece.kind == "attention" else piece
+    )
 
 
 def offloaded(ledger: Ledger, sent: float) -> Ledger:

@@ -32,6 +32,7 @@ from headrace.core.technique import (
 from headrace.model.attention import weights
 from headrace.model.count import FP32, held_in
 from headrace.model.mask import MaskSpec, Rows
+from headrace.model.work import capped
 from headrace.sockets import Build
 
 LARGEST = 60.0
@@ -44,6 +45,7 @@ class LogitSoftCap(Technique[Build]):
     cap: float = Field(default=50.0, gt=0, le=100)
     """Largest score, after the scale by head size; tuner range 20 to 100."""
 
+    timed: ClassVar[bool] = True
     room: ClassVar[str] = "attention"
     stage: ClassVar[Stage] = Stage.PARTS
     composes: ClassVar[tuple[str, ...]] = ("mask",)
@@ -70,6 +72,7 @@ class LogitSoftCap(Technique[Build]):
 
     def predict(self, ledger: Ledger) -> Ledger:
         """A dense mask, and what plain products keep of every score."""
+        ledger = capped(ledger)
         sizes = ledger.sizes
         if "mask" not in ledger.memory:
             line = Line(sizes["mask"] / sizes["rows"], ("loss", "turn", "backward"))

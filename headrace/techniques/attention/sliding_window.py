@@ -26,15 +26,13 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
+from headrace.core.work import TILE
 from headrace.data.loader import Micro
 from headrace.model.attention import Attention
 from headrace.model.count import held_in
 from headrace.model.mask import MaskSpec
 from headrace.model.work import masked
 from headrace.sockets import Build
-
-TILE = 128
-"""Tokens of a block that is skipped whole or not at all."""
 
 
 def share_of_causal(window: int, length: int) -> float:

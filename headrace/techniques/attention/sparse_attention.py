@@ -29,11 +29,27 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
+from headrace.core.work import TILE
 from headrace.model.attention import weights
 from headrace.model.count import held_in
 from headrace.model.mask import BlockPattern, Rows
 from headrace.model.work import masked
 from headrace.sockets import Build
+
+
+def skipped(pattern: BlockPattern, length: int) -> tuple[float | None, int]:
+    """What a kernel that skips blocks of `TILE` tokens makes of a pattern in a row of `length`.
+
+    Returns:
+        The share of causal blocks that are left, None where blocks of the pattern are no whole
+        number of the kernel's; and the most of queries that see one of keys.
+    """
+    if pattern.block % TILE:
+        return None, 0
+    count, times = -(-length // TILE), pattern.block // TILE
+    seen_ZZ = pattern.seen(-(-length // pattern.block))
+    seen_ZZ = seen_ZZ.repeat_interleave(times, 0).repeat_interleave(times, 1)[:count, :count].tril()
+    return 2 * seen_ZZ.sum().item() / (count * (count + 1)), int(seen_ZZ.sum(0).max())
 
 
 class SparseAttention(Technique[Build]):
@@ -96,8 +112,8 @@ class SparseAttention(Technique[Build]):
 
         With documents masked the mask is theirs, and the pattern lies in it.
         """
-        # Blocks that all see are one kernel's work in the backward pass: no density tells its time.
-        ledger = masked(ledger, 1.0, None)
+        seen, column = skipped(self.pattern, int(ledger.sizes["length"]))
+        ledger = masked(ledger, 1.0, seen, column=column)
         if "mask" in ledger.memory:
             return ledger
         sizes = ledger.sizes
