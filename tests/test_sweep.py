@@ -279,7 +279,7 @@ def test_plans_that_were_measured_are_ranked_as_they_were() -> None:
         except UnsupportedError:  # no time is predicted
             continue
         seconds = plan.batch.tokens / metrics["tokens_per_s"]["value"]
-        _, took = seen[what.split()[0]].setdefault(plan.to_toml(), (time.step_s, []))
+        _, took = seen[what.split()[1]].setdefault(plan.to_toml(), (time.step_s, []))
         took.append(seconds)
     assert set(seen) == {"160m", "1b"}
     for rows in seen.values():

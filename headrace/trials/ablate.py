@@ -10,8 +10,8 @@ The first is what a technique is worth where it stands, the second what it is wo
 the two differ where techniques remove the same waste. Every measurement becomes a row of a file as
 soon as it is made, in the form of results/techniques.jsonl; what has a row there of the same plans,
 device, commit and size is not measured again, so that an ablation that was ended goes on. What
-cannot run has a row with the reason. No measurement begins that, as long as the longest so far,
-would end after the time that is given; those that are left are named.
+cannot run has a row with the reason. No measurement begins for which half of what the longest took
+so far is not left of the time that is given; those that are left are named.
 """
 
 import json
@@ -29,7 +29,7 @@ import torch
 
 from headrace.build import predict
 from headrace.context import choose_device, make_context
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ConfigError, RunError
 from headrace.core.plan import Plan
 from headrace.core.technique import Catalogue
 from headrace.data.ingest import prepare
@@ -81,6 +81,7 @@ def ablate_command(
 
     Raises:
         ConfigError: the plan has no techniques, or more than one rank.
+        RunError: the file cannot be written.
         UnsupportedError: its device is not here.
     """
     ends_s, progress = time.monotonic() + 60 * minutes, progress or Progress()
@@ -173,10 +174,12 @@ class Bench:
                 waiting.append(trial)
             else:
                 self.found.rows[trial.kind, trial.names] = row
+        if waiting:
+            self.progress.note(f"{len(waiting)} to measure; the first is: {waiting[0].title}")
         try:
             for done, trial in enumerate(waiting):
                 self.progress.task("ablation", done, len(waiting))
-                if time.monotonic() + self.longest_s > self.ends_s or not self.measure(trial):
+                if time.monotonic() + self.longest_s / 2 > self.ends_s or not self.measure(trial):
                     self.found.left.append(trial.title)
             self.progress.task("ablation", len(waiting), len(waiting))
         except KeyboardInterrupt:
@@ -253,11 +256,18 @@ class Bench:
         return {}
 
     def _append(self, row: Row) -> None:
-        self.found.file.parent.mkdir(parents=True, exist_ok=True)
-        with self.found.file.open("a+b") as file:
-            if file.tell() and (file.seek(-1, os.SEEK_END), file.read())[1] != b"\n":
-                file.write(b"\n")  # the last line was cut short
-            file.write(json.dumps(row).encode() + b"\n")
+        path = self.found.file
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a+b") as file:
+                if file.tell() and (file.seek(-1, os.SEEK_END), file.read())[1] != b"\n":
+                    file.write(b"\n")  # the last line was cut short
+                file.write(json.dumps(row).encode() + b"\n")
+        except OSError as error:
+            raise RunError(
+                f"{path} cannot be written: {error.strerror}; what stands there is kept",
+                "--out FOLDER, or the same command when there is room",
+            ) from None
 
     def _key(self, trial: Trial) -> tuple[Any, ...]:
         """What two measurements of the same have in common."""

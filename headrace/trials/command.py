@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from headrace.changes import parse
 from headrace.context import choose_device
-from headrace.core.errors import EXIT_INTERRUPTED, ConfigError, Stopped
+from headrace.core.errors import EXIT_INTERRUPTED, ConfigError, RunError, Stopped
 from headrace.core.machine import Machine
 from headrace.core.plan import Plan
 from headrace.core.technique import Catalogue, Context
@@ -52,8 +53,42 @@ def tune_command(
     Raises:
         ConfigError, UnsupportedError: the plan itself cannot run here, or has no target where
             quality is wanted, or another process tunes it.
+        RunError: the folder cannot be written; tells what was kept.
         Stopped: Ctrl-C came; the files of the best so far are written.
     """
+    _check(plan, aim, minutes)
+    folder = folder or folder_of(plan)
+    folder.mkdir(parents=True, exist_ok=True)
+    files = locked(folder)
+    try:
+        prepare(plan, progress=(progress or Progress()).task)  # on nobody's clock
+        with Worker(here=in_process, log=folder / LOG) as worker:
+            tuned = tune(
+                plan, aim, minutes, sources(aim, context, machine, catalogue),
+                measure_with(worker),
+                Rules(device=context.device, precision=context.precision),
+                store=Store(folder / TRIALS, here(choose_device(plan))), seeds=seeds,
+                train=train_with(worker, folder / "runs"), tell=tell,
+            )  # fmt: skip
+        try:
+            write(tuned, folder)
+        except (OSError, RunError) as error:
+            raise RunError(
+                f"{folder} cannot be written: {error}. {tuned.sentence()}",
+                " ".join(["headrace train PLAN", *parse(tuned.changes).command()]),
+            ) from None
+    finally:
+        files.unlock()
+    if tuned.interrupted:
+        raise Stopped(
+            f"interrupted: {tuned.sentence()} Its files are in {folder}",
+            f"{command(folder)}; the same command tunes on", EXIT_INTERRUPTED,
+        )  # fmt: skip
+    return tuned
+
+
+def _check(plan: Plan, aim: Aim, minutes: float) -> None:
+    """Whether there is anything to tune."""
     if aim == "quality" and not plan.goal.bits_per_byte:
         raise ConfigError(
             "quality is the time to a target, and the plan has none", "goal.bits_per_byte=TARGET"
@@ -65,29 +100,22 @@ def tune_command(
         )
     if minutes <= 0:
         raise ConfigError(f"{minutes} minutes are no time to measure in", f"--minutes {MINUTES:g}")
-    folder = folder or folder_of(plan)
-    folder.mkdir(parents=True, exist_ok=True)
+
+
+def locked(folder: Path) -> RunFolder:
+    """A folder of trials that no other process measures for; it would disturb this one's readings.
+
+    Raises:
+        ConfigError: one does.
+    """
     files = RunFolder(folder)
-    files.lock()
     try:
-        prepare(plan, progress=(progress or Progress()).task)  # on nobody's clock
-        with Worker(here=in_process, log=folder / LOG) as worker:
-            tuned = tune(
-                plan, aim, minutes, sources(aim, context, machine, catalogue),
-                measure_with(worker),
-                Rules(device=context.device, precision=context.precision),
-                store=Store(folder / TRIALS, here(choose_device(plan))), seeds=seeds,
-                train=train_with(worker, folder / "runs"), tell=tell,
-            )  # fmt: skip
-        write(tuned, folder)
-    finally:
-        files.unlock()
-    if tuned.interrupted:
-        raise Stopped(
-            f"interrupted: {tuned.sentence()} It stands in {folder}",
-            f"{command(folder)}; the same command tunes on", EXIT_INTERRUPTED,
-        )  # fmt: skip
-    return tuned
+        files.lock()
+    except ConfigError:
+        raise ConfigError(
+            f"another process measures for {folder}", "wait until it ends, or name=ANOTHER"
+        ) from None
+    return files
 
 
 def write(tuned: Tuned, folder: Path) -> None:

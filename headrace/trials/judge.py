@@ -183,8 +183,8 @@ def _by_time(found: Compared, rules: Rules) -> Compared:
     assert ratio is not None, "both were timed"
     verdict = accept(ratio, rules.margin)
     told = {
-        "better": "the whole interval lies above the margin",
-        "worse": "the whole interval lies below the margin",
+        "better": f"all of the interval lies above {1 + rules.margin:.3f}",
+        "worse": f"no gain: all of the interval lies below {1 + rules.margin:.3f}",
         "undecided": f"{ratio.low:.3f} to {ratio.high:.3f} holds 1, or less than {rules.margin:.1%}"
         " beside it",
     }  # fmt: skip

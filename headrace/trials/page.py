@@ -1,13 +1,16 @@
 """tune.html: the way from the first plan to the last, one self-contained page."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from headrace.core.statistics import Interval
 from headrace.core.units import format_bytes, format_seconds
 from headrace.report.chart import Array, Axis, Line, line_chart
 from headrace.report.page import (
     Safe,
+    bar,
     cards,
     figure,
     join,
@@ -20,7 +23,7 @@ from headrace.report.page import (
     tag,
     write_page,
 )
-from headrace.report.words import NOT_MEASURED, dollars, seconds
+from headrace.report.words import NOT_MEASURED, dollars, seconds, whole
 from headrace.trials.path import PAGE, Step, Tuned, command, named, told
 
 TONES = {"kept": "good", "reverted": "plain", "refused": "bad", "not tried": "plain"}
@@ -39,14 +42,14 @@ def write_tune_page(tuned: Tuned, folder: Path) -> Path:
         f"{name} tuned - Headrace",
         _header(tuned),
         section("What it came to", cards(_figures(tuned))),
-        _chart(tuned),
-        _changes(tuned),
+        _way(tuned),
         _trials(tuned),
         _left(tuned),
         section(
             "Run it",
             tag("pre", command(folder), class_="command"),
             tag("details", tag("summary", "The tuned plan"), tag("pre", named(tuned).to_toml())),
+            tag("details", tag("summary", "The first plan"), tag("pre", tuned.first.to_toml())),
             muted("Every reading stands in trials.jsonl; the same command tunes on from there."),
         ),
     )
@@ -56,7 +59,7 @@ def write_tune_page(tuned: Tuned, folder: Path) -> Path:
 def _header(tuned: Tuned) -> Safe:
     gain = "no change kept"
     if tuned.kept and tuned.ratio is not None:
-        gain = f"{tuned.ratio.value:.2f}x as fast"
+        gain = f"{tuned.ratio.value:.2f} times as fast"
     if tuned.kept and tuned.aim == "memory" and tuned.memory is not None:
         gain = f"{tuned.memory:.2f} of the memory"
     return tag(
@@ -70,22 +73,70 @@ def _header(tuned: Tuned) -> Safe:
 
 
 def _figures(tuned: Tuned) -> list[tuple[str, str, str]]:
-    one, two, back = tuned.before_s, tuned.after_s, tuned.break_even
-    rate = f"{tuned.plan.batch.tokens / two:,.0f}" if two else NOT_MEASURED
-    how = "first plan beside last" if tuned.whole else "product of the kept steps"
-    price = "" if tuned.dollars is None else f", {dollars(tuned.dollars)}"
-    return [
-        ("A step before", seconds(one), "median, the first plan"),
-        ("A step now", seconds(two), "median, the tuned plan"),
-        ("Tokens per second now", rate, "of the tuned plan"),
-        ("Speed", "1.000" if tuned.ratio is None else f"{tuned.ratio.value:.3f}x",
-         "" if tuned.ratio is None else f"{told(tuned.ratio)}; {how}"),
-        ("Peak memory", NOT_MEASURED if tuned.memory is None else f"{tuned.memory:.3f}x",
-         "last over first"),
-        ("Tuning took", seconds(tuned.seconds), f"{len(tuned.path)} plans{price}"),
-        ("Won back after", "never" if back is None else f"{back:,.0f} steps",
-         "" if back is None or not two else f"{format_seconds(back * two)} of training"),
+    """What it bought, then what it cost."""
+    one, two, back = tuned.before_s, tuned.now_s, tuned.break_even
+    tokens, price = tuned.plan.batch.tokens, tuned.first.hardware.dollars_per_hour
+    how = "first plan beside last" if tuned.whole else "product of the kept changes"
+    memory = NOT_MEASURED if tuned.memory is None else f"{tuned.memory:.2f} times"
+    counted = "measured" if tuned.counted else "foreseen: this device counts no bytes"
+    found = [
+        ("A step", seconds(two), f"was {seconds(one)}" if one else ""),
+        ("Tokens per second", whole(tokens / two if two else None),
+         f"was {whole(tokens / one)}" if one else ""),
+        ("Speed", "as it was" if tuned.ratio is None else f"{tuned.ratio.value:.2f} times",
+         "" if tuned.ratio is None else f"{_ends(tuned.ratio)}; {how}"),
+        ("Peak memory", memory, counted if tuned.memory is not None else ""),
     ]  # fmt: skip
+    if price is not None and two:
+        was = f"was {dollars(price * one / tokens / 3600 * 1e9)}" if one else ""
+        each = dollars(price * two / tokens / 3600 * 1e9)
+        found.append(("A billion tokens", each, f"{was}, at {dollars(price)} an hour"))
+    spent = "" if tuned.dollars is None else f", {dollars(tuned.dollars)}"
+    won = "" if back is None or not two else f"{seconds(back * two)} of training"
+    return [
+        *found,
+        ("Tuning took", seconds(tuned.seconds), f"{len(tuned.path)} plans{spent}"),
+        ("Won back after", "never" if back is None else f"{back:,.0f} steps", won),
+    ]
+
+
+def _ends(ratio: Interval) -> str:
+    return "measured once" if ratio.n < 2 else f"{ratio.low:.2f} to {ratio.high:.2f}"
+
+
+def _way(tuned: Tuned) -> Safe:
+    """Every plan from the first to the last, and when each was found."""
+    chart, rungs = _chart(tuned), _rungs(tuned)
+    if not tuned.kept:
+        return section("From the first plan to the last", muted("Nothing changed."), chart)
+    return section(
+        "From the first plan to the last",
+        tag("div", rungs, chart, class_="charts"),
+        muted("Each row keeps all changes above it; the trials below are their receipts."),
+    )
+
+
+def _rungs(tuned: Tuned) -> Safe:
+    """How fast each plan was that was the best for a while; the longest bar is the fastest."""
+    speeds = [1.0]
+    for step in tuned.kept:
+        own = step.ratio.value if step.ratio and step.stage != "learning" else 1.0
+        speeds.append(speeds[-1] * own)
+    names: list[Safe | str] = ["The first plan"]
+    for step in tuned.kept:
+        by = "" if step.ratio is None else f": {told(step.ratio)}"
+        names.append(join((*_codes(step.changes), muted(f"trial {step.number}{by}"))))
+    rows = [
+        (name, f"{speed:.2f}", bar(speed / max(speeds), "c0"))
+        for name, speed in zip(names, speeds, strict=True)
+    ]
+    steps = table("The way", ("Plan", "Speed", ""), rows, text=3)
+    return tag("figure", tag("figcaption", tag("strong", "Each plan that was the best")), steps)
+
+
+def _codes(words: Sequence[str]) -> list[Safe]:
+    """Changes as they are typed, with room between them."""
+    return [join((tag("code", word), " ")) for word in words]
 
 
 def _chart(tuned: Tuned) -> Safe:
@@ -118,7 +169,7 @@ def _chart(tuned: Tuned) -> Safe:
     )  # fmt: skip
     marks = [(swatch("c0", "line"), "best so far"), (swatch("c2", "dot"), "kept"),
              (swatch("c1", "dot"), "reverted")]  # fmt: skip
-    return section("The way", figure("Each plan that was measured, when", chart), legend(marks))
+    return tag("div", figure("Each plan that was measured, when", chart), legend(marks))
 
 
 def _gain(step: Step, memory: bool) -> float | None:
@@ -134,41 +185,33 @@ def _points(dots: list[tuple[float, float]]) -> tuple[Array, Array]:
     return np.array(x or [np.nan]), np.array(y or [np.nan])
 
 
-def _changes(tuned: Tuned) -> Safe:
-    """What lies between the plans, each word with the trial that brought it."""
-    rows = []
-    for word in tuned.changes:
-        by = [str(step.number) for step in tuned.kept if word in step.changes]
-        rows.append((tag("code", word), f"trial {by[-1]}" if by else ""))
-    if not rows:
-        return section("From the first plan to the last", muted("Nothing changed."))
-    return section(
-        "From the first plan to the last", table("Changes", ("Change", "Kept by"), rows, text=2)
-    )
-
-
 def _trials(tuned: Tuned) -> Safe:
     """A row for each plan that was tried: its receipt."""
-    rows = []
+    rows, noises = [], [step.noise for step in tuned.path if step.noise]
+    foretold = any(step.predicted is not None for step in tuned.path)
     for step in tuned.path:
-        what = join((tag("code", " ".join(step.changes)), muted(f"{step.number}. {_why(step)}")))
+        what = join((*_codes(step.changes), muted(f"{step.number}. {_why(step)}")))
         badge = tag("span", step.verdict, class_=f"badge {TONES[step.verdict]}")
         rows.append((
             what, badge,
-            "" if step.predicted is None else f"{step.predicted:.3f}",
+            *(["" if step.predicted is None else f"{step.predicted:.3f}"] if foretold else []),
             NOT_MEASURED if step.ratio is None else told(step.ratio),
             "" if step.memory is None else f"{step.memory:.3f}",
-            "" if step.loss is None else f"{step.loss:+.2g}",
+            "" if step.loss is None else f"{step.loss:+.1e}" if step.loss else "same",
             str(step.steps or ""), format_seconds(step.seconds) if step.seconds else "",
         ))  # fmt: skip
-    head = ("Change", "", "Predicted", "Measured", "Memory", "Loss", "Steps", "Took")
+    foreseen = ("Predicted",) if foretold else ()
+    head = ("Change", "", *foreseen, "Measured", "Memory", "Loss", "Steps", "Took")
+    noise = f"; another seed moves it by {max(noises):.1g}" if noises else ""
+    both = "Predicted and measured" if foretold else "Measured"
     return section(
         "Every trial",
         table("Trials", head, rows, text=2),
         muted(
-            "Predicted and measured: time of a step before over after, with a 95% interval; above "
-            "1 is faster. Memory: peak after over before. Loss: mean difference in nats per token "
-            "on the same rows from the same weights."
+            f"{both}: time of a step before over after, with a 95% interval; above "
+            "1 is faster. Memory: peak after over before"
+            f"{'' if tuned.counted else ', foreseen'}. Loss: mean difference in nats per token "
+            f"on the same rows from the same weights{noise}."
         ),
     )
 
@@ -178,8 +221,6 @@ def _why(step: Step) -> str:
     more = [STAGES[step.stage]]
     if step.equality != "exact":
         more.append(f"{step.equality} gradients")
-    if step.noise is not None:
-        more.append(f"another seed moves the loss by {step.noise:.2g} nats")
     if step.peak_bytes is not None:
         more.append(f"peak {format_bytes(step.peak_bytes)}")
     return f"{step.reason} ({'; '.join(more)})"
@@ -188,8 +229,8 @@ def _why(step: Step) -> str:
 def _left(tuned: Tuned) -> Safe:
     if not tuned.left:
         return Safe("")
-    why = "time was up" if tuned.up else "predicted to lose, or to change nothing"
-    names = "; ".join(tuned.left[:MOST_LEFT])
+    why = "Time was up" if tuned.up else "Foreseen to lose time, or to change nothing"
+    names = [tag("li", tag("code", change)) for change in tuned.left[:MOST_LEFT]]
     rest = len(tuned.left) - MOST_LEFT
-    more = f"; and {rest} more" if rest > 0 else ""
-    return section("Not tried", muted(f"{why}: {names}{more}"))
+    more = [tag("li", f"and {rest} more")] if rest > 0 else []
+    return section("Not tried", muted(f"{why}:"), tag("ul", *names, *more, class_="legend"))

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -104,11 +105,22 @@ class Tuned:
     interrupted: bool = False
 
     @property
+    def now_s(self) -> float | None:
+        """Seconds of a step at the first one's time of day: the first step over the ratio.
+
+        A device that others use too is not as fast at the end as at the beginning, which the
+        ratio does not feel.
+        """
+        if self.before_s is None or self.ratio is None:
+            return self.after_s
+        return self.before_s / self.ratio.value
+
+    @property
     def break_even(self) -> float | None:
         """Steps after which the tuning time is won back; None where no step was won."""
-        if self.before_s is None or self.after_s is None or self.after_s >= self.before_s:
+        if self.before_s is None or self.now_s is None or self.now_s >= self.before_s:
             return None
-        return break_even_steps(self.seconds, self.before_s, self.after_s)
+        return break_even_steps(self.seconds, self.before_s, self.now_s)
 
     @property
     def dollars(self) -> float | None:
@@ -121,12 +133,18 @@ class Tuned:
         """Changes that stayed."""
         return tuple(step for step in self.path if step.verdict == "kept")
 
+    @property
+    def counted(self) -> bool:
+        """Whether the peaks were measured; a device that counts no bytes has those foreseen."""
+        return any(step.peak_bytes is not None for step in self.kept)
+
     def plain(self) -> dict[str, Any]:
         """As JSON values."""
         return {
             "aim": self.aim, "name": self.plan.name, "changes": list(self.changes),
             "ratio": None if self.ratio is None else asdict(self.ratio), "whole": self.whole,
-            "memory": self.memory, "before_s": self.before_s, "after_s": self.after_s,
+            "memory": self.memory, "memory_measured": self.counted,
+            "before_s": self.before_s, "after_s": self.after_s,
             "tokens_per_s": self.plan.batch.tokens / self.after_s if self.after_s else None,
             "tuning_s": self.seconds, "tuning_dollars": self.dollars,
             "break_even_steps": self.break_even, "path": [asdict(step) for step in self.path],
@@ -137,19 +155,31 @@ class Tuned:
         """The end in words."""
         tried = sum(step.ratio is not None or step.after_s is not None for step in self.path)
         kept, spent = len(self.kept), format_seconds(self.seconds)
-        what = f"{tried} plans measured in {spent}, {kept} kept"
+        what = f"{tried} {'plan' if tried == 1 else 'plans'} measured in {spent}, {kept} kept"
+        if not self.path:
+            return (
+                "Nothing is foreseen to be better than the plan as it is, so nothing was measured."
+            )
         if not tried:
             return f"No plan could be measured in {spent}; the plan is as it was."
         if not kept:
             return f"Nothing that was tried is better than the plan as it is: {what}."
-        gains = (
-            [] if self.ratio is None else [f"a step takes {1 / self.ratio.value:.3f} of its time"]
-        )
-        gains += [] if self.memory is None else [f"the peak is {self.memory:.3f} of what it was"]
+        gains = [] if self.ratio is None else [_speed(self.ratio.value)]
+        if self.memory is not None:
+            verb = "is" if self.counted else "is foreseen to be"
+            gains.append(f"the peak {verb} {self.memory:.3f} of what it was")
+        sooner = [s.ratio.value for s in self.kept if s.stage == "learning" and s.ratio]
+        gains += [f"the target comes {prod(sooner):.2f} times as soon"] if sooner else []
         back = self.break_even
         won = "" if back is None else f" The tuning is won back after {back:,.0f} steps."
         said = " and ".join(gains) or "it runs now"
         return f"{said[0].upper()}{said[1:]}: {what}.{won}"
+
+
+def _speed(ratio: float) -> str:
+    if ratio < 1:
+        return f"a step takes {1 / ratio:.2f} times as long"
+    return f"a step is {ratio:.2f} times as fast"
 
 
 def told(ratio: Interval) -> str:

@@ -11,6 +11,7 @@ plenty, and what the clock has cut off takes all that shares a word with it to t
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import log
 from statistics import median
@@ -18,6 +19,7 @@ from typing import Any, Protocol
 
 from headrace.candidates import Asking, Candidate, Words, singles
 from headrace.changes import difference
+from headrace.core.errors import HeadraceError
 from headrace.core.machine import Machine
 from headrace.core.plan import Plan
 from headrace.core.symptoms import parse
@@ -33,16 +35,19 @@ TOP = 12
 """Whole plans of the sweep that may be measured; the rest differ from them in trifles."""
 SLACK = 0.03
 """What is predicted to lose more than this share is not measured: predictions err by less."""
+LESS_MEMORY = 1.005
+"""What must be foreseen to save as much of the peak to be measured for it: peaks are sure."""
 LOST_BEFORE = 0.985
 """Of its promise is left to a change that lost beside another plan."""
 LAST = 0.98
 """What a change of unknown time promises that lost, or of which a part was cut off by the clock."""
 COMPILING = 0.2
 """Of a guessed gain counts for what compiles first: it takes some five times as long to measure."""
-ROUNDING = 0.5
+ROUNDING = 0.2
 """Of a guessed gain counts for what rounds otherwise: what keeps the gradients comes before it."""
 NO_TIME = ("memory capacity", "fragmentation", "instability", "recipe", "silent no-op")
-"""Symptoms of what makes no step shorter where it fits anyway."""
+"""Symptoms of what makes no steady step shorter where it fits anyway; so has `launch:compilation`,
+whose steps compile again."""
 LEARNS = ("recipe", "instability", "wasted tokens", "computation")
 """Symptoms of changes of learning, those first that come to a loss in fewer tokens."""
 
@@ -90,12 +95,14 @@ def sources(aim: Aim, context: Context, machine: Machine, catalogue: Catalogue) 
         return found.start, [*best, *found.unknown, *found.idle]
 
     def single(plan: Plan) -> Sequence[Proposal]:
-        return singles(Asking(plan, context, machine, catalogue), failed.setdefault)
+        return singles(Asking(plan, context, machine, catalogue), failed.__setitem__)
 
-    def learning(plan: Plan) -> Sequence[Proposal]:
+    def learning(plan: Plan) -> Sequence[Candidate]:
         asking = Asking(plan, context, machine, catalogue, learning=True)
-        every = singles(asking, failed.setdefault)
-        every += [asking.answer(plan, (key,)) for key in KEYS["recipe"](plan)]
+        every = singles(asking, failed.__setitem__)
+        for key in KEYS["recipe"](plan):
+            with suppress(HeadraceError):
+                every.append(asking.answer(plan, (key,)))
         found = [c for c in every if kind_of(plan, c.plan) == "learning"]
         return sorted(found, key=lambda c: _learning_order(plan, c))
 
@@ -112,6 +119,11 @@ def _learning_order(plan: Plan, candidate: Candidate) -> tuple[int, int, Words]:
         return (-1, len(candidate.changes), candidate.changes)
     ranks = [i for i, name in enumerate(LEARNS) if name in said]
     return (min(ranks, default=len(LEARNS)), len(candidate.changes), candidate.changes)
+
+
+def _no_time(symptom: str) -> bool:
+    bottleneck, part = parse(symptom)
+    return bottleneck in NO_TIME or (bottleneck, part) == ("launch", "compilation")
 
 
 def _put_in(before: Plan, after: Plan) -> list[Technique[Any]]:
@@ -173,7 +185,8 @@ class Pool:
     def take(self) -> Proposal | None:
         """What promises most: a gain, then what nothing is known of, then a small loss."""
         ranked = sorted(self.waiting, key=lambda key: self._place(self.waiting[key]))
-        if not ranked or self._rank(self.waiting[ranked[0]]) <= 1 - SLACK:
+        least = LESS_MEMORY if self.memory else 1 - SLACK
+        if not ranked or self._rank(self.waiting[ranked[0]]) <= least:
             return None
         return self.waiting.pop(ranked[0]).proposal
 
@@ -220,8 +233,8 @@ class Pool:
         put_in = _put_in(self.best.plan, proposal.plan)
         faster = self.guess(proposal) or 1.0
         only_in = len(put_in) and {*self.best.plan.techniques} <= {*proposal.plan.techniques}
-        said = {parse(word)[0] for t in put_in for word in t.symptoms}
-        if only_in and self.best.foresight.fits == "yes" and said and said <= {*NO_TIME}:
+        said = [word for t in put_in for word in t.symptoms]
+        if only_in and self.best.foresight.fits == "yes" and said and all(map(_no_time, said)):
             return 0.0
         compiles = any(t.stage is Stage.COMPILE for t in self.best.plan.techniques.values())
         if faster <= 1:

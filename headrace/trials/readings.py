@@ -8,6 +8,7 @@ process that takes them.
 import gc
 import os
 import signal
+import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from multiprocessing import get_context
+from multiprocessing import get_context, resource_tracker
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -334,6 +335,13 @@ def _begin(log: Path | None) -> None:
         os.dup2(file, 2)
 
 
+def _quiet_tracker() -> None:
+    """Let the interpreter's own tracker be silent of what a killed process left: it removes it."""
+    sys.warnoptions.append("ignore:resource_tracker")
+    resource_tracker.ensure_running()
+    sys.warnoptions.pop()
+
+
 class Worker:
     """A process that takes readings, and a new one after each that may have harmed it.
 
@@ -351,13 +359,14 @@ class Worker:
         if self.here:
             return what(*given, **how)
         if self._pool is None:
+            _quiet_tracker()
             self._pool = ProcessPoolExecutor(
                 1, mp_context=get_context("spawn"), initializer=_begin, initargs=(self.log,)
             )
         try:
             found = self._pool.submit(what, *given, **how).result(limit_s)
         except BrokenProcessPool:
-            found = Reading(refused="its process died", poisoned=True)
+            found = Reading(refused=f"its process died{self._last_word()}", poisoned=True)
         except TimeoutError:
             found = Reading(refused=f"{NOT_DONE} {limit_s:.0f} s", poisoned=True)
         except Exception as error:  # outside of `read`, as what cannot be sent to the process
@@ -365,6 +374,12 @@ class Worker:
         if found.poisoned:
             self.close()
         return found
+
+    def _last_word(self) -> str:
+        """What the log ends with, where there is one."""
+        lines = self.log.read_text(errors="replace").split("\n") if self.log else []
+        said = [line.strip() for line in lines if line.strip()]
+        return f": {said[-1][:200]}" if said else ""
 
     def close(self) -> None:
         """End the process, busy or not."""

@@ -106,10 +106,15 @@ class Store:
         return reading
 
     def _write(self, row: dict[str, Any]) -> None:
-        if self.file is not None:
+        """A full disk ends no tuning: what is measured from then on is kept until its end."""
+        if self.file is None:
+            return
+        try:
             whole = not self.file.is_file() or self.file.read_bytes()[-1:] in (b"", b"\n")
             with self.file.open("a") as file:
                 file.write(("" if whole else "\n") + json.dumps(row) + "\n")
+        except OSError:
+            self.file = None
 
     def _read(self) -> dict[str, list[tuple[Reading, float]]]:
         """Rows by what they are of; a line that a kill cut short is none."""

@@ -1,7 +1,8 @@
 """A change of learning is worth its time to the target, and only over seeds.
 
 Two plans train to the same validation loss, seed for seed, each run in a process of its own with
-all that a run does: compiling and evaluating are on the clock. A run that does not get there took
+all that a run does. Evaluating is on the clock; compiling is not, for it takes as long as caches
+are cold, and the plan that runs first would pay for both. A run that does not get there took
 infinitely long. The change is better where the paired test over seeds says so (core/statistics;
 MLPerf and modded-nanogpt ask the same of a record). A change that loses its first two seeds is
 given up: with so few seeds left it could not win any more.
@@ -24,13 +25,14 @@ from headrace.trials.readings import NOT_DONE, Reading, Worker, read
 from headrace.trials.store import Store, fingerprint
 
 Train = Callable[[Plan, float], Reading]
-"""(plan, limit in seconds) -> seconds to the target, none where it was missed."""
+"""(plan, limit in seconds) -> seconds to the target, and with compiling; none if it was missed."""
 LEVEL = 0.95
 """Of the test over seeds: 5 that all win pass it."""
 GIVEN_UP = 2
 """Seeds that a change may lose before it won one."""
-PATIENCE = 2.0
-"""Times as long as the plan before may a run take to the target."""
+PATIENCE, LEAST_S = 2.0, 60.0
+"""Times as long as the plan before may a run take to the target, compiling too; and what it may in
+any case, for another model compiles anew."""
 
 
 def reach(plan: Plan, cut: bool) -> Reading:
@@ -44,8 +46,10 @@ def reach(plan: Plan, cut: bool) -> Reading:
     def go(found: Reading) -> None:
         folder = trainer.run(plan, progress=Progress())
         assert folder is not None, "one process is the first rank"
-        goal = RunFolder(folder).read_report()["goal"]
-        found.seconds = [goal["wall_s"]] if goal["reached"] else []
+        report = RunFolder(folder).read_report()
+        goal, compiling_s = report["goal"], (report["phase_s"] or {}).get("compile", 0.0)
+        if goal["reached"]:
+            found.seconds = [goal["wall_s"] - compiling_s, goal["wall_s"]]
         if cut and not goal["reached"] and goal["ended_by"] == "minutes":
             found.refused = f"{NOT_DONE} {plan.goal.minutes:.1f} minutes"
 
@@ -85,10 +89,13 @@ def learn(
     ends_s = clock() + limit_s
     one: list[float] = []
     two: list[float] = []
+    whole_s = inf
     for seed in seeds:
         for plan, into in ((first, one), (second, two)):
             left_s = ends_s - clock()
-            patient_s = left_s if into is one else min(left_s, PATIENCE * one[-1])
+            patient_s = left_s
+            if into is two:
+                patient_s = min(left_s, max(LEAST_S, PATIENCE * whole_s))
             if left_s <= 0:
                 return Compared("cut", f"time was up after {len(two)} of {len(seeds)} seeds")
             seeded = plan.replaced(seed=seed)
@@ -99,6 +106,9 @@ def learn(
             if found.refused and not found.refused.startswith(NOT_DONE):
                 return Compared("refused", found.refused)
             into.append(found.seconds[0] if found.seconds else inf)
+            whole_s = found.seconds[-1] if into is one and found.seconds else whole_s
+        if len(one) >= GIVEN_UP and not any(map(isfinite, one)):
+            return Compared("refused", "the plan before it misses the target itself")
         if len(two) >= GIVEN_UP and not any(b < a for a, b in zip(one, two, strict=True)):
             break
     return judge_seeds(one, two, len(seeds))
@@ -111,6 +121,8 @@ def judge_seeds(before: Sequence[float], after: Sequence[float], wanted: int) ->
     won = sum(b < a for a, b in zip(before, after, strict=True))
     told = f"sooner at the target with {won} of {len(after)} seeds"
     better = len(after) == wanted and seeds_better(after, before, LEVEL)
+    if not better and won == len(after):
+        told += ", by too little or too unlike each other for so few"
     return Compared(
         "better" if better else "worse", told, ratio=ratio,
         before_s=median(before), after_s=median(after),

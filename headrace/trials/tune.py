@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import ceil, exp, inf, log, prod
+from typing import Any
 
 from headrace.changes import difference
 from headrace.core.plan import Plan
@@ -205,22 +206,33 @@ class _Run:
             what = f"{len(waiting)} changes of learning"
             told = "they are compared by their time to a target: goal.bits_per_byte=TARGET"
             self.row(Step(len(self.path) + 1, (what,), "refused", told, equality="learning"))
-        for proposal in waiting if train is not None else ():
-            assert train is not None
+        tried: set[Any] = {fingerprint(self.first)}
+        while train is not None and waiting:
+            proposal = waiting.pop(0)
+            change = difference(self.pool.best.plan, proposal.plan)
+            if {change, fingerprint(proposal.plan)} & tried:
+                continue
+            tried |= {change, fingerprint(proposal.plan)}
             if self.left_s() <= self.costs.get("learning", 0.0):
                 self.up = True
                 return
-            spent_s, promise = self.store.spent_s, self.promise(proposal)
-            self.trying(proposal, f", {seeds} seeds to {self.first.goal.bits_per_byte:g}")
-            found = learn(
-                self.pool.best.plan, proposal.plan,
-                range(self.first.seed, self.first.seed + seeds), train, self.store,
-                limit_s=self.left_s(), clock=self.clock,
-            )  # fmt: skip
-            self.costs["learning"] = self.store.spent_s - spent_s
-            self.note(proposal, found, "learning", promise, spent_s)
-            if found.verdict == "better":
+            if self.teach(proposal, train, seeds).verdict == "better":
                 self.pool.best, self.pool.best_s = proposal, None
+                waiting = list(self.sources.learning(proposal.plan))
+
+    def teach(self, proposal: Proposal, train: Train, seeds: int) -> Compared:
+        """One change of learning beside the best so far, over seeds."""
+        assert self.pool is not None
+        spent_s, promise = self.store.spent_s, self.promise(proposal)
+        self.trying(proposal, f", {seeds} seeds to {self.first.goal.bits_per_byte:g}")
+        found = learn(
+            self.pool.best.plan, proposal.plan,
+            range(self.first.seed, self.first.seed + seeds), train, self.store,
+            limit_s=self.left_s(), clock=self.clock,
+        )  # fmt: skip
+        self.costs["learning"] = self.store.spent_s - spent_s
+        self.note(proposal, found, "learning", promise, spent_s)
+        return found
 
     def whole_way(self) -> None:
         """The first plan beside the best, where more than one change lies between them."""

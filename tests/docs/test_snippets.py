@@ -31,7 +31,9 @@ NOT_RUN = {
     "source .venv/bin/activate": "tests run in the environment that they are given",
     "python -m pytest -m gpu": "it needs a GPU, and is a test run of its own",
 }
-TAKES_PLAN = ("train", "explain", "ingest")
+TAKES_PLAN = ("train", "explain", "ingest", "plan", "tune", "ablate")
+MINUTES = "0.05"
+"""What `--minutes` becomes: tuning ends in the middle of its first trial, as it may."""
 
 
 def _tiny(arguments: list[str]) -> list[str]:
@@ -41,7 +43,10 @@ def _tiny(arguments: list[str]) -> list[str]:
         return arguments
     plan = recipes().get(arguments[at], Path(arguments[at])).read_text()
     own = ["data.sources=notes"] if 'sources = "stdlib"' in plan else []
-    return [*arguments[: at + 1], *own, *TINY, *arguments[at + 1 :]]
+    rest = arguments[at + 1 :]
+    if "--minutes" in rest:
+        rest[rest.index("--minutes") + 1] = MINUTES
+    return [*arguments[: at + 1], *own, *TINY, *rest]
 
 
 def _headrace(arguments: list[str]) -> tuple[int, str]:
