@@ -124,7 +124,7 @@ def doctor(
             return
         print(advice.told(found))
         if kernels:
-            print("\n".join(kernel_lines(kernels)))
+            show_table(["kernel", "class", "a step", "share", "bound"], kernel_lines(kernels))
 
 
 def _is_plan(what: Path) -> bool:

@@ -37,7 +37,7 @@ from typing import Any, TypeVar
 import torch
 
 from headrace.core.errors import UnsupportedError
-from headrace.core.machine import Machine, host_memory_bytes
+from headrace.core.machine import FORMAT, Machine, host_memory_bytes
 from headrace.core.rates import Absent, Attention, Kernel, Moved, Precision, Products, Shape, Stream
 from headrace.probes.clock import Clock
 from headrace.probes.points import Found, Probe, attention_probe, in_order, launches, product_probe
@@ -55,8 +55,8 @@ to 850: nine in a row reach the limit of its power."""
 
 
 def path(device: torch.device) -> Path:
-    """The file of this device with this torch and this driver."""
-    whole = f"{name_of(device)} torch {torch.__version__} {driver_of(device)}"
+    """The file of this device with this torch, this driver and this way to measure."""
+    whole = f"{name_of(device)} torch {torch.__version__} {driver_of(device)} {FORMAT}"
     name = f"{re.sub('[^A-Za-z0-9.]+', '-', whole)}.json"
     return Path.home() / ".cache" / "headrace" / "machines" / name
 
