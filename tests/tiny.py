@@ -16,6 +16,23 @@ WORDS = [
     "race", "head", "tail", "power", "grain", "flour", "bread", "salt",
 ]  # fmt: skip
 
+READ = """
+name = "tiny"
+device = "cpu"
+model = {{ dim = 32, layers = 2, heads = 2, ffn = 48, vocab = 320 }}
+goal = {{ steps = 3 }}
+batch = {{ tokens = 64 }}
+eval = {{ every_steps = 1000, tokens = 64 }}
+checkpoint = {{ every_steps = 0 }}
+[data]
+sources = "{corpus}"
+directory = "{prepared}"
+vocab = 300
+sequence_length = 16
+workers = 0
+"""
+"""A plan whose steps are read: three of them, and nothing between."""
+
 PLAN = """
 name = "tiny"
 device = "cpu"

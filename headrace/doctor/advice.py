@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from headrace import probes
+from headrace.changes import parse
 from headrace.context import elsewhere, make_context
 from headrace.core.errors import HeadraceError, RunError
 from headrace.core.machine import Machine
@@ -234,8 +235,7 @@ def line_of(remedy: Remedy) -> str:
 
 def words_of(remedy: Remedy) -> str:
     """The change as `headrace train` takes it."""
-    flags = {"+": "--with ", "-": "--without "}
-    return " ".join(flags[w[0]] + w[1:] if w[0] in flags else w for w in remedy.change)
+    return " ".join(parse(remedy.change).command())
 
 
 def gain_of(remedy: Remedy) -> str:

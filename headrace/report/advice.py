@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from headrace.changes import parse
 from headrace.core.errors import ConfigError
 from headrace.report.page import Safe, join, muted, section, table, tag
 from headrace.report.read import Table
@@ -11,7 +12,6 @@ from headrace.report.words import size
 
 MOST = 3
 """Remedies of a finding that the page shows."""
-FLAGS = {"+": "--with ", "-": "--without "}
 CHANGES = {"exact": "", "approximate": "; rounds otherwise", "learning": "; learns otherwise"}
 
 
@@ -69,8 +69,7 @@ def remedies(folder: Path) -> Safe:
 
 
 def _words(remedy: Remedy) -> Safe:
-    text = " ".join(FLAGS[w[0]] + w[1:] if w[0] in FLAGS else w for w in remedy.change)
-    return tag("code", text)
+    return tag("code", " ".join(parse(remedy.change).command()))
 
 
 def _gain(remedy: Remedy) -> str:

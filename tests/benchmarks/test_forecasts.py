@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny import READ
 
 from headrace.doctor.forecast import ERROR
 from headrace.truth import compute
@@ -15,22 +16,7 @@ from headrace.truth import compute
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 forecasts = import_module("forecasts")
-PLAN = """
-name = "tiny"
-device = "cpu"
-model = {{ dim = 32, layers = 2, heads = 2, ffn = 48, vocab = 320 }}
-goal = {{ steps = 3 }}
-batch = {{ tokens = 64 }}
-eval = {{ every_steps = 1000, tokens = 64 }}
-checkpoint = {{ every_steps = 0 }}
-[data]
-sources = "{corpus}"
-directory = "{prepared}"
-vocab = 300
-sequence_length = 16
-workers = 0
-[techniques.chunked_cross_entropy]
-"""
+PLAN = READ + "[techniques.chunked_cross_entropy]\n"
 
 
 def rows(folder: Path, topic: str) -> list[dict[str, Any]]:

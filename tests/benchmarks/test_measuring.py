@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from tiny import READ
 
 import headrace.build
 from headrace.core.model_config import ModelConfig
@@ -22,23 +23,7 @@ kernels, limits, peers, techniques = (
     import_module(n) for n in ("kernels", "limits", "peers", "techniques")
 )
 
-PLAN = """
-name = "tiny"
-device = "cpu"
-model = {{ dim = 32, layers = 2, heads = 2, ffn = 48, vocab = 320 }}
-goal = {{ steps = 3 }}
-batch = {{ tokens = 64 }}
-eval = {{ every_steps = 1000, tokens = 64 }}
-checkpoint = {{ every_steps = 0 }}
-[data]
-sources = "{corpus}"
-directory = "{prepared}"
-vocab = 300
-sequence_length = 16
-workers = 0
-[techniques.selective_checkpoint]
-[techniques.chunked_cross_entropy]
-"""
+PLAN = READ + "[techniques.selective_checkpoint]\n[techniques.chunked_cross_entropy]\n"
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ def test_remedies_are_shown_as_they_were_forecast(tmp_path: Path) -> None:
         json.dumps([{**FINDING, "remedies": [REMEDY, unsure]}, other])
     )
     page = remedies(tmp_path)
-    for text in ("--without slow --with fast batch.micro_sequences=2", "+4.0% (+2.0% to +6.0%)",
+    for text in ("batch.micro_sequences=2 --with fast --without slow", "+4.0% (+2.0% to +6.0%)",
                  "-2.0 GiB", "time &amp; money; learns otherwise", "Is &lt;fast&gt;.", "It waits.",
                  "not forecast: seeds tell"):  # fmt: skip
         assert text in page

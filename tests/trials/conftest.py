@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tiny import READ
 
 from headrace.changes import changed
 from headrace.cli import catalogue
@@ -16,22 +17,7 @@ from headrace.trials.pairs import Size
 from headrace.trials.proposals import Sources
 from headrace.trials.readings import NOT_DONE, OUT_OF_MEMORY, Reading
 
-PLAN = """
-name = "tiny"
-device = "cpu"
-directory = "{runs}"
-model = {{ dim = 32, layers = 2, heads = 2, ffn = 48, vocab = 320 }}
-goal = {{ steps = 3 }}
-batch = {{ tokens = 64 }}
-eval = {{ every_steps = 1000, tokens = 64 }}
-checkpoint = {{ every_steps = 0 }}
-[data]
-sources = "{corpus}"
-directory = "{prepared}"
-vocab = 300
-sequence_length = 16
-workers = 0
-"""
+PLAN = 'directory = "{runs}"\n' + READ
 KNOWN = catalogue()
 LOSSES = [6.0 - 0.01 * i + 0.03 * (-1) ** i for i in range(60)]
 
