@@ -32,6 +32,9 @@ one is behind at its end; of the steps that had the fault; of the device's memor
 of its fault is judged by what it left. A fault that cannot be planted on a device is told and has
 no row; a run that left nothing has a refused one. Rows of faults and workloads in HELD_OUT and
 UNSEEN are marked: these were written beside the thresholds and never run to set them.
+
+With `--keep` what a run left stays beside the rows, and `--again` judges it anew, at no device
+time: rows of other thresholds on the same runs. What is held out is run once these are fixed.
 """
 
 import argparse
@@ -51,22 +54,19 @@ from statistics import fmean, median
 from typing import Any
 
 import fault_foreign
+import fault_kept
 import receipts
 import torch
 from fault_hooks import Case
 from fault_workloads import UNSEEN, VARIANTS, WORKLOADS, Workload, variants
 from faults_planted import FAULTS, HELD_OUT, change_of, settings_of, train_case
 
-from headrace.core.errors import HeadraceError
-from headrace.core.symptoms import BOTTLENECKS
-from headrace.doctor.run import diagnose
 from headrace.doctor.window import WARM_STEPS, read_rows
 
 SEVERITIES = (0.1, 0.2, 0.4)
 CHILD_LIMIT_S = 300
 JUDGE = ("headrace/doctor/judge.py", "headrace/doctor/window.py", "headrace/doctor/trace/limits.py")
 """Where the doctor's thresholds stand, and what they are held against is computed."""
-ABSTAINED = "not measured"
 SMOOTH = 5
 """Steps over which losses are averaged before runs are compared."""
 
@@ -265,22 +265,15 @@ class Examination:
 
     def write(self, measurement: str, workload: Workload, ran: Ran, **about: Any) -> None:
         """Ask the doctor, and write what it said."""
-        try:
-            findings = diagnose([ran.folder])
-        except HeadraceError as error:
-            findings, ran.error = [], f"{ran.error} doctor: {error.message}".strip()
-        first = next((f for f in findings if f.bottleneck in (*BOTTLENECKS, ABSTAINED)), None)
-        verdict = first.bottleneck if first else None
-        unread = any(f.bottleneck == ABSTAINED for f in findings)
-        abstained = first is None or (verdict in ("computation", ABSTAINED) and unread)
+        said = fault_kept.verdict_of(ran.folder)
+        if self.args.keep:
+            said["kept"] = fault_kept.keep(ran.folder, self.args.results)
         receipts.append(
             "doctor", {}, results=self.args.results, measurement=measurement,
-            workload=workload.name, verdict=verdict, abstained=abstained,
-            evidence=f"{first.sentence} ({first.evidence})" if first else "",
-            findings=[[f.bottleneck, round(f.share, 4)] for f in findings],
-            thresholds=self.thresholds, ended=ran.error, planted=ran.facts,
-            steps=len(ran.rows), seeds=[ran.report.get("seed")], **about,
+            workload=workload.name, **said, thresholds=self.thresholds, ended=ran.error,
+            planted=ran.facts, steps=len(ran.rows), seeds=[ran.report.get("seed")], **about,
         )  # fmt: skip
+        verdict = said["verdict"]
         told = f"healthy {about.get('variant', '')}".strip()
         if measurement == "fault":
             self.said += 1
@@ -337,10 +330,16 @@ def main() -> None:
     parser.add_argument("--missing", type=Path, help="a results folder: only what has no row there")
     parser.add_argument("--results", type=Path, default=receipts.ROOT / "results")
     parser.add_argument("--set", nargs="*", default=[], help="overrides for every plan")
+    parser.add_argument("--keep", action="store_true", help="runs stay, in RESULTS/runs")
+    parser.add_argument("--again", type=Path, help="judge runs anew that were kept in this folder")
     parser.add_argument("--here", action="store_true", help="in this process, to debug")
     args = parser.parse_args()
     if unknown := set(args.held_out) - {*FAULTS, *WORKLOADS}:
         raise SystemExit(f"no fault and no workload: {', '.join(sorted(unknown))}")
+    if args.again:
+        right, of = fault_kept.judge_again(args.again, args.results, thresholds())
+        print(f"{right} of {of} runs judged right")
+        return
     device = "cuda" if torch.cuda.is_available() else "cpu"
     names = args.workloads or [n for n, w in WORKLOADS.items() if w.device == device]
     asked = args.faults if args.faults is not None else [] if args.healthy else list(FAULTS)

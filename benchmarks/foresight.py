@@ -3,7 +3,8 @@
     python benchmarks/foresight.py list
     python benchmarks/foresight.py predict
     python benchmarks/foresight.py predict --machine MACHINE.json
-    python benchmarks/foresight.py predict --machine MACHINE.json --after RUN
+    python benchmarks/foresight.py measure --first
+    python benchmarks/foresight.py predict --machine MACHINE.json --calibrated
     python benchmarks/foresight.py measure --limit-s 500
     CUDA_VISIBLE_DEVICES=1 python benchmarks/foresight.py measure --part 2/4 --results FOLDER
     python benchmarks/foresight.py picks
@@ -11,11 +12,13 @@
 `plans/held_out.toml` is the list: choices, whose candidates are timed, and memory, of which only
 what is near the device's capacity is run. `predict` needs no GPU. It writes a row for each
 configuration to results/plans.jsonl, at the tier of what it was given: rates of the datasheet, the
-file that `headrace probe` kept, or a run of one plan (not of the list) beside either.
+file that `headrace probe` kept, or beside either 20 measured steps of each choice's first candidate
+(`measure --first`), by which its others are predicted.
 Those rows are committed. Then `measure` runs what has a prediction and no outcome, each from a
 fresh build in a process that takes readings, and `picks` writes a row for each choice from the rows
 that stand. A row that is there is never written again, so every command can be given again. Several
-GPUs measure a part each: all candidates of a choice on one, whose clock is like no other's.
+GPUs take a part each: all candidates of a choice on one, whose clock is like no other's, and which
+was probed itself.
 
 The share of memory that is left when it fits is 7% at least: `fits` is true where the planner says
 "yes", and false where it says "tight" or "no".
@@ -38,11 +41,12 @@ import tomli_w
 import torch
 from residuals import on_device, standing
 
+from headrace.calibration import ENOUGH, Measured
 from headrace.changes import parse
 from headrace.cli import catalogue
 from headrace.core.machine import Machine
 from headrace.core.plan import Plan
-from headrace.planner import Foresight, after, foresee
+from headrace.planner import Foresight, calibrated, foresee
 from headrace.trials.readings import OUT_OF_MEMORY, Reading, Worker, time_steps
 
 LIST = Path(__file__).parent / "plans" / "held_out.toml"
@@ -118,43 +122,72 @@ class Planner:
     """What a prediction is made with."""
 
     machine: Machine
-    run: Path | None
+    measured: dict[str, tuple[Plan, Measured]] | None = None
+    """choice -> its first candidate and what its steps took"""
 
     @property
     def tier(self) -> str:
         """What it rests on."""
-        if self.run is not None:
+        if self.measured is not None:
             return "after_20_steps"
         return "after_probes" if self.machine.source == "probes" else "no_gpu"
 
-    def of(self, plan: Plan) -> Foresight:
+    def of(self, one: Configuration) -> Foresight:
         """The prediction of a plan."""
-        context, calibration = on_device(plan, DEVICE), None
-        if self.run is not None:
-            calibration = after(self.run, catalogue(), context, self.machine)
-        return foresee(plan, context, self.machine, calibration)
+        calibration = None
+        if self.measured is not None:
+            plan, steps = self.measured[one.choice]
+            calibration = calibrated(plan, on_device(plan, DEVICE), self.machine, steps)
+        return foresee(one.plan, on_device(one.plan, DEVICE), self.machine, calibration)
 
 
 def predict(args: argparse.Namespace) -> None:
     """A row for each configuration that has none at this tier."""
     machine = Machine.read(args.machine) if args.machine else Machine.assumed(DEVICE)
-    planner = Planner(machine, args.after)
     rows = known(args.results)
+    first = firsts(args.list)
+    came = {r["id"]: r for r in rows if r["kind"] == "outcome"}
+    measured = {
+        one.choice: (one.plan, Measured(came[one.id]["step_s"], steps=came[one.id]["timed"]))
+        for one in first.values() if came.get(one.id, {}).get("step_s")
+    }  # fmt: skip
+    planner = Planner(machine, measured if args.calibrated else None)
     done = {r["id"] for r in rows if r["kind"] == "prediction" and r["tier"] == planner.tier}
-    done |= {r["id"] for r in rows if r["kind"] == "outcome"}
-    wrote = 0
+    done |= {*came} | ({one.id for one in first.values()} if args.calibrated else set())
+    mine, wrote = shared(args, rows), 0
     for one in configurations(args.list):
         if one.id in done or (not one.choice and planner.tier != "no_gpu"):
             continue
-        plan = one.plan
-        found = planner.of(plan)
+        if mine is not None and _group(one) not in mine:
+            continue
+        if args.calibrated and one.choice not in measured:
+            continue
+        found = planner.of(one)
         receipts.append(
             "plans", {}, results=args.results, kind="prediction", id=one.id, tier=planner.tier,
-            **predicted(one, plan, found), rates_of=machine.date or "datasheet",
+            **predicted(one, one.plan, found), rates_of=machine.date or "datasheet",
             calibrated_by=found.calibrated_by, predicted_for=DEVICE,
         )  # fmt: skip
         wrote += 1
     print(f"{wrote} predictions at the tier {planner.tier}")
+
+
+def firsts(file: Path) -> dict[str, Configuration]:
+    """Of each choice, the candidate that the others are predicted by."""
+    found: dict[str, Configuration] = {}
+    for one in configurations(file):
+        if one.choice:
+            found.setdefault(one.choice, one)
+    return found
+
+
+def shared(args: argparse.Namespace, rows: list[dict[str, Any]]) -> set[str] | None:
+    """Groups of this part, by what was said without a GPU; None is all of them."""
+    if args.part == (1, 1):
+        return None
+    said = {r["id"]: r for r in rows if r["kind"] == "prediction" and r["tier"] == "no_gpu"}
+    every = [c for c in configurations(args.list) if c.id in said and _runs(c, said[c.id])]
+    return parts.share(_costs(every, said), args.part)
 
 
 def predicted(one: Configuration, plan: Plan, found: Foresight) -> dict[str, Any]:
@@ -188,16 +221,19 @@ def measure(args: argparse.Namespace) -> None:
     said = {r["id"]: r for r in rows if r["kind"] == "prediction" and r["tier"] == "no_gpu"}
     done = {r["id"] for r in rows if r["kind"] == "outcome"}
     every = [c for c in configurations(args.list) if c.id in said and _runs(c, said[c.id])]
-    mine = parts.share(_costs(every, said), args.part)
+    mine, first = shared(args, rows), firsts(args.list)
     ends_s, left = time.monotonic() + args.limit_s, []
     with Worker(here=args.here) as worker:
         for one in every:
-            if one.id in done or _group(one) not in mine or not one.id.startswith(args.only):
+            leads = bool(one.choice) and first[one.choice].id == one.id
+            if one.id in done or not one.id.startswith(args.only) or (args.first and not leads):
+                continue
+            if mine is not None and _group(one) not in mine:
                 continue
             if time.monotonic() >= ends_s:
                 left.append(one.id)
                 continue
-            measure_one(one, said[one.id], worker, args.results)
+            measure_one(one, said[one.id], worker, args.results, ENOUGH if leads else TIMED)
     print(f"left: {', '.join(left) or 'none'}")
 
 
@@ -220,13 +256,13 @@ def _costs(every: list[Configuration], said: dict[str, dict[str, Any]]) -> dict[
 
 
 def measure_one(
-    one: Configuration, said: dict[str, Any], worker: Worker, results: Path
+    one: Configuration, said: dict[str, Any], worker: Worker, results: Path, steps: int
 ) -> dict[str, Any]:
-    """Run one and write its row."""
+    """Run one, so many timed steps where its time is asked, and write its row."""
     began_s, plan = time.monotonic(), one.plan
     if receipts.sha256(plan.dump()) != said["plan_sha256"]:
         raise SystemExit(f"{one.id} is not the plan that was predicted: give it another name")
-    warm, timed = (WARM, TIMED) if one.choice else BRIEF
+    warm, timed = (WARM, steps) if one.choice else BRIEF
     found = worker.ask(fresh_steps, plan, limit_s=CHILD_S, warm=warm, timed=timed)
     full = found.refused.startswith(OUT_OF_MEMORY)
     if found.refused and not full:
@@ -305,10 +341,10 @@ def known(folder: Path) -> list[dict[str, Any]]:
 
 def tell(args: argparse.Namespace) -> None:
     """The list with what is predicted without a GPU, and the device time that it would take."""
-    planner, spent_s, runs = Planner(Machine.assumed(DEVICE), None), 0.0, 0
+    planner, spent_s, runs = Planner(Machine.assumed(DEVICE)), 0.0, 0
     steps_s: dict[str, list[float]] = {}
     for one in configurations(args.list):
-        found = planner.of(one.plan)
+        found = planner.of(one)
         steps = WARM + TIMED if one.choice else sum(BRIEF)
         if one.choice or risky(found):
             runs += 1
@@ -329,10 +365,12 @@ def main() -> None:
     parser.add_argument("phase", choices=phases)
     parser.add_argument("--list", type=Path, default=LIST)
     parser.add_argument("--machine", type=Path, help="predict: what was probed")
-    parser.add_argument("--after", type=Path, help="predict: a run whose steps were measured")
+    parser.add_argument("--calibrated", action="store_true",
+                        help="predict: by the first candidates, which were measured")  # fmt: skip
+    parser.add_argument("--first", action="store_true", help="measure: them alone")
     parser.add_argument("--only", default="", help="measure: how names begin")
     parser.add_argument("--part", type=parts.part, default=(1, 1), metavar="K/N",
-                        help="measure: the K-th of N, which other GPUs measure")  # fmt: skip
+                        help="the K-th of N, which other GPUs measure")  # fmt: skip
     parser.add_argument("--limit-s", type=float, default=math.inf, help="begin none later")
     parser.add_argument("--missing", type=Path, default=receipts.ROOT / "results",
                         help="measure: where predictions stand, and some outcomes")  # fmt: skip

@@ -361,7 +361,14 @@ def test_predictions_then_outcomes_then_picks(
     assert not (tmp_path / "picks.jsonl").exists()
     go("measure", "--part", "2/2")
     assert len(foresight.known(tmp_path)) == 4  # its only choice falls to the first
-    go("measure", "--part", "1/2")
+    go("measure", "--part", "1/2", "--first")
+    go("predict", "--calibrated")
+    first, told = [
+        r for r in foresight.known(tmp_path) if r["kind"] == "outcome" or r["tier"] != "no_gpu"
+    ]
+    assert (first["id"], told["id"]) == ("tiny-16x4/recipe", "tiny-16x4/full")
+    assert (first["timed"], told["tier"]) == (foresight.ENOUGH, "after_20_steps")
+    assert told["calibrated_by"] == "tiny"
     go("measure")
     outcomes = [row for row in foresight.known(tmp_path) if row["kind"] == "outcome"]
     assert [row["id"] for row in outcomes] == ["tiny-16x4/recipe", "tiny-16x4/full"]
@@ -370,4 +377,5 @@ def test_predictions_then_outcomes_then_picks(
     go("picks")
     found = compute(tmp_path)
     assert found["step_time_error_no_gpu"]["n"] == found["pick_regret"]["candidates"] == 2
-    assert found["false_fits"]["n"] == 4 and found["false_fits"]["value"] == 0
+    assert found["step_time_error_after_20_steps"]["n"] == 1
+    assert found["false_fits"]["n"] == 5 and found["false_fits"]["value"] == 0

@@ -11,12 +11,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from headrace.core.errors import ConfigError, RunError
 from headrace.core.units import format_seconds
 from headrace.doctor.findings import Finding, stations
-from headrace.doctor.judge import SLACK_SHARE, judge
+from headrace.doctor.judge import FEWEST_STEPS, judge
 from headrace.doctor.trace import ABSTAINED, computation, diagnose_trace
 from headrace.doctor.trace import judge as judge_trace
 from headrace.doctor.trace.facts import newest
@@ -30,8 +31,6 @@ TRACES = (".json", ".json.gz")
 """How the names of traces end."""
 WATCHED, LOOK_BYTES = re.compile(rb'"watched"\s*:\s*true'), 4096
 """What stands near the beginning of a file that `headrace.watch` saved."""
-DRY_SHARE = 0.05
-"""Of a watched loop's steps, in which the device may run dry before the host is called late."""
 HELD = ("thermal slowdown", "hardware slowdown", "power brake", "clocks that were set")
 """Why a clock is slow that need not be. A limit of power is how GPUs are built and not among it."""
 WRONG = ("silent no-op", "instability", "recipe")
@@ -123,7 +122,8 @@ def _traced(
         said = "Traces were asked for and none was recorded."
         return [Finding(ABSTAINED, 0.0, said, told["trouble"], "measured", "kernels")], None
     try:
-        numbers = replace(measure_traces(paths), host_ahead=_host_ahead(report, window))
+        usual_s = median(window.step_s) if window.steps >= FEWEST_STEPS else None
+        numbers = replace(measure_traces(paths), undisturbed_s=usual_s)
     except ConfigError as error:
         said = "The newest trace of the run cannot be read."
         return [Finding(ABSTAINED, 0.0, said, error.message, "measured", "kernels")], None
@@ -138,14 +138,6 @@ def _traced(
         "efficiency of operations: of a CPU there are names and times",
     )  # fmt: skip
     return [], split if shares else None
-
-
-def _host_ahead(report: Mapping[str, Any], window: Window) -> bool:
-    """Whether signals say, without the profiler's cost, that the host is ahead of the device."""
-    slack, lead = window.share(window.slack_s), report.get("host_lead")
-    if slack is not None:
-        return slack >= SLACK_SHARE
-    return bool(lead) and lead["dry_at_forward_steps"] < DRY_SHARE * lead["steps"]
 
 
 def _with_breaks(finding: Finding, breaks: int | None) -> Finding:

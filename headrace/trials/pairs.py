@@ -62,6 +62,8 @@ class Size:
         return 2 * self.rounds * self.steps
 
 
+HEAT_S = 3.0
+"""A GPU's steps before the timed ones: its clock falls by 1 to 2% in the first seconds of work."""
 SCREEN = Size()
 """12 steady steps: enough to see what is worth more (Megatron-Bridge's skills take 6 to 12)."""
 ACCEPT = Size(steps=9, rounds=3)
@@ -85,12 +87,21 @@ def time_pair(first: Plan, second: Plan, *, size: Size, text: bool = True) -> Re
             own = _allocated() - between
             one.warm(size.warm)
             others = _allocated() - held - own
+            _heat(one, two)
             for name in order_abba(size.rounds):
                 (one if name == "A" else two).block(size.steps)
             one.end(beside_bytes=own + held)
             two.end(beside_bytes=others)
 
     return read(go)
+
+
+def _heat(one: "_Side", two: "_Side") -> None:
+    """Untimed steps in turn, as many of each, until the device is as warm as it stays."""
+    ends_s = time.monotonic() + (HEAT_S if one.build.device.type == "cuda" else 0.0)
+    while time.monotonic() < ends_s:
+        one.block(1, timed=False)
+        two.block(1, timed=False)
 
 
 def time_alone(plan: Plan, *, size: Size, text: bool = True) -> Reading:
@@ -128,7 +139,7 @@ class _Side:
                 self.step()
             wait(self.build)
 
-    def block(self, steps: int) -> None:
+    def block(self, steps: int, *, timed: bool = True) -> None:
         """Timed steps, after one that fills the queue of the device."""
         clock = Clock(self.build.device)
         with _blamed(self.found), flags_of(self.build):
@@ -139,7 +150,8 @@ class _Side:
             for _ in range(steps):
                 self.step()
                 clock.mark()
-            self.found.seconds.append(median(clock.seconds()))
+            seconds = clock.seconds()
+            self.found.seconds += [median(seconds)] * timed
             if (most := peak(self.build)) is not None:
                 self.peak_bytes = max(self.peak_bytes or 0.0, most)
 

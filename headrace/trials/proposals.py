@@ -220,6 +220,8 @@ class Pool:
         return -self._rank(one), len(one.change)
 
     def _rank(self, one: _Waiting) -> float:
+        if not self.memory and self._buys_no_time(one.proposal):
+            return 0.0
         promise = self._promise(one.proposal, one.words)
         if promise is not None and (self.memory or one.proposal.foresight.step_s):
             rank = promise * (LOST_BEFORE if one.change in self.lost else 1.0)
@@ -232,10 +234,6 @@ class Pool:
         """A place for what no time is predicted of; 1 is in the middle, and 0 is left out."""
         put_in = _put_in(self.best.plan, proposal.plan)
         faster = self.guess(proposal) or 1.0
-        only_in = len(put_in) and {*self.best.plan.techniques} <= {*proposal.plan.techniques}
-        said = [word for t in put_in for word in t.symptoms]
-        if only_in and self.best.foresight.fits == "yes" and said and all(map(_no_time, said)):
-            return 0.0
         compiles = any(t.stage is Stage.COMPILE for t in self.best.plan.techniques.values())
         if faster <= 1:
             return faster
@@ -243,6 +241,14 @@ class Pool:
         if not compiles and any(t.stage is Stage.COMPILE for t in put_in):
             counts *= COMPILING
         return 1 + counts * log(faster)
+
+    def _buys_no_time(self, proposal: Proposal) -> bool:
+        """Whether all that it puts in is for something else than steps that fit anyway."""
+        put_in = _put_in(self.best.plan, proposal.plan)
+        only_in = len(put_in) and {*self.best.plan.techniques} <= {*proposal.plan.techniques}
+        said = [word for t in put_in for word in t.symptoms]
+        fits = self.best.foresight.fits == "yes"
+        return bool(only_in and fits and said and all(map(_no_time, said)))
 
     def guess(self, proposal: Proposal) -> float | None:
         """How much faster than the best so far by the ledger alone; None where it does not tell."""

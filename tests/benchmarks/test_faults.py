@@ -51,7 +51,8 @@ def test_a_fault_a_healthy_run_and_their_rows(
 ) -> None:
     words = ["--workloads", "cpu_dense", "--severities", 0.4, "--held-out", "cpu_dense", "--faults"]
     before = Loader.step
-    healthy, slow, padded = examine(*words, "slow_loader", "padded_batches", "full_memory")
+    faults_ = ["slow_loader", "padded_batches", "full_memory"]
+    healthy, slow, padded = examine(*words, *faults_, "--keep")
     assert Loader.step is before
     assert (healthy["measurement"], healthy["workload"]) == ("healthy", "cpu_dense")
     assert (slow["expected"], slow["verdict"], slow["held_out"]) == ("input", "input", True)
@@ -66,6 +67,12 @@ def test_a_fault_a_healthy_run_and_their_rows(
     assert found["doctor_false_alarms"]["n"] == 1
     again = examine(*words, "padded_batches", "--missing", tmp_path)
     assert len(again) == 3
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (tmp_path / "runs").rename(kept / "runs")
+    (tmp_path / "doctor.jsonl").rename(kept / "doctor.jsonl")
+    anew = examine("--again", kept)
+    assert [{**row, "thresholds": ""} for row in anew] == [{**r, "thresholds": ""} for r in again]
 
 
 def test_a_run_that_failed_is_refused_and_seeds_are_healthy_rows(

@@ -56,8 +56,8 @@ def test_what_a_watch_saved_is_judged(tmp_path: Path) -> None:
         diagnose([file])
 
 
-def ran_on_a_gpu(run: Path, *, slack_s: float = 0.0, **signals: Any) -> None:
-    """Rewrite a run's report as if a GPU had taken a tenth of a second a step."""
+def ran_on_a_gpu(run: Path, *, step_s: float = 0.1, **signals: Any) -> None:
+    """Rewrite a run's report as if a GPU had taken a tenth of a second a step, or so long."""
     file = run / "report.json"
     report = json.loads(file.read_text())
     report["signals"] |= {"device": "cuda", "graph_breaks": 3, **signals}
@@ -65,7 +65,7 @@ def ran_on_a_gpu(run: Path, *, slack_s: float = 0.0, **signals: Any) -> None:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     phases = {"input_s": 0.0, "forward_s": 0.03, "backward_s": 0.06, "optimizer_s": 0.01}
     for row in rows:
-        row |= {**phases, "step_s": 0.1, "slack_s": slack_s, "compile_s": 0.0, "loss": 5.0}
+        row |= {**phases, "step_s": step_s, "slack_s": 0.0, "compile_s": 0.0, "loss": 5.0}
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -94,7 +94,10 @@ def test_a_trace_stands_for_what_signals_guess(run: Path) -> None:
     assert "told apart" not in station.not_measured
     facts = trace_facts(run)
     assert facts is not None and 1 - facts.busy == pytest.approx(0.3, rel=0.1)
-    ran_on_a_gpu(run, slack_s=0.05)  # without the profiler the host is far ahead
+    ran_on_a_gpu(run, step_s=(1 - 0.2) * facts.step_s)  # the rest is the profiler's own
+    first, *_ = diagnose([run])
+    assert first.bottleneck == "launch" and first.share == pytest.approx(0.1 / 0.8, rel=0.15)
+    ran_on_a_gpu(run, step_s=(1 - 0.3) * facts.step_s)
     assert "launch" not in {f.bottleneck for f in diagnose([run])}
 
 

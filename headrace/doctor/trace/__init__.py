@@ -124,10 +124,12 @@ def _unmeasured(numbers: TraceNumbers) -> Finding | None:
 
 
 def _launch(numbers: TraceNumbers) -> Finding | None:
+    """What launches that came late take, less what the profiler added, which slows the host."""
     late, sync, between = (numbers.idle(cause) for cause in ("launch", "sync", "between"))
     between = between if between >= ALARM else 0.0
-    share = late + sync + between
-    if share < ALARM or numbers.host_ahead:
+    traced_s, own_s = numbers.step_s(), numbers.profiler_s()
+    share = max(0.0, (late + sync + between) * traced_s - own_s) / max(traced_s - own_s, 1e-9)
+    if share < ALARM:
         return None
     first = max(numbers.ranks, key=lambda rank: rank.launches)
     names = ", ".join(first.syncs[:2]) or "a synchronisation"
@@ -135,15 +137,17 @@ def _launch(numbers: TraceNumbers) -> Finding | None:
         "late launches": late,
         f"after the host waited for the device in {names}": sync,
         "between queued kernels": between,
+        "of it the profiler's own": own_s / traced_s,
     }
     evidence = (
         f"{_times(numbers, parts)}; {first.launches:.0f} kernels a step, {first.short or 0:.0%} "
         f"of them under {SHORT_KERNEL_US:.0f} us"
     )
     notes = [*_notes(numbers, "frames"), *_notes(numbers, "DataLoader")]
+    unknown = [] if numbers.undisturbed_s else ["the profiler's own cost on the host"]
     return _finding(
         "launch", share, f"The device was idle for {share:.0%} of a step for want of launches.",
-        evidence, numbers, sure=not notes, missing=["the profiler's own cost on the host", *notes],
+        evidence, numbers, sure=not notes, missing=[*unknown, *notes],
     )  # fmt: skip
 
 

@@ -47,17 +47,21 @@ class Ranks:
 class TraceNumbers:
     """All that was measured: each rank's steps and kernels, and the ranks against each other.
 
-    Where signals of the same run say that its host is ahead of the device (`host_ahead`), late
-    launches are the profiler's own doing.
+    Where signals of the same run tell how long its steps are without a profiler
+    (`undisturbed_s`), what a traced step takes beyond that is the profiler's own doing.
     """
 
     ranks: tuple[RankTimes, ...]
     between_ranks: Ranks
-    host_ahead: bool = False
+    undisturbed_s: float | None = None
 
     def step_s(self) -> float:
         """The mean step of the median rank; 0 when none was measured."""
         return median([r.wall_s / len(r.steps) for r in self.ranks if r.steps] or [0.0])
+
+    def profiler_s(self) -> float:
+        """What a step took longer for being traced; 0 where nobody knows."""
+        return max(0.0, self.step_s() - (self.undisturbed_s or self.step_s()))
 
     def share(self, of: Callable[[StepTimes], float]) -> float:
         """What part of a step something takes: the median over ranks that were measured."""
