@@ -133,6 +133,11 @@ def _too_high(severity: float) -> tuple[str, ...]:
     return (f"optimizer.lr*{30 if severity <= 0.1 else 100 if severity <= 0.2 else 300}",)
 
 
+def _too_low(severity: float) -> tuple[str, ...]:
+    """A learning rate that is a part of it."""
+    return (f"optimizer.lr*{0.65 if severity <= 0.1 else 0.5 if severity <= 0.2 else 0.3}",)
+
+
 @contextmanager
 def _lost_evidence(case: Case) -> Iterator[Facts]:
     """A technique that was in force is not any more, for the last share of the steps."""
@@ -220,6 +225,11 @@ def _fragments(case: Case) -> AbstractContextManager[Facts]:
 COMPILED = ('techniques.torch_compile={scope = "block", backend = "aot_eager", fullgraph = false}',)
 """Of a CPU, where no compiler is needed; `settings_of` says what a GPU has."""
 LONG = {"cpu": ("goal.steps=120",), "cuda": ("goal.steps=56",)}
+CURVED = {
+    "cpu": ("goal.steps=120", "eval.every_steps=10"),
+    "cuda": ("goal.steps=56", "eval.every_steps=7"),
+}
+"""With validations, by which runs are held against each other."""
 BOTH = ("batch.tokens=4096",)
 """Of two ranks, so that each has what one has alone."""
 CARDS = ("cuda",)
@@ -243,6 +253,9 @@ FAULTS = {
     "graph_breaks": Fault("launch", times.graph_breaks, setting=COMPILED, on_gpu=BREAKABLE),
     "learning_rate": Fault(
         "instability", _plan_alone, counts="progress", setting=LONG["cpu"], change=_too_high
+    ),
+    "poor_recipe": Fault(
+        "recipe", _plan_alone, counts="progress", setting=CURVED["cpu"], change=_too_low
     ),
     "spikes": Fault("instability", _spikes, counts="steps", setting=LONG["cpu"]),
     "lost_evidence": Fault("silent no-op", _lost_evidence, counts="steps",
@@ -272,6 +285,8 @@ def settings_of(fault: Fault, device: str) -> tuple[str, ...]:
 
     Of a GPU's few steps a tenth is too few for any rule of learning.
     """
+    if fault.setting == CURVED["cpu"]:
+        return CURVED[device]
     if fault.setting == LONG["cpu"] or (device == "cuda" and fault.expected == "instability"):
         return LONG[device]
     return fault.setting if device == "cpu" else ()

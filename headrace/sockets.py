@@ -13,8 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from headrace.core.errors import ConfigError
-from headrace.core.ledger import Ledger
+from headrace.core.ledger import Ledger, check_free
 from headrace.core.model_config import ModelConfig
 from headrace.core.plan import Plan
 from headrace.core.technique import Context, Technique
@@ -259,11 +258,7 @@ class Build:
             ConfigError: another technique already owns one of them.
         """
         for name in names:
-            if name in self.linear:
-                first = self.linear[name][0]
-                raise ConfigError(
-                    f"{owner} and {first} both replace the linear {name!r}", f"--without {owner}"
-                )
+            check_free(self.linear[name][0] if name in self.linear else None, owner, name)
             self.linear[name] = (owner, make)
 
 

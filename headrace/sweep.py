@@ -185,9 +185,12 @@ class _Search:
         return [c for c in found if not self.needless(c)]
 
     def needless(self, candidate: Candidate) -> bool:
-        """Whether one without one of its words is foreseen to be the same."""
+        """Whether one without one of its words, or a technique's, is foreseen to be the same."""
         words = candidate.changes
-        fewer = (self.seen.get(words[:i] + words[i + 1 :]) for i in range(len(words)))
+        left_out = [{word} for word in words]
+        for name in (word[1:] for word in words if word[0] == "+"):
+            left_out.append({w for w in words if w[1:] == name or f".{name}." in w})
+        fewer = (self.seen.get(tuple(w for w in words if w not in out)) for out in left_out)
         return any(one is not None and _same(one, candidate) for one in fewer)
 
     def result(self) -> Sweep:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from headrace.core.errors import ConfigError
 from headrace.core.work import Work
 
 Instant = Literal["always", "backward", "loss", "turn", "optimizer"]
@@ -38,6 +39,18 @@ class Line:
     opaque: bool = False
 
 
+def check_free(first: str | None, owner: str, name: str) -> None:
+    """A linear has one owner at most.
+
+    Raises:
+        ConfigError: it has another one already.
+    """
+    if first is not None:
+        raise ConfigError(
+            f"{owner} and {first} both replace the linear {name!r}", f"--without {owner}"
+        )
+
+
 @dataclass(frozen=True)
 class Ledger:
     """Memory lines by name, and FLOPs per trained token by phase ("forward", "backward", ...)."""
@@ -48,6 +61,19 @@ class Ledger:
     """Facts that edits are made from, such as bytes of logits per token."""
     work: dict[str, Work] = field(default_factory=dict)
     """Pieces of a step by name, which a machine's rates price."""
+    linears: dict[str, str] = field(default_factory=dict)
+    """Linears of a block by name -> the technique that replaces them."""
+
+    def with_linears(self, owner: str, names: Iterable[str]) -> "Ledger":
+        """The same with linears that a technique replaces.
+
+        Raises:
+            ConfigError: another technique already owns one of them.
+        """
+        names = list(names)
+        for name in names:
+            check_free(self.linears.get(name), owner, name)
+        return replace(self, linears={**self.linears, **dict.fromkeys(names, owner)})
 
     def with_line(self, name: str, line: Line) -> "Ledger":
         """The same ledger with one line added or replaced."""

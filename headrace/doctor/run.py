@@ -8,7 +8,7 @@ is told and does not stop the doctor.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -18,6 +18,7 @@ from headrace.core.errors import ConfigError, RunError
 from headrace.core.units import format_seconds
 from headrace.doctor.findings import Finding, stations
 from headrace.doctor.judge import FEWEST_STEPS, judge
+from headrace.doctor.recipe import slower_than_another
 from headrace.doctor.trace import ABSTAINED, computation, diagnose_trace
 from headrace.doctor.trace import judge as judge_trace
 from headrace.doctor.trace.facts import newest
@@ -77,7 +78,8 @@ def diagnose_run(folder: Path) -> list[Finding]:
         RunError: a file of it is damaged.
     """
     report = RunFolder(folder).read_report()
-    return _judged(report, read_rows(folder / "metrics.jsonl"), folder / "report.json")
+    rows, file = read_rows(folder / "metrics.jsonl"), folder / "report.json"
+    return _judged(report, rows, file, slower_than_another)
 
 
 def _is_watched(file: Path) -> bool:
@@ -88,10 +90,12 @@ def _is_watched(file: Path) -> bool:
 
 
 def _judged(
-    report: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], file: Path
-) -> list[Finding]:
-    """What the judge finds, then the stations; last what was not measured."""
+    report: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], file: Path,
+    recipe: Callable[[Path, Mapping[str, Any]], Finding | None] = lambda folder, report: None,
+) -> list[Finding]:  # fmt: skip
+    """What the judge finds, and of the recipe; then the stations; last what was not measured."""
     try:
+        slower = recipe(file.parent, report)
         window = of_run(report, rows)
         traced, split = _traced(report, window, file.parent)
         signals = report.get("signals") or {}
@@ -100,7 +104,7 @@ def _judged(
         faults = _placed(faults, _clock(signals.get("gpu")))
         unread = [f for f in (*found, *traced) if f.bottleneck == ABSTAINED]
         told = [_told_apart(f, split, signals) for f in stations(report)]
-        return [*faults, *told, *unread]
+        return [*faults, *([slower] if slower else []), *told, *unread]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RunError(
             f"{file} is damaged, or of another version: {error!r}", "headrace doctor on another run"

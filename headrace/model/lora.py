@@ -100,23 +100,26 @@ def linears_of(model: nn.Module, targets: Sequence[str]) -> list[str]:
 
 
 def adapted_ledger(
-    ledger: Ledger, targets: Sequence[str], rank: int, stored: Callable[[int, int], float] | None
-) -> Ledger:
+    ledger: Ledger, owner: str, targets: Sequence[str], rank: int,
+    stored: Callable[[int, int], float] | None,
+) -> Ledger:  # fmt: skip
     """The ledger of a model of which only adapters learn.
 
     Args:
         ledger: of the model that learns whole.
+        owner: the technique.
         targets: ends of names of the adapted linears; all without targets.
         rank: of the adapters.
         stored: (features in, features out) -> bytes of an adapted weight; None leaves it fp32.
 
     Raises:
-        ConfigError: the ledger knows none of the targets.
+        ConfigError: the ledger knows none of the targets, or another technique replaces one.
     """
     sizes, layers = ledger.sizes, int(ledger.sizes["layers"])
     every = [key[:-3] for key in sizes if key.endswith("/in")]
     shapes = {name: (int(sizes[f"{name}/in"]), int(sizes[f"{name}/out"])) for name in every}
     chosen = _chosen(every, targets)
+    ledger = ledger.with_linears(owner, chosen)
     low = {name: rank * sum(shapes[name]) for name in chosen}
     weights = {name: shape[0] * shape[1] for name, shape in shapes.items()}
     saved = sum(4 * weights[n] - stored(*shapes[n]) for n in chosen) if stored else 0

@@ -60,7 +60,7 @@ def test_targets_name_linears_by_their_ends(make_tiny: Make) -> None:
     assert "mlp.gate_up" in caught.value.remedy
     with pytest.raises(ConfigError, match=r"mixer\.bcx.*mixer\.qkv"):
         trunk = trunk_ledger(build.config, rows=1, length=8, precision="fp32", device="cpu")
-        adapted_ledger(trunk, ["mixer.bcx"], 2, None)
+        adapted_ledger(trunk, "lora", ["mixer.bcx"], 2, None)
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ class Lora(Technique[Build]):
 
     def predict(self, ledger: Ledger) -> Ledger:
         """Gradients and optimizer state of the adapters alone; no product for frozen gradients."""
-        found = adapted_ledger(ledger, self.targets, self.rank, stored=None)
+        found = adapted_ledger(ledger, self.name(), self.targets, self.rank, stored=None)
         share = found.memory["gradients"].bytes / ledger.memory["gradients"].bytes
         return adapted(found.without(["head_weight_gradient"]), self.targets, self.rank, share)
 

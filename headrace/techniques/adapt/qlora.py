@@ -70,7 +70,7 @@ class Qlora(Technique[Build]):
     def predict(self, ledger: Ledger) -> Ledger:
         """As lora, with the adapted weights in few bits."""
         adapted = adapted_ledger(
-            ledger, self.targets, self.rank,
+            ledger, self.name(), self.targets, self.rank,
             stored=lambda inner, outer: quantized_bytes(outer, inner, self.base),
         )  # fmt: skip
         return adapted.without(["head_weight_gradient"])

@@ -113,6 +113,9 @@ class Float8Linear(Technique[Build]):
             if name.endswith("/weight_cast"):
                 ledger = ledger.with_line(name, replace(line, bytes=line.bytes - 2 * taken))
         fits = {n: ends for n, ends in weights.items() if self._fits(*ends)}
+        if not fits:
+            raise self._nothing_fits(set(weights.values()))
+        ledger = ledger.with_linears(self.name(), fits)
         facts = {f"{name}/fp8": 1.0 for name in fits}
         return self._worked(replace(ledger, sizes={**sizes, **facts}), fits)
 
@@ -141,6 +144,18 @@ class Float8Linear(Technique[Build]):
         wide = min(inner, outer) >= self.min_size
         return wide and inner % self.multiple_of == 0 and outer % self.multiple_of == 0
 
+    def _nothing_fits(self, sizes: set[tuple[int, int]]) -> ConfigError:
+        """Of linears of these sizes (in, out)."""
+        narrow = max(min(ends) for ends in sizes)
+        told = ", ".join(sorted(f"{outer} x {inner}" for inner, outer in sizes))
+        return ConfigError(
+            f"float8_linear takes linears whose sizes are multiples of {self.multiple_of} and "
+            f"at least {self.min_size}, and this model has {told}",
+            f"techniques.float8_linear.min_size={narrow}, at a loss of speed"
+            if narrow < self.min_size
+            else f"sizes (model.dim, model.ffn) that are multiples of {self.multiple_of}",
+        )
+
     def apply(self, build: Build) -> None:
         """Replace every linear of the blocks whose sizes fit."""
         linears = {
@@ -155,15 +170,7 @@ class Float8Linear(Technique[Build]):
             and m.out_features % (ranks * self.multiple_of) == 0
         ]  # fmt: skip
         if not names:
-            found = sorted({f"{m.out_features} x {m.in_features}" for m in linears.values()})
-            narrow = max(min(m.out_features, m.in_features) for m in linears.values())
-            raise ConfigError(
-                f"float8_linear takes linears whose sizes are multiples of {self.multiple_of} and "
-                f"at least {self.min_size}, and this model has {', '.join(found)}",
-                f"techniques.float8_linear.min_size={narrow}, at a loss of speed"
-                if narrow < self.min_size
-                else f"sizes (model.dim, model.ffn) that are multiples of {self.multiple_of}",
-            )
+            raise self._nothing_fits({(m.in_features, m.out_features) for m in linears.values()})
         make = _maker(self.recipe, build)
         build.replace_linears(self.name(), names, make)
 

@@ -1,0 +1,144 @@
+"""A recipe that needs more tokens than another one did: the runs of one folder, side by side.
+
+How low a loss may be after so many tokens has no law that holds for every text and every size, so a
+run is held against the user's own: those that lie beside it, on the same text with the same
+tokenizer, of a model of the same size. Where one of them reached this run's best validation with
+far fewer tokens, the recipe (its optimizer, rates, schedule, batch or model) is what to look at,
+and what the two plans have different is told. Only a run that ended is judged, for a rate that has
+not come down yet hides what was learned. Two runs are no proof of a recipe: seeds differ, by a few
+percent of the tokens.
+
+Left out: scaling laws, which tell of recipes that nobody tried here.
+"""
+
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from headrace.core.units import format_count
+from headrace.doctor.findings import Finding
+
+FEWER_TOKENS = 0.15
+"""Share of a run's tokens that another one must have spared: seeds move it by less."""
+FEWEST = 3
+"""Validations of each run."""
+SAME_SIZE = 0.02
+"""By which share parameters may differ."""
+NO_RECIPE = ("name", "directory", "device", "guard", "eval", "checkpoint", "track", "trace", "goal",
+             "hardware", "seed")  # fmt: skip
+"""Tables and keys of a plan that are told apart, but not as what made the difference."""
+TEXT = ("data.sources", "data.validation", "eval.tokens")
+"""What makes validations those of one text."""
+TOLD = 6
+"""Differences that a reader is told."""
+Curve = list[tuple[float, float]]
+"""Tokens and bits per byte of each validation."""
+
+
+def slower_than_another(folder: Path, report: Mapping[str, Any]) -> Finding | None:
+    """The finding that another run beside this one reached its quality with fewer tokens.
+
+    Args:
+        folder: runs/NAME.
+        report: its report.json.
+    """
+    mine, plan = _curve(report), _plan(folder)
+    if report["status"] != "done" or len(mine) < FEWEST or plan is None:
+        return None
+    best = min(bits for _, bits in mine)
+    spent = tokens_to(mine, best)
+    found: list[tuple[float, str, dict[str, Any]]] = []
+    for other, told, its_plan in _beside(folder):
+        if _comparable(report, plan, told, its_plan):
+            needed = tokens_to(_curve(told), best)
+            if needed is not None and spent:
+                found.append((needed / spent, other, its_plan))
+    if not found or (share := 1 - min(found)[0]) < FEWER_TOKENS:
+        return None
+    left, name, its_plan = min(found, key=lambda one: one[0])
+    return Finding(
+        "recipe", share,
+        f"Another recipe came as far with {share:.0%} fewer tokens.",
+        f"{name} reached {best:.3f} bits per byte after {format_count(left * (spent or 0))} of "
+        f"this run's {format_count(spent or 0)} tokens; it has {differences(plan, its_plan)}",
+        "inferred", "seeds: one run of each, and a seed moves the tokens by a few percent",
+    )  # fmt: skip
+
+
+def tokens_to(curve: Curve, bits: float) -> float | None:
+    """Tokens after which a curve is down at `bits`, between two validations in proportion."""
+    if not curve or curve[0][1] <= bits:
+        return curve[0][0] if curve else None
+    for (before, high), (after, low) in pairwise(curve):
+        if low <= bits < high:
+            return before + (after - before) * (high - bits) / (high - low)
+    return None
+
+
+def differences(plan: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """What the second plan has otherwise, as words of a plan, the most of them left out."""
+    mine, its = _flat(plan), _flat(other)
+    words = [f"-{t}" for t in sorted(_techniques(plan) - _techniques(other))]
+    words += [f"+{t}" for t in sorted(_techniques(other) - _techniques(plan))]
+    keys = [k for k in sorted({*mine, *its}) if k.partition(".")[0] not in NO_RECIPE]
+    words += [
+        f"{k}={its.get(k)} in place of {mine.get(k)}" for k in keys if mine.get(k) != its.get(k)
+    ]
+    more = f" and {len(words) - TOLD} more" if len(words) > TOLD else ""
+    return ", ".join(words[:TOLD]) + more if words else "the same recipe: another seed"
+
+
+def _beside(folder: Path) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Name, report and plan of the runs in the same place; what cannot be read is none."""
+    for file in sorted(folder.resolve().parent.glob("*/report.json")):
+        plan = None if file.parent == folder.resolve() else _plan(file.parent)
+        try:
+            report = json.loads(file.read_text()) if plan is not None else None
+        except (OSError, ValueError):
+            continue
+        if plan is not None and isinstance(report, dict):
+            yield file.parent.name, report, plan
+
+
+def _comparable(
+    report: Mapping[str, Any], plan: Mapping[str, Any],
+    other: Mapping[str, Any], its_plan: Mapping[str, Any],
+) -> bool:  # fmt: skip
+    """The same text in the same tokens, a model of the same size, and a curve."""
+    one, two = _flat(plan), _flat(its_plan)
+    same_text = all(one.get(key) == two.get(key) for key in TEXT)
+    sizes = report["parameters"], other.get("parameters") or 0
+    return (
+        same_text
+        and report["tokenizer"] == other.get("tokenizer")
+        and abs(sizes[1] / sizes[0] - 1) <= SAME_SIZE
+        and len(_curve(other)) >= FEWEST
+    )
+
+
+def _curve(report: Mapping[str, Any]) -> Curve:
+    points = [(one["tokens"], one["bits_per_byte"]) for one in report.get("val") or ()]
+    return [(tokens, bits) for tokens, bits in points if bits is not None]
+
+
+def _plan(folder: Path) -> dict[str, Any] | None:
+    try:
+        return tomllib.loads((folder / "plan.toml").read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _techniques(plan: Mapping[str, Any]) -> set[str]:
+    return {*plan.get("techniques", {})}
+
+
+def _flat(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of a plan with their values; techniques, which are told as such, left out."""
+    return {
+        f"{table}.{key}": value
+        for table, keys in plan.items() if isinstance(keys, dict) and table != "techniques"
+        for key, value in keys.items()
+    }  # fmt: skip
