@@ -16,10 +16,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from headrace.truth import compute
+from headrace.truth.marks import table as table_of_truth
+from headrace.truth.page import markdown
 from headrace.truth.rows import NAMES
 
 ROOT = Path(__file__).resolve().parent.parent
-BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+RESULTS, HOW_RIGHT = "results", "truth"
+"""Names of the pages' markers: <!-- NAME:begin --> and <!-- NAME:end -->."""
 EMPTY = "No receipts yet: nothing has been measured with this version, so nothing is claimed."
 GIB = 2**30
 PAGES = {ROOT / "README.md": ("peers",), ROOT / "docs" / "numbers.md": ()}
@@ -166,13 +170,21 @@ def render(results: Path, only: tuple[str, ...] = ()) -> str:
     return "\n\n".join(pages) or EMPTY
 
 
-def replaced(page: str, inner: str) -> str:
-    """`page` with what stands between the markers replaced."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    if not rest or END not in page:
-        raise SystemExit(f"a page has no {BEGIN} ... {END}")
-    return f"{before}{BEGIN}\n{inner}\n{END}{after}"
+def how_right(results: Path) -> str:
+    """Each number that a release is held to, what it reached, and how far it is."""
+    rows = [[what, reached, wanted, n, far] for what, reached, wanted, n, _, far in
+            table_of_truth(compute(results))]  # fmt: skip
+    return markdown(("what", "reached", "wanted (aim)", "n", "so far"), rows).rstrip()
+
+
+def replaced(page: str, inner: str, name: str = RESULTS) -> str:
+    """`page` with what stands between the markers of that name replaced."""
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    before, _, rest = page.partition(begin)
+    _, _, after = rest.partition(end)
+    if not rest or end not in page:
+        raise SystemExit(f"a page has no {begin} ... {end}")
+    return f"{before}{begin}\n{inner}\n{end}{after}"
 
 
 def main() -> None:
@@ -185,6 +197,8 @@ def main() -> None:
     for path, topics in ({args.page: ()} if args.page else PAGES).items():
         page = path.read_text()
         fresh = replaced(page, render(args.results, topics))
+        if f"<!-- {HOW_RIGHT}:begin -->" in page:
+            fresh = replaced(fresh, how_right(args.results), HOW_RIGHT)
         if not args.check:
             path.write_text(fresh)
         elif page != fresh:
