@@ -9,10 +9,11 @@
     CUDA_VISIBLE_DEVICES=1 python benchmarks/foresight.py measure --part 2/4 --results FOLDER
     python benchmarks/foresight.py picks
 
-`plans/held_out.toml` is the list: choices, whose candidates are timed, and memory, of which only
-what is near the device's capacity is run. `predict` needs no GPU. It writes a row for each
-configuration to results/plans.jsonl, at the tier of what it was given: rates of the datasheet, the
-file that `headrace probe` kept, or beside either 20 measured steps of each choice's first candidate
+`plans/held_out*.toml` are the lists: choices, whose candidates are timed, and memory, of which only
+what is near the device's capacity is run. The second list is for the planner that the outcomes of
+the first one changed. `predict` needs no GPU. It writes a row for each configuration to
+results/plans.jsonl, at the tier of what it was given: rates of the datasheet, the file that
+`headrace probe` kept, or beside either 20 measured steps of each choice's first candidate
 (`measure --first`), by which its others are predicted.
 Those rows are committed. Then `measure` runs what has a prediction and no outcome, each from a
 fresh build in a process that takes readings, and `picks` writes a row for each choice from the rows
@@ -30,7 +31,7 @@ import json
 import math
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ from headrace.core.plan import Plan
 from headrace.planner import Foresight, calibrated, foresee
 from headrace.trials.readings import OUT_OF_MEMORY, Reading, Worker, time_steps
 
-LIST = Path(__file__).parent / "plans" / "held_out.toml"
+LISTS = sorted((Path(__file__).parent / "plans").glob("held_out*.toml"))
 DEVICE = "NVIDIA H200"
 WARM, TIMED = 3, 8
 BRIEF = (2, 1)
@@ -87,15 +88,19 @@ class Configuration:
         return parse(self.words).plan(self.text, catalogue())
 
 
-def configurations(file: Path = LIST) -> Iterator[Configuration]:
-    """All of the list, in its order."""
-    told = tomllib.loads(file.read_text())
+def configurations(files: Sequence[Path] = LISTS) -> Iterator[Configuration]:
+    """All of the lists, in their order."""
+    for file in files:
+        yield from _of_list(tomllib.loads(file.read_text()))
+
+
+def _of_list(told: dict[str, Any]) -> Iterator[Configuration]:
     for choice in told["choices"]:
         length, rows = choice["length"], choice["rows"]
         name = f"{choice['shape']}-{length}x{rows}"
         for kind in choice["sets"]:
             yield _configuration(told, f"{name}/{kind}", name, choice["shape"], length, rows, kind)
-    memory = told["memory"]
+    memory = told.get("memory", {"shapes": ()})
     for shape in memory["shapes"]:
         for rows in memory["rows"]:
             for kind in memory["sets"]:
@@ -172,10 +177,10 @@ def predict(args: argparse.Namespace) -> None:
     print(f"{wrote} predictions at the tier {planner.tier}")
 
 
-def firsts(file: Path) -> dict[str, Configuration]:
+def firsts(files: Sequence[Path]) -> dict[str, Configuration]:
     """Of each choice, the candidate that the others are predicted by."""
     found: dict[str, Configuration] = {}
-    for one in configurations(file):
+    for one in configurations(files):
         if one.choice:
             found.setdefault(one.choice, one)
     return found
@@ -363,7 +368,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     phases = {"list": tell, "predict": predict, "measure": measure, "picks": picks}
     parser.add_argument("phase", choices=phases)
-    parser.add_argument("--list", type=Path, default=LIST)
+    parser.add_argument("--list", type=Path, nargs="+", default=LISTS)
     parser.add_argument("--machine", type=Path, help="predict: what was probed")
     parser.add_argument("--calibrated", action="store_true",
                         help="predict: by the first candidates, which were measured")  # fmt: skip

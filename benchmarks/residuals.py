@@ -34,9 +34,8 @@ from headrace.core.technique import Context
 from headrace.core.work import (
     BESIDE,
     EDGE_S,
-    HEAT,
-    HEATED,
     IN_STEP,
+    SKIPPING,
     UNFUSED,
     UNHURRIED,
     Work,
@@ -57,9 +56,9 @@ OTHERS = {
 """(topic, recipe) -> the changes of its shape's plan that rows of it had"""
 
 
-CONSTANTS = np.array([BESIDE, IN_STEP, UNFUSED, HEAT])
+CONSTANTS = np.array([BESIDE, IN_STEP, UNFUSED])
 """Of core/work.py, from steps."""
-NEUTRAL = np.array([1.0, 1.0, 1.0, 0.0])
+NEUTRAL = np.array([1.0, 1.0, 1.0])
 """What they are before anything was measured."""
 
 
@@ -74,6 +73,8 @@ class Parts:
     rest_s: float
     host_s: float
     measured_s: float
+    sustained: float
+    """of the machine"""
 
     @classmethod
     def of(cls, plan: Plan, context: Context, machine: Machine, measured_s: float) -> "Parts":
@@ -87,12 +88,15 @@ class Parts:
             return sum(n * p.seconds(machine) for n, p in zip(times, pieces, strict=True))
 
         every = list(ledger.work.values())
-        mixing = [p for p in every if p.kind == "attention" and p.kernel not in UNHURRIED]
+        mixing = [
+            p for p in every
+            if p.kind == "attention" and SKIPPING.get(p.kernel, p.kernel) not in UNHURRIED
+        ]  # fmt: skip
         loose = spent([p for p in every if p.kind == "stream" and p.fused is not None])
         attention, products = spent(mixing), spent([p for p in every if p.kind == "product"])
         rest = sum(time.device_s.values()) - time.of("product") - attention - loose
         return cls(products / BESIDE, attention / IN_STEP, loose / UNFUSED, rest, time.host_s,
-                   measured_s)  # fmt: skip
+                   measured_s, machine.sustained)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -199,14 +203,15 @@ def quantiles(logs: list[float]) -> tuple[float, float]:
 
 def errors(rows_R: list[Parts], constants: Any) -> Any:
     """Logarithms of measured over predicted steps of so many rows (R)."""
-    products, attention, loose, rest, host, measured = np.array(
-        [[p.products_s, p.attention_s, p.loose_s, p.rest_s, p.host_s, p.measured_s] for p in rows_R]
-    ).T
-    beside, in_step, unfused, heat = constants
+    products, attention, loose, rest, host, measured, sustained = np.array(
+        [[p.products_s, p.attention_s, p.loose_s, p.rest_s, p.host_s, p.measured_s, p.sustained]
+         for p in rows_R]
+    ).T  # fmt: skip
+    beside, in_step, unfused = constants
     products = beside * products
     others = in_step * attention + unfused * loose + rest
     share = products / (products + others)
-    products = products * (1 + heat * np.maximum(0.0, share - HEATED))
+    products = products * (1 + (sustained - 1) * share)
     return np.log(measured / (np.maximum(products + others, host) + EDGE_S))
 
 

@@ -39,19 +39,20 @@ class Between:
 
 
 STEP: dict[Tier, Width] = {
-    "no_gpu": Width(0.942, 1.056, 148, "steps of an H200, a shape that was not looked at"),
-    "after_probes": Width(0.916, 1.056, 148, "steps of an H200, by rates that were probed on one"),
-    "after_20_steps": Width(0.928, 1.078, 148, "steps of an H200, set by one of another shape"),
+    "no_gpu": Width(0.960, 1.042, 201, "steps of H200s, a shape that was not looked at"),
+    "after_probes": Width(0.970, 1.029, 201, "steps of H200s, by the rates of the same ones"),
+    "after_20_steps": Width(0.941, 1.062, 201, "steps of H200s, set by one of another shape"),
 }
 """tier -> how far a step's time is off. Rows of techniques.jsonl, limits.jsonl and peers.jsonl at
-0841e19, 0c5601c and 09386a9, of 160m, 1b and one of 7b. What the model has of steps (core/work.py)
-is fitted to the same rows, so for this it was fitted without a shape each time: that shape's are
-then off by a mean of 1.6% (160m), 2.2% (1b) and 5.5% (7b, whose one row took longer than its
-prediction; nothing here explains it). A row of another shape that sets the model hands on what is
-its own: on a device that the constants are from it tells less than they do. After 20 steps
-the rates are the datasheet's; with probed ones it is 0.905 to 1.105. Probes asked for flex
-attention in rows of 2,048 tokens only; by it, two sparse patterns in rows of 32,768 are predicted
-16 and 18% too long."""
+0841e19, 0c5601c and 09386a9, of 160m, 1b and one of 7b, and 53 of eight more shapes in plans.jsonl,
+which two on each of four H200s were measured on. What the model has of steps (core/work.py) is
+fitted to the same rows, so for this it was fitted without a shape each time: that shape's are then
+off by a mean of 1.7% (1b), 2.1% (160m), 4.9% (7b, whose one row took longer than its prediction;
+nothing here explains it) and 2.2% (the eight; by the probes of their own GPUs 1.4%). Probes were
+kept of the GPUs of the eight: after_probes counts the other rows by assumed rates. GPUs differ: one
+of the four takes 4% longer for products than the others under load, which its probes tell and no
+datasheet does. A row of another shape that sets the model hands on what is its own; one of the same
+shape tells its others to 1.1%."""
 
 
 def step_between(step_s: float, tier: Tier) -> Between:

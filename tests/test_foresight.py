@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -184,9 +185,22 @@ def test_scores_that_no_kernel_spares_do_not_fit() -> None:
 # --- intervals -------------------------------------------------------------------------------
 
 
+def outcomes() -> Iterator[Any]:
+    """Those of the held-out list whose steps were timed, each choice a shape."""
+    rows = foresight.known(ROOT / "results")
+    came = {r["id"]: r.get("step_s") for r in rows if r["kind"] == "outcome"}
+    for one in foresight.configurations():
+        if one.choice and came.get(one.id):
+            where = residuals.on_device(one.plan)
+            known = residuals.Parts.of(one.plan, where, H200, came[one.id])
+            ratio = math.exp(residuals.errors([known], residuals.CONSTANTS)[0])
+            yield residuals.Row(one.choice, one.id, ratio, None, None, "yes", known)
+
+
 def test_intervals_hold_80_percent_of_what_was_measured(receipts: list[Any]) -> None:
     rows = [row for row in receipts if row.ratio is not None]
     assert len(rows) > 60 and {row.shape for row in rows} == {"160m", "1b", "7b"}
+    rows += outcomes()
     for tier, (low, high, _) in residuals.widths(rows).items():
         width = STEP[tier]
         assert width.low == pytest.approx(low, abs=0.02), tier

@@ -12,7 +12,9 @@ from headrace import probes
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.machine import Machine
 from headrace.core.rates import Product, Products
+from headrace.probes import points
 from headrace.probes.clock import Clock
+from headrace.probes.points import Found
 from headrace.progress import Progress
 
 CPU = torch.device("cpu")
@@ -171,6 +173,23 @@ def test_products_that_heat_a_gpu_are_no_points() -> None:
     cool = probes._cool((mixed, hot), "gpu")
     assert [[p.seconds for p in one.points] for one in cool] == [[1e-3], [5e-3]]
     assert probes._cool((mixed, hot), "cpu") == (mixed, hot)
+
+
+def test_a_load_counts_once_it_is_steady(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(points.SQUARES, "cuda", (8, 4))
+    monkeypatch.setattr(points, "LOAD_S", 0.05)
+    clock, calls = Clock(CPU, 1.0), list[int]()
+
+    def in_a_row(call: Callable[[], Any], many: int) -> float:
+        call()
+        time.sleep(0.005)
+        calls.append(many)
+        return 1.3e-3 if len(calls) == 4 else 1e-3 + 0.1e-3 * (len(calls) > 1)  # it heats up
+
+    monkeypatch.setattr(clock, "in_a_row", in_a_row)
+    found = Found(clock, torch.Generator(), {"fp32": [Product(8, 8, 8, 1e-3)]})
+    points._sustaining(found, "fp32").run()
+    assert found.sustained == pytest.approx(1.1) and set(calls) == {100}
 
 
 @pytest.mark.gpu

@@ -134,14 +134,14 @@ HOPPER = Family(
     context_bytes=832 * 2**20,
     link_bytes_per_s=55 * GB,
     link_s=3.5 * MICROSECOND,
-    sustained=1.03,
+    sustained=1.04,
     says="measured on an H200 (2026-11-22, torch 2.11.0+cu130, driver 580): one product of 8,192 "
     "cubed in each precision (fp16 the mean of that and 4,096 cubed), copies, attention by cudnn, "
     "flash, efficient and flex (at 2,048 tokens; of longer rows it is from steps), launches, the "
-    "link and the context; flash4 is 1.12 times cudnn, from its receipts in "
-    "results/techniques.jsonl. Products of other shapes follow from the one: the 125 that were "
-    "probed told steps of a shape left out less well. Other chips of the family are assumed to "
-    "reach the same shares",
+    "link and the context; the sustained load is the median of six probes of H200s; flash4 is 1.12 "
+    "times cudnn, from its receipts in results/techniques.jsonl. Products of other shapes follow "
+    "from the one: the 125 that were probed told steps of a shape left out less well. Other chips "
+    "of the family are assumed to reach the same shares",
 )  # fmt: skip
 
 FAMILIES: Mapping[str, Family] = {

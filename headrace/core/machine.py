@@ -5,9 +5,10 @@ product: its result is cut into tiles, the processors work on as many tiles at o
 them, and a last round that is not full costs as much as a full one; a tile costs its FLOPs and a
 fixed share for its beginning and end, which is why short sums (small k) are slower; cutting the sum
 helps where tiles are few, and costs a pass over the partial results. Bytes bound it from below. Of
-attention: scores in tiles, of which a causal mask spares those above the diagonal, and the softmax
-counted as `SOFTMAX` features more; too few rows and heads leave processors idle. Of a stream:
-bytes over the bandwidth. A kernel's floor is added to each.
+attention: scores in tiles, of which a causal mask spares those above the diagonal, the softmax
+counted as `SOFTMAX` features more, and a tile of queries costs `START` features for its beginning
+and end; too few rows and heads leave processors idle. Of a stream: bytes over the bandwidth. A
+kernel's floor is added to each.
 
 The second factor is what was measured beside the formula. With points the formula's one rate is
 fitted to the fastest of them, and at a point the answer is its time exactly. Elsewhere the ratios
@@ -17,8 +18,10 @@ between their points, which are made to rise.
 
 Layouts (which operand is transposed) are not told apart, nor what runs beside a kernel: clocks and
 caches of a step differ from those of a loop over one kernel, and correcting for that is the
-reader's. A `Machine` comes from `headrace.probes.measure`, or from `assumed`: datasheet peaks and
-the shares of them that `headrace.core.assumed` states. Files are JSON, checked value by value.
+reader's. Measured steps say that the formula alone tells products in them better than points do
+(`plain`), likely since the limit of power slows the fastest most. A `Machine` comes from
+`headrace.probes.measure`, or from `assumed`: datasheet peaks and the shares of them that
+`headrace.core.assumed` states. Files are JSON, checked value by value.
 """
 
 import json
@@ -56,6 +59,7 @@ from headrace.core.rates import (
     Stream,
     between,
     checked,
+    met,
     place,
     plain_attention,
     plain_product,
@@ -94,7 +98,7 @@ class Machine:
     """host seconds of one replay of a captured graph, however many kernels are in it"""
     sustained: float
     """so many times as long products take once it has worked for seconds: its clock falls at the
-    limit of its power. No time below has it in it: a reader who predicts a step multiplies"""
+    limit of its power. No time below has it in it: a step has as much of it as of products"""
     traffic: Stream
     """one kernel that reads and writes so many bytes in all; its floor is every kernel's"""
     to_host: Stream
@@ -107,18 +111,20 @@ class Machine:
 
     # --- what it tells ------------------------------------------------------------------------
 
-    def product_s(self, precision: str, m: int, n: int, k: int) -> float:
+    def product_s(self, precision: str, m: int, n: int, k: int, *, plain: bool = False) -> float:
         """Seconds of one product [m, k] x [k, n].
+
+        With `plain` by the formula alone, at the rate of the point that is long in every direction.
 
         Raises:
             UnsupportedError: the device has no such products, or they were not measured.
         """
-        key = (precision, m, n, k)
+        key = (precision, m, n, k, plain)
         if key not in self._memory:
-            known = self._products.get(precision)
+            known = (self._anchored if plain else self._products).get(precision)
             if known is None:
                 raise self._lacks(f"products in {precision}")
-            ratio = between(self._product_ratios(known), place(m, n, k))
+            ratio = 1.0 if plain else between(self._product_ratios(known), place(m, n, k))
             self._memory[key] = ratio * self._plain_product(known, m, n, k)
         return self._memory[key]
 
@@ -182,32 +188,24 @@ class Machine:
     def fitted(self) -> "Machine":
         """The same with each rate set so that the formula meets its fastest point."""
 
-        def product(known: Products) -> Products:
-            best = max(known.points, key=lambda p: p.flops / p.seconds)
-            return self._met(known, best.seconds, lambda p: self._plain_product(p, *best.sizes))
-
         def attention(known: Attention) -> Attention:
             best = min(known.points, key=lambda p: p.seconds / self._plain(known, p))
-            return self._met(known, best.seconds, lambda a: self._plain(a, best))
+            return met(known, best.seconds, lambda a: self._plain(a, best))
 
         return replace(
             self,
-            products=tuple(product(p) if p.points else p for p in self.products),
+            products=tuple(self._at(p, lambda p: p.flops / p.seconds) for p in self.products),
             attention=tuple(attention(a) if a.points else a for a in self.attention),
         )
 
     def _plain(self, known: Attention, point: Mixing) -> float:
         return self._plain_attention(known, point.shape, point.causal)
 
-    @staticmethod
-    def _met(known: Any, seconds: float, formula: Callable[[Any], float]) -> Any:
-        """`known` with the rate at which the formula takes `seconds`, or comes closest to it."""
-        for _ in range(20):
-            faster = replace(known, flops_per_s=known.flops_per_s * formula(known) / seconds)
-            if formula(faster) > 0.999 * formula(known) and formula(known) > seconds:
-                break  # a floor or the memory holds it: a higher rate would mean nothing
-            known = faster
-        return known
+    def _at(self, known: Products, best: Callable[[Product], float]) -> Products:
+        if not known.points:
+            return known
+        point = max(known.points, key=best)
+        return met(known, point.seconds, lambda p: self._plain_product(p, *point.sizes))
 
     @cached_property
     def _memory(self) -> dict[tuple[Any, ...], float]:
@@ -217,6 +215,11 @@ class Machine:
     @cached_property
     def _products(self) -> dict[str, Products]:
         return {p.what: p for p in self.products}
+
+    @cached_property
+    def _anchored(self) -> dict[str, Products]:
+        """As `_products`, each with the rate of one point."""
+        return {p.what: self._at(p, lambda p: min(p.sizes)) for p in self.products}
 
     @cached_property
     def _kernels(self) -> dict[tuple[str, bool], Attention]:
@@ -318,8 +321,8 @@ class Machine:
 
 
 def _spot(length: int, features: int, causal: bool) -> tuple[float, ...]:
-    """Where attention lies: features and the mask change a kernel more than the length does."""
-    return (*place(length, features * features), 2.0 * causal)
+    """Where attention lies: what a length changes the formula tells, of features it does not."""
+    return (*place(length, features**4), 2.0 * causal)
 
 
 def _assumed(found: Hardware, part: Part) -> Machine:

@@ -4,8 +4,8 @@
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, is_dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, is_dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -35,6 +35,10 @@ QUERIES = {"gpu": 128, "cpu": 32}
 """Queries of a tile of attention."""
 SOFTMAX = 32
 """A score's exponential and its scaling cost as much as so many features of a head."""
+START = 150
+"""Beginning and ending a tile of queries costs as much as so many features of one tile of scores,
+so that short rows are slower. Of 7 rows by cudnn, flash and efficient, the others tell the time of
+one that is left out 6% off, and 9% without this (probes of two H200s)."""
 BACKWARD = 2.5
 """Products of attention's backward pass for each of the forward pass: 5 for 2."""
 SCORE_BYTES = (20, 30)
@@ -190,9 +194,21 @@ def plain_attention(
     tile = QUERIES[kind]
     tiles = math.ceil(length / tile)
     seen = tiles * (tiles + 1) / 2 if causal else tiles * tiles
-    flops = rows * heads * seen * tile * tile * products * (features + SOFTMAX)
+    per_head = tile * tile * (seen * (features + SOFTMAX) + tiles * START)
+    flops = rows * heads * per_head * products
     idle = max(1.0, processors / (rows * heads * tiles))
     return max(flops * idle / known.flops_per_s, moved_s) + traffic.floor_s
+
+
+def met(known: T, seconds: float, formula: Callable[[T], float]) -> T:
+    """`known` with the rate at which the formula takes `seconds`, or comes closest to it."""
+    table: Any = known
+    for _ in range(20):
+        faster = replace(table, flops_per_s=table.flops_per_s * formula(table) / seconds)
+        if formula(faster) > 0.999 * formula(table) and formula(table) > seconds:
+            break  # a floor or the memory holds it: a higher rate would mean nothing
+        table = faster
+    return table
 
 
 def between(points: Sequence[Ratio], place: Sequence[float]) -> float:

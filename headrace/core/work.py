@@ -13,23 +13,23 @@ from typing import Literal
 
 from headrace.core.errors import UnsupportedError
 from headrace.core.machine import Machine
-from headrace.core.rates import SOFTMAX
+from headrace.core.rates import SOFTMAX, START
 
 Phase = Literal["forward", "recompute", "backward", "optimizer"]
 Kind = Literal["product", "attention", "stream", "host link"]
 TRUNKS = ("cudnn", "flash", "efficient", "math")
 """Attention as torch chooses it: the first of these that the machine has."""
-IN_STEP = 1.11
-"""How many times as long attention takes in a step as alone: steps of 160m, 1b and 7b, and two of
-1b with one long row (techniques.jsonl, limits.jsonl); profiled, 1.13 and 1.2 (kernels.jsonl)."""
-BESIDE = 1.085
-"""Likewise products, beside what they take longer under seconds of load: from the same steps."""
-UNHURRIED = {"flash": 1.04, "flex": 1.04}
-"""Kernels too slow to reach the limit of power, which a step does not slow as much (flash_attention
-and varlen_attention in techniques.jsonl; flex_attention at 2,048 tokens, whose rate was probed)."""
-UNFUSED = 1.44
+BESIDE = 1.14
+"""How many times as long products take in a step as the formula says that they take alone, beside
+what a load of nothing else adds: steps of 160m, 1b and 7b (techniques.jsonl, limits.jsonl), and of
+eight shapes of 30M to 8B parameters by the rates of their own GPUs (plans.jsonl), as the next."""
+IN_STEP = 1.05
+"""Likewise attention."""
+UNHURRIED = ("flash", "flex", "efficient", "math")
+"""Its kernels that are too slow to reach the limit of power: a step does not slow them."""
+UNFUSED = 1.41
 """How many times as long eager streams take as their bytes, since many read parts of rows or repeat
-what is small: eager steps of 160m and 1b, less products and attention (techniques.jsonl)."""
+what is small: eager steps of the same shapes, less products and attention."""
 SKIPPING: Mapping[str, str] = {"flex": "flex", "varlen": "flash"}
 """Kernels that compute no scores that a mask forbids -> whose rates they have. Others are given the
 mask as a tensor: every score, and of it a number for each, read at the memory's rate both ways
@@ -38,9 +38,6 @@ SCORE = 2
 """bytes of a mask's number"""
 TILE = 128
 """Tokens of a block of scores that flex attention computes whole or not at all."""
-STARTS = {"flex": 2.4}
-"""Blocks that beginning and ending a row of them takes as long as: flex_attention at 2,048, 4,096
-and 32,768 tokens, which alone explains sliding_window at the first two."""
 LOOKED_UP = 3.0
 """Blocks that the one on the diagonal takes longer where its mask asks a table for each score:
 sparse_attention over flex, 2.8 at 160m, 3.3 at 1b, 2.8 to 5 in rows of 32,768."""
@@ -50,9 +47,6 @@ keys, and the longest such column ends last: sparse_attention of 1b in rows of 3
 CAP = 137.0
 """Features of a head that a soft cap of a score takes as long as: its tanh and that one's gradient
 (logit_soft_cap over flex in techniques.jsonl: 126 to 147, trunks and recipes of 160m and 1b)."""
-HEAT, HEATED = 0.3, 0.6
-"""How much slower products get with their share of a step, from a share on: see `heated`. Without
-7b the same steps give 0.2; with it 7b, of which 0.77 are products, is 5% off and not 6."""
 LINKED = 1.06
 """Likewise copies over the host's link (activation_offload in techniques.jsonl)."""
 HOST_S = 12e-3
@@ -126,7 +120,7 @@ class Work:
         if self.unknown:
             raise UnsupportedError(self.unknown, "")
         if self.kind == "product":
-            one = BESIDE * machine.sustained * machine.product_s(self.precision, *self.sizes)
+            one = BESIDE * machine.product_s(self.precision, *self.sizes, plain=True)
         elif self.kind == "attention":
             one = self._mixing_s(machine)
         elif self.kind == "stream":
@@ -159,8 +153,8 @@ class Work:
             raise UnsupportedError(
                 f"what {kernel} attention skips under this mask is not known before it runs", ""
             )
-        rows, heads, kv_heads, length, _ = self.sizes
-        count, starts = math.ceil(length / TILE), STARTS.get(kernel, 0.0)
+        rows, heads, kv_heads, length, features = self.sizes
+        count, starts = math.ceil(length / TILE), START / (features + SOFTMAX)
         mean = (count + 1) / 2
         looked_up = LOOKED_UP if self.column else 0.0
         share = (self.seen * mean + starts + looked_up) / (mean + starts)
@@ -173,7 +167,8 @@ class Work:
     def _scores_s(self, machine: Machine, kernel: str, causal: bool) -> float:
         """All scores of one kernel, in a step."""
         rows, heads, kv_heads, length, features = self.sizes
-        return UNHURRIED.get(kernel, IN_STEP) * machine.attention_s(
+        slower = 1.0 if kernel in UNHURRIED else IN_STEP
+        return slower * machine.attention_s(
             kernel, rows=rows, heads=heads, kv_heads=kv_heads, length=length, features=features,
             causal=causal, backward=self.phase == "backward",
         )  # fmt: skip
@@ -225,20 +220,22 @@ def step_time(work: Mapping[str, Work], machine: Machine, micro_batches: float) 
         if kind == "host link":
             others = sum(s for (p, k), s in device_s.items() if p == phase and k != kind)
             device_s[phase, kind] = max(0.0, device_s[phase, kind] - others)
-    device_s = heated(device_s)
+    device_s = heated(device_s, machine.sustained)
     graphs = sum(replayed.values())
     host_s = HOST_S + launches * machine.launch_s + graphs * machine.graph_launch_s
     return StepTime(device_s, host_s)
 
 
-def heated(device_s: Mapping[tuple[Phase, Kind], float]) -> dict[tuple[Phase, Kind], float]:
+def heated(
+    device_s: Mapping[tuple[Phase, Kind], float], sustained: float
+) -> dict[tuple[Phase, Kind], float]:
     """The same with products as slow as their share of the step makes them.
 
     A GPU lowers its clock so as to stay at the limit of its power, over some milliseconds. Products
     take the most of it; what runs between them gives it back. So products of the same sizes are
-    slower in a step that does little else.
+    slower in a step that does little else: `sustained` times as long in one that does nothing else.
     """
     products = sum(s for (_, kind), s in device_s.items() if kind == "product")
     whole = sum(device_s.values())
-    slower = 1 + HEAT * max(0.0, products / whole - HEATED) if whole else 1.0
+    slower = 1 + (sustained - 1) * products / whole if whole else 1.0
     return {key: s * slower if key[1] == "product" else s for key, s in device_s.items()}

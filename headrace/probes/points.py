@@ -37,8 +37,9 @@ BACKENDS: dict[str, SDPBackend] = {
 }  # fmt: skip
 COMPILING_S = {"flex": 40.0, "flash4": 30.0}
 """A kernel that is compiled for its shapes is left out when no more time than this is left."""
-SUSTAINED, LOAD_S = "sustained load", 3.0
-"""Power is limited over tens of milliseconds, heat over seconds."""
+SUSTAINED, LOAD_S, WINDOW_S = "sustained load", 6.0, 0.1
+"""Power is limited over tens of milliseconds, heat over seconds: of a load's windows those of its
+second half count."""
 SQUARES = {"cuda": (8192, 4096), "cpu": (256, 512)}
 """Products of three equal sizes, the first ones made; the very first is made in any case."""
 GRIDS = {
@@ -54,7 +55,8 @@ HEADS = ((8192, 32768, 768), (32768, 128256, 2048), (128256, 2048, 32768), (3276
 """Products of the output layer."""
 ROWS: dict[str, tuple[Shape, ...]] = {
     "cuda": ((8, 32, 8, 4096, 64), (4, 32, 8, 8192, 128), (32, 12, 12, 2048, 64),
-             (64, 12, 12, 512, 64), (8, 16, 16, 2048, 128), (1, 32, 8, 32768, 128)),
+             (64, 12, 12, 512, 64), (8, 16, 16, 2048, 128), (1, 32, 8, 32768, 128),
+             (1, 32, 8, 32768, 64)),
     "cpu": ((1, 4, 4, 256, 64), (2, 4, 4, 128, 32), (1, 4, 4, 512, 64), (1, 2, 2, 1024, 64)),
 }  # fmt: skip
 SMALL_ROWS: Shape = (2, 12, 12, 1024, 64)
@@ -258,20 +260,18 @@ def _linking(found: Found, size: int, to_host: bool) -> Probe:
 
 
 def _sustaining(found: Found, precision: Precision) -> Probe:
-    """How much longer a product takes at the end of `LOAD_S` of nothing else."""
+    """How much longer the very first product takes in `LOAD_S` of nothing else."""
     size = SQUARES["cuda"][0]
     work = 2.0 * size**3
 
     def run() -> None:
         call = _multiply(found, precision, size, size, size)
-        alone_s = found.clock.seconds(call)
-        many = max(1, int(0.1 / alone_s))
+        alone_s = found.products[precision][0].seconds
+        many, windows = max(1, int(WINDOW_S / alone_s)), list[float]()
         until_s = time.perf_counter() + LOAD_S
         while time.perf_counter() < until_s:
-            for _ in range(many):
-                call()
-            found.clock.wait()
-        found.sustained = max(1.0, found.clock.in_a_row(call, many) / alone_s)
+            windows.append(found.clock.in_a_row(call, many))
+        found.sustained = max(1.0, median(windows[len(windows) // 2 :]) / alone_s)
 
     return Probe(SUSTAINED, f"{LOAD_S:.0f} s", work, 8.0 * size**2, run, LOAD_S + 1)
 
@@ -343,7 +343,7 @@ def in_order(found: Found) -> Iterator[Probe]:
     if kind == "cuda":
         yield from (product_probe(found, main, *one) for one in HEADS)
         yield from (attention_probe(found, "flash4", ROWS[kind][n], True) for n in (0, 1))
-        yield attention_probe(found, "flex", ROWS[kind][2], True)
+        yield from (attention_probe(found, "flex", ROWS[kind][n], True) for n in (2, -1))
     else:
         gpus = (f"attention by {kernel}" for kernel in ("cudnn", "efficient", "flash4"))
         found.absent |= dict.fromkeys(gpus, "a kernel of NVIDIA GPUs")

@@ -93,6 +93,17 @@ def test_more_work_never_takes_less_time(machine: Machine) -> None:
             assert all(a <= b * (1 + 1e-9) for a, b in pairwise(times)), (kernel, name)
 
 
+def test_short_rows_of_attention_are_slower_by_their_beginnings() -> None:
+    def plain_s(length: int) -> float:
+        shape = {"rows": 2**20 // length, "heads": 8, "kv_heads": 8, "features": 64}
+        one = replace(H200, attention=(replace(H200.attention[0], points=()),))
+        return one.attention_s("cudnn", **shape, length=length, causal=True, backward=False)
+
+    rate = {length: length / plain_s(length) for length in (512, 2048, 8192, 65536)}
+    assert rate[512] < 0.75 * rate[2048] < 0.75 * rate[8192]
+    assert rate[8192] == pytest.approx(rate[65536], rel=0.06)
+
+
 def test_a_last_round_that_is_not_full_costs_a_full_one() -> None:
     few = replace(CPU, processors=4)
     one, two = few.product_s("fp32", 32 * 4, 64, 4096), few.product_s("fp32", 32 * 5, 64, 8192)
@@ -111,6 +122,9 @@ def test_measured_points_are_met_and_lie_between_their_neighbours() -> None:
     assert small < machine.product_s("bf16", 1536, 1536, 1536) < large
     beyond = machine.product_s("bf16", 16384, 16384, 16384)
     assert beyond == pytest.approx(64 * large, rel=0.1)
+    long_s, short_s = (machine.product_s("bf16", n, n, n, plain=True) for n in (4096, 512))
+    assert long_s == pytest.approx(large, rel=1e-3)
+    assert short_s != pytest.approx(small, rel=0.1)
     both = (Mixing(1, 8, 8, 1024, 64, True, 1e-3), Mixing(1, 8, 8, 1024, 64, False, 1.4e-3))
     mixed = replace(H200, attention=(replace(H200.attention[0], points=both),)).fitted()
     for causal, seconds in ((True, 1e-3), (False, 1.4e-3)):
