@@ -12,7 +12,7 @@ blocks without any watching after it are compared with as many before it: `lasti
 between them beside a steady drift, which no pairing could take out here. Then signals alone and
 signals with one burst in the block, A B B A: what a burst costs over plain steps, the writing and
 the compressing waited for, is shared out over `--every` steps. `with_bursts` is the sum of the
-three, and its interval the sum of theirs.
+three, which were measured apart: their errors add as independent ones do.
 """
 
 import argparse
@@ -149,6 +149,14 @@ def jump(before: list[float], after: list[float]) -> Interval:
     return Interval(expm1(size - half), expm1(size), expm1(size + half), n)
 
 
+def together(parts: list[Interval]) -> Interval:
+    """The sum of what was measured apart: independent errors add in squares."""
+    value = sum(part.value for part in parts)
+    below = sum((part.value - part.low) ** 2 for part in parts) ** 0.5
+    above = sum((part.high - part.value) ** 2 for part in parts) ** 0.5
+    return Interval(value - below, value, value + above, min(part.n for part in parts))
+
+
 def metric(found: Interval, unit: str) -> dict[str, Any]:
     """For a row."""
     return {"value": found.value, "low": found.low, "high": found.high, "unit": unit}
@@ -171,16 +179,12 @@ def measure(sides: Sides, rounds: int, every: int) -> dict[str, dict[str, Any]]:
     lasting = jump(before, [sides.off() for _ in off])
     plain, burst = in_turn(sides.on, sides.burst, rounds)
     cost_s = differences(burst, plain)
-    shared = [s / (every * step_s) for s in (cost_s.low, cost_s.value, cost_s.high)]
-    ends = zip(
-        (always.low, always.value, always.high), (lasting.low, lasting.value, lasting.high),
-        shared, strict=True,
-    )  # fmt: skip
-    low, value, high = (sum(parts) for parts in ends)
+    low, value, high = (s / (every * step_s) for s in (cost_s.low, cost_s.value, cost_s.high))
+    whole = together([always, lasting, Interval(low, value, high, cost_s.n)])
     return {
         "always_on": {"overhead": metric(always, "of a step"), "step_s": one(step_s, "s")},
         "with_bursts": {
-            "overhead": metric(Interval(low, value, high, cost_s.n), "of a step"),
+            "overhead": metric(whole, "of a step"),
             "burst_s": metric(cost_s, "s"),
             "first_burst_s": one(first_s, "s"),
             "lasting": metric(lasting, "of a step"),

@@ -17,20 +17,19 @@ Equal losses after some dozen steps are no proof of equal learning. What is appr
 such, and a run compares its first step again (guard.py).
 """
 
-import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from math import isfinite, sqrt
 from statistics import fmean, median
 from typing import Any, Literal
 
 from headrace.core.plan import Plan
-from headrace.core.statistics import Interval, accept, drifted, paired_ratio
+from headrace.core.statistics import Interval, accept, paired_ratio
 from headrace.core.units import format_bytes
 from headrace.guard import BANDS
 from headrace.trials.kinds import Kind, kind_of
-from headrace.trials.pairs import Measure, Size
+from headrace.trials.pairs import Measure
 from headrace.trials.readings import NOT_DONE, Reading
+from headrace.trials.turns import DRIFT, Size, unsteady
 
 Verdict = Literal["better", "worse", "undecided", "different", "refused", "cut"]
 Aim = Literal["time", "money", "memory", "quality"]
@@ -40,8 +39,6 @@ SEEDS_APART = 2.0
 """Standard deviations of the noise between seeds that a mean loss may lie away."""
 NORMAL_MEDIAN = 0.6745
 """Median distance from the mean of a normal distribution, in standard deviations."""
-DRIFT = {"cuda": 0.015, "cpu": 0.15}
-"""Share by which the first plan's blocks at both ends may differ before all is measured again."""
 MARGIN = {"cuda": 0.005, "cpu": 0.02}
 """The gain that counts, a share of the step or of the peak."""
 FULL = 0.97
@@ -66,6 +63,8 @@ class Compared:
         steps: timed of each.
         drifted: the device was not the same at both ends, and the ratio is near enough to 1 for
             that to be why.
+        screened: a first look showed no gain, and was all.
+        ready_s: seconds that building, compiling and warming took.
     """
 
     verdict: Verdict
@@ -79,6 +78,8 @@ class Compared:
     noise: float | None = None
     steps: int = 0
     drifted: bool = False
+    screened: bool = False
+    ready_s: float = 0.0
 
     def plain(self) -> dict[str, Any]:
         """As JSON values."""
@@ -109,11 +110,38 @@ class Rules:
         return MARGIN.get(self.device, MARGIN["cpu"])
 
 
+@dataclass(frozen=True)
+class Gain:
+    """Asked after a first look: whether more steps are worth their time.
+
+    Args:
+        kind: what the change does to learning.
+        rules: by what the pair is judged.
+    """
+
+    kind: Kind
+    rules: Rules
+
+    @property
+    def aim(self) -> Aim:
+        """What is to become less."""
+        return self.rules.aim
+
+    def __call__(self, reading: Reading) -> bool:
+        """Whether the second plan may be better, and computes the same."""
+        found = judge(reading, self.kind, self.rules)
+        if found.verdict not in ("better", "undecided") or found.ratio is None or found.drifted:
+            return False
+        if self.aim == "memory":
+            return found.verdict == "better"
+        return found.ratio.value > 1 and found.ratio.high > 1 + self.rules.margin
+
+
 def compare(
     first: Plan, second: Plan, measure: Measure, rules: Rules, *, size: Size, together: bool,
-    limit_s: float, clock: Callable[[], float] = time.monotonic, only_gains: bool = False,
+    limit_s: float, screen: bool = False,
 ) -> Compared:  # fmt: skip
-    """Measure two plans in turn and judge; once more where the device drifted meanwhile.
+    """Measure two plans in turn and judge.
 
     Args:
         first: the plan as it is.
@@ -122,25 +150,18 @@ def compare(
         rules: by what it is judged.
         size: how much of each is measured.
         together: both fit on the device at once.
-        limit_s: both measurements together end after this.
-        clock: seconds that go by.
-        only_gains: a second plan that seems slower is not worth the time to measure it again.
+        limit_s: it ends after this.
+        screen: what shows no gain in a first look is not measured on.
     """
-    ends_s, found = clock() + limit_s, None
-    for _ in range(2):
-        left_s = ends_s - clock()
-        if left_s <= 0:
-            break
-        reading = measure(first, second, size=size, together=together, limit_s=left_s)
-        again = judge(reading, kind_of(first, second), rules, size)
-        found = again if found is None or again.verdict != "cut" else found
-        slower = found.ratio is not None and found.ratio.value < 1
-        if not found.drifted or (only_gains and slower):
-            break
-    return found or Compared("cut", "no time was left")
+    if limit_s <= 0:
+        return Compared("cut", "no time was left")
+    kind = kind_of(first, second)
+    if screen:
+        size = replace(size, worth=Gain(kind, rules))
+    return judge(measure(first, second, size=size, together=together, limit_s=limit_s), kind, rules)
 
 
-def judge(reading: Reading, kind: Kind, rules: Rules, size: Size) -> Compared:
+def judge(reading: Reading, kind: Kind, rules: Rules) -> Compared:
     """What a reading tells of the second plan."""
     other = reading.beside or Reading()
     for one in (other, reading):
@@ -150,18 +171,17 @@ def judge(reading: Reading, kind: Kind, rules: Rules, size: Size) -> Compared:
         return Compared("refused", reading.refused)
     if other.refused:
         why = f"the plan before it cannot run: {other.refused}"
-        return Compared("better", why, after_s=median(reading.seconds), steps=size.timed,
-                        peak_bytes=reading.peak_bytes)  # fmt: skip
+        return Compared("better", why, after_s=median(reading.seconds), steps=reading.steps,
+                        peak_bytes=reading.peak_bytes, ready_s=reading.ready_s)  # fmt: skip
     limit = DRIFT.get(rules.device, DRIFT["cpu"])
     off, noise, why = _losses(other, reading, kind, rules.precision)
     ratio = paired_ratio(other.seconds, reading.seconds)
-    beyond = ratio.low > 1 + 2 * limit or ratio.high < 1 / (1 + 2 * limit)
     found = Compared(
         "undecided", why, ratio=ratio,
         before_s=median(other.seconds), after_s=median(reading.seconds),
         memory=_memory(other, reading, rules), peak_bytes=reading.peak_bytes, loss=off, noise=noise,
-        steps=size.timed,
-        drifted=not beyond and drifted(other.seconds[0], other.seconds[-1], limit),
+        steps=reading.steps, drifted=unsteady(other.seconds, reading.seconds, limit),
+        screened=reading.screened, ready_s=reading.ready_s,
     )  # fmt: skip
     if why:
         return replace(found, verdict="different", reason=why)
@@ -226,12 +246,13 @@ def _losses(
     one: Reading, two: Reading, kind: Kind, precision: str
 ) -> tuple[float | None, float | None, str]:
     """Difference of the mean losses, the seeds' noise, and why they are not the same, if not."""
-    a, b = one.losses, two.losses
-    if not a or len(a) != len(b):
-        return None, None, ""
-    if not all(map(isfinite, b)):
+    if not all(map(isfinite, two.losses)):
         return None, None, "its loss is not finite"
-    if a == b and one.norms == two.norms:
+    n = min(len(one.losses), len(two.losses))  # steps that both took
+    a, b = one.losses[:n], two.losses[:n]
+    if not n:
+        return None, None, ""
+    if a == b and one.norms[:n] == two.norms[:n]:
         return 0.0, seed_noise(a), ""
     band = BANDS.get(precision, BANDS["bf16"])
     if kind == "exact":

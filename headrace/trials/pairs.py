@@ -1,9 +1,10 @@
-"""Two plans, timed in turn, in processes of their own.
+"""Two plans, timed in turn, in processes of their own: one reading is all that a pair costs.
 
-Blocks of steady steps go A B B A, again and again. Where both plans fit on the device they live in
-one child process, each with its own weights, optimizer and loader, and only the blocks alternate;
-where they do not, a process is built for each block. What heats up or throttles steadily costs both
-the same, and `drifted` tells when it did not.
+Both are built, compiled and warmed once, in one child process where both fit on the device, each
+with its own weights, optimizer and loader; then they take turns (turns.py), and the process itself
+sees whether the second is worth all the steps. Where they do not fit, a process is built for each
+visit; where the next pair begins with the plan that the last one ended with, that visit serves
+both.
 
 Both begin with the same weights and read the same rows, so that their losses can be compared step
 by step; `judge.py` does, and says what came of a pair.
@@ -15,7 +16,7 @@ one process, which nothing can tell apart.
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from statistics import median
 from typing import Protocol
 
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from headrace import train
 from headrace.core.plan import Plan
-from headrace.core.statistics import order_abba
+from headrace.core.technique import Stage
 from headrace.filled import check_active
 from headrace.trials.readings import (
     NOT_DONE,
@@ -40,41 +41,29 @@ from headrace.trials.readings import (
     wait,
     why,
 )
-
-
-@dataclass(frozen=True)
-class Size:
-    """How much is measured of each plan.
-
-    Args:
-        warm: steps before, which compile and are not timed.
-        steps: timed in a block, after one that is not.
-        rounds: of A B B A.
-    """
-
-    warm: int = 3
-    steps: int = 3
-    rounds: int = 2
-
-    @property
-    def timed(self) -> int:
-        """Steps of each plan that are timed."""
-        return 2 * self.rounds * self.steps
-
+from headrace.trials.turns import (
+    ACCEPT,
+    DRIFT,
+    TIMED,
+    Limit,
+    Size,
+    take_turns,
+    take_visits,
+    visit_steps,
+)
 
 HEAT_S = 3.0
 """A GPU's steps before the timed ones: its clock falls by 1 to 2% in the first seconds of work."""
-SCREEN = Size()
-"""12 steady steps: enough to see what is worth more (Megatron-Bridge's skills take 6 to 12)."""
-ACCEPT = Size(steps=9, rounds=3)
-"""54 steady steps: a change is kept on 50 or more."""
 
 
 # --- in the child process --------------------------------------------------------------------
 
 
-def time_pair(first: Plan, second: Plan, *, size: Size, text: bool = True) -> Reading:
+def time_pair(
+    first: Plan, second: Plan, *, size: Size = ACCEPT, limit: Limit | None = None, text: bool = True
+) -> Reading:
     """The second's reading, with the first's `beside` it, from one process that holds both."""
+    limit = limit or Limit()
 
     def go(found: Reading) -> None:
         other = found.beside = Reading()
@@ -83,36 +72,72 @@ def time_pair(first: Plan, second: Plan, *, size: Size, text: bool = True) -> Re
             one = _Side(stack, first, other, text)
             between = _allocated()
             two = _Side(stack, second, found, text)
+            if two.build.device.type == "cuda" and _compiled_otherwise(first, second):
+                two.threads += 1
             two.warm(size.warm)  # before the first's: what is compiled now is proof of it alone
             own = _allocated() - between
             one.warm(size.warm)
-            others = _allocated() - held - own
+            one.beside_bytes, two.beside_bytes = own + held, _allocated() - held - own
             _heat(one, two)
-            for name in order_abba(size.rounds):
-                (one if name == "A" else two).block(size.steps)
-            one.end(beside_bytes=own + held)
-            two.end(beside_bytes=others)
+            found.ready_s = limit.spent_s
+            drift = DRIFT.get(two.build.device.type, DRIFT["cpu"])
+            take_turns(one, two, size, limit.left_s, TIMED * limit.seconds, drift)
+            one.end()
+            two.end()
 
     return read(go)
 
 
+def _compiled_otherwise(one: Plan, two: Plan) -> bool:
+    """Whether one's compiled code may differ from the other's where the traced code does not.
+
+    What is set while code compiles (graphs that are recorded, a budget of memory) is no guard of
+    torch's, and two builds of a process share what was compiled first. The number of the host's
+    threads is one, and it does nothing to a GPU's steps.
+    """
+    late = [
+        {name: t for name, t in plan.techniques.items() if t.stage >= Stage.COMPILE}
+        for plan in (one, two)
+    ]
+    return late[0] != late[1]
+
+
 def _heat(one: "_Side", two: "_Side") -> None:
-    """Untimed steps in turn, as many of each, until the device is as warm as it stays."""
-    ends_s = time.monotonic() + (HEAT_S if one.build.device.type == "cuda" else 0.0)
-    while time.monotonic() < ends_s:
-        one.block(1, timed=False)
-        two.block(1, timed=False)
+    """Untimed steps in turn, as many of each, until the device is as warm as it stays.
+
+    Steps that warmed the first plan count, for nothing compiled since: slow ones are enough.
+    """
+    if one.build.device.type == "cuda":
+        while time.monotonic() - one.steady_s < HEAT_S:
+            one.once()
+            two.once()
 
 
-def time_alone(plan: Plan, *, size: Size, text: bool = True) -> Reading:
-    """One block of a plan, from a process that holds nothing else."""
+def visit(
+    plan: Plan, *, blocks: int, size: Size, share: float, limit: Limit | None = None,
+    text: bool = True,
+) -> Reading:  # fmt: skip
+    """Blocks of one plan, from a process that holds nothing else.
+
+    Args:
+        plan: what to time.
+        blocks: how many.
+        size: what is wanted of the pair; `steps` in a block.
+        share: of the seconds that are left, for timed steps.
+        limit: of the pair.
+        text: see `opened`.
+    """
+    limit, began_s = limit or Limit(), time.time()
 
     def go(found: Reading) -> None:
         with ExitStack() as stack:
             side = _Side(stack, plan, found, text)
             side.warm(size.warm)
-            side.block(size.steps)
-            side.end(beside_bytes=0)
+            found.ready_s = time.time() - began_s
+            found.steps = visit_steps(side.step_s, blocks, size, share * limit.left_s(), limit)
+            side.run(blocks, found.steps)
+            found.steps *= blocks
+            side.end()
             if side.build.device.type == "cuda":
                 found.reserved_bytes = float(torch.cuda.max_memory_reserved())
 
@@ -125,48 +150,75 @@ class _Side:
     def __init__(self, stack: ExitStack, plan: Plan, found: Reading, text: bool) -> None:
         self.plan, self.found, self.index = plan, found, 0
         self.numbers: list[Tensor] = []
-        self.peak_bytes: float | None = None
+        self.beside_bytes = 0
+        self.step_s = self.steady_s = 0.0
+        self.threads = torch.get_num_threads()
         with _blamed(found):
             self.build, self.micros = stack.enter_context(opened(plan, text=text, in_force=False))
 
     def warm(self, steps: int) -> None:
         """Steps before the timed ones; techniques are asked for their proof after the first."""
-        with _blamed(self.found), flags_of(self.build):
-            self.step()
+        self.once()
+        with self._own():
             active = check_active(self.build)
             self.found.evidence = {name: e.detail for name, e in active.items()}
-            for _ in range(steps - 1):
-                self.step()
-            wait(self.build)
+        self.steady_s = time.monotonic()
+        for _ in range(steps - 1):
+            self.once()
 
-    def block(self, steps: int, *, timed: bool = True) -> None:
-        """Timed steps, after one that fills the queue of the device."""
+    def once(self) -> None:
+        """A step that is not timed, but for what is planned with."""
+        began_s = time.monotonic()
+        with self._own():
+            self.step()
+            wait(self.build)
+        self.step_s = time.monotonic() - began_s
+
+    def run(self, blocks: int, steps: int) -> None:
+        """Timed blocks, after a step that fills the queue of the device."""
         clock = Clock(self.build.device)
-        with _blamed(self.found), flags_of(self.build):
+        with self._own():
             if self.build.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             self.step()
             clock.mark()
-            for _ in range(steps):
+            for _ in range(blocks * steps):
                 self.step()
                 clock.mark()
             seconds = clock.seconds()
-            self.found.seconds += [median(seconds)] * timed
-            if (most := peak(self.build)) is not None:
-                self.peak_bytes = max(self.peak_bytes or 0.0, most)
+            self.step_s = median(seconds)
+            for i in range(0, len(seconds), steps):
+                self.found.seconds.append(median(seconds[i : i + steps]))
+            self.tell()
 
     def step(self) -> None:
         """One more."""
         self.numbers.append(train.step(self.build, self.micros(self.index), self.index))
         self.index += 1
 
-    def end(self, *, beside_bytes: int) -> None:
+    @contextmanager
+    def _own(self) -> Iterator[None]:
+        """Its flags are in force, its errors noted, and nobody else's compiled code is taken."""
+        before = torch.get_num_threads()
+        with _blamed(self.found), flags_of(self.build):
+            torch.set_num_threads(self.threads)
+            try:
+                yield
+            finally:
+                torch.set_num_threads(before)
+
+    def tell(self) -> None:
         """What the steps computed, and the peak without what else the process holds."""
-        self.found.losses, self.found.norms, finite, _ = torch.stack(self.numbers).T.tolist()
+        self.found.losses, self.found.norms, *_ = torch.stack(self.numbers).T.tolist()
+        if counted(self.plan) and (most := peak(self.build)) is not None:
+            own = most - self.beside_bytes
+            self.found.peak_bytes = max(self.found.peak_bytes or own, own)
+
+    def end(self) -> None:
+        """Whether all of its steps were finite."""
+        finite = torch.stack(self.numbers)[:, 2].tolist()
         if not all(finite):
             self.found.refused = f"step {finite.index(0.0)} was not finite"
-        if self.peak_bytes is not None and counted(self.plan):
-            self.found.peak_bytes = self.peak_bytes - beside_bytes
 
 
 @contextmanager
@@ -197,27 +249,39 @@ class Measure(Protocol):
         ...
 
 
+def awake() -> None:
+    """What a process does first: import what it needs, and find the device."""
+    if torch.cuda.is_available():
+        torch.cuda.init()
+
+
 def measure_with(worker: Worker, *, text: bool = True) -> Measure:
     """Pairs in one process of `worker` where both fit, else in one after the other."""
+    last: list[tuple[Plan, Size, Reading]] = []
+    worker.begin(awake)  # while who asks looks for plans
 
     def measure(
         first: Plan, second: Plan, *, size: Size, together: bool, limit_s: float
     ) -> Reading:
-        ends_s = time.monotonic() + limit_s
+        limit, before = Limit(limit_s), [*last]
+        last.clear()
         if together:
-            found = worker.ask(time_pair, first, second, size=size, text=text, limit_s=limit_s)
+            found = worker.ask(
+                time_pair, first, second, size=size, limit=limit, text=text, limit_s=limit_s
+            )
             if not _crowded(found):
                 return found
-        whole, found = _apart(size), Reading(beside=Reading())
-        for name in order_abba(whole.rounds):
-            plan, into = (first, found.beside) if name == "A" else (second, found)
-            assert into is not None
-            if found.refused:
-                break
-            if into.refused:
-                continue
-            left_s = max(0.0, ends_s - time.monotonic())
-            _add(into, worker.ask(time_alone, plan, size=whole, text=text, limit_s=left_s))
+            before = []
+
+        def alone(plan: Plan, blocks: int, steps: int, share: float) -> Reading:
+            return worker.ask(
+                visit, plan, blocks=blocks, size=replace(size, steps=steps), share=share,
+                limit=limit, text=text, limit_s=max(0.0, limit_s - limit.spent_s),
+            )  # fmt: skip
+
+        known = [r for plan, asked, r in before if (plan, asked.plain()) == (first, size.plain())]
+        found, ended = take_visits(alone, first, second, size, limit.left_s, known)
+        last.extend((first, size, one) for one in ended)
         return found
 
     return measure
@@ -229,19 +293,3 @@ def _crowded(found: Reading) -> bool:
         return True
     broken = found.poisoned and bool(found.refused) and not found.refused.startswith(NOT_DONE)
     return broken or found.refused.startswith(OUT_OF_MEMORY)
-
-
-def _apart(size: Size) -> Size:
-    """As many steps in fewer processes, for each must build its plan."""
-    rounds = (size.rounds + 1) // 2
-    return Size(size.warm, -(-size.timed // (2 * rounds)), rounds)
-
-
-def _add(into: Reading, more: Reading) -> None:
-    """A block's reading joins those of its plan."""
-    into.seconds += more.seconds
-    into.losses, into.norms = into.losses or more.losses, into.norms or more.norms
-    into.evidence, into.refused = more.evidence or into.evidence, more.refused
-    for name in ("peak_bytes", "reserved_bytes"):
-        held = [v for v in (getattr(into, name), getattr(more, name)) if v is not None]
-        setattr(into, name, max(held, default=None))

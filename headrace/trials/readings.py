@@ -1,8 +1,7 @@
 """Readings of a plan's steps, each in a process that a failure cannot take others down with.
 
 What the tuner and the programs under benchmarks/ share: a build whose weights are drawn on its
-device, timed steps with the peak of their memory, the loss after some steps of real text, and the
-process that takes them.
+device, timed steps with the peak of their memory, losses on real text, and the process.
 """
 
 import gc
@@ -70,6 +69,10 @@ class Reading:
     """the process should not read on"""
     beside: "Reading | None" = None
     """of the plan that was timed in turn with this one"""
+    steps: int = 0
+    ready_s: float = 0.0
+    screened: bool = False
+    """of a pair: steps timed of each; seconds before them; a first look showed no gain"""
 
 
 # --- builds ----------------------------------------------------------------------------------
@@ -79,8 +82,7 @@ class Reading:
 def device_weights(device: torch.device) -> Iterator[None]:
     """Builds inside draw large parameters on the device: as spread, and as repeatable.
 
-    A run's own are drawn by the host, which takes longer than the steps that are timed. These are
-    other numbers, the same for every side.
+    The host, which draws a run's own, would take longer than the timed steps. All sides get these.
     """
 
     def make(config: Any, seed: int) -> Source:
@@ -278,8 +280,7 @@ def time_long_row(plan: Plan, *, short: int, steps: int) -> Reading:
     """Seconds of each full step with one long row, after one of `short` tokens.
 
     The short step compiles kernels and makes the optimizer's state, so that every long one holds
-    all that a step of a run holds. The peak is that of the long ones, and the evidence is read
-    after the last of them.
+    all that a step of a run holds. The peak and the evidence are those of the long ones.
     """
 
     def go(found: Reading) -> None:
@@ -325,21 +326,13 @@ def peak(build: Build) -> float | None:
 def _begin(log: Path | None) -> None:
     """In the new process. Ctrl-C reaches every process of a terminal: the one that asks ends this.
 
-    What it says (a compiler's warnings, say) goes to the log, for the one that asks has its own
-    words on the terminal, and one JSON value on its standard output.
+    What it says goes to the log: who asks has words and JSON of its own on the same outputs.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if log is not None:
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, 1)
         os.dup2(file, 2)
-
-
-def _quiet_tracker() -> None:
-    """Let the interpreter's own tracker be silent of what a killed process left: it removes it."""
-    sys.warnoptions.append("ignore:resource_tracker")
-    resource_tracker.ensure_running()
-    sys.warnoptions.pop()
 
 
 class Worker:
@@ -358,13 +351,8 @@ class Worker:
         """`what(*given, **how)` there; the process is ended when it takes longer than `limit_s`."""
         if self.here:
             return what(*given, **how)
-        if self._pool is None:
-            _quiet_tracker()
-            self._pool = ProcessPoolExecutor(
-                1, mp_context=get_context("spawn"), initializer=_begin, initargs=(self.log,)
-            )
         try:
-            found = self._pool.submit(what, *given, **how).result(limit_s)
+            found = self._process().submit(what, *given, **how).result(limit_s)
         except BrokenProcessPool:
             found = Reading(refused=f"its process died{self._last_word()}", poisoned=True)
         except TimeoutError:
@@ -374,6 +362,21 @@ class Worker:
         if found.poisoned:
             self.close()
         return found
+
+    def begin(self, what: Callable[[], object]) -> None:
+        """Have the process start, import and do `what` before it is asked; nobody waits for it."""
+        if not self.here:
+            self._process().submit(what)
+
+    def _process(self) -> ProcessPoolExecutor:
+        if self._pool is None:
+            sys.warnoptions.append("ignore:resource_tracker")  # it removes what a kill left
+            resource_tracker.ensure_running()
+            sys.warnoptions.pop()
+            self._pool = ProcessPoolExecutor(
+                1, mp_context=get_context("spawn"), initializer=_begin, initargs=(self.log,)
+            )
+        return self._pool
 
     def _last_word(self) -> str:
         """What the log ends with, where there is one."""

@@ -3,7 +3,8 @@
 A row is one reading with what it was of: the plans by their hashes (without name and folder, which
 change nothing), how much was measured, and the machine with its versions. The same question at the
 same place is answered from the file, as often as it was measured; another machine or another
-version measures again, beside the old rows. What was cut off by the clock is not kept.
+version measures again, beside the old rows. What was cut off by the clock, or cut short to fewer
+steps than a look at two plans takes, is not kept.
 """
 
 import hashlib
@@ -19,11 +20,14 @@ import torch
 
 from headrace.core.plan import Plan
 from headrace.run_folder import environment
-from headrace.trials.pairs import Measure, Size
+from headrace.trials.pairs import Measure
 from headrace.trials.readings import NOT_DONE, Reading
+from headrace.trials.turns import Size
 
 HERE = ("headrace", "commit", "torch", "cuda", "device_name", "devices", "threads")
 """What of the environment a reading depends on."""
+FEWEST = 6
+"""Steps of each plan that a pair's reading needs to stand."""
 
 
 def fingerprint(plan: Plan) -> str:
@@ -67,7 +71,7 @@ class Store:
             first: Plan, second: Plan, *, size: Size, together: bool, limit_s: float
         ) -> Reading:
             one, two = fingerprint(first), fingerprint(second)
-            what = {"first": one, "second": two, "size": asdict(size), "together": together}
+            what = {"first": one, "second": two, "size": size.plain(), "together": together}
             return self.once(what, lambda: inner(
                 first, second, size=size, together=together, limit_s=limit_s))  # fmt: skip
 
@@ -100,7 +104,7 @@ class Store:
             self.spent_s += spent_s
             self.fresh_s += spent_s
             self.last_s = spent_s
-        if not any(r.refused.startswith(NOT_DONE) for r in (reading, reading.beside) if r):
+        if stands(reading):
             self.found.setdefault(key, []).append((reading, spent_s))
             self._write({**what, "here": self.place, "seconds": spent_s, "reading": plain(reading)})
         return reading
@@ -130,6 +134,13 @@ class Store:
             except (ValueError, KeyError, TypeError):
                 continue
         return found
+
+
+def stands(reading: Reading) -> bool:
+    """Whether the clock let it say something."""
+    if any(r.refused.startswith(NOT_DONE) for r in (reading, reading.beside) if r):
+        return False
+    return bool(reading.refused) or reading.steps >= FEWEST or not reading.beside
 
 
 def plain(reading: Reading) -> dict[str, Any]:

@@ -1,19 +1,19 @@
 """The tuner: what the planner puts first is measured, and kept only where it wins.
 
 It starts from a plan and a list of other plans, ranked by prediction (headrace/sweep.py). The one
-that promises most is screened beside the best so far, on a dozen steady steps in turn; what shows a
-gain is measured again on 50 or more, and kept or reverted by that alone. What was kept is the new
-best, whose single changes are asked about next. So the path has one row for each plan that was
-tried, with what was predicted, what was measured, what became of it and why.
+that promises most is timed beside the best so far, on a dozen steady steps in turn; what shows a
+gain there goes on to 50 or more in the same processes (turns.py), and is kept or reverted by them.
+What was kept is the new best, whose single changes are asked about next. So the path has one row
+for each plan that was tried, with what was predicted, what was measured, what became of it and why.
 
 - **Predictions are corrected by what was measured** (proposals.py), and the order is made anew.
 - **Execution only**: losses must stay the same (judge.py). A change of learning is tried only for
   money or quality, by its time to a target over seeds (target.py).
 - **Memory**: what is foreseen not to fit is refused; once a plan has run out of memory, so is
   everything that is foreseen to need as much.
-- **Time**: no reading begins that is not expected to end in time, none may outlast the clock, and
-  none gets more than half of the minutes. Where 50 steps do not fit into what is left, fewer are
-  taken, and the row says so.
+- **Time**: a reading fits itself to the minutes, and none gets more than a part of them. Where 50
+  steps do not fit, fewer are taken, and the row says so. None begins where less time is left than
+  plans took to be built, compiled and warmed.
 
 The seconds that all of it took are on the bill, with the number of steps after which they are won
 back. No technique is known by name here.
@@ -24,7 +24,8 @@ Left out: search. The sweep has searched; a tuner that measures 8 minutes sees s
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import ceil, exp, inf, log, prod
+from math import exp, inf, log, prod
+from statistics import median
 from typing import Any
 
 from headrace.changes import difference
@@ -33,23 +34,26 @@ from headrace.core.statistics import Interval
 from headrace.core.units import format_bytes, format_seconds
 from headrace.trials.judge import Aim, Compared, Rules, compare
 from headrace.trials.kinds import kind_of
-from headrace.trials.pairs import ACCEPT, SCREEN, Measure, Size
+from headrace.trials.pairs import Measure
 from headrace.trials.path import Became, Stage, Step, Tuned
 from headrace.trials.proposals import Pool, Proposal, Sources
 from headrace.trials.readings import OUT_OF_MEMORY, why
 from headrace.trials.store import Store, fingerprint
 from headrace.trials.target import Train, learn
+from headrace.trials.turns import ACCEPT, LOOK, Size
 
-BLOCK_S = 0.1
-"""The least that a block should last; short steps are taken more often."""
-MOST_STEPS = 100
-"""Of a block."""
+WANTED = Size(block_s=0.1)
+"""Of each plan; short steps are taken more often."""
 TOGETHER = 0.9
 """Of the memory that two plans may be foreseen to need together, in one process."""
-PRUDENT = 1.25
-"""By how much longer than the last one a reading is expected to take."""
-LONGEST = 0.5
-"""Of the minutes that one reading may take: a plan that compiles for longer is given up."""
+LONGEST = 0.75
+"""Of the minutes that one reading may take: a plan that compiles for longer is given up. It plans
+with 0.6 of them (turns.FITS)."""
+SOONER = 0.5
+"""Of the seconds that the first pair took before its timed steps may be enough for the next: then
+caches are warm, and a process runs. Later ones say it themselves."""
+LEAST_STEPS = 15
+"""Steps of two plans in which each is timed on 6, and every run begins with one that is not."""
 EXECUTION_SHARE = 0.5
 """Of the minutes that changes of execution may take where changes of learning follow."""
 VERDICTS: dict[str, Became] = {"better": "kept", "refused": "refused", "cut": "not tried"}
@@ -103,8 +107,10 @@ class _Run:
         self.began_s, self.minutes_s = clock(), 60 * minutes
         self.path: list[Step] = []
         self.pool: Pool | None = None
-        self.costs: dict[str, float] = {}
-        """seconds that the last reading of each stage took"""
+        self.ready_s: list[float] = []
+        """seconds that pairs took before their timed steps"""
+        self.learning_s = 0.0
+        """that the last change of learning took"""
         self.first_s: float | None = None
         self.burst_bytes = inf
         """the least that was foreseen of a plan that ran out of memory"""
@@ -148,8 +154,7 @@ class _Run:
         """Try changes that learn the same, the most promising first, until time or plans end."""
         assert self.pool is not None
         while not self.up:
-            reserve_s = self.costs.get("accept", 0.0) if len(self.kept) > 1 else 0.0
-            if self.left_s(share) <= PRUDENT * self.costs.get("screen", 0.0) + reserve_s:
+            if self.left_s(share) <= self.least_s:
                 self.up = bool(self.pool.waiting)
                 return
             chosen = self.pool.take()
@@ -158,7 +163,7 @@ class _Run:
             self.attempt(chosen)
 
     def attempt(self, proposal: Proposal) -> None:
-        """Screen it, measure again what shows a gain, and keep or revert it."""
+        """Measure it, and keep or revert it."""
         assert self.pool is not None
         spent_s, seen, promise = self.store.spent_s, proposal.foresight, self.promise(proposal)
         self.trying(proposal)
@@ -168,12 +173,8 @@ class _Run:
             told = f"{format_bytes(seen.peak_bytes)} are foreseen, and {what} {format_bytes(least)}"
             self.note(proposal, Compared("refused", told), "none", promise, spent_s)
             return
-        stage: Stage = "screen"
-        found = self.pair(proposal, self.sized(SCREEN, self.pool.best_s), stage)
-        if _shows_gain(found, self.rules) and (size := self.fitting(found, proposal)):
-            more = self.pair(proposal, size, "accept")
-            if more.verdict != "cut":
-                found, stage = more, "accept"
+        found = self.pair(self.pool.best, proposal, screen=True)
+        stage: Stage = "screen" if found.screened or found.ratio is None else "accept"
         self.up = found.verdict == "cut" and self.left_s() <= 0
         if found.reason.startswith(OUT_OF_MEMORY):
             self.burst_bytes = min(self.burst_bytes, seen.peak_bytes)
@@ -181,8 +182,11 @@ class _Run:
         self.follow(proposal, found)
 
     def follow(self, proposal: Proposal, found: Compared) -> None:
-        """Correct predictions, and keep it where it is better."""
+        """Correct predictions, and keep it where it is better; drift says nothing of a plan."""
         assert self.pool is not None
+        if found.drifted:
+            self.pool.lose(proposal)
+            return
         if found.before_s is not None:
             if self.first_s is None:
                 self.first_s = found.before_s
@@ -213,7 +217,7 @@ class _Run:
             if {change, fingerprint(proposal.plan)} & tried:
                 continue
             tried |= {change, fingerprint(proposal.plan)}
-            if self.left_s() <= self.costs.get("learning", 0.0):
+            if self.left_s() <= self.learning_s:
                 self.up = True
                 return
             if self.teach(proposal, train, seeds).verdict == "better":
@@ -230,7 +234,7 @@ class _Run:
             range(self.first.seed, self.first.seed + seeds), train, self.store,
             limit_s=self.left_s(), clock=self.clock,
         )  # fmt: skip
-        self.costs["learning"] = self.store.spent_s - spent_s
+        self.learning_s = self.store.spent_s - spent_s
         self.note(proposal, found, "learning", promise, spent_s)
         return found
 
@@ -240,10 +244,10 @@ class _Run:
         best = self.pool.best
         if len(self.kept) < 2 or kind_of(self.first, best.plan) == "learning":
             return
-        if self.first_s is None or self.left_s() <= PRUDENT * self.costs.get("accept", 0.0):
+        if self.first_s is None or self.left_s() <= self.least_s:
             return
-        found = self.pair(best, self.sized(ACCEPT, self.pool.best_s), "accept", self.start)
-        self.total = found.ratio
+        found = self.pair(self.start, best)
+        self.total = found.ratio if found.steps >= LOOK else None
 
     # --- measuring ---------------------------------------------------------------------------
 
@@ -256,45 +260,33 @@ class _Run:
         room = TOGETHER * two.foresight.capacity_bytes
         return one.foresight.peak_bytes + two.foresight.peak_bytes <= room
 
-    def pair(
-        self, proposal: Proposal, size: Size, stage: Stage, beside: Proposal | None = None
-    ) -> Compared:
-        """Beside the best so far, or another."""
-        assert self.pool is not None
-        beside = beside or self.pool.best
-        one, two = beside.foresight, proposal.foresight
-        rules = replace(self.rules, capacity_bytes=two.capacity_bytes,
-                        peaks=(one.peak_bytes, two.peak_bytes))  # fmt: skip
+    def pair(self, one: Proposal, two: Proposal, *, screen: bool = False) -> Compared:
+        """The second beside the first; see `compare`."""
+        rules = replace(
+            self.rules, capacity_bytes=two.foresight.capacity_bytes,
+            peaks=(one.foresight.peak_bytes, two.foresight.peak_bytes),
+        )  # fmt: skip
         try:
             found = compare(
-                beside.plan, proposal.plan, self.measure, rules, size=size,
-                together=self.together(beside, proposal), clock=self.clock,
-                limit_s=min(self.left_s(), LONGEST * self.minutes_s), only_gains=True,
+                one.plan, two.plan, self.measure, rules, size=WANTED, screen=screen,
+                together=self.together(one, two),
+                limit_s=min(self.left_s(), LONGEST * self.minutes_s),
             )  # fmt: skip
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-            found = Compared("refused", f"judging it failed: {why(error)}")
-        if found.verdict != "cut":
-            self.costs[stage] = self.store.last_s
+            return Compared("refused", f"judging it failed: {why(error)}")
+        if found.ready_s:
+            self.ready_s.append(found.ready_s)
         return found
 
-    def sized(self, size: Size, step_s: float | None) -> Size:
-        """With more steps in a block where they are short."""
-        steps = ceil(BLOCK_S / step_s) if step_s else size.steps
-        return replace(size, steps=min(MOST_STEPS, max(size.steps, steps)))
-
-    def fitting(self, screen: Compared, proposal: Proposal) -> Size | None:
-        """As much as should be measured before a change is kept, or as the time left allows."""
+    @property
+    def least_s(self) -> float:
+        """Seconds without which no reading can end and say something."""
         assert self.pool is not None
-        if screen.before_s is None or screen.after_s is None:
-            return None
-        both_s, small = screen.before_s + screen.after_s, self.sized(SCREEN, screen.before_s)
-        builds_s = max(0.0, self.costs["screen"] - both_s * 2 * small.rounds * (small.steps + 1))
-        if not self.together(self.pool.best, proposal):
-            builds_s *= 2  # twice as many processes
-        size = self.sized(ACCEPT, screen.before_s)
-        steps = int((self.left_s() / PRUDENT - builds_s) / both_s / (2 * size.rounds)) - 1
-        size = replace(size, steps=min(size.steps, steps))
-        return size if steps > 0 and size.timed > small.timed else None
+        if not self.ready_s:
+            return 0.0
+        first_s, *later_s = self.ready_s
+        ready_s = median(later_s) if later_s else SOONER * first_s
+        return ready_s + LEAST_STEPS * (self.pool.best_s or 0.0)
 
     # --- what came of it ---------------------------------------------------------------------
 
@@ -364,15 +356,6 @@ class _Run:
             seconds=self.store.spent_s + max(0.0, planning_s),
             left=tuple(" ".join(w.change) for w in waiting), up=self.up, interrupted=interrupted,
         )  # fmt: skip
-
-
-def _shows_gain(found: Compared, rules: Rules) -> bool:
-    """Whether more steps are worth their time."""
-    if found.verdict not in ("better", "undecided") or found.ratio is None or found.drifted:
-        return False
-    if rules.aim == "memory":
-        return found.verdict == "better"
-    return found.ratio.value > 1 and found.ratio.high > 1 + rules.margin
 
 
 def _product(ratios: Sequence[Interval]) -> Interval | None:

@@ -12,10 +12,10 @@ from tiny import READ
 from headrace.changes import changed
 from headrace.cli import catalogue
 from headrace.core.plan import Plan
-from headrace.core.statistics import order_abba
-from headrace.trials.pairs import Size
+from headrace.trials.pairs import time_pair
 from headrace.trials.proposals import Sources
 from headrace.trials.readings import NOT_DONE, OUT_OF_MEMORY, Reading
+from headrace.trials.turns import DRIFT, FITS, TIMED, Size, take_turns, visit_steps
 
 PLAN = 'directory = "{runs}"\n' + READ
 KNOWN = catalogue()
@@ -43,17 +43,22 @@ class Machine:
         costs: technique -> factor.
         losses: technique -> nats that it moves every loss by.
         bytes: technique -> factor of the peak.
-        reading_s: that a pair takes on the clock.
+        base_s: a step without any.
+        build_s: that building and warming a plan takes.
+        compile_s: technique -> seconds more; a half from then on, for caches.
     """
 
     costs: dict[str, float]
     losses: dict[str, float] = field(default_factory=dict)
     bytes: dict[str, float] = field(default_factory=dict)
-    reading_s: float = 10.0
+    base_s: float = 0.1
+    build_s: float = 5.0
+    compile_s: dict[str, float] = field(default_factory=dict)
     room_bytes: float = 1e9
     now_s: float = 0.0
     drifts: int = 0
     asked: list[tuple[Plan, Plan, Size]] = field(default_factory=list)
+    visits: list[Plan] = field(default_factory=list)
     interrupt_at: int | None = None
 
     def clock(self) -> float:
@@ -62,7 +67,7 @@ class Machine:
 
     def step_s(self, plan: Plan) -> float:
         """Of a plan."""
-        return self._times(self.costs, plan)
+        return self.base_s * self._times(self.costs, plan)
 
     def peak(self, plan: Plan) -> float:
         """Of a plan."""
@@ -78,31 +83,37 @@ class Machine:
     def measure(
         self, first: Plan, second: Plan, *, size: Size, together: bool, limit_s: float
     ) -> Reading:
-        """A pair's reading."""
+        """A pair's reading, in one process."""
         self.asked.append((first, second, size))
         if len(self.asked) == self.interrupt_at:
             raise KeyboardInterrupt
-        self.now_s += min(self.reading_s, limit_s)
-        if self.reading_s > limit_s:
-            return Reading(refused=f"{NOT_DONE} {limit_s:.0f} s", beside=Reading())
-        one, two = self.reading(first, size), self.reading(second, size)
-        if self.drifts:
-            self.drifts -= 1
-            one.seconds[-1] *= 1.5
-        two.beside = one
-        return two
+        return self.ask(time_pair, first, second, size=size, limit_s=limit_s, limit=None)
 
-    def reading(self, plan: Plan, size: Size) -> Reading:
-        """Of one plan, with a little noise that is the same each time."""
-        peak = self.peak(plan)
-        if peak > self.room_bytes:
-            return Reading(refused=f"{OUT_OF_MEMORY}: tried to allocate {peak:.0f} bytes")
-        n = len(order_abba(size.rounds)) // 2
-        off = sum(self.losses.get(name, 0.0) for name in plan.techniques)
-        return Reading(
-            seconds=[self.step_s(plan) * (1 + 0.001 * (i % 3)) for i in range(n)],
-            losses=[loss + off for loss in LOSSES], norms=[1.0 for _ in LOSSES], peak_bytes=peak,
-        )  # fmt: skip
+    def begin(self, what: Any) -> None:
+        """There is no process."""
+
+    def ask(self, what: Any, *plans: Plan, limit_s: float, size: Size, **how: Any) -> Reading:
+        """As a process would: a pair, or one visit."""
+        began_s, visited = self.now_s, what is not time_pair
+        limit, left_s = how["limit"], lambda: FITS * limit_s - (self.now_s - began_s)
+        sides = [Made(self, plan) for plan in plans]
+        sides[-1].found.ready_s = self.now_s - began_s
+        found = sides[-1].found
+        found.beside = None if visited else sides[0].found
+        if all(not side.found.refused for side in sides) and self.now_s - began_s < limit_s:
+            if visited:
+                room_s = how["share"] * limit.left_s()
+                found.steps = visit_steps(sides[0].step_s, how["blocks"], size, room_s, limit)
+                sides[0].run(how["blocks"], found.steps)
+                found.steps *= how["blocks"]
+                self.visits.append(plans[0])
+            else:
+                drift = DRIFT["cuda"]
+                take_turns(sides[0], sides[1], size, left_s, TIMED * limit_s, drift)
+        if self.now_s - began_s > limit_s:
+            self.now_s = began_s + limit_s
+            return Reading(refused=f"{NOT_DONE} {limit_s:.0f} s")
+        return found
 
     def proposal(self, plan: Plan, predicted_s: float | None, fits: str = "yes") -> Any:
         """A plan with its foresight."""
@@ -122,6 +133,32 @@ class Machine:
             return [self.proposal(changed(best, [word], KNOWN), None) for word in more]
 
         return Sources(lambda p: (self.proposal(p, start_s), whole), single, lambda p: [])
+
+
+class Made:
+    """A plan that is built on a machine, with a little noise that is the same each time."""
+
+    def __init__(self, machine: Machine, plan: Plan) -> None:
+        self.machine, self.step_s, self.peak = machine, machine.step_s(plan), machine.peak(plan)
+        self.found = Reading(norms=[1.0 for _ in LOSSES], peak_bytes=self.peak)
+        off = sum(machine.losses.get(name, 0.0) for name in plan.techniques)
+        self.found.losses = [loss + off for loss in LOSSES]
+        if self.peak > machine.room_bytes:
+            self.found.refused = f"{OUT_OF_MEMORY}: tried to allocate {self.peak:.0f} bytes"
+        machine.now_s += machine.build_s
+        for name in plan.techniques:
+            machine.now_s += machine.compile_s.get(name, 0.0)
+            machine.compile_s[name] = machine.compile_s.get(name, 0.0) / 2
+
+    def run(self, blocks: int, steps: int) -> None:
+        """On the clock."""
+        self.machine.now_s += (1 + blocks * steps) * self.step_s
+        for _ in range(blocks):
+            noise = 0.001 * (len(self.found.seconds) % 3)
+            self.found.seconds.append(self.step_s * (1 + noise))
+        if self.machine.drifts and len(self.found.seconds) == 4 and blocks == 1:
+            self.machine.drifts -= 1
+            self.found.seconds[-1] *= 1.5
 
 
 @pytest.fixture(name="Machine", scope="session")

@@ -17,8 +17,8 @@ from headrace.trials import ablate
 from headrace.trials.ablate import FILE, ablate_command
 from headrace.trials.ablation import Ablation, trials_of
 from headrace.trials.interplay import ADDED, LEFT_OUT, PAIR, ratio_of, stand
-from headrace.trials.pairs import Size
 from headrace.trials.readings import Reading
+from headrace.trials.turns import Size
 
 THREE = ("selective_checkpoint", "chunked_cross_entropy", "z_loss")
 PLAN = """
@@ -56,7 +56,7 @@ class Made:
         if self.fail and (found := self.fail(len(self.asked), set(second.techniques))):
             return found
         one, two = self._of(first, self.noise), self._of(second, -self.noise)
-        two.beside = one
+        two.beside, two.steps = one, how["size"].timed
         return two
 
     def _of(self, plan: Plan, noise: float) -> Reading:

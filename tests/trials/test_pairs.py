@@ -6,13 +6,15 @@ from math import sqrt
 from typing import Any
 
 import pytest
+import torch
 from numpy.random import default_rng
 
 from headrace.core.plan import Plan
-from headrace.trials.judge import Compared, Rules, judge, seed_noise
+from headrace.trials.judge import Compared, Gain, Rules, judge, seed_noise
 from headrace.trials.kinds import kind_of
-from headrace.trials.pairs import SCREEN, Size, measure_with, time_alone, time_pair
+from headrace.trials.pairs import measure_with, time_pair, visit
 from headrace.trials.readings import Reading, Worker
+from headrace.trials.turns import Size
 
 Change = Callable[..., Plan]
 SMALL = Size(warm=1, steps=1, rounds=1)
@@ -21,7 +23,7 @@ CUDA = Rules(device="cuda", precision="bf16")
 
 def judged(after: Reading, before: Reading, kind: Any = "exact", rules: Rules = CUDA) -> Compared:
     """Of two readings."""
-    return judge(replace(after, beside=before), kind, rules, SCREEN)
+    return judge(replace(after, beside=before), kind, rules)
 
 
 def reading(step_s: float = 1.0, off: float = 0.0, seed: int = 0, **more: Any) -> Reading:
@@ -36,13 +38,33 @@ def test_two_plans_in_one_process_compute_the_same(plan: Plan, change: Change) -
     """Real steps of both, here: bit-equal losses where only memory is saved, others where not."""
     found = time_pair(plan, change(plan, "+full_checkpoint"), size=SMALL)
     assert not found.refused and found.beside is not None
-    assert found.losses == found.beside.losses and len(found.losses) == 5
-    assert found.norms == found.beside.norms and len(found.seconds) == 2
+    n = len(found.losses)  # 4, and 3 more where this machine was not steady
+    assert n >= 4 and found.losses == found.beside.losses[:n]
+    assert found.norms == found.beside.norms[:n] and len(found.seconds) == found.steps == 2
     assert list(found.evidence) == ["full_checkpoint"]
     other = time_pair(plan, change(plan, "+z_loss", "techniques.z_loss.weight=0.1"), size=SMALL)
     assert other.beside is not None and other.losses != other.beside.losses
-    alone = time_alone(plan, size=SMALL)
-    assert alone.losses == found.beside.losses[:3] and len(alone.seconds) == 1
+    alone = visit(plan, blocks=2, size=SMALL, share=1.0)
+    assert alone.losses == found.beside.losses[:4] and alone.steps == 2 and len(alone.seconds) == 2
+
+
+def test_compiled_code_is_shared_but_for_the_host_s_threads() -> None:
+    """What `threads` of a side rests on: torch guards their number, and no flag of a compiler."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    seen, threads = torch._dynamo.utils.counters["stats"], torch.get_num_threads()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x.sin() + 1
+
+    try:
+        for more, graphs in ((0, 1), (0, 1), (1, 2), (0, 2)):
+            torch.set_num_threads(threads + more)
+            torch.compile(step, backend="eager")(torch.ones(3))
+            assert seen["unique_graphs"] == graphs
+    finally:
+        torch.set_num_threads(threads)
+        torch._dynamo.reset()
 
 
 def test_who_cannot_run_is_blamed(plan: Plan, change: Change) -> None:
@@ -53,7 +75,8 @@ def test_who_cannot_run_is_blamed(plan: Plan, change: Change) -> None:
     assert found.beside is not None and "NVIDIA" in found.beside.refused
 
 
-def test_plans_that_do_not_fit_together_are_timed_apart(plan: Plan, change: Change) -> None:
+def test_plans_that_do_not_fit_together_take_turns_in_visits(plan: Plan, change: Change) -> None:
+    """A B A; and the next pair begins where the last one ended."""
     asked: list[tuple[Any, Plan]] = []
 
     class Small(Worker):
@@ -63,25 +86,35 @@ def test_plans_that_do_not_fit_together_are_timed_apart(plan: Plan, change: Chan
             asked.append((what, plans[-1]))
             if what is time_pair:
                 return Reading(refused="out of memory: tried to allocate", beside=Reading())
-            return Reading(seconds=[1.0 if plans[0] == plan else 0.5], losses=[6.0])
+            blocks = how["blocks"]
+            step_s = 0.5 if plans[0] == fast else 1.0 if plans[0] == plan else 1.5
+            return Reading([step_s] * blocks, losses=[6.0], steps=blocks * how["size"].steps)
 
-    measure, fast = measure_with(Small()), change(plan, "+full_checkpoint")
-    found = measure(plan, fast, size=SCREEN, together=True, limit_s=60)
-    assert [p == plan for what, p in asked if what is time_alone] == [True, False, False, True]
-    assert found.seconds == [0.5, 0.5] and found.beside is not None
-    assert found.beside.seconds == [1.0, 1.0]
+    measure, fast = measure_with(Small(here=True)), change(plan, "+full_checkpoint")
+    slow = change(plan, "+chunked_mlp")
+    found = measure(plan, fast, size=Size(), together=True, limit_s=60)
+    assert [p for what, p in asked if what is visit] == [plan, fast, plan]
+    assert found.seconds == [0.5] * 4 and found.beside is not None and found.steps == 56
+    assert found.beside.seconds == [1.0] * 4
+    measure(plan, slow, size=Size(), together=False, limit_s=60)
+    assert [p for _, p in asked[4:]] == [slow, plan]
+    screened = Size(worth=Gain("exact", CUDA))
+    found = measure(plan, slow, size=screened, together=False, limit_s=60)
+    assert [p for _, p in asked[6:]] == [plan, slow] and found.screened
 
 
 @pytest.mark.slow
 def test_a_pair_is_read_in_a_process_of_its_own(plan: Plan, change: Change) -> None:
+    size = replace(SMALL, worth=Gain("exact", Rules()))  # which is sent there
     with Worker() as worker:
         measure = measure_with(worker)
         for together in (True, False):
             found = measure(
-                plan, change(plan, "+full_checkpoint"), size=SMALL, together=together, limit_s=120
+                plan, change(plan, "+full_checkpoint"), size=size, together=together, limit_s=120
             )
             assert not found.refused and found.beside is not None
-            assert found.losses == found.beside.losses
+            n = min(len(found.losses), len(found.beside.losses))
+            assert n > 2 and found.losses[:n] == found.beside.losses[:n]
 
 
 # --- verdicts --------------------------------------------------------------------------------

@@ -1,0 +1,263 @@
+"""How much is measured of two plans, in which order, and how that fits the time that is left.
+
+Blocks of steady steps go A B B A, again and again; neighbouring blocks of a plan are one run, so
+that only the first step of it is lost. After a first look (12 steps) a second plan that shows no
+gain is left; another goes on to all the steps that are wanted. Ending early only where nothing was
+gained makes no change look better than it is, so the look's blocks count among the others. Where
+the device drifted meanwhile the blocks are taken once more, of the plans as they stand there.
+
+Once both are warm the time of their steps is known, and fewer are taken where they would not end
+in time: first of a block, then of the rounds. Compiling cannot be cut short, so a part of the limit
+is kept for it (`FITS`), and a plan that was late is still timed by the fewest blocks.
+
+Two plans that do not fit together take turns in visits A B A, each of which builds its plan.
+
+No torch here: what takes the steps is given.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from math import ceil
+from typing import Any, Protocol
+
+from headrace.core.plan import Plan
+from headrace.core.statistics import drifted, order_abba, paired_ratio
+from headrace.trials.readings import NOT_DONE, Reading
+
+
+class Worth(Protocol):
+    """Whether a first look shows enough to measure on."""
+
+    @property
+    def aim(self) -> str:
+        """By which it is judged."""
+        ...
+
+    def __call__(self, reading: Reading) -> bool:
+        """Of a second plan's reading, with the first's beside it."""
+        ...
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured of each plan, where there is time for it.
+
+    Args:
+        warm: steps before, which compile and are not timed.
+        steps: timed in a block.
+        rounds: of A B B A.
+        block_s: the least that a block should last; short steps are taken more often.
+        worth: asked after a first look; where it says no, that is all. None asks nobody.
+    """
+
+    warm: int = 3
+    steps: int = 9
+    rounds: int = 3
+    block_s: float = 0.0
+    worth: Worth | None = None
+
+    @property
+    def timed(self) -> int:
+        """Steps of each plan that are timed."""
+        return 2 * self.rounds * self.steps
+
+    def longer(self, steps: int, step_s: float) -> int:
+        """Steps of a block that lasts long enough."""
+        return max(steps, min(MOST_STEPS, ceil(self.block_s / step_s)))
+
+    def plain(self) -> dict[str, Any]:
+        """What two readings of the same have in common, as JSON values."""
+        aim = self.worth.aim if self.worth else ""
+        return {"warm": self.warm, "steps": self.timed, "block_s": self.block_s, "aim": aim}
+
+
+ACCEPT = Size()
+"""54 steady steps: a change is kept on 50 or more."""
+LOOK_ROUNDS, LOOK_STEPS = 2, 3
+LOOK = 2 * LOOK_ROUNDS * LOOK_STEPS
+"""12 steady steps: enough to see what is worth more (Megatron-Bridge's skills take 6 to 12)."""
+LEAST_STEPS = 3
+"""Of a block; where time is too short for as many, there are fewer rounds."""
+MOST_STEPS, SHORTEST_S = 100, 1e-6
+"""Of a block of short steps; and seconds of a step, at least."""
+DRIFT = {"cuda": 0.015, "cpu": 0.15}
+"""Share by which the first plan's blocks at both ends may differ before all is measured again."""
+FITS = 0.8
+"""Of its limit a reading plans to take; the rest is for a plan that was late."""
+TIMED = 0.3
+"""Of its limit that timed steps may take where others wait: slow steps would leave no time."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Seconds that a reading may take, on the clock that all processes of a machine share."""
+
+    seconds: float = 3600.0
+    began_s: float = field(default_factory=lambda: time.time())
+
+    @property
+    def spent_s(self) -> float:
+        """Since it was asked for."""
+        return time.time() - self.began_s
+
+    def left_s(self) -> float:
+        """To plan with."""
+        return FITS * self.seconds - self.spent_s
+
+
+# --- two that are in one process --------------------------------------------------------------
+
+
+class Side(Protocol):
+    """A plan that is built and warm."""
+
+    found: Reading
+    step_s: float
+
+    def run(self, blocks: int, steps: int) -> None:
+        """So many timed blocks, after one step that is not timed."""
+        ...
+
+
+def take_turns(
+    one: Side, two: Side, size: Size, left_s: Callable[[], float], share_s: float, limit: float
+) -> None:
+    """Blocks of both into their readings: what is wanted, or what there is time for.
+
+    Args:
+        one: the first plan.
+        two: the second.
+        size: what is wanted.
+        left_s: seconds that are left.
+        share_s: seconds that timed steps may take where the second plan must be worth them.
+        limit: of the drift.
+    """
+    found, other = two.found, one.found
+    for _ in range(2):
+        began_s = left_s()
+        found.seconds, other.seconds, found.steps, found.screened = [], [], 0, False
+        ends_s = max(0.0, began_s - share_s) if size.worth else 0.0
+        if size.worth is not None:
+            _turns(one, two, size, LOOK_ROUNDS, LOOK_STEPS, left_s() - ends_s)
+            found.screened = _off(found, size, limit) or not size.worth(found)
+        if not found.screened:
+            rounds = max(1, size.rounds - (found.steps > 0))
+            steps = ceil((size.timed - found.steps) / (2 * rounds))
+            _turns(one, two, size, rounds, steps, left_s() - ends_s)
+        spent_s = began_s - left_s()
+        if not _off(found, size, limit) or left_s() < spent_s:
+            return
+
+
+def _turns(one: Side, two: Side, size: Size, rounds: int, steps: int, room_s: float) -> None:
+    """Rounds of A B B A, as many and as long as there is room for; the first has one in any case.
+
+    Neighbouring blocks of a plan are one run, so that only the first step of it is lost.
+    """
+    if steps < 1:
+        return
+    a_s, b_s = max(one.step_s, SHORTEST_S), max(two.step_s, SHORTEST_S)
+    steps, fits = size.longer(steps, min(a_s, b_s)), 0.0
+    while rounds:
+        fits = (room_s - (rounds + 1) * a_s - rounds * b_s) / (2 * rounds * (a_s + b_s))
+        if fits >= min(steps, LEAST_STEPS) or rounds == 1:
+            break
+        rounds -= 1
+    if fits < 1 and two.found.steps:
+        return
+    steps = max(1, int(min(steps, fits)))
+    for name, run in groupby(order_abba(rounds)):
+        (one if name == "A" else two).run(len(list(run)), steps)
+    two.found.steps += 2 * rounds * steps
+
+
+def unsteady(one: Sequence[float], two: Sequence[float], limit: float) -> bool:
+    """Whether the first's blocks at both ends differ so that this may be why the two differ."""
+    ratio = paired_ratio(one, two)
+    beyond = ratio.low > 1 + 2 * limit or ratio.high < 1 / (1 + 2 * limit)
+    return not beyond and drifted(one[0], one[-1], limit)
+
+
+def _off(found: Reading, size: Size, limit: float) -> bool:
+    """Whether all should be taken again: not where a gain is asked for and none is near."""
+    assert found.beside is not None
+    one, two = found.beside.seconds, found.seconds
+    if size.worth is not None and paired_ratio(one, two).value < 1:
+        return False
+    return unsteady(one, two, limit)
+
+
+# --- two that take turns in visits -----------------------------------------------------------
+
+
+Visit = Callable[[Plan, int, int, float], Reading]
+"""(plan, blocks, steps of each that are wanted, share of the seconds that are left for timed ones)
+-> a reading of that plan alone."""
+
+
+def visit_steps(step_s: float, blocks: int, size: Size, room_s: float, limit: Limit) -> int:
+    """Steps in a block of a visit: what is wanted, or what there is room for."""
+    if size.worth is not None:
+        room_s = min(room_s, TIMED * limit.seconds * blocks / 8)  # of three visits
+    step_s = max(step_s, SHORTEST_S)
+    return max(1, int(min(size.longer(size.steps, step_s), (room_s / step_s - 1) / blocks)))
+
+
+def take_visits(
+    visit: Visit, first: Plan, second: Plan, size: Size, left_s: Callable[[], float],
+    known: Sequence[Reading] = (),
+) -> tuple[Reading, list[Reading]]:  # fmt: skip
+    """Visits A B A of two plans that do not fit together; the pair's reading.
+
+    Args:
+        visit: makes one.
+        first: the plan as it is.
+        second: with a change.
+        size: what is wanted.
+        left_s: seconds that are left.
+        known: a visit of the first plan that has just been made.
+
+    Returns:
+        The second's reading, with the first's beside it; and the visit of the first that it ended
+        with, if it did.
+    """
+    blocks = min(2, size.rounds)
+    steps = ceil(size.timed / (2 * blocks))
+    ones = [*known] or [visit(first, blocks, steps, 0.25)]
+    late = ones[0].refused.startswith(NOT_DONE)
+    two = ones[0] if late else visit(second, 2 * blocks, steps, 0.5)
+    found = _pair(ones, two)
+    if two.refused or ones[0].refused:
+        return found, []
+    if size.worth is not None and not size.worth(found):
+        found.screened = True
+        return found, []
+    if left_s() < ones[0].ready_s:  # no time to build it again
+        return found, []
+    again = visit(first, blocks, steps, 1.0)
+    if again.refused.startswith(NOT_DONE):
+        return found, []
+    return _pair([*ones, again], two), [again] if not again.refused else []
+
+
+def _pair(ones: Sequence[Reading], two: Reading) -> Reading:
+    """Visits of the first beside that of the second; what both have."""
+    seconds = [s for one in ones for s in one.seconds]
+    n = min(len(seconds), len(two.seconds))
+    whole = max(ones, key=lambda one: len(one.losses))
+    bad = next((one.refused for one in ones if one.refused), "")
+    other = replace(
+        whole, seconds=seconds if two.refused or bad else seconds[:n], refused=bad,
+        steps=sum(one.steps for one in ones), ready_s=sum(one.ready_s for one in ones),
+    )  # fmt: skip
+    for name in ("peak_bytes", "reserved_bytes"):
+        held = [v for one in ones if (v := getattr(one, name)) is not None]
+        setattr(other, name, max(held, default=None))
+    share = n / len(two.seconds) if two.seconds and not bad else 1
+    return replace(
+        two, seconds=two.seconds if bad else two.seconds[:n], beside=other,
+        steps=min(other.steps or two.steps, int(share * two.steps)),
+        ready_s=other.ready_s + two.ready_s,
+    )  # fmt: skip

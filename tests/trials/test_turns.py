@@ -1,0 +1,85 @@
+"""Turns on a clock that is made up: what is wanted, what fits, what is taken again."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from headrace.core.statistics import order_abba
+from headrace.trials.judge import Gain, Rules
+from headrace.trials.pairs import _compiled_otherwise
+from headrace.trials.readings import Reading
+from headrace.trials.turns import ACCEPT, DRIFT, Limit, Size, take_turns, visit_steps
+
+LIMIT = DRIFT["cuda"]
+
+
+class Clocked:
+    """A plan whose steps take so long; its runs are noted."""
+
+    def __init__(self, step_s: float, now: list[float], off: float = 0.0) -> None:
+        self.step_s, self.now, self.off = step_s, now, off
+        self.found, self.runs = Reading(), list[tuple[int, int]]()
+
+    def run(self, blocks: int, steps: int) -> None:
+        """On the clock; what comes later is slower by `off`."""
+        self.runs.append((blocks, steps))
+        self.now[0] += (1 + blocks * steps) * self.step_s
+        for _ in range(blocks):
+            self.found.seconds.append(self.step_s * (1 + self.off * len(self.found.seconds)))
+
+
+def turns(a_s: float, b_s: float, left_s: float, worth: bool = True, **how: Any) -> Any:
+    """Both in turn, in so many seconds."""
+    now = [0.0]
+    one, two = Clocked(a_s, now, how.get("off", 0.0)), Clocked(b_s, now)
+    two.found.beside = one.found
+    size = Size(worth=Gain("exact", Rules(device="cuda"))) if worth else how.get("size", ACCEPT)
+    take_turns(one, two, size, lambda: left_s - now[0], how.get("share_s", left_s), LIMIT)
+    return SimpleNamespace(one=one, two=two, found=two.found, spent_s=now[0])
+
+
+def test_a_gain_goes_on_where_it_stands_and_what_shows_none_is_left() -> None:
+    took = turns(0.2, 0.1, 600.0)
+    assert took.found.steps == 56 and not took.found.screened
+    assert took.one.runs == [(1, 3), (2, 3), (1, 3), (1, 11), (2, 11), (1, 11)]
+    assert took.two.runs == [(2, 3), (2, 3), (2, 11), (2, 11)]
+    assert len(took.found.seconds) == len(took.one.found.seconds) == 8
+    took = turns(0.1, 0.2, 600.0)
+    assert took.found.steps == 12 and took.found.screened
+    took = turns(0.1, 0.2, 600.0, worth=False)  # asked for by name, all is measured
+    assert took.found.steps == 54 and len(took.found.seconds) == len(order_abba(3)) // 2
+
+
+@pytest.mark.parametrize(
+    ("left_s", "least", "most"), [(600.0, 56, 56), (150.0, 20, 30), (60.0, 6, 11), (-20.0, 2, 2)]
+)
+def test_slow_steps_fit_the_time(left_s: float, least: int, most: int) -> None:
+    """Of 3 and 2 s; a plan that was late has its fewest blocks."""
+    took = turns(3.0, 2.0, left_s)
+    assert least <= took.found.steps <= most
+    assert took.spent_s <= max(left_s, 18.0)
+    if left_s == 600.0:
+        assert turns(3.0, 2.0, left_s, share_s=100.0).spent_s <= 100.0
+
+
+def test_what_drifted_is_taken_again_without_a_new_build() -> None:
+    assert turns(1.0, 0.98, 600.0, off=0.01).one.runs == [(1, 3), (2, 3), (1, 3)] * 2
+    assert len(turns(1.0, 0.98, 32.0, off=0.01).one.runs) == 3  # no time
+    assert len(turns(1.0, 1.02, 600.0, off=0.01).one.runs) == 3  # nor worth it
+    assert turns(1.0, 0.98, 600.0, worth=False, off=0.01).found.steps == 54
+
+
+def test_a_visit_fits_its_share() -> None:
+    def steps(step_s: float, room_s: float, size: Size = ACCEPT) -> int:
+        return visit_steps(step_s, 2, size, room_s, Limit(100.0))
+
+    assert steps(0.1, 100.0) == 9 and steps(0.001, 100.0, Size(block_s=0.1)) == 100
+    assert steps(3.0, 22.0) == 3 and steps(3.0, -5.0) == 1
+    assert steps(1.0, 22.0, Size(worth=Gain("exact", Rules()))) == 3  # others wait
+
+
+def test_what_is_compiled_otherwise_is_told(plan: Any, change: Any) -> None:
+    base = change(plan, "+torch_compile")
+    for words, otherwise in (("+memory_budget", True), ("+chunked_mlp", False)):
+        assert _compiled_otherwise(base, change(base, words)) == otherwise
