@@ -36,7 +36,6 @@ import parts
 import receipts
 import torch
 
-from headrace.candidates import Asking
 from headrace.changes import changed, parse
 from headrace.cli import catalogue
 from headrace.context import choose_device, elsewhere, make_context
@@ -48,6 +47,7 @@ from headrace.doctor.advice import TOLD
 from headrace.doctor.findings import Finding
 from headrace.doctor.forecast import NOTHING, Measured
 from headrace.doctor.remedies import Remedy, remedies
+from headrace.planner.candidates import Asking
 from headrace.trials.readings import Reading, Worker, time_steps
 
 CATALOGUE = catalogue()

@@ -42,12 +42,12 @@ import tomli_w
 import torch
 from residuals import on_device, standing
 
-from headrace.calibration import ENOUGH, Measured
 from headrace.changes import parse
 from headrace.cli import catalogue
 from headrace.core.machine import Machine
 from headrace.core.plan import Plan
-from headrace.planner import Foresight, calibrated, foresee
+from headrace.planner.calibration import ENOUGH, Measured
+from headrace.planner.foresight import Foresight, calibrated, foresee
 from headrace.trials.readings import OUT_OF_MEMORY, Reading, Worker, time_steps
 
 LISTS = sorted((Path(__file__).parent / "plans").glob("held_out*.toml"))

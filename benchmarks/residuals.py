@@ -5,12 +5,11 @@
 
 A receipt of a step becomes its plan again, by the rule that wrote it, and is predicted with the
 rates of the datasheet, or with those that `headrace probe` kept. The widths that it prints stand in
-headrace/intervals.py, and hold for a shape that was left out: the constants of core/work.py that
-are from steps are fitted anew to the other shapes' rows, and so are quantiles of their errors; both
-ends are moved out until 80% of what was left out lies inside, every shape counted alike. Those
-after 20 steps come of pairs of rows of different shapes: one sets the model, the other is
-predicted. Reserved memory is compared where a row has it.
-"""
+headrace/planner/intervals.py, and hold for a shape that was left out: those constants of
+core/work.py that are from steps are fitted anew to the other shapes' rows, and so are quantiles of
+their errors; both ends are moved out until 80% of what was left out lies inside, every shape
+counted alike. Those after 20 steps come of pairs of rows of different shapes: one sets the model,
+the other is predicted. Reserved memory is compared where a row has it. """
 
 import argparse
 import json
@@ -41,7 +40,7 @@ from headrace.core.work import (
     Work,
     step_time,
 )
-from headrace.planner import foresee
+from headrace.planner.foresight import foresee
 
 ROOT = Path(__file__).resolve().parents[1]
 PLANS = ROOT / "benchmarks" / "plans"

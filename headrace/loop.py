@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from headrace import probes, sweep
+from headrace import probes
 from headrace.arguments import (
     DeviceName,
     Json,
@@ -26,7 +26,8 @@ from headrace.doctor.findings import plain
 from headrace.doctor.run import TRACES, diagnose, narrowest
 from headrace.doctor.trace.facts import kernel_lines, trace_facts
 from headrace.load import resolve_run
-from headrace.planner import after, foresee, told
+from headrace.planner import sweep
+from headrace.planner.foresight import after, foresee, told
 from headrace.probes.table import table as probe_table
 from headrace.recipes import recipes
 from headrace.terminal import console, exit_codes, make_progress, show_json, show_table

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from headrace.build import predict
-from headrace.calibration import Calibration, Measured
 from headrace.cli import catalogue
 from headrace.context import elsewhere, make_context
 from headrace.core.allocator import MIB, Allocator, OutOfMemory
@@ -23,9 +22,10 @@ from headrace.core.errors import ConfigError
 from headrace.core.machine import Machine
 from headrace.core.plan import Plan
 from headrace.core.work import EDGE_S, StepTime
-from headrace.intervals import STEP
-from headrace.planner import TIGHT, after, calibrated, foresee, told
-from headrace.reserved import reserve, workspace_bytes
+from headrace.planner.calibration import Calibration, Measured
+from headrace.planner.foresight import TIGHT, after, calibrated, foresee, told
+from headrace.planner.intervals import STEP
+from headrace.planner.reserved import reserve, workspace_bytes
 from headrace.truth import compute
 
 ROOT = Path(__file__).parents[1]

@@ -29,7 +29,7 @@ from headrace.core.work import (
     step_time,
 )
 from headrace.model.mask import BlockPattern
-from headrace.planner import foresee, told
+from headrace.planner.foresight import foresee, told
 from headrace.techniques.attention.sliding_window import share_of_causal
 from headrace.techniques.attention.sparse_attention import skipped
 

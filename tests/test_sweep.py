@@ -15,7 +15,6 @@ import torch
 from test_planner import measured
 
 from headrace.build import predict
-from headrace.candidates import Asking, singles
 from headrace.changes import changed, difference, parse
 from headrace.cli import catalogue
 from headrace.context import elsewhere, make_context
@@ -26,7 +25,8 @@ from headrace.core.plan import Plan
 from headrace.core.statistics import kendall_tau, regret
 from headrace.core.technique import Catalogue, Context, Stage, Supported, Technique, Unsupported
 from headrace.core.work import step_time
-from headrace.sweep import HEAD, Sweep, plain, sweep, table, told
+from headrace.planner.candidates import Asking, singles
+from headrace.planner.sweep import HEAD, Sweep, plain, sweep, table, told
 
 H200 = Machine.assumed("NVIDIA H200")
 SHAPE = (Path(__file__).parents[1] / "benchmarks" / "plans" / "160m.toml").read_text()

@@ -31,7 +31,7 @@ from headrace.doctor.judge import UNUSED
 from headrace.doctor.remedies import Remedy, remedies
 from headrace.doctor.run import diagnose_run
 from headrace.doctor.window import of_run, read_rows
-from headrace.planner import Foresight, foresee
+from headrace.planner.foresight import Foresight, foresee
 from headrace.run_folder import RunFolder
 
 TOLD = 3

@@ -23,7 +23,7 @@ from typing import Literal
 
 from headrace.core.statistics import Interval
 from headrace.doctor.window import Window
-from headrace.planner import Foresight
+from headrace.planner.foresight import Foresight
 
 Source = Literal["ledger", "share", "none"]
 APART = 2.0

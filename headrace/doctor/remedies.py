@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from headrace.candidates import MICRO, Asking, Candidate, Words
 from headrace.changes import word
 from headrace.core.errors import HeadraceError
 from headrace.core.machine import Machine
@@ -26,6 +25,7 @@ from headrace.core.symptoms import BOTTLENECKS, parse, saves_memory
 from headrace.core.technique import Catalogue, Context, Technique
 from headrace.doctor.findings import Finding
 from headrace.doctor.forecast import NOTHING, Forecast, Measured, Source, by_ledger, by_share
+from headrace.planner.candidates import MICRO, Asking, Candidate, Words
 
 ALSO: Mapping[str, tuple[str, ...]] = {"computation": ("memory bandwidth", "kernel efficiency")}
 """What a finding may be as well: without a trace these are not told apart."""

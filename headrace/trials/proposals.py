@@ -17,7 +17,6 @@ from math import log
 from statistics import median
 from typing import Any, Protocol
 
-from headrace.candidates import Asking, Candidate, Words, singles
 from headrace.changes import difference
 from headrace.core.errors import HeadraceError
 from headrace.core.machine import Machine
@@ -25,8 +24,9 @@ from headrace.core.plan import Plan
 from headrace.core.symptoms import parse
 from headrace.core.technique import Catalogue, Context, Stage, Technique
 from headrace.doctor.remedies import KEYS
-from headrace.planner import Foresight
-from headrace.sweep import sweep
+from headrace.planner.candidates import Asking, Candidate, Words, singles
+from headrace.planner.foresight import Foresight
+from headrace.planner.sweep import sweep
 from headrace.trials.judge import Aim
 from headrace.trials.kinds import kind_of
 from headrace.trials.store import fingerprint
@@ -53,7 +53,7 @@ LEARNS = ("recipe", "instability", "wasted tokens", "computation")
 
 
 class Proposal(Protocol):
-    """A plan to try: headrace.candidates.Candidate is one."""
+    """A plan to try: headrace.planner.candidates.Candidate is one."""
 
     @property
     def plan(self) -> Plan:

@@ -1,8 +1,8 @@
 """The tuner: what the planner puts first is measured, and kept only where it wins.
 
-It starts from a plan and a list of other plans, ranked by prediction (headrace/sweep.py). The one
-that promises most is timed beside the best so far, on a dozen steady steps in turn; what shows a
-gain there goes on to 50 or more in the same processes (turns.py), and is kept or reverted by them.
+It starts from a plan and others, ranked by prediction (headrace/planner/sweep.py). The one that
+promises most is timed beside the best so far, on a dozen steady steps in turn; what shows a gain
+there goes on to 50 or more in the same processes (turns.py), and is kept or reverted by them.
 What was kept is the new best, whose single changes are asked about next. So the path has one row
 for each plan that was tried, with what was predicted, what was measured, what became of it and why.
 

@@ -12,7 +12,7 @@ from headrace.cli import catalogue
 from headrace.context import elsewhere, make_context
 from headrace.core.machine import Machine
 from headrace.core.plan import Plan
-from headrace.planner import foresee
+from headrace.planner.foresight import foresee
 from headrace.trials import command
 from headrace.trials.kinds import kind_of
 from headrace.trials.proposals import Sources, sources

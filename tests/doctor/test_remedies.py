@@ -21,7 +21,7 @@ from headrace.doctor.findings import Finding
 from headrace.doctor.forecast import Measured, between, by_ledger, by_share
 from headrace.doctor.remedies import Remedy, remedies
 from headrace.doctor.window import Window
-from headrace.planner import foresee
+from headrace.planner.foresight import foresee
 
 ROOT = Path(__file__).parents[2]
 H200 = Machine.assumed("NVIDIA H200")

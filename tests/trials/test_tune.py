@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from headrace.candidates import Asking, PredictionFailed
 from headrace.changes import changed, difference
 from headrace.cli import catalogue
 from headrace.context import choose_device, make_context
 from headrace.core.errors import ConfigError, RunError, Stopped
 from headrace.core.machine import Machine as Rates
 from headrace.core.plan import Plan
-from headrace.sweep import sweep
+from headrace.planner.candidates import Asking, PredictionFailed
+from headrace.planner.sweep import sweep
 from headrace.trials import command, proposals, turns
 from headrace.trials.judge import Rules
 from headrace.trials.pairs import measure_with

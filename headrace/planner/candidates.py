@@ -25,14 +25,14 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import ValidationError
 
 from headrace.build import predict
-from headrace.calibration import Calibration
 from headrace.changes import changed, difference, word
 from headrace.core.errors import HeadraceError, UnsupportedError
 from headrace.core.machine import Machine
 from headrace.core.plan import Plan
 from headrace.core.technique import Catalogue, Context, Technique
 from headrace.core.work import step_time
-from headrace.planner import Foresight, at, foresee
+from headrace.planner.calibration import Calibration
+from headrace.planner.foresight import Foresight, at, foresee
 
 Words = tuple[str, ...]
 MICRO = "batch.micro_sequences"

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from headrace.build import predict
-from headrace.calibration import Calibration, Measured
 from headrace.context import check_supported
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.ledger import Ledger, Line
@@ -26,8 +25,9 @@ from headrace.core.plan import Plan
 from headrace.core.technique import Catalogue, Context
 from headrace.core.units import format_bytes, format_count, format_seconds
 from headrace.core.work import StepTime, step_time
-from headrace.intervals import STEP, Between, Tier, step_between
-from headrace.reserved import Reserved, reserve, workspace_bytes
+from headrace.planner.calibration import Calibration, Measured
+from headrace.planner.intervals import STEP, Between, Tier, step_between
+from headrace.planner.reserved import Reserved, reserve, workspace_bytes
 
 TIGHT = 0.93
 """Of the memory that is left beside the driver's: above it, pieces that nothing fits may decide."""

@@ -17,13 +17,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from headrace.calibration import Calibration
-from headrace.candidates import Asking, Candidate, Words, silent
 from headrace.core.errors import HeadraceError
 from headrace.core.machine import Machine
 from headrace.core.plan import Plan
 from headrace.core.technique import Catalogue, Context
 from headrace.core.units import format_bytes, format_count, format_seconds
+from headrace.planner.calibration import Calibration
+from headrace.planner.candidates import Asking, Candidate, Words, silent
 
 Aim = Literal["time", "money", "memory"]
 TIGHT_COSTS = 1.05

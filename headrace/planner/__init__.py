@@ -1,0 +1,1 @@
+"""What a plan needs and takes, foreseen; and what it could be."""
