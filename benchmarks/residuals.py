@@ -9,7 +9,8 @@ headrace/planner/intervals.py, and hold for a shape that was left out: those con
 core/work.py that are from steps are fitted anew to the other shapes' rows, and so are quantiles of
 their errors; both ends are moved out until 80% of what was left out lies inside, every shape
 counted alike. Those after 20 steps come of pairs of rows of different shapes: one sets the model,
-the other is predicted. Reserved memory is compared where a row has it. """
+the other is predicted. Reserved memory is compared where a row has it.
+"""
 
 import argparse
 import json
