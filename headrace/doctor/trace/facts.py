@@ -79,16 +79,6 @@ class TraceFacts:
     ceilings: str
     kernels: tuple[KernelRow, ...]
 
-    @property
-    def syncs_per_step(self) -> float:
-        """How often the host waited for the device."""
-        return sum(wait.calls for wait in self.syncs)
-
-    @property
-    def sync_s(self) -> float:
-        """How long, a step."""
-        return sum(wait.spent_s for wait in self.syncs)
-
 
 def newest(folder: Path) -> list[Path]:
     """The traces of the newest burst, one a rank, of a run or of a folder of traces."""
