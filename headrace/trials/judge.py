@@ -1,7 +1,7 @@
 """What came of two plans that were timed in turn: which is better, and do they compute the same?
 
 The time is a ratio with its interval (core/statistics). Where the first and the last block of the
-first plan differ too much the device was not the same, and the pair is measured again.
+first plan differ too much the device was not the same, and its blocks are taken once more.
 
 A change of execution may move losses by rounding alone. Both plans began with the same weights and
 read the same rows, so:

@@ -29,7 +29,7 @@ from headrace.trials.path import PAGE, Step, Tuned, command, named, told
 TONES = {"kept": "good", "reverted": "plain", "refused": "bad", "not tried": "plain"}
 FOR = {"time": "the time of a step", "money": "money", "memory": "peak memory",
        "quality": "the time to a target"}  # fmt: skip
-STAGES = {"screen": "screened", "accept": "measured again", "learning": "over seeds",
+STAGES = {"screen": "screened", "accept": "measured whole", "learning": "over seeds",
           "none": "not measured"}  # fmt: skip
 MOST_LEFT = 40
 """Changes that were not tried and are named."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny import READ
 
 from headrace.cli import catalogue
 from headrace.context import elsewhere, make_context
@@ -21,21 +22,6 @@ from headrace.truth import compute
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 tuner = import_module("tuner")
 
-PLAN = """
-name = "tiny"
-device = "cpu"
-model = {{ dim = 32, layers = 2, heads = 2, ffn = 48, vocab = 320 }}
-goal = {{ steps = 3 }}
-batch = {{ tokens = 64, micro_sequences = {rows} }}
-checkpoint = {{ every_steps = 0 }}
-[data]
-sources = "{corpus}"
-directory = "{prepared}"
-vocab = 300
-sequence_length = 16
-workers = 0
-"""
-
 
 def test_a_naive_plan_is_tuned_and_stands_beside_the_best(
     tmp_path: Path, corpus: Path, prepared_folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -43,7 +29,10 @@ def test_a_naive_plan_is_tuned_and_stands_beside_the_best(
     files = []
     for name, rows in (("naive", 1), ("best", 0)):
         files.append(tmp_path / f"{name}.toml")
-        files[-1].write_text(PLAN.format(rows=rows, corpus=corpus, prepared=prepared_folder))
+        text = READ.format(corpus=corpus, prepared=prepared_folder)
+        files[-1].write_text(
+            text.replace("tokens = 64 }", f"tokens = 64, micro_sequences = {rows} }}", 1)
+        )
 
     def few(*given: object) -> Sources:
         """Micro-batches alone: compilers take minutes."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny import READ
 
 from headrace.cli import catalogue
 from headrace.core.errors import ConfigError
@@ -21,19 +22,6 @@ from headrace.trials.readings import Reading
 from headrace.trials.turns import Size
 
 THREE = ("selective_checkpoint", "chunked_cross_entropy", "z_loss")
-PLAN = """
-name = "tiny"
-device = "cpu"
-model = {{ dim = 16, layers = 1, heads = 2, ffn = 32 }}
-goal = {{ steps = 3 }}
-batch = {{ tokens = 64 }}
-[data]
-sources = "{corpus}"
-directory = "{prepared}"
-vocab = 300
-sequence_length = 16
-workers = 0
-"""
 Seconds = Callable[[frozenset[str]], float]
 
 
@@ -41,7 +29,7 @@ Seconds = Callable[[frozenset[str]], float]
 def text(corpus: Path, prepared_folder: Path) -> str:
     """A plan with three techniques."""
     tables = "".join(f"[techniques.{name}]\n" for name in THREE)
-    return PLAN.format(corpus=corpus, prepared=prepared_folder) + tables
+    return READ.format(corpus=corpus, prepared=prepared_folder) + tables
 
 
 class Made:
@@ -136,7 +124,7 @@ def test_an_ablation_goes_on_where_it_was_ended(
     assert len(rest.asked) == 4 and not second.left and len(second.rows) == 6
     again = Made(product)
     assert run(again).rows == second.rows and not again.asked
-    for other in ({"set": ["model.dim=32"]}, {"size": Size(1, 1, 1)}, {"loss_steps": 1}):
+    for other in ({"set": ["model.dim=64"]}, {"size": Size(1, 1, 1)}, {"loss_steps": 1}):
         again = Made(product)
         run(again, **other)
         assert len(again.asked) == 6, other
