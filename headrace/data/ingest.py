@@ -184,8 +184,8 @@ def _build_aside(plan: Plan, target: Path, progress: Progress) -> None:
     aside = target.with_name(f".{target.name}.partial")
     if aside.exists():
         shutil.rmtree(aside)
-    aside.mkdir()
     try:
+        aside.mkdir()
         _build(plan, aside, progress)
         sync_path(aside)
         aside.rename(target)

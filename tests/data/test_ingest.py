@@ -219,6 +219,23 @@ def test_kill_leaves_nothing_half_valid(
     assert [p for p in root.iterdir() if p.is_dir()] == [prepared.directory]
 
 
+def test_an_interrupt_as_the_folder_appears_removes_it(
+    make_plan: MakePlan, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = make_plan(sources=source)
+    make = Path.mkdir
+
+    def interrupted(path: Path, *args: Any, **kwargs: Any) -> None:
+        make(path, *args, **kwargs)
+        if path.suffix == ".partial":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "mkdir", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(plan)
+    assert not [p for p in Path(plan.data.directory).iterdir() if p.is_dir()]
+
+
 def test_two_at_once_do_the_work_once(make_plan: MakePlan, source: str) -> None:
     plan = make_plan(sources=source)
     both = [start(source, Path(plan.data.directory), 0.005) for _ in range(2)]
