@@ -1,6 +1,6 @@
 """What is read of a GPU, from a library that is not there, or answers as it likes."""
 
-import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +11,7 @@ from headrace import gauges
 from headrace.gauges import Gauges
 
 CUDA = torch.device("cuda", 0)
+Read = Callable[[], dict[str, Any]]
 
 
 class Library:
@@ -20,7 +21,7 @@ class Library:
         pass
 
     NVML_CLOCK_SM = NVML_TEMPERATURE_GPU = 0
-    joules, broken, knows_energy = 0.0, "", True
+    now_s, broken, knows_energy = 0.0, "", True
 
     def nvmlInit(self) -> None: ...
 
@@ -51,12 +52,13 @@ class Library:
     def nvmlDeviceGetTotalEnergyConsumption(self, *_: Any) -> float:
         if not self.knows_energy:
             raise self.NVMLError
-        return 500e3 * time.perf_counter()  # 500 W
+        return 500e3 * self.now_s  # 500 W
 
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     found = Library()
+    monkeypatch.setattr(gauges, "time", SimpleNamespace(perf_counter=lambda: found.now_s))
     monkeypatch.setattr(gauges, "find_spec", lambda name: name)
     monkeypatch.setattr(gauges, "import_module", lambda name: found)
     card = SimpleNamespace(uuid="12-ab")
@@ -64,21 +66,28 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     return found
 
 
-def read(seconds: float = 0.05) -> dict[str, Any]:
-    made = Gauges(CUDA, every_s=0.004)
-    made.start()
-    made.start()  # once is enough
-    time.sleep(seconds)
-    made.close()
-    told = made.report()
-    time.sleep(0.01)
-    assert made.report() == told
-    return told
+@pytest.fixture
+def read(library: Library, wait_until: Callable[..., None]) -> Callable[[], dict[str, Any]]:
+    """What is told of two seconds."""
+
+    def two_seconds() -> dict[str, Any]:
+        made = Gauges(CUDA, every_s=0.004)
+        made.start()
+        made.start()  # once is enough
+        wait_until(lambda: made.why_not or made.report()["samples"] >= 2)
+        library.now_s += 2
+        made.close()
+        told = made.report()
+        library.now_s += 1
+        assert made.report() == told
+        return told
+
+    return two_seconds
 
 
-def test_samples_are_told_as_shares_and_means(library: Library) -> None:
+def test_samples_are_told_as_shares_and_means(library: Library, read: Read) -> None:
     told = read()
-    assert told["samples"] >= 2 and told["watched_s"] >= 0.05
+    assert told["samples"] >= 2 and told["watched_s"] == 2
     assert told["sm_clock_hz"] == {"median": 990e6, "most": 1980e6}
     assert told["slowed"] == {"power limit": 1.0, "thermal slowdown": 1.0}
     assert told["power_w"] == pytest.approx(500, rel=0.01) and told["power_limit_w"] == 700
@@ -87,7 +96,9 @@ def test_samples_are_told_as_shares_and_means(library: Library) -> None:
     assert read()["power_w"] == 300
 
 
-def test_what_cannot_be_read_is_told(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_read_is_told(
+    library: Library, read: Read, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cpu = Gauges(torch.device("cpu"))
     cpu.start()
     assert cpu.report() == {"samples": 0, "why_not": "cpu is no NVIDIA GPU"}

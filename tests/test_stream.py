@@ -1,7 +1,6 @@
 """One global stream: whoever reads it and however it is cut, the same rows, loss and weights."""
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -130,7 +129,7 @@ def make_tiny_build(tiny_plan: Callable[..., Plan]) -> Callable[..., Build]:
     return make
 
 
-def test_a_resume_far_into_the_run_reads_its_own_rows_and_takes_no_time(
+def test_a_resume_far_into_the_run_reads_its_own_rows_alone(
     make_tiny_build: Callable[..., Build], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build, step = make_tiny_build("data.workers=0"), 10**9
@@ -138,9 +137,6 @@ def test_a_resume_far_into_the_run_reads_its_own_rows_and_takes_no_time(
     packer, read = build.loader.packer, build.loader.packer.row
     monkeypatch.setattr(packer, "row", lambda s, u: asked.append((s, u)) or read(s, u))
     state = {"step": step, "rows": step * rows, "stream_hash": "0" * 64}
-    begin_s = time.perf_counter()
     build.loader.load_state(state)
     batch = build.loader.step(step)
-    took_s = time.perf_counter() - begin_s
     assert len(asked) == rows == sum(len(micro.ids_BT) for micro in batch.micros)
-    assert took_s < 0.05
