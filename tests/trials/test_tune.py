@@ -87,6 +87,17 @@ def test_a_device_that_drifts_is_measured_again(Machine: Any, plan: Plan, change
     assert len(machine.asked) == 1 and row.verdict == "reverted" and "device" in row.reason
 
 
+def test_a_reading_of_a_device_that_drifted_corrects_no_prediction(
+    Machine: Any, plan: Plan, change: Change
+) -> None:
+    machine = Machine({FAST: 0.98}, drifts=2)
+    one, both = change(plan, f"+{FAST}"), change(plan, f"+{FAST}", f"+{OTHER}")
+    whole = [machine.proposal(one, 0.15), machine.proposal(both, 0.16)]
+    rows = go(machine, plan, sources=machine.sources(whole, start_s=0.2)).path
+    assert [row.verdict for row in rows[:2]] == ["reverted", "kept"] and "device" in rows[0].reason
+    assert [row.predicted for row in rows[:2]] == [0.2 / 0.15, 0.2 / 0.16]
+
+
 def test_the_minutes_are_honoured(Machine: Any, plan: Plan, change: Change) -> None:
     names = (FAST, SLOW, OTHER, "activation_offload", "chunked_mlp")
     machine = Machine({FAST: 0.8, SLOW: 1.1, OTHER: 1.1}, build_s=20.0)
