@@ -71,9 +71,9 @@ class Fault:
     Args:
         expected: the bottleneck that the doctor should name.
         plant: puts it in.
-        counts: what its severity is a share of: "time" of the step, "tokens", the "progress" of
-            the run, its "steps", or the device's "memory"; the fault tells the last two itself, as
-            `share`.
+        counts: what its severity is a share of: "time" of the usual step, the time of all steps
+            where some have "stalls", "tokens", the "progress" of the run, its "steps", or the
+            device's "memory"; the fault tells the last two itself, as `share`.
         devices: where it can be planted.
         why_not: why not elsewhere.
         setting: overrides of the healthy run too.

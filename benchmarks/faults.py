@@ -27,9 +27,10 @@ and its first finding is the verdict. A fault is planted from outside (faults_pl
 severity that is asked for; the row has the severity that was reached, against a healthy run of the
 same workload in the same call. That run has a row too, as a healthy one, unless it has two ranks,
 which share cores and wait for each other. `counts` says what severity is a share of: of the step's
-time; of the tokens; of the progress, which is the share of the healthy run's steps that the faulty
-one is behind at its end; of the steps that had the fault; of the device's memory. A run that fails
-of its fault is judged by what it left. A fault that cannot be planted on a device is told and has
+time; of all steps' time, where few have the fault; of the tokens; of the progress, which is the
+share of the healthy run's steps that the faulty one is behind at its end; of the steps that had the
+fault, all of them where it ended the run; of the device's memory. A run that fails of its fault is
+judged by what it left. A fault that cannot be planted on a device is told and has
 no row; a run that left nothing has a refused one. Rows of faults and workloads in HELD_OUT and
 UNSEEN are marked: these were written beside the thresholds and never run to set them.
 
@@ -100,6 +101,12 @@ class Ran:
         return usual + max(0.0, again) / max(1, len(rows))
 
     @property
+    def mean_s(self) -> float:
+        """Of a step, with what comes in a few of them only."""
+        rows = [r["step_s"] for r in self.rows[WARM_STEPS:] if not r.get("traced")]
+        return fmean(rows or [math.nan])
+
+    @property
     def losses(self) -> list[float]:
         """Each step's, averaged over the last few; infinite where one was no number."""
         raw = [math.inf if r["loss"] is None else r["loss"] for r in self.rows]
@@ -110,6 +117,10 @@ def severity_of(counts: str, ran: Ran, healthy: Ran) -> float | None:
     """The share that the fault took; None when the run is too short to tell."""
     if counts == "time":
         share = 1 - healthy.step_s / ran.step_s
+    elif counts == "stalls":
+        share = 1 - healthy.mean_s / ran.mean_s
+    elif counts == "steps" and ran.error:
+        share = 1.0
     elif counts == "tokens":
         share = ran.report["wasted_token_fraction"]
     elif counts == "progress":

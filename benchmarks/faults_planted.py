@@ -239,10 +239,10 @@ EVERY = {0.1: 2}
 """Blocks of which one is checkpointed, by wanted severity; else all, as always on a GPU: more than
 a fifth of its step checkpointing cannot take."""
 ALONE = "a CPU has one rank's own memory and no allocator that tells of it"
-HELD_OUT = ("stalling_loader", "empty_rows", "overflows", "changing_straggler")
+HELD_OUT = ("stalling_loader", "empty_rows", "changing_straggler")
 FAULTS = {
     "slow_loader": Fault("input", times.slow_loader),
-    "stalling_loader": Fault("input", times.stalling_loader),
+    "stalling_loader": Fault("input", times.stalling_loader, counts="stalls"),
     "empty_rows": Fault("wasted tokens", _empty_rows, counts="tokens"),
     "overflows": Fault("instability", _overflows, counts="steps"),
     "padded_batches": Fault("wasted tokens", _padded, counts="tokens"),

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from headrace.core.errors import ConfigError, RunError
+from headrace.core.errors import ConfigError, MemoryFull, RunError
 from headrace.core.plan import Plan
 from headrace.data.tokenizer import Tokenizer
 
@@ -159,10 +159,13 @@ def metrics_line(row: Mapping[str, Any]) -> str:
     return json.dumps(finite, allow_nan=False) + "\n"
 
 
-def disk_error(folder: Path, error: OSError) -> RunError | None:
-    """What to tell a user whose disk failed; None when it is not the disk."""
-    if error.errno not in (ENOSPC, EDQUOT, EIO, EROFS, ESTALE):
-        return None
+def in_words(error: BaseException | None, folder: Path) -> BaseException | None:
+    """An error of a run as its user is told: of a full disk or a full device too."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return MemoryFull(error)
+    codes = (ENOSPC, EDQUOT, EIO, EROFS, ESTALE)
+    if not isinstance(error, OSError) or error.errno not in codes:
+        return error
     return RunError(
         f"{folder} cannot be written: {error}; the last complete checkpoint is intact",
         f"free some space, then headrace train {folder / 'plan.toml'} --resume",

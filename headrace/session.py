@@ -29,7 +29,7 @@ from headrace.gauges import Gauges
 from headrace.goal import Counters, ended_by
 from headrace.interrupts import Interrupts
 from headrace.progress import Progress
-from headrace.run_folder import RunFolder, command_line, disk_error, metrics_line
+from headrace.run_folder import RunFolder, command_line, in_words, metrics_line
 from headrace.signals import RANKED_STEPS, Signals, TrackedMemory, between_ranks
 from headrace.sockets import Build
 from headrace.summary import summarize
@@ -100,12 +100,11 @@ class Session:
             self.checkpoints.wait()
         except RunError as failed:
             ended = error or failed
-        if isinstance(ended, OSError):
-            ended = disk_error(self.folder.path, ended) or ended
+        ended = in_words(ended, self.folder.path)
         if self._begun and isinstance(ended, HeadraceError) and not isinstance(ended, Stopped):
             with suppress(OSError):  # the disk may be what failed
                 self._flush_rows()
-                self._write_report("failed", str(ended))
+                self._write_report("failed", str(ended), type(ended).__name__)
         if self.first:
             self._close()
         if ended is not None and ended is not error:
@@ -372,7 +371,7 @@ class Session:
         loader.merge(sum(world.gather(loader.local_hash if reads else 0)))
         return loader.state()
 
-    def _write_report(self, status: str, message: str) -> None:
+    def _write_report(self, status: str, message: str, error: str = "") -> None:
         counters = replace(self.counters, phase_s=dict(self.signals.totals_s))
         counters.stream = self._stream() if status != "failed" else counters.stream
         counters.guard = self.build.notes.get(guard.NOTE, counters.guard)
@@ -382,6 +381,7 @@ class Session:
             counters,
             status=status,
             message=message,
+            error=error,
             evidence=self.evidence,
             lost=self.gone,
             tracked=self.memory,

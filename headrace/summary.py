@@ -28,7 +28,7 @@ WORK_MEMORY = "activations, logits and work"
 
 
 def summarize(
-    build: Build, counters: Counters, *, status: str, message: str,
+    build: Build, counters: Counters, *, status: str, message: str, error: str,
     evidence: Mapping[str, Evidence], lost: tuple[list[str], dict[str, str]] | None,
     tracked: Mapping[str, int] | None, rate: float | None, waits_s: list[float],
 ) -> dict[str, Any]:  # fmt: skip
@@ -39,6 +39,7 @@ def summarize(
         counters: how far it came.
         status: "done", "failed" or "interrupted".
         message: why, when it is not done.
+        error: the class of the error that ended it, where one did.
         evidence: of every technique, after the first step.
         lost: see `filled.gone`, at the end; None when nobody looked.
         tracked: peak bytes by category from the memory tracker, on a CPU.
@@ -54,6 +55,7 @@ def summarize(
         "name": plan.name,
         "status": status,
         "message": message,
+        "error": error,
         "goal": reached(plan, counters),
         "steps": counters.step,
         "tokens": counters.tokens,

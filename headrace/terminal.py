@@ -21,7 +21,7 @@ from rich.progress import (
 from rich.progress import Progress as Bars
 from rich.table import Column, Table
 
-from headrace.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_UNSUPPORTED, HeadraceError
+from headrace.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, HeadraceError, MemoryFull
 from headrace.progress import Progress
 
 console = Console(stderr=True, highlight=False)
@@ -35,9 +35,8 @@ def exit_codes(as_json: bool) -> Iterator[None]:
     except HeadraceError as error:
         _fail(error.message, error.remedy, error.exit_code, as_json)
     except torch.OutOfMemoryError as error:
-        first = str(error).partition(". ")[0]
-        remedy = "batch.micro_sequences=N with a smaller N, or --with selective_checkpoint"
-        _fail(f"it does not fit in memory: {first}", remedy, EXIT_UNSUPPORTED, as_json)
+        full = MemoryFull(error)
+        _fail(full.message, full.remedy, full.exit_code, as_json)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         _fail(f"{where}{error.strerror or error}", "", EXIT_FAILED, as_json)

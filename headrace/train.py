@@ -51,7 +51,7 @@ def run(
 
     Raises:
         ConfigError, UnsupportedError: nothing has been trained.
-        RunError: it failed; the last good checkpoint is intact.
+        RunError, MemoryFull: it failed; the last good checkpoint is intact.
         Stopped: a signal ended it; a checkpoint is saved.
     """
     start, device = Start(), choose_device(plan)

@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny import assert_same_run, report
 
 from headrace import checkpoint
+from headrace import train as training
 from headrace.checkpoint import Checkpoints, Saved
-from headrace.core.errors import ConfigError, RunError
+from headrace.core.errors import ConfigError, MemoryFull, RunError
 from headrace.core.plan import Plan
 from headrace.data.ingest import prepare
+from headrace.doctor.run import diagnose_run
 
 Train = Callable[..., Path]
 
@@ -33,7 +36,8 @@ def test_a_gradient_that_is_not_finite_ends_the_run_with_its_step(
     run = tmp_path / "runs" / "tiny"
     assert report(run)["status"] == "failed"
     assert report(run)["message"].startswith(told.value.message)
-    assert report(run)["skipped_steps"] == 1
+    assert report(run)["skipped_steps"] == 1 and report(run)["error"] == "RunError"
+    assert diagnose_run(run)[0].bottleneck == "instability"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert f"step {rows[-1]['step']} is not finite" in told.value.message
     assert rows[-1]["grad_norm"] is None
@@ -62,6 +66,28 @@ def test_a_validation_that_is_not_finite_saves_nothing_after_it(
     monkeypatch.undo()
     train("eval.every_steps=4", resume=True)
     assert_same_run(run, train("name=twin", "eval.every_steps=4"))
+
+
+@pytest.mark.parametrize("after", [0, 6])
+def test_a_full_memory_is_told_written_down_and_named_by_the_doctor(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    step = training.step
+
+    def full(build: Any, micros: Any, index: int) -> Any:
+        if index == after:
+            raise torch.OutOfMemoryError("out of memory. Tried to allocate 2.00 GiB. More words")
+        return step(build, micros, index)
+
+    monkeypatch.setattr(training, "step", full)
+    with pytest.raises(MemoryFull, match=r"in memory: out of memory\n  try") as told:
+        train("guard=false")
+    assert told.value.exit_code == 3 and "batch.micro_sequences" in told.value.remedy
+    run = tmp_path / "runs" / "tiny"
+    written = report(run)
+    assert (written["status"], written["error"]) == ("failed", "MemoryFull")
+    assert written["steps"] == after and written["message"].startswith(told.value.message)
+    assert diagnose_run(run)[0].bottleneck == "memory capacity"
 
 
 def test_diverging_at_the_command_line(zygote: Any, plan_file: Path) -> None:

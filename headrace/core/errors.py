@@ -40,6 +40,20 @@ class UnsupportedError(HeadraceError):
     exit_code = EXIT_UNSUPPORTED
 
 
+class MemoryFull(UnsupportedError):
+    """The device had no room for what was asked of it, in a run or before it."""
+
+    def __init__(self, error: Exception) -> None:
+        """Say it as a user needs it.
+
+        Args:
+            error: the allocator's.
+        """
+        first = str(error).partition(". ")[0]
+        remedy = "batch.micro_sequences=N with a smaller N, or --with selective_checkpoint"
+        super().__init__(f"it does not fit in memory: {first}", remedy)
+
+
 class Stopped(HeadraceError):
     """A signal ended the run after its checkpoint was saved (75, 130 or 143)."""
 

@@ -14,6 +14,7 @@ Every threshold of this file stands at its top.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import isfinite
 from statistics import fmean, median, quantiles
 
 from headrace.core.units import format_bytes, format_seconds
@@ -68,6 +69,9 @@ of the loss."""
 BACK_STEPS = 3
 """In a row, for which a loss lies so far above its own best that it is no jump of one batch."""
 
+MEMORY_FULL = ("MemoryFull", "OutOfMemoryError")
+"""What the errors of a full memory are called."""
+
 Rule = Callable[[Window], Finding | None]
 
 
@@ -80,7 +84,7 @@ def judge(window: Window, trace: Sequence[Finding] = ()) -> list[Finding]:
     """
     traced = [f for f in trace if f.bottleneck not in ("computation", "not measured")]
     if window.steps < FEWEST_STEPS and not traced:
-        return [Finding(
+        return [_ended(window) or Finding(
             "not measured", 0.0, "Too few steady steps were measured to judge them.",
             f"{window.steps} of at least {FEWEST_STEPS}", "measured", "everything",
         )]  # fmt: skip
@@ -130,6 +134,24 @@ def _computation(window: Window) -> Finding:
 # --- what is wrong ---------------------------------------------------------------------------
 
 
+def _ended(window: Window) -> Finding | None:
+    """What made the run end before its time; one step is enough to tell."""
+    if window.ended_by in MEMORY_FULL:
+        told = "" if window.capacity_bytes is None else f" of {format_bytes(window.capacity_bytes)}"
+        return Finding(
+            "memory capacity", 1.0, "The run ended because the memory was full.",
+            f"{format_bytes(window.reserved_bytes or 0.0)} reserved{told}", "measured",
+        )  # fmt: skip
+    last = [values[-1] for values in (window.loss, window.grad_norm) if values]
+    if not window.ended_by or all(map(isfinite, last)):
+        return None
+    return Finding(
+        "instability", 1.0, "The run ended because a loss or a gradient was not finite.",
+        f"the last of {len(window.grad_norm or window.loss or ())} steps", "measured",
+        "which layer: the first whose output or gradient is not finite",
+    )  # fmt: skip
+
+
 def _no_op(window: Window) -> Finding | None:
     if window.untrained >= UNTRAINED_SHARE:
         return Finding(
@@ -147,7 +169,8 @@ def _no_op(window: Window) -> Finding | None:
 
 
 def _instability(window: Window) -> Finding | None:
-    return _rising(window) or _spikes(window) or _lost_steps(window)
+    """What ended the run, else what may yet end it."""
+    return _ended(window) or _rising(window) or _spikes(window) or _lost_steps(window)
 
 
 def _spikes(window: Window) -> Finding | None:
@@ -350,7 +373,7 @@ def _needless(window: Window) -> Finding | None:
 def _memory(window: Window) -> Finding | None:
     """The allocator had to begin anew: the memory was full, or in pieces."""
     held, whole = window.reserved_bytes, window.capacity_bytes
-    if held is None or not whole or not window.alloc_retries:
+    if held is None or not whole or not window.alloc_retries or window.ended_by in MEMORY_FULL:
         return None
     told = f"{format_bytes(held)} reserved of {format_bytes(whole)}; the allocator began anew "
     told += f"{window.alloc_retries} times"

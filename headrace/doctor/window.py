@@ -63,6 +63,7 @@ class Window:
         untrained: of the optimizer's parameters, those that never had a gradient.
         inactive: names of techniques that were asked for and are not in force.
         device: "cuda", "cpu" or "mps".
+        ended_by: class of the error that ended the run, "" where none did.
     """
 
     step_s: tuple[float, ...] = ()
@@ -93,6 +94,7 @@ class Window:
     untrained: float = 0.0
     inactive: tuple[str, ...] = ()
     device: str = ""
+    ended_by: str = ""
 
     @property
     def steps(self) -> int:
@@ -189,6 +191,7 @@ def of_run(report: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Wind
         untrained=watched.get("untrained_share") or 0.0,
         inactive=tuple(watched.get("lost_techniques") or ()),
         device=watched.get("device", ""),
+        ended_by=report.get("error", "RunError") if report.get("status") == "failed" else "",
     )
 
 

@@ -33,7 +33,7 @@ class Watched:
     def __init__(self, trace: str | Path | None = None) -> None:
         self.loader: Any = None
         self._folder = None if trace is None else Path(trace)
-        self.status, self.message = "running", ""
+        self.status, self.message, self.error = "running", "", ""
         self.tally = Tally()
         self._clock = Clock(torch.device("cpu"))
         self._look(self._clock.device)
@@ -64,7 +64,7 @@ class Watched:
         self._before, self._idle = allocator(device), Idle(model, optimizer)
         self._look(device)
         self._opened_s: float | None = None
-        self._phase, self.status, self.message = "other", "running", ""
+        self._phase, self.status, self.message, self.error = "other", "running", "", ""
         self.tally, self._wall_s, self._steps, self._tokens = Tally(), 0.0, 0, 0
         self._compiled, self._noted_loss = Compiled.now(), False
         self._new_step()
@@ -94,7 +94,8 @@ class Watched:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None:
-            self.status, self.message = "failed", f"{type(error).__name__}: {error}"
+            self.error = type(error).__name__
+            self.status, self.message = "failed", f"{self.error}: {error}"
         self.close()
 
     def _look(self, device: torch.device) -> None:
@@ -189,7 +190,8 @@ class Watched:
     def report(self) -> dict[str, Any]:
         """What is known by now, in the names of a run's report.json; waits for nothing."""
         self._take_rows()
-        known = {"status": self.status, "message": self.message, "steps": self._steps}
+        known = {"status": self.status, "message": self.message, "error": self.error,
+                 "steps": self._steps}  # fmt: skip
         before = self._before if self._facts else None
         report = self.tally.report(
             {**known, "wall_s": self._passed_s(), **self._facts}, self._clock, before

@@ -145,7 +145,12 @@ def test_severity_is_a_share_of_what_the_fault_takes() -> None:
     again.rows[5] |= {"compile_s": 8.0, "step_s": 11.0}
     assert faults.severity_of("time", again, healthy) == pytest.approx(0.5)
     assert faults.severity_of("steps", ran([1.0], facts={"share": 0.3}), healthy) == 0.3
+    assert faults.severity_of("steps", ran([1.0], error="ended"), healthy) == 1.0
     assert faults.severity_of("memory", ran([1.0]), healthy) is None
+    stalled = ran([1.0] * 12)
+    stalled.rows[6]["step_s"] = stalled.rows[11]["step_s"] = 6.0  # of 10 that count
+    assert faults.severity_of("time", stalled, healthy) == 0.0
+    assert faults.severity_of("stalls", stalled, healthy) == pytest.approx(0.5)
 
 
 def test_every_workload_is_a_plan_that_each_fault_can_change() -> None:

@@ -73,6 +73,32 @@ def test_too_few_steps_are_not_judged() -> None:
     assert found.bottleneck == "not measured"
 
 
+@pytest.mark.parametrize("steps", [2, STEPS])
+@pytest.mark.parametrize("key", ["loss", "grad_norm"])
+def test_a_run_that_ended_of_a_number_that_is_not_finite(steps: int, key: str) -> None:
+    window = healthy()
+    values = (*getattr(window, key)[: steps - 1], math.nan)
+    window = replace(window, step_s=window.step_s[: steps - 2], **{key: values})
+    found = judge(replace(window, ended_by="RunError"))[0]
+    assert (found.bottleneck, found.share) == ("instability", 1.0)
+    assert found.evidence == f"the last of {len(window.grad_norm or ())} steps"
+    assert judge(window)[0].bottleneck in ("computation", "not measured")  # an update left out
+
+
+@pytest.mark.parametrize("steps", [0, STEPS])
+@pytest.mark.parametrize("error", ["MemoryFull", "OutOfMemoryError"])
+def test_a_run_that_ended_of_a_full_memory(steps: int, error: str) -> None:
+    window = replace(healthy(), alloc_retries=3)
+    window = replace(window, step_s=window.step_s[:steps], ended_by=error)
+    (found,) = judge(window)
+    assert (found.bottleneck, found.share) == ("memory capacity", 1.0)
+    assert found.evidence == "118.0 GiB reserved of 140.0 GiB"
+
+
+def test_a_run_that_ended_of_something_else_is_judged_by_its_steps() -> None:
+    assert judge(replace(healthy(), ended_by="RunError"))[0].bottleneck == "computation"
+
+
 @pytest.mark.parametrize("share", [0.1, 0.2, 0.4])
 @pytest.mark.parametrize(
     ("key", "name"), [("input_s", "input"), ("communication_s", "interconnect")]
