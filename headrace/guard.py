@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from headrace.build import make_build
-from headrace.core.errors import HeadraceError, RunError
+from headrace.core.errors import HeadraceError, RunError, is_out_of_memory
 from headrace.core.plan import Plan
 from headrace.parallel.layout import local_of
 from headrace.sockets import Build, Pass
@@ -64,10 +64,10 @@ def first_of_the_trunk(build: Build, step: Step) -> First | str:
         found = _first(build, step)
     except HeadraceError as error:
         return f"not compared: the plain model cannot run here: {error}"
-    except RuntimeError as error:  # torch has a type for it on a GPU, and a text on the host
-        if "out of memory" in str(error) or "can't allocate memory" in str(error):
-            return "not compared: the plain model does not fit on this device"
-        raise
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return "not compared: the plain model does not fit on this device"
     finally:  # the plain model is gone by now
         gc.collect()
         if build.device.type == "cuda":

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from headrace.core.errors import ConfigError, MemoryFull, RunError
+from headrace.core.errors import ConfigError, MemoryFull, RunError, is_out_of_memory
 from headrace.core.plan import Plan
 from headrace.data.tokenizer import Tokenizer
 
@@ -161,7 +161,7 @@ def metrics_line(row: Mapping[str, Any]) -> str:
 
 def in_words(error: BaseException | None, folder: Path) -> BaseException | None:
     """An error of a run as its user is told: of a full disk or a full device too."""
-    if isinstance(error, torch.OutOfMemoryError):
+    if error is not None and is_out_of_memory(error):
         return MemoryFull(error)
     codes = (ENOSPC, EDQUOT, EIO, EROFS, ESTALE)
     if not isinstance(error, OSError) or error.errno not in codes:

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import (
@@ -21,7 +20,13 @@ from rich.progress import (
 from rich.progress import Progress as Bars
 from rich.table import Column, Table
 
-from headrace.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, HeadraceError, MemoryFull
+from headrace.core.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    HeadraceError,
+    MemoryFull,
+    is_out_of_memory,
+)
 from headrace.progress import Progress
 
 console = Console(stderr=True, highlight=False)
@@ -34,7 +39,9 @@ def exit_codes(as_json: bool) -> Iterator[None]:
         yield
     except HeadraceError as error:
         _fail(error.message, error.remedy, error.exit_code, as_json)
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
         full = MemoryFull(error)
         _fail(full.message, full.remedy, full.exit_code, as_json)
     except OSError as error:

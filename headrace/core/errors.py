@@ -9,6 +9,12 @@ from difflib import get_close_matches
 
 EXIT_DONE, EXIT_FAILED, EXIT_PLAN, EXIT_UNSUPPORTED = 0, 1, 2, 3
 EXIT_REQUEUE, EXIT_INTERRUPTED, EXIT_TERMINATED = 75, 130, 143
+NO_MEMORY = (
+    "out of memory", "can't allocate memory", "_ALLOC_FAILED", "bad_alloc", "MemoryError",
+)  # fmt: skip
+"""How CUDA, the host's allocator, cuBLAS and cuDNN, C++ and Python say it."""
+HOST = "DefaultCPUAllocator: "
+"""Behind what the host's allocator says of its own source."""
 
 
 class HeadraceError(Exception):
@@ -41,15 +47,16 @@ class UnsupportedError(HeadraceError):
 
 
 class MemoryFull(UnsupportedError):
-    """The device had no room for what was asked of it, in a run or before it."""
+    """There was no memory left for what a run, or what comes before it, asked for."""
 
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: BaseException) -> None:
         """Say it as a user needs it.
 
         Args:
-            error: the allocator's.
+            error: one that `is_out_of_memory`.
         """
-        first = str(error).partition(". ")[0]
+        said = str(error).rpartition(HOST)[2] or type(error).__name__
+        first = said.splitlines()[0].partition(". ")[0]
         remedy = "batch.micro_sequences=N with a smaller N, or --with selective_checkpoint"
         super().__init__(f"it does not fit in memory: {first}", remedy)
 
@@ -60,6 +67,12 @@ class Stopped(HeadraceError):
     def __init__(self, message: str, remedy: str, exit_code: int) -> None:
         super().__init__(message, remedy)
         self.exit_code = exit_code
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocator raised it, of whatever device; torch has a type for some of them."""
+    told = f"{type(error).__name__}: {error}"
+    return not isinstance(error, HeadraceError) and any(sign in told for sign in NO_MEMORY)
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:

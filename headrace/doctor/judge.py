@@ -17,6 +17,7 @@ from dataclasses import replace
 from math import isfinite
 from statistics import fmean, median, quantiles
 
+from headrace.core.errors import MemoryFull
 from headrace.core.units import format_bytes, format_seconds
 from headrace.doctor.findings import Finding
 from headrace.doctor.window import Limits, Window, finite, jumps, relapsed, rises
@@ -69,8 +70,6 @@ of the loss."""
 BACK_STEPS = 3
 """In a row, for which a loss lies so far above its own best that it is no jump of one batch."""
 
-MEMORY_FULL = ("MemoryFull", "OutOfMemoryError")
-"""What the errors of a full memory are called."""
 
 Rule = Callable[[Window], Finding | None]
 
@@ -136,7 +135,7 @@ def _computation(window: Window) -> Finding:
 
 def _ended(window: Window) -> Finding | None:
     """What made the run end before its time; one step is enough to tell."""
-    if window.ended_by in MEMORY_FULL:
+    if window.ended_by == MemoryFull.__name__:
         told = "" if window.capacity_bytes is None else f" of {format_bytes(window.capacity_bytes)}"
         return Finding(
             "memory capacity", 1.0, "The run ended because the memory was full.",
@@ -373,8 +372,10 @@ def _needless(window: Window) -> Finding | None:
 def _memory(window: Window) -> Finding | None:
     """The allocator had to begin anew: the memory was full, or in pieces."""
     held, whole = window.reserved_bytes, window.capacity_bytes
-    if held is None or not whole or not window.alloc_retries or window.ended_by in MEMORY_FULL:
+    if held is None or not whole or not window.alloc_retries:
         return None
+    if window.ended_by == MemoryFull.__name__:
+        return None  # told
     told = f"{format_bytes(held)} reserved of {format_bytes(whole)}; the allocator began anew "
     told += f"{window.alloc_retries} times"
     loose = (held - (window.allocated_bytes or held)) / whole

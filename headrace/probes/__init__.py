@@ -36,7 +36,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from headrace.core.errors import UnsupportedError
+from headrace.core.errors import UnsupportedError, is_out_of_memory
 from headrace.core.machine import FORMAT, Machine, host_memory_bytes
 from headrace.core.rates import Absent, Attention, Kernel, Moved, Precision, Products, Shape, Stream
 from headrace.probes.clock import Clock
@@ -216,7 +216,7 @@ def _work_through(found: Found, probes: list[Probe], progress: Progress) -> None
             if probe.must:
                 raise
             why = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-            if probe.group in fastest or isinstance(error, torch.OutOfMemoryError):
+            if probe.group in fastest or is_out_of_memory(error):
                 found.skipped.setdefault(probe.group, []).append(f"{probe.label} ({why})")
             else:
                 found.absent[probe.group] = why

@@ -30,7 +30,7 @@ import headrace.build
 from headrace import train
 from headrace.build import make_build
 from headrace.context import choose_device
-from headrace.core.errors import HeadraceError
+from headrace.core.errors import HeadraceError, is_out_of_memory
 from headrace.core.plan import Plan
 from headrace.core.technique import Stage
 from headrace.data.ingest import Prepared, prepare
@@ -192,7 +192,7 @@ def why(error: Exception) -> str:
     """An error in a line or two; a user's mistake with its remedy."""
     if isinstance(error, HeadraceError):
         return str(error)
-    if isinstance(error, torch.OutOfMemoryError):
+    if is_out_of_memory(error):
         return f"{OUT_OF_MEMORY}: {str(error).splitlines()[0][:300]}"
     return f"{type(error).__name__}: {str(error)[:300]}"
 
@@ -207,7 +207,7 @@ def read(what: Callable[[Reading], None]) -> Reading:
         what(found)
     except Exception as error:
         found.refused = why(error)
-        found.poisoned = not isinstance(error, HeadraceError | torch.OutOfMemoryError)
+        found.poisoned = not (isinstance(error, HeadraceError) or is_out_of_memory(error))
     if found.peak_bytes is not None:
         found.peak_bytes -= held
     if found.reserved_bytes is not None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.bursts import Bursts
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ConfigError, MemoryFull, is_out_of_memory
 from headrace.gauges import Gauges
 from headrace.signals import OUTSIDE
 from headrace.watch.batches import token_counts, watch_loader
@@ -94,8 +94,9 @@ class Watched:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None:
-            self.error = type(error).__name__
-            self.status, self.message = "failed", f"{self.error}: {error}"
+            self.status, self.message = "failed", f"{type(error).__name__}: {error}"
+            full = is_out_of_memory(error)
+            self.error = MemoryFull.__name__ if full else type(error).__name__
         self.close()
 
     def _look(self, device: torch.device) -> None:

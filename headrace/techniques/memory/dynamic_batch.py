@@ -43,7 +43,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from headrace.core.errors import RunError, UnsupportedError
+from headrace.core.errors import NO_MEMORY, RunError, UnsupportedError, is_out_of_memory
 from headrace.core.ledger import Ledger
 from headrace.core.plan import Batch, Goal, Plan, TrackConfig
 from headrace.core.technique import (
@@ -63,8 +63,6 @@ from headrace.sockets import Build, Engine, Work
 CERTAIN, HOPELESS = 0.5, 2.0
 """Shares of the free memory: a size that is predicted to need less than the first fits, more than
 the second does not. The ledger is held to 10% (tests/contract/test_predicts), uncompiled."""
-SIGNS = ("out of memory", "can't allocate memory", "_ALLOC_FAILED", "bad_alloc", "MemoryError")
-"""How CUDA, the host's allocator, cuBLAS and cuDNN, C++ and Python say it."""
 KILLED = -9
 """How a child ends that the system's own watch over memory kills."""
 REMEDY = "--with full_checkpoint --with chunked_cross_entropy, which need less"
@@ -305,7 +303,7 @@ def fits(plan: Plan, limit: int, device: torch.device) -> bool:
         )  # fmt: skip
     if ended.returncode in (0, KILLED):
         return ended.returncode == 0
-    if any(sign in ended.stderr for sign in SIGNS):
+    if any(sign in ended.stderr for sign in NO_MEMORY):
         return False
     said = [line for line in ended.stderr.splitlines() if line[:1].strip()]  # not indented
     why = said[-1] if said else f"exit code {ended.returncode}"
@@ -342,12 +340,6 @@ def guarded(size: Size, inner: Engine) -> Engine:
             build.tell(f"out of memory: micro-batches of {size.rows} rows from here on ({asked})")
 
     return engine
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocator raised it, of whatever device."""
-    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return known or any(sign in str(error) for sign in SIGNS)
 
 
 def random_state(device: torch.device) -> list[Tensor]:
