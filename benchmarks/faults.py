@@ -60,7 +60,7 @@ import receipts
 import torch
 from fault_hooks import Case
 from fault_workloads import UNSEEN, VARIANTS, WORKLOADS, Workload, variants
-from faults_planted import FAULTS, HELD_OUT, change_of, settings_of, train_case
+from faults_planted import FAULTS, HELD_OUT, SEEN, change_of, settings_of, train_case
 
 from headrace.doctor.window import WARM_STEPS, read_rows
 
@@ -235,7 +235,7 @@ class Examination:
         healthy = self.reference(workload, fault.ranks, setting, fault.foreign)
         about = {
             "fault": name, "wanted": severity, "counts": fault.counts,
-            "held_out": name in self.args.held_out or workload.name in self.args.held_out,
+            "held_out": name not in SEEN and bool({name, workload.name} & {*self.args.held_out}),
             "expected": fault.expected, "ranks": fault.ranks, "setting": list(setting),
         }  # fmt: skip
         if isinstance(healthy, str):

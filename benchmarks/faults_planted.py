@@ -239,7 +239,8 @@ EVERY = {0.1: 2}
 """Blocks of which one is checkpointed, by wanted severity; else all, as always on a GPU: more than
 a fifth of its step checkpointing cannot take."""
 ALONE = "a CPU has one rank's own memory and no allocator that tells of it"
-HELD_OUT = ("stalling_loader", "empty_rows", "changing_straggler")
+HELD_OUT, SEEN = ("stalling_loader", "empty_rows", "changing_straggler"), ("overflows",)
+"""The second's rule was written once its runs on every workload had been judged wrong."""
 FAULTS = {
     "slow_loader": Fault("input", times.slow_loader),
     "stalling_loader": Fault("input", times.stalling_loader, counts="stalls"),
