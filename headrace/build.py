@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.context import check_supported, make_context
-from headrace.core.errors import ConfigError, RunError
+from headrace.core.errors import ConfigError, Diverged, RunError
 from headrace.core.ledger import Ledger
 from headrace.core.model_config import ModelConfig
 from headrace.core.plan import Plan
@@ -357,7 +357,7 @@ def _threads(build: Build, packer: Packer) -> Loader:
 
 def _stop(build: Build, step: int, metrics: Mapping[str, float]) -> None:
     """The trunk's answer to a gradient that is not finite: end the run, weights untouched."""
-    raise RunError(
+    raise Diverged(
         f"the gradient of step {step} is not finite (loss {metrics['loss']}, "
         f"norm {metrics['grad_norm']}); its update was not applied",
         f"headrace train PLAN --resume optimizer.lr={build.plan.optimizer.lr / 2:g}",

@@ -3,6 +3,7 @@
 It discovers the techniques, reads the plan with them, calls train, then writes findings and report.
 """
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,7 +28,7 @@ from headrace.catalogue.graphs import explain_graphs
 from headrace.catalogue.matrix import explain_matrix, read_matrix
 from headrace.catalogue.table import catalogue_rows
 from headrace.context import choose_device, make_context
-from headrace.core.errors import ConfigError, nearest
+from headrace.core.errors import ConfigError, HeadraceError, nearest
 from headrace.core.plan import Plan
 from headrace.core.units import format_count, format_seconds
 from headrace.data.ingest import prepare
@@ -67,6 +68,11 @@ def train(
                 read, progress=progress, resume=resume, folder=run_of(plan), checkpoint=checkpoint,
                 catalogue=catalogue(),
             )  # fmt: skip
+        except HeadraceError as error:
+            if error.run is not None:
+                with suppress(Exception):  # what ended it is what its user should read
+                    conclude(error.run)
+            raise
         finally:
             progress.close()
         if folder is None:  # the first rank tells
@@ -87,7 +93,8 @@ def conclude(folder: Path) -> dict[str, Any]:
     advice = advise(folder, catalogue())
     report["narrowest"] = narrowest([one.finding for one in advice.findings])
     saved = (folder / "checkpoints" / "latest").exists()
-    report["sample"] = _sample_of(folder, new_tokens=80) if saved else None
+    able = saved and report["status"] != "failed"
+    report["sample"] = _sample_of(folder, new_tokens=80) if able else None
     run.write("findings", advice_plain(advice))
     run.write("report", report)
     write_report(folder)

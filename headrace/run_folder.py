@@ -94,8 +94,13 @@ class RunFolder:
     def start(
         self, plan: Plan, tokenizer: Tokenizer, device: torch.device, command: list[str]
     ) -> int:
-        """Write the resolved plan, the tokenizer and the environment; returns earlier starts."""
+        """Write the resolved plan, the tokenizer and the environment; returns earlier starts.
+
+        A report of before says from now on that the run goes on.
+        """
         before = (self.read("environment") or {}).get("starts", 0)
+        if report := self.read("report"):
+            self.write("report", report | {"status": "running"})
         named = plan.replaced(name=self.path.name)
         _write_whole(self.path / "plan.toml", named.to_toml())
         tokenizer.save(self.path / "tokenizer.json")
@@ -126,9 +131,10 @@ class RunFolder:
             ConfigError: the run has not ended yet.
         """
         report = self.read("report")
-        if report is None:
+        if report is None or report.get("status") == "running":
+            what = "has no report.json" if report is None else "was resumed"
             raise ConfigError(
-                f"{self.path} has no report.json: the run has not ended",
+                f"{self.path} {what}: the run has not ended",
                 f"headrace train {self.path / 'plan.toml'} --resume",
             )
         return report

@@ -20,7 +20,7 @@ from headrace import choose, guard, start, state
 from headrace.bursts import Bursts
 from headrace.checkpoint import Checkpoints, Saved
 from headrace.compile_time import compile_seconds
-from headrace.core.errors import ConfigError, HeadraceError, RunError, Stopped
+from headrace.core.errors import ConfigError, Diverged, HeadraceError, RunError, Stopped
 from headrace.core.technique import Evidence
 from headrace.data.loader import StepBatch
 from headrace.evaluate import evaluate
@@ -95,16 +95,17 @@ class Session:
         self.build.loader.close()
         self.bursts.close()
         self.gauges.close()
-        ended = error
+        ended = in_words(error, self.folder.path)
         try:
             self.checkpoints.wait()
         except RunError as failed:
-            ended = error or failed
-        ended = in_words(ended, self.folder.path)
+            ended = ended or failed
         if self._begun and isinstance(ended, HeadraceError) and not isinstance(ended, Stopped):
-            with suppress(OSError):  # the disk may be what failed
+            with suppress(OSError, MemoryError):  # the disk may be what failed
+                self.counters.wall_s = self._wall_s()
                 self._flush_rows()
                 self._write_report("failed", str(ended), type(ended).__name__)
+                ended.run = self.folder.path if self.first else None
         if self.first:
             self._close()
         if ended is not None and ended is not error:
@@ -331,7 +332,7 @@ class Session:
         self.signals.spent("eval", spent_s - (self._compiled_s - compiled_s))
         counters = self.counters
         if not math.isfinite(found.loss_nats):
-            raise RunError(
+            raise Diverged(
                 f"the validation loss after step {counters.step} is {found.loss_nats}: the weights "
                 "have diverged; this step was not saved",
                 f"headrace train {self.folder.path / 'plan.toml'} --resume "

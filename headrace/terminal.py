@@ -39,12 +39,12 @@ def exit_codes(as_json: bool) -> Iterator[None]:
         yield
     except HeadraceError as error:
         _fail(error.message, error.remedy, error.exit_code, as_json)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
+    except (RuntimeError, MemoryError, OSError) as error:
+        if is_out_of_memory(error):
+            full = MemoryFull(error)
+            _fail(full.message, full.remedy, full.exit_code, as_json)
+        if not isinstance(error, OSError):
             raise
-        full = MemoryFull(error)
-        _fail(full.message, full.remedy, full.exit_code, as_json)
-    except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         _fail(f"{where}{error.strerror or error}", "", EXIT_FAILED, as_json)
     except KeyboardInterrupt:

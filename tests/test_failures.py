@@ -36,7 +36,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_with_its_step(
     run = tmp_path / "runs" / "tiny"
     assert report(run)["status"] == "failed"
     assert report(run)["message"].startswith(told.value.message)
-    assert report(run)["skipped_steps"] == 1 and report(run)["error"] == "RunError"
+    assert report(run)["skipped_steps"] == 1 and report(run)["error"] == "Diverged"
     assert diagnose_run(run)[0].bottleneck == "instability"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert f"step {rows[-1]['step']} is not finite" in told.value.message
@@ -62,6 +62,7 @@ def test_a_validation_that_is_not_finite_saves_nothing_after_it(
         train("eval.every_steps=4")
     run = tmp_path / "runs" / "tiny"
     assert report(run)["status"] == "failed" and len(report(run)["val"]) == 1
+    assert diagnose_run(run)[0].bottleneck == "instability"
     assert Saved(run / "checkpoints" / "latest").values["step"] == 4
     monkeypatch.undo()
     train("eval.every_steps=4", resume=True)
@@ -75,6 +76,8 @@ def test_a_validation_that_is_not_finite_saves_nothing_after_it(
         (6, RuntimeError("[at a.cpp:1] DefaultCPUAllocator: can't allocate memory: 9"), "can't "),
         (6, RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED in cublasCreate"), "CUDA error"),
         (6, MemoryError(), "MemoryError"),
+        (6, MemoryError("Unable to allocate 2. TiB for an array"), "Unable to allocate 2. TiB"),
+        (6, OSError(errno.ENOMEM, "Cannot allocate memory"), ""),
     ],
 )
 def test_a_full_memory_is_told_written_down_and_named_by_the_doctor(
@@ -96,7 +99,27 @@ def test_a_full_memory_is_told_written_down_and_named_by_the_doctor(
     written = report(run)
     assert (written["status"], written["error"]) == ("failed", "MemoryFull")
     assert written["steps"] == after and written["message"].startswith(told.value.message)
+    assert written["wall_s"] >= sum(written["phase_s"].values())
     assert diagnose_run(run)[0].bottleneck == "memory capacity"
+
+
+def test_a_failed_run_that_goes_on_has_not_ended(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ends(error: BaseException) -> Callable[..., Any]:
+        def end(*_: Any) -> Any:
+            raise error
+
+        return end
+
+    monkeypatch.setattr(training, "step", ends(MemoryError()))
+    with pytest.raises(MemoryFull):
+        train("guard=false")
+    monkeypatch.setattr(training, "step", ends(SystemExit(9)))  # as a kill, it writes nothing
+    with pytest.raises(SystemExit):
+        train("guard=false", resume=True)
+    with pytest.raises(ConfigError, match="was resumed: the run has not ended"):
+        diagnose_run(tmp_path / "runs" / "tiny")
 
 
 def test_diverging_at_the_command_line(zygote: Any, plan_file: Path) -> None:
@@ -107,6 +130,11 @@ def test_diverging_at_the_command_line(zygote: Any, plan_file: Path) -> None:
     assert ended.code == 1
     assert "is not finite" in ended.err and "--resume" in ended.err
     assert "Traceback" not in ended.err
+    run = plan_file.parent / "runs" / "tiny"
+    findings = json.loads((run / "findings.json").read_text())
+    assert findings[0]["bottleneck"] == "instability"
+    assert report(run)["narrowest"]["station"] == "instability" and report(run)["sample"] is None
+    assert (run / "report.html").stat().st_size > 1000
 
 
 # --- a full disk ----------------------------------------------------------------------------

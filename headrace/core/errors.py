@@ -4,8 +4,11 @@ A message says what was asked, what was found (with units), the nearest value th
 command that mends it. `assert` is for our own bugs; these are for everything else.
 """
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
+from errno import ENOMEM
+from pathlib import Path
 
 EXIT_DONE, EXIT_FAILED, EXIT_PLAN, EXIT_UNSUPPORTED = 0, 1, 2, 3
 EXIT_REQUEUE, EXIT_INTERRUPTED, EXIT_TERMINATED = 75, 130, 143
@@ -13,14 +16,16 @@ NO_MEMORY = (
     "out of memory", "can't allocate memory", "_ALLOC_FAILED", "bad_alloc", "MemoryError",
 )  # fmt: skip
 """How CUDA, the host's allocator, cuBLAS and cuDNN, C++ and Python say it."""
-HOST = "DefaultCPUAllocator: "
-"""Behind what the host's allocator says of its own source."""
+HOST, SENTENCE = "DefaultCPUAllocator: ", re.compile(r"(?<=[a-z])\.\s+(?=[A-Z])")
+"""Behind what the host's allocator says of its own source; and where a sentence ends."""
 
 
 class HeadraceError(Exception):
     """Base of every error that is shown as one message, without a traceback."""
 
     exit_code = EXIT_FAILED
+    run: Path | None = None
+    """the folder of the run that it ended, whose report tells of it"""
 
     def __init__(self, message: str, remedy: str = "") -> None:
         super().__init__(message)
@@ -32,6 +37,10 @@ class HeadraceError(Exception):
 
 class RunError(HeadraceError):
     """The run started and failed (exit code 1)."""
+
+
+class Diverged(RunError):
+    """A loss or a gradient was not finite."""
 
 
 class ConfigError(HeadraceError):
@@ -56,7 +65,7 @@ class MemoryFull(UnsupportedError):
             error: one that `is_out_of_memory`.
         """
         said = str(error).rpartition(HOST)[2] or type(error).__name__
-        first = said.splitlines()[0].partition(". ")[0]
+        first = SENTENCE.split(said.splitlines()[0])[0].rstrip(".")
         remedy = "batch.micro_sequences=N with a smaller N, or --with selective_checkpoint"
         super().__init__(f"it does not fit in memory: {first}", remedy)
 
@@ -71,8 +80,11 @@ class Stopped(HeadraceError):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocator raised it, of whatever device; torch has a type for some of them."""
+    if isinstance(error, OSError):
+        return error.errno == ENOMEM
     told = f"{type(error).__name__}: {error}"
-    return not isinstance(error, HeadraceError) and any(sign in told for sign in NO_MEMORY)
+    own = isinstance(error, RuntimeError | MemoryError)
+    return own and any(sign in told for sign in NO_MEMORY)
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from math import isfinite
 from statistics import fmean, median, quantiles
 
-from headrace.core.errors import MemoryFull
+from headrace.core.errors import Diverged, MemoryFull
 from headrace.core.units import format_bytes, format_seconds
 from headrace.doctor.findings import Finding
 from headrace.doctor.window import Limits, Window, finite, jumps, relapsed, rises
@@ -136,17 +136,14 @@ def _computation(window: Window) -> Finding:
 def _ended(window: Window) -> Finding | None:
     """What made the run end before its time; one step is enough to tell."""
     if window.ended_by == MemoryFull.__name__:
-        told = "" if window.capacity_bytes is None else f" of {format_bytes(window.capacity_bytes)}"
-        return Finding(
-            "memory capacity", 1.0, "The run ended because the memory was full.",
-            f"{format_bytes(window.reserved_bytes or 0.0)} reserved{told}", "measured",
-        )  # fmt: skip
-    last = [values[-1] for values in (window.loss, window.grad_norm) if values]
-    if not window.ended_by or all(map(isfinite, last)):
+        told = "The run ended because the memory was full."
+        return Finding("memory capacity", 1.0, told, window.message, "measured")
+    lost = window.loss is not None and not isfinite(window.loss[-1])
+    if window.ended_by != Diverged.__name__ and not (window.ended_by and lost):
         return None
     return Finding(
         "instability", 1.0, "The run ended because a loss or a gradient was not finite.",
-        f"the last of {len(window.grad_norm or window.loss or ())} steps", "measured",
+        window.message, "measured",
         "which layer: the first whose output or gradient is not finite",
     )  # fmt: skip
 
@@ -186,13 +183,15 @@ def _spikes(window: Window) -> Finding | None:
 
 
 def _lost_steps(window: Window) -> Finding | None:
-    norms = window.grad_norm or ()
-    lost = len(norms) - len(finite(norms))
-    if lost <= max(LOST, LOST_SHARE * len(norms)):
+    lost, of = max(
+        ((len(values) - len(finite(values)), len(values))
+         for values in (window.loss or (), window.grad_norm or ())),
+    )  # fmt: skip
+    if lost <= max(LOST, LOST_SHARE * of):
         return None
     return Finding(
-        "instability", lost / len(norms), "Gradients are not finite again and again.",
-        f"{lost} of {len(norms)} steps", "measured",
+        "instability", lost / of, "Losses or gradients are not finite again and again.",
+        f"{lost} of {of} steps", "measured",
     )  # fmt: skip
 
 

@@ -146,7 +146,8 @@ def remedies(
             if helps(finding.bottleneck, remedy):
                 found.append(remedy)
     found = [one for one in found if not any(_does_it_all(other, one) for other in found)]
-    return _best_rows(sorted(found, key=_order))[:MOST]
+    learns = finding.bottleneck in ("instability", "recipe")
+    return _best_rows(sorted(found, key=lambda remedy: _order(remedy, learns)))[:MOST]
 
 
 def candidates(bottleneck: str, asking: Asking, measured: Measured) -> Iterator[Words]:
@@ -252,10 +253,13 @@ def helps(bottleneck: str, remedy: Remedy) -> bool:
     return remedy.gain.value > NOTHING
 
 
-def _order(remedy: Remedy) -> tuple[bool, bool, float, Words]:
-    """What is forecast first, of that what keeps the gradients, of that the largest gain."""
-    gain = -1.0 if remedy.gain is None else remedy.gain.value
-    return (remedy.gain is None, remedy.equality == "learning", -gain, remedy.change)
+def _order(remedy: Remedy, learns: bool) -> tuple[bool, bool, float, Words]:
+    """What is forecast first, of that what keeps the gradients, of that the largest gain.
+
+    Where learning is what is wrong, what changes it; where no gain is known, what saves memory.
+    """
+    most = remedy.memory_bytes if remedy.gain is None else -remedy.gain.value
+    return (remedy.gain is None, (remedy.equality == "learning") != learns, most, remedy.change)
 
 
 def _does_it_all(other: Remedy, one: Remedy) -> bool:

@@ -64,6 +64,7 @@ class Window:
         inactive: names of techniques that were asked for and are not in force.
         device: "cuda", "cpu" or "mps".
         ended_by: class of the error that ended the run, "" where none did.
+        message: of that error, its first line.
     """
 
     step_s: tuple[float, ...] = ()
@@ -95,6 +96,7 @@ class Window:
     inactive: tuple[str, ...] = ()
     device: str = ""
     ended_by: str = ""
+    message: str = ""
 
     @property
     def steps(self) -> int:
@@ -192,6 +194,7 @@ def of_run(report: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Wind
         inactive=tuple(watched.get("lost_techniques") or ()),
         device=watched.get("device", ""),
         ended_by=report.get("error", "RunError") if report.get("status") == "failed" else "",
+        message=report.get("message", "").partition("\n")[0],
     )
 
 

@@ -207,7 +207,7 @@ def read(what: Callable[[Reading], None]) -> Reading:
         what(found)
     except Exception as error:
         found.refused = why(error)
-        found.poisoned = not (isinstance(error, HeadraceError) or is_out_of_memory(error))
+        found.poisoned = not isinstance(error, HeadraceError | torch.OutOfMemoryError)
     if found.peak_bytes is not None:
         found.peak_bytes -= held
     if found.reserved_bytes is not None:

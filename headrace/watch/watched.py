@@ -93,7 +93,9 @@ class Watched:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None:
+        if isinstance(error, KeyboardInterrupt):
+            self.status = "interrupted"
+        elif error is not None:
             self.status, self.message = "failed", f"{type(error).__name__}: {error}"
             full = is_out_of_memory(error)
             self.error = MemoryFull.__name__ if full else type(error).__name__

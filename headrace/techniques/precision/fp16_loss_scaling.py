@@ -17,7 +17,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from headrace.core.errors import RunError
+from headrace.core.errors import Diverged
 from headrace.core.ledger import Ledger
 from headrace.core.technique import (
     Card,
@@ -129,7 +129,7 @@ class Fp16LossScaling(Technique[Build]):
         """A skipped step is how the scale finds itself; many in a row are a broken run."""
         state = build.notes[self.name()]
         if state.skip(step) >= self.patience:
-            raise RunError(
+            raise Diverged(
                 f"the gradients of {self.patience} steps in a row, up to step {step}, are not "
                 f"finite (loss {metrics['loss']}), at a loss scale of {float(state.scale):g}",
                 f"headrace train PLAN --resume optimizer.lr={build.plan.optimizer.lr / 2:g}, "
