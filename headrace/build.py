@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.context import check_supported, make_context
-from headrace.core.errors import ConfigError, Diverged, RunError
+from headrace.core.errors import ConfigError, Diverged
 from headrace.core.ledger import Ledger
 from headrace.core.model_config import ModelConfig
 from headrace.core.plan import Plan
