@@ -240,7 +240,8 @@ EVERY = {0.1: 2}
 a fifth of its step checkpointing cannot take."""
 ALONE = "a CPU has one rank's own memory and no allocator that tells of it"
 HELD_OUT, SEEN = ("stalling_loader", "empty_rows", "changing_straggler"), ("overflows",)
-"""The second's rule was written once its runs on every workload had been judged wrong."""
+"""The second's rule was written once its runs had been judged wrong, on the workloads that are held
+out too: it is not asked there."""
 FAULTS = {
     "slow_loader": Fault("input", times.slow_loader),
     "stalling_loader": Fault("input", times.stalling_loader, counts="stalls"),
@@ -323,6 +324,6 @@ def train_case(case: Case, told: Path) -> None:
                 train.run(plan, progress=Progress())
         except HeadraceError as failed:
             error = failed.message
-        except torch.OutOfMemoryError as failed:
+        except torch.OutOfMemoryError as failed:  # a GPU's: no fault fills the memory of a host
             error = f"out of memory: {str(failed).partition('. ')[0]}"
     told.write_text(json.dumps({"facts": facts, "error": error}))
