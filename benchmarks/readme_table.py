@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.truth import compute
+from headrace.truth.marks import places
 from headrace.truth.marks import table as table_of_truth
 from headrace.truth.page import markdown
 from headrace.truth.rows import NAMES
@@ -171,9 +172,14 @@ def render(results: Path, only: tuple[str, ...] = ()) -> str:
 
 
 def how_right(results: Path) -> str:
-    """Each number that a release is held to, what it reached, and how far it is."""
-    rows = [[what, reached, wanted, n, far] for what, reached, wanted, n, _, far in
-            table_of_truth(compute(results))]  # fmt: skip
+    """Each number that a release is held to, what it reached, on what, and how far it is."""
+    found = compute(results)
+    rows = [
+        [what, reached, wanted, ": ".join(filter(None, (n, places(number)))), far]
+        for number, (what, reached, wanted, n, _, far) in zip(
+            found.values(), table_of_truth(found), strict=True
+        )
+    ]
     return markdown(("what", "reached", "wanted (aim)", "n", "so far"), rows).rstrip()
 
 

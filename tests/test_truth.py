@@ -1,6 +1,7 @@
 """`truth` from rows whose numbers were worked out by hand, and rows that must not count."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from headrace.core.errors import ConfigError
 from headrace.core.statistics import wilson
 from headrace.truth import HEAD, MARKS, compute, judge, notes, table
+from headrace.truth.marks import places
 
 Row = dict[str, Any]
 Topics = dict[str, list[Row]]
@@ -73,8 +75,8 @@ def _topics() -> Topics:
             _forecast(-0.15, -0.1, -0.05, -0.08),  # off by a quarter, 1.25 times as wide
         ],
         "overhead": [
-            _metric("overhead", 0.0005, 0.001, 0.0015, measurement="always_on"),
-            _metric("overhead", 0.001, 0.003, 0.005, measurement="always_on"),
+            _metric("overhead", 0.0005, 0.001, 0.0015, measurement="always_on", shape="a"),
+            _metric("overhead", 0.001, 0.003, 0.005, measurement="always_on", shape="b"),
             _metric("overhead", 0.003, 0.004, 0.005, measurement="with_bursts"),
         ],
         "plans": [
@@ -164,6 +166,54 @@ def test_severities_are_counted_as_they_were_asked_for(tmp_path: Path) -> None:
     assert compute(_write(tmp_path, {"doctor": rows}))["doctor_top1"]["severities"] == 2
 
 
+def test_repeats_of_an_overhead_count_by_their_precision(tmp_path: Path) -> None:
+    wide = _metric("overhead", -0.003, 0.002, 0.007, measurement="with_bursts", shape="a",
+                   hardware="GPU", every_steps=1000, n=8)  # fmt: skip
+    narrow = {**wide, **_metric("overhead", 0.0, 0.001, 0.002), "n": 40}
+    path = _write(tmp_path, {"overhead": [wide, narrow]})
+    found = compute(path)["overhead_with_bursts"]
+    value, half = (1 * 2 + 25 * 1) / 26 / 1000, 26**-0.5 * 5 / 1000  # weights 1 and 25
+    assert (found["n"], found["readings"]) == (2, 48)
+    told = [found[key] for key in ("value", "worst", "low", "high")]
+    assert told == pytest.approx([value, value, value - half, value + half])
+    assert judge("overhead_with_bursts", found) == "met"
+    for other in ({"shape": "b"}, {"hardware": "other"}, {"every_steps": 100}):
+        apart = compute(_write(tmp_path, {"overhead": [wide, {**narrow, **other}]}))
+        told = [apart["overhead_with_bursts"][key] for key in ("value", "low", "high")]
+        assert told == pytest.approx([0.0015, -0.003, 0.007]), other
+    exact = [_metric("overhead", v, v, v, measurement="always_on") for v in (0.001, 0.003)]
+    found = compute(_write(tmp_path, {"overhead": exact}))["overhead_always_on"]
+    assert found["value"] == pytest.approx(0.002)
+
+
+def test_verdicts_are_told_apart_by_device(tmp_path: Path) -> None:
+    cpu, gpu = {"hardware": "Xeon (R), 2 cores"}, {"hardware": "NVIDIA H200"}
+    more = {"hardware": "Other, 8 cores"}
+    rows = [_fault("item", "input", **cpu), _fault("item", "launch", **cpu),
+            _fault("item", "input", **more), _fault("item", "input", **gpu),
+            _fault("item", "input", severity=0.01, **gpu),
+            {**_healthy("launch"), **gpu}]  # fmt: skip
+    found = compute(_write(tmp_path, {"doctor": rows}))
+    top1, alarms = found["doctor_top1"], found["doctor_false_alarms"]
+    by = {name: (part["value"], part["n"]) for name, part in top1["by_hardware"].items()}
+    assert by == {"Xeon (R), 2 cores": (0.5, 2), "NVIDIA H200": (1.0, 1), "Other, 8 cores": (1, 1)}
+    assert alarms["by_hardware"]["NVIDIA H200"]["n"] == 1
+    assert places(top1) == "3 on a CPU, 1 on an NVIDIA H200"
+    assert "healthy runs blamed: 1 on an NVIDIA H200" in notes(found)
+    assert places(found["tuner_ratio"]) == ""
+
+
+def test_faults_at_few_severities_are_named(tmp_path: Path) -> None:
+    told = {"full_memory": (0.2,), "items": (0.2,), "spikes": (0.2, 0.4), "slow": (0.1, 0.2, 0.4)}
+    rows = [_fault(name, "input", severity=s) for name, levels in told.items() for s in levels]
+    found = compute(_write(tmp_path, {"doctor": rows}))["doctor_top1"]
+    marked = judge("doctor_top1", {**found, "faults": 12})
+    assert marked == (
+        "too few: two kinds (full memory, items) were run at one severity only, "
+        "one kind (spikes) was run at two severities only, of three wanted"
+    )
+
+
 def test_without_rows_nothing_is_said(tmp_path: Path) -> None:
     found = compute(tmp_path)
     assert {(name, n["value"], n["n"]) for name, n in found.items()} == {
@@ -247,25 +297,40 @@ def test_half_a_row_is_told_by_its_line(tmp_path: Path) -> None:
         ("forecast_median_error", {"value": 0.20, "n": 40}, "met"),
         ("forecast_median_error", {"value": 0.15, "n": 40}, "aim met"),
         ("forecast_median_error", {"value": 0.26, "n": 400}, "not met"),
-        ("forecast_median_error", {"value": 0.15, "n": 39}, "too few: n 39 of 40"),
+        ("forecast_median_error", {"value": 0.15, "n": 39}, "too few: 39 of 40 wanted"),
         ("forecast_coverage", {"value": 0.95, "n": 40, "width": 0.1}, "not met"),
         ("forecast_coverage", {"value": 0.85, "n": 40, "width": 0.59}, "met"),
         ("forecast_coverage", {"value": 0.85, "n": 40, "width": 0.7},
-         "not met: width 0.7, 0.6 at most"),
+         "not met: their median width, 70% of the gain, is above 60%"),
         ("false_fits", {"value": 0, "n": 200, "risky_run": 30, "risky_not_run": 0}, "met"),
         ("false_fits", {"value": 1, "n": 900, "risky_run": 30, "risky_not_run": 0}, "not met"),
         ("false_fits", {"value": 0, "n": 200, "risky_run": 0, "risky_not_run": 0},
-         "too few: risky_run 0 of 1"),
+         "too few: 0 of 1 wanted runs of risky ones"),
         ("false_fits", {"value": 0, "n": 200, "risky_run": 9, "risky_not_run": 1},
-         "not met: risky_not_run 1, 0 at most"),
+         "not met: 1 of the risky ones not run"),
         ("tuner_ratio", {"value": 1.03, "n": 4, "workloads": 4}, "aim met"),
         ("tuner_ratio", {"value": 0.96, "n": 4, "workloads": 4}, "not met"),
         ("kendall_tau", {"value": 0.89, "n": 1}, "not met"),
         ("overhead_always_on", {"value": -0.0001, "high": 0.0005, "n": 1}, "aim met"),
+        ("overhead_with_bursts", {"value": 0.00346, "high": 0.00759, "n": 1},
+         "not met: its upper end, 0.759%, is above 0.5%"),
     ],
 )  # fmt: skip
 def test_marks(name: str, found: Row, verdict: str) -> None:
     assert judge(name, found) == verdict
+
+
+def test_every_need_of_a_mark_has_words(tmp_path: Path) -> None:
+    found = compute(tmp_path)
+    for name, mark in MARKS.items():
+        for need, (low, high) in mark.needs.items():
+            for off, side in ((high + 1, "not met: "), (low - 1, "too few: ")):
+                if abs(off) == math.inf or off < 0:
+                    continue
+                enough = {key: max(least, 0) for key, (least, _) in mark.needs.items()}
+                value = {"value": mark.must[1] if mark.must[1] < 2 else 1, **enough, need: off}
+                told = judge(name, {**found[name], **value, "severities_of": {"a": 1}})
+                assert told.startswith(side) and "_" not in told, (name, need, told)
 
 
 def test_the_table_says_what_must_be_beside_what_is(tmp_path: Path) -> None:
@@ -283,6 +348,7 @@ def test_the_table_says_what_must_be_beside_what_is(tmp_path: Path) -> None:
         "-", "<= 1.5% (1.9%)", "0/40", "-", "not measured",
     ]  # fmt: skip
     told = notes(found)
-    assert "planted faults named: 1 abstained, 1 below 10% of the step, and not counted" in told
-    assert "tuned over the best row: workloads 2 of 4, worst 99%" in told
+    left_out = "1 abstained; 1 more took under 10% of the step: not counted"
+    assert f"planted faults named: {left_out}" in told
+    assert "tuned over the best row: 2 of 4 wanted workloads; worst 99%" in told
     assert not any(line.startswith("step time after 20 steps") for line in told)

@@ -10,7 +10,7 @@ import pytest
 
 from headrace.core.errors import ConfigError
 from headrace.truth.drawings import HEALTHY, classes
-from headrace.truth.page import NOT_YET, PICTURES, behind, render, write
+from headrace.truth.page import NOT_YET, PICTURES, PROGRAMS, behind, render, write
 from headrace.truth.picture import SCHEMES, Axis, around
 
 ROOT = Path(__file__).parents[1]
@@ -108,6 +108,33 @@ def test_verdicts_are_counted_as_the_numbers_are(tmp_path: Path) -> None:
     boxes = _classes(drawn, "rect")
     assert boxes.count("f-c1") == 1  # a wrong verdict
     assert boxes.count("s-c0") == 4  # what is right: of two faults, and two of healthy runs
+
+
+def test_times_are_of_the_device_that_outcomes_ran_on(tmp_path: Path) -> None:
+    cpu, gpu = {"hardware": "Xeon, 2 cores"}, {"hardware": "GPU"}
+    said, came, _ = ROWS["plans"]
+    pick = {**ROWS["picks"][0], "candidates": [
+        {"id": name, "predicted_s": 1.0, "measured_s": 1.0 + 0.1 * i} for i, name in
+        enumerate("pq")]}  # fmt: skip
+    topics = {
+        "plans": [{**said, **cpu}, {**came, **gpu}, {**came, "id": "z", "hardware": "not asked"}],
+        "picks": [{**pick, **cpu, "tier": tier} for tier in ("no_gpu", "after_20_steps")],
+        "doctor": [{**row, **(gpu if row["severity"] == 0.1 else cpu)}
+                   for row in ROWS["doctor"][:3]],
+    }  # fmt: skip
+    results = _results(tmp_path / "results")
+    for topic, rows in topics.items():
+        text = "".join(json.dumps({**BASE, **row}) + "\n" for row in rows)
+        (results / f"{topic}.jsonl").write_text(text)
+    page = render(results)["page"]
+    assert "2 rows, the newest of 2026-11-20; outcomes on GPU)" in page
+    assert "outcomes: 1 on GPU; 1 on not asked)" in page
+    assert "; 2 on Xeon, 2 cores; 1 on GPU)" in page
+    assert "| pick, a, without a GPU | q |" in page and "| pick, a, after 20 steps | q |" in page
+
+
+def test_every_program_that_the_page_names_is_there() -> None:
+    assert all((ROOT / program).is_file() for program in PROGRAMS.values())
 
 
 def test_points_are_marked_by_what_came_of_them(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ A number meets its mark only when as many observations as the mark asks for stan
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,7 +71,9 @@ MARKS = {
         (0, 0.25), (0, 0.15), 40,
     ),
     "overhead_always_on": Mark(
-        "cost of watching", "What the signals that are always on add to a step: the mean.",
+        "cost of watching",
+        "What the signals that are always on add to a step: the mean over shapes; a shape's "
+        "repeats are weighted by their intervals.",
         (-ANY, 0.003), (-ANY, 0.001), needs={"high": (-ANY, 0.003)},
     ),
     "overhead_with_bursts": Mark(
@@ -138,11 +141,14 @@ def judge(name: str, found: Mapping[str, Any]) -> str:
         return "not met"
     for need, (low, high) in mark.needs.items():
         if found[need] > high:
-            return f"not met: {need} {found[need]:.4g}, {high:.4g} at most"
+            told, most = _shown(found[need], mark.share), _shown(high, mark.share)
+            return f"not met: {ABOVE[need].format(told=told, most=most)}"
+        if need == "severities" and found[need] < low:
+            return f"too few: {_at_few(found['severities_of'], int(low))}"
         if found[need] < low:
-            return f"too few: {need} {found[need]:.4g} of {low:.4g}"
+            return f"too few: {found[need]} of {low:g} wanted {BELOW[need]}"
     if found["n"] < mark.fewest:
-        return f"too few: n {found['n']} of {mark.fewest}"
+        return f"too few: {found['n']} of {mark.fewest} wanted"
     return "aim met" if mark.aim and _within(value, mark.aim) else "met"
 
 
@@ -161,18 +167,65 @@ def notes(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
     for name, mark in MARKS.items():
         number = found[name]
         _, _, why = judge(name, number).partition(": ")
-        told = [why] if why else []
-        told += [f"{key} {_shown(number[key], mark.share)}"
-                 for key in ("worst", "width") if key in number]  # fmt: skip
+        told = [places(number), why]
+        told += [words.format(_shown(number[key], mark.share))
+                 for key, words in VALUES.items() if key in number]  # fmt: skip
         told += [f"{number[key]} {words}" for key, words in BESIDE.items() if number.get(key)]
-        if told:
-            lines.append(f"{mark.what}: {', '.join(told)}")
+        if any(told):
+            lines.append(f"{mark.what}: {'; '.join(filter(None, told))}")
     return lines
 
 
+def places(number: Mapping[str, Any]) -> str:
+    """On what its rows were measured: "385 on a CPU, 28 on an NVIDIA H200"; "" where untold."""
+    n: Counter[str] = Counter()
+    for name, part in number.get("by_hardware", {}).items():
+        a = "an" if name[0] in "AEINO" else "a"
+        n["a CPU" if name.endswith(" cores") else f"{a} {name}"] += part["n"]
+    return ", ".join(f"{count} on {where}" for where, count in n.most_common())
+
+
+def _at_few(severities: Mapping[str, int], wanted: int) -> str:
+    """Which faults were planted at fewer severities than wanted."""
+    few: dict[int, list[str]] = {}
+    for fault, n in severities.items():
+        if n < wanted:
+            few.setdefault(n, []).append(fault.replace("_", " "))
+    told = [
+        f"{_word(len(faults))} kind{'s' * (len(faults) > 1)} ({', '.join(faults)}) "
+        f"{'were' if len(faults) > 1 else 'was'} run at {_word(n)} "
+        f"severit{'ies' if n > 1 else 'y'} only"
+        for n, faults in sorted(few.items())
+    ]
+    return f"{', '.join(told)}, of {_word(wanted)} wanted"
+
+
+def _word(n: int) -> str:
+    return WORDS[n] if n < len(WORDS) else str(n)
+
+
+WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+BELOW = {
+    "faults": "kinds of faults",
+    "workloads": "workloads",
+    "held_out_faults": "held-out kinds of faults",
+    "held_out_workloads": "held-out workloads",
+    "configurations": "configurations",
+    "risky_run": "runs of risky ones",
+    "candidates": "candidates",
+}
+"""key of a number that is too low -> what it counts, for a reader."""
+ABOVE = {
+    "width": "their median width, {told} of the gain, is above {most}",
+    "high": "its upper end, {told}, is above {most}",
+    "risky_not_run": "{told} of the risky ones not run",
+}
+"""key of a number that is too high -> that, for a reader."""
+VALUES = {"worst": "worst {}", "width": "median width {} of the gain"}
+"""key of a number -> its value, for a reader."""
 BESIDE = {
     "abstained": "abstained",
-    "mild": "below 10% of the step, and not counted",
+    "mild": "more took under 10% of the step: not counted",
     "false_refusals": "said not to fit, and did",
     "risky_run": "risky ones run",
     "open": "without an outcome yet",

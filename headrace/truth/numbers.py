@@ -5,11 +5,11 @@ before its outcome's: files are appended to and never edited, so that order is t
 Abstaining is not being right. What has no rows is null with n 0.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, TypeVar
 
 from headrace.core.errors import ConfigError
 from headrace.core.statistics import (
@@ -36,6 +36,7 @@ from headrace.truth.rows import (
     broken,
 )
 
+T = TypeVar("T", Fault, Healthy)
 Found = dict[str, Any]
 """A number: {"value", "n"} and what else there is to say of it."""
 TIERS = ("no_gpu", "after_probes", "after_20_steps")
@@ -45,6 +46,8 @@ Id = str | int
 """Of a plan: what its prediction and its outcome share."""
 MILD = 0.10
 """Faults that take a smaller share of the step are counted beside, not in."""
+LEAST_ERROR = 1e-9
+"""A share of a step: the error of an interval without a width, where repeats are weighted."""
 
 
 def compute(results: Path) -> dict[str, Found]:
@@ -56,7 +59,8 @@ def compute(results: Path) -> dict[str, Found]:
     Returns:
         Shares and errors as fractions (0.02 is 2%), false_fits as a count, kendall_tau from -1 to
         1, tuner_ratio as a speed over another. Beside value and n stand, where they are known,
-        `low` and `high` (95% by Wilson for shares), `worst`, and what else the mark asks for.
+        `low` and `high` (95% by Wilson for shares), `worst`, `by_hardware` (device -> the number
+        over its rows alone), and what else the mark asks for.
 
     Raises:
         ConfigError: no such folder, or a row that is wrong, by file and line.
@@ -90,7 +94,6 @@ def _doctor(results: Path) -> dict[str, Found]:
     for row in faults:
         severities.setdefault(row.fault, set()).add(row.level)
     tuned_on = [row for row in faults if not row.held_out]
-    alarms = sum(not row.abstained and row.verdict not in QUIET for row in healthy)
     return {
         "doctor_top1": _share(
             sum(row.right for row in faults), len(faults),
@@ -103,11 +106,33 @@ def _doctor(results: Path) -> dict[str, Found]:
             held_out_workloads=len({r.workload for r in held_out} - {r.workload for r in tuned_on}),
             mild=len(every) - len(faults),
             refused=told.refused,
+            severities_of={fault: len(levels) for fault, levels in severities.items()},
+            by_hardware=_by_hardware(faults, _right),
         ),
         "doctor_false_alarms": _share(
-            alarms, len(healthy), abstained=sum(row.abstained for row in healthy)
+            sum(map(_alarm, healthy)), len(healthy),
+            abstained=sum(row.abstained for row in healthy),
+            by_hardware=_by_hardware(healthy, _alarm),
         ),
     }  # fmt: skip
+
+
+def _right(row: Fault) -> bool:
+    return row.right
+
+
+def _alarm(row: Healthy) -> bool:
+    return not row.abstained and row.verdict not in QUIET
+
+
+def _by_hardware(rows: Sequence[T], hit: Callable[[T], bool]) -> dict[str, Found]:
+    """The share of each device, most rows first; rows that tell of none are left out."""
+    found: dict[str, list[bool]] = {}
+    for row in rows:
+        if row.hardware is not None:
+            found.setdefault(row.hardware, []).append(hit(row))
+    ordered = sorted(found.items(), key=lambda item: (-len(item[1]), item[0]))
+    return {name: _share(sum(hits), len(hits)) for name, hits in ordered}
 
 
 def _forecasts(results: Path) -> dict[str, Found]:
@@ -128,20 +153,41 @@ def _forecasts(results: Path) -> dict[str, Found]:
 
 
 def _overhead(results: Path) -> dict[str, Found]:
-    """The mean overhead, between the lowest and the highest end of all intervals."""
+    """The mean overhead over shapes, between the lowest and the highest end of their intervals.
+
+    Rows of one shape on one device, with bursts as far apart, are repeats, and count as one.
+    """
     told = OVERHEAD.read(results)
     found = {}
     for kind in ("always_on", "with_bursts"):
-        shares = [row.metrics.overhead for row in told.rows if row.measurement == kind]
-        found[f"overhead_{kind}"] = _mean(shares, max, refused=told.refused)
+        rows = [row for row in told.rows if row.measurement == kind]
+        repeats: dict[tuple[Any, ...], list[Spread]] = {}
+        for row in rows:
+            same = (row.shape, row.hardware, row.every_steps)
+            repeats.setdefault(same, []).append(row.metrics.overhead)
+        found[f"overhead_{kind}"] = _mean(
+            [_pooled(spreads) for spreads in repeats.values()], max, len(rows),
+            readings=sum(row.n for row in rows), refused=told.refused,
+        )  # fmt: skip
     return found
 
 
-def _mean(told: list[Spread], worst: Callable[[list[float]], float], **more: Any) -> Found:
+def _pooled(told: list[Spread]) -> Spread:
+    """The inverse-variance mean of repeats; half an interval's width is the error of its row."""
+    if len(told) == 1:
+        return told[0]
+    errors = [max((spread.high - spread.low) / 2, LEAST_ERROR) for spread in told]
+    weights = [error**-2 for error in errors]
+    value = sum(w * spread.value for w, spread in zip(weights, told, strict=True)) / sum(weights)
+    half = sum(weights) ** -0.5
+    return Spread(low=value - half, value=value, high=value + half)
+
+
+def _mean(told: list[Spread], worst: Callable[[list[float]], float], n: int, **more: Any) -> Found:
     if not told:
         return _number(0, 0, **more)
     values, low, high = [m.value for m in told], min(m.low for m in told), max(m.high for m in told)
-    return _number(fmean(values), len(values), low=low, high=high, worst=worst(values), **more)
+    return _number(fmean(values), n, low=low, high=high, worst=worst(values), **more)
 
 
 @dataclass
@@ -266,4 +312,5 @@ def _tuner(results: Path) -> dict[str, Found]:
     told = TUNER.read(results)
     workloads = len({row.workload for row in told.rows})
     ratios = [row.metrics.ratio_to_best for row in told.rows]
-    return {"tuner_ratio": _mean(ratios, min, workloads=workloads, refused=told.refused)}
+    number = _mean(ratios, min, len(ratios), workloads=workloads, refused=told.refused)
+    return {"tuner_ratio": number}

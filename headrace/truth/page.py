@@ -5,13 +5,16 @@ their numbers as text. Nothing on it is written by hand but what the numbers mea
 is said to be not measured yet. The same rows give the same files.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from headrace.core.errors import ConfigError
 from headrace.truth.drawings import (
     ABSTAINED,
     HEALTHY,
+    NAMES,
     Class,
     classes,
     confusion,
@@ -30,7 +33,7 @@ PROGRAMS = {
     "forecasts": "benchmarks/forecasts.py",
     "plans": "benchmarks/foresight.py",
     "picks": "benchmarks/foresight.py",
-    "tuner": "headrace tune",
+    "tuner": "benchmarks/tuner.py",
 }
 """topic -> what writes its rows."""
 NOT_YET = "Not measured yet."
@@ -86,8 +89,8 @@ def render(results: Path) -> dict[str, str]:
                  "The peak of a step, as torch counts it and as the device does.",
                  _source(results, "plans")),
         _section("Choices", None, "", _choices(picks, tuned),
-                 "What the planner chose beside the fastest of all candidates, and where the tuner "
-                 "ended beside the best row.", _source(results, "picks", "tuner")),
+                 "What the planner chose, by what it knew, beside the fastest of all candidates; "
+                 "where the tuner ended beside the best row.", _source(results, "picks", "tuner")),
         "## How each is counted\n",
         "\n".join(f"- {mark.what} (`{name}`): {mark.says}" for name, mark in MARKS.items()),
     ]  # fmt: skip
@@ -148,19 +151,41 @@ def _section(title: str, picture: str | None, name: str, rows: str, says: str, s
 
 
 def _source(results: Path, *topics: str) -> str:
-    """Where the rows are, how many, of what hardware, and what writes them."""
+    """Where the rows are, how many, what was measured on, and what writes them."""
     told = []
     for topic in topics:
-        file = results / f"{topic}.jsonl"
-        rows = [row for _, row in standing(file)] if file.is_file() else []
+        rows = _rows(results, topic)
         about = f"`results/{topic}.jsonl`, written by `{PROGRAMS[topic]}`"
         if rows:
-            places = ", ".join(sorted({str(r.get("hardware", "hardware not told")) for r in rows}))
             dates = sorted(str(r["date"]) for r in rows if "date" in r)
             newest = f", the newest of {dates[-1]}" if dates else ""
-            about += f" ({len(rows)} row{'s' * (len(rows) > 1)}{newest}; {places})"
+            about += (
+                f" ({len(rows)} row{'s' * (len(rows) > 1)}{newest}; {_measured_on(results, topic)})"
+            )
         told.append(about)
     return f"Rows: {'; '.join(told)}."
+
+
+def _rows(results: Path, topic: str) -> list[dict[str, Any]]:
+    file = results / f"{topic}.jsonl"
+    return [row for _, row in standing(file)] if file.is_file() else []
+
+
+def _measured_on(results: Path, topic: str) -> str:
+    """The devices that times were measured on, with how many rows where there are several.
+
+    Predictions and choices are written on any machine: what counts is where their outcomes ran.
+    """
+    rows, what = _rows(results, topic), ""
+    if topic in ("plans", "picks"):
+        asked = {c["id"] for row in rows for c in row.get("candidates", [])}
+        came = [r for r in _rows(results, "plans") if r.get("kind") == "outcome"]
+        rows, what = [r for r in came if topic == "plans" or r.get("id") in asked], "outcomes on "
+    n = Counter(str(row.get("hardware", "hardware not told")) for row in rows)
+    if not n:
+        return "no outcomes"
+    told = [f"{count} on {name}" for name, count in n.most_common()]
+    return f"{what}{next(iter(n))}" if len(n) == 1 else f"{what and 'outcomes: '}{'; '.join(told)}"
 
 
 def _verdicts(said: Sequence[Class]) -> str:
@@ -192,7 +217,8 @@ def _choices(picks: Sequence[Pick], tuned: Sequence[Tuned]) -> str:
         chosen = min(pick.candidates, key=lambda c: (c.predicted_s, -c.measured_s))
         lost = chosen.measured_s / fastest.measured_s - 1
         best = f"{fastest.id} of {len(pick.candidates)}"
-        rows.append((f"pick, {pick.workload}", f"{chosen.id}", best, f"{100 * lost:.3g}% slower"))
+        what = ", ".join(["pick", pick.workload, *([NAMES[pick.tier]] if pick.tier else [])])
+        rows.append((what, f"{chosen.id}", best, f"{100 * lost:.3g}% slower"))
     for one in tuned:
         ratio = one.metrics.ratio_to_best
         told = f"{100 * ratio.value:.4g}% ({100 * ratio.low:.4g}% to {100 * ratio.high:.4g}%)"

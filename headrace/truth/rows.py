@@ -36,6 +36,7 @@ class Fault(Row):
     expected: str
     verdict: str | None
     abstained: bool
+    hardware: str | None = None
 
     @property
     def level(self) -> float | None:
@@ -55,6 +56,7 @@ class Healthy(Row):
     workload: str
     verdict: str | None
     abstained: bool
+    hardware: str | None = None
 
 
 class Spread(Row):
@@ -93,10 +95,18 @@ class OverheadMetrics(Row):
 
 
 class Overhead(Row):
-    """What watching a run costs it."""
+    """What watching a run costs it. `n` is how many readings it has."""
 
     measurement: Literal["always_on", "with_bursts"]
     metrics: OverheadMetrics
+    shape: str | None = None
+    hardware: str | None = None
+    every_steps: float | None = None
+    n: int = Field(default=0, ge=0)
+
+
+Tier = Literal["no_gpu", "after_probes", "after_20_steps"]
+"""What the planner knew when it predicted."""
 
 
 class Said(Row):
@@ -113,7 +123,7 @@ class Prediction(Said):
     """What the planner said before."""
 
     kind: Literal["prediction"]
-    tier: Literal["no_gpu", "after_probes", "after_20_steps"]
+    tier: Tier
 
 
 class Outcome(Said):
@@ -132,9 +142,10 @@ class Candidate(Row):
 
 
 class Pick(Row):
-    """A choice of which every candidate was measured."""
+    """A choice of which every candidate was measured, as one tier predicts them."""
 
     workload: str
+    tier: Tier | None = None
     candidates: list[Candidate] = Field(min_length=2)
 
 

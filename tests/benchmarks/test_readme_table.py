@@ -1,6 +1,7 @@
 """The README's numbers come from receipts, and only from them."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "readme_table.py"
 sys.path.insert(0, str(PROGRAM.parent))
-from readme_table import of_techniques  # noqa: E402
+from readme_table import how_right, of_techniques  # noqa: E402
 
 PAGE = "# Title\n\n<!-- results:begin -->\nold\n<!-- results:end -->\n\nrest\n"
 
@@ -31,6 +32,29 @@ def _render(folder: Path, rows: list[dict[str, Any]], *flags: str) -> tuple[int,
     command = [sys.executable, str(PROGRAM), "--page", str(readme), "--results", str(results)]
     told = subprocess.run([*command, *flags], capture_output=True, text=True, check=False)
     return told.returncode, readme.read_text()
+
+
+def test_the_truth_says_where_its_rows_were_measured(tmp_path: Path) -> None:
+    row = {"measurement": "healthy", "workload": "a", "verdict": None, "abstained": True}
+    rows = [{**row, "hardware": h} for h in ("Xeon, 2 cores", "NVIDIA H200", "Xeon, 2 cores")]
+    (tmp_path / "doctor.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    found = next(line for line in how_right(tmp_path).splitlines() if "blamed" in line)
+    assert "| 3/100: 2 on a CPU, 1 on an NVIDIA H200 |" in found
+
+
+def test_every_program_is_in_the_list_of_programs() -> None:
+    told = (PROGRAM.parent / "README.md").read_text()
+    missing = [p.name for p in PROGRAM.parent.glob("*.py") if f"`{p.name}`" not in told]
+    topics = [p.stem for p in (PROGRAM.parents[1] / "results").glob("*.jsonl")]
+    missing += [t for t in topics if f"`{t}`" not in told and f"/{t}.jsonl`" not in told]
+    assert not missing
+
+
+def test_the_home_page_links_to_every_page_of_the_guide() -> None:
+    nav = (PROGRAM.parents[1] / "mkdocs.yml").read_text().partition("nav:")[2]
+    pages = set(re.findall(r"[\w/-]+\.md", nav)) - {"index.md"}
+    told = (PROGRAM.parents[1] / "docs" / "index.md").read_text()
+    assert not {page for page in pages if f"({page})" not in told}
 
 
 def test_the_readme_is_not_behind_the_receipts() -> None:
