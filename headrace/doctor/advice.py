@@ -24,14 +24,15 @@ from headrace.core.plan import Plan
 from headrace.core.symptoms import BOTTLENECKS, saves_memory
 from headrace.core.technique import Catalogue, Context
 from headrace.core.units import format_bytes, format_seconds
-from headrace.core.work import EDGE_S
 from headrace.doctor.findings import Finding
 from headrace.doctor.forecast import Measured
 from headrace.doctor.judge import UNUSED
 from headrace.doctor.remedies import Remedy, remedies
 from headrace.doctor.run import diagnose_run
 from headrace.doctor.window import of_run, read_rows
-from headrace.planner.foresight import Foresight, foresee
+from headrace.planner.candidates import Asking
+from headrace.planner.foresight import IDLE, LAUNCHES, Foresight, foresee
+from headrace.planner.intervals import MEASURED_ON, not_known_on
 from headrace.run_folder import RunFolder
 
 TOLD = 3
@@ -60,7 +61,7 @@ class Advice:
     Args:
         findings: the gravest first.
         rates: what the forecasts rest on.
-        unknown: why there are no remedies, if nothing could be forecast at all.
+        unknown: why there are no remedies, if no finding has one.
     """
 
     findings: tuple[Advised, ...]
@@ -130,7 +131,21 @@ def advised(
         known = remedies(finding, plan, context, machine, catalogue, measured) if new else []
         found.append(Advised(finding, tuple(known)))
     words = {"probes": "measured by probes", "datasheet": "assumed from its datasheet"}
-    return Advice(tuple(found), f"rates of {machine.name} {words[machine.source]}")
+    rates = f"rates of {machine.name} {words[machine.source]}"
+    if machine.kind == "gpu" and (why := not_known_on(machine.name)):
+        rates += f"; intervals as on an {MEASURED_ON}: {why}"
+    none = bool(found) and not any(one.remedies for one in found)
+    asking = Asking(plan, context, machine, catalogue)
+    return Advice(tuple(found), rates, _no_remedy(findings, asking) if none else "")
+
+
+def _no_remedy(findings: list[Finding], asking: Asking) -> str:
+    """Why no finding has a remedy; without the reason where a finding is about just that."""
+    why = asking.answer(asking.start).foresight.unknown
+    if any(finding.evidence == why for finding in findings):
+        return "no remedy is forecast without it"
+    why = why or "no change is known that would help with any of this"
+    return f"no remedy is forecast: {why}"
 
 
 # --- a plan ----------------------------------------------------------------------------------
@@ -171,20 +186,23 @@ def _slowest(seen: Foresight) -> Finding:
     """What would take most of the step."""
     if seen.step_s is None:
         return Finding("not measured", 0.0, "The step's time is not foreseen.", seen.unknown,
-                       "inferred", seen.unknown)  # fmt: skip
-    idle = 1 - (sum(seen.parts_s.values()) + EDGE_S) / seen.step_s
+                       "inferred")  # fmt: skip
+    shares = seen.shares()
+    idle = shares.get(LAUNCHES, 0.0)
     if idle >= HOST_SHARE:
         return Finding(
             "launch", idle, f"The device would wait for launches in {idle:.0%} of the step.",
             f"a step of {format_seconds(seen.step_s)}", "inferred",
         )  # fmt: skip
-    shares = {name: spent_s / seen.step_s for name, spent_s in seen.parts_s.items()}
     told = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
     traffic = shares.get("memory traffic", 0.0)
     if traffic >= TRAFFIC_SHARE:
         said = f"Work that only moves bytes would take {traffic:.0%} of the step."
         return Finding("memory bandwidth", traffic, said, told, "inferred")
-    name, share = max(shares.items(), key=lambda item: item[1])
+    name, share = max(
+        ((name, share) for name, share in shares.items() if name not in IDLE),
+        key=lambda one: one[1],
+    )
     said = f"Most of the step would be {name}: {share:.0%}."
     return Finding("computation", share, said, told, "inferred")
 

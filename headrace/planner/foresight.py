@@ -6,7 +6,8 @@ which. Where a technique does not say yet what it does to a step's time, no time
 number that leaves a part out would look like one.
 
 A plan fits when its tensors, replayed through the allocator's rules, find room in less than all of
-the memory. Times carry intervals that hold 80% of what was measured so far, by what they rest on.
+the memory. Times on the GPU that steps were measured on carry intervals that hold 80% of what was
+measured so far, by what they rest on; on others they say that there is none.
 Steps of one plan that were measured (`calibrated`, or `after` a run) move the prediction of others.
 """
 
@@ -24,15 +25,18 @@ from headrace.core.machine import Machine
 from headrace.core.plan import Plan
 from headrace.core.technique import Catalogue, Context
 from headrace.core.units import format_bytes, format_count, format_seconds
-from headrace.core.work import StepTime, step_time
+from headrace.core.work import EDGE_S, StepTime, step_time
 from headrace.planner.calibration import Calibration, Measured
-from headrace.planner.intervals import STEP, Between, Tier, step_between
+from headrace.planner.intervals import STEP, Between, Tier, not_known_on, step_between
 from headrace.planner.reserved import Reserved, reserve, workspace_bytes
 
 TIGHT = 0.93
 """Of the memory that is left beside the driver's: above it, pieces that nothing fits may decide."""
 KINDS = {"product": "matrix products", "attention": "attention", "stream": "memory traffic",
          "host link": "the host link"}  # fmt: skip
+LAUNCHES, DATA, EDGE = "waiting for launches", "waiting for data", "the pause between steps"
+IDLE = (LAUNCHES, DATA, EDGE)
+"""Parts of a step in which the device does nothing."""
 EXPANDABLE = "expandable_segments"
 """A size of the ledger that is not 0 where segments grow."""
 
@@ -50,7 +54,7 @@ class Foresight:
         capacity_bytes: the device's memory without what the driver and libraries hold.
         fits: "yes", "tight" or "no".
         step_s: seconds of a steady step; None where it is not predicted.
-        parts_s: of it, by kind of work, the update apart.
+        parts_s: all of it, by kind of work, the update apart, and what the device waits for.
         tokens_per_s: None likewise.
         hours, dollars: to the goal, without compiling, evaluation and checkpoints; None where no
             budget of the goal tells.
@@ -59,7 +63,9 @@ class Foresight:
         reserved_bytes: at most, by the allocator; None where it is no GPU's.
         tier: what the time rests on.
         between: 80% intervals of step_s, tokens_per_s, hours and dollars where there are any.
+        no_interval: why the step's time has none.
         until: what ends the run, in words.
+        steps: that fit until then, as `hours` counts them; None where that is not known.
         calibrated_by: the plan whose measured steps moved the prediction; "" without.
     """
 
@@ -81,8 +87,16 @@ class Foresight:
     reserved_bytes: float | None = None
     tier: Tier = "no_gpu"
     between: dict[str, Between] = field(default_factory=dict)
+    no_interval: str = ""
     until: str = ""
+    steps: int | None = None
     calibrated_by: str = ""
+
+    def shares(self) -> dict[str, float]:
+        """Of a step, by part, the largest first; none where no time is predicted."""
+        return {
+            name: spent_s / self.step_s for name, spent_s in self.parts_s.items() if self.step_s
+        }
 
     def plain(self) -> dict[str, Any]:
         """As JSON values."""
@@ -115,7 +129,7 @@ def foresee(
     step_s = None if time is None else time.step_s
     if time is not None and calibration is not None:
         tier, step_s, time = "after_20_steps", calibration.step_s(time), calibration.applied(time)
-    until, hours, between = _length(plan, step_s, tier)
+    until, hours, between = _length(plan, step_s, tier, machine.name)
     price = plan.hardware.dollars_per_hour
     if hours is not None and price is not None and "hours" in between:
         ends = between["hours"]
@@ -124,11 +138,13 @@ def foresee(
         device=machine.name, rates=machine.source, rates_say=machine.says,
         peak_bytes=peak_bytes + workspace, peak_at=instant,
         owners={**dict(ledger.owners()), **_workspaces(workspace)}, capacity_bytes=left, fits=fits,
-        step_s=step_s, parts_s={} if time is None else _parts(time),
+        step_s=step_s, parts_s={} if time is None or step_s is None else _parts(time, step_s),
         tokens_per_s=None if step_s is None else plan.batch.tokens / step_s, hours=hours,
         dollars=None if hours is None or price is None else hours * price, unknown=unknown,
         instants={name: held + workspace for name, held in ledger.instants().items()},
-        reserved_bytes=reserved, tier=tier, between=between, until=until,
+        reserved_bytes=reserved, tier=tier, between=between,
+        no_interval="" if step_s is None else not_known_on(machine.name), until=until,
+        steps=None if hours is None or step_s is None else int(3600 * hours / step_s + 1e-6),
         calibrated_by=calibration.plan if calibration is not None and time is not None else "",
     )  # fmt: skip
 
@@ -228,15 +244,15 @@ def _time(
     plan: Plan, context: Context, ledger: Ledger, machine: Machine
 ) -> tuple[StepTime | None, str]:
     """The step's time, or why there is none."""
-    silent = [name for name, technique in plan.techniques.items() if not technique.timed]
-    if silent:
-        return None, f"{', '.join(silent)} does not say yet what it does to a step's time"
     if context.device != "cuda" or context.precision not in ("bf16", "fp16"):
         return (
             None,
             f"time is modelled in half precision on a GPU, not in {context.precision} on "
             f"{context.device}",
         )
+    silent = [name for name, technique in plan.techniques.items() if not technique.timed]
+    if silent:
+        return None, f"{', '.join(silent)} does not say yet what it does to a step's time"
     if plan.mesh.ranks > 1:
         return None, "time over several ranks is not modelled yet"
     try:
@@ -245,9 +261,15 @@ def _time(
         return None, error.message
 
 
-def _parts(time: StepTime) -> dict[str, float]:
-    """Seconds by kind, with the update on its own, the largest first."""
-    found = {"the update": time.of("optimizer")}
+def _parts(time: StepTime, step_s: float) -> dict[str, float]:
+    """Seconds of a step by kind, with the update and waits on their own, the largest first.
+
+    What is left of a step beside the model's own time are waits for data that were measured.
+    """
+    launches_s = max(0.0, time.host_s - sum(time.device_s.values()))
+    waits = {LAUNCHES: launches_s, DATA: step_s - time.step_s}
+    found = {"the update": time.of("optimizer"), EDGE: EDGE_S}
+    found |= {name: spent_s for name, spent_s in waits.items() if spent_s > 0}
     for (phase, kind), spent_s in time.device_s.items():
         if phase != "optimizer":
             found[KINDS[kind]] = found.get(KINDS[kind], 0.0) + spent_s
@@ -258,13 +280,13 @@ def _parts(time: StepTime) -> dict[str, float]:
 
 
 def _length(
-    plan: Plan, step_s: float | None, tier: Tier
+    plan: Plan, step_s: float | None, tier: Tier, device: str
 ) -> tuple[str, float | None, dict[str, Between]]:
     """What ends the run, hours until then, and the intervals of all that a step's time decides."""
     between: dict[str, Between] = {}
-    if step_s is not None:
-        ends = between["step_s"] = step_between(step_s, tier)
-        tokens = plan.batch.tokens
+    ends = None if step_s is None else step_between(step_s, tier, device)
+    if ends is not None:
+        between["step_s"], tokens = ends, plan.batch.tokens
         between["tokens_per_s"] = Between(tokens / ends.high, tokens / ends.low)
     budgets = dict(_budgets(plan, step_s))
     target = plan.goal.bits_per_byte
@@ -274,12 +296,12 @@ def _length(
     if not budgets:
         return loss, None, between
     until, hours = min(budgets.items(), key=lambda item: item[1])
-    if "step_s" in between and step_s:
-        low, high = (between["step_s"].low / step_s, between["step_s"].high / step_s)
+    if ends is not None and step_s:
+        low, high = (ends.low / step_s, ends.high / step_s)
         scaled = [(low, high) if name.startswith("step ") else (1.0, 1.0) for name in budgets]
         each = list(zip(budgets.values(), scaled, strict=True))
         between["hours"] = Between(min(h * s[0] for h, s in each), min(h * s[1] for h, s in each))
-    elif not until.startswith("step "):
+    elif not any(name.startswith("step ") for name in budgets):
         between["hours"] = Between(hours, hours)
     return (f"{loss}; at the latest {until}" if loss else until), hours, between
 
@@ -309,7 +331,7 @@ def told(plan: Plan, found: Foresight) -> str:
     if found.calibrated_by:
         rates += f"; set by measured steps of {found.calibrated_by}"
     held = "" if found.reserved_bytes is None else (
-        f"; {format_bytes(found.reserved_bytes)} of it held by torch's allocator"
+        f"; torch's allocator would reserve {format_bytes(found.reserved_bytes)}"
     )  # fmt: skip
     instants = ", ".join(f"{name} {format_bytes(b)}" for name, b in found.instants.items())
     lines = [
@@ -319,30 +341,39 @@ def told(plan: Plan, found: Foresight) -> str:
         f"  most of it: {owners}", f"  through a step: {instants}",
     ]  # fmt: skip
     if found.step_s is None:
-        return "\n".join([*lines, f"time: not predicted: {found.unknown}", *_end_told(found)])
-    parts = ", ".join(f"{name} {spent_s / found.step_s:.0%}" for name, spent_s in
-                      found.parts_s.items())  # fmt: skip
-    ends, rate = found.between["step_s"], found.between["tokens_per_s"]
-    return "\n".join([
-        *lines,
-        f"time: {format_seconds(found.step_s)} a step ({format_seconds(ends.low)} to "
-        f"{format_seconds(ends.high)}), {format_count(found.tokens_per_s or 0)} tokens/s "
-        f"({format_count(rate.low)} to {format_count(rate.high)})",
-        f"  so wide: 80% of {STEP[found.tier].n} {STEP[found.tier].says}",
-        f"  where it goes: {parts}", *_end_told(found),
-    ])  # fmt: skip
+        return "\n".join([*lines, f"time: not predicted: {found.unknown}", *_end_told(plan, found)])
+    parts = ", ".join(f"{name} {share:.0%}" for name, share in found.shares().items())
+    step, rate = format_seconds(found.step_s), format_count(found.tokens_per_s or 0)
+    ends, rates = found.between.get("step_s"), found.between.get("tokens_per_s")
+    if ends is None or rates is None:
+        said = [f"time: {step} a step, {rate} tokens/s", f"  no interval: {found.no_interval}"]
+    else:
+        said = [
+            f"time: {step} a step ({format_seconds(ends.low)} to {format_seconds(ends.high)}), "
+            f"{rate} tokens/s ({format_count(rates.low)} to {format_count(rates.high)})",
+            f"  so wide: 80% of {STEP[found.tier].n} {STEP[found.tier].says}",
+        ]
+    return "\n".join([*lines, *said, f"  where it goes: {parts}", *_end_told(plan, found)])
 
 
-def _end_told(found: Foresight) -> list[str]:
-    """When the run ends and what it costs until then."""
+def _end_told(plan: Plan, found: Foresight) -> list[str]:
+    """When the run ends, what fits until then, and what it costs."""
     if found.hours is None:
         return [f"until {found.until}"] if found.until else []
-    line = f"until {found.until}: {format_seconds(3600 * found.hours)}"
+    last, told = found.until.rpartition("; at the latest ")[2], []
     ends, price = found.between.get("hours"), found.between.get("dollars")
-    if ends is not None and ends.low < ends.high:
-        line += f" ({format_seconds(3600 * ends.low)} to {format_seconds(3600 * ends.high)})"
+    wide = ends is not None and ends.low < ends.high
+    if wide or not last.endswith(" minutes"):
+        told.append(format_seconds(3600 * found.hours))
+        if ends is not None and wide:
+            told[-1] += (
+                f" ({format_seconds(3600 * ends.low)} to {format_seconds(3600 * ends.high)})"
+            )
+    if found.steps is not None and not last.startswith("step "):
+        tokens = format_count(found.steps * plan.batch.tokens)
+        told.append(f"room for {format_count(found.steps)} steps, {tokens} tokens")
     if found.dollars is not None:
-        line += f", ${found.dollars:,.2f}"
+        told.append(f"${found.dollars:,.2f}")
         if price is not None and price.low < price.high:
-            line += f" (${price.low:,.2f} to ${price.high:,.2f})"
-    return [line]
+            told[-1] += f" (${price.low:,.2f} to ${price.high:,.2f})"
+    return [f"until {found.until}{': ' if told else ''}{', '.join(told)}"]

@@ -4,7 +4,8 @@ An interval holds 80% of what is measured. Its width stands for what the planner
 datasheet, rates probed on this machine, or 20 measured steps of one plan. Widths come from rows of
 results/ and from nothing else: `python benchmarks/residuals.py` computes them, leaving out one
 shape at a time, so that they hold for a shape that was not looked at. They are ratios of measured
-to predicted, and not symmetric: what a model leaves out takes time.
+to predicted, and not symmetric: what a model leaves out takes time. All of these rows are of one
+kind of GPU; on any other there is no interval, whatever its rates rest on.
 """
 
 from dataclasses import dataclass
@@ -55,7 +56,23 @@ datasheet does. A row of another shape that sets the model hands on what is its 
 shape tells its others to 1.1%."""
 
 
-def step_between(step_s: float, tier: Tier) -> Between:
-    """Seconds that 80% of such plans take."""
+MEASURED_ON = "H200"
+"""The GPU of these rows."""
+
+
+def not_known_on(device: str) -> str:
+    """Why a prediction on that device has no interval; "" where it has one."""
+    if device.removeprefix("NVIDIA ").upper() == MEASURED_ON:
+        return ""
+    return (
+        f"predictions were compared with measured steps on {MEASURED_ON}s only, so how far off "
+        f"they are on {device} is not known"
+    )
+
+
+def step_between(step_s: float, tier: Tier, device: str) -> Between | None:
+    """Seconds that 80% of such plans take; None where that is not known."""
+    if not_known_on(device):
+        return None
     width = STEP[tier]
     return Between(width.low * step_s, width.high * step_s)

@@ -16,7 +16,7 @@ from headrace.cli import catalogue
 from headrace.context import elsewhere, make_context
 from headrace.core.machine import Machine
 from headrace.core.plan import Plan
-from headrace.doctor.advice import advise, advise_plan, plain, told
+from headrace.doctor.advice import advise, advise_plan, advised, plain, told
 from headrace.doctor.findings import Finding
 from headrace.doctor.forecast import Measured, between, by_ledger, by_share
 from headrace.doctor.remedies import Remedy, remedies
@@ -200,6 +200,28 @@ def test_a_plan_is_told_what_would_hold_it_up() -> None:
     full = advise_plan(*on_h200("7b", "batch.micro_sequences=8"), catalogue()).findings[0]
     assert full.finding.bottleneck == "memory capacity" and full.finding.share > 1
     assert all(one.fits != "no" for one in full.remedies)
+
+
+def test_what_is_not_foreseen_is_said_once(tiny_plan: Callable[..., Plan]) -> None:
+    plan, cpu = tiny_plan(), torch.device("cpu")
+    advice = advise_plan(plan, make_context(plan, cpu), Machine.assumed("cpu"), catalogue())
+    text = told(advice)
+    assert text.count("time is modelled in half precision on a GPU, not in fp32 on cpu") == 1
+    assert text.endswith("no remedy is forecast without it")
+    finding = Finding("computation", 0.9, "", "16.2 s of 17.9 s", "measured")
+    where = make_context(plan, cpu), Machine.assumed("cpu"), catalogue(), Measured()
+    run = advised([finding], plan, *where)
+    assert not run.findings[0].remedies
+    assert told(run).endswith("no remedy is forecast: time is modelled in half precision on a GPU, "
+                              "not in fp32 on cpu")  # fmt: skip
+
+
+def test_intervals_of_another_gpu_are_said_to_be_of_an_h200() -> None:
+    plan, context, machine = on_h200("160m", BARE)
+    assert "is not known" not in told(advise_plan(plan, context, machine, catalogue()))
+    there = elsewhere(make_context(plan, torch.device("cpu")), "RTX 4090")
+    text = told(advise_plan(plan, there, Machine.assumed("RTX 4090"), catalogue()))
+    assert "(80%: " in text and "on an H200: " in text and "RTX 4090 is not known" in text
 
 
 def test_a_run_is_told_what_to_do(train: Callable[..., Path], tmp_path: Path) -> None:

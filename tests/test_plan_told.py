@@ -1,0 +1,74 @@
+"""What a plan's prediction says to a reader: all of a step, what fits, and what is not known."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.cli import catalogue
+from headrace.context import elsewhere, make_context
+from headrace.core.machine import Machine
+from headrace.core.plan import Plan
+from headrace.core.units import format_count
+from headrace.core.work import EDGE_S, StepTime
+from headrace.planner.calibration import Calibration, Measured
+from headrace.planner.foresight import DATA, LAUNCHES, foresee, told
+from headrace.planner.intervals import not_known_on
+from headrace.recipes import recipes
+
+ROOT = Path(__file__).parents[1]
+H200 = Machine.assumed("NVIDIA H200")
+
+
+def on_h200(*overrides: str) -> tuple[Plan, Any]:
+    """The plan of 1b and where it would run."""
+    text = (ROOT / "benchmarks" / "plans" / "1b.toml").read_text()
+    plan = Plan.read(text, catalogue(), overrides=list(overrides))
+    return plan, elsewhere(make_context(plan, torch.device("cpu")), "NVIDIA H200")
+
+
+def test_what_fits_into_minutes_is_told() -> None:
+    plan, context = on_h200("goal.minutes=30", "goal.steps=10000000")
+    found = foresee(plan, context, H200)
+    assert found.step_s and found.steps and found.steps == int(1800 / found.step_s)
+    last = told(plan, found).splitlines()[-1]
+    tokens = format_count(found.steps * plan.batch.tokens)
+    assert last == f"until 30 minutes: room for {format_count(found.steps)} steps, {tokens} tokens"
+    plan, context = on_h200("goal.steps=24")
+    found = foresee(plan, context, H200)
+    assert found.steps == 24 and "room for" not in told(plan, found)
+
+
+def test_a_gpu_that_no_step_was_measured_on_has_no_interval() -> None:
+    plan, _ = on_h200("goal.minutes=30", "goal.steps=10000000")
+    context = elsewhere(make_context(plan, torch.device("cpu")), "RTX 4090")
+    machine = Machine.assumed("RTX 4090")
+    found = foresee(plan, context, machine)
+    assert found.step_s and found.tokens_per_s and found.hours == 0.5 and not found.between
+    text = told(plan, found)
+    assert "RTX 4090 is not known" in found.no_interval and found.no_interval in text
+    assert "80% of" not in text and "room for" in text
+    plan, _ = on_h200("goal.minutes=30", "schedule.steps=99")
+    plan = plan.replaced(goal={"minutes": 30})
+    exact = foresee(plan, context, machine).between["hours"]
+    assert exact.low == exact.high == 0.5  # minutes are minutes on any GPU
+    assert [not_known_on(name) == "" for name in ("NVIDIA H200", "h200", "NVIDIA H200 NVL")] == [
+        True, True, False,
+    ]  # fmt: skip
+
+
+def test_the_shares_of_a_step_are_all_of_it() -> None:
+    plan = Plan.read(recipes()["demo"].read_text(), catalogue(), overrides=["device=auto"])
+    context = elsewhere(make_context(plan, torch.device("cpu")), "NVIDIA H200")
+    found = foresee(plan, context, H200)
+    assert sum(found.shares().values()) == pytest.approx(1)
+    assert found.shares()[LAUNCHES] > 0.5 and f"{LAUNCHES} " in told(plan, found)
+    assert found.step_s
+    slow = Calibration.of(
+        StepTime({("forward", "product"): 1.0}, 0.1),
+        Measured(2.0, {"input": 0.5, "forward": 1.5}), "x",
+    )  # fmt: skip
+    waited = foresee(plan, context, H200, slow)
+    assert sum(waited.parts_s.values()) == pytest.approx(waited.step_s)
+    assert waited.parts_s[DATA] == pytest.approx(0.5 - EDGE_S)
