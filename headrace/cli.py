@@ -292,7 +292,7 @@ def ingest(plan: PlanName = "demo", overrides: Overrides = None, *, json: Json =
             "train_tokens": sum(s.tokens for s in prepared.train),
             "validation_tokens": prepared.validation.tokens,
             "documents": sum(s.documents for s in prepared.train),
-            **{f"{k}_sha256": v for k, v in prepared.fingerprint.items()},
+            **{k if k == "mixture" else f"{k}_sha256": v for k, v in prepared.fingerprint.items()},
         }
         if json:
             show_json(value)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from headrace.core.errors import ConfigError
+from headrace.kernels.autocast import compute_dtype
 from headrace.model.attention import KVCache
 from headrace.model.decoder import Decoder
 from headrace.model.mask import Rows
@@ -97,9 +98,8 @@ def _new_cache(model: Decoder, rows: int, capacity: int) -> KVCache | None:
     if not model.mask.sees_all_before:
         return None
     weight = model.embed.weight
-    device = weight.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-    return KVCache(model.config, rows, capacity, weight.new_empty(0, dtype=dtype))
+    like = weight.new_empty(0, dtype=compute_dtype(weight))
+    return KVCache(model.config, rows, capacity, like)
 
 
 def _check(

@@ -44,7 +44,7 @@ def test_a_cpu_is_measured_within_its_budget(measured: tuple[Machine, float]) ->
     assert (machine.name, machine.kind, machine.source) == ("cpu", "cpu", "probes")
     assert machine.torch == torch.__version__ and machine.memory_bytes > 2**30
     assert 1e-7 < machine.launch_s < 1e-3
-    assert machine.precisions[0] == "fp32"
+    assert machine.products[0].precision == "fp32"
     absent = {one.what for one in machine.absent}
     assert {"products in fp8", "attention by cudnn", "captured graphs", "sustained load"} <= absent
     assert machine.sustained == 1
@@ -209,7 +209,7 @@ def test_a_gpu_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     machine = probes.measure(device, budget_s=60)
     assert time.perf_counter() - begin_s < 100
     assert probes.cached(device) == machine
-    assert machine.precisions[0] == "bf16" and "flash" in machine.kernels(True)
+    assert machine.products[0].precision == "bf16" and "flash" in machine.kernels(True)
     assert 1e-6 < machine.launch_s < 1e-4 and 1e-7 < machine.traffic.floor_s < 1e-5
     assert 1 <= machine.sustained < 1.5
     assert 2**26 < machine.context_bytes < 4 * 2**30

@@ -166,11 +166,6 @@ class Machine:
         """Seconds of one copy between the device and pinned memory of the host."""
         return (self.to_host if to_host else self.from_host).seconds(bytes)
 
-    @property
-    def precisions(self) -> tuple[str, ...]:
-        """Those that `product_s` knows."""
-        return tuple(p.precision for p in self.products)
-
     def kernels(self, backward: bool) -> tuple[str, ...]:
         """Those that `attention_s` knows in this direction."""
         return tuple(a.kernel for a in self.attention if a.backward == backward)

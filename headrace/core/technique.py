@@ -26,20 +26,18 @@ class Stage(IntEnum):
     DESIGN = 0
     PARTS = 1
     MODEL = 2
-    ADAPT = 3
-    LINEAR = 4
-    TENSOR = 5
-    CONTEXT = 6
-    PIPELINE = 7
-    FREEZE = 8
-    CHECKPOINT = 9
-    COMPILE = 10
-    GATE = 11
-    MATERIALIZE = 12
-    OPTIMIZER = 13
-    SCHEDULE = 14
-    DATA = 15
-    STEP = 16
+    LINEAR = 3
+    TENSOR = 4
+    PIPELINE = 5
+    FREEZE = 6
+    CHECKPOINT = 7
+    COMPILE = 8
+    GATE = 9
+    MATERIALIZE = 10
+    OPTIMIZER = 11
+    SCHEDULE = 12
+    DATA = 13
+    STEP = 14
 
 
 @dataclass(frozen=True)

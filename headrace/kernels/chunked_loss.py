@@ -28,6 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from headrace.kernels.autocast import compute_dtype
+
 Loss = Callable[[Tensor, Tensor, Any], Tensor]
 """(logits [n, V] as the product gives them, targets [n], extras of these tokens) -> scalar sum."""
 Both = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -63,11 +65,6 @@ def chunked_loss(
     factor = torch.as_tensor(scale, dtype=torch.float32, device=hidden_ND.device)
     given = hidden_ND, weight_VD, targets_N, extras, loss, chunk_tokens
     return _ChunkedLoss.apply(*given, factor, both)
-
-
-def _compute_dtype(hidden: Tensor) -> torch.dtype:
-    kind = hidden.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
 
 def _part(extras: Any, chunk: slice) -> Any:
@@ -112,7 +109,7 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, extras: Any, loss: Loss,
         size: int, scale: Tensor, both: Both | None,
     ) -> Tensor:  # fmt: skip
-        dtype = _compute_dtype(hidden)
+        dtype = compute_dtype(hidden)
         low_VD = weight.detach().to(dtype)
         grad_hidden = torch.empty_like(hidden)
         learns = ctx.needs_input_grad[1]

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headrace.kernels import rms_norm as norm
+from headrace.kernels import swiglu
 from headrace.kernels.launches import COUNTS
 
 CASTING = "gemma"
@@ -79,12 +81,7 @@ def silu_mul_backward(grad: Tensor, gate_up: Tensor, group: int) -> Tensor:
     return swiglu_fused_gate_up_backward(pairs, grad.view(-1, group)).view(gate_up.shape)
 
 
-# --- shapes for a compiler, and gradients ----------------------------------------------------
-
-
-@norm_forward.register_fake
-def _(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), x.new_empty(x.numel() // x.size(-1), dtype=torch.float32)
+# --- shapes for a compiler, and gradients: as our own kernels of the same functions -----------
 
 
 @norm_backward.register_fake
@@ -92,21 +89,9 @@ def _(grad: Tensor, x: Tensor, weight_D: Tensor, rstd_N: Tensor) -> tuple[Tensor
     return torch.empty_like(x), torch.empty_like(weight_D)
 
 
-@silu_mul_forward.register_fake
-def _(gate_up: Tensor, group: int) -> Tensor:
-    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.size(-1) // 2)
-
-
 @silu_mul_backward.register_fake
 def _(grad: Tensor, gate_up: Tensor, group: int) -> Tensor:
     return torch.empty_like(gate_up)
-
-
-def _keep_norm(
-    ctx: Any, inputs: tuple[Tensor, Tensor, float], output: tuple[Tensor, Tensor]
-) -> None:
-    ctx.set_materialize_grads(False)  # nobody asks for the statistics' gradient
-    ctx.save_for_backward(*inputs[:2], output[1])
 
 
 def _norm_backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -115,14 +100,11 @@ def _norm_backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Ten
     return *norm_backward(grad.contiguous(), *ctx.saved_tensors), None
 
 
-def _keep_silu_mul(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[0])
-    ctx.group = inputs[1]
-
-
 def _silu_mul_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     return silu_mul_backward(grad.contiguous(), *ctx.saved_tensors, ctx.group), None
 
 
-norm_forward.register_autograd(_norm_backward, setup_context=_keep_norm)
-silu_mul_forward.register_autograd(_silu_mul_backward, setup_context=_keep_silu_mul)
+norm_forward.register_fake(norm.results_like)
+silu_mul_forward.register_fake(swiglu.result_like)
+norm_forward.register_autograd(_norm_backward, setup_context=norm.keep)
+silu_mul_forward.register_autograd(_silu_mul_backward, setup_context=swiglu.keep)

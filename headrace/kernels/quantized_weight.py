@@ -26,6 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headrace.kernels.autocast import compute_dtype
+
 aten = torch.ops.aten
 
 BLOCK = 64
@@ -230,10 +232,7 @@ class _Product(torch.autograd.Function):
 
 def _linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
     """F.linear, under autocast too."""
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind):
-        x = x.to(torch.get_autocast_dtype(kind))
-    y = _Product.apply(x, weight)
+    y = _Product.apply(x.to(compute_dtype(x)), weight)
     return y if bias is None else y + bias.to(y.dtype)
 
 

@@ -102,7 +102,8 @@ def rms_norm_backward(
 
 
 @rms_norm_forward.register_fake
-def _(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def results_like(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """For a compiler: tensors shaped like the results."""
     rows = x.numel() // x.size(-1)
     return torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
 
@@ -122,7 +123,8 @@ def _(
     return torch.empty_like(x), weight_D.new_empty(weight_D.numel() if trained else 0)
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: tuple[Tensor, Tensor]) -> None:
+def keep(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: tuple[Tensor, Tensor]) -> None:
+    """For autograd: input, weight and each row's statistic."""
     ctx.set_materialize_grads(False)  # nobody asks for the statistics' gradient
     ctx.save_for_backward(*inputs[:2], output[1])
 
@@ -160,5 +162,5 @@ def _backward_add(
     return of_x, of_delta, of_weight if trained else None, None
 
 
-rms_norm_forward.register_autograd(_backward, setup_context=_keep)
+rms_norm_forward.register_autograd(_backward, setup_context=keep)
 rms_norm_add_forward.register_autograd(_backward_add, setup_context=_keep_add)

@@ -51,7 +51,8 @@ def swiglu_backward(grad: Tensor, gate_up: Tensor, group: int) -> Tensor:
 
 
 @swiglu.register_fake
-def _(gate_up: Tensor, group: int) -> Tensor:
+def result_like(gate_up: Tensor, group: int) -> Tensor:
+    """For a compiler: a tensor shaped like the result."""
     return gate_up.new_empty(*gate_up.shape[:-1], gate_up.size(-1) // 2)
 
 
@@ -60,7 +61,8 @@ def _(grad: Tensor, gate_up: Tensor, group: int) -> Tensor:
     return torch.empty_like(gate_up)
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
+def keep(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
+    """For autograd: the fused product alone, and its groups."""
     ctx.save_for_backward(inputs[0])
     ctx.group = inputs[1]
 
@@ -70,4 +72,4 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     return swiglu_backward(grad.contiguous(), gate_up, ctx.group), None
 
 
-swiglu.register_autograd(_backward, setup_context=_keep)
+swiglu.register_autograd(_backward, setup_context=keep)

@@ -84,27 +84,19 @@ def links(config: ModelConfig) -> list[Link]:
     return found
 
 
-def from_hf(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Their state dict as ours.
-
-    Raises:
-        ConfigError: a tensor is missing, unexpected, or has another shape.
-        UnsupportedError: no architecture of transformers matches `config`.
-    """
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    makers = from_hf_lazily(config, shapes, tensors.__getitem__)
-    return {name: make() for name, make in makers.items()}
-
-
-def from_hf_lazily(
+def from_hf(
     config: ModelConfig, shapes: Mapping[str, Sequence[int]], read: Callable[[str], Tensor]
 ) -> dict[str, Callable[[], Tensor]]:
-    """As `from_hf`: checks everything now, and makes each of our tensors when it is called for.
+    """Their state dict as ours: checks everything now, and makes each tensor when it is called for.
 
     Args:
         config: the model.
         shapes: their tensors' shapes by stored name.
         read: gives one of their tensors by stored name.
+
+    Raises:
+        ConfigError: a tensor is missing, unexpected, or has another shape.
+        UnsupportedError: no architecture of transformers matches `config`.
     """
     kind, every = architecture(config), links(config)
     stored = _canonical(kind, shapes)
@@ -128,21 +120,13 @@ def from_hf_lazily(
     return {link.ours: maker(link) for link in every}
 
 
-def to_hf(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our state dict (or gradients by name) as theirs; tied embeddings are stored once.
+def check_ours(config: ModelConfig, tensors: Mapping[str, Tensor]) -> list[Link]:
+    """The links of `config`, after checking that `tensors` are exactly its parameters.
 
     Raises:
         ConfigError: a tensor is missing, unexpected, or has another shape.
         UnsupportedError: no architecture of transformers matches `config`.
     """
-    found: dict[str, Tensor] = {}
-    for link in check_ours(config, tensors):
-        found |= link.to_theirs(tensors[link.ours])
-    return found
-
-
-def check_ours(config: ModelConfig, tensors: Mapping[str, Tensor]) -> list[Link]:
-    """The links of `config`, after checking that `tensors` are exactly its parameters."""
     every = links(config)
     expected = {link.ours: tuple(link.shape) for link in every}
     _compare(expected, {name: tuple(t.shape) for name, t in tensors.items()}, "the model's state")
@@ -195,7 +179,7 @@ def load_pretrained(path: Path) -> tuple[ModelConfig, Source]:
     """
     config = config_from_hf(_read_json(path / "config.json"))
     shapes, read = _open_tensors(_weight_files(path))
-    makers = from_hf_lazily(config, shapes, read)
+    makers = from_hf(config, shapes, read)
 
     def source(name: str, shape: torch.Size) -> Tensor:
         if name not in makers:

@@ -11,13 +11,14 @@ head.
 
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.model_config import ModelConfig
 from headrace.core.technique import Context, Unsupported
 from headrace.model.mask import MaskSpec, Rows, dense
@@ -26,6 +27,8 @@ from headrace.model.position import Rotation, rotate
 
 COMMON = frozenset({"causal", "document", "window"})
 """What of the mask a backend knows, or refuses itself, if it does not say more in `knows`."""
+MASKED = "--with varlen_attention or --with flex_attention in its place"
+"""What a flash kernel gives way to."""
 
 
 class Attend(Protocol):
@@ -118,6 +121,17 @@ class Sdpa:
         return out.transpose(1, 2)
 
 
+class OneKernelSdpa(Sdpa):
+    """The trunk's backend with one of torch's kernels as the only one allowed."""
+
+    kernel: ClassVar[SDPBackend]
+
+    def __call__(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: object) -> Tensor:
+        """Attention, or torch's error where that kernel cannot: never another one."""
+        with sdpa_kernel(self.kernel):
+            return super().__call__(q_BTHK, k_BTGK, v_BTGK, mask)
+
+
 def capped_attention(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Capped) -> Tensor:
     """Attention with soft-capped scores by plain products, softmax in fp32; [B, H, T, K]."""
     shared, scale = q_BHTK.size(1) // k_BGSK.size(1), q_BHTK.size(-1) ** -0.5 / mask.cap
@@ -180,6 +194,21 @@ def lacks_half(
             f"model.head_dim={widest}",
         )
     return None
+
+
+def lacks_mask(context: Context) -> Unsupported | None:
+    """Why a flash kernel, which has the causal flag and no mask, cannot run here, if it cannot."""
+    for name, other in context.plan.techniques.items():
+        if "mask" in other.composes:
+            reason = f"{name} needs a dense mask, which flash has no kernel for"
+            return Unsupported(reason, MASKED)
+    return None
+
+
+def check_plain(spec: MaskSpec) -> None:
+    """Raise UnsupportedError where the causal flag does not say everything."""
+    if not spec.is_plain_causal:
+        raise UnsupportedError(f"the flash kernel has no mask for {spec}", MASKED)
 
 
 def equal_scores(

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headrace.core.model_config import ModelConfig
+from headrace.kernels.autocast import compute_dtype
 from headrace.kernels.grouped_linear import grouped_linear
 from headrace.model.mlp import ACTIVATIONS, gate_groups
 
@@ -67,7 +68,7 @@ class MixtureOfExperts(nn.Module):
         choices_BE = self._count(probability_BTE, expert_BTk)
         ends_E = choices_BE.sum(0).cumsum(0).int()
         order = expert_BTk.flatten().argsort(stable=True)  # the choices, sorted by expert
-        rows = x_BTD.to(_arithmetic(x_BTD)).flatten(0, 1)[order // self.top_k]
+        rows = x_BTD.to(compute_dtype(x_BTD)).flatten(0, 1)[order // self.top_k]
         hidden = self.activate(self._multiply(rows, self.get_parameter(self.first), ends_E))
         sorted_back = order.argsort()
         done = self._multiply(hidden, self.down, ends_E)[sorted_back].view(B, T, self.top_k, D)
@@ -98,12 +99,6 @@ class MixtureOfExperts(nn.Module):
     def _gated(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.unflatten(-1, (-1, 2, self.group)).unbind(-2)
         return (F.silu(gate) * up).flatten(-2)
-
-
-def _arithmetic(x: Tensor) -> torch.dtype:
-    """The dtype of matrix products here: autocast does not know of grouped ones."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def _is_recomputation() -> bool:

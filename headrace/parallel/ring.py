@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from headrace.kernels.autocast import compute_dtype
 from headrace.kernels.block_attention import Mask, block_attention, block_attention_backward
 
 
@@ -277,10 +278,7 @@ def ring_attention(
     All ranks of the ring call it together; under autocast it computes in autocast's dtype, as
     torch's own attention does.
     """
-    kind, dtype = q_BtHK.device.type, q_BtHK.dtype
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-    q, k, v = (x.to(dtype) for x in (q_BtHK, k_BtGK, v_BtGK))
+    q, k, v = (x.to(compute_dtype(q_BtHK)) for x in (q_BtHK, k_BtGK, v_BtGK))
     return _forward(q, k, v, mask.segments_RBt, mask.causal, mask.window, ring.number)[0]
 
 

@@ -77,7 +77,7 @@ def sorted_run(run: list[str]) -> list[str]:
 
 def freezing(prefix: str) -> Technique[Build]:
     """Freeze what begins with `prefix`."""
-    return toy("freeze", Stage.ADAPT, lambda b: b.frozen.append(lambda n: n.startswith(prefix)),
+    return toy("freeze", Stage.LINEAR, lambda b: b.frozen.append(lambda n: n.startswith(prefix)),
                composes=("frozen",))  # fmt: skip
 
 

@@ -72,7 +72,7 @@ def test_the_products_of_a_whole_step_take_what_a_profile_says(
 
 @pytest.mark.parametrize("machine", [H200, CPU], ids=["H200", "CPU"])
 def test_more_work_never_takes_less_time(machine: Machine) -> None:
-    for other, precision in product((64, 1000, 8192), machine.precisions):
+    for other, precision in product((64, 1000, 8192), [p.precision for p in machine.products]):
         for at in range(3):
             sizes = [[other] * at + [size] + [other] * (2 - at) for size in SIZES]
             times = [machine.product_s(precision, *one) for one in sizes]

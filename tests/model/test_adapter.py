@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from state_dicts import to_ours, to_theirs
 from torch import Tensor
 
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.model_config import ModelConfig
-from headrace.model.adapter import from_hf, load_pretrained, to_hf
+from headrace.model.adapter import load_pretrained
 from headrace.model.decoder import Decoder
 from headrace.model.hf_config import config_to_hf
 
@@ -35,7 +36,7 @@ def state_of(model: Decoder) -> dict[str, Tensor]:
 @pytest.fixture
 def gpt2(make_decoder: MakeDecoder) -> tuple[ModelConfig, dict[str, Tensor]]:
     model = make_decoder(**SHAPES["gpt2"])
-    return model.config, to_hf(model.config, state_of(model))
+    return model.config, to_theirs(model.config, state_of(model))
 
 
 def save(folder: Path, config: ModelConfig, tensors: dict[str, Tensor]) -> Path:
@@ -49,18 +50,18 @@ def save(folder: Path, config: ModelConfig, tensors: dict[str, Tensor]) -> Path:
 def test_round_trip_is_exact(make_decoder: MakeDecoder, name: str) -> None:
     model = make_decoder(**SHAPES[name])
     state = state_of(model)
-    theirs = to_hf(model.config, state)
-    back = from_hf(model.config, theirs)
+    theirs = to_theirs(model.config, state)
+    back = to_ours(model.config, theirs)
     assert list(back) == list(state)
     assert all(torch.equal(back[key], state[key]) for key in state)
-    again = to_hf(model.config, back)
+    again = to_theirs(model.config, back)
     assert list(again) == list(theirs)
     assert all(torch.equal(again[key], theirs[key]) for key in theirs)
 
 
 def test_our_layout_is_taken_apart(make_decoder: MakeDecoder) -> None:
     model = make_decoder()  # 4 heads on 2 key heads of 6 features, ffn of 22 in 2 groups
-    theirs = to_hf(model.config, state_of(model))
+    theirs = to_theirs(model.config, state_of(model))
     qkv = model.blocks["0"].mixer.qkv.weight
     assert torch.equal(theirs["model.layers.0.self_attn.q_proj.weight"][12:], qkv[24:36])
     assert torch.equal(theirs["model.layers.0.self_attn.k_proj.weight"][:6], qkv[12:18])
@@ -75,8 +76,8 @@ def test_gpt2_s_published_names_and_buffers(gpt2: tuple[ModelConfig, dict[str, T
     bare["h.0.attn.bias"] = torch.ones(1, 1, 19, 19)
     bare["h.1.attn.masked_bias"] = torch.tensor(-1e4)
     bare["lm_head.weight"] = bare["wte.weight"].clone()
-    expected = from_hf(config, tensors)
-    assert all(torch.equal(t, expected[name]) for name, t in from_hf(config, bare).items())
+    expected = to_ours(config, tensors)
+    assert all(torch.equal(t, expected[name]) for name, t in to_ours(config, bare).items())
 
 
 def test_a_tied_config_over_untied_weights_is_told(
@@ -85,20 +86,20 @@ def test_a_tied_config_over_untied_weights_is_told(
     config, tensors = gpt2
     other = tensors["transformer.wte.weight"] + 1
     with pytest.raises(ConfigError, match="tie"):
-        from_hf(config, {**tensors, "lm_head.weight": other})
+        to_ours(config, {**tensors, "lm_head.weight": other})
 
 
 def test_wrong_tensors_are_named(gpt2: tuple[ModelConfig, dict[str, Tensor]]) -> None:
     config, tensors = gpt2
     lacking = {name: t for name, t in tensors.items() if name != "transformer.h.1.ln_2.bias"}
     with pytest.raises(ConfigError, match=r"1 missing: transformer\.h\.1\.ln_2\.bias"):
-        from_hf(config, lacking)
+        to_ours(config, lacking)
     with pytest.raises(ConfigError, match=r"1 unexpected: transformer\.h\.0\.ln_3"):
-        from_hf(config, {**tensors, "transformer.h.0.ln_3.bias": torch.ones(24)})
+        to_ours(config, {**tensors, "transformer.h.0.ln_3.bias": torch.ones(24)})
     with pytest.raises(ConfigError, match=r"wpe\.weight is \[18, 24\], expected \[19, 24\]"):
-        from_hf(config, {**tensors, "transformer.wpe.weight": torch.ones(18, 24)})
+        to_ours(config, {**tensors, "transformer.wpe.weight": torch.ones(18, 24)})
     with pytest.raises(ConfigError, match=r"missing: embed\.weight"):
-        to_hf(config, {})
+        to_theirs(config, {})
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -107,7 +108,7 @@ def test_a_folder_gives_the_weights_by_our_names(
 ) -> None:
     model = make_decoder(**SHAPES[name])
     state = state_of(model)
-    theirs = {n: t.bfloat16() for n, t in to_hf(model.config, state).items()}
+    theirs = {n: t.bfloat16() for n, t in to_theirs(model.config, state).items()}
     config, source = load_pretrained(save(tmp_path, model.config, theirs))
     assert config.dim == 24
     for key, tensor in state.items():
@@ -139,7 +140,7 @@ def test_shards_are_read_by_their_index(
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": places}))
     _, source = load_pretrained(tmp_path)
-    expected = from_hf(config, tensors)
+    expected = to_ours(config, tensors)
     assert all(torch.equal(source(name, t.shape), t) for name, t in expected.items())
 
     (tmp_path / "model-00002-of-00002.safetensors").unlink()

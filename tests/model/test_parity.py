@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from state_dicts import to_theirs
 
-from headrace.model.adapter import load_pretrained, to_hf
+from headrace.model.adapter import load_pretrained
 from headrace.model.decoder import Decoder, trunk_parts
 from headrace.model.head import IGNORED, cross_entropy
 from headrace.model.mask import MaskSpec, Rows
@@ -89,7 +90,7 @@ def test_loss_and_every_gradient(pair: Pair) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
     expected.backward()
     found.backward()
-    mapped = to_hf(ours.config, {n: p.grad for n, p in ours.named_parameters()})
+    mapped = to_theirs(ours.config, {n: p.grad for n, p in ours.named_parameters()})
     named = dict(theirs.named_parameters())
     assert mapped.keys() == named.keys()
     for name, parameter in named.items():
@@ -99,7 +100,7 @@ def test_loss_and_every_gradient(pair: Pair) -> None:
 
 def test_names_come_back_bit_for_bit(pair: Pair) -> None:
     theirs, ours = pair
-    mapped = to_hf(ours.config, dict(ours.named_parameters()))
+    mapped = to_theirs(ours.config, dict(ours.named_parameters()))
     for name, parameter in theirs.named_parameters():
         assert torch.equal(mapped.pop(name), parameter), name
     assert not mapped

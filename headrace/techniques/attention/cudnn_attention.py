@@ -8,8 +8,7 @@ Source: torch.nn.attention.SDPBackend.CUDNN_ATTENTION; cuDNN frontend's fused at
 from typing import ClassVar
 
 import torch
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
 from headrace.core.ledger import Ledger
 from headrace.core.technique import (
@@ -21,20 +20,17 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
-from headrace.model.attention import Sdpa, equal_scores, kernels_of, lacks_half
+from headrace.model.attention import OneKernelSdpa, equal_scores, kernels_of, lacks_half
 from headrace.sockets import Build
 
 OLDEST = (8, 0)
 """cuDNN's fused attention begins with Ampere."""
 
 
-class CudnnSdpa(Sdpa):
+class CudnnSdpa(OneKernelSdpa):
     """The trunk's backend with cuDNN as the only kernel allowed."""
 
-    def __call__(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: object) -> Tensor:
-        """Attention, or torch's error where cuDNN has no kernel: never another one."""
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return super().__call__(q_BTHK, k_BTGK, v_BTGK, mask)
+    kernel: ClassVar[SDPBackend] = SDPBackend.CUDNN_ATTENTION
 
 
 class CudnnAttention(Technique[Build]):

@@ -13,10 +13,8 @@ Shapes: B rows, T tokens, H query heads, G key-value heads, K features of a head
 from typing import ClassVar
 
 import torch
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
-from headrace.core.errors import UnsupportedError
 from headrace.core.ledger import Ledger
 from headrace.core.technique import (
     Card,
@@ -27,7 +25,14 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
-from headrace.model.attention import Sdpa, equal_scores, kernels_of, lacks_half
+from headrace.model.attention import (
+    OneKernelSdpa,
+    check_plain,
+    equal_scores,
+    kernels_of,
+    lacks_half,
+    lacks_mask,
+)
 from headrace.model.mask import MaskSpec, Rows
 from headrace.sockets import Build
 
@@ -37,25 +42,16 @@ WIDEST_HEAD = 256
 """Features of a head that its kernels take (torch's flash_api.cpp)."""
 KERNEL = "pytorch_flash::"
 """The namespace of torch's own flash kernels."""
-REMEDY = "--with varlen_attention or --with flex_attention in its place"
 
 
-class FlashSdpa(Sdpa):
+class FlashSdpa(OneKernelSdpa):
     """The trunk's backend with torch's flash kernel as the only one allowed."""
 
+    kernel: ClassVar[SDPBackend] = SDPBackend.FLASH_ATTENTION
+
     def prepare(self, spec: MaskSpec, rows: Rows, length: int) -> None:
-        """Nothing to make: the kernel's causal flag says everything.
-
-        Raises:
-            UnsupportedError: it does not.
-        """
-        if not spec.is_plain_causal:
-            raise UnsupportedError(f"the flash kernel has no mask for {spec}", REMEDY)
-
-    def __call__(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: object) -> Tensor:
-        """Attention, or torch's error where flash has no kernel: never another one."""
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return super().__call__(q_BTHK, k_BTGK, v_BTGK, mask)
+        """Nothing to make: the causal flag says everything, or UnsupportedError."""
+        check_plain(spec)
 
 
 class FlashAttention(Technique[Build]):
@@ -77,13 +73,8 @@ class FlashAttention(Technique[Build]):
     def supports(self, context: Context) -> Supported | Unsupported:
         """An NVIDIA GPU of compute capability 8.0 or later, in bf16 or fp16, plain causal."""
         what = "torch's flash kernel"
-        if lacks := lacks_half(context, what, oldest=OLDEST, widest=WIDEST_HEAD):
-            return lacks
-        for name, other in context.plan.techniques.items():
-            if "mask" in other.composes:
-                reason = f"{name} needs a dense mask, which flash has no kernel for"
-                return Unsupported(reason, REMEDY)
-        return Supported()
+        lacks = lacks_half(context, what, oldest=OLDEST, widest=WIDEST_HEAD)
+        return lacks or lacks_mask(context) or Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
         """The same memory and work, by its own kernels."""

@@ -38,7 +38,6 @@ from torch.nn.attention import (
     current_flash_attention_impl,
     list_flash_attention_impls,
     restore_flash_attention_impl,
-    sdpa_kernel,
 )
 
 from headrace.core.errors import UnsupportedError
@@ -52,7 +51,15 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
-from headrace.model.attention import Sdpa, equal_scores, kernels_of, lacks_half
+from headrace.model.attention import (
+    OneKernelSdpa,
+    Sdpa,
+    check_plain,
+    equal_scores,
+    kernels_of,
+    lacks_half,
+    lacks_mask,
+)
 from headrace.model.mask import MaskSpec, Rows
 from headrace.sockets import Build
 
@@ -66,7 +73,6 @@ RESULTS = 2
 """The output and the sums of its softmax, which torch's call takes from the package's."""
 REPOSITORY, REPOSITORY_VERSION = "kernels-community/flash-attn3", 1
 FETCHER, FETCHER_INSTALL = "kernels", "pip install kernels"
-MASKED = "--with varlen_attention or --with flex_attention in its place"
 
 
 @dataclass(frozen=True)
@@ -166,12 +172,6 @@ def fetch(revision: str) -> Callable[..., Any]:
         ) from error
 
 
-def check_plain(spec: MaskSpec) -> None:
-    """Raise UnsupportedError where the causal flag does not say everything."""
-    if not spec.is_plain_causal:
-        raise UnsupportedError(f"the flash kernel has no mask for {spec}", MASKED)
-
-
 class FetchedFlash3(Sdpa):
     """A function of FlashAttention 3's own signature."""
 
@@ -194,8 +194,10 @@ class FetchedFlash3(Sdpa):
         return out[..., :K]
 
 
-class Flash3Sdpa(Sdpa):
+class Flash3Sdpa(OneKernelSdpa):
     """The trunk's backend with an activated FlashAttention as the only kernel allowed."""
+
+    kernel: ClassVar[SDPBackend] = SDPBackend.FLASH_ATTENTION
 
     def __init__(self, version: str) -> None:
         self.version = version
@@ -208,11 +210,6 @@ class Flash3Sdpa(Sdpa):
         """
         check_plain(spec)
         activate(self.version)
-
-    def __call__(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: object) -> Tensor:
-        """Attention, or an error where flash has no kernel: never another one."""
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return super().__call__(q_BTHK, k_BTGK, v_BTGK, mask)
 
 
 class FlashAttention3(Technique[Build]):
@@ -261,13 +258,8 @@ class FlashAttention3(Technique[Build]):
                 f"compute capability {found}",
                 "--with flash_attention or --with cudnn_attention in its place",
             )
-        if lacks := lacks_half(context, self.release, widest=WIDEST_HEAD):
-            return lacks
-        for name, other in context.plan.techniques.items():
-            if "mask" in other.composes:
-                reason = f"{name} needs a dense mask, which flash has no kernel for"
-                return Unsupported(reason, MASKED)
-        return self._is_here()
+        lacks = lacks_half(context, self.release, widest=WIDEST_HEAD) or lacks_mask(context)
+        return lacks or self._is_here()
 
     def _is_here(self) -> Supported | Unsupported:
         """Whether the package that brings the kernels is installed; nothing is imported."""

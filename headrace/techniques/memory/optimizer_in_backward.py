@@ -142,21 +142,20 @@ class OptimizerInBackward(Technique[Build]):
             return BackwardAdamW(config, named)
 
         build.routes.append(Route(self.name(), lambda name, p: True, make, rest=True))
-        build.passes = self._one_pass
-        measured = build.clip
+        trunk, measured = build.passes, build.clip
+
+        def passes(build: Build, step: int) -> Sequence[Pass]:
+            """The trunk's, which updates what other optimizers hold after the backward pass."""
+            if (mine := build.optimizers.get(self.name())) is not None:
+                assert isinstance(mine, BackwardAdamW)
+                mine.squares.clear()
+            return trunk(build, step)
 
         def norm(build: Build, max_norm: float) -> Tensor:
             """Of the gradients that are freed and of those that other optimizers hold."""
             return (self._squares(build) + measured(build, 0.0).square()).sqrt()
 
-        build.clip = norm
-
-    def _one_pass(self, build: Build, step: int) -> Sequence[Pass]:
-        """Plain training: what other optimizers hold is updated after the backward pass."""
-        if (mine := build.optimizers.get(self.name())) is not None:
-            assert isinstance(mine, BackwardAdamW)
-            mine.squares.clear()
-        return [Pass("update", build.objective, lambda works: works, _absorb)]
+        build.passes, build.clip = passes, norm
 
     def _squares(self, build: Build) -> Tensor:
         """The sum of squares of all freed gradients, over all ranks."""
@@ -179,10 +178,3 @@ class OptimizerInBackward(Technique[Build]):
             f"{len(held)} are still held",
             numbers={"updates": updates, "freed_bytes": freed, "held": len(held)},
         )
-
-
-def _absorb(build: Build, finite: Tensor) -> None:
-    """The updates of the other optimizers, masked where the gradient was not finite."""
-    for optimizer in build.optimizers.values():
-        optimizer.found_inf = 1.0 - finite  # type: ignore[attr-defined]
-        optimizer.step()

@@ -1,0 +1,23 @@
+"""Whole state dicts through the maps that export and loading use, a tensor at a time."""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from headrace.core.model_config import ModelConfig
+from headrace.model.adapter import check_ours, from_hf
+
+
+def to_theirs(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Our state dict, or gradients by name, as Hugging Face's; tied embeddings stand once."""
+    found: dict[str, Tensor] = {}
+    for link in check_ours(config, tensors):
+        found |= link.to_theirs(tensors[link.ours])
+    return found
+
+
+def to_ours(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Theirs as ours."""
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    makers = from_hf(config, shapes, tensors.__getitem__)
+    return {name: make() for name, make in makers.items()}
