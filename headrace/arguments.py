@@ -9,6 +9,7 @@ import typer
 import headrace.techniques
 from headrace import probes
 from headrace.context import choose_device, elsewhere, make_context
+from headrace.core.errors import ConfigError
 from headrace.core.machine import Machine
 from headrace.core.plan import Plan, read_recipe
 from headrace.core.technique import Catalogue, Context, discover
@@ -34,14 +35,18 @@ def catalogue() -> Catalogue:
 
 def named_plan(
     name: str, overrides: list[str] | None = None, add: list[str] | None = None,
-    drop: list[str] | None = None,
+    drop: list[str] | None = None, *, verb: str = "train",
 ) -> Plan:  # fmt: skip
     """The plan of that name, with what the command line changes in it.
 
     Raises:
-        ConfigError: there is none, or it is not well formed.
+        ConfigError: there is none, and what to give the verb; or it is not well formed.
     """
-    text = read_recipe(name, recipes())
+    try:
+        text = read_recipe(name, recipes())
+    except ConfigError as error:
+        remedy = error.remedy.replace("headrace train", f"headrace {verb}")
+        raise ConfigError(error.message, remedy) from None
     return Plan.read(
         text, catalogue(), overrides=overrides or (), with_=add or (), without=drop or ()
     )

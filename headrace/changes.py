@@ -84,25 +84,31 @@ def difference(before: Plan, after: Plan) -> tuple[str, ...]:
 def _given(plan: Plan) -> dict[str, Any]:
     """What was written into the plan, without defaults and without what its techniques rewrite."""
     given = plan.model_dump(mode="json", exclude_none=True, exclude_unset=True)
-    for key in _rewritten(plan):
+    for key in rewritten(plan):
         table, _, leaf = key.partition(".")
         given.get(table, {}).pop(leaf, None)
     return given
 
 
-def _rewritten(plan: Plan) -> set[str]:
+def rewritten(plan: Plan) -> set[str]:
     """Keys of the plan that its techniques rewrite."""
     return {key for technique in plan.techniques.values() for key in technique.keys(plan)}
 
 
-def _values(plan: Plan) -> dict[str, Any]:
-    """Every key with its value, and as if not given where its techniques rewrite it."""
+def flat(plan: Plan) -> dict[str, Any]:
+    """Every key of the plan itself that has a value, as table.key; techniques are left out."""
     found: dict[str, Any] = {}
     tables = plan.model_dump(mode="json", exclude_none=True, exclude={"techniques"})
     for table, values in tables.items():
         inner = values if isinstance(values, Mapping) else None
         found |= {table: values} if inner is None else {f"{table}.{k}": inner[k] for k in inner}
-    for key in _rewritten(plan):
+    return found
+
+
+def _values(plan: Plan) -> dict[str, Any]:
+    """Every key with its value, and as if not given where its techniques rewrite it."""
+    found = flat(plan)
+    for key in rewritten(plan):
         table, _, leaf = key.partition(".")
         default = type(getattr(plan, table)).model_fields[leaf].default
         found |= {key: default}

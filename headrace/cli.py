@@ -283,7 +283,9 @@ def ingest(plan: PlanName = "demo", overrides: Overrides = None, *, json: Json =
     with exit_codes(json), Interrupts():
         progress = make_progress(json)
         try:
-            prepared = prepare(named_plan(plan, overrides, None, None), progress=progress.task)
+            prepared = prepare(
+                named_plan(plan, overrides, verb="data ingest"), progress=progress.task
+            )
         finally:
             progress.close()
         value = {

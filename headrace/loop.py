@@ -51,7 +51,7 @@ def plan(
 ) -> None:  # fmt: skip
     """Predict a run: whether it fits, where its step goes, how long and how much."""
     with exit_codes(json):
-        wanted = named_plan(plan, overrides, with_, without)
+        wanted = named_plan(plan, overrides, with_, without, verb="plan")
         context, machine = place(wanted, device_name)
         measured = None
         if after_ is not None:
@@ -115,7 +115,7 @@ def doctor(
                 )  # fmt: skip
             return
         if _is_plan(first):
-            wanted = named_plan(str(first))
+            wanted = named_plan(str(first), verb="doctor")
             found = advice.advise_plan(wanted, *place(wanted, device_name), catalogue())
         else:
             folder = resolve_run(first)
@@ -145,7 +145,7 @@ def tune(
 ) -> None:  # fmt: skip
     """Try what is foreseen to help, measure it beside the best so far, keep what won."""
     with exit_codes(json):
-        wanted = named_plan(plan, overrides, with_, without)
+        wanted = named_plan(plan, overrides, with_, without, verb="tune")
         context, machine = place(wanted)
         progress = make_progress(json)
         try:
@@ -172,7 +172,7 @@ def ablate(
 ) -> None:  # fmt: skip
     """Measure what each technique of a plan is worth: left out, alone, and in pairs."""
     with exit_codes(json):
-        wanted = named_plan(plan, overrides, with_, without)
+        wanted = named_plan(plan, overrides, with_, without, verb="ablate")
         progress = make_progress(json)
         try:
             found = ablate_command(

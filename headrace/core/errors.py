@@ -16,6 +16,8 @@ NO_MEMORY = (
     "out of memory", "can't allocate memory", "_ALLOC_FAILED", "bad_alloc", "MemoryError",
 )  # fmt: skip
 """How CUDA, the host's allocator, cuBLAS and cuDNN, C++ and Python say it."""
+MANY = 16
+"""Choices that a reader is shown where none is close."""
 HOST, SENTENCE = "DefaultCPUAllocator: ", re.compile(r"(?<=[a-z])\.\s+(?=[A-Z])")
 """Behind what the host's allocator says of its own source; and where a sentence ends."""
 
@@ -88,7 +90,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """The choice closest to `word`, or all of them when none is close."""
+    """The choice closest to `word`, or all of them when none is close; of many, the first few."""
     names = sorted(choices)
     close = get_close_matches(word, names, n=1, cutoff=0.5)
-    return close[0] if close else ", ".join(names)
+    more = f" and {len(names) - MANY} more" if len(names) > MANY + 1 else ""
+    return close[0] if close else ", ".join(names[:MANY] if more else names) + more

@@ -98,11 +98,13 @@ class Ablation:
         ]
 
     def tables(self) -> list[Table]:
-        """For a terminal."""
+        """For a terminal; a column in which no row has anything is left out."""
         left, alone = self.of(LEFT_OUT), self.of(ADDED)
+        rows = single_table(self.techniques, left, alone, self.margin)
+        told = [i for i in range(len(TABLE)) if any(row[i] for row in rows)]
         found: list[Table] = [(
             f"{self.name}: what each technique gains (95% intervals; above 0: a step is faster)",
-            TABLE, single_table(self.techniques, left, alone, self.margin),
+            tuple(TABLE[i] for i in told), [[row[i] for i in told] for row in rows],
         )]  # fmt: skip
         if pairs := self.pairs():
             title = "pairs, beside the plan without techniques"
@@ -111,8 +113,13 @@ class Ablation:
 
     def lines(self) -> list[str]:
         """What else there is to tell: what to leave out, what is left, where the rows are."""
-        lines = []
-        for name, row in self.of(LEFT_OUT).items():
+        lines, left = [], self.of(LEFT_OUT)
+        timed = [row for row in left.values() if row["metrics"]]
+        if timed and all(memory_of(row) is None for row in timed):
+            lines.append("memory is not counted on a CPU, nor what CUDA graphs hold")
+        if timed and len(self.techniques) == 1:
+            lines.append("its gain on its own is the same: the plan has no other technique")
+        for name, row in left.items():
             if why := row.get("different") if row.get("changes") != "learning" else "":
                 lines.append(f"{name} does not compute what the plan without it does: {why}")
             if worth(row, self.margin).startswith("slower") and row["changes"] != "learning":

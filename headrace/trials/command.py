@@ -131,4 +131,7 @@ def told(tuned: Tuned, folder: Path) -> str:
     """The end for a reader."""
     lines = [tuned.sentence()]
     lines += [f"  {step.line()}" for step in tuned.kept]
+    if tuned.up and (left := len(tuned.untried)):
+        changes = "1 change was" if left == 1 else f"{left} changes were"
+        lines.append(f"time was up; {changes} not tried; the same command goes on")
     return "\n".join([*lines, f"page: {folder / PAGE}", f"next: {command(folder)}"])

@@ -205,8 +205,8 @@ def _by_time(found: Compared, rules: Rules) -> Compared:
     told = {
         "better": f"all of the interval lies above {1 + rules.margin:.3f}",
         "worse": f"no gain: all of the interval lies below {1 + rules.margin:.3f}",
-        "undecided": f"{ratio.low:.3f} to {ratio.high:.3f} holds 1, or less than {rules.margin:.1%}"
-        " beside it",
+        "undecided": f"not all of the interval {ratio.low:.3f} to {ratio.high:.3f} lies above "
+        f"{1 + rules.margin:.3f}",
     }  # fmt: skip
     return replace(found, verdict=verdict, reason=told[verdict])
 

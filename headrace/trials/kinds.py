@@ -5,8 +5,9 @@ model, other data, another rule. A technique says so itself (`equality`); of the
 those of `EXECUTION` are told here, and every other one is learning.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
+from headrace.changes import flat, rewritten
 from headrace.core.plan import Plan
 
 Kind = Literal["exact", "approximate", "learning"]
@@ -29,7 +30,7 @@ def kind_of(before: Plan, after: Plan) -> Kind:
             technique = two or one
             assert technique is not None, "it is in one of them"
             found.add(technique.equality)
-    said = _rewritten(before) | _rewritten(after)  # by techniques, whose equality counts for them
+    said = rewritten(before) | rewritten(after)  # by techniques, whose equality counts for them
     for key in _differing(before, after):
         if key in said:
             continue
@@ -40,17 +41,5 @@ def kind_of(before: Plan, after: Plan) -> Kind:
 
 def _differing(before: Plan, after: Plan) -> list[str]:
     """Keys of the plan itself, techniques left out, whose values are not the same."""
-    one, two = _flat(before), _flat(after)
+    one, two = flat(before), flat(after)
     return [key for key in one.keys() | two.keys() if one.get(key) != two.get(key)]
-
-
-def _rewritten(plan: Plan) -> set[str]:
-    return {key for technique in plan.techniques.values() for key in technique.keys(plan)}
-
-
-def _flat(plan: Plan) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for table, value in plan.model_dump(mode="json", exclude={"techniques"}).items():
-        inner = value if isinstance(value, dict) else None
-        found |= {table: value} if inner is None else {f"{table}.{k}": v for k, v in inner.items()}
-    return found

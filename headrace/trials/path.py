@@ -84,7 +84,7 @@ class Tuned:
         memory: peak, last over first, likewise a product; None where it is not measured.
         before_s, after_s: seconds of a step.
         seconds: that tuning took, earlier calls of the same folder too.
-        left: changes that were not tried.
+        left: changes that were not begun.
         up: the time was, before all was tried.
         interrupted: by Ctrl-C.
     """
@@ -134,6 +134,13 @@ class Tuned:
         return tuple(step for step in self.path if step.verdict == "kept")
 
     @property
+    def untried(self) -> tuple[str, ...]:
+        """Changes that were not begun, or that the clock cut off."""
+        ended = {step.changes for step in self.path if step.verdict != "not tried"}
+        cut = [" ".join(step.changes) for step in self.path if step.changes not in ended]
+        return tuple(dict.fromkeys((*cut, *self.left)))
+
+    @property
     def counted(self) -> bool:
         """Whether the peaks were measured; a device that counts no bytes has those foreseen."""
         return any(step.peak_bytes is not None for step in self.kept)
@@ -162,6 +169,8 @@ class Tuned:
             )
         if not tried:
             return f"No plan could be measured in {spent}; the plan is as it was."
+        if not kept and any(step.ratio and step.verdict == "not tried" for step in self.path):
+            return f"No change was measured for long enough to be kept: {what}."
         if not kept:
             return f"Nothing that was tried is better than the plan as it is: {what}."
         gains = [] if self.ratio is None else [_speed(self.ratio.value)]

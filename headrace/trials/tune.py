@@ -2,7 +2,7 @@
 
 It starts from a plan and others, ranked by prediction (headrace/planner/sweep.py). The one that
 promises most is timed beside the best so far, on a dozen steady steps in turn; what shows a gain
-there goes on to 50 or more in the same processes (turns.py), and is kept or reverted by them.
+there goes on to 54 in the same processes (turns.py), and is kept or reverted by them.
 What was kept is the new best, whose single changes are asked about next. So the path has one row
 for each plan that was tried, with what was predicted, what was measured, what became of it and why.
 
@@ -11,9 +11,10 @@ for each plan that was tried, with what was predicted, what was measured, what b
   money or quality, by its time to a target over seeds (target.py).
 - **Memory**: what is foreseen not to fit is refused; once a plan has run out of memory, so is
   everything that is foreseen to need as much.
-- **Time**: a reading fits itself to the minutes, and none gets more than a part of them. Where 50
-  steps do not fit, fewer are taken, and the row says so. None begins where less time is left than
-  plans took to be built, compiled and warmed.
+- **Time**: a reading fits itself to the minutes, and none gets more than a part of them. Where 54
+  steps do not fit, fewer are taken, and the row says so; on fewer than a look's 12 nothing is kept,
+  but for a plan that runs where the one before it cannot. None begins where less time is left than
+  plans took to be built, compiled and warmed, and than a look takes.
 
 The seconds that all of it took are on the bill, with the number of steps after which they are won
 back. No technique is known by name here.
@@ -24,7 +25,7 @@ Left out: search. The sweep has searched; a tuner that measures 8 minutes sees s
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import exp, inf, log, prod
+from math import ceil, exp, inf, log, prod
 from statistics import median
 from typing import Any
 
@@ -40,7 +41,7 @@ from headrace.trials.proposals import Pool, Proposal, Sources
 from headrace.trials.readings import OUT_OF_MEMORY, why
 from headrace.trials.store import Store, fingerprint
 from headrace.trials.target import Train, learn
-from headrace.trials.turns import ACCEPT, LOOK, Size
+from headrace.trials.turns import ACCEPT, FITS, LOOK, PAIR_STEPS, Size
 
 WANTED = Size(block_s=0.1)
 """Of each plan; short steps are taken more often."""
@@ -52,8 +53,6 @@ with 0.6 of them (turns.FITS)."""
 SOONER = 0.5
 """Of the seconds that the first pair took before its timed steps may be enough for the next: then
 caches are warm, and a process runs. Later ones say it themselves."""
-LEAST_STEPS = 15
-"""Steps of two plans in which each is timed on 6, and every run begins with one that is not."""
 EXECUTION_SHARE = 0.5
 """Of the minutes that changes of execution may take where changes of learning follow."""
 VERDICTS: dict[str, Became] = {"better": "kept", "refused": "refused", "cut": "not tried"}
@@ -118,6 +117,8 @@ class _Run:
         """changes whose prediction failed"""
         self.up = False
         """the time is"""
+        self.unlearned: list[str] = []
+        """changes of learning that the time was too short for"""
         self.total: Interval | None = None
 
     # --- the loop ----------------------------------------------------------------------------
@@ -174,7 +175,8 @@ class _Run:
             self.note(proposal, Compared("refused", told), "none", promise, spent_s)
             return
         found = self.pair(self.pool.best, proposal, screen=True)
-        stage: Stage = "screen" if found.screened or found.ratio is None else "accept"
+        short = found.screened or found.ratio is None or found.verdict == "cut"
+        stage: Stage = "screen" if short else "accept"
         self.up = found.verdict == "cut" and self.left_s() <= 0
         if found.reason.startswith(OUT_OF_MEMORY):
             self.burst_bytes = min(self.burst_bytes, seen.peak_bytes)
@@ -218,7 +220,8 @@ class _Run:
                 continue
             tried |= {change, fingerprint(proposal.plan)}
             if self.left_s() <= self.learning_s:
-                self.up = True
+                rest = [difference(self.pool.best.plan, p.plan) for p in (proposal, *waiting)]
+                self.unlearned, self.up = [" ".join(words) for words in rest], True
                 return
             if self.teach(proposal, train, seeds).verdict == "better":
                 self.pool.best, self.pool.best_s = proposal, None
@@ -261,22 +264,38 @@ class _Run:
         return one.foresight.peak_bytes + two.foresight.peak_bytes <= room
 
     def pair(self, one: Proposal, two: Proposal, *, screen: bool = False) -> Compared:
-        """The second beside the first; see `compare`."""
+        """The second beside the first; see `compare`. A gain on too few steps is none yet."""
+        began_s = self.clock()
         rules = replace(
             self.rules, capacity_bytes=two.foresight.capacity_bytes,
             peaks=(one.foresight.peak_bytes, two.foresight.peak_bytes),
         )  # fmt: skip
         try:
-            found = compare(
-                one.plan, two.plan, self.measure, rules, size=WANTED, screen=screen,
-                together=self.together(one, two),
-                limit_s=min(self.left_s(), LONGEST * self.minutes_s),
-            )  # fmt: skip
+            while True:
+                fresh_s = self.store.fresh_s
+                found = compare(
+                    one.plan, two.plan, self.measure, rules, size=WANTED, screen=screen,
+                    together=self.together(one, two),
+                    limit_s=min(self.left_s(), LONGEST * self.minutes_s),
+                )  # fmt: skip
+                if not _too_few(found) or self.store.fresh_s > fresh_s:
+                    break  # else an earlier call measured it, in which less time was left
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:
             return Compared("refused", f"judging it failed: {why(error)}")
         if found.ready_s:
             self.ready_s.append(found.ready_s)
-        return found
+        if not _too_few(found):
+            return found
+        told = f"better on {found.steps} steps, and {LOOK} are the least to keep it"
+        more = f"--minutes {self.minutes_for(found, began_s - self.began_s)}"
+        return replace(found, verdict="cut", reason=f"{told}: {more}, and the same command goes on")
+
+    def minutes_for(self, found: Compared, after_s: float) -> int:
+        """Whole minutes, more than now, in which a pair that begins after so long has its look."""
+        step_s = ((found.before_s or 0.0) + (found.after_s or 0.0)) / 2
+        limit_s = (found.ready_s + PAIR_STEPS * step_s) / FITS
+        needed_s = max(after_s + limit_s, limit_s / LONGEST)
+        return max(ceil(needed_s / 60), int(self.minutes_s / 60) + 1)
 
     @property
     def least_s(self) -> float:
@@ -286,7 +305,7 @@ class _Run:
             return 0.0
         first_s, *later_s = self.ready_s
         ready_s = median(later_s) if later_s else SOONER * first_s
-        return ready_s + LEAST_STEPS * (self.pool.best_s or 0.0)
+        return ready_s + PAIR_STEPS * (self.pool.best_s or 0.0)
 
     # --- what came of it ---------------------------------------------------------------------
 
@@ -354,8 +373,14 @@ class _Run:
             memory=prod(peaks) if peaks else None, before_s=self.first_s,
             after_s=None if self.pool is None else self.pool.best_s,
             seconds=self.store.spent_s + max(0.0, planning_s),
-            left=tuple(" ".join(w.change) for w in waiting), up=self.up, interrupted=interrupted,
+            left=(*(" ".join(w.change) for w in waiting), *self.unlearned), up=self.up,
+            interrupted=interrupted,
         )  # fmt: skip
+
+
+def _too_few(found: Compared) -> bool:
+    """Whether it looks better on fewer steps than a change is kept on, beside a plan that runs."""
+    return found.verdict == "better" and found.ratio is not None and found.steps < LOOK
 
 
 def _product(ratios: Sequence[Interval]) -> Interval | None:

@@ -74,10 +74,14 @@ class Size:
 
 
 ACCEPT = Size()
-"""54 steady steps: a change is kept on 50 or more."""
+"""54 steady steps of each plan are wanted; where the clock allows fewer, a change is kept on
+those, but never on fewer than LOOK."""
 LOOK_ROUNDS, LOOK_STEPS = 2, 3
 LOOK = 2 * LOOK_ROUNDS * LOOK_STEPS
-"""12 steady steps: enough to see what is worth more (Megatron-Bridge's skills take 6 to 12)."""
+"""12 steady steps of each plan: the least that a change is kept on, and enough to see what is worth
+more of them (Megatron-Bridge's skills take 6 to 12)."""
+PAIR_STEPS = 2 * LOOK + 2 * LOOK_ROUNDS + 1
+"""Of two plans, that such a look takes: each run of blocks begins with one that is not timed."""
 LEAST_STEPS = 3
 """Of a block; where time is too short for as many, there are fewer rounds."""
 MOST_STEPS, SHORTEST_S = 100, 1e-6
@@ -87,7 +91,8 @@ DRIFT = {"cuda": 0.015, "cpu": 0.15}
 FITS = 0.8
 """Of its limit a reading plans to take; the rest is for a plan that was late."""
 TIMED = 0.3
-"""Of its limit that timed steps may take where others wait: slow steps would leave no time."""
+"""Of its limit that timed steps may take beyond a look where others wait: slow steps would leave no
+time."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +136,8 @@ def take_turns(
         two: the second.
         size: what is wanted.
         left_s: seconds that are left.
-        share_s: seconds that timed steps may take where the second plan must be worth them.
+        share_s: seconds that timed steps may take where the second plan must be worth them; a look
+            takes more where there are.
         limit: of the drift.
     """
     found, other = two.found, one.found
@@ -140,7 +146,7 @@ def take_turns(
         found.seconds, other.seconds, found.steps, found.screened = [], [], 0, False
         ends_s = max(0.0, began_s - share_s) if size.worth else 0.0
         if size.worth is not None:
-            _turns(one, two, size, LOOK_ROUNDS, LOOK_STEPS, left_s() - ends_s)
+            _turns(one, two, size, LOOK_ROUNDS, LOOK_STEPS, left_s())
             found.screened = _off(found, size, limit) or not size.worth(found)
         if not found.screened:
             rounds = max(1, size.rounds - (found.steps > 0))
@@ -199,9 +205,10 @@ Visit = Callable[[Plan, int, int, float], Reading]
 
 def visit_steps(step_s: float, blocks: int, size: Size, room_s: float, limit: Limit) -> int:
     """Steps in a block of a visit: what is wanted, or what there is room for."""
-    if size.worth is not None:
-        room_s = min(room_s, TIMED * limit.seconds * blocks / 8)  # of three visits
     step_s = max(step_s, SHORTEST_S)
+    if size.worth is not None:  # of three visits, which take a look together
+        look_s = (1 + LOOK_STEPS * blocks) * step_s
+        room_s = min(room_s, max(look_s, TIMED * limit.seconds * blocks / 8))
     return max(1, int(min(size.longer(size.steps, step_s), (room_s / step_s - 1) / blocks)))
 
 

@@ -96,6 +96,8 @@ def test_hardware_is_found_by_its_name_and_never_guessed() -> None:
 def test_nearest() -> None:
     assert nearest("moun", ["muon", "lora"]) == "muon"
     assert nearest("zzz", ["b", "a"]) == "a, b"
+    many = nearest("zzz", [f"{n:02}" for n in range(60)])
+    assert many.startswith("00, 01, ") and many.endswith("15 and 44 more")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from headrace.progress import Progress
 from headrace.trials import ablate
 from headrace.trials.ablate import FILE, ablate_command
 from headrace.trials.ablation import Ablation, trials_of
-from headrace.trials.interplay import ADDED, LEFT_OUT, PAIR, ratio_of, stand
+from headrace.trials.interplay import ADDED, LEFT_OUT, PAIR, TABLE, ratio_of, stand
 from headrace.trials.readings import Reading
 from headrace.trials.turns import Size
 
@@ -186,6 +187,21 @@ def test_plans_that_cannot_be_have_a_row_and_take_no_time(
     one = Made(product)
     found = run(one, text=bare + "[techniques.chunked_cross_entropy]\n")
     assert len(one.asked) == 1 and list(found.rows) == [(LEFT_OUT, ("chunked_cross_entropy",))]
+
+
+def test_columns_that_hold_nothing_are_left_out_and_say_why(
+    run: Callable[..., Ablation], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = Made(product)
+    uncounted = Made(product)
+    of = uncounted._of
+    monkeypatch.setattr(uncounted, "_of", lambda *given: replace(of(*given), peak_bytes=None))
+    one = text[: text.index("[techniques")] + "[techniques.chunked_cross_entropy]\n"
+    (_, head, rows), *_ = run(uncounted, text=one).tables()
+    assert head == ("technique", "gain in the plan", "says") and all(rows[0])
+    memory, alone, where = run(counts, text=one).lines()
+    assert "on a CPU" in memory and "no other technique" in alone and where.startswith("rows:")
+    assert run(Made(product)).tables()[0][1] == TABLE
 
 
 def test_keys_that_a_technique_rewrites_go_with_it(text: str) -> None:

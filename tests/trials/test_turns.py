@@ -9,7 +9,16 @@ from headrace.core.statistics import order_abba
 from headrace.trials.judge import Gain, Rules
 from headrace.trials.pairs import _compiled_otherwise
 from headrace.trials.readings import Reading
-from headrace.trials.turns import ACCEPT, DRIFT, Limit, Size, take_turns, visit_steps
+from headrace.trials.turns import (
+    ACCEPT,
+    DRIFT,
+    LOOK,
+    PAIR_STEPS,
+    Limit,
+    Size,
+    take_turns,
+    visit_steps,
+)
 
 LIMIT = DRIFT["cuda"]
 
@@ -61,6 +70,8 @@ def test_slow_steps_fit_the_time(left_s: float, least: int, most: int) -> None:
     assert took.spent_s <= max(left_s, 18.0)
     if left_s == 600.0:
         assert turns(3.0, 2.0, left_s, share_s=100.0).spent_s <= 100.0
+        look = turns(3.0, 2.0, left_s, share_s=10.0)  # whose 12 steps nothing is kept without
+        assert look.found.steps == LOOK and look.spent_s == PAIR_STEPS * 2.5 + 0.5
 
 
 def test_what_drifted_is_taken_again_without_a_new_build() -> None:
@@ -76,7 +87,9 @@ def test_a_visit_fits_its_share() -> None:
 
     assert steps(0.1, 100.0) == 9 and steps(0.001, 100.0, Size(block_s=0.1)) == 100
     assert steps(3.0, 22.0) == 3 and steps(3.0, -5.0) == 1
-    assert steps(1.0, 22.0, Size(worth=Gain("exact", Rules()))) == 3  # others wait
+    worth = Size(worth=Gain("exact", Rules()))
+    assert steps(0.5, 22.0, worth) == 7 and steps(1.0, 22.0, worth) == 3  # others wait
+    assert steps(3.0, 40.0, worth) == 3  # a look
 
 
 def test_what_is_compiled_otherwise_is_told(plan: Any, change: Any) -> None:

@@ -1,0 +1,50 @@
+"""What the tuner and its neighbours tell: the end, a reason, what to type next."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from headrace.cli import app
+from headrace.core.plan import Plan
+from headrace.trials import command
+from headrace.trials.judge import Rules, judge
+from headrace.trials.path import Tuned
+from headrace.trials.readings import Reading
+from headrace.trials.tune import tune
+
+FAST, SLOW = "fused_rope", ("fused_swiglu", "fused_rms_norm")
+CUDA = Rules(device="cuda", precision="bf16")
+
+
+def go(machine: Any, plan: Plan, *names: str, minutes: float) -> Tuned:
+    """Tune on the made-up machine, with techniques by name as single changes."""
+    sources = machine.sources([], names=names)
+    return tune(plan, "time", minutes, sources, machine.measure, CUDA, clock=machine.clock)
+
+
+def test_the_end_says_what_time_was_too_short_for(Machine: Any, plan: Plan) -> None:
+    machine = Machine({FAST: 0.8, **dict.fromkeys(SLOW, 1.1)}, build_s=20.0)
+    tuned = go(machine, plan, FAST, *SLOW, "activation_offload", "chunked_mlp", minutes=2)
+    assert tuned.up and len(tuned.left) == 3
+    end = command.told(tuned, Path("tuned")).splitlines()
+    assert "time was up; 3 changes were not tried; the same command goes on" in end
+    tuned = go(Machine({FAST: 0.8}), plan, FAST, minutes=60)
+    assert "not tried" not in command.told(tuned, Path("tuned"))
+
+
+def test_an_interval_that_says_nothing_is_told_with_what_it_should_lie_above() -> None:
+    one = Reading(seconds=[1.0, 1.2, 1.2, 1.0], steps=54)
+    found = judge(Reading(seconds=[1.2, 1.0, 1.0, 1.2], steps=54, beside=one), "exact", Rules())
+    assert found.verdict == "undecided" and found.ratio is not None
+    interval = f"the interval {found.ratio.low:.3f} to {found.ratio.high:.3f}"
+    assert found.reason == f"not all of {interval} lies above 1.020"
+
+
+@pytest.mark.parametrize("verb", ["tune", "ablate", "doctor", "plan"])
+def test_a_plan_that_is_not_there_is_answered_with_the_verb(verb: str) -> None:
+    ended = CliRunner().invoke(app, [verb, "nothere-demo.toml", "--json"])
+    assert ended.exit_code == 2
+    assert json.loads(ended.stdout)["remedy"].startswith(f"headrace {verb} ")
