@@ -16,7 +16,7 @@ NO_MEMORY = (
     "out of memory", "can't allocate memory", "_ALLOC_FAILED", "bad_alloc", "MemoryError",
 )  # fmt: skip
 """How CUDA, the host's allocator, cuBLAS and cuDNN, C++ and Python say it."""
-MANY = 16
+MANY = 24
 """Choices that a reader is shown where none is close."""
 HOST, SENTENCE = "DefaultCPUAllocator: ", re.compile(r"(?<=[a-z])\.\s+(?=[A-Z])")
 """Behind what the host's allocator says of its own source; and where a sentence ends."""
