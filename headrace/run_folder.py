@@ -16,6 +16,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from errno import EDQUOT, EIO, ENOSPC, EROFS, ESTALE
 from pathlib import Path
 from typing import Any
@@ -99,8 +100,9 @@ class RunFolder:
         A report of before says from now on that the run goes on.
         """
         before = (self.read("environment") or {}).get("starts", 0)
-        if report := self.read("report"):
-            self.write("report", report | {"status": "running"})
+        with suppress(RunError):  # a damaged one is written anew in the end
+            if isinstance(report := self.read("report"), dict):
+                self.write("report", report | {"status": "running"})
         named = plan.replaced(name=self.path.name)
         _write_whole(self.path / "plan.toml", named.to_toml())
         tokenizer.save(self.path / "tokenizer.json")
