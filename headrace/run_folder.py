@@ -27,6 +27,9 @@ from headrace.core.errors import ConfigError, MemoryFull, RunError, is_out_of_me
 from headrace.core.plan import Plan
 from headrace.data.tokenizer import Tokenizer
 
+LOST = ("closed by peer", "reset by peer", "NCCL error", "NCCL communicator was aborted")
+"""How gloo and NCCL say that a process which they were connected to is gone."""
+
 
 class RunFolder:
     """One run's files."""
@@ -168,9 +171,16 @@ def metrics_line(row: Mapping[str, Any]) -> str:
 
 
 def in_words(error: BaseException | None, folder: Path) -> BaseException | None:
-    """An error of a run as its user is told: of a full disk or a full device too."""
+    """An error of a run as its user is told: of a full disk, a full memory or a lost rank too."""
     if error is not None and is_out_of_memory(error):
         return MemoryFull(error)
+    if isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST):
+        said = re.sub(r"^\[\S+\] ", "", str(error)).partition(". ")[0]  # without the C++ source
+        return RunError(
+            "another rank ended, and says itself why; this one waited for it in vain "
+            f"({said.splitlines()[0][:200]})",
+            f"headrace train {folder / 'plan.toml'} --resume, once that is mended",
+        )
     codes = (ENOSPC, EDQUOT, EIO, EROFS, ESTALE)
     if not isinstance(error, OSError) or error.errno not in codes:
         return error

@@ -103,6 +103,21 @@ def test_a_full_memory_is_told_written_down_and_named_by_the_doctor(
     assert diagnose_run(run)[0].bottleneck == "memory capacity"
 
 
+def test_a_rank_that_ended_is_told_by_the_others(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def alone(*_: Any) -> Any:
+        raise RuntimeError("[../pair.cc:537] Connection closed by peer [127.0.0.1]:2. More\nmore")
+
+    monkeypatch.setattr(training, "step", alone)
+    with pytest.raises(
+        RunError, match=r"another rank ended.*vain \(Connection closed by peer \[127.0.0.1\]:2\)"
+    ) as told:
+        train("guard=false")
+    assert "--resume" in told.value.remedy
+    assert report(tmp_path / "runs" / "tiny")["status"] == "failed"
+
+
 def test_a_failed_run_that_goes_on_has_not_ended(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
