@@ -32,15 +32,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="module")
 def measured(folder: None) -> tuple[Machine, float]:
-    """This CPU, and the seconds that it took."""
-    begin_s = time.perf_counter()
+    """This CPU, and the seconds of its cores that it took."""
+    begin_s = time.process_time()
     machine = probes.measure(CPU, budget_s=1.5)
-    return machine, time.perf_counter() - begin_s
+    return machine, time.process_time() - begin_s
 
 
 def test_a_cpu_is_measured_within_its_budget(measured: tuple[Machine, float]) -> None:
     machine, took_s = measured
-    assert took_s < 8  # of a budget of 1.5 on a machine that others use
+    assert took_s < 8  # of a budget of 1.5, whatever else the machine does
     assert (machine.name, machine.kind, machine.source) == ("cpu", "cpu", "probes")
     assert machine.torch == torch.__version__ and machine.memory_bytes > 2**30
     assert 1e-7 < machine.launch_s < 1e-3
