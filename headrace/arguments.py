@@ -9,7 +9,6 @@ import typer
 import headrace.techniques
 from headrace import probes
 from headrace.context import choose_device, elsewhere, make_context
-from headrace.core.errors import ConfigError
 from headrace.core.machine import Machine
 from headrace.core.plan import Plan, read_recipe
 from headrace.core.technique import Catalogue, Context, discover
@@ -42,11 +41,7 @@ def named_plan(
     Raises:
         ConfigError: there is none, and what to give the verb; or it is not well formed.
     """
-    try:
-        text = read_recipe(name, recipes())
-    except ConfigError as error:
-        remedy = error.remedy.replace("headrace train", f"headrace {verb}")
-        raise ConfigError(error.message, remedy) from None
+    text = read_recipe(name, recipes(), verb)
     return Plan.read(
         text, catalogue(), overrides=overrides or (), with_=add or (), without=drop or ()
     )

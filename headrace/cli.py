@@ -3,7 +3,6 @@
 It discovers the techniques, reads the plan with them, calls train, then writes findings and report.
 """
 
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -70,8 +69,10 @@ def train(
             )  # fmt: skip
         except HeadraceError as error:
             if error.run is not None:
-                with suppress(Exception):  # what ended it is what its user should read
+                try:
                     conclude(error.run)
+                except Exception as other:  # what ended it is what its user should read first
+                    console.print(f"no findings and no page: {other}", markup=False)
             raise
         finally:
             progress.close()

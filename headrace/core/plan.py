@@ -384,17 +384,17 @@ def _override(values: dict[str, Any], item: str) -> None:
     table[last] = value
 
 
-def read_recipe(name: str, recipes: Mapping[str, Path]) -> str:
+def read_recipe(name: str, recipes: Mapping[str, Path], verb: str = "train") -> str:
     """The text of a recipe by name, or of a TOML file by path.
 
     Raises:
-        ConfigError: neither exists; names the nearest recipe.
+        ConfigError: neither exists; names the nearest recipe, for the verb that was given.
     """
     path = recipes.get(name, Path(name))
     if not path.is_file():
         known = nearest(name, recipes)
         raise ConfigError(
             f"{name!r} is neither a recipe nor a plan file; the nearest recipe is {known}",
-            f"headrace train {known.split(', ')[0]}",
+            f"headrace {verb} {known.split(', ')[0]}",
         )
     return path.read_text()

@@ -70,7 +70,6 @@ of the loss."""
 BACK_STEPS = 3
 """In a row, for which a loss lies so far above its own best that it is no jump of one batch."""
 
-
 Rule = Callable[[Window], Finding | None]
 
 
@@ -82,8 +81,9 @@ def judge(window: Window, trace: Sequence[Finding] = ()) -> list[Finding]:
         trace: what traces of some of its steps say, where there are any.
     """
     traced = [f for f in trace if f.bottleneck not in ("computation", "not measured")]
+    ended = _ended(window)
     if window.steps < FEWEST_STEPS and not traced:
-        return [_ended(window) or Finding(
+        return [ended or Finding(
             "not measured", 0.0, "Too few steady steps were measured to judge them.",
             f"{window.steps} of at least {FEWEST_STEPS}", "measured", "everything",
         )]  # fmt: skip
@@ -96,6 +96,8 @@ def judge(window: Window, trace: Sequence[Finding] = ()) -> list[Finding]:
     known = sorted((f for f in slow if f.share), key=lambda f: -f.share)
     found = [*sorted(wrong, key=lambda f: -f.share), *known, *full]
     found += [f for f in slow if not f.share and f.bottleneck not in {g.bottleneck for g in known}]
+    if ended is not None:
+        found = [ended, *(f for f in found if f.bottleneck != ended.bottleneck)]
     return found or [_computation(window)]
 
 
@@ -138,7 +140,7 @@ def _ended(window: Window) -> Finding | None:
     if window.ended_by == MemoryFull.__name__:
         told = "The run ended because the memory was full."
         return Finding("memory capacity", 1.0, told, window.message, "measured")
-    lost = window.loss is not None and not isfinite(window.loss[-1])
+    lost = bool(window.loss) and not isfinite(window.loss[-1])
     if window.ended_by != Diverged.__name__ and not (window.ended_by and lost):
         return None
     return Finding(
@@ -165,8 +167,7 @@ def _no_op(window: Window) -> Finding | None:
 
 
 def _instability(window: Window) -> Finding | None:
-    """What ended the run, else what may yet end it."""
-    return _ended(window) or _rising(window) or _spikes(window) or _lost_steps(window)
+    return _rising(window) or _spikes(window) or _lost_steps(window)
 
 
 def _spikes(window: Window) -> Finding | None:
@@ -373,8 +374,6 @@ def _memory(window: Window) -> Finding | None:
     held, whole = window.reserved_bytes, window.capacity_bytes
     if held is None or not whole or not window.alloc_retries:
         return None
-    if window.ended_by == MemoryFull.__name__:
-        return None  # told
     told = f"{format_bytes(held)} reserved of {format_bytes(whole)}; the allocator began anew "
     told += f"{window.alloc_retries} times"
     loose = (held - (window.allocated_bytes or held)) / whole

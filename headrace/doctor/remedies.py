@@ -146,7 +146,7 @@ def remedies(
             if helps(finding.bottleneck, remedy):
                 found.append(remedy)
     found = [one for one in found if not any(_does_it_all(other, one) for other in found)]
-    learns = finding.bottleneck in ("instability", "recipe")
+    learns = finding.bottleneck in QUALITY
     return _best_rows(sorted(found, key=lambda remedy: _order(remedy, learns)))[:MOST]
 
 
