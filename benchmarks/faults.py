@@ -30,9 +30,9 @@ which share cores and wait for each other. `counts` says what severity is a shar
 time; of all steps' time, where few have the fault; of the tokens; of the progress, which is the
 share of the healthy run's steps that the faulty one is behind at its end; of the steps that had the
 fault, all of them where it ended the run; of the device's memory. A run that fails of its fault is
-judged by what it left. A fault that cannot be planted on a device is told and has
-no row; a run that left nothing has a refused one. Rows of faults and workloads in HELD_OUT and
-UNSEEN are marked: these were written beside the thresholds and never run to set them.
+judged by what it left. A fault that cannot be planted on a device is told and has no row; a run
+that left nothing has a refused one. Rows of faults and workloads in HELD_OUT and UNSEEN are marked:
+these were written beside the thresholds and never run to set them.
 
 With `--keep` what a run left stays beside the rows, and `--again` judges it anew, at no device
 time: rows of other thresholds on the same runs. What is held out is run once these are fixed.
@@ -95,7 +95,7 @@ class Ran:
     @property
     def step_s(self) -> float:
         """Of a step, what recompiling costs included, spread over all steps."""
-        rows = [r for r in self.rows[WARM_STEPS:] if not r.get("traced")]
+        rows = self._undisturbed
         usual = median([r["step_s"] for r in rows if not r["compile_s"]] or [math.nan])
         again = sum(r["step_s"] - usual for r in rows if r["compile_s"])
         return usual + max(0.0, again) / max(1, len(rows))
@@ -103,8 +103,11 @@ class Ran:
     @property
     def mean_s(self) -> float:
         """Of a step, with what comes in a few of them only."""
-        rows = [r["step_s"] for r in self.rows[WARM_STEPS:] if not r.get("traced")]
-        return fmean(rows or [math.nan])
+        return fmean([row["step_s"] for row in self._undisturbed] or [math.nan])
+
+    @property
+    def _undisturbed(self) -> list[dict[str, Any]]:
+        return [row for row in self.rows[WARM_STEPS:] if not row.get("traced")]
 
     @property
     def losses(self) -> list[float]:

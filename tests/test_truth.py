@@ -177,6 +177,10 @@ def test_repeats_of_an_overhead_count_by_their_precision(tmp_path: Path) -> None
     told = [found[key] for key in ("value", "worst", "low", "high")]
     assert told == pytest.approx([value, value, value - half, value + half])
     assert judge("overhead_with_bursts", found) == "met"
+    far = {**narrow, **_metric("overhead", 0.011, 0.012, 0.013)}  # repeats that contradict it
+    found = compute(_write(tmp_path, {"overhead": [narrow, far]}))["overhead_with_bursts"]
+    half = 1.96 * (2 * 5.5**2) ** 0.5 * 2**-0.5 / 1000
+    assert [found["low"], found["high"]] == pytest.approx([0.0065 - half, 0.0065 + half])
     for other in ({"shape": "b"}, {"hardware": "other"}, {"every_steps": 100}):
         apart = compute(_write(tmp_path, {"overhead": [wide, {**narrow, **other}]}))
         told = [apart["overhead_with_bursts"][key] for key in ("value", "low", "high")]

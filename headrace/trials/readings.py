@@ -198,7 +198,7 @@ def why(error: Exception) -> str:
 
 
 def read(what: Callable[[Reading], None]) -> Reading:
-    """Take a reading, or note why not; memory is given back either way."""
+    """Take a reading, or note why not; memory is given back either way, but not always a host's."""
     found, cuda = Reading(), torch.cuda.is_available()
     held = torch.cuda.memory_allocated() if cuda else 0
     reserved = torch.cuda.memory_reserved() if cuda else 0

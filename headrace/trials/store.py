@@ -22,12 +22,10 @@ from headrace.core.plan import Plan
 from headrace.run_folder import environment
 from headrace.trials.pairs import Measure
 from headrace.trials.readings import NOT_DONE, Reading
-from headrace.trials.turns import Size
+from headrace.trials.turns import LOOK, Size
 
 HERE = ("headrace", "commit", "torch", "cuda", "device_name", "devices", "threads")
 """What of the environment a reading depends on."""
-FEWEST = 6
-"""Steps of each plan that a pair's reading needs to stand."""
 
 
 def fingerprint(plan: Plan) -> str:
@@ -140,7 +138,7 @@ def stands(reading: Reading) -> bool:
     """Whether the clock let it say something."""
     if any(r.refused.startswith(NOT_DONE) for r in (reading, reading.beside) if r):
         return False
-    return bool(reading.refused) or reading.steps >= FEWEST or not reading.beside
+    return bool(reading.refused) or reading.steps >= LOOK or not reading.beside
 
 
 def plain(reading: Reading) -> dict[str, Any]:

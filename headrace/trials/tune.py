@@ -271,20 +271,17 @@ class _Run:
             peaks=(one.foresight.peak_bytes, two.foresight.peak_bytes),
         )  # fmt: skip
         try:
-            while True:
-                fresh_s = self.store.fresh_s
-                found = compare(
-                    one.plan, two.plan, self.measure, rules, size=WANTED, screen=screen,
-                    together=self.together(one, two),
-                    limit_s=min(self.left_s(), LONGEST * self.minutes_s),
-                )  # fmt: skip
-                if not _too_few(found) or self.store.fresh_s > fresh_s:
-                    break  # else an earlier call measured it, in which less time was left
+            found = compare(
+                one.plan, two.plan, self.measure, rules, size=WANTED, screen=screen,
+                together=self.together(one, two),
+                limit_s=min(self.left_s(), LONGEST * self.minutes_s),
+            )  # fmt: skip
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:
             return Compared("refused", f"judging it failed: {why(error)}")
         if found.ready_s:
             self.ready_s.append(found.ready_s)
-        if not _too_few(found):
+        beside_one = found.verdict == "better" and found.ratio is not None
+        if not beside_one or found.steps >= LOOK:
             return found
         told = f"better on {found.steps} steps, and {LOOK} are the least to keep it"
         more = f"--minutes {self.minutes_for(found, began_s - self.began_s)}"
@@ -376,11 +373,6 @@ class _Run:
             left=(*(" ".join(w.change) for w in waiting), *self.unlearned), up=self.up,
             interrupted=interrupted,
         )  # fmt: skip
-
-
-def _too_few(found: Compared) -> bool:
-    """Whether it looks better on fewer steps than a change is kept on, beside a plan that runs."""
-    return found.verdict == "better" and found.ratio is not None and found.steps < LOOK
 
 
 def _product(ratios: Sequence[Interval]) -> Interval | None:

@@ -46,6 +46,8 @@ Id = str | int
 """Of a plan: what its prediction and its outcome share."""
 MILD = 0.10
 """Faults that take a smaller share of the step are counted beside, not in."""
+NORMAL_95 = 1.96
+"""Standard errors that half a 95% interval is."""
 LEAST_ERROR = 1e-9
 """A share of a step: the error of an interval without a width, where repeats are weighted."""
 
@@ -173,13 +175,18 @@ def _overhead(results: Path) -> dict[str, Found]:
 
 
 def _pooled(told: list[Spread]) -> Spread:
-    """The inverse-variance mean of repeats; half an interval's width is the error of its row."""
+    """The inverse-variance mean of repeats; half an interval's width is the error of its row.
+
+    Repeats that contradict each other make it wider, by Birge's ratio (Phys. Rev. 40, 207, 1932).
+    """
     if len(told) == 1:
         return told[0]
     errors = [max((spread.high - spread.low) / 2, LEAST_ERROR) for spread in told]
     weights = [error**-2 for error in errors]
     value = sum(w * spread.value for w, spread in zip(weights, told, strict=True)) / sum(weights)
-    half = sum(weights) ** -0.5
+    off = [(spread.value - value) / e for e, spread in zip(errors, told, strict=True)]
+    birge = NORMAL_95 * (sum(o * o for o in off) / (len(told) - 1)) ** 0.5
+    half = max(1.0, birge) * sum(weights) ** -0.5
     return Spread(low=value - half, value=value, high=value + half)
 
 

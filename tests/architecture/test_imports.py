@@ -101,3 +101,12 @@ def test_core_imports_no_torch(trees: dict[str, object]) -> None:
     program = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
     assert ended.returncode == 0, ended.stderr.decode() or "headrace.core imports torch"
+
+
+def test_importing_headrace_stays_cheap() -> None:
+    program = (
+        "import sys, headrace; assert 'torch' not in sys.modules;"
+        "import headrace.watch; assert not headrace.watch().report()['steps'];"
+        "assert not hasattr(headrace, 'wotch')"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -13,7 +13,7 @@ from headrace.core.plan import Plan
 from headrace.trials.judge import Compared, Gain, Rules, judge, seed_noise
 from headrace.trials.kinds import kind_of
 from headrace.trials.pairs import measure_with, time_pair, visit
-from headrace.trials.readings import Reading, Worker
+from headrace.trials.readings import OUT_OF_MEMORY, Reading, Worker, read
 from headrace.trials.turns import Size
 
 Change = Callable[..., Plan]
@@ -174,3 +174,20 @@ def test_kinds_are_read_from_techniques_and_keys(plan: Plan, change: Change) -> 
     assert kind_of(change(plan, "+tied_embeddings"), plan) == "learning"
     assert kind_of(plan, change(plan, "optimizer.lr=0.1", "+full_checkpoint")) == "learning"
     assert kind_of(plan, change(plan, "name=another", "eval.tokens=128")) == "exact"
+
+
+@pytest.mark.parametrize(
+    ("error", "poisoned"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), False),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes"), True),
+    ],
+)
+def test_a_full_memory_is_told_and_a_hosts_ends_its_process(
+    error: Exception, poisoned: bool
+) -> None:
+    def what(found: Reading) -> None:
+        raise error
+
+    found = read(what)
+    assert found.refused.startswith(OUT_OF_MEMORY) and found.poisoned is poisoned
