@@ -143,11 +143,23 @@ def test_is_found_without_being_imported(tmp_path: Path, monkeypatch: pytest.Mon
     assert "headrace_fake" not in sys.modules
 
 
+def test_a_file_of_its_name_is_not_the_fetcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "kernels.py").touch()
+    assert flash_attention_3.is_installed("kernels") and not flash_attention_3.has_fetcher()
+    (tmp_path / "kernels-1.dist-info").mkdir()
+    (tmp_path / "kernels-1.dist-info" / "METADATA").write_text("Name: kernels\nVersion: 1\n")
+    assert flash_attention_3.has_fetcher()
+
+
 @pytest.mark.parametrize("technique", [FA3, FA4], ids=["FA3", "FA4"])
 def test_refuses_what_is_not_there(
     technique: FlashAttention3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flash_attention_3, "is_installed", lambda module: False)
+    monkeypatch.setattr(flash_attention_3, "has_fetcher", lambda: False)
     answer = technique.supports(GPU)
     assert isinstance(answer, Unsupported) and "not installed" in answer.reason
     assert answer.remedy.startswith(RELEASES[technique.release].install)
@@ -157,7 +169,7 @@ def test_refuses_what_is_not_there(
     assert isinstance(answer, Unsupported)
     assert answer.remedy == ("pip install kernels" if technique is FA3 else
                              "techniques.flash_attention_3.version=FA3")  # fmt: skip
-    monkeypatch.setattr(flash_attention_3, "is_installed", lambda module: module == "kernels")
+    monkeypatch.setattr(flash_attention_3, "has_fetcher", lambda: True)
     assert isinstance(fetched.supports(GPU), Supported) == (technique is FA3)
 
 

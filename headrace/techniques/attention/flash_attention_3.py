@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -108,6 +109,15 @@ def is_installed(module: str) -> bool:
         return spec is not None and spec.origin is not None  # a bare folder has none
     folders = spec.submodule_search_locations or ()
     return any(Path(folder, *inner).with_suffix(".py").is_file() for folder in folders)
+
+
+def has_fetcher() -> bool:
+    """Whether the fetcher's package is installed: a file or folder of its name is not it."""
+    try:
+        distribution(FETCHER)
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 def activate(version: str) -> None:
@@ -270,7 +280,7 @@ class FlashAttention3(Technique[Build]):
                     f"{REPOSITORY} holds FlashAttention 3, and version = {self.release!r}",
                     "techniques.flash_attention_3.version=FA3",
                 )
-            if not is_installed(FETCHER):
+            if not has_fetcher():
                 return Unsupported(f"the package {FETCHER} is not installed", FETCHER_INSTALL)
             return Supported()
         if self.release not in list_flash_attention_impls():

@@ -1,6 +1,6 @@
 """Where a step's device time goes, by family and by kernel.
 
-    python benchmarks/kernels.py 1b --with fused_swiglu
+    python benchmarks/kernel_table.py 1b --with fused_swiglu
 
 The kernels of three profiled steps, by family and the longest by name, and the longest times that
 the device waited for the host. Families are told by names, as the doctor tells them in a trace:
