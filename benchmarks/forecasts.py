@@ -1,12 +1,7 @@
 """How right the doctor's forecasts are: said before, measured after.
 
-    python benchmarks/forecasts.py --residuals
     python benchmarks/forecasts.py --say --shapes 160m 1b
     python benchmarks/forecasts.py --measure --shapes 160m 1b --limit-s 500 --part 2/4
-
-`--residuals` fits how far the ledger's ratios were from measured ones in results/techniques.jsonl.
-The interval that it asks for is headrace.doctor.forecast.ERROR, to be written there; a technique at
-a time is left out to say how such an interval does on techniques that it was not fitted to.
 
 `--say` writes what the doctor forecasts for each remedy of each planted plan, at no device time, to
 results/forecasts_said.jsonl, which is to be committed before anything is measured. A planted plan
@@ -24,19 +19,17 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import Any
 
-import numpy as np
 import parts
 import receipts
 import torch
 
-from headrace.changes import changed, parse
+from headrace.changes import changed
 from headrace.cli import catalogue
 from headrace.context import choose_device, elsewhere, make_context
 from headrace.core.errors import HeadraceError
@@ -45,18 +38,12 @@ from headrace.core.plan import Plan
 from headrace.core.technique import Context
 from headrace.doctor.advice import TOLD
 from headrace.doctor.findings import Finding
-from headrace.doctor.forecast import NOTHING, Measured
+from headrace.doctor.forecast import Measured
 from headrace.doctor.remedies import Remedy, remedies
-from headrace.planner.candidates import Asking
 from headrace.trials.readings import Reading, Worker, time_steps
 
 CATALOGUE = catalogue()
 PLANS = Path(__file__).parent / "plans"
-LEVEL = 0.88
-"""Of gains that the fitted interval shall hold: 80% are promised, and the planner's own constants
-are from these receipts too."""
-SMALL = 0.01
-"""A smaller change counts as this one: it is near the noise of a measurement."""
 GROUP = 8
 """Remedies between two timings of their base."""
 SIDE_S, SIDE_LIMIT_S = 40.0, 240.0
@@ -84,74 +71,7 @@ AILING = ("trunk", "eager", "checkpointed", "few_rows", "naive")
 """Those that are measured unless others are asked for: in the others there is little to gain."""
 
 
-# --- how far ratios were off -----------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A change that was measured: the logarithms of both ratios of a step before over after."""
-
-    technique: str
-    what: str
-    predicted: float
-    measured: float
-
-    @property
-    def off(self) -> float:
-        """By how much."""
-        return self.measured - self.predicted
-
-
-def measured_pairs(file: Path) -> list[Pair]:
-    """Of every receipt whose two plans the ledger prices, and where it sees a change."""
-    rows = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
-    gone = {row.get("retracts") for row in rows}
-    found = []
-    for number, row in enumerate(rows, 1):
-        stands = number not in gone and "overrides" in row  # older rows are of other plans
-        if stands and "speed_ratio" in row["metrics"] and (pair := _pair(row)):
-            found.append(pair)
-    return found
-
-
-def _pair(row: dict[str, Any]) -> Pair | None:
-    name, shape = row["technique"], row["shape"]
-    recipe = list(Plan.read(_path(shape).read_text(), CATALOGUE).techniques)
-    more = [w[1:] for w in row["overrides"] if w[0] == "+"]
-    less = [w[1:] for w in row["overrides"] if w[0] == "-"]
-    base = more if row["base"] == "trunk" else [n for n in (*recipe, *more) if n not in less]
-    keys = [k if "." in k.partition("=")[0] else f"techniques.{name}.{k}"
-            for k in row["knobs"].split(",") if k]  # fmt: skip
-    steps = []
-    for on, sets in ((base, []), (row["techniques"], keys)):
-        sets = [w for w in (*row["overrides"], *sets) if w[0] not in "+-"]
-        sets = [w for w in sets if not w.startswith("techniques.") or w.split(".")[1] in on]
-        words = [f"+{n}" for n in on if n not in recipe] + [f"-{n}" for n in recipe if n not in on]
-        steps.append(_step_s(shape, (*words, *sets), row["hardware"]))
-    before, after = steps
-    if before is None or after is None or abs(math.log(before / after)) < NOTHING:
-        return None
-    what = f"{shape} {row['base']} {name} {row['knobs']}".strip()
-    return Pair(name, what, math.log(before / after),
-                math.log(row["metrics"]["speed_ratio"]["value"]))  # fmt: skip
-
-
-@cache
-def _step_s(shape: str, words: tuple[str, ...], device_name: str) -> float | None:
-    """Of a shape's recipe with changes, as it is foreseen; None where it is not."""
-    try:
-        plan = parse(words).plan(_path(shape).read_text(), CATALOGUE)
-        asking = Asking(plan, _place(device_name), assumed(device_name), CATALOGUE)
-        return asking.answer(plan).foresight.step_s
-    except HeadraceError:
-        return None
-
-
-@cache
-def _place(device_name: str) -> Context:
-    """A GPU that is not here, for any plan."""
-    recipe = Plan.read(_path("160m").read_text(), CATALOGUE)
-    return elsewhere(make_context(recipe, torch.device("cpu")), device_name)
+# --- planted plans and what is said of them --------------------------------------------------
 
 
 assumed = cache(Machine.assumed)
@@ -165,50 +85,6 @@ def at(plan: Plan, device_name: str = "") -> tuple[Context, Machine]:
         return elsewhere(here, device_name), assumed(device_name)
     context = make_context(plan, choose_device(plan))
     return context, assumed(context.device_name)
-
-
-def fit(pairs: Sequence[Pair]) -> tuple[float, float]:
-    """`least` (A) and `share` (B) of half-widths with the least mean score over pairs (P).
-
-    The score of an interval is its width and what lies outside of it, as shares of the change:
-    half a percent is much of a change by one percent, and nothing of one by half.
-    """
-    sizes_P = np.array([abs(pair.predicted) for pair in pairs])
-    offs_P = np.array([abs(pair.off) for pair in pairs])
-    leasts_A, shares_B = np.arange(1, 60) / 2000, np.arange(101) / 100
-    halves_ABP = leasts_A[:, None, None] + shares_B[:, None] * sizes_P
-    outside_ABP = np.maximum(0.0, offs_P - halves_ABP) / (1 - LEVEL)
-    score_AB = ((halves_ABP + outside_ABP) / np.maximum(SMALL, sizes_P)).sum(-1)
-    a, b = np.unravel_index(score_AB.argmin(), score_AB.shape)
-    return float(leasts_A[a]), float(shares_B[b])
-
-
-def covers(pair: Pair, least: float, share: float) -> bool:
-    """Whether its interval holds what was measured."""
-    return abs(pair.off) <= least + share * abs(pair.predicted)
-
-
-def residuals(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """The fit, and how it does on techniques that were left out of it."""
-    least, share = fit(pairs)
-    held: list[bool] = []
-    for name in {pair.technique for pair in pairs}:
-        others = fit([pair for pair in pairs if pair.technique != name])
-        held += [covers(pair, *others) for pair in pairs if pair.technique == name]
-    gains = [pair for pair in pairs if abs(pair.measured) >= 0.01]
-    widths = [2 * (least + share * abs(p.predicted)) / abs(p.measured) for p in gains]
-    worst = sorted(pairs, key=lambda pair: -abs(pair.off))[:8]
-    return {
-        "least": least, "share": share, "n": len(pairs),
-        "coverage": mean(covers(pair, least, share) for pair in pairs),
-        "coverage_left_out": mean(held),
-        "median_width_of_gain": median(widths),
-        "median_error_of_gain": median(abs(p.off / p.measured) for p in gains),
-        "worst": {p.what: [round(p.predicted, 4), round(p.measured, 4)] for p in worst},
-    }  # fmt: skip
-
-
-# --- planted plans and what is said of them --------------------------------------------------
 
 
 def planted(path: Path, base: str) -> Plan:
@@ -374,7 +250,6 @@ def _rows(results: Path, topic: str) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--residuals", action="store_true", help="how far ratios were off")
     parser.add_argument("--say", action="store_true", help="write forecasts; needs no device")
     parser.add_argument("--measure", action="store_true", help="measure what was said")
     parser.add_argument("--shapes", nargs="+", default=["160m", "1b"], help="names or plan files")
@@ -387,9 +262,6 @@ def main() -> None:
     parser.add_argument("--here", action="store_true", help="no process of its own, to debug")
     parser.add_argument("--results", type=Path, default=receipts.ROOT / "results")
     args = parser.parse_args()
-    if args.residuals:
-        pairs = measured_pairs(args.results / "techniques.jsonl")
-        print(json.dumps(residuals(pairs), indent=1))
     if args.say:
         say(args)
     if args.measure:

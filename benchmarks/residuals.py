@@ -73,8 +73,6 @@ class Parts:
     rest_s: float
     host_s: float
     measured_s: float
-    sustained: float
-    """of the machine"""
 
     @classmethod
     def of(cls, plan: Plan, context: Context, machine: Machine, measured_s: float) -> "Parts":
@@ -96,7 +94,7 @@ class Parts:
         attention, products = spent(mixing), spent([p for p in every if p.kind == "product"])
         rest = sum(time.device_s.values()) - time.of("product") - attention - loose
         return cls(products / BESIDE, attention / IN_STEP, loose / UNFUSED, rest, time.host_s,
-                   measured_s, machine.sustained)  # fmt: skip
+                   measured_s)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -203,16 +201,12 @@ def quantiles(logs: list[float]) -> tuple[float, float]:
 
 def errors(rows_R: list[Parts], constants: Any) -> Any:
     """Logarithms of measured over predicted steps of so many rows (R)."""
-    products, attention, loose, rest, host, measured, sustained = np.array(
-        [[p.products_s, p.attention_s, p.loose_s, p.rest_s, p.host_s, p.measured_s, p.sustained]
-         for p in rows_R]
-    ).T  # fmt: skip
+    products, attention, loose, rest, host, measured = np.array(
+        [[p.products_s, p.attention_s, p.loose_s, p.rest_s, p.host_s, p.measured_s] for p in rows_R]
+    ).T
     beside, in_step, unfused = constants
-    products = beside * products
-    others = in_step * attention + unfused * loose + rest
-    share = products / (products + others)
-    products = products * (1 + (sustained - 1) * share)
-    return np.log(measured / (np.maximum(products + others, host) + EDGE_S))
+    device = beside * products + in_step * attention + unfused * loose + rest
+    return np.log(measured / (np.maximum(device, host) + EDGE_S))
 
 
 def fitted(rows_R: list[Parts]) -> Any:

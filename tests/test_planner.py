@@ -228,14 +228,8 @@ def test_pieces_are_priced_by_what_they_move() -> None:
     assert stream.seconds(H200) > 3 * 4 * one
     product = Work("forward", "product", 2, sizes=(4096, 4096, 4096))
     whole = step_time({"a": product, "b": replace(stream, phase="optimizer")}, H200, 5)
-    assert whole.of("product") == pytest.approx(5 * product.seconds(H200), rel=0.01)
+    assert whole.of("product") == pytest.approx(5 * product.seconds(H200))
     assert whole.of("optimizer") == pytest.approx(stream.seconds(H200))
-    alone = step_time({"a": product}, H200, 5).of("product")
-    assert alone == pytest.approx(5 * product.seconds(H200) * H200.sustained)
-    beside_s = 5 * product.seconds(H200)
-    stream = replace(stream, count=stream.count * beside_s / stream.seconds(H200))
-    half = step_time({"a": product, "b": replace(stream, phase="optimizer")}, H200, 5)
-    assert half.of("product") == pytest.approx(beside_s * (1 + H200.sustained) / 2)
     slow = replace(H200, launch_s=1.0)
     assert step_time({"a": product}, slow, 5).step_s == pytest.approx(10.0 + HOST_S + EDGE_S)
 

@@ -14,9 +14,7 @@ from headrace import probes
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.machine import Machine
 from headrace.core.rates import Product, Products
-from headrace.probes import points
 from headrace.probes.clock import Clock
-from headrace.probes.points import Found
 from headrace.progress import Progress
 
 CPU = torch.device("cpu")
@@ -46,8 +44,7 @@ def test_a_cpu_is_measured_within_its_budget(measured: tuple[Machine, float]) ->
     assert 1e-7 < machine.launch_s < 1e-3
     assert machine.products[0].precision == "fp32"
     absent = {one.what for one in machine.absent}
-    assert {"products in fp8", "attention by cudnn", "captured graphs", "sustained load"} <= absent
-    assert machine.sustained == 1
+    assert {"products in fp8", "attention by cudnn", "captured graphs"} <= absent
 
 
 def test_its_points_are_met(measured: tuple[Machine, float]) -> None:
@@ -183,23 +180,6 @@ def test_products_that_heat_a_gpu_are_no_points() -> None:
     assert probes._cool((mixed, hot), "cpu") == (mixed, hot)
 
 
-def test_a_load_counts_once_it_is_steady(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(points.SQUARES, "cuda", (8, 4))
-    monkeypatch.setattr(points, "LOAD_S", 0.05)
-    clock, calls = Clock(CPU, 1.0), list[int]()
-
-    def in_a_row(call: Callable[[], Any], many: int) -> float:
-        call()
-        time.sleep(0.005)
-        calls.append(many)
-        return 1.3e-3 if len(calls) == 4 else 1e-3 + 0.1e-3 * (len(calls) > 1)  # it heats up
-
-    monkeypatch.setattr(clock, "in_a_row", in_a_row)
-    found = Found(clock, torch.Generator(), {"fp32": [Product(8, 8, 8, 1e-3)]})
-    points._sustaining(found, "fp32").run()
-    assert found.sustained == pytest.approx(1.1) and set(calls) == {100}
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,12 +191,11 @@ def test_a_gpu_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert probes.cached(device) == machine
     assert machine.products[0].precision == "bf16" and "flash" in machine.kernels(True)
     assert 1e-6 < machine.launch_s < 1e-4 and 1e-7 < machine.traffic.floor_s < 1e-5
-    assert 1 <= machine.sustained < 1.5
     assert 2**26 < machine.context_bytes < 4 * 2**30
     assert 5e9 < 2**30 / machine.link_s(2**30, True) < 1e12
     assert all(p.seconds < probes.HOT_S for p in machine.products[0].points)
     if "H200" in machine.name:
-        assert 3e-6 < Clock(device, 1.0).edge_s < 1e-5
+        assert 1e-6 < Clock(device, 1.0).edge_s < 1e-5  # 2.1 to 7.5 us on three hosts
         assumed = Machine.assumed(machine.name)
         sizes = (8192, 8192, 8192)
         for precision in ("bf16", "fp8", "tf32", "fp32"):

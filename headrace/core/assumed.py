@@ -76,8 +76,6 @@ class Family:
     """of pinned memory, either way"""
     link_s: float
     """the smallest copy over it"""
-    sustained: float
-    """so many times as long products take under seconds of load"""
     says: str
     """where these numbers are from"""
     rows: tuple[Row, ...] = ()
@@ -134,14 +132,13 @@ HOPPER = Family(
     context_bytes=832 * 2**20,
     link_bytes_per_s=55 * GB,
     link_s=3.5 * MICROSECOND,
-    sustained=1.04,
     says="measured on an H200 (2026-11-22, torch 2.11.0+cu130, driver 580): one product of 8,192 "
     "cubed in each precision (fp16 the mean of that and 4,096 cubed), copies, attention by cudnn, "
     "flash, efficient and flex (at 2,048 tokens; of longer rows it is from steps), launches, the "
-    "link and the context; the sustained load is the median of six probes of H200s; flash4 is 1.12 "
-    "times cudnn, from its receipts in results/techniques.jsonl. Products of other shapes follow "
-    "from the one: the 125 that were probed told steps of a shape left out less well. Other chips "
-    "of the family are assumed to reach the same shares",
+    "link and the context; flash4 is 1.12 times cudnn, from its receipts in "
+    "results/techniques.jsonl. Products of other shapes follow from the one: the 125 that were "
+    "probed told steps of a shape left out less well. Other chips of the family are assumed to "
+    "reach the same shares",
 )  # fmt: skip
 
 FAMILIES: Mapping[str, Family] = {
@@ -162,7 +159,6 @@ FAMILIES: Mapping[str, Family] = {
         context_bytes=int(0.8 * GIB),
         link_bytes_per_s=52 * GB,
         link_s=10 * MICROSECOND,
-        sustained=1.0,
         says="all shares are assumed: no such device was measured",
     ),
     "ampere": Family(
@@ -180,7 +176,6 @@ FAMILIES: Mapping[str, Family] = {
         context_bytes=int(0.5 * GIB),
         link_bytes_per_s=24 * GB,
         link_s=10 * MICROSECOND,
-        sustained=1.0,
         says="all shares are assumed; flash is near the lower end of what arXiv 2307.08691 "
         "measured on an A100",
     ),
@@ -199,7 +194,6 @@ FAMILIES: Mapping[str, Family] = {
         context_bytes=int(0.5 * GIB),
         link_bytes_per_s=24 * GB,
         link_s=10 * MICROSECOND,
-        sustained=1.0,
         says="all shares are assumed: no such device was measured",
     ),
     "cpu": Family(
@@ -212,7 +206,6 @@ FAMILIES: Mapping[str, Family] = {
         context_bytes=0,
         link_bytes_per_s=6 * GB,
         link_s=1 * MICROSECOND,
-        sustained=1.0,
         says="a processor of unknown kind, of which the peaks are guessed too: CPU",
     ),
 }

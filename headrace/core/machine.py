@@ -65,8 +65,9 @@ from headrace.core.rates import (
     plain_product,
 )
 
-FORMAT = 2
-"""Of the file; another one's are refused. Times in the first had what timing them took in them."""
+FORMAT = 3
+"""Of the file; another one's are refused. Times in the first had what timing them took in them, and
+the second had the slowdown of a load of nothing but products, which no step has."""
 PROBE = "headrace probe"
 """The command that measures a machine and writes its file."""
 ANCHOR_PRODUCT = (8192, 8192, 8192)
@@ -96,9 +97,6 @@ class Machine:
     each operation's time and not beside it"""
     graph_launch_s: float
     """host seconds of one replay of a captured graph, however many kernels are in it"""
-    sustained: float
-    """so many times as long products take once it has worked for seconds: its clock falls at the
-    limit of its power. No time below has it in it: a step has as much of it as of products"""
     traffic: Stream
     """one kernel that reads and writes so many bytes in all; its floor is every kernel's"""
     to_host: Stream
@@ -334,7 +332,7 @@ def _assumed(found: Hardware, part: Part) -> Machine:
         date="", torch="", driver="",
         memory_bytes=part.memory_bytes or found.memory_bytes or host_memory_bytes(),
         context_bytes=family.context_bytes, processors=part.processors,
-        launch_s=family.launch_s, graph_launch_s=family.graph_launch_s, sustained=family.sustained,
+        launch_s=family.launch_s, graph_launch_s=family.graph_launch_s,
         traffic=Stream(family.kernel_s, bandwidth * family.traffic), to_host=link, from_host=link,
         products=(), attention=(), absent=_absent(family),
     )  # fmt: skip

@@ -13,7 +13,7 @@ remedy takes away between half and all. The middle of the gain is at three quart
 Else nothing is forecast, with the reason; a guess would look like a number.
 
 The interval holds 80% of gains. Its half-width in the logarithm of the ratio grows with the change,
-`ERROR.least + ERROR.share x |log ratio|`, as `python benchmarks/forecasts.py --residuals` fits it
+`ERROR.least + ERROR.share x |log ratio|`, as `python benchmarks/forecast_error.py` fits it
 to receipts (the least mean interval score: width, and distance outside of it).
 """
 
@@ -45,7 +45,7 @@ class Error:
 
 
 ERROR = Error(
-    0.0195, 0.01, 104, "results/techniques.jsonl: NVIDIA H200, trunks and recipes of 160m and 1b"
+    0.015, 0.05, 192, "techniques.jsonl and plans.jsonl of results/: NVIDIA H200, 18 workloads"
 )
 """Of 80% of forecasts, in the logarithm of the ratio."""
 

@@ -40,20 +40,18 @@ class Between:
 
 
 STEP: dict[Tier, Width] = {
-    "no_gpu": Width(0.960, 1.042, 201, "steps of H200s, a shape that was not looked at"),
-    "after_probes": Width(0.970, 1.029, 201, "steps of H200s, by the rates of the same ones"),
-    "after_20_steps": Width(0.941, 1.062, 201, "steps of H200s, set by one of another shape"),
+    "no_gpu": Width(0.969, 1.035, 252, "steps of H200s, a shape that was not looked at"),
+    "after_probes": Width(0.972, 1.028, 252, "steps of H200s, by the rates of the same ones"),
+    "after_20_steps": Width(0.951, 1.051, 252, "steps of H200s, set by one of another shape"),
 }
 """tier -> how far a step's time is off. Rows of techniques.jsonl, limits.jsonl and peers.jsonl at
-0841e19, 0c5601c and 09386a9, of 160m, 1b and one of 7b, and 53 of eight more shapes in plans.jsonl,
-which two on each of four H200s were measured on. What the model has of steps (core/work.py) is
-fitted to the same rows, so for this it was fitted without a shape each time: that shape's are then
-off by a mean of 1.7% (1b), 2.1% (160m), 4.9% (7b, whose one row took longer than its prediction;
-nothing here explains it) and 2.2% (the eight; by the probes of their own GPUs 1.4%). Probes were
-kept of the GPUs of the eight: after_probes counts the other rows by assumed rates. GPUs differ: one
-of the four takes 4% longer for products than the others under load, which its probes tell and no
-datasheet does. A row of another shape that sets the model hands on what is its own; one of the same
-shape tells its others to 1.1%."""
+0841e19, 0c5601c and 09386a9, of 160m, 1b and one of 7b, and 104 of sixteen more workloads in
+plans.jsonl, which six H200s measured, each workload on one. What the model has of steps
+(core/work.py) is fitted to the same rows, so for this it was fitted without a workload each time.
+Those of the sixteen are then off by a mean of 1.3% by the probes of their own GPUs, 160m and 1b by
+2% to 3%, and 7b, whose one row took longer than its prediction, by 3.5%. Of other rows no probes
+were kept: after_probes counts them by assumed rates. A row of another shape that sets the model
+hands on what is its own; one of the same shape tells its others to 1.2%."""
 
 
 MEASURED_ON = "H200"

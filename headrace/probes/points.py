@@ -37,9 +37,6 @@ BACKENDS: dict[str, SDPBackend] = {
 }  # fmt: skip
 COMPILING_S = {"flex": 40.0, "flash4": 30.0}
 """A kernel that is compiled for its shapes is left out when no more time than this is left."""
-SUSTAINED, LOAD_S, WINDOW_S = "sustained load", 6.0, 0.1
-"""Power is limited over tens of milliseconds, heat over seconds: of a load's windows those of its
-second half count."""
 SQUARES = {"cuda": (8192, 4096), "cpu": (256, 512)}
 """Products of three equal sizes, the first ones made; the very first is made in any case."""
 GRIDS = {
@@ -99,7 +96,6 @@ class Found:
     launch_s: float = 0.0
     graph_launch_s: float = 0.0
     kernel_s: float = 0.0
-    sustained: float = 1.0
     absent: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, list[str]] = field(default_factory=dict)
 
@@ -259,23 +255,6 @@ def _linking(found: Found, size: int, to_host: bool) -> Probe:
     return Probe(f"copies {way} the host", f"{size} bytes", size, size, run)
 
 
-def _sustaining(found: Found, precision: Precision) -> Probe:
-    """How much longer the very first product takes in `LOAD_S` of nothing else."""
-    size = SQUARES["cuda"][0]
-    work = 2.0 * size**3
-
-    def run() -> None:
-        call = _multiply(found, precision, size, size, size)
-        alone_s = found.products[precision][0].seconds
-        many, windows = max(1, int(WINDOW_S / alone_s)), list[float]()
-        until_s = time.perf_counter() + LOAD_S
-        while time.perf_counter() < until_s:
-            windows.append(found.clock.in_a_row(call, many))
-        found.sustained = max(1.0, median(windows[len(windows) // 2 :]) / alone_s)
-
-    return Probe(SUSTAINED, f"{LOAD_S:.0f} s", work, 8.0 * size**2, run, LOAD_S + 1)
-
-
 def launches(found: Found) -> None:
     """What queueing costs the host, and the least that a kernel takes the device."""
     x = torch.zeros(1, device=found.device)
@@ -328,10 +307,6 @@ def in_order(found: Found) -> Iterator[Probe]:
         yield probe
     yield from (squares[other][0] for other in others)
     yield from (*rows[0], *rows[1], *moved[2:], *squares[main][1:], *_grid(found, main, 0))
-    if kind == "cuda":
-        yield _sustaining(found, main)
-    else:
-        found.absent[SUSTAINED] = "it was not tried on a CPU: 1 stands for it"
     yield from (*linked[4:], *(probe for more in rows[2:] for probe in more))
     for other in others:
         yield from (*squares[other][1:], *_grid(found, other, 0))

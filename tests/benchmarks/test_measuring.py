@@ -19,8 +19,8 @@ from headrace.trials import readings
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
-kernels, limits, peers, techniques = (
-    import_module(n) for n in ("kernels", "limits", "peers", "techniques")
+kernel_table, limits, peers, techniques = (
+    import_module(n) for n in ("kernel_table", "limits", "peers", "techniques")
 )
 
 PLAN = READ + "[techniques.selective_checkpoint]\n[techniques.chunked_cross_entropy]\n"
@@ -202,7 +202,7 @@ def test_a_shape_that_a_peer_would_not_follow_is_refused(
     ],
 )
 def test_a_kernel_is_told_by_how_its_name_begins(name: str, family: str) -> None:
-    assert kernels.family_of(name) == family
+    assert kernel_table.family_of(name) == family
 
 
 def test_a_companion_stands_in_every_plan_and_what_is_in_its_way_in_none(plan: Path) -> None:

@@ -157,7 +157,7 @@ def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
         (lambda t: t.update(processors=0), "processors is 0, not a whole number above 0"),
         (lambda t: t.update(processors=True), "processors is True"),
         (lambda t: t.update(context_bytes=-1), "context_bytes is -1"),
-        (lambda t: t.update(format=1), "format 1, and 2 is read here"),
+        (lambda t: t.update(format=1), "format 1, and 3 is read here"),
         (lambda t: t.update(extra=1), "extra is not a key of it"),
         (lambda t: t.pop("name"), "name is missing"),
         (lambda t: t.update(source="hearsay"), "source is 'hearsay', not one of datasheet, probes"),

@@ -47,7 +47,7 @@ from headrace.sockets import Build
 GATES: Mapping[Phase, tuple[float, float, float]] = {"forward": (10, 4, 8), "backward": (22, 8, 14)}
 """Streams of the model's width that gates, zeros before a row and the filter read and write: by
 eager torch, in so many kernels, and fused."""
-CONVOLVED = 220
+CONVOLVED = 170
 """Bytes of traffic that the gradient of one number of a convolution takes as long as, by cuDNN's
 kernel: four rows of techniques.jsonl."""
 TAPS = ".mixer.conv.weight"
