@@ -9,16 +9,17 @@ gauges, here `OFTEN` times as often as in a run, so that a short block has some.
 
 The first burst of a process loads CUPTI, and stands apart (`first_burst_s`). CUPTI stays loaded, so
 blocks without any watching after it are compared with as many before it: `lasting` is the jump
-between them beside a steady drift, which no pairing could take out here. Then signals alone and
-signals with one burst in the block, A B B A: what a burst costs over plain steps, the writing and
-the compressing waited for, is shared out over `--every` steps. `with_bursts` is the sum of the
-three, which were measured apart: their errors add as independent ones do.
+between them beside a steady drift, which no pairing could take out here: half as many blocks again
+on each side. Then signals alone and signals with one burst in the block, A B B A, a quarter as
+often: what a burst costs over plain steps, the writing and the compressing waited for, is shared
+out over `--every` steps. `with_bursts` is the sum of the three, which were measured apart: their
+errors add as independent ones do. A row is written as soon as it is measured.
 """
 
 import argparse
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import expm1, log
 from pathlib import Path
 from statistics import fmean, median, stdev
@@ -167,30 +168,30 @@ def one(value: float, unit: str) -> dict[str, Any]:
     return {"value": value, "low": value, "high": value, "unit": unit}
 
 
-def measure(sides: Sides, rounds: int, every: int) -> dict[str, dict[str, Any]]:
-    """The metrics of both rows, by their measurement."""
+def measure(sides: Sides, rounds: int, every: int) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """Both rows: the measurement, its pairs and its metrics."""
     for warm in (sides.off, sides.on):
         warm()
     off, on = in_turn(sides.off, sides.on, rounds)
     always = less_one(paired_ratio(on, off))
     step_s = median(off) / sides.steps
-    before = [sides.off() for _ in off]
+    told = {"overhead": metric(always, "of a step"), "step_s": one(step_s, "s")}
+    yield "always_on", always.n, told
+    blocks = len(off) * 3 // 2
+    before = [sides.off() for _ in range(blocks)]
     first_s = sides.burst() - median(on)
-    lasting = jump(before, [sides.off() for _ in off])
-    plain, burst = in_turn(sides.on, sides.burst, rounds)
+    lasting = jump(before, [sides.off() for _ in range(blocks)])
+    plain, burst = in_turn(sides.on, sides.burst, -(-rounds // 4))
     cost_s = differences(burst, plain)
     low, value, high = (s / (every * step_s) for s in (cost_s.low, cost_s.value, cost_s.high))
     whole = together([always, lasting, Interval(low, value, high, cost_s.n)])
-    return {
-        "always_on": {"overhead": metric(always, "of a step"), "step_s": one(step_s, "s")},
-        "with_bursts": {
-            "overhead": metric(whole, "of a step"),
-            "burst_s": metric(cost_s, "s"),
-            "first_burst_s": one(first_s, "s"),
-            "lasting": metric(lasting, "of a step"),
-            "step_s": one(step_s, "s"),
-        },
-    }
+    yield "with_bursts", whole.n, {
+        "overhead": metric(whole, "of a step"),
+        "burst_s": metric(cost_s, "s"),
+        "first_burst_s": one(first_s, "s"),
+        "lasting": metric(lasting, "of a step"),
+        "step_s": one(step_s, "s"),
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -206,15 +207,14 @@ def main() -> None:
     plan = Plan.read(args.plan.read_text(), catalogue(), overrides=args.set, without=args.without)
     with opened(plan) as (build, micros), tempfile.TemporaryDirectory() as folder:
         sides = Sides(build, micros, args.steps, Path(folder))
-        found = measure(sides, args.rounds, args.every)
-    for measurement, metrics in found.items():
-        row = receipts.append(
-            "overhead", metrics, results=args.results, measurement=measurement, shape=plan.name,
-            n=2 * args.rounds, seeds=[0], technique="signals", techniques=sorted(plan.techniques),
-            plan_sha256=receipts.sha256(plan.dump()), block_steps=sides.steps,
-            every_steps=args.every if measurement == "with_bursts" else None,
-        )  # fmt: skip
-        print(measurement, row["metrics"])
+        for measurement, n, metrics in measure(sides, args.rounds, args.every):
+            row = receipts.append(
+                "overhead", metrics, results=args.results, measurement=measurement, n=n,
+                shape=plan.name, seeds=[0], technique="signals", techniques=sorted(plan.techniques),
+                plan_sha256=receipts.sha256(plan.dump()), block_steps=sides.steps,
+                every_steps=args.every if measurement == "with_bursts" else None,
+            )  # fmt: skip
+            print(measurement, row["metrics"], flush=True)
 
 
 if __name__ == "__main__":
