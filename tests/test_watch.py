@@ -302,6 +302,34 @@ def test_a_trainers_callback(monkeypatch: pytest.MonkeyPatch) -> None:
         Watched().callback()
 
 
+def test_a_real_trainer(tmp_path: Path) -> None:
+    """accelerate puts a loader of its own in place of the user's, whose class it hides."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    size = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=64, num_attention_heads=2, num_key_value_heads=2, **size
+    ))  # fmt: skip
+    ids = torch.arange(12)
+    row = {"input_ids": ids, "attention_mask": (ids < 9).long(),
+           "labels": ids.where(ids < 9, torch.tensor(-100))}  # fmt: skip
+    watched = headrace.watch()
+    transformers.Trainer(
+        model,
+        transformers.TrainingArguments(
+            str(tmp_path), max_steps=6, per_device_train_batch_size=2, logging_steps=1,
+            gradient_accumulation_steps=2, save_strategy="no", report_to=[], use_cpu=True,
+            disable_tqdm=True,
+        ),
+        train_dataset=[row] * 40,
+        callbacks=[watched.callback()],
+    ).train()  # fmt: skip
+    report = watched.report()
+    assert (report["status"], report["steps"]) == ("done", 6)
+    assert report["tokens"] == 6 * 2 * 2 * 12 and report["loss"]["first"] > 2
+    assert all(row["wait_s"] > 0 for row in report["rows"])
+
+
 @pytest.mark.parametrize("how", ["plain", "trainer"])
 def test_a_burst_of_a_watched_loop(how: str, tmp_path: Path) -> None:
     """Its steps are not steady, its trace lies beside what is saved, and no bit changes."""

@@ -8,6 +8,8 @@ from torch import Tensor
 IGNORED = -100
 """The label that torch's cross-entropy leaves out."""
 
+SET_CLASS = object.__dict__["__class__"].__set__
+"""accelerate's loaders hide their class behind a property of that name."""
 Timed = Callable[..., Any]
 """(call, source, opens) -> call(source), timed; `opens` where a pass over the data begins."""
 
@@ -54,13 +56,13 @@ def watch_loader(loader: Any, timed: Timed) -> tuple[Any, Callable[[], None]]:
 
     try:
         watched = type(kind.__name__, (kind,), {name: watching, "__module__": kind.__module__})
-        loader.__class__ = watched
+        SET_CLASS(loader, watched)
     except TypeError:
         return Batches(loader, timed), lambda: None
 
     def undo() -> None:
         if type(loader) is watched:
-            loader.__class__ = kind
+            SET_CLASS(loader, kind)
 
     return loader, undo
 
