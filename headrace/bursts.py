@@ -194,8 +194,9 @@ class Bursts:
             raise ValueError(f"a trace of {self.steps} steps takes {size / 1024**2:.0f} MiB")
         if self._thread is not None:
             self._thread.join()
-        self._thread = threading.Thread(target=self._pack, args=(plain, name), daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._pack, args=(plain, name), daemon=True)
+        thread.start()
+        self._thread = thread  # one that could not start cannot be waited for
 
     def _pack(self, plain: Path, name: str) -> None:
         """Compress and rename; the oldest beyond `KEPT` go."""

@@ -84,10 +84,11 @@ class Checkpoints:
         if on_gpu:
             torch.cuda.current_stream().synchronize()
         self._check_space(step, total)
-        self._thread = threading.Thread(
+        thread = threading.Thread(
             target=self._guarded, args=(step, host, pieces, values), name="checkpoint", daemon=True
         )
-        self._thread.start()
+        thread.start()
+        self._thread = thread  # one that could not start cannot be waited for
 
     def wait(self) -> None:
         """Wait for the save in progress.

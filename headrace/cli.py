@@ -214,6 +214,13 @@ def explain(
         if matrix:
             value = read_matrix()
             text = explain_matrix(value)
+        elif not what:
+            raise ConfigError(
+                "explain takes a technique, a recipe or a plan file (with --graph a recipe or a "
+                "plan file); only --matrix goes without",
+                "headrace explain demo; headrace list has the techniques by room, "
+                "headrace list --recipes the recipes",
+            )
         elif what in known.techniques and graph:
             raise ConfigError(
                 f"--graph looks at a plan, and {what} is a technique", "a plan's name"

@@ -56,8 +56,9 @@ class Gauges:
         self.why_not = self._open()
         if not self.why_not:
             self._began = self._ended = self._energy()
-            self._thread = threading.Thread(target=self._watch, daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._watch, daemon=True)
+            thread.start()
+            self._thread = thread  # one that could not start cannot be waited for
 
     def close(self) -> None:
         """End; what was read stays."""

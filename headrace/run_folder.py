@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from headrace.core.errors import ConfigError, MemoryFull, RunError, is_out_of_memory
+from headrace.core.errors import ConfigError, RunError, at_a_limit
 from headrace.core.plan import Plan
 from headrace.data.tokenizer import Tokenizer
 
@@ -171,9 +171,9 @@ def metrics_line(row: Mapping[str, Any]) -> str:
 
 
 def in_words(error: BaseException | None, folder: Path) -> BaseException | None:
-    """An error of a run as its user is told: of a full disk, a full memory or a lost rank too."""
-    if error is not None and is_out_of_memory(error):
-        return MemoryFull(error)
+    """An error of a run as its user is told: of a full disk, a limit or a lost rank too."""
+    if error is not None and (limit := at_a_limit(error)) is not None:
+        return limit
     if isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST):
         said = re.sub(r"^\[\S+\] ", "", str(error)).partition(". ")[0]  # without the C++ source
         return RunError(

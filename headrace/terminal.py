@@ -24,8 +24,7 @@ from headrace.core.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     HeadraceError,
-    MemoryFull,
-    is_out_of_memory,
+    at_a_limit,
 )
 from headrace.progress import Progress
 
@@ -39,16 +38,15 @@ def exit_codes(as_json: bool) -> Iterator[None]:
         yield
     except HeadraceError as error:
         _fail(error.message, error.remedy, error.exit_code, as_json)
-    except (RuntimeError, MemoryError, OSError) as error:
-        if is_out_of_memory(error):
-            full = MemoryFull(error)
-            _fail(full.message, full.remedy, full.exit_code, as_json)
+    except KeyboardInterrupt:
+        _fail("interrupted; checkpoints that were complete are kept", "", EXIT_INTERRUPTED, as_json)
+    except BaseException as error:  # what Rust raises is no Exception
+        if (limit := at_a_limit(error)) is not None:
+            _fail(limit.message, limit.remedy, limit.exit_code, as_json)
         if not isinstance(error, OSError):
             raise
         where = f"{error.filename}: " if error.filename else ""
         _fail(f"{where}{error.strerror or error}", "", EXIT_FAILED, as_json)
-    except KeyboardInterrupt:
-        _fail("interrupted; checkpoints that were complete are kept", "", EXIT_INTERRUPTED, as_json)
 
 
 def _fail(message: str, remedy: str, code: int, as_json: bool) -> None:
@@ -91,7 +89,11 @@ class BarProgress(Progress):
         )
         self._tasks: dict[str, Any] = {}
         self._facts: dict[str, str] = {}
-        self._bars.start()
+        try:
+            self._bars.start()
+        except RuntimeError:  # no thread to draw them: give the terminal back
+            self._bars.stop()
+            raise
 
     def task(self, description: str, done: float, total: float | None) -> None:
         """Draw or advance the bar of this description."""

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from tiny import assert_same_run, report
 from headrace import checkpoint
 from headrace import train as training
 from headrace.checkpoint import Checkpoints, Saved
-from headrace.core.errors import ConfigError, MemoryFull, RunError
+from headrace.core.errors import ConfigError, MemoryFull, NoMoreThreads, RunError
 from headrace.core.plan import Plan
 from headrace.data.ingest import prepare
 from headrace.doctor.run import diagnose_run
@@ -101,6 +102,34 @@ def test_a_full_memory_is_told_written_down_and_named_by_the_doctor(
     assert written["steps"] == after and written["message"].startswith(told.value.message)
     assert written["wall_s"] >= sum(written["phase_s"].values())
     assert diagnose_run(run)[0].bottleneck == "memory capacity"
+
+
+def no_thread_named(name: str, patch: pytest.MonkeyPatch) -> None:
+    """As where a process may start no more of them."""
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name.startswith(name):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    patch.setattr(threading.Thread, "start", refused)
+
+
+@pytest.mark.parametrize("name", ["headrace-data", "checkpoint"])
+def test_a_thread_that_cannot_start_is_told_and_written_down(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    no_thread_named(name, monkeypatch)
+    with pytest.raises(NoMoreThreads, match="would start no more threads") as told:
+        train("guard=false")
+    assert told.value.exit_code == 3
+    for mends in ("raise that limit", "OMP_NUM_THREADS=1", "data.workers=0", "loader_workers"):
+        assert mends in told.value.remedy
+    written = report(tmp_path / "runs" / "tiny")
+    assert (written["status"], written["error"]) == ("failed", "NoMoreThreads")
+    monkeypatch.undo()
+    assert_same_run(train("guard=false", resume=True), train("guard=false", "name=twin"))
 
 
 def test_a_rank_that_ended_is_told_by_the_others(

@@ -5,6 +5,7 @@ command that mends it. `assert` is for our own bugs; these are for everything el
 """
 
 import re
+import resource
 from collections.abc import Iterable
 from difflib import get_close_matches
 from errno import ENOMEM
@@ -16,6 +17,13 @@ NO_MEMORY = (
     "out of memory", "can't allocate memory", "_ALLOC_FAILED", "bad_alloc", "MemoryError",
 )  # fmt: skip
 """How CUDA, the host's allocator, cuBLAS and cuDNN, C++ and Python say it."""
+NO_THREAD = (
+    "can't start new thread", "The global thread pool has not been initialized",
+    "Resource temporarily unavailable",
+)  # fmt: skip
+"""How Python, Rust and C++ begin when they say that no thread could be started."""
+LESS_PER_STEP = "batch.micro_sequences=N with a smaller N, or --with selective_checkpoint"
+"""What makes a run take less memory."""
 MANY = 24
 """Choices that a reader is shown where none is close."""
 HOST, SENTENCE = "DefaultCPUAllocator: ", re.compile(r"(?<=[a-z])\.\s+(?=[A-Z])")
@@ -60,16 +68,33 @@ class UnsupportedError(HeadraceError):
 class MemoryFull(UnsupportedError):
     """There was no memory left for what a run, or what comes before it, asked for."""
 
-    def __init__(self, error: BaseException) -> None:
+    def __init__(self, error: BaseException, what: str = "it", remedy: str = LESS_PER_STEP) -> None:
         """Say it as a user needs it.
 
         Args:
             error: one that `is_out_of_memory`.
+            what: what does not fit.
+            remedy: what makes it smaller.
         """
         said = str(error).rpartition(HOST)[2] or type(error).__name__
         first = SENTENCE.split(said.splitlines()[0])[0].rstrip(".")
-        remedy = "batch.micro_sequences=N with a smaller N, or --with selective_checkpoint"
-        super().__init__(f"it does not fit in memory: {first}", remedy)
+        super().__init__(f"{what} does not fit in memory: {first}", remedy)
+
+
+class NoMoreThreads(UnsupportedError):
+    """The system would start no more threads, for this user or in this container."""
+
+    def __init__(self) -> None:
+        """Say it with the limit that a user can see; a container's own may be lower."""
+        most = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+        told = "unlimited" if most == resource.RLIM_INFINITY else f"{most:,}"
+        super().__init__(
+            "the system would start no more threads: this user's limit of threads and processes "
+            f"(ulimit -u) is {told}, and a container may have a lower one (pids)",
+            "raise that limit, or end other processes; fewer are started with OMP_NUM_THREADS=1 "
+            "RAYON_NUM_THREADS=1 before the command and data.workers=0 in it "
+            "(techniques.loader_workers.workers=1 where that is on)",
+        )
 
 
 class Stopped(HeadraceError):
@@ -87,6 +112,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     told = f"{type(error).__name__}: {error}"
     own = isinstance(error, RuntimeError | MemoryError)
     return own and any(sign in told for sign in NO_MEMORY)
+
+
+def at_a_limit(error: BaseException) -> UnsupportedError | None:
+    """What a user is told of an error that says memory or threads ran out; None of any other."""
+    if is_out_of_memory(error):
+        return MemoryFull(error)
+    raised = isinstance(error, RuntimeError) or type(error).__name__ == "PanicException"  # Rust's
+    return NoMoreThreads() if raised and str(error).startswith(NO_THREAD) else None
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:

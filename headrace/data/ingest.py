@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headrace.core.errors import ConfigError, RunError
+from headrace.core.errors import ConfigError, MemoryFull, RunError, is_out_of_memory
 from headrace.core.files import sync_path
 from headrace.core.plan import DataConfig, Plan
 from headrace.core.units import format_bytes
@@ -39,6 +39,12 @@ SAMPLE_BYTES = 64 << 20
 PIECE_CHARACTERS = 1 << 16
 ENCODE_BYTES = 8 << 20
 VERIFY_BYTES = 1 << 30
+LESS_TO_HOLD = (
+    "smaller documents: a .txt, .md or .py file is one and is read whole, .jsonl and .parquet row "
+    "by row; data.tokenizer=PATH of a tokenizer.json, which holds no text to train one; or free "
+    "some memory"
+)
+"""What makes preparing take less memory; the rest of it is streamed."""
 _HASH_RANGE = 1 << 64
 
 
@@ -105,7 +111,17 @@ def prepare(plan: Plan, *, progress: Progress | None = None) -> Prepared:
     Raises:
         ConfigError: a source, the tokenizer or the split is not possible, or shards are damaged.
         RunError: the disk is full.
+        MemoryFull: the memory is.
     """
+    try:
+        return _prepare(plan, progress)
+    except (RuntimeError, MemoryError, OSError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise MemoryFull(error, "data that is being prepared", LESS_TO_HOLD) from None
+
+
+def _prepare(plan: Plan, progress: Progress | None) -> Prepared:
     progress = progress or (lambda description, done, total: None)
     root = Path(plan.data.directory).expanduser()
     name = _key(plan)
@@ -118,6 +134,8 @@ def prepare(plan: Plan, *, progress: Progress | None = None) -> Prepared:
                     _build_aside(plan, target, progress)
         return _open(plan, target)
     except OSError as error:
+        if is_out_of_memory(error):
+            raise
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise RunError(
                 f"data cannot be prepared in {root.resolve()}: {error}",

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from headrace.core.errors import ConfigError, RunError, UnsupportedError, nearest
+from headrace.core.errors import ConfigError, RunError, UnsupportedError, is_out_of_memory, nearest
 
 PLAIN = frozenset({".txt", ".md", ".py"})
 READABLE = PLAIN | {".jsonl", ".parquet"}
@@ -155,6 +155,8 @@ def _read(path: Path, name: str, text_key: str) -> Iterator[Document]:
             else:
                 yield Document(_decode(stream.read(), name).removeprefix("\ufeff"), name)
     except (OSError, pa.ArrowException) as error:
+        if is_out_of_memory(error):
+            raise
         raise ConfigError(
             f"{name} cannot be read: {error}",
             "copy or download the file again, or leave it out of data.sources",
@@ -260,6 +262,8 @@ def _hugging_face(source: str, text_key: str) -> Iterator[Document]:
         else:
             rows = datasets.load_dataset(name, config, **options)
     except Exception as error:  # the library raises a dozen kinds, most of them for a wrong name
+        if is_out_of_memory(error):
+            raise
         raise ConfigError(
             f"data.sources = {source!r} cannot be opened: {error}",
             "check name, config and split: hf:NAME[:CONFIG][@SPLIT]",
@@ -271,6 +275,8 @@ def _hugging_face(source: str, text_key: str) -> Iterator[Document]:
             origin = f"{source}:{number}"
             yield Document(_text(row, text_key, origin), origin)
     except OSError as error:
+        if is_out_of_memory(error):
+            raise
         raise RunError(
             f"{source} broke off after row {number:,}: {error}", "the same command again"
         ) from None

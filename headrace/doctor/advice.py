@@ -211,9 +211,16 @@ def _slowest(seen: Foresight) -> Finding:
 
 
 def plain(advice: Advice) -> list[dict[str, Any]]:
-    """Findings as JSON values, each with its remedies; what findings.json holds."""
+    """Findings as JSON values, each with its remedies; what findings.json holds.
+
+    Where no finding has a remedy, `unknown` of each says why.
+    """
     return [
-        {**asdict(one.finding), "remedies": [remedy.plain() for remedy in one.remedies]}
+        {
+            **asdict(one.finding),
+            "remedies": [remedy.plain() for remedy in one.remedies],
+            "unknown": advice.unknown,
+        }
         for one in advice.findings
     ]
 

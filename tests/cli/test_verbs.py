@@ -106,6 +106,17 @@ def test_explain_a_technique(
         assert f"techniques.{name}.{knob}" in text
 
 
+@pytest.mark.parametrize("asked", [(), ("--graph",)])
+def test_explain_without_a_name_says_what_it_takes(
+    asked: tuple[str, ...], call: Callable[..., Any]
+) -> None:
+    told = call("explain", *asked, code=2)
+    assert all(word in told["error"] for word in ("technique", "recipe", "--graph", "--matrix"))
+    assert "headrace explain demo" in told["remedy"] and "headrace list" in told["remedy"]
+    assert "muon" not in told["error"]
+    assert call("explain", "--matrix")["pairs"]
+
+
 def test_report_one_and_several(
     call: Callable[..., Any], tiny_demo: list[str], workshop: Path
 ) -> None:

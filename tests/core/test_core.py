@@ -4,19 +4,23 @@ from dataclasses import FrozenInstanceError
 from typing import Any
 
 import pytest
+import typer
 
 from headrace.core.errors import (
     ConfigError,
     HeadraceError,
+    NoMoreThreads,
     RunError,
     Stopped,
     UnsupportedError,
+    at_a_limit,
     nearest,
 )
 from headrace.core.hardware import lookup
 from headrace.core.ledger import Ledger, Line
 from headrace.core.technique import Card, Catalogue, Stage, Technique, check_claims
 from headrace.core.units import format_bytes, format_count, format_seconds
+from headrace.terminal import exit_codes
 
 LEDGER = Ledger(
     {
@@ -140,3 +144,28 @@ def test_an_empty_catalogue_says_so() -> None:
     with pytest.raises(ConfigError, match="none installed"):
         empty.find("muon")
     assert empty.with_family({"dim": 8}) == {"dim": 8}
+
+
+class PanicException(BaseException):
+    """As Rust's, which is no Exception."""
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (RuntimeError("can't start new thread"), True),
+        (RuntimeError("Resource temporarily unavailable"), True),
+        (PanicException("The global thread pool has not been initialized.: WouldBlock"), True),
+        (PanicException("index out of bounds"), False),
+        (RuntimeError("NCCL error: Resource temporarily unavailable"), False),
+        (OSError(11, "Resource temporarily unavailable"), False),
+    ],
+)
+def test_threads_that_ran_out_are_one_message(
+    error: BaseException, is_one: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert isinstance(at_a_limit(error), NoMoreThreads) is is_one
+    raised = typer.Exit if is_one or isinstance(error, OSError) else type(error)
+    with pytest.raises(raised), exit_codes(as_json=True):
+        raise error
+    assert ("start no more threads" in capsys.readouterr().out) is is_one

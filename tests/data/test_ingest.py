@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
-from headrace.core.errors import ConfigError, RunError
+from headrace.core.errors import ConfigError, MemoryFull, RunError
 from headrace.core.plan import Plan
-from headrace.data import ingest
+from headrace.data import ingest, sources
 from headrace.data.ingest import Prepared, prepare
 from headrace.data.shards import Shards, ShardWriter
 
@@ -244,3 +245,26 @@ def test_two_at_once_do_the_work_once(make_plan: MakePlan, source: str) -> None:
     assert outputs[0][-1] == outputs[1][-1]
     assert sorted(len(lines) > 1 for lines in outputs) == [False, True]
     assert outputs[0][-1] == f"done {prepare(plan).fingerprint['data']}"
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "error"),
+    [
+        (sources, "_decode", pa.ArrowMemoryError("malloc of size 9 failed")),
+        (sources, "_decode", OSError(errno.ENOMEM, "Cannot allocate memory")),
+        (ingest, "train_tokenizer", MemoryError()),
+        (ShardWriter, "add", MemoryError("Unable to allocate 572. MiB")),
+    ],
+)
+def test_a_full_memory_names_what_helps_in_preparing(
+    make_plan: MakePlan, source: str, monkeypatch: pytest.MonkeyPatch,
+    where: Any, name: str, error: Exception,
+) -> None:  # fmt: skip
+    def full(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(where, name, full)
+    with pytest.raises(MemoryFull, match="being prepared does not fit in memory") as told:
+        prepare(make_plan(sources=source))
+    assert "data.tokenizer=PATH" in told.value.remedy and ".jsonl" in told.value.remedy
+    assert not any(of_a_step in told.value.remedy for of_a_step in ("micro", "checkpoint"))

@@ -230,6 +230,7 @@ def test_a_run_is_told_what_to_do(train: Callable[..., Path], tmp_path: Path) ->
     found = plain(advice)
     assert {"computation", "not measured"} & {row["bottleneck"] for row in found}
     assert json.loads(json.dumps(found)) and all("remedies" in row for row in found)
+    assert all(one["gain"] or one["unknown"] for row in found for one in row["remedies"])
     assert found[0]["sentence"] in told(advice)
     environment = json.loads((folder / "environment.json").read_text())
     environment |= {"device": "cuda", "device_name": "Unheard Of 9000"}
@@ -237,3 +238,4 @@ def test_a_run_is_told_what_to_do(train: Callable[..., Path], tmp_path: Path) ->
     unknown = advise(folder, catalogue())
     assert not any(one.remedies for one in unknown.findings)
     assert "Unheard Of 9000" in unknown.unknown and unknown.unknown in told(unknown)
+    assert {row["unknown"] for row in plain(unknown)} == {unknown.unknown}
