@@ -30,27 +30,22 @@ import gc
 import json
 import math
 import time
-import tomllib
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import parts
 import receipts
-import tomli_w
 import torch
-from residuals import on_device, standing
+from lists import LISTS, Configuration, configurations, firsts
+from residuals import known, on_device
 
-from headrace.changes import parse
-from headrace.cli import catalogue
 from headrace.core.machine import Machine
 from headrace.core.plan import Plan
 from headrace.planner.calibration import ENOUGH, Measured
 from headrace.planner.foresight import Foresight, calibrated, foresee
 from headrace.trials.readings import OUT_OF_MEMORY, Reading, Worker, time_steps
 
-LISTS = sorted((Path(__file__).parent / "plans").glob("held_out*.toml"))
 DEVICE = "NVIDIA H200"
 WARM, TIMED = 3, 8
 BRIEF = (2, 1)
@@ -62,61 +57,6 @@ START_S = 9.0
 """Of a configuration beside its steps: the build, compiling a block. Guessed."""
 CLOSE = 0.01
 """Candidates of which one is foreseen so little slower than another are no choice."""
-
-
-@dataclass(frozen=True)
-class Configuration:
-    """One plan of the list.
-
-    Args:
-        id: its name in the rows.
-        choice: the workload whose candidate it is; "" for those of memory alone.
-        shape: of the model.
-        words: its changes of the shape's recipe.
-        text: the recipe.
-    """
-
-    id: str
-    choice: str
-    shape: str
-    words: tuple[str, ...]
-    text: str
-
-    @property
-    def plan(self) -> Plan:
-        """It, checked."""
-        return parse(self.words).plan(self.text, catalogue())
-
-
-def configurations(files: Sequence[Path] = LISTS) -> Iterator[Configuration]:
-    """All of the lists, in their order."""
-    for file in files:
-        yield from _of_list(tomllib.loads(file.read_text()))
-
-
-def _of_list(told: dict[str, Any]) -> Iterator[Configuration]:
-    for choice in told["choices"]:
-        length, rows = choice["length"], choice["rows"]
-        name = f"{choice['shape']}-{length}x{rows}"
-        for kind in choice["sets"]:
-            yield _configuration(told, f"{name}/{kind}", name, choice["shape"], length, rows, kind)
-    memory = told.get("memory", {"shapes": ()})
-    for shape in memory["shapes"]:
-        for rows in memory["rows"]:
-            for kind in memory["sets"]:
-                name = f"memory/{shape}-{memory['length']}x{rows}/{kind}"
-                yield _configuration(told, name, "", shape, memory["length"], rows, kind)
-
-
-def _configuration(
-    told: dict[str, Any], name: str, choice: str, shape: str, length: int, rows: int, kind: str
-) -> Configuration:
-    tables = {
-        **told["common"], "name": shape, "model": told["shapes"][shape],
-        "data": {"sequence_length": length}, "batch": {"tokens": length * rows},
-    }  # fmt: skip
-    words = tuple(told["sets"][kind].split())
-    return Configuration(name, choice, shape, words, tomli_w.dumps(tables))
 
 
 # --- predict ---------------------------------------------------------------------------------
@@ -175,15 +115,6 @@ def predict(args: argparse.Namespace) -> None:
         )  # fmt: skip
         wrote += 1
     print(f"{wrote} predictions at the tier {planner.tier}")
-
-
-def firsts(files: Sequence[Path]) -> dict[str, Configuration]:
-    """Of each choice, the candidate that the others are predicted by."""
-    found: dict[str, Configuration] = {}
-    for one in configurations(files):
-        if one.choice:
-            found.setdefault(one.choice, one)
-    return found
 
 
 def shared(args: argparse.Namespace, rows: list[dict[str, Any]]) -> set[str] | None:
@@ -335,13 +266,6 @@ def picks(args: argparse.Namespace) -> None:
 
 
 # --- the rest --------------------------------------------------------------------------------
-
-
-def known(folder: Path) -> list[dict[str, Any]]:
-    """Rows of plans.jsonl that stand; an outcome that a program refused is none."""
-    if not (folder / "plans.jsonl").is_file():
-        return []
-    return [row for row in standing("plans", folder, full=False) if "refused" not in row]
 
 
 def tell(args: argparse.Namespace) -> None:

@@ -4,12 +4,15 @@
     python benchmarks/residuals.py --machine MACHINE.json
 
 A receipt of a step becomes its plan again, by the rule that wrote it, and is predicted with the
-rates of the datasheet, or with those that `headrace probe` kept. The widths that it prints stand in
-headrace/planner/intervals.py, and hold for a shape that was left out: those constants of
-core/work.py that are from steps are fitted anew to the other shapes' rows, and so are quantiles of
-their errors; both ends are moved out until 80% of what was left out lies inside, every shape
-counted alike. Those after 20 steps come of pairs of rows of different shapes: one sets the model,
-the other is predicted. Reserved memory is compared where a row has it.
+rates of the datasheet, or with those that `headrace probe` kept. With the datasheet's, so is what
+came of the lists that were written down before (`lists.py`): each of their choices is a shape, all
+of it measured on one GPU. The widths that it prints stand in headrace/planner/intervals.py,
+and hold for a shape that was left out: those constants of core/work.py that are from steps are
+fitted anew to the other shapes' rows, and so are quantiles of their errors; both ends are moved out
+until 80% of what was left out lies inside, every shape counted alike. Those after 20 steps come of
+pairs of rows of different shapes: one sets the model, the other is predicted. Those of the same
+workload come of the lists, and hold 88%: the first candidate of a choice sets the model for its
+others. Reserved memory is compared where a row has it.
 """
 
 import argparse
@@ -23,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from lists import configurations, firsts
 
 from headrace.build import predict
 from headrace.cli import catalogue
@@ -49,6 +53,9 @@ DEVICE = "NVIDIA H200"
 COMMITS = ("0841e19", "09386a9")
 """Whose rows have the batches that the plans have today. Reserved memory is in the latter's."""
 LEVEL = 0.8
+MENDED_ON = 0.88
+"""The share that is asked for of one workload's plans: what is left out of the fit had its part
+when the model was mended, and 80% is promised of what had none."""
 OTHERS = {
     ("limits", "mfu: selective_rows2"): "+selective_checkpoint "
     "techniques.selective_checkpoint.wide_every=1 batch.micro_sequences=2",
@@ -110,6 +117,8 @@ class Row:
             earlier one of its process had left.
         fits: "yes", "tight" or "no", as the planner says of what ran.
         parts: what the prediction of its step is made of, where there is one.
+        first: whether it sets the model for the rows of its shape that come after it: they are of
+            one workload, and steps of one GPU.
     """
 
     shape: str
@@ -119,6 +128,7 @@ class Row:
     reserved: float | None
     fits: str
     parts: Parts | None = None
+    first: bool = False
 
 
 def standing(topic: str, results: Path, *, full: bool = True) -> Iterator[dict[str, Any]]:
@@ -129,6 +139,13 @@ def standing(topic: str, results: Path, *, full: bool = True) -> Iterator[dict[s
     for number, row in enumerate(rows, 1):
         if number not in retracted and "retracts" not in row and (row.get("metrics") or not full):
             yield row
+
+
+def known(folder: Path) -> list[dict[str, Any]]:
+    """Rows of plans.jsonl that stand; an outcome that a program refused is none."""
+    if not (folder / "plans.jsonl").is_file():
+        return []
+    return [row for row in standing("plans", folder, full=False) if "refused" not in row]
 
 
 def plans(results: Path) -> Iterator[tuple[str, dict[str, Any], Plan]]:
@@ -192,9 +209,21 @@ def rows(results: Path = ROOT / "results", machine: Machine | None = None) -> li
     return found
 
 
-def quantiles(logs: list[float]) -> tuple[float, float]:
+def outcomes(results: Path = ROOT / "results") -> Iterator[Row]:
+    """What came of the lists' choices where steps were timed, by assumed rates."""
+    machine, leads = Machine.assumed(DEVICE), {one.id for one in firsts().values()}
+    timed = (r for r in known(results) if r["kind"] == "outcome" and r.get("step_s"))
+    came = {r["id"]: r["step_s"] for r in timed}
+    for one in configurations():
+        if one.choice and one.id in came:
+            parts = Parts.of(one.plan, on_device(one.plan), machine, came[one.id])
+            ratio = math.exp(errors([parts], CONSTANTS)[0])
+            yield Row(one.choice, one.id, ratio, None, None, "yes", parts, one.id in leads)
+
+
+def quantiles(logs: list[float], level: float = LEVEL) -> tuple[float, float]:
     """The ends of the middle 80%, each with one more row outside of it than there is."""
-    ordered, share = sorted(logs), (1 - LEVEL) / 2
+    ordered, share = sorted(logs), (1 - level) / 2
     skipped = max(0, math.floor(share * (len(ordered) + 1)) - 1)
     return ordered[skipped], ordered[-1 - skipped]
 
@@ -226,42 +255,51 @@ def fitted(rows_R: list[Parts]) -> Any:
     return found
 
 
-def widened(pairs: list[tuple[list[float], list[float]]]) -> tuple[float, float]:
-    """Quantiles of what was known, moved out until 80% of what was left out lies inside.
+def widened(
+    pairs: list[tuple[list[float], list[float]]], level: float = LEVEL
+) -> tuple[float, float]:
+    """Quantiles of what was known, moved out until that share of what was left out lies inside.
 
     Every pair of both counts alike, however many rows it has: what is predicted has another shape.
     """
-    ends = [(*quantiles(known), left) for known, left in pairs]
+    ends = [(*quantiles(known, level), left) for known, left in pairs]
 
     def inside(wider: float) -> float:
         return fmean(fmean(a - wider <= x <= b + wider for x in left) for a, b, left in ends)
 
-    wider = next(w / 1e3 for w in range(1000) if inside(w / 1e3) >= LEVEL)
-    low, high = quantiles([x for known, _ in pairs for x in known])
+    wider = next(w / 1e3 for w in range(1000) if inside(w / 1e3) >= level)
+    low, high = quantiles([x for known, _ in pairs for x in known], level)
     return math.exp(low - wider), math.exp(high + wider)
 
 
 def widths(
     found: list[Row], datasheet: list[Row] | None = None
 ) -> dict[str, tuple[float, float, int]]:
-    """Tier -> low, high, rows.
+    """Basis -> low, high, rows.
 
     Args:
         found: rows by some machine's rates.
         datasheet: by the rates that the constants are fitted with; None where they are the same.
     """
-    by_shape, known = (_by_shape(each) for each in (found, datasheet or found))
-    alone, after = [], []
+    by_shape, fit = (_by_shape(each) for each in (found, datasheet or found))
+    led, alone, after, beside = [row.shape for row in found if row.first], [], [], []
     for shape in by_shape:
-        others = [name for name in known if name != shape]
-        constants = fitted([p for name in others for p in known[name]])
+        others = [name for name in fit if name != shape]
+        constants = fitted([p for name in others for p in fit[name]])
         logs = {name: list(errors(parts, constants)) for name, parts in by_shape.items()}
         alone.append(([x for name in others for x in logs[name]], logs[shape]))
         for name in others:  # what sets the model is a row of it, and so is what else was known
             same = [y - x for x in logs[name] for y in logs[name]]
             after.append((same, [y - x for x in logs[name] for y in logs[shape]]))
+        told = {name: [y - logs[name][0] for y in logs[name][1:]] for name in led}
+        if shape in led:
+            beside.append(([x for name in led if name != shape for x in told[name]], told[shape]))
     count = sum(map(len, by_shape.values()))
-    return {"no_gpu": (*widened(alone), count), "after_20_steps": (*widened(after), count)}
+    wide = {"no_gpu": (*widened(alone), count), "after_20_steps": (*widened(after), count)}
+    if beside:
+        n = sum(len(left) for _, left in beside)
+        wide["same_workload"] = (*widened(beside, MENDED_ON), n)
+    return wide
 
 
 def _by_shape(found: list[Row]) -> dict[str, list[Parts]]:
@@ -276,7 +314,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--machine", type=Path, help="what was probed")
     args = parser.parse_args()
-    found = rows(machine=Machine.read(args.machine) if args.machine else None)
+    machine = Machine.read(args.machine) if args.machine else None
+    found = rows(machine=machine) if machine else [*rows(), *outcomes()]
     for row in found:
         print(row)
     ratios = [row.ratio for row in found if row.ratio is not None]
@@ -285,9 +324,9 @@ def main() -> None:
         off = [abs(1 / r - 1) for row in found if (r := getattr(row, name)) is not None]
         told = f"median {median(off):.2%}, worst {max(off):.2%}" if off else "none measured"
         print(f"{name}: {len(off)} rows, {told}")
-    for tier, (low, high, n) in widths(found, rows() if args.machine else None).items():
-        tier = "after_probes" if args.machine and tier == "no_gpu" else tier
-        print(f"{tier}: Width({low:.3f}, {high:.3f}, {n})")
+    for basis, (low, high, n) in widths(found, rows() if machine else None).items():
+        basis = "after_probes" if machine and basis == "no_gpu" else basis
+        print(f"{basis}: Width({low:.3f}, {high:.3f}, {n})")
 
 
 if __name__ == "__main__":

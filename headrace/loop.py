@@ -22,11 +22,11 @@ from headrace.arguments import (
 from headrace.context import find_device
 from headrace.core.errors import EXIT_INTERRUPTED
 from headrace.doctor import advice
-from headrace.doctor.findings import plain
-from headrace.doctor.run import TRACES, diagnose, narrowest
+from headrace.doctor.run import TRACES
 from headrace.doctor.trace.facts import kernel_lines, trace_facts
-from headrace.load import resolve_run
+from headrace.load import read_plan, resolve_run
 from headrace.planner import sweep
+from headrace.planner.ending import Curve
 from headrace.planner.foresight import after, foresee, told
 from headrace.probes.table import table as probe_table
 from headrace.recipes import recipes
@@ -35,7 +35,9 @@ from headrace.trials.ablate import ablate_command
 from headrace.trials.command import MINUTES, folder_of, tune_command
 from headrace.trials.command import told as tuned_told
 from headrace.trials.judge import Aim
+from headrace.trials.kinds import learns_otherwise
 from headrace.trials.path import dumps
+from headrace.trials.target import SEEDS
 from headrace.truth import HEAD, compute, notes, table
 
 
@@ -53,11 +55,14 @@ def plan(
     with exit_codes(json):
         wanted = named_plan(plan, overrides, with_, without, verb="plan")
         context, machine = place(wanted, device_name)
-        measured = None
+        measured = curve = None
         if after_ is not None:
-            measured = after(resolve_run(after_), catalogue(), context, machine)
+            run = resolve_run(after_)
+            measured = after(run, catalogue(), context, machine)
+            if wanted.goal.bits_per_byte is not None:
+                curve = Curve.of(run, learns_otherwise(read_plan(run, catalogue()), wanted))
         if not sweep_:
-            found = foresee(wanted, context, machine, measured)
+            found = foresee(wanted, context, machine, measured, curve)
             if json:
                 show_json(found.plain())
             else:
@@ -103,18 +108,8 @@ def doctor(
     with exit_codes(json):
         first, kernels = what[0], None
         if len(what) > 1 or (first.name.endswith(TRACES) and not first.is_dir()):
-            findings = diagnose(what)
-            if json:
-                show_json(plain(findings))
-            else:
-                print(narrowest(findings)["sentence"])
-                show_table(
-                    ["station", "share", "evidence", "how sure", "not measured"],
-                    [[f.bottleneck, f"{f.share:.1%}", f.evidence, f.confidence, f.not_measured]
-                     for f in findings],
-                )  # fmt: skip
-            return
-        if _is_plan(first):
+            found = advice.advise_loop(what, catalogue())
+        elif _is_plan(first):
             wanted = named_plan(str(first), verb="doctor")
             found = advice.advise_plan(wanted, *place(wanted, device_name), catalogue())
         else:
@@ -138,9 +133,13 @@ def _is_plan(what: Path) -> bool:
 def tune(
     plan: PlanName, overrides: Overrides = None, *,
     with_: With = None, without: Without = None,
-    aim: Annotated[Aim, typer.Option("--for", help="What is to become less.")] = "time",
+    aim: Annotated[
+        Aim | None,
+        typer.Option("--for", help="What is to become less: of a plan with a target the time to it "
+                     "(quality), else of a step (time)."),
+    ] = None,
     minutes: Annotated[float, typer.Option(help="On the clock, at most.")] = MINUTES,
-    seeds: Annotated[int, typer.Option(min=2, help="Of a change of what is learned.")] = 5,
+    seeds: Annotated[int, typer.Option(min=5, help="Of a change of what is learned.")] = SEEDS,
     json: Json = False,
 ) -> None:  # fmt: skip
     """Try what is foreseen to help, measure it beside the best so far, keep what won."""

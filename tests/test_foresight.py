@@ -4,7 +4,6 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 import torch
 
 from headrace.build import predict
+from headrace.changes import changed
 from headrace.cli import catalogue
 from headrace.context import elsewhere, make_context
 from headrace.core.allocator import MIB, Allocator, OutOfMemory
@@ -23,7 +23,7 @@ from headrace.core.machine import Machine
 from headrace.core.plan import Plan
 from headrace.core.work import EDGE_S, StepTime
 from headrace.planner.calibration import Calibration, Measured
-from headrace.planner.foresight import TIGHT, after, calibrated, foresee, told
+from headrace.planner.foresight import TIGHT, after, at, calibrated, foresee, told
 from headrace.planner.intervals import STEP
 from headrace.planner.reserved import reserve, workspace_bytes
 from headrace.truth import compute
@@ -117,7 +117,7 @@ def test_a_replay_holds_what_the_ledger_says_and_little_more(changes: tuple[str,
 
 def test_what_an_h200_reserved_is_foreseen(receipts: list[Any]) -> None:
     off = {(r.shape, r.what): 1 / r.reserved - 1 for r in receipts if r.reserved is not None}
-    assert len(off) >= 37  # graphs' pools among them
+    assert len(off) >= 36  # graphs' pools among them
     assert median(map(abs, off.values())) < 0.01, off
     assert max(map(abs, off.values())) < 0.035, max(off.items(), key=lambda pair: abs(pair[1]))
 
@@ -171,10 +171,8 @@ def test_nothing_is_said_to_fit_above_93_percent() -> None:
 
 
 def test_scores_that_no_kernel_spares_do_not_fit() -> None:
-    fp32, names = (
-        ("model.precision=fp32", "batch.micro_sequences=4"),
-        [*on_h200("1b")[0].techniques],
-    )
+    fp32 = ("model.precision=fp32", "batch.micro_sequences=4")
+    names = [*on_h200("1b")[0].techniques]
     plan, context = on_h200("1b", *fp32, without=names)
     assert predict(plan, context).peak()[1] < 100 * 2**30
     assert foresee(plan, context, H200).fits == "no"  # it ran out of memory
@@ -185,67 +183,20 @@ def test_scores_that_no_kernel_spares_do_not_fit() -> None:
 # --- intervals -------------------------------------------------------------------------------
 
 
-def outcomes() -> Iterator[Any]:
-    """Those of the held-out list whose steps were timed, each choice a shape."""
-    rows = foresight.known(ROOT / "results")
-    came = {r["id"]: r.get("step_s") for r in rows if r["kind"] == "outcome"}
-    for one in foresight.configurations():
-        if one.choice and came.get(one.id):
-            where = residuals.on_device(one.plan)
-            known = residuals.Parts.of(one.plan, where, H200, came[one.id])
-            ratio = math.exp(residuals.errors([known], residuals.CONSTANTS)[0])
-            yield residuals.Row(one.choice, one.id, ratio, None, None, "yes", known)
-
-
 def test_intervals_hold_80_percent_of_what_was_measured(receipts: list[Any]) -> None:
     rows = [row for row in receipts if row.ratio is not None]
     assert len(rows) > 60 and {row.shape for row in rows} == {"160m", "1b", "7b"}
-    rows += outcomes()
-    for tier, (low, high, _) in residuals.widths(rows).items():
-        width = STEP[tier]
-        assert width.low == pytest.approx(low, abs=0.02), tier
-        assert width.high == pytest.approx(high, abs=0.02), tier
+    rows += residuals.outcomes()
+    found = residuals.widths(rows)
+    assert found.keys() == STEP.keys() - {"after_probes"}
+    for basis, (low, high, _) in found.items():
+        width = STEP[basis]
+        assert (width.low, width.high) == pytest.approx((low, high), abs=0.01), basis
     for row in rows:
         again = residuals.errors([row.parts], residuals.CONSTANTS)[0]
         assert again == pytest.approx(math.log(row.ratio), abs=1e-9)
     width = STEP["no_gpu"]
     assert sum(width.low <= r.ratio <= width.high for r in rows) / len(rows) >= 0.8
-
-
-@pytest.mark.parametrize(
-    ("goal", "until", "hours"),
-    [
-        (["goal.minutes=30", "goal.steps=10000000"], "30 minutes", 0.5),
-        (["goal.dollars=8"], "step 24", None),
-        (["goal.dollars=8", "goal.steps=10000000"], "$8.00", 2.0),
-        (["goal.tokens=3276800", "goal.steps=1000"], "step 100", None),
-        (["goal.bits_per_byte=1.1", "goal.minutes=6", "goal.steps=10000000"],
-         "1.1 bits per byte, nobody knows when: no loss curve is measured yet; at the latest 6 "
-         "minutes", 0.1),
-    ],
-)  # fmt: skip
-def test_when_a_run_ends(goal: list[str], until: str, hours: float | None) -> None:
-    plan, context = on_h200("1b", "hardware.dollars_per_hour=4", *goal)
-    found = foresee(plan, context, H200)
-    assert found.until == until and found.step_s and found.hours
-    ends, width = found.between["hours"], STEP["no_gpu"]
-    if hours is not None:
-        assert found.hours == ends.low == ends.high == hours
-    else:
-        assert found.hours == pytest.approx(int(until.split()[1]) * found.step_s / 3600)
-        assert ends.low == pytest.approx(width.low * found.hours)
-        assert ends.high == pytest.approx(width.high * found.hours)
-    assert found.between["dollars"].high == pytest.approx(4 * ends.high)
-    assert f"until {until}" in told(plan, found)
-    rate = found.between["tokens_per_s"]
-    assert rate.high == pytest.approx(plan.batch.tokens / found.between["step_s"].low)
-
-
-def test_a_target_alone_has_no_hours() -> None:
-    plan, context = on_h200("1b", "goal.bits_per_byte=1.1", "schedule.steps=99")
-    plan = plan.replaced(goal={"bits_per_byte": 1.1})
-    found = foresee(plan, context, H200)
-    assert found.hours is None and "nobody knows when" in told(plan, found)
 
 
 # --- after measured steps --------------------------------------------------------------------
@@ -294,8 +245,35 @@ def test_a_run_sets_the_model_for_other_plans(tmp_path: Path) -> None:
     other, there = on_h200("160m")
     moved = foresee(other, there, H200, found)
     plain = foresee(other, there, H200)
+    assert (same.basis, moved.basis) == ("same_workload", "after_20_steps")
     assert moved.step_s and plain.step_s and 1.15 < moved.step_s / plain.step_s < 1.25
     assert found == calibrated(plan, context, H200, Measured(1.2 * before.step_s))
+
+
+@pytest.mark.parametrize(
+    ("same", "words"),
+    [(True, "-torch_compile +full_checkpoint"), (True, "batch.micro_sequences=2"),
+     (False, "batch.tokens=65536"), (False, "data.sequence_length=2048"), (False, "model.ffn=512")],
+)  # fmt: skip
+def test_the_measured_workload_has_its_own_interval(tmp_path: Path, same: bool, words: str) -> None:
+    ran, context = on_h200("1b", "model.vocab=4096")  # a run writes what a plan left open
+    (tmp_path / "plan.toml").write_text(ran.to_toml())
+    row = {"step_s": foresee(ran, context, H200).step_s, "compile_s": 0.0}
+    (tmp_path / "metrics.jsonl").write_text(21 * f"{json.dumps(row)}\n")
+    plan = changed(on_h200("1b", "model.vocab=0")[0], words.split(), catalogue())
+    found = foresee(plan, at(context, plan), H200, after(tmp_path, catalogue(), context, H200))
+    width, ends = STEP["same_workload" if same else "after_20_steps"], found.between["step_s"]
+    assert found.step_s and f"80% of {width.n} {width.says}" in told(plan, found)
+    assert (ends.low / width.low, ends.high / width.high) == pytest.approx((found.step_s,) * 2)
+
+
+def test_a_run_of_another_device_sets_nothing(tmp_path: Path) -> None:
+    plan, context = on_h200("1b")
+    (tmp_path / "plan.toml").write_text(plan.to_toml())
+    ran = {"device": "cpu", "device_name": "a laptop"}
+    (tmp_path / "environment.json").write_text(json.dumps(ran))
+    with pytest.raises(ConfigError, match="ran on a laptop, and its steps tell nothing of NVIDIA"):
+        after(tmp_path, catalogue(), context, H200)
 
 
 # --- the held-out experiment -----------------------------------------------------------------

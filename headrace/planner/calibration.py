@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 
 from headrace.core.errors import ConfigError
-from headrace.core.work import EDGE_S, Phase, StepTime
+from headrace.core.work import EDGE_S, Phase, StepTime, Work
 
 ENOUGH = 20
 """Steps whose median counts."""
@@ -84,12 +84,14 @@ class Calibration:
         waits_s: of a step, for data.
         plan: whose steps were measured.
         steps: how many.
+        workload: that plan's, as `intervals.workload` tells it.
     """
 
     factors: Mapping[Phase, float]
     waits_s: float
     plan: str
     steps: int
+    workload: Mapping[str, Work] = field(default_factory=dict)
 
     @classmethod
     def of(cls, time: StepTime, measured: Measured, plan: str) -> "Calibration":
@@ -130,6 +132,24 @@ class Calibration:
     def step_s(self, time: StepTime) -> float:
         """Of a step, with waits as long as the measured ones."""
         return self.applied(time).step_s + self.waits_s
+
+
+def check_device(run: Path, device: str, name: str) -> None:
+    """Steps tell of the device that they ran on.
+
+    Raises:
+        ConfigError: a run's were measured on another one than `name`, of which plans are asked.
+    """
+    try:
+        told = json.loads((run / "environment.json").read_text())
+        ran, its = told["device"], told["device_name"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # a run that nothing is known of
+    if ran != device or (ran == "cuda" and its != name):
+        raise ConfigError(
+            f"{run} ran on {its}, and its steps tell nothing of {name}",
+            "headrace plan PLAN without --after, or --after a run on that device",
+        )
 
 
 def _rows(file: Path) -> list[dict[str, float]]:

@@ -12,7 +12,6 @@ Steps of one plan that were measured (`calibrated`, or `after` a run) move the p
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,16 @@ from headrace.core.plan import Plan
 from headrace.core.technique import Catalogue, Context
 from headrace.core.units import format_bytes, format_count, format_seconds
 from headrace.core.work import EDGE_S, StepTime, step_time
-from headrace.planner.calibration import Calibration, Measured
-from headrace.planner.intervals import STEP, Between, Tier, not_known_on, step_between
+from headrace.planner.calibration import Calibration, Measured, check_device
+from headrace.planner.ending import Curve, ending
+from headrace.planner.intervals import (
+    STEP,
+    Basis,
+    Between,
+    Tier,
+    not_known_on,
+    workload,
+)
 from headrace.planner.reserved import Reserved, reserve, workspace_bytes
 
 TIGHT = 0.93
@@ -61,7 +68,7 @@ class Foresight:
         unknown: why no time is predicted.
         instants: allocated at each instant of a step.
         reserved_bytes: at most, by the allocator; None where it is no GPU's.
-        tier: what the time rests on.
+        tier, basis: what the time rests on, and what its intervals do.
         between: 80% intervals of step_s, tokens_per_s, hours and dollars where there are any.
         no_interval: why the step's time has none.
         until: what ends the run, in words.
@@ -86,6 +93,7 @@ class Foresight:
     instants: dict[str, float] = field(default_factory=dict)
     reserved_bytes: float | None = None
     tier: Tier = "no_gpu"
+    basis: Basis = "no_gpu"
     between: dict[str, Between] = field(default_factory=dict)
     no_interval: str = ""
     until: str = ""
@@ -104,7 +112,11 @@ class Foresight:
 
 
 def foresee(
-    plan: Plan, context: Context, machine: Machine, calibration: Calibration | None = None
+    plan: Plan,
+    context: Context,
+    machine: Machine,
+    calibration: Calibration | None = None,
+    curve: Curve | None = None,
 ) -> Foresight:
     """What a plan would take on a machine.
 
@@ -113,6 +125,7 @@ def foresee(
         context: where.
         machine: its rates.
         calibration: by measured steps of one plan there.
+        curve: of a run that learned as this one would.
 
     Raises:
         ConfigError, UnsupportedError: a technique cannot run there, or two clash.
@@ -126,10 +139,13 @@ def foresee(
     fits, reserved = _room(ledger, peak_bytes + workspace, workspace, left, cuda)
     time, unknown = _time(plan, context, ledger, machine)
     tier: Tier = "after_probes" if machine.source == "probes" else "no_gpu"
+    basis: Basis = tier
     step_s = None if time is None else time.step_s
     if time is not None and calibration is not None:
         tier, step_s, time = "after_20_steps", calibration.step_s(time), calibration.applied(time)
-    until, hours, between = _length(plan, step_s, tier, machine.name)
+        alike = calibration.workload == workload(plan, context, ledger)
+        basis = "same_workload" if alike else tier
+    until, hours, between = ending(plan, step_s, basis, machine.name, curve)
     price = plan.hardware.dollars_per_hour
     if hours is not None and price is not None and "hours" in between:
         ends = between["hours"]
@@ -142,7 +158,7 @@ def foresee(
         tokens_per_s=None if step_s is None else plan.batch.tokens / step_s, hours=hours,
         dollars=None if hours is None or price is None else hours * price, unknown=unknown,
         instants={name: held + workspace for name, held in ledger.instants().items()},
-        reserved_bytes=reserved, tier=tier, between=between,
+        reserved_bytes=reserved, tier=tier, basis=basis, between=between,
         no_interval="" if step_s is None else not_known_on(machine.name), until=until,
         steps=None if hours is None or step_s is None else int(3600 * hours / step_s + 1e-6),
         calibrated_by=calibration.plan if calibration is not None and time is not None else "",
@@ -156,13 +172,15 @@ def calibrated(plan: Plan, context: Context, machine: Machine, measured: Measure
         ConfigError: measured and predicted are too far apart to be of one plan and device.
         UnsupportedError: no time of the plan is predicted.
     """
-    time, unknown = _time(plan, context, predict(plan, context), machine)
+    ledger = predict(plan, context)
+    time, unknown = _time(plan, context, ledger, machine)
     if time is None:
         raise UnsupportedError(
             f"{plan.name} cannot calibrate other plans: its own time is not predicted: {unknown}",
             "a plan of techniques that say what they do to time",
         )
-    return Calibration.of(time, measured, plan.name)
+    found = Calibration.of(time, measured, plan.name)
+    return replace(found, workload=workload(plan, context, ledger))
 
 
 def after(folder: Path, catalogue: Catalogue, context: Context, machine: Machine) -> Calibration:
@@ -181,6 +199,7 @@ def after(folder: Path, catalogue: Catalogue, context: Context, machine: Machine
     file = folder / "plan.toml"
     if not file.is_file():
         raise ConfigError(f"{folder} is not a run: it has no plan.toml", "headrace train PLAN")
+    check_device(folder, context.device, context.device_name)
     plan = Plan.read(file.read_text(), catalogue)
     return calibrated(plan, at(context, plan), machine, Measured.of_run(folder))
 
@@ -279,46 +298,6 @@ def _parts(time: StepTime, step_s: float) -> dict[str, float]:
 # --- how long --------------------------------------------------------------------------------
 
 
-def _length(
-    plan: Plan, step_s: float | None, tier: Tier, device: str
-) -> tuple[str, float | None, dict[str, Between]]:
-    """What ends the run, hours until then, and the intervals of all that a step's time decides."""
-    between: dict[str, Between] = {}
-    ends = None if step_s is None else step_between(step_s, tier, device)
-    if ends is not None:
-        between["step_s"], tokens = ends, plan.batch.tokens
-        between["tokens_per_s"] = Between(tokens / ends.high, tokens / ends.low)
-    budgets = dict(_budgets(plan, step_s))
-    target = plan.goal.bits_per_byte
-    loss = "" if target is None else (
-        f"{target:g} bits per byte, nobody knows when: no loss curve is measured yet"
-    )  # fmt: skip
-    if not budgets:
-        return loss, None, between
-    until, hours = min(budgets.items(), key=lambda item: item[1])
-    if ends is not None and step_s:
-        low, high = (ends.low / step_s, ends.high / step_s)
-        scaled = [(low, high) if name.startswith("step ") else (1.0, 1.0) for name in budgets]
-        each = list(zip(budgets.values(), scaled, strict=True))
-        between["hours"] = Between(min(h * s[0] for h, s in each), min(h * s[1] for h, s in each))
-    elif not any(name.startswith("step ") for name in budgets):
-        between["hours"] = Between(hours, hours)
-    return (f"{loss}; at the latest {until}" if loss else until), hours, between
-
-
-def _budgets(plan: Plan, step_s: float | None) -> Iterator[tuple[str, float]]:
-    """What may end the run -> hours until then. Minutes and dollars are exact."""
-    goal, price = plan.goal, plan.hardware.dollars_per_hour
-    by_tokens = -(-goal.tokens // plan.batch.tokens) if goal.tokens else None
-    steps = min((n for n in (goal.steps, by_tokens) if n), default=None)
-    if steps and step_s is not None:
-        yield f"step {steps}", steps * step_s / 3600
-    if goal.minutes:
-        yield f"{goal.minutes:g} minutes", goal.minutes / 60
-    if goal.dollars and price:
-        yield f"${goal.dollars:,.2f}", goal.dollars / price
-
-
 # --- for a reader ----------------------------------------------------------------------------
 
 
@@ -351,7 +330,7 @@ def told(plan: Plan, found: Foresight) -> str:
         said = [
             f"time: {step} a step ({format_seconds(ends.low)} to {format_seconds(ends.high)}), "
             f"{rate} tokens/s ({format_count(rates.low)} to {format_count(rates.high)})",
-            f"  so wide: 80% of {STEP[found.tier].n} {STEP[found.tier].says}",
+            f"  so wide: 80% of {STEP[found.basis].n} {STEP[found.basis].says}",
         ]
     return "\n".join([*lines, *said, f"  where it goes: {parts}", *_end_told(plan, found)])
 

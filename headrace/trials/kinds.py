@@ -34,12 +34,35 @@ def kind_of(before: Plan, after: Plan) -> Kind:
     for key in _differing(before, after):
         if key in said:
             continue
-        if key not in EXECUTION and key.partition(".")[0] not in EXECUTION:
-            found.add("approximate" if key in APPROXIMATE else "learning")
+        found.add(_kind_of_key(key))
     return max(found, key=RANKS.__getitem__)
+
+
+def _kind_of_key(key: str) -> Kind:
+    if key in EXECUTION or key.partition(".")[0] in EXECUTION:
+        return "exact"
+    return "approximate" if key in APPROXIMATE else "learning"
 
 
 def _differing(before: Plan, after: Plan) -> list[str]:
     """Keys of the plan itself, techniques left out, whose values are not the same."""
     one, two = flat(before), flat(after)
     return [key for key in one.keys() | two.keys() if one.get(key) != two.get(key)]
+
+
+def learns_otherwise(run: Plan, plan: Plan) -> str:
+    """Why the loss curve of a run does not tell of a plan, as a verb's end; "" where it does.
+
+    Goals may differ, if the schedule ends at the same step, and a run writes down the size of the
+    vocabulary that a plan may leave open.
+    """
+    alike = plan.replaced(
+        goal=run.goal, model=plan.model.model_copy(update={"vocab": run.model.vocab}),
+        schedule=plan.schedule.model_copy(update={"steps": run.schedule.steps}),
+    )  # fmt: skip
+    if plan.horizon_steps != run.horizon_steps:
+        return f"has a schedule of {run.horizon_steps} steps, this one of {plan.horizon_steps}"
+    if kind_of(run, alike) != "learning":
+        return ""
+    keys = [key for key in _differing(run, alike) if _kind_of_key(key) == "learning"]
+    return f"learned otherwise ({', '.join(sorted(keys)[:3]) or 'other techniques'})"

@@ -1,0 +1,83 @@
+"""The configurations that the planner is judged by, as plans/held_out*.toml lists them.
+
+A list names shapes, sets of techniques, and choices: one workload whose candidates are some of the
+sets. `foresight.py` predicts and measures them, and `residuals.py` learns widths from what came.
+"""
+
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from headrace.changes import parse
+from headrace.cli import catalogue
+from headrace.core.plan import Plan
+
+LISTS = sorted((Path(__file__).parent / "plans").glob("held_out*.toml"))
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One plan of the list.
+
+    Args:
+        id: its name in the rows.
+        choice: the workload whose candidate it is; "" for those of memory alone.
+        shape: of the model.
+        words: its changes of the shape's recipe.
+        text: the recipe.
+    """
+
+    id: str
+    choice: str
+    shape: str
+    words: tuple[str, ...]
+    text: str
+
+    @property
+    def plan(self) -> Plan:
+        """It, checked."""
+        return parse(self.words).plan(self.text, catalogue())
+
+
+def configurations(files: Sequence[Path] = LISTS) -> Iterator[Configuration]:
+    """All of the lists, in their order."""
+    for file in files:
+        yield from _of_list(tomllib.loads(file.read_text()))
+
+
+def _of_list(told: dict[str, Any]) -> Iterator[Configuration]:
+    for choice in told["choices"]:
+        length, rows = choice["length"], choice["rows"]
+        name = f"{choice['shape']}-{length}x{rows}"
+        for kind in choice["sets"]:
+            yield _configuration(told, f"{name}/{kind}", name, choice["shape"], length, rows, kind)
+    memory = told.get("memory", {"shapes": ()})
+    for shape in memory["shapes"]:
+        for rows in memory["rows"]:
+            for kind in memory["sets"]:
+                name = f"memory/{shape}-{memory['length']}x{rows}/{kind}"
+                yield _configuration(told, name, "", shape, memory["length"], rows, kind)
+
+
+def _configuration(
+    told: dict[str, Any], name: str, choice: str, shape: str, length: int, rows: int, kind: str
+) -> Configuration:
+    tables = {
+        **told["common"], "name": shape, "model": told["shapes"][shape],
+        "data": {"sequence_length": length}, "batch": {"tokens": length * rows},
+    }  # fmt: skip
+    words = tuple(told["sets"][kind].split())
+    return Configuration(name, choice, shape, words, tomli_w.dumps(tables))
+
+
+def firsts(files: Sequence[Path] = LISTS) -> dict[str, Configuration]:
+    """Of each choice, the candidate that the others are predicted by."""
+    found: dict[str, Configuration] = {}
+    for one in configurations(files):
+        if one.choice:
+            found.setdefault(one.choice, one)
+    return found
