@@ -50,7 +50,8 @@ def reference_cross_entropy(
 
 def fused_cross_entropy(
     logits_NV: Tensor, targets_N: Tensor, *, ignored: int = -100, softcap: float = 0.0,
-    z_loss: float = 0.0, label_smoothing: float = 0.0, in_place: bool = False,
+    z_loss: float = 0.0, label_smoothing: float = 0.0, z_nats: Tensor | None = None,
+    in_place: bool = False,
 ) -> Tensor:  # fmt: skip
     """Sum over tokens of the negative log likelihood in nats, a fp32 scalar.
 
@@ -63,25 +64,36 @@ def fused_cross_entropy(
         softcap: logits are `softcap` x tanh(logits / softcap); 0 leaves them as they are.
         z_loss: weight of the squared log-sum-exp of each token that has a target.
         label_smoothing: share of the target that is spread over the vocabulary.
+        z_nats: fp32 scalar to which the z-loss's part of the sum is added.
         in_place: the backward pass may write over `logits_NV`; a second one is then an error.
     """
     if logits_NV.stride(-1) != 1:
         logits_NV = logits_NV.contiguous()
     in_place = in_place and not torch.compiler.is_compiling()
     how = (ignored, softcap, z_loss, label_smoothing)
-    return cross_entropy(logits_NV, targets_N, *how, in_place)[0].sum()
+    losses_N, norm_N2 = cross_entropy(logits_NV, targets_N, *how, in_place)
+    _tell(z_nats, norm_N2, z_loss)
+    return losses_N.sum()
 
 
 def loss_and_gradient_(
-    logits_NV: Tensor, targets_N: Tensor, scale: Tensor, *, ignored: int = -100
-) -> tuple[Tensor, Tensor]:
+    logits_NV: Tensor, targets_N: Tensor, scale: Tensor, *, ignored: int = -100,
+    z_loss: float = 0.0, z_nats: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`fused_cross_entropy` and the logits, which its gradient times `scale` is written over."""
-    how = (ignored, 0.0, 0.0, 0.0)
+    how = (ignored, 0.0, z_loss, 0.0)
     losses_N, norm_N2 = cross_entropy(logits_NV, targets_N, *how, True)
+    _tell(z_nats, norm_N2, z_loss)
     cross_entropy_gradient_(
         logits_NV, targets_N, norm_N2, scale.expand(len(losses_N)).contiguous(), *how
     )
     return losses_N.sum(), logits_NV
+
+
+def _tell(z_nats: Tensor | None, norm_N2: Tensor, z_loss: float) -> None:
+    """Add the z-loss to `z_nats`, from log-sum-exps that are zero where targets are ignored."""
+    if z_nats is not None:
+        z_nats.add_(z_loss * norm_N2.detach().sum(-1).square().sum())
 
 
 @torch.library.custom_op("headrace::cross_entropy", mutates_args=())

@@ -6,7 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.kernels.fused_cross_entropy import fused_cross_entropy, reference_cross_entropy
+from headrace.kernels.fused_cross_entropy import (
+    fused_cross_entropy,
+    loss_and_gradient_,
+    reference_cross_entropy,
+)
 from headrace.kernels.launches import COUNTS
 
 triton = pytest.importorskip("triton")
@@ -87,6 +91,21 @@ def test_what_changes_the_loss_equals_the_reference(
     right = wanted(logits, targets, **how)
     assert not how or abs(right[0] / wanted(logits, targets)[0] - 1) > 0.01
     compare(found(logits, targets, **how), right, dtype)
+
+
+@pytest.mark.parametrize("ignored", ["some", "all"])
+def test_the_z_loss_is_told(ignored: str) -> None:
+    """The sum's part beside the plain loss, added to what is there, by both ways in."""
+    logits, targets = given(7, 5003, torch.float32, ignored)
+    (plain, _), (loss, grad) = wanted(logits, targets), wanted(logits, targets, z_loss=0.1)
+    told = torch.ones((), device=DEVICE)
+    ours = found(logits, targets, z_loss=0.1, z_nats=told)
+    compare(ours, (loss, grad), torch.float32)
+    scale = torch.tensor(WEIGHT, device=DEVICE)
+    nats, over = loss_and_gradient_(logits, targets, scale, z_loss=0.1, z_nats=told)
+    compare((nats, over), (loss, grad), torch.float32)
+    torch.testing.assert_close(told, 1 + 2 * (loss - plain), rtol=1e-5, atol=1e-6)
+    assert (told > 1) == (ignored == "some")
 
 
 def test_writes_the_gradient_over_the_logits_and_only_where_asked() -> None:

@@ -16,8 +16,10 @@ from headrace.context import check_supported
 from headrace.core.errors import ConfigError
 from headrace.core.plan import MeshConfig, Plan
 from headrace.core.technique import Context, Supported, Unsupported
+from headrace.evaluate import evaluate
 from headrace.filled import check_active
 from headrace.kernels.launches import COUNTS
+from headrace.model.head import IGNORED
 from headrace.signals import TrackedMemory
 from headrace.techniques.loss.fused_cross_entropy import FusedCrossEntropy
 from headrace.train import step
@@ -65,6 +67,37 @@ def test_a_step_equals_the_reference(case: Any, ignored: bool, on_a_cpu: None) -
     assert evidence.numbers["forward_launches"] >= micros  # other evidence runs the model too
 
 
+@pytest.mark.parametrize("shape", ["grouped", "tied"])
+@pytest.mark.parametrize("head", ["fused_cross_entropy", "chunked_cross_entropy"])
+def test_a_z_loss_is_made_by_the_kernels(head: str, shape: str, on_a_cpu: None) -> None:
+    """Loss and gradients are the formula's, accumulated over targets of which some are ignored."""
+    knobs = {"chunk_tokens": 11} if head == "chunked_cross_entropy" else {}
+    plan = plan_with({head: knobs, "z_loss": {"weight": 0.3}}, fused=False, shape=shape,
+                     micro_rows=2, eval={"tokens": 56})  # fmt: skip
+    rows = house.make_rows(house.SHAPES[shape]["vocab"], ignored=True)
+    nats = []
+
+    def z_loss(build: Any, ids: Any, logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+        added = 0.3 * (logits_NV.logsumexp(-1)[targets_N != IGNORED] ** 2).sum()
+        nats.append(added.item())
+        return added
+
+    build = house.random_build(plan)
+    build.model.head.fused = True  # what the chunked one is on a GPU
+    before = COUNTS["cross_entropy_backward"]
+    found = house.take_step(build, rows)
+    trunk = house.random_build(plan_with({}, fused=False, shape=shape, eval=plan.eval.model_dump()))
+    house.assert_equal(found, house.reference(trunk, rows, more=z_loss))
+    # A micro-batch is two rows of 14 tokens: one launch, or three chunks of 11.
+    assert COUNTS["cross_entropy_backward"] - before == (9 if knobs else 3)
+    told = check_active(build)
+    assert told["z_loss"].numbers["added_nats"] == pytest.approx(sum(nats), rel=1e-5)
+    read = evaluate(build).loss_nats
+    assert build.plan.techniques["z_loss"].active(build) == told["z_loss"]
+    trunk.model.load_state_dict(build.model.state_dict())
+    assert read == pytest.approx(evaluate(trunk).loss_nats, rel=1e-6)
+
+
 def test_sophias_second_sweep_is_the_trunks(on_a_cpu: None) -> None:
     rows = house.make_rows(house.SHAPES["grouped"]["vocab"], ignored=True)
     ends = []
@@ -105,9 +138,10 @@ def backward_by_rows(
         out_NV[row] = grad_N[row] * (p - F.one_hot(t, len(x)))
 
 
+@pytest.mark.parametrize("beside", [{}, {"z_loss": {}}], ids=["alone", "z_loss"])
 @pytest.mark.parametrize("sizes", [{}, {"vocab": 2003}, {"tied_embeddings": True}], ids=str)
 def test_the_predicted_peak_is_the_traced(
-    sizes: dict[str, Any], on_a_cpu: None, monkeypatch: pytest.MonkeyPatch
+    sizes: dict[str, Any], beside: dict[str, Any], on_a_cpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The interpreter keeps the tensors of its last call, and these two let go as a GPU does."""
     from headrace.kernels import fused_cross_entropy_triton
@@ -117,7 +151,7 @@ def test_the_predicted_peak_is_the_traced(
     peaks = []
     for fused in (True, False):
         model = {"vocab": 521, "dim": 48, "heads": 4, "kv_heads": 0, "ffn": 96, **sizes}
-        plan = plan_with({}, fused=fused, model=model, data={"sequence_length": 64},
+        plan = plan_with(beside, fused=fused, model=model, data={"sequence_length": 64},
                          batch={"tokens": 256})  # fmt: skip
         build = house.build_of(plan)
         micros = [build.loader.step(n).micros for n in range(2)]
@@ -137,8 +171,9 @@ def test_refuses_where_its_kernels_cannot_run() -> None:
         has_triton=True, has_compiler=True, ranks=1, precision="bf16",
     )  # fmt: skip
     split = house.make_plan().model_copy(update={"mesh": MeshConfig(tensor=2)})
-    taught = house.make_plan(Variant("distillation").technique())
-    assert isinstance(FusedCrossEntropy().supports(gpu), Supported)
+    taught, kept = (house.make_plan(Variant(n).technique()) for n in ("distillation", "z_loss"))
+    for plan in (None, kept):
+        assert isinstance(FusedCrossEntropy().supports(replace(gpu, plan=plan)), Supported)
     for how, says, helps in (
         ({"device": "cpu"}, "NVIDIA GPU", "device=cuda"),
         ({"has_triton": False}, "Triton", "pip install triton"),
@@ -159,13 +194,12 @@ def test_the_chunked_head_is_named_beside_it() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("beside", [{}, {"torch_compile": {}}, {"z_loss": {}}], ids=str)
 def test_writes_over_the_logits_on_a_gpu(
-    compiled: bool, corpus: Path, prepared_folder: Path
+    beside: dict[str, dict[str, Any]], corpus: Path, prepared_folder: Path
 ) -> None:
     """The head's step holds one tensor of bf16 logits, and its gradients."""
     house.put_data_in(str(corpus), str(prepared_folder))
-    beside = {"torch_compile": {}} if compiled else {}
     vocab, tokens, dim = 32_003, 8 * 512, 64
     plan = plan_with(
         beside, device="cuda", model={"vocab": vocab, "dim": dim, "heads": 4, "ffn": 96},

@@ -10,6 +10,7 @@ import pytest
 import test_predicts as traced
 import torch
 
+from headrace.build import predict
 from headrace.data.loader import Micro
 from headrace.evaluate import evaluate
 from headrace.model.head import IGNORED, Vocabulary
@@ -31,13 +32,14 @@ def data(corpus: Path, prepared_folder: Path) -> dict[str, str]:
 
 def test_term_and_gradient_are_the_papers() -> None:
     build: Any = SimpleNamespace(
-        device=torch.device("cpu"), notes={}, terms=[], model=SimpleNamespace(head=object())
-    )
+        device=torch.device("cpu"), notes={}, model=SimpleNamespace(head=object()),
+        objective=lambda *given: torch.zeros(()),
+    )  # fmt: skip
     ZLoss(weight=0.5).apply(build)
     torch.manual_seed(0)
     logits = (3 * torch.randn(4, 7)).requires_grad_()
     kept = [0, 2, 3]
-    found = build.terms[0](logits, torch.tensor([1, IGNORED, 3, 0]), None, Vocabulary())
+    found = build.objective(logits, torch.tensor([1, IGNORED, 3, 0]), None, Vocabulary())
     found.backward()
     z = logits.detach().exp().sum(-1).log()
     torch.testing.assert_close(found.detach(), 0.5 * (z[kept] ** 2).sum())
@@ -82,6 +84,23 @@ def test_the_peak_grows_by_two_tensors_of_logits(precision: str) -> None:
     assert grown == pytest.approx(2 * 4 * 4096 * plain.batch.tokens, rel=0.02)
     told = termed.ledger.peak()[1] - trunk.ledger.peak()[1]
     assert told == pytest.approx(grown, rel=0.02)
+
+
+@pytest.mark.parametrize("head", ["fused_cross_entropy", "chunked_cross_entropy"])
+def test_kernels_make_it_in_passing(head: str) -> None:
+    """By the ledger of a GPU: nothing more is held or read, unless autograd makes the loss."""
+    plain = traced.plan_of(house.Variant(head)).replaced(device="cuda")
+    termed = plain.replaced(techniques={**plain.techniques, "z_loss": ZLoss()})
+    context = house.context_on("cuda", termed)
+    assert predict(termed, context) == predict(plain, context)
+    assert isinstance(plain.techniques[head].supports(context), house.Supported)
+    chunks = house.Variant("chunked_cross_entropy", {"fused": False}).technique()
+    alone = {"chunked_cross_entropy": chunks}
+    grown, less = (
+        predict(plain.replaced(techniques=on), context).memory["logits"].bytes
+        for on in ({**alone, "z_loss": ZLoss()}, alone)
+    )
+    assert grown > 1.5 * less
 
 
 def test_a_slice_of_the_vocabulary_is_enough(

@@ -4,13 +4,15 @@ Logits are tokens x vocabulary numbers in fp32, and their gradient as many again
 tokens and 128,256 entries that is 31 GiB, more than the model, its gradients and its optimizer
 together. This head takes `chunk_tokens` at a time through product, objective and gradient (kernels/
 chunked_loss), so one chunk of logits is held. The objective and its terms are untouched: they are
-sums over tokens, and the chunks add up. Where the objective is the plain cross-entropy, on a GPU
-with Triton, two kernels read a chunk's logits twice and write their gradient over them
-(kernels/fused_cross_entropy); else autograd finds it, compiled where the plan compiles.
+sums over tokens, and the chunks add up. Where the objective is the plain cross-entropy, or that
+with a z-loss, on a GPU with Triton, two kernels read a chunk's logits twice and write their
+gradient over them (kernels/fused_cross_entropy); else autograd finds it, compiled where the plan
+compiles.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -31,6 +33,7 @@ from headrace.core.technique import (
 )
 from headrace.core.work import Work
 from headrace.kernels.chunked_loss import chunked_loss
+from headrace.kernels.cross_entropy_objective import split
 from headrace.kernels.fused_cross_entropy import loss_and_gradient_
 from headrace.kernels.launches import COUNTS, since
 from headrace.model.head import IGNORED, Head, Objective, Vocabulary, cross_entropy
@@ -70,19 +73,21 @@ class ChunkedHead(Head):
             return self.loss(objective, self.vocabulary, logits_nV, targets_n, extras_n)
 
         self.most_tokens = max(self.most_tokens, len(hidden_ND))
-        both = self._both if self.is_fused(objective) else None
+        both = partial(self._both, split(objective)[1]) if self.is_fused(objective) else None
         given = hidden_ND, weight_VD, targets_N, extras
         return chunked_loss(*given, loss, self.chunk_tokens, scale=scale, both=both)
 
     def is_fused(self, objective: Objective) -> bool:
-        """Whether the kernels compute this objective: the plain one, over a whole vocabulary."""
-        plain = objective is cross_entropy and type(self.vocabulary) is Vocabulary
+        """Whether the kernels compute it: cross-entropy over a whole vocabulary, or with z-loss."""
+        plain = split(objective)[0] is cross_entropy and type(self.vocabulary) is Vocabulary
         return self.fused and plain
 
-    def _both(self, logits_nV: Tensor, targets_n: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """A chunk's cross-entropy and its gradient, by the kernels."""
+    def _both(
+        self, z_loss: dict[str, Any], logits_nV: Tensor, targets_n: Tensor, scale: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """A chunk's loss and its gradient, by the kernels."""
         self.most_logits = max(self.most_logits, len(logits_nV))
-        return loss_and_gradient_(logits_nV, targets_n, scale, ignored=IGNORED)
+        return loss_and_gradient_(logits_nV, targets_n, scale, ignored=IGNORED, **z_loss)
 
 
 def _loss(
@@ -98,8 +103,8 @@ class ChunkedCrossEntropy(Technique[Build]):
     chunk_tokens: int = Field(default=2048, ge=1, le=1 << 20)
     """Tokens whose logits are held at once; tuner range 256 to 16384."""
     fused: bool | None = None
-    """Whether kernels compute a chunk's loss and gradient, where the objective is the plain
-    cross-entropy. Left open: on a GPU that has Triton."""
+    """Whether kernels compute a chunk's loss and gradient, where the objective is cross-entropy,
+    with a z-loss or without. Left open: on a GPU that has Triton."""
 
     timed: ClassVar[bool] = True
     room: ClassVar[str] = "loss"
@@ -123,7 +128,7 @@ class ChunkedCrossEntropy(Technique[Build]):
             )
         if self.fused and (why := _other_loss(context.plan)):
             return Unsupported(
-                f"fused = true computes the plain cross-entropy of whole rows of logits, and {why}",
+                f"fused = true computes the loss of whole rows of logits by kernels, and {why}",
                 "techniques.chunked_cross_entropy.fused=false",
             )
         return Supported()
@@ -140,14 +145,16 @@ class ChunkedCrossEntropy(Technique[Build]):
         leaf = sizes["activation_bytes"] * sizes["vocab"]
         fused = sizes["logits_fused"] * held / sizes["tokens"]
         plain = not sizes.get("other_loss") and sizes.get("tensor_ranks", 1) == 1
-        if sizes["on_gpu"] and self.fused is not False and plain:  # in place
+        by_kernels = bool(sizes["on_gpu"] and self.fused is not False and plain)
+        if by_kernels:  # in place
             each, leaf = sizes["vocab"] * sizes["activation_bytes"], 0
             fused = held * each
         ledger = ledger.with_line("logits", Line(held * (each + leaf), ("loss",)))
         ledger = ledger.with_line("head_gradients", Line(sizes["head_gradients"], ("loss",)))
         facts = {"logits_fused": fused, "logits_per_token": each, "loss_forward": 1.0}
+        facts["loss_by_kernels"] = float(by_kernels)
         ledger = replace(ledger, sizes={**sizes, **facts})
-        return self._worked(ledger, int(held), by_kernels=not leaf)
+        return self._worked(ledger, int(held), by_kernels)
 
     def _worked(self, ledger: Ledger, held: int, by_kernels: bool) -> Ledger:
         """All of the head goes forward, a chunk at a time; its matrix's gradient is added up."""

@@ -8,15 +8,18 @@ the loss, one reads them again and writes the gradient over them (kernels/fused_
 trunk: the same logits, fp32 arithmetic, one rounding of the gradient.
 
 The logits are whole, so this is for memory that holds them once; the chunked loss holds a part of
-them and owns the same head. What is computed of the logits must be the plain cross-entropy: a term
-of another technique reads them in its own backward pass, when they are written over, and is
-refused. An objective of another sweep, as Sophia's, gets fp32 logits and the gradient in memory of
-its own. The kernels know label smoothing, a z-loss and soft-capped logits, which are no knobs here:
-they change what is learned, and validation would measure them too. The head stays out of the
-compiler: there is nothing to fuse between a product and a kernel, and compiled code would not write
-over logits. Source: Liger Kernel (arXiv 2410.10989).
+them and owns the same head. What is computed of the logits must be the plain cross-entropy, or that
+with a z-loss: the kernels are given its weight and make both in the same two readings. A term of
+another technique reads logits in its own backward pass, when they are written over, and is refused.
+An objective of another sweep, as Sophia's, gets fp32 logits and the gradient in memory of its own.
+The kernels know label smoothing and soft-capped logits too, which are no knobs here. Smoothing is
+no part of the loss that validation measures, and this head is the same for both. A cap is part of
+the model: sampling and every format that it is exported to would have to know it. The head stays
+out of the compiler: there is nothing to fuse between a product and a kernel, and compiled code
+would not write over logits. Source: Liger Kernel (arXiv 2410.10989).
 """
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -34,6 +37,7 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
+from headrace.kernels.cross_entropy_objective import split
 from headrace.kernels.fused_cross_entropy import fused_cross_entropy
 from headrace.kernels.launches import COUNTS, since
 from headrace.model.head import IGNORED, Head, Objective, Vocabulary, cross_entropy
@@ -67,9 +71,11 @@ class FusedHead(Head):
         objective: Objective, scale: Tensor | float = 1.0,
     ) -> Tensor:  # fmt: skip
         """The objective's sum over all tokens, times `scale`; a scalar."""
-        if objective is cross_entropy:
+        plain, z_loss = split(objective)
+        if plain is cross_entropy:
             logits_NV = F.linear(hidden_ND, weight_VD)
-            return fused_cross_entropy(logits_NV, targets_N, ignored=IGNORED, in_place=True) * scale
+            how = {"ignored": IGNORED, "in_place": True, **z_loss}
+            return fused_cross_entropy(logits_NV, targets_N, **how) * scale
         return super().forward(hidden_ND, weight_VD, targets_N, extras, objective, scale)
 
 
@@ -83,7 +89,7 @@ class FusedCrossEntropy(Technique[Build]):
     symptoms: ClassVar[tuple[str, ...]] = ("memory capacity:logits", "memory bandwidth:logits")
     card: ClassVar[Card] = Card(
         buys="8 of 12 bytes per token and vocabulary entry in fp32, 10 of 12 in bf16 (derived)",
-        costs="the head runs uncompiled; no terms of the loss and no tensor parallelism",
+        costs="the head runs uncompiled; no term of the loss but z_loss, no tensor parallelism",
         helps="large vocabularies, when memory holds the logits once: one whole product is faster "
         "than chunks of it",
         hurts="batches whose logits do not fit: chunks hold a part of them",
@@ -120,6 +126,7 @@ class FusedCrossEntropy(Technique[Build]):
         ledger = ledger.with_line("logits", Line(held, ("loss",)))
         both = sizes["activation_bytes"] * sizes["dim"] * (sizes["vocab"] + sizes["tokens"])
         ledger = ledger.with_line("head_gradients", Line(both, ("loss",)))
+        ledger = replace(ledger, sizes={**sizes, "loss_by_kernels": 1.0})
         # Logits are read once and a half (its exponentials take as long), then read and written:
         # 3.0 and 4.4 ms for 8.4 GB of them (kernels.jsonl, 1b).
         return ledger.made_one("loss", forward=0.5, backward=0.74)

@@ -2,26 +2,31 @@
 
 Cross-entropy does not see a constant that is added to all logits of a token. Nothing holds that
 constant, and in half precision large logits are coarse. This adds `weight` x logsumexp^2 per target
-to the loss. It reduces over the vocabulary only through `vocabulary`, so it is right on a chunk of
-tokens and on a shard of the vocabulary, whoever fills the head.
+to the loss of training; validation measures the plain one. It reduces over the vocabulary only
+through `vocabulary`, so it is right on a chunk of tokens and on a shard of the vocabulary, whoever
+fills the head.
 
-Cost: autograd keeps the logits for its gradient, and adds a gradient of theirs to the loss's. Left
-out: a fused kernel that makes both gradients at once. Source: PaLM (arXiv 2204.02311, section 5).
+It owns the objective, as one that a head can look into (kernels/cross_entropy_objective). A head
+with kernels, that of fused_cross_entropy or chunked_cross_entropy, hands them the weight, and they
+make both gradients at once: nothing more is read or held. Elsewhere autograd keeps the logits for
+its gradient, and adds a gradient of theirs to the loss's.
+
+Source: PaLM (arXiv 2204.02311, section 5).
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
 from headrace.core.ledger import Ledger
 from headrace.core.technique import Card, Context, Evidence, Stage, Supported, Technique
 from headrace.core.work import Work
+from headrace.kernels.cross_entropy_objective import WithZLoss
 from headrace.model.count import FP32
-from headrace.model.head import IGNORED, Vocabulary
+from headrace.model.head import IGNORED
 from headrace.sockets import Build
 
 PASSES: Mapping[str, tuple[float, float]] = {"forward": (24, 4), "backward": (36, 4)}
@@ -38,13 +43,13 @@ class ZLoss(Technique[Build]):
     timed: ClassVar[bool] = True
     room: ClassVar[str] = "loss"
     stage: ClassVar[Stage] = Stage.STEP
-    composes: ClassVar[tuple[str, ...]] = ("terms",)
+    claims: ClassVar[tuple[str, ...]] = ("objective",)
     equality: ClassVar = "learning"
     symptoms: ClassVar[tuple[str, ...]] = ("instability",)
     card: ClassVar[Card] = Card(
         buys="logits that stay small, where a run's loss spikes (arXiv 2204.02311)",
         costs="8 bytes more per logit that the head holds: the kept logits and a second gradient "
-        "of them (derived)",
+        "of them, unless kernels make the loss (derived)",
         helps="long runs in half precision with a large vocabulary",
         hurts="short runs, which end before logits drift",
         source="arXiv 2204.02311, section 5",
@@ -57,8 +62,11 @@ class ZLoss(Technique[Build]):
     def predict(self, ledger: Ledger) -> Ledger:
         """The kept logits and their second gradient: two more fp32 tensors of the logits' size.
 
-        Scaling the line that it finds, it is right for a chunk and for a slice of them too.
+        Scaling the line that it finds, it is right for a chunk and for a slice of them too. Kernels
+        that make the loss make it in passing.
         """
+        if ledger.sizes.get("loss_by_kernels"):
+            return ledger
         sizes, ledger = ledger.sizes, self._worked(ledger)
         if sizes.get("compiled_loss"):
             # torch 2.11's inductor rounds the first gradient, so that the sum goes beside the
@@ -83,21 +91,12 @@ class ZLoss(Technique[Build]):
         return replace(ledger, work={**ledger.work, **more})
 
     def apply(self, build: Build) -> None:
-        """Add the term."""
+        """Add it to the objective."""
         added = build.notes[self.name()] = torch.zeros((), device=build.device)
-
-        def term(
-            logits_NV: Tensor, targets_N: Tensor, extras: Any, vocabulary: Vocabulary
-        ) -> Tensor:
-            z_N = vocabulary.logsumexp(logits_NV)
-            loss = self.weight * (z_N.square() * (targets_N != IGNORED)).sum()
-            added.add_(loss.detach())
-            return loss
-
-        build.terms.append(term)
+        build.objective = WithZLoss(build.objective, self.weight, added, IGNORED)
 
     def active(self, build: Build) -> Evidence:
-        """What the term has added to the loss so far."""
+        """What it has added to the loss so far."""
         if build.model.head is None:
             return Evidence(None, "this stage of a pipeline computes no loss")
         nats = build.notes[self.name()].item()
