@@ -1,14 +1,23 @@
 """Who filled which socket, and whether what was asked for is in force.
 
 Neither believes a technique: what it touched is found by comparing the sockets before and after it,
-and its evidence is read from the run.
+and its evidence is read from the run. Attention that nobody filled is torch's own choice among
+several kernels, and so is looked at too.
 """
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from headrace.core.errors import RunError
 from headrace.core.technique import Technique
+from headrace.model.attention import Attention, kernels_of, operations_of
+from headrace.model.mask import MaskSpec, Rows
 from headrace.sockets import COMPOSED, OWNED, Build
+
+OWN = "own_attention"
+"""Where a build notes what torch chose."""
 
 
 def fillers(build: Build) -> dict[str, Any]:
@@ -72,3 +81,49 @@ def gone(build: Build) -> tuple[list[str], dict[str, str]]:
         elif failed:
             unseen[technique.name()] = failed[0]
     return found, unseen
+
+
+def note_own_attention(build: Build) -> None:
+    """After one step: note, and tell, which kernels torch's own choice of attention launches.
+
+    The model's backend is called again for each of its masks, in the run's shapes, precision and
+    flags, as the first rank holds them and outside of compiled code. A technique that fills
+    attention has evidence of its own, and nothing is noted.
+    """
+    layers = [m.layer for m in build.model.modules() if isinstance(m, Attention)]
+    if "parts.attend" in build.filled or build.world.rank or not layers:
+        return
+    attend, on_gpu = build.model.attend, build.device.type == "cuda"
+    operations: dict[str, None] = {}
+    kernels: dict[str, None] = {}
+    why = ""
+    try:
+        with build.autocast(), torch.enable_grad():
+            for spec in dict.fromkeys(map(build.mask.of_layer, layers)):
+                q, k, mask = _asked(build, spec)
+                operations |= dict.fromkeys(operations_of(attend(q, k, k, mask)))
+                if on_gpu:
+                    kernels |= dict.fromkeys(kernels_of(attend, q, k, k, mask, only="CUDA"))
+    except Exception as error:  # a run must not be lost by a look at it
+        why = f" ({(str(error).strip() or type(error).__name__).splitlines()[0]})"
+    found = kernels if on_gpu else operations
+    told = f"torch ran {', '.join(operations)}" if operations else "what torch ran was not seen"
+    unseen = ", whose kernels were not seen" if operations and not found else ""
+    build.notes[OWN] = {"kernels": [*found], "detail": told + unseen + why}
+    build.tell(f"attention: {told}{unseen}{why}")
+
+
+def _asked(build: Build, spec: MaskSpec) -> tuple[Tensor, Tensor, Any]:
+    """Zeros as the run's queries [B, T, H, K] and keys [B, T, G, K], and the backend's mask."""
+    config, plan, device = build.config, build.plan, build.device
+    B, T, ranks = plan.micro_rows, plan.data.sequence_length, build.world.size("tensor")
+    half = torch.is_autocast_enabled(device.type)
+    dtype = torch.get_autocast_dtype(device.type) if half else torch.float32
+    like = torch.zeros(B, T, 1, config.resolved_head_dim, device=device, dtype=dtype)
+    q_BTHK, k_BTGK = (
+        like.repeat(1, 1, max(1, heads // ranks), 1).requires_grad_()
+        for heads in (config.heads, config.resolved_kv_heads)
+    )
+    places_BT = torch.arange(T, device=device).expand(B, T)
+    rows = Rows(places_BT, torch.zeros_like(places_BT) if spec.document else None)
+    return q_BTHK, k_BTGK, build.model.attend.prepare(spec, rows, T)

@@ -22,7 +22,7 @@ class Counters:
     guard: dict[str, Any] | None = None
     """how far the first step was from the plain trainer's"""
     attention: dict[str, Any] | None = None
-    """what was measured to choose its backend"""
+    """what was measured to choose its backend, and what torch's own choice launched"""
 
     def plain(self) -> dict[str, Any]:
         """As JSON values."""

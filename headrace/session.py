@@ -16,7 +16,7 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
-from headrace import choose, guard, start, state
+from headrace import start, state
 from headrace.bursts import Bursts
 from headrace.checkpoint import Checkpoints, Saved
 from headrace.compile_time import compile_seconds
@@ -24,7 +24,7 @@ from headrace.core.errors import ConfigError, Diverged, HeadraceError, RunError,
 from headrace.core.technique import Evidence
 from headrace.data.loader import StepBatch
 from headrace.evaluate import evaluate
-from headrace.filled import check_active, gone
+from headrace.filled import check_active, gone, note_own_attention
 from headrace.gauges import Gauges
 from headrace.goal import Counters, ended_by
 from headrace.interrupts import Interrupts
@@ -32,7 +32,7 @@ from headrace.progress import Progress
 from headrace.run_folder import RunFolder, command_line, in_words, metrics_line
 from headrace.signals import RANKED_STEPS, Signals, TrackedMemory, between_ranks
 from headrace.sockets import Build
-from headrace.summary import summarize
+from headrace.summary import remember, summarize
 from headrace.track import Tracker, open_trackers
 
 MEASURED = (
@@ -267,6 +267,7 @@ class Session:
             if began := self.build.notes.get(start.NOTE):
                 began.mark("first_step", compile_s=compile_s)
             self.evidence = check_active(self.build)
+            note_own_attention(self.build)
             self.gauges.start()
         if counters.step % plan.eval.every_steps == 0:
             self._take_rows(keep=0)
@@ -350,8 +351,7 @@ class Session:
         began_s = time.perf_counter()
         counters = self.counters
         counters.stream = self._stream()
-        counters.guard = self.build.notes.get(guard.NOTE, counters.guard)
-        counters.attention = self.build.notes.get(choose.NOTE) or counters.attention
+        remember(self.build, counters)
         counters.wall_s = self._wall_s()
         counters.phase_s = dict(self.signals.totals_s)
         values = state.values(self.build, counters.plain())
@@ -375,8 +375,7 @@ class Session:
     def _write_report(self, status: str, message: str, error: str = "") -> None:
         counters = replace(self.counters, phase_s=dict(self.signals.totals_s))
         counters.stream = self._stream() if status != "failed" else counters.stream
-        counters.guard = self.build.notes.get(guard.NOTE, counters.guard)
-        counters.attention = self.build.notes.get(choose.NOTE) or counters.attention
+        remember(self.build, counters)
         report = summarize(
             self.build,
             counters,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace import start
+from headrace import choose, filled, guard, start
 from headrace.build import predict
 from headrace.compile_time import graph_breaks
 from headrace.core.hardware import lookup
@@ -25,6 +25,18 @@ from headrace.sockets import Build
 
 WORK_MEMORY = "activations, logits and work"
 """What is neither weights nor their optimizer's state nor, where told apart, their gradients."""
+
+
+def remember(build: Build, counters: Counters) -> None:
+    """Take over what a build noted, for the report and for a resume."""
+    counters.guard = build.notes.get(guard.NOTE, counters.guard)
+    timed, own = build.notes.get(choose.NOTE), build.notes.get(filled.OWN)
+    known = timed or counters.attention or {}
+    if known.get("chosen") == choose.TRUNK and "parts.attend" in build.filled:
+        known = {}  # a resume has a technique compute it
+    if own:
+        known = {**known, "chosen": choose.TRUNK, **own}
+    counters.attention = known or None
 
 
 def summarize(

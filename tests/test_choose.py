@@ -10,9 +10,11 @@ import pytest
 import tiny
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from headrace import choose
+from headrace import choose, filled
 from headrace import train as trainer
+from headrace.build import make_build
 from headrace.catalogue.explain import explain_plan
 from headrace.choose import cache_file, candidates
 from headrace.cli import catalogue
@@ -33,11 +35,14 @@ from headrace.data.ingest import prepare
 from headrace.model import decoder
 from headrace.model.attention import Sdpa
 from headrace.model.mask import MaskSpec, Rows
+from headrace.parallel.world import World
 from headrace.progress import Progress
+from headrace.report import write_report
 from headrace.sockets import Build
 
 MEASURED = "attention=measured"
 CPU = torch.device("cpu")
+FLASH = "scaled_dot_product_flash_attention_for_cpu"
 
 
 class Slow(Sdpa):
@@ -166,6 +171,7 @@ def test_the_fastest_is_written_into_the_plan_and_repeated(
     assert fast["low"] <= fast["median"] <= fast["high"] and trunk["median"] > 2
     assert found["refused"]["lacking"] == "no kernel for rows of 16"
     assert found["refused"]["absent"] == "is not installed" and "flex_attention" in found["refused"]
+    assert "detail" not in found  # a technique computes it, and has evidence of its own
     assert "other" not in found["refused"] and any("flash" in name for name in found["kernels"])
     assert found["at"]["rows"] == 8 and found["at"]["tokens_of_a_row"] == 16
     (line,) = (note for note in told.notes if note.startswith("attention by fast"))
@@ -185,9 +191,54 @@ def test_the_fastest_is_written_into_the_plan_and_repeated(
 def test_the_trunk_stays_where_it_is_fastest(tiny_plan: Callable[..., Plan]) -> None:
     plan = tiny_plan(MEASURED, "goal.steps=1", "checkpoint.every_steps=0")
     folder = trainer.run(plan, progress=Progress(), catalogue=of(Late))
-    assert folder is not None and tiny.report(folder)["attention"]["chosen"] == "trunk"
+    assert folder is not None
+    found = tiny.report(folder)["attention"]
+    assert found["chosen"] == "trunk" and found["milliseconds"].keys() == {"trunk", "late"}
+    assert found["kernels"] == [FLASH] and FLASH in found["detail"]
     resolved = Plan.read((folder / "plan.toml").read_text(), catalogue())
     assert not resolved.techniques and resolved.attention == "plan"
+
+
+@pytest.mark.parametrize("allowed", [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
+def test_torchs_own_choice_is_named_where_a_plan_chooses(
+    tiny_plan: Callable[..., Plan], allowed: SDPBackend
+) -> None:
+    """By what ran, so that another kernel has another name."""
+    plan, told = tiny_plan("goal.steps=2"), Told()
+    with sdpa_kernel(allowed):
+        folder = trainer.run(plan, progress=told)
+    assert folder is not None
+    found = tiny.report(folder)["attention"]
+    flash = allowed == SDPBackend.FLASH_ATTENTION
+    assert (found["kernels"] == [FLASH]) == flash and ("bmm" in found["kernels"]) != flash
+    assert found["chosen"] == "trunk" and all(name in found["detail"] for name in found["kernels"])
+    assert [n for n in told.notes if "attention" in n] == [f"attention: {found['detail']}"]
+    page = write_report(folder).read_text()
+    assert page.count(f"Attention: {found['detail']}.") == 1
+    longer = plan.replaced(goal={"steps": 3}, techniques={"fast": Fast()})
+    assert trainer.run(longer, progress=Progress(), resume=True, folder=folder) == folder
+    report = tiny.report(folder)  # from here a technique computes it
+    assert report["attention"] is None and report["techniques"]["fast"]["active"]
+    assert "Attention:" not in write_report(folder).read_text()
+
+
+def test_plain_products_are_named_and_so_is_what_cannot_be_seen(
+    tiny_plan: Callable[..., Plan],
+) -> None:
+    capped = tiny_plan("goal.steps=1", "techniques.logit_soft_cap={}", "checkpoint.every_steps=0")
+    build = make_build(capped, prepare(capped), World(), CPU)
+    filled.note_own_attention(build)
+    assert build.notes[filled.OWN]["kernels"] == ["bmm", "softmax"]
+
+    def fails(*given: Any) -> None:
+        raise RuntimeError("no such thing\nat all")
+
+    told: list[str] = []
+    build.model.attend.prepare, build.tell = fails, told.append  # type: ignore[method-assign]
+    filled.note_own_attention(build)
+    detail = "what torch ran was not seen (no such thing)"
+    assert build.notes[filled.OWN] == {"kernels": [], "detail": detail}
+    assert told == [f"attention: {detail}"]
 
 
 @pytest.mark.parametrize(
@@ -309,6 +360,18 @@ def test_a_gpu_has_several_to_choose_from(tiny_plan: Callable[..., Plan], packed
     assert found["chosen"] == best and all(t["low"] > 0 for t in found["milliseconds"].values()), (
         found
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpus_own_kernels_are_named(tiny_plan: Callable[..., Plan]) -> None:
+    shape = ("model.dim=128", "data.sequence_length=64", "goal.steps=2", "checkpoint.every_steps=0")
+    folder = trainer.run(tiny_plan("device=cuda", *shape), progress=Progress())
+    assert folder is not None
+    found = tiny.report(folder)["attention"]
+    assert found["kernels"] and FLASH not in found["kernels"], found
+    assert found["detail"].startswith("torch ran scaled_dot_product")
+    assert "not seen" not in found["detail"]
 
 
 @pytest.mark.parametrize("name", ["flash_attention", "linear_attention"])

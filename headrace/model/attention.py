@@ -9,6 +9,7 @@ Shapes: B rows, T tokens, S keys, D features, H query heads, G key-value heads, 
 head.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -229,19 +230,36 @@ def kernels_of(
 
     Args:
         attend: the backend; called once before, since it may compile.
-        q_BTHK: queries.
+        q_BTHK: queries; gradients are on where these want one.
         k_BSGK: keys.
         v_BSGK: values.
         mask: what it prepared.
         only: the device to list, "CPU" (torch's operations) or "CUDA" (kernels); all without it.
     """
-    with torch.no_grad():
+    with torch.set_grad_enabled(q_BTHK.requires_grad):
         attend(q_BTHK, k_BSGK, v_BSGK, mask)
         with torch.profiler.profile(acc_events=True) as profile:
             attend(q_BTHK, k_BSGK, v_BSGK, mask)
             if q_BTHK.is_cuda:
                 torch.cuda.synchronize()
     return [e.key for e in profile.key_averages() if str(e.device_type).endswith(only)]
+
+
+def operations_of(out_BTHK: Tensor) -> list[str]:
+    """Names of the operations that mixed values were made by, read off their gradient's graph.
+
+    What torch chooses has a name of its own where it is one kernel, as in
+    scaled_dot_product_flash_attention_for_cpu; else these are plain products and a softmax.
+    """
+    nodes, names = [out_BTHK.grad_fn], {}
+    for node in nodes:
+        if node is not None and node not in names:
+            words = re.sub(r"Backward\d*$", "", node.name())
+            names[node] = re.sub(r"(?<=[a-z\d])(?=[A-Z])", "_", words).lower()
+            nodes += [before for before, _ in node.next_functions]
+    found = dict.fromkeys(names.values())
+    fused = [name for name in found if name.startswith("scaled_dot_product")]
+    return fused or [name for name in found if name.endswith(("mm", "softmax"))]
 
 
 class KVCache:

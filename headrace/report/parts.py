@@ -142,9 +142,10 @@ def _ratio(predicted: float | None, measured: float | None) -> str:
 
 
 def techniques(report: Report) -> Safe:
-    """Every technique of the plan with the proof that it was in force."""
+    """Every technique of the plan with the proof that it was in force, and torch's own choice."""
+    own = _own_attention(report)
     if not report.techniques:
-        return section("Techniques", muted("None: this run is the plain trunk."))
+        return section("Techniques", muted("None: this run is the plain trunk."), own)
     rows = []
     for name, record in report.techniques.items():
         tone, word = STATES[record.active]
@@ -158,4 +159,14 @@ def techniques(report: Report) -> Safe:
         title = join((name, muted(record.line))) if record.line else name
         rows.append((title, tag("span", word, class_=f"badge {tone}"), join(proof)))
     head = ("Technique", "State", "Evidence")
-    return section("Techniques", table("Techniques", head, rows, text=3))
+    return section("Techniques", table("Techniques", head, rows, text=3), own)
+
+
+def _own_attention(report: Report) -> Safe:
+    """The kernels of attention where no technique computed it."""
+    if report.attention is None or not report.attention.detail:
+        return join(())
+    detail = report.attention.detail
+    kernels = [name for name in report.attention.kernels if name not in detail]
+    more = f"; its kernels: {', '.join(kernels)}" if kernels else ""
+    return muted(f"Attention: {detail}{more}.")

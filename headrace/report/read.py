@@ -107,6 +107,13 @@ class TechniqueRecord(Table):
     line: str = ""
 
 
+class Attended(Table):
+    """Who computed attention; a technique that did has evidence of its own, and no detail here."""
+
+    kernels: tuple[str, ...] = ()
+    detail: str = ""
+
+
 class Narrowest(Table):
     """The station that held the run back."""
 
@@ -147,6 +154,7 @@ class Report(Table):
     restarts: Count
     skipped_steps: Count
     techniques: dict[str, TechniqueRecord]
+    attention: Attended | None = None
     stream_sha256: str | None
     seed: Count
     parameters: Count = None
