@@ -39,7 +39,15 @@ from toys import toy as toy
 import headrace.techniques
 from headrace.build import make_build, make_context
 from headrace.core.plan import MeshConfig, Plan
-from headrace.core.technique import Catalogue, Context, Stage, Supported, Technique, discover
+from headrace.core.technique import (
+    Catalogue,
+    Context,
+    Stage,
+    Supported,
+    Technique,
+    Unsupported,
+    discover,
+)
 from headrace.data.ingest import prepare
 from headrace.data.rows import Row
 from headrace.model.zoo import families
@@ -150,7 +158,7 @@ def knob_choices(technique: type[Technique[Any]]) -> Iterator[tuple[str, Any]]:
             yield from ((key, m.le) for m in info.metadata if isinstance(m, annotated_types.Le))
 
 
-def variants(name: str, device: str) -> list[Variant]:
+def choices(name: str, device: str) -> list[Variant]:
     """The technique as it is on a tiny model, and with each other choice of each knob."""
     technique = CATALOGUE.find(name)
     plain = tiny_knobs(name, device)
@@ -160,12 +168,27 @@ def variants(name: str, device: str) -> list[Variant]:
         dear = (device, name, key, choice) in DEAR
         if all(v.technique() != technique.model_validate(knobs) for v in found):
             found.append(Variant(name, knobs, dear))
-    return [v for v in found if supported(v.technique(), device)]
+    return found
 
 
-def supported(technique: Technique[Any], device: str) -> bool:
-    """Whether it runs on `device`."""
-    return isinstance(technique.supports(context_on(device)), Supported)
+def variants(name: str, device: str) -> list[Variant]:
+    """Its choices that run on `device`."""
+    return [v for v in choices(name, device) if refusal(v.technique(), device) is None]
+
+
+def left_out(name: str, device: str) -> str:
+    """Its choices that do not run on `device`, each with the reason; empty if there is none."""
+    refused: dict[str, list[str]] = {}
+    for variant in choices(name, device):
+        if (answer := refusal(variant.technique(), device)) is not None:
+            refused.setdefault(answer.reason, []).append(str(variant))
+    return "; ".join(f"{', '.join(found)}: {reason}" for reason, found in refused.items())
+
+
+def refusal(technique: Technique[Any], device: str) -> Unsupported | None:
+    """Why it does not run on `device`, if it does not."""
+    answer = technique.supports(context_on(device))
+    return None if isinstance(answer, Supported) else answer
 
 
 def fits(variant: Variant, **keys: Any) -> bool:

@@ -13,8 +13,8 @@ from headrace.checkpoint import Saved
 from headrace.filled import check_active
 from headrace.kernels.blockwise_8bit import dequantize, levels, quantize
 from headrace.sockets import Build
-from headrace.techniques.optim import adamw_8bit
-from headrace.techniques.optim.adamw_8bit import AdamW8bitOptimizer
+from headrace.techniques.memory import adamw_8bit
+from headrace.techniques.memory.adamw_8bit import AdamW8bitOptimizer
 from headrace.train import step
 
 HOW: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}

@@ -1,5 +1,6 @@
 """The scale of the loss: exact, self-finding, kept, and patient."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,7 +8,8 @@ import pytest
 import torch
 from tiny import tensors
 
-from headrace import train
+from headrace import train as trainer
+from headrace.checkpoint import Saved
 from headrace.core.errors import RunError
 from headrace.core.plan import Plan
 from headrace.data.loader import Micro
@@ -98,12 +100,33 @@ def test_patience_counts_steps_in_a_row(make_tiny: Callable[..., Build]) -> None
 
 def test_a_resumed_run_goes_on_with_the_same_scale(tiny_plan: Callable[..., Plan]) -> None:
     plan = tiny_plan(f"techniques.{NAME}.exponent=3", f"techniques.{NAME}.growth_steps=3")
-    folder = train.run(plan, progress=Progress())
+    folder = trainer.run(plan, progress=Progress())
     assert folder is not None
     ends = [report_of(folder)]
-    train.run(plan, progress=Progress(), resume=True, checkpoint="step-8")
+    trainer.run(plan, progress=Progress(), resume=True, checkpoint="step-8")
     ends.append(report_of(folder))
     assert ends[0] == ends[1]
+
+
+def test_all_skipped_steps_are_counted_over_a_resume(train: Callable[..., Path]) -> None:
+    """The run counts them all, in every checkpoint; the technique those in a row."""
+    keys = ("model.precision=fp16", f"techniques.{NAME}.exponent=24",
+            f"techniques.{NAME}.growth_steps=1", "eval.every_steps=100",
+            "checkpoint.keep_last=3")  # fmt: skip
+    folder = train(*keys)
+    text = (folder / "metrics.jsonl").read_text()
+    bad = [row["step"] for row in map(json.loads, text.splitlines()) if row["grad_norm"] is None]
+    assert bad[0] == 1 and 8 < bad[-1] < 12, "some before each checkpoint and after it"
+    for resume in (False, True):
+        if resume:
+            train(*keys, resume=True, checkpoint="step-4")
+        for at in (4, 8, 12):
+            saved = Saved(folder / "checkpoints" / f"step-{at}").values
+            assert saved["counters"]["skipped_steps"] == sum(step <= at for step in bad)
+            last = max(step for step in bad if step <= at)
+            row = next(n for n in range(1, 99) if last - n not in bad)
+            assert saved["techniques"][NAME] == {"skipped": row, "last_skipped": last}
+        assert json.loads((folder / "report.json").read_text())["skipped_steps"] == len(bad)
 
 
 def report_of(folder: Path) -> dict[str, float]:

@@ -14,7 +14,15 @@ the fused product holds anyway.
 
 It enters at each block, which passes its mixer a rotation that turns by the kernel. So it stands
 beside any rule of frequencies, and no mixer knows of it. A norm of another kind than the trunk's is
-applied before the kernel. Source: arXiv 2104.09864; arXiv 2410.10989; arXiv 2302.05442 (QK-norm).
+applied before the kernel.
+
+A compiler makes a rotation of its own and joins it to the work around it, but not across this
+kernel. It was expected to win by that and does not: on an H200 the compiled plans of both shapes
+gained a little (results/techniques.jsonl; with `fused_rms_norm`, peers.jsonl). It is on where a
+plan names it. No recipe of Headrace's own does: they run on CPUs too, which refuse it. The tuner
+keeps what it measures to gain more than its margin; beside a compiler it found no difference yet
+that it could tell from none (tuner.jsonl).
+Source: arXiv 2104.09864; arXiv 2410.10989; arXiv 2302.05442 (QK-norm).
 
 Shapes: B rows, T tokens, D features, H heads, K features of a head.
 """
@@ -71,8 +79,9 @@ class FusedRope(Technique[Build]):
         "with model.qk_norm the memory of an fp32 product of both (derived)",
         costs="a kernel of Triton's that is compiled once per dtype and size; a compiler cannot "
         "fuse other work into it",
-        helps="eager runs in half precision; rows of many heads; model.qk_norm",
-        hurts="compiled runs may lose: there the rotation is joined to the work around it",
+        helps="runs in half precision: eager ones plainly, compiled ones by little or nothing "
+        "(H200, results/techniques.jsonl, tuner.jsonl); rows of many heads; model.qk_norm",
+        hurts="nothing known: no receipt shows a loss outside of its spread, nor more memory",
         source="arXiv 2104.09864; arXiv 2410.10989; arXiv 2302.05442",
     )
 

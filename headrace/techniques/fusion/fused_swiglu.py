@@ -2,11 +2,14 @@
 
 Between the two products of a gated MLP stand silu(gate) x up and, in the backward pass, the
 gradients of both, written side by side for the fused product. This is memory traffic alone, and
-one kernel for the backward pass moves 5 rows where two move 8 (kernels/swiglu). Added to the
-compiled 1b recipe it was 1.009 times as fast (results/techniques.jsonl, n = 1). The kernel keeps
-nothing but the fused product itself, where eager torch also keeps silu(gate). Products of
-matrices stay where they are, so low-rank adapters, 8-bit products and tensor parallelism find the
-same linears. Source: arXiv 2002.05202; Liger (arXiv 2410.10989) has the same fusion for separate
+one kernel for the backward pass moves 5 rows where two move 8 (kernels/swiglu). The kernel keeps
+nothing but the fused product itself, where eager torch also keeps silu(gate); a compiler keeps no
+more. Products of matrices stay where they are, so low-rank adapters, 8-bit products and tensor
+parallelism find the same linears.
+
+On an H200 every run gained by it, eager or compiled, at both shapes (results/techniques.jsonl), so
+the plans of benchmarks/ name it. No recipe of Headrace's own does: they run on CPUs too, which
+refuse it. Source: arXiv 2002.05202; Liger (arXiv 2410.10989) has the same fusion for separate
 gate and up.
 """
 
@@ -54,8 +57,9 @@ class FusedSwiglu(Technique[Build]):
     card: ClassVar[Card] = Card(
         buys="3/8 less memory traffic in the activation's backward pass than two kernels (derived)",
         costs="a kernel of Triton's that is compiled once per dtype and size",
-        helps="wide MLPs, whose activation is a visible share of the step",
-        hurts="nothing known; narrow MLPs gain little",
+        helps="gated MLPs, eager or compiled, narrow or wide (H200, results/techniques.jsonl); "
+        "eager runs save memory too",
+        hurts="nothing known: no receipt shows a slower run",
         source="arXiv 2002.05202; arXiv 2410.10989",
     )
 

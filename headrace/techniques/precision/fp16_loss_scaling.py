@@ -4,7 +4,9 @@ fp16 ends at 6e-8, and most gradients of a language model are smaller: they woul
 backward pass is linear, so a loss that is 2^16 times larger gives gradients that are, and the step
 divides them again in fp32. The scale finds itself: a gradient that is not finite halves it and the
 update is masked, `growth_steps` good ones double it. A power of two changes no digit of an fp32
-number. The scale lives on the device, so the host never waits for it.
+number. The scale lives on the device, so the host never waits for it. The run counts every skipped
+step in every checkpoint (`Counters.skipped_steps`, in the report too); those in a row, which end a
+run that no scale helps, are counted and kept here.
 
 Cost: one pass over the gradients. bf16 has the range of fp32 and needs none of this. Source: arXiv
 1710.03740 (section 3.2); torch.amp.GradScaler.
@@ -43,6 +45,7 @@ class Scale:
         """good steps since the scale last changed"""
         self.used = self.updates = 0
         self.skipped, self.last_skipped = 0, -1
+        """skipped steps in a row, and the last of them"""
 
     def use(self, build: Build) -> Tensor:
         """What the loss is multiplied by."""

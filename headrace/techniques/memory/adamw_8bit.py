@@ -124,7 +124,7 @@ class Adamw8bit(Technique[Build]):
     GPU that has Triton, not on a CPU."""
 
     timed: ClassVar[bool] = True
-    room: ClassVar[str] = "optim"
+    room: ClassVar[str] = "memory"
     stage: ClassVar[Stage] = Stage.OPTIMIZER
     composes: ClassVar[tuple[str, ...]] = ("routes",)
     equality: ClassVar = "learning"
