@@ -5,10 +5,10 @@
 The kernels of three profiled steps, by family and the longest by name, and the longest times that
 the device waited for the host. Families are told by names, as the doctor tells them in a trace:
 products, attention, the optimizer, elementwise work, copies, the rest. Inductor names a kernel by
-all operations that it fused, so its own are told by how their names begin.
+all operations that it fused, so its own are told by how their names begin. A row has the work too
+that the plan's ledger has each family do (`kernel_gaps.py`), or why nothing tells it.
 """
 
-import argparse
 import json
 import time
 from pathlib import Path
@@ -16,14 +16,15 @@ from typing import Any
 
 import receipts
 import torch
+from kernel_gaps import parser, plan_from, work_of
 
 from headrace import train
-from headrace.cli import catalogue
+from headrace.context import make_context
+from headrace.core.errors import UnsupportedError
 from headrace.core.plan import Plan
 from headrace.doctor.trace.kernels import family_of
 from headrace.trials.readings import open_build
 
-PLANS = Path(__file__).parent / "plans"
 STEPS = 3
 
 
@@ -66,19 +67,22 @@ def profiled(plan: Plan) -> tuple[dict[str, tuple[float, int]], float, list[Any]
     return found, step_ms, idle_between(kernels) if kernels else []
 
 
+def told(plan: Plan) -> dict[str, Any]:
+    """The plan's work by family, as a row has it."""
+    try:
+        pieces = work_of(plan, make_context(plan, torch.device("cuda")))
+    except UnsupportedError as error:
+        return {"no_work": error.message}
+    return {"work": [piece.plain() for piece in pieces]}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("shape")
-    parser.add_argument("--with", nargs="*", default=[], dest="with_")
-    parser.add_argument("--without", nargs="*", default=[])
-    parser.add_argument("--set", nargs="*", default=[])
-    parser.add_argument("--longest", type=int, default=24)
-    parser.add_argument("--results", type=Path, default=receipts.ROOT / "results")
-    args = parser.parse_args()
-    plan = Plan.read(
-        (PLANS / f"{args.shape}.toml").read_text(), catalogue(), overrides=args.set,
-        with_=args.with_, without=args.without,
-    )  # fmt: skip
+    words = parser(__doc__)
+    words.add_argument("--longest", type=int, default=24)
+    words.add_argument("--results", type=Path, default=receipts.ROOT / "results")
+    args = words.parse_args()
+    plan = plan_from(args)
+    work = told(plan)
     found, step_ms, idle = profiled(plan)
     families: dict[str, float] = {}
     for name, (spent_ms, _) in found.items():
@@ -93,7 +97,7 @@ def main() -> None:
     receipts.append(
         "kernels", metrics, results=args.results, shape=args.shape, n=1, seeds=[plan.seed],
         recipe=" ".join(["recipe", *args.with_, *args.set]), techniques=sorted(plan.techniques),
-        longest=rows, plan_sha256=receipts.sha256(plan.dump()),
+        longest=rows, plan_sha256=receipts.sha256(plan.dump()), **work,
     )  # fmt: skip
     print(json.dumps({k: round(v["value"], 2) for k, v in metrics.items()}))
     for row in rows:

@@ -2,7 +2,7 @@
 
     python benchmarks/limits.py mfu --variants none_rows2 none_once4
     python benchmarks/limits.py context --lengths 262144 524288
-    python benchmarks/limits.py start
+    python benchmarks/limits.py start --variants recipe compile_cache
     python benchmarks/limits.py memory --variants selective chunked --rounds 2
     python benchmarks/limits.py plan mfu context memory
 
@@ -10,9 +10,10 @@
 attention) of a plan, after warm-up, with the peak and what the ledger predicted. `context`: full
 optimizer steps with one row of each length; what does not fit gets a row that says so. `start`:
 `headrace train` in a process of its own, first with empty caches and then with warm ones, until the
-end of its first step. `memory`: speed and peak of `headrace train` beside torchtitan, alternating.
-`plan` trains nothing: it tells what is predicted for every variant, and who would refuse, on the
-device that is here or, with `--device-name`, on a GPU that is not.
+end of its first step; with compile_cache nothing but its own folder is kept between the two, as
+where a machine's temporary folder is emptied. `memory`: speed and peak of `headrace train` beside
+torchtitan, alternating. `plan` trains nothing: it tells what is predicted for every variant, and
+who would refuse, on the device that is here or, with `--device-name`, on a GPU that is not.
 
 A variant is a name from variants.py, or `NAME: +technique -technique key=value`.
 """
@@ -182,22 +183,28 @@ def measure_context(args: argparse.Namespace) -> None:
 
 def measure_start(args: argparse.Namespace) -> None:
     """`headrace train` twice: empty caches of kernels and data, then warm ones."""
-    path = plan_file(args, "start")
-    with tempfile.TemporaryDirectory() as work:
-        for caches in ("cold", *["warm"] * args.rounds):
-            if not out_of_time(args, f"start {caches}"):
-                _start(path, caches, Path(work), args)
+    for variant in variants(args, "start"):
+        label = "" if variant.name == next(iter(VARIANTS["start"])) else f"{variant.name} "
+        keeps = "compile_cache" in variant.with_
+        with tempfile.TemporaryDirectory() as work:
+            for index, caches in enumerate(("cold", *["kept" if keeps else "warm"] * args.rounds)):
+                if not out_of_time(args, f"start {label}{caches}"):
+                    own = Path(work, f"caches{index * keeps}")
+                    _start(variant, label + caches, Path(work), own, args)
 
 
-def _start(path: Path, caches: str, work: Path, args: argparse.Namespace) -> None:
+def _start(variant: Variant, caches: str, work: Path, own: Path, args: argparse.Namespace) -> None:
+    path, more = plan_file(args, "start"), variant.command()
+    if "compile_cache" in variant.with_:
+        more.append(f"techniques.compile_cache.directory={work / 'kept'}")
     folders = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton",
                "XDG_CACHE_HOME": "cache", "CUDA_CACHE_PATH": "cuda"}  # fmt: skip
     began_s = time.monotonic()
     told = subprocess.run(
         [sys.executable, "-m", "headrace", "train", str(path), "--json", "goal.steps=2",
-         f"directory={work / 'runs'}", f"data.directory={work / 'data'}", *args.set],
+         f"directory={work / 'runs'}", f"data.directory={work / 'data'}", *more, *args.set],
         capture_output=True, text=True, timeout=args.child_s, check=False,
-        env={**os.environ, **{name: str(work / folder) for name, folder in folders.items()}},
+        env={**os.environ, **{name: str(own / folder) for name, folder in folders.items()}},
     )  # fmt: skip
     whole_s = time.monotonic() - began_s
     if told.returncode:
@@ -210,7 +217,8 @@ def _start(path: Path, caches: str, work: Path, args: argparse.Namespace) -> Non
     metrics |= {name: receipts.spread([spent], "s") for name, spent in parts.items()}
     metrics["whole_command"] = receipts.spread([whole_s], "s")
     row("start", caches, None, metrics, args, shape=path.stem, n=1, seeds=[report["seed"]],
-        techniques=sorted(report["techniques"]), guard=report["guard"])  # fmt: skip
+        techniques=sorted(report["techniques"]), guard=report["guard"],
+        evidence={n: t["detail"] for n, t in report["techniques"].items()})  # fmt: skip
 
 
 # --- memory ----------------------------------------------------------------------------------
@@ -309,7 +317,7 @@ def read_memory(
 def tell_plan(args: argparse.Namespace) -> None:
     """Predicted peaks of all variants, and refusals; nothing is trained."""
     for what in args.measurements:
-        if what not in VARIANTS:
+        if what not in VARIANTS or what == "start":
             continue
         path = plan_file(args, what)
         for variant in variants(args, what):

@@ -7,15 +7,24 @@ A technique is measured twice: added to the eager trunk, and put into (or left o
 place of another in) the compiled recipe that `plans/` has for the shape. Sides go in groups, and
 the base is timed before and after each group: the ratios of a row are to those two, or to the one
 that could be read (n = 1). A reading is a fresh build on real text, with the median step of each of
-two blocks; the peaks, allocated and reserved, are those of the steps. With `--loss-steps` a side
-that was added to the trunk, or left out of the recipe, also trains from the same seed on a batch of
-`--loss-rows` rows, and its row tells how far the mean loss of the last tenth is from the base's.
+two blocks; the peaks, allocated and reserved, are those of the steps. A row names what its base's
+attention launches. With `--loss-steps` a side that was added to the trunk, or left out of the
+recipe, also trains from the same seed on batches of `--loss-rows` rows, by a schedule that is as
+long. Its row has the mean loss of the last tenth, the base's, how far they are apart, and how far
+the base's own is from it with another seed, of weights and rows: a smaller difference may be noise.
+`--only-loss` times nothing, and its rows have no speed.
 
 A technique that only acts beside another has that one in its base too:
 
     python benchmarks/techniques.py cudnn_autotune --base-with short_convolution
     python benchmarks/techniques.py tf32 --bases recipe --set model.precision=fp32 \
         --base-without cudnn_attention bf16_parameters
+
+What acts only where a run begins, as where rows grow and every length is compiled, has no steady
+steps: `--whole-run N` takes the seconds of the first N steps, with a compiler's empty caches.
+
+    python benchmarks/techniques.py shape_buckets:multiple=256 --whole-run 50 --bases recipe \
+        --base-with sequence_length_schedule --set techniques.sequence_length_schedule.until=40
 
 What cannot run gets a row with the reason, at no device time. Readings are taken in a process of
 their own, which is replaced when a side fails in it. No side begins after `--limit-s`; those that
@@ -27,20 +36,15 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import receipts
+from sides import ATTENTION, GRAPHS, Side, attention_of, run_whole, short, sides, train_short
 
-from headrace.build import make_context
 from headrace.cli import catalogue
-from headrace.context import check_supported, choose_device
-from headrace.core.errors import HeadraceError
-from headrace.core.plan import Plan
-from headrace.trials.readings import Reading, Worker, time_steps, train_steps
+from headrace.trials.readings import Reading, Worker, time_steps
 
 PLANS = Path(__file__).parent / "plans"
 GROUP = 8
@@ -50,84 +54,6 @@ TRANSIENT = ("not done within", "its process died", "its base cannot")
 LOSS_ROWS = {"160m": 4}
 """shape -> rows of a batch for the loss; 1 elsewhere"""
 SIDE_LIMIT_S = 240.0
-
-
-@dataclass
-class Side:
-    """A plan under test and its readings."""
-
-    name: str
-    """of the technique, with knobs behind a colon; "" is the base"""
-    plan: Plan
-    refused: str = ""
-    replaces: tuple[str, ...] = ()
-    """techniques of the recipe whose socket it takes"""
-    speed: Reading = field(default_factory=Reading)
-    loss: Reading = field(default_factory=Reading)
-
-    @property
-    def why_not(self) -> str:
-        """What refused or stopped it."""
-        return self.refused or self.speed.refused
-
-    @property
-    def step_s(self) -> float:
-        """Mean of the blocks' medians."""
-        return mean(self.speed.seconds)
-
-    @property
-    def end_loss(self) -> float | None:
-        """Mean of the last tenth, in nats per token."""
-        found = self.loss.losses
-        return mean(found[-max(1, len(found) // 10) :]) if found else None
-
-
-def sides(
-    path: Path, base: str, names: Sequence[str], overrides: list[str], with_: Sequence[str] = (),
-    without: Sequence[str] = (),
-) -> list[Side]:  # fmt: skip
-    """The base and a side for each technique, `name` or `name:knob=value,a.plan.key=value`.
-
-    Args:
-        path: the shape's plan, which is the recipe.
-        base: `recipe`, or `trunk`: the plan without its techniques.
-        names: what is measured.
-        overrides: of every plan.
-        with_: techniques that every plan has, the trunk's too.
-        without: techniques of the recipe that no plan has.
-    """
-    text = path.read_text()
-    recipe = _read(text, overrides, with_, without)
-    gone = [n for n in recipe.techniques if n not in with_] if base == "trunk" else []
-    gone += without
-    found = [Side("", _read(text, overrides, with_, gone))]
-    for asked in names:
-        name, _, knobs = asked.partition(":")
-        keys = [k for k in knobs.split(",") if k]
-        keys = [k if "." in k.partition("=")[0] else f"techniques.{name}.{k}" for k in keys]
-        inside = base == "recipe" and name in recipe.techniques and not keys
-        taken = () if inside or base == "trunk" else _owners(recipe, name)
-        out = [*(g for g in gone if g != name), *taken, *([name] if inside else [])]
-        try:
-            more = [n for n in with_ if n not in out]
-            plan = _read(text, overrides + keys, more if inside else [*more, name], out)
-            device = choose_device(plan)
-            check_supported(list(plan.techniques.values()), make_context(plan, device))
-        except HeadraceError as error:
-            found.append(Side(asked, recipe, refused=str(error), replaces=taken))
-        else:
-            found.append(Side(asked, plan, replaces=taken))
-    return found
-
-
-def _owners(recipe: Plan, name: str) -> tuple[str, ...]:
-    """Techniques of the recipe that own a socket which `name` claims."""
-    claims = set(catalogue().find(name).claims)
-    return tuple(n for n, t in recipe.techniques.items() if n != name and claims & set(t.claims))
-
-
-def _read(text: str, overrides: list[str], more: Sequence[str], without: Sequence[str]) -> Plan:
-    return Plan.read(text, catalogue(), overrides=overrides, with_=more, without=without)
 
 
 class Bench:
@@ -140,12 +66,19 @@ class Bench:
         self.shape, self.base, self.args = shape, base, args
         self.first, self.others = found[0], found[1:]
         self.worker, self.ends_s = worker, ends_s
+        self.attention = ""
+        self.noise: list[Side] = []
+        """the base with other seeds"""
 
     def run(self) -> list[str]:
         """Measure group by group; returns the names of sides that were not begun."""
-        for side in (s for s in self.others if s.refused):
+        only_loss = self.args.only_loss
+        waiting = [s for s in self.others if self.wants_loss(s) or not only_loss]
+        for side in (s for s in waiting if s.refused):
             self.write(side, [])
-        waiting = [s for s in self.others if not s.refused]
+        waiting = [s for s in waiting if not s.refused]
+        if only_loss:
+            return self.run_losses(waiting)
         before: Reading | None = None
         while waiting and self.left_s > 0:
             before = before or self.time(self.first)
@@ -153,9 +86,10 @@ class Bench:
                 for side in waiting:
                     self.write(side, [before])
                 return []
+            self.attention = self.attention or self.look()
             group, waiting = waiting[:GROUP], waiting[GROUP:]
-            if any(map(self.wants_loss, group)) and not self.first.loss.losses:
-                self.train(self.first)
+            if any(map(self.wants_loss, group)):
+                self.train_base()
             done = [side for side in group if self.left_s > 0 and self.measure(side)]
             waiting = [s for s in group if s not in done] + waiting
             ran = [side for side in done if not side.why_not]
@@ -165,6 +99,30 @@ class Bench:
                 self.write(side, bases)
             before = None if after and after.refused else bases[-1]
         return [side.name for side in waiting]
+
+    def run_losses(self, waiting: list[Side]) -> list[str]:
+        """Train side by side; returns the names of sides that were not begun."""
+        while waiting and self.left_s > 0:
+            self.train_base()
+            if self.first.loss.refused:
+                for side in waiting:
+                    self.write(side, [self.first.loss])
+                return []
+            side = waiting.pop(0)
+            self.train(side)
+            self.write(side, [])
+        return [side.name for side in waiting]
+
+    def train_base(self) -> None:
+        """The base's loss, once, and with other seeds."""
+        if self.first.loss.losses:
+            return
+        self.train(self.first)
+        if self.first.loss.losses:
+            seeds = range(1, self.args.noise_seeds + 1)
+            self.noise = [Side(f"(base, seed + {n})", self.first.plan) for n in seeds]
+            for seed, side in zip(seeds, self.noise, strict=True):
+                self.train(side, seed)
 
     @property
     def left_s(self) -> float:
@@ -191,23 +149,27 @@ class Bench:
         """A reading of the steps."""
         warm, timed = self.args.steps
         began_s = time.monotonic()
-        side.speed = self.worker.ask(
-            time_steps, side.plan, limit_s=SIDE_LIMIT_S, text=True, warm=warm, timed=timed,
-            blocks=2, name=side.name.partition(":")[0],
-        )  # fmt: skip
+        if steps := self.args.whole_run:
+            side.speed = self.worker.ask(run_whole, side.plan, limit_s=SIDE_LIMIT_S, steps=steps)
+        else:
+            side.speed = self.worker.ask(
+                time_steps, side.plan, limit_s=SIDE_LIMIT_S, text=True, warm=warm, timed=timed,
+                blocks=2, name=side.name.partition(":")[0],
+            )  # fmt: skip
         told = side.speed.refused or f"{side.step_s * 1e3:.2f} ms"
         self.say(side, told, began_s)
         return side.speed
 
-    def train(self, side: Side) -> None:
-        """The loss of a short training."""
-        began_s = time.monotonic()
-        tokens = loss_rows(self.args, self.shape) * side.plan.data.sequence_length
-        batch = side.plan.batch.model_copy(update={"tokens": tokens, "micro_sequences": 0})
-        side.loss = self.worker.ask(
-            train_steps, side.plan.replaced(batch=batch), limit_s=SIDE_LIMIT_S,
-            steps=self.args.loss_steps,
-        )  # fmt: skip
+    def look(self) -> str:
+        """What the base's attention launches, or why nobody knows."""
+        found = self.worker.ask(attention_of, self.first.plan, limit_s=SIDE_LIMIT_S)
+        return found.evidence.get(ATTENTION) or f"not read: {found.refused or 'nothing seen'}"
+
+    def train(self, side: Side, seed: int = 0) -> None:
+        """The loss of a short training, with `seed` added to the plan's."""
+        began_s, steps = time.monotonic(), self.args.loss_steps
+        plan = short(side.plan, steps=steps, rows=loss_rows(self.args, self.shape), seed=seed)
+        side.loss = self.worker.ask(train_short, plan, limit_s=SIDE_LIMIT_S, steps=steps)
         self.say(side, side.loss.refused or f"loss {side.end_loss:.4f}", began_s)
 
     def say(self, side: Side, told: str, began_s: float) -> None:
@@ -219,30 +181,33 @@ class Bench:
     def write(self, side: Side, bases: list[Reading]) -> None:
         """One row: ratios to the base before and after."""
         name, _, knobs = side.name.partition(":")
+        trained = int(bool(side.loss.losses))
         facts: dict[str, Any] = {
             "technique": name, "knobs": knobs, "base": self.base, "shape": self.shape,
-            "seeds": [side.plan.seed], "n": len(bases) if side.speed.seconds else 0,
+            "seeds": [side.plan.seed], "n": len(bases) if side.speed.seconds else trained,
             "techniques": sorted(side.plan.techniques), "replaces": list(side.replaces),
             "left_out": self.left_out(side),
             "plan_sha256": receipts.sha256(side.plan.dump()),
             "baseline_sha256": receipts.sha256(self.first.plan.dump()),
-            "overrides": changes(self.args),
+            "overrides": changes(self.args), **kind(self.args),
         }  # fmt: skip
+        if self.attention and bases:
+            facts["base_attention"] = self.attention
         if self.wants_loss(side):
-            facts |= {"loss_steps": self.args.loss_steps,
-                      "loss_rows": loss_rows(self.args, self.shape)}  # fmt: skip
+            steps, rows = self.args.loss_steps, loss_rows(self.args, self.shape)
+            curve = short(side.plan, steps=steps, rows=rows).schedule.model_dump()
+            facts |= {"loss_steps": steps, "loss_rows": rows, "loss_schedule": curve}
         metrics: dict[str, Any] = {}
-        if bases and bases[0].refused and not side.why_not:
+        why_not = side.why_not or (side.loss.refused if self.args.only_loss else "")
+        if bases and bases[0].refused and not why_not:
             facts["refused"] = f"its base cannot run: {bases[0].refused}"
-        elif side.why_not:
-            facts["refused"] = side.why_not
+        elif why_not:
+            facts["refused"] = why_not
         else:
-            facts["evidence"] = side.speed.evidence.get(name, "")
-            metrics = self.metrics(side, bases)
-            if side.end_loss is not None and self.first.end_loss is not None:
-                off = side.end_loss - self.first.end_loss
-                if math.isfinite(off):
-                    metrics["loss_difference"] = receipts.spread([off], "nats")
+            facts["evidence"] = (side.speed.evidence or side.loss.evidence).get(name, "")
+            metrics = (self.metrics(side, bases) if bases else {}) | self.losses(side)
+            if self.args.whole_run:
+                facts["graphs"] = [r.evidence.get(GRAPHS) for r in (side.speed, *bases)]
             facts["loss_refused"] = side.loss.refused
             if self.first.loss.refused and not side.loss.refused:
                 facts["loss_refused"] = f"its base cannot train: {self.first.loss.refused}"
@@ -251,10 +216,29 @@ class Bench:
         print(json.dumps({"shape": self.shape, "base": self.base, "technique": side.name, **told,
                           "refused": facts.get("refused", "")}), flush=True)  # fmt: skip
 
+    def losses(self, side: Side) -> dict[str, Any]:
+        """Both ends, how far they are apart, and how far other seeds bring the base's."""
+        own, base = side.end_loss, self.first.end_loss
+        if own is None:
+            return {}
+        told = {"loss": [own]}
+        if base is not None:
+            others = [s.end_loss for s in self.noise if s.end_loss is not None]
+            told |= {"base_loss": [base], "loss_difference": [own - base],
+                     "loss_noise": [abs(other - base) for other in others]}  # fmt: skip
+        found = {name: [v for v in values if math.isfinite(v)] for name, values in told.items()}
+        return {name: receipts.spread(values, "nats") for name, values in found.items() if values}
+
     def metrics(self, side: Side, bases: list[Reading]) -> dict[str, Any]:
         """Of a side that ran."""
         tokens, own = side.plan.batch.tokens, side.speed
         ratios = [mean(b.seconds) / side.step_s for b in bases]
+        if self.args.whole_run:
+            return {
+                "run_ratio": receipts.spread(ratios, "x"),
+                "run": receipts.spread([sum(own.seconds)], "s"),
+                "base_run": receipts.spread([sum(b.seconds) for b in bases], "s"),
+            }
         found = {
             "speed_ratio": receipts.spread(ratios, "x"),
             "tokens_per_s": receipts.spread([tokens / s for s in own.seconds], "tokens/s"),
@@ -288,6 +272,13 @@ def loss_rows(args: argparse.Namespace, shape: str) -> int:
     return (args.loss_rows or LOSS_ROWS.get(shape, 1)) if args.loss_steps else 0
 
 
+def kind(args: argparse.Namespace) -> dict[str, Any]:
+    """What rows say of how they were measured; nothing where steady steps were timed."""
+    if args.only_loss:
+        return {"measurement": "loss"}
+    return {"measurement": "run", "run_steps": args.whole_run} if args.whole_run else {}
+
+
 def changes(args: argparse.Namespace) -> list[str]:
     """What is changed in every plan, in the words of variants.py."""
     more, less = (f"+{n}" for n in args.base_with), (f"-{n}" for n in args.base_without)
@@ -309,6 +300,7 @@ def without_rows(names: list[str], shape: str, base: str, args: argparse.Namespa
         f"{r['technique']}:{r['knobs']}".rstrip(":")
         for r in rows
         if wanted == (r.get("shape"), r.get("base"), r.get("commit"), r.get("overrides", []))
+        and kind(args) == {k: r[k] for k in ("measurement", "run_steps") if k in r}
         and (r.get("loss_steps", 0), r.get("loss_rows", 0))
         == (loss if base == "trunk" or r.get("left_out") else (0, 0))
         and not any(r.get(k, "").startswith(TRANSIENT) for k in ("refused", "loss_refused"))
@@ -327,12 +319,18 @@ def main() -> None:
     parser.add_argument("--steps", nargs=2, type=int, default=[3, 5], metavar=("WARM", "TIMED"))
     parser.add_argument("--loss-steps", type=int, default=0)
     parser.add_argument("--loss-rows", type=int, default=0, help="0: 4 at 160m, else 1")
+    parser.add_argument("--noise-seeds", type=int, default=1, help="of the base, beside its own")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--only-loss", action="store_true", help="time nothing")
+    how.add_argument("--whole-run", type=int, default=0, metavar="STEPS", help="time all of them")
     parser.add_argument("--limit-s", type=float, default=math.inf, help="no side begins later")
     parser.add_argument("--missing", type=Path, help="a results folder: only what has no row there")
     parser.add_argument("--here", action="store_true", help="no process of its own, to debug")
     parser.add_argument("--results", type=Path, default=receipts.ROOT / "results")
     parser.add_argument("--set", nargs="*", default=[], help="overrides for every plan")
     args = parser.parse_args()
+    if args.only_loss and not args.loss_steps:
+        parser.error("--only-loss needs --loss-steps N, the length of the training")
     names, ends_s = asked_for(args), time.monotonic() + args.limit_s
     with Worker(here=args.here) as worker:
         for shape in args.shapes:

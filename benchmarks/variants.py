@@ -31,6 +31,7 @@ VARIANTS = {
         "long_offload": f"{LONG} +bf16_parameters +activation_offload",
         "long_fp32": f"{LONG} -bf16_parameters",
     },
+    "start": {"recipe": "", "compile_cache": "+compile_cache"},
     "memory": {
         "recipe": "",
         "chunked": f"{CHUNKS}8192",

@@ -12,6 +12,7 @@ import torch
 from tiny import READ
 
 import headrace.build
+import headrace.train
 from headrace.core.model_config import ModelConfig
 from headrace.start import Start
 from headrace.trials import readings
@@ -61,13 +62,61 @@ def test_a_technique_has_a_row_at_each_base(
     assert "selective_checkpoint" in found["full_checkpoint", "recipe"]["refused"]
     assert found["selective_checkpoint", "recipe"]["left_out"]
     for base in ("trunk", "recipe"):
-        off = found["selective_checkpoint", base]["metrics"]["loss_difference"]["value"]
-        assert abs(off) < 1e-5
+        told = found["selective_checkpoint", base]["metrics"]
+        assert abs(told["loss_difference"]["value"]) < 1e-5 < told["loss_noise"]["value"]
+        assert told["loss"]["value"] == pytest.approx(told["base_loss"]["value"])
+        assert "scaled_dot_product_flash_attention" in found["z_loss", base]["base_attention"]
     run(monkeypatch, techniques, *asked, "fused_cross_entropy", *words, "--limit-s", 0)
     assert {r["technique"] for r in rows(tmp_path, "techniques")[8:]} == {"fused_cross_entropy"}
     capsys.readouterr()
     run(monkeypatch, techniques, "tf32:mode=x", "chunked_mlp", *words, "--limit-s", 0)
     assert "left: tiny trunk: chunked_mlp\n" in capsys.readouterr().out
+
+
+def test_a_loss_is_read_alone_by_a_schedule_as_long_as_the_training(
+    plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--shapes", plan, "--loss-steps", 9, "--only-loss", "--noise-seeds", 2]
+    words += ["--results", tmp_path, "--missing", tmp_path]
+    rates: list[float] = []
+    step = headrace.train.step
+
+    def watched(build: Any, micros: Any, index: int) -> Any:
+        rates.append(build.values["lr"](index))
+        return step(build, micros, index)
+
+    monkeypatch.setattr(headrace.train, "step", watched)
+    run(monkeypatch, techniques, "z_loss", "selective_checkpoint", *words)
+    found = {(r["technique"], r["base"]): r for r in rows(tmp_path, "techniques")}
+    assert len(found) == 3, "what is put into the recipe computes what it does in the trunk"
+    assert found["selective_checkpoint", "recipe"]["left_out"]
+    for row in found.values():
+        assert (row["measurement"], row["n"], row["loss_schedule"]["steps"]) == ("loss", 1, 9)
+        assert row["metrics"].keys() == {"loss", "base_loss", "loss_difference", "loss_noise"}
+        low, high = (row["metrics"]["loss_noise"][k] for k in ("low", "high"))
+        assert 0 < low < high
+    assert "added" in found["z_loss", "trunk"]["evidence"]
+    first = rates[:9]  # of the base; the plan's own schedule ends at its third step
+    assert first == sorted(first, reverse=True) and first[4] > 2 * first[8] > 0
+    run(monkeypatch, techniques, "z_loss", *words)
+    assert len(rows(tmp_path, "techniques")) == 3
+    run(monkeypatch, techniques, "z_loss", *words[:-1], tmp_path / "none", "--limit-s", 0)
+    assert "left: tiny trunk: z_loss" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        run(monkeypatch, techniques, "z_loss", "--only-loss")
+
+
+def test_a_whole_run_has_the_seconds_of_all_of_its_steps(
+    plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    growing = "techniques.sequence_length_schedule."
+    words = ["--shapes", plan, "--bases", "trunk", "--whole-run", 5, "--results", tmp_path]
+    words += ["--base-with", "sequence_length_schedule", "--set", f"{growing}start=2"]
+    run(monkeypatch, techniques, "shape_buckets:multiple=4", *words, f"{growing}until=4")
+    (row,) = rows(tmp_path, "techniques")
+    assert (row["measurement"], row["run_steps"], row["graphs"]) == ("run", 5, ["0"] * 3)
+    assert row["metrics"].keys() == {"run_ratio", "run", "base_run"} and row["n"] == 2
+    assert row["evidence"].startswith("4 shapes came")
 
 
 def test_a_base_that_is_read_once_counts_once_and_what_was_cut_off_is_missing(
@@ -302,6 +351,13 @@ def test_a_start_is_measured_cold_and_warm(
 ) -> None:
     run(monkeypatch, limits, "start", "--plan", plan, "--results", tmp_path)
     cold, warm = rows(tmp_path, "limits")
+    run(monkeypatch, limits, "start", "--plan", plan, "--results", tmp_path,
+        "--variants", "compile_cache: +torch_compile +compile_cache",
+        "--set", "techniques.torch_compile.scope=block")  # fmt: skip
+    found = rows(tmp_path, "limits")[2:]
+    assert [row["variant"] for row in found] == ["compile_cache cold", "compile_cache kept"]
+    cold_graphs, kept = (row["evidence"]["compile_cache"] for row in found)
+    assert cold_graphs.startswith("0 graphs") and not kept.startswith("0 graphs")
     assert (cold["variant"], warm["variant"]) == ("cold", "warm")
     parts = {"imports", "prepare", "choose", "build", "guard", "first_step"}
     assert parts <= warm["metrics"].keys()

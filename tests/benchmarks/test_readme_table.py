@@ -7,9 +7,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from headrace.context import elsewhere, make_context
+
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "readme_table.py"
 sys.path.insert(0, str(PROGRAM.parent))
-from readme_table import how_right, of_techniques  # noqa: E402
+import receipts  # noqa: E402
+from kernel_gaps import Piece, best, fingerprints, parser, pieces, plan_from, work_of  # noqa: E402
+from kernel_gaps import table as gap_table  # noqa: E402
+from readme_table import gaps, how_right, of_techniques  # noqa: E402
 
 PAGE = "# Title\n\n<!-- results:begin -->\nold\n<!-- results:end -->\n\nrest\n"
 
@@ -115,3 +122,109 @@ def test_check_fails_when_the_page_is_behind(tmp_path: Path) -> None:
     assert _render(tmp_path, [_row("headrace", 1_000)], "--check")[0] == 1
     assert _render(tmp_path, [_row("headrace", 1_000)])[0] == 0
     assert _render(tmp_path, [_row("headrace", 1_000)], "--check")[0] == 0
+
+
+# --- what of a step is above the ceilings ------------------------------------------------------
+
+SIZES = (8, 32, 8, 4096, 64)
+"""Attention that core/assumed.py has a row of: 444 and 385 TFLOP/s by cuDNN."""
+
+
+def _profile(step: float, families: dict[str, float], **facts: Any) -> dict[str, Any]:
+    metrics = {name: {"value": ms, "unit": "ms"} for name, ms in {"step": step, **families}.items()}
+    base = {"shape": "1b", "hardware": "NVIDIA H200", "commit": "abc", "n": 1, "techniques": []}
+    return {**base, "command": "python kernel_table.py 1b", "metrics": metrics, **facts}
+
+
+def _cells(told: str) -> dict[str, list[str]]:
+    rows = [line.strip("| ").split(" | ") for line in told.splitlines() if line.startswith("| ")]
+    return {row[0]: row[1:] for row in rows[1:]}
+
+
+def test_a_gap_is_time_less_work_at_the_ceiling() -> None:
+    forward = 2 * 8 * 32 * 4096**2 * 64
+    work = [
+        {"family": "products", "what": "bf16", "flops": 7.95e12},  # 10 ms
+        {"family": "products", "what": "fp8", "flops": 15.17e12},  # 10 ms
+        {"family": "attention", "what": "cudnn", "flops": 16 * forward, "sizes": SIZES},
+        {"family": "attention", "what": "cudnn", "flops": 40 * forward, "sizes": SIZES,
+         "backward": True},
+        {"family": "elementwise", "what": "norm", "bytes": 0.427e10},  # 1 ms
+        {"family": "elementwise", "what": "streams", "bytes": 0.854e10},  # 2 ms
+    ]  # fmt: skip
+    families = {"products": 25.0, "attention": 100.0, "elementwise": 4.0, "copies": 0.5, "idle": 2}
+    told = gap_table(_profile(130.0, families, work=json.loads(json.dumps(work))))
+    mixing_ms = forward * 1e3 * (16 / 444e12 + 40 / 385e12)
+    lost = {"products": 5, "attention": 100 - mixing_ms, "elementwise": 1, "copies": 0.5, "idle": 2}
+    cells = _cells(told)
+    assert list(cells) == sorted(lost, key=lambda name: -lost[name])
+    assert {name: row[-1] for name, row in cells.items()} == {
+        n: f"{v:.2f}" for n, v in lost.items()
+    }
+    assert cells["products"] == ["25.00", "19.0%", "23.12 TFLOP", "924.8 TFLOP/s", "1156 TFLOP/s",
+                                 "80.0%", "5.00"]  # fmt: skip
+    assert cells["elementwise"][2:6] == ["12.81 GB", "3.203 TB/s", "4.27 TB/s", "75.0%"]
+    assert cells["attention"][5] == f"{mixing_ms:.1f}%"
+    assert cells["copies"][2:6] == cells["idle"][2:6] == ["-"] * 4
+    assert "Of 131.5 ms (kernels and idle; unprofiled, a step took 130.0), " in told
+    assert f"{sum(lost.values()):.1f} ms, {sum(lost.values()) / 131.5:.1%}, are above" in told
+
+
+def test_a_plan_that_became_another_is_told_and_not_computed() -> None:
+    row = _profile(3.0, {"products": 1.5, "idle": 0.5}, plan_sha256="0")
+    gone = {**row, "command": "python benchmarks/kernels.py 2b"}
+    silent = {**row, "no_work": "it does not say"}
+    for one, why in ((row, "another fingerprint"), (gone, "no shape 2b"), (silent, "not say")):
+        told = gap_table(one)
+        assert why in told and "is not known" in told
+        assert _cells(told) == {"products": ["1.50", "75.0%", *"-----"],
+                                "idle": ["0.50", "25.0%", *"-----"]}  # fmt: skip
+
+
+def test_work_that_nothing_tells_is_left_out_of_what_is_lost() -> None:
+    work = [{"family": "attention", "what": "flex", "flops": 1.0, "sizes": SIZES, "unknown": "why"},
+            {"family": "products", "what": "bf16", "flops": 7.95e11}]  # fmt: skip
+    told = gap_table(_profile(3.0, {"attention": 1.0, "products": 2.0}, work=work))
+    assert _cells(told)["attention"][2:] == ["-"] * 5
+    assert "1.0 ms, 33.3%, are above the ceilings: products 1.0. Not told: attention: why." in told
+
+
+def test_a_row_of_before_gets_its_plans_work() -> None:
+    plan = plan_from(parser().parse_args(["1b", "--with", "float8_linear"]))
+    now, before = fingerprints(plan)
+    assert now == receipts.sha256(plan.dump())
+    metrics = {name: {"value": 1.0} for name in ("step", "idle", "matrix_products", "rest")}
+    row = _profile(1.0, {}, plan_sha256=before, metrics=metrics)
+    row["command"] = "python benchmarks/kernels.py 1b --with float8_linear --longest 16"
+    found = pieces(row)
+    blocks, head, tokens = 16 * 2048 * (3072 + 2048 + 3 * 8192), 128256 * 2048, 32768
+    assert {p.what: p.flops for p in found if p.family == "products"} == {
+        "fp8": 6 * tokens * blocks, "bf16": 6 * tokens * head
+    }  # fmt: skip
+    scores = 16 * 2 * 8 * 32 * 4096**2 * 64
+    assert sum(p.flops for p in found if p.family == "attention") == scores * 3.5
+    assert {p.what: p.family for p in found}["norm"] == "other"
+    context = elsewhere(make_context(plan, torch.device("cpu")), "NVIDIA H200")
+    work = work_of(plan, context)
+    assert {p.what: p.family for p in work}["norm"] == "elementwise"
+    assert [Piece.read(json.loads(json.dumps(p.plain()))) for p in work] == work
+
+
+def test_a_fingerprint_holds_only_with_what_is_new_at_its_defaults() -> None:
+    plan = plan_from(parser().parse_args(["160m", "--set", "trace.every_steps=50"]))
+    assert list(fingerprints(plan)) == [receipts.sha256(plan.dump())]
+
+
+def test_the_fastest_row_with_idle_times_stands() -> None:
+    rows = [
+        _profile(5.0, {"idle": 1.0}, commit="slow"),
+        _profile(3.0, {"products": 1.0}, commit="blind"),
+        _profile(4.0, {"idle": 1.0}, commit="fast"),
+        _profile(4.5, {"idle": 1.0}, commit="new"),
+        _profile(6.0, {"idle": 1.0}, commit="fp8", techniques=["float8_linear"]),
+    ]
+    assert [row["commit"] for row in best(rows)] == ["fast", "fp8"]
+
+
+def test_without_profiles_no_gap_is_claimed(tmp_path: Path) -> None:
+    assert "No receipts yet" in gaps(tmp_path)

@@ -1,0 +1,343 @@
+"""Where the time of the best plans goes beside measured ceilings: the gap that is left, by name.
+
+Rows of `kernel_table.py` tell milliseconds by family of kernels. The plan's ledger tells the work:
+FLOPs of products and attention, bytes of the update and of everything else that streams. A ceiling
+is what one kernel reaches alone, as headrace/core/assumed.py has it of the device: products at
+8,192 cubed in each precision, a copy of gigabytes, attention of the plan's own kernel at the plan's
+own shape. (Its 795 TFLOP/s in bf16 were probed after the 774 in LOG.md, and are stricter.) What a
+family takes above its work at the ceiling is lost to it; of a family without work, that is all.
+
+Of the rows that have idle times, the fastest stands for its shape, precision and device. A row has
+its plan's work; one of before has not, and its command makes the plan again. That counts when the
+fingerprint is the row's; what became another plan is told, and nothing is computed of it.
+"""
+
+import argparse
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import receipts
+import torch
+
+from headrace.build import predict
+from headrace.cli import catalogue
+from headrace.context import elsewhere, make_context
+from headrace.core.errors import ConfigError, UnsupportedError
+from headrace.core.machine import ANCHOR_PRODUCT, Machine
+from headrace.core.plan import Plan
+from headrace.core.rates import BACKWARD
+from headrace.core.technique import Context
+from headrace.core.work import SKIPPING, TRUNKS, Work
+
+PLANS = Path(__file__).parent / "plans"
+SINCE = ("trace",)
+"""Sections that plans got after rows had been written, the newest last: a fingerprint of before is
+without them, and they change no kernel as long as they say nothing."""
+EARLIER = {"matrix_products": "products", "triton": "elementwise", "rest": "other"}
+"""Families of rows before commit 09386a9 -> their names since. The rest then had reductions, of the
+gradients' norm too, that are elementwise now; attention had small kernels that are the rest now."""
+NORM = "clip/optimizer"
+"""The ledger's piece that is no kernel of the update, but reductions."""
+STREAMS = {"elementwise": "streams", "optimizer": "update", "copies": "host link"}
+PRECISIONS = ("bf16", "fp8")
+"""Of the products of any plan that a row may stand for."""
+LABELS = {"other": "the rest"}
+HEADS = ("family", "ms", "of the step", "work", "rate", "ceiling", "of the ceiling", "lost, ms")
+UNITS = {"flops": ("TFLOP", 1e12), "bytes": ("GB", 1e9)}
+RATES = {"flops": "TFLOP/s", "bytes": "TB/s"}
+
+
+# --- work ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one step has a family of kernels do.
+
+    Args:
+        family: as the kernels' names tell it.
+        what: precision of products, kernel of attention, "streams", "norm", "update", "host link".
+        flops, bytes: of a step, over all micro-batches.
+        sizes: of attention rows, heads, key-value heads, length, features.
+        causal, backward: of attention.
+        unknown: why it cannot be told, if so.
+    """
+
+    family: str
+    what: str = ""
+    flops: float = 0.0
+    bytes: float = 0.0
+    sizes: tuple[int, ...] = ()
+    causal: bool = True
+    backward: bool = False
+    unknown: str = ""
+
+    def plain(self) -> dict[str, Any]:
+        """As a row has it."""
+        return {key: value for key, value in vars(self).items() if value != getattr(Piece, key, "")}
+
+    @classmethod
+    def read(cls, told: dict[str, Any]) -> "Piece":
+        """What `plain` made, through JSON."""
+        return cls(**{**told, "sizes": tuple(told.get("sizes", ()))})
+
+    def ceiling_s(self, machine: Machine) -> float:
+        """Seconds at the highest measured rates.
+
+        Raises:
+            UnsupportedError: the machine has none for it.
+        """
+        if self.family == "products":
+            m, n, k = ANCHOR_PRODUCT
+            return self.flops / (2 * m * n * k) * machine.product_s(self.what, m, n, k)
+        if self.family != "attention":
+            link = self.family == "copies"
+            return self.bytes / (machine.to_host if link else machine.traffic).bytes_per_s
+        kernel = self.what or next(k for k in TRUNKS if k in machine.kernels(self.backward))
+        rows, heads, kv_heads, length, features = self.sizes
+        one_s = machine.attention_s(
+            SKIPPING.get(kernel, kernel), rows=rows, heads=heads, kv_heads=kv_heads, length=length,
+            features=features, causal=self.causal, backward=self.backward,
+        )  # fmt: skip
+        return self.flops / scores_flops(self.sizes, self.causal, self.backward) * one_s
+
+
+def scores_flops(sizes: Sequence[int], causal: bool, backward: bool) -> float:
+    """Of one kernel of attention; causal, half of all pairs count."""
+    rows, heads, _, length, features = sizes
+    return (2 if causal else 4) * rows * heads * length**2 * features * (BACKWARD**backward)
+
+
+def work_of(plan: Plan, context: Context) -> list[Piece]:
+    """What the plan's ledger has each family do in a step.
+
+    Raises:
+        UnsupportedError: a technique of it does not say.
+    """
+    silent = [name for name, technique in plan.techniques.items() if not technique.timed]
+    if silent:
+        raise UnsupportedError(f"{', '.join(silent)} does not say what it does to a step", "")
+    ledger = predict(plan, context)
+    found: dict[Piece, Piece] = {}
+    for name, work in ledger.work.items():
+        times = work.count * (1 if work.phase == "optimizer" else ledger.sizes["micro_batches"])
+        if times:
+            one = _piece(name, work)
+            key = replace(one, flops=0.0, bytes=0.0)
+            had = found.get(key, key)
+            found[key] = replace(
+                key, flops=had.flops + times * one.flops, bytes=had.bytes + times * one.bytes
+            )
+    return list(found.values())
+
+
+def _piece(name: str, work: Work) -> Piece:
+    """Of one kernel, or of all that a stream consists in."""
+    if work.kind == "product":
+        flops = 2.0 * math.prod(work.sizes)
+        return Piece("products", work.precision, flops, unknown=work.unknown)
+    if work.kind == "attention":
+        backward, unknown = work.phase == "backward", work.unknown
+        if work.seen is None:
+            unknown = unknown or "what its mask leaves is not known before it runs"
+        left = 1 - work.masked + work.masked * (work.seen or 0.0)
+        flops = left * scores_flops(work.sizes, work.causal, backward)
+        return Piece("attention", work.kernel, flops, sizes=work.sizes, causal=work.causal,
+                     backward=backward, unknown=unknown)  # fmt: skip
+    if name == NORM:
+        return Piece("elementwise", "norm", bytes=work.bytes, unknown=work.unknown)
+    family = (
+        "copies" if work.kind == "host link"
+        else "optimizer" if work.phase == "optimizer" else "elementwise"
+    )  # fmt: skip
+    return Piece(family, STREAMS[family], bytes=work.bytes, unknown=work.unknown)
+
+
+# --- a row's plan ----------------------------------------------------------------------------
+
+
+def parser(says: str | None = None) -> argparse.ArgumentParser:
+    """Of a plan's words, as rows have them in their command."""
+    made = argparse.ArgumentParser(description=says)
+    made.add_argument("shape")
+    made.add_argument("--with", nargs="*", default=[], dest="with_")
+    made.add_argument("--without", nargs="*", default=[])
+    made.add_argument("--set", nargs="*", default=[])
+    return made
+
+
+def plan_from(args: argparse.Namespace) -> Plan:
+    """The shape's plan with those changes."""
+    return Plan.read(
+        (PLANS / f"{args.shape}.toml").read_text(), catalogue(), overrides=args.set,
+        with_=args.with_, without=args.without,
+    )  # fmt: skip
+
+
+def fingerprints(plan: Plan) -> Iterator[str]:
+    """The plan's own, and those that it had before plans got what `SINCE` names."""
+    told = plan.dump()
+    yield receipts.sha256(told)
+    for name in reversed(SINCE):
+        section = getattr(plan, name)
+        if section != type(section)():
+            return
+        del told[name]
+        yield receipts.sha256(told)
+
+
+def pieces(row: dict[str, Any]) -> list[Piece]:
+    """A row's work: its own, or that of the plan that its command makes.
+
+    Raises:
+        ConfigError, UnsupportedError: the plan is another one now, or nothing tells its work.
+    """
+    if "no_work" in row:
+        raise UnsupportedError(row["no_work"], "")
+    if "work" in row:
+        return [Piece.read(one) for one in row["work"]]
+    args, _ = parser().parse_known_args(row["command"].split()[2:])
+    try:
+        plan = plan_from(args)
+    except OSError:
+        raise ConfigError(f"there is no shape {args.shape} any more", "") from None
+    if row["plan_sha256"] not in fingerprints(plan):
+        raise ConfigError("its command makes a plan of another fingerprint today", "")
+    context = elsewhere(make_context(plan, torch.device("cpu")), row["hardware"])
+    found = work_of(plan, context)
+    if not EARLIER.keys() & row["metrics"].keys():
+        return found
+    return [replace(p, family="other") if p.what == "norm" else p for p in found]
+
+
+# --- the table -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Gap:
+    """One family beside its ceiling.
+
+    Args:
+        spent_ms: of the profiled step.
+        unit: "flops" or "bytes"; "" without work.
+        amount: of work.
+        ceiling_ms: what the work would take; 0 without work, None where it cannot be told.
+    """
+
+    family: str
+    spent_ms: float
+    unit: str = ""
+    amount: float = 0.0
+    ceiling_ms: float | None = 0.0
+
+    @property
+    def lost_ms(self) -> float | None:
+        """Above the ceiling."""
+        return None if self.ceiling_ms is None else self.spent_ms - self.ceiling_ms
+
+    def cells(self, step_ms: float) -> list[str]:
+        """As the table has it, a dash for what is not there."""
+        told = [LABELS.get(self.family, self.family), f"{self.spent_ms:.2f}",
+                f"{self.spent_ms / step_ms:.1%}"]  # fmt: skip
+        lost = "-" if self.lost_ms is None else f"{self.lost_ms:.2f}"
+        if not (self.unit and self.ceiling_ms and self.spent_ms):
+            return [*told, *["-"] * 4, lost]
+        name, scale = UNITS[self.unit]
+        rates = [f"{self.amount / ms / 1e9:.4g} {RATES[self.unit]}"
+                 for ms in (self.spent_ms, self.ceiling_ms)]  # fmt: skip
+        share = f"{self.ceiling_ms / self.spent_ms:.1%}"
+        return [*told, f"{self.amount / scale:.4g} {name}", *rates, share, lost]
+
+
+def gaps_of(row: dict[str, Any], work: Iterable[Piece], machine: Machine) -> tuple[list[Gap], str]:
+    """Each family of a row, most lost first, and why some of its work is not told."""
+    by_family: dict[str, list[Piece]] = {}
+    for piece in work:
+        by_family.setdefault(piece.family, []).append(piece)
+    found, unknown = [], []
+    for family, spent_ms in spent(row).items():
+        done = by_family.get(family, [])
+        unit = "flops" if any(p.flops for p in done) else "bytes" if done else ""
+        try:
+            if why := next((p.unknown for p in done if p.unknown), ""):
+                raise UnsupportedError(why, "")
+            ceiling_ms = 1e3 * sum(p.ceiling_s(machine) for p in done)
+        except UnsupportedError as error:
+            ceiling_ms = None
+            unknown.append(f"{family}: {error.message}")
+        found.append(Gap(family, spent_ms, unit, sum(getattr(p, unit) for p in done), ceiling_ms))
+    found.sort(key=lambda gap: -math.inf if gap.lost_ms is None else gap.lost_ms, reverse=True)
+    return found, "; ".join(unknown)
+
+
+def spent(row: dict[str, Any]) -> dict[str, float]:
+    """Milliseconds of a profiled step, by today's names of families."""
+    metrics: dict[str, dict[str, Any]] = row["metrics"]
+    told = {name: float(metric["value"]) for name, metric in metrics.items() if name != "step"}
+    return {EARLIER.get(name, name): ms for name, ms in told.items()}
+
+
+def best(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The fastest row of each shape, precision and device, of those with idle times."""
+    found: dict[tuple[str, ...], dict[str, Any]] = {}
+    for row in rows:
+        if {"step", "idle"} <= row.get("metrics", {}).keys():
+            key = (row["shape"], precision(row), row["hardware"])
+            found[key] = min(found.get(key, row), row, key=lambda r: r["metrics"]["step"]["value"])
+    return [found[key] for key in sorted(found)]
+
+
+def precision(row: dict[str, Any]) -> str:
+    """Of the blocks' products, by the techniques that were on."""
+    return PRECISIONS["float8_linear" in row["techniques"]]
+
+
+def ceilings(hardware: str) -> str:
+    """The rates that a device's rows are held against, in a sentence."""
+    try:
+        machine = Machine.assumed(hardware)
+    except UnsupportedError as error:
+        return f"{hardware} has no ceilings: {error.message}."
+    m, n, k = ANCHOR_PRODUCT
+    rates = {p: 2e-12 * m * n * k / machine.product_s(p, m, n, k) for p in PRECISIONS}
+    products = " and ".join(f"{rate:,.0f} TFLOP/s in {p}" for p, rate in rates.items())
+    return (
+        f"Ceilings of {hardware} (`headrace/core/assumed.py` says where they are from): products "
+        f"{products}, {machine.traffic.bytes_per_s / 1e12:.3g} TB/s, attention of the plan's "
+        "kernel at the plan's shape."
+    )
+
+
+def section(rows: Iterable[dict[str, Any]]) -> str:
+    """The ceilings and all tables; nothing without rows."""
+    chosen = best(rows)
+    devices = dict.fromkeys(row["hardware"] for row in chosen)
+    return "\n\n".join([*map(ceilings, devices), *map(table, chosen)])
+
+
+def table(row: dict[str, Any]) -> str:
+    """One row beside its ceilings, as Markdown, and what is lost to whom."""
+    step_ms, timed_ms = sum(spent(row).values()), row["metrics"]["step"]["value"]
+    try:
+        found, unknown = gaps_of(row, pieces(row), Machine.assumed(row["hardware"]))
+    except (ConfigError, UnsupportedError) as error:
+        found = [Gap(family, ms, ceiling_ms=None) for family, ms in spent(row).items()]
+        found.sort(key=lambda gap: -gap.spent_ms)
+        unknown = error.message
+    lost = [(LABELS.get(g.family, g.family), g.lost_ms) for g in found if g.lost_ms is not None]
+    told = f"{step_ms:.1f} ms (kernels and idle; unprofiled, a step took {timed_ms:.1f})"
+    if lost:
+        total, whom = sum(ms for _, ms in lost), ", ".join(f"{n} {ms:.1f}" for n, ms in lost)
+        told = f"Of {told}, {total:.1f} ms, {total / step_ms:.1%}, are above the ceilings: {whom}."
+    else:
+        told = f"What of {told} is above the ceilings is not known."
+    return "\n".join([
+        f"**kernels: {row['shape']} in {precision(row)}** ({row['hardware']}, n = {row['n']}, "
+        f"{row['commit']}, `{row['command']}`)", "",
+        f"| {' | '.join(HEADS)} |", f"|{'---|' * len(HEADS)}",
+        *(f"| {' | '.join(gap.cells(step_ms))} |" for gap in found), "",
+        told + (f" Not told: {unknown}." if unknown else ""),
+    ])  # fmt: skip

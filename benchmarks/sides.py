@@ -1,0 +1,180 @@
+"""The sides that techniques.py compares, and what it reads of one beside its steady steps.
+
+A short training tells losses. Its schedule is as long as the training: a plan's own may end sooner,
+and what is trained after its end learns at the lowest rate. A whole run tells seconds from the
+first step on, each with what is compiled in it, and every such run begins with a compiler's empty
+caches. The third reading is what a plan's attention launches.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean
+
+import torch
+from torch import Tensor
+
+from headrace import train
+from headrace.build import make_context
+from headrace.cli import catalogue
+from headrace.context import check_supported, choose_device
+from headrace.core.errors import HeadraceError
+from headrace.core.plan import Plan
+from headrace.filled import OWN, check_active, note_own_attention
+from headrace.trials.readings import Clock, Reading, opened, peak, read
+
+ATTENTION = "attention"
+"""The key of what `attention_of` tells in a reading's evidence."""
+GRAPHS = "graphs"
+"""The key of how many graphs `run_whole` saw compiled, likewise."""
+
+
+@dataclass
+class Side:
+    """A plan under test and its readings."""
+
+    name: str
+    """of the technique, with knobs behind a colon; "" is the base"""
+    plan: Plan
+    refused: str = ""
+    replaces: tuple[str, ...] = ()
+    """techniques of the recipe whose socket it takes"""
+    speed: Reading = field(default_factory=Reading)
+    loss: Reading = field(default_factory=Reading)
+
+    @property
+    def why_not(self) -> str:
+        """What refused or stopped it."""
+        return self.refused or self.speed.refused
+
+    @property
+    def step_s(self) -> float:
+        """Mean of the blocks' medians."""
+        return mean(self.speed.seconds)
+
+    @property
+    def end_loss(self) -> float | None:
+        """Mean of the last tenth, in nats per token."""
+        found = self.loss.losses
+        return mean(found[-max(1, len(found) // 10) :]) if found else None
+
+
+def sides(
+    path: Path, base: str, names: Sequence[str], overrides: list[str], with_: Sequence[str] = (),
+    without: Sequence[str] = (),
+) -> list[Side]:  # fmt: skip
+    """The base and a side for each technique, `name` or `name:knob=value,a.plan.key=value`.
+
+    Args:
+        path: the shape's plan, which is the recipe.
+        base: `recipe`, or `trunk`: the plan without its techniques.
+        names: what is measured.
+        overrides: of every plan.
+        with_: techniques that every plan has, the trunk's too.
+        without: techniques of the recipe that no plan has.
+    """
+    text = path.read_text()
+    recipe = _read(text, overrides, with_, without)
+    gone = [n for n in recipe.techniques if n not in with_] if base == "trunk" else []
+    gone += without
+    found = [Side("", _read(text, overrides, with_, gone))]
+    for asked in names:
+        name, _, knobs = asked.partition(":")
+        keys = [k for k in knobs.split(",") if k]
+        keys = [k if "." in k.partition("=")[0] else f"techniques.{name}.{k}" for k in keys]
+        inside = base == "recipe" and name in recipe.techniques and not keys
+        taken = () if inside or base == "trunk" else _owners(recipe, name)
+        out = [*(g for g in gone if g != name), *taken, *([name] if inside else [])]
+        try:
+            more = [n for n in with_ if n not in out]
+            plan = _read(text, overrides + keys, more if inside else [*more, name], out)
+            device = choose_device(plan)
+            check_supported(list(plan.techniques.values()), make_context(plan, device))
+        except HeadraceError as error:
+            found.append(Side(asked, recipe, refused=str(error), replaces=taken))
+        else:
+            found.append(Side(asked, plan, replaces=taken))
+    return found
+
+
+def _owners(recipe: Plan, name: str) -> tuple[str, ...]:
+    """Techniques of the recipe that own a socket which `name` claims."""
+    claims = set(catalogue().find(name).claims)
+    return tuple(n for n, t in recipe.techniques.items() if n != name and claims & set(t.claims))
+
+
+def _read(text: str, overrides: list[str], more: Sequence[str], without: Sequence[str]) -> Plan:
+    return Plan.read(text, catalogue(), overrides=overrides, with_=more, without=without)
+
+
+# --- readings -------------------------------------------------------------------------------
+
+
+def short(plan: Plan, *, steps: int, rows: int, seed: int = 0) -> Plan:
+    """The plan of a short training.
+
+    Args:
+        plan: what is trained.
+        steps: of the training, and of its schedule.
+        rows: of a batch.
+        seed: added to the plan's.
+    """
+    warmup = min(plan.schedule.warmup_steps, steps)
+    tokens = rows * plan.data.sequence_length
+    return plan.replaced(
+        seed=plan.seed + seed,
+        batch=plan.batch.model_copy(update={"tokens": tokens, "micro_sequences": 0}),
+        schedule=plan.schedule.model_copy(update={"steps": steps, "warmup_steps": warmup}),
+    )
+
+
+def train_short(plan: Plan, *, steps: int) -> Reading:
+    """The loss of every step on the plan's own text, and evidence after the first."""
+
+    def go(found: Reading) -> None:
+        losses: list[Tensor] = []
+        with opened(plan, text=True) as (build, micros):
+            for index in range(steps):
+                losses.append(train.step(build, micros(index), index)[0])
+                if index == 0:
+                    found.evidence = {n: e.detail for n, e in check_active(build).items()}
+            found.losses = torch.stack(losses).tolist()
+
+    return read(go)
+
+
+def run_whole(plan: Plan, *, steps: int) -> Reading:
+    """Seconds of every step from the first on, and evidence after the last."""
+    from torch._dynamo.utils import counters
+    from torch._inductor.utils import fresh_cache
+
+    def go(found: Reading) -> None:
+        with fresh_cache(), opened(plan, text=True) as (build, micros):
+            before, clock = counters["stats"]["unique_graphs"], Clock(build.device)
+            clock.mark()
+            for index in range(steps):
+                train.step(build, micros(index), index)
+                clock.mark()
+            found.seconds, found.peak_bytes = clock.seconds(), peak(build)
+            found.evidence = {n: e.detail for n, e in check_active(build).items()}
+            found.evidence[GRAPHS] = str(counters["stats"]["unique_graphs"] - before)
+
+    return read(go)
+
+
+def attention_of(plan: Plan) -> Reading:
+    """What its attention launches at the shapes of its steps, torch's own choice or an owner's."""
+
+    def go(found: Reading) -> None:
+        with opened(plan) as (build, _):
+            note_own_attention(build)
+            owners = build.filled.get("parts.attend", [])
+            told = [f"{t.name()} {t.active(build).detail}" for t in build.techniques
+                    if t.name() in owners]  # fmt: skip
+            if own := build.notes.get(OWN):
+                names = (n.removeprefix("void ").partition("<")[0] for n in own["kernels"])
+                more = [n for n in names if n not in own["detail"]]
+                told = [", ".join(dict.fromkeys([own["detail"], *more]))]
+            found.evidence = {ATTENTION: "; ".join(told)}
+
+    return read(go)
