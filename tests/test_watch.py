@@ -328,6 +328,7 @@ def test_a_real_trainer(tmp_path: Path) -> None:
     assert (report["status"], report["steps"]) == ("done", 6)
     assert report["tokens"] == 6 * 2 * 2 * 12 and report["loss"]["first"] > 2
     assert all(row["wait_s"] > 0 for row in report["rows"])
+    assert report["trainer"]["max_grad_norm"] == 1.0 and report["loader"]["num_workers"] == 0
 
 
 @pytest.mark.parametrize("how", ["plain", "trainer"])

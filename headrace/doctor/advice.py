@@ -5,10 +5,12 @@ foresees: whether it fits, memory that is paid for in time and not needed, and w
 of the step. Remedies are forecast with the rates of the device that the run was on: probed, if this
 is that device and it was, else its datasheet's. Of a GPU that nothing is known of there are
 findings and no remedies.
+
+A loop that is not Headrace's, watched or traced, has no plan: see loop.py for its remedies.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +29,10 @@ from headrace.core.units import format_bytes, format_seconds
 from headrace.doctor.findings import Finding
 from headrace.doctor.forecast import Measured
 from headrace.doctor.judge import UNUSED
+from headrace.doctor.loop import LoopRemedy, examine, loop_remedies, without_repeats
 from headrace.doctor.remedies import Remedy, remedies
 from headrace.doctor.run import diagnose_run
+from headrace.doctor.trace import ABSTAINED
 from headrace.doctor.window import of_run, read_rows
 from headrace.planner.candidates import Asking
 from headrace.planner.foresight import IDLE, LAUNCHES, Foresight, foresee
@@ -51,7 +55,7 @@ class Advised:
     """A finding with its remedies, the best first; none where nothing is known to help."""
 
     finding: Finding
-    remedies: tuple[Remedy, ...] = ()
+    remedies: tuple[Remedy, ...] | tuple[LoopRemedy, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,8 +88,9 @@ def advise(folder: Path, catalogue: Catalogue) -> Advice:
         RunError: a file of it is damaged.
     """
     run = RunFolder(folder)
-    findings = diagnose_run(folder)
-    measured = Measured.of(of_run(run.read_report(), read_rows(folder / "metrics.jsonl")))
+    report = run.read_report()
+    findings = without_repeats(diagnose_run(folder), report)
+    measured = Measured.of(of_run(report, read_rows(folder / "metrics.jsonl")))
     try:
         plan = Plan.read((folder / "plan.toml").read_text(), catalogue)
         context, machine = place_of(plan, run.read("environment") or {})
@@ -122,13 +127,10 @@ def advised(
     Raises:
         ConfigError, UnsupportedError: the plan itself cannot run there.
     """
-    found, seen = [], set[str]()
-    for finding in findings:
-        name = finding.bottleneck
-        small = name in ALWAYS_TOLD and finding.share < WORTH
-        new = name in BOTTLENECKS and name not in seen and not small
-        seen.add(name)
-        known = remedies(finding, plan, context, machine, catalogue, measured) if new else []
+    found = []
+    for finding, new in _worth(findings):
+        able = new and finding.bottleneck in BOTTLENECKS
+        known = remedies(finding, plan, context, machine, catalogue, measured) if able else []
         found.append(Advised(finding, tuple(known)))
     words = {"probes": "measured by probes", "datasheet": "assumed from its datasheet"}
     rates = f"rates of {machine.name} {words[machine.source]}"
@@ -139,6 +141,16 @@ def advised(
     return Advice(tuple(found), rates, _no_remedy(findings, asking) if none else "")
 
 
+def _worth(findings: Sequence[Finding]) -> list[tuple[Finding, bool]]:
+    """Each with whether remedies are told of it: the first of a name, if it is no small station."""
+    names = [finding.bottleneck for finding in findings]
+    return [
+        (one, one.bottleneck not in names[:number]
+         and not (one.bottleneck in ALWAYS_TOLD and one.share < WORTH))
+        for number, one in enumerate(findings)
+    ]  # fmt: skip
+
+
 def _no_remedy(findings: list[Finding], asking: Asking) -> str:
     """Why no finding has a remedy; without the reason where a finding is about just that."""
     why = asking.answer(asking.start).foresight.unknown
@@ -146,6 +158,32 @@ def _no_remedy(findings: list[Finding], asking: Asking) -> str:
         return "no remedy is forecast without it"
     why = why or "no change is known that would help with any of this"
     return f"no remedy is forecast: {why}"
+
+
+# --- a loop that is not Headrace's -----------------------------------------------------------
+
+
+def advise_loop(paths: Sequence[Path], catalogue: Catalogue) -> Advice:
+    """Findings of a watched loop or of a trainer's traces, with remedies in its own words.
+
+    Args:
+        paths: what `headrace.watch` saved, or traces, one of each rank.
+        catalogue: the techniques that there are.
+
+    Raises:
+        ConfigError, RunError: as `headrace.doctor.run.diagnose`.
+    """
+    findings, loop = examine(paths)
+    found = tuple(
+        Advised(finding, tuple(loop_remedies(finding, loop, catalogue)) if new else ())
+        for finding, new in _worth(findings)
+    )
+    judged = any(one.bottleneck != ABSTAINED and one.share for one in findings)
+    none = judged and not any(one.remedies for one in found)
+    unknown = "no change is known that would help with any of this" if none else ""
+    rates = "a remedy takes between half and all of its finding's share"
+    gains = any(remedy.gain for one in found for remedy in one.remedies)
+    return Advice(found, rates if gains else "", unknown)
 
 
 # --- a plan ----------------------------------------------------------------------------------
@@ -238,15 +276,15 @@ def told(advice: Advice) -> str:
         if (more := len(one.remedies) - TOLD) > 0:
             lines.append(f"  and {more} more: --json")
     lines += [line for line in (advice.unknown,) if line]
-    if any(one.remedies for one in advice.findings):
+    if advice.rates and any(one.remedies for one in advice.findings):
         lines.append(f"forecasts for this run's step; {advice.rates}")
     return "\n".join(lines)
 
 
-def line_of(remedy: Remedy) -> str:
+def line_of(remedy: Remedy | LoopRemedy) -> str:
     """A remedy in one line: --with X: +4% (80%: +2% to +6%), memory -3.1 GiB, costs ..."""
     parts = [gain_of(remedy)]
-    if abs(remedy.memory_bytes) >= 2**20:
+    if remedy.memory_bytes is not None and abs(remedy.memory_bytes) >= 2**20:
         sign = "+" if remedy.memory_bytes > 0 else "-"
         parts.append(f"memory {sign}{format_bytes(abs(remedy.memory_bytes))}")
     if remedy.equality != "exact":
@@ -255,15 +293,19 @@ def line_of(remedy: Remedy) -> str:
     tight = ["the memory is nearly full then"] if remedy.fits == "tight" else []
     costs = re.split(r"; |\. ", remedy.costs)[0]
     parts += [*tight, f"costs {costs}" if costs else remedy.what]
+    if isinstance(remedy, LoopRemedy) and remedy.headrace:
+        parts.append(f"in Headrace {' and '.join(remedy.headrace)}")
     return f"{words_of(remedy)}: {', '.join(parts)}"
 
 
-def words_of(remedy: Remedy) -> str:
-    """The change as `headrace train` takes it."""
+def words_of(remedy: Remedy | LoopRemedy) -> str:
+    """The change as `headrace train` takes it, or as the loop has it that is not Headrace's."""
+    if isinstance(remedy, LoopRemedy):
+        return "; ".join(remedy.change)
     return " ".join(parse(remedy.change).command())
 
 
-def gain_of(remedy: Remedy) -> str:
+def gain_of(remedy: Remedy | LoopRemedy) -> str:
     """The gain with its ends, or that there is none."""
     if (gain := remedy.gain) is None:
         return f"gain not forecast ({remedy.unknown})"

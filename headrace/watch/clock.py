@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from headrace.core.errors import ConfigError
 from headrace.signals import Pending, Signals
 
 NUMBERS: tuple[str, ...] = ("loss", "grad_norm", "skipped", "targets", "padded")
@@ -72,3 +73,25 @@ class Hook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Hook, ()
+
+
+def autocast_of(device: torch.device) -> str | None:
+    """The dtype of torch.autocast, if what runs now runs in it."""
+    if not torch.is_autocast_enabled(device.type):
+        return None
+    return str(torch.get_autocast_dtype(device.type)).removeprefix("torch.")
+
+
+def with_hooks(optimizer: Any) -> Any:
+    """The optimizer of torch's inside of wrappers such as accelerate's.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    inner = optimizer
+    while "_optimizer_step_pre_hooks" not in getattr(inner, "__dict__", {}):
+        inner = getattr(inner, "optimizer", None)
+        if inner is None:
+            told = f"headrace.watch cannot see the steps of a {type(optimizer).__name__}"
+            raise ConfigError(told, "give it the torch.optim.Optimizer that steps")
+    return inner

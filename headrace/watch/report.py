@@ -1,6 +1,7 @@
 """What was read becomes a report, in the names of a run's report.json where the same is meant."""
 
 import math
+import os
 import resource
 import sys
 from collections import Counter, deque
@@ -56,7 +57,7 @@ class Idle:
     """What was asked for and does nothing: parameters without a gradient, and torch.compile."""
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
-        self._compiles = hasattr(model, "_orig_mod") or model._compiled_call_impl is not None
+        self._compiles = is_compiled(model)
         self._left = [p for group in optimizer.param_groups for p in group["params"]]
         self._numbers, self._looks = sum(p.numel() for p in self._left), 0
 
@@ -92,6 +93,7 @@ class Tally:
         warm = row["step"] > WARMUP_STEPS and "traced" not in row
         counts["steps"] += 1
         counts["forward_steps"] += bool(row.pop("forwards"))
+        counts["traced"] += "traced" in row
         for name in ("graphs", "graph_breaks"):
             counts[name] += row[name]
             counts[f"{name}_after_warmup"] += row[name] * warm
@@ -202,7 +204,8 @@ class Tally:
         counts = self.counts
         open_steps = report["steps"] - counts["steps"]
         told = {
-            "exposed communication, checkpoints and kernels: no hook sees them": True,
+            "checkpoints: no hook sees them": True,
+            "exposed communication and kernels: no step was traced": not counts["traced"],
             "every step: optimizer.step was never seen": not report["steps"],
             f"{open_steps} steps: the device has not finished them": open_steps > 0,
             "the wait for data: no loader was given": not report.get("loader"),
@@ -217,18 +220,29 @@ class Tally:
         return [sentence for sentence, missing in told.items() if missing]
 
 
-def describe(model: nn.Module, optimizer: Any, loader: Any) -> dict[str, Any]:
-    """What a remedy must know of the three."""
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    cuda = device.type == "cuda"
+def is_compiled(model: nn.Module) -> bool:
+    """Whether it was given to torch.compile, or made by it."""
+    return hasattr(model, "_orig_mod") or model._compiled_call_impl is not None
+
+
+def describe(model: nn.Module, optimizer: Any, loader: Any, arguments: Any) -> dict[str, Any]:
+    """What a remedy must know of the three, and of a Trainer's arguments if there is one."""
+    parameter = next(model.parameters(), torch.empty(0))
+    device, cuda = parameter.device, parameter.device.type == "cuda"
     first = optimizer.param_groups[0]
     names = ("num_workers", "pin_memory", "prefetch_factor", "persistent_workers")
     given = {name: getattr(loader, name, None) for name in names}
+    asked = ("bf16", "fp16", "torch_compile", "max_grad_norm")
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
         "device": device.type,
         "device_name": torch.cuda.get_device_name(device) if cuda else None,
         "torch": torch.__version__,
+        "cores": os.cpu_count(),
+        "dtype": str(parameter.dtype).removeprefix("torch."),
+        "compiled": is_compiled(model),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "trainer": arguments and {name: getattr(arguments, name, None) for name in asked},
         "optimizer": {
             "name": type(optimizer).__name__,
             **{name: first.get(name) for name in ("fused", "foreach", "capturable")},

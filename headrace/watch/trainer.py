@@ -23,7 +23,8 @@ def trainer_callback(watched: Any) -> Any:
         """Attached from the beginning of training to its end."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **its: Any) -> None:
-            watched.attach(its["model"], its["optimizer"], its.get("train_dataloader"))
+            loader = its.get("train_dataloader")
+            watched.attach(its["model"], its["optimizer"], loader, arguments=args)
 
         def on_optimizer_step(self, args: Any, state: Any, control: Any, **its: Any) -> None:
             if getattr(its.get("optimizer"), "step_was_skipped", False):

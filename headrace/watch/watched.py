@@ -22,7 +22,7 @@ from headrace.core.errors import ConfigError, MemoryFull, is_out_of_memory
 from headrace.gauges import Gauges
 from headrace.signals import OUTSIDE
 from headrace.watch.batches import token_counts, watch_loader
-from headrace.watch.clock import NUMBERS, Clock, Hook
+from headrace.watch.clock import NUMBERS, Clock, Hook, autocast_of, with_hooks
 from headrace.watch.report import WARMUP_STEPS, Compiled, Idle, Tally, allocator, describe
 from headrace.watch.trainer import trainer_callback
 
@@ -45,14 +45,22 @@ class Watched:
 
     # --- on and off ---
 
-    def attach(self, model: nn.Module, optimizer: Any, loader: Any = None) -> "Watched":
+    def attach(
+        self, model: nn.Module, optimizer: Any, loader: Any = None, *, arguments: Any = None
+    ) -> "Watched":
         """Watch these from now on; what was watched before is let go and forgotten.
+
+        Args:
+            model: as `headrace.watch` takes it.
+            optimizer: the same.
+            loader: the same.
+            arguments: a Trainer's, if it is one that trains.
 
         Raises:
             ConfigError: the optimizer is none of torch's.
         """
         self.close()
-        optimizer = _with_hooks(optimizer)
+        optimizer = with_hooks(optimizer)
         parameter = next(model.parameters(), None)
         device = torch.device("cpu") if parameter is None else parameter.device
         self._clock, self._optimizer = Clock(device), optimizer
@@ -60,7 +68,7 @@ class Watched:
         self._slots: dict[str, Tensor] = dict(zip(NUMBERS, self._numbers.unbind(), strict=True))
         self._nothing = torch.zeros(len(NUMBERS))
         self._thread = threading.get_ident()
-        self._facts = describe(model, optimizer, loader)
+        self._facts = describe(model, optimizer, loader, arguments)
         self._before, self._idle = allocator(device), Idle(model, optimizer)
         self._look(device)
         self._opened_s: float | None = None
@@ -271,6 +279,8 @@ class Watched:
         if torch.is_grad_enabled():
             self._begin_step()
             self._lead("dry_at_forward")
+            if "autocast" not in self._facts:
+                self._facts["autocast"] = autocast_of(self._clock.device)
             self._forwards += 1
             self._mark("forward")
         elif self._phase == "other":
@@ -383,14 +393,3 @@ class Watched:
     def _take_rows(self) -> None:
         for row in self._clock.drain(keep=None):
             self.tally.add(row)
-
-
-def _with_hooks(optimizer: Any) -> Any:
-    """The optimizer of torch's inside of wrappers such as accelerate's."""
-    inner = optimizer
-    while "_optimizer_step_pre_hooks" not in getattr(inner, "__dict__", {}):
-        inner = getattr(inner, "optimizer", None)
-        if inner is None:
-            told = f"headrace.watch cannot see the steps of a {type(optimizer).__name__}"
-            raise ConfigError(told, "give it the torch.optim.Optimizer that steps")
-    return inner

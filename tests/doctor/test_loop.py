@@ -1,0 +1,178 @@
+"""Remedies of a loop that is not Headrace's: in its words, and what was not seen is said."""
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import headrace
+from headrace.changes import flat
+from headrace.cli import app, catalogue
+from headrace.core.plan import Plan
+from headrace.core.symptoms import BOTTLENECKS as KNOWN
+from headrace.doctor.findings import STATIONS as STATION_NAMES
+from headrace.doctor.findings import Finding
+from headrace.doctor.forecast import Forecast, by_share
+from headrace.doctor.loop import NO_PLAN, examine, loop_remedies, techniques
+from headrace.doctor.loop_words import BOTTLENECKS, STATIONS, Change, Loop
+from headrace.recipes import recipes
+
+LOADER = {"name": "DataLoader", "num_workers": 0, "pin_memory": False}
+GPU = {"device": "cuda", "dtype": "float32", "cores": 8, "compiler": {"graphs": 0}}
+BUSY = {"compiler": {"graphs": 9, "graphs_after_warmup": 4, "graph_breaks": 2},
+        "loader": {**LOADER, "num_workers": 2, "persistent_workers": False},
+        "rows": [{"lr": 0.1}, {}], "signals": {"untrained_share": 0.4}}  # fmt: skip
+LOOPS = (
+    {}, {**GPU, "loader": LOADER}, {**GPU, **BUSY}, {"device": "cpu", "padding_fraction": 0.0},
+    {**GPU, **BUSY, "trainer": {"bf16": False}}, {**GPU, "loader": LOADER, "trainer": {"x": 1}},
+)  # fmt: skip
+
+
+def rows() -> Iterator[Change]:
+    """Of every table, for every loop."""
+    for table in (BOTTLENECKS, STATIONS):
+        for row in table.values():
+            for report in LOOPS:
+                yield from row(Loop(report))
+
+
+def asked(name: str, report: dict[str, Any], share: float = 0.6) -> list[Any]:
+    return loop_remedies(Finding(name, share, "", "", "measured"), Loop(report), catalogue())
+
+
+def words(name: str, report: dict[str, Any]) -> str:
+    return "\n".join(remedy.change[0] for remedy in asked(name, report))
+
+
+def test_tables_speak_of_what_there_is() -> None:
+    """The doctor's words, techniques and keys of Headrace, and fields of TrainingArguments."""
+    assert {*BOTTLENECKS} <= {*KNOWN} and {*STATIONS} <= {*STATION_NAMES}
+    known, names = catalogue(), set[str]()
+    keys = flat(Plan.read(recipes()["demo"].read_text(), known))
+    for row in rows():
+        found = techniques(row, known)
+        assert bool(found) == bool(row.symptom), row
+        assert {*row.keys} <= {*keys}, row
+        names |= set(re.findall(r"(\w+)(?:=| up\b| down\b| halved| doubled)", row.trainer))
+    transformers = pytest.importorskip("transformers")
+    fields = {*transformers.TrainingArguments.__dataclass_fields__}
+    others = {"batched", "train_dataset", "data_collator", "attn_implementation", "fullgraph"}
+    assert names - others and names - others <= fields
+
+
+def test_a_share_forecasts_and_nothing_else_is_guessed() -> None:
+    report = {**GPU, "loader": LOADER}
+    first, copies, once = asked("input", report)
+    assert asked("input", {**GPU, **BUSY})[1].gain is None  # more ahead reads no faster
+    assert first.change == ("DataLoader(num_workers=2) instead of 0",)
+    assert first.headrace == ("loader_workers", "data.workers")
+    assert first.gain == by_share(0.6, Forecast(None, "none")).gain
+    assert copies.gain is None and "copies" in copies.unknown and NO_PLAN in once.unknown
+    for name in {*BOTTLENECKS} - {"input", "wasted tokens"}:
+        found = asked(name, report)
+        assert found and all(r.gain is None and r.unknown == NO_PLAN for r in found), name
+    assert NO_PLAN in asked("launch", {})[0].unknown != NO_PLAN
+    assert not asked("recipe", report) and not asked("optimizer", report, 0.01)
+
+
+def test_what_is_asked_for_already_is_not_advised_again() -> None:
+    pinned = {**LOADER, "num_workers": 8, "pin_memory": True, "persistent_workers": True}
+    told = words("input", {**GPU, "loader": pinned})
+    assert not re.search("num_workers|pin_memory|persistent", told) and "prefetch_factor=4" in told
+    assert "num_workers=8) instead of 6" in words(
+        "input", {**GPU, "loader": {**LOADER, "num_workers": 6}}
+    )
+    assert "autocast" in words("computation", GPU)
+    for had in ({"autocast": "bfloat16"}, {"dtype": "bfloat16"}, {"trainer": {"bf16": True}}):
+        assert "autocast" not in words("computation", {**GPU, **had})
+    assert "torch.compile(model)" not in words("launch", {**GPU, "compiled": True})
+    fused = {"optimizer": {"name": "AdamW", "fused": True}}
+    assert asked("optimizer", GPU) and not asked("optimizer", {**GPU, **fused})
+    assert "lr=0.05 instead of 0.1" in words("instability", {**GPU, **BUSY})
+    assert "clip" not in words("instability", {**GPU, "clip_rate": 0.2})
+    held = Finding("kernel efficiency", 0.3, "held down by thermal slowdown.", "", "inferred")
+    (cooler,) = loop_remedies(held, Loop(GPU), catalogue())
+    assert "nvidia-smi" in cooler.change[0]
+
+
+def test_only_padding_is_packed_away() -> None:
+    packed, _ = asked("wasted tokens", {**GPU, "padding_fraction": 0.2})
+    assert packed.gain == by_share(0.2, Forecast(None, "none")).gain
+    assert packed.headrace == ("document_packing",)
+    (masked,) = asked("wasted tokens", {**GPU, "padding_fraction": 0.0})
+    assert masked.gain is None and "prompts" in masked.unknown
+    assert asked("wasted tokens", {**GPU, "padding_fraction": None})[0].gain is None
+
+
+class Slow(torch.utils.data.Dataset[Any]):
+    """Rows, a third of them padding, that take a while to make."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        time.sleep(0.002)
+        ids = torch.arange(6)
+        mask = (ids < 4).long()
+        return {"input_ids": ids, "attention_mask": mask, "labels": ids.where(mask > 0, -100)}
+
+
+def watched(file: Path) -> dict[str, Any]:
+    """What a watch saves of a slow loop."""
+    torch.manual_seed(0)
+    model = torch.nn.Embedding(6, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = torch.utils.data.DataLoader(Slow(), batch_size=2)
+    with headrace.watch(model, optimizer, loader) as seen, torch.autocast("cpu"):
+        for batch in seen.loader:
+            logits = model(batch["input_ids"]).flatten(0, 1)
+            torch.nn.functional.cross_entropy(logits, batch["labels"].flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    seen.save(file)
+    return json.loads(file.read_text())
+
+
+def test_a_watched_loop_is_told_what_to_do_and_what_was_not_seen(tmp_path: Path) -> None:
+    file = tmp_path / "watched.json"
+    report = watched(file)
+    assert (report["autocast"], report["compiled"], report["trainer"]) == ("bfloat16", False, None)
+    told = CliRunner().invoke(app, ["doctor", str(file), "--json"])
+    found = json.loads(told.stdout)
+    names = [row["bottleneck"] for row in found]
+    assert names[0] == "input" and len({*names}) == len(names)
+    assert "wait p50" in found[0]["evidence"]  # the station's
+    first = found[0]["remedies"][0]
+    more = f"DataLoader(num_workers={min(2, report['cores'])}) instead of 0"
+    assert first["change"] == [more]
+    assert first["gain"]["low"] < first["gain"]["high"] and first["headrace"]
+    (wasted,) = (row for row in found if row["bottleneck"] == "wasted tokens")
+    assert wasted["share"] == pytest.approx(1 / 3) and wasted["remedies"]
+    assert found[-1]["bottleneck"] == "not measured"
+    assert found[-1]["not_measured"] == "; ".join(report["not_measured"])
+    text = CliRunner().invoke(app, ["doctor", str(file)]).stdout
+    for row in found:
+        assert row["sentence"] in text and row["not_measured"] in text
+    assert f"{more}: +" in text and "in Headrace loader_workers" in text
+    assert "no step was traced" in text and "gain not forecast (no plan" in text
+
+
+def test_a_trace_without_a_device_lists_operations(tmp_path: Path) -> None:
+    weight = torch.randn(64, 64)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        for _ in range(3):
+            (weight @ weight).sum()
+            profiler.step()
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    (unjudged, listed), loop = examine([tmp_path / "trace.json"])
+    assert unjudged.bottleneck == "not measured" and not loop.report
+    assert listed.share == 0 and "products" in listed.evidence
+    told = CliRunner().invoke(app, ["doctor", str(tmp_path / "trace.json")])
+    assert told.exit_code == 0 and listed.evidence in told.stdout
+    assert "no change is known" not in told.stdout
