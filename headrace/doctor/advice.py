@@ -11,17 +11,18 @@ A loop that is not Headrace's, watched or traced, has no plan: see loop.py for i
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from headrace import probes
+from headrace.build import predict
 from headrace.changes import parse
 from headrace.context import elsewhere, make_context
 from headrace.core.errors import HeadraceError, RunError
-from headrace.core.machine import Machine
+from headrace.core.machine import ANCHOR_PRODUCT, Machine
 from headrace.core.plan import Plan
 from headrace.core.symptoms import BOTTLENECKS, saves_memory
 from headrace.core.technique import Catalogue, Context
@@ -44,6 +45,8 @@ TOLD = 3
 ALWAYS_TOLD, WORTH = ("input", "wasted tokens"), 0.02
 """Stations that stand in every answer, and the share of the time, or of the tokens, below which
 they need no remedy."""
+LEAST_GAIN = 0.01
+"""Of the time, for which free memory is worth a finding of a plan."""
 TRAFFIC_SHARE = 0.4
 """Of the step, memory traffic, from which a plan is called bound by it."""
 HOST_SHARE = 0.05
@@ -196,7 +199,29 @@ def advise_plan(plan: Plan, context: Context, machine: Machine, catalogue: Catal
         ConfigError, UnsupportedError: it cannot run there.
     """
     seen = foresee(plan, context, machine)
-    return advised(foreseen(plan, seen), plan, context, machine, catalogue, Measured())
+    findings = [*_wide(plan, context, machine), *foreseen(plan, seen)]
+    advice = advised(findings, plan, context, machine, catalogue, Measured())
+    return replace(advice, findings=tuple(one for one in advice.findings if not _idle(one)))
+
+
+def _idle(advised: Advised) -> bool:
+    """Whether it says that memory is free, and nothing that would use it gains a percent."""
+    gains = [remedy.gain.value for remedy in advised.remedies if remedy.gain is not None]
+    return advised.finding.bottleneck == "unused memory" and max(gains, default=0.0) < LEAST_GAIN
+
+
+def _wide(plan: Plan, context: Context, machine: Machine) -> list[Finding]:
+    """That products are of fp32 numbers, where a GPU has faster ones; a step's time is not told."""
+    work = predict(plan, context).work.values() if context.device == "cuda" else ()
+    if not any(piece.kind == "product" and piece.precision == "fp32" for piece in work):
+        return []
+    wide_s, half_s = (machine.product_s(p, *ANCHOR_PRODUCT) for p in ("fp32", "bf16"))
+    return [Finding(
+        "kernel efficiency", 0.0,
+        f"Products are of fp32 numbers: a large one takes {wide_s / half_s:.0f} times as long as "
+        "in bf16.",
+        f"{format_seconds(wide_s)} and {format_seconds(half_s)}, each of 8,192 cubed", "inferred",
+    )]  # fmt: skip
 
 
 def foreseen(plan: Plan, seen: Foresight) -> list[Finding]:
@@ -206,6 +231,7 @@ def foreseen(plan: Plan, seen: Foresight) -> list[Finding]:
     told = f"{format_bytes(seen.peak_bytes)} of {format_bytes(seen.capacity_bytes)} foreseen"
     owner = next(iter(seen.owners), "")
     saving = [name for name, t in plan.techniques.items() if saves_memory(t.symptoms)]
+    micro = plan.rows_per_step // (plan.micro_rows * plan.mesh.data)
     if seen.fits != "yes":
         said = "does not fit" if seen.fits == "no" else "fits tightly"
         found.append(Finding(
@@ -216,6 +242,12 @@ def foreseen(plan: Plan, seen: Foresight) -> list[Finding]:
         found.append(Finding(
             "unused memory", 1 - held,
             f"{', '.join(saving)} trades time for memory that is free.", told, "inferred",
+        ))  # fmt: skip
+    elif micro > 1 and held < UNUSED:
+        found.append(Finding(
+            "unused memory", 1 - held,
+            f"A step is {micro} forward passes of {plan.micro_rows} row"
+            f"{'s' * (plan.micro_rows > 1)}, and memory is free for larger ones.", told, "inferred",
         ))  # fmt: skip
     return [*found, _slowest(seen)]
 

@@ -203,6 +203,29 @@ def test_a_plan_is_told_what_would_hold_it_up() -> None:
     assert all(one.fits != "no" for one in full.remedies)
 
 
+def test_a_plan_in_fp32_is_told_of_bf16() -> None:
+    advice = advise_plan(*on_h200("160m", f"{BARE} model.precision=fp32"), catalogue())
+    first = advice.findings[0]
+    assert first.finding.bottleneck == "kernel efficiency"
+    assert "16 times as long as in bf16" in first.finding.sentence
+    assert first.remedies[0].change == ("model.precision=bf16",) and first.remedies[0].gain is None
+    half = advise_plan(*on_h200("160m", BARE), catalogue())
+    assert "fp32" not in told(half)
+
+
+def test_rows_that_memory_is_free_for_are_told_where_they_gain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    few = advise_plan(*on_h200("160m", "batch.micro_sequences=1"), catalogue()).findings[0]
+    assert few.finding.bottleneck == "unused memory" and "of 1 row, and" in few.finding.sentence
+    (change,) = few.remedies[0].change
+    assert change == "batch.micro_sequences=32" and few.remedies[0].gain.value > 0.2
+    half = on_h200("160m", "batch.micro_sequences=16")  # which loses 1.7%
+    assert advise_plan(*half, catalogue()).findings[0].finding.bottleneck == "unused memory"
+    monkeypatch.setattr("headrace.doctor.advice.LEAST_GAIN", 0.05)
+    assert advise_plan(*half, catalogue()).findings[0].finding.bottleneck == "computation"
+
+
 def test_what_is_not_foreseen_is_said_once(tiny_plan: Callable[..., Plan]) -> None:
     plan, cpu = tiny_plan(), torch.device("cpu")
     advice = advise_plan(plan, make_context(plan, cpu), Machine.assumed("cpu"), catalogue())
