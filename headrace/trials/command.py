@@ -18,7 +18,7 @@ from headrace.trials.path import LOG, PAGE, PATH, TRIALS, Tuned, command, dumps,
 from headrace.trials.proposals import sources
 from headrace.trials.readings import Worker
 from headrace.trials.store import Store, here
-from headrace.trials.target import train_with
+from headrace.trials.target import SEEDS, train_with
 from headrace.trials.tune import tune
 
 MINUTES = 8.0
@@ -30,8 +30,8 @@ def folder_of(plan: Plan) -> Path:
 
 
 def tune_command(
-    plan: Plan, *, aim: Aim = "time", minutes: float = MINUTES, catalogue: Catalogue,
-    context: Context, machine: Machine, seeds: int = 5, folder: Path | None = None,
+    plan: Plan, *, aim: Aim | None = None, minutes: float = MINUTES, catalogue: Catalogue,
+    context: Context, machine: Machine, seeds: int = SEEDS, folder: Path | None = None,
     tell: Callable[[str], None] = lambda line: None, progress: Progress | None = None,
     in_process: bool = False,
 ) -> Tuned:  # fmt: skip
@@ -39,7 +39,8 @@ def tune_command(
 
     Args:
         plan: the start.
-        aim: what is to become less: "time" of a step, "money", "memory", "quality".
+        aim: what is to become less: "time" of a step, "money", "memory", "quality"; None is
+            "quality" where the plan has a target, else "time".
         minutes: on the clock, at most.
         catalogue: techniques that may be tried.
         context: where the plan runs.
@@ -56,10 +57,12 @@ def tune_command(
         RunError: the folder cannot be written; tells what was kept.
         Stopped: Ctrl-C came; the files of the best so far are written.
     """
+    aim, why = aim_of(plan, aim)
     _check(plan, aim, minutes)
     folder = folder or folder_of(plan)
     folder.mkdir(parents=True, exist_ok=True)
     files = locked(folder)
+    tell(why)
     try:
         prepare(plan, progress=(progress or Progress()).task)  # on nobody's clock
         with Worker(here=in_process, log=folder / LOG) as worker:
@@ -85,6 +88,17 @@ def tune_command(
             f"{command(folder)}; the same command tunes on", EXIT_INTERRUPTED,
         )  # fmt: skip
     return tuned
+
+
+def aim_of(plan: Plan, asked: Aim | None) -> tuple[Aim, str]:
+    """What is to become less, and why, in words."""
+    target = plan.goal.bits_per_byte
+    if asked is not None:
+        return asked, f"{plan.name}: for {asked}, as --for asks"
+    if target is None:
+        return "time", f"{plan.name}: for the time of a step, for the plan has no target"
+    told = f"{plan.name}: for the time to the plan's target, goal.bits_per_byte = {target:g}"
+    return "quality", f"{told}; --for time asks for faster steps alone"
 
 
 def _check(plan: Plan, aim: Aim, minutes: float) -> None:

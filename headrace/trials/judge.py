@@ -65,6 +65,8 @@ class Compared:
             that to be why.
         screened: a first look showed no gain, and was all.
         ready_s: seconds that building, compiling and warming took.
+        won: seeds with which the second was sooner at the target.
+        rates: tokens per second of steady steps in runs to the target, of both.
     """
 
     verdict: Verdict
@@ -80,6 +82,8 @@ class Compared:
     drifted: bool = False
     screened: bool = False
     ready_s: float = 0.0
+    won: int = 0
+    rates: tuple[float | None, float | None] = (None, None)
 
     def plain(self) -> dict[str, Any]:
         """As JSON values."""

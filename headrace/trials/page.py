@@ -60,6 +60,8 @@ def _header(tuned: Tuned) -> Safe:
     gain = "no change kept"
     if tuned.kept and tuned.ratio is not None:
         gain = f"{tuned.ratio.value:.2f} times as fast"
+    if tuned.kept and tuned.target is not None:
+        gain = f"the target {tuned.target.ratio.value:.2f} times as soon"
     if tuned.kept and tuned.aim == "memory" and tuned.memory is not None:
         gain = f"{tuned.memory:.2f} of the memory"
     return tag(
@@ -91,13 +93,31 @@ def _figures(tuned: Tuned) -> list[tuple[str, str, str]]:
         was = f"was {dollars(price * one / tokens / 3600 * 1e9)}" if one else ""
         each = dollars(price * two / tokens / 3600 * 1e9)
         found.append(("A billion tokens", each, f"{was}, at {dollars(price)} an hour"))
+    found += _to_target(tuned)
     spent = "" if tuned.dollars is None else f", {dollars(tuned.dollars)}"
     won = "" if back is None or not two else f"{seconds(back * two)} of training"
+    after = tuned.won_back.removeprefix("won back after ").removesuffix(" won back") or "never"
+    if tuned.target is not None and tuned.target.saved_s is None:
+        after = NOT_MEASURED
     return [
         *found,
         ("Tuning took", seconds(tuned.seconds), f"{len(tuned.path)} plans{spent}"),
-        ("Won back after", "never" if back is None else f"{back:,.0f} steps", won),
+        ("Won back after", after, won),
     ]
+
+
+def _to_target(tuned: Tuned) -> list[tuple[str, str, str]]:
+    """A run to the target: its time, and its price."""
+    target, price = tuned.target, tuned.first.hardware.dollars_per_hour
+    if target is None or target.after_s is None or target.before_s is None:
+        return []
+    one, two, ratio = target.before_s, target.after_s, target.ratio
+    sooner = f"{ratio.value:.2f} times ({_ends(ratio)})"
+    found = [("A run to the target", seconds(two), f"was {seconds(one)}: {sooner}; {target.how}")]
+    if price is not None:
+        was = f"was {dollars(price * one / 3600)}"
+        found.append(("Its price", dollars(price * two / 3600), was))
+    return found
 
 
 def _ends(ratio: Interval) -> str:
@@ -125,6 +145,8 @@ def _rungs(tuned: Tuned) -> Safe:
     names: list[Safe | str] = ["The first plan"]
     for step in tuned.kept:
         by = "" if step.ratio is None else f": {told(step.ratio)}"
+        by += ", provisional" if step.provisional else ""
+        by += " to the target" if step.stage == "learning" else ""
         names.append(join((*_codes(step.changes), muted(f"trial {step.number}{by}"))))
     rows = [
         (name, f"{speed:.2f}", bar(speed / max(speeds), "c0"))
@@ -191,7 +213,8 @@ def _trials(tuned: Tuned) -> Safe:
     foretold = any(step.predicted is not None for step in tuned.path)
     for step in tuned.path:
         what = join((*_codes(step.changes), muted(f"{step.number}. {_why(step)}")))
-        badge = tag("span", step.verdict, class_=f"badge {TONES[step.verdict]}")
+        verdict = f"{step.verdict}, provisional" if step.provisional else step.verdict
+        badge = tag("span", verdict, class_=f"badge {TONES[step.verdict]}")
         rows.append((
             what, badge,
             *(["" if step.predicted is None else f"{step.predicted:.3f}"] if foretold else []),

@@ -1,8 +1,11 @@
-"""The way from a plan to a better one: a row for each plan that was tried, and what it came to."""
+"""The way from a plan to a better one: a row for each plan that was tried, and what it came to.
+
+The bill of a faster step is in steps, that of a sooner target in runs to it.
+"""
 
 import json
 from dataclasses import asdict, dataclass
-from math import prod
+from math import ceil, inf, isfinite
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +14,7 @@ from headrace.core.statistics import Interval, break_even_steps
 from headrace.core.units import format_seconds
 from headrace.trials.judge import Aim
 from headrace.trials.kinds import Kind
+from headrace.trials.turns import ACCEPT
 
 PLAN, PATH, PAGE, TRIALS = "tuned.toml", "path.json", "tune.html", "trials.jsonl"
 LOG = "trials.log"
@@ -42,6 +46,7 @@ class Step:
         before_s, after_s: seconds of a step (or to the target).
         peak_bytes: allocated.
         plan_sha256: of the plan that was tried.
+        provisional: kept on fewer steps than are wanted, for there was no time for more.
     """
 
     number: int
@@ -62,12 +67,53 @@ class Step:
     after_s: float | None = None
     peak_bytes: float | None = None
     plan_sha256: str = ""
+    provisional: bool = False
 
     def line(self) -> str:
         """It in a line."""
         said = "" if self.predicted is None else f", predicted {self.predicted:.3f}"
         found = "" if self.ratio is None else f" {told(self.ratio)}{said},"
-        return f"{self.verdict}: {' '.join(self.changes)}:{found} {self.reason}".replace("\n", " ")
+        verdict = f"{self.verdict} provisionally" if self.provisional else self.verdict
+        return f"{verdict}: {' '.join(self.changes)}:{found} {self.reason}".replace("\n", " ")
+
+
+@dataclass(frozen=True)
+class Target:
+    """The time to the plan's target, compiling on the clock, of the first plan and of the last.
+
+    Args:
+        ratio: first over last: above 1 the last is sooner.
+        whole: both trained to it, seed for seed; else the ratio is the product of those of all
+            changes that were kept, of a step's time for those of execution.
+        before_s, after_s: seconds to it, over the seeds; not whole, the first's is the last's
+            times the ratio. inf is a target that was missed.
+    """
+
+    ratio: Interval
+    whole: bool
+    before_s: float | None
+    after_s: float | None
+
+    @property
+    def saved_s(self) -> float | None:
+        """Seconds that a run saves; None where one of the two misses the target."""
+        one, two = self.before_s, self.after_s
+        if one is None or two is None or not (isfinite(one) and isfinite(two)):
+            return None
+        return one - two
+
+    @property
+    def how(self) -> str:
+        """What the ratio is, in words."""
+        if self.whole:
+            return f"first plan beside last over {self.ratio.n} seeds"
+        return "product of the kept changes: to the target over seeds, of a step for the others"
+
+    def sentence(self) -> str:
+        """The ratio in words."""
+        value = self.ratio.value
+        told = f"{value:.2f} times as soon" if value >= 1 else f"{1 / value:.2f} times as late"
+        return f"the target comes {told} ({self.how})"
 
 
 @dataclass(frozen=True)
@@ -82,11 +128,13 @@ class Tuned:
         ratio: time of a step, first over last; None where nothing was kept.
         whole: the ratio was measured between the two, and is no product of the path's.
         memory: peak, last over first, likewise a product; None where it is not measured.
-        before_s, after_s: seconds of a step.
+        before_s, after_s: seconds of a step; after a change of learning those of its runs.
         seconds: that tuning took, earlier calls of the same folder too.
         left: changes that were not begun.
         up: the time was, before all was tried.
         interrupted: by Ctrl-C.
+        target: the time to the target; None where no change of learning was kept, and no run went
+            to it.
     """
 
     aim: Aim
@@ -103,24 +151,43 @@ class Tuned:
     left: tuple[str, ...] = ()
     up: bool = False
     interrupted: bool = False
+    target: Target | None = None
 
     @property
     def now_s(self) -> float | None:
         """Seconds of a step at the first one's time of day: the first step over the ratio.
 
+        A change of learning may make it another, which its runs tell.
+
         A device that others use too is not as fast at the end as at the beginning, which the
         ratio does not feel.
         """
-        if self.before_s is None or self.ratio is None:
+        if self.before_s is None or self.ratio is None or self.learned:
             return self.after_s
         return self.before_s / self.ratio.value
 
     @property
     def break_even(self) -> float | None:
-        """Steps after which the tuning time is won back; None where no step was won."""
+        """Steps after which the tuning time is won back; None where no step was won.
+
+        None too where the bill is in runs to the target.
+        """
+        if self.target is not None:
+            return None
         if self.before_s is None or self.now_s is None or self.now_s >= self.before_s:
             return None
         return break_even_steps(self.seconds, self.before_s, self.now_s)
+
+    @property
+    def break_even_runs(self) -> float | None:
+        """Runs to the target after which the tuning time is won back; inf where they save none.
+
+        None where no target is known, or one of both plans misses it.
+        """
+        saved_s = None if self.target is None else self.target.saved_s
+        if saved_s is None:
+            return None
+        return self.seconds / saved_s if saved_s > 0 else inf
 
     @property
     def dollars(self) -> float | None:
@@ -132,6 +199,16 @@ class Tuned:
     def kept(self) -> tuple[Step, ...]:
         """Changes that stayed."""
         return tuple(step for step in self.path if step.verdict == "kept")
+
+    @property
+    def learned(self) -> bool:
+        """Whether a change of learning stayed."""
+        return any(step.stage == "learning" for step in self.kept)
+
+    @property
+    def provisional(self) -> tuple[Step, ...]:
+        """Changes that stayed on fewer steps than are wanted."""
+        return tuple(step for step in self.kept if step.provisional)
 
     @property
     def untried(self) -> tuple[str, ...]:
@@ -152,9 +229,13 @@ class Tuned:
             "ratio": None if self.ratio is None else asdict(self.ratio), "whole": self.whole,
             "memory": self.memory, "memory_measured": self.counted,
             "before_s": self.before_s, "after_s": self.after_s,
+            "after_from": "runs to the target" if self.learned else "steps timed in turn",
             "tokens_per_s": self.plan.batch.tokens / self.after_s if self.after_s else None,
+            "target": None if self.target is None else asdict(self.target),
+            "provisional": [list(step.changes) for step in self.provisional],
             "tuning_s": self.seconds, "tuning_dollars": self.dollars,
-            "break_even_steps": self.break_even, "path": [asdict(step) for step in self.path],
+            "break_even_steps": self.break_even, "break_even_runs": self.break_even_runs,
+            "path": [asdict(step) for step in self.path],
             "left": list(self.left), "time_was_up": self.up, "interrupted": self.interrupted,
         }  # fmt: skip
 
@@ -173,16 +254,27 @@ class Tuned:
             return f"No change was measured for long enough to be kept: {what}."
         if not kept:
             return f"Nothing that was tried is better than the plan as it is: {what}."
-        gains = [] if self.ratio is None else [_speed(self.ratio.value)]
+        gains = [] if self.target is None else [self.target.sentence()]
+        if self.ratio is not None:
+            own = " by the changes of execution" if self.learned else ""
+            gains.append(f"{_speed(self.ratio.value)}{own}")
         if self.memory is not None:
             verb = "is" if self.counted else "is foreseen to be"
             gains.append(f"the peak {verb} {self.memory:.3f} of what it was")
-        sooner = [s.ratio.value for s in self.kept if s.stage == "learning" and s.ratio]
-        gains += [f"the target comes {prod(sooner):.2f} times as soon"] if sooner else []
-        back = self.break_even
-        won = "" if back is None else f" The tuning is won back after {back:,.0f} steps."
+        if few := len(self.provisional):
+            what += f", {few} of them provisionally: on fewer than {ACCEPT.timed} steps"
         said = " and ".join(gains) or "it runs now"
-        return f"{said[0].upper()}{said[1:]}: {what}.{won}"
+        won = self.won_back
+        return f"{said[0].upper()}{said[1:]}: {what}.{f' The tuning is {won}.' if won else ''}"
+
+    @property
+    def won_back(self) -> str:
+        """When the tuning time is, in words; nothing where that is not known."""
+        runs, steps = self.break_even_runs, self.break_even
+        if runs is not None:
+            unit = "such run" if runs <= 1 else "such runs"
+            return f"won back after {ceil(runs):,} {unit}" if isfinite(runs) else "never won back"
+        return "" if steps is None else f"won back after {steps:,.0f} steps"
 
 
 def _speed(ratio: float) -> str:

@@ -55,8 +55,7 @@ class Reading:
     seconds: list[float] = field(default_factory=list)
     """of a step: the median of each block of timed steps, or every step"""
     peak_bytes: float | None = None
-    """allocated in the timed steps, what was held before the build left out; None on a CPU, and
-    where CUDA graphs hold memory that counts as reserved only"""
+    """allocated in timed steps, beyond what was held before; None on a CPU and with CUDA graphs"""
     reserved_bytes: float | None = None
     """reserved since the build began, likewise; None on a CPU"""
     losses: list[float] = field(default_factory=list)
@@ -72,7 +71,8 @@ class Reading:
     steps: int = 0
     ready_s: float = 0.0
     screened: bool = False
-    """of a pair: steps timed of each; seconds before them; a first look showed no gain"""
+    tokens_per_s: float | None = None
+    """of a pair: steps timed of each, seconds before them, no gain at a first look; of a run"""
 
 
 # --- builds ----------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from headrace.trials.path import PAGE, PATH, PLAN, TRIALS, Tuned
 from headrace.trials.proposals import Pool
 from headrace.trials.readings import Reading, Worker
 from headrace.trials.store import Store
+from headrace.trials.target import SEEDS
 from headrace.trials.tune import tune
 
 FAST, SLOW, OTHER = "fused_rope", "fused_swiglu", "fused_rms_norm"
@@ -299,8 +300,8 @@ def test_learning_is_compared_by_seeds_to_a_target_or_refused(
     tuned = go(machine, aimed, sources=sources, aim="quality", train=train)
     assert [s.verdict for s in tuned.path] == ["reverted", "kept"]
     assert len([r for r in trained if "muon" in r.techniques]) == 2  # given up after two
-    assert {r.seed for r in trained} == {0, 1, 2, 3, 4}
-    assert len([r for r in trained if not r.techniques]) == 5  # the base once for each seed
+    assert {r.seed for r in trained} == {*range(SEEDS)}
+    assert len([r for r in trained if not r.techniques]) == SEEDS  # the base once for each seed
 
 
 def test_what_learning_kept_is_not_undone_by_what_comes_after(Machine: Any, plan: Plan) -> None:

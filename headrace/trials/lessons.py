@@ -1,0 +1,100 @@
+"""Changes of what is learned: each by its time to the plan's target, over seeds.
+
+What was kept of execution was judged by its steps alone. A run to the target also pays for what
+comes before its first step, as compiling: where two seeds of the first plan are sooner there than
+the same two with all those changes, they are undone before anything is learned on top of them.
+At the end the first plan goes to the target beside the last one, with all seeds, so that what the
+tuning bought is one measured ratio; runs that were made before are not made again.
+"""
+
+from math import isfinite
+from typing import Any
+
+from headrace.changes import difference
+from headrace.core.plan import Plan
+from headrace.trials.judge import Compared
+from headrace.trials.path import Step, Target
+from headrace.trials.proposals import Proposal
+from headrace.trials.running import Run
+from headrace.trials.store import fingerprint
+from headrace.trials.target import GIVEN_UP, Train, learn
+
+
+def learning(run: Run, train: Train | None, seeds: int) -> None:
+    """Try changes of learning; without `train` they are refused."""
+    assert run.pool is not None
+    waiting = list(run.sources.learning(run.pool.best.plan))
+    if waiting and train is None:
+        what = f"{len(waiting)} changes of learning"
+        told = "they are compared by their time to a target: goal.bits_per_byte=TARGET"
+        run.row(Step(len(run.path) + 1, (what,), "refused", told, equality="learning"))
+    if train is None:
+        return
+    if waiting:
+        _settle(run, train)
+        waiting = list(run.sources.learning(run.pool.best.plan))
+    tried: set[Any] = {fingerprint(run.first)}
+    while waiting:
+        proposal = waiting.pop(0)
+        change = difference(run.pool.best.plan, proposal.plan)
+        if {change, fingerprint(proposal.plan)} & tried:
+            continue
+        tried |= {change, fingerprint(proposal.plan)}
+        if run.left_s() <= run.learning_s:
+            rest = [difference(run.pool.best.plan, p.plan) for p in (proposal, *waiting)]
+            run.unlearned, run.up = [" ".join(words) for words in rest], True
+            return
+        if _teach(run, proposal, train, seeds).verdict == "better":
+            waiting = list(run.sources.learning(proposal.plan))
+
+
+def _teach(run: Run, proposal: Proposal, train: Train, seeds: int) -> Compared:
+    """One change of learning beside the best so far, over seeds."""
+    assert run.pool is not None
+    best, since_s, promise = run.pool.best, run.store.spent_s, run.promise(proposal)
+    run.trying(proposal, f", {seeds} seeds to {run.first.goal.bits_per_byte:g}")
+    found = _to_target(run, best.plan, proposal.plan, train, seeds)
+    run.learning_s = run.store.spent_s - since_s
+    run.note(proposal, found, "learning", promise, since_s)
+    if found.verdict == "better":
+        before_s, after_s = (
+            plan.batch.tokens / rate if rate else None
+            for plan, rate in zip((best.plan, proposal.plan), found.rates, strict=True)
+        )
+        run.pool.best, run.pool.best_s = proposal, after_s
+        if best is run.start and run.first_s is None:
+            run.first_s = before_s
+    return found
+
+
+def _settle(run: Run, train: Train) -> None:
+    """Undo what was kept of execution where the first plan is at the target before it."""
+    assert run.pool is not None
+    kept = list(run.kept)
+    if not kept or run.left_s() <= 0 or run.first_s is None:
+        return
+    run.tell(f"       the first plan beside the best to the target, {GIVEN_UP} seeds")
+    found = _to_target(run, run.first, run.pool.best.plan, train, GIVEN_UP)
+    if found.verdict != "worse" or found.won:
+        return
+    if found.ratio is not None and found.ratio.value * (1 + run.rules.margin) >= 1:
+        return
+    run.undo(kept, f"the first plan is sooner at the target with {GIVEN_UP} of {GIVEN_UP} seeds")
+
+
+def whole_way(run: Run, train: Train, seeds: int) -> None:
+    """The first plan beside the best to the target, with all seeds."""
+    assert run.pool is not None
+    if not run.kept or run.left_s() <= 0:
+        return
+    found = _to_target(run, run.first, run.pool.best.plan, train, seeds)
+    times = (found.before_s, found.after_s)
+    if found.ratio is not None and all(s is not None and isfinite(s) for s in times):
+        run.target = Target(found.ratio, True, found.before_s, found.after_s)
+
+
+def _to_target(run: Run, first: Plan, second: Plan, train: Train, seeds: int) -> Compared:
+    return learn(
+        first, second, range(run.first.seed, run.first.seed + seeds), train, run.store,
+        limit_s=run.left_s(), clock=run.clock,
+    )  # fmt: skip

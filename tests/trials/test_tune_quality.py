@@ -1,0 +1,168 @@
+"""Tuning for quality: which aim is taken, what the target costs, and its bill."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.changes import changed
+from headrace.cli import catalogue
+from headrace.context import choose_device, make_context
+from headrace.core.machine import Machine as Rates
+from headrace.core.plan import Plan
+from headrace.trials import command
+from headrace.trials.judge import Aim, Rules
+from headrace.trials.page import write_tune_page
+from headrace.trials.path import Tuned, dumps
+from headrace.trials.readings import Reading
+from headrace.trials.target import SEEDS, judge_seeds, trimmed
+from headrace.trials.tune import tune
+
+FAST, LEARNS = "fused_rope", "z_loss"
+KNOWN = catalogue()
+CUDA = Rules(device="cuda", precision="bf16")
+
+
+def aimed(plan: Plan, target: float = 1.1) -> Plan:
+    """The plan with a target."""
+    return plan.replaced(goal=plan.goal.model_copy(update={"bits_per_byte": target}))
+
+
+def go(machine: Any, plan: Plan, run_s: Callable[[Plan], float], **how: Any) -> Tuned:
+    """Tune for quality, where a run to the target takes `run_s` seconds, and what learns helps."""
+
+    def train(run: Plan, limit_s: float) -> Reading:
+        seconds = run_s(run) * (1 + 0.01 * (run.seed % 3))
+        machine.now_s += seconds
+        return Reading(seconds=[seconds], tokens_per_s=run.batch.tokens / machine.step_s(run))
+
+    def learning(best: Plan) -> list[Any]:
+        return [] if LEARNS in best.techniques else [
+            machine.proposal(changed(best, [f"+{LEARNS}"], KNOWN), None)]  # fmt: skip
+
+    found = machine.sources([], names=[FAST])
+    sources = type(found)(found.whole, found.single, learning)
+    return tune(aimed(plan), "quality", 60, sources, machine.measure, CUDA, train=train,
+                clock=machine.clock, **how)  # fmt: skip
+
+
+def seconds_of(machine: Any, ready_s: float = 0.0) -> Callable[[Plan], float]:
+    """A run of 100 steps, 80 of which are enough with what learns, and what FAST costs first."""
+
+    def run_s(run: Plan) -> float:
+        steps = 80 if LEARNS in run.techniques else 100
+        return steps * machine.step_s(run) + ready_s * (FAST in run.techniques)
+
+    return run_s
+
+
+def test_the_whole_way_to_the_target_is_measured_and_the_bill_is_in_runs(
+    Machine: Any, plan: Plan, tmp_path: Path
+) -> None:
+    machine = Machine({FAST: 0.8})
+    tuned = go(machine, plan, seconds_of(machine))
+    assert {*tuned.plan.techniques} == {FAST, LEARNS} and tuned.target is not None
+    assert tuned.target.whole and tuned.target.ratio.n == SEEDS
+    assert tuned.target.ratio.value == pytest.approx(1 / 0.8 / 0.8)
+    saved_s = 0.36 * trimmed([10 * (1 + 0.01 * (seed % 3)) for seed in range(SEEDS)])
+    assert tuned.break_even_runs == pytest.approx(tuned.seconds / saved_s)
+    assert tuned.break_even is None and tuned.seconds == pytest.approx(machine.now_s)
+    said = tuned.sentence()
+    assert said.startswith("The target comes 1.56 times as soon (first plan beside last over 7 ")
+    assert "a step is 1.25 times as fast by the changes of execution" in said
+    assert f"won back after {int(tuned.seconds / saved_s) + 1} such runs" in said
+    told = json.loads(dumps(tuned))
+    assert told["after_s"] == pytest.approx(0.08) and told["after_from"] == "runs to the target"
+    assert told["tokens_per_s"] == pytest.approx(plan.batch.tokens / 0.08)
+    assert told["target"]["whole"] and told["break_even_steps"] is None
+    page = write_tune_page(tuned, tmp_path).read_text()
+    assert "A run to the target" in page and "such runs" in page
+    product = replace(tuned, target=replace(tuned.target, whole=False)).sentence()
+    assert "product of the kept changes" in product and "beside last" not in product
+
+
+def test_what_makes_steps_faster_and_the_target_later_is_undone(Machine: Any, plan: Plan) -> None:
+    """A hundred steps are too few for what compiles for a minute, which is on the clock."""
+    machine = Machine({FAST: 0.8})
+    tuned = go(machine, plan, seconds_of(machine, ready_s=60.0))
+    assert {*tuned.plan.techniques} == {LEARNS}
+    fast = next(step for step in tuned.path if step.changes == (f"+{FAST}",))
+    assert fast.verdict == "reverted" and "undone: the first plan is sooner" in fast.reason
+    assert tuned.target is not None and tuned.target.ratio.value == pytest.approx(1.25)
+
+
+def test_a_target_that_nothing_brings_sooner_has_no_bill_in_runs(Machine: Any, plan: Plan) -> None:
+    machine = Machine({FAST: 1.2})
+    tuned = go(machine, plan, lambda run: 10.0)
+    assert not tuned.kept and tuned.target is None and tuned.break_even_runs is None
+
+
+def test_seeds_must_be_sure_to_one_in_a_hundred() -> None:
+    before = [10.0] * SEEDS
+    after = [9.0, 9.4, 9.9, 8.6, 9.9, 9.0, 9.5]
+    assert judge_seeds(before, after, SEEDS).verdict == "better"
+    assert judge_seeds(before[:5], [9.0, 9.4, 9.95, 8.4, 9.9], 5).verdict == "worse"  # 0.95 is not
+    assert trimmed([1.0, 2.0, 3.0, 4.0, float("inf")]) == 3.0
+
+
+def test_the_aim_is_told_first_and_follows_the_plan(
+    Machine: Any, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine, lines = Machine({}), list[str]()
+    monkeypatch.setattr(command, "sources", lambda *given: machine.sources([]))
+    monkeypatch.setattr(command, "measure_with", lambda worker: machine.measure)
+    context = make_context(plan, choose_device(plan))
+    how: Any = {"context": context, "machine": Rates.assumed("cpu"), "catalogue": KNOWN}
+    cases: list[tuple[Plan, Aim | None, Aim, str]] = [
+        (plan, None, "time", "for the time of a step, for the plan has no target"),
+        (aimed(plan), None, "quality", "to the plan's target, goal.bits_per_byte = 1.1; --for"),
+        (aimed(plan), "time", "time", "for time, as --for asks"),
+    ]
+    for run, asked, aim, said in cases:
+        lines.clear()
+        tuned = command.tune_command(run, aim=asked, tell=lines.append, **how)
+        assert tuned.aim == aim and said in lines[0]
+
+
+# --- what was kept on few steps ---------------------------------------------------------------
+
+
+def retimed(machine: Any, plan: Plan, minutes: float) -> Tuned:
+    """Steps of 3 s, of which a part of the minutes is too short for all."""
+    sources = machine.sources([], names=[FAST])
+    return tune(plan, "time", minutes, sources, machine.measure, CUDA, clock=machine.clock)
+
+
+def test_what_was_kept_on_few_steps_is_provisional_until_it_is_timed_again(
+    Machine: Any, plan: Plan, tmp_path: Path
+) -> None:
+    for minutes, sure in ((10, False), (15, True)):
+        machine = Machine({FAST: 0.67}, base_s=3.0, build_s=40.0)
+        tuned = retimed(machine, plan, minutes)
+        (row,) = tuned.path
+        assert machine.now_s <= 60 * minutes and row.verdict == "kept"
+        assert len(machine.asked) == 1 + sure and (row.steps >= 54) == sure
+        assert row.provisional != sure and ("timed again on 5" in row.reason) == sure
+        assert ("provisionally: on fewer than 54 steps" in tuned.sentence()) != sure
+        assert row.line().startswith("kept: " if sure else "kept provisionally: ")
+        assert json.loads(dumps(tuned))["path"][0]["provisional"] != sure
+        page = write_tune_page(tuned, tmp_path).read_text()
+        assert ("kept, provisional" in page) != sure
+
+
+def test_what_does_not_win_when_timed_again_is_undone(Machine: Any, plan: Plan) -> None:
+    machine = Machine({FAST: 0.67}, base_s=3.0, build_s=40.0)
+    whole = machine.measure
+
+    def measure(first: Plan, second: Plan, **how: Any) -> Reading:
+        reading = whole(first, second, **how)
+        machine.costs[FAST] = 1.0
+        return reading
+
+    machine.measure = measure
+    tuned = retimed(machine, plan, 15)
+    assert tuned.plan == plan and not tuned.kept and len(machine.asked) == 2
+    assert tuned.path[0].verdict == "reverted" and "undone: it is no gain" in tuned.path[0].reason
