@@ -230,6 +230,7 @@ def test_the_table_and_families(tmp_path: Path) -> None:
     names = {
         REDUCE: "collectives", POINTWISE: "elementwise", TO_HOST: "copies",
         "flash_fwd_kernel<cutlass::bfloat16_t>": "attention", "multi_tensor_apply": "optimizer",
+        "void cudnn::fusion::compute_dot_do_o_specialized<true, 64>": "attention",
         "triton_tem_fused_mm_3": "products", "triton_red_fused_add_mean_1": "elementwise",
         "void cutlass::device_kernel<gemm>": "products", "my_kernel": "other",
     }  # fmt: skip

@@ -19,7 +19,9 @@ PREFIXES = {
 """how inductor's names begin -> family; the first that fits, before any of FAMILIES"""
 FAMILIES = {
     "collectives": ("nccl", "rccl", "mscclpp", "nvshmem", "cross_device_reduce", "one_shot_all"),
-    "attention": ("attention", "fmha", "flash", "cudnn_generated", "sdpa", "attn"),
+    "attention": (
+        "attention", "fmha", "flash", "cudnn_generated", "sdpa", "attn", "dot_do_o", "convert_dq",
+    ),
     "products": (
         "gemm", "nvjet", "cutlass", "matmul", "scaled_mm", "xmma", "splitk", "gemv", "conv2d",
         "fprop", "dgrad", "wgrad", "implicit_con", "winograd",
