@@ -147,10 +147,12 @@ def test_a_file_of_its_name_is_not_the_fetcher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "kernels.py").touch()
-    assert flash_attention_3.is_installed("kernels") and not flash_attention_3.has_fetcher()
-    (tmp_path / "kernels-1.dist-info").mkdir()
-    (tmp_path / "kernels-1.dist-info" / "METADATA").write_text("Name: kernels\nVersion: 1\n")
+    monkeypatch.setattr(flash_attention_3, "FETCHER", "headrace_fetcher")
+    (tmp_path / "headrace_fetcher.py").touch()
+    assert is_installed("headrace_fetcher") and not flash_attention_3.has_fetcher()
+    (tmp_path / "headrace_fetcher-1.dist-info").mkdir()
+    told = "Name: headrace_fetcher\nVersion: 1\n"
+    (tmp_path / "headrace_fetcher-1.dist-info" / "METADATA").write_text(told)
     assert flash_attention_3.has_fetcher()
 
 
