@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from latecomer import fewer_bytes as fewer_bytes  # a fixture
 from tiny import PLAN, write_corpus
 
 from headrace.cli import catalogue

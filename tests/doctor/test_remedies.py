@@ -1,8 +1,7 @@
 """Remedies: found by their words, forecast by the ledger, and never guessed."""
 
 import json
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from math import log
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-import headrace.techniques.loss
 from headrace.changes import parse
 from headrace.cli import catalogue
 from headrace.context import elsewhere, make_context
@@ -26,54 +24,6 @@ from headrace.planner.foresight import foresee
 ROOT = Path(__file__).parents[2]
 H200 = Machine.assumed("NVIDIA H200")
 BARE = "-torch_compile -cudnn_attention -fused_swiglu -fused_cross_entropy -bf16_parameters"
-NEW = '''
-"""A technique that the doctor has never heard of."""
-
-from typing import ClassVar
-
-from headrace.core.ledger import Ledger
-from headrace.core.technique import Card, Context, Evidence, Stage, Supported, Technique
-from headrace.sockets import Build
-
-
-class FewerBytes(Technique[Build]):
-    """Move half of the bytes of every stream."""
-
-    room: ClassVar[str] = "loss"
-    stage: ClassVar[Stage] = Stage.STEP
-    composes: ClassVar[tuple[str, ...]] = ("terms",)
-    timed: ClassVar[bool] = True
-    symptoms: ClassVar[tuple[str, ...]] = ("memory bandwidth",)
-    card: ClassVar[Card] = Card("bytes", "a thought", "all", "none", "this test")
-
-    def supports(self, context: Context) -> Supported:
-        return Supported()
-
-    def predict(self, ledger: Ledger) -> Ledger:
-        return ledger.reworked(
-            lambda _, w: w.whole(w.bytes / 2) if w.kind == "stream" and w.fused else w
-        )
-
-    def apply(self, build: Build) -> None:
-        """Nothing."""
-
-    def active(self, build: Build) -> Evidence:
-        return Evidence(True, "")
-'''
-
-
-@pytest.fixture
-def fewer_bytes(tmp_path: Path) -> Iterator[str]:
-    """One more file in a room, and nothing else touched."""
-    (tmp_path / "fewer_bytes.py").write_text(NEW)
-    room = headrace.techniques.loss
-    room.__path__.append(str(tmp_path))
-    try:
-        yield "fewer_bytes"
-    finally:
-        room.__path__.remove(str(tmp_path))
-        sys.modules.pop("headrace.techniques.loss.fewer_bytes", None)
-        delattr(room, "fewer_bytes")
 
 
 def on_h200(shape: str, words: str = "") -> tuple[Plan, Any, Machine]:

@@ -2,7 +2,6 @@
 
 import random
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-import headrace.techniques.loss
 from headrace.cli import catalogue
 from headrace.context import elsewhere, make_context
 from headrace.core.machine import Machine as Rates
@@ -79,72 +77,23 @@ def test_eight_minutes_find_what_is_as_fast_as_the_best_plan_known(
     assert sum(step.verdict == "refused" for step in found.path) <= 3
 
 
-NEW = '''
-"""A technique that the tuner has never heard of."""
-
-from typing import ClassVar
-
-from headrace.core.ledger import Ledger
-from headrace.core.technique import Card, Context, Evidence, Stage, Supported, Technique
-from headrace.sockets import Build
-
-
-class HalfTheBytes(Technique[Build]):
-    """Move half of the bytes of every stream."""
-
-    room: ClassVar[str] = "loss"
-    stage: ClassVar[Stage] = Stage.STEP
-    composes: ClassVar[tuple[str, ...]] = ("runtime",)
-    timed: ClassVar[bool] = True
-    symptoms: ClassVar[tuple[str, ...]] = ("memory bandwidth",)
-    card: ClassVar[Card] = Card("bytes", "a thought", "all", "none", "this test")
-
-    def supports(self, context: Context) -> Supported:
-        return Supported()
-
-    def predict(self, ledger: Ledger) -> Ledger:
-        return ledger.reworked(
-            lambda _, w: w.compiled().whole(w.compiled().bytes / 2) if w.kind == "stream" else w
-        )
-
-    def apply(self, build: Build) -> None:
-        """Nothing."""
-
-    def active(self, build: Build) -> Evidence:
-        return Evidence(True, "")
-'''
-
-
-@pytest.fixture
-def half_the_bytes(tmp_path: Path) -> Iterator[str]:
-    """One more file in a room, and nothing else touched."""
-    (tmp_path / "half_the_bytes.py").write_text(NEW)
-    room = headrace.techniques.loss
-    room.__path__.append(str(tmp_path))
-    try:
-        yield "half_the_bytes"
-    finally:
-        room.__path__.remove(str(tmp_path))
-        sys.modules.pop("headrace.techniques.loss.half_the_bytes", None)
-        delattr(room, "half_the_bytes")
-
-
 def test_a_new_technique_is_tuned_and_ranked_by_its_own_words(
-    H200: Any, half_the_bytes: str, monkeypatch: pytest.MonkeyPatch
+    H200: Any, fewer_bytes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One file: a sweep ranks it, and the tuner proposes, foresees, measures and keeps it."""
     naive, best = tuner.plans_of("160m", SimpleNamespace(plan=None, best=None, set=[]))
     machine, rates, known = H200(naive), Rates.assumed(GPU), catalogue()
-    few = {*naive.techniques, *best.techniques, half_the_bytes}  # all would take longer
+    few = {*naive.techniques, *best.techniques, fewer_bytes}  # all would take longer
     known = replace(known, techniques={n: t for n, t in known.techniques.items() if n in few})
     ranked = sweep(naive, machine.context, rates, known)
-    assert half_the_bytes in ranked.ranked[0].plan.techniques
+    assert fewer_bytes in ranked.ranked[0].plan.techniques
     monkeypatch.setattr(proposals, "sweep", lambda *given: ranked)  # once is enough
     found = tune(
         naive, "time", 8.0, sources("time", machine.context, rates, known),
         measure_with(machine), Rules(device="cuda", precision="bf16"), clock=machine.clock,
     )  # fmt: skip
-    assert half_the_bytes in found.plan.techniques
-    (row,) = [step for step in found.kept if f"+{half_the_bytes}" in step.changes]
+    assert fewer_bytes in found.plan.techniques
+    (row,) = [step for step in found.kept if f"+{fewer_bytes}" in step.changes]
     assert row.stage == "accept" and row.ratio is not None and row.predicted is not None
-    assert row.ratio.value == pytest.approx(row.predicted, rel=3 * OFF)
+    off = 3 * OFF * len(found.plan.techniques) ** 0.5  # each has its own
+    assert row.ratio.value == pytest.approx(row.predicted, rel=off)

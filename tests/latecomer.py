@@ -1,0 +1,58 @@
+"""A technique that lands later: one more file in a room, for doctor, planner and tuner to meet."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import headrace.techniques.loss
+
+NEW = '''
+"""A technique that nothing has ever heard of."""
+
+from typing import ClassVar
+
+from headrace.core.ledger import Ledger
+from headrace.core.technique import Card, Context, Evidence, Stage, Supported, Technique
+from headrace.sockets import Build
+
+
+class FewerBytes(Technique[Build]):
+    """Move half of the bytes of every stream."""
+
+    room: ClassVar[str] = "loss"
+    stage: ClassVar[Stage] = Stage.STEP
+    composes: ClassVar[tuple[str, ...]] = ("runtime",)
+    timed: ClassVar[bool] = True
+    symptoms: ClassVar[tuple[str, ...]] = ("memory bandwidth",)
+    card: ClassVar[Card] = Card("bytes", "a thought", "all", "none", "this test")
+
+    def supports(self, context: Context) -> Supported:
+        return Supported()
+
+    def predict(self, ledger: Ledger) -> Ledger:
+        return ledger.reworked(
+            lambda _, w: w.compiled().whole(w.compiled().bytes / 2) if w.kind == "stream" else w
+        )
+
+    def apply(self, build: Build) -> None:
+        """Nothing."""
+
+    def active(self, build: Build) -> Evidence:
+        return Evidence(True, "")
+'''
+
+
+@pytest.fixture
+def fewer_bytes(tmp_path: Path) -> Iterator[str]:
+    """One more file in a room, and nothing else touched."""
+    (tmp_path / "fewer_bytes.py").write_text(NEW)
+    room = headrace.techniques.loss
+    room.__path__.append(str(tmp_path))
+    try:
+        yield "fewer_bytes"
+    finally:
+        room.__path__.remove(str(tmp_path))
+        sys.modules.pop("headrace.techniques.loss.fewer_bytes", None)
+        delattr(room, "fewer_bytes")
