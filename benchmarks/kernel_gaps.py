@@ -14,6 +14,7 @@ fingerprint is the row's; what became another plan is told, and nothing is compu
 
 import argparse
 import math
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -199,7 +200,7 @@ def pieces(row: dict[str, Any]) -> list[Piece]:
         raise UnsupportedError(row["no_work"], "")
     if "work" in row:
         return [Piece.read(one) for one in row["work"]]
-    args, _ = parser().parse_known_args(row["command"].split()[2:])
+    args, _ = parser().parse_known_args(shlex.split(row["command"])[2:])
     try:
         plan = plan_from(args)
     except OSError:
@@ -292,7 +293,7 @@ def best(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def precision(row: dict[str, Any]) -> str:
     """Of the blocks' products, by the techniques that were on."""
-    return PRECISIONS["float8_linear" in row["techniques"]]
+    return "fp8" if "float8_linear" in row["techniques"] else "bf16"
 
 
 def ceilings(hardware: str) -> str:

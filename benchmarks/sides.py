@@ -11,9 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 
-import torch
-from torch import Tensor
-
 from headrace import train
 from headrace.build import make_context
 from headrace.cli import catalogue
@@ -21,7 +18,8 @@ from headrace.context import check_supported, choose_device
 from headrace.core.errors import HeadraceError
 from headrace.core.plan import Plan
 from headrace.filled import OWN, check_active, note_own_attention
-from headrace.trials.readings import Clock, Reading, opened, peak, read
+from headrace.trials.readings import Clock, Reading, opened, read
+from headrace.trials.short import of_length
 
 ATTENTION = "attention"
 """The key of what `attention_of` tells in a reading's evidence."""
@@ -119,32 +117,17 @@ def short(plan: Plan, *, steps: int, rows: int, seed: int = 0) -> Plan:
         rows: of a batch.
         seed: added to the plan's.
     """
-    warmup = min(plan.schedule.warmup_steps, steps)
-    tokens = rows * plan.data.sequence_length
-    return plan.replaced(
-        seed=plan.seed + seed,
-        batch=plan.batch.model_copy(update={"tokens": tokens, "micro_sequences": 0}),
-        schedule=plan.schedule.model_copy(update={"steps": steps, "warmup_steps": warmup}),
-    )
-
-
-def train_short(plan: Plan, *, steps: int) -> Reading:
-    """The loss of every step on the plan's own text, and evidence after the first."""
-
-    def go(found: Reading) -> None:
-        losses: list[Tensor] = []
-        with opened(plan, text=True) as (build, micros):
-            for index in range(steps):
-                losses.append(train.step(build, micros(index), index)[0])
-                if index == 0:
-                    found.evidence = {n: e.detail for n, e in check_active(build).items()}
-            found.losses = torch.stack(losses).tolist()
-
-    return read(go)
+    batch = {"tokens": rows * plan.data.sequence_length, "micro_sequences": 0}
+    few = plan.replaced(seed=plan.seed + seed, batch=plan.batch.model_copy(update=batch))
+    return of_length(few, steps)
 
 
 def run_whole(plan: Plan, *, steps: int) -> Reading:
-    """Seconds of every step from the first on, and evidence after the last."""
+    """Seconds of every step from the first on, and evidence after the last.
+
+    The compiler's caches are empty. What the process has loaded stays, as our own kernels do, so
+    the first reading of a process pays for it.
+    """
     from torch._dynamo.utils import counters
     from torch._inductor.utils import fresh_cache
 
@@ -155,7 +138,7 @@ def run_whole(plan: Plan, *, steps: int) -> Reading:
             for index in range(steps):
                 train.step(build, micros(index), index)
                 clock.mark()
-            found.seconds, found.peak_bytes = clock.seconds(), peak(build)
+            found.seconds = clock.seconds()
             found.evidence = {n: e.detail for n, e in check_active(build).items()}
             found.evidence[GRAPHS] = str(counters["stats"]["unique_graphs"] - before)
 
@@ -166,7 +149,8 @@ def attention_of(plan: Plan) -> Reading:
     """What its attention launches at the shapes of its steps, torch's own choice or an owner's."""
 
     def go(found: Reading) -> None:
-        with opened(plan) as (build, _):
+        with opened(plan) as (build, micros):
+            train.step(build, micros(0), 0)  # which some make their masks in
             note_own_attention(build)
             owners = build.filled.get("parts.attend", [])
             told = [f"{t.name()} {t.active(build).detail}" for t in build.techniques

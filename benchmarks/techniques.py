@@ -41,10 +41,11 @@ from statistics import mean
 from typing import Any
 
 import receipts
-from sides import ATTENTION, GRAPHS, Side, attention_of, run_whole, short, sides, train_short
+from sides import ATTENTION, GRAPHS, Side, attention_of, run_whole, short, sides
 
 from headrace.cli import catalogue
 from headrace.trials.readings import Reading, Worker, time_steps
+from headrace.trials.short import train_steps
 
 PLANS = Path(__file__).parent / "plans"
 GROUP = 8
@@ -80,13 +81,16 @@ class Bench:
         if only_loss:
             return self.run_losses(waiting)
         before: Reading | None = None
+        if waiting and self.left_s > 0:  # first: what it loads is loaded for every reading
+            self.attention = self.look()
+            if self.args.whole_run:
+                self.time(self.first)
         while waiting and self.left_s > 0:
             before = before or self.time(self.first)
             if before.refused:
                 for side in waiting:
                     self.write(side, [before])
                 return []
-            self.attention = self.attention or self.look()
             group, waiting = waiting[:GROUP], waiting[GROUP:]
             if any(map(self.wants_loss, group)):
                 self.train_base()
@@ -169,7 +173,7 @@ class Bench:
         """The loss of a short training, with `seed` added to the plan's."""
         began_s, steps = time.monotonic(), self.args.loss_steps
         plan = short(side.plan, steps=steps, rows=loss_rows(self.args, self.shape), seed=seed)
-        side.loss = self.worker.ask(train_short, plan, limit_s=SIDE_LIMIT_S, steps=steps)
+        side.loss = self.worker.ask(train_steps, plan, limit_s=SIDE_LIMIT_S, steps=steps)
         self.say(side, side.loss.refused or f"loss {side.end_loss:.4f}", began_s)
 
     def say(self, side: Side, told: str, began_s: float) -> None:

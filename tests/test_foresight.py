@@ -117,7 +117,7 @@ def test_a_replay_holds_what_the_ledger_says_and_little_more(changes: tuple[str,
 
 def test_what_an_h200_reserved_is_foreseen(receipts: list[Any]) -> None:
     off = {(r.shape, r.what): 1 / r.reserved - 1 for r in receipts if r.reserved is not None}
-    assert len(off) >= 36  # graphs' pools among them
+    assert len(off) >= 36  # graphs' pools among them; one more is retracted
     assert median(map(abs, off.values())) < 0.01, off
     assert max(map(abs, off.values())) < 0.035, max(off.items(), key=lambda pair: abs(pair[1]))
 
@@ -265,6 +265,14 @@ def test_the_measured_workload_has_its_own_interval(tmp_path: Path, same: bool, 
     width, ends = STEP["same_workload" if same else "after_20_steps"], found.between["step_s"]
     assert found.step_s and f"80% of {width.n} {width.says}" in told(plan, found)
     assert (ends.low / width.low, ends.high / width.high) == pytest.approx((found.step_s,) * 2)
+
+
+def test_steps_that_wait_for_the_host_set_nothing(tmp_path: Path) -> None:
+    plan, context = on_h200("160m", "model.layers=1", "batch.tokens=2048")
+    (tmp_path / "plan.toml").write_text(plan.to_toml())
+    (tmp_path / "metrics.jsonl").write_text(21 * '{"step_s": 0.06, "compile_s": 0.0}\n')
+    with pytest.raises(ConfigError, match="wait for the host"):
+        after(tmp_path, catalogue(), context, H200)
 
 
 def test_a_run_of_another_device_sets_nothing(tmp_path: Path) -> None:

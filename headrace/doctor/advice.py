@@ -201,13 +201,15 @@ def advise_plan(plan: Plan, context: Context, machine: Machine, catalogue: Catal
     seen = foresee(plan, context, machine)
     findings = [*_wide(plan, context, machine), *foreseen(plan, seen)]
     advice = advised(findings, plan, context, machine, catalogue, Measured())
-    return replace(advice, findings=tuple(one for one in advice.findings if not _idle(one)))
+    timed = seen.step_s is not None
+    return replace(advice, findings=tuple(x for x in advice.findings if not _idle(x, timed)))
 
 
-def _idle(advised: Advised) -> bool:
+def _idle(advised: Advised, timed: bool) -> bool:
     """Whether it says that memory is free, and nothing that would use it gains a percent."""
-    gains = [remedy.gain.value for remedy in advised.remedies if remedy.gain is not None]
-    return advised.finding.bottleneck == "unused memory" and max(gains, default=0.0) < LEAST_GAIN
+    gains = [remedy.gain for remedy in advised.remedies]
+    small = all(gain is not None and gain.value < LEAST_GAIN for gain in gains)
+    return advised.finding.bottleneck == "unused memory" and timed and small
 
 
 def _wide(plan: Plan, context: Context, machine: Machine) -> list[Finding]:

@@ -110,5 +110,11 @@ def _waste(report: Mapping[str, Any]) -> list[Finding]:
     share = report["wasted_token_fraction"]
     if share is None:
         return []
-    sentence = f"{share:.1%} of the tokens were padding or had no target."
-    return [Finding("wasted tokens", share, sentence, f"of {report['tokens']} tokens", "measured")]
+    sentence, evidence = (
+        f"{share:.1%} of the tokens had no target.",
+        f"of {report['tokens']} tokens",
+    )
+    padded = report.get("padding_fraction") or 0.0
+    if padded > share:
+        evidence += f"; {padded:.1%} are padding, and the loss counts {padded - share:.1%}"
+    return [Finding("wasted tokens", share, sentence, evidence, "measured")]

@@ -85,6 +85,7 @@ class Calibration:
         plan: whose steps were measured.
         steps: how many.
         workload: that plan's, as `intervals.workload` tells it.
+        by_host: whether its steps are foreseen to wait for the host: then they tell no factor.
     """
 
     factors: Mapping[Phase, float]
@@ -92,6 +93,7 @@ class Calibration:
     plan: str
     steps: int
     workload: Mapping[str, Work] = field(default_factory=dict)
+    by_host: bool = False
 
     @classmethod
     def of(cls, time: StepTime, measured: Measured, plan: str) -> "Calibration":
@@ -108,7 +110,8 @@ class Calibration:
         waits_s = max(0.0, measured.phases_s.get("input", 0.0) - EDGE_S)
         left_s = measured.step_s - waits_s - EDGE_S
         device_s = sum(time.device_s.values())
-        whole = left_s / device_s if device_s and time.host_s < device_s else 1.0
+        by_host = time.host_s >= device_s
+        whole = 1.0 if by_host else left_s / device_s
         factors = dict.fromkeys(PHASES, whole)
         told = {name: measured.phases_s.get(name, 0.0) for name in PHASES.values()}
         if all(told.values()) and whole != 1.0:
@@ -122,7 +125,7 @@ class Calibration:
                 f"{time.step_s:.4g} s: too far apart to be the same plan on the same device",
                 "headrace plan PLAN, without --after",
             )
-        return cls(factors, waits_s, plan, measured.steps)
+        return cls(factors, waits_s, plan, measured.steps, by_host=by_host)
 
     def applied(self, time: StepTime) -> StepTime:
         """Another plan's time, or the same one's, without waits."""

@@ -9,7 +9,6 @@ executed may differ. Beyond its end a curve is not drawn on; and it is one seed'
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -57,11 +56,13 @@ class Curve:
         """Tokens after which it is down at `bits`; None where it never was, or tells nothing."""
         if self.why_not or not self.points:
             return None
-        tokens, told = zip(*self.points, strict=True)
-        lowest = [*accumulate(told, min)]
-        if lowest[-1] > bits:
+        lower: list[tuple[float, float]] = []
+        for tokens, low in self.points:
+            if not lower or low < lower[-1][1]:
+                lower.append((tokens, low))
+        if lower[-1][1] > bits:
             return None
-        return float(np.interp(-bits, [-low for low in lowest], tokens))
+        return float(np.interp(-bits, [-low for _, low in lower], [tokens for tokens, _ in lower]))
 
     def unknown(self, bits: float) -> str:
         """Why it tells no tokens."""
@@ -84,11 +85,16 @@ def ending(
     budgets = dict(_budgets(plan, step_s))
     target, loss = plan.goal.bits_per_byte, ""
     tokens = None if curve is None or target is None else curve.tokens_to(target)
-    if curve is not None and tokens is not None and step_s is not None:
-        steps = -(-tokens // plan.batch.tokens)
-        budgets[f"{BY_STEPS}{steps:.0f}, {target:g} bits per byte as in {curve.run}"] = (
-            steps * step_s / 3600
-        )
+    if curve is not None and tokens is not None:
+        every = (
+            plan.batch.tokens * plan.eval.every_steps
+        )  # a run sees where it is when it validates
+        steps = -(-tokens // every) * plan.eval.every_steps
+        name = f"{BY_STEPS}{steps:.0f}, {target:g} bits per byte as in {curve.run}"
+        if step_s is None:
+            loss = f"{name}, nobody knows when: a step's time is not foreseen"
+        else:
+            budgets[name] = steps * step_s / 3600
     elif target is not None:
         loss = f"{target:g} bits per byte, nobody knows when: "
         loss += "no loss curve is measured yet" if curve is None else curve.unknown(target)

@@ -201,7 +201,13 @@ def after(folder: Path, catalogue: Catalogue, context: Context, machine: Machine
         raise ConfigError(f"{folder} is not a run: it has no plan.toml", "headrace train PLAN")
     check_device(folder, context.device, context.device_name)
     plan = Plan.read(file.read_text(), catalogue)
-    return calibrated(plan, at(context, plan), machine, Measured.of_run(folder))
+    found = calibrated(plan, at(context, plan), machine, Measured.of_run(folder))
+    if found.by_host:
+        raise ConfigError(
+            f"steps of {folder} are foreseen to wait for the host, which launches them, and tell "
+            "nothing of the device's work", "headrace plan PLAN, without --after",
+        )  # fmt: skip
+    return found
 
 
 def at(context: Context, plan: Plan) -> Context:
@@ -293,9 +299,6 @@ def _parts(time: StepTime, step_s: float) -> dict[str, float]:
         if phase != "optimizer":
             found[KINDS[kind]] = found.get(KINDS[kind], 0.0) + spent_s
     return dict(sorted(found.items(), key=lambda item: -item[1]))
-
-
-# --- how long --------------------------------------------------------------------------------
 
 
 # --- for a reader ----------------------------------------------------------------------------

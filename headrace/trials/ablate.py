@@ -40,7 +40,8 @@ from headrace.trials.interplay import ADDED, LEFT_OUT, PAIR
 from headrace.trials.judge import Compared, Rules, compare
 from headrace.trials.kinds import kind_of
 from headrace.trials.pairs import Measure, Size, measure_with
-from headrace.trials.readings import Reading, Worker, train_steps
+from headrace.trials.readings import Reading, Worker
+from headrace.trials.short import train_steps
 from headrace.trials.store import fingerprint
 
 FILE = "ablation.jsonl"

@@ -43,7 +43,10 @@ def _again(run: Run, step: Step) -> None:
     seconds = step.seconds + run.store.spent_s - spent_s
     if found.ratio is None or found.drifted or found.steps < ACCEPT.timed:
         return
-    step = replace(step, ratio=found.ratio, memory=found.memory, steps=found.steps, seconds=seconds)
+    step = replace(
+        step, ratio=found.ratio, memory=found.memory, steps=found.steps, seconds=seconds,
+        before_s=found.before_s, peak_bytes=found.peak_bytes,
+    )  # fmt: skip
     reason = f"{found.reason}; timed again on {found.steps} steps"
     if found.verdict == "better":
         run.again(replace(step, reason=reason, provisional=False, after_s=found.after_s))

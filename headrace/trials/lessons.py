@@ -3,11 +3,10 @@
 What was kept of execution was judged by its steps alone. A run to the target also pays for what
 comes before its first step, as compiling: where two seeds of the first plan are sooner there than
 the same two with all those changes, they are undone before anything is learned on top of them.
-At the end the first plan goes to the target beside the last one, with all seeds, so that what the
-tuning bought is one measured ratio; runs that were made before are not made again.
+At the end, where the time suffices, the first plan goes to the target beside the last one, with all
+seeds, so that what the tuning bought is one measured ratio; runs that were made are not made again.
 """
 
-from math import isfinite
 from typing import Any
 
 from headrace.changes import difference
@@ -85,12 +84,17 @@ def _settle(run: Run, train: Train) -> None:
 def whole_way(run: Run, train: Train, seeds: int) -> None:
     """The first plan beside the best to the target, with all seeds."""
     assert run.pool is not None
-    if not run.kept or run.left_s() <= 0:
+    if not run.kept or run.left_s() <= run.learning_s:
         return
     found = _to_target(run, run.first, run.pool.best.plan, train, seeds)
-    times = (found.before_s, found.after_s)
-    if found.ratio is not None and all(s is not None and isfinite(s) for s in times):
-        run.target = Target(found.ratio, True, found.before_s, found.after_s)
+    if found.verdict == "cut":
+        return
+    run.went_whole = True
+    if found.ratio is None:
+        run.tell(f"       the first plan beside the last: {found.reason}")
+    else:
+        missed = seeds - found.ratio.n
+        run.target = Target(found.ratio, True, found.before_s, found.after_s, missed)
 
 
 def _to_target(run: Run, first: Plan, second: Plan, train: Train, seeds: int) -> Compared:

@@ -87,12 +87,14 @@ class Target:
             changes that were kept, of a step's time for those of execution.
         before_s, after_s: seconds to it, over the seeds; not whole, the first's is the last's
             times the ratio. inf is a target that was missed.
+        missed: seeds with which one of the two did not get there.
     """
 
     ratio: Interval
     whole: bool
     before_s: float | None
     after_s: float | None
+    missed: int = 0
 
     @property
     def saved_s(self) -> float | None:
@@ -106,7 +108,8 @@ class Target:
     def how(self) -> str:
         """What the ratio is, in words."""
         if self.whole:
-            return f"first plan beside last over {self.ratio.n} seeds"
+            told = f"first plan beside last over {self.ratio.n} seeds"
+            return f"{told}, {self.missed} more missed it" if self.missed else told
         return "product of the kept changes: to the target over seeds, of a step for the others"
 
     def sentence(self) -> str:
@@ -170,9 +173,9 @@ class Tuned:
     def break_even(self) -> float | None:
         """Steps after which the tuning time is won back; None where no step was won.
 
-        None too where the bill is in runs to the target.
+        None too where the bill is in runs to the target, known or not.
         """
-        if self.target is not None:
+        if self.target is not None or (self.aim == "quality" and self.first.goal.bits_per_byte):
             return None
         if self.before_s is None or self.now_s is None or self.now_s >= self.before_s:
             return None

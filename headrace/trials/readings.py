@@ -71,8 +71,9 @@ class Reading:
     steps: int = 0
     ready_s: float = 0.0
     screened: bool = False
+    """of a pair: steps timed of each, seconds before them, no gain at a first look"""
     tokens_per_s: float | None = None
-    """of a pair: steps timed of each, seconds before them, no gain at a first look; of a run"""
+    """of a run, once it is steady"""
 
 
 # --- builds ----------------------------------------------------------------------------------
@@ -263,17 +264,6 @@ def _time_steps(
         found.peak_bytes = peak(build) if counted(plan) else None
         if build.device.type == "cuda":
             found.reserved_bytes = float(torch.cuda.max_memory_reserved())
-
-
-def train_steps(plan: Plan, *, steps: int) -> Reading:
-    """The loss of every step on the plan's own text."""
-
-    def go(found: Reading) -> None:
-        with opened(plan, text=True) as (build, micros):
-            losses = [train.step(build, micros(index), index)[0] for index in range(steps)]
-            found.losses = torch.stack(losses).tolist()
-
-    return read(go)
 
 
 def time_long_row(plan: Plan, *, short: int, steps: int) -> Reading:

@@ -66,6 +66,8 @@ class Run:
         """a step of the first plan over one of the best, timed in turn"""
         self.target: Target | None = None
         """likewise the time to the target, seed for seed"""
+        self.went_whole = False
+        """whether both went to it: what the kept changes multiply to tells nothing then"""
         self.kept_of: dict[int, tuple[Proposal, Proposal]] = {}
         """number of a change that was kept -> the best before it, and with it"""
         self.sources: Sources
@@ -206,7 +208,7 @@ class Run:
     def to_target(self) -> Target | None:
         """Time to the target: measured, or else what the ratios of what was kept multiply to."""
         learned = [step for step in self.kept if step.stage == "learning"]
-        if self.target is not None or not learned:
+        if self.target is not None or self.went_whole or not learned:
             return self.target
         ratio = _product([step.ratio for step in self.kept if step.ratio is not None])
         last_s = learned[-1].after_s

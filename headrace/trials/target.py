@@ -1,8 +1,9 @@
 """A change of learning is worth its time to the target, and only over seeds.
 
-Two plans train to the same validation loss, seed for seed, each run in a process of its own with
-all that a run does. Evaluating and compiling are on the clock (AlgoPerf); every run compiles anew,
-or the plan that runs first would pay for all. A run that does not get there took infinitely long.
+Two plans train to the same validation loss, seed for seed, with all that a run does. Evaluating and
+compiling are on the clock (AlgoPerf); every run begins with empty caches of the compiler's, or the
+plan that runs first would pay for all. Kernels that this process loaded stay. A run that does not
+get there took infinitely long.
 The change is better where the paired test over seeds is sure at p < 0.01 (core/statistics;
 modded-nanogpt asks the same of a record). Seconds are told without the fastest and the slowest seed
 (MLPerf). A change that loses its first two seeds is given up: with so few left it could not win.

@@ -72,10 +72,10 @@ def tune(
         run.execution(EXECUTION_SHARE if able else 1.0)
         if learns:
             lessons.learning(run, able, seeds)
+        again.provisional(run)
         if able:
             lessons.whole_way(run, able, seeds)
         again.whole_way(run)
-        again.provisional(run)
     except KeyboardInterrupt:
         return run.tuned(interrupted=True)
     return run.tuned(interrupted=False)

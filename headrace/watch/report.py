@@ -202,13 +202,15 @@ class Tally:
 
     def _not_measured(self, report: dict[str, Any], clock: Clock) -> list[str]:
         counts = self.counts
-        open_steps = report["steps"] - counts["steps"]
+        open_steps, given = report["steps"] - counts["steps"], bool(report.get("loader"))
+        read = counts["tokens"] or report["phase_s"].get("input")
         told = {
             "checkpoints: no hook sees them": True,
             "exposed communication and kernels: no step was traced": not counts["traced"],
             "every step: optimizer.step was never seen": not report["steps"],
             f"{open_steps} steps: the device has not finished them": open_steps > 0,
-            "the wait for data: no loader was given": not report.get("loader"),
+            "the wait for data: no loader was given": not given,
+            "the wait for data: nothing was read from the loader that was given": given and not read,
             "the host's lead: the device is the host": not clock.asynchronous,
             "forward and backward apart: another wrapper compiled the model, or calls it":
                 counts["forward_steps"] < counts["steps"],
