@@ -210,7 +210,7 @@ class Tally:
             "every step: optimizer.step was never seen": not report["steps"],
             f"{open_steps} steps: the device has not finished them": open_steps > 0,
             "the wait for data: no loader was given": not given,
-            "the wait for data: nothing was read from the loader that was given": given and not read,
+            "the wait for data: nothing was read from the loader given": given and not read,
             "the host's lead: the device is the host": not clock.asynchronous,
             "forward and backward apart: another wrapper compiled the model, or calls it":
                 counts["forward_steps"] < counts["steps"],
