@@ -60,8 +60,9 @@ STEP: dict[Basis, Width] = {
 plans.jsonl, which six H200s measured, each workload on one. What the model has of steps
 (core/work.py) is fitted to the same rows, so for this it was fitted without a workload each time.
 Those of the sixteen are then off by a mean of 1.3% by the probes of their own GPUs, 160m and 1b by
-2% to 3%, and 7b, whose one row took longer than its prediction, by 3.5%. Of other rows no probes
-were kept: after_probes counts them by assumed rates. A row of another shape that sets the model
+2% to 3%, and 7b, whose one row took longer than its prediction, by 3.5%. Those probes are not in
+results/, so after_probes alone is not computed again from rows; it counts rows of GPUs that were
+not probed by assumed rates. A row of another shape that sets the model
 hands on what is its own. One of the same workload tells the others of the sixteen to 1.1%: there
 the first candidate of each sets the model, by steps of the same GPU. What was foreseen so before it
 ran, by the planners of that time, lies in that interval in 78% of 88."""

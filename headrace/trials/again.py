@@ -1,9 +1,10 @@
 """What is measured again at the end: the whole way, and changes that were kept on few steps.
 
 Where minutes were short a change may stay on a look's 12 steps, provisionally. What time is left at
-the end goes to the first plan beside the best, then to those changes, that of the largest gain
-first, each beside the plan that it was made of and with all the steps that are wanted. One that
-does not win there is undone; where later changes stand on it, it stays provisional, and says so.
+the end goes to those changes, that of the largest gain first, each beside the plan that it was made
+of and with all the steps that are wanted. One that does not win there is undone; where later
+changes stand on it, it stays provisional, and says so. Then the first plan is timed beside the
+best.
 """
 
 from dataclasses import replace
