@@ -48,6 +48,7 @@ from headrace.trials.readings import Reading, Worker, time_steps
 from headrace.trials.short import train_steps
 
 PLANS = Path(__file__).parent / "plans"
+BASES = ("trunk", "recipe")
 GROUP = 8
 """Sides between two timings of their base."""
 TRANSIENT = ("not done within", "its process died", "its base cannot")
@@ -317,7 +318,7 @@ def main() -> None:
     parser.add_argument("techniques", nargs="*", help="name, or name:knob=value,plan.key=value")
     parser.add_argument("--all", nargs="+", default=[], metavar="ROOM", help="a room's techniques")
     parser.add_argument("--shapes", nargs="+", default=["160m", "1b"], help="names or plan files")
-    parser.add_argument("--bases", nargs="+", default=["trunk", "recipe"])
+    parser.add_argument("--bases", nargs="+", default=list(BASES), choices=BASES)
     parser.add_argument("--base-with", nargs="+", default=[], help="what every plan has")
     parser.add_argument("--base-without", nargs="+", default=[], help="what no plan has")
     parser.add_argument("--steps", nargs=2, type=int, default=[3, 5], metavar=("WARM", "TIMED"))
@@ -336,6 +337,8 @@ def main() -> None:
     if args.only_loss and not args.loss_steps:
         parser.error("--only-loss needs --loss-steps N, the length of the training")
     names, ends_s = asked_for(args), time.monotonic() + args.limit_s
+    if not names:
+        parser.error("name a technique first, or a room with --all")
     with Worker(here=args.here) as worker:
         for shape in args.shapes:
             path = Path(shape) if shape.endswith(".toml") else PLANS / f"{shape}.toml"
