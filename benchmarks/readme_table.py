@@ -57,7 +57,11 @@ def subject(row: dict[str, Any]) -> str:
     if "base" in row:
         how = "left out of" if row.get("left_out") else "added to"
         knobs = f" ({row['knobs']})" if row.get("knobs") else ""
-        changed = " ".join(change for change in row.get("overrides", []) if change[0] in "+-")
+        own = {knob.partition("=")[0] for knob in row.get("knobs", "").split(",")}
+        changed = " ".join(
+            change for change in row.get("overrides", [])
+            if change[0] in "+-" or change.partition("=")[0] in own
+        )  # fmt: skip
         base = f"{row['base']} ({changed})" if changed else row["base"]
         return f"{row['technique']}{knobs} {how} the {base}"
     return row.get("peer") or row.get("recipe") or row.get("technique") or "trunk"

@@ -119,6 +119,7 @@ class Row:
         parts: what the prediction of its step is made of, where there is one.
         first: whether it sets the model for the rows of its shape that come after it: they are of
             one workload, and steps of one GPU.
+        probed: of measured to predicted seconds, as its GPU's own probes foretold before it ran.
     """
 
     shape: str
@@ -129,6 +130,7 @@ class Row:
     fits: str
     parts: Parts | None = None
     first: bool = False
+    probed: float | None = None
 
 
 def standing(topic: str, results: Path, *, full: bool = True) -> Iterator[dict[str, Any]]:
@@ -212,13 +214,16 @@ def rows(results: Path = ROOT / "results", machine: Machine | None = None) -> li
 def outcomes(results: Path = ROOT / "results") -> Iterator[Row]:
     """What came of the lists' choices where steps were timed, by assumed rates."""
     machine, leads = Machine.assumed(DEVICE), {one.id for one in firsts().values()}
-    timed = (r for r in known(results) if r["kind"] == "outcome" and r.get("step_s"))
-    came = {r["id"]: r["step_s"] for r in timed}
+    timed = [r for r in known(results) if r.get("step_s")]
+    came = {r["id"]: r["step_s"] for r in timed if r["kind"] == "outcome"}
+    told = {r["id"]: r["step_s"] for r in timed if r.get("tier") == "after_probes"}
     for one in configurations():
         if one.choice and one.id in came:
             parts = Parts.of(one.plan, on_device(one.plan), machine, came[one.id])
             ratio = math.exp(errors([parts], CONSTANTS)[0])
-            yield Row(one.choice, one.id, ratio, None, None, "yes", parts, one.id in leads)
+            probed = came[one.id] / told[one.id] if one.id in told else None
+            leading = one.id in leads
+            yield Row(one.choice, one.id, ratio, None, None, "yes", parts, leading, probed)
 
 
 def quantiles(logs: list[float], level: float = LEVEL) -> tuple[float, float]:
@@ -283,11 +288,18 @@ def widths(
     """
     by_shape, fit = (_by_shape(each) for each in (found, datasheet or found))
     led, alone, after, beside = [row.shape for row in found if row.first], [], [], []
+    probed: dict[str, list[float]] = {}
+    for row in found:
+        if row.probed:
+            probed.setdefault(row.shape, []).append(math.log(row.probed))
+    own: list[tuple[list[float], list[float]]] = []
     for shape in by_shape:
         others = [name for name in fit if name != shape]
         constants = fitted([p for name in others for p in fit[name]])
         logs = {name: list(errors(parts, constants)) for name, parts in by_shape.items()}
         alone.append(([x for name in others for x in logs[name]], logs[shape]))
+        best = logs | probed
+        own.append(([x for name in others for x in best[name]], best[shape]))
         for name in others:  # what sets the model is a row of it, and so is what else was known
             same = [y - x for x in logs[name] for y in logs[name]]
             after.append((same, [y - x for x in logs[name] for y in logs[shape]]))
@@ -296,6 +308,8 @@ def widths(
             beside.append(([x for name in led if name != shape for x in told[name]], told[shape]))
     count = sum(map(len, by_shape.values()))
     wide = {"no_gpu": (*widened(alone), count), "after_20_steps": (*widened(after), count)}
+    if probed:
+        wide["after_probes"] = (*widened(own), count)
     if beside:
         n = sum(len(left) for _, left in beside)
         wide["same_workload"] = (*widened(beside, MENDED_ON), n)

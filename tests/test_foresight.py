@@ -188,7 +188,7 @@ def test_intervals_hold_80_percent_of_what_was_measured(receipts: list[Any]) -> 
     assert len(rows) > 60 and {row.shape for row in rows} == {"160m", "1b", "7b"}
     rows += residuals.outcomes()
     found = residuals.widths(rows)
-    assert found.keys() == STEP.keys() - {"after_probes"}
+    assert found.keys() == STEP.keys()
     for basis, (low, high, _) in found.items():
         width = STEP[basis]
         assert (width.low, width.high) == pytest.approx((low, high), abs=0.01), basis

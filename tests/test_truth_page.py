@@ -2,6 +2,7 @@
 
 import json
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -12,6 +13,7 @@ from headrace.core.errors import ConfigError
 from headrace.truth.drawings import HEALTHY, classes
 from headrace.truth.page import NOT_YET, PICTURES, PROGRAMS, behind, render, write
 from headrace.truth.picture import SCHEMES, Axis, around
+from headrace.truth.rows import PLANS, Outcome
 
 ROOT = Path(__file__).parents[1]
 SVG = "{http://www.w3.org/2000/svg}"
@@ -71,7 +73,7 @@ def test_without_rows_nothing_is_said_and_nothing_drawn(tmp_path: Path) -> None:
     assert list(files) == ["page"]
     page = files["page"]
     table, _, rest = page.partition("## The doctor")
-    assert page.count(NOT_YET) == 5 and "![" not in page
+    assert page.count(NOT_YET) == 6 and "![" not in page
     cells = [line.split(" | ") for line in table.splitlines() if line.startswith("| ")][1:]
     assert {(row[1], row[-1]) for row in cells} == {("-", "not measured |")}
     assert not re.search(r"\d+ rows?\b", rest)
@@ -131,6 +133,76 @@ def test_times_are_of_the_device_that_outcomes_ran_on(tmp_path: Path) -> None:
     assert "outcomes: 1 on GPU; 1 on not asked)" in page
     assert "; 2 on Xeon, 2 cores; 1 on GPU)" in page
     assert "| pick, a, without a GPU | q |" in page and "| pick, a, after 20 steps | q |" in page
+
+
+def _predicted(plan: str, tier: str, step_s: float, command: str) -> dict[str, Any]:
+    return {"kind": "prediction", "id": plan, "tier": tier, "step_s": step_s, "command": command}
+
+
+def _ran(plan: str, step_s: float | None, command: str) -> dict[str, Any]:
+    return {"kind": "outcome", "id": plan, "step_s": step_s, "risky": False, "command": command}
+
+
+def _by_list(folder: Path, rows: list[dict[str, Any]]) -> list[str]:
+    """The lines of "list by list" below its sentence."""
+    results = _results(folder)
+    (results / "plans.jsonl").write_text("".join(json.dumps({**BASE, **r}) + "\n" for r in rows))
+    _, _, part = render(results)["page"].partition("## The planner, list by list\n")
+    return part.partition("\n## ")[0].strip().splitlines()[2:]
+
+
+def test_each_list_has_its_own_errors_and_retracted_ones_are_told(tmp_path: Path) -> None:
+    one, two = "foresight.py", "foresight.py --list plans/held_out_2.toml --part 1/2"
+    three = "foresight.py --list plans/held_out_3.toml"
+    rows = [
+        _predicted("a", "no_gpu", 1.1, one), _predicted("b", "no_gpu", 1.3, one),
+        _predicted("a", "after_probes", 1.5, one), _predicted("b", "after_probes", 1.4, one),
+        _ran("a", 1.0, one), _ran("b", 1.0, one),
+        _predicted("a", "after_20_steps", 9.0, one),  # 7: too late, and retracted
+        _predicted("c", "no_gpu", 2.2, two), _predicted("c", "after_probes", 2.1, two),
+        _predicted("d", "after_probes", 3.0, two), _predicted("d", "after_20_steps", -1.0, two),
+        _ran("c", 2.0, two), _ran("d", 2.0, two),
+        _predicted("e", "no_gpu", 1.0, three), _ran("e", None, three),  # not timed
+        _predicted("f", "no_gpu", 1.0, three),  # not run
+        *({"retracts": number, "reason": "a wrong probe"} for number in (3, 4, 7)),
+        {"retracts": 10, "reason": "another"}, {"retracts": 11, "reason": "no time is negative"},
+    ]  # fmt: skip
+    assert _by_list(tmp_path / "results", rows) == [
+        "| list | timed configurations | without a GPU | after probes | after 20 steps |",
+        "|---|---|---|---|---|",
+        "| held_out | 2 | 20%, worst 30%, of 2 | retracted: 45%, worst 50%, of 2 | - |",
+        "| held_out_2 | 2 | 10%, worst 10%, of 1 "
+        "| 5%, worst 5%, of 1; retracted: 50%, worst 50%, of 1 | - |",
+        "",
+        "- held_out, after probes: 2 retracted: a wrong probe",
+        "- held_out_2, after probes: 1 retracted: another",
+    ]
+    table, _, _ = render(tmp_path / "results")["page"].partition("## The doctor")
+    assert "| step time after probes | 5% |" in table
+    assert "step time after probes: worst 5%; 3 retracted, and not counted" in table
+
+
+def test_without_retractions_and_commands_the_lists_say_so(tmp_path: Path) -> None:
+    rows = [_predicted("a", "no_gpu", 1.1, ""), _ran("a", 1.0, "")]
+    head, _, *lines = _by_list(tmp_path / "results", rows)
+    assert head.startswith("| list |")
+    assert lines == ["| not told | 1 | 10%, worst 10%, of 1 | - | - |"]
+
+
+def test_the_list_that_a_row_tells_holds_its_configuration() -> None:
+    timed = [
+        row for row in PLANS.read(ROOT / "results").rows
+        if isinstance(row, Outcome) and row.step_s is not None
+    ]  # fmt: skip
+    assert timed
+    held: dict[str, set[str]] = {}
+    for file in (ROOT / "benchmarks" / "plans").glob("held_out*.toml"):
+        held[file.stem] = {
+            f"{choice['shape']}-{choice['length']}x{choice['rows']}/{name}"
+            for choice in tomllib.loads(file.read_text())["choices"]
+            for name in choice["sets"]
+        }
+    assert [row.id for row in timed if row.id not in held[row.held_out_list]] == []
 
 
 def test_every_program_that_the_page_names_is_there() -> None:

@@ -228,6 +228,8 @@ def kernels_of(
 ) -> list[str]:  # fmt: skip
     """Names of what one call of a backend launches, as torch's profiler sees them.
 
+    A GPU's copies and fills ("Memcpy DtoD", "Memset (Device)") are no kernels.
+
     Args:
         attend: the backend; called once before, since it may compile.
         q_BTHK: queries; gradients are on where these want one.
@@ -242,7 +244,8 @@ def kernels_of(
             attend(q_BTHK, k_BSGK, v_BSGK, mask)
             if q_BTHK.is_cuda:
                 torch.cuda.synchronize()
-    return [e.key for e in profile.key_averages() if str(e.device_type).endswith(only)]
+    ran = [e.key for e in profile.key_averages() if str(e.device_type).endswith(only)]
+    return [name for name in ran if not name.startswith(("Memcpy", "Memset"))]
 
 
 def operations_of(out_BTHK: Tensor) -> list[str]:

@@ -50,22 +50,19 @@ class Between:
 
 
 STEP: dict[Basis, Width] = {
-    "no_gpu": Width(0.969, 1.035, 252, "steps of H200s, a shape that was not looked at"),
-    "after_probes": Width(0.972, 1.028, 252, "steps of H200s, by the rates of the same ones"),
-    "after_20_steps": Width(0.951, 1.051, 252, "steps of H200s, set by one of another shape"),
-    "same_workload": Width(0.977, 1.014, 88, "steps of H200s, set by a plan of the same workload"),
+    "no_gpu": Width(0.969, 1.036, 298, "steps of H200s, a shape that was not looked at"),
+    "after_probes": Width(0.969, 1.036, 298, "steps of H200s, by the rates of some of them"),
+    "after_20_steps": Width(0.955, 1.047, 298, "steps of H200s, set by one of another shape"),
+    "same_workload": Width(0.976, 1.017, 126, "steps of H200s, set by a plan of the same workload"),
 }
 """basis -> how far a step's time is off. Rows of techniques.jsonl, limits.jsonl and peers.jsonl at
-0841e19, 0c5601c and 09386a9, of 160m, 1b and one of 7b, and 104 of sixteen more workloads in
-plans.jsonl, which six H200s measured, each workload on one. What the model has of steps
-(core/work.py) is fitted to the same rows, so for this it was fitted without a workload each time.
-Those of the sixteen are then off by a mean of 1.3% by the probes of their own GPUs, 160m and 1b by
-2% to 3%, and 7b, whose one row took longer than its prediction, by 3.5%. Those probes are not in
-results/, so after_probes alone is not computed again from rows; it counts rows of GPUs that were
-not probed by assumed rates. A row of another shape that sets the model
-hands on what is its own. One of the same workload tells the others of the sixteen to 1.1%: there
-the first candidate of each sets the model, by steps of the same GPU. What was foreseen so before it
-ran, by the planners of that time, lies in that interval in 78% of 88."""
+0841e19, 0c5601c and 09386a9, of 160m, 1b and one of 7b, and 150 of 24 more workloads in
+plans.jsonl, which eight H200s measured, each workload on one. What the model has of steps
+(core/work.py) is fitted to what was measured before the third list; here it is fitted without a
+workload each time. after_probes is of the third list's GPUs as their own probes foretold, 46 rows,
+and of the others by assumed rates, for their probes are not kept. A row of another shape that sets
+the model hands on what is its own. One of the same workload tells the others to 1.1%: there the
+first candidate of each sets the model, by steps of the same GPU."""
 
 
 MEASURED_ON = "H200"

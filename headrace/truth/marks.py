@@ -230,6 +230,7 @@ BESIDE = {
     "risky_run": "risky ones run",
     "open": "without an outcome yet",
     "late": "written after their outcome, and not counted",
+    "retracted": "retracted, and not counted",
     "refused": "refused",
 }
 """key of a number -> what it counts, for a reader."""

@@ -254,15 +254,30 @@ def paired(results: Path) -> tuple[Pairs, int]:
     return pairs, told.refused
 
 
+def retracted(results: Path) -> list[tuple[Prediction, Outcome, str]]:
+    """Predictions that stood before their outcomes and were retracted, with the reasons."""
+    outcomes: dict[Id, Outcome] = {}
+    before: list[tuple[Prediction, str]] = []
+    for row, why in PLANS.history(results):
+        if isinstance(row, Prediction):
+            if why is not None and row.id not in outcomes:
+                before.append((row, why))
+        elif why is None:
+            outcomes[row.id] = row
+    return [(p, outcomes[p.id], why) for p, why in before if p.id in outcomes]
+
+
 def _plans(results: Path) -> dict[str, Found]:
     """Step time by tier, memory over all tiers, and plans that were said to fit and did not."""
     pairs, refused = paired(results)
+    gone = Pairs([(p, o) for p, o, _ in retracted(results)])
     found = {}
     for name in TIERS:
         tier = pairs.tier(name)
         found[f"step_time_error_{name}"] = _errors(
-            tier.errors("step_s"), fmean, open=len(tier.open), late=len(tier.late), refused=refused
-        )
+            tier.errors("step_s"), fmean, open=len(tier.open), late=len(tier.late),
+            retracted=len(gone.tier(name).both("step_s")), refused=refused,
+        )  # fmt: skip
     for what in ("allocated", "reserved"):
         plans = {plan for plan, *_ in pairs.both(f"{what}_bytes")}
         errors = pairs.errors(f"{what}_bytes")

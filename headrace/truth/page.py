@@ -8,6 +8,7 @@ is said to be not measured yet. The same rows give the same files.
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from headrace.core.errors import ConfigError
@@ -23,8 +24,17 @@ from headrace.truth.drawings import (
     step_times,
 )
 from headrace.truth.marks import MARKS, notes, table
-from headrace.truth.numbers import compute, paired
-from headrace.truth.rows import FORECASTS, PICKS, TUNER, Pick, Tuned, standing
+from headrace.truth.numbers import TIERS, Pairs, compute, paired, retracted
+from headrace.truth.rows import (
+    FORECASTS,
+    PICKS,
+    TUNER,
+    Outcome,
+    Pick,
+    Prediction,
+    Tuned,
+    standing,
+)
 
 PICTURES = ("confusion", "forecasts", "step_time", "memory")
 """Files that the page may show, NAME.svg under pictures/."""
@@ -85,6 +95,12 @@ def render(results: Path) -> dict[str, str]:
         _section("Step time", drawn["step_time"], "step_time", "",
                  "Seconds of a steady step, predicted before they were measured.",
                  _source(results, "plans")),
+        _section("The planner, list by list", None, "", _lists(pairs, retracted(results)),
+                 "Each list was written down before any of it was run, and the later ones for a "
+                 "planner that the outcomes of the earlier ones changed. The numbers of step time "
+                 "above pool what stands of all lists. Here is each list alone: the mean error of "
+                 "the step time, the worst, and of how many predictions; also that of retracted "
+                 "ones, which is in no number above.", _source(results, "plans")),
         _section("Memory", drawn["memory"], "memory", "",
                  "The peak of a step, as torch counts it and as the device does.",
                  _source(results, "plans")),
@@ -208,6 +224,35 @@ def _verdicts(said: Sequence[Class]) -> str:
         ))  # fmt: skip
     return markdown(("planted", "right verdict", "right", "severities", "held out", "said else"),
                     rows)  # fmt: skip
+
+
+def _lists(pairs: Pairs, taken: Sequence[tuple[Prediction, Outcome, str]]) -> str:
+    """Each held-out list by what the planner knew, and below why predictions were retracted."""
+    said = [*((p, o, "") for p, o in pairs.scored), *taken]
+    said = [(p, o, why) for p, o, why in said if p.step_s and o.step_s]
+    rows, reasons = [], Counter[tuple[str, str, str]]()
+    for name in sorted({o.held_out_list for _, o, _ in said}):
+        own = [(p, o, why) for p, o, why in said if o.held_out_list == name]
+        cells = [name, str(len({o.id for _, o, _ in own}))]
+        for tier in TIERS:
+            stand = Pairs([(p, o) for p, o, why in own if not why]).tier(tier).errors("step_s")
+            gone = Pairs([(p, o) for p, o, why in own if why]).tier(tier).errors("step_s")
+            told = [_error(stand)] if stand else []
+            told += [f"retracted: {_error(gone)}"] if gone else []
+            cells.append("; ".join(told) or "-")
+        rows.append(cells)
+        reasons.update((name, NAMES[p.tier], why) for p, _, why in own if why)
+    if not rows:
+        return ""
+    below = [
+        f"- {name}, {tier}: {n} retracted: {why}\n" for (name, tier, why), n in reasons.items()
+    ]
+    head = ("list", "timed configurations", *(NAMES[tier] for tier in TIERS))
+    return "\n".join(filter(None, [markdown(head, rows), "".join(below)]))
+
+
+def _error(errors: Sequence[float]) -> str:
+    return f"{100 * fmean(errors):.3g}%, worst {100 * max(errors):.3g}%, of {len(errors)}"
 
 
 def _choices(picks: Sequence[Pick], tuned: Sequence[Tuned]) -> str:

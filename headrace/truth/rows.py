@@ -5,6 +5,7 @@ out. A row that a program wrote as refused measured nothing: it is counted, and 
 """
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,6 +108,8 @@ class Overhead(Row):
 
 Tier = Literal["no_gpu", "after_probes", "after_20_steps"]
 """What the planner knew when it predicted."""
+FIRST = "held_out"
+"""The list of a command that names none."""
 
 
 class Said(Row):
@@ -117,6 +120,15 @@ class Said(Row):
     allocated_bytes: float | None = Field(default=None, gt=0)
     reserved_bytes: float | None = Field(default=None, gt=0)
     fits: bool | None = None
+    command: str = ""
+
+    @property
+    def held_out_list(self) -> str:
+        """The list that it is of: what its command names, or FIRST; "not told" without one."""
+        named = re.search(r"--list[ =](\S+)", self.command)
+        if named:
+            return Path(named[1]).stem
+        return FIRST if self.command else "not told"
 
 
 class Prediction(Said):
@@ -199,6 +211,20 @@ class Topic(Generic[T]):
         rows = [self._check(where, row) for where, row in told]
         return Standing(rows, [where for where, _ in told], len(found) - len(told))
 
+    def history(self, results: Path) -> Iterator[tuple[T, str | None]]:
+        """Each row in the file's order, with why it was retracted; None where it stands.
+
+        Refused rows are left out, and wrong ones: `read` raises of those that stand.
+        """
+        file = results / f"{self.name}.jsonl"
+        for _, row, why in _told(file) if file.is_file() else ():
+            try:
+                checked = self.shape.validate_python(row)
+            except ValidationError:
+                continue
+            if "refused" not in row:
+                yield checked, why
+
     def _check(self, where: str, row: dict[str, Any]) -> T:
         try:
             return self.shape.validate_python(row)
@@ -223,12 +249,19 @@ NAMES = tuple(topic.name for topic in (DOCTOR, FORECASTS, OVERHEAD, PLANS, PICKS
 
 
 def standing(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """FILE:LINE and row, without retracted rows, those that retract, and a sweep's points.
+    """FILE:LINE and row, without retracted rows, those that retract, and a sweep's points."""
+    for where, row, why in _told(file):
+        if why is None:
+            yield where, row
+
+
+def _told(file: Path) -> Iterator[tuple[str, dict[str, Any], str | None]]:
+    """FILE:LINE, row and why it was retracted, without those that retract and a sweep's points.
 
     Rows are numbered as retractions number them: from 1, blank lines left out.
     """
     rows: list[tuple[str, dict[str, Any]]] = []
-    retracted: set[int] = set()
+    retracted: dict[int, str] = {}
     for line, text in enumerate(file.read_bytes().splitlines(), 1):
         if not text.strip():
             continue
@@ -242,11 +275,11 @@ def standing(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         if "retracts" in row:
             if row["retracts"] not in range(1, len(rows) + 1):
                 raise broken(where, f"retracts {row['retracts']!r}, which is no row before it")
-            retracted.add(row["retracts"])
+            retracted[row["retracts"]] = str(row.get("reason") or "no reason given")
         rows.append((where, row))
     for number, (where, row) in enumerate(rows, 1):
-        if number not in retracted and "retracts" not in row and row.get("kind") != "tune":
-            yield where, row
+        if "retracts" not in row and row.get("kind") != "tune":
+            yield where, row, retracted.get(number)
 
 
 def broken(where: str, what: str) -> ConfigError:

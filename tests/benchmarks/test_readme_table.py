@@ -16,7 +16,7 @@ sys.path.insert(0, str(PROGRAM.parent))
 import receipts  # noqa: E402
 from kernel_gaps import Piece, best, fingerprints, parser, pieces, plan_from, work_of  # noqa: E402
 from kernel_gaps import table as gap_table  # noqa: E402
-from readme_table import gaps, how_right, of_techniques  # noqa: E402
+from readme_table import gaps, how_right, of_techniques, subject  # noqa: E402
 
 PAGE = "# Title\n\n<!-- results:begin -->\nold\n<!-- results:end -->\n\nrest\n"
 
@@ -228,3 +228,15 @@ def test_the_fastest_row_with_idle_times_stands() -> None:
 
 def test_without_profiles_no_gap_is_claimed(tmp_path: Path) -> None:
     assert "No receipts yet" in gaps(tmp_path)
+
+
+def test_a_base_is_named_with_what_the_technique_changes_of_it() -> None:
+    row = {
+        "technique": "dynamic_batch", "base": "recipe", "knobs": "batch.micro_sequences=0",
+        "overrides": ["data.sources=DIR", "batch.micro_sequences=1", "-bf16_parameters"],
+    }  # fmt: skip
+    assert subject(row) == (
+        "dynamic_batch (batch.micro_sequences=0) added to the recipe "
+        "(batch.micro_sequences=1 -bf16_parameters)"
+    )
+    assert subject(row | {"knobs": ""}).endswith("the recipe (-bf16_parameters)")
