@@ -6,7 +6,9 @@ The kernels of three profiled steps, by family and the longest by name, and the 
 the device waited for the host. Families are told by names, as the doctor tells them in a trace:
 products, attention, the optimizer, elementwise work, copies, the rest. Inductor names a kernel by
 all operations that it fused, so its own are told by how their names begin. A row has the work too
-that the plan's ledger has each family do (`kernel_gaps.py`), or why nothing tells it.
+that the plan's ledger has each family do (`kernel_gaps.py`), or why nothing tells it. With `--host`
+a row also tells what the host did in another step, by operation: most of a step that waits for
+launches is there, though the profiler adds to each operation.
 """
 
 import json
@@ -22,8 +24,10 @@ from headrace import train
 from headrace.context import make_context
 from headrace.core.errors import UnsupportedError
 from headrace.core.plan import Plan
+from headrace.data.loader import Micro
 from headrace.doctor.trace.kernels import family_of
-from headrace.trials.readings import open_build
+from headrace.sockets import Build
+from headrace.trials.readings import opened
 
 STEPS = 3
 
@@ -40,11 +44,10 @@ def idle_between(events: list[Any]) -> list[tuple[float, str, str]]:
     return sorted(found, reverse=True)
 
 
-def profiled(plan: Plan) -> tuple[dict[str, tuple[float, int]], float, list[Any]]:
+def profiled(
+    build: Build, micros: list[Micro]
+) -> tuple[dict[str, tuple[float, int]], float, list[Any]]:
     """Kernel -> (milliseconds, launches) of a step, the step's own milliseconds, and idle times."""
-    build, micros = open_build(plan)
-    for flags in build.runtime:
-        flags().__enter__()
     for index in range(4):
         train.step(build, micros, index)
     torch.cuda.synchronize()
@@ -67,6 +70,17 @@ def profiled(plan: Plan) -> tuple[dict[str, tuple[float, int]], float, list[Any]
     return found, step_ms, idle_between(kernels) if kernels else []
 
 
+def on_the_host(build: Build, micros: list[Micro], longest: int) -> list[dict[str, Any]]:
+    """The host's operations of a step, longest first; milliseconds of their own."""
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=kinds, acc_events=True) as profile:
+        train.step(build, micros, 0)
+        torch.cuda.synchronize()
+    found = sorted(profile.key_averages(), key=lambda e: -e.self_cpu_time_total)
+    return [{"name": e.key[:90], "ms": round(e.self_cpu_time_total / 1e3, 3), "calls": e.count}
+            for e in found[:longest]]  # fmt: skip
+
+
 def told(plan: Plan) -> dict[str, Any]:
     """The plan's work by family, as a row has it."""
     try:
@@ -79,11 +93,15 @@ def told(plan: Plan) -> dict[str, Any]:
 def main() -> None:
     words = parser(__doc__)
     words.add_argument("--longest", type=int, default=24)
+    words.add_argument("--host", action="store_true", help="what the host does, too")
     words.add_argument("--results", type=Path, default=receipts.ROOT / "results")
     args = words.parse_args()
     plan = plan_from(args)
     work = told(plan)
-    found, step_ms, idle = profiled(plan)
+    with opened(plan) as (build, micros):
+        found, step_ms, idle = profiled(build, micros(0))
+        if args.host:
+            work["host"] = on_the_host(build, micros(0), args.longest)
     families: dict[str, float] = {}
     for name, (spent_ms, _) in found.items():
         families[family_of(name)] = families.get(family_of(name), 0.0) + spent_ms
@@ -104,6 +122,8 @@ def main() -> None:
         print(f"{row['ms']:9.3f} ms {row['launches']:5d} x {row['name']}")
     for gap_ms, before, after in idle[:12]:
         print(f"{gap_ms:9.3f} ms idle between {before} and {after}")
+    for row in work.get("host", ()):
+        print(f"{row['ms']:9.3f} ms {row['calls']:5d} x {row['name']} on the host")
 
 
 if __name__ == "__main__":
