@@ -11,6 +11,8 @@ caller says. Files are `step-N.rank-R.json.gz`, Chrome's JSON, written aside and
 `KEPT` of a rank stay, and none is larger than `MOST_BYTES` unpacked. Shapes of operations are
 recorded, which the roofline needs; stacks and memory are not. Whatever the profiler, the disk or a
 profiler of somebody else refuses with ends bursts for good: it is told once, and the run goes on.
+Of two loops in one process that want a burst at once, one waits: a second profiler takes the first
+one down, and the process with it.
 
 Left out: tearing CUPTI down afterwards. torch has no call for it, only an environment variable of
 the process (TEARDOWN_CUPTI), which is the user's to set. Until then CUPTI stays loaded after the
@@ -25,7 +27,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
@@ -57,6 +59,9 @@ class Bursts:
         rank: of this process.
         tell: where a warning goes.
     """
+
+    running: ClassVar["Bursts | None"] = None
+    """whose burst is on in this process"""
 
     def __init__(
         self, folder: Path, device: torch.device, *, every_steps: int | None, steps: int = 3,
@@ -117,7 +122,7 @@ class Bursts:
         Args:
             room: steps until something else comes in between; None for many.
         """
-        late = self._here >= FIRST and self._due and not self.on
+        late = self._here >= FIRST and self._due and Bursts.running is None
         if late and (room is None or room >= self.length):
             self._due = False
             self._left = self.length
@@ -164,6 +169,8 @@ class Bursts:
         self._tell(f"no further traces: {self.trouble}")
 
     def _start(self) -> None:
+        if torch.autograd.profiler._is_profiler_enabled:  # it would lose what it has recorded
+            raise RuntimeError("another profiler is on")
         kinds = [ProfilerActivity.CPU]
         if self._device.type == "cuda":
             kinds.append(ProfilerActivity.CUDA)
@@ -172,11 +179,13 @@ class Bursts:
             schedule=schedule(wait=0, warmup=WARM_UP, active=self.steps + 1, repeat=1),
             record_shapes=True,
         )
+        Bursts.running = self
         self._profile.start()
 
     def _stop(self) -> None:
         if self.on:
             ended, self._profile, self._after = self._profile, None, True
+            Bursts.running = None
             with suppress(Exception):  # it may be what failed
                 ended.stop()
 

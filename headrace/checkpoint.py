@@ -200,6 +200,8 @@ class Checkpoints:
 
     def _link(self) -> int | None:
         """Point `latest` and `best` at what is there; returns the best step."""
+        for link in ("latest", "best"):
+            self._unfollow(self.folder / link)
         steps = self.steps()
         scores = {step: score for step in steps if (score := self._score(step)) is not None}
         best = min(scores, key=lambda step: scores[step], default=None)
@@ -207,11 +209,23 @@ class Checkpoints:
         self._point("best", best)
         return best
 
+    def _unfollow(self, link: Path) -> None:
+        """A copy of a run that followed its links has folders twice: keep one of each."""
+        step = None if link.is_symlink() else self._index(link).get("step")
+        if step is not None and (self.folder / f"step-{step}").is_dir():
+            shutil.rmtree(link)
+        elif step is not None:
+            os.rename(link, self.folder / f"step-{step}")
+
     def _score(self, step: int) -> float | None:
+        return self._index(self.folder / f"step-{step}").get("score")
+
+    def _index(self, folder: Path) -> dict[str, Any]:
         try:
-            return json.loads((self.folder / f"step-{step}" / INDEX).read_bytes()).get("score")
-        except (OSError, ValueError, AttributeError, RecursionError):
-            return None  # damaged: loading it says so
+            found = json.loads((folder / INDEX).read_bytes())
+        except (OSError, ValueError, RecursionError):
+            return {}  # damaged: loading it says so
+        return found if isinstance(found, dict) else {}
 
     def _point(self, link: str, step: int | None) -> None:
         path, aside, target = self.folder / link, self.folder / f".{link}", f"step-{step}"

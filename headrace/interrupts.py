@@ -56,3 +56,11 @@ class Interrupts:
     def exit_code(self) -> int:
         """The exit code of the signal that came."""
         return CODES[self.name or "SIGINT"]
+
+
+class AsCtrlC(Interrupts):
+    """For work that KeyboardInterrupt ends in good order: each of the signals raises it."""
+
+    def _caught(self, number: int, frame: FrameType | None) -> None:
+        self.name = signal.Signals(number).name
+        raise KeyboardInterrupt

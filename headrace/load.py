@@ -6,6 +6,7 @@ from headrace.build import make_build
 from headrace.checkpoint import Checkpoints, Saved
 from headrace.context import choose_device
 from headrace.core.errors import ConfigError, nearest
+from headrace.core.files import read_plan_text
 from headrace.core.plan import MeshConfig, Plan
 from headrace.core.technique import Catalogue, Stage
 from headrace.data.ingest import Prepared, prepare
@@ -43,7 +44,7 @@ def read_plan(folder: Path, catalogue: Catalogue) -> Plan:
     Raises:
         ConfigError: `folder` is not a run.
     """
-    return Plan.read((resolve_run(folder) / "plan.toml").read_text(), catalogue)
+    return Plan.read(read_plan_text(resolve_run(folder) / "plan.toml"), catalogue)
 
 
 def open_model(

@@ -134,8 +134,12 @@ class RunFolder:
 
         Raises:
             ConfigError: the run has not ended yet.
+            RunError: it is damaged.
         """
         report = self.read("report")
+        if not isinstance(report, dict | None):
+            path = self.path / "report.json"
+            raise RunError(f"{path} is damaged: it holds no object", f"mv {path} {path}.damaged")
         if report is None or report.get("status") == "running":
             what = "has no report.json" if report is None else "was resumed"
             raise ConfigError(

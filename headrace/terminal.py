@@ -43,8 +43,8 @@ def exit_codes(as_json: bool) -> Iterator[None]:
     except BaseException as error:  # what Rust raises is no Exception
         if (limit := at_a_limit(error)) is not None:
             _fail(limit.message, limit.remedy, limit.exit_code, as_json)
-        if not isinstance(error, OSError):
-            raise
+        if not isinstance(error, OSError) or isinstance(error, BrokenPipeError):
+            raise  # a reader that has seen enough, as head, is no error
         where = f"{error.filename}: " if error.filename else ""
         _fail(f"{where}{error.strerror or error}", "", EXIT_FAILED, as_json)
 

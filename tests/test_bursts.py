@@ -58,6 +58,29 @@ def test_a_burst_that_something_came_into_is_tried_again(tmp_path: Path) -> None
     assert Bursts(tmp_path, CPU, every_steps=0).report() is None
 
 
+def test_of_two_loops_one_waits_for_the_others_burst(tmp_path: Path) -> None:
+    """A second profiler takes the first one down, and the process with it."""
+    both = [Bursts(tmp_path / name, CPU, every_steps=None, steps=2) for name in ("a", "b")]
+    for step in range(1, 30):
+        for made in both:
+            (torch.ones(4, 4, requires_grad=True) @ torch.ones(4, 4)).sum().backward()
+            made.advance(step)
+            made.begin()
+        assert not all(made.on for made in both)
+    for made, last in zip(both, (14, 18), strict=True):
+        made.close()
+        assert [step for step, _ in traces(made.folder)] == [last] and not made.trouble
+
+
+def test_a_profiler_of_the_users_own_keeps_what_it_recorded(tmp_path: Path) -> None:
+    told: list[str] = []
+    made = Bursts(tmp_path, CPU, every_steps=None, tell=told.append)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as own:
+        steps(made, 30)
+    assert len(own.events()) > 30 and not traces(tmp_path)
+    assert told == ["no further traces: RuntimeError: another profiler is on"]
+
+
 @pytest.mark.parametrize("place", ["start", "step", "export_chrome_trace"])
 def test_a_profiler_that_fails_is_told_once(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

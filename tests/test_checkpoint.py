@@ -260,6 +260,20 @@ def test_what_a_kill_left_is_swept_and_links_are_put_right(store: Checkpoints) -
     assert (link(again, "best"), link(again, "latest")) == ("step-2", "step-2")
 
 
+def test_a_copy_that_followed_the_links_goes_on(store: Checkpoints, tmp_path: Path) -> None:
+    for step, score in ((1, 2.0), (2, 3.0)):
+        save(store, step, score, value=float(step))
+    copy = Path(shutil.copytree(store.folder, tmp_path / "copy"))  # as scp -r and buckets do
+    assert not (copy / "latest").is_symlink()
+    shutil.rmtree(copy / "step-1")  # of which `best` is the only one left then
+    again = Checkpoints(copy, rank=0, ranks=1, keep_last=2)
+    assert listing(again) == ["best", "latest", "step-1", "step-2"]
+    assert (link(again, "best"), link(again, "latest")) == ("step-1", "step-2")
+    tensor = torch.zeros(4, 3)
+    Saved(copy / "step-1").fill_("w", tensor)
+    assert tensor.eq(1).all()
+
+
 def test_a_kill_while_an_old_one_is_removed_leaves_no_half_checkpoint(
     store: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -237,7 +237,8 @@ def test_a_run_sets_the_model_for_other_plans(tmp_path: Path) -> None:
     steps = [1.2 * before.step_s] * 20
     rows = [{"step_s": 9.0, "compile_s": 0.0}, {"step_s": 0.0, "compile_s": 5.0},
             *({"step_s": s, "compile_s": 0.0} for s in steps)]  # fmt: skip
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    lines = "".join(json.dumps(r) + "\n" for r in rows)
+    (tmp_path / "metrics.jsonl").write_text(lines + '{"step_s": 0.')  # which is being written
     found = after(tmp_path, catalogue(), context, H200)
     same = foresee(plan, context, H200, found)
     assert same.step_s == pytest.approx(1.2 * before.step_s) and found.steps == 20

@@ -99,9 +99,10 @@ def test_a_plain_loop_is_told_in_the_names_of_a_report(tmp_path: Path) -> None:
     assert 1 < losses[0] < 4 and report["nonfinite_steps"] == 0
     assert report["host_lead"] is None and any("lead" in s for s in report["not_measured"])
     watched.note(loss=float("nan"))  # closed: nobody listens
-    watched.save(tmp_path / "report.json")
-    assert json.loads((tmp_path / "report.json").read_text())["steps"] == 4
-    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
+    folder = tmp_path / "new" / "one"  # the end of a run is no time to ask for a folder
+    watched.save(folder / "report.json")
+    assert json.loads((folder / "report.json").read_text())["steps"] == 4
+    assert [path.name for path in folder.iterdir()] == ["report.json"]
 
 
 @pytest.mark.parametrize("micros", [1, 3])
@@ -322,6 +323,13 @@ def test_on_a_device_nothing_waits(dry: bool) -> None:
     assert report["signals"]["alloc_retries"] == 0
     forward_s, backward_s = (report["phase_s"][p] for p in ("forward", "backward"))
     assert forward_s < backward_s < 4 * forward_s
+
+
+def test_what_is_no_model_is_told() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(4, 1).parameters(), lr=0.01)
+    with pytest.raises(ConfigError, match="was given a function") as told:
+        headrace.watch(lambda x: x, optimizer)  # type: ignore[arg-type]
+    assert told.value.remedy == "headrace.watch(model, optimizer, loader)"
 
 
 def test_what_was_asked_for_and_does_nothing_is_told() -> None:

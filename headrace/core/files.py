@@ -1,7 +1,9 @@
-"""Files that survive a power cut."""
+"""Files that survive a power cut, and plans as text."""
 
 import os
 from pathlib import Path
+
+from headrace.core.errors import ConfigError
 
 
 def sync_path(path: Path) -> None:
@@ -11,3 +13,18 @@ def sync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def read_plan_text(file: Path) -> str:
+    """The text of a plan.
+
+    Raises:
+        ConfigError: it is not UTF-8.
+    """
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{file} is no plan: it is not UTF-8, by its byte {error.start} ({error.reason})",
+            f"a TOML file; iconv -f LATIN1 -t UTF-8 {file} > NEW.toml, if it is in Latin-1",
+        ) from None

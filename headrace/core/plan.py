@@ -14,6 +14,7 @@ import tomli_w
 from pydantic import Field, SerializeAsAny, model_validator
 
 from headrace.core.errors import ConfigError, nearest
+from headrace.core.files import read_plan_text
 from headrace.core.model_config import ModelConfig
 from headrace.core.strict import Strict, read_table
 from headrace.core.technique import Catalogue, Technique
@@ -388,13 +389,12 @@ def read_recipe(name: str, recipes: Mapping[str, Path], verb: str = "train") -> 
     """The text of a recipe by name, or of a TOML file by path.
 
     Raises:
-        ConfigError: neither exists; names the nearest recipe, for the verb that was given.
+        ConfigError: neither exists; names the nearest recipe, for that verb. Or it is no text.
     """
-    path = recipes.get(name, Path(name))
-    if not path.is_file():
+    if not (path := recipes.get(name, Path(name))).is_file():
         known = nearest(name, recipes)
         raise ConfigError(
             f"{name!r} is neither a recipe nor a plan file; the nearest recipe is {known}",
             f"headrace {verb} {known.split(', ')[0]}",
         )
-    return path.read_text()
+    return read_plan_text(path)

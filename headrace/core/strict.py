@@ -16,9 +16,9 @@ T = TypeVar("T", bound=BaseModel)
 
 
 class Strict(BaseModel):
-    """A frozen table: unknown keys, wrong types and wrong ranges are errors."""
+    """A frozen table: unknown keys, wrong types, wrong ranges and infinite numbers are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 def meanings(table: type[BaseModel]) -> dict[str, str]:
@@ -102,5 +102,6 @@ def _explain(table: type[BaseModel], item: dict[str, Any], where: str) -> tuple[
         return str(item["ctx"]["error"]) if not key else f"{key}: {item['ctx']['error']}", ""
     limits = item.get("ctx", {})
     bound = next((limits[k] for k in ("ge", "gt", "le", "lt") if k in limits), None)
-    text = f"{key} = {item['input']!r}: {item['msg'].lower()}"
+    said = item["msg"][:1].lower() + item["msg"][1:]  # a pattern in it keeps its capitals
+    text = f"{key} = {item['input']!r}: {said}"
     return text, f"{key}={bound}" if bound is not None and "gt" not in limits else ""

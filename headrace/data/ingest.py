@@ -247,7 +247,7 @@ def _read_through(plan: Plan, split: float | None, progress: Progress) -> _Surve
 def _held_out(plan: Plan, survey: _Survey, split: float | None) -> Callable[[int], bool]:
     """Which documents are held out, by the place of their hash: at least one, and never all."""
     if survey.highest < 0:
-        raise ConfigError(f"data.sources = {', '.join(plan.source_list)} give no text")
+        raise ConfigError(f"data.sources = {[*plan.source_list]} give no text", "data.sources=PATH")
     if isinstance(plan.data.validation, str):
         return lambda place: False
     if survey.lowest == survey.highest:

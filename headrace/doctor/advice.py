@@ -22,6 +22,7 @@ from headrace.build import predict
 from headrace.changes import parse
 from headrace.context import elsewhere, make_context
 from headrace.core.errors import HeadraceError, RunError
+from headrace.core.files import read_plan_text
 from headrace.core.machine import ANCHOR_PRODUCT, Machine
 from headrace.core.plan import Plan
 from headrace.core.symptoms import BOTTLENECKS, saves_memory
@@ -95,7 +96,7 @@ def advise(folder: Path, catalogue: Catalogue) -> Advice:
     findings = without_repeats(diagnose_run(folder), report)
     measured = Measured.of(of_run(report, read_rows(folder / "metrics.jsonl")))
     try:
-        plan = Plan.read((folder / "plan.toml").read_text(), catalogue)
+        plan = Plan.read(read_plan_text(folder / "plan.toml"), catalogue)
         context, machine = place_of(plan, run.read("environment") or {})
         return advised(findings, plan, context, machine, catalogue, measured)
     except RunError:

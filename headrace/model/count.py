@@ -86,6 +86,7 @@ def trunk_ledger(
         accumulates: a step has several micro-batches, so that gradients are held in all but the
             first one's forward pass.
     """
+    config = config.model_copy(update={"context": config.context or length})
     parameters = total_parameters(config)
     tokens = rows * length
     size = FP32 if precision == "fp32" else 2

@@ -8,8 +8,9 @@ linear can multiply with (kernels/quantized_weight).
 Shapes: R rank.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -118,7 +119,8 @@ def adapted_ledger(
     sizes, layers = ledger.sizes, int(ledger.sizes["layers"])
     every = [key[:-3] for key in sizes if key.endswith("/in")]
     shapes = {name: (int(sizes[f"{name}/in"]), int(sizes[f"{name}/out"])) for name in every}
-    chosen = _chosen(every, targets)
+    dense = [name for name in every if not (name.startswith("mlp.") and "experts" in sizes)]
+    chosen = _chosen(dense, targets)  # experts are no linears
     ledger = ledger.with_linears(owner, chosen)
     low = {name: rank * sum(shapes[name]) for name in chosen}
     weights = {name: shape[0] * shape[1] for name, shape in shapes.items()}
@@ -151,13 +153,26 @@ def adapted_ledger(
     forward = ledger.flops["forward"] + 2 * adapters
     backward = 2 * (frozen + 2 * adapters - unmoved) + 2 * attention
     flops = {**ledger.flops, "forward": forward, "backward": backward}
-    kept = {key: size for key, size in sizes.items() if not key.startswith("columns/")}
-    rows = {rank: float(layers * sum(shapes[name][1] for name in chosen))}
-    for name in chosen:
-        inner = shapes[name][0]
+    pairs = [shapes[name] for name in chosen]
+    facts = _adapted_sizes(sizes, pairs, rank, layers * whole)
+    return replace(ledger, flops=flops, sizes={**facts, "adapters": adapters})
+
+
+def _adapted_sizes(
+    sizes: Mapping[str, float], pairs: Sequence[tuple[int, int]], rank: int, quantized: float
+) -> dict[str, float]:
+    """Rows of what is trained by their columns, and numbers of frozen matrices kept plain."""
+    layers, matrices = sizes["layers"], 0.0
+    kept, rows = dict[str, float](), {rank: layers * sum(outer for _, outer in pairs)}
+    for inner, _ in pairs:
         rows[inner] = rows.get(inner, 0.0) + layers * rank
+    for key, size in sizes.items():
+        if key.startswith("columns/"):
+            matrices += size * int(key.removeprefix("columns/"))
+        else:
+            kept[key] = size
     kept |= {f"columns/{columns}": count for columns, count in rows.items()}
-    return replace(ledger, flops=flops, sizes=kept)
+    return {**kept, "frozen": matrices - quantized}
 
 
 def _chosen(every: Sequence[str], targets: Sequence[str]) -> list[str]:
@@ -196,12 +211,22 @@ def _adapted_block(
     return ledger.with_line(f"{layer}/adapters", adapter)
 
 
-def adapter_evidence(model: nn.Module) -> tuple[bool, str, dict[str, float]]:
+def _was_reached(p: nn.Parameter, optimizers: Iterable[Any]) -> bool:
+    """Whether it has a gradient, or had one that an update freed and whose mean is kept."""
+    if p.grad is not None:
+        return bool(local_of(p.grad).any())
+    kept = (optimizer.state.get(p, {}).get("exp_avg") for optimizer in optimizers)
+    return any(bool(local_of(mean).any()) for mean in kept if mean is not None)
+
+
+def adapter_evidence(
+    model: nn.Module, optimizers: Iterable[Any]
+) -> tuple[bool, str, dict[str, float]]:
     """(in force, in words, in numbers): adapters that a gradient reached, and nothing else did."""
     adapted = [m for m in model.modules() if isinstance(m, LoraLinear)]
     rest = [p for n, p in model.named_parameters() if is_frozen(n)]
     touched = sum(p.requires_grad or p.grad is not None for p in rest)
-    reached = sum(bool(local_of(m.lora_b.grad).any()) for m in adapted if m.lora_b.grad is not None)
+    reached = sum(_was_reached(m.lora_b, optimizers) for m in adapted)
     trained = sum(m.lora_a.numel() + m.lora_b.numel() for m in adapted)
     share = trained / (trained + sum(p.numel() for p in rest))
     return (

@@ -8,6 +8,7 @@ none. A plan whose kernels differ wholly from the measured one's has another res
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -156,7 +157,10 @@ def check_device(run: Path, device: str, name: str) -> None:
 
 
 def _rows(file: Path) -> list[dict[str, float]]:
-    """A run's rows; none where there are none."""
-    if not file.is_file():
-        return []
-    return [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
+    """A run's rows; a line that is still being written, or that a kill cut short, is none."""
+    lines = file.read_text(errors="replace").splitlines() if file.is_file() else []
+    rows = []
+    for line in lines:
+        with suppress(ValueError):
+            rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict)]

@@ -36,6 +36,7 @@ from headrace.data.ingest import prepare
 from headrace.progress import Progress
 from headrace.run_folder import command_line, environment
 from headrace.trials.ablation import Ablation, Row, Trial, trials_of
+from headrace.trials.command import locked
 from headrace.trials.interplay import ADDED, LEFT_OUT, PAIR
 from headrace.trials.judge import Compared, Rules, compare
 from headrace.trials.kinds import kind_of
@@ -81,8 +82,9 @@ def ablate_command(
         in_process: start no process, to debug.
 
     Raises:
-        ConfigError: the plan has no techniques, or more than one rank.
-        RunError: the file cannot be written.
+        ConfigError: the plan has no techniques, or more than one rank; or the folder cannot be
+            written, or another process measures for it.
+        RunError: the file cannot be written any more.
         UnsupportedError: its device is not here.
     """
     ends_s, progress = time.monotonic() + 60 * minutes, progress or Progress()
@@ -96,14 +98,18 @@ def ablate_command(
     if not all(trial.refused for trial in trials):
         prepare(plan, progress=progress.task)
     rules = Rules(device=context.device, precision=context.precision)
-    file = (folder or folder_of(plan)) / FILE
-    found = Ablation(plan.name, tuple(plan.techniques), file, rules.margin)
-    with Worker(here=in_process) as worker:
-        learn = partial(worker.ask, train_steps, steps=loss_steps)
-        Bench(
-            found, measure_with(worker), rules, _facts(plan, loss_steps), size=size, ends_s=ends_s,
-            learn=learn if loss_steps else None, progress=progress,
-        ).run(trials)  # fmt: skip
+    folder = folder or folder_of(plan)
+    found = Ablation(plan.name, tuple(plan.techniques), folder / FILE, rules.margin)
+    files = locked(folder, "--out FOLDER that can be written")
+    try:
+        with Worker(here=in_process) as worker:
+            learn = partial(worker.ask, train_steps, steps=loss_steps)
+            Bench(
+                found, measure_with(worker), rules, _facts(plan, loss_steps), size=size,
+                ends_s=ends_s, learn=learn if loss_steps else None, progress=progress,
+            ).run(trials)  # fmt: skip
+    finally:
+        files.unlock()
     return found
 
 

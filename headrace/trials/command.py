@@ -1,15 +1,17 @@
 """`headrace tune`: a plan, minutes, and a folder that keeps what was measured."""
 
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 
 from headrace.changes import parse
 from headrace.context import choose_device
-from headrace.core.errors import EXIT_INTERRUPTED, ConfigError, RunError, Stopped
+from headrace.core.errors import ConfigError, RunError, Stopped
 from headrace.core.machine import Machine
 from headrace.core.plan import Plan
 from headrace.core.technique import Catalogue, Context
 from headrace.data.ingest import prepare
+from headrace.interrupts import AsCtrlC
 from headrace.progress import Progress
 from headrace.run_folder import RunFolder
 from headrace.trials.judge import Aim, Rules
@@ -55,17 +57,16 @@ def tune_command(
         ConfigError, UnsupportedError: the plan itself cannot run here, or has no target where
             quality is wanted, or another process tunes it.
         RunError: the folder cannot be written; tells what was kept.
-        Stopped: Ctrl-C came; the files of the best so far are written.
+        Stopped: Ctrl-C came, or a scheduler's signal; the files of the best so far are written.
     """
     aim, why = aim_of(plan, aim)
     _check(plan, aim, minutes)
     folder = folder or folder_of(plan)
-    folder.mkdir(parents=True, exist_ok=True)
-    files = locked(folder)
+    files = locked(folder, "directory=FOLDER that can be written")
     tell(why)
     try:
         prepare(plan, progress=(progress or Progress()).task)  # on nobody's clock
-        with Worker(here=in_process, log=folder / LOG) as worker:
+        with AsCtrlC() as signals, Worker(here=in_process, log=folder / LOG) as worker:
             tuned = tune(
                 plan, aim, minutes, sources(aim, context, machine, catalogue),
                 measure_with(worker),
@@ -85,7 +86,7 @@ def tune_command(
     if tuned.interrupted:
         raise Stopped(
             f"interrupted: {tuned.sentence()} Its files are in {folder}",
-            f"{command(folder)}; the same command tunes on", EXIT_INTERRUPTED,
+            f"{command(folder)}; the same command tunes on", signals.exit_code,
         )  # fmt: skip
     return tuned
 
@@ -112,19 +113,26 @@ def _check(plan: Plan, aim: Aim, minutes: float) -> None:
             f"the tuner measures one device, and the plan has {plan.mesh.ranks} ranks",
             "mesh.data=1, to tune what one device does",
         )
-    if minutes <= 0:
+    if not 0 < minutes < inf:
         raise ConfigError(f"{minutes} minutes are no time to measure in", f"--minutes {MINUTES:g}")
 
 
-def locked(folder: Path) -> RunFolder:
+def locked(folder: Path, remedy: str) -> RunFolder:
     """A folder of trials that no other process measures for; it would disturb this one's readings.
 
+    Args:
+        folder: made where it is not there.
+        remedy: what helps where that cannot be.
+
     Raises:
-        ConfigError: one does.
+        ConfigError: one does, or nothing can be kept there.
     """
     files = RunFolder(folder)
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         files.lock()
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {error.strerror}", remedy) from None
     except ConfigError:
         raise ConfigError(
             f"another process measures for {folder}", "wait until it ends, or name=ANOTHER"

@@ -247,6 +247,8 @@ class Tuned:
         tried = sum(step.ratio is not None or step.after_s is not None for step in self.path)
         kept, spent = len(self.kept), format_seconds(self.seconds)
         what = f"{tried} {'plan' if tried == 1 else 'plans'} measured in {spent}, {kept} kept"
+        if not self.path and self.interrupted:
+            return f"Nothing was measured in {spent}; the plan is as it was."
         if not self.path:
             return (
                 "Nothing is foreseen to be better than the plan as it is, so nothing was measured."

@@ -8,6 +8,7 @@ import gc
 import os
 import signal
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from multiprocessing import get_context, resource_tracker
+from multiprocessing import get_context, parent_process, resource_tracker
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -314,15 +315,24 @@ def peak(build: Build) -> float | None:
 
 
 def _begin(log: Path | None) -> None:
-    """In the new process. Ctrl-C reaches every process of a terminal: the one that asks ends this.
+    """In the new process. A signal may reach every process of a job: the one that asks ends this.
 
     What it says goes to the log: who asks has words and JSON of its own on the same outputs.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     if log is not None:
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, 1)
         os.dup2(file, 2)
+
+
+def _end_with_parent() -> None:
+    """Keep no device and no memory for a process that is gone."""
+    if (parent := parent_process()) is not None:
+        parent.join()
+        os._exit(1)
 
 
 class Worker:

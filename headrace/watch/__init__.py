@@ -54,7 +54,8 @@ def watch(
     The first three are left out where `callback()` is given to a Trainer.
 
     Raises:
-        ConfigError: a model without an optimizer whose steps can be seen, or the other way round.
+        ConfigError: a model without an optimizer whose steps can be seen, or the other way round;
+            or a model that is no nn.Module.
     """
     if model is None and optimizer is None and loader is None:
         return Watched(trace)
@@ -62,6 +63,11 @@ def watch(
         missing = "a model" if model is None else "an optimizer"
         told = f"headrace.watch was given no {missing.split()[1]}, and a step cannot be seen"
         raise ConfigError(f"{told} without {missing}", "headrace.watch(model, optimizer, loader)")
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"headrace.watch was given a {type(model).__name__}, and its hooks need an nn.Module",
+            "headrace.watch(model, optimizer, loader)",
+        )
     return Watched(trace).attach(model, optimizer, loader)
 
 

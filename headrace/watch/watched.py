@@ -223,6 +223,7 @@ class Watched:
         if (traced := report["signals"]["traces"]) is not None:
             traced["folder"] = os.path.relpath(traced["folder"], path.parent)
         plain = json.loads(json.dumps(report), parse_constant=lambda word: None)
+        path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_name(f".{path.name}")
         try:
             aside.write_text(json.dumps(plain, indent=1, allow_nan=False))

@@ -1,6 +1,7 @@
 """Every verb answers a person and a program, and ends with the exit code that it promises."""
 
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -226,6 +227,17 @@ def test_a_run_that_fails_is_1(
     assert told["exit_code"] == 1 and "optimizer.lr=" in told["remedy"]
     report = json.loads((workshop / "runs" / "wild" / "report.json").read_text())
     assert report["status"] == "failed"
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(workshop: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "headrace", "explain", "--matrix"]
+    with os.fdopen(writing, "wb") as closed:
+        ended = subprocess.run(
+            command, cwd=workshop, stdout=closed, stderr=subprocess.PIPE, check=False
+        )
+    assert not ended.stderr, ended.stderr.decode()
 
 
 def test_python_m_headrace_is_headrace() -> None:

@@ -19,6 +19,18 @@ def data(corpus: Path, prepared_folder: Path) -> None:
     house.put_data_in(str(corpus), str(prepared_folder))
 
 
+@pytest.fixture(scope="session")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's folder, of which the tests that follow find what earlier ones kept there."""
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(autouse=True)
+def at_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept in a user's folder, as compiled code is, stays out of the tester's own."""
+    monkeypatch.setenv("HOME", str(home))
+
+
 @pytest.fixture(autouse=True)
 def device_is_here(request: pytest.FixtureRequest) -> None:
     """A test marked `gpu` needs one."""

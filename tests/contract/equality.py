@@ -21,6 +21,9 @@ MAGNIFIED, MAGNIFIED_BF16 = 10.0, 2.0
 result once."""
 BAND_BF16 = 0.05
 """L2 distance of a gradient in bf16 from the fp32 reference's, over the reference's norm."""
+BANDS = {"bf16": BAND_BF16, "fp16": BAND_BF16 / 2**3}
+"""The same by precision. fp16 rounds the same operands and results to 3 bits more than bf16, so it
+moves them an eighth as far."""
 UNIT_FP32, UNIT_BF16 = 2.0**-23, 2.0**-9
 """What a nudge moves a weight by: a unit in its last place, and the most that bf16 rounds by."""
 
@@ -48,12 +51,19 @@ def take_step(build: Build, rows: Sequence[Row], *, index: int = 0) -> Result:
         rows, micro_rows=build.plan.batch.micro_sequences, segments=build.mask.document
     )
     gradients: dict[str, Tensor] = {}
+    watched = at_the_update(build, lambda: gradients.update(gradients_of(build)))
+    with flags_of(build), watched:
+        loss = float(step(build, micros, index)[0])
+    return Result(loss, gradients)
+
+
+@contextmanager
+def flags_of(build: Build) -> Iterator[None]:
+    """What the run sets in the process while it lasts."""
     with ExitStack() as flags:
         for enter in build.runtime:
             flags.enter_context(enter())
-        flags.enter_context(at_the_update(build, lambda: gradients.update(gradients_of(build))))
-        loss = float(step(build, micros, index)[0])
-    return Result(loss, gradients)
+        yield
 
 
 @contextmanager

@@ -2,14 +2,15 @@
 
 Batches are in tiny_rows.py, results and their references in equality.py, toys in toys.py; what
 tests use of them is here too. Nothing here names a technique but `TINY`, the knobs without which a
-technique would do nothing on a tiny model or would not be cheap, and the two that the design
-crosses all others with.
+technique would do nothing on a tiny model or would not be cheap, `BESIDE`, what it would have
+nothing to act on without, and the two that the design crosses all others with.
 """
 
 import subprocess
 import sys
 import typing
 import zlib
+from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -18,6 +19,7 @@ from typing import Any, Literal
 import annotated_types
 import torch
 from equality import BAND_BF16 as BAND_BF16
+from equality import BANDS as BANDS
 from equality import MAGNIFIED as MAGNIFIED
 from equality import MAGNIFIED_BF16 as MAGNIFIED_BF16
 from equality import TOLERANCE_FP32 as TOLERANCE_FP32
@@ -26,6 +28,7 @@ from equality import UNIT_FP32 as UNIT_FP32
 from equality import Result
 from equality import assert_equal as assert_equal
 from equality import at_the_update as at_the_update
+from equality import flags_of as flags_of
 from equality import gradients_of as gradients_of
 from equality import reference as reference
 from equality import rounding as rounding
@@ -59,10 +62,20 @@ CATALOGUE = Catalogue(discover(headrace.techniques), families())
 PACKING, COMPILE = "document_packing", "torch_compile"
 
 SIXTEENS = {"dim": 32, "heads": 4, "kv_heads": 2, "ffn": 32, "vocab": 320}
-SHAPED: Mapping[tuple[str, str], Mapping[str, Any]] = {
-    ("float8_linear", "cuda"): SIXTEENS,  # what the matrix units of 8 bits take
+MODEL = "model"
+BESIDE: Mapping[tuple[str, str], Mapping[str, Mapping[str, Any]]] = {
+    ("compile_cache", "any"): {COMPILE: {"backend": "inductor"}},  # no other backend is kept
+    ("cuda_graphs", "cuda"): {COMPILE: {}},
+    ("cudnn_autotune", "cuda"): {"short_convolution": {}},
+    ("float8_linear", "cuda"): {MODEL: SIXTEENS},  # what the matrix units of 8 bits take
+    ("fp16_loss_scaling", "cuda"): {MODEL: {"precision": "fp16"}},  # on a CPU exact in fp32
+    ("memory_budget", "cpu"): {COMPILE: {"scope": "block"}},  # half of the time to trace
+    ("memory_budget", "cuda"): {COMPILE: {}},
+    ("shape_buckets", "any"): {"sequence_length_schedule": {"until": 9.0}},  # all of a test's steps
+    ("tf32", "cuda"): {MODEL: {"precision": "fp32"}},
 }
-"""(technique, device) -> sizes without which it cannot run there, over any shape's."""
+"""(technique, device or "any") -> what its plan must have beside it, or there is nothing that it
+acts on: techniques, with knobs over their tiny ones, and keys of the model over any shape's."""
 TINY: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("activation_offload", "any"): {"min_bytes": 1},
     ("chunked_cross_entropy", "any"): {"chunk_tokens": 7},
@@ -73,6 +86,7 @@ TINY: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("mixture_of_experts", "cuda"): {"experts": 2},  # half precision flips what is chosen
     ("mup", "any"): {"base_dim": 48},
     ("sequence_length_schedule", "any"): {"start": 2},
+    ("shape_buckets", "any"): {"multiple": 4},
     ("short_convolution", "any"): {"between": 1},
     ("sliding_window", "any"): {"window": 5},
     ("sparse_attention", "any"): {"block": 2, "local": 1, "random": 1},
@@ -81,6 +95,7 @@ TINY: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("qlora", "any"): {"rank": 2, "alpha": 4.0},
     ("float8_linear", "any"): {"min_size": 1},
     ("float8_linear", "cpu"): {"multiple_of": 1},
+    ("fp16_loss_scaling", "cuda"): {"exponent": 12},  # few targets make large gradients
     ("adamw_8bit", "any"): {"smallest": 256},
     ("torch_compile", "cpu"): {"backend": "aot_eager"},
     ("yarn", "any"): {"factor": 2.0},
@@ -113,18 +128,33 @@ LAYERS = 2
 
 def context_on(device: str, plan: Plan | None = None) -> Context:
     """The place where tests on `device` run; an H200 stands in for a GPU that is not here."""
+    plan = plan or make_plan()
+    asked = plan.model.precision
     if device == "cuda" and not torch.cuda.is_available():
         return Context(
-            plan=plan or make_plan(), device="cuda", device_name="NVIDIA H200",
+            plan=plan, device="cuda", device_name="NVIDIA H200",
             capability=(9, 0), torch=(2, 13),
-            has_triton=True, has_compiler=True, ranks=1, precision="bf16",
+            has_triton=True, has_compiler=True, ranks=1,
+            precision="bf16" if asked == "auto" else asked,
         )  # fmt: skip
-    return make_context(plan or make_plan(), torch.device(device))
+    return make_context(plan, torch.device(device))
 
 
 def tiny_knobs(name: str, device: str) -> dict[str, Any]:
     """The knobs with which `name` does its work on a tiny model."""
     return {**TINY.get((name, "any"), {}), **TINY.get((name, device), {})}
+
+
+def beside(name: str, device: str) -> dict[str, dict[str, Any]]:
+    """Knobs of the techniques that a plan of `name` has beside it, by name."""
+    asked = {**BESIDE.get((name, "any"), {}), **BESIDE.get((name, device), {})}
+    asked.pop(MODEL, None)
+    return {other: {**tiny_knobs(other, device), **given} for other, given in asked.items()}
+
+
+def model_keys(name: str, device: str) -> dict[str, Any]:
+    """Keys of the model that a plan of `name` has, over any shape's."""
+    return {**BESIDE.get((name, "any"), {}), **BESIDE.get((name, device), {})}.get(MODEL, {})
 
 
 @dataclass(frozen=True)
@@ -141,6 +171,10 @@ class Variant:
     def technique(self) -> Technique[Build]:
         """The technique."""
         return CATALOGUE.find(self.name).model_validate(dict(self.knobs))
+
+    def companions(self, device: str) -> list[Technique[Build]]:
+        """The techniques that its plan has beside it."""
+        return [Variant(*other).technique() for other in beside(self.name, device).items()]
 
 
 def knob_choices(technique: type[Technique[Any]]) -> Iterator[tuple[str, Any]]:
@@ -162,10 +196,13 @@ def choices(name: str, device: str) -> list[Variant]:
     """The technique as it is on a tiny model, and with each other choice of each knob."""
     technique = CATALOGUE.find(name)
     plain = tiny_knobs(name, device)
-    found = [Variant(name, plain)]
+    others = [(device, other, *knob) for other, knobs in beside(name, device).items()
+              for knob in knobs.items()]  # fmt: skip
+    dear_beside = not DEAR.isdisjoint(others)
+    found = [Variant(name, plain, dear_beside)]
     for key, choice in knob_choices(technique):
         knobs = {**plain, key: choice}
-        dear = (device, name, key, choice) in DEAR
+        dear = dear_beside or (device, name, key, choice) in DEAR
         if all(v.technique() != technique.model_validate(knobs) for v in found):
             found.append(Variant(name, knobs, dear))
     return found
@@ -173,29 +210,37 @@ def choices(name: str, device: str) -> list[Variant]:
 
 def variants(name: str, device: str) -> list[Variant]:
     """Its choices that run on `device`."""
-    return [v for v in choices(name, device) if refusal(v.technique(), device) is None]
+    return [v for v in choices(name, device) if refusal(v, device) is None]
 
 
 def left_out(name: str, device: str) -> str:
     """Its choices that do not run on `device`, each with the reason; empty if there is none."""
     refused: dict[str, list[str]] = {}
     for variant in choices(name, device):
-        if (answer := refusal(variant.technique(), device)) is not None:
+        if (answer := refusal(variant, device)) is not None:
             refused.setdefault(answer.reason, []).append(str(variant))
     return "; ".join(f"{', '.join(found)}: {reason}" for reason, found in refused.items())
 
 
-def refusal(technique: Technique[Any], device: str) -> Unsupported | None:
-    """Why it does not run on `device`, if it does not."""
-    answer = technique.supports(context_on(device))
-    return None if isinstance(answer, Supported) else answer
+def refusal(variant: Variant, device: str) -> Unsupported | None:
+    """Why it, or what it needs beside it, does not run on `device`, if it does not."""
+    others = variant.companions(device)
+    plan = make_plan(*others, device=device, model=model_keys(variant.name, device))
+    context = context_on(device, plan)
+    answers = [technique.supports(context) for technique in (variant.technique(), *others)]
+    return next((answer for answer in answers if isinstance(answer, Unsupported)), None)
 
 
 def fits(variant: Variant, **keys: Any) -> bool:
     """Whether it can run in a tiny plan with these keys."""
-    plan = make_plan(variant.technique(), **keys)
-    answer = variant.technique().supports(context_on(plan.device, plan))
-    return isinstance(answer, Supported)
+    plan = plan_of(variant, **keys)
+    context = context_on(plan.device, plan)
+    return all(isinstance(t.supports(context), Supported) for t in plan.techniques.values())
+
+
+def compiles(variant: Variant, device: str) -> bool:
+    """Whether a graph is compiled in its plans."""
+    return any("compiled" in t.composes for t in (variant.technique(), *variant.companions(device)))
 
 
 def names_on(device: str) -> list[str]:
@@ -229,14 +274,30 @@ def make_plan(
         "optimizer": {"clip_norm": 0.0, "eps": 1e-3, "lr": 1e-2},
         "goal": {"steps": 4},
     }  # fmt: skip
-    for technique in techniques:
-        values["model"] |= SHAPED.get((technique.name(), device), {})
     for key, value in keys.items():
         values[key] = {**values.get(key, {}), **value} if isinstance(value, Mapping) else value
     mesh = MeshConfig.model_validate(values.pop("mesh", {}))
     plan = Plan.model_validate(values)
     on = {t.name(): t for t in techniques}
     return plan.replaced(mesh=mesh, techniques=on).with_keys({})
+
+
+def plan_of(*variants: Variant, device: str = "cpu", **keys: Any) -> Plan:
+    """A tiny plan of techniques, each with what it must have beside it; `keys` as `make_plan`'s."""
+    techniques = [v.technique() for v in variants]
+    techniques += [t for v in variants for t in v.companions(device)]
+    needed = [model_keys(v.name, device) for v in variants]
+    keys["model"] = dict(ChainMap(keys.get("model", {}), *needed))
+    return make_plan(*techniques, device=device, **keys)
+
+
+def plan_without(variant: Variant, device: str = "cpu", **keys: Any) -> Plan:
+    """The same plan without the technique. In fp32 where it asks for a precision: fp16 is refused
+    without a scale of the loss, and TF32 is less than fp32."""
+    model = model_keys(variant.name, device)
+    fp32 = {"precision": "fp32"} if "precision" in model else {}
+    keys["model"] = {**model, **fp32, **keys.get("model", {})}
+    return make_plan(*variant.companions(device), device=device, **keys)
 
 
 def build_of(plan: Plan, *, until: Stage = Stage.STEP) -> Build:
@@ -273,8 +334,8 @@ def trunk_reference(
     shape: str, rows: Sequence[Row], *, documents: bool, device: str,
     model: Mapping[str, Any] = MappingProxyType({}),
 ) -> Result:  # fmt: skip
-    """`reference` of a trunk made for it, `model` over the shape's sizes."""
-    plan = make_plan(shape=shape, precision="fp32", device=device, model=model)
+    """`reference` of a trunk made for it in fp32, `model` over the shape's sizes."""
+    plan = make_plan(shape=shape, device=device, model={**model, "precision": "fp32"})
     return reference(random_build(plan), rows, documents=documents)
 
 

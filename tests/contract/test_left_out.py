@@ -7,8 +7,12 @@ left out there needs a GPU or another plan, and is the same on every CPU with a 
 
 import house
 import pytest
+import torch
 
 from headrace.core.technique import Supported, Unsupported
+
+MESHED = {"context_parallel", "fsdp", "pipeline_parallel", "tensor_parallel"}
+"""They share one run among processes, and the suite is one."""
 
 LEFT_OUT = [name for name in house.CATALOGUE.techniques if house.left_out(name, "cuda")]
 
@@ -17,6 +21,26 @@ LEFT_OUT = [name for name in house.CATALOGUE.techniques if house.left_out(name, 
 @pytest.mark.parametrize("name", LEFT_OUT)
 def test_left_out_on_a_gpu(name: str) -> None:
     pytest.skip(f"left out on this GPU: {house.left_out(name, 'cuda')}")
+
+
+def test_one_gpu_tries_all_that_needs_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its own plan can give a technique to act on is there (`house.BESIDE`)."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # an H200 stands in
+    whole = {name: house.left_out(name, "cuda") for name in house.CATALOGUE.techniques
+             if not house.variants(name, "cuda")}  # fmt: skip
+    assert {name for name, why in whole.items() if "is not installed" not in why} == MESHED
+
+
+# What is beside float8_linear are sizes, which its kernels ask for and the plan does not.
+@pytest.mark.parametrize("name", sorted({name for name, _ in house.BESIDE} - {"float8_linear"}))
+def test_nothing_stands_beside_without_need(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone it is refused on an H200, and in its plan it is not."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    variant = house.choices(name, "cuda")[0]
+    alone = house.make_plan(variant.technique(), device="cuda")
+    answer = variant.technique().supports(house.context_on("cuda", alone))
+    assert isinstance(answer, Unsupported)
+    assert house.fits(variant, device="cuda")
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

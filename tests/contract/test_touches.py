@@ -21,7 +21,7 @@ def test_fills_what_it_declares(device: str, variant: Variant) -> None:
     claims = {c for c in technique.claims if not c.startswith("config.")}
     assert claims <= {*OWNED, *PARTS}
     assert set(technique.composes) <= set(COMPOSED)
-    build = house.build_of(house.make_plan(technique, device=device))
+    build = house.build_of(house.plan_of(variant, device=device))
     filled = {socket for socket, names in build.filled.items() if variant.name in names}
     assert claims <= filled
     assert filled <= {*technique.claims, *technique.composes}
@@ -31,7 +31,8 @@ def test_fills_what_it_declares(device: str, variant: Variant) -> None:
 def test_every_declared_socket_is_filled_by_some_choice(name: str) -> None:
     filled: set[str] = set()
     for variant in house.variants(name, "cpu"):
-        filled |= house.build_of(house.make_plan(variant.technique())).filled.keys()
+        sockets = house.build_of(house.plan_of(variant)).filled
+        filled |= {socket for socket, names in sockets.items() if name in names}
     technique = house.CATALOGUE.find(name)
     declared = {*technique.claims, *technique.composes}
     assert filled == {c for c in declared if not c.startswith("config.")}
@@ -40,8 +41,9 @@ def test_every_declared_socket_is_filled_by_some_choice(name: str) -> None:
 def test_keeps_names_and_blocks(device: str, variant: Variant) -> None:
     seen: list[nn.Module] = []
     witness = toy("aaa", Stage.MODEL, lambda build: seen.extend(build.model.blocks.values()))
-    build = house.build_of(house.make_plan(witness, variant.technique(), device=device))
-    trunk = house.build_of(house.make_plan(device=device))
+    plan = house.plan_of(variant, device=device)
+    build = house.build_of(plan.replaced(techniques={"aaa": witness, **plan.techniques}))
+    trunk = house.build_of(house.plan_without(variant, device))
     if not any(claim.startswith(OTHER_MODELS) for claim in variant.technique().claims):
         assert [n for n, _ in build.model.named_parameters() if not n.endswith(ADAPTERS)] == [
             n for n, _ in trunk.model.named_parameters()
@@ -53,7 +55,7 @@ def test_keeps_names_and_blocks(device: str, variant: Variant) -> None:
 
 def test_keeps_the_precision_between_blocks(device: str, variant: Variant) -> None:
     """A block that hands on fp32 where bf16 goes in doubles what every later block reads."""
-    build = house.build_of(house.make_plan(variant.technique(), device=device))
+    build = house.build_of(house.plan_of(variant, device=device))
     found: set[torch.dtype] = set()
     for block in build.model.blocks.values():
         block.register_forward_hook(lambda block, given, out: found.add(out.dtype))

@@ -18,6 +18,7 @@ from headrace.core.plan import Plan
 from headrace.filled import check_active
 from headrace.progress import Progress
 from headrace.run_folder import RunFolder
+from headrace.train import step
 
 SHORT = {
     "eval": {"every_steps": 2, "tokens": 4 * house.LENGTH},
@@ -33,8 +34,8 @@ def run(plan: Plan, **how: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def test_trains_resumes_and_reports(device: str, variant: Variant, tmp_path: Path) -> None:
-    plan = house.make_plan(
-        variant.technique(), device=device, directory=str(tmp_path), **SHORT,
+    plan = house.plan_of(
+        variant, device=device, directory=str(tmp_path), **SHORT,
         micro_rows=2 if house.fits(variant, device=device, micro_rows=2) else 0,
     )  # fmt: skip
     report, rows = run(plan)
@@ -56,18 +57,23 @@ def test_trains_resumes_and_reports(device: str, variant: Variant, tmp_path: Pat
 
 
 def test_is_active_after_a_step(device: str, variant: Variant) -> None:
-    plan = house.make_plan(variant.technique(), device=device)
-    build = house.build_of(plan)
-    house.take_step(build, house.make_rows(build.config.vocab, ignored=False))
-    found = check_active(build)
+    build = house.build_of(house.plan_of(variant, device=device))
+    rows = house.make_rows(build.config.vocab, ignored=False)
+    micros = house.make_micros(
+        rows, micro_rows=build.plan.batch.micro_sequences, segments=build.mask.document
+    )
+    with house.flags_of(build):  # as a run looks, which some evidence needs
+        step(build, micros, 0)
+        found = check_active(build)
     assert found[variant.name].active and found[variant.name].detail
 
 
 def test_is_not_active_when_its_effect_is_gone(device: str, variant: Variant) -> None:
-    """Its `apply` has run and left its notes, but it is the trunk that then takes the step."""
+    """Its `apply` has run and left its notes, but it is the trunk that then takes the step, or
+    what must stand beside it alone."""
     technique = variant.technique()
-    build = house.build_of(house.make_plan(device=device))
-    build.notes = house.build_of(house.make_plan(technique, device=device)).notes
+    build = house.build_of(house.plan_without(variant, device))
+    build.notes = house.build_of(house.plan_of(variant, device=device)).notes
     build.techniques = [technique]
     house.take_step(build, house.make_rows(build.config.vocab, ignored=False))
     assert not technique.active(build).active

@@ -70,7 +70,9 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
     "warmup past the end": (
         ("schedule.warmup_steps=11",), ("11", "step 10", "schedule.warmup_steps=10"), "",
     ),
-    "a name that is a path": (("name=../x",), ("name = '../x'",), ""),
+    "a name that is a path": (("name=../x",), ("name = '../x'", "A-Z"), ""),
+    "no finite number": (("optimizer.lr=inf",), ("optimizer.lr = inf", "finite"), ""),
+    "minutes without an end": (("goal.minutes=inf",), ("goal.minutes = inf", "finite"), ""),
     "no override": (("model.dim",), ("'model.dim' is not an override",), "key=value"),
 }  # fmt: skip
 
@@ -193,6 +195,9 @@ def test_a_recipe_by_name_or_by_path(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nearest recipe is mine") as caught:
         read_recipe("mien", {"mine": file})
     assert caught.value.remedy == "headrace train mine"
+    file.write_bytes(b'name = "caf\xe9"')
+    with pytest.raises(ConfigError, match=r"mine\.toml is no plan: it is not UTF-8"):
+        read_recipe(str(file), {})
 
 
 def test_a_plan_cannot_be_changed_in_place() -> None:

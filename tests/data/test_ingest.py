@@ -95,6 +95,9 @@ def test_too_little_text(make_plan: MakePlan, tmp_path: Path, text: str, message
     with pytest.raises(ConfigError, match=message):
         prepare(make_plan(sources=str(tmp_path / "a.txt")))
     assert not [p for p in (tmp_path / "prepared").iterdir() if p.is_dir()]
+    with pytest.raises(ConfigError, match=r"sources = \[\] give no text") as told:
+        prepare(make_plan(sources=[]))
+    assert told.value.remedy == "data.sources=PATH"
 
 
 def test_validation_of_its_own_and_several_sources(

@@ -31,6 +31,13 @@ def test_a_trace_is_told_by_its_name(tmp_path: Path) -> None:
         diagnose([file])
 
 
+def test_a_report_that_is_no_object_is_damaged(tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").touch()
+    (tmp_path / "report.json").write_text("[]")
+    with pytest.raises(RunError, match=r"report\.json is damaged"):
+        diagnose([tmp_path])
+
+
 def test_nothing_found_is_said() -> None:
     assert narrowest([])["sentence"] == "No step was measured."
 

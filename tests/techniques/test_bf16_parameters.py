@@ -250,3 +250,32 @@ def test_compiled_code_is_traced_again_beside_gradients_that_were_added_up(
         assert math.isfinite(evaluate(one).loss_nats)
     for ours, theirs in zip(build.model.parameters(), plain.model.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=0.05, atol=1e-4)
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("beside", ["", "lora={rank = 2}", "qlora={rank = 2, base = 'int8'}"])
+def test_its_bytes_are_predicted_beside_adapters(
+    make_tiny: Make, batch: Callable[[Build], list[Micro]], beside: str, rounding: str
+) -> None:
+    """Frozen matrices are kept in bf16 too, and only adapters have gradients and states."""
+    build = make_tiny(ON.format(rounding), ONE, *([f"techniques.{beside}"] if beside else []))
+    step(build, batch(build), 0)
+    weights = list(build.model.parameters())
+    states = [s for optimizer in build.optimizers.values() for s in optimizer.state.values()]
+    held = {
+        "parameters": sum(p.data.nbytes for p in weights),
+        "gradients": sum(p.grad.nbytes for p in weights if p.grad is not None),
+        "optimizer": sum(t.nbytes for s in states for name, t in s.items() if name != "step"),
+    }
+    ledger = build.predicted(build.plan)
+    assert {name: ledger.memory[name].bytes for name in held} == pytest.approx(held, rel=1e-6)
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_a_block_that_is_left_out_has_no_state_yet(
+    make_tiny: Make, batch: Callable[[Build], list[Micro]], rounding: str
+) -> None:
+    build = make_tiny(ON.format(rounding), "techniques.stochastic_depth.rate=0.999")
+    step(build, batch(build), 0)
+    assert build.notes["stochastic_depth"]["left_out"] > 0 == build.notes["stochastic_depth"]["run"]
+    assert check_active(build)["bf16_parameters"].active

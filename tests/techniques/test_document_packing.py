@@ -65,3 +65,14 @@ def test_evidence_beside_prefixes_that_show_every_target(
     assert technique.active(build).active
     build.model.mask = replace(build.model.mask, document=False)
     assert not technique.active(build).active
+
+
+@pytest.mark.parametrize("seed", [0, 7, 16])
+def test_its_evidence_stands_beside_experts(make_tiny: Callable[..., Build], seed: int) -> None:
+    """They multiply all documents' tokens together: another document may round a sum otherwise."""
+    build = make_tiny(
+        f"seed={seed}", "techniques.document_packing={}", "techniques.mixture_of_experts.experts=5",
+        "techniques.mixture_of_experts.expert_ffn=7", "data.sequence_length=9", "batch.tokens=9",
+    )  # fmt: skip
+    evidence = build.plan.techniques["document_packing"].active(build)
+    assert evidence.active, evidence.detail

@@ -86,6 +86,30 @@ def test_stands_beside(make_tiny: Make, batch: Batch, adapt: str, beside: str) -
         torch.testing.assert_close(found[1][name], right, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("adapt", ["lora", "qlora"])
+def test_an_update_that_frees_gradients_leaves_evidence(
+    make_tiny: Make, batch: Batch, adapt: str
+) -> None:
+    build = make_tiny(
+        f"techniques.{adapt}.rank=2", "techniques.optimizer_in_backward={}", "optimizer.clip_norm=0"
+    )
+    before = [m.lora_b for m in build.model.modules() if isinstance(m, LoraLinear)]
+    step(build, batch(build), 0)
+    assert all(b.grad is None and bool(b.any()) for b in before)
+    assert check_active(build)[adapt].numbers["reached"] == len(before)
+
+
+@pytest.mark.parametrize("adapt", ["lora", "qlora"])
+def test_experts_have_no_adapters_in_the_prediction_either(
+    make_tiny: Make, batch: Batch, adapt: str
+) -> None:
+    experts = "techniques.mixture_of_experts.experts=4"
+    build = make_tiny(f"techniques.{adapt}.rank=2", experts)
+    step(build, batch(build), 0)
+    held = sum(p.grad.nbytes for p in build.model.parameters() if p.grad is not None)
+    assert build.predicted(build.plan).memory["gradients"].bytes == held
+
+
 def test_lora_and_qlora_are_both_named_when_they_meet(make_tiny: Make) -> None:
     with pytest.raises(ConfigError, match=r"qlora and lora both replace the linear 'blocks\.0"):
         make_tiny("techniques.lora.rank=2", "techniques.qlora.rank=2")

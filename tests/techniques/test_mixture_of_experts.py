@@ -11,6 +11,7 @@ import torch
 from headrace.context import make_context
 from headrace.core.errors import ConfigError
 from headrace.core.technique import Supported, Unsupported
+from headrace.filled import check_active
 from headrace.model.head import IGNORED
 from headrace.model.mask import Rows
 from headrace.sockets import Build, auxiliary_loss
@@ -81,6 +82,17 @@ def test_tensor_parallel_ranks_share_the_gradient_and_not_the_value(
         found.append((float(value.detach()), torch.autograd.grad(value, router)[0]))
     assert found[0][0] == found[1][0]
     torch.testing.assert_close(found[0][1], 2 * found[1][1])
+
+
+def test_a_block_that_is_left_out_has_routed_nothing(
+    make_tiny: Callable[..., Build], batch: Callable[[Build], list[Any]]
+) -> None:
+    """Beside stochastic depth a layer may not have run yet when evidence is asked for."""
+    build = make_tiny(f"{NAME}.experts=4", "techniques.stochastic_depth.rate=0.999")
+    step(build, batch(build), 0)
+    assert build.notes["stochastic_depth"]["left_out"] == 1
+    found = check_active(build)["mixture_of_experts"]
+    assert found.active and "1 of 2 layers" in found.detail
 
 
 def test_experts_start_as_the_dense_matrices_do(make_tiny: Callable[..., Build]) -> None:

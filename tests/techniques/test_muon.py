@@ -4,16 +4,24 @@ The reference knows the layout of the decoder's fused matrices from the definiti
 `qkv` are groups of [queries, key, value], rows of `gate_up` alternate in groups of both.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+from headrace.build import predict
+from headrace.context import make_context
 from headrace.core.model_config import ModelConfig
+from headrace.core.plan import Plan
 from headrace.kernels.orthogonalize import orthogonalize, reference_orthogonalize
 from headrace.model.decoder import Decoder, trunk_parts
 from headrace.model.fusion import fusions
 from headrace.model.mask import MaskSpec
+from headrace.sockets import Build
 from headrace.techniques.optim.muon import MuonOptimizer
+from headrace.train import step as train_step
 
 GROUPS, QUERIES, HEAD, FFN, DIM = 2, 3, 4, 10, 14
 CONFIG = ModelConfig(
@@ -100,3 +108,45 @@ def test_batching_changes_nothing(named: dict[str, nn.Parameter]) -> None:
         optimizer.step()
     for name, parameter in named.items():
         torch.testing.assert_close(parameter, copies[name], rtol=1e-6, atol=1e-6)
+
+
+MUON = "techniques.muon.lr=0.02"
+BESIDE = {
+    "alone": [],
+    "adapters": ["techniques.lora.rank=2"],
+    "experts": ["techniques.mixture_of_experts.experts=4"],
+}
+
+
+def memory_of(plan: Plan) -> dict[str, float]:
+    ledger = predict(plan, make_context(plan, torch.device("cpu")))
+    return {name: line.bytes for name, line in ledger.memory.items()}
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+def test_the_predicted_states_are_those_that_it_holds(
+    make_tiny: Callable[..., Build], batch: Callable[[Build], list[Any]], beside: str
+) -> None:
+    build = make_tiny(MUON, *BESIDE[beside])
+    train_step(build, batch(build), 0)
+    states = [s for o in build.optimizers.values() for s in o.state.values()]
+    held = sum(t.nbytes for s in states for n, t in s.items() if n != "step")
+    assert memory_of(build.plan)["optimizer"] == pytest.approx(held, rel=1e-6)
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+@pytest.mark.parametrize("by", ["fsdp", "pipeline_parallel", "tensor_parallel"])
+def test_ranks_are_predicted_to_share_its_states(
+    tiny_plan: Callable[..., Plan], by: str, beside: str
+) -> None:
+    """Slices are all alike; a stage has ends of its own, and norms and routers are not split."""
+    axis = {"fsdp": "data"}.get(by, by.partition("_")[0])
+    given = [MUON, *BESIDE[beside], "model.layers=2"]
+    whole = memory_of(tiny_plan(*given))["optimizer"]
+    mesh = [f"mesh.{axis}=2", "batch.micro_sequences=1"]
+    part = memory_of(tiny_plan(*given, f"techniques.{by}={{}}", *mesh))
+    more = {"data": 64.0, "pipeline": 8.0 * 16 * 320, "tensor": 2000.0}[axis]
+    if beside == "adapters":  # they are in blocks, and refused under tensor parallelism
+        more = 64.0 if axis != "tensor" else whole
+    assert part["optimizer"] == pytest.approx(whole / 2, abs=more)
+    assert {name: bytes for name, bytes in part.items() if bytes < 0} == {}

@@ -124,8 +124,8 @@ def test_refuses_what_does_not_divide(tiny_plan: Callable[..., Plan]) -> None:
     ):
         refused = answer(plan, **knobs)
         assert isinstance(refused, Unsupported) and refused.remedy == remedy
-    prime = answer(tiny_plan("data.sequence_length=2", "batch.tokens=128"), start=1)
-    assert isinstance(prime, Supported)
+    prime = answer(tiny_plan("data.sequence_length=3", "batch.tokens=129"), start=2)
+    assert isinstance(prime, Unsupported) and prime.remedy == "data.sequence_length=4"
     endless = tiny_plan("schedule.kind=constant").replaced(
         schedule={"kind": "constant"}, goal={"minutes": 1}
     )

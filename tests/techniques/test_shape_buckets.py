@@ -147,6 +147,12 @@ def test_nothing_padded_is_no_evidence(make_tiny: Make) -> None:
         check_active(build)
 
 
+def test_a_run_that_resumes_after_rows_have_grown_goes_on(make_tiny: Make) -> None:
+    build = make_tiny(*LENGTHS, UNTIL, f"techniques.{NAME}.multiple=8")
+    step(build, build.loader.step(0).micros, 30)
+    assert check_active(build)[NAME].numbers["padding_tokens"] == 0
+
+
 def test_gradients_are_predicted_to_be_summed(
     make_tiny: Make, tiny_plan: Callable[..., Plan]
 ) -> None:

@@ -148,3 +148,20 @@ def test_a_window_that_limits_nothing_is_refused(tiny_plan: Callable[..., Any]) 
     assert answer.remedy == "techniques.sliding_window.window=4"
     answer = SlidingWindow(window=4, between=1).supports(context)
     assert isinstance(answer, Unsupported) and "no layer of 1" in answer.reason
+
+
+@pytest.mark.parametrize("between", [0, 1])
+@pytest.mark.parametrize(
+    "beside",
+    ["prefix_lm.tokens=12",
+     'sparse_attention={block = 2, local = 1, first = 0, stride = 0, random = 0}'],
+)  # fmt: skip
+def test_its_evidence_stands_beside_other_masks(
+    make_tiny: Callable[..., Build], beside: str, between: int
+) -> None:
+    """A prefix is seen from beyond the window, and blocks may hide the first token from all."""
+    build = make_tiny(
+        WINDOW, f"techniques.sliding_window.between={between}", f"techniques.{beside}"
+    )
+    evidence = build.plan.techniques["sliding_window"].active(build)
+    assert evidence.active, evidence.detail

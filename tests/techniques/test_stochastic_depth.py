@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from headrace.core.errors import UnsupportedError
 from headrace.model.mask import Rows
 from headrace.sockets import Build
 from headrace.techniques.design.stochastic_depth import StochasticDepth, is_kept
@@ -102,3 +103,9 @@ def test_looking_for_evidence_leaves_the_counts_alone(
     evidence = StochasticDepth(rate=0.6).active(build)
     assert evidence.active and evidence.numbers == counts
     assert build.now == now and build.notes["stochastic_depth"] == counts
+
+
+def test_a_single_block_is_refused(make_tiny: Callable[..., Build]) -> None:
+    with pytest.raises(UnsupportedError, match="never left out") as caught:
+        make_tiny("techniques.stochastic_depth.rate=0.5", "model.layers=1")
+    assert "model.layers=2" in caught.value.remedy

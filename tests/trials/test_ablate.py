@@ -18,6 +18,7 @@ from headrace.progress import Progress
 from headrace.trials import ablate
 from headrace.trials.ablate import FILE, ablate_command
 from headrace.trials.ablation import Ablation, trials_of
+from headrace.trials.command import locked
 from headrace.trials.interplay import ADDED, LEFT_OUT, PAIR, TABLE, ratio_of, stand
 from headrace.trials.readings import Reading
 from headrace.trials.turns import Size
@@ -147,6 +148,21 @@ def test_time_that_is_up_names_what_is_left(
     found = run(few, minutes=2.4)  # half of a third would end after it
     assert len(few.asked) == len(found.rows) == 2
     assert found.left[0] == "without z_loss" and len(found.left) == 4
+
+
+def test_a_folder_in_use_or_not_to_be_written_is_told_before_anything_is_measured(
+    run: Callable[..., Ablation], tmp_path: Path
+) -> None:
+    made, file = Made(product), tmp_path / "file"
+    file.touch()
+    with pytest.raises(ConfigError, match="file cannot be written") as told:
+        run(made, folder=file)
+    assert told.value.remedy.startswith("--out ")
+    other = locked(tmp_path, "")
+    with pytest.raises(ConfigError, match="another process measures"):
+        run(made)
+    other.unlock()
+    assert not made.asked and run(made).rows
 
 
 def test_what_cannot_run_says_why_and_what_was_cut_is_measured_again(

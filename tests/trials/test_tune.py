@@ -388,5 +388,9 @@ def test_a_plan_that_cannot_be_tuned_says_why(plan: Plan) -> None:
     how: Any = {"catalogue": catalogue(), "context": context, "machine": Rates.assumed("cpu")}
     with pytest.raises(ConfigError, match=r"target"):
         command.tune_command(plan, aim="quality", **how)
-    with pytest.raises(ConfigError, match=r"minutes"):
-        command.tune_command(plan, minutes=0, **how)
+    for minutes in (0, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match=r"minutes"):
+            command.tune_command(plan, minutes=minutes, **how)
+    with pytest.raises(ConfigError, match=r"cannot be written") as told:
+        command.tune_command(plan, folder=Path(__file__) / "in-a-file", **how)
+    assert told.value.remedy.startswith("directory=")

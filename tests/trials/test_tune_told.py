@@ -1,17 +1,24 @@
 """What the tuner and its neighbours tell: the end, a reason, what to type next."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from test_tune import run_command
 from typer.testing import CliRunner
 
 from headrace.cli import app
+from headrace.core.errors import Stopped
 from headrace.core.plan import Plan
 from headrace.trials import command
 from headrace.trials.judge import Rules, judge
-from headrace.trials.path import Tuned
+from headrace.trials.path import PLAN, Tuned
 from headrace.trials.readings import Reading
 from headrace.trials.tune import tune
 
@@ -48,3 +55,32 @@ def test_a_plan_that_is_not_there_is_answered_with_the_verb(verb: str) -> None:
     ended = CliRunner().invoke(app, [verb, "nothere-demo.toml", "--json"])
     assert ended.exit_code == 2
     assert json.loads(ended.stdout)["remedy"].startswith(f"headrace {verb} ")
+
+
+def test_a_schedulers_signal_leaves_the_files_as_ctrl_c_does(
+    Machine: Any, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine({FAST: 0.5})
+    machine.measure = lambda *given, **how: os.kill(os.getpid(), signal.SIGTERM)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Stopped, match=r"Nothing was measured in .*; the plan is as it was") as told:
+        run_command(machine, plan, monkeypatch)
+    assert told.value.exit_code == 143 and signal.getsignal(signal.SIGTERM) is before
+    assert (command.folder_of(plan) / PLAN).is_file()
+
+
+@pytest.mark.slow
+def test_the_process_that_measures_ends_with_one_that_was_killed() -> None:
+    script = (
+        "import os, time; from headrace.trials.readings import Worker\n"
+        "print(Worker()._process().submit(os.getpid).result(), flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as asks:
+        assert asks.stdout is not None
+        measures = Path("/proc") / asks.stdout.readline().decode().strip() / "cmdline"
+        assert measures.read_bytes()
+        asks.kill()
+    ends_s = time.monotonic() + 20
+    while measures.exists() and measures.read_bytes():
+        assert time.monotonic() < ends_s, "it still holds its memory"
+        time.sleep(0.1)

@@ -78,5 +78,5 @@ class Lora(Technique[Build]):
 
     def active(self, build: Build) -> Evidence:
         """Adapters that got a gradient, and frozen weights that got none."""
-        active, detail, numbers = adapter_evidence(build.model)
+        active, detail, numbers = adapter_evidence(build.model, build.optimizers.values())
         return Evidence(active, detail, numbers)

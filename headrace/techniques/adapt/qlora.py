@@ -91,7 +91,7 @@ class Qlora(Technique[Build]):
 
     def active(self, build: Build) -> Evidence:
         """Bits of a stored number; adapters that got a gradient, and frozen weights with none."""
-        active, detail, numbers = adapter_evidence(build.model)
+        active, detail, numbers = adapter_evidence(build.model, build.optimizers.values())
         held = [getattr(m.weight, "_local_tensor", m.weight) for m in build.model.modules()
                 if isinstance(m, LoraLinear)]  # fmt: skip
         stored = [weight for weight in held if isinstance(weight, QuantizedWeight)]

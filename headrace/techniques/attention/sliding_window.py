@@ -118,7 +118,8 @@ class SlidingWindow(Technique[Build]):
         work = build.place(build, Micro(ids, ids))
         place_T = work.index_BT[0]
         with torch.no_grad():
-            shared = model.share(work.rows, len(place_T))
+            # A prefix is seen from beyond the window too.
+            shared = model.share(work.rows._replace(prefix_B=None), len(place_T))
             moved_T = self._moved(build, shared.for_layer(is_open=False).mask, place_T)
             open_T = moved_T
             if model.mask.between:
@@ -130,7 +131,8 @@ class SlidingWindow(Technique[Build]):
         spec = MaskSpec(between=self.between)
         right = [layer for layer in layers if spec.is_open(layer)]
         opened = [layer for layer in layers if model.mask.is_open(layer)]
-        wrong = beyond > 0 or opened != right or (self.between > 0 and len(far) > 0 == through)
+        hears = self.between > 0 and len(far) > 0 and model.mask.blocks is None
+        wrong = beyond > 0 or opened != right or (hears and through == 0)
         return Evidence(
             active=False if wrong else inside > 0 if len(near) else None,
             detail=f"a change moved {len(near)} tokens by {inside:.3g}, {len(far)} after them "

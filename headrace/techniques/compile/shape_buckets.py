@@ -124,7 +124,10 @@ class ShapeBuckets(Technique[Build]):
         build.enrich.append(enrich)
 
     def active(self, build: Build) -> Evidence:
-        """Shapes as they came and as they were trained, and what was compiled again for a size."""
+        """Shapes as they came and as they were trained, and what was compiled again for a size.
+
+        Rows that came whole, as where a run resumes after they have grown, need no padding.
+        """
         notes = build.notes[self.name()]
         came, trained, padding = notes["came"], notes["trained"], notes["padding"]
         whole = build.plan.data.sequence_length
@@ -132,7 +135,7 @@ class ShapeBuckets(Technique[Build]):
         again = recompiles() - notes["recompiles"]
         shapes = " and ".join(f"{rows} x {length}" for rows, length in trained) or "no rows"
         return Evidence(
-            active=padding > 0 and fits,
+            active=bool(came) and fits,
             detail=f"{len(came)} shapes came, trained as {shapes} tokens with {padding} of "
             f"padding; {again} recompiles for a size",
             numbers={

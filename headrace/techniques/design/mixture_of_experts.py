@@ -172,7 +172,10 @@ class MixtureOfExperts(Technique[Build]):
         build.auxiliary.append(balance_loss)
 
     def active(self, build: Build) -> Evidence:
-        """The choices that each expert got in the last forward pass: all of them, none dropped."""
+        """The choices that each expert got in its layer's last pass: all of them, none dropped.
+
+        A layer whose block was left out of every step so far has none yet.
+        """
         layers = _layers(build)
         routed = [layer.routed_E for layer in layers if layer.routed_E is not None]
         if not routed:
@@ -183,9 +186,10 @@ class MixtureOfExperts(Technique[Build]):
         tokens = counts_LE.sum(1) / self.top_k
         share = counts_LE / counts_LE.sum(1, keepdim=True)
         return Evidence(
-            active=whole and len(routed) == len(layers) and bool((tokens == tokens[0]).all()),
-            detail=f"{len(routed)} layers gave each of {tokens[0]:.0f} tokens {self.top_k} of "
-            f"{self.experts} experts; an expert took {share.min():.1%} to {share.max():.1%}",
+            active=whole and bool((tokens == tokens[0]).all()),
+            detail=f"{len(routed)} of {len(layers)} layers gave each of {tokens[0]:.0f} tokens "
+            f"{self.top_k} of {self.experts} experts; an expert took {share.min():.1%} to "
+            f"{share.max():.1%}",
             numbers={
                 "tokens": float(tokens[0]),
                 "smallest_share": float(share.min()),

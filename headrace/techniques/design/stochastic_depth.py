@@ -19,7 +19,15 @@ from pydantic import Field
 from torch import Tensor
 
 from headrace.core.ledger import Ledger
-from headrace.core.technique import Card, Context, Evidence, Stage, Supported, Technique
+from headrace.core.technique import (
+    Card,
+    Context,
+    Evidence,
+    Stage,
+    Supported,
+    Technique,
+    Unsupported,
+)
 from headrace.model.mask import Rows
 from headrace.sockets import Build, Forward
 
@@ -54,8 +62,12 @@ class StochasticDepth(Technique[Build]):
         source="arXiv 1603.09382",
     )
 
-    def supports(self, context: Context) -> Supported:
-        """Runs everywhere."""
+    def supports(self, context: Context) -> Supported | Unsupported:
+        """Runs everywhere; the first block always runs."""
+        if context.plan.model.layers == 1:
+            return Unsupported(
+                "the first block is never left out, and it is alone", "model.layers=2"
+            )
         return Supported()
 
     def rate_of(self, layer: int, layers: int) -> float:

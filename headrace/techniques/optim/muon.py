@@ -141,10 +141,12 @@ class Muon(Technique[Build]):
 
     def predict(self, ledger: Ledger) -> Ledger:
         """One state instead of two for the matrices of blocks; directions while they update."""
-        experts = ledger.sizes.get("experts", 0.0)  # not two-dimensional: with AdamW
-        one = 4 * (ledger.sizes["block_matrices"] - experts)
+        sizes = ledger.sizes
+        trained = sizes["block_matrices"] - sizes.get("experts", 0.0)  # with AdamW: not matrices
+        one = 4 * sizes.get("adapters", trained)  # beside which nothing is trained
         line = ledger.memory["optimizer"]
-        ledger = ledger.with_line("optimizer", replace(line, bytes=line.bytes - one))
+        mine = one / sizes.get("slices", 1.0)  # directions are made of whole matrices
+        ledger = ledger.with_line("optimizer", replace(line, bytes=line.bytes - mine))
         return ledger.with_line("directions", Line(COPIES * one, ("optimizer",)))
 
     def apply(self, build: Build) -> None:

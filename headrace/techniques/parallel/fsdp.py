@@ -89,7 +89,8 @@ class Fsdp(Technique[Build]):
         held = 2 if self.reshard else layers
         gathered = outside + held * 4 * ledger.sizes["block_matrices"] / layers
         gathered *= 0.5 if self.gather == "bf16" else 1.0
-        return ledger.with_line("gathered", Line(gathered, ("loss", "turn", "backward")))
+        ledger = ledger.with_line("gathered", Line(gathered, ("loss", "turn", "backward")))
+        return replace(ledger, sizes={**ledger.sizes, "slices": ranks})
 
     def apply(self, build: Build) -> None:
         """Shard each block, then the rest, as their weights become real."""

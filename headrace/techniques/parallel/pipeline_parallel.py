@@ -40,6 +40,8 @@ from headrace.parallel import pipeline
 from headrace.sockets import Build, Work, auxiliary_loss
 
 STATE_LINES = ("parameters", "gradients", "optimizer")
+INSIDE_SIZES = ("block_matrices", "experts", "adapters")
+"""Sizes that count numbers of all blocks."""
 END_LINES = ("final_norm", "logits", "head_cast", "head_gradients", "head_weight_gradient")
 
 
@@ -125,12 +127,14 @@ class PipelineParallel(Technique[Build]):
         whole = memory["parameters"].bytes
         ends = end * (1 if ledger.sizes["tied"] else 2)
         share = ((whole - ends) * here / layers + end * (first + last)) / whole
+        inside = "adapters" in ledger.sizes  # all that is trained is in blocks
         for name in STATE_LINES:
-            memory[name] = replace(memory[name], bytes=memory[name].bytes * share)
+            part = here / layers if inside and name != "parameters" else share
+            memory[name] = replace(memory[name], bytes=memory[name].bytes * part)
         for name in END_LINES if not last else ():
             memory.pop(name, None)
-        matrices = ledger.sizes["block_matrices"] * here / layers
-        sizes = {**ledger.sizes, "layers": here, "block_matrices": matrices}
+        sizes = {**ledger.sizes, "layers": here}
+        sizes |= {name: sizes[name] * here / layers for name in INSIDE_SIZES if name in sizes}
         return Ledger(memory, ledger.flops, sizes)
 
     def apply(self, build: Build) -> None:

@@ -66,7 +66,7 @@ INSIDE_LINES = (
 """Ledger lines of a block that are kept inside of attention and MLP."""
 INSIDE_SIZES = (
     "logits_per_token", "logits_fused", "block_matrices", "down_matrices", "embedding",
-    "attention_flops", "heads", "kv_heads", "ffn",
+    "attention_flops", "heads", "kv_heads", "ffn", "experts",
 )  # fmt: skip
 STATE_LINES = ("parameters", "gradients", "optimizer")
 

@@ -217,17 +217,20 @@ class Bf16Parameters(Technique[Build]):
         sizes = ledger.sizes
         matrices = [(rows, int(key.removeprefix("columns/"))) for key, rows in sizes.items()
                     if key.startswith("columns/")]  # fmt: skip
-        count = sum(rows * columns for rows, columns in matrices)
-        count -= 0 if sizes["on_gpu"] else sizes["tables"]
-        twice = sizes["embedding"] if sizes["tied"] and sizes["on_gpu"] else 0
+        trained = sum(rows * columns for rows, columns in matrices)
+        tables, adapts = 0 if sizes["on_gpu"] else sizes["tables"], "adapters" in sizes
+        held = trained + sizes.get("frozen", 0.0) - tables
+        trained -= 0 if adapts else tables
+        tied = sizes["tied"] and sizes["on_gpu"] and not adapts
+        summed = trained - (sizes["embedding"] if tied else 0)
         adds_up = sizes["micro_batches"] > 1 or sizes["shard_ranks"] > 1
         master = self.rounding == "master"
-        for name, each, change in (
-            ("parameters", 4, -2), ("gradients", 4, 0 if adds_up else -2),
-            ("optimizer", 8, 2 if master else 0), ("head_weight_gradient", 4, 0 if adds_up else -2),
+        for name, each, change, taken in (
+            ("parameters", 4, -2, held), ("gradients", 4, 0 if adds_up else -2, summed),
+            ("optimizer", 8, 2 if master else 0, trained),
+            ("head_weight_gradient", 4, 0 if adds_up else -2, trained),
         ):  # fmt: skip
             if (line := ledger.memory.get(name)) is not None:
-                taken = count - (twice if name == "gradients" else 0)
                 changed = line.bytes + change * min(taken, line.bytes / each)
                 ledger = ledger.with_line(name, replace(line, bytes=changed))
         casts = [n for n in ledger.memory if n == "head_cast" or n.endswith("/weight_cast")]
@@ -280,18 +283,20 @@ class Bf16Parameters(Technique[Build]):
         state: Mapping[Any, Mapping[str, Tensor]] = getattr(
             build.optimizers.get(self.name()), "state", {}
         )
-        rests = [state[p]["rest"] for p in low if "rest" in state.get(p, {})]
+        # A block that was left out of every step so far has had no gradient.
+        due = [p for p in low if p.grad is not None or state.get(p)]
+        rests = [state[p]["rest"] for p in due if "rest" in state.get(p, {})]
         kept = sum(int(rest.count_nonzero()) for rest in rests)
-        moved = sum("exp_avg" in state.get(p, {}) for p in low)
+        moved = sum("exp_avg" in state.get(p, {}) for p in due)
         count = sum(p.numel() for p in taken)
         held = sum(p.nbytes for p in taken) / max(1, count)
         grown = sum(t.nbytes for p in low for t in state.get(p, {}).values()) / max(1, count)
         how = f"{kept} of {count} weights have bits beyond" if rests else "rounded by chance"
-        whole = kept > 0 and len(rests) == len(taken) if self.rounding == "master" else not rests
+        whole = kept > 0 and len(rests) == len(due) if self.rounding == "master" else not rests
         launched = COUNTS[KERNEL] - build.notes[self.name()]
         whole = whole and (launched > 0) == self._is_fused(build.context)
         return Evidence(
-            active=0 < len(taken) == len(low) == moved and whole,
+            active=len(taken) == len(low) and 0 < len(due) == moved and whole,
             detail=f"{len(low)} of {len(taken)} matrices are bf16: {held:.2f} bytes a weight and "
             f"{grown:.2f} of state; {how}; {launched} updates were one kernel",
             numbers={"matrices": len(low), "bytes_per_weight": held, "state_bytes": grown,

@@ -66,8 +66,9 @@ def cut(micro: Micro, length: int) -> Micro:
 class SequenceLengthSchedule(Technique[Build]):
     """Begin with short rows and lengthen them: the same tokens, cheaper and steadier at first."""
 
-    start: int = Field(default=64, ge=1)
-    """Tokens of a row in the first step; it must divide data.sequence_length."""
+    start: int = Field(default=64, ge=2)
+    """Tokens of a row in the first step; it must divide data.sequence_length. One has none before
+    it, and attention nothing to learn."""
     until: float = Field(default=0.3, gt=0)
     """When rows are whole: at most 1 is a share of the schedule's steps, above it is a step."""
 
@@ -92,7 +93,7 @@ class SequenceLengthSchedule(Technique[Build]):
             return Supported()
         whole, name = plan.data.sequence_length, self.name()
         unit = 2 * plan.mesh.context if plan.mesh.context > 1 else 1
-        fits = [n for n in range(unit, whole, unit) if whole % n == 0]
+        fits = [n for n in range(unit, whole, unit) if whole % n == 0 and n > 1]
         if not fits:
             return Unsupported(
                 f"rows of data.sequence_length = {whole} tokens cannot be cut evenly"
