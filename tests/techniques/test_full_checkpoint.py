@@ -51,7 +51,11 @@ def test_chosen_blocks_run_again_once_per_micro_batch(
         (COMPILE,),
         (COMPILE, "techniques.torch_compile.scope=block"),
         (COMPILE, "techniques.mixture_of_experts.experts=4"),
-        (COMPILE, "techniques.chunked_mlp.chunk_tokens=5"),
+        pytest.param(
+            (COMPILE, "techniques.chunked_mlp.chunk_tokens=5"),
+            id="compiled-chunked",
+            marks=pytest.mark.slow,
+        ),
         (COMPILE, "techniques.torch_compile.scope=block", "techniques.stochastic_depth.rate=0.4"),
     ],
     ids=" ".join,

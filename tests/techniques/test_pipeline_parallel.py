@@ -26,7 +26,9 @@ def folders(corpus: Path, prepared_folder: Path) -> dict[str, str]:
     return {"corpus": str(corpus), "prepared": str(prepared_folder)}
 
 
-@pytest.mark.parametrize(("ranks", "chunks"), [(2, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "chunks"), [(2, 1), pytest.param(4, 1, marks=pytest.mark.slow), (2, 2)]
+)
 def test_stages_equal_one_process(
     zygote: Any, tmp_path: Path, folders: dict[str, str], ranks: int, chunks: int
 ) -> None:
