@@ -4,7 +4,9 @@ It is torch's convolution operator on [B, D, 1, S], features last in memory: the
 activations lie, so that nothing is transposed. There is a second reason. torch gives a depthwise
 convolution to cuDNN in that layout in every dtype; with features first (as `conv1d` lays out its
 input) it does so in fp16 alone, and otherwise takes a kernel of its own, of which there is one
-(ConvParams::use_cudnn_depthwise, aten/src/ATen/native/Convolution.cpp).
+(ConvParams::use_cudnn_depthwise, aten/src/ATen/native/Convolution.cpp). A compiler may give the
+dimension of size 1 a stride by which torch no longer knows that layout, so it sees one operation,
+from rows to rows, and the layout is made inside.
 
 No convolution operator knows of documents. Where they are masked each tap is a product of the row,
 shifted, and what it would read of another document is dropped: not multiplied by zero but not
@@ -13,12 +15,78 @@ taken, so that a document's numbers do not move with its neighbours'.
 Shapes: B rows, T tokens, S = K - 1 + T tokens with those before them, D features, K taps.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-CUDNN = "Cudnn"
-"""torch's name of the library that can choose among algorithms."""
+from headrace.kernels.autocast import compute_dtype
+from headrace.kernels.launches import COUNTS, since
+
+LAUNCH, CUDNN = "convolution by ", "Cudnn"
+"""How its launches are counted, and torch's name of the library that chooses among algorithms."""
+ONES, ZEROS = [1, 1], [0, 0]
+
+
+def libraries(before: Mapping[str, int]) -> dict[str, int]:
+    """The convolutions that each of torch's backends was given, by its name, less `before`."""
+    found = {name.removeprefix(LAUNCH): count for name, count in since({}, LAUNCH).items()}
+    return {name: n - before.get(name, 0) for name, n in found.items() if n > before.get(name, 0)}
+
+
+def laid_out(x_BSD: Tensor) -> Tensor:
+    """[B, D, 1, S] of the same memory, features last."""
+    return x_BSD.contiguous().unsqueeze(1).movedim(3, 1)
+
+
+@torch.library.custom_op("headrace::causal_convolution", mutates_args=())
+def convolution(x_BSD: Tensor, weight_D1K: Tensor) -> Tensor:
+    """y_t = sum over j of w_j x_(t + j), by feature; [B, S - K + 1, D], in the dtype of both."""
+    x_BD1S, weight = laid_out(x_BSD), weight_D1K.unsqueeze(2)
+    groups = weight.size(0)
+    backend = torch._C._select_conv_backend(
+        x_BD1S, weight, bias=None, stride=ONES, padding=ZEROS, dilation=ONES, transposed=False,
+        output_padding=ZEROS, groups=groups, bias_sizes=None,
+    )  # fmt: skip
+    COUNTS[LAUNCH + str(backend).rpartition(".")[2]] += 1
+    y_BD1T = torch.convolution(x_BD1S, weight, None, ONES, ZEROS, ONES, False, ZEROS, groups)
+    return y_BD1T.movedim(1, 3).squeeze(1).contiguous()
+
+
+@torch.library.custom_op("headrace::causal_convolution_backward", mutates_args=())
+def convolution_backward(
+    grad_BTD: Tensor, x_BSD: Tensor, weight_D1K: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of both from that of the result."""
+    weight = weight_D1K.unsqueeze(2)
+    x_BD1S, weight_, _ = torch.ops.aten.convolution_backward(
+        laid_out(grad_BTD), laid_out(x_BSD), weight, None, ONES, ZEROS, ONES, False, ZEROS,
+        weight.size(0), [True, True, False],
+    )  # fmt: skip
+    return x_BD1S.movedim(1, 3).squeeze(1).contiguous(), weight_.squeeze(2).contiguous()
+
+
+@convolution.register_fake
+def _(x_BSD: Tensor, weight_D1K: Tensor) -> Tensor:
+    B, S, D = x_BSD.shape
+    return x_BSD.new_empty(B, S - weight_D1K.size(2) + 1, D)
+
+
+@convolution_backward.register_fake
+def _(grad_BTD: Tensor, x_BSD: Tensor, weight_D1K: Tensor) -> tuple[Tensor, Tensor]:
+    return x_BSD.new_empty(x_BSD.shape), weight_D1K.new_empty(weight_D1K.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad_BTD: Tensor) -> tuple[Tensor, Tensor]:
+    return convolution_backward(grad_BTD, *ctx.saved_tensors)
+
+
+convolution.register_autograd(_backward, setup_context=_keep)
 
 
 class CausalConvolution(nn.Conv1d):
@@ -27,20 +95,14 @@ class CausalConvolution(nn.Conv1d):
     def __init__(self, features: int, taps: int) -> None:
         super().__init__(features, features, taps, groups=features, bias=False)
         self.taps = taps
-        self.launched: tuple[int, ...] = ()
-        """the shape that the operator took last, [B, D, 1, S]; empty before it is launched"""
-        self.read: torch.dtype | None = None
-        """and the dtype"""
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Every tap, whatever document it reads; returns [B, T, D].
 
         Sizes are the tensors': a rank may hold a part of the features.
         """
-        x_BD1S = x_BSD.transpose(1, 2).unsqueeze(2)
-        self.launched, self.read = tuple(x_BD1S.shape), x_BD1S.dtype
-        y_BD1T = F.conv2d(x_BD1S, self.weight.unsqueeze(2), groups=self.weight.size(0))
-        return y_BD1T.squeeze(2).transpose(1, 2)
+        dtype = compute_dtype(x_BSD)
+        return convolution(x_BSD.to(dtype), self.weight.to(dtype))
 
     def inside_documents(self, x_BSD: Tensor, positions_BT: Tensor) -> Tensor:
         """Only taps that read the token's own document, which its position tells; [B, T, D].
@@ -54,17 +116,3 @@ class CausalConvolution(nn.Conv1d):
             tap_BTD = x_BSD[:, last - back : last - back + T] * taps_KD[last - back]
             y_BTD = y_BTD + torch.where((positions_BT >= back)[..., None], tap_BTD, 0.0)
         return y_BTD
-
-    def library(self) -> str:
-        """Which of torch's backends takes what was launched last; empty before that."""
-        if not self.launched:
-            return ""
-        B, D, one, S = self.launched
-        device = self.weight.device
-        like = torch.empty(B, one, S, D, dtype=self.read, device=device).movedim(3, 1)
-        weight = torch.empty(D, 1, 1, self.taps, dtype=self.read, device=device)
-        found = torch._C._select_conv_backend(
-            like, weight, bias=None, stride=[1, 1], padding=[0, 0], dilation=[1, 1],
-            transposed=False, output_padding=[0, 0], groups=D, bias_sizes=None,
-        )  # fmt: skip
-        return str(found).rpartition(".")[2]

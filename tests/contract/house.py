@@ -67,7 +67,8 @@ BESIDE: Mapping[tuple[str, str], Mapping[str, Mapping[str, Any]]] = {
     ("compile_cache", "any"): {COMPILE: {"backend": "inductor"}},  # no other backend is kept
     ("cuda_graphs", "cuda"): {COMPILE: {}},
     ("cudnn_autotune", "cuda"): {"short_convolution": {}},
-    ("float8_linear", "cuda"): {MODEL: SIXTEENS},  # what the matrix units of 8 bits take
+    # Sizes that matrix units of 8 bits take, and weights that do not magnify what they round.
+    ("float8_linear", "cuda"): {MODEL: {**SIXTEENS, "init_std": 0.05}},
     ("fp16_loss_scaling", "cuda"): {MODEL: {"precision": "fp16"}},  # on a CPU exact in fp32
     ("memory_budget", "cpu"): {COMPILE: {"scope": "block"}},  # half of the time to trace
     ("memory_budget", "cuda"): {COMPILE: {}},
@@ -309,11 +310,14 @@ def build_of(plan: Plan, *, until: Stage = Stage.STEP) -> Build:
     return build
 
 
-def random_build(plan: Plan, *, nudged: float = 0.0) -> Build:
+def random_build(
+    plan: Plan, *, of: Mapping[str, Tensor] = MappingProxyType({}), nudged: float = 0.0
+) -> Build:
     """The build with every parameter off its starting value, so that all of them matter.
 
     Args:
         plan: the plan.
+        of: weights to take as they are, by name.
         nudged: and then moved by this share of itself, up or down.
     """
     build = build_of(plan)
@@ -324,6 +328,8 @@ def random_build(plan: Plan, *, nudged: float = 0.0) -> Build:
             draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             noise = torch.randn(parameter.shape, generator=draw)
             parameter.add_(0.1 * noise.to(parameter))
+            if name in of:
+                parameter.copy_(of[name])
             if nudged:
                 sign = torch.randn(parameter.shape, generator=draw).sign()
                 parameter.mul_(1 + nudged * sign.to(parameter))

@@ -18,11 +18,13 @@ the reference is the companion under plain conditions.
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import house
 import pytest
 from house import COMPILE, PACKING, SHAPES, Result, Technique, Variant
+from torch import Tensor
 
 from headrace.core.errors import ConfigError
 from headrace.core.technique import check_claims
@@ -140,10 +142,12 @@ def trunk(shape: str, ignored: bool, documents: bool, device: str, of: str) -> R
 
 
 def run_case(
-    case: dict[str, Any], *, alone: bool = False, nudged: float = 0.0, fp32: bool = False
-) -> tuple[Any, Result]:
+    case: dict[str, Any], *, alone: bool = False, nudged: float = 0.0, fp32: bool = False,
+    of: Mapping[str, Tensor] = MappingProxyType({}),
+) -> tuple[Any, Result, dict[str, Tensor]]:  # fmt: skip
     """Take a step; `alone` uncompiled on one whole micro-batch, in fp32 on the host, and without
-    what is exact."""
+    what is exact. From the weights `of` another run, which may hold some in bf16 that a host does
+    not. The third is what it began with."""
     variant, device = case["variant"], case["device"]
     given = {**case, "micro_rows": 0, "compile": None} if alone else case
     techniques = techniques_of(variant, given, device)
@@ -155,9 +159,10 @@ def run_case(
         device="cpu" if alone else device,
         model={**house.model_keys(variant.name, device), **asked},
     )  # fmt: skip
-    build = house.random_build(plan, nudged=nudged)
+    build = house.random_build(plan, of=of, nudged=nudged)
+    start = {name: p.detach().cpu().clone() for name, p in build.model.named_parameters()}
     rows = house.make_rows(SHAPES[case["shape"]]["vocab"], ignored=case["ignored"])
-    return build, house.take_step(build, rows)
+    return build, house.take_step(build, rows), start
 
 
 def runs_in_fp32(case: dict[str, Any]) -> bool:
@@ -181,7 +186,7 @@ def assert_same_weights(
 
 
 def test_gradients_equal_the_reference(case: dict[str, Any]) -> None:
-    build, found = run_case(case)
+    build, found, start = run_case(case)
     technique = build.plan.techniques[case["variant"].name]
     band = house.BANDS.get(build.context.precision)
     if not any(p.grad is not None for p in build.model.parameters()):
@@ -202,10 +207,10 @@ def test_gradients_equal_the_reference(case: dict[str, Any]) -> None:
         house.assert_equal(found, right, band=technique.band + (band or 0.0))
         if house.refusal(case["variant"], "cpu"):  # a GPU's own rounding, which no host repeats
             return
-    _, wanted = run_case(case, alone=True)
+    wanted = run_case(case, alone=True, of=start)[1]
 
     def nudged(unit: float) -> Result:
-        return run_case(case, alone=True, nudged=unit)[1]
+        return run_case(case, alone=True, of=start, nudged=unit)[1]
 
     could = band is not None and learns and runs_in_fp32(case)
     if could and house.rounding(wanted, nudged, half=True) > house.BAND_BF16:

@@ -294,14 +294,20 @@ def product(into: Any, a: Any, b: Any, **kwargs: Any) -> int:
     return 2 * a[0] * a[1] * b[1]
 
 
-def filtered_backward(grad: Any, x: Any, weight: Any, *args: Any, **kwargs: Any) -> int:
+def filtered(x: Any, weight: Any, **kwargs: Any) -> int:
+    rows, tokens, _ = x
+    return 2 * prod(weight) * rows * (tokens - weight[2] + 1)
+
+
+def filtered_backward(grad: Any, x: Any, weight: Any, **kwargs: Any) -> int:
     """Each of its two products is as large as the forward one."""
-    return 2 * 2 * prod(weight) * grad[0] * prod(grad[2:])
+    return 2 * filtered(x, weight)
 
 
-UNCOUNTED = {  # by torch's own registry, or, as filters of one feature each, counted features-fold
+UNCOUNTED = {  # by torch's own registry
     torch.ops.aten.addmm_: product,
-    torch.ops.aten.convolution_backward: filtered_backward,
+    torch.ops.headrace.causal_convolution: filtered,
+    torch.ops.headrace.causal_convolution_backward: filtered_backward,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: whole_attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: whole_attention_backward,
 }

@@ -11,8 +11,9 @@ from torch.profiler import ProfilerActivity, profile
 from headrace.core.errors import UnsupportedError
 from headrace.core.technique import Context, Supported, Unsupported
 from headrace.filled import check_active
-from headrace.model.convolution import CUDNN, CausalConvolution
+from headrace.model.convolution import CUDNN
 from headrace.sockets import Build
+from headrace.techniques.compile import cudnn_autotune
 from headrace.techniques.compile.cudnn_autotune import CudnnAutotune, timed_algorithms
 from headrace.train import step
 
@@ -56,13 +57,13 @@ def test_is_in_force_where_cudnn_convolves_under_the_flag(
     technique.apply(build)
     take_steps(build)
     found = technique.active(build)
-    assert not found.active and found.numbers == {"steps": 1, "launched": 1, "shapes": 1}
-    monkeypatch.setattr(CausalConvolution, "library", lambda conv: CUDNN if conv.launched else "")
+    assert not found.active and found.numbers == {"steps": 1, "launched": 1}
+    monkeypatch.setattr(cudnn_autotune, "libraries", lambda before: {CUDNN: 1})
     assert technique.active(build).active
-    for module in build.model.modules():
-        if isinstance(module, CausalConvolution):
-            module.launched = ()
-    assert not technique.active(build).active
+    for others in ({}, {CUDNN: 1, "CudaDepthwise2d": 1}):
+        monkeypatch.setattr(cudnn_autotune, "libraries", lambda before, found=others: found)
+        assert not technique.active(build).active
+    monkeypatch.setattr(cudnn_autotune, "libraries", lambda before: {CUDNN: 1})
     flags, build.runtime = build.runtime, []
     take_steps(build)
     build.runtime = flags

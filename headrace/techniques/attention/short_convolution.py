@@ -39,7 +39,7 @@ from headrace.core.technique import (
 )
 from headrace.core.work import Phase, Work
 from headrace.model.attention import Shared
-from headrace.model.convolution import CausalConvolution
+from headrace.model.convolution import CausalConvolution, libraries
 from headrace.model.count import FP32, held_in
 from headrace.model.mask import MaskSpec
 from headrace.sockets import Build
@@ -251,6 +251,7 @@ class ShortConvolution(Technique[Build]):
             drawn = value / build.config.init_std  # normal; its distribution function is uniform
             return torch.special.ndtr(drawn).mul(2).sub(1) * self.taps**-0.5
 
+        build.notes[self.name()] = libraries({})
         build.parts.mixer, build.source = mixer, with_filters
         build.runtime.append(whole_fp32)
 
@@ -262,11 +263,11 @@ class ShortConvolution(Technique[Build]):
             return Evidence(None, "this rank holds no block with a convolution")
         tokens = min(getattr(mixer, "mixed", 0) for mixer in here)
         taps = {mixer.conv.taps for mixer in here if isinstance(mixer, GatedConvolution)}
-        operator = [m.conv for m in here if isinstance(m, GatedConvolution) and m.conv.launched]
-        how = f"{operator[0].library()}'s convolution" if operator else "products of each tap"
+        launched = libraries(build.notes[self.name()])
+        how = f"convolutions of {' and '.join(launched)}" if launched else "products of each tap"
         return Evidence(
             active=tokens > 0 and taps == {self.taps},
             detail=f"{len(here)} of {len(blocks)} layers mixed {tokens} tokens by filters of "
             f"{self.taps} taps: {how}",
-            numbers={"layers": len(here), "tokens": tokens, "launched": len(operator)},
+            numbers={"layers": len(here), "tokens": tokens, "launched": sum(launched.values())},
         )

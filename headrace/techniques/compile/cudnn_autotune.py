@@ -7,10 +7,10 @@ heuristic's list (`torch.backends.cudnn.benchmark_limit`), and each may ask for 
 
 There is nothing to choose where nothing is a convolution, or where torch computes it by a kernel of
 its own, as it does depthwise convolutions in bf16 and fp32 whose features come first. So evidence
-is the flag as it stood while the run's steps ran, the convolutions that they launched, and the
-library that torch gives those shapes to. Results may differ in their last digits from one run to
-the next, as another algorithm wins. Left out: the choice of attention's backend, which cuDNN makes
-by heuristic alone. Source: docs.pytorch.org, torch.backends.cudnn.benchmark.
+is the flag as it stood while the run's steps ran, and the library that torch gave each of their
+convolutions to. Results may differ in their last digits from one run to the next, as another
+algorithm wins. Left out: the choice of attention's backend, which cuDNN makes by heuristic alone.
+Source: docs.pytorch.org, torch.backends.cudnn.benchmark.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
-from headrace.model.convolution import CUDNN, CausalConvolution
+from headrace.model.convolution import CUDNN, CausalConvolution, libraries
 from headrace.sockets import Build
 
 CONVOLVING, MASKING = "short_convolution", "document_packing"
@@ -95,7 +95,7 @@ class CudnnAutotune(Technique[Build]):
     def apply(self, build: Build) -> None:
         """One flag of the process, and a look at it in each step."""
         seen: dict[str, int] = {"timed": 0, "plain": 0}
-        build.notes[self.name()] = seen
+        build.notes[self.name()] = {"seen": seen, "before": libraries({})}
 
         def look(build: Build, finite: Tensor) -> None:
             seen["timed" if torch.backends.cudnn.benchmark else "plain"] += 1
@@ -105,16 +105,14 @@ class CudnnAutotune(Technique[Build]):
 
     def active(self, build: Build) -> Evidence:
         """Steps under the flag, and what the run's convolutions were launched with."""
-        seen: dict[str, Any] = build.notes[self.name()]
+        noted: dict[str, Any] = build.notes[self.name()]
+        seen, launched = noted["seen"], libraries(noted["before"])
         here = [m for m in build.model.modules() if isinstance(m, CausalConvolution)]
-        launched = [m for m in here if m.launched]
-        libraries = sorted({m.library() for m in launched})
         steps = f"{seen['timed']} of {seen['timed'] + seen['plain']} steps ran under the flag"
         timed = seen["timed"] > 0 == seen["plain"]
-        shapes = {m.launched for m in launched}
+        how = " and ".join(f"{count} by {name}" for name, count in launched.items())
         return Evidence(
-            active=None if timed and not here else timed and libraries == [CUDNN],
-            detail=f"{steps}; {len(launched)} of {len(here)} convolutions were launched, on "
-            f"{len(shapes)} shapes, by {' and '.join(libraries) or 'nothing'}",
-            numbers={"steps": seen["timed"], "launched": len(launched), "shapes": len(shapes)},
+            active=None if timed and not here else timed and [*launched] == [CUDNN],
+            detail=f"{steps}; convolutions launched: {how or 'none'}",
+            numbers={"steps": seen["timed"], "launched": sum(launched.values())},
         )

@@ -56,6 +56,7 @@ OPERATIONS: dict[str, Operation] = {
     "aten::_scaled_grouped_mm_v2": "grouped_mm",
     "headrace::looped_linear": "grouped_mm",
     "aten::convolution": "convolution",
+    "headrace::causal_convolution": "convolution",
 }
 """torch's name of an operation -> ours; attention goes by its name, see `operation_of`."""
 MATMULS: frozenset[Operation] = frozenset(OPERATIONS.values())
