@@ -3,11 +3,14 @@
 It discovers the techniques, reads the plan with them, calls train, then writes findings and report.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
+from typer.core import TyperGroup
 
 from headrace import loop
 from headrace import train as trainer
@@ -44,7 +47,44 @@ from headrace.run_folder import RunFolder
 from headrace.sample import generate
 from headrace.terminal import console, exit_codes, make_progress, show_json, show_table, started_as
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+UsageError: Any = typer.BadParameter.__base__
+"""What typer raises where no verb takes the command line; it gives only this child a name."""
+
+
+class Verbs(TyperGroup):
+    """The verbs. With --json a command line that none of them takes is told as JSON, too."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        """What stands before the verb."""
+        ctx.meta["json"] = "--json" in args
+        with _usage(ctx):
+            return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: typer.Context) -> Any:
+        """The verb, once it takes what stands behind it."""
+        with _usage(ctx):
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _usage(ctx: typer.Context) -> Iterator[None]:
+    """With --json, an error of usage as one of ours; without, typer shows it."""
+    try:
+        yield
+    except UsageError as error:
+        if not ctx.meta["json"]:
+            raise
+        where = error.ctx or ctx
+        remedy = f"{where.command_path} --help"
+        if where.parent is None:
+            remedy = f"{where.command_path} VERB ... --json; {remedy} has the verbs"
+        with exit_codes(as_json=True):
+            raise ConfigError(error.format_message(), remedy) from None
+
+
+app = typer.Typer(
+    cls=Verbs, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+)
 data_app = typer.Typer(no_args_is_help=True, help="Prepare data.")
 app.add_typer(data_app, name="data")
 
@@ -166,6 +206,10 @@ def sample(
 ) -> None:  # fmt: skip
     """Continue a prompt with a trained run."""
     with exit_codes(json):
+        if prompt != (text := prompt.encode(errors="replace").decode()):
+            raise ConfigError(f"the prompt is not UTF-8: {prompt!a}", f"--prompt {text!r}")
+        if not -(2**63) <= seed < 2**63:
+            raise ConfigError("--seed takes whole numbers of 64 bits", f"--seed {2**63 - 1}")
         build = open_model(resolve_run(run), catalogue(), checkpoint=checkpoint)
         text = _generate(
             build, prompt, new_tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p,

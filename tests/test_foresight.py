@@ -238,7 +238,8 @@ def test_a_run_sets_the_model_for_other_plans(tmp_path: Path) -> None:
     rows = [{"step_s": 9.0, "compile_s": 0.0}, {"step_s": 0.0, "compile_s": 5.0},
             *({"step_s": s, "compile_s": 0.0} for s in steps)]  # fmt: skip
     lines = "".join(json.dumps(r) + "\n" for r in rows)
-    (tmp_path / "metrics.jsonl").write_text(lines + '{"step_s": 0.')  # which is being written
+    odd = '[]\n{"step_s": "0.1"}\n{"step_s": NaN}\n{"step_s": -1}\n{"step_s": null}\n'
+    (tmp_path / "metrics.jsonl").write_text(lines + odd + '{"step_s": 0.')  # is being written
     found = after(tmp_path, catalogue(), context, H200)
     same = foresee(plan, context, H200, found)
     assert same.step_s == pytest.approx(1.2 * before.step_s) and found.steps == 20

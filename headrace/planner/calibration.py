@@ -7,6 +7,7 @@ none. A plan whose kernels differ wholly from the measured one's has another res
 """
 
 import json
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -49,7 +50,7 @@ class Measured:
             ConfigError: it has no steady steps.
         """
         rows = [r for r in _rows(folder / "metrics.jsonl") if not r.get("compile_s")]
-        rows = [r for r in rows[1:] if r.get("step_s")][-ENOUGH:]
+        rows = [r for r in rows[1:] if 0 < r.get("step_s", 0.0) < math.inf][-ENOUGH:]
         if len(rows) >= 3:
             phases = {
                 p: median(r[f"{p}_s"] for r in rows)
@@ -157,10 +158,14 @@ def check_device(run: Path, device: str, name: str) -> None:
 
 
 def _rows(file: Path) -> list[dict[str, float]]:
-    """A run's rows; a line that is still being written, or that a kill cut short, is none."""
+    """The numbers of a run's rows; a line that is being written, or was cut short, is none."""
     lines = file.read_text(errors="replace").splitlines() if file.is_file() else []
     rows = []
     for line in lines:
         with suppress(ValueError):
             rows.append(json.loads(line))
-    return [row for row in rows if isinstance(row, dict)]
+    return [
+        {key: value for key, value in row.items() if isinstance(value, (int, float))}
+        for row in rows
+        if isinstance(row, dict)
+    ]

@@ -178,7 +178,8 @@ def calibrated(plan: Plan, context: Context, machine: Machine, measured: Measure
     if time is None:
         raise UnsupportedError(
             f"{plan.name} cannot calibrate other plans: its own time is not predicted: {unknown}",
-            "a plan of techniques that say what they do to time",
+            "headrace plan PLAN without --after, or --after a run in bf16 or fp16 on one GPU, of "
+            "techniques that say what they do to a step's time",
         )
     found = Calibration.of(time, measured, plan.name)
     return replace(found, workload=workload(plan, context, ledger))

@@ -41,7 +41,7 @@ def call(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     monkeypatch.chdir(workshop)
 
     def run(*argv: str, code: int = 0) -> Any:
-        ended = CliRunner().invoke(app, [*argv, "--json"])
+        ended = CliRunner().invoke(app, [*argv, "--json"], prog_name="headrace")
         assert ended.exit_code == code, ended.output
         return json.loads(ended.stdout)
 
@@ -54,7 +54,7 @@ def say(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[
     monkeypatch.chdir(workshop)
 
     def run(*argv: str, code: int = 0) -> tuple[str, str]:
-        ended = CliRunner().invoke(app, list(argv))
+        ended = CliRunner().invoke(app, list(argv), prog_name="headrace")
         assert ended.exit_code == code, ended.output
         return ended.stdout, ended.stderr
 

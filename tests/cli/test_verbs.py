@@ -76,6 +76,17 @@ def test_sample_continues_the_prompt(say: Callable[..., tuple[str, str]]) -> Non
     assert out.startswith("river")
 
 
+def test_a_prompt_of_other_bytes_is_one_message_and_2(call: Callable[..., Any]) -> None:
+    told = call("sample", "demo", "--prompt", "caf\udce9", code=2)
+    assert "not UTF-8" in told["error"] and told["remedy"] == "--prompt 'caf?'"
+
+
+def test_a_seed_of_more_than_64_bits_is_one_message_and_2(call: Callable[..., Any]) -> None:
+    told = call("sample", "demo", "--seed", "9" * 30, code=2)
+    assert "64 bits" in told["error"] and told["remedy"] == f"--seed {2**63 - 1}"
+    assert call("sample", "demo", "--seed", told["remedy"].split()[1], "--tokens", "2")["text"]
+
+
 def test_list_has_every_technique_family_and_recipe(call: Callable[..., Any]) -> None:
     known = headrace.cli.catalogue()
     assert [row["technique"] for row in call("list")] == list(known.techniques)
@@ -196,6 +207,34 @@ def test_a_wrong_plan_is_one_message_and_2(
     assert out == "" and "error:" in error and "Traceback" not in error
 
 
+USAGE_MISTAKES = [
+    (("plan", "demo", "--foo"), "--foo", "headrace plan --help"),
+    (("plan",), "Missing argument", "headrace plan --help"),
+    (("export", "demo"), "--to", "headrace export --help"),
+    (("sample", "demo", "--tokens", "many"), "'--tokens'", "headrace sample --help"),
+    (("sample", "demo", "--tokens", "0"), "'--tokens'", "headrace sample --help"),
+    (("plan", "demo", "--for", "beauty"), "beauty", "headrace plan --help"),
+    (("data", "ingest", "--foo"), "--foo", "headrace data ingest --help"),
+    (("data", "digest"), "digest", "headrace data --help"),
+    (("pln",), "'plan'", "headrace --help"),
+    (("--foo",), "--foo", "headrace --help"),
+    ((), "--json", "headrace VERB ... --json"),
+]
+
+
+@pytest.mark.parametrize(("argv", "found", "works"), USAGE_MISTAKES)
+def test_a_wrong_command_line_is_one_message_and_2(
+    argv: tuple[str, ...], found: str, works: str,
+    call: Callable[..., Any], say: Callable[..., tuple[str, str]],
+) -> None:  # fmt: skip
+    """As JSON with --json, and else in the words of typer."""
+    told = call(*argv, code=2)
+    assert set(told) == {"error", "remedy", "exit_code"} and told["exit_code"] == 2
+    assert found in told["error"] and works in told["remedy"]
+    out, error = say(*argv, code=2)
+    assert "Usage: headrace" in (error if argv else out) and '{"error"' not in out + error
+
+
 @pytest.mark.parametrize("verb", ["eval", "sample", "report", "doctor"])
 def test_an_unknown_run_names_the_nearest_and_2(verb: str, call: Callable[..., Any]) -> None:
     told = call(verb, "dmeo", code=2)
@@ -218,6 +257,16 @@ def test_what_is_not_supported_here_is_3(call: Callable[..., Any], tiny_demo: li
     assert "NVIDIA" in told["error"] and "--without cudnn_attention" in told["remedy"]
     absent = "cuda" if not torch.cuda.is_available() else "mps"
     assert "finds none here" in call("train", *tiny_demo, f"device={absent}", code=3)["error"]
+
+
+def test_a_run_in_fp32_on_a_cpu_calibrates_nothing_and_says_what_works(
+    call: Callable[..., Any], tiny_demo: list[str]
+) -> None:
+    told = call("plan", *tiny_demo, "--after", "demo", code=3)
+    assert "not in fp32 on cpu" in told["error"]
+    assert all(word in told["remedy"] for word in ("without --after", "bf16 or fp16 on one GPU"))
+    found = call("plan", *tiny_demo)
+    assert found["peak_bytes"] > 0 and found["fits"] == "yes" and "fp32" in found["unknown"]
 
 
 def test_a_run_that_fails_is_1(

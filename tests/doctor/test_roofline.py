@@ -78,6 +78,30 @@ def test_bandwidth_is_named_by_bytes_not_by_names(tmp_path: Path) -> None:
     assert machine_of("A brick") is None
 
 
+DEEP: list[Any] = [1]
+for _ in range(900):
+    DEEP = [DEEP]
+NO_SHAPES = [
+    [[-M, K], [K, N]], [[0, 0], [0, 0]], [[10**200] * 2] * 2, [[10**30, K], [K, 10**30]],
+    [[float("inf"), K], [K, N]], [["a", "b"]] * 2, [None, None], [{"a": 1}] * 2, [[1]], [], [DEEP],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["aten::mm", "aten::add", "aten::_flash_attention_forward"])
+@pytest.mark.parametrize("dims", NO_SHAPES, ids=lambda dims: repr(dims)[:20])
+def test_shapes_that_no_tensor_has_tell_nothing(name: str, dims: list[Any], tmp_path: Path) -> None:
+    """Beside them real ones tell what they tell alone."""
+    kernel, odd = (GEMM, BEST_US * 1.05, MM), (name, dims, [BF16] * len(dims))
+    path = trace(tmp_path / "t.json", kernel, (GEMM, BEST_US, odd))
+    (rank,) = measure_traces([path]).ranks
+    (alone,) = measure_traces([trace(tmp_path / "one.json", kernel)]).ranks
+    assert rank.roof is not None and alone.roof is not None
+    assert rank.roof.products_s == pytest.approx(alone.roof.products_s)
+    assert (rank.roof.attention_s, rank.roof.moved_s) == (0, 0)
+    (found,) = diagnose_trace([path])
+    assert found.bottleneck == "computation" and "95% of their shapes' best" in found.evidence
+
+
 def test_operations_of_many_kinds() -> None:
     roof, none = Roof(H200), []
     lists = [[[10], [20]], [[10], [20]], [[10], [20]], [[10], [20]]]

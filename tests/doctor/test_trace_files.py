@@ -2,16 +2,19 @@
 
 import gzip
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from recorded import Recorder
-from test_trace import healthy, record, slow_loader
+from test_trace import healthy, item_in_every_layer, record, slow_loader
 from torch.utils.data import DataLoader
 
 from headrace.core.errors import ConfigError
 from headrace.doctor.trace import ABSTAINED, diagnose_trace
+from headrace.doctor.trace.host import host_families
 from headrace.doctor.trace.ranks import measure_traces
 
 
@@ -70,6 +73,45 @@ def _other_trace(path: Path) -> None:
     path.write_text('[{"ph": "X", "cat": "net", "name": "GET", "ts": 1, "dur": 2}]')
 
 
+def _other_categories(path: Path) -> None:
+    event = {"ph": "X", "name": "GET", "ts": 1, "dur": 2}
+    names = ["!\ud800\x1b[31m", "#" * 99, *map(str, range(20))]
+    path.write_text(json.dumps([{**event, "cat": name} for name in names]))
+
+
+def _begin_and_end(path: Path) -> None:
+    path.write_text('[{"ph": "B", "cat": "kernel", "name": "GET", "ts": 1}]')
+
+
+def _empty(path: Path) -> None:
+    path.write_text(" \n")
+
+
+def _page(path: Path) -> None:
+    path.write_text("<html></html>")
+
+
+def _binary(path: Path) -> None:
+    path.write_bytes(bytes(range(255, 0, -1)))
+
+
+def _deep(path: Path) -> None:
+    path.write_text("[" * 100_000 + "]" * 100_000)
+
+
+def _many_digits(path: Path) -> None:
+    path.write_text('{"traceEvents": [' + "9" * 5000 + "]}")
+
+
+def _no_gzip(path: Path) -> None:
+    path.write_bytes(b"\x1f\x8bnothing")
+
+
+def _in_a_run(path: Path) -> None:
+    _other_json(path)
+    (path.parent / "plan.toml").touch()
+
+
 @pytest.mark.parametrize(
     ("harm", "says"),
     [
@@ -78,6 +120,15 @@ def _other_trace(path: Path) -> None:
         (_cut_gzip, "cannot be read"),
         (_other_json, "no list 'traceEvents'"),
         (_other_trace, "its categories: net"),
+        (_other_categories, r"categories: !\?\?\[31m, #{57}\.\.\., 0, .* and 14 more"),
+        (_begin_and_end, "no event of torch.profiler .ph 'X'.; its categories: none"),
+        (_empty, "is empty"),
+        (_page, "is no JSON: it begins with '<html>"),
+        (_binary, "is no JSON: it begins with"),
+        (_deep, "lists in lists too deep"),
+        (_many_digits, "a number of more digits than are read"),
+        (_no_gzip, "cannot be read"),
+        (_in_a_run, "no list 'traceEvents'"),
     ],
 )
 def test_a_broken_file_is_one_clear_error(harm, says: str, tmp_path: Path) -> None:
@@ -85,7 +136,9 @@ def test_a_broken_file_is_one_clear_error(harm, says: str, tmp_path: Path) -> No
     harm(path)
     with pytest.raises(ConfigError, match=says) as caught:
         diagnose_trace([path])
-    assert "t.json" in caught.value.message and caught.value.remedy
+    assert "t.json" in caught.value.message and caught.value.message.isprintable()
+    right = str(tmp_path) if harm is _in_a_run else "record|with|give|torch.profiler"
+    assert re.search(right, caught.value.remedy)
 
 
 def test_known_faults_of_kineto_are_mended(tmp_path: Path) -> None:
@@ -110,3 +163,102 @@ def test_events_that_are_odd_are_left_out(tmp_path: Path) -> None:
     made.events += [*odd, {"ph": "M", "name": "process_name", "args": {"name": "python"}}]
     (first,) = diagnose_trace([made.write(tmp_path / "t.json")])
     assert first.bottleneck == "input"
+
+
+NO_TIMES = [
+    {"dur": -1}, {"dur": 1e308}, {"dur": float("inf")}, {"dur": float("nan")}, {"dur": "12"},
+    {"dur": None}, {"dur": True}, {"dur": [1]}, {"dur": 10**400}, {"ts": 1e308},
+    {"ts": float("nan")}, {"ts": float("-inf")}, {"ts": 10**400}, {"ts": -1e12}, {"ts": 5e12},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("new", NO_TIMES, ids=str)
+def test_times_that_no_clock_tells_are_left_out_and_told(
+    new: dict[str, Any], tmp_path: Path
+) -> None:
+    """Of one kernel: what is left tells the same, less surely. Of all: nothing is told."""
+    whole = json.loads(record(tmp_path / "t.json", slow_loader, 0.3).read_text())
+    kernels = [e for e in whole["traceEvents"] if e["cat"] == "kernel"]
+    kernels[len(kernels) // 2].update(new)
+    (tmp_path / "one.json").write_text(json.dumps(whole))
+    (one,) = diagnose_trace([tmp_path / "one.json"])
+    assert one.bottleneck == "input" and one.share == pytest.approx(0.3, rel=0.1)
+    assert one.confidence == "inferred" and "times: 1" in one.not_measured
+    for kernel in kernels:
+        kernel.update(new)
+    (tmp_path / "all.json").write_text(json.dumps(whole))
+    (none,) = diagnose_trace([tmp_path / "all.json"])
+    assert none.bottleneck == ABSTAINED and none.share == 0
+    assert "whose time can be read" in none.sentence and f"times: {len(kernels)}" in none.evidence
+
+
+@pytest.mark.parametrize("odd", [[1], {"a": 1}, None, float("nan"), "7", 10**400], ids=str)
+def test_odd_names_of_streams_devices_and_ranks_are_names(odd: Any, tmp_path: Path) -> None:
+    made = Recorder()
+    for _ in range(4):
+        slow_loader(made, 0.2)
+        made.end_step()
+    for event in made.events:
+        event["pid"] = event["tid"] = odd
+        for key in ("stream", "device", "Process Group Ranks"):
+            event["args"][key] = odd
+    cards, told = [{"name": odd, "computeMajor": odd}, odd], {"rank": odd, "world_size": odd}
+    path = made.write(tmp_path / "t.json", deviceProperties=cards, distributedInfo=told)
+    (first,) = diagnose_trace([path])
+    assert first.bottleneck == "input" and first.share == pytest.approx(0.2, rel=0.1)
+    assert measure_traces([path]).ranks[0].rank == 0
+
+
+def test_what_a_finding_repeats_of_a_trace_is_short_and_printable(tmp_path: Path) -> None:
+    path = record(tmp_path / f"a{chr(0xDCFF)}.json", item_in_every_layer, 0.3)
+    whole = json.loads(path.read_text())
+    for event in whole["traceEvents"]:
+        if "Synchronize" in event["name"]:
+            event["name"] = f"{chr(0xD800)}{chr(27)}[31m{'x' * 9999}Synchronize"
+        if "Profiler" in event["name"]:
+            event["name"] += "9" * 5000 if event["name"].endswith("3") else ""
+    path.write_text(json.dumps(whole))
+    found = diagnose_trace([path, record(tmp_path / "cpu.json", healthy, steps=0)])
+    told = [f"{f.sentence} {f.evidence} {f.not_measured}" for f in found]
+    assert found[0].bottleneck == "launch" and all(map(str.isprintable, told))
+    assert max(map(len, told)) < 999
+
+
+def test_a_mark_before_the_text_is_read_over(tmp_path: Path) -> None:
+    path = record(tmp_path / "t.json", slow_loader, 0.2)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert diagnose_trace([path])[0].bottleneck == "input"
+
+
+def test_files_that_tell_no_rank_take_the_numbers_that_are_left(tmp_path: Path) -> None:
+    """In any order; and a file that is given twice is no second rank."""
+    paths = []
+    for name, rank in (("named.json", 1), ("a.json", None), ("b.json", None)):
+        made = Recorder(rank, 3)
+        for _ in range(4):
+            slow_loader(made, 0.2)
+            made.end_step()
+        paths.append(made.write(tmp_path / name))
+    assert [r.rank for r in measure_traces(paths).ranks] == [1, 0, 2]
+    assert [r.rank for r in measure_traces(paths[::-1]).ranks] == [0, 2, 1]
+    with pytest.raises(ConfigError, match="given twice"):
+        measure_traces([paths[1], paths[1]])
+
+
+def test_a_rank_without_a_device_is_told(tmp_path: Path) -> None:
+    made = Recorder(1, 2)
+    made.away(5, "aten::mm", "cpu_op")
+    paths = [record(tmp_path / "rank0.json", slow_loader, 0.2), made.write(tmp_path / "cpu.json")]
+    (first,) = diagnose_trace(paths)
+    assert first.bottleneck == "input" and "cpu.json: no step" in first.not_measured
+
+
+@pytest.mark.parametrize("odd", [float("nan"), -1, 1e308, "5", 10**400], ids=str)
+def test_the_split_of_a_cpu_stands_on_times_alone(odd: Any, tmp_path: Path) -> None:
+    mm = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": [1], "ts": 0, "dur": 10}
+    add = {**mm, "name": "aten::add", "ts": 5, "dur": 15}  # another tool's, half inside
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps([mm, add]))
+    assert host_families(path) == pytest.approx({"elementwise": 0.75, "products": 0.25})
+    path.write_text(json.dumps([mm, {**add, "dur": odd}]))
+    assert host_families(path) == {} and diagnose_trace([path])[0].bottleneck == ABSTAINED

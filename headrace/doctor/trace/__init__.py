@@ -86,10 +86,13 @@ def _finding(
     gain = f"Without it a step is at most {share / max(1 - share, 1e-9):.0%} faster."
     window = f"{min(steps)} steps of {format_seconds(numbers.step_s())}"
     window += f" on each of {len(steps)} ranks" if len(steps) > 1 else ""
-    less = () if many else (f"steps enough: {FEW_STEPS + 1} or more",)
+    less = [] if many else [f"steps enough: {FEW_STEPS + 1} or more"]
+    odd = _notes(numbers, "left out")
+    less += [*odd, *(f"{r.path}: no step of it on a device" for r in numbers.ranks if not r.steps)]
     return Finding(
         name, share, f"{sentence} {gain}", f"{evidence}; {window}",
-        "measured" if sure and many else "inferred", "; ".join(dict.fromkeys([*missing, *less])),
+        "measured" if sure and many and not odd else "inferred",
+        "; ".join(dict.fromkeys([*missing, *less])),
     )  # fmt: skip
 
 
@@ -113,14 +116,17 @@ def _unmeasured(numbers: TraceNumbers) -> Finding | None:
     if any(rank.steps for rank in numbers.ranks):
         return None
     first = max(numbers.ranks, key=lambda rank: rank.events)
+    odd = _notes(numbers, "left out")
     if not first.events:
         why = "The trace holds no event of a device: there is no device time to judge."
+        if odd:
+            why = "The trace holds no event of a device whose time can be read."
         missing = f"everything of the device; record with {RECORD}"
     else:
         why = "The trace holds fewer than two steps that follow each other, marked and launched."
         missing = f"steps; call prof.step() after each and record with {RECORD}"
     evidence = f"{first.path}: {first.events} events of the device, {first.marks} steps marked"
-    return Finding(ABSTAINED, 0.0, why, evidence, "measured", missing)
+    return Finding(ABSTAINED, 0.0, why, "; ".join([evidence, *odd]), "measured", missing)
 
 
 def _launch(numbers: TraceNumbers) -> Finding | None:

@@ -3,7 +3,8 @@
 A trace is data: json reads it and nothing of it runs. Of each event only what the doctor needs is
 kept, as the file is read, so that memory is two to three times the text's; flows, Python frames and
 most operations are counted and dropped. Times stay in microseconds, `_us`, on the file's own clock.
-Categories changed their names between versions ("Kernel", "kernel"); both are read.
+Categories changed their names between versions ("Kernel", "kernel"); both are read. Events whose
+times no clock can have told are left out and counted.
 """
 
 import gzip
@@ -41,9 +42,17 @@ ALLOCATOR = re.compile(
 LOADER = re.compile(
     r"enumerate\(DataLoader\)|data_?loader|data_iter|data_wait|(get|next|load|fetch)_batch", re.I
 )
-STEP = re.compile(r"^ProfilerStep#(\d+)$")
+STEP = re.compile(r"^ProfilerStep#(\d{1,15})$")
 OPTIMIZER = "Optimizer.step#"
 RANK = re.compile(r"rank[-_]?(\d+)", re.I)
+
+LAST_US, LONGEST_US = 2.0**53, 86_400e6
+"""from here on floats do not tell microseconds apart; and a day, which no event of a step takes"""
+APART_US = 600e6
+"""no queue holds a launch for ten minutes, and no two clocks of one trace are so far apart"""
+MOST_RANKS = 2**31
+SHOWN, LISTED = 60, 8
+"""letters of a name, and names, that a message shows"""
 
 
 class Event(NamedTuple):
@@ -96,6 +105,7 @@ class Trace:
             float32; True when it says otherwise or nothing.
         operations: number -> what launched kernels, where shapes were recorded.
         device_name: of the first device that the file tells of; empty when it tells of none.
+        odd: events that were left out, for their times are none.
     """
 
     path: Path
@@ -114,6 +124,7 @@ class Trace:
     computes_tf32: bool
     operations: dict[int, Operation]
     device_name: str
+    odd: int
 
 
 def read_trace(path: Path) -> Trace:
@@ -125,21 +136,27 @@ def read_trace(path: Path) -> Trace:
     text = text_of(path)
     try:
         whole, sieve = _parsed(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         try:
             whole, sieve = _parsed(_mended(text))
-        except (json.JSONDecodeError, RecursionError):
+        except (ValueError, RecursionError):
             raise ConfigError(
-                f"{path} is not whole JSON: {error}", "record it again, and let the profiler end"
+                f"{path} {_harm(text, error)}", "record it again, and let the profiler end"
             ) from None
     if isinstance(whole, list):  # Chrome allows the bare list
         whole = {"traceEvents": whole}
     if not isinstance(whole, dict) or not isinstance(whole.get("traceEvents"), list):
-        raise ConfigError(f"{path} is JSON, but no trace: it has no list 'traceEvents'", RECORD)
-    if not any(c.lower() in KINDS for c in sieve.counts):
-        found = ", ".join(sorted(sieve.counts)) or "none"
+        of_run = (path.parent / "plan.toml").is_file()
         raise ConfigError(
-            f"{path} holds no event of torch.profiler; its categories: {found}", RECORD
+            f"{path} is JSON, but no trace: it has no list 'traceEvents'",
+            f"headrace doctor {path.parent}" if of_run else RECORD,
+        )
+    if not any(c.lower() in KINDS for c in sieve.counts):
+        found = ", ".join(shown(c) for c in sorted(sieve.counts)[:LISTED]) or "none"
+        more = f" and {len(sieve.counts) - LISTED} more" if len(sieve.counts) > LISTED else ""
+        raise ConfigError(
+            f"{path} holds no event of torch.profiler (ph 'X'); its categories: {found}{more}",
+            RECORD,
         )
     return _sorted_out(path, whole, sieve)
 
@@ -147,6 +164,37 @@ def read_trace(path: Path) -> Trace:
 def _parsed(text: str) -> tuple[Any, "_Sieve"]:
     sieve = _Sieve()
     return json.loads(text, object_hook=sieve.take, strict=False), sieve
+
+
+def _harm(text: str, error: Exception) -> str:
+    """What is wrong with a text that json cannot read."""
+    if not text.strip():
+        return "is empty"
+    if isinstance(error, RecursionError):
+        return "holds lists in lists too deep to be read"
+    if not isinstance(error, json.JSONDecodeError):
+        return "holds a number of more digits than are read"
+    begins = text.lstrip()[:16]
+    if begins[0] not in "{[":
+        return f"is no JSON: it begins with {begins!a}"
+    return f"is not whole JSON: {error}"
+
+
+def shown(name: str, most: int = SHOWN) -> str:
+    """A name as a message shows it: the beginning of a long one, and nothing that steers."""
+    cut = name if len(name) <= most else f"{name[: most - 3]}..."
+    return "".join(letter if letter.isprintable() else "?" for letter in cut)
+
+
+def times_of(event: dict[str, Any]) -> tuple[float, float] | None:
+    """When an event began and how long it took; None where no clock can have told that."""
+    both: Any = event.get("ts"), event.get("dur")
+    if not all(type(one) in (int, float) for one in both):
+        return None
+    start, spent = both
+    if not (-LAST_US < start < LAST_US and 0 <= spent <= LONGEST_US):
+        return None  # what is not a number, too
+    return float(start), float(spent)
 
 
 def _mended(text: str) -> str:
@@ -178,7 +226,7 @@ def text_of(path: Path) -> str:
             f"{path} holds more than {format_bytes(MOST_BYTES)} of JSON, the most that is read",
             "record fewer steps (active=5), without with_stack and record_shapes",
         )
-    return found.decode("utf-8", errors="replace")
+    return found.decode("utf-8-sig", errors="replace")  # tools of Windows put a mark before it
 
 
 class _Sieve:
@@ -188,6 +236,7 @@ class _Sieve:
         self.kept: list[Event] = []
         self.counts: Counter[str] = Counter()
         self.shaped: dict[int, Operation] = {}
+        self.odd = 0
         self._names: dict[str, str] = {}
 
     def take(self, found: dict[str, Any]) -> dict[str, Any] | None:
@@ -218,19 +267,27 @@ class _Sieve:
     def _keep(self, kind: str, name: str, found: dict[str, Any]) -> None:
         args = found.get("args")
         args = args if isinstance(args, dict) else {}
-        start, spent, call = found.get("ts"), found.get("dur"), args.get("correlation", 0)
-        if not isinstance(start, (int, float)) or not isinstance(spent, (int, float)):
+        times, call = times_of(found), args.get("correlation", 0)
+        if times is None:
+            self.odd += 1
             return
+        start, spent = times
         group = args.get("Process Group Ranks") or args.get("Process Group Name") or ""
         thread = (str(found.get("pid")), str(found.get("tid")))  # some versions write "24572"
         number = args.get("External id", 0)
         self.kept.append(
             Event(
-                kind, name, float(start), start + max(spent, 0.0), thread,
-                call if isinstance(call, int) else 0, args.get("stream", thread[1]),
-                args.get("device", thread[0]), str(group), number if isinstance(number, int) else 0,
+                kind, name, start, start + spent, thread,
+                call if isinstance(call, int) else 0, _key(args.get("stream", thread[1])),
+                _key(args.get("device", thread[0])), str(group),
+                number if isinstance(number, int) else 0,
             )
         )  # fmt: skip
+
+
+def _key(found: Any) -> int | str:
+    """What names a stream or a device."""
+    return found if isinstance(found, (int, str)) else str(found)
 
 
 def _wanted(kind: str, name: str) -> bool:
@@ -268,6 +325,9 @@ def _sorted_out(path: Path, whole: dict[str, Any], sieve: _Sieve) -> Trace:
     for event in calls:
         if event.call:
             launches.setdefault(event.call, event.start_us)
+    timely = {device: [e for e in es if not _apart(e, launches)] for device, es in ran.items()}
+    odd = sieve.odd + sum(len(ran[device]) - len(es) for device, es in timely.items())
+    ran = {device: es for device, es in timely.items() if es}
     steps = _steps(host)
     threads = {e.thread for e in [*calls, *steps]}
     holds = [e for e in host if SYNC.search(e.name) or e.name in SYNC_OPS]
@@ -275,11 +335,12 @@ def _sorted_out(path: Path, whole: dict[str, Any], sieve: _Sieve) -> Trace:
     told = told if isinstance(told, dict) else {}
     named = RANK.search(path.name)
     rank = told.get("rank", int(named[1]) if named else None)
+    world = told.get("world_size")
     launchers = {e.op for events in ran.values() for e in events}
     return Trace(
         path=path,
-        rank=rank if isinstance(rank, int) else None,
-        world=told["world_size"] if isinstance(told.get("world_size"), int) else None,
+        rank=rank if _is_number(rank) else None,
+        world=world if _is_number(world) else None,
         device=max(ran.values(), key=lambda es: sum(e.end_us - e.start_us for e in es), default=[]),
         devices=len(ran),
         launches=launches,
@@ -292,8 +353,21 @@ def _sorted_out(path: Path, whole: dict[str, Any], sieve: _Sieve) -> Trace:
         frames=any(KINDS.get(c.lower()) == "frame" for c in sieve.counts),
         computes_tf32=_computes_tf32(whole),
         operations={n: op for n, op in sieve.shaped.items() if n in launchers},
-        device_name=next((str(card["name"]) for card in _cards(whole) if card.get("name")), ""),
+        device_name=next(
+            (shown(str(card["name"])) for card in _cards(whole) if card.get("name")), ""
+        ),
+        odd=odd,
     )
+
+
+def _apart(event: Event, launches: dict[int, float]) -> bool:
+    """Whether what the device ran is too far from its launch for both times to be right."""
+    return abs(event.start_us - launches.get(event.call, event.start_us)) > APART_US
+
+
+def _is_number(found: Any) -> bool:
+    """Whether it numbers ranks."""
+    return type(found) is int and 0 <= found < MOST_RANKS
 
 
 def _steps(host: list[Event]) -> list[Event]:

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from headrace.doctor.trace.file import KINDS, text_of
+from headrace.doctor.trace.file import KINDS, text_of, times_of
 
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::matmul", "aten::linear")
 FAMILIES = {"attention": ("attention",), "optimizer": ("_fused_", "_foreach_")}
@@ -17,25 +17,32 @@ FAMILIES = {"attention": ("attention",), "optimizer": ("_fused_", "_foreach_")}
 
 
 def host_families(path: Path) -> dict[str, float]:
-    """Shares of all operations' own time, the largest first; empty without operations.
+    """Shares of all operations' own time, the largest first.
+
+    Empty without operations, and where the time of one cannot be read.
 
     Raises:
         ConfigError: the file cannot be read.
     """
     spans: dict[Any, list[tuple[float, float, str]]] = {}
+    odd: list[Any] = []
 
     def take(found: dict[str, Any]) -> dict[str, Any] | None:
         if KINDS.get(str(found.get("cat")).lower()) != "op" or found.get("ph") != "X":
             return None
-        start, spent = found.get("ts"), found.get("dur")
-        if isinstance(start, (int, float)) and isinstance(spent, (int, float)):
-            thread = spans.setdefault((found.get("pid"), found.get("tid")), [])
+        if (times := times_of(found)) is None:
+            odd.append(found.get("name"))
+        else:
+            start, spent = times
+            thread = spans.setdefault((str(found.get("pid")), str(found.get("tid"))), [])
             thread.append((start, start + spent, str(found.get("name"))))
         return None
 
     try:
         json.loads(text_of(path), object_hook=take, strict=False)
     except (ValueError, RecursionError):
+        return {}
+    if odd:
         return {}
     sums: dict[str, float] = {}
     for thread in spans.values():
@@ -56,7 +63,7 @@ def _own(spans: list[tuple[float, float, str]]) -> list[tuple[str, float]]:
             _, done, own = inside.pop()
             found.append((done, own))
         if inside:
-            inside[-1][2] -= end - start
+            inside[-1][2] -= min(end, inside[-1][0]) - start  # another tool's may overlap
         inside.append([end, name, end - start])
     return found + [(name, own) for _, name, own in inside]
 

@@ -7,9 +7,10 @@ be given. A collective is named by step, kernel, process group and place; where 
 numbers of a kind in a step, that kind is left out.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -81,11 +82,14 @@ def measure_traces(paths: Sequence[Path], machine: Machine | None = None) -> Tra
         machine: the rates of the devices; without it what is known of those that the files name.
 
     Raises:
-        ConfigError: a file cannot be read, none was given, or two are of one rank.
+        ConfigError: a file cannot be read, none was given or one twice, or two are of one rank.
     """
     if not paths:
         raise ConfigError("No trace was given", "give the path of a .json or .json.gz")
-    ranks = tuple(measure(read_trace(path), place, machine) for place, path in enumerate(paths))
+    found = [_measured(path, machine) for path in paths]
+    told = {rank.rank for rank, tells in found if tells}
+    free = (number for number in itertools.count() if number not in told)
+    ranks = tuple(r if tells else replace(r, rank=next(free)) for r, tells in found)
     often, count = Counter(r.rank for r in ranks).most_common(1)[0]
     if count > 1:
         names = ", ".join(r.path for r in ranks if r.rank == often)
@@ -93,7 +97,16 @@ def measure_traces(paths: Sequence[Path], machine: Machine | None = None) -> Tra
             f"{count} of the {len(ranks)} traces are of rank {often}: {names}",
             "give one file of each rank, all of one recording",
         )
+    twice = [path for path, n in Counter(path.absolute() for path in paths).items() if n > 1]
+    if twice:
+        raise ConfigError(f"{twice[0]} was given twice", "give one file of each rank")
     return TraceNumbers(ranks, _compare(ranks))
+
+
+def _measured(path: Path, machine: Machine | None) -> tuple[RankTimes, bool]:
+    """One file's numbers, and whether it tells its rank."""
+    trace = read_trace(path)
+    return measure(trace, machine), trace.rank is not None
 
 
 def _compare(ranks: Sequence[RankTimes]) -> Ranks:

@@ -61,6 +61,10 @@ SIZES = {
 LOADED = 1.04
 """How many times as long products and attention take on a GPU that has worked for a while, whose
 clock falls: the median of six H200s, under tenths of a second of products."""
+UNREADABLE = (LookupError, TypeError, ValueError, ArithmeticError, RecursionError)
+"""What shapes raise that are none."""
+MOST_NUMBERS = 2**48
+"""Of one tensor, more than any device holds."""
 SHRINKING = ("sum", "mean", "norm", "max", "min", "amax", "argmax", "nll_loss", "any", "all")
 """parts of operations that return little"""
 
@@ -134,7 +138,7 @@ class Roof:
         for number, kernels in of.items():
             try:
                 one = self._worked(tuple(kernels), operations[number])
-            except (UnsupportedError, LookupError, TypeError, ValueError):
+            except (UnsupportedError, *UNREADABLE):
                 continue  # a rate that nobody measured, or shapes in another torch's order
             if one is not None:
                 found.append(one)
@@ -143,6 +147,8 @@ class Roof:
     def _worked(self, kernels: tuple[Event, ...], operation: Operation) -> Worked | None:
         spent_s = sum(e.end_us - e.start_us for e in kernels) * 1e-6
         floor_s = len(kernels) * self.floor_s
+        if not _real(operation.dims):
+            return None
         if operation.name in PRODUCTS:
             kind, (flops, computed_s, best_s) = "product", self._product(kernels, operation)
         elif operation.name in MIXERS:
@@ -272,6 +278,13 @@ def machine_of(name: str) -> Machine | None:
         return Machine.assumed(name) if name else None
     except UnsupportedError:
         return None
+
+
+def _real(dims: Any) -> bool:
+    """Whether tensors can have such shapes."""
+    if not isinstance(dims, list) or not all(isinstance(n, int) for n in dims):
+        return not isinstance(dims, list) or all(map(_real, dims))
+    return all(n >= 0 for n in dims) and prod(dims) < MOST_NUMBERS
 
 
 def _moved(operation: Operation) -> float:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from headrace.core.machine import Machine
-from headrace.doctor.trace.file import Event, Trace
+from headrace.doctor.trace.file import Event, Trace, shown
 from headrace.doctor.trace.kernels import (
     KernelRow,
     family_of,
@@ -104,7 +104,7 @@ class RankTimes:
 
     Args:
         path: the file's name.
-        rank: its number; the file's place among those given when nothing tells.
+        rank: its number; of a file that does not tell, the lowest that no other one has.
         world: ranks of the run, or None.
         marks: steps that the trace marks, measured or not.
         steps: those that were measured.
@@ -271,12 +271,11 @@ class _Rank:
                     self.late[cause][place] += spent
 
 
-def measure(trace: Trace, place: int, machine: Machine | None = None) -> RankTimes:
-    """One rank's trace in numbers.
+def measure(trace: Trace, machine: Machine | None = None) -> RankTimes:
+    """One rank's trace in numbers; a rank that it does not tell is 0.
 
     Args:
         trace: of a rank.
-        place: its rank when nothing tells.
         machine: its device's rates; without it those that are known of the device it names.
     """
     rank, machine = _Rank(trace, windows(trace)), machine or machine_of(trace.device_name)
@@ -289,8 +288,8 @@ def measure(trace: Trace, place: int, machine: Machine | None = None) -> RankTim
     roof = Roof(machine) if machine else None
     ceilings = roof_times(roof, roof.worked(counted, trace.operations)) if roof else None
     return RankTimes(
-        path=trace.path.name,
-        rank=place if trace.rank is None else trace.rank,
+        path=shown(trace.path.name, most=255),
+        rank=trace.rank or 0,
         world=trace.world,
         marks=len(trace.steps or trace.device_steps),
         steps=_step_times(rank, blocked),
@@ -300,7 +299,7 @@ def measure(trace: Trace, place: int, machine: Machine | None = None) -> RankTim
         launches=kernels / len(rank.windows) if rank.windows else 0.0,
         collectives=_collectives(rank, blocked),
         away_s=rank.away_us * 1e-6,
-        syncs=tuple(name for name, _ in rank.blamed.most_common()),
+        syncs=tuple(shown(name) for name, _ in rank.blamed.most_common()),
         events=len(trace.device),
         notes=_notes(trace),
         waits=_waits(rank),
@@ -389,7 +388,7 @@ def _collectives(rank: _Rank, blocked: Union) -> tuple[Collective, ...]:
 
 
 def _notes(trace: Trace) -> tuple[str, ...]:
-    notes = []
+    notes = [f"events left out, for no clock tells their times: {trace.odd}"] if trace.odd else []
     if trace.devices > 1:
         notes.append(f"{trace.devices} devices ran in this process: only the busiest was read")
     if trace.frames:
