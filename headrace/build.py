@@ -39,7 +39,10 @@ from headrace.sockets import Build, Pass, Route, auxiliary_loss, place
 
 
 def predict(plan: Plan, context: Context) -> Ledger:
-    """The trunk's ledger with every technique's edits, in stage order. Pure."""
+    """The trunk's ledger with every technique's edits, in stage order. Pure.
+
+    An optimizer takes its parameters when all that learns is known, and the rest when others have.
+    """
     model = plan.model
     if not model.vocab:  # not resolved yet by a run
         model = _model_config(plan, plan.data.vocab if plan.data.tokenizer == "bpe" else 0)
@@ -61,9 +64,15 @@ def predict(plan: Plan, context: Context) -> Ledger:
         precision=context.precision, micro_batches=ranks["micro_batches"],
     )  # fmt: skip
     ledger = replace(ledger, sizes={**ledger.sizes, **ranks}, work=work)
-    for technique in sorted(plan.techniques.values(), key=lambda t: t.stage):
+    for technique in sorted(plan.techniques.values(), key=_when_predicted):
         ledger = technique.predict(ledger)
     return ledger
+
+
+def _when_predicted(technique: Technique[Any]) -> tuple[int, bool, int, str]:
+    routes = "routes" in technique.composes
+    when = max(technique.stage, Stage.OPTIMIZER) if routes else technique.stage
+    return when, technique.rest, technique.stage, technique.name()
 
 
 def make_build(

@@ -5,8 +5,9 @@ interactions come out of which lines remain: chunked cross-entropy removes `logi
 moves a block's lines to recompute. Totals are read at named instants of a step.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Literal
 
 from headrace.core.errors import ConfigError
@@ -39,6 +40,28 @@ class Line:
     opaque: bool = False
 
 
+@dataclass(frozen=True)
+class Matrix:
+    """A parameter of two or more dimensions.
+
+    Args:
+        shape: of the whole.
+        by: whose optimizer updates it: "adamw" is the trunk's, "" is nobody's.
+        share: of it that a rank holds, before slices.
+        stored: bytes of a number.
+    """
+
+    shape: tuple[int, ...]
+    by: str = "adamw"
+    share: float = 1.0
+    stored: float = 4.0
+
+    @property
+    def numbers(self) -> float:
+        """Numbers of it that a rank holds, before slices."""
+        return self.share * prod(self.shape)
+
+
 def check_free(first: str | None, owner: str, name: str) -> None:
     """A linear has one owner at most.
 
@@ -63,6 +86,21 @@ class Ledger:
     """Pieces of a step by name, which a machine's rates price."""
     linears: dict[str, str] = field(default_factory=dict)
     """Linears of a block by name -> the technique that replaces them."""
+    matrices: dict[str, Matrix] = field(default_factory=dict)
+    """By the names of their parameters; what techniques add and freeze is here too."""
+
+    def with_matrices(self, found: Mapping[str, Matrix]) -> "Ledger":
+        """The same with matrices added or replaced."""
+        return replace(self, matrices={**self.matrices, **found})
+
+    def updated_by(self, owner: str, takes: Callable[[str, Matrix], bool]) -> "Ledger":
+        """The same with an optimizer for what it takes of what the trunk's would update."""
+        taken = {n: m for n, m in self.updates("adamw").items() if takes(n, m)}
+        return self.with_matrices({n: replace(m, by=owner) for n, m in taken.items()})
+
+    def updates(self, *owners: str) -> dict[str, Matrix]:
+        """The matrices that these optimizers update; without owners, all that learn."""
+        return {n: m for n, m in self.matrices.items() if m.by and (not owners or m.by in owners)}
 
     def with_linears(self, owner: str, names: Iterable[str]) -> "Ledger":
         """The same with linears that a technique replaces.
@@ -78,6 +116,11 @@ class Ledger:
     def with_line(self, name: str, line: Line) -> "Ledger":
         """The same ledger with one line added or replaced."""
         return replace(self, memory={**self.memory, name: line})
+
+    def updating(self, bytes: float) -> "Ledger":
+        """The same with what an optimizer makes while it updates; they update in turn."""
+        before = self.memory.get("update", Line(0.0, ()))
+        return self.with_line("update", Line(max(bytes, before.bytes), ("optimizer",)))
 
     def without(self, names: Iterable[str]) -> "Ledger":
         """The same ledger without the named lines."""

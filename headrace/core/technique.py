@@ -115,6 +115,8 @@ class Technique(Strict, Generic[B]):
     band: ClassVar[float] = 0.0
     """Relative distance of gradients from the trunk's that `approximate` may show."""
     card: ClassVar[Card]
+    rest: ClassVar[bool] = False
+    """Whether its optimizer takes what no other technique's does: it is predicted after them."""
     timed: ClassVar[bool] = False
     """Whether `predict` also says what it does to a step's time, or it does nothing to it."""
     symptoms: ClassVar[tuple[str, ...]] = ()

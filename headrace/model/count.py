@@ -6,7 +6,7 @@ activation (4 in fp32, 2 under bf16). FLOPs count a multiply-add as two.
 Shapes: N = rows x length tokens, D features, L layers, H x K query features, G x K key features.
 """
 
-from headrace.core.ledger import Instant, Ledger, Line
+from headrace.core.ledger import Instant, Ledger, Line, Matrix
 from headrace.core.model_config import ModelConfig
 
 FP32 = 4
@@ -33,13 +33,17 @@ def block_linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
     }
 
 
-def matrix_rows(config: ModelConfig) -> dict[int, int]:
-    """Rows of all trained matrices together, by their columns."""
-    tables = config.vocab * (1 if config.tied_embeddings else 2)
-    rows = {config.dim: tables + (config.context if config.position == "learned" else 0)}
-    for inner, outer in block_linears(config).values():
-        rows[inner] = rows.get(inner, 0) + config.layers * outer
-    return rows
+def matrices_of(config: ModelConfig) -> dict[str, Matrix]:
+    """All parameters of two dimensions by name."""
+    found = {"embed.weight": Matrix((config.vocab, config.dim))}
+    if config.position == "learned":
+        found["position.weight"] = Matrix((config.context, config.dim))
+    for layer in range(config.layers):
+        for name, (inner, outer) in block_linears(config).items():
+            found[f"blocks.{layer}.{name}.weight"] = Matrix((outer, inner))
+    if not config.tied_embeddings:
+        found["head.weight"] = found["embed.weight"]
+    return found
 
 
 def total_parameters(config: ModelConfig) -> int:
@@ -119,14 +123,14 @@ def trunk_ledger(
     forward = 2.0 * linear_parameters(config) + _attention_flops(config, length)
     sizes = _sizes(config, rows, length, size, device)
     sizes["stream_bytes"] = FP32 if precision == "fp16" else size
-    return Ledger(memory, {"forward": forward, "backward": 2 * forward}, sizes)
+    flops = {"forward": forward, "backward": 2 * forward}
+    return Ledger(memory, flops, sizes, matrices=matrices_of(config))
 
 
 def _sizes(config: ModelConfig, rows: int, length: int, size: int, device: str) -> dict[str, float]:
     """Facts that techniques make their edits from."""
     tokens, matrices = rows * length, linear_parameters(config) - config.dim * config.vocab
     queries_and_keys = (config.heads + config.resolved_kv_heads) * config.resolved_head_dim
-    widths = [max(pair) for pair in block_linears(config).values()]
     learned = config.position == "learned"
     host = device != "cuda"  # where an RMS norm is composed of operations
     composed = host and config.norm == "rms_norm"
@@ -151,10 +155,8 @@ def _sizes(config: ModelConfig, rows: int, length: int, size: int, device: str) 
         "activation_bytes": size,
         "embedding": config.dim * config.vocab,
         "tables": config.dim * (config.vocab + (config.context if learned else 0)),
-        "largest_parameter": FP32 * config.dim * max(config.vocab, *widths),
         "unsplit": _unsplit_parameters(config),
         "tied": float(config.tied_embeddings),
-        "block_matrices": matrices,
         "block_flops": 2.0 * matrices,
         "down_flops": 2.0 * config.layers * config.dim * config.resolved_ffn,
         "attention_flops": _attention_flops(config, length),
@@ -165,7 +167,6 @@ def _sizes(config: ModelConfig, rows: int, length: int, size: int, device: str) 
     }
     for name, (inner, outer) in block_linears(config).items():
         sizes |= {f"{name}/in": inner, f"{name}/out": outer}
-    sizes |= {f"columns/{columns}": rows for columns, rows in matrix_rows(config).items()}
     return sizes
 
 

@@ -10,6 +10,7 @@ Shapes: R rank.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -17,12 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headrace.core.errors import ConfigError, nearest
-from headrace.core.ledger import Ledger, Line
+from headrace.core.ledger import Ledger, Line, Matrix
 from headrace.kernels.quantized_weight import QuantizedWeight
 from headrace.parallel.layout import local_of
 
 ADAPTERS = (".lora_a", ".lora_b")
 """How the names of adapters' parameters end."""
+LENT = ".router"
+"""How the name of a linear ends that lends its weight and is not called: what would replace it
+would not learn."""
 
 
 class LoraLinear(nn.Linear):
@@ -88,8 +92,9 @@ def linears_of(model: nn.Module, targets: Sequence[str]) -> list[str]:
         ConfigError: a target names none.
     """
     names = [
-        n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n.startswith("blocks.")
-    ]
+        n for n, m in model.named_modules()
+        if isinstance(m, nn.Linear) and n.startswith("blocks.") and not n.endswith(LENT)
+    ]  # fmt: skip
     ends = list(dict.fromkeys(name.split(".", 2)[2] for name in names))
     for target in targets:
         if target not in ends:
@@ -117,17 +122,15 @@ def adapted_ledger(
         ConfigError: the ledger knows none of the targets, or another technique replaces one.
     """
     sizes, layers = ledger.sizes, int(ledger.sizes["layers"])
-    every = [key[:-3] for key in sizes if key.endswith("/in")]
-    shapes = {name: (int(sizes[f"{name}/in"]), int(sizes[f"{name}/out"])) for name in every}
-    dense = [name for name in every if not (name.startswith("mlp.") and "experts" in sizes)]
-    chosen = _chosen(dense, targets)  # experts are no linears
+    linears = {n: m.shape for n, m in ledger.matrices.items() if _is_linear(n, m)}
+    chosen = _chosen(list(dict.fromkeys(_end(name) for name in linears)), targets)
     ledger = ledger.with_linears(owner, chosen)
-    low = {name: rank * sum(shapes[name]) for name in chosen}
-    weights = {name: shape[0] * shape[1] for name, shape in shapes.items()}
-    saved = sum(4 * weights[n] - stored(*shapes[n]) for n in chosen) if stored else 0
-    adapters, held = layers * sum(low.values()), ledger.memory
+    taken = {name: shape for name, shape in linears.items() if _end(name) in chosen}
+    adapters, held = rank * sum(map(sum, taken.values())), ledger.memory
+    quantized = {n: stored(inner, outer) for n, (outer, inner) in taken.items()} if stored else {}
+    saved = sum(4 * prod(taken[name]) - bytes for name, bytes in quantized.items())
     for name, count in {
-        "parameters": held["parameters"].bytes + 4 * adapters - layers * saved,
+        "parameters": held["parameters"].bytes + 4 * adapters - saved,
         "gradients": 4 * adapters,
         "optimizer": 8 * adapters,
         # Frozen weights of norm and head need neither the normalised values nor the result; a GPU's
@@ -135,44 +138,42 @@ def adapted_ledger(
         "final_norm": sizes["on_gpu"] * 4 * sizes["tokens"] * sizes["dim"],
     }.items():
         ledger = ledger.with_line(name, replace(held[name], bytes=count))
-    whole = sum(weights[name] for name in chosen) if stored else 0
     if stored:  # one weight at a time is made whole
-        largest = max(weights[name] for name in chosen)
+        largest = max(map(prod, taken.values()))
         ledger = ledger.with_line("whole_weight", Line(4 * largest, ("backward",)))
     for layer in range(layers):
-        ledger = _adapted_block(ledger, layer, chosen, rank, whole)
+        ledger = _adapted_block(ledger, layer, taken, rank, bool(stored))
     # Forward: the adapters beside all. Backward: inputs' gradients through all, and adapters' own.
     # What lies before the first adapter of the first block needs no gradient at all.
-    frozen = layers * sum(weights.values()) + sizes["embedding"]
-    first = chosen[0]
-    before = sum(weights[name] for name in every[: every.index(first) + 1])
-    unmoved = before + rank * shapes[first][0]
+    frozen = sizes["block_flops"] / 2 + sizes["embedding"]
+    names = list(linears)
+    first = names.index(next(iter(taken)))
+    before = sum(prod(linears[name]) for name in names[: first + 1])
+    unmoved = before + rank * linears[names[first]][1]
     attention = sizes["attention_flops"]
-    if first not in ("mixer.qkv",):
+    if first:
         attention -= sizes["attention_flops"] / layers
     forward = ledger.flops["forward"] + 2 * adapters
     backward = 2 * (frozen + 2 * adapters - unmoved) + 2 * attention
     flops = {**ledger.flops, "forward": forward, "backward": backward}
-    pairs = [shapes[name] for name in chosen]
-    facts = _adapted_sizes(sizes, pairs, rank, layers * whole)
-    return replace(ledger, flops=flops, sizes={**facts, "adapters": adapters})
+    matrices = {name: replace(matrix, by="") for name, matrix in ledger.matrices.items()}
+    for name, bytes in quantized.items():
+        matrices[name] = replace(matrices[name], stored=bytes / prod(taken[name]))
+    for name, (outer, inner) in taken.items():
+        for end, shape in zip(ADAPTERS, ((rank, inner), (outer, rank)), strict=True):
+            matrices[name.removesuffix(".weight") + end] = Matrix(shape)
+    return replace(ledger, flops=flops, matrices=matrices)
 
 
-def _adapted_sizes(
-    sizes: Mapping[str, float], pairs: Sequence[tuple[int, int]], rank: int, quantized: float
-) -> dict[str, float]:
-    """Rows of what is trained by their columns, and numbers of frozen matrices kept plain."""
-    layers, matrices = sizes["layers"], 0.0
-    kept, rows = dict[str, float](), {rank: layers * sum(outer for _, outer in pairs)}
-    for inner, _ in pairs:
-        rows[inner] = rows.get(inner, 0.0) + layers * rank
-    for key, size in sizes.items():
-        if key.startswith("columns/"):
-            matrices += size * int(key.removeprefix("columns/"))
-        else:
-            kept[key] = size
-    kept |= {f"columns/{columns}": count for columns, count in rows.items()}
-    return {**kept, "frozen": matrices - quantized}
+def _is_linear(name: str, matrix: Matrix) -> bool:
+    """Whether the weight is one of a linear that can be adapted."""
+    inside = name.startswith("blocks.") and not name.endswith(f"{LENT}.weight")
+    return inside and len(matrix.shape) == 2
+
+
+def _end(name: str) -> str:
+    """Of a weight's name what its linear is called in a block."""
+    return name.split(".", 2)[2].removesuffix(".weight")
 
 
 def _chosen(every: Sequence[str], targets: Sequence[str]) -> list[str]:
@@ -188,17 +189,21 @@ def _chosen(every: Sequence[str], targets: Sequence[str]) -> list[str]:
 
 
 def _adapted_block(
-    ledger: Ledger, layer: int, chosen: Sequence[str], rank: int, whole: int
+    ledger: Ledger, layer: int, taken: Mapping[str, tuple[int, ...]], rank: int, quantized: bool
 ) -> Ledger:
     """What a block keeps: inputs of adapted linears alone, and the adapters' results inside."""
     sizes, held = ledger.sizes, ledger.memory
+    here = {_end(n): shape for n, shape in taken.items() if n.startswith(f"blocks.{layer}.")}
+    chosen = list(dict.fromkeys(_end(name) for name in taken))
     dim = sizes["mixer.qkv/in"]
     row = sizes["residual"] / dim  # bytes of one feature of all tokens
     less = {"norm": sizes["norm_products"], "qk_norm": sizes["qk_norm_products"]}
     less["norm"] += row * dim * ("mixer.qkv" not in chosen)
     less["norm"] += row * dim * ("mlp.gate_up" not in chosen and "mlp.up" not in chosen)
-    less["activation"] = row * sizes["mlp.down/in"] * ("mlp.down" not in chosen)
-    less["weight_cast"] = 2 * whole
+    # A frozen linear keeps no input; experts, which are none, keep theirs.
+    frozen = f"blocks.{layer}.mlp.down.weight" in ledger.matrices and "mlp.down" not in chosen
+    less["activation"] = row * sizes["mlp.down/in"] * frozen
+    less["weight_cast"] = 2 * sum(map(prod, here.values())) if quantized else 0
     less["residual"] = row * dim * (layer == 0)  # the embedding is frozen
     if layer == 0 and "mixer.qkv" not in chosen:
         less |= {name: float("inf") for name in ("qkv", "attention_input", "qk_norm")}
@@ -207,7 +212,7 @@ def _adapted_block(
         if line is not None:
             kept = replace(line, bytes=max(0.0, line.bytes - count))
             ledger = ledger.with_line(f"{layer}/{name}", kept)
-    adapter = replace(held[f"{layer}/residual"], bytes=len(chosen) * rank * row)
+    adapter = replace(held[f"{layer}/residual"], bytes=len(here) * rank * row)
     return ledger.with_line(f"{layer}/adapters", adapter)
 
 

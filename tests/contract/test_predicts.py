@@ -153,6 +153,17 @@ def test_the_trunks_memory(model: dict[str, Any]) -> None:
     check_against_trace(**model)
 
 
+@pytest.mark.parametrize("variant", CPU_VARIANTS, ids=str)
+def test_the_matrices_that_are_predicted_are_the_models(variant: Variant) -> None:
+    """By name and shape, and each is updated by the optimizer that takes it."""
+    build = house.build_of(plan_of(variant))
+    predicted = predict(build.plan, build.context).matrices
+    matrices = {n: p for n, p in build.model.named_parameters() if p.ndim >= 2}
+    assert {n: m.shape for n, m in predicted.items()} == {n: p.shape for n, p in matrices.items()}
+    owners = {name: owner for owner, taken in build.routed.items() for name in taken}
+    assert {n: m.by for n, m in predicted.items()} == {n: owners.get(n, "") for n in matrices}
+
+
 def stands_in(variant: Variant, model: str) -> bool:
     """Whether a technique can run in that trunk; some need a rotation."""
     try:

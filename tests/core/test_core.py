@@ -17,7 +17,7 @@ from headrace.core.errors import (
     nearest,
 )
 from headrace.core.hardware import lookup
-from headrace.core.ledger import Ledger, Line
+from headrace.core.ledger import Ledger, Line, Matrix
 from headrace.core.technique import Card, Catalogue, Stage, Technique, check_claims
 from headrace.core.units import format_bytes, format_count, format_seconds
 from headrace.terminal import exit_codes
@@ -32,6 +32,16 @@ LEDGER = Ledger(
     },
     {"forward": 2.0, "backward": 4.0},
 )
+
+
+def test_optimizers_take_from_the_trunks_and_update_in_turn() -> None:
+    found = {"a": Matrix((3, 4)), "b": Matrix((2, 3), share=0.5), "c": Matrix((5, 5), by="")}
+    ledger = LEDGER.with_matrices(found).updated_by("one", lambda name, m: name == "a")
+    ledger = ledger.updated_by("rest", lambda name, m: True)
+    assert [m.by for m in ledger.matrices.values()] == ["one", "rest", ""]
+    assert {name: m.numbers for name, m in ledger.updates().items()} == {"a": 12, "b": 3}
+    assert ledger.updates("rest").keys() == {"b"} and not LEDGER.matrices
+    assert ledger.updating(5).updating(9).updating(7).at("optimizer") == LEDGER.at("optimizer") + 9
 
 
 def test_a_ledger_is_read_at_instants() -> None:

@@ -12,6 +12,9 @@ from headrace.data.ingest import prepare
 from headrace.data.loader import Micro
 from headrace.parallel.world import World
 from headrace.sockets import Build
+from headrace.train import step
+
+STATE_LINES = ("parameters", "gradients", "optimizer")
 
 
 @pytest.fixture
@@ -33,3 +36,30 @@ def batch() -> Callable[[Build], list[Micro]]:
         return build.loader.step(0).micros
 
     return first
+
+
+@pytest.fixture
+def states(batch: Callable[[Build], list[Micro]]) -> Callable[[Build], tuple[Any, Any]]:
+    """Bytes of weights, gradients and optimizers after a step: as they are, and as predicted.
+
+    The matrices that are predicted, and who updates each, are the model's.
+    """
+
+    def after_a_step(build: Build) -> tuple[dict[str, float], dict[str, float]]:
+        step(build, batch(build), 0)
+        ledger, weights = build.predicted(build.plan), dict(build.model.named_parameters())
+        assert {name: m.shape for name, m in ledger.matrices.items()} == {
+            name: tuple(p.shape) for name, p in weights.items() if p.ndim >= 2
+        }
+        owners = {name: owner for owner, named in build.routed.items() for name in named}
+        assert all(owners.get(name, "") == m.by for name, m in ledger.matrices.items())
+        held = [s for optimizer in build.optimizers.values() for s in optimizer.state.values()]
+        found = (
+            sum(p.data.nbytes for p in weights.values()),
+            sum(p.grad.nbytes for p in weights.values() if p.grad is not None),
+            sum(t.nbytes for state in held for name, t in state.items() if name != "step"),
+        )
+        lines = {name: ledger.memory[name].bytes for name in STATE_LINES}
+        return dict(zip(STATE_LINES, found, strict=True)), lines
+
+    return after_a_step

@@ -182,6 +182,27 @@ def test_large_matrices_come_here_and_the_rest_stays(make_tiny: Callable[..., Bu
     assert numbers["state_bytes"] == sum(each.values())
 
 
+MATRICES = {
+    "alone": [],
+    "experts": ["techniques.mixture_of_experts.experts=4"],
+    "gates": ["techniques.linear_attention.rule=gated_delta"],
+    "filters": ["techniques.short_convolution.between=1", "techniques.gqa={}"],
+    "adapters": ["techniques.lora.rank=2"],
+    "adapters of gates": ["techniques.linear_attention={}", "techniques.lora.rank=32"],
+}
+
+
+@pytest.mark.parametrize("smallest", [1, 512, 1 << 20])
+@pytest.mark.parametrize("beside", MATRICES)
+def test_its_bytes_are_predicted(
+    make_tiny: Callable[..., Build], states: Callable[[Build], Any], beside: str, smallest: int
+) -> None:
+    """Of the matrices that it takes: large enough, and left by all others."""
+    build = make_tiny(f"techniques.adamw_8bit.smallest={smallest}", *MATRICES[beside])
+    held, predicted = states(build)
+    assert predicted == held
+
+
 def test_a_route_with_a_wish_comes_first(make_tiny: Callable[..., Build]) -> None:
     build = make_tiny("techniques.adamw_8bit.smallest=256", "techniques.muon={}")
     assert all(n.startswith("blocks.") for n in build.routed["muon"])

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -253,22 +254,18 @@ def test_compiled_code_is_traced_again_beside_gradients_that_were_added_up(
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
-@pytest.mark.parametrize("beside", ["", "lora={rank = 2}", "qlora={rank = 2, base = 'int8'}"])
+@pytest.mark.parametrize(
+    "beside",
+    ["", "lora={rank = 2}", "qlora={rank = 2, base = 'int8'}", "mixture_of_experts={experts = 4}",
+     "linear_attention={rule = 'gated_delta'}", "short_convolution={between = 1}"],
+)  # fmt: skip
 def test_its_bytes_are_predicted_beside_adapters(
-    make_tiny: Make, batch: Callable[[Build], list[Micro]], beside: str, rounding: str
+    make_tiny: Make, states: Callable[[Build], tuple[Any, Any]], beside: str, rounding: str
 ) -> None:
     """Frozen matrices are kept in bf16 too, and only adapters have gradients and states."""
     build = make_tiny(ON.format(rounding), ONE, *([f"techniques.{beside}"] if beside else []))
-    step(build, batch(build), 0)
-    weights = list(build.model.parameters())
-    states = [s for optimizer in build.optimizers.values() for s in optimizer.state.values()]
-    held = {
-        "parameters": sum(p.data.nbytes for p in weights),
-        "gradients": sum(p.grad.nbytes for p in weights if p.grad is not None),
-        "optimizer": sum(t.nbytes for s in states for name, t in s.items() if name != "step"),
-    }
-    ledger = build.predicted(build.plan)
-    assert {name: ledger.memory[name].bytes for name in held} == pytest.approx(held, rel=1e-6)
+    held, predicted = states(build)
+    assert predicted == held
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)

@@ -13,6 +13,7 @@ from headrace.context import make_context
 from headrace.core.errors import ConfigError
 from headrace.core.model_config import ModelConfig
 from headrace.core.technique import Unsupported
+from headrace.filled import check_active
 from headrace.kernels import gated_delta, linear_attention
 from headrace.model.attention import Shared
 from headrace.model.mask import MaskSpec, Rows
@@ -27,6 +28,7 @@ from headrace.techniques.attention.linear_attention import (
     LinearMixer,
     Mix,
 )
+from headrace.train import step
 
 CHUNK = "techniques.linear_attention.chunk_tokens=4"
 DELTA = "techniques.linear_attention.rule=gated_delta"
@@ -150,6 +152,23 @@ def test_refuses_cut_rows_and_given_weights(tiny_plan: Callable[..., Any]) -> No
         asked = plan.model_copy(update={key: getattr(plan, key).model_copy(update=change)})
         answer = LinearAttention().supports(make_context(asked, torch.device("cpu")))
         assert isinstance(answer, Unsupported) and answer.remedy
+
+
+@pytest.mark.parametrize("more", [[], [DELTA]], ids=["sum", "gated_delta"])
+def test_a_block_that_was_left_out_does_not_end_the_run(
+    make_tiny: Callable[..., Build], batch: Any, more: list[str]
+) -> None:
+    """Its layer has computed no chunk yet; the others have."""
+    build = make_tiny(CHUNK, *more, "model.layers=4", "techniques.stochastic_depth.rate=0.9")
+    technique = build.plan.techniques["linear_attention"]
+    assert technique.active(build).active is None
+    step(build, batch(build), 0)
+    assert build.notes["stochastic_depth"]["left_out"] > 0
+    found = check_active(build)["linear_attention"]
+    assert found.active and found.numbers["longest_chunk"] == 4
+    assert " of 4 layers" in found.detail and not found.detail.startswith("4")
+    build.model.blocks["3"].mixer = torch.nn.Identity()
+    assert technique.active(build).active is False
 
 
 def test_the_gate_starts_by_remembering() -> None:

@@ -99,15 +99,24 @@ def test_an_update_that_frees_gradients_leaves_evidence(
     assert check_active(build)[adapt].numbers["reached"] == len(before)
 
 
-@pytest.mark.parametrize("adapt", ["lora", "qlora"])
-def test_experts_have_no_adapters_in_the_prediction_either(
-    make_tiny: Make, batch: Batch, adapt: str
+LINEARS = {
+    "alone": [],
+    "experts": ["techniques.mixture_of_experts.experts=4"],
+    "a gate": ["techniques.linear_attention.rule=sum"],
+    "gates": ["techniques.linear_attention.rule=gated_delta"],
+    "narrow gates": ["techniques.linear_attention.rule=gated_delta", "techniques.gqa={}"],
+    "convolutions": ["techniques.short_convolution.between=1", "techniques.gqa={}"],
+}
+
+
+@pytest.mark.parametrize("beside", LINEARS)
+@pytest.mark.parametrize("adapt", ["lora={rank = 2}", "qlora={rank = 2, base = 'int8'}"])
+def test_every_linear_has_its_adapter_in_the_prediction(
+    make_tiny: Make, states: Callable[[Build], Any], adapt: str, beside: str
 ) -> None:
-    experts = "techniques.mixture_of_experts.experts=4"
-    build = make_tiny(f"techniques.{adapt}.rank=2", experts)
-    step(build, batch(build), 0)
-    held = sum(p.grad.nbytes for p in build.model.parameters() if p.grad is not None)
-    assert build.predicted(build.plan).memory["gradients"].bytes == held
+    """And experts have none, nor has their router, of which only the weight is read."""
+    held, predicted = states(make_tiny(f"techniques.{adapt}", *LINEARS[beside]))
+    assert predicted == held
 
 
 def test_lora_and_qlora_are_both_named_when_they_meet(make_tiny: Make) -> None:

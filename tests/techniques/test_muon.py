@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from headrace.build import predict
 from headrace.context import make_context
+from headrace.core.errors import UnsupportedError
 from headrace.core.model_config import ModelConfig
 from headrace.core.plan import Plan
 from headrace.kernels.orthogonalize import orthogonalize, reference_orthogonalize
@@ -21,7 +22,6 @@ from headrace.model.fusion import fusions
 from headrace.model.mask import MaskSpec
 from headrace.sockets import Build
 from headrace.techniques.optim.muon import MuonOptimizer
-from headrace.train import step as train_step
 
 GROUPS, QUERIES, HEAD, FFN, DIM = 2, 3, 4, 10, 14
 CONFIG = ModelConfig(
@@ -115,6 +115,12 @@ BESIDE = {
     "alone": [],
     "adapters": ["techniques.lora.rank=2"],
     "experts": ["techniques.mixture_of_experts.experts=4"],
+    "8 bits": ["techniques.adamw_8bit.smallest=512"],
+    "8 bits of experts": [
+        "techniques.adamw_8bit.smallest=512",
+        "techniques.mixture_of_experts.experts=4",
+    ],
+    "convolutions": ["techniques.short_convolution.between=1"],
 }
 
 
@@ -125,13 +131,20 @@ def memory_of(plan: Plan) -> dict[str, float]:
 
 @pytest.mark.parametrize("beside", BESIDE)
 def test_the_predicted_states_are_those_that_it_holds(
-    make_tiny: Callable[..., Build], batch: Callable[[Build], list[Any]], beside: str
+    make_tiny: Callable[..., Build], states: Callable[[Build], tuple[Any, Any]], beside: str
 ) -> None:
-    build = make_tiny(MUON, *BESIDE[beside])
-    train_step(build, batch(build), 0)
-    states = [s for o in build.optimizers.values() for s in o.state.values()]
-    held = sum(t.nbytes for s in states for n, t in s.items() if n != "step")
-    assert memory_of(build.plan)["optimizer"] == pytest.approx(held, rel=1e-6)
+    held, predicted = states(make_tiny(MUON, *BESIDE[beside]))
+    assert predicted == held
+
+
+@pytest.mark.parametrize("rest", ["adamw_8bit={}", "sophia={}", "optimizer_in_backward={}"])
+def test_the_order_of_tables_predicts_nothing_else(
+    tiny_plan: Callable[..., Plan], rest: str
+) -> None:
+    both = ["techniques.muon={}", f"techniques.{rest}"]
+    plans = [tiny_plan(*given, "optimizer.clip_norm=0") for given in (both, both[::-1])]
+    assert [*plans[0].techniques] == [*plans[1].techniques][::-1]
+    assert memory_of(plans[0]) == memory_of(plans[1])
 
 
 @pytest.mark.parametrize("beside", BESIDE)
@@ -150,3 +163,20 @@ def test_ranks_are_predicted_to_share_its_states(
         more = 64.0 if axis != "tensor" else whole
     assert part["optimizer"] == pytest.approx(whole / 2, abs=more)
     assert {name: bytes for name, bytes in part.items() if bytes < 0} == {}
+
+
+@pytest.mark.parametrize("adapts", ["lora", "qlora"])
+@pytest.mark.parametrize(
+    "knob", ["adamw_8bit.smallest=1", "optimizer_in_backward={}", "sophia.rho=0.05"]
+)
+def test_takes_all_that_adapters_train(
+    make_tiny: Callable[..., Build], adapts: str, knob: str
+) -> None:
+    """What updates the rest would be left with nothing; without adapters it is not."""
+    other = knob.split(".")[0].split("=")[0]
+    beside = ["optimizer.clip_norm=0.0", f"techniques.{knob}"]
+    with pytest.raises(UnsupportedError, match=f"nothing is left to {other}") as caught:
+        make_tiny(MUON, *beside, f"techniques.{adapts}.rank=2")
+    assert caught.value.remedy.startswith(f"--without {other} ")
+    assert {"muon", other} <= make_tiny(MUON, *beside).routed.keys()
+    assert make_tiny(MUON, f"techniques.{adapts}.rank=2").routed.keys() == {"muon"}

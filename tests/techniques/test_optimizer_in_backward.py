@@ -71,6 +71,21 @@ def test_one_gradient_is_held_at_a_time(
     assert most[0] == 0, "freed before a hook behind its own sees it"
 
 
+@pytest.mark.parametrize("beside", ["lora.rank=2", "muon={}"])
+def test_gradients_that_others_read_are_predicted_to_stay(
+    make_tiny: Callable[..., Build], batch: Callable[[Build], list[Micro]], beside: str
+) -> None:
+    """To their update; and the largest of its own is there for a moment beside them."""
+    build = make_tiny(*WITH, f"techniques.{beside}")
+    step(build, batch(build), 0)
+    held = sum(p.grad.nbytes for p in build.model.parameters() if p.grad is not None)
+    largest = max(p.nbytes for p in build.routed[NAME].values())
+    lines = build.predicted(build.plan).memory
+    assert lines["gradients"].bytes == held + largest
+    assert ("kept_gradients" in lines) == (held > 0)
+    assert held == 0 or lines["kept_gradients"].bytes == held
+
+
 def test_a_gradient_that_is_not_finite_masks_its_parameter(
     make_tiny: Callable[..., Build], batch: Callable[[Build], list[Micro]]
 ) -> None:

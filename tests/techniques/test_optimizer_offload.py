@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from headrace.core.plan import OptimizerConfig
 from headrace.optim.adamw import make_adamw
 from headrace.techniques.memory.optimizer_offload import HostAdamW, HostState, OptimizerOffload
+from headrace.train import step
 
 CONFIG = OptimizerConfig(lr=0.03, weight_decay=0.2, eps=1e-6)
 SHAPES = {"a": (7, 9), "b": (5,), "c": (13, 3), "d": (1,), "e": (31,)}
@@ -176,3 +177,15 @@ def test_sharded_parameters(zygote: Any, tmp_path: Path) -> None:
 def test_on_a_cpu_there_is_nothing_to_move(make_tiny: Callable[..., Any]) -> None:
     answer = OptimizerOffload().supports(SimpleNamespace(device="cpu"))  # type: ignore[arg-type]
     assert "already" in answer.reason  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("beside", ["lora.rank=2", "muon={}"])
+def test_states_of_others_are_predicted_to_stay(
+    make_tiny: Callable[..., Any], batch: Callable[[Any], list[Any]], beside: str
+) -> None:
+    build = make_tiny(f"techniques.{beside}")
+    step(build, batch(build), 0)
+    others = [s for n, o in build.optimizers.items() if n != "adamw" for s in o.state.values()]
+    held = sum(t.nbytes for state in others for name, t in state.items() if name != "step")
+    ledger = OptimizerOffload().predict(build.predicted(build.plan))
+    assert ledger.memory["optimizer"].bytes == held

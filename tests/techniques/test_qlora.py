@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from headrace.core.errors import UnsupportedError
 from headrace.data.loader import Micro
 from headrace.filled import check_active
 from headrace.kernels.quantized_weight import QuantizedWeight, quantize
@@ -54,3 +55,34 @@ def test_it_is_lora_on_the_stored_numbers(make_tiny: Make, batch: Batch, base: s
     for name, parameter in stored.model.named_parameters():
         if parameter.requires_grad:
             torch.testing.assert_close(parameter.grad, right[name].grad, rtol=1e-5, atol=1e-7)
+
+
+SHORT = ("model.dim=8", "model.ffn=8", "techniques.qlora.rank=2")
+"""Rows of 8 numbers, beside scales that are made for 64."""
+
+
+def test_rows_too_short_to_be_smaller_are_refused(make_tiny: Make, batch: Batch) -> None:
+    """24 rows of 41 bytes and the levels twice are 46 bits a number, in int8 they are 12."""
+    with pytest.raises(UnsupportedError, match=r"take 46\.3 bits a number in nf4") as caught:
+        make_tiny(*SHORT, 'techniques.qlora.targets=["mlp.gate_up", "mlp.down"]')
+    with pytest.raises(UnsupportedError, match="in nf4"):
+        make_tiny(*SHORT)
+    build = make_tiny(*SHORT, caught.value.remedy.split(" (or ")[0])
+    step(build, batch(build), 0)
+    assert check_active(build)["qlora"].numbers["bits_per_weight"] == 12
+    with pytest.raises(UnsupportedError, match="in int8") as caught:
+        make_tiny("model.dim=1", "model.heads=1", "model.ffn=1", "model.position=none",
+                  "techniques.qlora.base=int8")  # fmt: skip
+    assert "--with lora" in caught.value.remedy
+
+
+def test_weights_with_longer_rows_are_stored(make_tiny: Make, batch: Batch) -> None:
+    """Where what is chosen has long rows, the others do not count; experts are no linears."""
+    down = ("model.ffn=64", 'techniques.qlora.targets=["mlp.down"]')
+    build = make_tiny(*SHORT, *down)
+    step(build, batch(build), 0)
+    assert check_active(build)["qlora"].numbers["bits_per_weight"] < 8
+    long = ("model.ffn=512", "techniques.qlora.rank=2")
+    make_tiny(*SHORT, *long)
+    with pytest.raises(UnsupportedError, match="in nf4"):
+        make_tiny(*SHORT, *long, "techniques.mixture_of_experts.experts=2")

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from headrace.build import predict
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.data.loader import Micro
 from headrace.filled import check_active
 from headrace.kernels import grouped_linear
@@ -178,3 +178,48 @@ def test_a_share_of_no_products_is_refused(make_tiny: Make) -> None:
     with pytest.raises(ConfigError, match="every_matmul"):
         make_tiny(f"{ON}.every_matmul=2", f"{ON}.save=attention")
     assert SelectiveCheckpoint(operations=("bmm",), every_matmul=2).kept() <= MATMULS
+
+
+SAVE, WIDE = f"{ON}.save=attention", f"{ON}.wide_every=2"
+NARROW = "model.kv_heads=1"  # so that of a block's products gate_up alone is wide
+LINEAR = "techniques.linear_attention.rule=sum"
+CONVOLVES = "techniques.short_convolution.between=1"
+
+
+@pytest.mark.parametrize(
+    ("knobs", "why"),
+    [
+        ([SAVE, LINEAR], "linear_attention has none"),
+        ([f'{ON}.operations=["attention"]', LINEAR], "linear_attention has none"),
+        ([SAVE, "techniques.logit_soft_cap.cap=2.0"], "logit_soft_cap makes plain products"),
+        ([SAVE, f"{ON}.every=2", CONVOLVES], "short_convolution has none in the blocks"),
+        ([WIDE, SAVE], "no product that it keeps"),
+        ([WIDE, f"{ON}.every_matmul=3", NARROW], "no product that it keeps"),
+        ([WIDE, f'{ON}.operations=["addmm","attention"]'], "no product that it keeps"),
+        ([WIDE, f'{ON}.operations=["bmm"]'], "no product that it keeps"),
+    ],
+    ids=str,
+)
+def test_what_would_keep_nothing_is_refused(make_tiny: Make, knobs: list[str], why: str) -> None:
+    with pytest.raises(UnsupportedError, match=why) as caught:
+        make_tiny(*knobs)
+    make_tiny(*knobs, *caught.value.remedy.split(" (or ")[0].split())
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        [SAVE, CONVOLVES],
+        [SAVE, "techniques.alibi={}"],
+        [WIDE, f"{ON}.every_matmul=2", NARROW],
+        [WIDE, f"{ON}.every_matmul=3"],  # qkv is wide here
+        [WIDE, f"{ON}.every_matmul=5", NARROW, "techniques.lora.rank=2"],  # an adapter's product
+        [WIDE, f'{ON}.operations=["addmm"]', "model.bias=true"],
+        [f"{ON}.wide_every=9"],
+    ],
+    ids=str,
+)
+def test_what_keeps_something_is_in_force(make_tiny: Make, batch: Batch, knobs: list[str]) -> None:
+    build = make_tiny(*knobs)
+    step(build, batch(build), 0)
+    assert check_active(build)["selective_checkpoint"].active

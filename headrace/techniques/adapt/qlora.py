@@ -15,6 +15,7 @@ from pydantic import Field
 from torch import Tensor
 
 from headrace.core.ledger import Ledger
+from headrace.core.plan import Plan
 from headrace.core.technique import (
     Card,
     Context,
@@ -25,6 +26,7 @@ from headrace.core.technique import (
     Unsupported,
 )
 from headrace.kernels.quantized_weight import QuantizedWeight, quantize, quantized_bytes
+from headrace.model.count import block_linears
 from headrace.model.lora import LoraLinear, adapted_ledger, adapter_evidence, is_frozen, linears_of
 from headrace.sockets import Build
 
@@ -59,13 +61,34 @@ class Qlora(Technique[Build]):
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Runs everywhere but under tensor parallelism."""
-        if context.plan.mesh.tensor > 1:
+        """Rows long enough to be smaller in few bits; not under tensor parallelism."""
+        plan = context.plan
+        if plan.mesh.tensor > 1:
             return Unsupported(
                 "adapters and quantized weights do not say yet how they are split over tensor "
                 "ranks", "mesh.tensor=1",
             )  # fmt: skip
+        if not plan.model.pretrained and (bits := self._bits(plan)) >= 32:
+            return Unsupported(
+                f"rows so short take {bits:.1f} bits a number in {self.base} with their scales, "
+                "and 32 as they are",
+                f"techniques.{self.name()}.base=int8"
+                if self.base == "nf4"
+                else f"--without {self.name()} --with lora",
+            )
         return Supported()
+
+    def _bits(self, plan: Plan) -> float:
+        """Of a number of the dense linears that it stores; 0 where `targets` names none."""
+        dense = not any(
+            "parts.mlp" in t.claims and t.equality != "exact" for t in plan.techniques.values()
+        )
+        shapes = [
+            (outer, inner) for name, (inner, outer) in block_linears(plan.model).items()
+            if (name in self.targets or not self.targets) and (dense or name.startswith("mixer."))
+        ]  # fmt: skip
+        held = sum(quantized_bytes(rows, columns, self.base) for rows, columns in shapes)
+        return 8 * held / max(1, sum(rows * columns for rows, columns in shapes))
 
     def predict(self, ledger: Ledger) -> Ledger:
         """As lora, with the adapted weights in few bits."""

@@ -33,7 +33,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from headrace.core.errors import ConfigError
-from headrace.core.ledger import Ledger, Line
+from headrace.core.ledger import Ledger, Line, Matrix
 from headrace.core.model_config import ModelConfig
 from headrace.core.technique import (
     Card,
@@ -246,7 +246,8 @@ class LinearAttention(Technique[Build]):
         """The state's products for attention's, no dense mask, and what the chunks keep."""
         sizes = ledger.sizes
         layers, dim, groups = int(sizes["layers"]), sizes["dim"], sizes["kv_heads"]
-        more = layers * dim * groups * (1 if self.rule == "sum" else 2)  # the gates' matrices
+        gates = ("decay",) if self.rule == "sum" else ("decay", "strength")
+        more = layers * dim * groups * len(gates)
         for name, copies in (("parameters", 1), ("gradients", 1), ("optimizer", 2)):
             line = ledger.memory[name]
             ledger = ledger.with_line(name, replace(line, bytes=line.bytes + FP32 * copies * more))
@@ -260,10 +261,11 @@ class LinearAttention(Technique[Build]):
         ledger = ledger.with_flops("backward", backward + 4 * more - 2 * old)
         dense = [n for n in ledger.memory if n == "mask" or n.endswith("/mask_copy")]
         facts = {
-            "block_matrices": sizes["block_matrices"] + more,
             "block_flops": sizes["block_flops"] + 2 * more,
             "attention_flops": forward, "mask": 0.0, "mask_copy": 0.0,
         }  # fmt: skip
+        names = [f"blocks.{n}.mixer.{gate}.weight" for n in range(layers) for gate in gates]
+        ledger = ledger.with_matrices(dict.fromkeys(names, Matrix((int(groups), int(dim)))))
         return replace(ledger.without(dense), sizes={**sizes, **facts})
 
     def _chunks(self, sizes: Mapping[str, float]) -> tuple[int, int]:
@@ -350,23 +352,26 @@ class LinearAttention(Technique[Build]):
     def active(self, build: Build) -> Evidence:
         """Whether a block's work is that of chunks, the longest that it computed, and by whom."""
         mixers = [block.mixer for block in build.model.blocks.values()]
-        if not mixers:
-            return Evidence(None, "this rank holds no block")
-        chunks = {getattr(mixer, "longest_chunk", 0) for mixer in mixers}
+        mine = [mixer for mixer in mixers if isinstance(mixer, LinearMixer)]
+        # A layer whose block was left out of every step so far has computed none.
+        chunks = [mixer.longest_chunk for mixer in mine if mixer.longest_chunk]
+        if not chunks and mine == mixers:
+            return Evidence(None, "this rank holds no block that mixed tokens")
+        longest = max(chunks, default=0)
         overwrite = sum(isinstance(mixer, DeltaMixer) for mixer in mixers)
         counts = since(build.notes[self.name()], "fla_")
         launched = {name: count for name, count in counts.items() if count}
         wanted = fla.SUM if self.rule == "sum" else fla.GATED_DELTA
         by = " and ".join(f"{n} x {c}" for n, c in launched.items()) or "torch's products"
         return Evidence(
-            active=min(chunks) > 0
-            and max(chunks) <= self._tokens()
+            active=mine == mixers
+            and 0 < longest <= self._tokens()
             and overwrite == (len(mixers) if self.rule == "gated_delta" else 0)
             and set(launched) == ({wanted} if self.kernels == "fla" else set()),
-            detail=f"{len(mixers)} layers mixed tokens in chunks of at most {max(chunks)} by "
-            f"{by}; {overwrite} overwrite what their states hold",
+            detail=f"{len(chunks)} of {len(mixers)} layers mixed tokens in chunks of at most "
+            f"{longest} by {by}; {overwrite} overwrite what their states hold",
             numbers={
-                "longest_chunk": max(chunks), "layers": len(mixers), "overwrite": overwrite,
+                "longest_chunk": longest, "layers": len(mixers), "overwrite": overwrite,
                 **launched,
             },
         )  # fmt: skip

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from headrace.core.ledger import Ledger, Line
+from headrace.core.ledger import Ledger, Line, Matrix
 from headrace.core.model_config import ModelConfig
 from headrace.core.technique import (
     Card,
@@ -201,11 +201,25 @@ class ShortConvolution(Technique[Build]):
         attention = filters - sizes["attention_flops"] * len(chosen) / layers
         forward = 2 * matrices + attention
         ledger = ledger.with_flops("forward", forward).with_flops("backward", 2 * forward)
-        sizes["block_matrices"] += matrices
         sizes["block_flops"] += 2 * matrices
         sizes["attention_flops"] += attention
         sizes["unsplit"] -= norms
-        return self._worked(replace(ledger, sizes=sizes), len(chosen))
+        ledger = replace(ledger, sizes=sizes, matrices=self._matrices(ledger, int(dim)))
+        return self._worked(ledger, len(chosen))
+
+    def _matrices(self, ledger: Ledger, dim: int) -> dict[str, Matrix]:
+        """Those of its layers' mixers, each where attention has its own."""
+        found = dict[str, Matrix]()
+        for name, matrix in ledger.matrices.items():
+            block, mixer, what = name.partition(".mixer.")
+            if not mixer or not self.convolves(int(block.removeprefix("blocks."))):
+                found[name] = matrix
+            elif what == "out.weight":
+                found[name] = Matrix((dim, dim))
+            else:
+                found[f"{block}.mixer.bcx.weight"] = Matrix((3 * dim, dim))
+                found[block + TAPS] = Matrix((dim, 1, self.taps))
+        return found
 
     def _worked(self, ledger: Ledger, chosen: int) -> Ledger:
         """Other products in the chosen layers, and a convolution between two gates."""

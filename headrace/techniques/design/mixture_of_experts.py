@@ -20,7 +20,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from headrace.core.ledger import Ledger, Line
+from headrace.core.ledger import Ledger, Line, Matrix
 from headrace.core.model_config import ModelConfig
 from headrace.core.technique import (
     Card,
@@ -152,12 +152,26 @@ class MixtureOfExperts(Technique[Build]):
         work = layers * (self.top_k * one + router - dense)
         ledger = ledger.with_flops("forward", 2 * work).with_flops("backward", 4 * work)
         facts = {
-            "block_matrices": sizes["block_matrices"] + more,
-            "experts": layers * self.experts * one,
             "block_flops": sizes["block_flops"] + 2 * work,
             "down_flops": 2 * layers * self.top_k * dim * width,
         }
-        return replace(ledger, sizes={**sizes, **facts})
+        matrices = self._matrices(ledger, int(dim), width)
+        return replace(ledger, sizes={**sizes, **facts}, matrices=matrices)
+
+    def _matrices(self, ledger: Ledger, dim: int, width: int) -> dict[str, Matrix]:
+        """Those of an MLP as one for all experts, and the routers'."""
+        found = dict[str, Matrix]()
+        for name, matrix in ledger.matrices.items():
+            block, mlp, what = name.partition(".mlp.")
+            if not mlp:
+                found[name] = matrix
+            elif what == "down.weight":
+                found[f"{block}.mlp.down"] = Matrix((self.experts, dim, width))
+            else:
+                wide = 2 * width if what == "gate_up.weight" else width
+                found[f"{block}.mlp.router.weight"] = Matrix((self.experts, dim))
+                found[name.removesuffix(".weight")] = Matrix((self.experts, wide, dim))
+        return found
 
     def _router_bytes(self, tokens: float, size: float) -> float:
         """Probabilities, weights, indices and the two orders."""

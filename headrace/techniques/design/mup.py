@@ -89,7 +89,7 @@ class Mup(Technique[Build]):
 
     def predict(self, ledger: Ledger) -> Ledger:
         """The same memory and work."""
-        return ledger
+        return ledger.updated_by(self.name(), lambda name, m: is_slow(name, len(m.shape)))
 
     def apply(self, build: Build) -> None:
         """Wrap the source, and route what has another learning rate to an AdamW of its own."""

@@ -20,7 +20,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from headrace.core.ledger import Ledger, Line
+from headrace.core.ledger import Ledger
 from headrace.core.technique import (
     Card,
     Context,
@@ -123,6 +123,7 @@ class Adamw8bit(Technique[Build]):
     """Whether the update is fused by torch.compile, for seconds at the first step. Left open: on a
     GPU that has Triton, not on a CPU."""
 
+    rest: ClassVar[bool] = True
     timed: ClassVar[bool] = True
     room: ClassVar[str] = "memory"
     stage: ClassVar[Stage] = Stage.OPTIMIZER
@@ -152,21 +153,21 @@ class Adamw8bit(Technique[Build]):
 
     def predict(self, ledger: Ledger) -> Ledger:
         """Two bytes and two scales of each block in the place of 8, for every row of a matrix."""
-        sizes, saved, most = ledger.sizes, 0.0, 0.0
-        for key, rows in sizes.items():
-            if key.startswith("columns/"):
-                columns = int(key.removeprefix("columns/"))
-                saved += rows * (8 * columns - 2 * (columns + 4 * blocks_of(columns)))
-                most = max(most, rows * columns)
-        linears = [key[:-3] for key in sizes if key.endswith("/in")]
-        products = [sizes[f"{name}/in"] * sizes[f"{name}/out"] for name in linears]
-        largest = min(most, max(sizes["embedding"], *products), SLICE_NUMBERS)
+        ledger = ledger.updated_by(self.name(), lambda _, m: prod(m.shape) >= self.smallest)
+        taken, saved = ledger.updates(self.name()).values(), 0.0
+        for matrix in taken:
+            columns = matrix.shape[-1]
+            each = 8 * columns - 2 * (columns + 4 * blocks_of(columns))
+            saved += matrix.numbers / columns * each
+        slices = ledger.sizes.get("slices", 1.0)
+        saved /= slices
+        largest = min(max((m.numbers / slices for m in taken), default=0.0), SLICE_NUMBERS)
         line = ledger.memory["optimizer"]
         ledger = ledger.with_line("optimizer", replace(line, bytes=line.bytes - saved))
         ledger = ledger.reworked(self._reworked)
         if self.compiled:
             return ledger
-        return ledger.with_line("moments", Line(TEMPORARIES * 4 * largest, ("optimizer",)))
+        return ledger.updating(TEMPORARIES * 4 * largest)
 
     def _reworked(self, name: str, piece: Work) -> Work:
         """The update by its compiled kernel; of the uncompiled one nothing was measured."""
@@ -191,7 +192,7 @@ class Adamw8bit(Technique[Build]):
                 weight_decay=config.weight_decay, compiled=compiled,
             )  # fmt: skip
 
-        build.routes.append(Route(self.name(), takes, make, rest=True))
+        build.routes.append(Route(self.name(), takes, make, rest=self.rest))
 
     def active(self, build: Build) -> Evidence:
         """Bytes of state that the matrices really hold, by tensor."""

@@ -14,6 +14,7 @@ optimizer. Source: arXiv 2306.09782 (LOMO, there with SGD); torchtune's optimize
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -72,6 +73,7 @@ class BackwardAdamW(torch.optim.Optimizer):
 class OptimizerInBackward(Technique[Build]):
     """Update each parameter as soon as its gradient is complete, and free the gradient at once."""
 
+    rest: ClassVar[bool] = True
     timed: ClassVar[bool] = True
     room: ClassVar[str] = "memory"
     stage: ClassVar[Stage] = Stage.OPTIMIZER
@@ -126,10 +128,17 @@ class OptimizerInBackward(Technique[Build]):
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """One gradient at a time, the embedding's at the end of the backward pass."""
-        line = Line(ledger.sizes["largest_parameter"], ("backward",))
-        ledger = ledger.with_line("gradients", line).without(["head_weight_gradient"])
-        return ledger.reworked(
+        """One gradient at a time, and to the update those of other optimizers' matrices."""
+        ledger = ledger.updated_by(self.name(), lambda name, matrix: True)
+        mine, learns = ledger.updates(self.name()), ledger.updates()
+        slices = ledger.sizes.get("slices", 1.0)
+        kept = sum(4 * m.numbers / slices for n, m in learns.items() if n not in mine)
+        largest = max((4 * m.numbers for m in mine.values()), default=0.0)
+        lines = {"gradients": Line(kept + largest, ("backward",))}
+        if kept:
+            lines["kept_gradients"] = Line(kept, ("optimizer",))
+        ledger = replace(ledger, memory={**ledger.memory, **lines})
+        return ledger.without(["head_weight_gradient"]).reworked(
             # Squares of each gradient are added up when it comes; none is scaled.
             lambda name, piece: piece.whole(piece.bytes / 3) if name == "clip/optimizer" else piece
         )
@@ -141,7 +150,7 @@ class OptimizerInBackward(Technique[Build]):
         def make(named: Mapping[str, nn.Parameter]) -> BackwardAdamW:
             return BackwardAdamW(config, named)
 
-        build.routes.append(Route(self.name(), lambda name, p: True, make, rest=True))
+        build.routes.append(Route(self.name(), lambda name, p: True, make, rest=self.rest))
         trunk, measured = build.passes, build.clip
 
         def passes(build: Build, step: int) -> Sequence[Pass]:

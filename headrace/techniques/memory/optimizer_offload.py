@@ -210,6 +210,7 @@ class OptimizerOffload(Technique[Build]):
     chunk_mib: int = Field(default=64, ge=1, le=4096)
     """MiB of each of the four page-locked buffers; tuner range 16 to 256."""
 
+    rest: ClassVar[bool] = True
     room: ClassVar[str] = "memory"
     stage: ClassVar[Stage] = Stage.OPTIMIZER
     composes: ClassVar[tuple[str, ...]] = ("routes",)
@@ -237,8 +238,14 @@ class OptimizerOffload(Technique[Build]):
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """No state on the device; the buffers are the host's."""
-        return ledger.with_line("optimizer", replace(ledger.memory["optimizer"], bytes=0.0))
+        """Of states, other optimizers' alone are on the device; the buffers are the host's."""
+        ledger = ledger.updated_by(self.name(), lambda name, matrix: True)
+        mine, learns = ledger.updates(self.name()), ledger.updates()
+        slices, line = ledger.sizes.get("slices", 1.0), ledger.memory["optimizer"]
+        others = sum(m.numbers / slices for n, m in learns.items() if n not in mine)
+        moved = 2 * (ledger.memory["gradients"].bytes - 4 * others)  # two states for a gradient
+        left = max(0.0, line.bytes - moved) if others else 0.0
+        return ledger.with_line("optimizer", replace(line, bytes=left))
 
     def apply(self, build: Build) -> None:
         """Route what the trunk's AdamW would have."""
@@ -247,7 +254,7 @@ class OptimizerOffload(Technique[Build]):
         def make(named: Mapping[str, nn.Parameter]) -> HostAdamW:
             return HostAdamW(config, named, numbers)
 
-        build.routes.append(Route(self.name(), lambda name, p: True, make, rest=True))
+        build.routes.append(Route(self.name(), lambda name, p: True, make, rest=self.rest))
 
     def active(self, build: Build) -> Evidence:
         """Bytes of state by where they lie, and bytes that went to the host and back."""

@@ -29,6 +29,7 @@ from torch.utils.checkpoint import (
 )
 
 from headrace.core.ledger import Ledger, Line
+from headrace.core.plan import ATTENDS, Plan
 from headrace.core.technique import (
     Card,
     Context,
@@ -71,6 +72,12 @@ RECOMPUTED_LINES = ("norm", "attention_input", "qk_norm", "activation", "mask_co
 
 WIDE = 2
 """A product that is more than so many times as wide as its input is a wide one."""
+MIXES = "parts.mixer"
+"""The socket whose owner mixes tokens; one that owns `ATTENDS` too does without attention."""
+CAPS = "logit_soft_cap"
+"""Whose scores torch's own attention, which has no cap, computes by plain products."""
+PARTS = frozenset({MIXES, "parts.mlp", "linear"})
+"""Sockets whose fillers make other products of a block."""
 
 
 def widens(op: Any, args: tuple[Any, ...]) -> bool:
@@ -136,14 +143,42 @@ class SelectiveCheckpoint(Technique[Build]):
         return frozenset(self.operations) or SAVED[self.save]
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Runs everywhere; `wide_every` where a product is wide."""
-        ends = block_linears(context.plan.model).values()
-        if self.wide_every > 1 and not any(outer > WIDE * inner for inner, outer in ends):
+        """Where blocks have what is kept: attention, and wide products for `wide_every`."""
+        plan, me = context.plan, f"techniques.{self.name()}"
+        if self.kept() == ATTENTION and (why := self._lacks_attention(plan)):
             return Unsupported(
-                f"no product of this model's blocks is over {WIDE} times as wide as its input",
-                f"techniques.{self.name()}.wide_every=1",
+                f"what it keeps is attention alone, and {why}",
+                f"{me}.save=matmul+attention" + (f" {me}.operations=[]" if self.operations else ""),
+            )
+        if self.wide_every > 1 and not self._keeps_wide(plan):
+            return Unsupported(
+                f"no product that it keeps of this model's blocks is over {WIDE} times as wide as "
+                "its input",
+                f"{me}.wide_every=1",
             )
         return Supported()
+
+    def _lacks_attention(self, plan: Plan) -> str:
+        """Why no checkpointed block has an operation of attention, if none has."""
+        for name, other in plan.techniques.items():
+            if {MIXES, ATTENDS} <= {*other.claims}:
+                return f"{name} has none"
+            convolves = getattr(other, "convolves", None)
+            if convolves and all(map(convolves, range(0, plan.model.layers, self.every))):
+                return f"{name} has none in the blocks that every = {self.every} checkpoints"
+        return f"{CAPS} makes plain products of it" if _is_products(plan) else ""
+
+    def _keeps_wide(self, plan: Plan) -> bool:
+        """Whether it keeps a wide product, or what stands beside it leaves that open."""
+        if plan.model.pretrained:  # whose shape is known later
+            return True
+        ends = list(block_linears(plan.model).values())
+        beside = [t for t in plan.techniques.values() if t.equality != "exact"]
+        if not _is_products(plan) and not any(PARTS & {*t.claims, *t.composes} for t in beside):
+            kinds = {"mm", "addmm"} if plan.model.bias else {"mm"}
+            ends = ends[:: self.every_matmul] if self.kept() & kinds else []
+        wide = any(outer > WIDE * inner for inner, outer in ends)
+        return wide and bool(self.kept() & MATMULS)
 
     def predict(self, ledger: Ledger) -> Ledger:
         """Recomputed lines go, but for one block at a time in the backward pass."""
@@ -267,6 +302,12 @@ class SelectiveCheckpoint(Technique[Build]):
             f"{counts['narrowed']} of them for their width, {ran}",
             numbers={**counts, "recomputed_blocks": again},
         )
+
+
+def _is_products(plan: Plan) -> bool:
+    """Whether attention is plain products."""
+    on = plan.techniques
+    return CAPS in on and not any(ATTENDS in other.claims for other in on.values())
 
 
 def _ends(sizes: dict[str, float]) -> dict[str, tuple[float, float]]:

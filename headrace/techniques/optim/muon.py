@@ -18,8 +18,16 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from headrace.core.ledger import Ledger, Line
-from headrace.core.technique import Card, Context, Evidence, Stage, Supported, Technique
+from headrace.core.ledger import Ledger
+from headrace.core.technique import (
+    Card,
+    Context,
+    Evidence,
+    Stage,
+    Supported,
+    Technique,
+    Unsupported,
+)
 from headrace.kernels.orthogonalize import orthogonalize
 from headrace.model.fusion import Fusion, fusions
 from headrace.parallel.layout import local_of
@@ -135,19 +143,27 @@ class Muon(Technique[Build]):
         source="https://kellerjordan.github.io/posts/muon; arXiv 2502.16982",
     )
 
-    def supports(self, context: Context) -> Supported:
-        """Runs everywhere; in fp32 on a CPU."""
+    def supports(self, context: Context) -> Supported | Unsupported:
+        """Runs everywhere, in fp32 on a CPU; alone where only adapters learn."""
+        on = context.plan.techniques.items() if context.plan else ()
+        adapts = [name for name, other in on if "frozen" in other.composes]
+        left = [n for n, other in on if n != self.name() and "routes" in other.composes]
+        if adapts and left:
+            return Unsupported(
+                f"all that {adapts[0]} trains are matrices of blocks, which it takes, and nothing "
+                f"is left to {left[0]}",
+                f"--without {left[0]}",
+            )
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
         """One state instead of two for the matrices of blocks; directions while they update."""
-        sizes = ledger.sizes
-        trained = sizes["block_matrices"] - sizes.get("experts", 0.0)  # with AdamW: not matrices
-        one = 4 * sizes.get("adapters", trained)  # beside which nothing is trained
+        ledger = ledger.updated_by(self.name(), lambda name, m: _takes(name, len(m.shape)))
+        one = 4 * sum(m.numbers for m in ledger.updates(self.name()).values())
         line = ledger.memory["optimizer"]
-        mine = one / sizes.get("slices", 1.0)  # directions are made of whole matrices
+        mine = one / ledger.sizes.get("slices", 1.0)  # directions are made of whole matrices
         ledger = ledger.with_line("optimizer", replace(line, bytes=line.bytes - mine))
-        return ledger.with_line("directions", Line(COPIES * one, ("optimizer",)))
+        return ledger.updating(COPIES * one)
 
     def apply(self, build: Build) -> None:
         """Route the matrices of blocks here."""
@@ -155,7 +171,7 @@ class Muon(Technique[Build]):
         build.routes.append(
             Route(
                 self.name(),
-                lambda name, p: p.ndim == 2 and name.startswith("blocks."),
+                lambda name, p: _takes(name, p.ndim),
                 lambda named: MuonOptimizer(
                     named, fused,
                     lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay,
@@ -175,3 +191,8 @@ class Muon(Technique[Build]):
             detail=f"orthogonalised {done} matrices of {len(taken)} parameters",
             numbers={"orthogonalized": done, "parameters": len(taken)},
         )
+
+
+def _takes(name: str, dimensions: int) -> bool:
+    """Whether a parameter is a block's matrix."""
+    return dimensions == 2 and name.startswith("blocks.")

@@ -27,7 +27,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from headrace.core.ledger import Ledger, Line
+from headrace.core.ledger import Ledger
 from headrace.core.technique import (
     Card,
     Context,
@@ -111,6 +111,7 @@ class Sophia(Technique[Build]):
     memory: float = Field(default=0.99, ge=0, lt=1)
     """Share of the old curvature that is kept at an estimate."""
 
+    rest: ClassVar[bool] = True
     room: ClassVar[str] = "optim"
     stage: ClassVar[Stage] = Stage.OPTIMIZER
     claims: ClassVar[tuple[str, ...]] = ("passes",)
@@ -140,8 +141,9 @@ class Sophia(Technique[Build]):
         """A second pass now and then; the states are as large as AdamW's."""
         work = ledger.flops["forward"] + ledger.flops["backward"]
         ledger = ledger.with_flops("curvature", work * self.share / self.every)
-        one = ledger.sizes["largest_parameter"]
-        return ledger.with_line("update", Line(one, ("optimizer",)))
+        ledger = ledger.updated_by(self.name(), lambda name, matrix: True)
+        one = max((4 * m.numbers for m in ledger.updates(self.name()).values()), default=0.0)
+        return ledger.updating(one)
 
     def apply(self, build: Build) -> None:
         """Route all parameters that no other technique takes, and add the second sweep."""
@@ -153,7 +155,7 @@ class Sophia(Technique[Build]):
                 weight_decay=config.weight_decay,
             )  # fmt: skip
 
-        build.routes.append(Route(self.name(), lambda name, p: True, make, rest=True))
+        build.routes.append(Route(self.name(), lambda name, p: True, make, rest=self.rest))
         trunk = build.passes
 
         def passes(build: Build, step: int) -> Sequence[Pass]:

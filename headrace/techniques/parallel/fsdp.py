@@ -85,9 +85,10 @@ class Fsdp(Technique[Build]):
             if line := ledger.memory.get(name):
                 ledger = ledger.with_line(name, replace(line, bytes=line.bytes / ranks))
         layers = max(1.0, ledger.sizes["layers"])
-        outside = whole - 4 * ledger.sizes["block_matrices"]
+        matrices = [m for name, m in ledger.matrices.items() if name.startswith("blocks.")]
+        inside = sum(m.stored * m.numbers for m in matrices)
         held = 2 if self.reshard else layers
-        gathered = outside + held * 4 * ledger.sizes["block_matrices"] / layers
+        gathered = whole - inside + held * inside / layers
         gathered *= 0.5 if self.gather == "bf16" else 1.0
         ledger = ledger.with_line("gathered", Line(gathered, ("loss", "turn", "backward")))
         return replace(ledger, sizes={**ledger.sizes, "slices": ranks})

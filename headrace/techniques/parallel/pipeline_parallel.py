@@ -23,7 +23,7 @@ from pydantic import Field
 from torch import Tensor
 
 from headrace.core.errors import ConfigError
-from headrace.core.ledger import Ledger, Line
+from headrace.core.ledger import Ledger, Line, Matrix
 from headrace.core.technique import (
     Card,
     Context,
@@ -40,8 +40,6 @@ from headrace.parallel import pipeline
 from headrace.sockets import Build, Work, auxiliary_loss
 
 STATE_LINES = ("parameters", "gradients", "optimizer")
-INSIDE_SIZES = ("block_matrices", "experts", "adapters")
-"""Sizes that count numbers of all blocks."""
 END_LINES = ("final_norm", "logits", "head_cast", "head_gradients", "head_weight_gradient")
 
 
@@ -127,15 +125,24 @@ class PipelineParallel(Technique[Build]):
         whole = memory["parameters"].bytes
         ends = end * (1 if ledger.sizes["tied"] else 2)
         share = ((whole - ends) * here / layers + end * (first + last)) / whole
-        inside = "adapters" in ledger.sizes  # all that is trained is in blocks
+        inside = all(n.startswith("blocks.") for n in ledger.updates())  # as adapters are
         for name in STATE_LINES:
             part = here / layers if inside and name != "parameters" else share
             memory[name] = replace(memory[name], bytes=memory[name].bytes * part)
         for name in END_LINES if not last else ():
             memory.pop(name, None)
         sizes = {**ledger.sizes, "layers": here}
-        sizes |= {name: sizes[name] * here / layers for name in INSIDE_SIZES if name in sizes}
-        return Ledger(memory, ledger.flops, sizes)
+        return Ledger(memory, ledger.flops, sizes, matrices=self._matrices(ledger, rank, ranks))
+
+    def _matrices(self, ledger: Ledger, rank: int, ranks: int) -> dict[str, Matrix]:
+        """Those of one rank's part."""
+        names = tuple(str(layer) for layer in range(int(ledger.sizes["layers"])))
+        parts = make_parts(names, ranks * self.chunks)[rank::ranks]
+        blocks = tuple(f"blocks.{name}." for part in parts for name in part.blocks or ())
+        first, last = any(part.first for part in parts), any(part.last for part in parts)
+        here = blocks + ("embed.", "position.") * first + ("head.",) * last
+        here += ("embed.",) * (last and bool(ledger.sizes["tied"]))
+        return {name: m for name, m in ledger.matrices.items() if name.startswith(here)}
 
     def apply(self, build: Build) -> None:
         """Keep this rank's layers, connect the ranks, and fill the engine."""

@@ -65,8 +65,8 @@ INSIDE_LINES = (
 )  # fmt: skip
 """Ledger lines of a block that are kept inside of attention and MLP."""
 INSIDE_SIZES = (
-    "logits_per_token", "logits_fused", "block_matrices", "down_matrices", "embedding",
-    "attention_flops", "heads", "kv_heads", "ffn", "experts",
+    "logits_per_token", "logits_fused", "down_matrices", "embedding",
+    "attention_flops", "heads", "kv_heads", "ffn",
 )  # fmt: skip
 STATE_LINES = ("parameters", "gradients", "optimizer")
 
@@ -177,7 +177,9 @@ class TensorParallel(Technique[Build]):
         sizes["head_gradients"] -= 4 * sizes["embedding"] * (1 - 1 / ranks)
         sizes |= {name: sizes[name] / ranks for name in INSIDE_SIZES if name in sizes}
         flops = {phase: count / ranks for phase, count in ledger.flops.items()}
-        return replace(ledger, sizes=sizes, flops=flops)
+        cut = {n: replace(m, share=m.share / ranks) for n, m in ledger.matrices.items()
+               if n != "position.weight"}  # fmt: skip
+        return replace(ledger, sizes=sizes, flops=flops).with_matrices(cut)
 
     def apply(self, build: Build) -> None:
         """Cut the parts, the embedding and the head, and put collectives around them."""

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from headrace.core.errors import ConfigError
-from headrace.core.ledger import Ledger, Line
+from headrace.core.ledger import Ledger
 from headrace.core.plan import OptimizerConfig, Plan
 from headrace.core.technique import (
     Card,
@@ -160,6 +160,7 @@ class Bf16Parameters(Technique[Build]):
     fused: bool | None = None
     """Whether one Triton kernel does the whole update. Left open: on a GPU that has Triton."""
 
+    rest: ClassVar[bool] = True
     timed: ClassVar[bool] = True
     room: ClassVar[str] = "precision"
     stage: ClassVar[Stage] = Stage.MATERIALIZE
@@ -214,33 +215,31 @@ class Bf16Parameters(Technique[Build]):
 
     def predict(self, ledger: Ledger) -> Ledger:
         """Two bytes less of every number of a matrix; no casts; slices in fp32."""
-        sizes = ledger.sizes
-        matrices = [(rows, int(key.removeprefix("columns/"))) for key, rows in sizes.items()
-                    if key.startswith("columns/")]  # fmt: skip
-        trained = sum(rows * columns for rows, columns in matrices)
-        tables, adapts = 0 if sizes["on_gpu"] else sizes["tables"], "adapters" in sizes
-        held = trained + sizes.get("frozen", 0.0) - tables
-        trained -= 0 if adapts else tables
-        tied = sizes["tied"] and sizes["on_gpu"] and not adapts
-        summed = trained - (sizes["embedding"] if tied else 0)
+        sizes, gpu = ledger.sizes, bool(ledger.sizes["on_gpu"])
         adds_up = sizes["micro_batches"] > 1 or sizes["shard_ranks"] > 1
         master = self.rounding == "master"
-        for name, each, change, taken in (
-            ("parameters", 4, -2, held), ("gradients", 4, 0 if adds_up else -2, summed),
-            ("optimizer", 8, 2 if master else 0, trained),
-            ("head_weight_gradient", 4, 0 if adds_up else -2, trained),
-        ):  # fmt: skip
-            if (line := ledger.memory.get(name)) is not None:
-                changed = line.bytes + change * min(taken, line.bytes / each)
-                ledger = ledger.with_line(name, replace(line, bytes=changed))
+        plain = {n: m for n, m in ledger.matrices.items()
+                 if m.stored == 4 and _is_taken(n, len(m.shape), on_gpu=gpu)}  # fmt: skip
+        ledger = ledger.updated_by(self.name(), lambda name, _: name in plain)
+        learns = ledger.updates(self.name())
+        changed = dict.fromkeys(("parameters", "gradients", "optimizer"), 0.0)
+        for name, matrix in plain.items():
+            changed["parameters"] -= 2 * matrix.numbers
+            if name in learns:
+                summed = adds_up or (name == "embed.weight" and sizes["tied"])
+                changed["gradients"] -= 0 if summed else 2 * matrix.numbers
+                changed["optimizer"] += 2 * matrix.numbers if master else 0
+        for name, more in changed.items():
+            line = ledger.memory[name]
+            ledger = ledger.with_line(name, replace(line, bytes=line.bytes + more))
+        if (line := ledger.memory.get("head_weight_gradient")) is not None and not adds_up:
+            ledger = ledger.with_line("head_weight_gradient", replace(line, bytes=line.bytes / 2))
         casts = [n for n in ledger.memory if n == "head_cast" or n.endswith("/weight_cast")]
         ledger = ledger.without(casts).reworked(lambda n, w: _reworked(n, w, adds_up, master))
-        if sizes["on_gpu"] and self.fused is not False:
+        if gpu and self.fused is not False:
             return ledger
-        linears = [key[:-3] for key in sizes if key.endswith("/in")]
-        products = [sizes[f"{name}/in"] * sizes[f"{name}/out"] for name in linears]
-        largest = min(max(sizes["embedding"], *products), SLICE_NUMBERS)
-        return ledger.with_line("update", Line(TEMPORARIES * 4 * largest, ("optimizer",)))
+        largest = min(max((m.numbers for m in learns.values()), default=0.0), SLICE_NUMBERS)
+        return ledger.updating(TEMPORARIES * 4 * largest)
 
     def apply(self, build: Build) -> None:
         """Store matrices in bf16, and give those that learn an optimizer that can write them."""
@@ -249,7 +248,8 @@ class Bf16Parameters(Technique[Build]):
 
         def store(name: str, value: Tensor) -> Tensor:
             plain = type(value) is Tensor and value.dtype == torch.float32
-            return value.bfloat16() if plain and _is_taken(name, value, build.device) else value
+            taken = plain and _is_taken(name, value.ndim, on_gpu=build.device.type == "cuda")
+            return value.bfloat16() if taken else value
 
         def noise(name: str) -> Noise:
             layout = build.layouts[name]
@@ -272,13 +272,13 @@ class Bf16Parameters(Technique[Build]):
         for whole in ("states", "loss"):
             setattr(model, whole, _beside_sums(getattr(model, whole), model))
         build.routes.append(
-            Route(self.name(), lambda name, p: p.dtype == torch.bfloat16, make, rest=True)
+            Route(self.name(), lambda name, p: p.dtype == torch.bfloat16, make, rest=self.rest)
         )
 
     def active(self, build: Build) -> Evidence:
         """Bytes of the weights as they are, and the state that keeps what they cannot hold."""
-        parameters = build.model.named_parameters()
-        taken = [p for n, p in parameters if p.requires_grad and _is_taken(n, p, build.device)]
+        gpu, parameters = build.device.type == "cuda", build.model.named_parameters()
+        taken = [p for n, p in parameters if p.requires_grad and _is_taken(n, p.ndim, on_gpu=gpu)]
         low = [p for p in taken if p.dtype == torch.bfloat16]
         state: Mapping[Any, Mapping[str, Tensor]] = getattr(
             build.optimizers.get(self.name()), "state", {}
@@ -344,10 +344,10 @@ def _beside_sums(run: Callable[..., Any], module: nn.Module) -> Callable[..., An
     return call
 
 
-def _is_taken(name: str, value: Tensor, device: torch.device) -> bool:
+def _is_taken(name: str, dimensions: int, *, on_gpu: bool) -> bool:
     """Whether a parameter is one of the matrices that become bf16."""
-    left = FP32 if device.type == "cuda" else (*FP32, *TABLES)
-    return value.ndim >= 2 and not name.endswith(left)
+    left = FP32 if on_gpu else (*FP32, *TABLES)
+    return dimensions >= 2 and not name.endswith(left)
 
 
 def _adds_up(plan: Plan) -> bool:
