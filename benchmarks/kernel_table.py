@@ -114,7 +114,8 @@ def main() -> None:
     rows = [{"name": n[:90], "ms": round(ms, 3), "launches": k} for n, (ms, k) in longest]
     receipts.append(
         "kernels", metrics, results=args.results, shape=args.shape, n=1, seeds=[plan.seed],
-        recipe=" ".join(["recipe", *args.with_, *args.set]), techniques=sorted(plan.techniques),
+        recipe=" ".join(["recipe", *args.with_, *(f"-{n}" for n in args.without), *args.set]),
+        techniques=sorted(plan.techniques),
         longest=rows, plan_sha256=receipts.sha256(plan.dump()), **work,
     )  # fmt: skip
     print(json.dumps({k: round(v["value"], 2) for k, v in metrics.items()}))

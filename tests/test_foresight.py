@@ -23,7 +23,7 @@ from headrace.core.machine import Machine
 from headrace.core.plan import Plan
 from headrace.core.work import EDGE_S, StepTime
 from headrace.planner.calibration import Calibration, Measured
-from headrace.planner.foresight import TIGHT, after, at, calibrated, foresee, told
+from headrace.planner.foresight import LAUNCHES, TIGHT, after, at, calibrated, foresee, told
 from headrace.planner.intervals import STEP
 from headrace.planner.reserved import reserve, workspace_bytes
 from headrace.truth import compute
@@ -269,12 +269,24 @@ def test_the_measured_workload_has_its_own_interval(tmp_path: Path, same: bool, 
     assert (ends.low / width.low, ends.high / width.high) == pytest.approx((found.step_s,) * 2)
 
 
-def test_steps_that_wait_for_the_host_set_nothing(tmp_path: Path) -> None:
-    plan, context = on_h200("160m", "model.layers=1", "batch.tokens=2048")
+def test_steps_that_wait_for_launches_tell_of_such_steps_alone(tmp_path: Path) -> None:
+    small = ("model.layers=6", "batch.tokens=2048", "batch.micro_sequences=1")
+    plan, context = on_h200("160m", *small)
+    found = foresee(plan, context, H200)
+    assert found.step_s and LAUNCHES in found.parts_s and "step_s" not in found.between
+    assert found.no_interval in told(plan, found) and "launches" in found.no_interval
     (tmp_path / "plan.toml").write_text(plan.to_toml())
-    (tmp_path / "metrics.jsonl").write_text(21 * '{"step_s": 0.06, "compile_s": 0.0}\n')
-    with pytest.raises(ConfigError, match="wait for the host"):
-        after(tmp_path, catalogue(), context, H200)
+    row = {"step_s": 1.5 * found.step_s - 0.5 * EDGE_S, "compile_s": 0.0}
+    (tmp_path / "metrics.jsonl").write_text(21 * f"{json.dumps(row)}\n")
+    by = after(tmp_path, catalogue(), context, H200)
+    assert by.host == pytest.approx(1.5)
+    again = foresee(plan, context, H200, by)
+    assert again.step_s == pytest.approx(row["step_s"]) and again.tier == "after_20_steps"
+    more, context = on_h200("160m", *small, "batch.tokens=8192")
+    alone, told_by = (foresee(more, context, H200, c) for c in (None, by))
+    assert told_by.parts_s[LAUNCHES] > 1.4 * alone.parts_s[LAUNCHES]
+    large, context = on_h200("1b")  # whose steps do not wait
+    assert foresee(large, context, H200, by) == foresee(large, context, H200)
 
 
 def test_a_run_of_another_device_sets_nothing(tmp_path: Path) -> None:

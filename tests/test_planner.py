@@ -21,9 +21,12 @@ from headrace.core.plan import Plan
 from headrace.core.rates import SOFTMAX, START
 from headrace.core.work import (
     CAP,
+    COMPILED,
+    EAGER,
     EDGE_S,
     HOST_S,
     LINKED,
+    REGION,
     TILE,
     Work,
     step_time,
@@ -224,14 +227,19 @@ def test_pieces_are_priced_by_what_they_move() -> None:
     stream = Work("forward", "stream", 3, bytes=8e9, kernels=4, fused=2e9)
     one = H200.traffic_s(2e9)
     assert stream.compiled().seconds(H200) == pytest.approx(3 * one)
-    assert stream.whole(2e9) == stream.compiled()
+    assert replace(stream.whole(2e9), launch=COMPILED) == stream.compiled()
     assert stream.seconds(H200) > 3 * 4 * one
     product = Work("forward", "product", 2, sizes=(4096, 4096, 4096))
     whole = step_time({"a": product, "b": replace(stream, phase="optimizer")}, H200, 5)
     assert whole.of("product") == pytest.approx(5 * product.seconds(H200))
     assert whole.of("optimizer") == pytest.approx(stream.seconds(H200))
     slow = replace(H200, launch_s=1.0)
-    assert step_time({"a": product}, slow, 5).step_s == pytest.approx(10.0 + HOST_S + EDGE_S)
+    many_s = EAGER * 10.0
+    assert step_time({"a": product}, slow, 5).step_s == pytest.approx(many_s + HOST_S + EDGE_S)
+    called = {"a": product.compiled(), "b": Work("forward", "host", 13, launch=REGION)}
+    found = step_time(called, slow, 5)
+    assert found.host_s == pytest.approx(HOST_S + 5 * (2 * COMPILED + 13 * REGION))
+    assert found.device_s == step_time({"a": product}, slow, 5).device_s
 
 
 def flops(piece: Work) -> float:
@@ -324,6 +332,7 @@ def test_copies_hide_behind_their_phase_and_recordings_are_one_launch() -> None:
         )
     many = {"a": replace(product, count=1000.0), "b": Work("optimizer", "stream", 10, bytes=1e3)}
     taken = {"a": replace(many["a"], recorded=True), "b": many["b"]}
-    assert step_time(many, H200, 2).host_s == pytest.approx(HOST_S + 2010 * H200.launch_s)
+    assert step_time(many, H200, 2).host_s == pytest.approx(HOST_S + 2010 * EAGER * H200.launch_s)
     recorded = step_time(taken, H200, 2).host_s
-    assert recorded == pytest.approx(HOST_S + 2 * H200.graph_launch_s + 10 * H200.launch_s)
+    few_s = 2 * H200.graph_launch_s + 10 * EAGER * H200.launch_s
+    assert recorded == pytest.approx(HOST_S + few_s)

@@ -16,7 +16,7 @@ from headrace.core.machine import Machine
 from headrace.core.rates import SOFTMAX, START
 
 Phase = Literal["forward", "recompute", "backward", "optimizer"]
-Kind = Literal["product", "attention", "stream", "host link"]
+Kind = Literal["product", "attention", "stream", "host link", "host"]
 TRUNKS = ("cudnn", "flash", "efficient", "math")
 """Attention as torch chooses it: the first of these that the machine has."""
 BESIDE = 1.18
@@ -50,9 +50,17 @@ CAP = 137.0
 (logit_soft_cap over flex in techniques.jsonl: 126 to 147, trunks and recipes of 160m and 1b)."""
 LINKED = 1.06
 """Likewise copies over the host's link (activation_offload in techniques.jsonl)."""
-HOST_S = 12e-3
-"""Of the host in each step, beside launching: steps of 16 rows took 16.5 ms where their kernels
-take 11, and those of 32 rows no more than theirs (time_to_quality.jsonl)."""
+HOST_S = 5e-3
+"""Of the host in each step, beside launching: steps of 16 rows took 16.5 ms, two thirds of them
+launches, where their kernels take 11 (time_to_quality.jsonl)."""
+EAGER, COMPILED = 3.0, 4.7
+"""Times as long as the launch of an empty kernel that the host takes for one of a step: 20 us by
+eager torch, which picks it, makes its result and notes its gradient; 32 us in compiled code, whose
+kernels are fewer, with products, attention and custom operations among them (kernels.jsonl, 160m by
+single rows)."""
+REGION = 90.0
+"""Likewise for a call of compiled code and its way back, 0.6 ms: 13 of them in a micro-batch
+against two (the same rows)."""
 EDGE_S = 2.5e-3
 """Of each step on a GPU, in which nothing runs: 2.4, 2.6 and 3.9 ms (idle in kernels.jsonl)."""
 
@@ -63,7 +71,7 @@ class Work:
 
     Args:
         phase: when they run; "optimizer" once a step, the others in each micro-batch.
-        kind: what prices them.
+        kind: what prices them; "host" is no kernel, but what the host does as long as `launch`.
         count: how many.
         bytes: that one reads and writes; of a product or attention none.
         kernels: of which one consists in eager torch.
@@ -78,6 +86,7 @@ class Work:
         extra: of kernels that make masks themselves, what more is computed for each score, in
             features of a head that would take as long.
         capped: scores have a soft cap.
+        launch: of one kernel by the host, in launches of an empty one.
         recorded: it is replayed with all others of its phase by one launch.
         unknown: why no rates tell its time, if so.
     """
@@ -97,14 +106,16 @@ class Work:
     column: int = 0
     extra: float = 0.0
     capped: bool = False
+    launch: float = EAGER
     recorded: bool = False
     unknown: str = ""
 
     def compiled(self) -> "Work":
         """The same as a compiler makes it."""
+        launch = self.launch if self.phase == "optimizer" else COMPILED
         if self.fused is None:
-            return self
-        return replace(self, bytes=self.fused, kernels=1.0, fused=None, unknown="")
+            return replace(self, launch=launch)
+        return replace(self, bytes=self.fused, kernels=1.0, fused=None, launch=launch, unknown="")
 
     def whole(self, bytes: float) -> "Work":
         """The same as one kernel of `bytes`, which a compiler leaves as it is."""
@@ -116,7 +127,7 @@ class Work:
         Raises:
             UnsupportedError: the machine's rates do not tell.
         """
-        if not self.count:
+        if not self.count or self.kind == "host":
             return 0.0
         if self.unknown:
             raise UnsupportedError(self.unknown, "")
@@ -192,6 +203,11 @@ class StepTime:
     host_s: float
 
     @property
+    def by_host(self) -> bool:
+        """Whether the device waits for launches."""
+        return self.host_s >= sum(self.device_s.values())
+
+    @property
     def step_s(self) -> float:
         """The slower of both, and the edge between two steps."""
         return max(sum(self.device_s.values()), self.host_s) + EDGE_S
@@ -211,12 +227,13 @@ def step_time(work: Mapping[str, Work], machine: Machine, micro_batches: float) 
     launches, replayed = 0.0, dict[Phase, float]()
     for piece in work.values():
         times = 1.0 if piece.phase == "optimizer" else micro_batches
-        key = (piece.phase, piece.kind)
-        device_s[key] = device_s.get(key, 0.0) + times * piece.seconds(machine)
+        if piece.kind != "host":
+            key = (piece.phase, piece.kind)
+            device_s[key] = device_s.get(key, 0.0) + times * piece.seconds(machine)
         if piece.recorded:
             replayed[piece.phase] = times
         else:
-            launches += times * piece.count * piece.kernels
+            launches += times * piece.count * piece.kernels * piece.launch
     for phase, kind in list(device_s):
         if kind == "host link":
             others = sum(s for (p, k), s in device_s.items() if p == phase and k != kind)

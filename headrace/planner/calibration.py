@@ -87,7 +87,8 @@ class Calibration:
         plan: whose steps were measured.
         steps: how many.
         workload: that plan's, as `intervals.workload` tells it.
-        by_host: whether its steps are foreseen to wait for the host: then they tell no factor.
+        host: by which the host's time is; its steps tell it where they are foreseen to wait for
+            launches, and nothing of the device.
     """
 
     factors: Mapping[Phase, float]
@@ -95,7 +96,7 @@ class Calibration:
     plan: str
     steps: int
     workload: Mapping[str, Work] = field(default_factory=dict)
-    by_host: bool = False
+    host: float | None = None
 
     @classmethod
     def of(cls, time: StepTime, measured: Measured, plan: str) -> "Calibration":
@@ -111,28 +112,33 @@ class Calibration:
         """
         waits_s = max(0.0, measured.phases_s.get("input", 0.0) - EDGE_S)
         left_s = measured.step_s - waits_s - EDGE_S
-        device_s = sum(time.device_s.values())
-        by_host = time.host_s >= device_s
-        whole = 1.0 if by_host else left_s / device_s
-        factors = dict.fromkeys(PHASES, whole)
+        slower_s = time.step_s - EDGE_S
+        whole = left_s / slower_s
+        host = max(0.0, whole) if time.by_host else None
+        factors = dict.fromkeys(PHASES, 1.0 if time.by_host else whole)
         told = {name: measured.phases_s.get(name, 0.0) for name in PHASES.values()}
-        if all(told.values()) and whole != 1.0:
+        if all(told.values()) and host is None:
             for phase, name in PHASES.items():
                 model_s = sum(s for (p, _), s in time.device_s.items() if PHASES[p] == name)
                 spent_s = left_s * told[name] / sum(told.values())
                 factors[phase] = spent_s / model_s if model_s else whole
-        if not all(1 / FAR < f < FAR for f in (whole, *factors.values())):
+        if not all(1 / FAR < f < FAR for f in factors.values()):
             raise ConfigError(
                 f"a step of {plan} took {measured.step_s:.4g} s, and its model says "
                 f"{time.step_s:.4g} s: too far apart to be the same plan on the same device",
                 "headrace plan PLAN, without --after",
             )
-        return cls(factors, waits_s, plan, measured.steps, by_host=by_host)
+        return cls(factors, waits_s, plan, measured.steps, host=host)
+
+    def tells(self, time: StepTime) -> bool:
+        """Whether its steps say anything of such a one."""
+        return time.by_host or self.host is None
 
     def applied(self, time: StepTime) -> StepTime:
         """Another plan's time, or the same one's, without waits."""
         device_s = {key: self.factors[key[0]] * s for key, s in time.device_s.items()}
-        return replace(time, device_s=device_s)
+        host_s = time.host_s if self.host is None else self.host * time.host_s
+        return replace(time, device_s=device_s, host_s=host_s)
 
     def step_s(self, time: StepTime) -> float:
         """Of a step, with waits as long as the measured ones."""

@@ -74,11 +74,18 @@ class Curve:
 
 
 def ending(
-    plan: Plan, step_s: float | None, basis: Basis, device: str, curve: Curve | None = None
+    plan: Plan, step_s: float | None, basis: Basis | None, curve: Curve | None = None
 ) -> tuple[str, float | None, dict[str, Between]]:
-    """What ends the run, hours until then, and the intervals of all that a step's time decides."""
+    """What ends the run, hours until then, and the intervals of all that a step's time decides.
+
+    Args:
+        plan: the run.
+        step_s: of a step.
+        basis: what its interval rests on; None where it has none.
+        curve: of a run that learned as this one would.
+    """
     between: dict[str, Between] = {}
-    ends = None if step_s is None else step_between(step_s, basis, device)
+    ends = None if step_s is None or basis is None else step_between(step_s, basis)
     if ends is not None:
         between["step_s"], tokens = ends, plan.batch.tokens
         between["tokens_per_s"] = Between(tokens / ends.high, tokens / ends.low)

@@ -43,6 +43,9 @@ TIGHT = 0.93
 KINDS = {"product": "matrix products", "attention": "attention", "stream": "memory traffic",
          "host link": "the host link"}  # fmt: skip
 LAUNCHES, DATA, EDGE = "waiting for launches", "waiting for data", "the pause between steps"
+LAUNCHED = (
+    "it waits for launches, and so few such steps were measured that how far off it is is not known"
+)
 IDLE = (LAUNCHES, DATA, EDGE)
 """Parts of a step in which the device does nothing."""
 EXPANDABLE = "expandable_segments"
@@ -142,11 +145,17 @@ def foresee(
     tier: Tier = "after_probes" if machine.source == "probes" else "no_gpu"
     basis: Basis = tier
     step_s = None if time is None else time.step_s
-    if time is not None and calibration is not None:
-        tier, step_s, time = "after_20_steps", calibration.step_s(time), calibration.applied(time)
-        alike = calibration.workload == workload(plan, context, ledger)
+    set_by = (
+        None if calibration is None or time is None or not calibration.tells(time) else calibration
+    )
+    if set_by is not None and time is not None:
+        tier, step_s, time = "after_20_steps", set_by.step_s(time), set_by.applied(time)
+        alike = set_by.workload == workload(plan, context, ledger)
         basis = "same_workload" if alike else tier
-    until, hours, between = ending(plan, step_s, basis, machine.name, curve)
+    no_interval = "" if time is None else not_known_on(machine.name)
+    if time is not None and time.by_host:
+        no_interval = LAUNCHED
+    until, hours, between = ending(plan, step_s, None if no_interval else basis, curve)
     price = plan.hardware.dollars_per_hour
     if hours is not None and price is not None and "hours" in between:
         ends = between["hours"]
@@ -160,9 +169,9 @@ def foresee(
         dollars=None if hours is None or price is None else hours * price, unknown=unknown,
         instants={name: held + workspace for name, held in ledger.instants().items()},
         reserved_bytes=reserved, tier=tier, basis=basis, between=between,
-        no_interval="" if step_s is None else not_known_on(machine.name), until=until,
+        no_interval=no_interval, until=until,
         steps=None if hours is None or step_s is None else int(3600 * hours / step_s + 1e-6),
-        calibrated_by=calibration.plan if calibration is not None and time is not None else "",
+        calibrated_by=set_by.plan if set_by is not None else "",
     )  # fmt: skip
 
 
@@ -203,13 +212,7 @@ def after(folder: Path, catalogue: Catalogue, context: Context, machine: Machine
         raise ConfigError(f"{folder} is not a run: it has no plan.toml", "headrace train PLAN")
     check_device(folder, context.device, context.device_name)
     plan = Plan.read(read_plan_text(file), catalogue)
-    found = calibrated(plan, at(context, plan), machine, Measured.of_run(folder))
-    if found.by_host:
-        raise ConfigError(
-            f"steps of {folder} are foreseen to wait for the host, which launches them, and tell "
-            "nothing of the device's work", "headrace plan PLAN, without --after",
-        )  # fmt: skip
-    return found
+    return calibrated(plan, at(context, plan), machine, Measured.of_run(folder))
 
 
 def at(context: Context, plan: Plan) -> Context:

@@ -95,9 +95,7 @@ def workload(plan: Plan, context: Context, ledger: Ledger) -> Mapping[str, Work]
     return trunk_work(model, rows=plan.rows_per_step, length=length, precision=precision)
 
 
-def step_between(step_s: float, basis: Basis, device: str) -> Between | None:
-    """Seconds that 80% of such plans take; None where that is not known."""
-    if not_known_on(device):
-        return None
+def step_between(step_s: float, basis: Basis) -> Between:
+    """Seconds that 80% of such plans take."""
     width = STEP[basis]
     return Between(width.low * step_s, width.high * step_s)

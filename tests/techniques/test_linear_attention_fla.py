@@ -160,15 +160,23 @@ def test_refuses_where_they_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
         answer = on.supports(context)
         assert isinstance(answer, Unsupported) and says in answer.reason and answer.remedy
 
+    delta = on.model_copy(update={"rule": "gated_delta"})
     monkeypatch.setattr(technique, "_installed", lambda: "0.6.0")
-    monkeypatch.setattr(technique, "find_spec", lambda package: None)
-    for found, wrong in (("3.6.0", True), ("3.7.1", False), ("3.3.1", False)):
-        monkeypatch.setattr(technique, "version", lambda package, found=found: found)
-        answer = on.supports(gpu())
-        assert isinstance(answer, Unsupported) == wrong
-        assert not wrong or ("3.6.0 compiles" in answer.reason and "tilelang" in answer.remedy)
-        assert isinstance(on.supports(replace(gpu(), capability=(8, 0))), Supported)
-    assert isinstance(on.supports(gpu()), Supported)
+    for (triton, wrong), tilelang in itertools.product(
+        (("3.7.1", False), ("3.3.1", False), ("3.6.0", True)), (True, False)
+    ):
+        monkeypatch.setattr(technique, "version", lambda package, found=triton: found)
+        found = "tilelang" if tilelang else None
+        monkeypatch.setattr(technique, "find_spec", lambda package, found=found: found)
+        for rule in (on, delta):
+            answer = rule.supports(gpu())
+            mended = tilelang and rule is delta  # not for a sum, whose states are fp32
+            assert isinstance(answer, Unsupported) == (wrong and not mended)
+            if isinstance(answer, Unsupported):
+                assert "3.6.0 compiles" in answer.reason
+                assert ("tilelang" in answer.remedy) == (rule is delta)
+            assert isinstance(rule.supports(replace(gpu(), capability=(8, 0))), Supported)
+    monkeypatch.setattr(technique, "version", lambda package: "3.7.1")
     for how, says in (
         ({"device": "cpu"}, "GPU"), ({"has_triton": False}, "Triton"),
         ({"precision": "fp32"}, "bf16"),
@@ -188,16 +196,16 @@ def test_refuses_where_they_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(
-    not torch.cuda.is_available()
-    or find_spec("fla") is None
-    or bool(torch.cuda.get_device_capability()[0] == 9 and technique._miscompiles()),
-    reason="needs a CUDA device and flash-linear-attention, and on Hopper tilelang or Triton 3.7.1",
+    not torch.cuda.is_available() or find_spec("fla") is None,
+    reason="needs a CUDA device and flash-linear-attention",
 )
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "documents"])
 @pytest.mark.parametrize("length", [7, 200])
 def test_the_package_computes_the_same(rule: str, packed: bool, length: int) -> None:
     """Results and gradients in bf16 against torch's products in fp32, within 2% by L2."""
+    if torch.cuda.get_device_capability()[0] == 9 and (triton := technique._miscompiles(rule)):
+        pytest.skip(f"Triton {triton} is wrong for {rule} on Hopper; the plan refuses it")
     ours, _, chunked = RULES[rule]
     given = inputs(rule, 2, length, 2, 2, 64, "cuda")
     segments = segments_of(2, length, "cuda") if packed else None

@@ -231,11 +231,12 @@ class LinearAttention(Technique[Build]):
         found = _installed()
         if found is None:
             return Unsupported("flash-linear-attention is not installed", INSTALL)
-        if (context.capability or (0, 0))[0] == 9 and (triton := _miscompiles()):
+        if (context.capability or (0, 0))[0] == 9 and (triton := _miscompiles(self.rule)):
+            instead = "pip install tilelang, whose kernels fla takes instead (or {})"
             return Unsupported(
                 f"Triton {triton} compiles fla's gated backward pass for Hopper to wrong numbers "
                 "(flash-linear-attention#640)",
-                f"pip install tilelang, whose kernels fla takes instead (or {torchs})",
+                torchs if self.rule == "sum" else instead.format(torchs),
             )
         if tuple(int(n) for n in re.findall(r"\d+", found)[:2]) < OLDEST:
             oldest = ".".join(map(str, OLDEST))
@@ -377,14 +378,18 @@ class LinearAttention(Technique[Build]):
         )  # fmt: skip
 
 
-def _miscompiles() -> str:
-    """The version of a Triton whose code for Hopper fla itself refuses; "" where it need not."""
+def _miscompiles(rule: str) -> str:
+    """The version of a Triton whose code for Hopper fla itself refuses; "" where it need not.
+
+    Tilelang's kernel takes states in bf16, and those of a sum are fp32 (ops/common/backends).
+    """
     try:
         found = version("triton")
     except PackageNotFoundError:
         return ""
     numbers = tuple(int(n) for n in re.findall(r"\d+", found)[:3])
-    return found if WRONG <= numbers < RIGHT and find_spec("tilelang") is None else ""
+    mended = rule != "sum" and find_spec("tilelang") is not None
+    return found if WRONG <= numbers < RIGHT and not mended else ""
 
 
 def _installed() -> str | None:

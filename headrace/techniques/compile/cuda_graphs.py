@@ -104,7 +104,9 @@ class CudaGraphs(Technique[Build]):
         """Gradients of a later micro-batch, beside the sum that was copied out of the pool."""
         # What is compiled is recorded, and that is both passes.
         ledger = ledger.reworked(
-            lambda _, piece: piece if piece.phase == "optimizer" else replace(piece, recorded=True)
+            lambda _, piece: replace(
+                piece, recorded=piece.phase != "optimizer" and piece.kind != "host"
+            )
         )
         if ledger.sizes.get("micro_batches", 1) <= 1 or "gradients" not in ledger.memory:
             return ledger

@@ -23,6 +23,7 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
+from headrace.core.work import REGION, Work
 from headrace.model.count import FP32
 from headrace.sockets import Build
 
@@ -77,6 +78,9 @@ class TorchCompile(Technique[Build]):
         if self.backend != "inductor":
             return ledger
         sizes, ledger = ledger.sizes, ledger.reworked(lambda _, piece: piece.compiled())
+        calls = sizes["layers"] if self.scope == "block" else 1.0
+        called = Work("forward", "host", 1 + calls, launch=REGION)  # and the loss
+        ledger = replace(ledger, work={**ledger.work, "compiled/calls": called})
         for name, line in ledger.memory.items():
             kind = name.split("/")[1] if line.layer is not None else ""
             if kind == "down":  # the next block's input, which that one keeps
