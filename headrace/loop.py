@@ -20,7 +20,7 @@ from headrace.arguments import (
     place,
 )
 from headrace.context import find_device
-from headrace.core.errors import EXIT_INTERRUPTED
+from headrace.core.errors import EXIT_INTERRUPTED, ConfigError
 from headrace.doctor import advice
 from headrace.doctor.run import TRACES
 from headrace.doctor.trace.facts import kernel_lines, trace_facts
@@ -98,20 +98,28 @@ def doctor(
         list[Path],
         typer.Argument(
             help="A run: runs/NAME, or its NAME; a plan that was not run; what headrace.watch "
-            "saved; or torch.profiler traces, one of each rank.",
+            "saved; or torch.profiler traces, one of each rank. After a plan key=value, as in "
+            "batch.tokens=16384.",
             metavar="RUN|PLAN|WATCHED|TRACE...",
         ),
     ], *,
+    with_: With = None, without: Without = None,
     device_name: DeviceName = "", json: Json = False,
 ) -> None:  # fmt: skip
     """What holds a run up, the gravest first, and what each remedy would gain."""
     with exit_codes(json):
         first, kernels = what[0], None
-        if len(what) > 1 or (first.name.endswith(TRACES) and not first.is_dir()):
-            found = advice.advise_loop(what, catalogue())
-        elif _is_plan(first):
-            wanted = named_plan(str(first), verb="doctor")
+        if _is_plan(first):
+            words = [str(word) for word in what[1:]]
+            wanted = named_plan(str(first), words, with_, without, verb="doctor")
             found = advice.advise_plan(wanted, *place(wanted, device_name), catalogue())
+        elif with_ or without:
+            raise ConfigError(
+                f"--with and --without change a plan, and {first} is none",
+                "headrace doctor PLAN --with TECHNIQUE",
+            )
+        elif len(what) > 1 or (first.name.endswith(TRACES) and not first.is_dir()):
+            found = advice.advise_loop(what, catalogue())
         else:
             folder = resolve_run(first)
             found, kernels = advice.advise(folder, catalogue()), trace_facts(folder)

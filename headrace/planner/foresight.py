@@ -104,6 +104,11 @@ class Foresight:
     steps: int | None = None
     calibrated_by: str = ""
 
+    @property
+    def waits_for_launches(self) -> bool:
+        """Whether the host is foreseen to be slower than the device."""
+        return LAUNCHES in self.parts_s
+
     def shares(self) -> dict[str, float]:
         """Of a step, by part, the largest first; none where no time is predicted."""
         return {

@@ -150,8 +150,14 @@ def test_doctor_names_the_narrowest_first(
     assert out.startswith(f"{first['bottleneck']}: {first['sentence']}\n")
     saved = json.loads((workshop / "runs" / "demo" / "findings.json").read_text())
     assert saved[0]["bottleneck"] == first["bottleneck"] and first["remedies"] is not None
-    plan = call("doctor", "runs/demo/plan.toml", "--device-name", "NVIDIA H200")
+    file, on = "runs/demo/plan.toml", ("--device-name", "NVIDIA H200")
+    plan = call("doctor", file, *on)
     assert plan[0]["confidence"] == "inferred"
+    other = call("doctor", file, "batch.micro_sequences=1", "--with", "full_checkpoint", *on)
+    named = "full_checkpoint trades time for memory"
+    assert named in other[0]["sentence"] and named not in json.dumps(plan)
+    assert "no key 'batch.nothing'" in call("doctor", file, "batch.nothing=1", code=2)["error"]
+    assert "runs/demo is none" in call("doctor", "runs/demo", "--with", "muon", code=2)["error"]
 
 
 def test_truth_tells_what_was_not_measured(call: Callable[..., Any], workshop: Path) -> None:

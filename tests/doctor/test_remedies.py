@@ -111,6 +111,23 @@ def test_waits_are_left_as_they_were_measured() -> None:
     assert Measured.of(window) == Measured(2.0, 1.0)
 
 
+def test_the_hosts_pace_scales_no_step_of_the_device() -> None:
+    words = "batch.micro_sequences=1 "
+    slow, graphs, whole = (
+        foresee(*on_h200("160m", more))
+        for more in (f"{words}techniques.torch_compile.scope=block", words, "")
+    )
+    assert slow.waits_for_launches and graphs.waits_for_launches and not whole.waits_for_launches
+    assert slow.step_s and graphs.step_s and whole.step_s
+    run = Measured(1.5 * slow.step_s)
+    less, fewer = by_ledger(slow, graphs, run).gain, by_ledger(slow, whole, run).gain
+    assert less is not None and less.value == pytest.approx(slow.step_s / graphs.step_s - 1)
+    assert fewer is not None and fewer.value == pytest.approx(1.5 * slow.step_s / whole.step_s - 1)
+    plan_alone = by_ledger(slow, whole, Measured()).gain
+    assert plan_alone is not None
+    assert log((1 + plan_alone.high) / (1 + plan_alone.low)) > 0.3  # a host that nobody measured
+
+
 def test_a_measured_share_is_taken_from_half_to_whole() -> None:
     found = asked("input", 0.2, "160m")
     assert {"+loader_workers", "data.workers=2", "data.prefetch=8"} <= {*found}
