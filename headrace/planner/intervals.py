@@ -50,9 +50,9 @@ class Between:
 
 
 STEP: dict[Basis, Width] = {
-    "no_gpu": Width(0.969, 1.036, 298, "steps of H200s, a shape that was not looked at"),
-    "after_probes": Width(0.969, 1.036, 298, "steps of H200s, by the rates of some of them"),
-    "after_20_steps": Width(0.955, 1.047, 298, "steps of H200s, set by one of another shape"),
+    "no_gpu": Width(0.969, 1.034, 294, "steps of H200s, a shape that was not looked at"),
+    "after_probes": Width(0.970, 1.033, 294, "steps of H200s, by the rates of some of them"),
+    "after_20_steps": Width(0.956, 1.046, 294, "steps of H200s, set by one of another shape"),
     "same_workload": Width(0.976, 1.017, 126, "steps of H200s, set by a plan of the same workload"),
 }
 """basis -> how far a step's time is off. Rows of techniques.jsonl, limits.jsonl and peers.jsonl at
