@@ -41,8 +41,14 @@ from headrace.sockets import Build, Pass, Route, auxiliary_loss, place
 def predict(plan: Plan, context: Context) -> Ledger:
     """The trunk's ledger with every technique's edits, in stage order. Pure.
 
-    An optimizer takes its parameters when all that learns is known, and the rest when others have.
+    Of a pipeline's ranks, that of the one that needs most memory when all have edited. An optimizer
+    takes its parameters when all that learns is known, and the rest when others have.
     """
+    each = (_predict_on(plan, context, rank) for rank in range(plan.mesh.pipeline))
+    return max(each, key=lambda ledger: ledger.peak()[1])
+
+
+def _predict_on(plan: Plan, context: Context, pipeline_rank: int) -> Ledger:
     model = plan.model
     if not model.vocab:  # not resolved yet by a run
         model = _model_config(plan, plan.data.vocab if plan.data.tokenizer == "bpe" else 0)
@@ -56,6 +62,7 @@ def predict(plan: Plan, context: Context) -> Ledger:
     )
     mesh = plan.mesh
     ranks = {f"{axis}_ranks": float(getattr(mesh, axis)) for axis in AXES}
+    ranks["pipeline_rank"] = float(pipeline_rank)
     ranks["shard_ranks"] = float(mesh.data * mesh.context)
     ranks["micro_batches"] = plan.rows_per_step / mesh.data / plan.micro_rows
     ranks["other_loss"] = float(any("terms" in t.composes for t in plan.techniques.values()))
@@ -237,14 +244,7 @@ def _optimizers(build: Build) -> None:
     """Each route takes its parameters; AdamW takes the rest."""
     rest = {n: p for n, p in build.model.named_parameters() if p.requires_grad}
     trunk = Route("adamw", lambda n, p: True, lambda named: make_adamw(build.plan.optimizer, named))
-    rest_of = [route for route in build.routes if route.rest]
-    if len(rest_of) > 1:
-        one, two = rest_of[0].name, rest_of[1].name
-        raise ConfigError(
-            f"{one} and {two} both take the place of the trunk's AdamW",
-            f"--without {one} or --without {two}",
-        )
-    for route in [*(r for r in build.routes if not r.rest), *rest_of, trunk]:
+    for route in [*sorted(build.routes, key=lambda route: route.rest), trunk]:
         taken = {n: p for n, p in rest.items() if route.takes(n, p)}
         rest = {n: p for n, p in rest.items() if n not in taken}
         if taken:

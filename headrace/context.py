@@ -86,7 +86,7 @@ def check_supported(techniques: list[Technique[Any]], context: Context) -> None:
 
     Raises:
         UnsupportedError: the first that cannot, with its reason and remedy.
-        ConfigError: two of them own one socket, or exclude each other.
+        ConfigError: two of them own one socket, exclude each other, or update all that is left.
     """
     check_claims(techniques)
     if context.precision == "fp16" and not any("loss_scale" in t.claims for t in techniques):
@@ -102,3 +102,9 @@ def check_supported(techniques: list[Technique[Any]], context: Context) -> None:
                 f"{name} was asked for and cannot run here: {answer.reason}",
                 f"{answer.remedy} (or --without {name})",
             )
+    if len(rest := sorted(t.name() for t in techniques if t.rest)) > 1:
+        one, two = rest[:2]
+        raise ConfigError(
+            f"{one} and {two} both take the place of the trunk's AdamW",
+            f"--without {one} or --without {two}",
+        )

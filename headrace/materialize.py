@@ -5,6 +5,7 @@ cut to this rank's part, goes to the device, and is stored and sharded as techni
 next block is touched: what a device holds beside its own part is one block.
 """
 
+import torch
 from torch import nn
 
 from headrace.sockets import Build
@@ -37,8 +38,10 @@ def _fill(build: Build, root: nn.Module, prefix: str) -> None:
             name = f"{path}.{key}" if path else key
             value = build.given.get(name)
             if value is None or value.shape != parameter.shape:
-                value = build.source(name, parameter.shape)
-                value = build.layouts[name].cut(build.world, value).contiguous()
+                whole = build.source(name, parameter.shape)
+                value = build.layouts[name].cut(build.world, whole)
+                if value.shape != whole.shape:  # a slice would keep the whole on a host
+                    value = value.clone(memory_format=torch.contiguous_format)
             value = value.to(build.device, parameter.dtype, copy=name in build.given)
             for store in build.storage:
                 value = store(name, value)

@@ -155,9 +155,9 @@ def _restore_optimizer(
             if shape == whole:
                 value = torch.zeros_like(parameter, dtype=dtype)
             else:
-                value = torch.zeros(shape, dtype=dtype, device=parameter.device)
                 if shape[:-1] == whole[:-1] and len(shape) > 1:
-                    value = replace(layout, shape=shape).cut(build.world, value).contiguous()
+                    _, shape = replace(layout, shape=shape).offsets(build.world)
+                value = torch.zeros(shape, dtype=dtype, device=parameter.device)
             saved.fill_(full, _piece(build, name, value))
             optimizer.state[parameter][full.removeprefix(prefix)] = value
 

@@ -8,17 +8,23 @@ import house
 import torch
 import torch.distributed as dist
 from composition import ROWS, Composition, batches, micros_of
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headrace.build import make_build
+from headrace.build import make_build, predict
 from headrace.core.plan import MeshConfig
 from headrace.data.ingest import prepare
+from headrace.model.count import FP32
 from headrace.parallel.world import join
 from headrace.train import step
 
 
 def count(corpus: str, prepared: str, micro_rows: Sequence[int], layers: int) -> None:
-    """Gradients are scattered once a step and group; weights are gathered for every micro-batch."""
+    """Gradients are scattered once a step and group; weights are gathered for every micro-batch.
+
+    Between micro-batches a rank holds the gradients that were predicted: all of them, whole.
+    """
     house.put_data_in(corpus, prepared)
     dist.init_process_group("gloo")
     mesh = {"data": dist.get_world_size()}
@@ -29,9 +35,17 @@ def count(corpus: str, prepared: str, micro_rows: Sequence[int], layers: int) ->
         build = make_build(plan, prepare(plan), world, torch.device("cpu"))
         batch = batches(build.config.vocab, plan.data.sequence_length)[0]
         step(build, micros_of(build, batch), 0)  # the first one also prepares
+        build.model.zero_grad()
+        held, loss = list[int](), build.model.loss
+        build.model.loss = lambda *a, m=build.model, f=loss, h=held: h.append(unsent(m)) or f(*a)
         with Counted() as counted:
             step(build, micros_of(build, batch), 1)
         found[rows] = counted.times
+        lines = predict(build.plan, build.context).memory
+        more = lines["whole_gradients"].bytes if rows < ROWS // mesh["data"] else 0
+        whole = FP32 * sum(p.numel() for p in build.model.parameters())
+        assert held == [0] + [whole] * (len(held) - 1), (rows, held)
+        assert not more or more + lines["gradients"].bytes == whole, (rows, more)
     dist.destroy_process_group()
     groups = layers + 1  # every block, and what stands outside of them
     each = {rows: ROWS // mesh["data"] // rows for rows in micro_rows}
@@ -39,6 +53,15 @@ def count(corpus: str, prepared: str, micro_rows: Sequence[int], layers: int) ->
         assert counts["reduce_scatter"] == groups, (rows, found)
         # A block twice a micro-batch; the outside once, for it is kept for the backward pass.
         assert counts["all_gather"] == each[rows] * (2 * layers + 1), (rows, found)
+
+
+def unsent(model: nn.Module) -> int:
+    """Bytes of whole gradients that wait to be scattered."""
+    groups = [m._get_fsdp_state()._fsdp_param_group for m in model.modules()
+              if isinstance(m, FSDPModule)]  # fmt: skip
+    weights = [p for group in groups if group is not None for p in group.fsdp_params]
+    made = [w._unsharded_param.grad for w in weights if hasattr(w, "_unsharded_param")]
+    return sum(gradient.nbytes for gradient in made if gradient is not None)
 
 
 class Counted(TorchDispatchMode):

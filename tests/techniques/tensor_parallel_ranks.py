@@ -159,6 +159,8 @@ def memory(ranks: int, corpus: str, prepared: str) -> None:
 
         def build_of(plan: Plan) -> Build:
             build = make_build(plan, prepare(plan), world, DEVICE)
+            for name, p in build.model.named_parameters():  # no slice keeps the whole
+                assert p.untyped_storage().nbytes() == p.nbytes, name
             return build
 
         def read(self: Any, *args: Any) -> Any:

@@ -155,13 +155,16 @@ def test_ranks_are_predicted_to_share_its_states(
     """Slices are all alike; a stage has ends of its own, and norms and routers are not split."""
     axis = {"fsdp": "data"}.get(by, by.partition("_")[0])
     given = [MUON, *BESIDE[beside], "model.layers=2"]
-    whole = memory_of(tiny_plan(*given))["optimizer"]
+    alone = memory_of(tiny_plan(*given))
+    whole, directions = alone["optimizer"], alone["update"]
     mesh = [f"mesh.{axis}=2", "batch.micro_sequences=1"]
     part = memory_of(tiny_plan(*given, f"techniques.{by}={{}}", *mesh))
     more = {"data": 64.0, "pipeline": 8.0 * 16 * 320, "tensor": 2000.0}[axis]
     if beside == "adapters":  # they are in blocks, and refused under tensor parallelism
         more = 64.0 if axis != "tensor" else whole
     assert part["optimizer"] == pytest.approx(whole / 2, abs=more)
+    if axis != "pipeline" and "8 bits" not in beside:  # each rank iterates whole matrices
+        assert part["update"] == directions
     assert {name: bytes for name, bytes in part.items() if bytes < 0} == {}
 
 

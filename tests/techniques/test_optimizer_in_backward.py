@@ -9,8 +9,8 @@ import torch
 from tiny import assert_same_run
 
 from headrace import train
-from headrace.context import make_context
-from headrace.core.errors import UnsupportedError
+from headrace.context import check_supported, make_context
+from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.plan import MeshConfig, Plan
 from headrace.core.technique import Supported, Unsupported
 from headrace.data.loader import Micro
@@ -140,3 +140,13 @@ def test_refuses_what_needs_all_gradients(
 def test_the_command_line_says_how(tiny_plan: Callable[..., Plan]) -> None:
     with pytest.raises(UnsupportedError, match=r"optimizer\.clip_norm=0"):
         train.run(tiny_plan(f"techniques.{NAME}={{}}"), progress=Progress())
+
+
+def test_two_that_update_the_rest_are_refused_before_anything_is_built(
+    tiny_plan: Callable[..., Plan],
+) -> None:
+    plan = tiny_plan("techniques.sophia={}", "techniques.adamw_8bit={}")
+    context = make_context(plan, torch.device("cpu"))
+    with pytest.raises(ConfigError, match="adamw_8bit and sophia both take the place") as told:
+        check_supported(list(plan.techniques.values()), context)
+    assert told.value.remedy == "--without adamw_8bit or --without sophia"

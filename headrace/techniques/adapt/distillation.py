@@ -33,7 +33,7 @@ from headrace.core.ledger import Ledger, Line
 from headrace.core.model_config import ModelConfig
 from headrace.core.technique import Card, Context, Evidence, Stage, Supported, Technique
 from headrace.model.adapter import load_pretrained
-from headrace.model.count import linear_parameters, total_parameters
+from headrace.model.count import FP32, linear_parameters, total_parameters
 from headrace.model.decoder import Decoder, trunk_parts
 from headrace.model.head import IGNORED, Objective, Vocabulary
 from headrace.model.init import Source
@@ -125,7 +125,9 @@ class Distillation(Technique[Build]):
 
     def predict(self, ledger: Ledger) -> Ledger:
         """The teacher's forward pass, weights and hidden states, and its logits at the head."""
-        sizes, logits = ledger.sizes, ledger.memory["logits"]
+        sizes, logits = ledger.sizes, ledger.memory.get("logits")
+        if logits is None:  # a stage of a pipeline that computes no loss
+            return ledger
         size = sizes["activation_bytes"]
         work, weights = ledger.flops["forward"], ledger.memory["parameters"].bytes / 4
         hidden = sizes["residual"]
@@ -137,7 +139,11 @@ class Distillation(Technique[Build]):
             hidden = size * config.dim * sizes["tokens"]
         ledger = ledger.with_line("teacher", Line(size * weights, ("always",)))
         ledger = ledger.with_line("teacher_hidden", Line(hidden, ("loss", "turn", "backward")))
-        ledger = ledger.with_line("teacher_logits", Line(LOGITS * logits.bytes, ("loss",)))
+        # Over parts of a vocabulary the trunk's loss holds one tensor less, and this one does not.
+        own = sizes["vocab"] / sizes.get("tensor_ranks", 1)
+        parts = 3 * FP32 * own / sizes["logits_per_token"]
+        made = ((LOGITS + 1) * parts - 1) * logits.bytes
+        ledger = ledger.with_line("teacher_logits", Line(made, ("loss",)))
         return ledger.with_flops("teacher", work)
 
     def apply(self, build: Build) -> None:

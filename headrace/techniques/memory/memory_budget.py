@@ -118,7 +118,8 @@ class MemoryBudget(Technique[Build]):
         ledger = ledger.again(share).with_flops("recompute", again)
         # The loss is a graph of its own, whose largest result are the logits.
         head = ("head/result", "loss/forward") if sizes.get("compiled_loss") else ()
-        more = {f"{n}/again": replace(ledger.work[n], phase="recompute") for n in head}
+        more = {f"{n}/again": replace(ledger.work[n], phase="recompute")
+                for n in head if n in ledger.work}  # fmt: skip
         return replace(ledger, work={**ledger.work, **more})
 
     def apply(self, build: Build) -> None:

@@ -12,6 +12,7 @@ Source: Keller Jordan, "Muon" (2024); arXiv 2502.16982.
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import prod
 from typing import Any, ClassVar
 
 import torch
@@ -159,11 +160,11 @@ class Muon(Technique[Build]):
     def predict(self, ledger: Ledger) -> Ledger:
         """One state instead of two for the matrices of blocks; directions while they update."""
         ledger = ledger.updated_by(self.name(), lambda name, m: _takes(name, len(m.shape)))
-        one = 4 * sum(m.numbers for m in ledger.updates(self.name()).values())
-        line = ledger.memory["optimizer"]
-        mine = one / ledger.sizes.get("slices", 1.0)  # directions are made of whole matrices
+        taken, line = ledger.updates(self.name()).values(), ledger.memory["optimizer"]
+        mine = 4 * sum(m.numbers for m in taken) / ledger.sizes.get("slices", 1.0)
         ledger = ledger.with_line("optimizer", replace(line, bytes=line.bytes - mine))
-        return ledger.updating(COPIES * one)
+        # Directions are made of whole matrices.
+        return ledger.updating(COPIES * 4 * sum(prod(m.shape) for m in taken))
 
     def apply(self, build: Build) -> None:
         """Route the matrices of blocks here."""

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from headrace.core.ledger import Ledger, Line
+from headrace.core.ledger import Instant, Ledger, Line
 from headrace.core.technique import (
     Card,
     Context,
@@ -78,9 +78,18 @@ class Fsdp(Technique[Build]):
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """Slices of all three, and two blocks' gathered weights at a time."""
+        """Slices of all three, two blocks' gathered weights, and gradients that are not sent yet.
+
+        Several micro-batches add their gradients up whole, in what they are summed in.
+        """
         ranks = ledger.sizes["shard_ranks"]
+        through: tuple[Instant, ...] = ("loss", "turn", "backward")
         whole = ledger.memory["parameters"].bytes
+        gradients = ledger.memory.get("gradients")
+        if gradients is not None and ledger.sizes["micro_batches"] > 1:
+            summed = gradients.bytes * (0.5 if self.reduce == "bf16" else 1.0)
+            more = max(0.0, summed - gradients.bytes / ranks)
+            ledger = ledger.with_line("whole_gradients", Line(more, through))
         for name in SHARDED_LINES:
             if line := ledger.memory.get(name):
                 ledger = ledger.with_line(name, replace(line, bytes=line.bytes / ranks))
@@ -90,7 +99,7 @@ class Fsdp(Technique[Build]):
         held = 2 if self.reshard else layers
         gathered = whole - inside + held * inside / layers
         gathered *= 0.5 if self.gather == "bf16" else 1.0
-        ledger = ledger.with_line("gathered", Line(gathered, ("loss", "turn", "backward")))
+        ledger = ledger.with_line("gathered", Line(gathered, through))
         return replace(ledger, sizes={**ledger.sizes, "slices": ranks})
 
     def apply(self, build: Build) -> None:

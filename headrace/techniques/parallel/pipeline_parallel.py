@@ -14,7 +14,7 @@ micro-batches. A tied embedding is held by both ends; each computes its part of 
 the sum of both reaches both. The mechanism is parallel/pipeline.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -39,7 +39,12 @@ from headrace.model.head import Objective
 from headrace.parallel import pipeline
 from headrace.sockets import Build, Work, auxiliary_loss
 
-STATE_LINES = ("parameters", "gradients", "optimizer")
+STATES: Mapping[str, Callable[[Matrix], float]] = {
+    "parameters": lambda m: m.stored * m.numbers,
+    "gradients": lambda m: FP32 * m.numbers * bool(m.by),
+    "optimizer": lambda m: 2 * FP32 * m.numbers * bool(m.by),
+}
+"""What a matrix takes of these lines before optimizers edit them."""
 END_LINES = ("final_norm", "logits", "head_cast", "head_gradients", "head_weight_gradient")
 
 
@@ -99,48 +104,48 @@ class PipelineParallel(Technique[Build]):
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """The rank that needs most memory, and the time that ranks wait, as work not done."""
+        """One rank's memory, and the time that ranks wait, as work not done."""
         ranks = int(ledger.sizes["pipeline_ranks"])
         if ranks == 1:
             return ledger
         micros = int(ledger.sizes["micro_batches"])
         idle = pipeline.bubble(ranks, micros, self.chunks)
         lost = ledger.flops_per_token() * idle / (1 - idle)
-        each = (self._on(ledger, rank, ranks, micros) for rank in range(ranks))
-        return max(each, key=lambda one: one.peak()[1]).with_flops("bubble", lost)
+        one = self._on(ledger, int(ledger.sizes["pipeline_rank"]), ranks, micros)
+        return one.with_flops("bubble", lost)
 
     def _on(self, ledger: Ledger, rank: int, ranks: int, micros: int) -> Ledger:
         """One rank's memory: its layers, once for each micro-batch in flight."""
-        layers, first, last = int(ledger.sizes["layers"]), rank == 0, rank == ranks - 1
-        here = sum(split(layers, ranks * self.chunks)[rank::ranks])
-        visits = most_in_flight(ranks, rank, micros, self.chunks)
-        block = {n.split("/")[1]: v for n, v in ledger.memory.items() if v.layer == 0}
+        layers, last = int(ledger.sizes["layers"]), rank == ranks - 1
+        parts = make_parts(tuple(map(str, range(layers))), ranks * self.chunks)[rank::ranks]
+        mine = [name for part in parts for name in part.blocks or ()]
+        here, visits = len(mine), most_in_flight(ranks, rank, micros, self.chunks)
         memory = {n: v for n, v in ledger.memory.items() if v.layer is None}
+        blocks = [
+            {n.split("/")[1]: v for n, v in ledger.memory.items() if v.layer == int(name)}
+            for name in mine
+        ]
         for copy in range(-(-here * visits // self.chunks)):
             # A micro-batch in flight is as many blocks more, held while another goes backward.
             held = held_in(copy) if copy < here else ("loss", "turn", "backward")
-            for name, line in block.items():
+            for name, line in blocks[copy % here].items():
                 memory[f"{copy}/{name}"] = Line(line.bytes, held, copy)
-        end = FP32 * ledger.sizes["embedding"]
-        whole = memory["parameters"].bytes
-        ends = end * (1 if ledger.sizes["tied"] else 2)
-        share = ((whole - ends) * here / layers + end * (first + last)) / whole
-        inside = all(n.startswith("blocks.") for n in ledger.updates())  # as adapters are
-        for name in STATE_LINES:
-            part = here / layers if inside and name != "parameters" else share
-            memory[name] = replace(memory[name], bytes=memory[name].bytes * part)
+        matrices = self._matrices(ledger, mine, first=rank == 0, last=last)
+        for name, bytes_of in STATES.items():  # vectors are shared out as layers are
+            whole, part = (sum(map(bytes_of, m.values())) for m in (ledger.matrices, matrices))
+            vectors = (memory[name].bytes - whole) * here / layers
+            memory[name] = replace(memory[name], bytes=vectors + part)
         for name in END_LINES if not last else ():
             memory.pop(name, None)
         sizes = {**ledger.sizes, "layers": here}
-        return Ledger(memory, ledger.flops, sizes, matrices=self._matrices(ledger, rank, ranks))
+        return Ledger(memory, ledger.flops, sizes, matrices=matrices)
 
-    def _matrices(self, ledger: Ledger, rank: int, ranks: int) -> dict[str, Matrix]:
+    def _matrices(
+        self, ledger: Ledger, mine: Sequence[str], *, first: bool, last: bool
+    ) -> dict[str, Matrix]:
         """Those of one rank's part."""
-        names = tuple(str(layer) for layer in range(int(ledger.sizes["layers"])))
-        parts = make_parts(names, ranks * self.chunks)[rank::ranks]
-        blocks = tuple(f"blocks.{name}." for part in parts for name in part.blocks or ())
-        first, last = any(part.first for part in parts), any(part.last for part in parts)
-        here = blocks + ("embed.", "position.") * first + ("head.",) * last
+        here = tuple(f"blocks.{name}." for name in mine)
+        here += ("embed.", "position.") * first + ("head.",) * last
         here += ("embed.",) * (last and bool(ledger.sizes["tied"]))
         return {name: m for name, m in ledger.matrices.items() if name.startswith(here)}
 

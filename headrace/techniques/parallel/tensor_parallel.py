@@ -41,6 +41,7 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
+from headrace.model.count import FP32
 from headrace.model.sharded_vocabulary import ShardedVocabulary
 from headrace.parallel.layout import share
 from headrace.parallel.tensor import (
@@ -165,6 +166,11 @@ class TensorParallel(Technique[Build]):
             ),
             1 / ranks,
         )
+        if "logits" in ledger.memory and "logits_per_token" in sizes:
+            # Reduced in parts, logits are held once less (model/sharded_vocabulary).
+            less = 1 - FP32 * sizes["vocab"] / sizes["logits_per_token"]
+            ledger = ledger.scaled(lambda name: name == "logits", less)
+            sizes["logits_per_token"] *= less
         stream = sizes["residual"]
         if self.sequence:
             ledger = ledger.scaled(lambda name: name.endswith("/residual"), 1 / ranks)
