@@ -56,15 +56,16 @@ def convolution(x_BSD: Tensor, weight_D1K: Tensor) -> Tensor:
 
 @torch.library.custom_op("headrace::causal_convolution_backward", mutates_args=())
 def convolution_backward(
-    grad_BTD: Tensor, x_BSD: Tensor, weight_D1K: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The gradients of both from that of the result."""
+    grad_BTD: Tensor, x_BSD: Tensor, weight_D1K: Tensor, of_x: bool = True, of_weight: bool = True
+) -> list[Tensor]:
+    """From that of the result the gradients of x and of the weight, of those that are asked for."""
     weight = weight_D1K.unsqueeze(2)
     x_BD1S, weight_, _ = torch.ops.aten.convolution_backward(
         laid_out(grad_BTD), laid_out(x_BSD), weight, None, ONES, ZEROS, ONES, False, ZEROS,
-        weight.size(0), [True, True, False],
+        weight.size(0), [of_x, of_weight, False],
     )  # fmt: skip
-    return x_BD1S.movedim(1, 3).squeeze(1).contiguous(), weight_.squeeze(2).contiguous()
+    found = [x_BD1S.movedim(1, 3).squeeze(1).contiguous()] if of_x else []
+    return found + ([weight_.squeeze(2).contiguous()] if of_weight else [])
 
 
 @convolution.register_fake
@@ -74,16 +75,20 @@ def _(x_BSD: Tensor, weight_D1K: Tensor) -> Tensor:
 
 
 @convolution_backward.register_fake
-def _(grad_BTD: Tensor, x_BSD: Tensor, weight_D1K: Tensor) -> tuple[Tensor, Tensor]:
-    return x_BSD.new_empty(x_BSD.shape), weight_D1K.new_empty(weight_D1K.shape)
+def _(
+    grad_BTD: Tensor, x_BSD: Tensor, weight_D1K: Tensor, of_x: bool = True, of_weight: bool = True
+) -> list[Tensor]:
+    both = ((x_BSD, of_x), (weight_D1K, of_weight))
+    return [one.new_empty(one.shape) for one, asked in both if asked]
 
 
 def _keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _backward(ctx: Any, grad_BTD: Tensor) -> tuple[Tensor, Tensor]:
-    return convolution_backward(grad_BTD, *ctx.saved_tensors)
+def _backward(ctx: Any, grad_BTD: Tensor) -> tuple[Tensor | None, ...]:
+    found = iter(convolution_backward(grad_BTD, *ctx.saved_tensors, *ctx.needs_input_grad))
+    return tuple(next(found) if asked else None for asked in ctx.needs_input_grad)
 
 
 convolution.register_autograd(_backward, setup_context=_keep)

@@ -12,6 +12,7 @@ FSDP cuts parameters along it. `ends` joins the first and the last stage, which 
 embedding.
 """
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -109,12 +111,16 @@ class World:
         return bool(told.item())
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's `value`, a JSON-like object, in rank order."""
+        """Every rank's `value` in rank order, sent as JSON: its tuples come as lists."""
         if self.ranks == 1:
             return [value]
-        values: list[Any] = [None] * self.ranks
-        dist.all_gather_object(values, value)
-        return values
+        own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.ranks)]
+        dist.all_gather(sizes, torch.tensor([own.numel()]))
+        longest = int(max(sizes))
+        told = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+        dist.all_gather(told, F.pad(own, (0, longest - own.numel())))
+        return [json.loads(bytes(t[: int(n)].tolist())) for t, n in zip(told, sizes, strict=True)]
 
     def barrier(self) -> None:
         """Wait for all ranks."""

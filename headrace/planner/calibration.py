@@ -114,7 +114,7 @@ class Calibration:
         left_s = measured.step_s - waits_s - EDGE_S
         slower_s = time.step_s - EDGE_S
         whole = left_s / slower_s
-        host = max(0.0, whole) if time.by_host else None
+        host = whole if time.by_host else None
         factors = dict.fromkeys(PHASES, 1.0 if time.by_host else whole)
         told = {name: measured.phases_s.get(name, 0.0) for name in PHASES.values()}
         if all(told.values()) and host is None:
@@ -122,7 +122,7 @@ class Calibration:
                 model_s = sum(s for (p, _), s in time.device_s.items() if PHASES[p] == name)
                 spent_s = left_s * told[name] / sum(told.values())
                 factors[phase] = spent_s / model_s if model_s else whole
-        if not all(1 / FAR < f < FAR for f in factors.values()):
+        if not all(1 / FAR < f < FAR for f in (whole, *factors.values())):
             raise ConfigError(
                 f"a step of {plan} took {measured.step_s:.4g} s, and its model says "
                 f"{time.step_s:.4g} s: too far apart to be the same plan on the same device",

@@ -154,9 +154,11 @@ def foresee(
         None if calibration is None or time is None or not calibration.tells(time) else calibration
     )
     if set_by is not None and time is not None:
-        tier, step_s, time = "after_20_steps", set_by.step_s(time), set_by.applied(time)
-        alike = set_by.workload == workload(plan, context, ledger)
-        basis = "same_workload" if alike else tier
+        step_s, time = set_by.step_s(time), set_by.applied(time)
+        if set_by.host is None or time.by_host:  # else the device's rates decide, not these steps
+            tier = "after_20_steps"
+            alike = set_by.workload == workload(plan, context, ledger)
+            basis = "same_workload" if alike else tier
     no_interval = "" if time is None else not_known_on(machine.name)
     if time is not None and time.by_host:
         no_interval = LAUNCHED

@@ -227,14 +227,14 @@ def _by_memory(found: Compared, rules: Rules) -> Compared:
         )
     if memory > 1 / (1 + rules.margin):
         verdict: Verdict = "worse" if memory > 1 + rules.margin else "undecided"
-        return replace(found, verdict=verdict, reason=f"the peak is {memory:.3f} of what it was")
+        return replace(found, verdict=verdict, reason=f"the peak is {memory:.3f} times what it was")
     if memory / ratio.value > 1:
         return replace(
             found,
             verdict="worse",
             reason=f"{memory:.3f} of the peak for {1 / ratio.value:.3f} of the time",
         )
-    return replace(found, verdict="better", reason=f"the peak is {memory:.3f} of what it was")
+    return replace(found, verdict="better", reason=f"the peak is {memory:.3f} times what it was")
 
 
 def _memory(one: Reading, two: Reading, rules: Rules) -> float | None:

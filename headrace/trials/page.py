@@ -50,7 +50,7 @@ def write_tune_page(tuned: Tuned, folder: Path) -> Path:
             tag("pre", command(folder), class_="command"),
             tag("details", tag("summary", "The tuned plan"), tag("pre", named(tuned).to_toml())),
             tag("details", tag("summary", "The first plan"), tag("pre", tuned.first.to_toml())),
-            muted("Every reading stands in trials.jsonl; the same command tunes on from there."),
+            muted("Readings that stand are in trials.jsonl; the same command tunes on from there."),
         ),
     )
     return write_page(folder / PAGE, text)

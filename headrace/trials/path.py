@@ -265,7 +265,7 @@ class Tuned:
             gains.append(f"{_speed(self.ratio.value)}{own}")
         if self.memory is not None:
             verb = "is" if self.counted else "is foreseen to be"
-            gains.append(f"the peak {verb} {self.memory:.3f} of what it was")
+            gains.append(f"the peak {verb} {self.memory:.3f} times what it was")
         if few := len(self.provisional):
             what += f", {few} of them provisionally: on fewer than {ACCEPT.timed} steps"
         said = " and ".join(gains) or "it runs now"

@@ -7,7 +7,8 @@ import pytest
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 FORBIDDEN_CALLS = {
     "torch.load", "torch.save", "eval", "exec", "os.system", "yaml.load", "numpy.load", "np.load",
-    "torch.hub.load",
+    "torch.hub.load", "dist.all_gather_object", "dist.broadcast_object_list",
+    "dist.scatter_object_list", "dist.gather_object", "dist.recv_object_list",
 }  # fmt: skip
 FORBIDDEN_KEYWORDS = {"trust_remote_code", "allow_pickle", "shell"}
 LAUNCHER_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK"}
@@ -57,6 +58,7 @@ def _variables(tree: ast.Module) -> list[str]:
         ("import pickle", ["pickle"]),
         ("from torch import load", ["torch.load"]),
         ("x = torch.load(f, weights_only=True)", ["torch.load"]),
+        ("dist.all_gather_object(values, value)", ["dist.all_gather_object"]),
         ("datasets.load_dataset(n, trust_remote_code=True)", ["trust_remote_code"]),
         ("import json", []),
     ],

@@ -5,14 +5,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.context import make_context
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.model_config import ModelConfig
 from headrace.core.technique import Unsupported
 from headrace.model.attention import Attention, KVCache, Shared
-from headrace.model.convolution import libraries
+from headrace.model.convolution import CausalConvolution, libraries
 from headrace.model.mask import Rows
 from headrace.sample import generate
 from headrace.sockets import Build
@@ -72,6 +74,41 @@ def test_equals_the_loop_by_hand(packed: bool) -> None:
     for a, b in zip(*both, strict=True):
         assert b.abs().max() > 0
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+class Backward(TorchDispatchMode):
+    """How many gradients the operation gives at each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func is torch.ops.headrace.causal_convolution_backward.default:
+            self.given.append(len(found))
+        return found
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("asked", [(True, True), (True, False), (False, True)], ids=str)
+def test_frozen_filters_cost_no_gradient(asked: tuple[bool, bool], compiled: bool) -> None:
+    """What an adapter leaves frozen has none, and the dearer of both is not computed for it."""
+    torch.manual_seed(0)
+    conv, x = CausalConvolution(D, K).double(), torch.randn(B, T, D, dtype=torch.float64)
+    x.requires_grad_(asked[0])
+    conv.weight.requires_grad_(asked[1])
+    learns = [one for one, wanted in zip((x, conv.weight), asked, strict=True) if wanted]
+    right = F.conv1d(x.mT, conv.weight, groups=D).mT
+    if compiled:
+        torch.compiler.reset()
+    run = torch.compile(conv, backend="aot_eager", fullgraph=True) if compiled else conv
+    found = run(x)
+    with Backward() as seen:
+        slopes = torch.autograd.grad(found.square().sum(), learns)
+    torch.testing.assert_close(found, right)
+    torch.testing.assert_close(slopes, torch.autograd.grad(right.square().sum(), learns))
+    assert seen.given == [sum(asked)]
 
 
 @pytest.mark.parametrize("own", [(0, 3), (3, 4), (4, 6), (6, T)], ids=str)

@@ -34,6 +34,7 @@ from headrace.core.technique import (
     Unsupported,
 )
 from headrace.core.work import Phase, Work
+from headrace.model.count import holds_casts
 from headrace.sockets import Build
 
 MULTIPLE = 16
@@ -108,11 +109,12 @@ class Float8Linear(Technique[Build]):
         sizes = ledger.sizes
         linears = [key[:-3] for key in sizes if key.endswith("/in")]
         weights = {n: (int(sizes[f"{n}/in"]), int(sizes[f"{n}/out"])) for n in linears}
-        taken = sum(i * o for i, o in weights.values() if self._fits(i, o))
+        fits = {n: ends for n, ends in weights.items() if self._fits(*ends)}
+        gone = "mlp." if "mlp_piece" in ledger.memory and not holds_casts(ledger) else "no such"
+        taken = sum(i * o for n, (i, o) in fits.items() if not n.startswith(gone))
         for name, line in ledger.memory.items():
             if name.endswith("/weight_cast"):
                 ledger = ledger.with_line(name, replace(line, bytes=line.bytes - 2 * taken))
-        fits = {n: ends for n, ends in weights.items() if self._fits(*ends)}
         if not fits:
             raise self._nothing_fits(set(weights.values()))
         ledger = ledger.with_linears(self.name(), fits)
