@@ -5,6 +5,7 @@ It discovers the techniques, reads the plan with them, calls train, then writes 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -57,6 +58,7 @@ class Verbs(TyperGroup):
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
         """What stands before the verb."""
         ctx.meta["json"] = "--json" in args
+        self._check_json(args)
         with _usage(ctx):
             return super().parse_args(ctx, args)
 
@@ -64,6 +66,23 @@ class Verbs(TyperGroup):
         """The verb, once it takes what stands behind it."""
         with _usage(ctx):
             return super().invoke(ctx)
+
+    def _check_json(self, args: list[str]) -> None:
+        """Refuse --json where an option would take it as its value."""
+        verb: Any = self
+        for word, after in pairwise(args):
+            if word == "--":
+                return
+            verb = getattr(verb, "commands", {}).get(word, verb)
+            takes = word.startswith("-") and any(
+                word in option.opts and not getattr(option, "is_flag", False)
+                for option in verb.params
+            )
+            if takes and after == "--json":
+                with exit_codes(as_json=True):
+                    raise ConfigError(
+                        f"{word} needs a value, and --json is none", f"{word} VALUE --json"
+                    )
 
 
 @contextmanager

@@ -43,7 +43,7 @@ def record(build: Build, technique: Technique[Any], before: dict[str, Any]) -> N
 
 
 def check_active(build: Build) -> dict[str, Any]:
-    """After one step: every technique's evidence, on every rank that can have some.
+    """After a step that counted a target: every technique's evidence, on ranks that can have some.
 
     Raises:
         RunError: one that was asked for is not in force.

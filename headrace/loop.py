@@ -121,7 +121,7 @@ def doctor(
         elif len(what) > 1 or (first.name.endswith(TRACES) and not first.is_dir()):
             found = advice.advise_loop(what, catalogue())
         else:
-            folder = resolve_run(first)
+            folder = _judged_run(first)
             found, kernels = advice.advise(folder, catalogue()), trace_facts(folder)
         if json:
             show_json(advice.plain(found))
@@ -129,6 +129,25 @@ def doctor(
         print(advice.told(found))
         if kernels:
             show_table(["kernel", "class", "a step", "share", "bound"], kernel_lines(kernels))
+
+
+def _judged_run(what: Path) -> Path:
+    """The run's folder; a file or a folder that is no run may have been meant as traces.
+
+    Raises:
+        ConfigError: there is no such run.
+    """
+    try:
+        return resolve_run(what)
+    except ConfigError as error:
+        if not what.exists():
+            raise
+        ending = next((e for e in TRACES if any(what.glob(f"*{e}"))), TRACES[0])
+        remedy = f"headrace doctor {what}/*{ending}"
+        if not what.is_dir():  # gzip is seen by what is in it
+            remedy = f"mv {what} {what}{ending}, if it is one; headrace doctor {what}{ending}"
+        message = f"{error.message}; the name of a trace ends with {' or '.join(TRACES)}"
+        raise ConfigError(message, remedy) from None
 
 
 def _is_plan(what: Path) -> bool:

@@ -80,7 +80,9 @@ def draw(
     """One id per row [B]; see `generate` for the arguments."""
     if temperature == 0:
         return logits_BV.argmax(-1)
-    logits_BV = logits_BV / temperature
+    # Below the largest, so that no temperature takes it out of range: the smallest are greedy.
+    logits_BV = logits_BV - logits_BV.amax(-1, keepdim=True)
+    logits_BV = logits_BV / max(temperature, torch.finfo(logits_BV.dtype).tiny)
     if top_k:
         least_B1 = logits_BV.topk(min(top_k, logits_BV.size(-1))).values[:, -1:]
         logits_BV = logits_BV.masked_fill(logits_BV < least_B1, float("-inf"))

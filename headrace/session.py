@@ -61,12 +61,10 @@ class Session:
         )  # fmt: skip
         self.gauges = Gauges(build.device)
         self.checkpoints = Checkpoints(
-            folder.checkpoints,
-            rank=world.rank,
-            ranks=world.ranks,
+            folder.checkpoints, rank=world.rank, ranks=world.ranks,
             keep_last=plan.checkpoint.keep_last,
-        )
-        self.evidence: dict[str, Evidence] = {}
+        )  # fmt: skip
+        self.evidence: dict[str, Evidence] | None = None
         self.gone: tuple[list[str], dict[str, str]] | None = None
         self.memory: dict[str, int] | None = None
         self.operations: dict[str, Any] | None = None
@@ -188,7 +186,7 @@ class Session:
             self._save()
         self.checkpoints.wait()
         if done:
-            self.gone = gone(self.build) if self.steps_here else None
+            self.gone = gone(self.build) if self.evidence is not None else None
             self._write_report("done", "")
             return self.folder.path
         self._write_report("interrupted", f"stopped by {stop.name}")
@@ -262,11 +260,13 @@ class Session:
         self.signals.end_step(counters.step, numbers, facts)
         self._trace(steady=not compile_s)
         self._take_rows(keep=1)
-        if self.steps_here == 1:
+        if self.evidence is None:
             self._take_rows(keep=0)
-            if began := self.build.notes.get(start.NOTE):
+            if self.steps_here == 1 and (began := self.build.notes.get(start.NOTE)):
                 began.mark("first_step", compile_s=compile_s)
-            self.evidence = check_active(self.build)
+            if self._rows[-1]["wasted_tokens"] < plan.batch.tokens:  # else no gradient reached any
+                self.evidence = check_active(self.build)
+        if self.steps_here == 1:
             note_own_attention(self.build)
             self.gauges.start()
         if counters.step % plan.eval.every_steps == 0:
@@ -316,7 +316,7 @@ class Session:
         for row in rows:
             for tracker in self._trackers:
                 tracker.log(row)
-            self.progress.row(row, self.build.plan.horizon_steps)
+            self.progress.row(row, self.build.plan.goal_steps)
         if rows and self._metrics is not None:
             self._metrics.writelines(metrics_line(row) for row in rows)
             self._metrics.flush()
@@ -382,7 +382,7 @@ class Session:
             status=status,
             message=message,
             error=error,
-            evidence=self.evidence,
+            evidence=self.evidence or {},
             lost=self.gone,
             tracked=self.memory,
             rate=median(self.rates) if self.rates else None,

@@ -52,7 +52,7 @@ def summarize(
         status: "done", "failed" or "interrupted".
         message: why, when it is not done.
         error: the class of the error that ended it, where one did.
-        evidence: of every technique, after the first step.
+        evidence: of every technique, after the first step that counted a target.
         lost: see `filled.gone`, at the end; None when nobody looked.
         tracked: peak bytes by category from the memory tracker, on a CPU.
         rate: median tokens per second of steady steps.

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,51 @@ from headrace.checkpoint import Checkpoints, Saved
 from headrace.core.errors import ConfigError, MemoryFull, NoMoreThreads, RunError
 from headrace.core.plan import Plan
 from headrace.data.ingest import prepare
+from headrace.data.loader import Loader, StepBatch
 from headrace.doctor.run import diagnose_run
+from headrace.model.head import IGNORED
 
 Train = Callable[..., Path]
+
+
+# --- a step without a target ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ignored", [1, 2, 12])
+@pytest.mark.parametrize(
+    "beside",
+    [
+        ["techniques.lora.rank=2"], ["techniques.qlora={rank = 2, base = 'int8'}", "model.dim=32"],
+        ["techniques.z_loss={}"], ["techniques.sophia.every=4"],
+    ],
+)  # fmt: skip
+def test_evidence_waits_for_a_step_that_counted_a_target(
+    train: Train, monkeypatch: pytest.MonkeyPatch, beside: list[str], ignored: int
+) -> None:
+    """The first steps have none: nothing has reached a weight, and nothing is wrong."""
+    from headrace import session
+
+    whole, check, asked = Loader.step, session.check_active, []
+
+    def step(loader: Loader, index: int) -> StepBatch:
+        batch = whole(loader, index)
+        if index >= ignored:
+            return batch
+        none = [replace(m, targets_BT=m.targets_BT.fill_(IGNORED)) for m in batch.micros]
+        return replace(batch, micros=none)
+
+    def ask(build: Any) -> Any:
+        asked.append(build.now["step"])
+        return check(build)
+
+    monkeypatch.setattr(Loader, "step", step)
+    monkeypatch.setattr(session, "check_active", ask)
+    run = report(train(*beside))
+    assert run["status"] == "done" and run["start_s"]["first_step"] > 0
+    counted = ignored < run["steps"]
+    assert asked == ([ignored] if counted else [])
+    assert [t["active"] for t in run["techniques"].values()] == ([True] if counted else [])
+    assert run["signals"]["lost_techniques"] == ([] if counted else None)
 
 
 # --- diverging ------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import tomli_w
 from pydantic import Field, SerializeAsAny, model_validator
 
 from headrace.core.errors import ConfigError, nearest
-from headrace.core.files import read_plan_text
+from headrace.core.files import check_values, read_plan_text, toml_value, toml_values
 from headrace.core.model_config import ModelConfig
 from headrace.core.strict import Strict, read_table
 from headrace.core.technique import Catalogue, Technique
@@ -213,11 +213,13 @@ class Plan(Strict):
     @property
     def horizon_steps(self) -> int | None:
         """The step at which the schedule ends, or None when nothing in the plan says."""
-        if self.schedule.steps:
-            return self.schedule.steps
+        return self.schedule.steps or self.goal_steps
+
+    @property
+    def goal_steps(self) -> int | None:
+        """The last step by the goal's steps and tokens; None where neither ends the run."""
         by_tokens = -(-self.goal.tokens // self.batch.tokens) if self.goal.tokens else None
-        known = [n for n in (self.goal.steps, by_tokens) if n]
-        return min(known) if known else None
+        return min((n for n in (self.goal.steps, by_tokens) if n), default=None)
 
     @model_validator(mode="after")
     def _check(self) -> "Plan":
@@ -300,11 +302,12 @@ class Plan(Strict):
             ConfigError: a wrong key, type, range or combination, with the nearest right one.
         """
         try:
-            values = tomllib.loads(text)
+            values = toml_values(text, "the plan")
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"the plan is not valid TOML: {error}") from None
         for item in overrides:
             _override(values, item)
+        check_values(values)
         tables = values.setdefault("techniques", {})
         if not isinstance(tables, dict):
             raise ConfigError("techniques must be tables", "[techniques.NAME]")
@@ -372,10 +375,7 @@ def _override(values: dict[str, Any], item: str) -> None:
     key, equals, raw = item.partition("=")
     if not equals or not key:
         raise ConfigError(f"{item!r} is not an override", "key=value, as in batch.tokens=16384")
-    try:
-        value = tomllib.loads(f"x = {raw}")["x"]
-    except tomllib.TOMLDecodeError:
-        value = raw
+    value = toml_value(raw, key)
     *path, last = key.strip().split(".")
     table: Any = values
     for part in path:

@@ -62,7 +62,7 @@ def export_hf(
     values["torch_dtype"] = str(dtype).removeprefix("torch.")
     files = _split(check_ours(config, model_state), dtype.itemsize, shard_bytes)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} exists already", "an --out that is new, or delete it first")
+        raise ConfigError(f"{out} exists already", "an --output that is new, or delete it first")
     document = tokenizer.decode([end])
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -40,6 +40,7 @@ class SophiaOptimizer(torch.optim.Optimizer):
         super().__init__([g for g in groups if g["params"]], {"lr": lr, "betas": betas, "rho": rho})
         self.found_inf: Tensor | None = None
         self.updates = 0
+        self.labels: Tensor | None = None
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -66,6 +67,8 @@ class SophiaOptimizer(torch.optim.Optimizer):
         Args:
             targets: how many labels the gradients are the mean over.
         """
+        taken = targets if self.found_inf is None else targets * (1.0 - self.found_inf)
+        self.labels = taken if self.labels is None else self.labels + taken
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:

@@ -1,5 +1,6 @@
 """Every verb answers a person and a program, and ends with the exit code that it promises."""
 
+import gzip
 import json
 import os
 import subprocess
@@ -241,10 +242,45 @@ def test_a_wrong_command_line_is_one_message_and_2(
     assert "Usage: headrace" in (error if argv else out) and '{"error"' not in out + error
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("plan", "demo", "--after"), ("plan", "demo", "--with"), ("export", "demo", "--to"),
+        ("sample", "demo", "--prompt"),
+    ],
+)  # fmt: skip
+def test_json_is_no_options_value(argv: tuple[str, ...], call: Callable[..., Any]) -> None:
+    told = call(*argv, code=2)
+    assert told["error"] == f"{argv[-1]} needs a value, and --json is none"
+    assert told["remedy"] == f"{argv[-1]} VALUE --json"
+
+
 @pytest.mark.parametrize("verb", ["eval", "sample", "report", "doctor"])
 def test_an_unknown_run_names_the_nearest_and_2(verb: str, call: Callable[..., Any]) -> None:
     told = call(verb, "dmeo", code=2)
     assert "is not a run" in told["error"] and "demo" in told["error"]
+
+
+@pytest.mark.parametrize(
+    ("name", "meant", "works"),
+    [
+        ("a.gz", "a.gz", "mv a.gz a.gz.json, if it is one; headrace doctor a.gz.json"),
+        ("a.JSON", "a.JSON", "mv a.JSON a.JSON.json, if it is one; headrace doctor a.JSON.json"),
+        ("traces", "traces/rank0.json.gz", "headrace doctor traces/*.json.gz"),
+    ],
+)
+def test_what_may_be_traces_is_told_how_they_are_named(
+    name: str, meant: str, works: str, call: Callable[..., Any], workshop: Path
+) -> None:
+    """What the remedy gives is read as a trace, which this one is not."""
+    (workshop / meant).parent.mkdir(exist_ok=True)
+    (workshop / meant).write_bytes(gzip.compress(b"{}"))
+    told = call("doctor", name, code=2)
+    assert "is not a run" in told["error"] and "ends with .json or .json.gz" in told["error"]
+    assert told["remedy"] == works
+    mended = meant if name == "traces" else f"{meant}.json"
+    (workshop / meant).rename(workshop / mended)
+    assert "is JSON, but no trace" in call("doctor", mended, code=2)["error"]
 
 
 def test_an_unknown_recipe_names_the_nearest_and_2(call: Callable[..., Any]) -> None:

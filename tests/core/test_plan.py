@@ -74,6 +74,15 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
     "no finite number": (("optimizer.lr=inf",), ("optimizer.lr = inf", "finite"), ""),
     "minutes without an end": (("goal.minutes=inf",), ("goal.minutes = inf", "finite"), ""),
     "no override": (("model.dim",), ("'model.dim' is not an override",), "key=value"),
+    "more digits than Python reads": (
+        (f"batch.tokens={'1' * 5000}",), ("batch.tokens has a number of more than 64 bits",),
+        f"at most {2**63 - 1}",
+    ),
+    "more bits than a number has": (("seed=0x8" + "0" * 5000,), ("seed has", "64 bits"), ""),
+    "one bit more": ((f"optimizer.lr={2**63}",), ("optimizer.lr has", "64 bits"), ""),
+    "lists too deep": (("seed=" + "[" * 5000 + "]" * 5000,), ("seed has", "too deep"), ""),
+    "lists less deep": (("seed=" + "[" * 99 + "]" * 99,), ("seed has", "too deep"), ""),
+    "a key far too deep": (("seed" + ".a" * 5000 + "=1",), ("seed.a", "too deep"), ""),
 }  # fmt: skip
 
 
@@ -106,6 +115,9 @@ def test_a_mistake_is_one_message_with_what_is_right(
         ("", "the plan has no goal"),
         ("goal.minutes = 5", "must know where it ends"),
         ("goal.steps = ", "not valid TOML"),
+        (f"goal.steps = {'1' * 5000}", "the plan has a number of more than 64 bits"),
+        ("x = " + "[" * 5000 + "]" * 5000, "the plan has tables or lists too deep"),
+        ("techniques.muon.lr" + ".a" * 5000 + " = 1", r"techniques\.muon\.lr\.a.* too deep"),
         ("goal = 3", "goal"),
         ("techniques = []\n" + BASE, "techniques must be tables"),
         ("techniques.muon = 3\n" + BASE, "techniques.muon"),
@@ -114,6 +126,10 @@ def test_a_mistake_is_one_message_with_what_is_right(
 def test_a_text_that_is_no_plan(text: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         read(text)
+
+
+def test_the_largest_number_of_toml_is_read() -> None:
+    assert read(BASE, f"seed={2**63 - 1}").seed == 2**63 - 1
 
 
 @pytest.mark.parametrize("override", ["model=big", "model=3"])

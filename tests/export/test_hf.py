@@ -76,8 +76,9 @@ def test_nothing_is_overwritten(
     state: dict[str, Tensor], tokenizer_path: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "mine.txt").write_text("keep me")
-    with pytest.raises(ConfigError, match="exists already"):
+    with pytest.raises(ConfigError, match="exists already") as told:
         export_hf(state, CONFIG, tokenizer_path, tmp_path, sequence_length=8)
+    assert "--output" in told.value.remedy  # as `headrace export` calls it
     assert [file.name for file in tmp_path.iterdir()] == ["mine.txt"]
     empty = tmp_path / "empty"
     empty.mkdir()

@@ -90,6 +90,8 @@ def frequencies(**arguments: Any) -> Tensor:
         ({"top_p": 1e-6}, [0, 1, 0, 0, 0, 0]),
         ({"temperature": 0.5}, [0.037, 0.588, 0.013, 0.331, 0.006, 0.037]),
         ({"temperature": 0}, [0, 1, 0, 0, 0, 0]),
+        ({"temperature": 1e-300}, [0, 1, 0, 0, 0, 0]),
+        ({"temperature": 1e-38, "top_k": 3, "top_p": 0.9}, [0, 1, 0, 0, 0, 0]),
     ],
 )
 def test_draws_follow_the_distribution(arguments: dict[str, Any], expected: list[float]) -> None:

@@ -2,19 +2,28 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from tiny import report
 from torch import Tensor, nn
 
 from headrace.checkpoint import Saved
+from headrace.context import make_context
+from headrace.core.errors import UnsupportedError
+from headrace.core.model_config import ModelConfig
+from headrace.core.plan import Plan
+from headrace.core.technique import Supported, Unsupported
 from headrace.filled import check_active
 from headrace.kernels.blockwise_8bit import dequantize, levels, quantize
+from headrace.parallel.world import World
 from headrace.sockets import Build
+from headrace.state import _restore_optimizer
 from headrace.techniques.memory import adamw_8bit
-from headrace.techniques.memory.adamw_8bit import AdamW8bitOptimizer
+from headrace.techniques.memory.adamw_8bit import Adamw8bit, AdamW8bitOptimizer
 from headrace.train import step
 
 HOW: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -187,13 +196,14 @@ MATRICES = {
     "experts": ["techniques.mixture_of_experts.experts=4"],
     "gates": ["techniques.linear_attention.rule=gated_delta"],
     "filters": ["techniques.short_convolution.between=1", "techniques.gqa={}"],
-    "adapters": ["techniques.lora.rank=2"],
+    "adapters": ["techniques.lora.rank=40"],
     "adapters of gates": ["techniques.linear_attention={}", "techniques.lora.rank=32"],
 }
+TAKEN = [(beside, n) for beside in MATRICES for n in (1, 512, 1 << 20)]
+TAKEN[TAKEN.index(("adapters", 1 << 20))] = ("adapters", 640)  # beyond all of them it is refused
 
 
-@pytest.mark.parametrize("smallest", [1, 512, 1 << 20])
-@pytest.mark.parametrize("beside", MATRICES)
+@pytest.mark.parametrize(("beside", "smallest"), TAKEN)
 def test_its_bytes_are_predicted(
     make_tiny: Callable[..., Build], states: Callable[[Build], Any], beside: str, smallest: int
 ) -> None:
@@ -201,6 +211,42 @@ def test_its_bytes_are_predicted(
     build = make_tiny(f"techniques.adamw_8bit.smallest={smallest}", *MATRICES[beside])
     held, predicted = states(build)
     assert predicted == held
+
+
+@pytest.mark.parametrize(
+    ("beside", "most", "works"),
+    [
+        (["techniques.lora.rank=2"], 128, "smallest=128"),
+        (["techniques.qlora={rank = 2, base = 'int8'}", "model.dim=32"], 192, "smallest=192"),
+        (["techniques.lora.rank=2", "techniques.mixture_of_experts={}"], 96, "smallest=96"),
+        (["techniques.lora={rank = 2, targets = ['mixer.out']}"], 32, "smallest=32"),
+        (["techniques.lora.rank=1"], 64, "smallest=16"),  # 10 bytes a number of rows of one
+        (["techniques.lora={rank = 1, targets = ['mlp.gate_up']}", "model.ffn=64"], 128,
+         "techniques.lora.rank=2 techniques.adamw_8bit.smallest=1"),
+    ],
+)  # fmt: skip
+def test_adapters_too_small_for_it_are_refused_with_what_works(
+    train: Callable[..., Path], beside: list[str], most: int, works: str
+) -> None:
+    beside = [*beside, "goal.steps=1", "checkpoint.every_steps=0"]
+    with pytest.raises(UnsupportedError, match=f"at most {most} numbers") as told:
+        train(*beside, "techniques.adamw_8bit={}")
+    remedy = told.value.remedy.removesuffix(" (or --without adamw_8bit)")
+    assert remedy.endswith(works)
+    found = report(train("name=mended", *beside, *remedy.split()))["techniques"]["adamw_8bit"]
+    assert found["active"] and found["numbers"]["bytes_per_number"] < 8
+
+
+def test_adapters_are_as_large_as_the_pretrained_model(
+    tiny_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = []
+    for dim in (16, 1024):
+        config = ModelConfig(dim=dim, layers=1, heads=2)
+        monkeypatch.setattr(adamw_8bit, "load_pretrained", lambda path, c=config: (c, None))
+        plan = tiny_plan("model={pretrained = 'there'}", "techniques.lora.rank=8")
+        answers.append(Adamw8bit().supports(make_context(plan, torch.device("cpu"))))
+    assert [type(answer) for answer in answers] == [Unsupported, Supported]
 
 
 def test_a_route_with_a_wish_comes_first(make_tiny: Callable[..., Build]) -> None:
@@ -217,3 +263,21 @@ def test_a_checkpoint_holds_the_codes(train: Callable[..., Path]) -> None:
     assert kinds["exp_avg_codes"] == kinds["exp_avg_sq_codes"] == torch.uint8
     assert kinds.keys() == {"step", *(f"{m}_{part}" for m in ("exp_avg", "exp_avg_sq")
                                       for part in ("codes", "scales"))}  # fmt: skip
+
+
+def test_a_rank_restores_its_own_scales_and_keeps_no_others(
+    make_tiny: Callable[..., Build],
+) -> None:
+    build, name = make_tiny("techniques.adamw_8bit.smallest=256"), "embed.weight"
+    rows = build.layouts[name].shape[0]
+    build.layouts[name].split["tensor"] = 0
+    build.world = World(ranks=2, sizes={"tensor": 2})
+    saved: Any = SimpleNamespace(
+        names_under=lambda prefix: [f"{prefix}exp_avg_scales"],
+        shape_of=lambda full: ((rows, 1), torch.float32),
+        fill_=lambda *given: None,
+    )
+    optimizer, p = build.optimizers["adamw_8bit"], build.model.get_parameter(name)
+    _restore_optimizer(build, optimizer, {name: p}, saved)
+    scales = optimizer.state[p]["exp_avg_scales"]
+    assert scales.untyped_storage().nbytes() == scales.nbytes == 4 * rows // 2

@@ -78,6 +78,14 @@ def test_a_masked_step_changes_nothing() -> None:
     assert all(torch.equal(a, b) for a, b in zip(states, after, strict=True))
 
 
+def test_labels_of_masked_estimates_are_not_counted() -> None:
+    optimizer = optimizer_of({n: nn.Parameter(torch.ones(s)) for n, s in SHAPES.items()})
+    for masked, count in ((1.0, 3.0), (0.0, 0.0), (0.0, 5.0)):
+        optimizer.found_inf = torch.tensor(masked)
+        optimizer.estimate(torch.tensor(count))
+        assert optimizer.labels == (5.0 if count == 5.0 else 0.0)
+
+
 # --- drawn labels ----------------------------------------------------------------------------
 
 

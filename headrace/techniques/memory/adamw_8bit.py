@@ -10,9 +10,10 @@ device, so nothing waits and nothing is compiled anew. Source: arXiv 2110.02861;
 order of the update are torchao's, and a test holds the two to the same codes.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -38,6 +39,8 @@ from headrace.kernels.blockwise_8bit import (
     blocks_of,
     levels,
 )
+from headrace.model.adapter import load_pretrained
+from headrace.model.count import block_linears
 from headrace.parallel.layout import local_of
 from headrace.sockets import Build, Route
 
@@ -141,7 +144,7 @@ class Adamw8bit(Technique[Build]):
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Runs everywhere; compiled it needs a code generator."""
+        """Runs everywhere; compiled it needs a code generator, and adapters may be too small."""
         if self.compiled and context.device == "cuda" and not context.has_triton:
             return Unsupported("compiled = true needs Triton on a GPU", "pip install triton")
         if self.compiled and context.device == "cpu" and not context.has_compiler:
@@ -149,7 +152,21 @@ class Adamw8bit(Technique[Build]):
         if self.compiled and context.device == "mps":
             return Unsupported("compiling on Apple GPUs is not proven here",
                                "techniques.adamw_8bit.compiled=false")  # fmt: skip
-        return Supported()
+        on = context.plan.techniques.values() if context.plan else ()
+        adapts = next((other for other in on if "frozen" in other.composes), None)
+        if adapts is None:
+            return Supported()
+        shapes = _adapters(adapts, context.plan)
+        if not shapes or _saves(shapes, self.smallest):
+            return Supported()
+        sizes = sorted({prod(shape) for shape in shapes}, reverse=True)
+        fit = next((n for n in sizes if _saves(shapes, n)), 0)
+        wider = "" if fit else f"techniques.{adapts.name()}.rank=2 "  # rows of one number save none
+        return Unsupported(
+            f"all that {adapts.name()} trains are matrices of at most {sizes[0]} numbers, and 8 "
+            f"bits save nothing in those of smallest = {self.smallest} or more",
+            f"{wider}techniques.{self.name()}.smallest={fit or 1}",
+        )
 
     def predict(self, ledger: Ledger) -> Ledger:
         """Two bytes and two scales of each block in the place of 8, for every row of a matrix."""
@@ -210,3 +227,28 @@ class Adamw8bit(Technique[Build]):
             detail=f"{len(taken)} matrices hold {each:.2f} bytes of state a number, {held} in all",
             numbers={"matrices": len(taken), "bytes_per_number": each, "state_bytes": held},
         )
+
+
+def _adapters(technique: Any, plan: Any) -> list[tuple[int, int]]:
+    """Shapes of what `technique` trains in a block; none where another mixer's are not known."""
+    replaced = {
+        part for other in plan.techniques.values() if other.equality != "exact"
+        for part in other.claims
+    }  # fmt: skip
+    if "parts.mixer" in replaced:
+        return []
+    model, targets = plan.model, technique.targets
+    if model.pretrained:
+        model, _ = load_pretrained(Path(model.pretrained))
+    return [
+        shape for name, (inner, outer) in block_linears(model).items()
+        if (not targets or name in targets) and f"parts.{name.split('.')[0]}" not in replaced
+        for shape in ((technique.rank, inner), (outer, technique.rank))
+    ]  # fmt: skip
+
+
+def _saves(shapes: Sequence[tuple[int, int]], smallest: int) -> bool:
+    """Whether the matrices of so many numbers hold less than AdamW's 8 bytes a number."""
+    taken = [(rows, columns) for rows, columns in shapes if rows * columns >= smallest]
+    held = sum(2 * rows * (columns + 4 * blocks_of(columns)) for rows, columns in taken)
+    return held < 8 * sum(map(prod, taken))

@@ -202,8 +202,10 @@ class Sophia(Technique[Build]):
             "curved_fraction": curved / max(1, total),
             "clipped_fraction": clipped / max(1, total),
         }
+        labels = getattr(optimizer, "labels", None)
+        blind = labels is not None and labels.item() == 0  # no sweep had a target to draw for
         return Evidence(
-            active=updates > 0 and curved > 0,
+            active=updates > 0 and (curved > 0 or blind),
             detail=f"{curved} of {total} weights have a curvature; {clipped} steps are clipped",
             numbers=numbers,
         )
