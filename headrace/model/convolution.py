@@ -30,9 +30,8 @@ ONES, ZEROS = [1, 1], [0, 0]
 
 
 def libraries(before: Mapping[str, int]) -> dict[str, int]:
-    """The convolutions that each of torch's backends was given, by its name, less `before`."""
-    found = {name.removeprefix(LAUNCH): count for name, count in since({}, LAUNCH).items()}
-    return {name: n - before.get(name, 0) for name, n in found.items() if n > before.get(name, 0)}
+    """Launches by the name of torch's backend that got them, less those in `before`."""
+    return {n.removeprefix(LAUNCH): count for n, count in since(before, LAUNCH).items() if count}
 
 
 def laid_out(x_BSD: Tensor) -> Tensor:

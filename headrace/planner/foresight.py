@@ -150,14 +150,13 @@ def foresee(
     tier: Tier = "after_probes" if machine.source == "probes" else "no_gpu"
     basis: Basis = tier
     step_s = None if time is None else time.step_s
-    set_by = (
-        None if calibration is None or time is None or not calibration.tells(time) else calibration
-    )
-    if set_by is not None and time is not None:
-        step_s, time = set_by.step_s(time), set_by.applied(time)
-        if set_by.host is None or time.by_host:  # else the device's rates decide, not these steps
+    set_by = ""
+    if calibration is not None and time is not None and calibration.tells(time):
+        step_s, time = calibration.step_s(time), calibration.applied(time)
+        set_by = calibration.plan
+        if calibration.tells(time):  # else the device's rates decide now, and not these steps
             tier = "after_20_steps"
-            alike = set_by.workload == workload(plan, context, ledger)
+            alike = calibration.workload == workload(plan, context, ledger)
             basis = "same_workload" if alike else tier
     no_interval = "" if time is None else not_known_on(machine.name)
     if time is not None and time.by_host:
@@ -178,7 +177,7 @@ def foresee(
         reserved_bytes=reserved, tier=tier, basis=basis, between=between,
         no_interval=no_interval, until=until,
         steps=None if hours is None or step_s is None else int(3600 * hours / step_s + 1e-6),
-        calibrated_by=set_by.plan if set_by is not None else "",
+        calibrated_by=set_by,
     )  # fmt: skip
 
 

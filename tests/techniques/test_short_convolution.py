@@ -13,8 +13,9 @@ from headrace.context import make_context
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.model_config import ModelConfig
 from headrace.core.technique import Unsupported
+from headrace.kernels.launches import since
 from headrace.model.attention import Attention, KVCache, Shared
-from headrace.model.convolution import CausalConvolution, libraries
+from headrace.model.convolution import LAUNCH, CausalConvolution, libraries
 from headrace.model.mask import Rows
 from headrace.sample import generate
 from headrace.sockets import Build
@@ -62,7 +63,7 @@ def test_equals_the_loop_by_hand(packed: bool) -> None:
     mixer = make(documents=packed)
     x = torch.randn(B, T, D, requires_grad=True)
     starts = [{0, 3, 4, 6}, {0, 10}] if packed else [{0}, {0}]
-    before = libraries({})
+    before = since({}, LAUNCH)
     found = mixer(x, shared_of(starts if packed else None))
     right = torch.stack([by_hand(mixer, x[b], starts[b]) for b in range(B)])
     torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)

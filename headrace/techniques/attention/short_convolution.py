@@ -38,8 +38,9 @@ from headrace.core.technique import (
     Unsupported,
 )
 from headrace.core.work import Phase, Work
+from headrace.kernels.launches import since
 from headrace.model.attention import Shared
-from headrace.model.convolution import CausalConvolution, libraries
+from headrace.model.convolution import LAUNCH, CausalConvolution, libraries
 from headrace.model.count import FP32, held_in
 from headrace.model.mask import MaskSpec
 from headrace.sockets import Build
@@ -265,7 +266,7 @@ class ShortConvolution(Technique[Build]):
             drawn = value / build.config.init_std  # normal; its distribution function is uniform
             return torch.special.ndtr(drawn).mul(2).sub(1) * self.taps**-0.5
 
-        build.notes[self.name()] = libraries({})
+        build.notes[self.name()] = since({}, LAUNCH)
         build.parts.mixer, build.source = mixer, with_filters
         build.runtime.append(whole_fp32)
 

@@ -30,7 +30,8 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
-from headrace.model.convolution import CUDNN, CausalConvolution, libraries
+from headrace.kernels.launches import since
+from headrace.model.convolution import CUDNN, LAUNCH, CausalConvolution, libraries
 from headrace.sockets import Build
 
 CONVOLVING, MASKING = "short_convolution", "document_packing"
@@ -95,7 +96,7 @@ class CudnnAutotune(Technique[Build]):
     def apply(self, build: Build) -> None:
         """One flag of the process, and a look at it in each step."""
         seen: dict[str, int] = {"timed": 0, "plain": 0}
-        build.notes[self.name()] = {"seen": seen, "before": libraries({})}
+        build.notes[self.name()] = {"seen": seen, "before": since({}, LAUNCH)}
 
         def look(build: Build, finite: Tensor) -> None:
             seen["timed" if torch.backends.cudnn.benchmark else "plain"] += 1

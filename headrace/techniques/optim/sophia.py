@@ -206,6 +206,7 @@ class Sophia(Technique[Build]):
         blind = labels is not None and labels.item() == 0  # no sweep had a target to draw for
         return Evidence(
             active=updates > 0 and (curved > 0 or blind),
-            detail=f"{curved} of {total} weights have a curvature; {clipped} steps are clipped",
+            detail=f"{curved} of {total} weights have a curvature; {clipped} steps are clipped"
+            + ("; no sweep had a target yet, so there is none to have" if blind else ""),
             numbers=numbers,
         )

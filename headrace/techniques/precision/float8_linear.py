@@ -110,8 +110,8 @@ class Float8Linear(Technique[Build]):
         linears = [key[:-3] for key in sizes if key.endswith("/in")]
         weights = {n: (int(sizes[f"{n}/in"]), int(sizes[f"{n}/out"])) for n in linears}
         fits = {n: ends for n, ends in weights.items() if self._fits(*ends)}
-        gone = "mlp." if "mlp_piece" in ledger.memory and not holds_casts(ledger) else "no such"
-        taken = sum(i * o for n, (i, o) in fits.items() if not n.startswith(gone))
+        pieces = "mlp_piece" in ledger.memory and not holds_casts(ledger)  # which keep no cast
+        taken = sum(i * o for n, (i, o) in fits.items() if not (pieces and n.startswith("mlp.")))
         for name, line in ledger.memory.items():
             if name.endswith("/weight_cast"):
                 ledger = ledger.with_line(name, replace(line, bytes=line.bytes - 2 * taken))
