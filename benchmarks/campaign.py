@@ -10,6 +10,7 @@ A list is TOML, and its jobs are taken in their order:
     limit_s = 600                    # killed then; twice `seconds` without it
     timed = true                     # nothing else on its GPU; without it up to `BESIDE` at a time
     each_gpu = false                 # once on every GPU, which no other job may have before
+    cores = 24                       # of the host's; without it a GPU's share of them
     command = "{python} benchmarks/overhead.py --plan benchmarks/plans/160m.toml"
 
 A command is bash's, and runs in this checkout with one GPU in sight and its share of the cores.
@@ -49,6 +50,7 @@ class Job:
     limit_s: float = 0.0
     timed: bool = True
     each_gpu: bool = False
+    cores: int = 0
 
     @property
     def most_s(self) -> float:
@@ -126,8 +128,7 @@ class Campaign:
             python=shlex.quote(sys.executable), data=self.data, logs=shlex.quote(str(self.logs)),
             part=f"{gpu + 1}/{self.gpus}", left_s=max(1, round(most_s - END_S)),
         )  # fmt: skip
-        cores = sorted(os.sched_getaffinity(0))
-        share = cores[gpu * len(cores) // self.gpus : (gpu + 1) * len(cores) // self.gpus]
+        share = cores_of(gpu, self.gpus, job.cores, sorted(os.sched_getaffinity(0)))
         print(f"{label}: on GPU {gpu}, {self.left_s:.0f} s left", flush=True)
         with (self.logs / f"{label}.log").open("ab") as log:
             process = subprocess.Popen(
@@ -156,6 +157,15 @@ class Campaign:
 def has_room(mine: list[Running]) -> bool:
     """Whether a GPU has jobs that nobody times, and few of them."""
     return 0 < len(mine) < BESIDE and not any(one.job.timed for one in mine)
+
+
+def cores_of(gpu: int, gpus: int, wanted: int, cores: list[int]) -> list[int]:
+    """A GPU's share of the host's cores, or as many as are wanted, around that share."""
+    first, last = gpu * len(cores) // gpus, (gpu + 1) * len(cores) // gpus
+    if wanted:
+        first = max(0, min(first, len(cores) - wanted))
+        last = first + wanted
+    return cores[first:last]
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

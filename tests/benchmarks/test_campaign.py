@@ -78,3 +78,12 @@ def test_every_list_of_ours_can_be_read() -> None:
         for job in campaign.jobs(file):
             assert job.command.format(python="p", data="d", logs="l", part="1/2", left_s=1)
             assert job.seconds <= job.most_s
+
+
+def test_the_cores_of_a_gpu() -> None:
+    """Its share, or a wider stretch that holds it."""
+    host = list(range(32))
+    assert campaign.cores_of(1, 2, 0, host) == host[16:]
+    assert campaign.cores_of(0, 2, 24, host) == host[:24]
+    assert campaign.cores_of(1, 2, 24, host) == host[8:]
+    assert campaign.cores_of(0, 1, 24, host[:2]) == host[:2]
