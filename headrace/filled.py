@@ -5,6 +5,7 @@ and its evidence is read from the run. Attention that nobody filled is torch's o
 several kernels, and so is looked at too.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from headrace.sockets import COMPOSED, OWNED, Build
 
 OWN = "own_attention"
 """Where a build notes what torch chose."""
+PATIENT_STEPS = 32
+"""Steps that a trial takes for one with targets, before it gives up."""
 
 
 def fillers(build: Build) -> dict[str, Any]:
@@ -62,11 +65,41 @@ def check_active(build: Build) -> dict[str, Any]:
     return found
 
 
-def gone(build: Build) -> tuple[list[str], dict[str, str]]:
+def evidence_after(
+    build: Build, numbers: Sequence[float] | Tensor, *, last: bool = False
+) -> dict[str, str] | None:
+    """Every technique's evidence in words, or None where the step counted no target.
+
+    Such a step sends a gradient to nothing, so that what is healthy looks as if it were lost.
+
+    Args:
+        build: the run.
+        numbers: of the step, as `train.step` returns them; the device is waited for.
+        last: nobody will ask again.
+
+    Raises:
+        RunError: a technique is not in force, or the last step to show it counted no target.
+    """
+    if float(numbers[3]) > 0 or not build.techniques:
+        return {name: found.detail for name, found in check_active(build).items()}
+    if last:
+        names = ", ".join(technique.name() for technique in build.techniques)
+        raise RunError(
+            f"no step counted a target so far, so that nothing shows whether {names} is in force",
+            "data whose first steps have targets",
+        )
+    return None
+
+
+def gone(build: Build, counted: bool) -> tuple[list[str], dict[str, str]]:
     """Techniques that were in force and are not any more, by their evidence on any rank.
 
     A run that is trained must not be lost by a look at it: where looking fails, the second value
-    says so, by name.
+    says so, by name. It also has those of which nothing is seen after a step without targets.
+
+    Args:
+        build: the run, at its end.
+        counted: whether its last step counted a target.
     """
     found, unseen = [], {}
     for technique in build.techniques:
@@ -76,8 +109,11 @@ def gone(build: Build) -> tuple[list[str], dict[str, str]]:
             active = f"nobody could look: {error}"
         told = build.world.gather(active)
         failed = [active for active in told if isinstance(active, str)]
-        if False in told or all(active is None for active in told):
+        missing = False in told or all(active is None for active in told)
+        if missing and counted:
             found.append(technique.name())
+        elif missing:
+            unseen[technique.name()] = "the last step counted no target"
         elif failed:
             unseen[technique.name()] = failed[0]
     return found, unseen

@@ -64,6 +64,7 @@ class Session:
             folder.checkpoints, rank=world.rank, ranks=world.ranks,
             keep_last=plan.checkpoint.keep_last,
         )  # fmt: skip
+        self.counted = False  # whether the newest complete step counted a target
         self.evidence: dict[str, Evidence] | None = None
         self.gone: tuple[list[str], dict[str, str]] | None = None
         self.memory: dict[str, int] | None = None
@@ -152,10 +153,9 @@ class Session:
         if counters.stream:
             self.build.loader.load_state(counters.stream)
         if self.first:
-            plan, tokenizer = self.build.plan, self.build.prepared.tokenizer
-            counters.restarts = self.folder.start(
-                plan, tokenizer, self.build.device, command_line()
-            )
+            build, plan = self.build, self.build.plan
+            given = plan, build.prepared.tokenizer, build.device, command_line()
+            counters.restarts = self.folder.start(*given)
             spent_s = self.folder.cut_metrics(counters.step)
             self._wall_before_s = max(self._wall_before_s, spent_s)  # lost steps cost time too
             self._metrics = (self.folder.path / "metrics.jsonl").open("a")
@@ -186,7 +186,7 @@ class Session:
             self._save()
         self.checkpoints.wait()
         if done:
-            self.gone = gone(self.build) if self.evidence is not None else None
+            self.gone = gone(self.build, self.counted) if self.evidence is not None else None
             self._write_report("done", "")
             return self.folder.path
         self._write_report("interrupted", f"stopped by {stop.name}")
@@ -264,7 +264,7 @@ class Session:
             self._take_rows(keep=0)
             if self.steps_here == 1 and (began := self.build.notes.get(start.NOTE)):
                 began.mark("first_step", compile_s=compile_s)
-            if self._rows[-1]["wasted_tokens"] < plan.batch.tokens:  # else no gradient reached any
+            if self.counted:  # else no gradient reached any
                 self.evidence = check_active(self.build)
         if self.steps_here == 1:
             note_own_attention(self.build)
@@ -296,6 +296,7 @@ class Session:
             finite = row.pop("finite")
             tokens = self.build.plan.batch.tokens
             row["wasted_tokens"] = tokens - row.pop("targets")
+            self.counted = row["wasted_tokens"] < tokens
             self.counters.wasted_tokens += row["wasted_tokens"]
             row["tokens_per_s"] = tokens / max(row["step_s"], 1e-9)
             row["wall_s"] = self._wall_s()

@@ -26,7 +26,7 @@ from torch import Tensor
 from headrace import train
 from headrace.core.plan import Plan
 from headrace.core.technique import Stage
-from headrace.filled import check_active
+from headrace.filled import PATIENT_STEPS, evidence_after
 from headrace.trials.readings import (
     NOT_DONE,
     OUT_OF_MEMORY,
@@ -157,14 +157,16 @@ class _Side:
             self.build, self.micros = stack.enter_context(opened(plan, text=text, in_force=False))
 
     def warm(self, steps: int) -> None:
-        """Steps before the timed ones; techniques are asked for their proof after the first."""
-        self.once()
-        with self._own():
-            active = check_active(self.build)
-            self.found.evidence = {name: e.detail for name, e in active.items()}
-        self.steady_s = time.monotonic()
-        for _ in range(steps - 1):
+        """Steps before the timed ones; the first with targets is asked for techniques' proof."""
+        told = None
+        while told is None or self.index < steps:
             self.once()
+            if told is None:
+                with self._own():
+                    last = self.index >= PATIENT_STEPS
+                    told = evidence_after(self.build, self.numbers[-1], last=last)
+                self.steady_s = time.monotonic()
+        self.found.evidence = told
 
     def once(self) -> None:
         """A step that is not timed, but for what is planned with."""

@@ -36,7 +36,7 @@ from headrace.core.plan import Plan
 from headrace.core.technique import Stage
 from headrace.data.ingest import Prepared, prepare
 from headrace.data.loader import Micro
-from headrace.filled import check_active
+from headrace.filled import PATIENT_STEPS, evidence_after
 from headrace.model.init import Source, random_source
 from headrace.parallel.world import World
 from headrace.sockets import Build
@@ -233,7 +233,7 @@ def time_steps(
     Args:
         plan: what to time.
         text: see `opened`.
-        warm: steps before.
+        warm: steps before; more where none of them has a target.
         timed: steps of a block.
         blocks: how many.
         name: the technique whose evidence is wanted; all, without it.
@@ -245,12 +245,13 @@ def _time_steps(
     plan: Plan, text: bool, warm: int, timed: int, blocks: int, name: str, found: Reading
 ) -> None:
     with opened(plan, text=text) as (build, micros):
-        for index in range(warm):
-            numbers = train.step(build, micros(index), index)
-            if index == 0:
-                found.losses.append(float(numbers[0]))
-                told = {n: e.detail for n, e in check_active(build).items()}
-                found.evidence = {name: told[name]} if name in told else {} if name else told
+        told, first = None if warm else {}, 0
+        while told is None or first < warm:
+            numbers, first = train.step(build, micros(first), first), first + 1
+            if told is None:
+                found.losses = found.losses or [float(numbers[0])]
+                told = evidence_after(build, numbers, last=first >= PATIENT_STEPS)
+        found.evidence = {n: words for n, words in told.items() if name in ("", n)}
         wait(build)
         if build.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -258,7 +259,7 @@ def _time_steps(
             clock = Clock(build.device)
             clock.mark()
             for index in range(timed):
-                at = warm + block * timed + index
+                at = first + block * timed + index
                 train.step(build, micros(at), at)
                 clock.mark()
             found.seconds.append(median(clock.seconds()))
@@ -277,8 +278,7 @@ def time_long_row(plan: Plan, *, short: int, steps: int) -> Reading:
     def go(found: Reading) -> None:
         with opened(plan) as (build, micros):
             (row,) = micros(0)
-            few = Micro(row.ids_BT[:, :short], row.targets_BT[:, :short])
-            train.step(build, [few], 0)
+            train.step(build, [Micro(row.ids_BT[:, :short], row.targets_BT[:, :short])], 0)
             wait(build)
             if build.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
@@ -290,7 +290,7 @@ def time_long_row(plan: Plan, *, short: int, steps: int) -> Reading:
                 if numbers[2] != 1:
                     raise RuntimeError(f"step {index} was not finite: {numbers}")
             found.peak_bytes = peak(build)
-            found.evidence = {n: e.detail for n, e in check_active(build).items()}
+            found.evidence = evidence_after(build, numbers) or {}
 
     return read(go)
 

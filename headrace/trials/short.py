@@ -5,7 +5,7 @@ from torch import Tensor
 
 from headrace import train
 from headrace.core.plan import Plan
-from headrace.filled import check_active
+from headrace.filled import evidence_after
 from headrace.trials.readings import Reading, opened, read
 
 
@@ -17,15 +17,17 @@ def of_length(plan: Plan, steps: int) -> Plan:
 
 
 def train_steps(plan: Plan, *, steps: int) -> Reading:
-    """The loss of every step on the plan's own text, and evidence after the first."""
+    """The loss of every step on the plan's own text, and evidence after the first with targets."""
 
     def go(found: Reading) -> None:
         losses: list[Tensor] = []
+        told = None
         with opened(of_length(plan, steps), text=True) as (build, micros):
             for index in range(steps):
-                losses.append(train.step(build, micros(index), index)[0])
-                if index == 0:
-                    found.evidence = {n: e.detail for n, e in check_active(build).items()}
-            found.losses = torch.stack(losses).tolist()
+                numbers = train.step(build, micros(index), index)
+                losses.append(numbers[0])
+                if told is None:
+                    told = evidence_after(build, numbers, last=index == steps - 1)
+            found.losses, found.evidence = torch.stack(losses).tolist(), told or {}
 
     return read(go)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from headrace.checkpoint import Saved
 from headrace.context import make_context
-from headrace.core.errors import UnsupportedError
+from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.model_config import ModelConfig
 from headrace.core.plan import Plan
 from headrace.core.technique import Supported, Unsupported
@@ -247,6 +247,66 @@ def test_adapters_are_as_large_as_the_pretrained_model(
         plan = tiny_plan("model={pretrained = 'there'}", "techniques.lora.rank=8")
         answers.append(Adamw8bit().supports(make_context(plan, torch.device("cpu"))))
     assert [type(answer) for answer in answers] == [Unsupported, Supported]
+
+
+SPLIT = ["techniques.tensor_parallel={}", "techniques.adamw_8bit={}"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "model", "beside", "found", "works"),
+    [
+        (2, (768, 2048), [], "384 of the 768 columns of mixer.out", 1),
+        (8, (1024, 8192), [], "128 of the 1024 columns of mixer.out", 4),
+        (8, (4096, 11008), [], "1376 of the 11008 columns of mlp.down", 1),
+        (4, (1024, 1536), [], "384 of the 1536 columns of mlp.down", 2),
+        (2, (256, 1024), [], "128 of the 256 columns of mixer.out", 1),
+        (4, (1024, 4096), [], "", 4),
+        (2, (768, 2048), ["techniques.adamw_8bit.smallest=8388608"], "", 2),  # takes none of them
+        (2, (768, 2048), ["techniques.muon={}"], "", 2),  # which takes them first
+        (2, (512, 768), ["techniques.chunked_mlp={}"], "384 of the 768 columns of mlp.down", 1),
+        (2, (512, 768), ["techniques.mixture_of_experts={}"], "", 2),  # seen when it is built
+    ],
+)  # fmt: skip
+def test_columns_that_ranks_cannot_share_in_whole_blocks_are_refused(
+    tiny_plan: Callable[..., Plan], ranks: int, model: tuple[int, int], beside: list[str],
+    found: str, works: int,
+) -> None:  # fmt: skip
+    """With the next number of ranks that can: there nothing is refused."""
+    dim, ffn = model
+    sizes = [f"model.dim={dim}", "model.heads=16", f"model.ffn={ffn}", "model.kv_heads=16"]
+
+    def ask(ranks: int) -> Any:
+        plan = tiny_plan(*SPLIT, *sizes, *beside, f"mesh.tensor={ranks}")
+        return plan.techniques["adamw_8bit"].supports(make_context(plan, torch.device("cpu")))
+
+    answer = ask(ranks)
+    assert isinstance(answer, Unsupported if found else Supported)
+    if found:
+        assert f"mesh.tensor = {ranks} gives each rank {found}" in answer.reason
+        assert "blocks are of 256" in answer.reason and answer.remedy == f"mesh.tensor={works}"
+    assert works == 1 or isinstance(ask(works), Supported)
+
+
+@pytest.mark.parametrize(("ffn", "refused"), [(512, False), (768, True)])
+@pytest.mark.parametrize("beside", [[], ["techniques.mixture_of_experts={experts = 2, top_k = 1}"]])
+def test_what_is_built_is_refused_likewise(
+    make_tiny: Callable[..., Build], beside: list[str], ffn: int, refused: bool
+) -> None:
+    """By how the ranks hold a matrix, whoever made it."""
+    build = make_tiny("techniques.adamw_8bit.smallest=256", f"model.ffn={ffn}", *beside)
+    end = ".down" if beside else ".down.weight"
+    named = {n: p for n, p in build.routed["adamw_8bit"].items() if n.endswith(end)}
+    for name, p in named.items():
+        build.layouts[name].split["tensor"] = p.ndim - 1
+    build.world = World(ranks=2, sizes={"tensor": 2})
+    (route,) = build.routes
+    columns = {p.size(-1) for p in named.values()}
+    assert columns == {ffn}
+    if not refused:
+        assert route.make(named).param_groups
+        return
+    with pytest.raises(ConfigError, match=f"each rank 384 of the 768 columns of blocks.*{end}"):
+        route.make(named)
 
 
 def test_a_route_with_a_wish_comes_first(make_tiny: Callable[..., Build]) -> None:

@@ -86,6 +86,24 @@ def test_the_peak_grows_by_two_tensors_of_logits(precision: str) -> None:
     assert told == pytest.approx(grown, rel=0.02)
 
 
+@pytest.mark.parametrize(("precision", "tensors"), [("fp32", 1), ("bf16", 2)])
+@pytest.mark.parametrize("chunk_tokens", [64, 2048])
+def test_beside_chunks_the_peak_grows_by_what_they_do_not_keep(
+    precision: str, tensors: int, chunk_tokens: int
+) -> None:
+    """The chunk's logits are a leaf, so that those of fp32 are kept already."""
+    head = house.Variant("chunked_cross_entropy", {"chunk_tokens": chunk_tokens}).technique()
+    plan = traced.plan_of(layers=2, vocab=4096, precision=precision)
+    plain = traced.Traced(plan.replaced(techniques={"chunked_cross_entropy": head}))
+    both = {"chunked_cross_entropy": head, "z_loss": ZLoss()}
+    termed = traced.Traced(plan.replaced(techniques=both))
+    grown = termed.peak - plain.peak
+    tokens = min(chunk_tokens, plan.batch.tokens)
+    assert grown == pytest.approx(tensors * 4 * 4096 * tokens, rel=0.02)
+    assert termed.ledger.peak()[1] - plain.ledger.peak()[1] == pytest.approx(grown, rel=0.02)
+    assert termed.ledger.peak()[1] == pytest.approx(termed.peak, rel=0.02)
+
+
 @pytest.mark.parametrize("head", ["fused_cross_entropy", "chunked_cross_entropy"])
 def test_kernels_make_it_in_passing(head: str) -> None:
     """By the ledger of a GPU: nothing more is held or read, unless autograd makes the loss."""

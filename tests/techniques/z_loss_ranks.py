@@ -17,7 +17,10 @@ DEVICE = torch.device("cpu")
 
 
 def split(ranks: int, corpus: str, prepared: str) -> None:
-    """The loss is one process's, and the ledger's edit is what a rank's peak grows by."""
+    """The loss is one process's, and the ledger's edit is what a rank's peak grows by.
+
+    Beside whole logits, and beside chunks, of which no rank holds more than a slice.
+    """
     torch.set_num_threads(1)
     house.put_data_in(corpus, prepared)
     whole, rows = traced.plan_of(layers=2, vocab=4096), house.make_rows(4000, ignored=True)
@@ -39,6 +42,15 @@ def split(ranks: int, corpus: str, prepared: str) -> None:
         house.build_of = build_of
         found = house.take_step(build_of(both), rows).loss
         assert abs(found - right) < 1e-5 * right, (found, right)
-        plain, termed = traced.Traced(plan), traced.Traced(both)
-        grown, told = termed.peak - plain.peak, termed.ledger.peak()[1] - plain.ledger.peak()[1]
-        assert abs(grown - told) < 0.05 * told, (grown, told)
+        for size in (None, 64, 2048):  # of 256 tokens
+            name = "chunked_cross_entropy"
+            head = house.Variant(name, {"chunk_tokens": size}).technique() if size else None
+            beside = {**cut, **({name: head} if head else {})}
+            plain, termed = (
+                traced.Traced(plan.replaced(techniques={**beside, **more})) for more in ({}, term)
+            )
+            for one in (plain, termed):
+                said = one.ledger.peak()[1]
+                assert abs(said - one.peak) < 0.02 * one.peak, (size, said, one.peak)
+            grown, told = termed.peak - plain.peak, termed.ledger.peak()[1] - plain.ledger.peak()[1]
+            assert abs(grown - told) < 0.05 * told, (size, grown, told)

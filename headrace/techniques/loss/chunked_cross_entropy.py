@@ -152,7 +152,7 @@ class ChunkedCrossEntropy(Technique[Build]):
         ledger = ledger.with_line("logits", Line(held * (each + leaf), ("loss",)))
         ledger = ledger.with_line("head_gradients", Line(sizes["head_gradients"], ("loss",)))
         facts = {"logits_fused": fused, "logits_per_token": each, "loss_forward": 1.0}
-        facts["loss_by_kernels"] = float(by_kernels)
+        facts |= {"logits_leaf": leaf, "loss_by_kernels": float(by_kernels)}
         ledger = replace(ledger, sizes={**sizes, **facts})
         return self._worked(ledger, int(held), by_kernels)
 

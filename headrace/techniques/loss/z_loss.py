@@ -62,8 +62,8 @@ class ZLoss(Technique[Build]):
     def predict(self, ledger: Ledger) -> Ledger:
         """The kept logits and their second gradient: two more fp32 tensors of the logits' size.
 
-        Scaling the line that it finds, it is right for a chunk and for a slice of them too. Kernels
-        that make the loss make it in passing.
+        Scaling the line that it finds, it is right for a chunk and for a slice of them too. A chunk
+        whose logits are fp32 keeps them already. Kernels that make the loss make it in passing.
         """
         if ledger.sizes.get("loss_by_kernels"):
             return ledger
@@ -73,9 +73,10 @@ class ZLoss(Technique[Build]):
             # logits; 2.13's goes over them. The weights' gradient comes when the logits have left.
             ledger = ledger.without(["head_gradients"])
             return ledger.scaled(lambda name: name == "logits", 2)
-        own = sizes["vocab"] / sizes.get("tensor_ranks", 1)
-        held = sizes["logits_per_token"] / own  # of each logit, without it
-        return ledger.scaled(lambda name: name == "logits", 1 + 2 * FP32 / held)
+        own, leaf = sizes["vocab"] / sizes.get("tensor_ranks", 1), sizes.get("logits_leaf", 0.0)
+        held = sizes["logits_per_token"] + leaf  # without it
+        more = FP32 * own * (1 if leaf >= FP32 * own else 2)
+        return ledger.scaled(lambda name: name == "logits", 1 + more / held)
 
     def _worked(self, ledger: Ledger) -> Ledger:
         """Its passes over the logits, fused where the loss's are by now."""

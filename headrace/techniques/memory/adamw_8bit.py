@@ -5,9 +5,11 @@ AdamW's moments are twice the size of the weights. Here each is a byte a number 
 of fewer than `smallest` numbers stay with the trunk's AdamW, as the paper keeps them. Codes and
 scales are plain tensors of rows, so checkpoints hold them as they are and any cut along rows holds
 the same numbers. A cut along columns, as tensor parallelism makes, gives other blocks unless the
-columns of a rank are a multiple of 256. The step reads the learning rate and the finite flag on the
-device, so nothing waits and nothing is compiled anew. Source: arXiv 2110.02861; the map and the
-order of the update are torchao's, and a test holds the two to the same codes.
+columns of a rank are a multiple of 256. Such a run would not be one process's, and another mesh
+would read its scales as those of other blocks, so it is refused. The step reads the learning rate
+and the finite flag on the device, so nothing waits and nothing is compiled anew. Source: arXiv
+2110.02861; the map and the order of the update are torchao's, and a test holds the two to the same
+codes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +23,9 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from headrace.core.errors import ConfigError
 from headrace.core.ledger import Ledger
+from headrace.core.plan import Plan
 from headrace.core.technique import (
     Card,
     Context,
@@ -33,6 +37,7 @@ from headrace.core.technique import (
 )
 from headrace.core.work import Work
 from headrace.kernels.blockwise_8bit import (
+    BLOCK,
     SLICE_NUMBERS,
     Moment,
     adamw_,
@@ -136,15 +141,15 @@ class Adamw8bit(Technique[Build]):
     card: ClassVar[Card] = Card(
         buys="6 of the 8 bytes of optimizer state of every number in a matrix (derived)",
         costs="moments rounded to 8 bits at every step; quantizing work by element; blocks of 256 "
-        "along a row: cuts along rows change nothing, cuts along columns do unless each rank has a "
-        "multiple of 256",
+        "along a row: cuts along rows change nothing, and cuts along columns are refused unless "
+        "each rank has a multiple of 256",
         helps="when weights, gradients and optimizer fill the memory rather than activations",
         hurts="runs that fit; embeddings of rare tokens, which the paper keeps in 32 bits",
         source="arXiv 2110.02861",
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Runs everywhere; compiled it needs a code generator, and adapters may be too small."""
+        """Compiled it needs a code generator; adapters may be too small, and ranks cut blocks."""
         if self.compiled and context.device == "cuda" and not context.has_triton:
             return Unsupported("compiled = true needs Triton on a GPU", "pip install triton")
         if self.compiled and context.device == "cpu" and not context.has_compiler:
@@ -153,6 +158,8 @@ class Adamw8bit(Technique[Build]):
             return Unsupported("compiling on Apple GPUs is not proven here",
                                "techniques.adamw_8bit.compiled=false")  # fmt: skip
         on = context.plan.techniques.values() if context.plan else ()
+        if context.plan and (cut := self._cut(context.plan)):
+            return cut
         adapts = next((other for other in on if "frozen" in other.composes), None)
         if adapts is None:
             return Supported()
@@ -167,6 +174,18 @@ class Adamw8bit(Technique[Build]):
             f"bits save nothing in those of smallest = {self.smallest} or more",
             f"{wider}techniques.{self.name()}.smallest={fit or 1}",
         )
+
+    def _cut(self, plan: Plan) -> Unsupported | None:
+        """Why ranks cannot share the blocks' matrices, as far as it is known before they are built.
+
+        Another optimizer may take them first.
+        """
+        others = any("routes" in t.composes and not t.rest for t in plan.techniques.values())
+        if plan.mesh.tensor == 1 or others:
+            return None
+        found = {n: s for n, s in _linears(plan).items() if prod(s) >= self.smallest}
+        rows = {n: inner for n, (inner, _) in found.items() if n in ("mixer.out", "mlp.down")}
+        return _unshared(rows, plan.mesh.tensor)
 
     def predict(self, ledger: Ledger) -> Ledger:
         """Two bytes and two scales of each block in the place of 8, for every row of a matrix."""
@@ -204,6 +223,15 @@ class Adamw8bit(Technique[Build]):
             return p.ndim >= 2 and prod(build.layouts[name].shape) >= self.smallest
 
         def make(named: Mapping[str, nn.Parameter]) -> AdamW8bitOptimizer:
+            layouts = {name: build.layouts[name] for name in named}
+            rows = {
+                name: layout.shape[-1] for name, layout in layouts.items()
+                if layout.split.get("tensor") == len(layout.shape) - 1
+            }  # fmt: skip
+            if cut := _unshared(rows, build.world.size("tensor")):
+                raise ConfigError(
+                    f"{self.name()}: {cut.reason}", f"{cut.remedy} (or --without {self.name()})"
+                )
             return AdamW8bitOptimizer(
                 named, lr=config.lr, betas=config.betas, eps=config.eps,
                 weight_decay=config.weight_decay, compiled=compiled,
@@ -229,20 +257,48 @@ class Adamw8bit(Technique[Build]):
         )
 
 
-def _adapters(technique: Any, plan: Any) -> list[tuple[int, int]]:
-    """Shapes of what `technique` trains in a block; none where another mixer's are not known."""
+def _unshared(rows: Mapping[str, int], ranks: int) -> Unsupported | None:
+    """Why ranks cannot share the columns of matrices: a block would lie on two of them.
+
+    Args:
+        rows: columns of each matrix whose rows are shared, by name.
+        ranks: of them; what divides by so many divides by their divisors.
+    """
+
+    def wrong(ranks: int) -> list[str]:
+        return [name for name, columns in rows.items() if ranks > 1 and columns % (ranks * BLOCK)]
+
+    if not (names := wrong(ranks)):
+        return None
+    fit = next(n for n in range(ranks - 1, 0, -1) if ranks % n == 0 and not wrong(n))
+    columns = rows[names[0]]
+    return Unsupported(
+        f"mesh.tensor = {ranks} gives each rank {columns / ranks:g} of the {columns} columns of "
+        f"{names[0]}, and its blocks are of {BLOCK}: a rank needs a multiple of that",
+        f"mesh.tensor={fit}",
+    )
+
+
+def _linears(plan: Plan) -> dict[str, tuple[int, int]]:
+    """(features in, features out) of the blocks' linears in parts that no technique replaces."""
     replaced = {
         part for other in plan.techniques.values() if other.equality != "exact"
         for part in other.claims
     }  # fmt: skip
-    if "parts.mixer" in replaced:
-        return []
-    model, targets = plan.model, technique.targets
+    model = plan.model
     if model.pretrained:
         model, _ = load_pretrained(Path(model.pretrained))
+    linears = block_linears(model).items()
+    return {n: sizes for n, sizes in linears if f"parts.{n.split('.')[0]}" not in replaced}
+
+
+def _adapters(technique: Any, plan: Plan) -> list[tuple[int, int]]:
+    """Shapes of what `technique` trains in a block; none where another mixer's are not known."""
+    linears, targets = _linears(plan), technique.targets
+    if "mixer.out" not in linears:
+        return []
     return [
-        shape for name, (inner, outer) in block_linears(model).items()
-        if (not targets or name in targets) and f"parts.{name.split('.')[0]}" not in replaced
+        shape for name, (inner, outer) in linears.items() if not targets or name in targets
         for shape in ((technique.rank, inner), (outer, technique.rank))
     ]  # fmt: skip
 

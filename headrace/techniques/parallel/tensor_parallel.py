@@ -66,7 +66,7 @@ INSIDE_LINES = (
 )  # fmt: skip
 """Ledger lines of a block that are kept inside of attention and MLP."""
 INSIDE_SIZES = (
-    "logits_per_token", "logits_fused", "down_matrices", "embedding",
+    "logits_per_token", "logits_leaf", "logits_fused", "down_matrices", "embedding",
     "attention_flops", "heads", "kv_heads", "ffn",
 )  # fmt: skip
 STATE_LINES = ("parameters", "gradients", "optimizer")
@@ -168,9 +168,10 @@ class TensorParallel(Technique[Build]):
         )
         if "logits" in ledger.memory and "logits_per_token" in sizes:
             # Reduced in parts, logits are held once less (model/sharded_vocabulary).
-            less = 1 - FP32 * sizes["vocab"] / sizes["logits_per_token"]
-            ledger = ledger.scaled(lambda name: name == "logits", less)
-            sizes["logits_per_token"] *= less
+            less = FP32 * sizes["vocab"]
+            held = sizes["logits_per_token"] + sizes.get("logits_leaf", 0.0)
+            ledger = ledger.scaled(lambda name: name == "logits", 1 - less / held)
+            sizes["logits_per_token"] -= less
         stream = sizes["residual"]
         if self.sequence:
             ledger = ledger.scaled(lambda name: name.endswith("/residual"), 1 / ranks)
@@ -180,7 +181,10 @@ class TensorParallel(Technique[Build]):
                     bytes_ = whole + (line.bytes - whole) / ranks
                     ledger = ledger.with_line(name, replace(line, bytes=bytes_))
             sizes |= {"residual": stream / ranks, "written": stream}
-        sizes["head_gradients"] -= 4 * sizes["embedding"] * (1 - 1 / ranks)
+        gone = FP32 * sizes["embedding"] * (1 - 1 / ranks)
+        if head := ledger.memory.get("head_gradients"):
+            ledger = ledger.with_line("head_gradients", replace(head, bytes=head.bytes - gone))
+        sizes["head_gradients"] -= gone
         sizes |= {name: sizes[name] / ranks for name in INSIDE_SIZES if name in sizes}
         flops = {phase: count / ranks for phase, count in ledger.flops.items()}
         cut = {n: replace(m, share=m.share / ranks) for n, m in ledger.matrices.items()

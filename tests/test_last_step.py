@@ -1,0 +1,67 @@
+"""What a run says of its techniques where its last step has no target; see also test_failures."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import report
+
+from headrace import session
+from headrace.data.loader import Loader, StepBatch
+from headrace.model.head import IGNORED
+
+Train = Callable[..., Path]
+STEPS = 4
+
+
+@pytest.mark.parametrize("within", [4, 100])
+@pytest.mark.parametrize(
+    ("beside", "blind"),
+    [
+        (["techniques.lora.rank=2"], True),
+        (["techniques.qlora={rank = 2, base = 'int8'}", "model.dim=32"], True),
+        (["techniques.distillation={}"], True),
+        (["techniques.z_loss={}"], False),
+    ],
+)
+def test_a_last_step_without_a_target_loses_nothing(
+    train: Train, monkeypatch: pytest.MonkeyPatch, beside: list[str], blind: bool, within: int
+) -> None:
+    """No gradient reached what is healthy; what can be seen is still looked at."""
+    whole = Loader.step
+
+    def step(loader: Loader, index: int) -> StepBatch:
+        batch = whole(loader, index)
+        if index + 1 < STEPS:
+            return batch
+        none = [replace(m, targets_BT=m.targets_BT.fill_(IGNORED)) for m in batch.micros]
+        return replace(batch, micros=none)
+
+    monkeypatch.setattr(Loader, "step", step)
+    run = report(train(*beside, f"goal.steps={STEPS}", f"eval.every_steps={within}"))
+    (name,) = run["techniques"]
+    assert run["status"] == "done" and run["techniques"][name]["active"]
+    assert run["steps"] == STEPS and run["signals"]["lost_techniques"] == []
+    why = {name: "the last step counted no target"} if blind else {}
+    assert run["signals"]["unseen_techniques"] == why
+
+
+def test_what_is_lost_in_a_step_with_targets_is_told(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = session.gone
+
+    def look(build: Any, counted: bool) -> Any:
+        for name, parameter in build.model.named_parameters():
+            if name.endswith("lora_b"):
+                parameter.grad = None
+        for optimizer in build.optimizers.values():
+            optimizer.state.clear()
+        return taken(build, counted)
+
+    monkeypatch.setattr(session, "gone", look)
+    run = report(train("techniques.lora.rank=2", f"goal.steps={STEPS}"))
+    assert run["signals"]["lost_techniques"] == ["lora"]
+    assert run["signals"]["unseen_techniques"] == {}
