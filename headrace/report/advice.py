@@ -6,6 +6,7 @@ from typing import Any
 
 from headrace.changes import parse
 from headrace.core.errors import ConfigError
+from headrace.doctor.forecast import SHARE_ENDS
 from headrace.report.page import Safe, join, muted, section, table, tag
 from headrace.report.read import Table
 from headrace.report.words import size
@@ -16,7 +17,7 @@ CHANGES = {"exact": "", "approximate": "; rounds otherwise", "learning": "; lear
 
 
 class Gain(Table):
-    """A step's time before over after, less 1, and the ends of 80%."""
+    """A step's time before over after, less 1, and its ends."""
 
     low: float
     value: float
@@ -32,6 +33,7 @@ class Remedy(Table):
     memory_bytes: float
     costs: str
     equality: str
+    forecast_from: str = "ledger"
     unknown: str = ""
 
 
@@ -63,7 +65,8 @@ def remedies(folder: Path) -> Safe:
                   table(f"Remedies: {finding.sentence}", head, rows, text=5)]  # fmt: skip
     note = muted(
         "A gain is the time of a step before over after, less 1, on this run; the range holds 80% "
-        "of what such forecasts came to."
+        f"of what such forecasts came to, but where it says {SHARE_ENDS}: of what the finding says "
+        "is lost, and nobody measured how often that holds."
     )
     return section("What to change", join(parts), note)
 
@@ -75,7 +78,10 @@ def _words(remedy: Remedy) -> Safe:
 def _gain(remedy: Remedy) -> str:
     if (gain := remedy.gain) is None:
         return f"not forecast: {remedy.unknown}"
-    return f"{gain.value:+.1%} ({gain.low:+.1%} to {gain.high:+.1%})"
+    ends = f"{gain.low:+.1%} to {gain.high:+.1%}"
+    if remedy.forecast_from == "share":
+        return f"{ends} ({SHARE_ENDS})"
+    return f"{gain.value:+.1%} ({ends})"
 
 
 def _memory(remedy: Remedy) -> str:

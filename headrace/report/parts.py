@@ -143,9 +143,9 @@ def _ratio(predicted: float | None, measured: float | None) -> str:
 
 def techniques(report: Report) -> Safe:
     """Every technique of the plan with the proof that it was in force, and torch's own choice."""
-    own = _own_attention(report)
+    beside = join((_own_attention(report), _first_step(report)))
     if not report.techniques:
-        return section("Techniques", muted("None: this run is the plain trunk."), own)
+        return section("Techniques", muted("None: this run is the plain trunk."), beside)
     rows = []
     for name, record in report.techniques.items():
         tone, word = STATES[record.active]
@@ -159,7 +159,7 @@ def techniques(report: Report) -> Safe:
         title = join((name, muted(record.line))) if record.line else name
         rows.append((title, tag("span", word, class_=f"badge {tone}"), join(proof)))
     head = ("Technique", "State", "Evidence")
-    return section("Techniques", table("Techniques", head, rows, text=3), own)
+    return section("Techniques", table("Techniques", head, rows, text=3), beside)
 
 
 def _own_attention(report: Report) -> Safe:
@@ -170,3 +170,20 @@ def _own_attention(report: Report) -> Safe:
     kernels = [name for name in report.attention.kernels if name not in detail]
     more = f"; its kernels: {', '.join(kernels)}" if kernels else ""
     return muted(f"Attention: {detail}{more}.")
+
+
+def _first_step(report: Report) -> Safe:
+    """How far it was from the plain trainer's, and what of it was not compared."""
+    found = report.guard
+    if found is None:
+        return join(())
+    if not found.compared:
+        return muted(f"The first step was not compared with the plain trainer's: {found.why}.")
+    told = (
+        f"The first step was compared with that of a plain trainer without "
+        f"{', '.join(found.without) or 'techniques that could be left out'}: the loss is off by "
+        f"{percent(found.loss_off)}, and of {whole(found.gradients)} gradients and their norm the "
+        f"farthest is {found.worst}, by {percent(found.off)} of {percent(found.band)} allowed."
+    )
+    kept = f" Not compared, for both had it: {', '.join(found.kept)}." if found.kept else ""
+    return muted(told + kept)

@@ -114,6 +114,20 @@ class Attended(Table):
     detail: str = ""
 
 
+class FirstStep(Table):
+    """How far the first step was from the plain trainer's, or why that was not asked."""
+
+    compared: bool
+    why: str = ""
+    without: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+    loss_off: Number = None
+    gradients: Count = None
+    worst: str = ""
+    off: Number = None
+    band: Number = None
+
+
 class Narrowest(Table):
     """The station that held the run back."""
 
@@ -154,6 +168,7 @@ class Report(Table):
     restarts: Count
     skipped_steps: Count
     techniques: dict[str, TechniqueRecord]
+    guard: FirstStep | None = None
     attention: Attended | None = None
     stream_sha256: str | None
     seed: Count

@@ -35,7 +35,6 @@ def first_step(*techniques: Any, **keys: Any) -> Build:
         ("lora", "selective_checkpoint"),
         ("torch_compile", "chunked_cross_entropy", "z_loss"),
         ("fp16_loss_scaling", "chunked_cross_entropy"),
-        ("float8_linear", "chunked_cross_entropy"),
         ("mixture_of_experts", "selective_checkpoint", "sophia"),
     ],
     ids="+".join,
@@ -46,6 +45,123 @@ def test_a_right_combination_passes(names: tuple[str, ...], micro_rows: int) -> 
     told = build.notes[NOTE]
     assert told["compared"] and told["gradients"] > 4
     assert told["off"] < 1e-3 and told["loss_off"] < 1e-4
+
+
+ROUNDED: tuple[tuple[str, ...], ...] = (
+    ("bf16_parameters",),
+    ("float8_linear",),
+    ("fp16_loss_scaling",),
+    ("float8_linear", "chunked_cross_entropy", "z_loss"),
+    ("bf16_parameters", "float8_linear", "torch_compile"),
+)
+"""What rounds more than the plain trainer does, alone and beside others."""
+
+
+def rounded(names: tuple[str, ...]) -> tuple[list[Any], dict[str, Any]]:
+    """Techniques and keys of a plan whose weights do not magnify what is rounded."""
+    precision = "fp16" if "fp16_loss_scaling" in names else "auto"
+    techniques = [Variant(n, house.tiny_knobs(n, "cpu")).technique() for n in names]
+    return techniques, {"precision": precision, "model": {"init_std": 0.02}}
+
+
+@pytest.mark.parametrize("names", ROUNDED, ids="+".join)
+def test_what_is_approximate_lies_within_its_band(names: tuple[str, ...]) -> None:
+    techniques, keys = rounded(names)
+    told = first_step(*techniques, **keys).notes[NOTE]
+    assert told["compared"] and told["gradients"] > 4
+    assert told["kept"] == [n for n in names if n == "z_loss"]
+    assert sorted(told["without"]) == sorted(n for n in names if n != "z_loss")
+    assert 0 < told["off"] < told["band"] / 2
+
+
+def scaled(build: Build) -> None:
+    reduce = build.reduce
+
+    def more(build: Build) -> None:
+        reduce(build)
+        for parameter in build.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(1.5)
+
+    build.reduce = more
+
+
+def shifted(build: Build) -> None:
+    build.terms.append(lambda logits, targets, extras, vocabulary: logits.exp().sum() / 200)
+
+
+@pytest.mark.parametrize("names", ROUNDED[:3] + ROUNDED[4:], ids="+".join)
+@pytest.mark.parametrize("says", ["has norm", "first loss"])
+def test_a_fault_beside_what_is_approximate_ends_the_run(names: tuple[str, ...], says: str) -> None:
+    techniques, keys = rounded(names)
+    if says == "has norm":
+        bad = toy("bad", Stage.STEP, scaled, claims=("reduce",))
+    else:
+        bad = toy("bad", Stage.STEP, shifted, composes=("terms",))
+    type(bad).equality, type(bad).band = "approximate", 0.05
+    with pytest.raises(RunError, match=says) as told:
+        first_step(*techniques, bad, **keys)
+    assert all(f"{name}" in str(told.value) for name in (*names, "bad"))
+
+
+def test_where_rounding_alone_goes_as_far_nothing_was_compared() -> None:
+    """A model whose loss hangs on the last bits of its states, on both sides."""
+
+    def chaos(build: Build) -> None:
+        def wrap(f: Any, layer: int) -> Any:
+            return lambda x, s: (
+                f(x, s) * (1 + 0.9 * (1e9 * x.detach().double().mean()).sin().float())
+            )
+
+        build.wrap_blocks("chaos", wrap)
+
+    learns = toy("chaos", Stage.MODEL, chaos, composes=("block_forward",))
+    type(learns).equality = "learning"
+    bad = toy("bad", Stage.STEP, scaled, claims=("reduce",))
+    told = first_step(learns, bad).notes[NOTE]
+    assert told["compared"] is False and "rounding alone" in told["why"]
+
+
+def test_the_plain_model_multiplies_fp32_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TF32 is a flag of the process, which the run has set by then."""
+    seen: list[str] = []
+
+    def look(build: Build) -> None:
+        def wrap(f: Any, layer: int) -> Any:
+            def run(x: Any, s: Any) -> Any:
+                seen.append(torch.get_float32_matmul_precision())
+                return f(x, s)
+
+            return run
+
+        build.wrap_blocks("look", wrap)
+
+    learns = toy("look", Stage.MODEL, look, composes=("block_forward",))
+    type(learns).equality = "learning"
+    torch.set_float32_matmul_precision("high")
+    try:
+        first_step(learns, Variant("full_checkpoint").technique())
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    plain = house.LAYERS * house.ROWS  # row by row
+    assert seen[:plain] == ["highest"] * plain and set(seen[plain:]) == {"high"}
+
+
+def test_a_step_that_overflows_fp16_ends_no_run() -> None:
+    scale = Variant("fp16_loss_scaling", {"exponent": 24}).technique()
+    told = first_step(scale, precision="fp16").notes[NOTE]
+    assert told["compared"] and told["gradients"] == 0 and told["worst"] == "the loss"
+
+
+def test_an_owner_of_the_clip_that_frees_nothing_is_missed() -> None:
+    def fault(build: Build) -> None:
+        clip = build.clip
+        build.clip = lambda build, limit: clip(build, limit)
+        build.frozen.append(lambda name: name == "blocks.0.mlp_norm.weight")
+
+    bad = toy("bad", Stage.FREEZE, fault, claims=("clip",), composes=("frozen",))
+    with pytest.raises(RunError, match=r"blocks\.0\.mlp_norm\.weight has norm 0"):
+        first_step(bad)
 
 
 def test_gradients_that_an_update_has_freed_are_not_missed() -> None:
@@ -105,10 +221,11 @@ def test_a_fault_ends_the_run_before_its_first_update(
 
 
 def test_says_why_nothing_was_compared() -> None:
-    plain = first_step()
-    assert plain.notes[NOTE]["compared"] is False and "left out" in plain.notes[NOTE]["why"]
+    for technique in ((), (Variant("muon").technique(),), (Variant("bf16_autocast").technique(),)):
+        told = first_step(*technique).notes[NOTE]
+        assert told["compared"] is False and "left out" in told["why"]
     off = first_step(Variant("selective_checkpoint").technique(), guard=False)
-    assert NOTE not in off.notes
+    assert off.notes[NOTE] == {"compared": False, "why": "guard = false"}
 
 
 def test_the_weights_are_those_of_an_unguarded_run() -> None:

@@ -1,0 +1,112 @@
+"""The guard of several processes: replicas add up, and none waits for one that cannot."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import house
+import pytest
+import torch
+import torch.distributed as dist
+
+import headrace.guard
+from headrace.build import make_build
+from headrace.core.errors import RunError
+from headrace.core.plan import MeshConfig
+from headrace.core.technique import Stage
+from headrace.data.ingest import prepare
+from headrace.parallel.world import World, join
+from headrace.sockets import Build
+from headrace.train import step
+
+
+def first_step(world: World, *techniques: Any) -> dict[str, Any]:
+    """What the guard noted of a step of two replicas."""
+    mesh, clipped = {"data": world.ranks}, {"clip_norm": 0.1}
+    learns = house.toy("uneven", Stage.STEP, uneven, composes=("enrich",))
+    type(learns).equality = "learning"
+    plan = house.make_plan(*techniques, learns, mesh=mesh, micro_rows=1, optimizer=clipped)
+    build = make_build(plan, prepare(plan), world, torch.device("cpu"))
+    headrace.guard.guard(build, step)
+    micros = build.loader.step(0).micros
+    build.loader.close()
+    step(build, micros, 0)
+    return build.notes[headrace.guard.NOTE]
+
+
+def uneven(build: Build) -> None:
+    """Replicas count unlike targets, on both sides."""
+
+    def fewer(build: Build, works: Any) -> Any:
+        hidden = torch.arange(house.LENGTH) >= 3 + 9 * build.world.rank
+        return [w._replace(targets_BT=w.targets_BT.masked_fill(hidden, -100)) for w in works]
+
+    build.enrich.append(fewer)
+
+
+def unreduced(build: Build) -> None:
+    """Each replica keeps its own gradients."""
+    build.reduce = lambda build: None
+
+
+def two_replicas(corpus: str, prepared: str) -> None:
+    """Each process: a right combination, a wrong one, and one whose plain model fails on one."""
+    house.put_data_in(corpus, prepared)
+    dist.init_process_group("gloo")
+    world = join(MeshConfig(data=2), torch.device("cpu"))
+    right = house.Variant("full_checkpoint").technique()
+    told = first_step(world, right)
+    assert told["compared"] and told["gradients"] > 4, told
+    assert told["off"] < 1e-4 and told["loss_off"] < 1e-5, told
+    bad = house.toy("bad", Stage.STEP, unreduced, claims=("reduce",))
+    with pytest.raises(RunError, match="has norm"):
+        first_step(world, bad)
+    whole = headrace.guard.make_build
+
+    def full(*given: Any, **named: Any) -> Build:
+        if world.rank:
+            raise MemoryError
+        return whole(*given, **named)
+
+    headrace.guard.make_build = full
+    why = first_step(world, right)["why"]
+    assert ("does not fit" if world.rank else "another process") in why, why
+    dist.destroy_process_group()
+
+
+def test_replicas_are_compared(
+    zygote: Any, tmp_path: Path, corpus: Path, prepared_folder: Path
+) -> None:
+    house.put_data_in(str(corpus), str(prepared_folder))
+    prepare(house.make_plan())
+    folders = {"corpus": str(corpus), "prepared": str(prepared_folder)}
+    zygote.call(2, tmp_path, Path(__file__), "two_replicas", **folders)
+
+
+def test_two_processes_are_told(zygote: Any, tmp_path: Path, plan_file: Path) -> None:
+    """Of replicas how far they are apart, and of a cut model that it was not compared."""
+    short = ["goal.steps=2", "schedule.steps=9", "mesh.data=2"]
+    cases = {"full_checkpoint": True, "fsdp": False}
+    for name, compared in cases.items():
+        asked = ["train", str(plan_file), "--with", name, f"name={name}", *short]
+        for ended in zygote.ranks(2, tmp_path, *asked):
+            assert ended.code == 0, ended.err
+        told = json.loads((tmp_path / "runs" / name / "report.json").read_text())["guard"]
+        assert told["compared"] is compared, told
+    assert told["why"] == "the model is cut over 2 processes"
+    assert "the model is cut over 2 processes" in (tmp_path / "runs/fsdp/report.html").read_text()
+
+
+def test_what_both_have_is_told(zygote: Any, tmp_path: Path, plan_file: Path) -> None:
+    short = ["goal.steps=2", "schedule.steps=9", "name=g"]
+    asked = ["--with", "full_checkpoint", "--with", "z_loss", *short]
+    ended = zygote.run(tmp_path, "train", str(plan_file), *asked)
+    assert ended.code == 0, ended.err
+    assert "not compared with the plain trainer, which has it too: z_loss" in ended.err
+    page = (tmp_path / "runs" / "g" / "report.html").read_text()
+    assert "without full_checkpoint" in page and "both had it: z_loss" in page
+    ended = zygote.run(tmp_path, "train", str(plan_file), "--with", "z_loss", *short)
+    why = "not compared with the plain trainer's: no technique of this plan could be left out"
+    assert f"the first step is {why}" in ended.err
+    pages = [page.read_text() for page in (tmp_path / "runs").glob("*/report.html")]
+    assert any(f"The first step was {why}" in page.replace("&#x27;", "'") for page in pages)
