@@ -25,10 +25,18 @@ def resolve_run(run: Path) -> Path:
     for folder in (run, Path("runs") / run):
         if (folder / "plan.toml").is_file():
             return folder
-    known = sorted(Path("runs").glob("*/plan.toml"), key=lambda p: p.stat().st_mtime)
-    names = [p.parent.name for p in known]
-    near = nearest(run.name, names) if names else "none; headrace train demo makes one"
-    raise ConfigError(f"{run} is not a run: it has no plan.toml; the nearest is {near}")
+    told = f"{run} is not a run"
+    if run.exists() or (Path("runs") / run).exists():
+        told += ": it has no plan.toml"
+    names = [p.parent.name for p in Path("runs").glob("*/plan.toml")]
+    if not names:
+        raise ConfigError(
+            f"{told}; no run was made here yet", "headrace train demo, which makes one"
+        )
+    near = nearest(run.name, names)
+    if near in names:
+        raise ConfigError(f"{told}; the nearest is {near}", f"runs/{near}")
+    raise ConfigError(f"{told}; the runs are {near}", "one of them in its place")
 
 
 def run_of(plan: str) -> Path | None:

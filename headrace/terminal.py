@@ -65,8 +65,9 @@ def show_json(value: Any) -> None:
 
 
 def show_table(head: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
-    """A table on standard output."""
-    columns = [Column(head[0], no_wrap=True), *head[1:]] if head else []
+    """A table on standard output; what is too wide goes on in the next line, and nothing is cut."""
+    columns = [Column(head[0], no_wrap=True)] if head else []
+    columns += [Column(name, overflow="fold") for name in head[1:]]
     table = Table(*columns, title=title or None, title_justify="left", box=None, pad_edge=False)
     for row in rows:
         table.add_row(*row)

@@ -42,6 +42,8 @@ def _again(run: Run, step: Step) -> None:
     run.tell(f"       again, on {ACCEPT.timed} steps: {' '.join(step.changes)}")
     found = run.pair(before, after)
     seconds = step.seconds + run.store.spent_s - spent_s
+    if found.verdict == "cut":
+        run.tell(f"       not done, it stays provisional: {found.reason}")
     if found.ratio is None or found.drifted or found.steps < ACCEPT.timed:
         return
     step = replace(

@@ -12,11 +12,22 @@ from headrace.core.plan import Plan
 from headrace.core.technique import Catalogue, Context
 from headrace.data.ingest import prepare
 from headrace.interrupts import AsCtrlC
+from headrace.planner.sweep import NO_PRICE
 from headrace.progress import Progress
 from headrace.run_folder import RunFolder
 from headrace.trials.judge import Aim, Rules
 from headrace.trials.pairs import measure_with
-from headrace.trials.path import LOG, PAGE, PATH, TRIALS, Tuned, command, dumps, write_plan
+from headrace.trials.path import (
+    LOG,
+    PAGE,
+    PATH,
+    TRIALS,
+    UNMEASURED,
+    Tuned,
+    command,
+    dumps,
+    write_plan,
+)
 from headrace.trials.proposals import sources
 from headrace.trials.readings import Worker
 from headrace.trials.store import Store, here
@@ -95,7 +106,8 @@ def aim_of(plan: Plan, asked: Aim | None) -> tuple[Aim, str]:
     """What is to become less, and why, in words."""
     target = plan.goal.bits_per_byte
     if asked is not None:
-        return asked, f"{plan.name}: for {asked}, as --for asks"
+        free = asked == "money" and plan.hardware.dollars_per_hour is None
+        return asked, f"{plan.name}: for {asked}, as --for asks{f'; {NO_PRICE}' if free else ''}"
     if target is None:
         return "time", f"{plan.name}: for the time of a step, for the plan has no target"
     told = f"{plan.name}: for the time to the plan's target, goal.bits_per_byte = {target:g}"
@@ -153,7 +165,12 @@ def told(tuned: Tuned, folder: Path) -> str:
     """The end for a reader."""
     lines = [tuned.sentence()]
     lines += [f"  {step.line()}" for step in tuned.kept]
+    short = []
     if tuned.up and (left := len(tuned.untried)):
-        changes = "1 change was" if left == 1 else f"{left} changes were"
-        lines.append(f"time was up; {changes} not tried; the same command goes on")
+        short.append(f"{'1 change was' if left == 1 else f'{left} changes were'} not tried")
+    if tuned.unmeasured == UNMEASURED:
+        short.append("no run went to the target")
+    if short:
+        more = f"--minutes {tuned.wanted} should do, and the same command goes on"
+        lines.append(f"time was up; {' and '.join(short)}: {more}")
     return "\n".join([*lines, f"page: {folder / PAGE}", f"next: {command(folder)}"])

@@ -3,10 +3,13 @@
 What was kept of execution was judged by its steps alone. A run to the target also pays for what
 comes before its first step, as compiling: where two seeds of the first plan are sooner there than
 the same two with all those changes, they are undone before anything is learned on top of them.
+Without such runs they stay provisional.
 At the end, where the time suffices, the first plan goes to the target beside the last one, with all
 seeds, so that what the tuning bought is one measured ratio; runs that were made are not made again.
 """
 
+from dataclasses import replace
+from math import ceil, isfinite
 from typing import Any
 
 from headrace.changes import difference
@@ -60,7 +63,7 @@ def _teach(run: Run, proposal: Proposal, train: Train, seeds: int) -> Compared:
             plan.batch.tokens / rate if rate else None
             for plan, rate in zip((best.plan, proposal.plan), found.rates, strict=True)
         )
-        run.pool.best, run.pool.best_s = proposal, after_s
+        run.pool.best, run.pool.best_s, run.target = proposal, after_s, None
         if best is run.start and run.first_s is None:
             run.first_s = before_s
     return found
@@ -74,6 +77,10 @@ def _settle(run: Run, train: Train) -> None:
         return
     run.tell(f"       the first plan beside the best to the target, {GIVEN_UP} seeds")
     found = _to_target(run, run.first, run.pool.best.plan, train, GIVEN_UP)
+    if found.verdict == "cut":
+        run.tell(f"       not done, the changes stay provisional: {found.reason}")
+        return
+    _keep(run, found, GIVEN_UP)
     if found.verdict != "worse" or found.won:
         return
     if found.ratio is not None and found.ratio.value * (1 + run.rules.margin) >= 1:
@@ -88,17 +95,42 @@ def whole_way(run: Run, train: Train, seeds: int) -> None:
         return
     found = _to_target(run, run.first, run.pool.best.plan, train, seeds)
     if found.verdict == "cut":
+        run.tell(f"       the first plan beside the last, not done: {found.reason}")
         return
-    run.went_whole = True
+    run.went_whole, run.target = True, None
+    _keep(run, found, seeds)
     if found.ratio is None:
-        run.tell(f"       the first plan beside the last: {found.reason}")
-    else:
-        missed = seeds - found.ratio.n
-        run.target = Target(found.ratio, True, found.before_s, found.after_s, missed)
+        run.tell(f"       {run.missed}")
+
+
+def _keep(run: Run, found: Compared, seeds: int) -> None:
+    """What came of the first plan beside the best: a ratio, or words where none is known."""
+    if found.ratio is None:
+        run.missed = f"the first plan beside the last, to the target: {found.reason}"
+        return
+    missed = seeds - found.ratio.n
+    run.target = Target(found.ratio, True, found.before_s, found.after_s, missed)
 
 
 def _to_target(run: Run, first: Plan, second: Plan, train: Train, seeds: int) -> Compared:
-    return learn(
+    """Both over seeds; what is cut off says how many minutes would do."""
+    began_s, limit_s = run.clock() - run.began_s, run.left_s()
+    found = learn(
         first, second, range(run.first.seed, run.first.seed + seeds), train, run.store,
-        limit_s=run.left_s(), clock=run.clock,
+        limit_s=limit_s, clock=run.clock,
     )  # fmt: skip
+    if found.before_s is not None and isfinite(found.before_s):
+        run.run_s = found.before_s
+    if found.verdict != "cut":
+        return found
+    run_s, how = run.run_to_target_s()
+    runs_s = 2 * seeds * (run_s or 0.0)
+    does = "would do" if run.run_s else "would do, or fewer where it takes less"
+    if runs_s <= limit_s:  # it took longer than that
+        runs_s, does = 2 * limit_s, "gives it twice as long"
+        how = "how long a run to it takes is not known"
+    least_s = runs_s / (1 - run.share) if run.up and run.share < 1 else 0.0
+    minutes = ceil(max(began_s + runs_s, least_s) / 60)
+    run.needed.append(minutes)
+    told = f"{found.reason}; {how}: --minutes {minutes} {does}, and the same command goes on"
+    return replace(found, reason=told)

@@ -7,6 +7,7 @@ import numpy as np
 
 from headrace.core.statistics import Interval
 from headrace.core.units import format_bytes, format_seconds
+from headrace.planner.sweep import NO_PRICE
 from headrace.report.chart import Array, Axis, Line, line_chart
 from headrace.report.page import (
     Safe,
@@ -24,7 +25,7 @@ from headrace.report.page import (
     write_page,
 )
 from headrace.report.words import NOT_MEASURED, dollars, seconds, whole
-from headrace.trials.path import PAGE, Step, Tuned, command, named, told
+from headrace.trials.path import PAGE, UNMEASURED, Step, Tuned, command, named, told
 
 TONES = {"kept": "good", "reverted": "plain", "refused": "bad", "not tried": "plain"}
 FOR = {"time": "the time of a step", "money": "money", "memory": "peak memory",
@@ -64,11 +65,14 @@ def _header(tuned: Tuned) -> Safe:
         gain = f"the target {tuned.target.ratio.value:.2f} times as soon"
     if tuned.kept and tuned.aim == "memory" and tuned.memory is not None:
         gain = f"{tuned.memory:.2f} of the memory"
+    if tuned.unmeasured and tuned.ratio is not None:
+        gain = f"a step {tuned.ratio.value:.2f} times as fast, the target not measured"
+    good = tuned.kept and not tuned.unmeasured
     return tag(
         "header",
         tag("p", f"Headrace tuning for {FOR[tuned.aim]}", class_="eyebrow"),
         tag("h1", tuned.first.name),
-        tag("span", gain, class_=f"badge {'good' if tuned.kept else 'plain'}"),
+        tag("span", gain, class_=f"badge {'good' if good else 'plain'}"),
         tag("p", tuned.sentence(), class_="verdict"),
         *([muted("Interrupted: this is as far as it came.")] if tuned.interrupted else []),
     )
@@ -93,11 +97,13 @@ def _figures(tuned: Tuned) -> list[tuple[str, str, str]]:
         was = f"was {dollars(price * one / tokens / 3600 * 1e9)}" if one else ""
         each = dollars(price * two / tokens / 3600 * 1e9)
         found.append(("A billion tokens", each, f"{was}, at {dollars(price)} an hour"))
+    if price is None and tuned.aim == "money":
+        found.append(("A billion tokens", NOT_MEASURED, NO_PRICE))
     found += _to_target(tuned)
     spent = "" if tuned.dollars is None else f", {dollars(tuned.dollars)}"
     won = "" if back is None or not two else f"{seconds(back * two)} of training"
     after = tuned.won_back.removeprefix("won back after ").removesuffix(" won back") or "never"
-    if tuned.target is not None and tuned.target.saved_s is None:
+    if tuned.unmeasured or (tuned.target is not None and tuned.target.saved_s is None):
         after = NOT_MEASURED
     return [
         *found,
@@ -109,6 +115,8 @@ def _figures(tuned: Tuned) -> list[tuple[str, str, str]]:
 def _to_target(tuned: Tuned) -> list[tuple[str, str, str]]:
     """A run to the target: its time, and its price."""
     target, price = tuned.target, tuned.first.hardware.dollars_per_hour
+    if tuned.unmeasured == UNMEASURED:
+        return [("A run to the target", NOT_MEASURED, f"--minutes {tuned.wanted} should do")]
     if target is None or target.after_s is None or target.before_s is None:
         return []
     one, two, ratio = target.before_s, target.after_s, target.ratio
@@ -252,7 +260,11 @@ def _why(step: Step) -> str:
 def _left(tuned: Tuned) -> Safe:
     if not tuned.left:
         return Safe("")
-    why = "Time was up" if tuned.up else "Foreseen to lose time, or to change nothing"
+    why = "Foreseen to lose time, or to change nothing"
+    if tuned.interrupted:
+        why = "Interrupted before"
+    if tuned.up:
+        why = f"Time was up; --minutes {tuned.wanted} should do for all that was not tried"
     names = [tag("li", tag("code", change)) for change in tuned.left[:MOST_LEFT]]
     rest = len(tuned.left) - MOST_LEFT
     more = [tag("li", f"and {rest} more")] if rest > 0 else []

@@ -19,6 +19,7 @@ from headrace.trials.turns import ACCEPT
 PLAN, PATH, PAGE, TRIALS = "tuned.toml", "path.json", "tune.html", "trials.jsonl"
 LOG = "trials.log"
 """Files of a tuning folder."""
+UNMEASURED = "the time to the target was not measured"
 
 
 Became = Literal["kept", "reverted", "refused", "not tried"]
@@ -46,7 +47,8 @@ class Step:
         before_s, after_s: seconds of a step (or to the target).
         peak_bytes: allocated.
         plan_sha256: of the plan that was tried.
-        provisional: kept on fewer steps than are wanted, for there was no time for more.
+        provisional: kept on fewer steps than are wanted, for there was no time for more, or for a
+            target that no run went to.
     """
 
     number: int
@@ -138,6 +140,9 @@ class Tuned:
         interrupted: by Ctrl-C.
         target: the time to the target; None where no change of learning was kept, and no run went
             to it.
+        unmeasured: why nothing is known of the time to the target that changes stayed for; "" where
+            it is known, or was not asked for.
+        wanted: whole minutes that should do for what was not tried; 0 is not known.
     """
 
     aim: Aim
@@ -155,6 +160,8 @@ class Tuned:
     up: bool = False
     interrupted: bool = False
     target: Target | None = None
+    unmeasured: str = ""
+    wanted: int = 0
 
     @property
     def now_s(self) -> float | None:
@@ -210,7 +217,7 @@ class Tuned:
 
     @property
     def provisional(self) -> tuple[Step, ...]:
-        """Changes that stayed on fewer steps than are wanted."""
+        """Changes that stayed on fewer steps than are wanted, or without a run to the target."""
         return tuple(step for step in self.kept if step.provisional)
 
     @property
@@ -235,6 +242,7 @@ class Tuned:
             "after_from": "runs to the target" if self.learned else "steps timed in turn",
             "tokens_per_s": self.plan.batch.tokens / self.after_s if self.after_s else None,
             "target": None if self.target is None else asdict(self.target),
+            "target_unmeasured": self.unmeasured or None, "minutes_wanted": self.wanted or None,
             "provisional": [list(step.changes) for step in self.provisional],
             "tuning_s": self.seconds, "tuning_dollars": self.dollars,
             "break_even_steps": self.break_even, "break_even_runs": self.break_even_runs,
@@ -266,11 +274,19 @@ class Tuned:
         if self.memory is not None:
             verb = "is" if self.counted else "is foreseen to be"
             gains.append(f"the peak {verb} {self.memory:.3f} times what it was")
-        if few := len(self.provisional):
-            what += f", {few} of them provisionally: on fewer than {ACCEPT.timed} steps"
+        what += self._provisionally()
         said = " and ".join(gains) or "it runs now"
+        said += f", but {self.unmeasured}" if self.unmeasured else ""
         won = self.won_back
         return f"{said[0].upper()}{said[1:]}: {what}.{f' The tuning is {won}.' if won else ''}"
+
+    def _provisionally(self) -> str:
+        """How many of the kept changes are not sure, and why."""
+        unsure, most = self.provisional, f"on fewer than {ACCEPT.timed} steps"
+        few = sum(step.ratio is not None and step.steps < ACCEPT.timed for step in unsure)
+        if self.unmeasured:
+            return f", {len(unsure)} of them provisionally" + (f", {few} {most}" if few else "")
+        return f", {few} of them provisionally: {most}" if few else ""
 
     @property
     def won_back(self) -> str:

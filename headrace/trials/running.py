@@ -12,13 +12,16 @@ from statistics import median
 from headrace.changes import difference
 from headrace.core.plan import Plan
 from headrace.core.statistics import Interval
+from headrace.core.units import format_seconds
+from headrace.planner.ending import ending
 from headrace.trials.judge import Compared, Rules, compare
 from headrace.trials.kinds import kind_of
 from headrace.trials.pairs import Measure
-from headrace.trials.path import Became, Stage, Step, Target, Tuned
+from headrace.trials.path import UNMEASURED, Became, Stage, Step, Target, Tuned
 from headrace.trials.proposals import Pool, Proposal, Sources
 from headrace.trials.readings import why
 from headrace.trials.store import Store, fingerprint
+from headrace.trials.target import GIVEN_UP
 from headrace.trials.turns import ACCEPT, FITS, LOOK, PAIR_STEPS, Size
 
 WANTED = Size(block_s=0.1)
@@ -47,12 +50,18 @@ class Run:
         self.first, self.rules, self.store, self.tell, self.clock = first, rules, store, tell, clock
         self.measure = store.measure(measure)
         self.began_s, self.minutes_s = clock(), 60 * minutes
+        self.share = 1.0
+        """of the minutes that changes of execution may take"""
         self.path: list[Step] = []
         self.pool: Pool | None = None
         self.ready_s: list[float] = []
         """seconds that pairs took before their timed steps"""
         self.learning_s = 0.0
         """that the last change of learning took"""
+        self.run_s: float | None = None
+        """that a run to the target took"""
+        self.needed: list[int] = []
+        """minutes that a plan which was cut off needs"""
         self.first_s: float | None = None
         self.burst_bytes = inf
         """the least that was foreseen of a plan that ran out of memory"""
@@ -62,6 +71,8 @@ class Run:
         """the time is"""
         self.unlearned: list[str] = []
         """changes of learning that the time was too short for"""
+        self.missed = ""
+        """what came of runs to the target that give no ratio, in words"""
         self.total: Interval | None = None
         """a step of the first plan over one of the best, timed in turn"""
         self.target: Target | None = None
@@ -88,9 +99,15 @@ class Run:
         room = TOGETHER * two.foresight.capacity_bytes
         return one.foresight.peak_bytes + two.foresight.peak_bytes <= room
 
-    def pair(self, one: Proposal, two: Proposal, *, screen: bool = False) -> Compared:
-        """The second beside the first; see `compare`. A gain on too few steps is none yet."""
+    def pair(
+        self, one: Proposal, two: Proposal, *, screen: bool = False, share: float = 1.0
+    ) -> Compared:
+        """The second beside the first; see `compare`. A gain on too few steps is none yet.
+
+        It ends within that share of the minutes; what is cut off says how many would do.
+        """
         began_s = self.clock()
+        limit_s = min(self.left_s(share), LONGEST * self.minutes_s)
         rules = replace(
             self.rules, capacity_bytes=two.foresight.capacity_bytes,
             peaks=(one.foresight.peak_bytes, two.foresight.peak_bytes),
@@ -98,26 +115,52 @@ class Run:
         try:
             found = compare(
                 one.plan, two.plan, self.measure, rules, size=WANTED, screen=screen,
-                together=self.together(one, two),
-                limit_s=min(self.left_s(), LONGEST * self.minutes_s),
+                together=self.together(one, two), limit_s=limit_s,
             )  # fmt: skip
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:
             return Compared("refused", f"judging it failed: {why(error)}")
         if found.ready_s:
             self.ready_s.append(found.ready_s)
         beside_one = found.verdict == "better" and found.ratio is not None
-        if not beside_one or found.steps >= LOOK:
+        told, more = found.reason, ""
+        if beside_one and found.steps < LOOK:
+            told = f"better on {found.steps} steps, and {LOOK} are the least to keep it"
+            step_s = ((found.before_s or 0.0) + (found.after_s or 0.0)) / 2
+            limit_s = (found.ready_s + PAIR_STEPS * step_s) / FITS
+        elif found.verdict == "cut":  # nothing is known of it
+            limit_s, more = 2 * max(limit_s, self.least_s), " gives it twice as long"
+        else:
             return found
-        told = f"better on {found.steps} steps, and {LOOK} are the least to keep it"
-        more = f"--minutes {self.minutes_for(found, began_s - self.began_s)}"
-        return replace(found, verdict="cut", reason=f"{told}: {more}, and the same command goes on")
+        self.needed.append(minutes := self.minutes_for(limit_s, began_s - self.began_s, share))
+        told = f"{told}: --minutes {minutes}{more}, and the same command goes on"
+        return replace(found, verdict="cut", reason=told)
 
-    def minutes_for(self, found: Compared, after_s: float) -> int:
-        """Whole minutes, more than now, in which a pair that begins after so long has its look."""
-        step_s = ((found.before_s or 0.0) + (found.after_s or 0.0)) / 2
-        limit_s = (found.ready_s + PAIR_STEPS * step_s) / FITS
-        needed_s = max(after_s + limit_s, limit_s / LONGEST)
+    def minutes_for(self, limit_s: float, after_s: float, share: float) -> int:
+        """Whole minutes, more than now, in which a pair that begins after so long has so long."""
+        needed_s = max((after_s + limit_s) / share, limit_s / LONGEST)
         return max(ceil(needed_s / 60), int(self.minutes_s / 60) + 1)
+
+    def run_to_target_s(self) -> tuple[float | None, str]:
+        """Seconds of a run to the target, and that in words: measured, or at most by its goal."""
+        if self.run_s is not None:
+            return self.run_s, f"a run to it takes {format_seconds(self.run_s)}"
+        _, hours, _ = ending(self.first, self.first_s, None)
+        if hours is None:
+            return None, ""
+        return 3600 * hours, f"a run to it may take the {format_seconds(3600 * hours)} of its goal"
+
+    def wanted(self) -> int:
+        """Whole minutes that should do for all that was not tried, as long as that took so far."""
+        assert self.pool is not None
+        took_s = [s.seconds for s in self.path if s.stage in ("screen", "accept") and s.seconds]
+        cut = [s for s in self.path if s.verdict == "not tried" and s.stage != "learning"]
+        execution_s = (len(self.pool.waiting) + len(cut)) * median(took_s) if took_s else 0.0
+        run_s, _ = self.run_to_target_s()
+        runs_s = 2 * GIVEN_UP * (run_s or 0.0)
+        learning_s = len(self.unlearned) * (self.learning_s or runs_s)
+        learning_s += runs_s if self.unmeasured == UNMEASURED else 0.0
+        needed_s = max(execution_s / self.share, execution_s + learning_s)
+        return max(ceil(needed_s / 60) or ceil(self.minutes_s / 30), *self.needed, 1)
 
     @property
     def least_s(self) -> float:
@@ -176,6 +219,7 @@ class Run:
         assert self.pool is not None
         self.pool.best, _ = self.kept_of[steps[0].number]
         self.pool.best_s, self.total, self.target = steps[0].before_s, None, None
+        self.missed = ""
         for step in steps:
             why = f"{step.reason}; undone: {reason}"
             self.again(replace(step, verdict="reverted", reason=why, provisional=False))
@@ -194,16 +238,26 @@ class Run:
         ratios = [s.ratio for s in self.kept if s.ratio is not None and s.stage != "learning"]
         peaks = [s.memory for s in self.kept if s.memory is not None]
         planning_s = self.clock() - self.began_s - self.store.fresh_s
+        unmeasured = self.unmeasured
         return Tuned(
             aim=self.rules.aim, first=self.first, plan=plan,
-            changes=difference(self.first, plan), path=tuple(self.path),
+            changes=difference(self.first, plan),
+            path=tuple(_unsure(step, unmeasured) for step in self.path),
             ratio=self.total or _product(ratios), whole=self.total is not None or len(ratios) == 1,
             memory=prod(peaks) if peaks else None, target=self.to_target(), before_s=self.first_s,
             after_s=None if self.pool is None else self.pool.best_s,
             seconds=self.store.spent_s + max(0.0, planning_s),
             left=(*(" ".join(w.change) for w in waiting), *self.unlearned), up=self.up,
-            interrupted=interrupted,
+            interrupted=interrupted, unmeasured=unmeasured,
+            wanted=0 if self.pool is None else self.wanted(),
         )  # fmt: skip
+
+    @property
+    def unmeasured(self) -> str:
+        """Why nothing is known of the time to the target that changes stayed for, if so."""
+        if self.rules.aim != "quality" or not self.kept or self.to_target() is not None:
+            return ""
+        return self.missed or UNMEASURED
 
     def to_target(self) -> Target | None:
         """Time to the target: measured, or else what the ratios of what was kept multiply to."""
@@ -217,6 +271,13 @@ class Run:
         if len(self.kept) == 1:
             return Target(ratio, True, learned[-1].before_s, last_s)
         return Target(ratio, False, last_s * ratio.value, last_s)
+
+
+def _unsure(step: Step, unmeasured: str) -> Step:
+    """A change of execution that stayed for a target is provisional until runs went to it."""
+    if not unmeasured or step.verdict != "kept" or step.stage == "learning":
+        return step
+    return replace(step, provisional=True, reason=f"{step.reason}; {unmeasured}")
 
 
 def _product(ratios: Sequence[Interval]) -> Interval | None:

@@ -57,8 +57,6 @@ class Store:
         """by all readings that were asked for, those of earlier calls too"""
         self.fresh_s = 0.0
         """of it, now"""
-        self.last_s = 0.0
-        """by the newest reading"""
         self.found = self._read()
         self._asked: Counter[str] = Counter()
 
@@ -92,7 +90,6 @@ class Store:
         if len(known := self.found.get(key, [])) >= self._asked[key]:
             reading, seconds = known[self._asked[key] - 1]
             self.spent_s += seconds
-            self.last_s = seconds
             return reading
         began_s = self.clock()
         try:
@@ -101,7 +98,6 @@ class Store:
             spent_s = self.clock() - began_s
             self.spent_s += spent_s
             self.fresh_s += spent_s
-            self.last_s = spent_s
         if stands(reading):
             self.found.setdefault(key, []).append((reading, spent_s))
             self._write({**what, "here": self.place, "seconds": spent_s, "reading": plain(reading)})

@@ -98,6 +98,12 @@ def learn(
     one: list[float] = []
     two: list[float] = []
     rates: list[list[float]] = [[], []]
+
+    def cut() -> Compared:
+        known = [seconds for seconds in one if isfinite(seconds)]
+        told = f"time was up after {len(two)} of {len(seeds)} seeds"
+        return Compared("cut", told, before_s=trimmed(known) if known else None)
+
     for seed in seeds:
         for plan, into in ((first, one), (second, two)):
             left_s = ends_s - clock()
@@ -105,12 +111,12 @@ def learn(
             if into is two:
                 patient_s = min(left_s, max(LEAST_S, PATIENCE * one[-1]))
             if left_s <= 0:
-                return Compared("cut", f"time was up after {len(two)} of {len(seeds)} seeds")
+                return cut()
             seeded = plan.replaced(seed=seed)
             what = {"target": fingerprint(seeded), "clock": "compiling too"}
             found = store.once(what, partial(train, seeded, patient_s), again=False)
             if found.refused.startswith(NOT_DONE) and patient_s == left_s:
-                return Compared("cut", f"time was up after {len(two)} of {len(seeds)} seeds")
+                return cut()
             if found.refused and not found.refused.startswith(NOT_DONE):
                 return Compared("refused", found.refused)
             into.append(found.seconds[0] if found.seconds else inf)

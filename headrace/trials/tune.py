@@ -11,11 +11,12 @@ for each plan that was tried, with what was predicted, what was measured, what b
   money or quality, by its time to a target over seeds (lessons.py, target.py).
 - **Memory**: what is foreseen not to fit is refused; once a plan has run out of memory, so is
   everything that is foreseen to need as much.
-- **Time**: a reading fits itself to the minutes, and none gets more than a part of them. Where 54
-  steps do not fit, fewer are taken, and what is kept on them is provisional until the end, when it
-  is timed again if it can be (again.py). On fewer than a look's 12 nothing is kept, but for a plan
-  that runs where the one before it cannot. None begins where less time is left than plans took to
-  be built, compiled and warmed, and than a look takes.
+- **Time**: a reading fits itself to the minutes, and none gets more than a part of them, nor more
+  than is left of the half for execution where changes of learning follow. Where 54 steps do not
+  fit, fewer are taken, and what is kept on them is provisional until the end, when it is timed
+  again if it can be (again.py). On fewer than a look's 12 nothing is kept, but for a plan that runs
+  where the one before it cannot. None begins where less time is left than plans took to be built,
+  compiled and warmed, and than a look takes. What was cut off says how many minutes would do.
 
 The seconds that all of it took are on the bill, with the number of steps, or of runs to the target,
 after which they are won back. No technique is known by name here.
@@ -28,7 +29,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from headrace.core.plan import Plan
-from headrace.core.units import format_bytes, format_seconds
+from headrace.core.units import format_bytes
 from headrace.trials import again, lessons
 from headrace.trials.judge import Aim, Compared, Rules
 from headrace.trials.pairs import Measure
@@ -69,7 +70,8 @@ def tune(
         run.begin(sources)
         learns = aim in ("money", "quality")
         able = train if learns and plan.goal.bits_per_byte else None
-        run.execution(EXECUTION_SHARE if able else 1.0)
+        run.share = EXECUTION_SHARE if able else 1.0
+        run.execution()
         if learns:
             lessons.learning(run, able, seeds)
         again.provisional(run)
@@ -97,7 +99,7 @@ class _Loop(Run):
         unknown = start.foresight.step_s is None
         self.tell(
             f"{self.first.name}: {len(self.pool.waiting)} changes to try in "
-            f"{format_seconds(self.minutes_s)}"
+            f"{self.minutes_s / 60:g} min"
             + ("; no time is predicted here, so the order is a guess" if unknown else "")
         )
 
@@ -110,11 +112,11 @@ class _Loop(Run):
                 self.failed.add(change)
                 self.row(Step(len(self.path) + 1, change, "refused", told))
 
-    def execution(self, share: float) -> None:
+    def execution(self) -> None:
         """Try changes that learn the same, the most promising first, until time or plans end."""
         assert self.pool is not None
         while not self.up:
-            if self.left_s(share) <= self.least_s:
+            if self.left_s(self.share) <= self.least_s:
                 self.up = bool(self.pool.waiting)
                 return
             chosen = self.pool.take()
@@ -133,10 +135,10 @@ class _Loop(Run):
             told = f"{format_bytes(seen.peak_bytes)} are foreseen, and {what} {format_bytes(least)}"
             self.note(proposal, Compared("refused", told), "none", promise, spent_s)
             return
-        found = self.pair(self.pool.best, proposal, screen=True)
+        found = self.pair(self.pool.best, proposal, screen=True, share=self.share)
         short = found.screened or found.ratio is None or found.verdict == "cut"
         stage: Stage = "screen" if short else "accept"
-        self.up = found.verdict == "cut" and self.left_s() <= 0
+        self.up = found.verdict == "cut" and self.left_s(self.share) <= 0
         if found.reason.startswith(OUT_OF_MEMORY):
             self.burst_bytes = min(self.burst_bytes, seen.peak_bytes)
         self.note(proposal, found, stage, promise, spent_s)

@@ -24,14 +24,15 @@ from headrace.trials.readings import Reading
 from headrace.trials.turns import Size
 
 THREE = ("selective_checkpoint", "chunked_cross_entropy", "z_loss")
+CHUNKED = "[techniques.chunked_cross_entropy]\nchunk_tokens = 8\n"
 Seconds = Callable[[frozenset[str]], float]
 
 
 @pytest.fixture
 def text(corpus: Path, prepared_folder: Path) -> str:
     """A plan with three techniques."""
-    tables = "".join(f"[techniques.{name}]\n" for name in THREE)
-    return READ.format(corpus=corpus, prepared=prepared_folder) + tables
+    plain = READ.format(corpus=corpus, prepared=prepared_folder)
+    return f"{plain}[techniques.{THREE[0]}]\n{CHUNKED}[techniques.{THREE[2]}]\n"
 
 
 class Made:
@@ -201,7 +202,7 @@ def test_plans_that_cannot_be_have_a_row_and_take_no_time(
     found = run(made, text=bare + "[techniques.cuda_graphs]\n")
     assert len((tmp_path / FILE).read_text().splitlines()) == 1
     one = Made(product)
-    found = run(one, text=bare + "[techniques.chunked_cross_entropy]\n")
+    found = run(one, text=bare + CHUNKED)
     assert len(one.asked) == 1 and list(found.rows) == [(LEFT_OUT, ("chunked_cross_entropy",))]
 
 
@@ -212,7 +213,7 @@ def test_columns_that_hold_nothing_are_left_out_and_say_why(
     uncounted = Made(product)
     of = uncounted._of
     monkeypatch.setattr(uncounted, "_of", lambda *given: replace(of(*given), peak_bytes=None))
-    one = text[: text.index("[techniques")] + "[techniques.chunked_cross_entropy]\n"
+    one = text[: text.index("[techniques")] + CHUNKED
     (_, head, rows), *_ = run(uncounted, text=one).tables()
     assert head == ("technique", "gain in the plan", "says") and all(rows[0])
     memory, alone, where = run(counts, text=one).lines()

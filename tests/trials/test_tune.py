@@ -232,7 +232,7 @@ def test_the_real_order_of_a_cpu_begins_with_a_needless_checkpoint(
     assert compiling[0] < len(taken) - len(compiling) and compiling[-1] == len(taken) - 1
     flat = {word for words in taken for word in words}
     assert not flat & {"+chunked_mlp", "+chunked_cross_entropy", "+dynamic_batch"}
-    assert "+chunked_mlp" in {" ".join(one.change) for one in pool.waiting.values()}
+    assert "+chunked_mlp" in {one.change[0] for one in pool.waiting.values()}
 
 
 def test_a_prediction_that_fails_costs_its_own_change_and_is_told(
@@ -241,16 +241,16 @@ def test_a_prediction_that_fails_costs_its_own_change_and_is_told(
     def broken(self: Any, ledger: Any) -> Any:
         return {}["line that is gone"]
 
-    monkeypatch.setattr(KNOWN.techniques["chunked_mlp"], "predict", broken)
+    monkeypatch.setattr(KNOWN.techniques["full_checkpoint"], "predict", broken)
     context = make_context(plan, choose_device(plan))
     found = proposals.sources("time", context, Rates.assumed("cpu"), KNOWN)
     machine = Machine({})
     tuned = tune(plan, "time", 60, found, machine.measure, CUDA, clock=machine.clock)
-    (row,) = [step for step in tuned.path if "+chunked_mlp" in step.changes]
+    (row,) = [step for step in tuned.path if "+full_checkpoint" in step.changes]
     assert row.verdict == "refused" and "its prediction failed: KeyError" in row.reason
     assert "test_tune.py" in row.reason and len(machine.asked) > 3
     with pytest.raises(PredictionFailed):
-        Asking(plan, context, Rates.assumed("cpu"), KNOWN).answer(plan, ("+chunked_mlp",))
+        Asking(plan, context, Rates.assumed("cpu"), KNOWN).answer(plan, ("+full_checkpoint",))
     ranked = sweep(plan, context, Rates.assumed("cpu"), KNOWN)
     assert any("its prediction failed" in why for why in ranked.refused)
 

@@ -16,8 +16,9 @@ from headrace.core.plan import Plan
 from headrace.trials import command
 from headrace.trials.judge import Aim, Rules
 from headrace.trials.page import write_tune_page
-from headrace.trials.path import Tuned, dumps
-from headrace.trials.readings import Reading
+from headrace.trials.path import TRIALS, Tuned, dumps
+from headrace.trials.readings import NOT_DONE, Reading
+from headrace.trials.store import Store
 from headrace.trials.target import SEEDS, judge_seeds, trimmed
 from headrace.trials.tune import tune
 
@@ -125,6 +126,94 @@ def test_the_aim_is_told_first_and_follows_the_plan(
         lines.clear()
         tuned = command.tune_command(run, aim=asked, tell=lines.append, **how)
         assert tuned.aim == aim and said in lines[0]
+
+
+# --- no time for the target -------------------------------------------------------------------
+
+
+def late(machine: Any, limits: list[tuple[float, float]], run_s: float) -> Callable[..., Reading]:
+    """Trains as `go` does, and is cut off where a run takes longer than it may."""
+
+    def train(run: Plan, limit_s: float) -> Reading:
+        limits.append((machine.now_s, limit_s))
+        machine.now_s += min(run_s, limit_s)
+        if run_s > limit_s:
+            return Reading(refused=f"{NOT_DONE} {limit_s / 60:.1f} minutes")
+        sooner = 0.8 if LEARNS in run.techniques else 1.0
+        return Reading(seconds=[run_s * sooner * (1 + 0.01 * run.seed)])
+
+    return train
+
+
+def hurried(machine: Any, plan: Plan, minutes: float, train: Any, **how: Any) -> Tuned:
+    """Tune for quality in minutes, with one change of execution and one of learning."""
+    found = machine.sources([], names=[FAST])
+    sources = type(found)(found.whole, found.single, lambda best: [
+        machine.proposal(changed(best, [f"+{LEARNS}"], KNOWN), None)])  # fmt: skip
+    aims = plan.replaced(goal={"bits_per_byte": 1.1, "minutes": 3, "steps": 10**6})
+    return tune(aims, "quality", minutes, sources, machine.measure, CUDA, train=train,
+                clock=machine.clock, **how)  # fmt: skip
+
+
+def test_what_was_kept_without_a_run_to_the_target_is_provisional_and_says_so(
+    Machine: Any, plan: Plan, tmp_path: Path
+) -> None:
+    """Interrupted in its first run to the target, and run again with less time."""
+    limits: list[tuple[float, float]] = []
+
+    def interrupted(run: Plan, limit_s: float) -> Reading:
+        raise KeyboardInterrupt
+
+    machine = Machine({FAST: 0.74})
+    store = Store(tmp_path / TRIALS, {}, machine.clock)
+    first = hurried(machine, plan, 10, interrupted, store=store)
+    machine = Machine({FAST: 0.74})
+    lines: list[str] = []
+    store = Store(tmp_path / TRIALS, {}, machine.clock)
+    second = hurried(
+        machine, plan, 0.5, late(machine, limits, 170.0), store=store, tell=lines.append
+    )
+    assert first.interrupted and not machine.asked and len(limits) == 1
+    for tuned in (first, second):
+        (step,) = tuned.kept
+        assert step.provisional and step.line().startswith("kept provisionally: ")
+        said = tuned.sentence()
+        assert said.startswith("A step is 1.35 times as fast")
+        assert ", but the time to the target was not measured: 1 plan measured" in said
+        assert "1 of them provisionally" in said and "won back" not in said
+        page = write_tune_page(tuned, tmp_path).read_text()
+        assert "kept, provisional" in page and "A run to the target" in page
+        assert "1.35 times as fast, the target not measured" in page
+        assert page.partition("Won back after")[2].partition("never")[1] == ""
+        assert json.loads(dumps(tuned))["target_unmeasured"] and tuned.break_even_runs is None
+    (told,) = (line for line in lines if "not done" in line)
+    assert "after 0 of 2 seeds; a run to it may take the 3 min of its goal: --minutes 12" in told
+    end = command.told(second, tmp_path)
+    assert "no run went to the target: --minutes 24 should do" in end  # and what learns
+    machine = Machine({FAST: 0.74})
+    store = Store(tmp_path / TRIALS, {}, machine.clock)
+    enough = hurried(machine, plan, 12, late(machine, limits, 170.0), store=store)
+    assert not enough.unmeasured and enough.target is not None and enough.target.ratio.n == 2
+    assert not enough.kept[0].provisional
+
+
+def test_one_trial_leaves_time_for_what_is_learned(
+    Machine: Any, plan: Plan, tmp_path: Path
+) -> None:
+    """Of three minutes a plan that compiles for longer gets a half, and says what it needs."""
+    limits: list[tuple[float, float]] = []
+    machine = Machine({FAST: 0.8}, build_s=55.0)
+    cut = hurried(machine, plan, 3, late(machine, limits, 10.0))
+    assert limits and limits[0][0] == pytest.approx(90.0) and machine.now_s <= 180
+    row = cut.path[0]
+    assert row.verdict == "not tried"
+    assert row.reason.endswith("90 s: --minutes 6 gives it twice as long, and the same command "
+                               "goes on")  # fmt: skip
+    again = hurried(Machine({FAST: 0.8}, build_s=55.0), plan, 6, late(machine, limits, 10.0))
+    assert again.path[0].verdict == "kept"
+    short = next(step for step in cut.path if step.stage == "learning")
+    assert "after 4 of 7 seeds; a run to it takes 10" in short.reason
+    assert "--minutes 5 would do" in short.reason and cut.wanted >= 6
 
 
 # --- what was kept on few steps ---------------------------------------------------------------

@@ -18,6 +18,7 @@ from headrace.core.errors import Stopped
 from headrace.core.plan import Plan
 from headrace.trials import command
 from headrace.trials.judge import Rules, judge
+from headrace.trials.page import write_tune_page
 from headrace.trials.path import PLAN, Tuned
 from headrace.trials.readings import Reading
 from headrace.trials.tune import tune
@@ -37,9 +38,31 @@ def test_the_end_says_what_time_was_too_short_for(Machine: Any, plan: Plan) -> N
     tuned = go(machine, plan, FAST, *SLOW, "activation_offload", "chunked_mlp", minutes=2)
     assert tuned.up and len(tuned.left) == 3
     end = command.told(tuned, Path("tuned")).splitlines()
-    assert "time was up; 3 changes were not tried; the same command goes on" in end
+    told = "time was up; 3 changes were not tried: --minutes 3 should do, and the same"
+    assert f"{told} command goes on" in end
     tuned = go(Machine({FAST: 0.8}), plan, FAST, minutes=60)
     assert "not tried" not in command.told(tuned, Path("tuned"))
+
+
+def test_minutes_are_told_as_they_were_given(Machine: Any, plan: Plan) -> None:
+    machine, lines = Machine({FAST: 0.8}), list[str]()
+    sources = machine.sources([], names=[FAST])
+    tune(plan, "time", 2.5, sources, machine.measure, CUDA, clock=machine.clock, tell=lines.append)
+    assert lines[0].startswith(f"{plan.name}: 1 changes to try in 2.5 min;")
+
+
+def test_what_is_for_money_says_that_it_has_no_price(
+    Machine: Any, plan: Plan, tmp_path: Path
+) -> None:
+    priced = plan.replaced(hardware={"dollars_per_hour": 3.0})
+    for run, said in ((plan, True), (priced, False)):
+        _, why = command.aim_of(run, "money")
+        assert ("hardware.dollars_per_hour=PRICE" in why and "\n" not in why) == said
+        machine = Machine({FAST: 0.8})
+        sources = machine.sources([], names=[FAST])
+        tuned = tune(run, "money", 60, sources, machine.measure, CUDA, clock=machine.clock)
+        assert ("dollars_per_hour=PRICE" in write_tune_page(tuned, tmp_path).read_text()) == said
+    assert "dollars_per_hour" not in command.aim_of(plan, "time")[1]
 
 
 def test_an_interval_that_says_nothing_is_told_with_what_it_should_lie_above() -> None:
