@@ -7,6 +7,7 @@ a socket that it did not declare is a bug in the technique.
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 from headrace.context import check_supported, make_context
 from headrace.core.errors import ConfigError, Diverged
 from headrace.core.ledger import Ledger
+from headrace.core.links import COMMUNICATORS
 from headrace.core.model_config import ModelConfig
-from headrace.core.plan import Plan
+from headrace.core.plan import MeshConfig, Plan
 from headrace.core.technique import Context, Stage, Technique
 from headrace.data.ingest import Prepared
 from headrace.data.loader import Loader
@@ -28,9 +30,9 @@ from headrace.materialize import freeze, materialize
 from headrace.model.adapter import load_pretrained
 from headrace.model.count import trunk_ledger
 from headrace.model.decoder import Decoder, trunk_parts
-from headrace.model.head import cross_entropy, with_terms
+from headrace.model.head import with_terms
 from headrace.model.init import adding, random_source
-from headrace.model.work import trunk_work
+from headrace.model.work import shared_work, trunk_work
 from headrace.optim.adamw import clip_factor, gradient_norm, make_adamw, scale_gradients
 from headrace.optim.schedule import learning_rate
 from headrace.parallel.layout import Layout, local_of
@@ -44,8 +46,12 @@ def predict(plan: Plan, context: Context) -> Ledger:
     Of a pipeline's ranks, that of the one that needs most memory when all have edited. An optimizer
     takes its parameters when all that learns is known, and the rest when others have.
     """
-    each = (_predict_on(plan, context, rank) for rank in range(plan.mesh.pipeline))
-    return max(each, key=lambda ledger: ledger.peak()[1])
+    return max(predict_each(plan, context), key=lambda ledger: ledger.peak()[1])
+
+
+def predict_each(plan: Plan, context: Context) -> list[Ledger]:
+    """Likewise of each of a pipeline's ranks: the slowest may be another."""
+    return [_predict_on(plan, context, rank) for rank in range(plan.mesh.pipeline)]
 
 
 def _predict_on(plan: Plan, context: Context, pipeline_rank: int) -> Ledger:
@@ -61,19 +67,32 @@ def _predict_on(plan: Plan, context: Context, pipeline_rank: int) -> Ledger:
         accumulates=plan.micro_rows * plan.mesh.data < plan.rows_per_step,
     )
     mesh = plan.mesh
-    ranks = {f"{axis}_ranks": float(getattr(mesh, axis)) for axis in AXES}
+    ranks = _ranks(mesh)
     ranks["pipeline_rank"] = float(pipeline_rank)
-    ranks["shard_ranks"] = float(mesh.data * mesh.context)
     ranks["micro_batches"] = plan.rows_per_step / mesh.data / plan.micro_rows
     ranks["other_loss"] = float(any("terms" in t.composes for t in plan.techniques.values()))
     work = trunk_work(
         model, rows=plan.micro_rows, length=plan.data.sequence_length,
         precision=context.precision, micro_batches=ranks["micro_batches"],
     )  # fmt: skip
+    work |= shared_work(model, ranks)
     ledger = replace(ledger, sizes={**ledger.sizes, **ranks}, work=work)
     for technique in sorted(plan.techniques.values(), key=_when_predicted):
         ledger = technique.predict(ledger)
     return ledger
+
+
+def _ranks(mesh: MeshConfig) -> dict[str, float]:
+    """Ranks along each axis, how far apart the first and last of them are, and communicators."""
+    sizes = {axis: getattr(mesh, axis) for axis in AXES}
+    sizes |= {"shard": mesh.data * mesh.context, "world": mesh.ranks}
+    reach = {a: prod(getattr(mesh, b) for b in AXES[AXES.index(a) :]) for a in AXES}
+    reach |= {"shard": reach["data"], "world": mesh.ranks}
+    found = {f"{axis}_ranks": float(count) for axis, count in sizes.items()}
+    found |= {f"{axis}_reach": float(count) for axis, count in reach.items()}
+    mine = ("shard", "pipeline", "world")
+    found[COMMUNICATORS] = float(sum(sizes[axis] > 1 for axis in mine))
+    return found
 
 
 def _when_predicted(technique: Technique[Any]) -> tuple[int, bool, int, str]:
@@ -179,7 +198,6 @@ def _trunk(
         config=config,
         parts=trunk_parts(config),
         source=random_source(config, plan.seed),
-        objective=cross_entropy,
         engine=local_engine,
         sync=lambda build, last: None,
         reduce=_sum_gradients,

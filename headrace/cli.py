@@ -1,4 +1,4 @@
-"""The command line: one verb is one function; those of the closed loop are in loop.py.
+"""The command line: one verb is one function; those of the closed loop are in closed_loop.py.
 
 It discovers the techniques, reads the plan with them, calls train, then writes findings and report.
 """
@@ -13,7 +13,7 @@ import torch
 import typer
 from typer.core import TyperGroup
 
-from headrace import loop
+from headrace import closed_loop
 from headrace import train as trainer
 from headrace.arguments import (
     Checkpoint,
@@ -38,6 +38,7 @@ from headrace.data.ingest import prepare
 from headrace.doctor.advice import advise
 from headrace.doctor.advice import plain as advice_plain
 from headrace.doctor.run import narrowest
+from headrace.doctor.trace import ABSTAINED
 from headrace.evaluate import evaluate
 from headrace.export.run import export_run
 from headrace.interrupts import Interrupts
@@ -151,7 +152,8 @@ def conclude(folder: Path) -> dict[str, Any]:
     run = RunFolder(folder)
     report = run.read_report()
     advice = advise(folder, catalogue())
-    report["narrowest"] = narrowest([one.finding for one in advice.findings])
+    findings = [one.finding for one in advice.findings]
+    report["narrowest"] = narrowest([f for f in findings if f.bottleneck != ABSTAINED] or findings)
     saved = (folder / "checkpoints" / "latest").exists()
     able = saved and report["status"] != "failed"
     report["sample"] = _sample_of(folder, new_tokens=80) if able else None
@@ -161,10 +163,10 @@ def conclude(folder: Path) -> dict[str, Any]:
     return report
 
 
-def _sample_of(folder: Path, *, new_tokens: int, prompt: str = "") -> dict[str, str]:
+def _sample_of(folder: Path, *, new_tokens: int) -> dict[str, str]:
     build = open_model(folder, catalogue())
-    text = _generate(build, prompt, new_tokens=new_tokens, temperature=0.8, top_k=50, seed=0)
-    return {"prompt": prompt, "text": text}
+    text = _generate(build, "", new_tokens=new_tokens, temperature=0.8, top_k=50, seed=0)
+    return {"prompt": "", "text": text}
 
 
 def _generate(build: Any, prompt: str, *, new_tokens: int, **how: Any) -> str:
@@ -373,5 +375,5 @@ def ingest(plan: PlanName = "demo", overrides: Overrides = None, *, json: Json =
             show_table(["what", "value"], [[k, str(v)] for k, v in value.items()])
 
 
-for verb in loop.VERBS:
+for verb in closed_loop.VERBS:
     app.command()(verb)

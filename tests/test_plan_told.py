@@ -1,5 +1,6 @@
 """What a plan's prediction says to a reader: all of a step, what fits, and what is not known."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,10 @@ import torch
 
 from headrace.cli import catalogue
 from headrace.context import elsewhere, make_context
+from headrace.core.ledger import WORDS
 from headrace.core.machine import Machine
 from headrace.core.plan import Plan
-from headrace.core.units import format_count
+from headrace.core.units import format_bytes, format_count
 from headrace.core.work import EDGE_S, StepTime
 from headrace.planner.calibration import Calibration, Measured
 from headrace.planner.foresight import DATA, LAUNCHES, foresee, told
@@ -56,6 +58,28 @@ def test_a_gpu_that_no_step_was_measured_on_has_no_interval() -> None:
     assert [not_known_on(name) == "" for name in ("NVIDIA H200", "h200", "NVIDIA H200 NVL")] == [
         True, True, False,
     ]  # fmt: skip
+
+
+def test_a_prediction_is_told_in_words_of_everyday() -> None:
+    """No name of an instant, and what the driver holds and what the brackets are is said."""
+    plan, context = on_h200("goal.steps=24")
+    found = foresee(plan, context, H200)
+    text, told_of = told(plan, found), found.plain()
+    assert "turn " not in text and "as the backward pass begins" in text
+    assert "turn" in told_of["instants"] and told_of["peak_at"] in WORDS
+    driver = f"beside the CUDA context's {format_bytes(H200.context_bytes)}"
+    assert f"of {format_bytes(found.capacity_bytes)}, {driver}, {WORDS[found.peak_at]}" in text
+    assert "in brackets: where 80% of 294 measured steps of H200s lay, each foreseen" in text
+    assert "so wide" not in text and "not looked at" not in text and "if it fitted" not in text
+    assert "CUDA" not in told(plan, replace(found, context_bytes=0))
+
+
+def test_a_plan_that_does_not_fit_has_no_time_but_if_it_fitted() -> None:
+    plan, context = on_h200("goal.steps=24", "batch.tokens=1073741824")
+    found = foresee(plan, context, H200)
+    text = told(plan, found).splitlines()
+    assert found.fits == "no" and any(line.startswith("time, if it fitted: ") for line in text)
+    assert text[-1].startswith("until step 24, if it fitted: ")
 
 
 def test_the_shares_of_a_step_are_all_of_it() -> None:

@@ -195,7 +195,7 @@ def test_a_plan_says_whether_it_fits_and_what_it_costs() -> None:
             ["model.dim=2304", "techniques.float8_linear.recipe=rowwise"],
             "rowwise scales",
         ),
-        (["fsdp"], ["mesh.data=2", "techniques.torch_compile.scope=block"], "does not say yet"),
+        (["fsdp"], ["mesh.data=16", "techniques.torch_compile.scope=block"], "16 ranks"),
     ],
 )
 def test_what_is_not_priced_has_no_time(with_: list[str], overrides: list[str], says: str) -> None:

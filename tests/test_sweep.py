@@ -1,10 +1,12 @@
 """What a sweep finds, with techniques planted whose effect is known, and against receipts."""
 
 import math
+import shlex
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 from time import process_time
@@ -26,7 +28,8 @@ from headrace.core.statistics import kendall_tau, regret
 from headrace.core.technique import Catalogue, Context, Stage, Supported, Technique, Unsupported
 from headrace.core.work import step_time
 from headrace.planner.candidates import Asking, singles
-from headrace.planner.sweep import HEAD, Sweep, plain, sweep, table, told
+from headrace.planner.sweep import HEAD, Sweep, command, plain, sweep, table, told
+from headrace.terminal import show_table
 
 H200 = Machine.assumed("NVIDIA H200")
 SHAPE = (Path(__file__).parents[1] / "benchmarks" / "plans" / "160m.toml").read_text()
@@ -265,6 +268,54 @@ def test_the_catalogue_is_swept_in_seconds() -> None:
     assert plain(found, 3)["ranked"][0]["changes"] == list(found.ranked[0].changes)
     best = found.ranked[0]
     assert changed(found.start.plan, best.changes, known()) == best.plan
+
+
+def test_a_narrow_terminal_shows_every_change_whole(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    words = "techniques.bf16_parameters.master=8bit_that_is_long"
+    cells = ["8.77 ms", "467k", "+82.4%", "3 min, $1.30", "172.1 MiB", "tightly"]
+    show_table(HEAD, [["1", *cells, words], ["2", *["-"] * 6, "+quick +rival"]])
+    shown = capsys.readouterr().out
+    assert "\u2026" not in shown and max(map(len, shown.splitlines())) <= 80
+    column = [line[shown.index("changes") :] for line in shown.splitlines()[1:]]
+    assert "".join("".join(column).split()).startswith(words)
+
+
+def test_the_first_rank_has_a_command_that_makes_it() -> None:
+    of, given = beside(Rival, Quick), ["batch.micro_sequences=2", "name=a"]
+    found = swept(*given, of=of, with_=["cudnn_attention"], depth=3)
+    said = command(found, "my plan.toml", given, ["cudnn_attention"], ["z_loss"])
+    verb, name, *words = shlex.split(said)[1:]
+    assert (verb, name) == ("train", "my plan.toml") and "--with cudnn_attention" not in said
+    pairs = list(pairwise(words))
+    plan = Plan.read(
+        SHAPE.partition("[techniques")[0], of, overrides=[w for w in words if "=" in w],
+        with_=[b for a, b in pairs if a == "--with"],
+        without=[b for a, b in pairs if a == "--without"],
+    )  # fmt: skip
+    assert plan == found.ranked[0].plan and plan != found.start.plan
+    full = replace(found, ranked=[found.start])
+    assert command(full, "demo", [], [], []) == "headrace train demo"
+    pair = found.start.plan.replaced(mesh=found.start.plan.mesh.model_copy(update={"data": 2}))
+    two = replace(found, ranked=[replace(found.start, plan=pair)])
+    assert command(two, "demo", [], [], []) == (
+        "torchrun --nproc-per-node 2 -m headrace train demo"
+    )
+    seen = replace(found.start.foresight, fits="no")
+    full = replace(found, ranked=[replace(found.start, foresight=seen)])
+    assert command(full, "demo", [], [], []) == ""
+    assert command(replace(found, ranked=[]), "demo", ["name=a"], [], []).split()[1] == "tune"
+
+
+def test_a_sweep_for_money_says_that_it_has_no_price() -> None:
+    def said(*overrides: str, aim: str) -> int:
+        found = swept(*overrides, of=beside(), aim=aim, depth=1)
+        return told(found).count("hardware.dollars_per_hour=PRICE")
+
+    assert said(aim="money") == 1 and said(aim="time") == 0
+    assert said("hardware.dollars_per_hour=3", aim="money") == 0
 
 
 def test_plans_that_were_measured_are_ranked_as_they_were() -> None:

@@ -11,12 +11,15 @@ from math import prod
 from typing import Literal
 
 from headrace.core.errors import ConfigError
-from headrace.core.work import Work
+from headrace.core.work import AROUND, Work
 
 Instant = Literal["always", "backward", "loss", "turn", "optimizer"]
-AROUND = ("head", "loss", "embedding")
-"""How pieces of work begin that are not the blocks'."""
 INSTANTS: tuple[Instant, ...] = ("backward", "loss", "turn", "optimizer")
+WORDS = {
+    "forward": "before the loss", "loss": "at the loss", "turn": "as the backward pass begins",
+    "backward": "as the backward pass ends", "optimizer": "in the update",
+}  # fmt: skip
+"""An instant, and "forward", for a reader."""
 
 
 @dataclass(frozen=True)

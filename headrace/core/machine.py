@@ -47,6 +47,7 @@ from headrace.core.assumed import (
 )
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.hardware import Hardware, lookup
+from headrace.core.links import Link
 from headrace.core.rates import (
     BACKWARD,
     Absent,
@@ -106,6 +107,8 @@ class Machine:
     absent: tuple[Absent, ...] = ()
     skipped: tuple[str, ...] = ()
     """what the probes' time did not suffice for"""
+    links: tuple[Link, ...] = ()
+    """to other ranks, where several measured them; else core/links.py assumes them by the name"""
 
     # --- what it tells ------------------------------------------------------------------------
 
@@ -291,6 +294,7 @@ class Machine:
         if type(told) is not dict or told.get("format") != FORMAT:
             found = told.get("format") if type(told) is dict else type(told).__name__
             raise ValueError(f"format {found!r}, and {FORMAT} is read here")
+        told = {"links": [], **told}  # a file of before they were measured has none
         return checked(cls, {key: value for key, value in told.items() if key != "format"}, "")
 
     @classmethod

@@ -46,6 +46,9 @@ class ModelConfig(Strict):
     """RMSNorm on queries and keys, per head, before the rotation (arXiv 2302.05442)."""
     tied_embeddings: bool = False
     """The output matrix is the embedding."""
+    logit_cap: float = Field(default=0.0, ge=0)
+    """Logits are logit_cap x tanh(logits / logit_cap), as in Gemma 2 (30, arXiv 2408.00118) and
+    nanochat (15); 0 leaves them as they are."""
     bias: bool = False
     """Biases in the linears of attention and MLP, as GPT-2 has."""
     output_init: Literal["depth_scaled", "zero", "plain"] = "depth_scaled"

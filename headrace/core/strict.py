@@ -86,8 +86,10 @@ def _explain(table: type[BaseModel], item: dict[str, Any], where: str) -> tuple[
     key = ".".join([where, *map(str, path)] if where else map(str, path))
     if item["type"] == "extra_forbidden":
         choices = _table_at(table, path[:-1]).model_fields
-        right = nearest(str(path[-1]), choices)
         prefix = key.rpartition(".")[0]
+        if not choices:
+            return f"the plan has no key {key!r}; {prefix} has no knobs", f"{prefix}={{}}"
+        right = nearest(str(path[-1]), choices)
         if ", " in right:  # nothing is close
             return f"the plan has no key {key!r}; {prefix or 'a plan'} has {right}", ""
         hint = f"{prefix}.{right}" if prefix else right
@@ -104,4 +106,5 @@ def _explain(table: type[BaseModel], item: dict[str, Any], where: str) -> tuple[
     bound = next((limits[k] for k in ("ge", "gt", "le", "lt") if k in limits), None)
     said = item["msg"][:1].lower() + item["msg"][1:]  # a pattern in it keeps its capitals
     text = f"{key} = {item['input']!r}: {said}"
-    return text, f"{key}={bound}" if bound is not None and "gt" not in limits else ""
+    itself = bound is not None and not {"gt", "lt"} & set(limits)
+    return text, f"{key}={bound}" if itself else ""

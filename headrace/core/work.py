@@ -3,20 +3,26 @@
 A technique edits these lines as it edits those of memory, so that combinations come out of which
 lines remain. A piece is one kind of kernel: matrix products and attention by their sizes, streams
 by the bytes that they read and write. A stream has two costs: what eager torch does operation by
-operation, and what one fused kernel needs; a compiler takes the second.
+operation, and what one fused kernel needs; a compiler takes the second. A collective goes by the
+bytes that a rank sends, and a step is longer by what no kernel beside it hides.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
+from headrace.core import links
 from headrace.core.errors import UnsupportedError
+from headrace.core.links import Operation
 from headrace.core.machine import Machine
 from headrace.core.rates import SOFTMAX, START
 
 Phase = Literal["forward", "recompute", "backward", "optimizer"]
-Kind = Literal["product", "attention", "stream", "host link", "host"]
+Kind = Literal["product", "attention", "stream", "host link", "host", "collective", "wait"]
+Beside = Literal["", "attention", "blocks"]
+AROUND = ("head", "loss", "embedding")
+"""How pieces of work begin that are not the blocks'."""
 TRUNKS = ("cudnn", "flash", "efficient", "math")
 """Attention as torch chooses it: the first of these that the machine has."""
 BESIDE = 1.18
@@ -63,6 +69,13 @@ REGION = 90.0
 against two (the same rows)."""
 EDGE_S = 2.5e-3
 """Of each step on a GPU, in which nothing runs: 2.4, 2.6 and 3.9 ms (idle in kernels.jsonl)."""
+CONTENTION = 0.15
+"""Of the time in which a collective runs beside kernels, what these take longer: it holds some 20
+of a GPU's 132 processors, and reads and writes the same memory. Assumed; nothing was measured."""
+IDLE = "idle"
+"""The size of a ledger that says what share of both passes a rank has nothing to do."""
+TURNS: tuple[tuple[Phase, ...], ...] = (("forward",), ("recompute", "backward"), ("optimizer",))
+"""Phases that run as one: a collective of theirs runs beside kernels of any of them."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +84,11 @@ class Work:
 
     Args:
         phase: when they run; "optimizer" once a step, the others in each micro-batch.
-        kind: what prices them; "host" is no kernel, but what the host does as long as `launch`.
+        kind: what prices them; "host" is no kernel, but what the host does as long as `launch`;
+            "wait" is only of a step's time.
         count: how many.
-        bytes: that one reads and writes; of a product or attention none.
+        bytes: that one reads and writes; of a product or attention none; of a collective those that
+            a rank sends.
         kernels: of which one consists in eager torch.
         fused: bytes where a compiler makes it; None is no different.
         sizes: of a product m, n, k; of attention rows, heads, key-value heads, length, features.
@@ -89,6 +104,12 @@ class Work:
         launch: of one kernel by the host, in launches of an empty one.
         recorded: it is replayed with all others of its phase by one launch.
         unknown: why no rates tell its time, if so.
+        operation: of a collective.
+        reach: of a collective, from the first rank that takes part to the last, both counted; of
+            attention, ranks that have its keys.
+        beside: of a collective, kernels that go on meanwhile; "" is none, "blocks" is all but those
+            that stand `AROUND` them.
+        last: of a collective, it runs in the step's last micro-batch and in no other.
     """
 
     phase: Phase
@@ -109,6 +130,10 @@ class Work:
     launch: float = EAGER
     recorded: bool = False
     unknown: str = ""
+    operation: Operation = "all_reduce"
+    reach: int = 1
+    beside: Beside = ""
+    last: bool = False
 
     def compiled(self) -> "Work":
         """The same as a compiler makes it."""
@@ -135,6 +160,11 @@ class Work:
             one = BESIDE * machine.product_s(self.precision, *self.sizes, plain=True)
         elif self.kind == "attention":
             one = self._mixing_s(machine)
+        elif self.kind == "collective":
+            each = self.bytes / self.kernels
+            one = self.kernels * links.collective_s(
+                machine.links, machine.name, self.operation, each, self.reach
+            )
         elif self.kind == "stream":
             loose = 1.0 if self.fused is None else UNFUSED
             one = loose * self.kernels * machine.traffic_s(self.bytes / self.kernels)
@@ -144,6 +174,8 @@ class Work:
 
     def _mixing_s(self, machine: Machine) -> float:
         """One kernel of attention, the mean of those with and without a mask."""
+        if self.masked and self.reach > 1:
+            raise UnsupportedError("a mask over rows of which ranks hold parts was not timed", "")
         kernel = self.kernel or self._trunks(machine)
         if self.capped and kernel not in SKIPPING:
             raise UnsupportedError("a soft cap over plain products was not timed", "")
@@ -190,12 +222,33 @@ class Work:
         return next(kernel for kernel in TRUNKS if kernel in known)
 
 
+def collective(
+    sizes: Mapping[str, float], axis: str, phase: Phase, operation: Operation, bytes: float,
+    count: float = 1.0, **how: Any,
+) -> Work:  # fmt: skip
+    """Equal collectives of a step.
+
+    Args:
+        sizes: of a ledger, which tell the ranks of each axis.
+        axis: of the mesh, "shard" or "world".
+        phase: when they run.
+        operation: which.
+        bytes: of one's whole tensor, as `links.sent` takes them.
+        count: how many.
+        how: other fields of `Work`.
+    """
+    ranks = int(sizes[f"{axis}_ranks"])
+    each, reach = links.sent(operation, bytes, ranks), int(sizes.get(f"{axis}_reach", ranks))
+    return Work(phase, "collective", count, each, operation=operation, reach=reach, **how)
+
+
 @dataclass(frozen=True)
 class StepTime:
     """Where a step's time would go, seconds.
 
     Args:
-        device_s: by phase and kind of work, on the device, over all micro-batches.
+        device_s: by phase and kind of work, on the device, over all micro-batches; of collectives
+            what no kernel hides, and what they make kernels slower.
         host_s: what the host takes to launch it, and does besides.
     """
 
@@ -217,17 +270,26 @@ class StepTime:
         return sum(spent_s for key, spent_s in self.device_s.items() if what in key)
 
 
-def step_time(work: Mapping[str, Work], machine: Machine, micro_batches: float) -> StepTime:
+def step_time(
+    work: Mapping[str, Work], machine: Machine, micro_batches: float, idle: float = 0.0
+) -> StepTime:
     """The time of a step from its pieces.
 
     On one device nothing overlaps but the host, which launches, and copies over its link, which a
-    phase hides as far as its other work reaches: what is left of them counts.
+    phase hides as far as its other work reaches: what is left of them counts. So it does of what
+    ranks send each other while they compute.
+
+    Args:
+        work: pieces by name.
+        machine: the rates.
+        micro_batches: of a step.
+        idle: share of both passes in which a rank has nothing to do.
     """
     device_s: dict[tuple[Phase, Kind], float] = {}
     launches, replayed = 0.0, dict[Phase, float]()
     for piece in work.values():
-        times = 1.0 if piece.phase == "optimizer" else micro_batches
-        if piece.kind != "host":
+        times = 1.0 if piece.phase == "optimizer" or piece.last else micro_batches
+        if piece.kind not in ("host", "collective"):
             key = (piece.phase, piece.kind)
             device_s[key] = device_s.get(key, 0.0) + times * piece.seconds(machine)
         if piece.recorded:
@@ -238,6 +300,41 @@ def step_time(work: Mapping[str, Work], machine: Machine, micro_batches: float) 
         if kind == "host link":
             others = sum(s for (p, k), s in device_s.items() if p == phase and k != kind)
             device_s[phase, kind] = max(0.0, device_s[phase, kind] - others)
+    for turn in TURNS:
+        pieces = {n: piece for n, piece in work.items() if piece.phase in turn}
+        if any(piece.kind == "collective" for piece in pieces.values()):
+            times = 1.0 if "optimizer" in turn else micro_batches
+            device_s[turn[-1], "collective"] = _exposed_s(pieces, machine, times)
+    if idle:
+        passes_s = sum(s for (phase, _), s in device_s.items() if phase != "optimizer")
+        device_s["backward", "wait"] = passes_s * idle / (1 - idle)
     graphs = sum(replayed.values())
     host_s = HOST_S + launches * machine.launch_s + graphs * machine.graph_launch_s
     return StepTime(device_s, host_s)
+
+
+def _exposed_s(pieces: Mapping[str, Work], machine: Machine, micro_batches: float) -> float:
+    """What collectives of phases that run as one add to a step.
+
+    They share one link, so they run in turn. Of those that run beside kernels, what is longer than
+    these waits; what is not makes them slower by `CONTENTION`.
+    """
+    sent_s: dict[tuple[Beside, bool], float] = {}
+    attention_s = blocks_s = 0.0
+    for name, piece in pieces.items():
+        if piece.kind == "collective":
+            key = (piece.beside, piece.last)
+            sent_s[key] = sent_s.get(key, 0.0) + piece.seconds(machine)
+        elif piece.kind != "host link" and not name.startswith(AROUND):
+            blocks_s += piece.seconds(machine)
+            attention_s += piece.seconds(machine) * (piece.kind == "attention")
+    whole_s = 0.0
+    for last, times in ((False, micro_batches - 1), (True, 1.0)):
+        taken_s = {
+            beside: sent_s.get((beside, False), 0.0) + last * sent_s.get((beside, True), 0.0)
+            for beside in ("", "attention", "blocks")
+        }
+        under_s = min(taken_s["attention"], attention_s)
+        under_s += min(taken_s["blocks"], blocks_s - under_s)
+        whole_s += times * (sum(taken_s.values()) - (1 - CONTENTION) * under_s)
+    return whole_s

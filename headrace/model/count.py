@@ -104,7 +104,7 @@ def trunk_ledger(
     matrices = linear_parameters(config) - config.dim * config.vocab
     for layer in range(config.layers):
         kept = held_in(layer)
-        for name, count in _block_activations(config, tokens, length, size, device).items():
+        for name, count in _block_activations(config, tokens, size, device).items():
             memory[f"{layer}/{name}"] = Line(count, kept, layer)
         if size != FP32:  # autocast's copies of fp32 weights are kept for the backward pass
             memory[f"{layer}/weight_cast"] = Line(2 * matrices / config.layers, kept, layer)
@@ -148,6 +148,7 @@ def _sizes(config: ModelConfig, rows: int, length: int, size: int, device: str) 
         "tokens": tokens,
         "dim": config.dim,
         "vocab": config.vocab,
+        "capped": float(config.logit_cap > 0),
         "heads": config.heads,
         "kv_heads": config.resolved_kv_heads,
         "head_dim": config.resolved_head_dim,
@@ -156,6 +157,7 @@ def _sizes(config: ModelConfig, rows: int, length: int, size: int, device: str) 
         "embedding": config.dim * config.vocab,
         "tables": config.dim * (config.vocab + (config.context if learned else 0)),
         "unsplit": _unsplit_parameters(config),
+        "final_norm": config.dim * (2 if config.norm == "layer_norm" else 1),
         "tied": float(config.tied_embeddings),
         "block_flops": 2.0 * matrices,
         "down_flops": 2.0 * config.layers * config.dim * config.resolved_ffn,
@@ -189,11 +191,11 @@ def held_in(layer: int) -> tuple[Instant, ...]:
 
 
 def _logits_bytes(config: ModelConfig, tokens: int) -> float:
-    """In fp32: log-probabilities, their gradient and the logits'.
+    """In fp32: log-probabilities, their gradient and the logits'; where those are capped, the tanh.
 
     Under bf16 the product's own have left by then, and come back when log-probabilities have.
     """
-    return tokens * config.vocab * 3 * FP32
+    return tokens * config.vocab * (4 if config.logit_cap else 3) * FP32
 
 
 def holds_casts(ledger: Ledger) -> bool:
@@ -221,7 +223,7 @@ def _final_norm_bytes(config: ModelConfig, tokens: int, size: int, device: str) 
 
 
 def _block_activations(
-    config: ModelConfig, tokens: int, length: int, size: int, device: str
+    config: ModelConfig, tokens: int, size: int, device: str
 ) -> dict[str, float]:
     """Bytes that one block keeps for its backward pass, by what they are."""
     width = config.resolved_head_dim

@@ -8,17 +8,18 @@ Shapes: N = rows x length tokens, D features, L layers, Q and G features of quer
 hidden features, V entries of the vocabulary, P parameters.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from headrace.core.ledger import Ledger
 from headrace.core.model_config import ModelConfig
-from headrace.core.work import Phase, Work
+from headrace.core.work import Phase, Work, collective
 from headrace.model.count import FP32, block_linears, linear_parameters, total_parameters
+from headrace.parallel.world import BUCKET_BYTES
 
 FROZEN = ("weight_cast/backward", "head_cast/backward", "embedding/backward")
 """Pieces that frozen weights do not need, beside their gradients' products and sums."""
-LEARNED = ("gradients/", "clip/", "update/")
+LEARNED = ("gradients/", "clip/", "update/", "reduce/")
 """How pieces begin whose bytes are those of what learns."""
 NARROW = {"bf16": 2, "fp16": 2}
 """bytes of an activation; 4 in other precisions"""
@@ -51,6 +52,30 @@ def trunk_work(
     work["clip/optimizer"] = Work("optimizer", "stream", 1, 3 * FP32 * parameters, 2)
     work["update/optimizer"] = Work("optimizer", "stream", 1, 7 * FP32 * parameters)
     return work
+
+
+def shared_work(config: ModelConfig, sizes: Mapping[str, float]) -> dict[str, Work]:
+    """What the trunk's ranks send each other in a step: gradients, in buckets, and three numbers.
+
+    Args:
+        config: the decoder.
+        sizes: of the ledger, which tell the ranks of each axis.
+    """
+    found, gradients = {}, FP32 * total_parameters(config)
+    for axis, name, bytes in (
+        ("shard", "targets", 8), ("shard", "loss", FP32), ("pipeline", "loss_of_stages", FP32),
+        ("world", "norm", FP32),
+    ):  # fmt: skip
+        if sizes[f"{axis}_ranks"] > 1:
+            found[f"count/{name}"] = collective(sizes, axis, "optimizer", "all_reduce", bytes)
+    if sizes["shard_ranks"] > 1:
+        buckets = -(-gradients // BUCKET_BYTES)
+        found["reduce/gradients"] = collective(
+            sizes, "shard", "optimizer", "all_reduce", gradients, kernels=buckets
+        )
+        # Into buckets and back out of them.
+        found["reduce/copy"] = Work("optimizer", "stream", 1, 4 * gradients, 2 * buckets)
+    return found
 
 
 def _products(config: ModelConfig, tokens: int, precision: str) -> dict[str, Work]:
@@ -100,6 +125,7 @@ def _streams(
     head_cast = (FP32 + size) * D * V if half else 0.0
     rope = 9 * wide / N * turned + 2 * turn / N * turned
     gates = 2 if config.activation == "swiglu" else 1
+    cap = int(config.logit_cap > 0)  # a quotient, its tanh and a product; and their gradients
     return {
         "norms": (
             2 * L + 1, (2 * turn * D + 2 * wide * D, 3 if half else 1, 2 * x * D),
@@ -124,8 +150,8 @@ def _streams(
         "weight_cast": (L, (cast, 4, None), (cast, 4, None)),
         "head_cast": (1, (head_cast, 1, None), (head_cast, 1, None)),
         "loss": (
-            1, (turn * V + 2 * wide * V, 2, 3 * x * V),
-            (turn * V + 4 * wide * V, 4, 3 * x * V),
+            1, (turn * V + (2 + 6 * cap) * wide * V, 2 + 3 * cap, 3 * x * V),
+            (turn * V + (4 + 7 * cap) * wide * V, 4 + 3 * cap, 3 * x * V),
         ),
         "embedding": (1, (2 * wide * D + turn * D, 2, None), (FP32 * D * V + wide * D, 2, None)),
     }  # fmt: skip

@@ -136,7 +136,10 @@ class Calibration:
 
     def applied(self, time: StepTime) -> StepTime:
         """Another plan's time, or the same one's, without waits."""
-        device_s = {key: self.factors[key[0]] * s for key, s in time.device_s.items()}
+        device_s = {  # a device alone tells nothing of what is sent to others
+            (phase, kind): s if kind == "collective" else self.factors[phase] * s
+            for (phase, kind), s in time.device_s.items()
+        }
         host_s = time.host_s if self.host is None else self.host * time.host_s
         return replace(time, device_s=device_s, host_s=host_s)
 

@@ -10,7 +10,7 @@ that cannot say what it does costs nobody else a plan.
 
 Left out: keys of the plan itself but for the rows of a micro-batch and those that a technique
 rewrites, since they change what is trained (rows, rates, sizes) or cannot be foreseen
-(`attention=measured`), and changes of the mesh.
+(`attention=measured`), and the number of ranks.
 """
 
 import re
@@ -24,15 +24,16 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import ValidationError
 
-from headrace.build import predict
+from headrace.build import predict_each
 from headrace.changes import changed, difference, word
 from headrace.core.errors import HeadraceError, UnsupportedError
 from headrace.core.machine import Machine
 from headrace.core.plan import Plan
 from headrace.core.technique import Catalogue, Context, Technique
-from headrace.core.work import step_time
 from headrace.planner.calibration import Calibration
 from headrace.planner.foresight import Foresight, at, foresee
+from headrace.planner.layouts import layouts
+from headrace.planner.ranks import slowest
 
 Words = tuple[str, ...]
 MICRO = "batch.micro_sequences"
@@ -88,6 +89,7 @@ class Asking:
         catalogue: the techniques.
         learning: also change what is learned.
         calibration: by measured steps of one plan there.
+        layouts: also lay several ranks out along other axes of the mesh.
     """
 
     start: Plan
@@ -96,6 +98,7 @@ class Asking:
     catalogue: Catalogue
     learning: bool = False
     calibration: Calibration | None = None
+    layouts: bool = False
 
     def keeps(self, technique: type[Technique[Any]]) -> bool:
         """Whether putting it in, leaving it out or turning its knobs is allowed."""
@@ -152,8 +155,7 @@ class Asking:
         measures, and nothing to tell a reader. None where a piece has no rate.
         """
         try:
-            ledger = predict(plan, at(self.context, plan))
-            return step_time(ledger.work, self.machine, ledger.sizes["micro_batches"]).step_s
+            return slowest(predict_each(plan, at(self.context, plan)), self.machine).step_s
         except Exception:  # whatever it is, there is no guess; `foreseen` tells of bugs
             return None
 
@@ -179,10 +181,15 @@ class Asking:
         """Every single change of the plan that is worth asking about."""
         for name, kind in self.catalogue.techniques.items():
             if name not in plan.techniques and self.keeps(kind):
-                clash = _clashes(plan, kind)
-                if all(self.keeps(type(plan.techniques[other])) for other in clash):
-                    out = (f"-{other}" for other in clash)
+                out = self._taken_out(plan, kind)
+                if out is not None:
                     yield (f"+{name}", *out, *_said_otherwise(plan, kind))
+        if self.layouts and plan.mesh.ranks > 1:
+            for words, kinds in layouts(plan, self.catalogue, near=plan is not self.start):
+                gone = [self._taken_out(plan, kind) for kind in kinds]
+                if None not in gone:
+                    out = {word for one in gone if one for word in one}
+                    yield (*words, *sorted(out - set(words)))
         for name, technique in plan.techniques.items():
             if self.keeps(type(technique)):
                 yield (f"-{name}",)
@@ -193,6 +200,12 @@ class Asking:
             if rows % fewer == 0 and fewer != plan.micro_rows:
                 whole = fewer == rows and not self.start.batch.micro_sequences
                 yield (f"{MICRO}={0 if whole else fewer}",)
+
+    def _taken_out(self, plan: Plan, kind: type[Technique[Any]]) -> list[str] | None:
+        """Words that make room for a technique; None where what would go has to stay."""
+        clash = _clashes(plan, kind)
+        kept = all(self.keeps(type(plan.techniques[other])) for other in clash)
+        return [f"-{other}" for other in clash] if kept else None
 
 
 def singles(

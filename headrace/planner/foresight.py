@@ -12,20 +12,22 @@ Steps of one plan that were measured (`calibrated`, or `after` a run) move the p
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from headrace.build import predict
+from headrace.build import predict, predict_each
 from headrace.context import check_supported
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.files import read_plan_text
-from headrace.core.ledger import Ledger, Line
+from headrace.core.ledger import WORDS, Ledger, Line
 from headrace.core.machine import Machine
 from headrace.core.plan import Plan
 from headrace.core.technique import Catalogue, Context
 from headrace.core.units import format_bytes, format_count, format_seconds
-from headrace.core.work import EDGE_S, StepTime, step_time
+from headrace.core.work import EDGE_S, StepTime
+from headrace.planner import ranks
 from headrace.planner.calibration import Calibration, Measured, check_device
 from headrace.planner.ending import Curve, ending
 from headrace.planner.intervals import (
@@ -41,12 +43,13 @@ from headrace.planner.reserved import Reserved, reserve, workspace_bytes
 TIGHT = 0.93
 """Of the memory that is left beside the driver's: above it, pieces that nothing fits may decide."""
 KINDS = {"product": "matrix products", "attention": "attention", "stream": "memory traffic",
-         "host link": "the host link"}  # fmt: skip
+         "host link": "the host link", "collective": "exposed communication",
+         "wait": "waiting for other ranks' layers"}  # fmt: skip
 LAUNCHES, DATA, EDGE = "waiting for launches", "waiting for data", "the pause between steps"
 LAUNCHED = (
     "it waits for launches, and so few such steps were measured that how far off it is is not known"
 )
-IDLE = (LAUNCHES, DATA, EDGE)
+IDLE = (LAUNCHES, DATA, EDGE, KINDS["wait"])
 """Parts of a step in which the device does nothing."""
 EXPANDABLE = "expandable_segments"
 """A size of the ledger that is not 0 where segments grow."""
@@ -77,6 +80,9 @@ class Foresight:
         no_interval: why the step's time has none.
         until: what ends the run, in words.
         steps: that fit until then, as `hours` counts them; None where that is not known.
+        context_bytes: what the driver and libraries hold beside `capacity_bytes`.
+        buffers_bytes: likewise what communication between ranks holds.
+        between_ranks: where numbers of several ranks are from; "" for one.
         calibrated_by: the plan whose measured steps moved the prediction; "" without.
     """
 
@@ -102,6 +108,9 @@ class Foresight:
     no_interval: str = ""
     until: str = ""
     steps: int | None = None
+    context_bytes: float = 0.0
+    buffers_bytes: float = 0.0
+    between_ranks: str = ""
     calibrated_by: str = ""
 
     @property
@@ -140,13 +149,15 @@ def foresee(
         ConfigError, UnsupportedError: a technique cannot run there, or two clash.
     """
     check_supported(list(plan.techniques.values()), context)
-    ledger = _with_scores(predict(plan, context), context)
+    each = predict_each(plan, context)
+    ledger = _with_scores(max(each, key=lambda one: one.peak()[1]), context)
     cuda = context.device == "cuda"
     workspace = workspace_bytes(context.capability) if cuda else 0
     instant, peak_bytes = ledger.peak()
-    left = machine.memory_bytes - machine.context_bytes
+    buffers = ranks.buffers_bytes(ledger) if cuda else 0
+    left = machine.memory_bytes - machine.context_bytes - buffers
     fits, reserved = _room(ledger, peak_bytes + workspace, workspace, left, cuda)
-    time, unknown = _time(plan, context, ledger, machine)
+    time, unknown = _time(plan, context, each, machine)
     tier: Tier = "after_probes" if machine.source == "probes" else "no_gpu"
     basis: Basis = tier
     step_s = None if time is None else time.step_s
@@ -158,9 +169,7 @@ def foresee(
             tier = "after_20_steps"
             alike = calibration.workload == workload(plan, context, ledger)
             basis = "same_workload" if alike else tier
-    no_interval = "" if time is None else not_known_on(machine.name)
-    if time is not None and time.by_host:
-        no_interval = LAUNCHED
+    no_interval = "" if time is None else _no_interval(plan, machine, time)
     until, hours, between = ending(plan, step_s, None if no_interval else basis, curve)
     price = plan.hardware.dollars_per_hour
     if hours is not None and price is not None and "hours" in between:
@@ -177,7 +186,8 @@ def foresee(
         reserved_bytes=reserved, tier=tier, basis=basis, between=between,
         no_interval=no_interval, until=until,
         steps=None if hours is None or step_s is None else int(3600 * hours / step_s + 1e-6),
-        calibrated_by=set_by,
+        context_bytes=machine.context_bytes, calibrated_by=set_by, buffers_bytes=buffers,
+        between_ranks=ranks.told(plan.mesh.ranks, machine, buffers) if cuda else "",
     )  # fmt: skip
 
 
@@ -189,7 +199,9 @@ def calibrated(plan: Plan, context: Context, machine: Machine, measured: Measure
         UnsupportedError: no time of the plan is predicted.
     """
     ledger = predict(plan, context)
-    time, unknown = _time(plan, context, ledger, machine)
+    time, unknown = _time(plan, context, [ledger], machine)
+    if plan.mesh.ranks > 1:
+        time, unknown = None, "its steps are those of several ranks"
     if time is None:
         raise UnsupportedError(
             f"{plan.name} cannot calibrate other plans: its own time is not predicted: {unknown}",
@@ -277,7 +289,7 @@ def _workspaces(bytes: float) -> dict[str, float]:
 
 
 def _time(
-    plan: Plan, context: Context, ledger: Ledger, machine: Machine
+    plan: Plan, context: Context, each: Sequence[Ledger], machine: Machine
 ) -> tuple[StepTime | None, str]:
     """The step's time, or why there is none."""
     if context.device != "cuda" or context.precision not in ("bf16", "fp16"):
@@ -289,12 +301,17 @@ def _time(
     silent = [name for name, technique in plan.techniques.items() if not technique.timed]
     if silent:
         return None, f"{', '.join(silent)} does not say yet what it does to a step's time"
-    if plan.mesh.ranks > 1:
-        return None, "time over several ranks is not modelled yet"
     try:
-        return step_time(ledger.work, machine, ledger.sizes["micro_batches"]), ""
+        return ranks.slowest(each, machine), ""
     except UnsupportedError as error:
         return None, error.message
+
+
+def _no_interval(plan: Plan, machine: Machine, time: StepTime) -> str:
+    """Why a time has no interval; "" where it has one."""
+    if plan.mesh.ranks > 1:
+        return ranks.UNMEASURED
+    return LAUNCHED if time.by_host else not_known_on(machine.name)
 
 
 def _parts(time: StepTime, step_s: float) -> dict[str, float]:
@@ -304,10 +321,11 @@ def _parts(time: StepTime, step_s: float) -> dict[str, float]:
     """
     launches_s = max(0.0, time.host_s - sum(time.device_s.values()))
     waits = {LAUNCHES: launches_s, DATA: step_s - time.step_s}
-    found = {"the update": time.of("optimizer"), EDGE: EDGE_S}
+    sent_s = time.device_s.get(("optimizer", "collective"), 0.0)
+    found = {"the update": time.of("optimizer") - sent_s, EDGE: EDGE_S}
     found |= {name: spent_s for name, spent_s in waits.items() if spent_s > 0}
     for (phase, kind), spent_s in time.device_s.items():
-        if phase != "optimizer":
+        if phase != "optimizer" or kind == "collective":
             found[KINDS[kind]] = found.get(KINDS[kind], 0.0) + spent_s
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
@@ -326,33 +344,42 @@ def told(plan: Plan, found: Foresight) -> str:
     held = "" if found.reserved_bytes is None else (
         f"; torch's allocator would reserve {format_bytes(found.reserved_bytes)}"
     )  # fmt: skip
-    instants = ", ".join(f"{name} {format_bytes(b)}" for name, b in found.instants.items())
+    instants = ", ".join(
+        f"{format_bytes(found.instants[name])} {words}"
+        for name, words in WORDS.items()
+        if name in found.instants
+    )
+    driver = f", beside the CUDA context's {format_bytes(found.context_bytes)}"
     lines = [
         f"{plan.name} on {found.device} ({rates})", "",
         f"memory: {fits}: {format_bytes(found.peak_bytes)} of "
-        f"{format_bytes(found.capacity_bytes)}, at the {found.peak_at}{held}",
+        f"{format_bytes(found.capacity_bytes)}{driver if found.context_bytes else ''}, "
+        f"{WORDS[found.peak_at]}{held}",
         f"  most of it: {owners}", f"  through a step: {instants}",
+        *([found.between_ranks] if found.between_ranks else []),
     ]  # fmt: skip
     if found.step_s is None:
         return "\n".join([*lines, f"time: not predicted: {found.unknown}", *_end_told(plan, found)])
     parts = ", ".join(f"{name} {share:.0%}" for name, share in found.shares().items())
     step, rate = format_seconds(found.step_s), format_count(found.tokens_per_s or 0)
     ends, rates = found.between.get("step_s"), found.between.get("tokens_per_s")
+    time = f"time, if it fitted: {step}" if found.fits == "no" else f"time: {step}"
     if ends is None or rates is None:
-        said = [f"time: {step} a step, {rate} tokens/s", f"  no interval: {found.no_interval}"]
+        said = [f"{time} a step, {rate} tokens/s", f"  no interval: {found.no_interval}"]
     else:
         said = [
-            f"time: {step} a step ({format_seconds(ends.low)} to {format_seconds(ends.high)}), "
+            f"{time} a step ({format_seconds(ends.low)} to {format_seconds(ends.high)}), "
             f"{rate} tokens/s ({format_count(rates.low)} to {format_count(rates.high)})",
-            f"  so wide: 80% of {STEP[found.basis].n} {STEP[found.basis].says}",
+            f"  in brackets: where 80% of {STEP[found.basis].n} {STEP[found.basis].says}",
         ]
     return "\n".join([*lines, *said, f"  where it goes: {parts}", *_end_told(plan, found)])
 
 
 def _end_told(plan: Plan, found: Foresight) -> list[str]:
     """When the run ends, what fits until then, and what it costs."""
+    until = f"until {found.until}{', if it fitted' if found.fits == 'no' else ''}"
     if found.hours is None:
-        return [f"until {found.until}"] if found.until else []
+        return [until] if found.until else []
     last, told = found.until.rpartition("; at the latest ")[2], []
     ends, price = found.between.get("hours"), found.between.get("dollars")
     wide = ends is not None and ends.low < ends.high
@@ -369,4 +396,4 @@ def _end_told(plan: Plan, found: Foresight) -> list[str]:
         told.append(f"${found.dollars:,.2f}")
         if price is not None and price.low < price.high:
             told[-1] += f" (${price.low:,.2f} to ${price.high:,.2f})"
-    return [f"until {found.until}{': ' if told else ''}{', '.join(told)}"]
+    return [f"{until}{': ' if told else ''}{', '.join(told)}"]

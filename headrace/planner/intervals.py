@@ -50,10 +50,18 @@ class Between:
 
 
 STEP: dict[Basis, Width] = {
-    "no_gpu": Width(0.969, 1.034, 294, "steps of H200s, a shape that was not looked at"),
-    "after_probes": Width(0.970, 1.033, 294, "steps of H200s, by the rates of some of them"),
-    "after_20_steps": Width(0.956, 1.046, 294, "steps of H200s, set by one of another shape"),
-    "same_workload": Width(0.976, 1.017, 126, "steps of H200s, set by a plan of the same workload"),
+    "no_gpu": Width(
+        0.969, 1.034, 294, "measured steps of H200s lay, each foreseen without any of its own shape"
+    ),
+    "after_probes": Width(
+        0.970, 1.033, 294, "measured steps of H200s lay, by the rates that some were probed at"
+    ),
+    "after_20_steps": Width(
+        0.956, 1.046, 294, "measured steps of H200s lay, each set right by steps of another shape"
+    ),
+    "same_workload": Width(
+        0.976, 1.017, 126, "measured steps of H200s lay, each set right by others of its workload"
+    ),
 }
 """basis -> how far a step's time is off. Rows of techniques.jsonl, limits.jsonl and peers.jsonl at
 0841e19, 0c5601c and 09386a9, of 160m, 1b and one of 7b, and 150 of 24 more workloads in

@@ -10,13 +10,15 @@ technique does not say yet what it does to time, plans with it have none; those 
 are listed apart, for a tuner to measure. So are changes that are foreseen to change nothing.
 """
 
+import shlex
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from headrace.changes import parse
 from headrace.core.errors import HeadraceError
 from headrace.core.machine import Machine
 from headrace.core.plan import Plan
@@ -36,6 +38,11 @@ FITS = {"yes": "yes", "tight": "tightly", "no": "no"}
 HEAD = ["rank", "step", "tokens/s", "gain", "whole run", "peak", "fits", "changes"]
 LISTED = 8
 """Changes of unknown time that a reader is told."""
+NO_PRICE = (
+    "there is no price, so plans are ranked by time alone and no dollars are told: "
+    "hardware.dollars_per_hour=PRICE, of all devices of the run"
+)
+"""What is for money, and has none."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +103,8 @@ def sweep(
     Raises:
         ConfigError, UnsupportedError: the start itself cannot run there.
     """
-    search = _Search(Asking(plan, context, machine, catalogue, learning, calibration), aim, limit)
+    asking = Asking(plan, context, machine, catalogue, learning, calibration, layouts=True)
+    search = _Search(asking, aim, limit)
     for level in range(depth):
         if not search.widen(width, first=level == 0):
             break
@@ -278,6 +286,8 @@ def told(found: Sweep) -> str:
         f"{found.asked} plans foreseen in {format_seconds(found.seconds)} ({rate:.0f} a second): "
         f"{len(found.ranked)} ranked, {refused} more cannot run, {found.too_large} do not fit",
     ]
+    if found.aim == "money" and found.start.plan.hardware.dollars_per_hour is None:
+        lines.append(NO_PRICE)
     if found.unpriced:
         names = ", ".join(f"{n} {c}" for n, c in Counter(found.unpriced).most_common(LISTED))
         lines.append(f"time not predicted, by what does not say it: {names}")
@@ -286,6 +296,31 @@ def told(found: Sweep) -> str:
         more = max(0, len(found.unknown) - LISTED)
         lines.append(f"only a measurement tells: {words}" + (f"; {more} more" if more else ""))
     return "\n".join(lines)
+
+
+def command(
+    found: Sweep, plan: str, overrides: Sequence[str], with_: Sequence[str], without: Sequence[str],
+) -> str:  # fmt: skip
+    """What runs the first rank, by the words that the sweep's own plan was given in.
+
+    Where no time is foreseen it measures; "" where nothing that is ranked fits.
+    """
+    best = found.ranked[0] if found.ranked else None
+    if best is not None and best.foresight.fits == "no":
+        return ""
+    changes = parse(() if best is None else best.changes)
+    keys = {word.partition("=")[0] for word in changes.overrides}
+    ranks = 1 if best is None else best.plan.mesh.ranks
+    several = ["torchrun", "--nproc-per-node", str(ranks), "-m"] if ranks > 1 else []
+    parts = [*several, "headrace", "tune" if best is None else "train", plan]
+    parts += [word for word in overrides if word.partition("=")[0] not in keys]
+    parts += changes.overrides
+    for option, names in (
+        ("--with", [n for n in with_ if n not in changes.without] + [*changes.with_]),
+        ("--without", [n for n in without if n not in changes.with_] + [*changes.without]),
+    ):
+        parts += [part for name in names for part in (option, name)]
+    return shlex.join(parts)
 
 
 def plain(found: Sweep, most: int = 12) -> dict[str, Any]:

@@ -20,7 +20,9 @@ and told in `Machine.skipped`; what the device or its libraries refuse is told i
 with their own words, and nothing is guessed in its place. An interrupt leaves nothing behind: the
 file is written at the end, under the name of the device, torch's version and the driver's.
 
-Left out: what runs beside a kernel in a step, transposed operands, and links between GPUs.
+Links to other ranks are measured by several together (probes/together.py).
+
+Left out: what runs beside a kernel in a step, and transposed operands.
 """
 
 import os
@@ -29,7 +31,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,7 +39,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from headrace.core.errors import UnsupportedError, is_out_of_memory
+from headrace.core.errors import ConfigError, UnsupportedError, is_out_of_memory
 from headrace.core.machine import FORMAT, Machine, host_memory_bytes
 from headrace.core.rates import Absent, Attention, Kernel, Moved, Precision, Products, Shape, Stream
 from headrace.probes.clock import Clock
@@ -128,6 +130,9 @@ def measure(
         raise UnsupportedError(f"probes know CPUs and NVIDIA GPUs, not {device.type}", "device=cpu")
     found = _run(device, budget_s, progress)
     machine = _machine(found)
+    with suppress(ConfigError):  # a damaged file, in whose place this one comes
+        before = cached(device)
+        machine = machine if before is None else replace(machine, links=before.links)
     machine.write(path(device))
     return machine
 

@@ -32,6 +32,10 @@ def table(machine: Machine) -> list[list[str]]:
             rate = MANY_BYTES / machine.link_s(MANY_BYTES, to_host)
             rows.append([f"copies {way} the host", f"{rate / 1e9:.4g} GB/s"])
         rows.append(["held by the driver and libraries", format_bytes(machine.context_bytes)])
+    for link in machine.links:
+        name = link.operation.replace("_", "-")
+        rate = f"{link.stream.bytes_per_s / 1e9:.4g} GB/s a rank"
+        rows.append([f"{name} over {link.ranks} ranks", rate])
     rows += [[absent.what, f"none: {absent.why}"] for absent in machine.absent]
     rows += [[what, "no time left"] for what in machine.skipped]
     return rows

@@ -3,7 +3,6 @@
 The loss of every step, the stream and the last weights are those of a run that one process made.
 """
 
-import json
 import os
 import signal
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import PLAN, report, tensors
+from tiny import PLAN, losses, report, tensors
 
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "alone": (1, ()),
@@ -65,13 +64,6 @@ def train(zygote: Any, home: Path, name: str, layout: str, steps: int, *more: st
         *more,
     )  # fmt: skip
     assert [e.code for e in ended] == [0] * ranks, (layout, ended[0].err + ended[-1].err)
-
-
-def losses(run: Path) -> torch.Tensor:
-    """The loss of each step."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
-    return torch.tensor([row["loss"] for row in rows])
 
 
 def assert_the_same_run(one: Path, two: Path) -> None:

@@ -18,6 +18,7 @@ what adds up over tokens is exact: a loss that layers keep over whole rows is no
 Source: arXiv 2310.01889; Llama 3 (arXiv 2407.21783, 3.3.2).
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.ledger import Ledger, Line
+from headrace.core.links import COMMUNICATORS
 from headrace.core.technique import (
     Card,
     Context,
@@ -34,6 +36,8 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
+from headrace.core.work import Phase, collective
+from headrace.core.work import Work as Piece
 from headrace.model.count import FP32
 from headrace.model.mask import MaskSpec, Rows
 from headrace.parallel.ring import Ring, RingMask, ring_attention
@@ -42,6 +46,13 @@ from headrace.sockets import Build, Work
 AXIS = "context"
 WEIGHT_LINES = ("weight_cast",)
 """Lines of a block that do not grow with its tokens."""
+WEIGHT_WORK = ("weight_cast", "head_cast", "gradients", "clip", "update", "reduce", "count")
+"""Pieces of work likewise, by how their names begin."""
+MERGED = 26
+"""Bytes that an output's number costs where a block's is added to it: its fp32 sum is read and
+written twice, and the block's read, cast and read."""
+ADDED = 12
+"""Likewise of a gradient: an fp32 number added to another."""
 
 
 class RingAttend:
@@ -99,6 +110,7 @@ class ContextParallel(Technique[Build]):
     axes: ClassVar[tuple[str, ...]] = (AXIS,)
     claims: ClassVar[tuple[str, ...]] = ("parts.attend", "place")
     symptoms: ClassVar[tuple[str, ...]] = ("memory capacity:activations", "memory capacity:logits")
+    timed: ClassVar[bool] = True
     card: ClassVar[Card] = Card(
         buys="activations and logits of a rank divided by mesh.context, and the time of a row "
         "with them (derived)",
@@ -155,7 +167,9 @@ class ContextParallel(Technique[Build]):
         sizes |= {"mask": sizes["mask"] * left**2, "mask_copy": 0.0}
         sizes["head_gradients"] -= gone
         ledger = ledger.with_line("ring", Line(ring, ("backward",)))
-        return replace(ledger, sizes=sizes)
+        sizes[COMMUNICATORS] = sizes.get(COMMUNICATORS, 0.0) + 1
+        work = {name: _part(name, piece, ledger.sizes) for name, piece in ledger.work.items()}
+        return replace(ledger, sizes=sizes, work=work | _round(work, sizes))
 
     def apply(self, build: Build) -> None:
         """Fill the backend, and cut what the trunk places."""
@@ -176,6 +190,61 @@ class ContextParallel(Technique[Build]):
             f"{sent.bytes_sent:,} bytes round {ring.ranks} ranks in {sent.calls} calls",
             numbers={"tokens_held": attend.held, "tokens_of_a_row": attend.whole, **vars(sent)},
         )
+
+
+def _part(name: str, piece: Piece, sizes: Mapping[str, float]) -> Piece:
+    """A piece of whole rows for a rank's tokens of them."""
+    left, what = 1 / sizes["context_ranks"], name.partition("/")[0]
+    if piece.kind == "product":
+        place = 2 if name.endswith("/weight") else 0
+        ends = list(piece.sizes)
+        ends[place] = min(ends[place], int(sizes["tokens"] * left))  # fewer chunks, if it was one
+        count = piece.count * left * piece.sizes[place] / ends[place]
+        return replace(piece, count=count, sizes=tuple(ends))
+    if piece.kind == "attention":
+        rows, heads, kv_heads, length, features = piece.sizes
+        part = (rows, heads, kv_heads, int(length * left), features)
+        return replace(piece, sizes=part, reach=int(sizes["context_ranks"]))
+    if name == "head/sum":  # of the output matrix's gradient, once a chunk
+        return replace(piece, count=max(1.0, piece.count * left))
+    if piece.kind != "stream" or what in WEIGHT_WORK:
+        return piece
+    table = FP32 * sizes["embedding"] if name == "embedding/backward" else 0.0
+    fused = None if piece.fused is None else piece.fused * left
+    return replace(piece, bytes=table + (piece.bytes - table) * left, fused=fused)
+
+
+def _round(work: Mapping[str, Piece], sizes: Mapping[str, float]) -> dict[str, Piece]:
+    """What goes round the ring, attention over the keys of others, and what joins the results.
+
+    Of another's keys half are seen, or by half of the queries. Left out: indices of documents.
+    """
+    layers, others = sizes["layers"], sizes["context_ranks"] - 1
+    numbers = 2 * sizes["tokens"] * sizes["kv_heads"] * sizes["head_dim"]  # of keys and values
+    queries = sizes["tokens"] * sizes["heads"] * sizes["head_dim"]
+    blocks = 1 + others / 2
+    joined: dict[Phase, float] = {
+        "forward": MERGED * queries * blocks,
+        "backward": ADDED * (queries + numbers) * blocks,
+    }
+    found = {f"attention/joined_{phase}": Piece(phase, "stream", layers, bytes, 2 * (1 + others))
+             for phase, bytes in joined.items()}  # fmt: skip
+    for name, piece in work.items():
+        if piece.kind == "attention":
+            found[f"{name}/others"] = replace(piece, count=piece.count * others / 2, causal=False)
+    keys, gradients = sizes["activation_bytes"] * numbers, FP32 * numbers
+    sends: dict[str, tuple[Phase, float, float]] = {
+        "keys_forward": ("forward", keys, others),
+        "keys_backward": ("backward", keys, others),
+        "gradients": ("backward", gradients, others),
+        "home": ("backward", gradients, 1.0),  # the last passes, beside which nothing runs
+    }
+    for name, (phase, bytes, times) in sends.items():
+        found[f"attention/{name}"] = collective(
+            sizes, AXIS, phase, "send", bytes, layers * times,
+            beside="" if name == "home" else "attention",
+        )  # fmt: skip
+    return found
 
 
 def _indivisible(length: int, ranks: int) -> tuple[str, str]:

@@ -12,6 +12,7 @@ gathered weights until the backward pass: one gather less, the weights' memory m
 replicas of shards (HSDP).
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, cast
 
@@ -22,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from headrace.core.ledger import Instant, Ledger, Line
+from headrace.core.links import Operation
 from headrace.core.technique import (
     Card,
     Context,
@@ -31,9 +33,15 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
+from headrace.core.work import Beside, Phase, Work, collective
+from headrace.model.count import FP32
 from headrace.sockets import Build
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+CASTS = ("weight_cast", "head_cast")
+"""Pieces of work that bf16 weights do not need; a gradient is cast as it is scattered."""
+SUMMED = ("reduce/gradients", "reduce/copy")
+"""Pieces in whose place gradients are scattered."""
 SHARDED_LINES = ("parameters", "gradients", "optimizer")
 
 
@@ -56,6 +64,7 @@ class Fsdp(Technique[Build]):
     symptoms: ClassVar[tuple[str, ...]] = (
         "memory capacity:parameters", "memory capacity:optimizer",
     )  # fmt: skip
+    timed: ClassVar[bool] = True
     card: ClassVar[Card] = Card(
         buys="weights, gradients and optimizer state divided by the ranks (derived)",
         costs="gathering every block's weights twice a micro-batch; time where the network is slow",
@@ -83,6 +92,7 @@ class Fsdp(Technique[Build]):
         Several micro-batches add their gradients up whole, in what they are summed in.
         """
         ranks = ledger.sizes["shard_ranks"]
+        work = dict(self._worked(ledger))
         through: tuple[Instant, ...] = ("loss", "turn", "backward")
         whole = ledger.memory["parameters"].bytes
         gradients = ledger.memory.get("gradients")
@@ -100,7 +110,68 @@ class Fsdp(Technique[Build]):
         gathered = whole - inside + held * inside / layers
         gathered *= 0.5 if self.gather == "bf16" else 1.0
         ledger = ledger.with_line("gathered", Line(gathered, through))
-        return replace(ledger, sizes={**ledger.sizes, "slices": ranks})
+        return replace(ledger, sizes={**ledger.sizes, "slices": ranks}, work=work)
+
+    def _worked(self, ledger: Ledger) -> Iterator[tuple[str, Work]]:
+        """Slices updated, gathers and scatters in the place of sums, and their copies.
+
+        A block's weights travel while others compute, its neighbour's at least: torch gathers one
+        ahead even where `prefetch` is 0. Beside what is outside of the blocks and the block next to
+        it nothing runs. Left out: what pads a slice that does not come out even.
+        """
+        sizes, narrow = ledger.sizes, self.gather == "bf16"
+        for name, piece in ledger.work.items():
+            what = name.partition("/")[0]
+            if piece.phase == "optimizer" and what != "count":
+                if name not in SUMMED:
+                    yield name, replace(piece, bytes=piece.bytes / sizes["shard_ranks"])
+            elif not (narrow and what in CASTS):
+                yield name, piece
+        layers, (blocks, outside) = max(1.0, sizes["layers"]), self._gathered(ledger)
+        ends, narrower = outside + blocks / layers, 0.5 if self.reduce == "bf16" else 1.0
+        gradients, apart = (narrower * bytes for bytes in self._learned(ledger))
+        last = apart + (gradients - apart) / layers
+        calls: dict[str, tuple[Phase, Operation, float, float, Beside]] = {
+            "gather_first": ("forward", "all_gather", ends, 2, ""),
+            "gather": ("forward", "all_gather", blocks + outside - ends, layers - 1, "blocks"),
+            "gather_again": ("backward", "all_gather", self.reshard * blocks, layers, "blocks"),
+            "scatter": ("backward", "reduce_scatter", gradients - last, layers - 1, "blocks"),
+            "scatter_last": ("backward", "reduce_scatter", last, 1 + bool(apart), ""),
+        }
+        for name, (phase, operation, bytes, count, beside) in calls.items():
+            if bytes and count:
+                once, each = operation == "reduce_scatter", bytes / count
+                yield (
+                    f"shards/{name}",
+                    collective(
+                        sizes, "shard", phase, operation, each, count, beside=beside, last=once
+                    ),
+                )
+                # Gathered weights are copied out of one buffer, gradients into one.
+                copies = count / (sizes["micro_batches"] if once else 1)
+                yield f"shards/{name}_copy", Work(phase, "stream", copies, 2 * each)
+
+    def _gathered(self, ledger: Ledger) -> tuple[float, float]:
+        """Bytes that blocks have when they are gathered, all of them, and what is outside."""
+        blocks = outside = 0.0
+        vectors = ledger.memory["parameters"].bytes
+        for name, matrix in ledger.matrices.items():
+            vectors -= matrix.stored * matrix.numbers
+            bytes = (2 if self.gather == "bf16" else matrix.stored) * matrix.numbers
+            inside = name.startswith("blocks.")
+            blocks, outside = blocks + inside * bytes, outside + (not inside) * bytes
+        own = min(vectors, FP32 * ledger.sizes["final_norm"])
+        narrower = 0.5 if self.gather == "bf16" else 1.0
+        return blocks + narrower * (vectors - own), outside + narrower * own
+
+    def _learned(self, ledger: Ledger) -> tuple[float, float]:
+        """Bytes of all gradients, and of those outside of the blocks."""
+        gradients, learns = ledger.memory["gradients"].bytes, ledger.updates()
+        numbers = {name: matrix.numbers for name, matrix in learns.items()}
+        outside = sum(n for name, n in numbers.items() if not name.startswith("blocks."))
+        norm = FP32 * ledger.sizes["final_norm"]
+        apart = norm * (gradients - FP32 * sum(numbers.values()) >= norm)
+        return gradients, FP32 * outside + apart
 
     def apply(self, build: Build) -> None:
         """Shard each block, then the rest, as their weights become real."""

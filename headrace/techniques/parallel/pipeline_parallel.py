@@ -24,6 +24,7 @@ from torch import Tensor
 
 from headrace.core.errors import ConfigError
 from headrace.core.ledger import Ledger, Line, Matrix
+from headrace.core.links import COMMUNICATORS
 from headrace.core.technique import (
     Card,
     Context,
@@ -33,9 +34,12 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
+from headrace.core.work import IDLE, collective
+from headrace.core.work import Work as Piece
 from headrace.model.count import FP32, held_in
 from headrace.model.decoder import Decoder, Part
 from headrace.model.head import Objective
+from headrace.model.work import LEARNED
 from headrace.parallel import pipeline
 from headrace.sockets import Build, Work, auxiliary_loss
 
@@ -45,6 +49,7 @@ STATES: Mapping[str, Callable[[Matrix], float]] = {
     "optimizer": lambda m: 2 * FP32 * m.numbers * bool(m.by),
 }
 """What a matrix takes of these lines before optimizers edit them."""
+AXIS = "pipeline"
 END_LINES = ("final_norm", "logits", "head_cast", "head_gradients", "head_weight_gradient")
 
 
@@ -63,6 +68,7 @@ class PipelineParallel(Technique[Build]):
     composes: ClassVar[tuple[str, ...]] = ("layouts",)
     axes: ClassVar[tuple[str, ...]] = ("pipeline",)
     symptoms: ClassVar[tuple[str, ...]] = ("memory capacity:parameters", "interconnect")
+    timed: ClassVar[bool] = True
     card: ClassVar[Card] = Card(
         buys="weights, gradients and optimizer state divided by the ranks, with one activation per "
         "micro-batch and border on the network (derived)",
@@ -133,12 +139,41 @@ class PipelineParallel(Technique[Build]):
         matrices = self._matrices(ledger, mine, first=rank == 0, last=last)
         for name, bytes_of in STATES.items():  # vectors are shared out as layers are
             whole, part = (sum(map(bytes_of, m.values())) for m in (ledger.matrices, matrices))
-            vectors = (memory[name].bytes - whole) * here / layers
+            own = ledger.sizes["final_norm"] * FP32 * (2 if name == "optimizer" else 1)
+            vectors = memory[name].bytes - whole
+            own = min(vectors, own)
+            vectors = (vectors - own) * here / layers + own * last
             memory[name] = replace(memory[name], bytes=vectors + part)
         for name in END_LINES if not last else ():
             memory.pop(name, None)
-        sizes = {**ledger.sizes, "layers": here}
-        return Ledger(memory, ledger.flops, sizes, matrices=matrices)
+        idle = pipeline.bubble(ranks, micros, self.chunks)
+        sizes = {**ledger.sizes, "layers": here, IDLE: idle}
+        sizes["final_norm"] *= last
+        held = memory["gradients"].bytes / max(1.0, ledger.memory["gradients"].bytes)
+        stage = _Stage(rank == 0, last, here, layers, held)
+        work = {n: part for n, w in ledger.work.items() if (part := stage.part(n, w)) is not None}
+        work |= self._sends(sizes, rank, ranks)
+        borders = 2 if self.chunks > 1 else (rank > 0) + (not last)  # both ways
+        ends = bool(sizes["tied"]) and (rank == 0 or last)
+        sizes[COMMUNICATORS] = sizes.get(COMMUNICATORS, 0.0) + 2 * borders + ends
+        return replace(ledger, memory=memory, sizes=sizes, matrices=matrices, work=work)
+
+    def _sends(self, sizes: Mapping[str, float], rank: int, ranks: int) -> dict[str, Piece]:
+        """What a rank sends to its neighbours; as much comes, and it waits for that.
+
+        Of a tied embedding both ends add up their gradients.
+        """
+        stream = sizes["residual"] * sizes["stream_bytes"] / sizes["activation_bytes"]
+        ahead, back = self.chunks - (rank == ranks - 1), self.chunks - (rank == 0)
+        found = {
+            "border/forward": collective(sizes, AXIS, "forward", "send", stream, ahead),
+            "border/backward": collective(sizes, AXIS, "backward", "send", stream, back),
+        }
+        if sizes["tied"] and rank in (0, ranks - 1):
+            table = FP32 * sizes["embedding"]  # which two ranks have
+            of_two = {f"{AXIS}_ranks": 2.0, f"{AXIS}_reach": sizes[f"{AXIS}_reach"]}
+            found["reduce/ends"] = collective(of_two, AXIS, "optimizer", "all_reduce", table)
+        return found
 
     def _matrices(
         self, ledger: Ledger, mine: Sequence[str], *, first: bool, last: bool
@@ -178,6 +213,42 @@ class PipelineParallel(Technique[Build]):
                 "messages": pipe.line.messages, "bytes": pipe.line.bytes,
             },
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """A rank's part of the pieces of a step.
+
+    Args:
+        first: it has the embedding.
+        last: it has the head.
+        here: its layers.
+        layers: of the model.
+        held: its share of what learns.
+    """
+
+    first: bool
+    last: bool
+    here: int
+    layers: int
+    held: float
+
+    def part(self, name: str, piece: Piece) -> Piece | None:
+        """Of all pieces of that name, its own; None where it has none."""
+        if name.startswith("embedding"):
+            return piece if self.first else None
+        if name.startswith(("head", "loss")):
+            return piece if self.last else None
+        if name.startswith(LEARNED):
+            return replace(piece, bytes=piece.bytes * self.held) if self.held else None
+        if name.startswith("count/"):
+            return piece
+        share = self.here / self.layers
+        if name.startswith("norms/"):
+            share = (2 * self.here + self.last) / (2 * self.layers + 1)
+        if piece.phase == "optimizer":
+            return replace(piece, bytes=piece.bytes * share)
+        return replace(piece, count=piece.count * share)
 
 
 @dataclass

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from headrace.core.errors import ConfigError
 from headrace.core.ledger import Ledger
+from headrace.core.links import COMMUNICATORS
 from headrace.core.model_config import ModelConfig
 from headrace.core.technique import (
     Card,
@@ -43,6 +44,7 @@ from headrace.core.technique import (
 )
 from headrace.model.count import FP32
 from headrace.model.sharded_vocabulary import ShardedVocabulary
+from headrace.model.split_work import split_work
 from headrace.parallel.layout import share
 from headrace.parallel.tensor import (
     Peers,
@@ -129,6 +131,7 @@ class TensorParallel(Technique[Build]):
         "memory capacity:parameters", "memory capacity:optimizer", "memory capacity:activations",
         "memory capacity:logits",
     )  # fmt: skip
+    timed: ClassVar[bool] = True
     card: ClassVar[Card] = Card(
         buys="parameters, gradients, optimizer state, logits and activations of a rank divided by "
         "mesh.tensor, and less work per token on each (derived)",
@@ -158,6 +161,7 @@ class TensorParallel(Technique[Build]):
         sizes, ranks = dict(ledger.sizes), ledger.sizes["tensor_ranks"]
         kept = ledger.memory["parameters"].bytes
         left = (4 * sizes["unsplit"] + (kept - 4 * sizes["unsplit"]) / ranks) / kept
+        work = split_work(ledger, sequence=self.sequence, kept=left)
         ledger = ledger.scaled(lambda name: name in STATE_LINES, left)
         ledger = ledger.scaled(
             lambda name: (
@@ -186,10 +190,11 @@ class TensorParallel(Technique[Build]):
             ledger = ledger.with_line("head_gradients", replace(head, bytes=head.bytes - gone))
         sizes["head_gradients"] -= gone
         sizes |= {name: sizes[name] / ranks for name in INSIDE_SIZES if name in sizes}
+        sizes[COMMUNICATORS] = sizes.get(COMMUNICATORS, 0.0) + 1
         flops = {phase: count / ranks for phase, count in ledger.flops.items()}
         cut = {n: replace(m, share=m.share / ranks) for n, m in ledger.matrices.items()
                if n != "position.weight"}  # fmt: skip
-        return replace(ledger, sizes=sizes, flops=flops).with_matrices(cut)
+        return replace(ledger, sizes=sizes, flops=flops, work=work).with_matrices(cut)
 
     def apply(self, build: Build) -> None:
         """Cut the parts, the embedding and the head, and put collectives around them."""

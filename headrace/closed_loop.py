@@ -23,12 +23,14 @@ from headrace.context import find_device
 from headrace.core.errors import EXIT_INTERRUPTED, ConfigError
 from headrace.doctor import advice
 from headrace.doctor.run import TRACES
-from headrace.doctor.trace.facts import kernel_lines, trace_facts
+from headrace.doctor.trace.facts import HEAD as KERNEL_HEAD
+from headrace.doctor.trace.facts import kernel_lines
 from headrace.load import read_plan, resolve_run
 from headrace.planner import sweep
 from headrace.planner.ending import Curve
 from headrace.planner.foresight import after, foresee, told
 from headrace.probes.table import table as probe_table
+from headrace.probes.together import measure_together
 from headrace.recipes import recipes
 from headrace.terminal import console, exit_codes, make_progress, show_json, show_table
 from headrace.trials.ablate import ablate_command
@@ -74,6 +76,8 @@ def plan(
         else:
             show_table(sweep.HEAD, sweep.table(ranked), f"{wanted.name} on {machine.name}")
             print(sweep.told(ranked))
+            if more := sweep.command(ranked, plan, overrides or (), with_ or (), without or ()):
+                print(f"next: {more}{f'  # on {device_name}' if device_name else ''}")
 
 
 def probe(
@@ -85,7 +89,9 @@ def probe(
     """Measure what this machine reaches, and keep it for predictions."""
     with exit_codes(json):
         where = find_device(device)
-        machine = probes.measure(where, budget_s=seconds, progress=make_progress(json))
+        machine = measure_together(where, budget_s=seconds, progress=make_progress(json))
+        if machine is None:  # the first rank tells
+            return
         if json:
             show_json({"machine": asdict(machine), "file": str(probes.path(where))})
             return
@@ -108,7 +114,7 @@ def doctor(
 ) -> None:  # fmt: skip
     """What holds a run up, the gravest first, and what each remedy would gain."""
     with exit_codes(json):
-        first, kernels = what[0], None
+        first, kernels = what[0], []
         if _is_plan(first):
             words = [str(word) for word in what[1:]]
             wanted = named_plan(str(first), words, with_, without, verb="doctor")
@@ -122,13 +128,13 @@ def doctor(
             found = advice.advise_loop(what, catalogue())
         else:
             folder = _judged_run(first)
-            found, kernels = advice.advise(folder, catalogue()), trace_facts(folder)
+            found, kernels = advice.advise(folder, catalogue()), kernel_lines(folder)
         if json:
             show_json(advice.plain(found))
             return
         print(advice.told(found))
         if kernels:
-            show_table(["kernel", "class", "a step", "share", "bound"], kernel_lines(kernels))
+            show_table(KERNEL_HEAD, kernels)
 
 
 def _judged_run(what: Path) -> Path:

@@ -1,0 +1,125 @@
+"""What several ranks measure together: how long it takes to send each other so many bytes.
+
+`torchrun --nproc-per-node N -m headrace probe` starts it. The first rank's device is measured while
+the others wait, unless its rates are kept already. Then every kind of collective is run over all
+ranks, a few calls at a time, with sizes from some KiB on. A time is the median of the slowest rank,
+by the host's clock around a burst of calls. They are kept beside the device's other rates, for as
+many ranks as took part.
+
+Left out: collectives beside kernels, and links between some of the ranks.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from headrace.core.links import OPERATIONS, Link, Operation, sent
+from headrace.core.machine import Machine
+from headrace.core.plan import MeshConfig
+from headrace.core.rates import Moved, Stream
+from headrace.parallel.world import World, open_world
+from headrace.probes import cached, measure, path
+from headrace.progress import Progress
+
+KIB, MIB = 2**10, 2**20
+SIZES = {"cpu": (4 * KIB, 256 * KIB, 4 * MIB), "cuda": (4 * KIB, 256 * KIB, 4 * MIB, 64 * MIB,
+         256 * MIB)}  # fmt: skip
+"""Bytes of a whole tensor; a rank sends its share of them."""
+WARM, BURSTS, CALLS = 2, 5, 4
+"""Calls that are not timed; bursts of which the median counts; calls of a burst."""
+NUMBER = 4
+"""bytes of a number"""
+
+
+def measure_together(
+    device: torch.device, *, budget_s: float = 180.0, progress: Progress | None = None
+) -> Machine | None:
+    """The rates of a device, and of the links between the ranks that were started; kept.
+
+    Args:
+        device: a CPU or a CUDA device.
+        budget_s: of the probes of the device alone.
+        progress: is told how far it is.
+
+    Returns:
+        None on all ranks but the first.
+    """
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks == 1:
+        return measure(device, budget_s=budget_s, progress=progress)
+    with open_world(MeshConfig(data=ranks), device) as world:
+        if device.type == "cuda":
+            device = torch.device("cuda", world.local_rank)
+        machine = None
+        if world.rank == 0:
+            machine = cached(device) or measure(device, budget_s=budget_s, progress=progress)
+        world.any(False)  # the others wait without a kernel
+        links = measure_links(device, world)
+    if machine is None:
+        return None
+    before = tuple(link for link in machine.links if link.ranks != ranks)
+    machine = replace(machine, links=(*before, *links))
+    machine.write(path(device))
+    return machine
+
+
+def measure_links(device: torch.device, world: World) -> tuple[Link, ...]:
+    """Every kind of collective over all ranks, which call it together."""
+    return tuple(_link(operation, device, world) for operation in OPERATIONS)
+
+
+def _link(operation: Operation, device: torch.device, world: World) -> Link:
+    points = []
+    for size in SIZES[device.type]:
+        numbers = size // NUMBER // world.ranks * world.ranks
+        seconds = _seconds(_call(operation, numbers, device, world), device, world)
+        points.append(Moved(int(sent(operation, NUMBER * numbers, world.ranks)), seconds))
+    largest, least_s = points[-1], min(point.seconds for point in points)
+    return Link(
+        operation, world.ranks, Stream(least_s, largest.bytes / largest.seconds, tuple(points))
+    )
+
+
+def _call(
+    operation: Operation, numbers: int, device: torch.device, world: World
+) -> Callable[[], object]:
+    """One collective of a whole tensor of so many numbers."""
+    whole, part = (torch.zeros(n, device=device) for n in (numbers, numbers // world.ranks))
+    calls: dict[Operation, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(whole),
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole),
+        "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(whole), whole),
+        "send": lambda: _pass_on(whole, world),
+    }
+    return calls[operation]
+
+
+def _pass_on(x: Tensor, world: World) -> None:
+    """Send to the next rank what is as large as what comes from the one before."""
+    after, before = ((world.rank + step) % world.ranks for step in (1, -1))
+    for one in dist.batch_isend_irecv([
+        dist.P2POp(dist.isend, x, after), dist.P2POp(dist.irecv, torch.empty_like(x), before)
+    ]):  # fmt: skip
+        one.wait()
+
+
+def _seconds(call: Callable[[], object], device: torch.device, world: World) -> float:
+    """Of one call, by the slowest rank."""
+    spent = []
+    for burst in range(WARM + BURSTS):
+        world.any(False)
+        begin_s = time.perf_counter()
+        for _ in range(CALLS if burst >= WARM else 1):
+            call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if burst >= WARM:
+            spent.append((time.perf_counter() - begin_s) / CALLS)
+    return max(world.gather(median(spent)))

@@ -1,0 +1,104 @@
+"""What ranks are foreseen to send is what they send, by operation and to the byte."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import CHUNKED, CP, FSDP, INTERLEAVED, PP, SAC, TP, case
+from composition import Composition
+
+from headrace.data.ingest import prepare
+
+FUNCTIONS = Path(__file__).with_name("traffic.py")
+HALF: dict[str, Any] = {"keys": {"model": {"precision": "bf16"}}}
+FULL: dict[str, Any] = {"full_checkpoint": {}}
+NARROW: dict[str, Any] = {"bf16_parameters": {}}
+LORA: dict[str, Any] = {"lora": {"rank": 2}}
+GPT2: dict[str, Any] = {"keys": {"model": {
+    "norm": "layer_norm", "bias": True, "activation": "gelu", "position": "learned",
+}}}  # fmt: skip
+NORMED: dict[str, Any] = {"keys": {"model": {"qk_norm": True}}}
+WHOLE: dict[str, Any] = {"tensor_parallel": {"sequence": False}}
+
+
+def even(name: str, *techniques: dict[str, Any], **more: Any) -> Composition:
+    """A composition whose sizes divide, so that nothing is padded."""
+    return case(name, *techniques, **{"shape": "even", "length": 16, **more})
+
+
+TWO = [
+    even("replicas", data=2),
+    even("fsdp", FSDP, data=2),
+    even("fsdp-kept", {"fsdp": {"reshard": False}}, data=2),
+    even("fsdp-half", {"fsdp": {"gather": "bf16"}}, data=2, **HALF),
+    even("fsdp-halves", {"fsdp": {"gather": "bf16", "reduce": "bf16"}}, data=2, **HALF),
+    even("fsdp-one-micro", FSDP, data=2, micro_rows=4),
+    even("fsdp-lora", FSDP, LORA, data=2),
+    even("fsdp-gpt2", FSDP, data=2, **GPT2),
+    even("fsdp-normed", FSDP, data=2, **NORMED),
+    even("replicas-lora", LORA, data=2),
+    even("replicas-narrow", NARROW, data=2, **HALF),
+    even("tp", TP, tensor=2),
+    even("tp-half", TP, tensor=2, **HALF),
+    even("tp-whole-tokens", WHOLE, tensor=2),
+    even("tp-narrow", TP, NARROW, tensor=2, **HALF),
+    even("tp-gpt2", TP, tensor=2, **GPT2),
+    even("tp-normed", TP, tensor=2, **NORMED),
+    even("tp-whole-gpt2", WHOLE, tensor=2, **GPT2),
+    even("tp-whole-normed", WHOLE, tensor=2, **NORMED),
+    even("tp-pieces", TP, {"chunked_mlp": {"chunk_tokens": 16}}, tensor=2),
+    even("tp-chunked", TP, CHUNKED, tensor=2),
+    even("tp-full", TP, FULL, tensor=2),
+    even("tp-selective", TP, SAC, tensor=2),
+    even("cp", CP, context=2),
+    even("cp-half", CP, context=2, **HALF),
+    even("cp-full", CP, FULL, context=2),
+    even("cp-selective", CP, SAC, context=2),
+    even("pp", PP, pipeline=2),
+    even("pp-half", PP, pipeline=2, **HALF),
+    even("pp-interleaved", INTERLEAVED, pipeline=2, layers=4),
+    even("pp-tied", PP, pipeline=2, keys={"model": {"tied_embeddings": True}}),
+]
+FOUR = [
+    even("replicas-4", data=4),
+    even("fsdp-4", FSDP, data=4),
+    even("cp-4", CP, context=4),
+    even("tp-fsdp", TP, FSDP, tensor=2, data=2),
+    even("tp-cp", TP, CP, tensor=2, context=2),
+    even("pp-fsdp", PP, FSDP, pipeline=2, data=2, layers=4),
+    even("pp-tp", PP, TP, pipeline=2, tensor=2, layers=4),
+    even("pp-4", PP, pipeline=4, layers=4),
+]
+
+
+@pytest.fixture(scope="module")
+def told(
+    zygote: Any, corpus: Path, prepared_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[dict[str, Any]]]:
+    """What every rank said, by case."""
+    found = {}
+    for ranks, cases in ((2, TWO), (4, FOUR)):
+        folder = tmp_path_factory.mktemp("traffic")
+        for one in cases:
+            prepare(one.plan())
+        zygote.call(
+            ranks, folder, FUNCTIONS, "count", corpus=str(corpus), prepared=str(prepared_folder),
+            folder=str(folder), cases=[asdict(one) for one in cases],
+        )  # fmt: skip
+        for one in cases:
+            files = [folder / f"{one.name}-{rank}.json" for rank in range(ranks)]
+            found[one.name] = [json.loads(file.read_text()) for file in files]
+    return found
+
+
+@pytest.mark.parametrize("name", [one.name for one in (*TWO, *FOUR)])
+def test_what_is_sent_is_foreseen(told: dict[str, list[dict[str, Any]]], name: str) -> None:
+    for rank, said in enumerate(told[name]):
+        assert said["sent"], (rank, said)
+        assert said["foreseen"].keys() == said["sent"].keys(), (rank, said)
+        for operation, bytes in said["sent"].items():
+            assert said["foreseen"][operation] == pytest.approx(bytes, rel=1e-9), (rank, said)
+            calls = said["foreseen_calls"][operation]
+            assert calls == pytest.approx(said["calls"][operation]), (rank, said)
