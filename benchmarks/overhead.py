@@ -85,6 +85,7 @@ class Sides:
             self.index += 1
             if signals:
                 signals.mark("input")
+                signals.mark("prepare")
             numbers = train.step(self.build, self.micros(self.index), self.index)
             if signals:
                 signals.end_step(self.index, numbers, {})

@@ -216,7 +216,9 @@ class Session:
         """This rank's rows of the next step."""
         self.signals.mark("input")
         with self.bursts.named("next_batch"):
-            return self.build.loader.step(self.counters.step)
+            batch = self.build.loader.step(self.counters.step)
+        self.signals.mark("prepare")
+        return batch
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -349,8 +351,7 @@ class Session:
             self._rows[-1] |= {f"val_{k}": v for k, v in value.items()}
 
     def _save(self) -> None:
-        began_s = time.perf_counter()
-        counters = self.counters
+        began_s, counters = time.perf_counter(), self.counters
         counters.stream = self._stream()
         remember(self.build, counters)
         counters.wall_s = self._wall_s()
@@ -367,8 +368,7 @@ class Session:
 
     def _stream(self) -> dict[str, Any]:
         """The stream's place and the hash of all ranks' rows so far."""
-        loader = self.build.loader
-        world = self.build.world
+        loader, world = self.build.loader, self.build.world
         reads = all(world.place(axis) == 0 for axis in ("pipeline", "context", "tensor"))
         loader.merge(sum(world.gather(loader.local_hash if reads else 0)))
         return loader.state()

@@ -24,8 +24,9 @@ PHASES = (
 )  # fmt: skip
 OUTSIDE = ("checkpoint", "eval", "other")
 """Phases that stand between steps; `headrace.watch` marks the last two."""
-
-
+PARTS = {"copy": "input", "prepare": "forward"}
+"""Marks that are parts of a phase: the copy of a batch to the device, and the step's own work
+before its first forward, which waits for no data even where a thread that reads holds it up."""
 STALL_SHARE = 0.05
 """A step is stalled when it waits for its data longer than this share of a median step."""
 TINY_BYTES = 4096
@@ -131,8 +132,11 @@ class Signals:
 
     def _row(self, pending: Pending) -> dict[str, Any]:
         seconds: dict[str, float] = dict.fromkeys(STEP_PHASES, 0.0)
+        here = self.device.type == "cpu"  # to where nothing is copied
+        parts = {**PARTS, "copy": "forward"} if here else PARTS
         ends = [m for _, m in pending.marks[1:]] + [pending.end]
-        for (phase, begin), end in zip(pending.marks, ends, strict=True):
+        for (mark, begin), end in zip(pending.marks, ends, strict=True):
+            phase = parts.get(mark, mark)
             seconds[phase] = seconds.get(phase, 0.0) + begin.elapsed_time(end) / 1e3
         if pending.facts.pop("compile_s", 0.0) > 0:
             # Compiling happens inside the phase that first calls the code, and brings the first

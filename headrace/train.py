@@ -61,6 +61,7 @@ def run(
             RunFolder.find(plan, folder)  # before any work: is there anything to resume
         world = stack.enter_context(open_world(plan.mesh, device))
         device = _own_device(device, world)
+        # make_build asks again, of the plan as it is then; a refusal shall not wait for the data.
         check_supported(list(plan.techniques.values()), make_context(plan, device))
         prepared = prepare_together(plan, world, progress)
         start.mark("prepare")
@@ -98,11 +99,13 @@ def step(build: Build, micros: Sequence[Micro], index: int) -> Tensor:
     for optimizer in build.optimizers.values():
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * build.now["lr"]
+    build.phases.mark("copy")
     work = []
     for micro in micros:
         for recut in build.recut:
             micro = recut(build, micro)
         work.append(build.place(build, micro))
+    build.phases.mark("prepare")
     numbers: list[Tensor] = []
     finite = torch.ones((), device=build.device)
     for sweep in build.passes(build, index):

@@ -1,10 +1,17 @@
 """The clock of a step, and its memory: what stands outside of it is not counted into it."""
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
+from headrace import train as training
+from headrace.data.loader import Loader
+from headrace.doctor.window import read_rows
 from headrace.signals import HostClock, Signals, TrackedMemory, between_ranks
 
 PHASES = ("input", "forward", "backward", "optimizer")
@@ -20,6 +27,57 @@ def test_an_evaluation_is_no_part_of_the_next_step() -> None:
     signals.end_step(1, torch.tensor([1.0, 1.0, 1.0, 4.0]), {})
     (row,) = signals.drain(keep=0)
     assert row["step_s"] == sum(row[f"{phase}_s"] for phase in PHASES)
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """A clock that stands still but in what is given: `passes(call, seconds)` lasts so long."""
+    now = [0.0]
+    monkeypatch.setattr(HostClock, "record", lambda self: setattr(self, "at_s", now[0]))
+
+    def lasting(call: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+        def called(*given: Any, **how: Any) -> Any:
+            now[0] += seconds
+            return call(*given, **how)
+
+        return called
+
+    return lasting
+
+
+@pytest.mark.parametrize(("device", "input_s"), [("cpu", 1.0), ("mps", 5.0)])
+def test_a_copy_is_waited_for_where_there_is_one_and_the_rest_is_the_steps_own(
+    device: str, input_s: float, passes: Callable[..., Any]
+) -> None:
+    signals = Signals(torch.device("cpu"))
+    signals.device = torch.device(device)
+    marks = ("input", "prepare", "copy", "prepare", "forward", "backward", "optimizer")
+    for count, mark in enumerate(marks):
+        signals.mark(mark)
+        passes(lambda: None, 2.0**count)()
+    signals.end_step(1, torch.tensor([1.0, 1.0, 1.0, 4.0]), {})
+    (row,) = signals.drain(keep=0)
+    assert row["input_s"] == input_s and row["input_s"] + row["forward_s"] == 31.0
+    assert (row["backward_s"], row["optimizer_s"], row["step_s"]) == (32.0, 64.0, 127.0)
+    assert not {"copy_s", "prepare_s"} & {*row}
+
+
+def test_a_step_waits_for_its_loader_and_not_for_its_own_work(
+    train: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, passes: Callable[..., Any]
+) -> None:
+    """On a CPU nothing is copied: what stands between the loader and the forward is no wait."""
+    make_build = training.make_build
+
+    def made(*given: Any, **how: Any) -> Any:
+        build = make_build(*given, **how)
+        build.place, build.passes = passes(build.place, 16.0), passes(build.passes, 32.0)
+        return build
+
+    monkeypatch.setattr(training, "make_build", made)
+    monkeypatch.setattr(Loader, "step", passes(Loader.step, 1.0))
+    rows = read_rows(train("goal.steps=4", "guard=false", "batch.tokens=64") / "metrics.jsonl")
+    assert [row["input_s"] for row in rows] == [1.0] * 4
+    assert [row["forward_s"] for row in rows] == [48.0] * 4
 
 
 class Moment(HostClock):

@@ -15,8 +15,10 @@ from torch.utils.data import DataLoader
 
 import headrace
 from headrace.core.errors import ConfigError
+from headrace.doctor.run import diagnose
 from headrace.signals import HostClock
 from headrace.watch import clock as clocks
+from headrace.watch.norms import gradient_norm
 from headrace.watch.report import WARMUP_STEPS
 from headrace.watch.watched import Watched
 
@@ -323,6 +325,92 @@ def test_on_a_device_nothing_waits(dry: bool) -> None:
     assert report["signals"]["alloc_retries"] == 0
     forward_s, backward_s = (report["phase_s"][p] for p in ("forward", "backward"))
     assert forward_s < backward_s < 4 * forward_s
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_norm_of_gradients_of_a_device_is_not_waited_for() -> None:
+    """Of two dtypes there, and with a part of them on the host."""
+    card = [nn.Linear(64, 64).cuda(), nn.Linear(64, 64).cuda().bfloat16()]
+    for host in ([], [nn.Linear(64, 64)]):
+        parameters = [p for module in (*card, *host) for p in module.parameters()]
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        optimizer = torch.optim.SGD(parameters, lr=0.0)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            norm = gradient_norm(optimizer, torch.device("cuda", 0))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        whole = torch.cat([p.grad.flatten().float().cpu() for p in parameters]).norm()  # type: ignore[union-attr]
+        assert norm is not None and norm.is_cuda and norm.item() == pytest.approx(whole.item())
+
+
+def plain_loop(watched: Any, model: nn.Module, optimizer: Any, *, steps: int, bad: int) -> None:
+    """A loop that says nothing, and at step `bad` learns at a rate that is no number."""
+    for step in range(steps):
+        ids = torch.randint(0, VOCAB, (4, TOKENS))
+        optimizer.param_groups[0]["lr"] = float("inf") if step == bad else 0.01
+        logits = model(ids)  # no loss that a hook could see
+        nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    watched.close()
+
+
+def test_a_loop_that_tells_nothing_and_diverges_is_named(tmp_path: Path) -> None:
+    """Only its gradients show it: they are read where the update begins."""
+    for bad in (30, -1):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(VOCAB, 16), nn.Linear(16, VOCAB))
+        optimizer = torch.optim.AdamW(model.parameters())
+        watched = headrace.watch(model, optimizer)
+        plain_loop(watched, model, optimizer, steps=60, bad=bad)
+        report = watched.report()
+        assert report["loss"]["last"] is None and "grad_norm" in report["rows"][0]
+        assert report["nonfinite_steps"] == (29 if bad > 0 else 0)
+        assert not any("gradient norms" in told for told in report["not_measured"])
+        watched.save(file := tmp_path / "watched.json")
+        found = [finding.bottleneck for finding in diagnose([file])]
+        assert (found[0] == "instability") == ("instability" in found) == (bad > 0)
+
+
+class Odd(torch.Tensor):
+    """A gradient of which only its own class knows what it is, as a distributed one."""
+
+
+def test_the_norm_that_is_read_is_torchs_and_a_noted_one_takes_its_place() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).double(), nn.Linear(8, 8).bfloat16())
+    bag = nn.Embedding(8, 8, sparse=True)
+    unused = nn.Parameter(torch.zeros(3))
+    for module in model:
+        for parameter in module.parameters():
+            parameter.grad = torch.randn_like(parameter)
+    bag(torch.tensor([1, 1, 2])).square().sum().backward()  # a row that is told twice
+    held = [*model.parameters(), bag.weight]
+    whole = torch.cat([p.grad.to_dense().flatten().double() for p in held])  # type: ignore[union-attr]
+    optimizer = torch.optim.SGD([*held, unused], lr=0.0)
+    norm = gradient_norm(optimizer, torch.device("cpu"))
+    assert norm is not None and norm.item() == pytest.approx(whole.norm().item(), rel=1e-3)
+    optimizer.grad_scale = torch.tensor(4.0)
+    scaled = gradient_norm(optimizer, torch.device("cpu"))
+    assert scaled is not None and scaled.item() == pytest.approx(norm.item() / 4)
+    assert gradient_norm(torch.optim.SGD([unused], lr=0.0), torch.device("cpu")) is None
+    held[0].grad = torch.zeros(8, 8).as_subclass(Odd)
+    assert gradient_norm(optimizer, torch.device("cpu")) is None  # nobody knows
+
+    weight = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(weight.parameters(), lr=0.0)
+    with headrace.watch(weight, optimizer) as watched:
+        for step in range(4):
+            weight(torch.ones(1, 2)).sum().backward()
+            if step > 1:
+                watched.note(grad_norm=9.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    read = [row["grad_norm"] for row in watched.report()["rows"]]
+    assert read == [pytest.approx(2**0.5), pytest.approx(2**0.5), 9.0, 9.0]
 
 
 def test_what_is_no_model_is_told() -> None:

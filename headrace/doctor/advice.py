@@ -29,15 +29,22 @@ from headrace.core.symptoms import BOTTLENECKS, saves_memory
 from headrace.core.technique import Catalogue, Context
 from headrace.core.units import format_bytes, format_seconds
 from headrace.doctor.findings import Finding
-from headrace.doctor.forecast import Measured
+from headrace.doctor.forecast import SHARE_ENDS, Measured
 from headrace.doctor.judge import UNUSED
-from headrace.doctor.loop import LoopRemedy, examine, loop_remedies, without_repeats
+from headrace.doctor.loop import (
+    LoopRemedy,
+    examine,
+    loop_remedies,
+    unjudged,
+    unjudged_first,
+    without_repeats,
+)
 from headrace.doctor.remedies import Remedy, remedies
 from headrace.doctor.run import diagnose_run
 from headrace.doctor.trace import ABSTAINED
 from headrace.doctor.window import of_run, read_rows
 from headrace.planner.candidates import Asking
-from headrace.planner.foresight import IDLE, LAUNCHES, Foresight, foresee
+from headrace.planner.foresight import IDLE, KINDS, LAUNCHES, Foresight, foresee
 from headrace.planner.intervals import MEASURED_ON, not_known_on
 from headrace.run_folder import RunFolder
 
@@ -46,6 +53,7 @@ TOLD = 3
 ALWAYS_TOLD, WORTH = ("input", "wasted tokens"), 0.02
 """Stations that stand in every answer, and the share of the time, or of the tokens, below which
 they need no remedy."""
+TOO_FEW = "nothing is forecast from so few steps"
 LEAST_GAIN = 0.01
 """Of the time, for which free memory is worth a finding of a plan."""
 TRAFFIC_SHARE = 0.4
@@ -93,7 +101,9 @@ def advise(folder: Path, catalogue: Catalogue) -> Advice:
     """
     run = RunFolder(folder)
     report = run.read_report()
-    findings = without_repeats(diagnose_run(folder), report)
+    findings = unjudged_first(without_repeats(diagnose_run(folder), report))
+    if unjudged(findings):
+        return Advice(tuple(map(Advised, findings)), unknown=TOO_FEW)
     measured = Measured.of(of_run(report, read_rows(folder / "metrics.jsonl")))
     try:
         plan = Plan.read(read_plan_text(folder / "plan.toml"), catalogue)
@@ -178,6 +188,8 @@ def advise_loop(paths: Sequence[Path], catalogue: Catalogue) -> Advice:
         ConfigError, RunError: as `headrace.doctor.run.diagnose`.
     """
     findings, loop = examine(paths)
+    if unjudged(findings):
+        return Advice(tuple(map(Advised, findings)), unknown=TOO_FEW)
     found = tuple(
         Advised(finding, tuple(loop_remedies(finding, loop, catalogue)) if new else ())
         for finding, new in _worth(findings)
@@ -277,7 +289,8 @@ def _slowest(seen: Foresight) -> Finding:
         key=lambda one: one[1],
     )
     said = f"Most of the step would be {name}: {share:.0%}."
-    return Finding("computation", share, said, told, "inferred")
+    what = "interconnect" if name == KINDS["collective"] else "computation"
+    return Finding(what, share, said, told, "inferred")
 
 
 # --- for a reader ----------------------------------------------------------------------------
@@ -341,10 +354,11 @@ def words_of(remedy: Remedy | LoopRemedy) -> str:
 
 
 def gain_of(remedy: Remedy | LoopRemedy) -> str:
-    """The gain with its ends, or that there is none."""
+    """The gain with its ends, or that there is none; of a share no middle, for nothing tells it."""
     if (gain := remedy.gain) is None:
         return f"gain not forecast ({remedy.unknown})"
-    found = f"{gain.value:+.0%} (80%: {gain.low:+.0%} to {gain.high:+.0%})"
-    if max(map(abs, (gain.low, gain.high))) < 0.1:
-        found = f"{gain.value:+.1%} (80%: {gain.low:+.1%} to {gain.high:+.1%})"
-    return found
+    digits = 1 if max(map(abs, (gain.low, gain.high))) < 0.1 else 0
+    low, value, high = (f"{one:+.{digits}%}" for one in (gain.low, gain.value, gain.high))
+    if remedy.forecast_from == "share":
+        return f"{low} to {high} ({SHARE_ENDS})"
+    return f"{value} (80%: {low} to {high})"

@@ -10,13 +10,14 @@ way. Where the two are further apart than `APART`, the ledger does not describe 
 nothing.
 
 By share: of a finding whose share of the step is measured and that the ledger does not price, a
-remedy takes away between half and all. The middle of the gain is at three quarters.
+remedy takes away between half and all. The middle of the gain is at three quarters. How often that
+holds nobody measured: these ends are no 80% interval, and `source` "share" says so.
 
 Else nothing is forecast, with the reason; a guess would look like a number.
 
-The interval holds 80% of gains. Its half-width in the logarithm of the ratio grows with the change,
-`ERROR.least + ERROR.share x |log ratio|`, as `python benchmarks/forecast_error.py` fits it
-to receipts (the least mean interval score: width, and distance outside of it).
+The ledger's interval holds 80% of gains. Its half-width in the logarithm of the ratio grows with
+the change, `ERROR.least + ERROR.share x |log ratio|`, as `python benchmarks/forecast_error.py` fits
+it to receipts (the least mean interval score: width, and distance outside of it).
 """
 
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ NOTHING = 1e-4
 """Of a step: a change that the ledger says is smaller does nothing to its time."""
 LEAST_TAKEN, MOST_TAKEN = 0.5, 1.0
 """Of a finding's share, what a remedy takes away."""
+SHARE_ENDS = "between half and all of it"
+"""What a reader is told of the ends of such a gain."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +85,11 @@ class Measured:
 
 @dataclass(frozen=True)
 class Forecast:
-    """A gain with 80% of what it may be, and what it is from.
+    """A gain between its ends, and what it is from.
 
     Args:
         gain: time before over after, less 1; None where it is not forecast.
-        source: from what.
+        source: from what. Of the ledger 80% of gains lie between the ends; of a share nobody knows.
         unknown: why not, or what the forecast leaves out.
     """
 
@@ -106,6 +109,8 @@ def by_ledger(before: Foresight, after: Foresight, measured: Measured) -> Foreca
     """What the ledger says of a change on this run."""
     if before.step_s is None or after.step_s is None:
         return Forecast(None, "none", after.unknown or before.unknown)
+    if before.between_ranks or after.between_ranks:  # receipts are of one device
+        return Forecast(None, "none", after.no_interval)
     whole_s = before.step_s if measured.step_s is None else measured.step_s
     waits_s = 0.0 if measured.step_s is None else measured.waits_s
     alike = before.waits_for_launches == after.waits_for_launches

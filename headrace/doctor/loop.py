@@ -41,7 +41,8 @@ class LoopRemedy:
         gain: time before over after, less 1, with its ends; None where it is not forecast.
         costs: in a reader's words.
         equality: "exact", "approximate" or "learning": of the gradients.
-        forecast_from: what the gain is from.
+        forecast_from: what the gain is from; of a "share" its ends are half and all of it, and no
+            80% interval.
         unknown: why there is no gain, or what it leaves out.
         headrace: techniques and keys of a plan that do it in Headrace.
         memory_bytes, fits: unknown without a plan; there as a plan's remedies have them.
@@ -120,7 +121,7 @@ def examine(paths: Sequence[Path]) -> tuple[list[Finding], Loop]:
     if not watched:
         return [*findings, *_of_the_host(findings, paths)], Loop({})
     report = json.loads(paths[0].read_bytes())
-    found = without_repeats(findings, report)
+    found = unjudged_first(without_repeats(findings, report))
     if unseen := report.get("not_measured"):
         found.append(Finding(
             ABSTAINED, 0.0, "What no hook told is not judged.",
@@ -147,6 +148,16 @@ def without_repeats(findings: Sequence[Finding], report: Mapping[str, Any]) -> l
             both = f"{kept[at].evidence}; {finding.evidence}"
             kept[at] = replace(kept[at], evidence=both)
     return kept
+
+
+def unjudged(findings: Sequence[Finding]) -> bool:
+    """Whether the first says that there were too few steps to judge any: nothing is forecast."""
+    return any(f.bottleneck == ABSTAINED and f.not_measured == "everything" for f in findings[:1])
+
+
+def unjudged_first(findings: Sequence[Finding]) -> list[Finding]:
+    """What says so first, for the stations behind it are of warm steps as well."""
+    return sorted(findings, key=lambda finding: not unjudged([finding]))
 
 
 def _of_the_host(findings: Sequence[Finding], paths: Sequence[Path]) -> list[Finding]:

@@ -92,13 +92,14 @@ class Remedy:
     Args:
         change: words, as `headrace.changes` reads them.
         what: one sentence.
-        gain: time before over after, less 1, on this run, with 80% of what it may be; None where it
-            is not forecast.
+        gain: time before over after, less 1, on this run, between its ends; None where it is not
+            forecast.
         memory_bytes: change of the peak.
         fits: "yes", "tight" or "no".
         costs: in a reader's words.
         equality: "exact", "approximate" or "learning": of the gradients.
-        forecast_from: what the gain is from.
+        forecast_from: what the gain is from, and what its ends are: of the "ledger" they hold 80%
+            of gains, of a "share" they are half and all of it.
         unknown: why there is no gain, or what it leaves out.
     """
 

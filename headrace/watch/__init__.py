@@ -10,9 +10,10 @@
 
 What is read: phase times by events in the stream, the wait for each batch, whether the device had
 run dry when a step's first work came, padding and targets of batches that name them, the compiler's
-counters, the allocator's, and what `note` is given. Nothing waits for the device: an event is
-queried and never synchronized, numbers on the device are copied behind the step and read when it is
-complete. Events and buffers are pooled, so a steady step makes none.
+counters, the allocator's, the gradients' norm before each update, and what `note` is given. Nothing
+waits for the device: an event is queried and never synchronized, numbers on the device are copied
+behind the step and read when it is complete. Events and their buffers are pooled, so a steady step
+makes none.
 
 How: torch's own hooks on the model's forward and on `optimizer.step`, which ends a step; "backward"
 is what stands between them, the loss included; "other" is what the loop does between steps. The

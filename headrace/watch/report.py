@@ -115,6 +115,7 @@ class Tally:
             row["clipped"] = row["grad_norm"] > row.pop("max_norm")
             counts["clipped"] += row["clipped"]
             counts["clipped_of"] += 1
+        counts["norms"] += "grad_norm" in row
         row["finite"] = all(math.isfinite(row.get(n, 0.0)) for n in ("loss", "grad_norm"))
         counts["nonfinite"] += not row["finite"]
         counts["skipped"] += row.pop("skipped", 0.0) > 0
@@ -217,6 +218,7 @@ class Tally:
             "wasted tokens: no batch names input_ids and labels": not counts["targets_of"],
             "padding: no batch names input_ids and attention_mask": not counts["padded_of"],
             "loss: neither returned by the model nor noted": report["loss"]["last"] is None,
+            "gradient norms: no step's were read, nor noted": not counts["norms"],
             "clipping: no grad_norm and max_norm were noted": not counts["clipped_of"],
         }  # fmt: skip
         return [sentence for sentence, missing in told.items() if missing]

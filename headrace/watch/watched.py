@@ -23,6 +23,7 @@ from headrace.gauges import Gauges
 from headrace.signals import OUTSIDE
 from headrace.watch.batches import token_counts, watch_loader
 from headrace.watch.clock import NUMBERS, Clock, Hook, autocast_of, with_hooks
+from headrace.watch.norms import gradient_norm
 from headrace.watch.report import WARMUP_STEPS, Compiled, Idle, Tally, allocator, describe
 from headrace.watch.trainer import trainer_callback
 
@@ -41,7 +42,7 @@ class Watched:
         self._facts: dict[str, Any] = {}
         self._wall_s = 0.0
         self._steps = self._tokens = 0
-        self._noted_loss = False
+        self._noted_loss = self._noted_norm = False
 
     # --- on and off ---
 
@@ -74,9 +75,11 @@ class Watched:
         self._opened_s: float | None = None
         self._phase, self.status, self.message, self.error = "other", "running", "", ""
         self.tally, self._wall_s, self._steps, self._tokens = Tally(), 0.0, 0, 0
-        self._compiled, self._noted_loss = Compiled.now(), False
+        self._compiled, self._noted_loss, self._noted_norm = Compiled.now(), False, False
         self._new_step()
-        self._undo += [h.remove for h in self._hook_optimizer(optimizer)]
+        before = optimizer.register_step_pre_hook(Hook(self._optimizer_begins))
+        behind = optimizer.register_step_post_hook(Hook(self._optimizer_ends))
+        self._undo += [before.remove, behind.remove]
         self._undo += self._hook_model(model)
         if loader is not None:
             self.loader, undo = watch_loader(loader, self._timed)
@@ -119,12 +122,6 @@ class Watched:
             tell=lambda told: warnings.warn(told, stacklevel=2),
         )  # fmt: skip
 
-    def _hook_optimizer(self, optimizer: Any) -> list[Any]:
-        return [
-            optimizer.register_step_pre_hook(Hook(self._optimizer_begins)),
-            optimizer.register_step_post_hook(Hook(self._optimizer_ends)),
-        ]
-
     def _hook_model(self, model: nn.Module) -> list[Callable[[], Any]]:
         inside = model._compiled_call_impl  # set by model.compile(), which traces hooks too
         if inside is None:
@@ -159,7 +156,8 @@ class Watched:
         Args:
             loss: of a micro-batch, in nats per token; the step's is their mean. A loss that the
                 model returns as `output.loss` is seen without this.
-            grad_norm: before clipping, as `torch.nn.utils.clip_grad_norm_` returns it.
+            grad_norm: before clipping, as `torch.nn.utils.clip_grad_norm_` returns it. Until one is
+                noted each step's is read when `optimizer.step` begins, so behind clipping.
             max_norm: what it was clipped to.
             tokens: slots that were computed, where batches do not name their `input_ids`.
             targets: of them, what the loss counted.
@@ -180,6 +178,7 @@ class Watched:
             self._losses = self._losses + 1 if "loss" in self._host else 1
             self._add("loss", loss)
         if grad_norm is not None:
+            self._noted_norm = True  # one before clipping stands beside none behind it
             self._forget("grad_norm")
             self._add("grad_norm", grad_norm)
             self._max_norm = max_norm
@@ -310,6 +309,10 @@ class Watched:
         overflow = getattr(self._optimizer, "found_inf", None)  # a loss scaler's, fused
         if isinstance(overflow, Tensor):
             self._add("skipped", overflow)
+        if not self._noted_norm:
+            norm = gradient_norm(self._optimizer, self._numbers.device)
+            if norm is not None:
+                self._add("grad_norm", norm)
 
     def _optimizer_ends(self, *_: Any) -> None:
         if self._live():

@@ -166,10 +166,10 @@ def test_the_larger_share_stands_first() -> None:
     assert [f.bottleneck for f in judge(both)] == ["input", "interconnect"]
 
 
-def falling(steps: int = 120, seed: int = 1) -> list[float]:
+def falling() -> list[float]:
     """A loss with its trend and its scatter."""
-    draw = random.Random(seed)
-    return [3 + 3 * math.exp(-n / 30) + draw.gauss(0, 0.05) for n in range(steps)]
+    draw = random.Random(1)
+    return [3 + 3 * math.exp(-n / 30) + draw.gauss(0, 0.05) for n in range(120)]
 
 
 def test_jumps_hide_neither_in_a_trend_nor_in_each_other() -> None:

@@ -159,8 +159,22 @@ def test_a_watched_loop_is_told_what_to_do_and_what_was_not_seen(tmp_path: Path)
     text = CliRunner().invoke(app, ["doctor", str(file)]).stdout
     for row in found:
         assert row["sentence"] in text and row["not_measured"] in text
-    assert f"{more}: +" in text and "in Headrace loader_workers" in text
+    assert re.search(rf"{re.escape(more)}: \+\d+% to \+\d+% \(between half and all of it\)", text)
+    assert "80%" not in text and "in Headrace loader_workers" in text
     assert "no step was traced" in text and "gain not forecast (no plan" in text
+
+
+def test_of_too_few_steps_that_is_said_first_and_nothing_is_forecast(tmp_path: Path) -> None:
+    report = watched(file := tmp_path / "watched.json")
+    report["rows"] = report["rows"][:5]  # of which three are steady
+    file.write_text(json.dumps(report))
+    found = json.loads(CliRunner().invoke(app, ["doctor", str(file), "--json"]).stdout)
+    assert found[0]["sentence"].startswith("Too few steady steps")
+    assert found[0]["evidence"] == "3 of at least 8" and len(found) > 2
+    assert all(not row["remedies"] for row in found)
+    text = CliRunner().invoke(app, ["doctor", str(file)]).stdout
+    assert text.startswith("not measured: Too few steady steps")
+    assert "%)" not in text and text.rstrip().endswith("nothing is forecast from so few steps")
 
 
 def test_a_trace_without_a_device_lists_operations(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ from test_trace import healthy, record
 
 from headrace.core.machine import Machine
 from headrace.doctor.trace import diagnose_trace
-from headrace.doctor.trace.facts import facts_of, kernel_lines, trace_facts
+from headrace.doctor.trace.facts import kernel_lines, newest
 from headrace.doctor.trace.file import Operation
 from headrace.doctor.trace.ranks import measure_traces
-from headrace.doctor.trace.roofline import LOADED, Roof, _moved, machine_of
+from headrace.doctor.trace.roofline import LOADED, Roof, RoofTimes, _moved, machine_of
 
 H200 = Machine.assumed("NVIDIA H200")
 CARD = {"deviceProperties": [{"id": 0, "name": "NVIDIA H200", "computeMajor": 9}]}
@@ -36,24 +36,32 @@ def trace(path: Path, *kernels: tuple[Any, ...], **more: Any) -> Path:
     return made.write(path, **{**CARD, **more})
 
 
+def roof_of(path: Path) -> RoofTimes:
+    """One rank's steps against the ceilings."""
+    (rank,) = measure_traces([path]).ranks
+    assert rank.roof is not None
+    return rank.roof
+
+
 def test_products_at_their_best_are_healthy_and_slow_ones_are_not(tmp_path: Path) -> None:
     best = trace(tmp_path / "best.json", (GEMM, BEST_US * 1.05, MM))
     (only,) = diagnose_trace([best])
     assert only.bottleneck == "computation" and only.not_measured == ""
     assert "95% of their shapes' best" in only.evidence and "datasheet" in only.evidence
-    facts = facts_of(measure_traces([best]))
-    assert facts is not None and facts.inefficient == 0
-    assert facts.product_efficiency == pytest.approx(1 / 1.05, rel=1e-3)
-    peak = 2 * M * N * K / Roof(H200).peak("bf16") * 1e6
-    assert facts.product_of_peak == pytest.approx(peak / BEST_US / 1.05, rel=1e-3)
-    (row,) = facts.kernels
-    assert (row.bound, row.of_roof) == ("compute", pytest.approx(facts.product_of_peak))
+    roof, peak = roof_of(best), 2 * M * N * K / Roof(H200).peak("bf16") * 1e6
+    assert roof.lost_s == 0
+    assert roof.products_best_s / roof.products_s == pytest.approx(1 / 1.05, rel=1e-3)
+    of_peak = roof.products_roof_s / roof.products_s
+    assert of_peak == pytest.approx(peak / BEST_US / 1.05, rel=1e-3)
+    (row,) = measure_traces([best]).ranks[0].kernels
+    assert (row.bound, row.of_roof) == ("compute", pytest.approx(of_peak))
     slow = trace(tmp_path / "slow.json", (GEMM, BEST_US * 2, MM))
     (found,) = diagnose_trace([slow])
     assert found.bottleneck == "kernel efficiency" and found.confidence == "inferred"
     assert found.share == pytest.approx(1 - 1 / (2 * 0.9), rel=0.01)
-    twice = measure_traces([slow], Machine.assumed("NVIDIA A100"))
-    assert facts_of(twice).product_of_peak > 1  # type: ignore[union-attr]  # of another device
+    older = {"deviceProperties": [{"id": 0, "name": "NVIDIA A100"}]}
+    other = roof_of(trace(tmp_path / "other.json", (GEMM, BEST_US * 2, MM), **older))
+    assert other.products_roof_s > other.products_s  # of another device
 
 
 def test_bandwidth_is_named_by_bytes_not_by_names(tmp_path: Path) -> None:
@@ -64,17 +72,16 @@ def test_bandwidth_is_named_by_bytes_not_by_names(tmp_path: Path) -> None:
     spent = 1.1 * ADD_US / (1.1 * ADD_US + BEST_US * 1.05)
     assert found.bottleneck == "memory bandwidth"
     assert found.share == pytest.approx(0.15 * spent, rel=0.02)
-    facts = facts_of(measure_traces([full]))
-    assert facts is not None and facts.bandwidth_modelled
-    assert facts.bandwidth_bound == pytest.approx(spent, rel=0.02)
+    (rank,) = measure_traces([full]).ranks
+    assert roof_of(full).bandwidth_s / rank.wall_s == pytest.approx(spent, rel=0.02)
     lazy = trace(tmp_path / "lazy.json", mm, (POINTWISE, ADD_US * 2, ADD))
-    facts = facts_of(measure_traces([lazy]))
-    assert facts is not None and facts.bandwidth_bound == 0
-    assert facts.families["elementwise"] > 0.5 > facts.families["products"]
+    (rank,) = measure_traces([lazy]).ranks
+    shares = {row.family: row.share for row in rank.kernels}
+    assert roof_of(lazy).bandwidth_s == 0 and shares["elementwise"] > 0.5 > shares["products"]
     unknown = trace(tmp_path / "unknown.json", mm, (POINTWISE, ADD_US, ADD), deviceProperties=[])
-    facts = facts_of(measure_traces([unknown]))
-    assert facts is not None and facts.ceilings == "" and facts.product_efficiency is None
-    assert not facts.bandwidth_modelled and facts.bandwidth_bound > 0.4  # by names
+    numbers = measure_traces([unknown])
+    assert numbers.ranks[0].roof is None
+    assert numbers.share(lambda step: step.memory_s) > 0.4  # by names
     assert machine_of("A brick") is None
 
 
@@ -128,9 +135,9 @@ def test_operations_of_many_kinds() -> None:
     assert roof._product((), bmm)[0] == 2 * 12 * 64**3
 
 
-def test_facts_of_a_folder(tmp_path: Path) -> None:
-    """Waits of the host, short kernels, what was exposed; the newest burst, and only whole ones."""
-    assert trace_facts(tmp_path) is None
+def test_the_newest_burst_of_a_folder(tmp_path: Path) -> None:
+    """Short kernels, what was exposed, the table of kernels; and only of whole files."""
+    assert newest(tmp_path) == [] and kernel_lines(tmp_path) == []
     folder = tmp_path / "traces"
     folder.mkdir()
     record(folder / "step-10.rank-0.json.gz", healthy)
@@ -144,17 +151,14 @@ def test_facts_of_a_folder(tmp_path: Path) -> None:
         made.wait(op="aten::item")
         made.end_step()
     made.write(folder / "step-20.rank-0.json.gz")
-    facts = trace_facts(tmp_path)
-    assert facts is not None and facts.files == ("step-20.rank-0.json.gz",)
-    assert facts.steps == 5 and facts.step_s == pytest.approx(9.5e-3, rel=0.02)
-    assert facts.tiny_kernels == pytest.approx(100) and facts.kernels_per_step == 102
-    assert facts.tiny == pytest.approx(0.5 / 9.5, rel=0.03)
-    (wait,) = facts.syncs  # .item() is three events, and one wait
-    assert (wait.name, wait.calls) == ("cudaStreamSynchronize", 1)
-    assert sum(w.spent_s for w in facts.syncs) > 8e-3 and facts.copies_to_host == 1
-    assert facts.exposed == pytest.approx(1 / 9.5, rel=0.03) and facts.jitter is None
-    assert facts.idle["sync"] < 0.01
-    first = kernel_lines(facts)[0]
+    numbers = measure_traces(newest(tmp_path))
+    (rank,) = numbers.ranks
+    assert rank.path == "step-20.rank-0.json.gz" and numbers.between_ranks.matched == 0
+    assert len(rank.steps) == 5 and numbers.step_s() == pytest.approx(9.5e-3, rel=0.02)
+    assert rank.launches == 102 and rank.short == pytest.approx(100 / 102)
+    assert numbers.share(lambda step: step.exposed_s) == pytest.approx(1 / 9.5, rel=0.03)
+    assert numbers.idle("sync") < 0.01
+    first = kernel_lines(tmp_path)[0]
     assert first[0] == GEMM and first[1] == "products" and first[2].startswith("8")
     (folder / "step-30.rank-0.json.gz").write_bytes(b"\x1f\x8bnothing")
-    assert trace_facts(tmp_path) is None  # the doctor tells that it is damaged
+    assert kernel_lines(tmp_path) == []  # the doctor tells that it is damaged

@@ -13,8 +13,9 @@ from test_trace import Fault, healthy, record, slow_loader, tiny_kernels
 import headrace
 from headrace.core.errors import ConfigError, HeadraceError, RunError
 from headrace.doctor.run import diagnose, narrowest
-from headrace.doctor.trace.facts import trace_facts
+from headrace.doctor.trace.facts import kernel_lines, newest
 from headrace.doctor.trace.host import _own, host_families
+from headrace.doctor.trace.ranks import measure_traces
 
 
 def test_two_runs_are_not_judged_at_once(tmp_path: Path) -> None:
@@ -99,12 +100,12 @@ def test_a_trace_stands_for_what_signals_guess(run: Path) -> None:
     (station,) = [f for f in others if f.bottleneck == "computation"]
     assert "in a trace" in station.evidence and "elementwise" in station.evidence
     assert "told apart" not in station.not_measured
-    facts = trace_facts(run)
-    assert facts is not None and 1 - facts.busy == pytest.approx(0.3, rel=0.1)
-    ran_on_a_gpu(run, step_s=(1 - 0.2) * facts.step_s)  # the rest is the profiler's own
+    numbers = measure_traces(newest(run))
+    assert 1 - numbers.share(lambda step: step.busy_s) == pytest.approx(0.3, rel=0.1)
+    ran_on_a_gpu(run, step_s=(1 - 0.2) * numbers.step_s())  # the rest is the profiler's own
     first, *_ = diagnose([run])
     assert first.bottleneck == "launch" and first.share == pytest.approx(0.1 / 0.8, rel=0.15)
-    ran_on_a_gpu(run, step_s=(1 - 0.3) * facts.step_s)
+    ran_on_a_gpu(run, step_s=(1 - 0.3) * numbers.step_s())
     assert "launch" not in {f.bottleneck for f in diagnose([run])}
 
 
@@ -152,7 +153,7 @@ def test_a_traced_run_on_a_cpu(train: Callable[..., Path]) -> None:
     )  # fmt: skip
     assert [p.name for p in (run / "traces").iterdir()] == ["step-14.rank-0.json.gz"]
     assert "not measured" not in {f.bottleneck for f in diagnose([run])}
-    assert trace_facts(run) is None  # there is no device
+    assert kernel_lines(run) == []  # there is no device
     (station,) = [f for f in diagnose([run]) if f.bottleneck == "computation"]
     assert "of operations' own time" in station.evidence and "products" in station.evidence
     shares = host_families(run / "traces" / "step-14.rank-0.json.gz")

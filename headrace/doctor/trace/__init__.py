@@ -23,7 +23,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
-from headrace.core.machine import Machine
 from headrace.core.units import format_seconds
 from headrace.doctor.findings import Finding
 from headrace.doctor.trace.file import RECORD
@@ -50,17 +49,16 @@ ABSTAINED = "not measured"
 """the bottleneck of a finding that names none"""
 
 
-def diagnose_trace(paths: Sequence[Path], machine: Machine | None = None) -> list[Finding]:
+def diagnose_trace(paths: Sequence[Path]) -> list[Finding]:
     """Verdicts on one run's traces, what could recover most first; never empty.
 
     Args:
         paths: one file of each rank.
-        machine: the devices' rates; without it what is known of those that the files name.
 
     Raises:
         ConfigError: as measure_traces.
     """
-    return judge(measure_traces(paths, machine))
+    return judge(measure_traces(paths))
 
 
 def judge(numbers: TraceNumbers) -> list[Finding]:

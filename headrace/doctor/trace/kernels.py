@@ -111,11 +111,8 @@ def table(
     return tuple(sorted(rows, key=lambda row: (-row.total_s, row.name)))
 
 
-def short_kernels(events: Sequence[Event]) -> tuple[float | None, float]:
-    """Kernels shorter than a launch is worth: their share of all, and their seconds.
-
-    The share is None without kernels.
-    """
+def short_kernels(events: Sequence[Event]) -> float | None:
+    """The share of kernels shorter than a launch is worth; None without kernels."""
     spent_us = [e.end_us - e.start_us for e in events if e.kind == "kernel"]
-    short_us = [us for us in spent_us if us < SHORT_KERNEL_US]
-    return len(short_us) / len(spent_us) if spent_us else None, sum(short_us) * 1e-6
+    short = sum(us < SHORT_KERNEL_US for us in spent_us)
+    return short / len(spent_us) if spent_us else None

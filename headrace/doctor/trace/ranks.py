@@ -15,7 +15,6 @@ from pathlib import Path
 from statistics import median
 
 from headrace.core.errors import ConfigError
-from headrace.core.machine import Machine
 from headrace.doctor.trace.file import read_trace
 from headrace.doctor.trace.times import RankTimes, StepTimes, measure
 
@@ -29,16 +28,12 @@ class Ranks:
 
     Args:
         matched: collectives found on two ranks or more.
-        transfer_s: the shortest time over ranks, summed.
-        jitter_s: own time beyond that.
-        waited_s: the part of the jitter that kernels waited for.
+        waited_s: what kernels waited for beyond the shortest time over ranks.
         last: the rank for which the others wait most often.
         last_share: in this share of the matched collectives.
     """
 
     matched: int
-    transfer_s: tuple[float, ...]
-    jitter_s: tuple[float, ...]
     waited_s: tuple[float, ...]
     last: int | None
     last_share: float
@@ -74,19 +69,15 @@ class TraceNumbers:
         return self.share(lambda step: step.idle_s[cause] + step.late_s[cause])
 
 
-def measure_traces(paths: Sequence[Path], machine: Machine | None = None) -> TraceNumbers:
+def measure_traces(paths: Sequence[Path]) -> TraceNumbers:
     """The numbers of one run's traces, one file a rank, read one after the other.
-
-    Args:
-        paths: the files.
-        machine: the rates of the devices; without it what is known of those that the files name.
 
     Raises:
         ConfigError: a file cannot be read, none was given or one twice, or two are of one rank.
     """
     if not paths:
         raise ConfigError("No trace was given", "give the path of a .json or .json.gz")
-    found = [_measured(path, machine) for path in paths]
+    found = [_measured(path) for path in paths]
     told = {rank.rank for rank, tells in found if tells}
     free = (number for number in itertools.count() if number not in told)
     ranks = tuple(r if tells else replace(r, rank=next(free)) for r, tells in found)
@@ -103,14 +94,14 @@ def measure_traces(paths: Sequence[Path], machine: Machine | None = None) -> Tra
     return TraceNumbers(ranks, _compare(ranks))
 
 
-def _measured(path: Path, machine: Machine | None) -> tuple[RankTimes, bool]:
+def _measured(path: Path) -> tuple[RankTimes, bool]:
     """One file's numbers, and whether it tells its rank."""
     trace = read_trace(path)
-    return measure(trace, machine), trace.rank is not None
+    return measure(trace), trace.rank is not None
 
 
 def _compare(ranks: Sequence[RankTimes]) -> Ranks:
-    """Transfer and jitter of the collectives that several ranks took part in."""
+    """Waits for a slower rank, in the collectives that several ranks took part in."""
     sizes = [Counter(c.key[:2] for c in r.collectives) for r in ranks]
     same = {
         kind
@@ -123,18 +114,16 @@ def _compare(ranks: Sequence[RankTimes]) -> Ranks:
         for one in rank.collectives:
             if one.key[:2] in same:
                 owns.setdefault(one.key, {})[place] = one.spent_s, one.blocking_s
-    transfer, jitter, waited = ([0.0] * len(ranks) for _ in range(3))
+    waited = [0.0] * len(ranks)
     last: Counter[int] = Counter()
     shared = [own for own in owns.values() if len(own) > 1]
     for own in shared:
         shortest = min(spent for spent, _ in own.values())
         last[min(own, key=lambda place: own[place][0])] += 1
         for place, (spent, blocking) in own.items():
-            transfer[place] += shortest
-            jitter[place] += spent - shortest
             waited[place] += min(spent - shortest, blocking)
     place, often = last.most_common(1)[0] if last else (None, 0)
     return Ranks(
-        len(shared), tuple(transfer), tuple(jitter), tuple(waited),
+        len(shared), tuple(waited),
         None if place is None else ranks[place].rank, often / len(shared) if shared else 0.0,
     )  # fmt: skip

@@ -13,10 +13,8 @@ was late, for the causes above. The method is HTA's and Megatron-Bridge's.
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from headrace.core.machine import Machine
 from headrace.doctor.trace.file import Event, Trace, shown
 from headrace.doctor.trace.kernels import (
     KernelRow,
@@ -90,15 +88,6 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class HostWait:
-    """The host waited for the device in one call: how often and how long, a step."""
-
-    name: str
-    calls: float
-    spent_s: float
-
-
-@dataclass(frozen=True)
 class RankTimes:
     """One rank's trace in numbers.
 
@@ -110,16 +99,12 @@ class RankTimes:
         steps: those that were measured.
         kernels: the table, the longest first.
         short: share of kernels under SHORT_KERNEL_US; None without kernels.
-        short_s: their summed time.
         launches: kernels a step.
         collectives: of the measured steps.
         away_s: of idle "launch" and "sync": the host launched nothing for long, a batch followed.
         syncs: what the host waited in, the most often first.
         events: on the device, in the whole trace.
         notes: what a reader should know of the measurement.
-        waits: the host's for the device, by what it waited in.
-        to_host: copies from the device to the host, a step.
-        families: family -> its kernels' time, overlaps counted once.
         roof: the measured steps against the device's ceilings; None without shapes or ceilings.
     """
 
@@ -130,16 +115,12 @@ class RankTimes:
     steps: tuple[StepTimes, ...]
     kernels: tuple[KernelRow, ...]
     short: float | None
-    short_s: float
     launches: float
     collectives: tuple[Collective, ...]
     away_s: float
     syncs: tuple[str, ...]
     events: int
     notes: tuple[str, ...]
-    waits: tuple[HostWait, ...]
-    to_host: float
-    families: dict[str, float]
     roof: RoofTimes | None
 
     @property
@@ -271,20 +252,14 @@ class _Rank:
                     self.late[cause][place] += spent
 
 
-def measure(trace: Trace, machine: Machine | None = None) -> RankTimes:
-    """One rank's trace in numbers; a rank that it does not tell is 0.
-
-    Args:
-        trace: of a rank.
-        machine: its device's rates; without it those that are known of the device it names.
-    """
-    rank, machine = _Rank(trace, windows(trace)), machine or machine_of(trace.device_name)
+def measure(trace: Trace) -> RankTimes:
+    """One rank's trace in numbers; a rank that it does not tell is 0."""
+    rank, machine = _Rank(trace, windows(trace)), machine_of(trace.device_name)
     rank.share_out_idle()
     blocked = rank.share_out_collectives()
     inside = [e for e in trace.device if rank.window_of(e.start_us) is not None]
     counted = inside if rank.windows else trace.device
     kernels = sum(e.kind == "kernel" for e in inside)
-    short, short_s = short_kernels(counted)
     roof = Roof(machine) if machine else None
     ceilings = roof_times(roof, roof.worked(counted, trace.operations)) if roof else None
     return RankTimes(
@@ -294,43 +269,15 @@ def measure(trace: Trace, machine: Machine | None = None) -> RankTimes:
         marks=len(trace.steps or trace.device_steps),
         steps=_step_times(rank, blocked),
         kernels=table(counted, ceilings.kernels if ceilings else None),
-        short=short,
-        short_s=short_s,
+        short=short_kernels(counted),
         launches=kernels / len(rank.windows) if rank.windows else 0.0,
         collectives=_collectives(rank, blocked),
         away_s=rank.away_us * 1e-6,
         syncs=tuple(shown(name) for name, _ in rank.blamed.most_common()),
         events=len(trace.device),
         notes=_notes(trace),
-        waits=_waits(rank),
-        to_host=sum(is_host_copy(e, "DtoH") for e in inside) / max(1, len(rank.windows)),
-        families=_families(rank, inside),
         roof=ceilings,
     )
-
-
-def _families(rank: _Rank, inside: Sequence[Event]) -> dict[str, float]:
-    """Seconds of each family in the measured steps, overlaps counted once."""
-    of: dict[str, list[Event]] = {}
-    for event in inside:
-        of.setdefault(family_of(event.name), []).append(event)
-    return {
-        name: sum(Union.of(events).inside(w.low_us, w.high_us) for w in rank.windows) * 1e-6
-        for name, events in of.items()
-    }
-
-
-def _waits(rank: _Rank) -> tuple[HostWait, ...]:
-    """Calls in which the host stood until the device was done, in measured steps."""
-    measured = {w.label for w in rank.windows}
-    marks = [e for n, e in enumerate(rank.trace.steps) if label_of(e, n) in measured]
-    spans, found = Union.of(marks), dict[str, list[float]]()
-    for hold in rank.trace.holds:
-        if hold.kind == "call" and spans.inside(hold.start_us, hold.end_us):
-            found.setdefault(hold.name, []).append((hold.end_us - hold.start_us) * 1e-6)
-    steps = max(1, len(marks))
-    told = [HostWait(name, len(s) / steps, sum(s) / steps) for name, s in found.items()]
-    return tuple(sorted(told, key=lambda wait: -wait.spent_s))
 
 
 def _step_times(rank: _Rank, blocked: Union) -> tuple[StepTimes, ...]:
