@@ -14,7 +14,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
@@ -34,7 +33,7 @@ from headrace.core.technique import Context
 from headrace.doctor.forecast import NOTHING
 from headrace.planner.candidates import Asking
 
-CATALOGUE = catalogue()
+CATALOGUE, RESULTS = catalogue(), receipts.ROOT / "results"
 LEVEL = 0.88
 """Of gains that the fitted interval shall hold: 80% are promised, and the planner's own constants
 are from these receipts too."""
@@ -57,15 +56,15 @@ class Pair:
         return self.measured - self.predicted
 
 
-def measured_pairs(results: Path = receipts.ROOT / "results") -> list[Pair]:
+def measured_pairs() -> list[Pair]:
     """Of every receipt whose two plans the ledger prices, and where it sees a change."""
-    rows = (r for r in standing("techniques", results) if "overrides" in r)  # not of older plans
+    rows = (r for r in standing("techniques", RESULTS) if "overrides" in r)  # not of older plans
     found = [_pair(row) for row in rows if "speed_ratio" in row["metrics"]]
-    return [pair for pair in found if pair is not None] + list(_of_lists(results))
+    return [pair for pair in found if pair is not None] + list(_of_lists())
 
 
-def _of_lists(results: Path) -> Iterator[Pair]:
-    timed = (r for r in foresight.known(results) if r["kind"] == "outcome" and r.get("step_s"))
+def _of_lists() -> Iterator[Pair]:
+    timed = (r for r in foresight.known(RESULTS) if r["kind"] == "outcome" and r.get("step_s"))
     came, first = {r["id"]: r["step_s"] for r in timed}, foresight.firsts(foresight.LISTS)
     for one in foresight.configurations():
         base = first.get(one.choice)

@@ -52,7 +52,6 @@ WARMUP, ROUNDS, CALLS = 2, 7, 3
 """Untimed calls, which compile; timed turns of each backend; calls of a turn."""
 PATIENCE_S, LONG_S = 20.0, 1.0
 """No new turn begins after so long; where a micro-batch takes longer, a turn is one call."""
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FORMAT = 1
 """Of the file that keeps results; another one's are not read."""
 
@@ -94,7 +93,7 @@ def candidates(
     plans = {TRUNK: plan}
     for name, kind in catalogue.techniques.items():
         attends = "parts.attend" in kind.claims and "parts.mixer" not in kind.claims
-        if kind.room != "attention" or not attends or kind.equality != "exact":
+        if not attends or kind.axes or kind.equality != "exact":
             continue
         try:
             technique = kind()
@@ -306,12 +305,11 @@ def _take_turns(trials: Mapping[str, Trial], progress: Progress) -> dict[str, li
 def _tensors(build: Build, work: Work) -> list[Tensor]:
     """Random queries, keys, values and a gradient of the result, in the run's shapes."""
     config, (B, T) = build.config, work.ids_BT.shape
-    dtype = DTYPES.get(build.context.precision, torch.float32)
     draw = torch.Generator(build.device).manual_seed(0)
     heads, groups = _share(config.heads, build), _share(config.resolved_kv_heads, build)
     q, k, v, gradient = (
         torch.randn(B, T, n, config.resolved_head_dim, device=build.device, generator=draw)
-        .to(dtype)
+        .to(build.dtype)
         .requires_grad_()
         for n in (heads, groups, groups, heads)
     )

@@ -22,7 +22,7 @@ from headrace.data.loader import Loader, Micro
 from headrace.data.order import Order
 from headrace.data.rows import Packer
 from headrace.model.decoder import Decoder, Parts
-from headrace.model.head import Objective
+from headrace.model.head import Objective, cross_entropy
 from headrace.model.init import Source
 from headrace.model.mask import MaskSpec, Rows
 from headrace.parallel.layout import Layout
@@ -156,7 +156,6 @@ class Build:
     config: ModelConfig
     parts: Parts
     source: Source
-    objective: Objective
     engine: Engine
     sync: Callable[["Build", bool], None]
     """(is it the last micro-batch) -> None, before each backward: whether it communicates"""
@@ -191,6 +190,8 @@ class Build:
     values: dict[str, Callable[[int], float]] = field(default_factory=dict)
     recut: list[Callable[["Build", Micro], Micro]] = field(default_factory=list)
     """the same tokens of a micro-batch in other rows, before `place`"""
+    objective: Objective = cross_entropy
+    """made of parts that a head's kernels can ask for (kernels/cross_entropy_objective)"""
     enrich: list[Callable[["Build", Sequence[Work]], Sequence[Work]]] = field(default_factory=list)
     terms: list[Objective] = field(default_factory=list)
     auxiliary: list[Callable[["Build"], Tensor]] = field(default_factory=list)
@@ -226,10 +227,17 @@ class Build:
     notes: dict[str, Any] = field(default_factory=dict)
     """what a technique remembers between `apply` and `active`, by its name"""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What products and attention compute in."""
+        half = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        return half.get(self.context.precision, torch.float32)
+
     def autocast(self) -> torch.autocast:
         """The arithmetic of a forward pass."""
-        low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.context.precision)
-        return torch.autocast(self.device.type, low or torch.bfloat16, enabled=low is not None)
+        half = self.dtype is not torch.float32
+        low = self.dtype if half else torch.bfloat16  # it takes no other
+        return torch.autocast(self.device.type, low, enabled=half)
 
     def whole(self, name: str, local: Tensor) -> Tensor:
         """The whole tensor from the part of parameter `name` that each rank holds; collective."""
@@ -276,13 +284,13 @@ def auxiliary_loss(build: Build) -> Tensor | None:
 
 
 OWNED = (
-    "config", "source", "objective", "engine", "sync", "reduce", "loss_scale", "clip", "passes",
+    "config", "source", "engine", "sync", "reduce", "loss_scale", "clip", "passes",
     "pack", "order", "transport", "place", "recover",
 )  # fmt: skip
 PARTS = tuple(f"parts.{f.name}" for f in fields(Parts))
 COMPOSED = (
     "linear", "mask", "block_forward", "storage", "shard", "layouts", "frozen", "routes", "values",
-    "recut", "enrich", "terms", "auxiliary", "state", "weights_for_eval", "runtime",
+    "recut", "objective", "enrich", "terms", "auxiliary", "state", "weights_for_eval", "runtime",
     "after_update", "compiled",
 )  # fmt: skip
 SOCKETS = (OWNED[0], *PARTS, *OWNED[1:], *COMPOSED)

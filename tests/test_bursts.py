@@ -10,8 +10,9 @@ from tiny import metrics, report
 
 from headrace import bursts
 from headrace.bursts import FIRST, KEPT, Bursts, traces
-from headrace.doctor.trace.facts import trace_facts
+from headrace.doctor.trace.facts import newest
 from headrace.doctor.trace.file import read_trace
+from headrace.doctor.trace.ranks import measure_traces
 from headrace.doctor.window import of_run, read_rows
 
 CPU = torch.device("cpu")
@@ -157,10 +158,10 @@ def test_a_device_is_seen(tmp_path: Path) -> None:
     assert made.report() == {
         "folder": "traces", "files": ["step-15.rank-0.json.gz"], "trouble": "",
     }  # fmt: skip
-    facts = trace_facts(tmp_path)
-    assert facts is not None and facts.steps == 3 and facts.ceilings
-    assert facts.families["products"] > 0.5 and sum(w.calls for w in facts.syncs) >= 1
-    assert facts.product_efficiency is not None and 0.5 < facts.product_efficiency < 1.5
-    assert facts.copies_to_host == 1 and sum(w.spent_s for w in facts.syncs) > 0
-    bounds = {row.family: row.bound for row in facts.kernels if row.bound}
+    numbers = measure_traces(newest(tmp_path))
+    (rank,) = numbers.ranks
+    assert len(rank.steps) == 3 and rank.roof is not None and numbers.idle("sync") > 0
+    assert sum(row.share for row in rank.kernels if row.family == "products") > 0.5
+    assert 0.5 < rank.roof.products_best_s / rank.roof.products_s < 1.5
+    bounds = {row.family: row.bound for row in rank.kernels if row.bound}
     assert bounds["products"] == "compute" and bounds["elementwise"] == "bandwidth"

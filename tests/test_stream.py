@@ -1,13 +1,12 @@
 """One global stream: whoever reads it and however it is cut, the same rows, loss and weights."""
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny import PLAN, report, tensors
+from tiny import PLAN, losses, report, tensors
 
 from headrace.build import make_build
 from headrace.core.plan import Plan
@@ -16,12 +15,6 @@ from headrace.parallel.world import World
 from headrace.sockets import Build
 
 Train = Callable[..., Path]
-
-
-def losses(run: Path) -> torch.Tensor:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
-    return torch.tensor([row["loss"] for row in rows])
 
 
 def assert_close_runs(one: Path, two: Path) -> None:

@@ -1,6 +1,5 @@
 """Loggers beside metrics.jsonl: off by default, every number of every step when asked for."""
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -8,14 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tiny import metrics
 
 from headrace import track
 from headrace.core.errors import UnsupportedError
 from headrace.core.plan import Plan
-
-
-def rows_of(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_tensorboard_holds_every_loss(train: Callable[..., Path]) -> None:
@@ -26,7 +22,7 @@ def test_tensorboard_holds_every_loss(train: Callable[..., Path]) -> None:
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()
     found = {e.step: e.value for e in events.Scalars("loss")}
-    assert found == {r["step"]: pytest.approx(r["loss"]) for r in rows_of(run)}
+    assert found == {r["step"]: pytest.approx(r["loss"]) for r in metrics(run)}
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
@@ -51,7 +47,7 @@ def test_a_service_gets_every_row_and_is_closed(
     monkeypatch.setitem(sys.modules, name, client)
     monkeypatch.setattr(track, "find_spec", lambda package: client)
     run = train(f"track.to=['{name}']")
-    assert [t["loss"] for t in told] == [r["loss"] for r in rows_of(run)]
+    assert [t["loss"] for t in told] == [r["loss"] for r in metrics(run)]
     assert ended == [True]
 
 

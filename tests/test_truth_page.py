@@ -17,7 +17,6 @@ from headrace.truth.rows import PLANS, Outcome
 
 ROOT = Path(__file__).parents[1]
 SVG = "{http://www.w3.org/2000/svg}"
-TOPICS = ("doctor", "forecasts", "overhead", "plans", "picks", "tuner")
 BASE = {"date": "2026-11-20", "hardware": "GPU <A>", "metrics": {}}
 ROWS: dict[str, list[dict[str, Any]]] = {
     "doctor": [

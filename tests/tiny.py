@@ -73,11 +73,11 @@ every_steps = 4
 TIMES = ("_s", "tokens_per_s", "session")
 
 
-def write_corpus(folder: Path, *, files: int = 24, seed: int = 0) -> Path:
+def write_corpus(folder: Path, *, seed: int = 0) -> Path:
     """Short text files of random words, the same for the same seed."""
     source = random.Random(seed)
     folder.mkdir(parents=True)
-    for number in range(files):
+    for number in range(24):
         lines = [" ".join(source.choices(WORDS, k=12)) + ".\n" for _ in range(20)]
         (folder / f"{number:02d}.txt").write_text("".join(lines))
     return folder
@@ -91,6 +91,13 @@ def report(run: Path) -> dict[str, Any]:
 def metrics(run: Path) -> list[dict[str, Any]]:
     """Every row of metrics.jsonl."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run: Path) -> torch.Tensor:
+    """The loss of each step, of which none is missing."""
+    rows = metrics(run)
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    return torch.tensor([row["loss"] for row in rows])
 
 
 def without_times(value: Any) -> Any:

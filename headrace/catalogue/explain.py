@@ -7,6 +7,7 @@ import torch
 
 from headrace.build import predict
 from headrace.context import check_supported
+from headrace.core.ledger import WORDS
 from headrace.core.plan import Plan
 from headrace.core.strict import meanings
 from headrace.core.technique import Context, Technique
@@ -78,7 +79,7 @@ def explain_plan(plan: Plan, context: Context) -> tuple[dict[str, Any], str]:
         if socket == "parts.attend" and plan.attention == "measured":
             base = ['the fastest when the run starts (attention = "measured")']
         lines.append(f"  {socket:<18} {' + '.join(names or base) or '-'}")
-    lines += ["", f"predicted peak: {format_bytes(peak)}, at the {instant}"]
+    lines += ["", f"predicted peak: {format_bytes(peak)}, {WORDS[instant]}"]
     lines += [f"  {name:<18} {format_bytes(size)}" for name, size in ledger.owners()]
     work = ", ".join(f"{k} {format_count(v)}" for k, v in ledger.flops.items())
     lines += ["", f"FLOPs per token: {work}"]

@@ -49,7 +49,7 @@ class Update(NamedTuple):
 
 def adamw_(
     weight: Tensor, rest: Tensor | None, noise: Noise | None, grad: Tensor, exp_avg: Tensor,
-    exp_avg_sq: Tensor, step: Tensor, bias_2: Tensor, how: Update,
+    exp_avg_sq: Tensor, step: Tensor, corrections_2: Tensor, how: Update,
 ) -> None:  # fmt: skip
     """Update a bf16 `weight`, its `rest` and moments in place; `step` counts the updates before.
 
@@ -61,13 +61,13 @@ def adamw_(
         exp_avg: fp32.
         exp_avg_sq: fp32.
         step: fp32 scalar; the caller counts.
-        bias_2: what this update's moments are divided by, see `biases`.
+        corrections_2: what this update's moments are divided by, see `biases`.
         how: the numbers.
     """
     from headrace.kernels import adamw_triton
 
     COUNTS[KERNEL] += 1
-    adamw_triton.update(weight, rest, noise, grad, exp_avg, exp_avg_sq, step, bias_2, how)
+    adamw_triton.update(weight, rest, noise, grad, exp_avg, exp_avg_sq, step, corrections_2, how)
 
 
 def biases(steps: Sequence[Tensor], betas: tuple[float, float]) -> Tensor:

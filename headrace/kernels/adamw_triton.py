@@ -72,7 +72,7 @@ def adamw(
 
 def update(
     weight: Tensor, rest: Tensor | None, noise: Any, grad: Tensor, exp_avg: Tensor,
-    exp_avg_sq: Tensor, step: Tensor, bias_2: Tensor, how: Any,
+    exp_avg_sq: Tensor, step: Tensor, corrections_2: Tensor, how: Any,
 ) -> None:  # fmt: skip
     """See adamw.adamw_."""
     (beta_1, beta_2), total = how.betas, weight.numel()
@@ -84,7 +84,7 @@ def update(
     with on_device_of(weight):
         adamw[(-(-total // BLOCK),)](
             weight, step if rest is None else rest, grad.contiguous(), exp_avg, exp_avg_sq, step,
-            bias_2, factor, found, keys, rows, columns, total, weight.size(-1), how.lr, beta_1,
-            beta_2, 1.0 - beta_1, 1.0 - beta_2, how.eps, 1.0 - how.lr * how.weight_decay,
+            corrections_2, factor, found, keys, rows, columns, total, weight.size(-1), how.lr,
+            beta_1, beta_2, 1.0 - beta_1, 1.0 - beta_2, how.eps, 1.0 - how.lr * how.weight_decay,
             HAS_REST=rest is not None, BLOCK=BLOCK,  # pyright: ignore
         )  # fmt: skip

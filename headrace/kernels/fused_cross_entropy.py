@@ -51,7 +51,7 @@ def reference_cross_entropy(
 def fused_cross_entropy(
     logits_NV: Tensor, targets_N: Tensor, *, ignored: int = -100, softcap: float = 0.0,
     z_loss: float = 0.0, label_smoothing: float = 0.0, z_nats: Tensor | None = None,
-    in_place: bool = False,
+    moved_nats: Tensor | None = None, in_place: bool = False,
 ) -> Tensor:  # fmt: skip
     """Sum over tokens of the negative log likelihood in nats, a fp32 scalar.
 
@@ -65,35 +65,42 @@ def fused_cross_entropy(
         z_loss: weight of the squared log-sum-exp of each token that has a target.
         label_smoothing: share of the target that is spread over the vocabulary.
         z_nats: fp32 scalar to which the z-loss's part of the sum is added.
+        moved_nats: likewise what smoothing adds to the sum, or takes from it.
         in_place: the backward pass may write over `logits_NV`; a second one is then an error.
     """
     if logits_NV.stride(-1) != 1:
         logits_NV = logits_NV.contiguous()
     in_place = in_place and not torch.compiler.is_compiling()
     how = (ignored, softcap, z_loss, label_smoothing)
-    losses_N, norm_N2 = cross_entropy(logits_NV, targets_N, *how, in_place)
-    _tell(z_nats, norm_N2, z_loss)
+    losses_N, norms_N3 = cross_entropy(logits_NV, targets_N, *how, in_place)
+    _tell(norms_N3, z_loss, z_nats, moved_nats)
     return losses_N.sum()
 
 
 def loss_and_gradient_(
     logits_NV: Tensor, targets_N: Tensor, scale: Tensor, *, ignored: int = -100,
-    z_loss: float = 0.0, z_nats: Tensor | None = None,
+    softcap: float = 0.0, z_loss: float = 0.0, label_smoothing: float = 0.0,
+    z_nats: Tensor | None = None, moved_nats: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`fused_cross_entropy` and the logits, which its gradient times `scale` is written over."""
-    how = (ignored, 0.0, z_loss, 0.0)
-    losses_N, norm_N2 = cross_entropy(logits_NV, targets_N, *how, True)
-    _tell(z_nats, norm_N2, z_loss)
+    how = (ignored, softcap, z_loss, label_smoothing)
+    losses_N, norms_N3 = cross_entropy(logits_NV, targets_N, *how, True)
+    _tell(norms_N3, z_loss, z_nats, moved_nats)
     cross_entropy_gradient_(
-        logits_NV, targets_N, norm_N2, scale.expand(len(losses_N)).contiguous(), *how
+        logits_NV, targets_N, norms_N3, scale.expand(len(losses_N)).contiguous(), *how
     )
     return losses_N.sum(), logits_NV
 
 
-def _tell(z_nats: Tensor | None, norm_N2: Tensor, z_loss: float) -> None:
-    """Add the z-loss to `z_nats`, from log-sum-exps that are zero where targets are ignored."""
+def _tell(
+    norms_N3: Tensor, z_loss: float, z_nats: Tensor | None, moved_nats: Tensor | None
+) -> None:
+    """Add what z-loss and smoothing are of the sum; all columns are zero where it has no part."""
+    norms_N3 = norms_N3.detach()
     if z_nats is not None:
-        z_nats.add_(z_loss * norm_N2.detach().sum(-1).square().sum())
+        z_nats.add_(z_loss * norms_N3[:, :2].sum(-1).square().sum())
+    if moved_nats is not None:
+        moved_nats.add_(norms_N3[:, 2].sum())
 
 
 @torch.library.custom_op("headrace::cross_entropy", mutates_args=())
@@ -101,7 +108,10 @@ def cross_entropy(
     logits_NV: Tensor, targets_N: Tensor, ignored: int, softcap: float, z_loss: float,
     smoothing: float, in_place: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Losses [N], which have a gradient; largest logits and the rest of log-sum-exps [N, 2]."""
+    """Losses [N], which have a gradient; by token what the gradient is made from, [N, 3].
+
+    That is the largest logit and the rest of the log-sum-exp; third stands what smoothing added.
+    """
     from headrace.kernels import fused_cross_entropy_triton
 
     COUNTS["cross_entropy_forward"] += 1
@@ -112,30 +122,30 @@ def cross_entropy(
 
 @torch.library.custom_op("headrace::cross_entropy_gradient", mutates_args=())
 def cross_entropy_gradient(
-    logits_NV: Tensor, targets_N: Tensor, norm_N2: Tensor, grad_N: Tensor, ignored: int,
+    logits_NV: Tensor, targets_N: Tensor, norms_N3: Tensor, grad_N: Tensor, ignored: int,
     softcap: float, z_loss: float, smoothing: float,
 ) -> Tensor:  # fmt: skip
     """The gradient of logits [N, V] from that of the losses, in their dtype."""
     out_NV = torch.empty_like(logits_NV)
     how = (ignored, softcap, z_loss, smoothing)
-    _write_gradient(out_NV, logits_NV, targets_N, norm_N2, grad_N, *how)
+    _write_gradient(out_NV, logits_NV, targets_N, norms_N3, grad_N, *how)
     return out_NV
 
 
 @torch.library.custom_op("headrace::cross_entropy_gradient_", mutates_args=("logits_NV",))
 def cross_entropy_gradient_(
-    logits_NV: Tensor, targets_N: Tensor, norm_N2: Tensor, grad_N: Tensor, ignored: int,
+    logits_NV: Tensor, targets_N: Tensor, norms_N3: Tensor, grad_N: Tensor, ignored: int,
     softcap: float, z_loss: float, smoothing: float,
 ) -> None:  # fmt: skip
     """The same, over the logits."""
     how = (ignored, softcap, z_loss, smoothing)
-    _write_gradient(logits_NV, logits_NV, targets_N, norm_N2, grad_N, *how)
+    _write_gradient(logits_NV, logits_NV, targets_N, norms_N3, grad_N, *how)
 
 
 @cross_entropy.register_fake
 def _(logits_NV: Tensor, targets_N: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
     losses_N = torch.empty_like(targets_N, dtype=torch.float32)
-    return losses_N, losses_N.new_empty(len(targets_N), 2)
+    return losses_N, losses_N.new_empty(len(targets_N), 3)
 
 
 @cross_entropy_gradient.register_fake
@@ -162,8 +172,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(ctx: Any, grad_N: Tensor, _: None) -> tuple[Any, ...]:
-    logits_NV, targets_N, norm_N2 = ctx.saved_tensors  # refuses what was written over since
-    given = (logits_NV, targets_N, norm_N2, grad_N.contiguous(), *ctx.how)
+    logits_NV, targets_N, norms_N3 = ctx.saved_tensors  # refuses what was written over since
+    given = (logits_NV, targets_N, norms_N3, grad_N.contiguous(), *ctx.how)
     if ctx.in_place:
         cross_entropy_gradient_(*given)
         return logits_NV.detach(), *[None] * 6

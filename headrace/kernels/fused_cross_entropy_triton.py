@@ -26,13 +26,14 @@ def cross_entropy_forward(
     logits_ptr, stride, targets_ptr, losses_ptr, norms_ptr, ignored, softcap, z_loss, smoothing,
     CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One token's loss, largest logit and the rest of its log-sum-exp."""
+    """One token's loss; its largest logit, the rest of its log-sum-exp, what smoothing added."""
     token = tl.program_id(0).to(tl.int64)
     target = tl.load(targets_ptr + token)
     if target == ignored:
         tl.store(losses_ptr + token, 0.0)
-        tl.store(norms_ptr + 2 * token, 0.0)
-        tl.store(norms_ptr + 2 * token + 1, 0.0)
+        tl.store(norms_ptr + 3 * token, 0.0)
+        tl.store(norms_ptr + 3 * token + 1, 0.0)
+        tl.store(norms_ptr + 3 * token + 2, 0.0)
         return
     row_ptr = logits_ptr + token * stride
     most = -float("inf")
@@ -57,13 +58,14 @@ def cross_entropy_forward(
     picked = tl.load(row_ptr + target, mask=known, other=float("nan")).to(tl.float32)
     if CAPPED:
         picked = capped(picked, softcap)
-    loss = most - picked + rest + z_loss * norm * norm
+    moved = 0.0
     if SMOOTHED:
-        loss += smoothing * (picked - plain / VOCAB)
-    tl.store(losses_ptr + token, loss)
+        moved = smoothing * (picked - plain / VOCAB)
+    tl.store(losses_ptr + token, most - picked + rest + z_loss * norm * norm + moved)
     # Apart, because their sum would lose the digits of large logits.
-    tl.store(norms_ptr + 2 * token, most)
-    tl.store(norms_ptr + 2 * token + 1, rest)
+    tl.store(norms_ptr + 3 * token, most)
+    tl.store(norms_ptr + 3 * token + 1, rest)
+    tl.store(norms_ptr + 3 * token + 2, moved)
 
 
 @triton.jit
@@ -77,8 +79,8 @@ def cross_entropy_backward(
     target = tl.load(targets_ptr + token)
     counts = target != ignored
     row_ptr = logits_ptr + token * stride
-    most = tl.load(norms_ptr + 2 * token)
-    rest = tl.load(norms_ptr + 2 * token + 1)
+    most = tl.load(norms_ptr + 3 * token)
+    rest = tl.load(norms_ptr + 3 * token + 1)
     grad = tl.load(grads_ptr + token)
     for start in range(0, VOCAB, BLOCK):
         place = start + tl.arange(0, BLOCK)
@@ -100,21 +102,21 @@ def forward(
     logits_NV: Tensor, targets_N: Tensor, ignored: int, softcap: float, z_loss: float,
     smoothing: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Losses [N]; largest logits and the rest of the log-sum-exps [N, 2]; all fp32."""
+    """Losses [N]; largest logits, rest of log-sum-exps, what smoothing added [N, 3]; all fp32."""
     tokens, vocab = logits_NV.shape
     losses_N = torch.empty(tokens, device=logits_NV.device)
-    norms_N2 = torch.empty(tokens, 2, device=logits_NV.device)
+    norms_N3 = torch.empty(tokens, 3, device=logits_NV.device)
     with on_device_of(logits_NV):
         cross_entropy_forward[(tokens,)](
-            logits_NV, logits_NV.stride(0), targets_N.contiguous(), losses_N, norms_N2,
+            logits_NV, logits_NV.stride(0), targets_N.contiguous(), losses_N, norms_N3,
             ignored, softcap, z_loss, smoothing, CAPPED=softcap != 0, SMOOTHED=smoothing != 0,
             VOCAB=vocab, BLOCK=_block(vocab), num_warps=WARPS,  # pyright: ignore
         )  # fmt: skip
-    return losses_N, norms_N2
+    return losses_N, norms_N3
 
 
 def backward(
-    out_NV: Tensor, logits_NV: Tensor, targets_N: Tensor, norms_N2: Tensor, grad_N: Tensor,
+    out_NV: Tensor, logits_NV: Tensor, targets_N: Tensor, norms_N3: Tensor, grad_N: Tensor,
     ignored: int, softcap: float, z_loss: float, smoothing: float,
 ) -> None:  # fmt: skip
     """Write the gradient of logits into `out_NV`, which may be the logits."""
@@ -122,7 +124,7 @@ def backward(
     with on_device_of(logits_NV):
         cross_entropy_backward[(tokens,)](
             out_NV, out_NV.stride(0), logits_NV, logits_NV.stride(0), targets_N.contiguous(),
-            norms_N2, grad_N, ignored, softcap, z_loss, smoothing, CAPPED=softcap != 0,
+            norms_N3, grad_N, ignored, softcap, z_loss, smoothing, CAPPED=softcap != 0,
             VOCAB=vocab, BLOCK=_block(vocab), num_warps=WARPS,  # pyright: ignore
         )  # fmt: skip
 

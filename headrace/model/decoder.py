@@ -134,7 +134,7 @@ class Decoder(nn.Module):
         return Shared(rows.positions_BT, mask, rotation, cache, open_mask)
 
     def states(self, x: Tensor, shared: Shared, part: Part = WHOLE) -> Tensor:
-        """The trunk: embedding, blocks, norm."""
+        """The body: embedding, blocks, norm."""
         if part.first:
             x = self.enter(x, shared)
         for name, block in self.blocks.items():

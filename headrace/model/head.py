@@ -24,9 +24,14 @@ IGNORED = -100
 class Vocabulary:
     """Reductions over the vocabulary dimension, which this one holds whole."""
 
-    def nll(self, logits_NV: Tensor, targets_N: Tensor) -> Tensor:
-        """Summed negative log likelihood of the targets that are not `IGNORED`, a scalar."""
-        return F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction="sum")
+    def nll(self, logits_NV: Tensor, targets_N: Tensor, smoothing: float = 0.0) -> Tensor:
+        """Summed negative log likelihood of the targets that are not `IGNORED`, a scalar.
+
+        Of each target's probability the share `smoothing` is spread over V evenly.
+        """
+        return F.cross_entropy(
+            logits_NV, targets_N, ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing
+        )
 
     def logsumexp(self, logits_NV: Tensor) -> Tensor:
         """Log sum exp over V, [N]."""
@@ -64,6 +69,11 @@ def cross_entropy(
     return vocabulary.nll(logits_NV, targets_N)
 
 
+def capped(logits_NV: Tensor, cap: float) -> Tensor:
+    """Logits that reach `cap` at most, by `cap` x tanh(logits / cap); 0 leaves them as they are."""
+    return cap * torch.tanh(logits_NV / cap) if cap else logits_NV
+
+
 def with_terms(objective: Objective, terms: Sequence[Objective]) -> Objective:
     """An objective plus every term."""
     if not terms:
@@ -94,6 +104,7 @@ class Head(nn.Module):
         weight = None if config.tied_embeddings else nn.Parameter(torch.empty(shape))
         self.register_parameter("weight", weight)
         self.vocabulary = Vocabulary()
+        self.cap = config.logit_cap
 
     def forward(
         self, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, extras: Any,
@@ -112,4 +123,4 @@ class Head(nn.Module):
 
     def logits(self, hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
         """Whole fp32 logits [N, V]."""
-        return F.linear(hidden_ND, weight_VD).float()
+        return capped(F.linear(hidden_ND, weight_VD).float(), self.cap)

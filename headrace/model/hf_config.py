@@ -63,7 +63,9 @@ _LLAMA_MODULES: Names = {
     "mixer.out": ("self_attn.o_proj",),
     "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"), "mlp.down": ("mlp.down_proj",),
 }  # fmt: skip
-_LLAMA_PARTS = {"norm": ("rms_norm",), "activation": ("swiglu",), "position": ("rope",)}
+_LLAMA_PARTS = {
+    "norm": ("rms_norm",), "activation": ("swiglu",), "position": ("rope",), "logit_cap": (0.0,),
+}  # fmt: skip
 
 LLAMA = Architecture(
     name="LlamaForCausalLM",
@@ -94,7 +96,7 @@ GPT2 = Architecture(
     model_type="gpt2",
     implies={
         "norm": ("layer_norm",), "activation": ("gelu_tanh", "gelu", "relu2"),
-        "position": ("learned",), "qk_norm": (False,), "bias": (True,),
+        "position": ("learned",), "qk_norm": (False,), "bias": (True,), "logit_cap": (0.0,),
     },
     fields={
         "vocab": "vocab_size", "dim": "n_embd", "layers": "n_layer", "heads": "n_head",

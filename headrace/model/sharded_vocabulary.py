@@ -35,10 +35,14 @@ class ShardedVocabulary(Vocabulary):
     def __init__(self, offset: int, count: int, vocab: int, peers: Peers) -> None:
         self.offset, self.count, self.vocab, self.peers = offset, count, vocab, peers
 
-    def nll(self, logits_NV: Tensor, targets_N: Tensor) -> Tensor:
-        """Summed negative log likelihood of the targets that are not `IGNORED`, a scalar."""
+    def nll(self, logits_NV: Tensor, targets_N: Tensor, smoothing: float = 0.0) -> Tensor:
+        """Summed negative log likelihood of the targets that are not `IGNORED`, a scalar.
+
+        Of each target's probability the share `smoothing` is spread over the vocabulary evenly.
+        """
         place_N, elsewhere_N = self._places(targets_N)
-        loss_N = _Nll.apply(logits_NV, place_N, elsewhere_N, self.peers)
+        given = (place_N, elsewhere_N, smoothing, smoothing / self.vocab, self.peers)
+        loss_N = _Nll.apply(logits_NV, *given)
         assert isinstance(loss_N, Tensor)
         return loss_N.masked_fill(targets_N == IGNORED, 0.0).sum()
 
@@ -80,24 +84,35 @@ class ShardedVocabulary(Vocabulary):
 
 
 class _Nll(torch.autograd.Function):
-    """logsumexp - pick, holding two tensors [N, v] where autograd would hold four."""
+    """logsumexp - pick, holding two tensors [N, v] where autograd would hold four.
+
+    Smoothed, `smoothing` of the pick is replaced by `each` of every logit.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, logits_NV: Tensor, place_N: Tensor, elsewhere_N: Tensor, peers: Peers
-    ) -> Tensor:
+        ctx: Any, logits_NV: Tensor, place_N: Tensor, elsewhere_N: Tensor, smoothing: float,
+        each: float, peers: Peers,
+    ) -> Tensor:  # fmt: skip
         shifted_NV = logits_NV - all_reduce(logits_NV.amax(-1), "max", peers)[:, None]
         picked_N = shifted_NV.gather(-1, place_N[:, None]).squeeze(-1)
+        picked_N = (1 - smoothing) * picked_N.masked_fill(elsewhere_N, 0.0)
+        if smoothing:
+            picked_N += each * shifted_NV.sum(-1)
         exp_NV = shifted_NV.exp_()
-        sums = torch.stack([exp_NV.sum(-1), picked_N.masked_fill(elsewhere_N, 0.0)])
+        sums = torch.stack([exp_NV.sum(-1), picked_N])
         total_N, picked_N = all_reduce(sums, "sum", peers).unbind()
         ctx.save_for_backward(exp_NV.div_(total_N[:, None]), place_N, elsewhere_N)
+        ctx.smoothing, ctx.each = smoothing, each
         return total_N.log() - picked_N
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_N: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         p_NV, place_N, elsewhere_N = ctx.saved_tensors
-        target_N = grad_N.masked_fill(elsewhere_N, 0.0)
-        grad_NV = (p_NV * grad_N[:, None]).scatter_add_(-1, place_N[:, None], -target_N[:, None])
-        return grad_NV, None, None, None
+        target_N = (ctx.smoothing - 1) * grad_N.masked_fill(elsewhere_N, 0.0)
+        grad_NV = p_NV * grad_N[:, None]
+        if ctx.smoothing:
+            grad_NV -= ctx.each * grad_N[:, None]
+        grad_NV.scatter_add_(-1, place_N[:, None], target_N[:, None])
+        return grad_NV, None, None, None, None, None

@@ -14,7 +14,7 @@ from headrace.truth import compute
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 forecasts = import_module("forecasts")
-PLAN = READ + "[techniques.chunked_cross_entropy]\n"
+PLAN = READ + "[techniques.chunked_cross_entropy]\nchunk_tokens = 8\n"
 
 
 def rows(folder: Path, topic: str) -> list[dict[str, Any]]:

@@ -43,6 +43,14 @@ def test_every_technique_has_a_page_and_a_line(pages: dict[str, str]) -> None:
             assert f"| `techniques.{name}.{knob}` |" in page
 
 
+def test_the_readmes_table_is_the_catalogue() -> None:
+    table = (ROOT / "README.md").read_text().split("## Techniques", 1)[1].split("\n\n")[1]
+    rows = [[cell.strip() for cell in line.split("|")] for line in table.splitlines()[2:]]
+    named = [(name, row[1].split(", ")) for row in rows for name in re.findall(r"`(\w+)`", row[3])]
+    assert sorted(name for name, _ in named) == sorted(KNOWN.techniques)
+    assert not [name for name, rooms in named if KNOWN.techniques[name].room not in rooms]
+
+
 def test_every_plan_key_has_a_row_and_a_meaning(pages: dict[str, str]) -> None:
     keys = dict(_keys(Plan, ""))
     assert not [key for key in keys if f"| `{key}` |" not in pages["reference/plan.md"]]

@@ -258,7 +258,21 @@ def test_json_is_no_options_value(argv: tuple[str, ...], call: Callable[..., Any
 @pytest.mark.parametrize("verb", ["eval", "sample", "report", "doctor"])
 def test_an_unknown_run_names_the_nearest_and_2(verb: str, call: Callable[..., Any]) -> None:
     told = call(verb, "dmeo", code=2)
-    assert "is not a run" in told["error"] and "demo" in told["error"]
+    assert told["error"] == "dmeo is not a run; the nearest is demo"
+    assert told["remedy"] == "runs/demo"
+
+
+def test_where_no_run_was_made_an_unknown_run_says_so_and_what_makes_one(
+    say: Callable[..., tuple[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    for argv in (("doctor", "dmeo"), ("plan", "demo", "--after", "dmeo")):
+        _, error = say(*argv, code=2)
+        assert error.startswith("error: dmeo is not a run; no run was made here yet\n  try: head")
+        assert "nearest" not in error and "headrace train demo, which makes one" in error
+    _, error = say("eval", "empty", code=2)
+    assert "empty is not a run: it has no plan.toml; no run was made here yet" in error
 
 
 @pytest.mark.parametrize(

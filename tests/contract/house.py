@@ -72,7 +72,10 @@ BESIDE: Mapping[tuple[str, str], Mapping[str, Mapping[str, Any]]] = {
     ("fp16_loss_scaling", "cuda"): {MODEL: {"precision": "fp16"}},  # on a CPU exact in fp32
     ("memory_budget", "cpu"): {COMPILE: {"scope": "block"}},  # half of the time to trace
     ("memory_budget", "cuda"): {COMPILE: {}},
-    ("shape_buckets", "any"): {"sequence_length_schedule": {"until": 9.0}},  # all of a test's steps
+    ("shape_buckets", "any"): {
+        COMPILE: {"backend": "eager"},
+        "sequence_length_schedule": {"until": 9.0},
+    },  # all of a test's steps
     ("tf32", "cuda"): {MODEL: {"precision": "fp32"}},
 }
 """(technique, device or "any") -> what its plan must have beside it, or there is nothing that it

@@ -1,6 +1,5 @@
 """Sockets of model, weights, data and run that no real technique fills yet, filled by toys."""
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from house import LENGTH, ROWS, Variant, tiny_knobs, toy
+from tiny import metrics
 from torch import Tensor, nn
 
 from headrace import train
@@ -191,10 +191,6 @@ def test_weights_for_eval_are_swapped_in_and_out() -> None:
     assert evaluate(build) != at_first
 
 
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_state_is_saved_and_restored(tmp_path: Path) -> None:
     made: list[Average] = []
     plan = house.make_plan(
@@ -202,10 +198,10 @@ def test_state_is_saved_and_restored(tmp_path: Path) -> None:
         eval={"every_steps": 2, "tokens": 4 * LENGTH}, checkpoint={"every_steps": 2},
     )  # fmt: skip
     folder = train.run(plan, progress=Progress())
-    first = rows_of(folder)
+    first = metrics(folder)
     assert first[1]["val_loss_nats"] != first[3]["val_loss_nats"]
     train.run(plan, progress=Progress(), resume=True, checkpoint="step-2")
-    for before, after in zip(first, rows_of(folder), strict=True):
+    for before, after in zip(first, metrics(folder), strict=True):
         assert before["loss"] == after["loss"]
         assert before.get("val_loss_nats") == after.get("val_loss_nats")
     whole, resumed = made

@@ -36,6 +36,11 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
         ("techniques.muon.momentun=0.1",), ("'techniques.muon.momentun'",),
         "techniques.muon.momentum",
     ),
+    "a knob of none": (
+        ("techniques.fused_cross_entropy.a=1",),
+        ("'techniques.fused_cross_entropy.a'; techniques.fused_cross_entropy has no knobs",),
+        "techniques.fused_cross_entropy={}",
+    ),
     "a knob's range": (("techniques.muon.lr=-1",), ("techniques.muon.lr = -1",), ""),
     "a knob's choice": (
         ("techniques.torch_compile.scope=blok",), ("techniques.torch_compile.scope", "block"),
@@ -193,6 +198,13 @@ def test_with_and_without() -> None:
     for how in ({"with_": ("mouon",)}, {"without": ("mouon",)}):
         with pytest.raises(ConfigError, match="did you mean muon"):
             read(BASE, **how)
+
+
+def test_a_bound_that_is_not_allowed_itself_is_no_remedy() -> None:
+    for wrong in ("techniques.dynamic_batch.headroom=1", "optimizer.lr=0"):
+        with pytest.raises(ConfigError) as caught:
+            read(BASE, wrong)
+        assert caught.value.remedy == ""
 
 
 def test_derived_numbers() -> None:

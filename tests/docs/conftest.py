@@ -34,7 +34,7 @@ def world(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 
 @pytest.fixture
-def label_smoothing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[type[Any]]:
+def max_z_loss(tmp_path_factory: pytest.TempPathFactory) -> Iterator[type[Any]]:
     """The technique of add-a-technique.md, found as any file of its room is."""
     folder = tmp_path_factory.mktemp("room")
     (block,) = [b for b in blocks_of("docs/guide/add-a-technique.md") if b.file]
@@ -42,8 +42,8 @@ def label_smoothing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[type[A
     room = headrace.techniques.loss
     room.__path__.append(str(folder))
     try:
-        yield catalogue().techniques["label_smoothing"]
+        yield catalogue().techniques["max_z_loss"]
     finally:
         room.__path__.remove(str(folder))
-        sys.modules.pop("headrace.techniques.loss.label_smoothing", None)
-        vars(room).pop("label_smoothing", None)
+        sys.modules.pop("headrace.techniques.loss.max_z_loss", None)
+        vars(room).pop("max_z_loss", None)

@@ -62,44 +62,44 @@ def _json(*arguments: str, code: int = 0) -> Any:
     return json.loads(ended.stdout)
 
 
-def test_it_is_in_the_catalogue_with_its_card(label_smoothing: type[Any]) -> None:
-    (row,) = [r for r in _json("list") if r["technique"] == "label_smoothing"]
-    assert row["what"] == label_smoothing.line()
-    card = _json("explain", "label_smoothing")
+def test_it_is_in_the_catalogue_with_its_card(max_z_loss: type[Any]) -> None:
+    (row,) = [r for r in _json("list") if r["technique"] == "max_z_loss"]
+    assert row["what"] == max_z_loss.line()
+    card = _json("explain", "max_z_loss")
     assert card["composes"] == ["terms"]
-    assert card["knobs"]["rate"]["default"] == 0.1
+    assert card["knobs"]["weight"]["default"] == 2e-4
 
 
-def test_it_has_a_page(label_smoothing: type[Any]) -> None:
+def test_it_has_a_page(max_z_loss: type[Any]) -> None:
     pages = reference(catalogue(), recipes())
-    assert "`techniques.label_smoothing.rate`" in pages["reference/loss/label_smoothing.md"]
-    assert "loss/label_smoothing.md" in pages["reference/techniques.md"]
+    assert "`techniques.max_z_loss.weight`" in pages["reference/loss/max_z_loss.md"]
+    assert "loss/max_z_loss.md" in pages["reference/techniques.md"]
 
 
 def test_its_page_is_built_and_in_the_navigation(copy: Path, tmp_path: Path) -> None:
     _module(copy, "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path))
-    page = (tmp_path / "reference/loss/label_smoothing/index.html").read_text()
-    assert "techniques.label_smoothing.rate" in page and "arXiv 1512.00567" in page
-    assert "reference/loss/label_smoothing/" in (tmp_path / "index.html").read_text()
+    page = (tmp_path / "reference/loss/max_z_loss/index.html").read_text()
+    assert "techniques.max_z_loss.weight" in page and "arXiv 2309.10305" in page
+    assert "reference/loss/max_z_loss/" in (tmp_path / "index.html").read_text()
 
 
-def test_the_planner_counts_it(label_smoothing: type[Any], plan_file: Path) -> None:
+def test_the_planner_counts_it(max_z_loss: type[Any], plan_file: Path) -> None:
     """The line that it edits, four tensors for three, and with it the peak."""
     big_head = ("model.vocab_multiple=2048", "batch.tokens=1024")
-    plain, smoothed = (
+    plain, held = (
         _json("explain", str(plan_file), *big_head, *more)
-        for more in ((), ("--with", "label_smoothing"))
+        for more in ((), ("--with", "max_z_loss"))
     )
-    before, after = (told["memory_lines"]["logits"] for told in (plain, smoothed))
+    before, after = (told["memory_lines"]["logits"] for told in (plain, held))
     assert after == pytest.approx(4 / 3 * before)
-    grown = smoothed["peak_memory_bytes"] - plain["peak_memory_bytes"]
+    grown = held["peak_memory_bytes"] - plain["peak_memory_bytes"]
     assert grown == pytest.approx(after - before)
 
 
 def test_the_shared_suite_takes_it(copy: Path) -> None:
     """Every kind of its tests, and what it asks of all techniques at once."""
     said = _module(
-        copy, "pytest", "tests/contract", "-v", "-k", "label_smoothing or is_complete",
+        copy, "pytest", "tests/contract", "-v", "-k", "max_z_loss or is_complete",
         "-m", "not slow and not gpu", "-p", "no:cacheprovider",
     )  # fmt: skip
     passed = {line.split("::")[0] for line in said.splitlines() if " PASSED" in line}
@@ -114,22 +114,21 @@ def test_it_is_equal_where_the_model_is_split(copy: Path) -> None:
     splits = " or ".join(f"{kind}_parallel" for kind in ("tensor", "pipeline", "context"))
     said = _module(
         copy, "pytest", "tests/distributed/test_matrix.py", "-v", "-p", "no:cacheprovider",
-        "-k", f"label_smoothing and ({splits} or fsdp)",
+        "-k", f"max_z_loss and ({splits} or fsdp)",
     )  # fmt: skip
     assert said.count(" PASSED") == 4
 
 
-def test_a_wrong_knob_is_one_message(label_smoothing: type[Any], plan_file: Path) -> None:
-    told = _json("train", str(plan_file), "techniques.label_smoothing.rate=2", code=2)
-    assert "techniques.label_smoothing.rate = 2" in told["error"]
-    told = _json("train", str(plan_file), "techniques.label_smoothing.rat=2", code=2)
-    assert "did you mean techniques.label_smoothing.rate" in told["error"]
+def test_a_wrong_knob_is_one_message(max_z_loss: type[Any], plan_file: Path) -> None:
+    told = _json("train", str(plan_file), "techniques.max_z_loss.weight=2", code=2)
+    assert "techniques.max_z_loss.weight = 2" in told["error"]
+    told = _json("train", str(plan_file), "techniques.max_z_loss.weigh=2", code=2)
+    assert "did you mean techniques.max_z_loss.weight" in told["error"]
 
 
-def test_its_term_is_the_papers(label_smoothing: type[Any]) -> None:
+def test_its_term_is_the_papers(max_z_loss: type[Any]) -> None:
     class Sockets:
         device = torch.device("cpu")
-        config = SimpleNamespace(vocab=7)
 
         def __init__(self) -> None:
             self.notes: dict[str, Any] = {}
@@ -137,39 +136,39 @@ def test_its_term_is_the_papers(label_smoothing: type[Any]) -> None:
             self.model = SimpleNamespace(head=object())
 
     build: Any = Sockets()
-    label_smoothing(rate=0.3).apply(build)
+    max_z_loss(weight=0.3).apply(build)
     torch.manual_seed(0)
-    logits, targets = torch.randn(4, 7), torch.tensor([1, IGNORED, 3, 0])
-    term = build.terms[0](logits, targets, None, Vocabulary())
-    found = Vocabulary().nll(logits, targets) + term
-    told = {"ignore_index": IGNORED, "label_smoothing": 0.3, "reduction": "sum"}
-    torch.testing.assert_close(found, torch.nn.functional.cross_entropy(logits, targets, **told))
-    moved = label_smoothing().active(build).numbers["moved_nats"]
-    assert moved == pytest.approx(abs(term.item())) and moved > 0.1
+    logits, kept = torch.randn(4, 7).requires_grad_(), [0, 2, 3]
+    term = build.terms[0](logits, torch.tensor([1, IGNORED, 3, 0]), None, Vocabulary())
+    largest, places = logits.detach()[kept].max(-1)
+    torch.testing.assert_close(term, 0.3 * (largest**2).sum())
+    right = torch.zeros(4, 7)
+    right[kept, places] = 2 * 0.3 * largest
+    torch.testing.assert_close(torch.autograd.grad(term, logits)[0], right)
+    added = max_z_loss().active(build).numbers["added_nats"]
+    assert added == pytest.approx(term.item()) and added > 0.1
     build.model.head = None
-    assert label_smoothing().active(build).active is None
+    assert max_z_loss().active(build).active is None
 
 
 def test_it_trains_predicts_and_proves_itself(
-    label_smoothing: type[Any], plan_file: Path, monkeypatch: pytest.MonkeyPatch
+    max_z_loss: type[Any], plan_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(plan_file.parent)
     big_head = ["model.vocab_multiple=2048", "batch.tokens=1024", "goal.steps=2"]
-    sockets = _json("explain", str(plan_file), *big_head, "--with", "label_smoothing")["sockets"]
-    assert sockets["terms"] == ["label_smoothing"]
+    sockets = _json("explain", str(plan_file), *big_head, "--with", "max_z_loss")["sockets"]
+    assert sockets["terms"] == ["max_z_loss"]
     plain = _json("train", str(plan_file), *big_head)
-    smoothed = _json(
-        "train", str(plan_file), *big_head, "--with", "label_smoothing", "name=smoothed"
-    )
-    evidence = smoothed["techniques"]["label_smoothing"]
-    assert evidence["active"] and evidence["numbers"]["moved_nats"] > 0
+    held = _json("train", str(plan_file), *big_head, "--with", "max_z_loss", "name=held")
+    evidence = held["techniques"]["max_z_loss"]
+    assert evidence["active"] and evidence["numbers"]["added_nats"] > 0
     grown = {
-        key: smoothed["peak_memory_bytes"][key] - plain["peak_memory_bytes"][key]
+        key: held["peak_memory_bytes"][key] - plain["peak_memory_bytes"][key]
         for key in ("predicted", "allocated")
     }
     assert grown["allocated"] == pytest.approx(grown["predicted"], rel=0.05)
     resumed = _json(
-        "train", str(plan_file), *big_head, "--with", "label_smoothing", "name=smoothed",
+        "train", str(plan_file), *big_head, "--with", "max_z_loss", "name=held",
         "goal.steps=3", "--resume",
     )  # fmt: skip
     assert resumed["steps"] == 3

@@ -84,8 +84,8 @@ def test_every_command_of_a_page(
     page: str, world: Path, zygote: Any, request: pytest.FixtureRequest
 ) -> None:
     for block in blocks_of(page):
-        if block.file == "label_smoothing.py":
-            request.getfixturevalue("label_smoothing")
+        if block.file == "max_z_loss.py":
+            request.getfixturevalue("max_z_loss")
         elif block.file:
             (world / block.file).write_text(block.text)
         if block.language != "sh":

@@ -108,6 +108,22 @@ def test_the_z_loss_is_told(ignored: str) -> None:
     assert (told > 1) == (ignored == "some")
 
 
+@pytest.mark.parametrize("how", [{}, {"softcap": 3.0, "z_loss": 0.1}], ids=["alone", "beside"])
+@pytest.mark.parametrize("ignored", ["some", "all"])
+def test_what_smoothing_moves_is_told(ignored: str, how: dict[str, float]) -> None:
+    """The sum's part beside the unsmoothed loss, by both ways in."""
+    logits, targets = given(7, 5003, torch.float32, ignored)
+    smoothed = {**how, "label_smoothing": 0.2}
+    (plain, _), right = wanted(logits, targets, **how), wanted(logits, targets, **smoothed)
+    told = torch.ones((), device=DEVICE)
+    compare(found(logits, targets, **smoothed, moved_nats=told), right, torch.float32)
+    scale = torch.tensor(WEIGHT, device=DEVICE)
+    over = loss_and_gradient_(logits, targets, scale, **smoothed, moved_nats=told)  # type: ignore
+    compare(over, right, torch.float32)
+    torch.testing.assert_close(told, 1 + 2 * (right[0] - plain), rtol=1e-5, atol=1e-6)
+    assert (told != 1) == (ignored == "some")
+
+
 def test_writes_the_gradient_over_the_logits_and_only_where_asked() -> None:
     logits, targets = given(6, 307, torch.float32)
     for in_place in (False, True):
@@ -169,7 +185,8 @@ def test_the_operations_keep_torchs_contract() -> None:
         how = (-100, 0.0, 0.0, smoothing, False)
         leaf = logits.clone().requires_grad_()
         torch.library.opcheck(torch.ops.headrace.cross_entropy, (leaf, targets, *how))  # type: ignore
-    norms = torch.stack([logits.amax(-1), logits.logsumexp(-1) - logits.amax(-1)], -1)
+    most = logits.amax(-1)
+    norms = torch.stack([most, logits.logsumexp(-1) - most, torch.zeros_like(most)], -1)
     more = (targets, norms, torch.ones(len(logits), device=DEVICE), *how[:4])
     for name in ("cross_entropy_gradient", "cross_entropy_gradient_"):
         torch.library.opcheck(getattr(torch.ops.headrace, name), (logits, *more))
@@ -177,10 +194,13 @@ def test_the_operations_keep_torchs_contract() -> None:
 
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("ignored", IGNORED)
+@pytest.mark.parametrize("how", [{}, OPTIONS["all"]], ids=["plain", "all"])
 @pytest.mark.parametrize(
     "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)]
 )  # fmt: skip
-def test_compiled_with_ignored_targets(backend: str, ignored: str, in_place: bool) -> None:
+def test_compiled_with_ignored_targets(
+    backend: str, how: dict[str, float], ignored: str, in_place: bool
+) -> None:
     """The case of Liger's pull request 1338: 61.7 in the place of 21.4."""
     if backend == "inductor" and not CUDA:
         pytest.skip("needs a CUDA device")
@@ -194,10 +214,10 @@ def test_compiled_with_ignored_targets(backend: str, ignored: str, in_place: boo
         targets[torch.randperm(tokens)[: tokens if ignored == "all" else tokens // 4]] = -100
 
     def loss_of(leaves: list[Tensor], targets: Tensor, function: Any) -> Tensor:
-        return function((leaves[0] * 2) @ leaves[1].T, targets)
+        return function((leaves[0] * 2) @ leaves[1].T, targets, **how)
 
-    def ours(logits: Tensor, targets: Tensor) -> Tensor:
-        return fused_cross_entropy(logits, targets, in_place=in_place)
+    def ours(logits: Tensor, targets: Tensor, **how: Any) -> Tensor:
+        return fused_cross_entropy(logits, targets, **how, in_place=in_place)
 
     compiled: Any = torch.compile(loss_of, backend=backend, fullgraph=True)
     seen = []
@@ -216,11 +236,12 @@ def test_compiled_with_ignored_targets(backend: str, ignored: str, in_place: boo
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("vocab", [32_000, 128_256, 262_144, 262_147])
-def test_large_vocabularies(vocab: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("how", OPTIONS.values(), ids=OPTIONS)
+def test_large_vocabularies(how: dict[str, float], vocab: int, dtype: torch.dtype) -> None:
     logits, targets = given(64, vocab, dtype)
-    right = wanted(logits, targets)
+    right = wanted(logits, targets, **how)
     for in_place in (False, True):
-        compare(found(logits, targets, in_place=in_place), right, dtype)
+        compare(found(logits, targets, **how, in_place=in_place), right, dtype)
 
 
 @pytest.mark.gpu

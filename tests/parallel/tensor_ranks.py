@@ -149,6 +149,7 @@ def _distill(logits: Tensor, targets: Tensor, extras: Any, vocabulary: Vocabular
 
 OBJECTIVES: dict[str, Callable[[Tensor, Tensor, Any, Any], Tensor]] = {
     "nll": lambda logits, targets, extras, v: v.nll(logits, targets),
+    "smoothed": lambda logits, targets, extras, v: v.nll(logits, targets, 0.3),
     "z_loss": lambda logits, targets, extras, v: (v.logsumexp(logits) ** 2).sum(),
     "pick": lambda logits, targets, extras, v: (v.pick(logits, targets.clamp(min=0)).sin()).sum(),
     "sum": lambda logits, targets, extras, v: (v.sum(logits**2).sqrt()).sum(),

@@ -8,15 +8,15 @@ import itertools
 import json
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from pieces import ring_of
 from ring_ranks import CASES
 
 from headrace.model.mask import MaskSpec, Rows, allowed
-from headrace.parallel.ring import Ring, RingMask, merge_, visible
+from headrace.parallel.ring import RingMask, merge_, visible
 
 FUNCTIONS = Path(__file__).with_name("ring_ranks.py")
 TOLERANCE_FP32 = 1e-5
@@ -98,11 +98,6 @@ def test_on_two_gpus(zygote: Any, tmp_path: Path) -> None:
 
 
 # --- without processes -----------------------------------------------------------------------
-
-
-def ring_of(rank: int, ranks: int) -> Ring:
-    """A ring whose group answers who we are and no more."""
-    return Ring(SimpleNamespace(rank=lambda: rank, size=lambda: ranks))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)

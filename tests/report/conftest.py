@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 MIB = 1024 * 1024
-TOKENS_PER_STEP, TOKENS_PER_BYTE = 8192, 0.31
+STEPS, STEP_S, TOKENS_PER_STEP, TOKENS_PER_BYTE = 400, 0.52, 8192, 0.31
 PLAN = """name = "demo"
 seed = 7
 device = "cpu"
@@ -56,17 +56,17 @@ def bits_per_byte(step: int | np.ndarray) -> Any:
     return 1.9 + 3.3 * np.exp(-np.asarray(step) / 18) + 0.9 * np.exp(-np.asarray(step) / 160)
 
 
-def metric_rows(steps: int, *, step_s: float = 0.52) -> list[dict[str, Any]]:
+def metric_rows() -> list[dict[str, Any]]:
     """Rows of metrics.jsonl."""
     random = np.random.default_rng(0)
-    at = np.arange(1, steps + 1)
-    loss = bits_per_byte(at) * math.log(2) / TOKENS_PER_BYTE + random.normal(0, 0.09, steps)
-    took = step_s * random.lognormal(0, 0.04, steps)
+    at = np.arange(1, STEPS + 1)
+    loss = bits_per_byte(at) * math.log(2) / TOKENS_PER_BYTE + random.normal(0, 0.09, STEPS)
+    took = STEP_S * random.lognormal(0, 0.04, STEPS)
     return [
         {
             "step": int(n),
             "tokens": int(n) * TOKENS_PER_STEP,
-            "wall_s": 3.0 + float(took[:n].sum()) if steps < 5000 else 3.0 + float(n) * step_s,
+            "wall_s": 3.0 + float(took[:n].sum()),
             "loss": float(loss[n - 1]),
             "grad_norm": 1.0,
             "lr": 3e-3,
@@ -82,18 +82,18 @@ def metric_rows(steps: int, *, step_s: float = 0.52) -> list[dict[str, Any]]:
     ]
 
 
-def report_values(steps: int = 400) -> dict[str, Any]:
+def report_values() -> dict[str, Any]:
     """report.json of a run that reached its goal."""
-    wall_s = 3.0 + 0.52 * steps + 9.4
+    wall_s = 3.0 + STEP_S * STEPS + 9.4
     val = [
         {
             "step": n,
             "tokens": n * TOKENS_PER_STEP,
-            "wall_s": 3.0 + 0.52 * n,
+            "wall_s": 3.0 + STEP_S * n,
             "loss_nats": float(bits_per_byte(n)) * math.log(2) / TOKENS_PER_BYTE,
             "bits_per_byte": float(bits_per_byte(n)),
         }
-        for n in range(0, steps + 1, 50)
+        for n in range(0, STEPS + 1, 50)
     ]
     return {
         "format": 1,
@@ -108,8 +108,8 @@ def report_values(steps: int = 400) -> dict[str, Any]:
             "tokens": 250 * TOKENS_PER_STEP,
             "ended_by": "bits_per_byte",
         },
-        "steps": steps,
-        "tokens": steps * TOKENS_PER_STEP,
+        "steps": STEPS,
+        "tokens": STEPS * TOKENS_PER_STEP,
         "wall_s": wall_s,
         "steady_tokens_per_s": 15754.2,
         "model_flops_utilization": {
@@ -210,7 +210,7 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
         directory.mkdir(parents=True)
         report = merge(report_values(), changes)
         (directory / "report.json").write_text(json.dumps(report))
-        lines = metric_rows(400) if rows is None else rows
+        lines = metric_rows() if rows is None else rows
         (directory / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lines))
         values = ENVIRONMENT if environment is None else environment
         (directory / "environment.json").write_text(json.dumps(values))

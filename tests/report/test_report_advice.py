@@ -31,6 +31,14 @@ def test_remedies_are_shown_as_they_were_forecast(tmp_path: Path) -> None:
     assert "Nothing to do." not in page
 
 
+def test_of_a_share_both_ends_are_shown_and_no_interval(tmp_path: Path) -> None:
+    shared = {**FINDING, "remedies": [{**REMEDY, "forecast_from": "share"}]}
+    (tmp_path / "findings.json").write_text(json.dumps([shared]))
+    page = remedies(tmp_path)
+    assert "+2.0% to +6.0% (between half and all of it)" in page
+    assert "+4.0%" not in page
+
+
 def test_a_run_without_them_has_no_section(tmp_path: Path) -> None:
     assert remedies(tmp_path) == ""
     (tmp_path / "findings.json").write_text(json.dumps([FINDING]))

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from pieces import gradients
 from torch import Tensor
 
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.data.loader import Micro
 from headrace.filled import check_active
 from headrace.sockets import Build
@@ -19,13 +20,7 @@ ON = "techniques.chunked_mlp.chunk_tokens"
 COMPILE = "techniques.torch_compile.backend=aot_eager"
 
 
-def gradients(build: Build, micros: list[Micro]) -> dict[str, Tensor]:
-    """Of a first step, by name."""
-    step(build, micros, 0)
-    return {n: p.grad for n, p in build.model.named_parameters() if p.grad is not None}
-
-
-@pytest.mark.parametrize("chunk", [5, 64, 128, 1000])
+@pytest.mark.parametrize("chunk", [5, 64, 127])
 def test_no_linear_of_the_mlp_sees_more_than_a_piece(
     make_tiny: Make, batch: Batch, chunk: int
 ) -> None:
@@ -35,7 +30,7 @@ def test_no_linear_of_the_mlp_sees_more_than_a_piece(
         mlp: Any = block.mlp
         mlp.down.register_forward_hook(lambda linear, given, out: seen.append(len(given[0])))
     step(build, batch(build), 0)
-    assert max(seen) == min(chunk, 128)
+    assert max(seen) == chunk
     numbers = check_active(build)["chunked_mlp"].numbers
     assert numbers["largest_piece_tokens"] == max(seen)
     assert numbers["pieces"] == numbers["recomputed_pieces"] == 2 * -(-128 // chunk)
@@ -91,6 +86,30 @@ def test_evaluation_runs_in_pieces_and_leaves_no_trace(make_tiny: Make, batch: B
     assert torch.isfinite(step_free)
     technique = build.plan.techniques["chunked_mlp"]
     assert not technique.active(build).active
+
+
+@pytest.mark.parametrize("chunk", [128, 8192])
+def test_a_chunk_that_cuts_nothing_is_refused(make_tiny: Make, chunk: int) -> None:
+    with pytest.raises(UnsupportedError, match="cuts nothing of a micro-batch of 128") as caught:
+        make_tiny(f"{ON}={chunk}")
+    assert f"{ON}=64" in caught.value.remedy
+    with pytest.raises(UnsupportedError, match="cuts nothing of a micro-batch of 32"):
+        make_tiny(f"{ON}=32", "batch.micro_sequences=2")
+
+
+@pytest.mark.parametrize("beside", [(), (COMPILE,)], ids=["eager", "compiled"])
+@pytest.mark.parametrize("chunk", [128, 64])
+def test_one_piece_is_no_evidence(
+    make_tiny: Make, batch: Batch, chunk: int, beside: tuple[str, ...]
+) -> None:
+    """Whoever makes micro-batches smaller than the plan says: each call is then one piece."""
+    build = make_tiny(f"{ON}=64", *beside)
+    build.notes["chunked_mlp"].size = chunk
+    step(build, batch(build), 0)
+    technique = build.plan.techniques["chunked_mlp"].model_copy(update={"chunk_tokens": chunk})
+    evidence = technique.active(build)
+    assert evidence.numbers["largest_piece_tokens"] == chunk
+    assert evidence.active == (chunk == 64)
 
 
 def test_a_router_and_a_list_of_kept_products_are_refused(make_tiny: Make) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from pieces import ring_of
 
 from headrace.build import make_context
 from headrace.core.errors import ConfigError, UnsupportedError
@@ -18,18 +19,12 @@ from headrace.core.plan import MeshConfig, Plan
 from headrace.core.technique import Context, Stage, Supported, Unsupported
 from headrace.model.count import trunk_ledger
 from headrace.model.mask import MaskSpec, Rows
-from headrace.parallel.ring import Ring
 from headrace.sockets import Work
 from headrace.techniques.loss.chunked_cross_entropy import ChunkedCrossEntropy
 from headrace.techniques.parallel.context_parallel import ContextParallel, RingAttend
 
 Make = Callable[..., Plan]
 TECHNIQUE = ContextParallel()
-
-
-def ring_of(rank: int, ranks: int) -> Ring:
-    """A ring whose group answers who we are and no more."""
-    return Ring(SimpleNamespace(rank=lambda: rank, size=lambda: ranks))  # type: ignore[arg-type]
 
 
 def context_of(plan: Plan, ranks: int, *others: Any, **sizes: Any) -> Context:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from pieces import qkv
 from torch import Tensor
 
 from headrace.core.errors import ConfigError
@@ -16,17 +17,12 @@ from headrace.model.attention import Sdpa, check_mask
 from headrace.model.mask import BlockPattern, MaskSpec, Rows
 from headrace.techniques.attention.cudnn_attention import CudnnAttention, CudnnSdpa
 
-B, H, G = 2, 4, 2
+B, H = 2, 4  # of qkv
 GPU = Context(
     plan=Plan.model_validate({"goal": {"steps": 1}}), device="cuda", device_name="NVIDIA H200",
     capability=(9, 0), torch=(2, 13), has_triton=True, has_compiler=True, ranks=1,
     precision="bf16",
 )  # fmt: skip
-
-
-def qkv(length: int, width: int = 8, device: str = "cpu") -> list[Tensor]:
-    torch.manual_seed(0)
-    return [torch.randn(B, length, heads, width).to(device) for heads in (H, G, G)]
 
 
 def test_no_other_kernel_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:

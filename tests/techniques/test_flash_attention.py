@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from pieces import qkv
 from torch import Tensor
 
 from headrace.core.errors import UnsupportedError
@@ -18,17 +19,11 @@ from headrace.techniques.attention.flash_attention import FlashAttention, FlashS
 from headrace.techniques.attention.sliding_window import SlidingWindow
 from headrace.techniques.data.document_packing import DocumentPacking
 
-B, H, G = 2, 4, 2
 PLAN = Plan.model_validate({"goal": {"steps": 1}})
 GPU = Context(
     plan=PLAN, device="cuda", device_name="NVIDIA H200", capability=(9, 0), torch=(2, 13),
     has_triton=True, has_compiler=True, ranks=1, precision="bf16",
 )  # fmt: skip
-
-
-def qkv(length: int, width: int = 8, device: str = "cpu") -> list[Tensor]:
-    torch.manual_seed(0)
-    return [torch.randn(B, length, heads, width).to(device) for heads in (H, G, G)]
 
 
 def test_a_forward_pass_and_a_query_over_a_cache_are_the_trunks() -> None:

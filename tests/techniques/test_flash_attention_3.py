@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from pieces import qkv
 from torch import Tensor
 from torch.nn.attention import current_flash_attention_impl, register_flash_attention_impl
 
@@ -215,13 +216,8 @@ def test_is_not_in_force_without_its_kernels(monkeypatch: pytest.MonkeyPatch) ->
         assert evidence.active is False and "no flash kernel" in evidence.detail
 
 
-def qkv(length: int, width: int, device: str) -> list[Tensor]:
-    torch.manual_seed(0)
-    return [torch.randn(2, length, heads, width).to(device) for heads in (4, 2, 2)]
-
-
 def test_a_forward_pass_and_a_query_over_a_cache_are_the_trunks() -> None:
-    q, k, v = qkv(13, 8, "cpu")
+    q, k, v = qkv(13)
     for query in (q, q[:, -1:]):
         torch.testing.assert_close(Flash3Sdpa("FA3")(query, k, v, None), Sdpa()(query, k, v, None))
 
@@ -270,12 +266,12 @@ def test_what_is_fetched_is_the_trunks(monkeypatch: pytest.MonkeyPatch, statisti
     for length, width in ((1, 8), (13, 6)):
         seen = []
         for backend in (attend, Sdpa()):
-            given = [x.requires_grad_() for x in qkv(length, width, "cpu")]
+            given = [x.requires_grad_() for x in qkv(length, width)]
             out = backend(*given, None)
             seen.append([out, *torch.autograd.grad(out.square().sum(), given)])
         for found, right in zip(*seen, strict=True):
             torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
-    q, k, v = qkv(13, 6, "cpu")
+    q, k, v = qkv(13, 6)
     torch.testing.assert_close(attend(q[:, -1:], k, v, None), Sdpa()(q[:, -1:], k, v, None))
     assert attend(q, k, v.bfloat16(), None).dtype == torch.bfloat16
     with pytest.raises(UnsupportedError, match="no mask"):

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from pieces import qkv
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -20,7 +21,7 @@ from headrace.techniques.attention.flex_attention import (
     score_mod,
 )
 
-B, H, G, K = 2, 4, 2, 8
+B, H, K = 2, 4, 8  # of qkv
 SPECS = {
     "causal": MaskSpec(),
     "document": MaskSpec(document=True),
@@ -43,11 +44,6 @@ def rows_of(length: int) -> Rows:
     cuts = torch.tensor([[length // 3, length // 2], [1, length - 1]])
     segments = (places[:, :, None] >= cuts[:, None, :]).sum(-1)
     return Rows(places, segments, torch.tensor([0, length // 4]))
-
-
-def qkv(length: int, device: str = "cpu") -> list[Tensor]:
-    torch.manual_seed(0)
-    return [torch.randn(B, length, heads, K).to(device) for heads in (H, G, G)]
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
@@ -154,7 +150,7 @@ def test_the_kernel_equals_sdpa(spec: MaskSpec, length: int) -> None:
     rows = Rows(*(x if x is None else x.cuda() for x in rows_of(length)))
     seen = []
     for backend, dtype in ((FlexBackend(), torch.bfloat16), (Sdpa(), torch.float32)):
-        given = [x.bfloat16().to(dtype).requires_grad_() for x in qkv(length, "cuda")]
+        given = [x.bfloat16().to(dtype).requires_grad_() for x in qkv(length, device="cuda")]
         out = backend(*given, backend.prepare(spec, rows, length))
         weigh = torch.linspace(-1, 1, K, device="cuda").to(dtype)
         seen.append([out, *torch.autograd.grad((out * weigh).sum(), given)])

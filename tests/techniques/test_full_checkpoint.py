@@ -1,11 +1,11 @@
 """Full checkpointing beside other techniques: the same gradients, and the work of one more pass."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
+from pieces import gradients
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -20,15 +20,6 @@ Make = Callable[..., Build]
 Batch = Callable[[Build], list[Micro]]
 ON = "techniques.full_checkpoint.every"
 COMPILE = "techniques.torch_compile.backend=aot_eager"
-
-
-def gradients(build: Build, micros: list[Micro]) -> dict[str, Tensor]:
-    """Of a first step, by name."""
-    with ExitStack() as flags:
-        for enter in build.runtime:
-            flags.enter_context(enter())
-        step(build, micros, 0)
-    return {n: p.grad for n, p in build.model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize(("every", "blocks"), [(1, 2), (2, 1), (3, 1)])

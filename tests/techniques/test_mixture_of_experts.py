@@ -1,12 +1,12 @@
 """A mixture of experts in a run: its balance loss in the gradient, its start, its refusals."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from pieces import gradients
 
 from headrace.context import make_context
 from headrace.core.errors import ConfigError
@@ -20,12 +20,6 @@ from headrace.train import step
 
 NAME = "techniques.mixture_of_experts"
 CHECKPOINT = "techniques.selective_checkpoint.every=1"
-
-
-def gradients(build: Build, batch: Callable[[Build], list[Any]]) -> dict[str, torch.Tensor]:
-    step(build, batch(build), 0)
-    found = {n: p.grad for n, p in build.model.named_parameters()}
-    return {n: g for n, g in found.items() if g is not None}
 
 
 @pytest.mark.parametrize("micro", [0, 2, 1])
@@ -54,12 +48,10 @@ def test_checkpointed_gradients_are_the_plain_ones(
 ) -> None:
     how = [f"{NAME}.experts=4", f"{NAME}.balance=0.5"]
     more = ["techniques.torch_compile.backend=aot_eager", "techniques.torch_compile.scope=block"]
-    right = gradients(make_tiny(*how), batch)
+    plain = make_tiny(*how)
+    right = gradients(plain, batch(plain))
     build = make_tiny(*how, CHECKPOINT, *(more if compiled else []))
-    with ExitStack() as flags:
-        for enter in build.runtime:
-            flags.enter_context(enter())
-        found = gradients(build, batch)
+    found = gradients(build, batch(build))
     assert found.keys() == right.keys()
     for name, gradient in right.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)

@@ -1,6 +1,6 @@
 """Rows padded to few lengths: the same loss and gradients, fewer shapes, fewer recompiles."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -20,9 +20,9 @@ from headrace.train import step
 
 Make = Callable[..., Build]
 NAME = "shape_buckets"
-LENGTHS = ("techniques.sequence_length_schedule.start=2",)
+COMPILE = "techniques.torch_compile.backend=eager"
+LENGTHS = (COMPILE, "techniques.sequence_length_schedule.start=2")
 UNTIL = "techniques.sequence_length_schedule.until=9.0"  # lengths 2, 4, 8, 16; three steps each
-COMPILE = "techniques.torch_compile.backend=aot_eager"
 
 
 def watch(build: Build) -> list[tuple[int, ...]]:
@@ -38,6 +38,13 @@ def watch(build: Build) -> list[tuple[int, ...]]:
     return seen
 
 
+@pytest.fixture
+def uncompiled() -> Iterator[None]:
+    """What is compiled runs as it was written: dozens of shapes take minutes to trace."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
 @pytest.mark.parametrize("multiple", [3, 4, 8, 5, 16, 100])
 @pytest.mark.parametrize(
     "more",
@@ -50,7 +57,7 @@ def watch(build: Build) -> list[tuple[int, ...]]:
     ],
 )
 def test_loss_and_gradients_are_those_of_the_rows_as_they_were(
-    multiple: int, more: tuple[str, ...], make_tiny: Make
+    multiple: int, more: tuple[str, ...], make_tiny: Make, uncompiled: None
 ) -> None:
     plain = make_tiny(*LENGTHS, UNTIL, *more)
     build = make_tiny(*LENGTHS, UNTIL, f"techniques.{NAME}.multiple={multiple}", *more)
@@ -64,7 +71,8 @@ def test_loss_and_gradients_are_those_of_the_rows_as_they_were(
             off = (one.grad - two.grad).abs().max() / two.grad.abs().max()
             assert off < 1e-4
             one.data.copy_(two.data)  # so that roundings of updates do not add up
-    assert check_active(build)[NAME].numbers["padding_tokens"] > 0
+    evidence = build.plan.techniques[NAME].active(build)
+    assert evidence.active and evidence.numbers["padding_tokens"] > 0
 
 
 def test_lengths_of_a_bucket_share_one_shape(make_tiny: Make) -> None:
@@ -86,7 +94,7 @@ def test_a_compiler_compiles_fewer_shapes(make_tiny: Make) -> None:
 
     again = []
     for bucket in ((), (f"techniques.{NAME}.multiple=8",)):
-        build = make_tiny(*LENGTHS, UNTIL, COMPILE, *bucket)
+        build = make_tiny(*LENGTHS, UNTIL, *bucket)
         with ExitStack() as flags:
             for enter in build.runtime:
                 flags.enter_context(enter())
@@ -123,12 +131,20 @@ def test_what_is_dealt_holds_every_token_once_and_no_other_target() -> None:
 
 def test_refused_where_nothing_varies(make_tiny: Make) -> None:
     with pytest.raises(UnsupportedError, match="nothing varies") as caught:
-        make_tiny(f"techniques.{NAME}={{}}")
+        make_tiny(COMPILE, f"techniques.{NAME}={{}}")
     assert "--with sequence_length_schedule" in caught.value.remedy
     with pytest.raises(UnsupportedError, match="a multiple of 2 already") as caught:
         make_tiny(*LENGTHS, f"techniques.{NAME}.multiple=2")
     assert f"techniques.{NAME}.multiple=4" in caught.value.remedy
     make_tiny(*LENGTHS, f"techniques.{NAME}.multiple=4")
+
+
+def test_refused_where_nothing_is_compiled(make_tiny: Make) -> None:
+    """Padding would cost work, and no graph is there that a new length compiles again."""
+    with pytest.raises(UnsupportedError, match="nothing is compiled") as caught:
+        make_tiny(LENGTHS[1], f"techniques.{NAME}.multiple=8")
+    assert "--with torch_compile" in caught.value.remedy
+    assert f"--without {NAME}" in caught.value.remedy
 
 
 def test_what_would_see_padding_or_a_part_is_refused(make_tiny: Make) -> None:

@@ -6,9 +6,11 @@ plain: what is laid end to end, padded, rounded up and told of the window is our
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import pieces
 import pytest
 import torch
 from torch import Tensor
@@ -33,7 +35,8 @@ GPU = Context(
     plan=PLAN, device="cuda", device_name="NVIDIA H200", capability=(9, 0), torch=(2, 13),
     has_triton=True, has_compiler=True, ranks=1, precision="bf16",
 )  # fmt: skip
-B, H, G = 3, 4, 2
+B = 3
+qkv = partial(pieces.qkv, rows=B)
 SPECS = {
     "causal": MaskSpec(),
     "document": MaskSpec(document=True),
@@ -52,11 +55,6 @@ def rows_of(length: int, device: str = "cpu") -> Rows:
     cuts = torch.tensor([[0, length // 3, length // 2], [length] * 3, [1, length - 2, length - 1]])
     segments = (places[:, :, None] >= cuts[:, None, :]).sum(-1).int()
     return Rows(places.to(device), segments.to(device))
-
-
-def qkv(length: int, width: int = 8, device: str = "cpu") -> list[Tensor]:
-    torch.manual_seed(0)
-    return [torch.randn(B, length, heads, width).to(device) for heads in (H, G, G)]
 
 
 def by_brute_force(segments: list[list[int]]) -> list[int]:

@@ -42,7 +42,7 @@ def split(ranks: int, corpus: str, prepared: str) -> None:
         house.build_of = build_of
         found = house.take_step(build_of(both), rows).loss
         assert abs(found - right) < 1e-5 * right, (found, right)
-        for size in (None, 64, 2048):  # of 256 tokens
+        for size in (None, 64, 128):  # of 256 tokens
             name = "chunked_cross_entropy"
             head = house.Variant(name, {"chunk_tokens": size}).technique() if size else None
             beside = {**cut, **({name: head} if head else {})}

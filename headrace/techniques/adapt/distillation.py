@@ -35,12 +35,11 @@ from headrace.core.technique import Card, Context, Evidence, Stage, Supported, T
 from headrace.model.adapter import load_pretrained
 from headrace.model.count import FP32, linear_parameters, total_parameters
 from headrace.model.decoder import Decoder, trunk_parts
-from headrace.model.head import IGNORED, Objective, Vocabulary
+from headrace.model.head import IGNORED, Objective, Vocabulary, capped
 from headrace.model.init import Source
 from headrace.model.mask import Rows
 from headrace.sockets import Build, Work
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LOGITS = 1.7
 """What the term adds to the logits' memory at its peak, over what cross-entropy holds: its own
 logits, the teacher's, and their gradients (measured)."""
@@ -59,6 +58,7 @@ class Teaching:
 
     def __init__(self, teacher: Teacher, head_VD: Tensor, device: torch.device) -> None:
         self.teacher, self.head_VD = teacher, head_VD
+        self.cap = teacher.config.logit_cap
         self.sums = torch.zeros(2, device=device)
         """divergence in nats, and tokens"""
         self.step = -1.0
@@ -141,8 +141,8 @@ class Distillation(Technique[Build]):
         ledger = ledger.with_line("teacher_hidden", Line(hidden, ("loss", "turn", "backward")))
         # Over parts of a vocabulary the trunk's loss holds one tensor less, and this one does not.
         own = sizes["vocab"] / sizes.get("tensor_ranks", 1)
-        parts = 3 * FP32 * own / sizes["logits_per_token"]
-        made = ((LOGITS + 1) * parts - 1) * logits.bytes
+        part = FP32 * own / sizes["logits_per_token"]
+        made = ((LOGITS + 1) * 3 * part + sizes["capped"] * part - 1) * logits.bytes
         ledger = ledger.with_line("teacher_logits", Line(made, ("loss",)))
         return ledger.with_flops("teacher", work)
 
@@ -180,7 +180,7 @@ class Distillation(Technique[Build]):
 
     def _term(self, teaching: Teaching) -> Objective:
         head_VD, sums, temperature = teaching.head_VD, teaching.sums, self.temperature
-        weight = self.weight * temperature**2
+        weight, cap = self.weight * temperature**2, teaching.cap
 
         def term(
             logits_NV: Tensor, targets_N: Tensor, extras: Any, vocabulary: Vocabulary
@@ -188,6 +188,7 @@ class Distillation(Technique[Build]):
             """The divergence's weighted sum over the tokens whose target counts."""
             with torch.no_grad():
                 taught_NV = (extras["teacher"] @ vocabulary.part(head_VD.t())).float()
+                taught_NV = capped(taught_NV, cap)
             ignored_N = targets_N == IGNORED
             apart_N = divergence(logits_NV, taught_NV, temperature, vocabulary)
             apart = apart_N.masked_fill(ignored_N, 0.0).sum()
@@ -218,7 +219,7 @@ def make_teaching(build: Build, config: ModelConfig, source: Source) -> Teaching
     with torch.device("meta"):
         teacher = Teacher(config, replace(parts, head=lambda _: nn.Identity()), build.mask)
     teacher.residual_dtype = build.model.residual_dtype
-    dtype = DTYPES.get(build.context.precision, torch.float32)
+    dtype = build.dtype
     prefixes = {module: name for name, module in teacher.named_modules()}
     for module in [*teacher.blocks.values(), teacher]:
         _fill(module, prefixes[module], source, build.device, dtype)

@@ -14,6 +14,7 @@ computes rows whole. Source: arXiv 2108.12409.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import log
 from typing import Any, ClassVar
 
 import torch
@@ -55,7 +56,9 @@ class Alibi(Technique[Build]):
     symptoms: ClassVar[tuple[str, ...]] = ("recipe",)
     card: ClassVar[Card] = Card(
         buys="rows longer than those of training (arXiv 2108.12409); no rotation",
-        costs="under SDPA a dense bias of heads x length^2 numbers and the causal kernel (derived)",
+        costs="H200, compiled recipe on flex_attention with it: 0.97x the speed (1b), 0.98x "
+        "(160m); under SDPA a dense bias of heads x length^2 numbers and the causal kernel "
+        "(derived)",
         helps="models that read longer texts than they were trained on",
         hurts="finding what stands far back: every head but the flattest looks near (derived)",
         source="arXiv 2108.12409",
@@ -105,14 +108,16 @@ class Alibi(Technique[Build]):
     def active(self, build: Build) -> Evidence:
         """Each head's slope, from how the run's backend weighs the last two keys, else equal."""
         length, config = build.plan.data.sequence_length, build.config
+        width = config.resolved_head_dim
         rotation = build.model.position.prepare(torch.zeros(1, 1, device=build.device))
-        dtype = torch.bfloat16 if build.context.precision == "bf16" else torch.float32
         q, k = (
-            torch.zeros(1, length, heads, config.resolved_head_dim, dtype=dtype).to(build.device)
+            torch.zeros(1, length, heads, width, dtype=build.dtype, device=build.device)
             for heads in (config.heads, config.resolved_kv_heads)
         )
         places = torch.arange(length, device=build.device)
-        attend, apart = build.model.attend, min(APART, length - 1)
+        attend, right_H = build.model.attend, slopes(config.heads, build.device)
+        falls = -log(torch.finfo(build.dtype).tiny) - 1  # a weight that falls by more is none
+        apart = max(1, min(APART, length - 1, int(falls / right_H.max().item())))
         with torch.no_grad():
             spec = MaskSpec(alibi=build.model.mask.alibi)
             mask = attend.prepare(spec, Rows(places[None]), length)
@@ -120,8 +125,7 @@ class Alibi(Technique[Build]):
             group[-1], group[-1 - apart] = 1, 2
             _, near_H, far_H = weights(attend, mask, q, k, group)[0, -1].unbind(-1)
         found_H = (near_H / far_H).log() / apart
-        right_H = slopes(config.heads, build.device)
-        rounded = 2 * torch.finfo(dtype).eps / apart  # of the logarithms of both weights
+        rounded = 2 * torch.finfo(build.dtype).eps / apart  # of the logarithms of both weights
         off = (((found_H - right_H).abs() - rounded).clamp(min=0) / right_H).max().item()
         return Evidence(
             active=rotation is None and off < BAND,

@@ -157,7 +157,9 @@ class FlexAttention(Technique[Build]):
     card: ClassVar[Card] = Card(
         buys="the scores of masked blocks, and the dense mask of rows x length^2, times the heads "
         "where their scores have slopes (derived)",
-        costs="compiling a kernel for each shape; a block mask per forward pass",
+        costs="H200, compiled recipe with it in cuDNN's place, on plain causal rows: 0.96x the "
+        "speed (1b), 0.94x (160m); compiling a kernel for each shape; a block mask per forward "
+        "pass",
         helps="packed documents, sliding windows, sparse patterns, slopes and soft caps, on rows "
         "of many blocks of 128 tokens",
         hurts="plain causal rows, where the flash and cuDNN kernels are faster",

@@ -86,7 +86,8 @@ class PrefixLm(Technique[Build]):
     card: ClassVar[Card] = Card(
         buys="prompts that are read as an encoder reads them; better on all of T5's tasks than a "
         "causal decoder of the same size trained alike (arXiv 1910.10683, table 2)",
-        costs="the targets inside of the prefix, tokens / 2 of a row on average; under SDPA a "
+        costs="H200, compiled recipe on flex_attention with it: 0.97x the speed (1b), 0.97x "
+        "(160m); the targets inside of the prefix, tokens / 2 of a row on average; under SDPA a "
         "dense mask of rows x length^2 and the causal kernel (derived)",
         helps="models that answer: fine-tuning on questions, summaries, translation",
         hurts="plain text, where every token could have been a target; samplers that do not know "
@@ -138,8 +139,7 @@ class PrefixLm(Technique[Build]):
             return Evidence(False, "rows have no prefix, or the mask knows none")
         row = int(prefix_B.argmax())
         prefix = int(prefix_B[row])
-        dtype = torch.bfloat16 if build.context.precision == "bf16" else torch.float32
-        q, k = equal_scores(build.config, build.device, dtype, length=length)
+        q, k = equal_scores(build.config, build.device, build.dtype, length=length)
         group = torch.zeros(length, dtype=torch.int64, device=build.device)
         group[prefix - 1], group[prefix] = 1, 2
         with torch.no_grad():

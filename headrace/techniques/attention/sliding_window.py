@@ -58,8 +58,10 @@ class SlidingWindow(Technique[Build]):
     equality: ClassVar = "learning"
     symptoms: ClassVar[tuple[str, ...]] = ("computation:attention",)
     card: ClassVar[Card] = Card(
-        buys="attention's work in proportion to row x window, with a backend that skips blocks",
-        costs="what stands further back is heard through other tokens only; under SDPA a dense "
+        buys="H200, compiled recipe on flex_attention with it: 1.09x the speed (1b), 1.03x (160m); "
+        "attention's work in proportion to row x window, with a backend that skips blocks",
+        costs="H200, compiled recipe on cuDNN's attention with it: 0.77x the speed (1b), 0.74x "
+        "(160m); what stands further back is heard through other tokens only; under SDPA a dense "
         "mask of length^2 and its copy in every layer on a CPU (derived)",
         helps="rows of many windows, with flex_attention",
         hurts="short rows, and SDPA, which computes what it masks",
@@ -144,10 +146,9 @@ class SlidingWindow(Technique[Build]):
         """By how much each query's result moves under `mask` with the value of the row's first."""
         config, attend = build.config, build.model.attend
         draw = torch.Generator().manual_seed(0)
-        dtype = torch.bfloat16 if build.context.precision == "bf16" else torch.float32
         shape = len(place_T), config.resolved_head_dim
         q, k, v = (
-            torch.randn(1, shape[0], heads, shape[1], generator=draw).to(build.device, dtype)
+            torch.randn(1, shape[0], heads, shape[1], generator=draw).to(build.device, build.dtype)
             for heads in (config.heads, config.resolved_kv_heads, config.resolved_kv_heads)
         )
         changed = torch.where((place_T == 0)[None, :, None, None], v + 1, v)

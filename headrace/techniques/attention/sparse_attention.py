@@ -75,10 +75,12 @@ class SparseAttention(Technique[Build]):
     equality: ClassVar = "learning"
     symptoms: ClassVar[tuple[str, ...]] = ("computation:attention",)
     card: ClassVar[Card] = Card(
-        buys="attention's work in proportion to the visited blocks, with a backend that skips the "
-        "others (derived)",
-        costs="what no visited block holds is heard through other tokens only; under SDPA a dense "
-        "mask of length^2 and its copy in every layer on a CPU (derived)",
+        buys="H200, compiled recipe on flex_attention with it: 1.09x the speed (1b), 1.02x (160m), "
+        "2.39x (1b, data.sequence_length=32768 local=2); attention's work in proportion to the "
+        "visited blocks, with a backend that skips the others (derived)",
+        costs="H200, plain trunk with it: 0.82x the speed (1b), 0.84x (160m); what no visited "
+        "block holds is heard through other tokens only; under SDPA a dense mask of length^2 and "
+        "its copy in every layer on a CPU (derived)",
         helps="rows of many times block x (local + first + random) tokens, with flex_attention",
         hurts="short rows, and SDPA, which computes what it masks",
         source="arXiv 2007.14062; arXiv 2004.05150; arXiv 1904.10509",
@@ -133,8 +135,7 @@ class SparseAttention(Technique[Build]):
         length, width = build.plan.data.sequence_length, build.config.resolved_head_dim
         places = torch.arange(length, device=build.device)
         group = places // self.block
-        dtype = torch.bfloat16 if build.context.precision == "bf16" else torch.float32
-        like = torch.zeros(1, length, 1, width, dtype=dtype, device=build.device)
+        like = torch.zeros(1, length, 1, width, dtype=build.dtype, device=build.device)
         attend = build.model.attend
         with torch.no_grad():
             spec = replace(build.model.mask, alibi=0, soft_cap=0.0)

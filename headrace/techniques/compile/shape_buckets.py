@@ -60,7 +60,9 @@ class ShapeBuckets(Technique[Build]):
     }
     symptoms: ClassVar[tuple[str, ...]] = ("launch:compilation",)
     card: ClassVar[Card] = Card(
-        buys="one compilation, and one recording, for each length that shares a bucket (derived)",
+        buys="H200, compiled recipe on sequence_length_schedule with it: 1.13x the speed (160m, a "
+        "whole run of 50 steps); one compilation, and one recording, for each length that shares a "
+        "bucket (derived)",
         costs="work on padding: length of the bucket over length of the row, in those steps; "
         "gradients that are summed (derived)",
         helps="short runs, many lengths, CUDA graphs and long compilations",
@@ -69,10 +71,16 @@ class ShapeBuckets(Technique[Build]):
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Needs rows whose length varies and is not a multiple already."""
+        """Needs something compiled, and rows whose length varies and is not a multiple already."""
         plan = context.plan
         if plan is None:
             return Supported()
+        if not any("compiled" in t.composes for t in plan.techniques.values()):
+            return Unsupported(
+                "nothing is compiled, so that padding costs work and no graph is there that a new "
+                "length would have compiled again",
+                "--with torch_compile",
+            )
         recutting = [t for t in plan.techniques.values() if "recut" in t.composes]
         if not recutting:
             return Unsupported(

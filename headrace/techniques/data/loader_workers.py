@@ -191,7 +191,7 @@ class TunedLoader(Loader):
         self, packer: Packer, *, device: torch.device | None, workers: int, most: int,
         wait_share: float, prefetch: int, **options: Any,
     ) -> None:  # fmt: skip
-        self._clock, self._device, self._most = Clocked(packer), device, most
+        self._clock, self._device = Clocked(packer), device
         super().__init__(self._clock, workers=workers or most, prefetch=prefetch, **options)
         self.waits = Waits(wait_share)
         self.waits.workers, self.waits.prefetch = workers or 1, prefetch

@@ -31,7 +31,9 @@ from headrace.core.technique import (
 from headrace.model.mask import Rows
 from headrace.sockets import Build, Forward
 
-OUTSIDE = ("embedding", "head", "loss", "gradients", "clip", "update")
+OUTSIDE = (
+    "embedding", "head", "loss", "gradients", "clip", "update", "reduce", "count", "border",
+)  # fmt: skip
 """How pieces of work begin that are not the blocks'."""
 
 

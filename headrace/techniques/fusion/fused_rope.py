@@ -75,8 +75,10 @@ class FusedRope(Technique[Build]):
         "memory bandwidth:elementwise", "kernel efficiency:elementwise",
     )  # fmt: skip
     card: ClassVar[Card] = Card(
-        buys="all but one read and one write of queries and keys in their rotation and norm, and "
-        "with model.qk_norm the memory of an fp32 product of both (derived)",
+        buys="H200, compiled recipe with it: 1.01x the speed (1b), 1.00x (160m); plain trunk with "
+        "it: 1.06x the speed (1b), 1.22x (160m); all but one read and one write of queries and "
+        "keys in their rotation and norm, and with model.qk_norm the memory of an fp32 product of "
+        "both (derived)",
         costs="a kernel of Triton's that is compiled once per dtype and size; a compiler cannot "
         "fuse other work into it",
         helps="runs in half precision: eager ones plainly, compiled ones by little or nothing "

@@ -33,7 +33,15 @@ from torch.utils.checkpoint import (
 )
 
 from headrace.core.ledger import Ledger, Line
-from headrace.core.technique import Card, Context, Evidence, Stage, Supported, Technique
+from headrace.core.technique import (
+    Card,
+    Context,
+    Evidence,
+    Stage,
+    Supported,
+    Technique,
+    Unsupported,
+)
 from headrace.core.work import Work
 from headrace.model.count import holds_casts
 from headrace.sockets import Build
@@ -61,18 +69,29 @@ class ChunkedMLP(Technique[Build]):
     }
     symptoms: ClassVar[tuple[str, ...]] = ("memory capacity:activations",)
     card: ClassVar[Card] = Card(
-        buys="the memory of hidden features in all blocks but one piece: for a gated "
-        "one 4 x ffn numbers per token and layer (derived)",
-        costs="the MLP's first product once more; smaller products",
+        buys="H200, compiled recipe with it: 0.60x the memory (1b), 0.61x (160m); the memory of "
+        "hidden features in all blocks but one piece: for a gated one 4 x ffn numbers per token "
+        "and layer (derived)",
+        costs="H200, compiled recipe with it: 0.88x the speed (1b), 0.89x (160m); the MLP's first "
+        "product once more; smaller products",
         helps="rows of 100,000 tokens and more, also beside full_checkpoint, whose one block "
         "still has whole hidden features",
         hurts="short rows: pieces too small to fill the device, and the product paid again",
         source="arXiv 2506.13996; arXiv 2305.19370",
     )
 
-    def supports(self, context: Context) -> Supported:
-        """Runs everywhere."""
-        return Supported()
+    def supports(self, context: Context) -> Supported | Unsupported:
+        """Runs everywhere, on micro-batches that it cuts."""
+        if (plan := context.plan) is None:
+            return Supported()
+        tokens = plan.micro_rows * plan.data.sequence_length // plan.mesh.context
+        if self.chunk_tokens < tokens:
+            return Supported()
+        return Unsupported(
+            f"chunk_tokens = {self.chunk_tokens} cuts nothing of a micro-batch of {tokens} tokens: "
+            "one piece has all hidden features at once",
+            f"techniques.{self.name()}.chunk_tokens={-(-tokens // 2)}",
+        )
 
     def predict(self, ledger: Ledger) -> Ledger:
         """No hidden features but one piece's; the first product again."""
@@ -150,21 +169,26 @@ class ChunkedMLP(Technique[Build]):
         build.block_forward.append(self.name())
 
     def active(self, build: Build) -> Evidence:
-        """The largest piece that a linear of the MLP saw, and pieces that ran again."""
+        """The largest piece that a linear of the MLP saw, that one was cut, and what ran again."""
         if not len(build.model.blocks):
             return Evidence(None, "this rank holds no block")
         pieces: Pieces = build.notes[self.name()]
         again = pieces.runs - pieces.forwards
+        if build.compiled:
+            ran = f"the compiler traced {pieces.traced} products of at most {pieces.most} tokens, "
+            ran += "to be run again"
+        else:
+            ran = f"{pieces.forwards} pieces of at most {pieces.most} of {pieces.tokens} tokens, "
+            ran += f"and {again} of them again"
         return Evidence(
-            active=0 < pieces.most <= self.chunk_tokens and (again > 0 or pieces.traced > 0),
-            detail=f"the compiler traced {pieces.traced} products of at most {pieces.most} tokens, "
-            "to be run again"
-            if build.compiled
-            else f"{pieces.forwards} pieces of at most {pieces.most} of {pieces.tokens} tokens, "
-            f"and {again} of them again",
+            active=0 < pieces.most <= self.chunk_tokens
+            and pieces.cut > 0
+            and (again > 0 or pieces.traced > 0),
+            detail=ran if pieces.cut else f"{ran}; no micro-batch was cut",
             numbers={
                 "largest_piece_tokens": pieces.most,
                 "micro_batch_tokens": pieces.tokens,
+                "calls_in_pieces": pieces.cut,
                 "pieces": pieces.forwards,
                 "traced_products": pieces.traced,
                 "recomputed_pieces": again,
@@ -182,8 +206,11 @@ class Pieces:
     def __init__(self, size: int) -> None:
         self.size = size
         self.tokens = self.most = 0
-        self.forwards = self.runs = self.traced = 0
-        self.contexts = partial(create_selective_checkpoint_contexts, self._policy)
+        self.forwards = self.runs = self.traced = self.cut = 0
+        self.contexts = {
+            cut: partial(create_selective_checkpoint_contexts, partial(self._policy, cut))
+            for cut in (False, True)
+        }
 
     def around(self, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         """`forward`, [B, T, D] to [B, T, D], on pieces of tokens."""
@@ -196,27 +223,30 @@ class Pieces:
 
         def in_pieces(x_BTD: Tensor) -> Tensor:
             x_ND = x_BTD.flatten(0, -2)
+            pieces = x_ND.split(self.size)
             if not torch.compiler.is_compiling():
                 self.tokens = max(self.tokens, len(x_ND))
-            out = [self._piece(run, x_nD) for x_nD in x_ND.split(self.size)]
+                self.cut += len(pieces) > 1
+            out = [self._piece(run, x_nD, len(pieces) > 1) for x_nD in pieces]
             return torch.cat(out).view_as(x_BTD)
 
         return in_pieces
 
-    def _piece(self, run: Callable[[Tensor], Tensor], x_nD: Tensor) -> Tensor:
+    def _piece(self, run: Callable[[Tensor], Tensor], x_nD: Tensor, cut: bool) -> Tensor:
         """One piece, of which the input is kept. No part of an MLP draws random numbers."""
         how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         if torch.compiler.is_compiling():
-            how["context_fn"] = self.contexts
+            how["context_fn"] = self.contexts[cut]
         elif not torch.is_grad_enabled():
             return run(x_nD)
         elif torch._C._current_graph_task_id() == -1:  # not inside of a backward pass
             self.forwards += 1
         return checkpoint(run, x_nD, **how)  # type: ignore[return-value]
 
-    def _policy(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def _policy(self, cut: bool, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         """For the compiler only, which asks about every operation of a piece that it traces."""
         if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
             self.most = max(self.most, len(args[-2]))  # the factor with a row for each token
             self.traced += 1
+            self.cut += cut
         return CheckpointPolicy.PREFER_RECOMPUTE

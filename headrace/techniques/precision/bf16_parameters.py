@@ -101,10 +101,11 @@ class Bf16AdamW(torch.optim.Optimizer):
                 )
             steps = [state["step"] for state in states]
             counts += steps
-            for p, state, bias_2 in zip(moved, states, biases(steps, how.betas), strict=True):
+            corrections = biases(steps, how.betas)
+            for p, state, corrections_2 in zip(moved, states, corrections, strict=True):
                 self._update(
                     p.detach(), state.get("rest"), self._noise.get(p), p.grad,
-                    state["exp_avg"], state["exp_avg_sq"], state["step"], bias_2, how,
+                    state["exp_avg"], state["exp_avg_sq"], state["step"], corrections_2, how,
                 )  # fmt: skip
         if counts:
             one = torch.ones_like(counts[0]) if self.found_inf is None else 1 - self.found_inf
@@ -124,7 +125,7 @@ class Bf16AdamW(torch.optim.Optimizer):
 
 def in_slices_(
     weight: Tensor, rest: Tensor | None, noise: Noise | None, grad: Tensor, exp_avg: Tensor,
-    exp_avg_sq: Tensor, step: Tensor, bias_2: Tensor, how: Update,
+    exp_avg_sq: Tensor, step: Tensor, corrections_2: Tensor, how: Update,
 ) -> None:  # fmt: skip
     """What `adamw_` does, by torch's own fused update, slice by slice; see there."""
     columns = weight.size(-1)
@@ -171,8 +172,10 @@ class Bf16Parameters(Technique[Build]):
         "memory capacity:parameters", "memory capacity:gradients", "memory bandwidth:optimizer",
     )  # fmt: skip
     card: ClassVar[Card] = Card(
-        buys="2 bytes of each weight, 2 of its gradient and the 2 of autocast's kept cast; "
-        "14 bytes a number with a master and 12 without, where fp32 has 16 (derived)",
+        buys="H200, compiled recipe without it: 0.98x the speed (1b), 0.99x (160m) and 1.03x the "
+        "memory (1b), 1.01x (160m); 2 bytes of each weight, 2 of its gradient and the 2 of "
+        "autocast's kept cast; 14 bytes a number with a master and 12 without, where fp32 has 16 "
+        "(derived)",
         costs="with stochastic rounding, noise of bf16's last place in every weight (arXiv "
         "2010.06192); no saving in gradients that are added up",
         helps="models whose weights fill the memory, in one micro-batch a step",
