@@ -100,8 +100,11 @@ class _Nll(torch.autograd.Function):
         if smoothing:
             picked_N += each * shifted_NV.sum(-1)
         exp_NV = shifted_NV.exp_()
-        sums = torch.stack([exp_NV.sum(-1), picked_N])
-        total_N, picked_N = all_reduce(sums, "sum", peers).unbind()
+        # One collective for both. Not by `stack`: inductor reduces that in place, over a sum of its
+        # own that a z-loss may read afterwards.
+        first_2N = torch.arange(2, device=picked_N.device)[:, None] == 0
+        sums_2N = torch.where(first_2N, exp_NV.sum(-1), picked_N)
+        total_N, picked_N = all_reduce(sums_2N, "sum", peers).unbind()
         ctx.save_for_backward(exp_NV.div_(total_N[:, None]), place_N, elsewhere_N)
         ctx.smoothing, ctx.each = smoothing, each
         return total_N.log() - picked_N
