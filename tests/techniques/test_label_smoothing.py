@@ -164,6 +164,7 @@ def test_eager_passes_are_counted(head: Any) -> None:
 # --- over slices of the vocabulary -----------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_slice_of_the_vocabulary_is_enough(
     zygote: Any, tmp_path: Path, corpus: Path, prepared_folder: Path
 ) -> None:
