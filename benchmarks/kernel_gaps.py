@@ -40,6 +40,8 @@ without them, and they change no kernel as long as they say nothing."""
 EARLIER = {"matrix_products": "products", "triton": "elementwise", "rest": "other"}
 """Families of rows before commit 09386a9 -> their names since. The rest then had reductions, of the
 gradients' norm too, that are elementwise now; attention had small kernels that are the rest now."""
+NO_FAMILIES = ("step", "over_link", "beside_kernels")
+"""Metrics of a row that say something else than what a family took."""
 NORM = "clip/optimizer"
 """The ledger's piece that is no kernel of the update, but reductions."""
 STREAMS = {"elementwise": "streams", "optimizer": "update", "copies": "host link"}
@@ -277,7 +279,7 @@ def gaps_of(row: dict[str, Any], work: Iterable[Piece], machine: Machine) -> tup
 def spent(row: dict[str, Any]) -> dict[str, float]:
     """Milliseconds of a profiled step, by today's names of families."""
     metrics: dict[str, dict[str, Any]] = row["metrics"]
-    told = {name: float(metric["value"]) for name, metric in metrics.items() if name != "step"}
+    told = {n: float(metric["value"]) for n, metric in metrics.items() if n not in NO_FAMILIES}
     return {EARLIER.get(name, name): ms for name, ms in told.items()}
 
 

@@ -8,7 +8,8 @@ products, attention, the optimizer, elementwise work, copies, the rest. Inductor
 all operations that it fused, so its own are told by how their names begin. A row has the work too
 that the plan's ledger has each family do (`kernel_gaps.py`), or why nothing tells it. With `--host`
 a row also tells what the host did in another step, by operation: most of a step that waits for
-launches is there, though the profiler adds to each operation.
+launches is there, though the profiler adds to each operation. Where copies go between host and
+device, `over_link` is how long in a step, and `beside_kernels` how much of that a kernel ran too.
 """
 
 import json
@@ -26,10 +27,12 @@ from headrace.core.errors import UnsupportedError
 from headrace.core.plan import Plan
 from headrace.data.loader import Micro
 from headrace.doctor.trace.kernels import family_of
+from headrace.doctor.trace.steps import Union
 from headrace.sockets import Build
 from headrace.trials.readings import opened
 
 STEPS = 3
+WAYS = ("HtoD", "DtoH")
 
 
 def idle_between(events: list[Any]) -> list[tuple[float, str, str]]:
@@ -44,10 +47,26 @@ def idle_between(events: list[Any]) -> list[tuple[float, str, str]]:
     return sorted(found, reverse=True)
 
 
+def over_link(events: list[Any]) -> dict[str, float]:
+    """Milliseconds of a step that copies took between host and device, and that kernels ran too."""
+    spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    for event in events:
+        copied = any(way in event.name for way in WAYS)
+        if copied or family_of(event.name) != "copies":
+            spans[copied].append((event.time_range.start, event.time_range.end))
+    copies, kernels = Union(spans[True]), Union(spans[False])
+    lasting = list(zip(copies.starts, copies.ends, strict=True))
+    found = {
+        "over_link": sum(end - start for start, end in lasting),
+        "beside_kernels": sum(kernels.inside(start, end) for start, end in lasting),
+    }
+    return {name: us / STEPS / 1e3 for name, us in found.items() if lasting}
+
+
 def profiled(
     build: Build, micros: list[Micro]
 ) -> tuple[dict[str, tuple[float, int]], float, list[Any]]:
-    """Kernel -> (milliseconds, launches) of a step, the step's own milliseconds, and idle times."""
+    """Kernel -> (milliseconds, launches) of a step, the step's own milliseconds, and its events."""
     for index in range(4):
         train.step(build, micros, index)
     torch.cuda.synchronize()
@@ -66,8 +85,8 @@ def profiled(
         spent_ms = event.self_device_time_total / STEPS / 1e3
         if spent_ms > 0:
             found[event.key] = (spent_ms, event.count // STEPS)
-    kernels = [e for e in profile.events() or [] if str(e.device_type).endswith("CUDA")]
-    return found, step_ms, idle_between(kernels) if kernels else []
+    events = [e for e in profile.events() or [] if str(e.device_type).endswith("CUDA")]
+    return found, step_ms, events
 
 
 def on_the_host(build: Build, micros: list[Micro], longest: int) -> list[dict[str, Any]]:
@@ -99,9 +118,10 @@ def main() -> None:
     plan = plan_from(args)
     work = told(plan)
     with opened(plan) as (build, micros):
-        found, step_ms, idle = profiled(build, micros(0))
+        found, step_ms, events = profiled(build, micros(0))
         if args.host:
             work["host"] = on_the_host(build, micros(0), args.longest)
+    idle = idle_between(events) if events else []
     families: dict[str, float] = {}
     for name, (spent_ms, _) in found.items():
         families[family_of(name)] = families.get(family_of(name), 0.0) + spent_ms
@@ -110,6 +130,7 @@ def main() -> None:
     metrics |= {
         name.replace(" ", "_"): receipts.spread([ms], "ms") for name, ms in families.items()
     }
+    metrics |= {name: receipts.spread([ms], "ms") for name, ms in over_link(events).items()}
     longest = sorted(found.items(), key=lambda item: -item[1][0])[: args.longest]
     rows = [{"name": n[:90], "ms": round(ms, 3), "launches": k} for n, (ms, k) in longest]
     receipts.append(

@@ -60,7 +60,7 @@ def subject(row: dict[str, Any]) -> str:
         own = {knob.partition("=")[0] for knob in row.get("knobs", "").split(",")}
         changed = " ".join(
             change for change in row.get("overrides", [])
-            if change[0] in "+-" or change.partition("=")[0] in own
+            if change.startswith(("+", "-", "model.")) or change.partition("=")[0] in own
         )  # fmt: skip
         base = f"{row['base']} ({changed})" if changed else row["base"]
         return f"{row['technique']}{knobs} {how} the {base}"

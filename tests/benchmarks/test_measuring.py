@@ -5,6 +5,7 @@ import os
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
@@ -20,8 +21,8 @@ from headrace.trials import readings
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
-kernel_table, limits, peers, techniques = (
-    import_module(n) for n in ("kernel_table", "limits", "peers", "techniques")
+attention, kernel_table, limits, peers, techniques = (
+    import_module(n) for n in ("attention", "kernel_table", "limits", "peers", "techniques")
 )
 
 CHUNKED = "[techniques.chunked_cross_entropy]\nchunk_tokens = 8\n"
@@ -255,6 +256,34 @@ def test_a_shape_that_a_peer_would_not_follow_is_refused(
 )
 def test_a_kernel_is_told_by_how_its_name_begins(name: str, family: str) -> None:
     assert kernel_table.family_of(name) == family
+
+
+def test_copies_over_the_link_are_told_beside_kernels() -> None:
+    def ran(name: str, start: float, end: float) -> SimpleNamespace:
+        return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end))
+
+    copies = [ran("Memcpy DtoH (Device -> Pinned)", 0, 3000), ran("Memcpy HtoD", 2000, 6000)]
+    others = [ran("gemm", 1000, 2000), ran("add", 5000, 9000), ran("Memcpy DtoD", 3000, 5000)]
+    assert kernel_table.over_link(copies + others) == {"over_link": 2, "beside_kernels": 2 / 3}
+    assert kernel_table.over_link(others) == {}
+
+
+def test_backends_of_attention_are_timed_at_a_shape(
+    tmp_path: Path, corpus: Path, prepared_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    small = "model.dim=32 model.heads=2 model.layers=2 model.ffn=48 model.vocab=320 batch.tokens=32"
+    sizes = f"{small} data.vocab=300 data.sequence_length=16 data.workers=0 device=cpu".split()
+    asked = [*sizes, f"data.sources='{corpus}'", f"data.directory='{prepared_folder}'"]
+    left_out = ["torch_compile", "cudnn_attention", "fused_swiglu", "fused_cross_entropy"]
+    words = ["160m", "--without", *left_out, "bf16_parameters", "--set", *asked]
+    for known in (False, True):
+        monkeypatch.setattr(sys, "argv", ["attention.py", *words, "--results", str(tmp_path)])
+        attention.main()
+        row = rows(tmp_path, "attention")[-1]
+        assert row["cached"] is known and row["chosen"] == "trunk" and row["kernels"]
+        assert "cudnn_attention" in row["cannot"] and row["at"]["rows"] == 2
+        assert row["n"] == 0 and not row["metrics"]  # nothing else runs on a CPU
 
 
 def test_a_companion_stands_in_every_plan_and_what_is_in_its_way_in_none(plan: Path) -> None:
