@@ -1,5 +1,6 @@
 """A tiny corpus, a tiny plan, and three ways to run it: in this process, forked, and for real."""
 
+import gc
 import json
 import os
 import signal
@@ -29,6 +30,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """`make test DATA=DIR` passes a folder of real text."""
     parser.addoption("--data", type=Path, help="a folder of real text for tests that want some")
     parser.addoption("--matrix", type=Path, help="where tests of pairs write their outcome")
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: no collection of garbage need look at it, and each test has some."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -141,6 +141,7 @@ def test_runs_are_not_traced_unless_asked(train: Callable[..., Path]) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_device_is_seen(tmp_path: Path) -> None:
     """Large products in bf16, adds of a fixed size, and a wait for the device in every step."""

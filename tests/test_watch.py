@@ -286,6 +286,7 @@ def test_a_burst_of_a_watched_loop(how: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dry", [False, True])
 def test_on_a_device_nothing_waits(dry: bool) -> None:

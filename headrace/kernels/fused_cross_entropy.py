@@ -34,8 +34,9 @@ def reference_cross_entropy(
     logits_NV: Tensor, targets_N: Tensor, *, ignored: int = -100, softcap: float = 0.0,
     z_loss: float = 0.0, label_smoothing: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """The plain computation that `fused_cross_entropy` equals."""
-    logits_NV = logits_NV.float()
+    """The plain computation that `fused_cross_entropy` equals, in fp32 or, of such logits, fp64."""
+    if logits_NV.dtype != torch.float64:
+        logits_NV = logits_NV.float()
     if softcap:
         logits_NV = softcap * torch.tanh(logits_NV / softcap)
     loss = F.cross_entropy(

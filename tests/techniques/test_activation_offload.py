@@ -280,6 +280,7 @@ class Timed(Transfer):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @needs_gpu
 def test_copies_overlap_with_computation(make_tiny: Make) -> None:
     """Together they take much less than one after the other."""

@@ -7,14 +7,18 @@ Float8Linear. Weights, gradients and optimizer stay as they are. One scale a ten
 a scale a row follows outliers and costs more casts. Scales are powers of two here in both recipes:
 fp8 then rounds a number alike whatever stands beside it, so cutting a batch into micro-batches or
 over ranks hardly changes a result, and evidence can be read from bits. What it costs is at most one
-bit of range. Embedding, head and attention stay in the run's precision. On a CPU the products are
-emulated: same rounding, no speed. Left out: fp8 all-gather, delayed scales, MX formats. Source:
-torchao.float8; arXiv 2209.05433.
+bit of range. The magnitude that a scale is made from stays fp32: torchao has it in the operand's
+bf16, of which a compiler uses the unrounded number in the kernel that finds it and the rounded one
+in others. At a border between two scales, one tensor in some hundred, numbers were then cast by one
+scale and divided by its double. Embedding, head and attention stay in the run's precision. On a CPU
+the products are emulated: same rounding, no speed. Left out: fp8 all-gather, delayed scales, MX
+formats. Source: torchao.float8; arXiv 2209.05433.
 """
 
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from importlib.util import find_spec
 from typing import Any, ClassVar, Literal
 
@@ -39,9 +43,9 @@ from headrace.sockets import Build
 
 MULTIPLE = 16
 """Sizes of a fp8 product on a GPU must be multiples of this (torch._scaled_mm)."""
-WIDE = 2048
-"""Of a trial on one H200, compiled: 2,048 features won tokens/s and 768 lost some; between them
-nothing was measured. torchao's own filter leaves out up to 4,096 features in by 1,024 out."""
+WIDE = 1024
+"""On one H200, compiled: 1.18 times the tokens/s at 2,048 features, 1.11 at 1,536, 1.02 at 1,024,
+0.94 at 768 (techniques.jsonl). torchao's own filter leaves out up to 4,096 in by 1,024 out."""
 READ, CAST = 2, 3
 """Bytes of a number in bf16 that is looked at for the scale, and of one that is cast."""
 TURNED = 1.56
@@ -70,7 +74,8 @@ class Float8Linear(Technique[Build]):
     band: ClassVar[float] = 0.6  # measured 0.54 at 32 features, whose sums average little
     symptoms: ClassVar[tuple[str, ...]] = ("computation:products",)
     card: ClassVar[Card] = Card(
-        buys="H200, compiled recipe with it: 1.18x the speed (1b), 1.05x (1b, recipe=rowwise) and "
+        buys="H200, compiled recipe with it: 1.18x the speed (1b), 1.11x (1b, model.dim=1536), "
+        "1.02x (1b, model.dim=1024), 1.05x (1b, recipe=rowwise) and "
         "0.88x the memory (1b); matrix products of linears at up to twice the rate (published "
         "peak); torchao measured +25% tokens/s tensorwise and +10% rowwise on Llama-3-8B, 8 x H100",
         costs="H200, compiled recipe with it: 0.94x the speed (160m, min_size=512); plain trunk "
@@ -79,7 +84,7 @@ class Float8Linear(Technique[Build]):
         "on the largest beside them, so on how the batch is cut over micro-batches and ranks; "
         "rowwise depends on it only in the weights' gradient. Tensor parallelism cuts what a scale "
         "is of: inside the band, not equal",
-        helps="wide models (2,048 features and more) on Hopper or newer, compiled",
+        helps="wide models (1,536 features and more) on Hopper or newer, compiled",
         hurts="narrow models, which min_size leaves out: casts outweigh their products; runs that "
         "are not compiled",
         source="https://github.com/pytorch/ao/tree/main/torchao/float8; arXiv 2209.05433",
@@ -207,6 +212,7 @@ def _maker(recipe: str, build: Build) -> Any:
     from torchao.float8.config import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear as Module
 
+    _keep_magnitudes_in_fp32()
     plan = build.plan
     base = Float8LinearConfig.from_recipe_name(recipe)  # type: ignore[arg-type]
     config = replace(
@@ -218,6 +224,21 @@ def _maker(recipe: str, build: Build) -> Any:
     )
 
     return lambda linear: Module.from_float(linear, config)
+
+
+@cache
+def _keep_magnitudes_in_fp32() -> None:
+    """Replace torchao's largest magnitude by the same in fp32, for good."""
+    from torchao.float8 import float8_utils
+
+    of_torchao = float8_utils.tensor_to_amax
+
+    def in_fp32(x: Tensor, *given: Any, **named: Any) -> Tensor:
+        if torch.compiler.is_compiling():  # else this would be a copy of the tensor
+            x = x.float()
+        return of_torchao(x, *given, **named).float()
+
+    float8_utils.tensor_to_amax = in_fp32
 
 
 def _unit_products(module: Any, build: Build) -> tuple[Tensor, Tensor]:
