@@ -106,7 +106,8 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         "tuned_sha256": receipts.sha256(tuned.plan.dump()),
         "path": [{"changes": list(s.changes), "verdict": s.verdict, "predicted": s.predicted,
                   "ratio": None if s.ratio is None else asdict(s.ratio), "steps": s.steps,
-                  "seconds": s.seconds, "reason": s.reason} for s in tuned.path],
+                  "memory": s.memory, "seconds": s.seconds, "reason": s.reason}
+                 for s in tuned.path],
     }  # fmt: skip
     found = beside_best(tuned.plan, best, args)
     if found.ratio is None or found.before_s is None:
@@ -125,6 +126,8 @@ def metrics(tuned: Tuned, found: Compared) -> dict[str, Any]:
         "tuning": receipts.spread([tuned.seconds], "s"),
         "tokens_per_s": receipts.spread([tuned.plan.batch.tokens / after_s], "tokens/s"),
     }
+    if tuned.memory is not None:
+        told["memory_ratio"] = receipts.spread([tuned.memory], "x")
     return told if tuned.ratio is None else {**told, "speed_ratio": interval(tuned.ratio)}
 
 

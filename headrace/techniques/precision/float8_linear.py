@@ -25,6 +25,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from torch._guards import TracingContext
 
 from headrace.core.errors import ConfigError
 from headrace.core.ledger import Ledger
@@ -234,7 +235,7 @@ def _keep_magnitudes_in_fp32() -> None:
     of_torchao = float8_utils.tensor_to_amax
 
     def in_fp32(x: Tensor, *given: Any, **named: Any) -> Tensor:
-        if torch.compiler.is_compiling():  # else this would be a copy of the tensor
+        if TracingContext.try_get() is not None:  # a compiler's; else it would be a copy of x
             x = x.float()
         return of_torchao(x, *given, **named).float()
 
