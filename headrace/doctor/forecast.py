@@ -54,7 +54,9 @@ class Error:
 
 
 ERROR = Error(
-    0.0145, 0.07, 254,
+    0.0145,
+    0.07,
+    254,
     "techniques.jsonl, plans.jsonl and forecasts.jsonl of results/: NVIDIA H200, 26 workloads",
 )
 """Of 80% of forecasts, in the logarithm of the ratio."""

@@ -7,8 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from headrace.arguments import catalogue
 from headrace.core.errors import UnsupportedError
+from headrace.core.machine import Machine
 from headrace.model.mask import Rows
+from headrace.planner.candidates import Asking
 from headrace.sockets import Build
 from headrace.techniques.design.stochastic_depth import StochasticDepth, is_kept
 from headrace.train import step
@@ -109,3 +112,31 @@ def test_a_single_block_is_refused(make_tiny: Callable[..., Build]) -> None:
     with pytest.raises(UnsupportedError, match="never left out") as caught:
         make_tiny("techniques.stochastic_depth.rate=0.5", "model.layers=1")
     assert "model.layers=2" in caught.value.remedy
+
+
+COMPILE = "techniques.torch_compile.backend=aot_eager"
+BLOCK = "techniques.torch_compile.scope=block"
+
+
+@pytest.mark.parametrize("more", [(), ("techniques.torch_compile.fullgraph=false",)], ids=str)
+def test_one_graph_of_all_blocks_is_refused(
+    make_tiny: Callable[..., Build], more: tuple[str, ...]
+) -> None:
+    """It would be compiled anew in most steps, and after eight times not at all."""
+    with pytest.raises(UnsupportedError, match="torch_compile makes one graph") as caught:
+        make_tiny(*DEEP, COMPILE, *more)
+    assert "2^3 sets" in caught.value.message
+    assert f"{BLOCK} (or --without stochastic_depth)" == caught.value.remedy
+    make_tiny(*DEEP, COMPILE, *more, BLOCK)
+
+
+@pytest.mark.parametrize("second", ["stochastic_depth", "torch_compile"])
+def test_a_sweep_that_puts_one_beside_the_other_takes_the_blocks_scope(
+    make_tiny: Callable[..., Build], second: str
+) -> None:
+    on = {"stochastic_depth": COMPILE, "torch_compile": RATE}[second]
+    build = make_tiny("model.layers=4", on)
+    asking = Asking(build.plan, build.context, Machine.assumed("cpu"), catalogue(), learning=True)
+    with pytest.raises(UnsupportedError, match="makes one graph"):
+        asking.answer(build.plan, (f"+{second}",))
+    assert asking.attempt(build.plan, (f"+{second}",)).changes == (f"+{second}", BLOCK)

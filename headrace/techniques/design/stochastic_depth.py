@@ -5,8 +5,9 @@ residual stream passes by. What a kept block adds is divided by its chance of be
 expected stream is the whole model's, which evaluation runs. Block l of L is dropped with
 rate x l / (L - 1): the first never is. The choice is a pure function of (seed, step, block), one
 for all micro-batches and ranks, so a resumed run repeats it and collectives agree. The gate stands
-outside of compiled and checkpointed code: no choice is traced, and nothing compiles again.
-Source: arXiv 1603.09382.
+outside of compiled and checkpointed blocks, so no choice is traced and nothing compiles again. One
+graph of all blocks has no such place: it would be one graph for each set of blocks that run, and
+is refused. Source: arXiv 1603.09382.
 """
 
 import hashlib
@@ -65,11 +66,19 @@ class StochasticDepth(Technique[Build]):
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Runs everywhere; the first block always runs."""
-        if context.plan.model.layers == 1:
+        """Needs blocks beside the first, which always runs, and that they are called one by one."""
+        layers = context.plan.model.layers
+        if layers == 1:
             return Unsupported(
                 "the first block is never left out, and it is alone", "model.layers=2"
             )
+        for name, other in context.plan.techniques.items():
+            if "compiled" in other.composes and getattr(other, "scope", "block") != "block":
+                return Unsupported(
+                    f"{name} makes one graph of all blocks, and would make it anew for each set of "
+                    f"them that a step runs: {layers} blocks have 2^{layers - 1} sets",
+                    f"techniques.{name}.scope=block",
+                )
         return Supported()
 
     def rate_of(self, layer: int, layers: int) -> float:

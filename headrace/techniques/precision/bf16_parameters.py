@@ -327,12 +327,16 @@ def _beside_sums(run: Callable[..., Any], module: nn.Module) -> Callable[..., An
     """`run` in a moment in which no bf16 matrix of the module has an fp32 gradient.
 
     Compiling, Dynamo refuses to trace a weight whose gradient has another dtype (gb0181): at a
-    second length among micro-batches, or in an evaluation after a step.
+    second length among micro-batches, or in an evaluation after a step. A block inside of a larger
+    graph leaves that to what stands around the graph: its own list, made at the first call, would
+    be traced as it was not there yet, and all be compiled a second time.
     """
     low: list[nn.Parameter] | None = None
 
     def call(*given: Any, **named: Any) -> Any:
         nonlocal low
+        if torch.compiler.is_compiling():
+            return run(*given, **named)
         if low is None:  # the weights are real now
             low = [p for p in module.parameters() if p.dtype == torch.bfloat16]
         sums = [(p, p.grad) for p in low if p.grad is not None]
