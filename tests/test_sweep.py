@@ -215,6 +215,15 @@ def test_a_remedy_is_tried() -> None:
     assert ("+picky", "+rival") in alone and ("+rival",) in alone
 
 
+def test_knobs_for_tests_and_for_what_a_user_accepts_are_not_turned() -> None:
+    start = Plan.read(SHAPE, catalogue())
+    context = elsewhere(make_context(start, torch.device("cpu")), "NVIDIA H200")
+    asking = Asking(start, context, H200, catalogue())
+    keys = {word.partition("=")[0] for changes in asking.singles(asking.start) for word in changes}
+    compiler = {key for key in keys if key.startswith("techniques.torch_compile.")}
+    assert compiler == {"techniques.torch_compile.scope", "techniques.torch_compile.mode"}
+
+
 def test_a_change_that_does_nothing_rides_on_no_other() -> None:
     found = swept(of=beside(Eager, Quick))
     assert found.ranked[0].changes == ("+quick",)

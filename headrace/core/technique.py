@@ -121,6 +121,8 @@ class Technique(Strict, Generic[B]):
     """Whether `predict` also says what it does to a step's time, or it does nothing to it."""
     symptoms: ClassVar[tuple[str, ...]] = ()
     """The doctor's findings that this technique is a remedy for, in the words of symptoms.py."""
+    settled: ClassVar[tuple[str, ...]] = ()
+    """Knobs that no search turns, since they are for tests, or say what a user accepts."""
 
     @classmethod
     def name(cls) -> str:

@@ -255,6 +255,8 @@ def _said_otherwise(plan: Plan, kind: type[Technique[Any]]) -> Iterator[str]:
 def _turned(technique: Technique[Any]) -> Iterator[tuple[str, Any]]:
     """Its knobs in another position: other choices, and counts halved and doubled."""
     for key, field in type(technique).model_fields.items():
+        if key in technique.settled:
+            continue
         now = getattr(technique, key)
         other = [choice for choice in _choices(field.annotation) if choice != now]
         if not other and isinstance(now, int) and not isinstance(now, bool):

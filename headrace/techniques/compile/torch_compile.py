@@ -45,6 +45,7 @@ class TorchCompile(Technique[Build]):
     stage: ClassVar[Stage] = Stage.COMPILE
     composes: ClassVar[tuple[str, ...]] = ("block_forward", "compiled", "runtime")
     symptoms: ClassVar[tuple[str, ...]] = ("memory bandwidth", "launch")
+    settled: ClassVar[tuple[str, ...]] = ("backend", "fullgraph")
     card: ClassVar[Card] = Card(
         buys="H200, compiled recipe without it: 0.87x the speed (1b), 0.67x (160m); plain trunk "
         "with it: 1.28x the speed (1b), 1.77x (160m) and 0.66x the memory (1b), 0.51x (160m); "
