@@ -32,12 +32,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--matrix", type=Path, help="where tests of pairs write their outcome")
 
 
-def pytest_collection_finish() -> None:
-    """What was imported stays: no collection of garbage need look at it, and each test has some."""
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.fixture(scope="session")
 def real_text(request: pytest.FixtureRequest) -> Path:
     """The folder that --data names."""
@@ -51,6 +45,20 @@ def real_text(request: pytest.FixtureRequest) -> Path:
 def one_thread() -> None:
     """The tests measure exactness, not speed, and share the machine."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_garbage() -> Iterator[None]:
+    """A guard, a trial and others look for garbage; among what other files left it takes a second.
+
+    On a GPU that is memory, which is to be found.
+    """
+    if torch.cuda.is_available():
+        yield
+        return
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

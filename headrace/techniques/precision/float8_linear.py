@@ -9,7 +9,7 @@ fp8 then rounds a number alike whatever stands beside it, so cutting a batch int
 over ranks hardly changes a result, and evidence can be read from bits. What it costs is at most one
 bit of range. The magnitude that a scale is made from stays fp32: torchao has it in the operand's
 bf16, of which a compiler uses the unrounded number in the kernel that finds it and the rounded one
-in others. At a border between two scales, one tensor in some hundred, numbers were then cast by one
+in others. At a border between two scales, one operand in some 300, numbers were then cast by one
 scale and divided by its double. Embedding, head and attention stay in the run's precision. On a CPU
 the products are emulated: same rounding, no speed. Left out: fp8 all-gather, delayed scales, MX
 formats. Source: torchao.float8; arXiv 2209.05433.
