@@ -14,6 +14,7 @@ verdicts were has a page of its own, docs/how-right.md with its pictures, which 
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -212,13 +213,13 @@ def replaced(page: str, inner: str, name: str = RESULTS) -> str:
     return f"{before}{begin}\n{inner}\n{end}{after}"
 
 
-def main() -> None:
-    """Write or check."""
+def main(words: Sequence[str] | None = None) -> None:
+    """Write or check, as the words of a command line say."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--page", type=Path, help="one page instead, with all topics")
     parser.add_argument("--results", type=Path, default=ROOT / "results")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     for path, topics in ({args.page: ()} if args.page else PAGES).items():
         page = path.read_text()
         fresh = replaced(page, render(args.results, topics))

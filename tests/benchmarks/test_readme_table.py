@@ -16,7 +16,7 @@ sys.path.insert(0, str(PROGRAM.parent))
 import receipts  # noqa: E402
 from kernel_gaps import Piece, best, fingerprints, parser, pieces, plan_from, work_of  # noqa: E402
 from kernel_gaps import table as gap_table  # noqa: E402
-from readme_table import gaps, how_right, of_techniques, subject  # noqa: E402
+from readme_table import gaps, how_right, main, of_techniques, subject  # noqa: E402
 
 PAGE = "# Title\n\n<!-- results:begin -->\nold\n<!-- results:end -->\n\nrest\n"
 
@@ -36,9 +36,11 @@ def _render(folder: Path, rows: list[dict[str, Any]], *flags: str) -> tuple[int,
         readme.write_text(PAGE)
     results.mkdir(exist_ok=True)
     (results / "peers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = [sys.executable, str(PROGRAM), "--page", str(readme), "--results", str(results)]
-    told = subprocess.run([*command, *flags], capture_output=True, text=True, check=False)
-    return told.returncode, readme.read_text()
+    try:
+        main(["--page", str(readme), "--results", str(results), *flags])
+    except SystemExit as ended:
+        return 1 if isinstance(ended.code, str) else int(ended.code or 0), readme.read_text()
+    return 0, readme.read_text()
 
 
 def test_the_truth_says_where_its_rows_were_measured(tmp_path: Path) -> None:
