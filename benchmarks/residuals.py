@@ -200,7 +200,8 @@ def rows(results: Path = ROOT / "results", machine: Machine | None = None) -> li
             continue
         told = {name: m["value"] for name, m in row["metrics"].items()}
         rate, held = told.get("tokens_per_s"), told.get("reserved_memory")
-        step_s = plan.batch.tokens / rate if rate and seen.step_s else None
+        timed = seen.step_s and context.precision != "fp32"  # whose steps have no interval
+        step_s = plan.batch.tokens / rate if rate and timed else None
         found.append(Row(
             row["shape"], what, step_s / seen.step_s if step_s and seen.step_s else None,
             told["peak_memory"] / seen.peak_bytes if "peak_memory" in told else None,

@@ -194,6 +194,33 @@ def test_intervals_hold_80_percent_of_what_was_measured(receipts: list[Any]) -> 
     assert sum(width.low <= r.ratio <= width.high for r in rows) / len(rows) >= 0.8
 
 
+def test_steps_in_fp32_are_foreseen_and_claim_no_interval() -> None:
+    rows = [
+        row for row in residuals.standing("techniques", ROOT / "results")
+        if row["technique"] == "tf32" and "speed_ratio" in row["metrics"]
+    ]  # fmt: skip
+    assert {(row["shape"], row["base"]) for row in rows} == {
+        (shape, base) for shape in ("160m", "1b") for base in ("trunk", "recipe")
+    }
+    for row in rows:
+        fast = residuals.plan_of(row)
+        slow = residuals.plan_of(
+            row | {"techniques": [t for t in row["techniques"] if t != "tf32"]}
+        )
+        rate, ratio = (row["metrics"][m]["value"] for m in ("tokens_per_s", "speed_ratio"))
+        for plan, measured in ((fast, rate), (slow, rate / ratio)):
+            seen = foresee(plan, residuals.on_device(plan), H200)
+            assert seen.tokens_per_s == pytest.approx(measured, rel=0.04)
+            assert "fp32" in seen.no_interval and not seen.between
+
+
+def test_attention_that_was_not_timed_in_fp32_is_not_foreseen() -> None:
+    wide = ("-bf16_parameters", "-cudnn_attention", "+flex_attention", "model.precision=fp32")
+    plan = residuals._changed("160m", wide)
+    seen = foresee(plan, residuals.on_device(plan), H200)
+    assert seen.step_s is None and "flex attention was not timed in fp32" in seen.unknown
+
+
 # --- the held-out experiment -----------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from headrace.core import links
 from headrace.core.errors import UnsupportedError
 from headrace.core.links import Operation
 from headrace.core.machine import Machine
-from headrace.core.rates import SOFTMAX, START
+from headrace.core.rates import BACKWARD, SOFTMAX, START
 
 Phase = Literal["forward", "recompute", "backward", "optimizer"]
 Kind = Literal["product", "attention", "stream", "host link", "host", "collective", "wait"]
@@ -30,8 +30,16 @@ BESIDE = 1.18
 from steps, as the next two: of 160m, 1b and 7b (techniques.jsonl, limits.jsonl), and of sixteen
 workloads of 30M to 8B parameters by the rates of their own six GPUs (plans.jsonl). A GPU's clock
 under load is in it: a step of more products does not lower it further."""
+BESIDE_FP32 = 0.945
+"""Likewise of fp32's own, which no matrix unit multiplies: of 160m and 1b, trunks and recipes, less
+what the same plans take with `tf32` (techniques.jsonl)."""
 IN_STEP = 1.04
 """Likewise attention."""
+WIDE = ("fp32", "tf32")
+"""Precisions of products whose operands are fp32."""
+EFFICIENT_FP32 = 3.4
+"""Times as long as in bf16 that torch's efficient attention takes in fp32: it makes each product of
+three in TF32 (160m with `tf32`, techniques.jsonl)."""
 UNHURRIED = ("flash", "flex", "efficient", "math")
 """Its kernels that are too slow to reach the limit of power: a step does not slow them."""
 UNFUSED = 1.38
@@ -87,12 +95,12 @@ class Work:
         kind: what prices them; "host" is no kernel, but what the host does as long as `launch`;
             "wait" is only of a step's time.
         count: how many.
-        bytes: that one reads and writes; of a product or attention none; of a collective those that
-            a rank sends.
+        bytes: that one reads and writes; of a product none; of attention those of each score, where
+            plain products make them; of a collective those that a rank sends.
         kernels: of which one consists in eager torch.
         fused: bytes where a compiler makes it; None is no different.
         sizes: of a product m, n, k; of attention rows, heads, key-value heads, length, features.
-        precision: of a product.
+        precision: of a product; of attention where it is fp32's.
         kernel: of attention; "" is torch's choice.
         causal: of attention.
         masked: of attention, the share of its kernels whose mask is more than causal.
@@ -157,7 +165,8 @@ class Work:
         if self.unknown:
             raise UnsupportedError(self.unknown, "")
         if self.kind == "product":
-            one = BESIDE * machine.product_s(self.precision, *self.sizes, plain=True)
+            beside = BESIDE_FP32 if self.precision == "fp32" else BESIDE
+            one = beside * machine.product_s(self.precision, *self.sizes, plain=True)
         elif self.kind == "attention":
             one = self._mixing_s(machine)
         elif self.kind == "collective":
@@ -181,13 +190,16 @@ class Work:
             raise UnsupportedError("a soft cap over plain products was not timed", "")
         plain_s = self._scores_s(machine, SKIPPING.get(kernel, kernel), self.causal)
         rows, heads, _, length, features = self.sizes
+        if self.precision in WIDE and kernel in SKIPPING:
+            raise UnsupportedError(f"{kernel} attention was not timed in fp32", "")
         if kernel in SKIPPING:
             masked_s = self._skipping_s(machine, kernel, plain_s) if self.masked else plain_s
             more = 1 + (self.extra + CAP * self.capped) / (features + SOFTMAX)
             return more * (plain_s + self.masked * (masked_s - plain_s))
         if not self.masked:
             return plain_s
-        bias_s = machine.traffic_s(SCORE * rows * heads * length**2)
+        each = SCORE * (1 + (self.precision in WIDE))
+        bias_s = machine.traffic_s(each * rows * heads * length**2)
         masked_s = self._scores_s(machine, kernel, causal=False) + bias_s
         return plain_s + self.masked * (masked_s - plain_s)
 
@@ -212,13 +224,30 @@ class Work:
         """All scores of one kernel, in a step."""
         rows, heads, kv_heads, length, features = self.sizes
         slower = 1.0 if kernel in UNHURRIED else IN_STEP
+        if self.precision in WIDE:
+            if kernel == "math":
+                return self._plain_products_s(machine)
+            slower = EFFICIENT_FP32
         return slower * machine.attention_s(
             kernel, rows=rows, heads=heads, kv_heads=kv_heads, length=length, features=features,
             causal=causal, backward=self.phase == "backward",
         )  # fmt: skip
 
+    def _plain_products_s(self, machine: Machine) -> float:
+        """All scores of fp32 by torch's plain products, which keep them in memory."""
+        rows, heads, _, length, features = self.sizes
+        scores, n = rows * heads * length**2, 8192
+        flops = 4 * (BACKWARD if self.phase == "backward" else 1) * features * scores
+        beside = BESIDE_FP32 if self.precision == "fp32" else BESIDE
+        rate = 2 * n**3 / machine.product_s(self.precision, n, n, n, plain=True)
+        return beside * flops / rate + machine.traffic_s(self.bytes * scores)
+
     def _trunks(self, machine: Machine) -> str:
+        """Of torch's kernels that which it takes: none of fp32's knows groups of keys."""
         known = machine.kernels(self.phase == "backward")
+        if self.precision in WIDE:
+            _, heads, kv_heads, *_ = self.sizes
+            return "efficient" if heads == kv_heads and "efficient" in known else "math"
         return next(kernel for kernel in TRUNKS if kernel in known)
 
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from headrace.core.ledger import Ledger
 from headrace.core.model_config import ModelConfig
+from headrace.core.rates import SCORE_BYTES
 from headrace.core.work import Phase, Work, collective
 from headrace.model.count import FP32, block_linears, linear_parameters, total_parameters
 from headrace.parallel.world import BUCKET_BYTES
@@ -38,7 +39,7 @@ def trunk_work(
         micro_batches: of a step, whose gradients are added up.
     """
     tokens, size = rows * length, NARROW.get(precision, FP32)
-    work = _products(config, tokens, precision) | _attention(config, rows, length)
+    work = _products(config, tokens, precision) | _attention(config, rows, length, precision)
     for name, (count, forward, backward) in _streams(config, tokens, size).items():
         for phase, (bytes, kernels, fused) in (("forward", forward), ("backward", backward)):
             if bytes:
@@ -96,11 +97,17 @@ def _products(config: ModelConfig, tokens: int, precision: str) -> dict[str, Wor
     return work
 
 
-def _attention(config: ModelConfig, rows: int, length: int) -> dict[str, Work]:
-    """Scores and mixing, causal."""
+def _attention(config: ModelConfig, rows: int, length: int, precision: str) -> dict[str, Work]:
+    """Scores and mixing, causal; in fp32 with the bytes of a score where products make it."""
     sizes = (rows, config.heads, config.resolved_kv_heads, length, config.resolved_head_dim)
     phases: tuple[Phase, ...] = ("forward", "backward")
-    return {f"attention/{p}": Work(p, "attention", config.layers, sizes=sizes) for p in phases}
+    work = {f"attention/{p}": Work(p, "attention", config.layers, sizes=sizes) for p in phases}
+    if precision in NARROW:
+        return work
+    return {
+        name: replace(piece, precision=precision, bytes=2 * half, fused=half)
+        for (name, piece), half in zip(work.items(), SCORE_BYTES, strict=True)
+    }
 
 
 Stream = tuple[float, float, float | None]

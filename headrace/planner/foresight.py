@@ -49,6 +49,7 @@ LAUNCHES, DATA, EDGE = "waiting for launches", "waiting for data", "the pause be
 LAUNCHED = (
     "it waits for launches, and so few such steps were measured that how far off it is is not known"
 )
+FP32 = "of fp32 two models were measured, by which its rates are set: of others it is not known"
 IDLE = (LAUNCHES, DATA, EDGE, KINDS["wait"])
 """Parts of a step in which the device does nothing."""
 EXPANDABLE = "expandable_segments"
@@ -169,7 +170,7 @@ def foresee(
             tier = "after_20_steps"
             alike = calibration.workload == workload(plan, context, ledger)
             basis = "same_workload" if alike else tier
-    no_interval = "" if time is None else _no_interval(plan, machine, time)
+    no_interval = "" if time is None else _no_interval(plan, context, machine, time)
     until, hours, between = ending(plan, step_s, None if no_interval else basis, curve)
     price = plan.hardware.dollars_per_hour
     if hours is not None and price is not None and "hours" in between:
@@ -205,7 +206,7 @@ def calibrated(plan: Plan, context: Context, machine: Machine, measured: Measure
     if time is None:
         raise UnsupportedError(
             f"{plan.name} cannot calibrate other plans: its own time is not predicted: {unknown}",
-            "headrace plan PLAN without --after, or --after a run in bf16 or fp16 on one GPU, of "
+            "headrace plan PLAN without --after, or --after a run on one GPU, of "
             "techniques that say what they do to a step's time",
         )
     found = Calibration.of(time, measured, plan.name)
@@ -292,12 +293,8 @@ def _time(
     plan: Plan, context: Context, each: Sequence[Ledger], machine: Machine
 ) -> tuple[StepTime | None, str]:
     """The step's time, or why there is none."""
-    if context.device != "cuda" or context.precision not in ("bf16", "fp16"):
-        return (
-            None,
-            f"time is modelled in half precision on a GPU, not in {context.precision} on "
-            f"{context.device}",
-        )
+    if context.device != "cuda":
+        return None, f"time is modelled on a GPU, not on {context.device}"
     silent = [name for name, technique in plan.techniques.items() if not technique.timed]
     if silent:
         return None, f"{', '.join(silent)} does not say yet what it does to a step's time"
@@ -307,10 +304,12 @@ def _time(
         return None, error.message
 
 
-def _no_interval(plan: Plan, machine: Machine, time: StepTime) -> str:
+def _no_interval(plan: Plan, context: Context, machine: Machine, time: StepTime) -> str:
     """Why a time has no interval; "" where it has one."""
     if plan.mesh.ranks > 1:
         return ranks.UNMEASURED
+    if context.precision == "fp32":
+        return FP32
     return LAUNCHED if time.by_host else not_known_on(machine.name)
 
 
