@@ -29,6 +29,8 @@ from headrace.core.errors import (
 from headrace.progress import Progress
 
 console = Console(stderr=True, highlight=False)
+ENDLESS = 10**6
+"""Columns of a file."""
 
 
 @contextmanager
@@ -65,13 +67,19 @@ def show_json(value: Any) -> None:
 
 
 def show_table(head: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
-    """A table on standard output; what is too wide goes on in the next line, and nothing is cut."""
+    """A table on standard output, of which nothing is cut.
+
+    What is too wide for a terminal goes on in its next line; to a file or a pipe a row is one line.
+    """
     columns = [Column(head[0], no_wrap=True)] if head else []
     columns += [Column(name, overflow="fold") for name in head[1:]]
     table = Table(*columns, title=title or None, title_justify="left", box=None, pad_edge=False)
     for row in rows:
         table.add_row(*row)
-    Console(highlight=False, markup=False, soft_wrap=False).print(table)
+    out = Console(highlight=False, markup=False, soft_wrap=False)
+    if not out.is_terminal and "COLUMNS" not in os.environ:
+        out.width = out.measure(table, options=out.options.update(width=ENDLESS)).maximum
+    out.print(table)
 
 
 class BarProgress(Progress):

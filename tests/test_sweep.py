@@ -290,6 +290,9 @@ def test_a_narrow_terminal_shows_every_change_whole(
     assert "\u2026" not in shown and max(map(len, shown.splitlines())) <= 80
     column = [line[shown.index("changes") :] for line in shown.splitlines()[1:]]
     assert "".join("".join(column).split()).startswith(words)
+    monkeypatch.delenv("COLUMNS")  # and a file has a line for each row
+    show_table(HEAD, [["1", *cells, words * 9], ["2", *["-"] * 6, "+quick +rival"]])
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["rank", "1", "2"]
 
 
 def test_the_first_rank_has_a_command_that_makes_it() -> None:
