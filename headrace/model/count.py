@@ -217,9 +217,14 @@ def _work_bytes(config: ModelConfig, tokens: int, size: int) -> float:
 
 
 def _final_norm_bytes(config: ModelConfig, tokens: int, size: int, device: str) -> float:
-    """Its input and result; on a GPU under bf16 an fp32 copy of the input."""
-    copied = FP32 if device == "cuda" else size
-    return (copied + size) * tokens * config.dim
+    """Its input, in fp32 where one kernel reads it, and its result.
+
+    Composed of operations, an RMS norm keeps the normalised values too, and under bf16 their fp32
+    product. A rank of many, which holds a part of all else, notices.
+    """
+    if config.norm == "rms_norm" and device != "cuda":
+        return (3 * size + (FP32 if size != FP32 else 0)) * tokens * config.dim
+    return (FP32 + size) * tokens * config.dim
 
 
 def _block_activations(

@@ -28,6 +28,13 @@ LENT = ".router"
 """How the name of a linear ends that lends its weight and is not called: what would replace it
 would not learn."""
 
+ALONE = "mixer.out/alone"
+"""A size: bytes that a mixer keeps as its last linear's input and does not read itself."""
+GATES = "mixer.gates/alone"
+"""A size: bytes that a mixer's states keep for the gradients of its gates alone."""
+AROUND, MLP = ("residual", "norm", "weight_cast"), ("gate_up", "activation", "routed", "router")
+"""Lines of a block around its parts, and of its MLP; the others are its mixer's."""
+
 
 class LoraLinear(nn.Linear):
     """A linear with a low-rank correction; `weight` and `bias` keep their names."""
@@ -198,11 +205,12 @@ def _adapted_block(
     dim = sizes["mixer.qkv/in"]
     row = sizes["residual"] / dim  # bytes of one feature of all tokens
     less = {"norm": sizes["norm_products"], "qk_norm": sizes["qk_norm_products"]}
-    less["norm"] += row * dim * ("mixer.qkv" not in chosen)
+    less["norm"] += row * dim * (not _into_mixer(chosen))
     less["norm"] += row * dim * ("mlp.gate_up" not in chosen and "mlp.up" not in chosen)
     # A frozen linear keeps no input; experts, which are none, keep theirs.
     frozen = f"blocks.{layer}.mlp.down.weight" in ledger.matrices and "mlp.down" not in chosen
     less["activation"] = row * sizes["mlp.down/in"] * frozen
+    less["attention"] = sizes.get(ALONE, 0.0) * ("mixer.out" not in chosen)
     less["weight_cast"] = 2 * sum(map(prod, here.values())) if quantized else 0
     less["residual"] = row * dim * (layer == 0)  # the embedding is frozen
     if layer == 0 and "mixer.qkv" not in chosen:
@@ -212,8 +220,46 @@ def _adapted_block(
         if line is not None:
             kept = replace(line, bytes=max(0.0, line.bytes - count))
             ledger = ledger.with_line(f"{layer}/{name}", kept)
+    if layer == 0:
+        ledger = _first_block(ledger, here, row)
     adapter = replace(held[f"{layer}/residual"], bytes=len(here) * rank * row)
     return ledger.with_line(f"{layer}/adapters", adapter)
+
+
+def _first_block(ledger: Ledger, here: Mapping[str, tuple[int, ...]], row: float) -> Ledger:
+    """Without what lies before the first adapter, which no gradient reaches: it keeps its input.
+
+    Args:
+        ledger: with a first block into which a gradient goes.
+        here: shapes of the adapted linears by what a block calls them.
+        row: bytes of one feature of all tokens.
+    """
+    if into := _into_mixer(here):
+        states = ledger.memory.get("0/states")
+        if into == ["mixer.qkv"] and states is not None:  # gates of a frozen input are given
+            left = replace(states, bytes=states.bytes - ledger.sizes.get(GATES, 0.0))
+            ledger = ledger.with_line("0/states", left)
+        return ledger
+    held = {n.removeprefix("0/"): line for n, line in ledger.memory.items() if line.layer == 0}
+    kept = {name: 0.0 for name in held if name not in (*AROUND, *MLP)}
+    entered = "mlp.gate_up" in here or "mlp.up" in here
+    result = row * ledger.sizes["dim"] * entered  # of the norm before the MLP
+    if "mixer.out" in here:
+        kept["attention"] = row * here["mixer.out"][1]
+        kept["norm"] = result + (held["norm"].bytes - result) / 2
+    else:
+        kept |= {"residual": 0.0, "norm": result}
+        if not entered:
+            kept |= {"gate_up": 0.0, "activation": row * here["mlp.down"][1]}
+    for name, count in kept.items():
+        if name in held:
+            ledger = ledger.with_line(f"0/{name}", replace(held[name], bytes=count))
+    return ledger
+
+
+def _into_mixer(names: Iterable[str]) -> list[str]:
+    """Those of a block's linears that read what its mixer reads."""
+    return [name for name in names if name.startswith("mixer.") and name != "mixer.out"]
 
 
 def _was_reached(p: nn.Parameter, optimizers: Iterable[Any]) -> bool:

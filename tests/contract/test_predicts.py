@@ -55,7 +55,30 @@ CPU_VARIANTS = [
     v for name in house.names_on("cpu") for v in house.variants(name, "cpu")
     if not house.compiles(v, "cpu")
 ]  # fmt: skip
-
+SMALL = {"rows": 1, "vocab": 307}
+"""Sizes at which the update is the peak."""
+COMPOSED: dict[str, tuple[dict[str, dict[str, Any]], dict[str, Any]]] = {
+    "one shape": ({"muon": {}}, {**SMALL, "ffn": 48, "activation": "gelu"}),
+    "a shape of experts": ({"muon": {}, "mixture_of_experts": {}}, SMALL),
+    "shapes of adapters": ({"muon": {}, "lora": {"rank": 32}}, SMALL),
+    "one linear": ({"lora": {"targets": ("mlp.down",)}}, {}),
+    "one linear in few bits": ({"qlora": {"targets": ("mlp.down",)}}, {}),
+    "frozen states": ({"lora": {"targets": ("mixer.out",)}, "linear_attention": {}}, {}),
+    "a frozen mixer": ({"lora": {"targets": ("mlp.gate_up",)}, "linear_attention": {}}, {}),
+    "frozen gates": ({"lora": {"targets": ("mixer.qkv",)}, "linear_attention": {}}, {}),
+    "frozen strengths": (
+        {"lora": {"targets": ("mixer.qkv",)}, "linear_attention": {"rule": "gated_delta"}}, {},
+    ),
+    "a taught chunk": (
+        {"distillation": {}, "chunked_cross_entropy": {"chunk_tokens": 128}}, {"vocab": 2048},
+    ),
+    "a taught chunk that is capped": (
+        {"distillation": {}, "chunked_cross_entropy": {"chunk_tokens": 128}},
+        {"vocab": 2048, "logit_cap": 30.0},
+    ),
+    "two terms": ({"distillation": {}, "z_loss": {}}, {"vocab": 2048}),
+}  # fmt: skip
+"""Techniques that change what each other hold, and sizes that show it."""
 
 GPU_LENGTH, GPU_ROWS = 512, 8
 GPU_SIZES = {"dim": 576, "heads": 12, "kv_heads": 12, "ffn": 1408, "vocab": 8192}
@@ -153,6 +176,16 @@ def test_the_trunks_memory(model: dict[str, Any]) -> None:
     check_against_trace(**model)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
+def test_the_final_norms_memory(norm: str, precision: str) -> None:
+    """To less than half of a tensor of hidden states, of which it keeps two to five."""
+    plan = plan_of(layers=2, norm=norm, precision=precision)
+    found = traced(plan)
+    hidden = (4 if precision == "fp32" else 2) * plan.batch.tokens * plan.model.dim
+    assert abs(found.peak - found.ledger.peak()[1]) < hidden / 2
+
+
 @pytest.mark.parametrize("variant", CPU_VARIANTS, ids=str)
 def test_the_matrices_that_are_predicted_are_the_models(variant: Variant) -> None:
     """By name and shape, and each is updated by the optimizer that takes it."""
@@ -185,6 +218,14 @@ def stands_in(variant: Variant, model: str) -> bool:
 )
 def test_a_techniques_memory(variant: Variant, model: str) -> None:
     check_against_trace(variant, **TRUNKS[model])
+
+
+@pytest.mark.parametrize(("techniques", "model"), COMPOSED.values(), ids=COMPOSED)
+def test_a_compositions_memory(
+    techniques: dict[str, dict[str, Any]], model: dict[str, Any]
+) -> None:
+    found = [Variant(n, {**house.tiny_knobs(n, "cpu"), **k}) for n, k in techniques.items()]
+    check_against_trace(*found, **model)
 
 
 @pytest.mark.parametrize("variant", CPU_VARIANTS, ids=str)

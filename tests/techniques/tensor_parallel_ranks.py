@@ -191,6 +191,21 @@ def memory(ranks: int, corpus: str, prepared: str) -> None:
                 assert abs(said - held) < 0.001 * held, case  # 521 entries are 261 + 260
 
 
+def bf16_memory(ranks: int, corpus: str, prepared: str) -> None:
+    """The peak of a rank that holds a small part in bf16, and the ends of the model beside it."""
+    import house
+    import test_predicts as traced
+
+    knobs = {"tensor_parallel": {"sequence": False}, "bf16_parameters": {}}
+    techniques = {n: CATALOGUE.find(n).model_validate(k) for n, k in knobs.items()}
+    with worlds(ranks, corpus, prepared) as world:
+        house.build_of = lambda plan: make_build(plan, prepare(plan), world, DEVICE)
+        plan = traced.plan_of(house.Variant("bf16_parameters"), layers=2)
+        found = traced.Traced(plan.replaced(techniques=techniques, mesh={"tensor": ranks}))
+        said = found.ledger.peak()
+        assert abs(said[1] - found.peak) < 0.03 * found.peak, (said, found.peak)
+
+
 def sees_errors(ranks: int, corpus: str, prepared: str) -> None:
     """Without one collective, one sum of partial gradients or one offset, the comparison fails."""
     from headrace.techniques.parallel import tensor_parallel as module

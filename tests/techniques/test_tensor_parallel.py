@@ -95,6 +95,10 @@ def test_memory_is_what_was_predicted(zygote: Any, tmp_path: Path, data: dict[st
     zygote.call(2, tmp_path, FUNCTIONS, "memory", ranks=2, **data)
 
 
+def test_bf16_parts_are_predicted(zygote: Any, tmp_path: Path, data: dict[str, str]) -> None:
+    zygote.call(4, tmp_path, FUNCTIONS, "bf16_memory", ranks=4, **data)
+
+
 def test_a_missing_collective_is_noticed(zygote: Any, tmp_path: Path, data: dict[str, str]) -> None:
     zygote.call(2, tmp_path, FUNCTIONS, "sees_errors", ranks=2, **data)
 

@@ -40,9 +40,9 @@ from headrace.model.init import Source
 from headrace.model.mask import Rows
 from headrace.sockets import Build, Work
 
-LOGITS = 1.7
-"""What the term adds to the logits' memory at its peak, over what cross-entropy holds: its own
-logits, the teacher's, and their gradients (measured)."""
+LOGITS = 8
+"""Tensors of logits in fp32 that are held at the term's peak: the model's, the teacher's, both
+distributions, what cross-entropy keeps, and gradients (measured)."""
 
 
 class Teacher(Decoder):
@@ -140,10 +140,14 @@ class Distillation(Technique[Build]):
         ledger = ledger.with_line("teacher", Line(size * weights, ("always",)))
         ledger = ledger.with_line("teacher_hidden", Line(hidden, ("loss", "turn", "backward")))
         # Over parts of a vocabulary the trunk's loss holds one tensor less, and this one does not.
-        own = sizes["vocab"] / sizes.get("tensor_ranks", 1)
-        part = FP32 * own / sizes["logits_per_token"]
-        made = ((LOGITS + 1) * 3 * part + sizes["capped"] * part - 1) * logits.bytes
+        own = FP32 * sizes["vocab"] / sizes.get("tensor_ranks", 1)
+        leaf = sizes.get("logits_leaf", 0.0)
+        held = sizes["logits_per_token"] + leaf  # without it
+        # A chunk's logits that are fp32 and not capped are those that the term reads.
+        other = leaf if sizes["capped"] or leaf < own else 0.0
+        made = (((LOGITS + sizes["capped"]) * own + other) / held - 1) * logits.bytes
         ledger = ledger.with_line("teacher_logits", Line(made, ("loss",)))
+        ledger = replace(ledger, sizes={**sizes, "logits_kept": 1.0})
         return ledger.with_flops("teacher", work)
 
     def apply(self, build: Build) -> None:

@@ -48,6 +48,7 @@ from headrace.kernels import fla, gated_delta, linear_attention
 from headrace.kernels.launches import since
 from headrace.model.attention import Attend, Attention, Shared
 from headrace.model.count import FP32, held_in
+from headrace.model.lora import ALONE, GATES
 from headrace.model.mask import MaskSpec, Rows
 from headrace.model.position import rotate
 from headrace.sockets import Build
@@ -239,8 +240,7 @@ class LinearAttention(Technique[Build]):
                 torchs if self.rule == "sum" else instead.format(torchs),
             )
         if tuple(int(n) for n in re.findall(r"\d+", found)[:2]) < OLDEST:
-            oldest = ".".join(map(str, OLDEST))
-            return Unsupported(f"fla-core {found} is older than {oldest}", INSTALL)
+            return Unsupported(f"fla-core {found} is older than {OLDEST[0]}.{OLDEST[1]}", INSTALL)
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
@@ -253,8 +253,7 @@ class LinearAttention(Technique[Build]):
             line = ledger.memory[name]
             ledger = ledger.with_line(name, replace(line, bytes=line.bytes + FP32 * copies * more))
         for layer in range(layers):
-            normed = f"{layer}/qk_norm" in ledger.memory
-            for name, count in self._kept(sizes, normed).items():
+            for name, count in self._kept(sizes, f"{layer}/qk_norm" in ledger.memory)[0].items():
                 ledger = ledger.with_line(f"{layer}/{name}", Line(count, held_in(layer), layer))
         forward, backward = (layers * work for work in self._work(sizes))
         old = sizes["attention_flops"]
@@ -262,8 +261,9 @@ class LinearAttention(Technique[Build]):
         ledger = ledger.with_flops("backward", backward + 4 * more - 2 * old)
         dense = [n for n in ledger.memory if n == "mask" or n.endswith("/mask_copy")]
         facts = {
-            "block_flops": sizes["block_flops"] + 2 * more,
-            "attention_flops": forward, "mask": 0.0, "mask_copy": 0.0,
+            "block_flops": sizes["block_flops"] + 2 * more, "attention_flops": forward,
+            "mask": 0.0, "mask_copy": 0.0, GATES: self._kept(sizes, normed=False)[1],
+            ALONE: sizes["activation_bytes"] * sizes["tokens"] * sizes["mixer.out/in"],
         }  # fmt: skip
         names = [f"blocks.{n}.mixer.{gate}.weight" for n in range(layers) for gate in gates]
         ledger = ledger.with_matrices(dict.fromkeys(names, Matrix((int(groups), int(dim)))))
@@ -287,8 +287,7 @@ class LinearAttention(Technique[Build]):
             between = 2 * (Z + 1) ** 2 * G * K * K / T if self.kernels == "torch" else 0.0
             forward = inside * Z * C / T + between
             return forward, 2 * forward
-        near = Z * C * (2 * C * G * K + 4 * C * H * K)
-        solve = Z * C * 2 * C * G * K
+        near, solve = Z * C * (2 * C * G * K + 4 * C * H * K), Z * C * 2 * C * G * K
         writes, reads = Z * C * 4 * G * K * K, Z * C * 2 * (G + H) * K * K
         move = 2 * G * K**3  # of one chunk to the next
         # The first state is nothing, so it has no gradient, and nothing reads the last one. A
@@ -297,15 +296,14 @@ class LinearAttention(Technique[Build]):
         back += 2 * (writes + reads) + (2 * Z - 3) * move if Z > 1 else reads
         return (near + solve + writes + reads + Z * move) / T, back / T
 
-    def _kept(self, sizes: Mapping[str, float], normed: bool) -> dict[str, float]:
-        """Bytes that one layer's mixer keeps for its backward pass, by what they are.
+    def _kept(self, sizes: Mapping[str, float], normed: bool) -> tuple[dict[str, float], float]:
+        """Bytes that one layer's mixer keeps, by what they are, and of these those for gates alone.
 
         Queries, keys and values are copied into chunks; the fused product is kept beside them
-        only by the norms of queries and keys.
+        only by the norms of queries and keys. A gate's gradient needs what it multiplies.
         """
         G, K, H, N = (sizes[n] for n in ("kv_heads", "head_dim", "heads", "tokens"))
-        C, Z = self._chunks(sizes)
-        B, size = sizes["rows"], sizes["activation_bytes"]
+        (C, Z), B, size = self._chunks(sizes), sizes["rows"], sizes["activation_bytes"]
         padded = B * Z * C
         fused = size * N * (H + 2 * G) * K if normed else 0.0
         gates, read = FP32 * 2 * N * G, FP32 * N * H * K
@@ -318,13 +316,15 @@ class LinearAttention(Technique[Build]):
                 "attention_input": 2 * size * N * H * K,
                 "states": gates + inside,
                 "read": read,
-            }
+            }, 0.0
         if self.rule == "sum":
             inside = padded * C * (FP32 * G + 2 * size * H) + FP32 * padded * G
             inside += B * G * (FP32 * (Z + 1) ** 2 + size * (2 * Z + 1) * K * K)
             inside += size * padded * (G + H) * K
+            alone = FP32 * 2 * N * G + size * (padded * H * (C + K) + B * G * (Z + 1) * K * K)
         else:
             size = FP32
+            alone = FP32 * (3 * N * G + padded * (G + H) * (C + K))
             inside = FP32 * padded * (C * (3 * G + 2 * H) + 2 * G)  # triangles, scores, gates
             inside += FP32 * padded * K * ((5 if Z > 1 else 4) * G + H)
             inside += FP32 * B * Z * G * K * K * (3 if Z > 1 else 1)  # moves, states, their stack
@@ -333,7 +333,7 @@ class LinearAttention(Technique[Build]):
             "attention_input": size * padded * (H + G) * K,
             "states": gates + inside,
             "read": read,
-        }
+        }, alone
 
     def apply(self, build: Build) -> None:
         """Fill the mixer and the backend that it does without."""

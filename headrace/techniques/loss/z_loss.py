@@ -76,6 +76,8 @@ class ZLoss(Technique[Build]):
             # logits; 2.13's goes over them. The weights' gradient comes when the logits have left.
             ledger = ledger.without(["head_gradients"])
             return ledger.scaled(lambda name: name == "logits", 2)
+        if sizes.get("logits_kept"):  # by another term, whose own gradients are more
+            return ledger
         own, leaf = sizes["vocab"] / sizes.get("tensor_ranks", 1), sizes.get("logits_leaf", 0.0)
         held = sizes["logits_per_token"] + leaf  # without it
         more = FP32 * own * (1 if leaf >= FP32 * own and not sizes["capped"] else 2)

@@ -34,9 +34,10 @@ from headrace.model.fusion import Fusion, fusions
 from headrace.parallel.layout import local_of
 from headrace.sockets import Build, Route
 
-COPIES = 4
-"""Of all its matrices, held while it updates: taken apart, iterated, done, put together. Measured
-where the matrices of a block have several shapes; twice as many where all have one."""
+FP32, BF16 = 4, 2
+ITERATED = ((2, 4), (3, 2), (4, 1))
+"""Batches and batches of their squares [shorter, shorter] that an iteration holds at once, beside
+the batch that it began with: as the squares are multiplied, then the polynomial, then the sum."""
 
 
 class MuonOptimizer(torch.optim.Optimizer):
@@ -138,7 +139,8 @@ class Muon(Technique[Build]):
     card: ClassVar[Card] = Card(
         buys="fewer tokens to the same loss, and half of the optimizer state of the matrices",
         costs="about 5 x 3 matrix products per matrix and step, which do not grow with the batch; "
-        "four copies of the matrices during the update (derived)",
+        "two to five copies of the matrices during the update, most where all have one shape "
+        "(derived)",
         helps="pretraining from scratch at ordinary batch sizes",
         hurts="tiny batches and wide matrices, where the iteration outweighs the step",
         source="https://kellerjordan.github.io/posts/muon; arXiv 2502.16982",
@@ -161,10 +163,9 @@ class Muon(Technique[Build]):
         """One state instead of two for the matrices of blocks; directions while they update."""
         ledger = ledger.updated_by(self.name(), lambda name, m: _takes(name, len(m.shape)))
         taken, line = ledger.updates(self.name()).values(), ledger.memory["optimizer"]
-        mine = 4 * sum(m.numbers for m in taken) / ledger.sizes.get("slices", 1.0)
+        mine = FP32 * sum(m.numbers for m in taken) / ledger.sizes.get("slices", 1.0)
         ledger = ledger.with_line("optimizer", replace(line, bytes=line.bytes - mine))
-        # Directions are made of whole matrices.
-        return ledger.updating(COPIES * 4 * sum(prod(m.shape) for m in taken))
+        return ledger.updating(_held(ledger))
 
     def apply(self, build: Build) -> None:
         """Route the matrices of blocks here."""
@@ -192,6 +193,43 @@ class Muon(Technique[Build]):
             detail=f"orthogonalised {done} matrices of {len(taken)} parameters",
             numbers={"orthogonalized": done, "parameters": len(taken)},
         )
+
+
+def _held(ledger: Ledger) -> float:
+    """Bytes at most while it updates: all directions, what is done, and the batch that iterates.
+
+    Directions are made of whole matrices. Matrices of one shape iterate as one batch, so that
+    blocks whose matrices have one shape, as those beside experts may, hold most.
+    """
+    low = BF16 if ledger.sizes["on_gpu"] else FP32
+    batches: dict[tuple[int, ...], int] = {}
+    fused = 0
+    for name, matrix in ledger.updates(Muon.name()).items():
+        pieces = _pieces(name, matrix.shape, ledger.sizes)
+        fused += prod(matrix.shape) if len(pieces) > 1 else 0
+        for shape in pieces:
+            batches[shape] = batches.get(shape, 0) + 1
+    whole = sum(prod(shape) * count for shape, count in batches.items())
+    done, before, most = 0, 0, 0.0
+    for shape, count in batches.items():
+        batch, squares = count * prod(shape), count * min(shape) ** 2
+        iterated = max(b * batch + s * squares for b, s in ITERATED)
+        most = max(most, low * (done + before) + FP32 * batch + low * iterated)
+        done, before = done + batch, batch  # the one before is there until this one is done
+    together = FP32 * (whole if low != FP32 else fused)  # in the parameters' dtype again
+    return FP32 * whole + max(most, low * (done + before) + together)
+
+
+def _pieces(name: str, shape: tuple[int, ...], sizes: Mapping[str, float]) -> list[tuple[int, ...]]:
+    """What a matrix is taken apart into, by shape (model/fusion)."""
+    rows, columns = shape
+    if name.endswith("mlp.gate_up.weight"):
+        return [(rows // 2, columns)] * 2
+    if name.endswith("mixer.qkv.weight"):
+        queries = sizes["heads"] / sizes["kv_heads"]
+        key = round(rows / (queries + 2))
+        return [(rows - 2 * key, columns), (key, columns), (key, columns)]
+    return [shape]
 
 
 def _takes(name: str, dimensions: int) -> bool:

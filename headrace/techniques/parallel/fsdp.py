@@ -90,6 +90,12 @@ class Fsdp(Technique[Build]):
         """Slices of all three, two blocks' gathered weights, and gradients that are not sent yet.
 
         Several micro-batches add their gradients up whole, in what they are summed in.
+
+        On a host a rank holds more: gloo gathers into a copy of a block's weights and scatters from
+        a copy of the gradients (`empty` in its `_allgather_base_`, `clone` in its
+        `_reduce_scatter_base_`), where NCCL works on torch's own buffers. Of small models that was
+        7 to 18% of the peak. Left out on any device: a block's gradients in the buffer that they
+        are sent from, 6% where they were more than the activations of the last block.
         """
         ranks = ledger.sizes["shard_ranks"]
         work = dict(self._worked(ledger))
