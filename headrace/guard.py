@@ -15,9 +15,9 @@ far, nothing was compared, and the run goes on.
 It costs one uncompiled step, and up to four more before a run is ended. While that lasts there is
 a second copy of the weights, their gradients and what one row keeps. The plain model multiplies in
 the run's own precision, wider where a technique rounds more (TF32, fp8), and in fp32 for fp16,
-which would need a scale of the loss. Replicas compute their own rows and add up. Models that are
-cut over processes, and a plain model that does not fit, are left out. What was not compared is told
-at the start, and in the report.
+which would need a scale of the loss. Replicas compute their own rows and add up; of slices (FSDP)
+each takes the whole meanwhile. Models that are cut over processes otherwise, and a plain model that
+does not fit, are left out. What was not compared is told at the start, and in the report.
 """
 
 import gc
@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from headrace.build import make_build
 from headrace.core.errors import HeadraceError, RunError, is_out_of_memory
+from headrace.core.machine import host_memory_bytes
 from headrace.core.plan import Plan
 from headrace.model.head import IGNORED
 from headrace.optim.adamw import scale_gradients
@@ -101,8 +102,7 @@ def first_of_the_trunk(build: Build, step: Step, *, draw: int = 0) -> First | st
     """
     if not left_out(build.plan):
         return "no technique of this plan could be left out"
-    cut = any(isinstance(p, DTensor) for p in build.model.parameters())
-    if cut or build.world.ranks != build.world.size("data"):
+    if build.world.ranks != build.world.size("data"):
         return f"the model is cut over {build.world.ranks} processes"
     ready: list[bool] = []
     why = ""
@@ -142,15 +142,23 @@ def _plain(build: Build) -> Plan:
 def _first(build: Build, step: Step, draw: int, ready: list[bool]) -> First:
     """Take the first step of the plain plan without its update."""
     found: list[First] = []
-    held = {n: p.detach() for n, p in build.model.named_parameters() if type(p.data) is Tensor}
-    alone = replace(build.world, groups={})  # none waits for one that does not come so far
-    plain = make_build(_plain(build), build.prepared, alone, build.device, given=held)
-    if build.world.ranks > 1:
-        plain.engine = _together(plain.engine, build.world, ready)
-    if draw:
-        _move(plain, rounding(build), draw)
-    watch(plain, found.append, update=False)
+    named = build.model.named_parameters()
+    held = {n: p.data for n, p in named if type(local_of(p.data)) is Tensor}
+    cut = {n: p for n, p in held.items() if isinstance(p, DTensor)}
+    given = held | {n: p.to_local().new_zeros(()).expand(p.shape) for n, p in cut.items()}
+    plan, alone = _plain(build), replace(build.world, groups={})  # none waits for one that fails
+    needs = build.predicted(plan).without(["optimizer"]).peak()[1] * build.world.ranks
+    if build.device.type == "cpu" and needs > host_memory_bytes():  # which would end us
+        raise MemoryError
+    plain = make_build(plan, build.prepared, alone, build.device, given=given)
     try:
+        if cut:
+            _gather(plain, cut, build.world, ready)
+        if build.world.ranks > 1:
+            plain.engine = _together(plain.engine, build.world, ready)
+        if draw:
+            _move(plain, rounding(build), draw)
+        watch(plain, found.append, update=False)
         with whole_products():
             step(plain, plain.loader.step(0).micros, 0)
     finally:
@@ -158,14 +166,32 @@ def _first(build: Build, step: Step, draw: int, ready: list[bool]) -> First:
     return found[0]
 
 
+def _gather(plain: Build, cut: Mapping[str, DTensor], world: World, ready: list[bool]) -> None:
+    """Whole weights of the slices of all, when all have room for them and for their gradients."""
+    own = dict(plain.model.named_parameters())
+    room = [torch.empty_like(p.data) for p in own.values() if type(p.data) is Tensor]
+    _meet(world, ready)
+    ready.clear()  # they meet again
+    del room
+    for name, tensor in cut.items():
+        whole = tensor.full_tensor()
+        if name in own and own[name].shape == whole.shape:  # else its value was drawn
+            own[name].data.copy_(whole)
+
+
+def _meet(world: World, ready: list[bool]) -> None:
+    """Hear that all have come so far."""
+    ready.append(True)
+    if world.any(False):
+        raise RunError("it does not run on another process")
+
+
 def _together(engine: Engine, world: World, ready: list[bool]) -> Engine:
     """Compute alone, hear that all have, and from there on be one of them."""
 
     def run(build: Build, work: Sequence[Any], objective: Any, scale: Tensor) -> Tensor:
         loss = engine(build, work, objective, scale)
-        ready.append(True)
-        if world.any(False):
-            raise RunError("it does not run on another process")
+        _meet(world, ready)
         build.world = world
         own = torch.stack([(w.targets_BT != IGNORED).sum() for w in work]).sum().float()
         share = own / world.sum_(own.clone(), "shard").clamp(min=1)
@@ -238,14 +264,17 @@ def watch(build: Build, see: Callable[[First], None], *, update: bool = True) ->
 
 def norms_of(build: Build) -> dict[str, float]:
     """The norm of every gradient that is there, by name, as an update would see it."""
-    held = {n: local_of(p.grad) for n, p in build.model.named_parameters() if p.grad is not None}
-    if not held:
-        return {}
-    norms = {name: gradient.float().norm() for name, gradient in held.items()}
+    named, none = dict(build.model.named_parameters()), torch.zeros((), device=build.device)
+    held = {n: local_of(p.grad).float().norm() for n, p in named.items() if p.grad is not None}
+    norms = {n: held.get(n, none) for n in named}
+    if cut := [n for n, p in named.items() if isinstance(p, DTensor)]:
+        squares = torch.stack([norms[n].square() for n in cut])
+        norms |= zip(cut, build.world.sum_(squares, "shard").sqrt(), strict=True)
     for route, optimizer in build.optimizers.items():
         if (factor := getattr(optimizer, "gradient_factor", None)) is not None:
-            norms |= {n: norms[n] * factor for n in build.routed[route] if n in norms}
-    return dict(zip(norms, torch.stack(list(norms.values())).tolist(), strict=True))
+            norms |= {n: norms[n] * factor for n in build.routed[route]}
+    values = torch.stack(list(norms.values())).tolist()
+    return {n: v for n, v in zip(norms, values, strict=True) if v or n in held}
 
 
 def guard(build: Build, step: Step) -> None:

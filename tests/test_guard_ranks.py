@@ -8,6 +8,7 @@ import house
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 import headrace.guard
 from headrace.build import make_build
@@ -15,6 +16,7 @@ from headrace.core.errors import RunError
 from headrace.core.plan import MeshConfig
 from headrace.core.technique import Stage
 from headrace.data.ingest import prepare
+from headrace.parallel.layout import local_of
 from headrace.parallel.world import World, join
 from headrace.sockets import Build
 from headrace.train import step
@@ -74,6 +76,73 @@ def two_replicas(corpus: str, prepared: str) -> None:
     dist.destroy_process_group()
 
 
+def halved(build: Build) -> None:
+    """One rank's slices of a gradient are lost to half."""
+    reduce = build.reduce
+
+    def less(build: Build) -> None:
+        reduce(build)
+        if build.world.rank == build.world.ranks - 1:
+            local_of(dict(build.model.named_parameters())["embed.weight"].grad).mul_(0.5)
+
+    build.reduce = less
+
+
+def averaged(build: Build) -> None:
+    """Slices hold the mean of the ranks' gradients, where a sum is meant."""
+
+    def shard(module: Any) -> None:
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.set_gradient_divide_factor(float(build.world.ranks))
+
+    build.shard.append(shard)
+
+
+FAULTS = {halved: (Stage.STEP, "reduce"), averaged: (Stage.MATERIALIZE, "shard")}
+
+
+def slices(corpus: str, prepared: str) -> None:
+    """Each process: as `two_replicas`, of ranks that hold slices of the weights."""
+    house.put_data_in(corpus, prepared)
+    dist.init_process_group("gloo")
+    world = join(MeshConfig(data=dist.get_world_size()), torch.device("cpu"))
+    fsdp, right = (house.Variant(n).technique() for n in ("fsdp", "full_checkpoint"))
+    told = first_step(world, fsdp, right)
+    assert told["compared"] and told["without"] == ["fsdp", "full_checkpoint"], told
+    assert told["gradients"] > 4 and told["off"] < 1e-4 and told["loss_off"] < 1e-5, told
+    for fault, (stage, socket) in FAULTS.items():
+        claims = {"claims" if socket == "reduce" else "composes": (socket,)}
+        with pytest.raises(RunError, match="has norm") as ended:
+            first_step(world, fsdp, right, house.toy("wrong", stage, fault, **claims))
+        assert len({str(e) for e in world.gather(str(ended.value))}) == 1
+        assert "without fsdp, full_checkpoint, wrong" in str(ended.value)
+    whole = headrace.guard.make_build
+
+    def full(*given: Any, **named: Any) -> Build:
+        if world.rank:
+            raise MemoryError
+        return whole(*given, **named)
+
+    headrace.guard.make_build = full
+    why = first_step(world, fsdp, right)["why"]
+    assert ("does not fit" if world.rank else "another process") in why, why
+    headrace.guard.make_build = whole
+    headrace.guard.host_memory_bytes = lambda: 100_000
+    assert "does not fit" in first_step(world, fsdp, right)["why"]
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_slices_are_compared(
+    zygote: Any, tmp_path: Path, corpus: Path, prepared_folder: Path, ranks: int
+) -> None:
+    house.put_data_in(str(corpus), str(prepared_folder))
+    prepare(house.make_plan())
+    folders = {"corpus": str(corpus), "prepared": str(prepared_folder)}
+    zygote.call(ranks, tmp_path, Path(__file__), "slices", **folders)
+
+
 def test_replicas_are_compared(
     zygote: Any, tmp_path: Path, corpus: Path, prepared_folder: Path
 ) -> None:
@@ -86,15 +155,17 @@ def test_replicas_are_compared(
 def test_two_processes_are_told(zygote: Any, tmp_path: Path, plan_file: Path) -> None:
     """Of replicas how far they are apart, and of a cut model that it was not compared."""
     short = ["goal.steps=2", "schedule.steps=9", "mesh.data=2"]
-    cases = {"full_checkpoint": True, "fsdp": False}
+    cases = {"full_checkpoint": True, "fsdp": True, "tensor_parallel": False}
     for name, compared in cases.items():
-        asked = ["train", str(plan_file), "--with", name, f"name={name}", *short]
+        cut = [] if compared else ["mesh.data=1", "mesh.tensor=2"]
+        asked = ["train", str(plan_file), "--with", name, f"name={name}", *short, *cut]
         for ended in zygote.ranks(2, tmp_path, *asked):
             assert ended.code == 0, ended.err
         told = json.loads((tmp_path / "runs" / name / "report.json").read_text())["guard"]
         assert told["compared"] is compared, told
     assert told["why"] == "the model is cut over 2 processes"
-    assert "the model is cut over 2 processes" in (tmp_path / "runs/fsdp/report.html").read_text()
+    page = (tmp_path / "runs/tensor_parallel/report.html").read_text()
+    assert "the model is cut over 2 processes" in page
 
 
 def test_what_both_have_is_told(zygote: Any, tmp_path: Path, plan_file: Path) -> None:

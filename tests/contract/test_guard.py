@@ -1,7 +1,9 @@
 """The first step beside the plain trainer's: right combinations pass, faults end the run."""
 
 import json
+import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import house
@@ -11,7 +13,7 @@ from house import Variant, toy
 
 from headrace.core.errors import RunError
 from headrace.core.technique import Stage
-from headrace.guard import NOTE, guard
+from headrace.guard import NOTE, First, compare, guard
 from headrace.sockets import Build
 from headrace.train import step
 
@@ -220,6 +222,32 @@ def test_a_fault_ends_the_run_before_its_first_update(
     assert "without bad" in str(told.value) and "--without bad" in told.value.remedy
     for name, parameter in build.model.named_parameters():
         assert torch.equal(parameter, before[name])
+
+
+@pytest.mark.parametrize(
+    ("found", "says"),
+    [
+        (First(2.0, 5.0, {"a": 3.0, "b": 4.0}), ""),
+        (First(math.nan, 5.0, {"a": 3.0, "b": 4.0}), "first loss is nan"),
+        (First(2.0, math.nan, {"a": 3.0, "b": math.nan}), "norm nan"),
+        (First(2.0, 5.0, {"a": 3.0, "b": 4.0, "c": 1.0}), "gradient of c has norm 1, and 0"),
+        (First(2.0, 5.0, {"a": 3.0, "b": 4.0, "c": 1e-6}), ""),
+        (First(2.0, 3.0, {"a": 3.0}), "gradient of b has norm 0, and 4"),
+    ],
+)
+def test_what_is_no_number_and_what_is_there_alone_is_apart(found: First, says: str) -> None:
+    wanted = First(2.0, 5.0, {"a": 3.0, "b": 4.0})
+    technique = SimpleNamespace(equality="exact", band=0.0, claims=("parts.head",), composes=())
+    build: Any = SimpleNamespace(
+        plan=SimpleNamespace(techniques={"one": technique}), notes={}, optimizers={}, tell=print,
+        context=SimpleNamespace(precision="fp32"), world=SimpleNamespace(any=bool),
+    )  # fmt: skip
+    again = lambda draw: "no memory"  # noqa: E731
+    if not says:
+        compare(build, found, wanted, again)
+        return
+    with pytest.raises(RunError, match=says):
+        compare(build, found, wanted, again)
 
 
 def test_says_why_nothing_was_compared() -> None:
