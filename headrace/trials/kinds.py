@@ -18,6 +18,8 @@ EXECUTION = {
 """Tables and keys of a plan that decide how it runs and not what it learns."""
 APPROXIMATE = {"model.precision"}
 """Keys that round otherwise."""
+TIMELESS = {"name", "directory", "seed", "goal", "schedule", "optimizer", "hardware", "track"}
+"""Tables and keys of a plan that leave the time of a step and what is done beside it alone."""
 RANKS: dict[str, int] = {"exact": 0, "approximate": 1, "learning": 2}
 
 
@@ -56,13 +58,27 @@ def learns_otherwise(run: Plan, plan: Plan) -> str:
     Goals may differ, if the schedule ends at the same step, and a run writes down the size of the
     vocabulary that a plan may leave open.
     """
-    alike = plan.replaced(
-        goal=run.goal, model=plan.model.model_copy(update={"vocab": run.model.vocab}),
-        schedule=plan.schedule.model_copy(update={"steps": run.schedule.steps}),
-    )  # fmt: skip
+    alike = _written(plan, run)
     if plan.horizon_steps != run.horizon_steps:
         return f"has a schedule of {run.horizon_steps} steps, this one of {plan.horizon_steps}"
     if kind_of(run, alike) != "learning":
         return ""
     keys = [key for key in _differing(run, alike) if _kind_of_key(key) == "learning"]
     return f"learned otherwise ({', '.join(sorted(keys)[:3]) or 'other techniques'})"
+
+
+def runs_otherwise(run: Plan, plan: Plan) -> str:
+    """Why the clock of a run does not tell of a plan, as a verb's end; "" where it does."""
+    alike = _written(plan, run)
+    if run.techniques != alike.techniques:
+        return "ran otherwise (other techniques)"
+    keys = {key for key in _differing(run, alike) if key.partition(".")[0] not in TIMELESS}
+    return f"ran otherwise ({', '.join(sorted(keys)[:3])})" if keys else ""
+
+
+def _written(plan: Plan, run: Plan) -> Plan:
+    """The plan with the run's goal, and with what a run writes down that a plan may leave open."""
+    return plan.replaced(
+        goal=run.goal, model=plan.model.model_copy(update={"vocab": run.model.vocab}),
+        schedule=plan.schedule.model_copy(update={"steps": run.schedule.steps}),
+    )  # fmt: skip

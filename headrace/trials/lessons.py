@@ -124,7 +124,7 @@ def _to_target(run: Run, first: Plan, second: Plan, train: Train, seeds: int) ->
     if found.verdict != "cut":
         return found
     run_s, how = run.run_to_target_s()
-    runs_s = 2 * seeds * (run_s or 0.0)
+    runs_s, limit_s = 2 * seeds * (run_s or 0.0), max(limit_s, run.store.late_s)
     does = "would do" if run.run_s else "would do, or fewer where it takes less"
     if runs_s <= limit_s:  # it took longer than that
         runs_s, does = 2 * limit_s, "gives it twice as long"

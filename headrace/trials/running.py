@@ -128,7 +128,8 @@ class Run:
             step_s = ((found.before_s or 0.0) + (found.after_s or 0.0)) / 2
             limit_s = (found.ready_s + PAIR_STEPS * step_s) / FITS
         elif found.verdict == "cut":  # nothing is known of it
-            limit_s, more = 2 * max(limit_s, self.least_s), " gives it twice as long"
+            limit_s = 2 * max(limit_s, self.store.late_s, self.least_s)
+            more = " gives it twice as long"
         else:
             return found
         self.needed.append(minutes := self.minutes_for(limit_s, began_s - self.began_s, share))

@@ -4,7 +4,8 @@ A row is one reading with what it was of: the plans by their hashes (without nam
 change nothing), how much was measured, and the machine with its versions. The same question at the
 same place is answered from the file, as often as it was measured; another machine or another
 version measures again, beside the old rows. What was cut off by the clock, or cut short to fewer
-steps than a look at two plans takes, is not kept.
+steps than a look at two plans takes, is kept with the seconds that it had: it is measured again
+where it may have more of them, and else costs no time a second time.
 """
 
 import hashlib
@@ -12,7 +13,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ from headrace.trials.turns import LOOK, Size
 
 HERE = ("headrace", "commit", "torch", "cuda", "device_name", "devices", "threads")
 """What of the environment a reading depends on."""
+ALIKE_S = 5.0
+"""By which the limits of two calls with the same minutes may differ, for the time it takes to look
+for plans. One minute more gives a reading more than that."""
 
 
 def fingerprint(plan: Plan) -> str:
@@ -57,6 +61,12 @@ class Store:
         """by all readings that were asked for, those of earlier calls too"""
         self.fresh_s = 0.0
         """of it, now"""
+        self.late_s = 0.0
+        """that the last reading had, where the clock cut it off, now or in an earlier call"""
+        self.cut: dict[str, tuple[Reading, float]] = {}
+        """what does not stand -> it, and the most seconds that it had"""
+        self.lost_s: Counter[str] = Counter()
+        """likewise what it took in earlier calls, until it is on the bill"""
         self.found = self._read()
         self._asked: Counter[str] = Counter()
 
@@ -69,21 +79,25 @@ class Store:
             one, two = fingerprint(first), fingerprint(second)
             what = {"first": one, "second": two, "size": size.plain(), "together": together}
             return self.once(what, lambda: inner(
-                first, second, size=size, together=together, limit_s=limit_s))  # fmt: skip
+                first, second, size=size, together=together, limit_s=limit_s),
+                limit_s=limit_s, alike_s=ALIKE_S)  # fmt: skip
 
         return ask
 
     def once(
-        self, what: dict[str, Any], fresh: Callable[[], Reading], *, again: bool = True
-    ) -> Reading:
+        self, what: dict[str, Any], fresh: Callable[[], Reading], *, limit_s: float,
+        alike_s: float = 0.0, again: bool = True,
+    ) -> Reading:  # fmt: skip
         """The reading of `what`, from the file or else from `fresh`.
 
         Args:
             what: it is of.
             fresh: measures it.
+            limit_s: that it may take; what was not done within as many is not tried again.
+            alike_s: by which limits may differ that are the same.
             again: asked twice in one call it is measured twice; else once is enough.
         """
-        key = json.dumps([what, self.place], sort_keys=True)
+        key, self.late_s = json.dumps([what, self.place], sort_keys=True), 0.0
         if not again and self._asked[key] and key in self.found:
             return self.found[key][0][0]
         self._asked[key] += 1
@@ -91,6 +105,11 @@ class Store:
             reading, seconds = known[self._asked[key] - 1]
             self.spent_s += seconds
             return reading
+        self.spent_s += self.lost_s.pop(key, 0.0)
+        if key in self.cut and limit_s <= self.cut[key][1] + alike_s:
+            reading, self.late_s = self.cut[key]
+            told = f"{reading.refused} when it was tried before" if reading.refused else ""
+            return replace(reading, refused=told)
         began_s = self.clock()
         try:
             reading = fresh()
@@ -98,10 +117,28 @@ class Store:
             spent_s = self.clock() - began_s
             self.spent_s += spent_s
             self.fresh_s += spent_s
-        if stands(reading):
-            self.found.setdefault(key, []).append((reading, spent_s))
-            self._write({**what, "here": self.place, "seconds": spent_s, "reading": plain(reading)})
+        if not self._keep(self.found, key, reading, spent_s, limit_s):
+            self.late_s = limit_s
+        row = {
+            "here": self.place,
+            "seconds": spent_s,
+            "limit_s": limit_s,
+            "reading": plain(reading),
+        }
+        self._write({**what, **row})
         return reading
+
+    def _keep(
+        self, found: dict[str, list[tuple[Reading, float]]], key: str, reading: Reading,
+        seconds: float, limit_s: float,
+    ) -> bool:  # fmt: skip
+        """Whether it stands; else it is remembered with its limit."""
+        if stands(reading):
+            found.setdefault(key, []).append((reading, seconds))
+            return True
+        if limit_s >= self.cut.get(key, (reading, 0.0))[1]:
+            self.cut[key] = reading, limit_s
+        return False
 
     def _write(self, row: dict[str, Any]) -> None:
         """A full disk ends no tuning: what is measured from then on is kept until its end."""
@@ -123,8 +160,10 @@ class Store:
                 row = json.loads(line)
                 reading, seconds = row.pop("reading"), float(row.pop("seconds"))
                 place = row.pop("here")
+                limit_s = float(row.pop("limit_s", 0.0))
                 key = json.dumps([row, place], sort_keys=True)
-                found.setdefault(key, []).append((read(reading), seconds))
+                if not self._keep(found, key, read(reading), seconds, limit_s):
+                    self.lost_s[key] += seconds
             except (ValueError, KeyError, TypeError):
                 continue
         return found

@@ -24,7 +24,7 @@ from headrace.progress import Progress
 from headrace.run_folder import RunFolder
 from headrace.trials.judge import Compared
 from headrace.trials.readings import NOT_DONE, Reading, Worker, read
-from headrace.trials.store import Store, fingerprint
+from headrace.trials.store import ALIKE_S, Store, fingerprint
 
 Train = Callable[[Plan, float], Reading]
 """(plan, limit in seconds) -> seconds to the target; none if it was missed."""
@@ -114,8 +114,12 @@ def learn(
                 return cut()
             seeded = plan.replaced(seed=seed)
             what = {"target": fingerprint(seeded), "clock": "compiling too"}
-            found = store.once(what, partial(train, seeded, patient_s), again=False)
-            if found.refused.startswith(NOT_DONE) and patient_s == left_s:
+            by_clock = patient_s == left_s  # else it is the first that it is too late for
+            found = store.once(
+                what, partial(train, seeded, patient_s), limit_s=patient_s,
+                alike_s=ALIKE_S if by_clock else 0.0, again=False,
+            )  # fmt: skip
+            if found.refused.startswith(NOT_DONE) and by_clock:
                 return cut()
             if found.refused and not found.refused.startswith(NOT_DONE):
                 return Compared("refused", found.refused)

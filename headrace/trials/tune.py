@@ -16,7 +16,8 @@ for each plan that was tried, with what was predicted, what was measured, what b
   fit, fewer are taken, and what is kept on them is provisional until the end, when it is timed
   again if it can be (again.py). On fewer than a look's 12 nothing is kept, but for a plan that runs
   where the one before it cannot. None begins where less time is left than plans took to be built,
-  compiled and warmed, and than a look takes. What was cut off says how many minutes would do.
+  compiled and warmed, and than a look takes. What was cut off says how many minutes would do, and
+  the same command tries it again only where it may have more than it had: else others come next.
 
 The seconds that all of it took are on the bill, with the number of steps, or of runs to the target,
 after which they are won back. No technique is known by name here.
