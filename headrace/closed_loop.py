@@ -20,7 +20,7 @@ from headrace.arguments import (
     place,
 )
 from headrace.context import find_device
-from headrace.core.errors import EXIT_INTERRUPTED, ConfigError
+from headrace.core.errors import EXIT_INTERRUPTED, ConfigError, UnsupportedError
 from headrace.doctor import advice
 from headrace.doctor.run import TRACES
 from headrace.doctor.trace.facts import HEAD as KERNEL_HEAD
@@ -37,7 +37,7 @@ from headrace.trials.ablate import ablate_command
 from headrace.trials.command import MINUTES, folder_of, tune_command
 from headrace.trials.command import told as tuned_told
 from headrace.trials.judge import Aim
-from headrace.trials.kinds import learns_otherwise
+from headrace.trials.kinds import learns_otherwise, runs_otherwise
 from headrace.trials.path import dumps
 from headrace.trials.target import SEEDS
 from headrace.truth import HEAD, compute, notes, table
@@ -60,9 +60,14 @@ def plan(
         measured = curve = None
         if after_ is not None:
             run = resolve_run(after_)
-            measured = after(run, catalogue(), context, machine)
-            if wanted.goal.bits_per_byte is not None:
-                curve = Curve.of(run, learns_otherwise(read_plan(run, catalogue()), wanted))
+            ran = read_plan(run, catalogue())
+            try:
+                measured = after(run, catalogue(), context, machine)
+            except UnsupportedError:  # no time of a step is foreseen; the run's clock tells
+                if sweep_:
+                    raise
+            if wanted.goal.bits_per_byte is not None or measured is None:
+                curve = Curve.of(run, learns_otherwise(ran, wanted), runs_otherwise(ran, wanted))
         if not sweep_:
             found = foresee(wanted, context, machine, measured, curve)
             if json:

@@ -8,10 +8,11 @@ from test_foresight import H200, on_h200
 
 from headrace.changes import changed
 from headrace.cli import catalogue
-from headrace.planner.ending import Curve
+from headrace.core.plan import Plan
+from headrace.planner.ending import TELLS, Curve, ending
 from headrace.planner.foresight import at, foresee, told
 from headrace.planner.intervals import STEP
-from headrace.trials.kinds import learns_otherwise
+from headrace.trials.kinds import learns_otherwise, runs_otherwise
 
 
 @pytest.mark.parametrize(
@@ -22,8 +23,8 @@ from headrace.trials.kinds import learns_otherwise
         (["goal.dollars=8", "goal.steps=10000000"], "$8.00", 2.0),
         (["goal.tokens=3276800", "goal.steps=1000"], "step 100", None),
         (["goal.bits_per_byte=1.1", "goal.minutes=6", "goal.steps=10000000"],
-         "1.1 bits per byte, nobody knows when: no loss curve is measured yet; at the latest 6 "
-         "minutes", 0.1),
+         f"1.1 bits per byte, nobody knows when: no loss curve is measured yet ({TELLS}); at the "
+         "latest 6 minutes", 0.1),
     ],
 )  # fmt: skip
 def test_when_a_run_ends(goal: list[str], until: str, hours: float | None) -> None:
@@ -77,3 +78,70 @@ def test_a_run_tells_when_a_target_is_reached(tmp_path: Path, words: str, until:
         assert found.hours == pytest.approx(150 * found.step_s / 3600)
         assert found.between["hours"].high == pytest.approx(STEP["no_gpu"].high * found.hours)
         assert "step 150" in told(plan, found)
+
+
+def ran_on_a_cpu(folder: Path, plan: Plan, *words: str) -> tuple[Plan, Curve]:
+    """A plan with changes, and the run of the plan: 3 s a step, and 2, 4 and 3 s to validate."""
+    val, clock = [], ((100, 302.0, 1.3), (200, 606.0, 1.25), (300, 909.0, 1.2))
+    for step, wall_s, bits in clock:
+        tokens = step * plan.batch.tokens
+        val.append({"tokens": tokens, "wall_s": wall_s, "bits_per_byte": bits})
+    report = {"val": val, "tokens": 350 * plan.batch.tokens, "wall_s": 1059.0}
+    (folder / "ran").mkdir(exist_ok=True)
+    (folder / "ran" / "report.json").write_text(json.dumps(report))
+    asked = changed(plan, words, catalogue())
+    why_not, otherwise = learns_otherwise(plan, asked), runs_otherwise(plan, asked)
+    return asked, Curve.of(folder / "ran", why_not, otherwise)
+
+
+CPU = ["device=cpu", "goal.steps=350", "eval.every_steps=100"]
+OTHERWISE = f"a step's time is not foreseen, and ran ran otherwise (eval.every_steps) ({TELLS})"
+
+
+@pytest.mark.parametrize(
+    ("words", "until", "seconds"),
+    [
+        ("goal.bits_per_byte=1.28", "step 200, 1.28 bits per byte as in ran, on the clock", 606.0),
+        ("goal.bits_per_byte=1.1", "ran came down to 1.2 only, after 15 min", 1059.0),
+        ("goal.bits_per_byte=1.28 goal.minutes=10",
+         "step 200, 1.28 bits per byte as in ran, which takes 10 min; at the latest 10 minutes",
+         600.0),
+        ("goal.steps=400", "step 400, on the clock of ran", 1209.0),
+        ("goal.bits_per_byte=1.28 eval.every_steps=50",
+         f"step 350 or step 150, 1.28 bits per byte as in ran, nobody knows when: {OTHERWISE}",
+         None),
+        ("eval.every_steps=50 goal.minutes=6",
+         f"step 350, nobody knows when: {OTHERWISE}; at the latest 6 minutes", 360.0),
+        ("goal.bits_per_byte=1.28 optimizer.lr=1e-5", "(optimizer.lr)", 1059.0),
+    ],
+)  # fmt: skip
+def test_the_clock_of_a_run_tells_where_no_step_is_foreseen(
+    tmp_path: Path, words: str, until: str, seconds: float | None
+) -> None:
+    plan = on_h200("1b", *CPU, "schedule.steps=350")[0]
+    plan, curve = ran_on_a_cpu(tmp_path, plan, *words.split())
+    told, hours, between = ending(plan, None, None, curve)
+    assert until in told and told.count(TELLS) <= 1
+    if seconds is None:
+        assert hours is None and not between
+        return
+    assert hours is not None and 3600 * hours == pytest.approx(seconds, rel=2e-3)
+    ends = between["hours"]
+    if told.endswith("between validations)"):
+        paces = (1059 - 909) / 50, (1059 - 302) / 250, (606 - 302) / 100
+        assert ends.low == pytest.approx(hours * paces[0] / paces[1])
+        assert ends.high == pytest.approx(hours * paces[2] / paces[1])
+    else:
+        assert ends.low <= ends.high == hours
+
+
+def test_few_stretches_say_nothing_of_how_steady_a_clock_was(tmp_path: Path) -> None:
+    plan, whole = ran_on_a_cpu(tmp_path, on_h200("1b", *CPU)[0])
+    curve = Curve("ran", whole.points, clock=whole.clock[:3])
+    told, hours, between = ending(plan, None, None, curve)
+    assert told == "step 350, on the clock of ran" and hours and not between
+    one = Curve("ran", whole.points, clock=whole.clock[:1])
+    _, hours, _ = ending(plan, None, None, one)
+    assert hours is not None and 3600 * hours == pytest.approx(3.5 * 302)
+    told, hours, _ = ending(plan, None, None, Curve("ran", whole.points))
+    assert hours is None and "ran has no clock" in told

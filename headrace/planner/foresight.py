@@ -71,8 +71,8 @@ class Foresight:
         step_s: seconds of a steady step; None where it is not predicted.
         parts_s: all of it, by kind of work, the update apart, and what the device waits for.
         tokens_per_s: None likewise.
-        hours, dollars: to the goal, without compiling, evaluation and checkpoints; None where no
-            budget of the goal tells.
+        hours, dollars: to the goal, without compiling, evaluation and checkpoints, or with them
+            by a run's clock; None where no budget of the goal tells.
         unknown: why no time is predicted.
         instants: allocated at each instant of a step.
         reserved_bytes: at most, by the allocator; None where it is no GPU's.

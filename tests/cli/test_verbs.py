@@ -315,10 +315,17 @@ def test_what_is_not_supported_here_is_3(call: Callable[..., Any], tiny_demo: li
     assert "finds none here" in call("train", *tiny_demo, f"device={absent}", code=3)["error"]
 
 
-def test_a_run_on_a_cpu_calibrates_nothing_and_says_what_works(
+def test_the_clock_of_a_run_on_a_cpu_tells_of_its_plan_and_of_no_other(
     call: Callable[..., Any], tiny_demo: list[str]
 ) -> None:
-    told = call("plan", *tiny_demo, "--after", "demo", code=3)
+    report = json.loads(Path("runs/demo/report.json").read_text())
+    found = call("plan", *tiny_demo, "--after", "demo")
+    assert found["step_s"] is None and "on the clock of demo" in found["until"]
+    assert 3600 * found["hours"] == pytest.approx(report["wall_s"])
+    found = call("plan", *tiny_demo, "--after", "demo", "batch.micro_sequences=1")
+    assert found["hours"] == pytest.approx(0.05) and found["until"].endswith("latest 3 minutes")
+    assert "demo ran otherwise (batch.micro_sequences)" in found["until"]
+    told = call("plan", *tiny_demo, "--sweep", "--after", "demo", code=3)
     assert "not on cpu" in told["error"]
     assert all(word in told["remedy"] for word in ("without --after", "a run on one GPU"))
     found = call("plan", *tiny_demo)
