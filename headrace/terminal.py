@@ -77,7 +77,7 @@ def show_table(head: Sequence[str], rows: Sequence[Sequence[str]], title: str = 
     for row in rows:
         table.add_row(*row)
     out = Console(highlight=False, markup=False, soft_wrap=False)
-    if not out.is_terminal and "COLUMNS" not in os.environ:
+    if not out.is_terminal:
         out.width = out.measure(table, options=out.options.update(width=ENDLESS)).maximum
     out.print(table)
 

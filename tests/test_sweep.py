@@ -5,7 +5,7 @@ import shlex
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean
@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from rich.console import Console
 from test_planner import measured
 
 from headrace.build import predict
@@ -282,7 +283,8 @@ def test_the_catalogue_is_swept_in_seconds() -> None:
 def test_a_narrow_terminal_shows_every_change_whole(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
+    narrow = partial(Console, force_terminal=True, width=80, color_system=None)
+    monkeypatch.setattr("headrace.terminal.Console", narrow)
     words = "techniques.bf16_parameters.master=8bit_that_is_long"
     cells = ["8.77 ms", "467k", "+82.4%", "3 min, $1.30", "172.1 MiB", "tightly"]
     show_table(HEAD, [["1", *cells, words], ["2", *["-"] * 6, "+quick +rival"]])
@@ -290,7 +292,7 @@ def test_a_narrow_terminal_shows_every_change_whole(
     assert "\u2026" not in shown and max(map(len, shown.splitlines())) <= 80
     column = [line[shown.index("changes") :] for line in shown.splitlines()[1:]]
     assert "".join("".join(column).split()).startswith(words)
-    monkeypatch.delenv("COLUMNS")  # and a file has a line for each row
+    monkeypatch.undo()  # and a file has a line for each row
     show_table(HEAD, [["1", *cells, words * 9], ["2", *["-"] * 6, "+quick +rival"]])
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["rank", "1", "2"]
 
