@@ -17,6 +17,7 @@ import headrace
 from headrace import checkpoint as module
 from headrace.checkpoint import Checkpoints, Saved
 from headrace.core.errors import HeadraceError, RunError
+from headrace.parallel.boxes import Box, Piece
 
 Train = Callable[..., Path]
 PACKAGE = Path(headrace.__file__).parent
@@ -205,6 +206,19 @@ def test_a_tensor_of_another_shape_or_name_is_refused(store: Checkpoints) -> Non
         saved.fill_("v", torch.zeros(4, 3))
 
 
+def test_pieces_that_leave_a_part_open_are_damage(store: Checkpoints) -> None:
+    """As those of ranks whose files the index does not name."""
+    half = Piece(torch.ones(2, 3), (4, 3), Box((2, 0), (2, 3)), True)
+    store.save(1, {"w": half}, {})
+    store.wait()
+    saved = Saved(store.folder / "step-1")
+    with pytest.raises(RunError, match="w covers 6 of 12 numbers"):
+        saved.fill_("w", torch.zeros(4, 3))
+    below = torch.zeros(1, 3)
+    saved.fill_("w", Piece(below, (4, 3), Box((3, 0), (1, 3)), True))
+    assert below.eq(1).all()
+
+
 # --- which are kept -------------------------------------------------------------------------
 
 
@@ -238,7 +252,7 @@ def test_values_can_be_amended_and_tensors_stay(store: Checkpoints) -> None:
     store.amend(1, {"score": 1.0, "rank": {}})
     saved, tensor = Saved(store.folder / "step-1"), torch.zeros(4, 3)
     saved.fill_("w", tensor)
-    assert tensor.eq(1).all() and saved.values["score"] == 1.0
+    assert tensor.eq(1).all() and saved.values["score"] == 1.0 and "rank" not in saved.values
     assert (link(store, "best"), link(store, "latest")) == ("step-1", "step-2")
     save(store, 3)
     save(store, 4)

@@ -10,8 +10,10 @@ import pytest
 
 from headrace.core.errors import ConfigError
 from headrace.core.statistics import wilson
+from headrace.core.symptoms import BOTTLENECKS
 from headrace.truth import HEAD, MARKS, compute, judge, notes, table
 from headrace.truth.marks import places
+from headrace.truth.numbers import QUIET, retracted
 
 Row = dict[str, Any]
 Topics = dict[str, list[Row]]
@@ -246,6 +248,26 @@ def test_rows_that_do_not_count(tmp_path: Path) -> None:
     assert after["pick_regret"]["refused"] == after["doctor_top1"]["refused"] == 1
 
 
+@pytest.mark.parametrize("name", BOTTLENECKS)
+def test_a_healthy_run_is_blamed_by_every_bottleneck(tmp_path: Path, name: str) -> None:
+    found = compute(_write(tmp_path, {"doctor": [_healthy(name)]}))["doctor_false_alarms"]
+    assert (found["value"], found["n"]) == (float(name not in QUIET), 1)
+    assert QUIET == (None, "computation", "not measured")
+
+
+def test_a_retracted_prediction_is_told_beside_an_outcome_that_stands(tmp_path: Path) -> None:
+    rows: list[Row] = [
+        _said("a", "no_gpu", 1.0, 100, True), _came("a", 1.5, 100, True),
+        {"retracts": 1, "reason": "a wrong probe"},
+    ]  # fmt: skip
+    assert [why for *_, why in retracted(_write(tmp_path, {"plans": rows}))] == ["a wrong probe"]
+    rows.append({"retracts": 2, "reason": "another plan"})
+    assert retracted(_write(tmp_path, {"plans": rows})) == []
+    rows.append(_came("a", 2.0, 100, True))
+    (told,) = retracted(_write(tmp_path, {"plans": rows}))
+    assert told[1].step_s == 2.0
+
+
 def test_a_prediction_after_its_outcome_is_none(tmp_path: Path) -> None:
     said, came = _said("a", "no_gpu", 1.0, 100, True), _came("a", 1.5, 100, False)
     right = compute(_write(tmp_path, {"plans": [said, came]}))
@@ -277,6 +299,7 @@ def _set(topic: str, at: int, **to: Any) -> Callable[[Topics], None]:
         (_set("plans", 0, tier="guess"), "plans.jsonl:1", "tier"),
         (_set("picks", 0, candidates=[]), "picks.jsonl:1", "candidates"),
         (_set("tuner", 1, retracts=2), "tuner.jsonl:2", "retracts 2, which is no row before it"),
+        (_set("tuner", 1, retracts=0), "tuner.jsonl:2", "retracts 0, which is no row before it"),
     ],
 )
 def test_a_wrong_row_is_told_by_file_and_line(

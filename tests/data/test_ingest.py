@@ -109,6 +109,10 @@ def test_validation_of_its_own_and_several_sources(
     prepared = prepare(plan)
     assert [s.documents for s in prepared.train] == [200, 2]
     assert documents(prepared, prepared.validation) == ["held", "out"]
+    elsewhere = write_lines(tmp_path / "elsewhere.jsonl", ["held", "back"])
+    judged = prepare(plan.replaced(data=plan.data.model_copy(update={"validation": elsewhere})))
+    assert [s.fingerprint for s in judged.train] == [s.fingerprint for s in prepared.train]
+    assert judged.fingerprint["data"] != prepared.fingerprint["data"], "losses are of other text"
     assert prepared.fingerprint["mixture"] == "[3.0, 1.0]"
     assert f'data.sources=["{source}", "{other}"]' in prepared.train[0].manifest.rebuild
     single = write_lines(tmp_path / "c.jsonl", ["only"])
@@ -135,6 +139,17 @@ def test_the_second_time_is_a_look(
     with open(source, "a") as file:
         file.write('{"text": "one more"}\n')
     assert prepare(make_plan(sources=source)).fingerprint["data"] != first.fingerprint["data"]
+
+
+def test_another_field_of_the_same_file_is_other_data(make_plan: MakePlan, tmp_path: Path) -> None:
+    path = tmp_path / "two.jsonl"
+    rows = [{"text": f"text {n}", "title": f"title {n}"} for n in range(40)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = [prepare(make_plan(sources=str(path), text_key=key)) for key in ("text", "title")]
+    assert found[0].directory != found[1].directory
+    for prepared, word in zip(found, ("text", "title"), strict=True):
+        train, validation = sides(prepared)
+        assert all(read.startswith(f"{word} ") for read in train + validation)
 
 
 def test_damage_is_found_before_training(make_plan: MakePlan, source: str) -> None:

@@ -154,6 +154,35 @@ def test_one_fault_is_named_first_and_alone(changes: dict[str, Any], name: str) 
     assert found.bottleneck == name and found.sentence and found.evidence
 
 
+@pytest.mark.parametrize(("wider", "share"), [(2.0, 0.2 / 1.2), (4.0, 0.6 / 1.6)])
+def test_wide_products_cost_what_the_plans_own_would_not(wider: float, share: float) -> None:
+    """Of the time of products; forward and backward are 0.9 of a step here."""
+    (found,) = judge(replace(healthy(), wide_flops=0.2, wider=wider))
+    assert found.share == pytest.approx(0.9 * share)
+
+
+def test_time_beside_the_steps_is_a_share_of_both() -> None:
+    steps_s = sum(healthy().step_s)
+    (again,) = judge(replace(healthy(), recompile_s=(steps_s / 12,) * 4))
+    assert again.share == pytest.approx(0.25)  # a third of the steps' time came to it
+    disturbed = tuple(s if n % 2 else 9 * s for n, s in enumerate(healthy().step_s))
+    (tiny,) = judge(Window(step_s=disturbed, tiny=900, host_s=0.01))
+    assert tiny.share == pytest.approx(0.1, rel=0.02), "of a step that nothing disturbed"
+
+
+@pytest.mark.parametrize(("lost", "of", "name"), [(4, 64, "instability"), (6, 128, "computation")])
+def test_a_share_of_the_steps_may_be_lost(lost: int, of: int, name: str) -> None:
+    norms = (math.nan,) * lost + (0.5,) * (of - lost)
+    assert judge(replace(healthy(), grad_norm=norms))[0].bottleneck == name
+
+
+@pytest.mark.parametrize(("of", "name"), [(180, "instability"), (360, "computation")])
+def test_a_share_of_the_steps_may_jump(of: int, name: str) -> None:
+    """Five of them, of the gradient's norm."""
+    norms = tuple(0.5 + 0.01 * (n % 3) + 9 * (n in range(30, 180, 30)) for n in range(of))
+    assert judge(replace(healthy(), grad_norm=norms))[0].bottleneck == name
+
+
 def test_what_nobody_read_is_not_judged() -> None:
     bare = Window(step_s=healthy().step_s)
     assert [f.bottleneck for f in judge(bare)] == ["computation"]
@@ -248,6 +277,8 @@ def test_what_takes_time_stands_before_memory_and_what_is_not_known_to() -> None
     )  # fmt: skip
     names = [f.bottleneck for f in judge(both)]
     assert names == ["wasted tokens", "input", "fragmentation", "launch"]
+    (once,) = judge(replace(healthy(), recompile_s=(0.5,) * 4, graph_breaks=9))
+    assert once.bottleneck == "launch" and once.share > 0, "breaks cost what is known already"
 
 
 def test_a_trace_tells_more_than_signals() -> None:
@@ -263,6 +294,8 @@ def test_a_trace_tells_more_than_signals() -> None:
     found, other = judge(slow, [traced("kernel efficiency", 0.4), traced("not measured", 0.1)])
     assert (found.bottleneck, other.bottleneck) == ("kernel efficiency", "input")
     assert judge(late, [traced("not measured", 0.1)])[0].bottleneck == "launch"
+    (found,) = judge(Window(step_s=(0.1, 0.1)), [traced("kernel efficiency", 0.4)])
+    assert found.sentence == "traced", "few steady steps are enough where some were traced"
     pieces = replace(slow, alloc_retries=3, allocated_bytes=80.0 * GIB)
     first, second = judge(pieces, [traced("memory capacity", 0.3)])
     assert (first.bottleneck, first.share) == ("fragmentation", 0.3), "its time, by its name"
@@ -340,6 +373,10 @@ def test_a_window_is_the_steady_rows_of_a_run(tmp_path: Path) -> None:
     lost = [{**row, "loss": None if n == 4 else 2.0} for n, row in enumerate(rows)]
     read = series(lost, "loss")
     assert read and math.isnan(read[4]) and read.count(2.0) == len(rows) - 1
+    idle = [{**row, "other_s": 0.04} for row in rows]
+    left = of_run(report, idle)
+    assert left.step_s == pytest.approx((0.06,) * 8), "what a loop does between is no step"
+    assert left.recompile_s == (0.0,)
     again = [{**row, "session": n // 6} for n, row in enumerate(rows)]
     assert len(steady(again)) == 6, "each session has first steps"
     file.write_text('{"step": 1\n{"step": 2}\n')

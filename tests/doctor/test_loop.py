@@ -17,7 +17,7 @@ from headrace.cli import app, catalogue
 from headrace.core.plan import Plan
 from headrace.core.symptoms import BOTTLENECKS as KNOWN
 from headrace.doctor.findings import STATIONS as STATION_NAMES
-from headrace.doctor.findings import Finding
+from headrace.doctor.findings import Finding, stations
 from headrace.doctor.forecast import Forecast, by_share
 from headrace.doctor.loop import NO_PLAN, examine, loop_remedies, techniques
 from headrace.doctor.loop_words import BOTTLENECKS, STATIONS, Change, Loop
@@ -64,6 +64,19 @@ def test_tables_speak_of_what_there_is() -> None:
     fields = {*transformers.TrainingArguments.__dataclass_fields__}
     others = {"batched", "train_dataset", "data_collator", "attn_implementation", "fullgraph"}
     assert names - others and names - others <= fields
+
+
+@pytest.mark.parametrize(
+    ("padded", "more"),
+    [(None, ""), (0.1, ""), (0.3, "; 30.0% are padding, and the loss counts 10.0%")],
+)
+def test_padding_that_the_loss_counts_is_told(padded: float | None, more: str) -> None:
+    report = {
+        "phase_s": {}, "peak_memory_bytes": {}, "memory_lines": [], "tokens": 50,
+        "wasted_token_fraction": 0.2, "padding_fraction": padded,
+    }  # fmt: skip
+    (found,) = stations(report)
+    assert found.evidence == f"of 50 tokens{more}" and found.share == 0.2
 
 
 def test_a_share_forecasts_and_nothing_else_is_guessed() -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from math import log
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ from headrace.cli import catalogue
 from headrace.context import elsewhere, make_context
 from headrace.core.machine import Machine
 from headrace.core.plan import Plan
+from headrace.core.statistics import Interval
 from headrace.doctor.advice import advise, advise_plan, advised, plain, told
 from headrace.doctor.findings import Finding
-from headrace.doctor.forecast import Measured, between, by_ledger, by_share
-from headrace.doctor.remedies import Remedy, remedies
+from headrace.doctor.forecast import Forecast, Measured, between, by_ledger, by_share
+from headrace.doctor.remedies import Remedy, _does_it_all, _equality, _order, helps, remedies
 from headrace.doctor.window import Window
 from headrace.planner.foresight import foresee
 
@@ -107,8 +109,20 @@ def test_waits_are_left_as_they_were_measured() -> None:
     assert forecast.gain is not None and forecast.gain.value == pytest.approx(whole_s / left_s - 1)
     assert by_ledger(before, after, Measured(4 * before.step_s)).source == "none"
     assert "4.0 times too short" in by_ledger(before, after, Measured(4 * before.step_s)).unknown
+    quick = by_ledger(before, after, Measured(before.step_s / 4))
+    assert quick.gain is None and "4.0 times too long" in quick.unknown
+    waits = by_ledger(before, after, Measured(before.step_s, waits_s=before.step_s))
+    assert waits.gain is None and waits.unknown == "the step is all waiting"
     window = Window(step_s=(1.0, 3.0), input_s=(0.0, 1.0), communication_s=(0.5, 0.5))
     assert Measured.of(window) == Measured(2.0, 1.0)
+
+
+@pytest.mark.parametrize(("before", "after"), [("", "8 ranks"), ("8 ranks", "")])
+def test_nothing_is_forecast_between_one_device_and_several(before: str, after: str) -> None:
+    one = replace(foresee(*on_h200("160m")), no_interval="one device's receipts")
+    plans = (replace(one, between_ranks=told) for told in (before, after))
+    forecast = by_ledger(*plans, Measured())
+    assert (forecast.gain, forecast.unknown) == (None, "one device's receipts")
 
 
 def test_the_hosts_pace_scales_no_step_of_the_device() -> None:
@@ -134,20 +148,58 @@ def test_a_measured_share_is_taken_from_half_to_whole() -> None:
     gain = found["+loader_workers"].gain
     assert gain is not None and found["+loader_workers"].forecast_from == "share"
     assert (gain.low, gain.high) == (pytest.approx(1 / 0.9 - 1), pytest.approx(1 / 0.8 - 1))
+    assert gain.value == pytest.approx(1 / 0.85 - 1), "the middle is at three quarters"
     same = foresee(*on_h200("160m"))
     assert by_share(0.0, by_ledger(same, same, Measured())).gain is None
+    faster = Forecast(Interval(0.0, 0.1, 0.2, 9), "ledger")
+    both = by_share(0.2, faster).gain  # the rest of the step is as the ledger has it
+    assert both is not None and both.high == pytest.approx(1.1 / 0.8 - 1)
 
 
 def test_what_is_not_known_is_not_forecast() -> None:
     found = asked("launch", 0.2, "160m")
     assert found["+cuda_graphs"].gain is not None
     assert found["+compile_cache"].gain is None and found["+compile_cache"].unknown
+    known = [r.gain is not None for r in found.values()]
+    assert known == sorted(known, reverse=True), "what is not forecast is last"
     learning = asked("instability", 1.0, "160m")
     assert learning["optimizer.lr=5e-05"].equality == "learning"
     assert all(r.gain is None and "seeds" in r.unknown for r in learning.values())
+    exact = replace(learning["optimizer.lr=5e-05"], equality="exact", memory_bytes=-1.0)
+    taught = replace(exact, equality="learning", memory_bytes=0.0)
+    assert _order(taught, True) < _order(exact, True) and _order(exact, False) < _order(
+        taught, False
+    )
     assert asked("between steps", 0.5, "160m") == {}
     idle = Measured(inactive=("fused_swiglu",))
     assert [*asked("silent no-op", 1.0, "160m", measured=idle)] == ["-fused_swiglu"]
+
+
+def test_of_computation_only_what_is_sure_is_a_remedy() -> None:
+    sure = Remedy(("+a",), "", Interval(0.01, 0.02, 0.03, 9), 0.0, "yes", "", "exact", "ledger")
+    maybe = replace(sure, gain=Interval(-0.01, 0.02, 0.03, 9))
+    assert helps("computation", sure) and not helps("computation", maybe)
+    assert helps("launch", maybe) and not helps("memory capacity", sure)
+
+
+@pytest.mark.parametrize(
+    ("change", "equality"),
+    [(("+full_checkpoint",), "exact"), (("+tf32", "batch.micro_sequences=2"), "approximate"),
+     (("-tf32",), "exact"), (("-label_smoothing",), "learning"),
+     (("+full_checkpoint", "-muon"), "learning"), (("optimizer.lr=1",), "learning")],
+)  # fmt: skip
+def test_a_change_is_what_its_strongest_part_is(change: tuple[str, ...], equality: str) -> None:
+    assert _equality(catalogue(), change) == equality
+
+
+def test_a_part_is_as_good_as_the_whole_where_it_wins_as_much_of_both() -> None:
+    part = Remedy(("+a",), "", between(0.1), -100.0, "yes", "", "exact", "ledger")
+    whole = replace(part, change=("+a", "+b"))
+    assert _does_it_all(part, whole) and not _does_it_all(whole, part)
+    assert not _does_it_all(part, replace(whole, gain=between(0.2))), "the whole is faster"
+    assert not _does_it_all(part, replace(whole, memory_bytes=-200.0)), "or smaller"
+    assert _does_it_all(part, replace(whole, gain=None, memory_bytes=0.0))
+    assert not _does_it_all(replace(part, gain=None), whole)
 
 
 def test_the_interval_widens_with_the_change() -> None:

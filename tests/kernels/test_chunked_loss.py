@@ -109,8 +109,10 @@ def test_without_gradients_it_is_the_same_sum(chunk: int) -> None:
     with torch.no_grad():
         found = chunked_loss(hidden, weight, targets, extras, with_z, chunk)
         right = reference_loss(hidden, weight, targets, extras, with_z)
+        scaled = chunked_loss(hidden, weight, targets, extras, with_z, chunk, scale=0.25)
     assert not found.requires_grad
     compare(found, right, rtol=1e-6)
+    compare(scaled, 0.25 * right, rtol=1e-6)
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])

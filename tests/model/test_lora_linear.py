@@ -69,6 +69,18 @@ def test_nf4_is_its_definition(shape: tuple[int, int]) -> None:
     assert (weight - found).norm() / weight.norm() < 0.1  # 0.0921 in the limit, for a normal
 
 
+def test_nf4_takes_the_level_that_is_nearest_once_scales_are_rounded() -> None:
+    """Blocks of a row that are far apart in size, so that a code of a scale is a coarse one."""
+    weight = matrix(6, 8 * BLOCK).unflatten(1, (8, BLOCK))
+    weight = (weight * torch.logspace(-2, 0, 8)[:, None]).flatten(1)
+    stored = quantize(weight, "nf4")
+    found = stored.dequantize()
+    scales = stored.spans[:, :1] + stored.scales * stored.spans[:, 1:]
+    levels = torch.tensor(NF4) * scales.repeat_interleave(BLOCK, 1)[..., None]
+    nearest = (weight[..., None] - levels).abs().amin(-1)
+    torch.testing.assert_close((weight - found).abs(), nearest, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_int8_is_its_definition(shape: tuple[int, int]) -> None:
     weight = matrix(*shape)

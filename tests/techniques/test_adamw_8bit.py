@@ -92,6 +92,17 @@ def test_each_number_is_stored_as_the_nearest_level(columns: int) -> None:
                 torch.testing.assert_close((back - block).abs(), best, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("signed", [True, False])
+def test_tiny_blocks_have_the_codes_of_large_ones(signed: bool) -> None:
+    """Squares of small gradients are about 1e-9, and a block of zeros is zeros."""
+    table = torch.tensor(levels(signed))
+    values = matrix(4, 300) if signed else matrix(4, 300).square()
+    codes, scales = quantize(values, table)
+    tiny, small = quantize(values * 2.0**-32, table)
+    assert codes.equal(tiny) and small.equal(scales * 2.0**-32)
+    assert not dequantize(*quantize(torch.zeros(2, 300), table), table).any()
+
+
 def test_codes_are_kept_because_quantizing_twice_is_not_quantizing_once() -> None:
     """The signed map ends at -0.993: a block whose largest is negative would shrink each time."""
     table = torch.tensor(levels(True))
@@ -180,8 +191,13 @@ def test_shards_of_rows_hold_the_same_state(zygote: Any, tmp_path: Path) -> None
 
 
 def test_large_matrices_come_here_and_the_rest_stays(make_tiny: Callable[..., Build]) -> None:
-    build = make_tiny("techniques.adamw_8bit.smallest=600")
+    build = make_tiny(
+        "techniques.adamw_8bit.smallest=600", "optimizer.weight_decay=0.3", "optimizer.eps=1e-6",
+        "optimizer.betas=[0.8, 0.9]",
+    )  # fmt: skip
     taken = build.routed["adamw_8bit"]
+    for name, value in {"weight_decay": 0.3, "eps": 1e-6, "betas": (0.8, 0.9)}.items():
+        assert build.optimizers["adamw_8bit"].param_groups[0][name] == value
     named = dict(build.model.named_parameters())
     assert taken.keys() == {n for n, p in named.items() if p.ndim == 2 and p.numel() >= 600}
     assert {**taken, **build.routed["adamw"]}.keys() == named.keys()
@@ -189,6 +205,9 @@ def test_large_matrices_come_here_and_the_rest_stays(make_tiny: Callable[..., Bu
     numbers = check_active(build)["adamw_8bit"].numbers
     each = {n: 2 * (p.numel() + 4 * p.size(0)) for n, p in taken.items()}  # rows are one block
     assert numbers["state_bytes"] == sum(each.values())
+    for state in build.optimizers["adamw_8bit"].state.values():  # as much as AdamW's saves nothing
+        state["exp_avg_sq_codes"] = state["exp_avg_sq_codes"].double()
+    assert not build.plan.techniques["adamw_8bit"].active(build).active
 
 
 MATRICES = {

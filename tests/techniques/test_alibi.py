@@ -9,7 +9,8 @@ import torch
 from headrace.context import make_context
 from headrace.core.errors import ConfigError
 from headrace.core.technique import Supported, Unsupported
-from headrace.model.mask import MaskSpec, Rows
+from headrace.data.loader import Micro
+from headrace.model.mask import MaskSpec, Rows, dense
 from headrace.sample import generate
 from headrace.sockets import Build
 from headrace.techniques.attention.alibi import Alibi
@@ -62,6 +63,19 @@ def test_sampling_goes_beyond_the_rows_of_training(make_tiny: Callable[..., Buil
     for end in range(12, 22):  # rows of 16 in training
         logits = build.model.logits(found[:, :end], Rows(torch.arange(end)[None]))
         assert int(logits[0, -1].argmax()) == int(found[0, end])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_dense_bias_is_foreseen_as_it_is(
+    make_tiny: Callable[..., Build], packed: bool, precision: str
+) -> None:
+    more = ["techniques.document_packing={}"] * packed
+    build = make_tiny(ON, f"model.precision={precision}", "batch.micro_sequences=4", *more)
+    ids = torch.zeros(4, 16, dtype=torch.int64)
+    work = build.place(build, Micro(ids, ids, ids.int(), torch.arange(16).expand(4, -1)))
+    made = dense(build.mask, work.rows, 16, build.dtype)
+    assert build.predicted(build.plan).memory["mask"].bytes == made.nbytes
 
 
 def test_evidence_tells_other_slopes_apart(make_tiny: Callable[..., Build]) -> None:

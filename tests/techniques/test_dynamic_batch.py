@@ -20,6 +20,7 @@ from headrace.core.technique import Unsupported
 from headrace.data.ingest import prepare
 from headrace.data.loader import Micro
 from headrace.filled import check_active
+from headrace.model.mask import Rows
 from headrace.parallel.world import World
 from headrace.progress import Progress
 from headrace.sockets import Build
@@ -60,6 +61,23 @@ def ran(plan: Plan, **how: Any) -> Path:
     folder = trainer.run(plan, progress=Progress(), **how)
     assert folder is not None
     return folder
+
+
+@pytest.mark.parametrize(("saved", "rows"), [(12, 12), (7, 6), (5, 3), (2, 1), (99, 12)])
+def test_a_resume_takes_rows_that_divide_the_plans(saved: int, rows: int) -> None:
+    (size := Size(12, 16, 0)).load_values({"rows": saved, "shrinks": 2})
+    assert size.values() == {"rows": rows, "shrinks": 2} and size.numbers["rows"] == rows
+
+
+def test_what_an_interrupted_pass_has_left_is_let_go(make_tiny: Callable[..., Build]) -> None:
+    build = make_tiny("techniques.mixture_of_experts.experts=4")
+    before, drawn = dynamic_batch.random_state(build.device), torch.rand(3)
+    layer = build.model.blocks["0"].mlp
+    build.model.hidden(ids := torch.arange(8)[None], Rows(ids)).sum().backward()
+    assert layer.kept_balance is not None
+    dynamic_batch.let_go(build, before)
+    left = [layer.kept_balance, *(p.grad for p in build.model.parameters())]
+    assert all(x is None for x in left) and torch.rand(3).equal(drawn)
 
 
 @pytest.mark.parametrize("after", [0, 1])

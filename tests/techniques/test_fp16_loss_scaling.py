@@ -89,6 +89,19 @@ def test_a_bad_step_is_masked_and_halves(
     assert float(build.notes[NAME].scale) == 2.0**9
 
 
+def test_evidence_wants_a_scale_that_adapts(
+    make_tiny: Callable[..., Build], batch: Callable[[Build], list[Micro]]
+) -> None:
+    build = make_tiny(f"techniques.{NAME}.exponent=10")
+    technique = build.plan.techniques[NAME]
+    adapt = build.after_update.pop()
+    step(build, batch(build), 0)
+    assert not technique.active(build).active, "the loss is scaled by what never changes"
+    build.after_update.append(adapt)
+    step(build, batch(build), 1)
+    assert technique.active(build).active
+
+
 def test_patience_counts_steps_in_a_row(make_tiny: Callable[..., Build]) -> None:
     build = make_tiny(f"techniques.{NAME}.patience=3")
     row = {"loss": float("inf")}

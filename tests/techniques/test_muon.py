@@ -137,6 +137,18 @@ def test_the_predicted_states_are_those_that_it_holds(
     assert predicted == held
 
 
+def test_evidence_wants_matrices_that_adamw_does_not_hold(
+    make_tiny: Callable[..., Build], states: Callable[[Build], tuple[Any, Any]]
+) -> None:
+    build = make_tiny(MUON)
+    muon = build.plan.techniques["muon"]
+    assert not muon.active(build).active
+    states(build)
+    assert muon.active(build).active
+    build.routed["adamw"] = {**build.routed["adamw"], **build.routed["muon"]}
+    assert not muon.active(build).active
+
+
 @pytest.mark.parametrize("rest", ["adamw_8bit={}", "sophia={}", "optimizer_in_backward={}"])
 def test_the_order_of_tables_predicts_nothing_else(
     tiny_plan: Callable[..., Plan], rest: str

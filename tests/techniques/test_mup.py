@@ -46,6 +46,19 @@ def test_starting_values_and_rates_are_table_3(make_tiny: Callable[..., Build]) 
     assert slow == 1 + 4 * build.config.layers
 
 
+def test_evidence_wants_every_matrix_at_its_rate(make_tiny: Callable[..., Build]) -> None:
+    build = make_tiny(BASE)
+    mup = build.plan.techniques["mup"]
+    assert mup.active(build).active
+    matrices, group = build.routed["mup"], build.optimizers["mup"].param_groups[0]
+    build.routed["mup"] = dict([*matrices.items()][1:])
+    assert not mup.active(build).active, "one is another optimizer's"
+    build.routed["mup"] = matrices
+    one = {**group, "params": group["params"][:1], "initial_lr": build.plan.optimizer.lr}
+    build.optimizers["mup"].param_groups.append(one)
+    assert not mup.active(build).active, "one learns at the plan's own rate"
+
+
 def test_gradients_are_the_trunks_at_the_same_weights(
     make_tiny: Callable[..., Build], batch: Callable[[Build], list[Any]]
 ) -> None:

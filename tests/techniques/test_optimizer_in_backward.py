@@ -56,6 +56,18 @@ def test_weights_norms_and_states_are_the_trunks(
     )  # fmt: skip
 
 
+def test_a_norm_is_that_of_its_own_step(
+    make_tiny: Callable[..., Build], batch: Callable[[Build], list[Micro]]
+) -> None:
+    """Where blocks are left out, of what had a gradient in this step and not in one before."""
+    deep = ("model.layers=3", "techniques.stochastic_depth.rate=0.6")
+    trunk, mine = make_tiny("optimizer.clip_norm=0", *deep), make_tiny(*WITH, *deep)
+    for index in range(4):
+        right, found = (step(build, batch(build), index) for build in (trunk, mine))
+        torch.testing.assert_close(found, right, rtol=1e-6, atol=0)
+    assert trunk.notes["stochastic_depth"]["left_out"] > 0
+
+
 def test_one_gradient_is_held_at_a_time(
     make_tiny: Callable[..., Build], batch: Callable[[Build], list[Micro]]
 ) -> None:

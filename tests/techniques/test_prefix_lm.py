@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from headrace.build import predict
 from headrace.context import make_context
 from headrace.core.errors import ConfigError
 from headrace.core.technique import Supported, Unsupported
@@ -16,7 +17,7 @@ from headrace.data.loader import Micro, validation_batches
 from headrace.evaluate import evaluate
 from headrace.model.attention import Sdpa
 from headrace.model.head import IGNORED
-from headrace.model.mask import MaskSpec, Rows
+from headrace.model.mask import MaskSpec, Rows, allowed
 from headrace.sample import generate
 from headrace.sockets import Build, Work
 from headrace.techniques.attention.flex_attention import FlexBackend, mask_mod
@@ -199,6 +200,10 @@ def test_evidence_and_refusals(
     trunk.model.mask = replace(trunk.model.mask, prefix=True)
     trunk.place = build.place
     assert on.active(trunk).active
+    trunk.place = lambda trunk, micro: build.place(build, micro)._replace(
+        targets_BT=micro.targets_BT
+    )
+    assert not on.active(trunk).active  # what a prefix shows is asked for
     context = make_context(tiny_plan(), torch.device("cpu"))
     assert isinstance(PrefixLm(tokens=15).supports(context), Supported)
     answer = PrefixLm(tokens=16).supports(context)
@@ -208,6 +213,22 @@ def test_evidence_and_refusals(
     assert isinstance(answer, Unsupported) and "both ways" in answer.reason
     with pytest.raises(ConfigError, match=r"linear_attention .* does not know prefix of the mask"):
         make_tiny(ON, "techniques.linear_attention={}")
+
+
+def test_the_scores_that_prefixes_add_are_foreseen(tiny_plan: Callable[..., Any]) -> None:
+    """In the mean over their lengths, counted in the mask."""
+    length, most = 64, 48
+    spec, places = MaskSpec(prefix=True), torch.arange(length)[None]
+    seen = [
+        allowed(spec, Rows(places, None, torch.tensor([n])), length).sum().item()
+        for n in range(most + 1)
+    ]
+    causal = allowed(MaskSpec(), Rows(places), length).sum().item()
+    plan = tiny_plan(f"techniques.prefix_lm.tokens={most}", f"data.sequence_length={length}")
+    work = predict(plan, make_context(plan, torch.device("cpu"))).work
+    wanted = sum(seen) / len(seen) / causal
+    for phase in ("forward", "backward"):
+        assert work[f"attention/{phase}"].seen == pytest.approx(wanted, rel=0.02)
 
 
 @pytest.mark.gpu

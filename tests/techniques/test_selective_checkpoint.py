@@ -21,6 +21,7 @@ from headrace.techniques.memory.selective_checkpoint import (
     SAVED,
     SelectiveCheckpoint,
     operation_of,
+    widens,
 )
 from headrace.train import step
 
@@ -57,6 +58,8 @@ def test_the_default_keeps_what_it_always_kept() -> None:
         (ATEN._scaled_dot_product_cudnn_attention_backward.default, None),
         (torch.ops.headrace.ring_attention_backward.default, None),
         (torch.ops.headrace.looped_outer.default, None),
+        ("flash_attn_3::fwd", "attention"),
+        ("flash_attn_3::bwd", None),
         (ATEN.mul.Tensor, None),
         (ATEN.silu.default, None),
         (ATEN._to_copy.default, None),
@@ -129,6 +132,27 @@ def test_gradients_are_those_without_it(
     assert check_active(with_it)["selective_checkpoint"].active
 
 
+@pytest.mark.parametrize(("every", "blocks"), [(1, 3), (2, 2), (3, 1), (4, 1)])
+def test_of_every_so_many_blocks_the_first_is_checkpointed(
+    make_tiny: Make, batch: Batch, every: int, blocks: int
+) -> None:
+    build = make_tiny(f"{ON}.every={every}", "model.layers=3")
+    (micro,) = batch(build)
+    step(build, [micro], 0)
+    numbers = check_active(build)["selective_checkpoint"].numbers
+    assert numbers["forwards"] == numbers["recomputed_blocks"] == blocks
+    kept = [n for n in build.predicted(build.plan).memory if n.endswith("/activation")]
+    assert len(kept) == 3 - blocks
+
+
+@pytest.mark.parametrize(("outer", "wide"), [(15, False), (16, False), (17, True)])
+def test_a_product_is_wide_beyond_twice_its_input(outer: int, wide: bool) -> None:
+    x, weight = torch.ones(3, 8), torch.ones(outer, 8)
+    assert widens(ATEN.linear.default, (x, weight)) == wide
+    assert widens(ATEN.mm.default, (x, weight.t())) == wide
+    assert widens(ATEN.addmm.default, (torch.ones(outer), x, weight.t())) == wide
+
+
 def test_every_block_counts_its_own_products(make_tiny: Make, batch: Batch) -> None:
     """Three of four: the count begins anew in each block, so each keeps its first and last."""
     one, three = (
@@ -172,6 +196,9 @@ def test_wide_products_are_kept_in_some_blocks_only(make_tiny: Make, batch: Batc
     wide = sum(outer > 2 * inner for inner, outer in block_linears(build.config).values())
     runs = per_block / (len(block_linears(build.config)) + 1)  # and attention, for each time kept
     assert wide and saved[1] == saved[0] - wide * runs
+    technique = build.plan.techniques["selective_checkpoint"]
+    build.notes["selective_checkpoint"]["narrowed"] = 0
+    assert not technique.active(build).active, "no wide product was left out"
 
 
 def test_a_share_of_no_products_is_refused(make_tiny: Make) -> None:

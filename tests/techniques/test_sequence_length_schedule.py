@@ -111,6 +111,16 @@ def test_a_run_lengthens_and_keeps_its_stream(make_tiny: Callable[..., Build]) -
     assert torch.equal(places, inner(build, micros[0]).index_BT.flatten())
 
 
+@pytest.mark.parametrize(("until", "ends"), [("1.0", 40), ("0.5", 20), ("1.5", 2), ("20.0", 20)])
+def test_until_is_a_share_up_to_one_and_a_step_above(
+    make_tiny: Callable[..., Build], until: str, ends: int
+) -> None:
+    """Of the 40 steps of the schedule: rows are whole from the step that it names."""
+    build = make_tiny(f"techniques.{NAME}.start=8", f"techniques.{NAME}.until={until}")
+    lengths = [build.values["sequence_length"](step) for step in range(41)]
+    assert lengths == [8.0] * ends + [16.0] * (41 - ends)
+
+
 def answer(plan: Plan, **knobs: Any) -> Supported | Unsupported:
     return SequenceLengthSchedule(**knobs).supports(make_context(plan, torch.device("cpu")))
 

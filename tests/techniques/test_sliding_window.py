@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.build import predict
 from headrace.context import make_context
 from headrace.core.technique import Supported, Unsupported
 from headrace.model.mask import MaskSpec, Rows, allowed
@@ -138,6 +139,21 @@ def test_sampling_sees_the_window_too(make_tiny: Callable[..., Build], between: 
     for end in range(5, 11):
         logits = build.model.logits(found[:, :end], Rows(torch.arange(end)[None]))
         assert int(logits[0, -1].argmax()) == int(found[0, end])
+
+
+@pytest.mark.parametrize(("between", "share"), [(0, 1.0), (1, 0.5), (3, 0.75)])
+def test_windows_are_foreseen_where_they_are(
+    tiny_plan: Callable[..., Any], between: int, share: float
+) -> None:
+    """Of the layers those that have one, and of a row's blocks those that it leaves."""
+    plan = tiny_plan(
+        f"techniques.sliding_window={{window = 129, between = {between}}}", "model.layers=4",
+        "data.sequence_length=1024", "batch.tokens=1024",
+    )  # fmt: skip
+    work = predict(plan, make_context(plan, torch.device("cpu"))).work
+    for piece in (work["attention/forward"], work["attention/backward"]):
+        assert piece.masked == share
+        assert piece.seen == pytest.approx(15 / 36)  # blocks of 128: the diagonal and one below
 
 
 def test_a_window_that_limits_nothing_is_refused(tiny_plan: Callable[..., Any]) -> None:

@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from headrace.arguments import catalogue
+from headrace.build import predict
+from headrace.context import make_context
 from headrace.core.errors import UnsupportedError
+from headrace.core.ledger import Ledger
 from headrace.core.machine import Machine
 from headrace.model.mask import Rows
 from headrace.planner.candidates import Asking
@@ -106,6 +109,28 @@ def test_looking_for_evidence_leaves_the_counts_alone(
     evidence = StochasticDepth(rate=0.6).active(build)
     assert evidence.active and evidence.numbers == counts
     assert build.now == now and build.notes["stochastic_depth"] == counts
+
+
+@pytest.mark.parametrize("more", [[], ["techniques.full_checkpoint={}"]], ids=str)
+def test_the_work_of_a_mean_step_is_foreseen(
+    tiny_plan: Callable[..., Any], more: list[str]
+) -> None:
+    """Rates of 0, 0.2, 0.4 and 0.6 leave out three blocks of ten, wherever blocks run."""
+
+    def foreseen(*given: str) -> Ledger:
+        plan = tiny_plan("model.layers=4", *given, *more)
+        return predict(plan, make_context(plan, torch.device("cpu")))
+
+    ours, trunks = foreseen(RATE), foreseen()
+    blocks = trunks.sizes["block_flops"] + trunks.sizes["attention_flops"]
+    saved = {"forward": blocks, "backward": 2 * blocks}
+    saved["recompute"] = trunks.flops.get("recompute", 0.0)
+    assert bool(saved["recompute"]) == bool(more)
+    for name, flops in trunks.flops.items():
+        assert ours.flops[name] == pytest.approx(flops - 0.3 * saved[name])
+    counted = {"mlp.down/result": 0.7, "attention/backward": 0.7, "head/result": 1.0}
+    for name, share in counted.items():
+        assert ours.work[name].count == pytest.approx(share * trunks.work[name].count)
 
 
 def test_a_single_block_is_refused(make_tiny: Callable[..., Build]) -> None:

@@ -118,6 +118,15 @@ def test_transformers_makes_the_same_frequencies_of_what_we_write(kind: str, siz
     assert rope.temperature == pytest.approx(temperature)
 
 
+def test_a_ramp_ends_where_the_rule_says_though_no_pair_is_there() -> None:
+    """Rows that are long beside theta: the slowest pair is not slowed by the whole factor."""
+    rule = Yarn(factor=4.0, original_length=1000)
+    rope = ScaledRope(ModelConfig(vocab=64, dim=32, heads=2, rope_theta=100.0), rule, 1000)
+    found = rope.frequencies(torch.device("cpu"))
+    torch.testing.assert_close(found, torch.tensor(by_hand(rope)), rtol=2e-6, atol=0)
+    assert 2 < float(Rope.frequencies(rope, found.device)[-1] / found[-1]) < 3
+
+
 @pytest.mark.parametrize("kind", ["yarn", "linear", "llama3"])
 def test_a_scaled_checkpoint_is_refused_with_the_plan_that_says_it(kind: str) -> None:
     rope = rope_of(kind, "odd")

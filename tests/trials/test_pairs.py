@@ -159,6 +159,38 @@ def test_drift_counts_only_where_it_could_be_why() -> None:
     assert judged(reading(3.0), before).verdict == "worse"
 
 
+@pytest.mark.parametrize(
+    ("peak", "step_s", "verdict"),
+    [(0.9, 1.0, "better"), (0.997, 1.0, "undecided"), (1.003, 1.0, "undecided"),
+     (1.01, 1.0, "worse"), (0.9, 1.08, "better"), (0.9, 1.2, "worse")],
+)  # fmt: skip
+@pytest.mark.parametrize("counted", [True, False], ids=["measured", "foreseen"])
+def test_less_memory_decides_where_it_costs_no_larger_share_of_time(
+    peak: float, step_s: float, verdict: str, counted: bool
+) -> None:
+    """Half a percent counts; where a device counts nothing the predicted peaks tell."""
+    before, after = reading(), reading(step_s)
+    if counted:
+        before.peak_bytes, after.peak_bytes = 1_000_000, round(1_000_000 * peak)
+    after.beside = before
+    peaks = (1e6, 2e6) if counted else (1e6, 1e6 * peak)
+    found = judge(after, "exact", Rules(aim="memory", device="cuda", peaks=peaks))
+    assert (found.verdict, found.memory) == (verdict, pytest.approx(peak))
+
+
+def test_a_first_look_that_may_hide_a_gain_is_worth_more_steps() -> None:
+    worth, before = Gain("exact", CUDA), reading()
+    before.seconds = [1.0] * 4
+    for seconds, more in (
+        ([0.99, 0.995, 1.0, 1.003], True),  # 1.003, and perhaps 1.013
+        ([0.997] * 4, False),  # 1.003 for sure, which is less than counts
+        ([0.98, 1.0, 1.01, 1.03], False),  # no gain in the middle
+    ):
+        after = reading()
+        after.seconds = seconds
+        assert worth(replace(after, beside=before)) == more, seconds
+
+
 def test_a_plan_that_runs_is_better_than_one_that_does_not() -> None:
     failed = Reading(refused="out of memory: tried to allocate 3 GiB")
     found = judged(reading(), failed)
