@@ -208,7 +208,7 @@ def _by_time(found: Compared, rules: Rules) -> Compared:
     verdict = accept(ratio, rules.margin)
     told = {
         "better": f"all of the interval lies above {1 + rules.margin:.3f}",
-        "worse": f"no gain: all of the interval lies below {1 + rules.margin:.3f}",
+        "worse": f"no gain: all of the interval lies below {1 / (1 + rules.margin):.3f}",
         "undecided": f"not all of the interval {ratio.low:.3f} to {ratio.high:.3f} lies above "
         f"{1 + rules.margin:.3f}",
     }  # fmt: skip

@@ -69,6 +69,13 @@ COMPOSED: dict[str, tuple[dict[str, dict[str, Any]], dict[str, Any]]] = {
     "frozen strengths": (
         {"lora": {"targets": ("mixer.qkv",)}, "linear_attention": {"rule": "gated_delta"}}, {},
     ),
+    "corrections that run again": ({"lora": {}, "selective_checkpoint": {}}, {}),
+    "one that is corrected": (
+        {"qlora": {"targets": ("mlp.down",)}, "selective_checkpoint": {"save": "matmul"}}, {},
+    ),
+    "corrections that are not kept": (
+        {"lora": {}, "selective_checkpoint": {"save": "attention"}}, {},
+    ),
     "a taught chunk": (
         {"distillation": {}, "chunked_cross_entropy": {"chunk_tokens": 128}}, {"vocab": 2048},
     ),

@@ -21,7 +21,7 @@ from headrace.techniques.memory.selective_checkpoint import (
     SAVED,
     SelectiveCheckpoint,
     operation_of,
-    widens,
+    widening,
 )
 from headrace.train import step
 
@@ -148,9 +148,23 @@ def test_of_every_so_many_blocks_the_first_is_checkpointed(
 @pytest.mark.parametrize(("outer", "wide"), [(15, False), (16, False), (17, True)])
 def test_a_product_is_wide_beyond_twice_its_input(outer: int, wide: bool) -> None:
     x, weight = torch.ones(3, 8), torch.ones(outer, 8)
-    assert widens(ATEN.linear.default, (x, weight)) == wide
-    assert widens(ATEN.mm.default, (x, weight.t())) == wide
-    assert widens(ATEN.addmm.default, (torch.ones(outer), x, weight.t())) == wide
+    assert (widening(ATEN.linear.default, (x, weight)) > 2) == wide
+    assert (widening(ATEN.mm.default, (x, weight.t())) > 2) == wide
+    assert (widening(ATEN.addmm.default, (torch.ones(outer), x, weight.t())) > 2) == wide
+
+
+@pytest.mark.parametrize(("rank", "long"), [(2, 0), (8, 2)])
+def test_a_correction_with_a_short_sum_runs_again(
+    make_tiny: Make, batch: Batch, rank: int, long: int
+) -> None:
+    """Of four linears what is frozen is kept, and the adapter's first product, which is small."""
+    build = make_tiny(
+        f"{ON}.save=matmul", f"techniques.lora.rank={rank}", "model.dim=64", "model.ffn=96"
+    )
+    (micro,) = batch(build)
+    step(build, [micro], 0)
+    numbers = check_active(build)["selective_checkpoint"].numbers
+    assert numbers["saved"] == build.config.layers * (8 + long)
 
 
 def test_every_block_counts_its_own_products(make_tiny: Make, batch: Batch) -> None:

@@ -8,13 +8,15 @@ What is kept is a named policy (`save`) or a list of operations. `every_matmul` 
 product of a block and runs the others again: half of their bytes with k = 2 for the work of the
 output projection, since the last product of a block is never run again. torchtitan's default is 2.
 `wide_every` does so with the products that widen, as gate and up: the largest of a block's results,
-kept in every k-th block alone. So memory and time trade in steps of one block.
+kept in every k-th block alone. So memory and time trade in steps of one block. An adapter's second
+product, whose sum is short beside its result, always runs again: it is cheap and as large as what
+it corrects.
 Attention counts as one operation, whichever kernel computes it: torch's own, FlexAttention, or one
 that says so in its name, as this project's do.
 Source: PyTorch's selective activation checkpointing; arXiv 2205.05198 (section 5).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, ClassVar, Literal
@@ -61,6 +63,7 @@ OPERATIONS: dict[str, Operation] = {
 }
 """torch's name of an operation -> ours; attention goes by its name, see `operation_of`."""
 MATMULS: frozenset[Operation] = frozenset(OPERATIONS.values())
+LINEAR: frozenset[Operation] = frozenset({"mm", "addmm"})
 ATTENTION: frozenset[Operation] = frozenset({"attention"})
 SAVED = {"matmul+attention": MATMULS | ATTENTION, "matmul": MATMULS, "attention": ATTENTION}
 PRODUCTS = ("qkv", "out", "gate_up", "down")
@@ -72,6 +75,12 @@ RECOMPUTED_LINES = ("norm", "attention_input", "qk_norm", "activation", "mask_co
 
 WIDE = 2
 """A product that is more than so many times as wide as its input is a wide one."""
+SHORT = 16
+"""A product that is more than so many times as wide as its input has so short a sum that running it
+again costs next to nothing, and one that is as much narrower has so small a result that keeping it
+does. Neither counts as one of a block's products."""
+CORRECTIONS = ("/adapter_up", "/adapter_forward")
+"""Ends of pieces of work: an adapter's second product, and its sum with what it corrects."""
 MIXES = "parts.mixer"
 """The socket whose owner mixes tokens; one that owns `ATTENDS` too does without attention."""
 CAPS = "logit_soft_cap"
@@ -80,11 +89,11 @@ PARTS = frozenset({MIXES, "parts.mlp", "linear"})
 """Sockets whose fillers make other products of a block."""
 
 
-def widens(op: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a product's result is much wider than its input."""
+def widening(op: Any, args: tuple[Any, ...]) -> float:
+    """How many times as wide as its input a product's result is."""
     x, weight = [a for a in args if isinstance(a, Tensor) and a.ndim > 1][:2]
     width = weight.size(0 if "aten::linear" in str(op.name()) else -1)
-    return width > WIDE * x.size(-1)
+    return width / x.size(-1)
 
 
 @cache
@@ -188,14 +197,22 @@ class SelectiveCheckpoint(Technique[Build]):
         chosen = sorted(layer for layer in layers if layer % self.every == 0)
         stream, dropped, again = ledger.sizes["residual"], 0.0, 0.0
         entered = stream * ledger.sizes["stream_bytes"] / ledger.sizes["activation_bytes"]
+        corrected = sum(  # FLOPs per token of adapters' second products
+            piece.count * 2 * piece.sizes[1] * piece.sizes[2]
+            for name, piece in ledger.work.items()
+            if name.endswith(CORRECTIONS[0]) and not name.startswith(f"mlp.{PRODUCTS[-1]}/")
+        )
         for layer in chosen:
             kept = self._kept_products(ledger.sizes, layer)
+            if layer == 0:
+                ledger = _as_the_next(ledger, [*kept, *(self.kept() & ATTENTION)])
             gone = [*RECOMPUTED_LINES, *(name for name in PRODUCT_LINES if name not in kept)]
             gone += ["attention"] if "attention" not in self.kept() else []
             gone += [] if holds_casts(ledger) else ["weight_cast"]
+            gone += [] if self.kept() & LINEAR else ["adapters"]
             drop = [name for name in (f"{layer}/{g}" for g in gone) if name in ledger.memory]
             dropped += sum(ledger.memory[name].bytes for name in drop)
-            again += self._work_again(ledger.sizes, kept) / len(layers)
+            again += (self._work_again(ledger.sizes, kept) + corrected) / len(layers)
             added = ledger.sizes.get("written", stream)
             line = ledger.memory[f"{layer}/residual"]
             ledger = ledger.without(drop)
@@ -209,7 +226,7 @@ class SelectiveCheckpoint(Technique[Build]):
 
     def _kept_products(self, sizes: dict[str, float], layer: int) -> set[str]:
         """Which of a dense block's four products are kept; their linears are mm or addmm."""
-        if not self.kept() & {"mm", "addmm"}:
+        if not self.kept() & LINEAR:
             return set()
         kept = {name for place, name in enumerate(PRODUCTS) if place % self.every_matmul == 0}
         if layer % self.wide_every == 0:
@@ -225,7 +242,8 @@ class SelectiveCheckpoint(Technique[Build]):
         if name == "attention":
             return 0.0 if "attention" in self.kept() else len(chosen) / layers
         product = name.rpartition(".")[2].replace("up", "gate_up").replace("gate_gate", "gate")
-        if product not in PRODUCTS:
+        corrects = piece.endswith(CORRECTIONS) and product != PRODUCTS[-1]
+        if product not in PRODUCTS or corrects:
             return len(chosen) / layers
         lost = [layer for layer in chosen if product not in self._kept_products(sizes, layer)]
         return len(lost) / layers if product != PRODUCTS[-1] else 0.0
@@ -276,9 +294,14 @@ class SelectiveCheckpoint(Technique[Build]):
             def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
                 found = operation_of(op)
                 keep = found in kept
-                if found in MATMULS:
+                asked = found in LINEAR or (narrow and found in MATMULS)
+                wider = widening(op, args) if asked else 1.0
+                beside = found in LINEAR and not 1 / SHORT <= wider <= SHORT
+                if beside:
+                    keep = keep and wider < 1
+                elif found in MATMULS:
                     keep = keep and products[ctx.is_recompute] % self.every_matmul == 0
-                    if keep and narrow and widens(op, args):
+                    if keep and narrow and wider > WIDE:
                         keep = False
                         counts["narrowed"] += not ctx.is_recompute
                     products[ctx.is_recompute] += 1
@@ -304,6 +327,18 @@ class SelectiveCheckpoint(Technique[Build]):
             f"{counts['narrowed']} of them for their width, {ran}",
             numbers={**counts, "recomputed_blocks": again},
         )
+
+
+def _as_the_next(ledger: Ledger, names: Iterable[str]) -> Ledger:
+    """With lines of the first block as large as the next one's: what is listed is kept there too.
+
+    Nothing before a first adapter is needed for a gradient.
+    """
+    for name in names:
+        own, other = (ledger.memory.get(f"{layer}/{name}") for layer in (0, 1))
+        if own is not None and other is not None and own.bytes < other.bytes:
+            ledger = ledger.with_line(f"0/{name}", replace(own, bytes=other.bytes))
+    return ledger
 
 
 def _is_products(plan: Plan) -> bool:
