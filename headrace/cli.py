@@ -293,8 +293,15 @@ def explain(
         elif what in known.techniques:
             value, text = explain_technique(known.techniques[what])
         elif what not in recipes() and not Path(what).is_file():
-            near = nearest(what, [*known.techniques, *recipes()])
-            raise ConfigError(f"{what!r} is no plan, recipe or technique; the nearest is {near}")
+            names = [*known.techniques, *recipes()]
+            near = nearest(what, names)
+            raise ConfigError(
+                f"{what!r} is no plan, recipe or technique"
+                + (f"; the nearest is {near}" if near in names else ""),
+                f"headrace explain {near}"
+                if near in names
+                else "headrace list for the techniques, headrace list --recipes for the recipes",
+            )
         else:
             plan = named_plan(what, overrides, with_, without)
             value, text = (

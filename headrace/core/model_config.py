@@ -71,7 +71,8 @@ class ModelConfig(Strict):
                 f"the nearest that fits is model.kv_heads={fit}"
             )
         if not self.head_dim and self.dim % self.heads:
-            near = max(self.heads, round(self.dim / self.heads) * self.heads)
+            unit = self.heads * (2 if self.position == "rope" else 1)  # rope wants an even head_dim
+            near = max(unit, round(self.dim / unit) * unit)
             raise ValueError(
                 f"dim = {self.dim} is not a multiple of heads = {self.heads}; the nearest that "
                 f"fits is model.dim={near} (or give model.head_dim)"

@@ -98,7 +98,8 @@ def _explain(table: type[BaseModel], item: dict[str, Any], where: str) -> tuple[
         return f"the plan needs the key {key!r}", f"{key}=VALUE"
     if item["type"] == "literal_error" and isinstance(item["input"], str):
         expected = item["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
-        right = nearest(item["input"], expected)
+        close = nearest(item["input"], expected)
+        right = close if close in expected else expected[0]
         return f"{key} = {item['input']!r} is not one of {', '.join(expected)}", f"{key}={right}"
     if item["type"] == "value_error":
         return str(item["ctx"]["error"]) if not key else f"{key}: {item['ctx']['error']}", ""

@@ -133,6 +133,11 @@ def _prepare(plan: Plan, progress: Progress | None) -> Prepared:
                 if not target.exists():
                     _build_aside(plan, target, progress)
         return _open(plan, target)
+    except ConfigError as error:
+        if not target.exists():
+            raise
+        remedy = f"rm -r {shlex.quote(str(target))} && {_rebuild_command(plan.data)}"
+        raise ConfigError(error.message, remedy) from None  # a part of it is never made anew
     except OSError as error:
         if is_out_of_memory(error):
             raise
@@ -173,8 +178,7 @@ def _open(plan: Plan, target: Path) -> Prepared:
     for shards in (*train, validation):
         if shards.manifest.tokenizer != tokenizer.fingerprint:
             raise ConfigError(
-                f"{target / 'tokenizer.json'} is not the tokenizer that wrote {shards.directory}",
-                f"rm -r {target} && {shards.manifest.rebuild}",
+                f"{target / 'tokenizer.json'} is not the tokenizer that wrote {shards.directory}"
             )
     if sum(s.text_bytes for s in (*train, validation)) <= VERIFY_BYTES:
         for shards in (*train, validation):
@@ -340,10 +344,11 @@ def _batches(source: str, text_key: str, split: float | None = None) -> Iterator
 
 
 def _rebuild_command(data: DataConfig) -> str:
-    """`headrace data ingest` with the keys that are not at their defaults."""
+    """`headrace data ingest` with the keys that are not at their defaults or not at demo's."""
     keys = {"sources", "validation", "text_key", "tokenizer", "vocab", "directory"}
+    asked = data.model_dump(mode="json", include=keys, exclude_defaults=True)
     words = ["headrace data ingest demo"]
-    for key, value in data.model_dump(mode="json", include=keys, exclude_defaults=True).items():
+    for key, value in {**asked, "vocab": data.vocab}.items():
         text = value if isinstance(value, str) else json.dumps(value)
         words.append(shlex.quote(f"data.{key}={text}"))
     return " ".join(words)

@@ -85,6 +85,8 @@ def _listing(source: str) -> list[tuple[str, Path]]:
     """The readable files of a local source as (name to show, path), sorted."""
     if source == "stdlib":
         return _standard_library()
+    if not source:  # which pathlib takes for the current folder
+        raise ConfigError("data.sources names an empty path", "data.sources=PATH")
     path = Path(source).expanduser()
     if path.is_dir():
         return _folder(path)
@@ -179,6 +181,7 @@ def _json_lines(stream: Iterable[bytes], name: str, text_key: str) -> Iterator[D
     for number, raw in enumerate(stream, 1):
         origin = f"{name}:{number}"
         line = _decode(raw, origin, offset_bytes)
+        line = line.removeprefix("\ufeff") if number == 1 else line
         offset_bytes += len(raw)
         if not line.strip():
             continue
@@ -186,7 +189,7 @@ def _json_lines(stream: Iterable[bytes], name: str, text_key: str) -> Iterator[D
             row = json.loads(line)
         except json.JSONDecodeError as error:
             raise ConfigError(
-                f"{origin} is not JSON: {error.msg} at column {error.colno}"
+                f"{origin} is not JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
             ) from None
         except (ValueError, RecursionError) as error:  # a number or a nesting without end
             raise ConfigError(f"{origin} is not JSON that can be read: {error}") from None
@@ -215,10 +218,13 @@ def _text(row: dict[str, Any], text_key: str, origin: str) -> str:
     if text is None:
         return ""
     if not isinstance(text, str):
+        others = [str(key) for key, value in row.items() if isinstance(value, str)]
         raise ConfigError(
             f"{origin}: the field {text_key!r} holds {type(text).__name__}, not text",
-            f"data.text_key=KEY, one of {', '.join(map(str, row))}",
-        )
+            f"data.text_key={others[0]}" if len(others) == 1
+            else f"data.text_key=KEY, one of {', '.join(others)}" if others
+            else f"leave {origin} out, or write its {text_key!r} as text",
+        )  # fmt: skip
     try:
         text.encode()
     except UnicodeEncodeError:  # JSON can spell half of a surrogate pair; UTF-8 cannot

@@ -119,6 +119,20 @@ def test_explain_a_technique(
         assert f"techniques.{name}.{knob}" in text
 
 
+@pytest.mark.parametrize(
+    ("asked", "message", "remedy"),
+    [
+        ("flash_atention", "the nearest is flash_attention", "headrace explain flash_attention"),
+        ("nosuch.toml", "'nosuch.toml' is no plan, recipe or technique", "headrace list for"),
+    ],
+)
+def test_explain_of_nothing_names_one_near_or_none(
+    asked: str, message: str, remedy: str, call: Callable[..., Any]
+) -> None:
+    told = call("explain", asked, code=2)
+    assert told["error"].endswith(message) and told["remedy"].startswith(remedy)
+
+
 @pytest.mark.parametrize("asked", [(), ("--graph",)])
 def test_explain_without_a_name_says_what_it_takes(
     asked: tuple[str, ...], call: Callable[..., Any]

@@ -1,5 +1,6 @@
 """Plans: every mistake is one message with the nearest right answer; a resolved plan reads back."""
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -48,7 +49,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
     ),
     "techniques that are no tables": (("techniques=3",), ("techniques must be tables",), ""),
     "heads that do not divide": (
-        ("model.dim=100", "model.heads=3"), ("dim = 100", "heads = 3", "model.dim=99"), "",
+        ("model.dim=100", "model.heads=3"), ("dim = 100", "heads = 3", "model.dim=102"), "",
     ),
     "groups that do not divide": (
         ("model.heads=6", "model.dim=48", "model.kv_heads=4"), ("kv_heads = 4", "kv_heads=3"), "",
@@ -70,6 +71,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
     "weights for other sources": (
         ('data.sources=["a", "b"]', "data.weights=[1.0]"), ("1 numbers for 2",), "",
     ),
+    "a word near none": (("attention=fast",), ("not one of plan, measured",), "attention=plan"),
     "a negative weight": (("data.weights=[-1.0]",), ("data.weights",), ""),
     "dollars without a price": (("goal.dollars=3",), ("hardware.dollars_per_hour",), ""),
     "warmup past the end": (
@@ -141,6 +143,16 @@ def test_the_largest_number_of_toml_is_read() -> None:
 def test_a_model_that_is_no_table(override: str) -> None:
     with pytest.raises(ConfigError, match="model"):
         read(BASE, override)
+
+
+@pytest.mark.parametrize(("dim", "heads"), [(64, 3), (100, 3), (65, 4), (5, 4)])
+@pytest.mark.parametrize("position", ["rope", "learned"])
+def test_the_nearest_dim_is_one_that_works(dim: int, heads: int, position: str) -> None:
+    asked = (f"model.heads={heads}", f"model.position={position}")
+    with pytest.raises(ConfigError) as caught:
+        read(BASE, f"model.dim={dim}", *asked)
+    (works,) = re.findall(r"model\.dim=\d+", caught.value.message)
+    read(BASE, works, *asked)
 
 
 def test_two_mistakes_are_both_told() -> None:

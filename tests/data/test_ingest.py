@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from headrace.arguments import named_plan
 from headrace.core.errors import ConfigError, MemoryFull, RunError
 from headrace.core.plan import Plan
 from headrace.data import ingest, sources
@@ -160,7 +162,11 @@ def test_damage_is_found_before_training(make_plan: MakePlan, source: str) -> No
     path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
     with pytest.raises(ConfigError, match="has changed since it was written") as error:
         prepare(plan)
-    assert f"rm -r {prepared.directory}" in str(error.value)
+    assert error.value.remedy.startswith(f"rm -r {prepared.directory} && headrace data ingest")
+    shutil.rmtree(prepared.train[0].directory)  # half of it, which is not made anew
+    with pytest.raises(ConfigError, match="no manifest") as half:
+        prepare(plan)
+    assert half.value.remedy == error.value.remedy
     shutil.rmtree(prepared.directory)
     again = prepare(plan)
     assert again.fingerprint == prepared.fingerprint
@@ -168,6 +174,23 @@ def test_damage_is_found_before_training(make_plan: MakePlan, source: str) -> No
     tokenizer.write_text(tokenizer.read_text() + "\n")
     with pytest.raises(ConfigError, match="is not the tokenizer that wrote"):
         prepare(plan)
+
+
+@pytest.mark.parametrize("vocab", [300, 2048, 4096])
+def test_the_command_that_prepares_again_prepares_the_same(
+    make_plan: MakePlan, source: str, vocab: int
+) -> None:
+    plan = make_plan(sources=source, vocab=vocab)
+    prepared = prepare(plan)
+    (prepared.validation.directory / "manifest.json").unlink()
+    with pytest.raises(ConfigError) as error:
+        prepare(plan)
+    remove, _, again = error.value.remedy.partition(" && ")
+    subprocess.run(remove, shell=True, check=True)
+    _, _, verb, recipe, *overrides = shlex.split(again)  # headrace data ingest demo ...
+    assert verb == "ingest" and not prepared.directory.exists()
+    made = prepare(named_plan(recipe, overrides))
+    assert (made.directory, made.fingerprint) == (prepared.directory, prepared.fingerprint)
 
 
 def test_a_full_disk(

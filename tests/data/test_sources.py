@@ -123,6 +123,36 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
     assert message in found and f"{path}:2" in found
 
 
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('{"text": 7}', "try: leave {origin} out, or write its 'text' as text"),
+        ('{"text": 7, "n": 1, "body": "a"}', "try: data.text_key=body"),
+        ('{"text": 7, "title": "b", "body": "a"}', "try: data.text_key=KEY, one of title, body"),
+        ('{"text": "a\n', "Invalid control character at column 12"),
+    ],
+)
+def test_what_is_advised_of_a_bad_line_works(tmp_path: Path, line: str, says: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(line)
+    assert failure(path).endswith(says.format(origin=f"{path}:1"))
+
+
+def test_a_mark_of_the_byte_order_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + LINES)
+    assert texts(path) == TEXTS
+
+
+def test_an_empty_path_is_not_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_text("one")
+    monkeypatch.chdir(tmp_path)
+    assert "empty path\n  try: data.sources=PATH" in failure("")
+    assert texts(".") == ["one"]
+
+
 def test_a_parquet_without_the_field(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"content": ["one"], "n": [1]}), path)
