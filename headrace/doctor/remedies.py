@@ -68,6 +68,7 @@ KEYS: Mapping[str, Callable[[Plan], list[str]]] = {
     "computation": _half,
     "kernel efficiency": _half,
     "memory bandwidth": _half,
+    "memory capacity": _half,
 }
 """bottleneck -> keys of the plan that are worth a try, each alone."""
 KEY_COSTS: Mapping[str, str] = {
@@ -264,9 +265,13 @@ def _order(remedy: Remedy, learns: bool) -> tuple[bool, bool, float, Words]:
 
 
 def _does_it_all(other: Remedy, one: Remedy) -> bool:
-    """Whether a part of a change is as good as the whole of it."""
-    if not {*other.change} < {*one.change} or other.gain is None:
+    """Whether a part of a change is as good as the whole of it, or a shorter one is the same."""
+    if other.gain is None or len(other.change) >= len(one.change):
         return False
+    if not {*other.change} < {*one.change}:
+        return (other.gain, other.memory_bytes, other.equality) == (
+            one.gain, one.memory_bytes, one.equality
+        )  # fmt: skip
     faster = one.gain is not None and one.gain.value > other.gain.value + NOTHING
     return not faster and other.memory_bytes <= one.memory_bytes
 

@@ -230,6 +230,9 @@ def test_a_plan_in_fp32_is_told_of_bf16() -> None:
     told_first = first.remedies[0]
     assert told_first.change == ("model.precision=bf16",) and told_first.gain is not None
     assert told_first.gain.low < 5.788 - 1 < told_first.gain.high, "as techniques.jsonl has it"
+    same = [one for finding in advice.findings for one in finding.remedies
+            if "+bf16_autocast" in one.change]  # fmt: skip
+    assert not same, "which is what the key does"
     half = advise_plan(*on_h200("160m", BARE), catalogue())
     assert "fp32" not in told(half)
 
