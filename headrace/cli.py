@@ -142,7 +142,7 @@ def train(
         if json:
             show_json(report)
         else:
-            _tell(folder, report)
+            _tell(folder, report, on_its_own=[*read.source_list] == ["stdlib"])
 
 
 def conclude(folder: Path) -> dict[str, Any]:
@@ -182,21 +182,26 @@ def _generate(build: Any, prompt: str, *, new_tokens: int, **how: Any) -> str:
     return tokenizer.decode(new)
 
 
-def _tell(folder: Path, report: dict[str, Any]) -> None:
+def _tell(folder: Path, report: dict[str, Any], *, on_its_own: bool) -> None:
+    """What became of a run, and what to type next; `on_its_own` text it tells how to use yours."""
     goal, last = report["goal"], report["val"][-1]
-    reached = "goal reached" if goal["reached"] else f"budget spent ({goal['ended_by']})"
-    asked = goal["asked"].get("bits_per_byte")
+    asked, ended = goal["asked"].get("bits_per_byte"), goal["ended_by"]
+    if asked:
+        reached = "goal reached" if goal["reached"] else f"budget spent ({ended})"
+    else:
+        reached = f"ended by {ended}"
     target = f" (goal {asked})" if asked else ""
     speed = report["steady_tokens_per_s"]
-    rate = f"{format_count(speed)} tokens/s" if speed else "speed not measured"
+    rate = f"{format_count(speed)} tokens/s in steady steps" if speed else "speed not measured"
+    prompt = " --prompt 'def main('" if on_its_own else ""
+    yours = f"\n        {started_as()} train demo data.sources=PATH_OF_YOUR_TEXT name=mine"
     console.print(
         f"\n{reached}: {last['bits_per_byte']:.3f} bits per byte{target} after "
         f"{format_count(report['tokens'])} tokens and {format_seconds(report['wall_s'])}, {rate}\n"
         f"{report['narrowest']['sentence']} ({report['narrowest']['evidence']})\n"
         + (f"sample: {report['sample']['text']!r}\n" if report["sample"] else "")
         + f"report: {folder / 'report.html'}\n"
-        f"next:   {started_as()} sample {folder} --prompt 'def main('\n"
-        f"        {started_as()} train demo data.sources=PATH_OF_YOUR_TEXT name=mine",
+        f"next:   {started_as()} sample {folder}{prompt}" + yours * on_its_own,
         markup=False, soft_wrap=True,
     )  # fmt: skip
 

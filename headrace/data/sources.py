@@ -177,7 +177,7 @@ def _decode(raw: bytes, name: str, before_bytes: int = 0) -> str:
 
 
 def _json_lines(stream: Iterable[bytes], name: str, text_key: str) -> Iterator[Document]:
-    offset_bytes = 0
+    offset_bytes, earlier = 0, False
     for number, raw in enumerate(stream, 1):
         origin = f"{name}:{number}"
         line = _decode(raw, origin, offset_bytes)
@@ -195,6 +195,10 @@ def _json_lines(stream: Iterable[bytes], name: str, text_key: str) -> Iterator[D
             raise ConfigError(f"{origin} is not JSON that can be read: {error}") from None
         if not isinstance(row, dict):
             raise ConfigError(f"{origin} is a JSON {type(row).__name__}, not an object with fields")
+        if earlier and text_key not in row:
+            told = _no_key(text_key, row, origin).message
+            raise ConfigError(f"{told}; lines before it have one", f"leave {origin} out")
+        earlier = True
         yield Document(_text(row, text_key, origin), origin)
 
 

@@ -112,7 +112,7 @@ def test_not_utf8_names_file_and_byte(tmp_path: Path) -> None:
         ("[1]", "is a JSON list"),
         ("[" * 100_000, "recursion"),
         ('{"n": ' + "9" * 5000 + "}", "is not JSON that can be read"),
-        ('{"txt": "a", "id": 3}', "its fields are txt, id\n  try: data.text_key=txt"),
+        ('{"txt": "a", "id": 3}', "its fields are txt, id; lines before it have one"),
         ('{"text": 7}', "the field 'text' holds int, not text"),
     ],
 )
@@ -128,6 +128,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
     [
         ('{"text": 7}', "try: leave {origin} out, or write its 'text' as text"),
         ('{"text": 7, "n": 1, "body": "a"}', "try: data.text_key=body"),
+        ('{"txt": "a", "id": 3}', "its fields are txt, id\n  try: data.text_key=txt"),
         ('{"text": 7, "title": "b", "body": "a"}', "try: data.text_key=KEY, one of title, body"),
         ('{"text": "a\n', "Invalid control character at column 12"),
     ],
