@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 import sys
 from collections.abc import Mapping
 from functools import cache
@@ -9,6 +10,7 @@ from itertools import pairwise
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic.fields import FieldInfo
 
 from headrace.core.errors import ConfigError, nearest
 
@@ -103,9 +105,20 @@ def _explain(table: type[BaseModel], item: dict[str, Any], where: str) -> tuple[
         return f"{key} = {item['input']!r} is not one of {', '.join(expected)}", f"{key}={right}"
     if item["type"] == "value_error":
         return str(item["ctx"]["error"]) if not key else f"{key}: {item['ctx']['error']}", ""
-    limits = item.get("ctx", {})
-    bound = next((limits[k] for k in ("ge", "gt", "le", "lt") if k in limits), None)
     said = item["msg"][:1].lower() + item["msg"][1:]  # a pattern in it keeps its capitals
-    text = f"{key} = {item['input']!r}: {said}"
-    itself = bound is not None and not {"gt", "lt"} & set(limits)
-    return text, f"{key}={bound}" if itself else ""
+    field = _table_at(table, path[:-1]).model_fields.get(str(path[-1])) if path else None
+    near = _near(field, item)
+    return f"{key} = {item['input']!r}: {said}", "" if near is None else f"{key}={near}"
+
+
+def _near(field: FieldInfo | None, item: dict[str, Any]) -> Any:
+    """A value near to what was given that works: a bound, what it begins with, or the default."""
+    given, limits, kind = item["input"], item.get("ctx", {}), item["type"]
+    if kind == "string_pattern_mismatch":
+        return re.sub("[^A-Za-z0-9._-]+", "-", given).strip(".-_") or None
+    if kind in ("int_parsing", "float_parsing") and (number := re.match("[0-9]+", str(given))):
+        return number[0]
+    if (bound := next((limits[k] for k in ("ge", "le") if k in limits), None)) is not None:
+        return bound
+    default = None if field is None else field.default
+    return default if type(default) in (int, float, str) and default != "" else None

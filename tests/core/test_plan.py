@@ -212,11 +212,22 @@ def test_with_and_without() -> None:
             read(BASE, **how)
 
 
-def test_a_bound_that_is_not_allowed_itself_is_no_remedy() -> None:
-    for wrong in ("techniques.dynamic_batch.headroom=1", "optimizer.lr=0"):
-        with pytest.raises(ConfigError) as caught:
-            read(BASE, wrong)
-        assert caught.value.remedy == ""
+@pytest.mark.parametrize(
+    ("wrong", "works"),
+    [
+        ("techniques.dynamic_batch.headroom=1", "techniques.dynamic_batch.headroom=0.05"),
+        ("optimizer.lr=0", "optimizer.lr=0.001"),  # a bound that is not allowed itself is none
+        ("model.layers=0", "model.layers=1"),
+        ("model.dim=big", "model.dim=256"),
+        ("goal.minutes=5m", "goal.minutes=5"),
+        ("name='two words!'", "name=two-words"),
+    ],
+)
+def test_a_wrong_value_is_told_one_that_works(wrong: str, works: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(BASE, wrong)
+    assert caught.value.remedy == works
+    read(BASE, works)
 
 
 def test_derived_numbers() -> None:
