@@ -9,6 +9,7 @@ import typer
 import headrace.techniques
 from headrace import probes
 from headrace.context import choose_device, elsewhere, make_context
+from headrace.core.errors import ConfigError
 from headrace.core.machine import Machine
 from headrace.core.plan import Plan, read_recipe
 from headrace.core.technique import Catalogue, Context, discover
@@ -42,6 +43,8 @@ def named_plan(
         ConfigError: there is none, and what to give the verb; or it is not well formed.
     """
     text = read_recipe(name, recipes(), verb)
+    if both := sorted({*(add or ())} & {*(drop or ())}):
+        raise ConfigError(f"{both[0]} is asked for and left out", f"--with {both[0]} alone")
     return Plan.read(
         text, catalogue(), overrides=overrides or (), with_=add or (), without=drop or ()
     )

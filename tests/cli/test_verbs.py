@@ -331,6 +331,13 @@ def test_what_is_not_supported_here_is_3(call: Callable[..., Any], tiny_demo: li
     assert "finds none here" in call("train", *tiny_demo, f"device={absent}", code=3)["error"]
 
 
+def test_one_technique_is_not_both_asked_for_and_left_out(
+    call: Callable[..., Any], tiny_demo: list[str]
+) -> None:
+    told = call("explain", *tiny_demo, "--with", "muon", "--without", "muon", code=2)
+    assert "muon is asked for and left out" in told["error"]
+
+
 def test_the_clock_of_a_run_on_a_cpu_tells_of_its_plan_and_of_no_other(
     call: Callable[..., Any], tiny_demo: list[str]
 ) -> None:
