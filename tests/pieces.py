@@ -1,8 +1,9 @@
-"""What several files of tests begin with: tensors of attention, a first step, a ring of one."""
+"""What several files of tests begin with: tensors of attention, a first step, things by hand."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,3 +32,15 @@ def gradients(build: Build, micros: Sequence[Micro]) -> dict[str, Tensor]:
 def ring_of(rank: int, ranks: int) -> Ring:
     """A ring whose group answers who we are and no more."""
     return Ring(SimpleNamespace(rank=lambda: rank, size=lambda: ranks))  # type: ignore[arg-type]
+
+
+def left(**what: Any) -> Any:
+    """What a run would have left, of which evidence reads no more than this."""
+    return SimpleNamespace(**what)
+
+
+def bare(kind: type[Any], **has: Any) -> Any:
+    """Of a class, never built, with these attributes."""
+    found: Any = object.__new__(kind)
+    found.__dict__.update(has)
+    return found

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from headrace import train as training
 from headrace.data.loader import Loader
 from headrace.doctor.window import read_rows
-from headrace.signals import HostClock, Signals, TrackedMemory, between_ranks
+from headrace.signals import HostClock, Operations, Signals, TrackedMemory, between_ranks
 
 PHASES = ("input", "forward", "backward", "optimizer")
 
@@ -145,6 +146,47 @@ def test_ranks_are_compared_by_the_steps_that_all_have() -> None:
     assert found is not None and found["steps"] == 7 and found["own_s"] == [1.0, 1.5, 1.0]
     assert (found["late_s"], found["waited_s"], found["last"]) == (0.5, [0.5, 0.0, 0.5], 1)
     assert found["last_share"] == 1.0
+    apart = between_ranks([even, {0: 2.0, 1: 2.0}, {0: 5.0, 1: 5.0}])
+    assert apart is not None and apart["late_s"] == 3.5, "behind the median of the others"
+    assert apart["waited_s"] == [4.0, 3.0, 0.0]
     once = between_ranks([even, {**even, 4: 9.0}])
     assert once is not None and once["late_s"] == 0.0, "a rank that was disturbed once is not late"
     assert between_ranks([even]) is None and between_ranks([even, {20: 1.0}]) is None
+
+
+def test_a_step_that_compiled_is_compiling_but_for_what_stands_outside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(HostClock, "record", lambda self: setattr(self, "at_s", now[0]))
+    signals = Signals(torch.device("cpu"))
+    for phase in ("forward", "optimizer", "other"):
+        signals.mark(phase)
+        now[0] += 2.0
+    signals.end_step(1, torch.tensor([1.0, 1.0, 1.0, 4.0]), {"compile_s": 0.5})
+    (row,) = signals.drain(keep=0)
+    assert (row["compile_s"], row["other_s"], row["step_s"]) == (4.0, 2.0, 6.0)
+    assert row["forward_s"] == row["optimizer_s"] == 0.0
+
+
+@pytest.mark.parametrize(("keep", "slack"), [(None, {}), (1, {"slack_s": 0.0})])
+def test_slack_is_told_where_the_host_asked(keep: int | None, slack: dict[str, float]) -> None:
+    """On a GPU; whoever never waits does not ask."""
+    signals = Signals(torch.device("cpu"))
+    signals.mark("forward")
+    signals.end_step(1, torch.tensor([1.0, 1.0, 1.0, 4.0]), {})
+    signals.cuda = True
+    (row,) = signals.drain(keep=keep)
+    assert {name: value for name, value in row.items() if name == "slack_s"} == slack
+
+
+def test_an_operation_is_tiny_if_all_that_it_touches_is() -> None:
+    def kind(name: str) -> Any:
+        return SimpleNamespace(is_view=False, overloadpacket=SimpleNamespace(__name__=name))
+
+    seen, one, wide = Operations(), torch.ones(1), torch.ones(5000)
+    seen.note(kind("add"), (one, one), one)
+    seen.note(kind("add"), (wide, one), wide)
+    assert (seen.count, seen.tiny) == (2, 1)
+    seen.note(kind("addmm"), (torch.ones(7), torch.ones(3, 5), torch.ones(5, 7)), torch.ones(3, 7))
+    assert seen.product_flops == {"float32": 2 * 3 * 5 * 7}

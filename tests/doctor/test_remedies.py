@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import log
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +17,21 @@ from headrace.context import elsewhere, make_context
 from headrace.core.machine import Machine
 from headrace.core.plan import Plan
 from headrace.core.statistics import Interval
+from headrace.doctor import findings
 from headrace.doctor.advice import advise, advise_plan, advised, plain, told
 from headrace.doctor.findings import Finding
 from headrace.doctor.forecast import Forecast, Measured, between, by_ledger, by_share
-from headrace.doctor.remedies import Remedy, _does_it_all, _equality, _order, helps, remedies
+from headrace.doctor.remedies import (
+    KEYS,
+    Remedy,
+    _does_it_all,
+    _equality,
+    _may_help,
+    _order,
+    _sentence,
+    helps,
+    remedies,
+)
 from headrace.doctor.window import Window
 from headrace.planner.foresight import foresee
 
@@ -286,3 +298,38 @@ def test_a_run_is_told_what_to_do(train: Callable[..., Path], tmp_path: Path) ->
     assert not any(one.remedies for one in unknown.findings)
     assert "Unheard Of 9000" in unknown.unknown and unknown.unknown in told(unknown)
     assert {row["unknown"] for row in plain(unknown)} == {unknown.unknown}
+
+
+@pytest.mark.parametrize(
+    ("rows", "helps"),
+    [(0, "unused memory"), (8, "unused memory"), (2, "memory capacity"), (8, "launch")],
+)
+def test_all_rows_at_a_time_are_more_rows(rows: int, helps: str) -> None:
+    """A 0 in the plan is all of a step's, of the change as of what it changes."""
+    start: Any = SimpleNamespace(micro_rows=4, batch=SimpleNamespace(micro_sequences=0))
+    asking: Any = SimpleNamespace(start=start)
+    words = (f"batch.micro_sequences={rows}",)
+    assert _may_help(helps, words, asking)
+    other = "unused memory" if helps == "memory capacity" else "memory capacity"
+    assert not _may_help(other, words, asking) and not _may_help("input", words, asking)
+    told = _sentence(asking, words, words[0])
+    assert told == f"Reads {rows or 'all'} rows at a time instead of 4."
+
+
+def test_reading_without_workers_begins_with_two() -> None:
+    plan: Any = SimpleNamespace(data=SimpleNamespace(workers=0, prefetch=2))
+    assert KEYS["input"](plan) == ["data.workers=2", "data.prefetch=4"]
+    plan.data.workers = 3
+    assert KEYS["input"](plan)[0] == "data.workers=6"
+
+
+def test_the_narrowest_station_is_the_one_that_took_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    for other in ("_memory", "_waste"):
+        monkeypatch.setattr(findings, other, lambda report: [])
+    told = findings.stations({"phase_s": {"optimizer": 1.0, "eval": 3.0, "checkpoint": 0.0}})
+    assert [(one.bottleneck, one.share) for one in told] == [
+        ("evaluation", 0.75),
+        ("optimizer", 0.25),
+    ]
+    assert told[0].sentence.startswith("The narrowest station is evaluation: it took 75.0%")
+    assert told[1].sentence.startswith("Optimizer took 25.0%")

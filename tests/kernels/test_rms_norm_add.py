@@ -48,8 +48,9 @@ def test_equals_the_definition(shape: tuple[int, ...], dtype: torch.dtype, devic
 
 
 @pytest.mark.parametrize("device", [HOST, GPU])
-def test_a_stream_in_fp32_and_a_part_in_bf16(device: str) -> None:
+def test_a_stream_in_fp32_and_a_part_in_bf16_and_the_other_way_round(device: str) -> None:
     check(both((3, 33), torch.float32, torch.bfloat16, device))
+    check(both((3, 33), torch.bfloat16, torch.float32, device))
 
 
 @pytest.mark.parametrize("device", [HOST, GPU])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.kernels.rope import reference, rope
+from headrace.kernels.rope import reference, rope, rope_norm
 
 pytest.importorskip("triton")
 SHAPES = {
@@ -63,6 +63,25 @@ def test_equals_torchs_own(shape: tuple[int, ...], dtype: torch.dtype, device: s
 def test_a_table_may_be_scaled(device: str) -> None:
     """The gradient is the transpose, also of what is no rotation."""
     check((2, 3, 2, 6), torch.float32, device, rows=2, factor=1.4)
+
+
+def apart(table: Tensor) -> Tensor:
+    """The same numbers, which do not lie one behind the other."""
+    return table.repeat_interleave(2, -1)[..., ::2]
+
+
+@pytest.mark.parametrize("device", [HOST, GPU])
+def test_a_table_may_lie_apart(device: str) -> None:
+    x, weight = torch.randn(2, 5, 3, 8, device=device), torch.randn(8, device=device)
+    tables = angles(2, 5, 8, device)
+    strided = [apart(table) for table in tables]
+    assert rope(x, *strided).equal(rope(x, *tables))
+    seen = []
+    for cos, sin in (strided, tables):
+        ours = x.clone().requires_grad_()
+        out = rope_norm(ours, weight, 1e-5, cos, sin)
+        seen.append((out, *torch.autograd.grad(out.sum(), ours)))
+    assert all(a.equal(b) for a, b in zip(*seen, strict=True))
 
 
 @pytest.mark.parametrize("device", [HOST, GPU])

@@ -39,6 +39,17 @@ def check(
         torch.testing.assert_close(found.double(), wanted, rtol=unit, atol=atol)
 
 
+def test_torchs_own_operations_round_once() -> None:
+    """A norm in bf16 would round before the turn and after it."""
+    draw = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(s, generator=draw) for s in ((2, 7, 5, 8), (8,)))
+    x, (cos, sin) = x.bfloat16(), angles(2, 7, 8, "cpu")
+    wanted = exact(x.double(), weight.double(), EPS, cos.double(), sin.double())
+    found = reference_norm(x, weight, EPS, cos, sin)
+    assert found.dtype == torch.bfloat16
+    assert (found == wanted.bfloat16()).float().mean() > 0.99
+
+
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("device", [HOST, GPU])
@@ -99,3 +110,14 @@ def test_compiled_without_a_graph_break(dtype: torch.dtype) -> None:
     for ours, theirs in zip(found, wanted, strict=True):
         unit = 8 * torch.finfo(dtype).eps
         torch.testing.assert_close(ours, theirs, rtol=unit, atol=unit)
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
+@pytest.mark.parametrize("device", [HOST, GPU])
+def test_heads_that_are_not_there_add_nothing_without_an_eps(device: str) -> None:
+    """A tile's rows beyond the last head are zeros, whose root has no inverse."""
+    x = torch.randn(1, 3, 1, 8, device=device)
+    weight = torch.randn(8, device=device, requires_grad=True)
+    out = rope_norm(x, weight, 0.0, *angles(1, 3, 8, device))
+    (found,) = torch.autograd.grad(out.sum(), weight)
+    assert found.isfinite().all()

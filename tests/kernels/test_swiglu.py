@@ -50,3 +50,13 @@ def test_is_one_operation_for_a_compiler() -> None:
     (found,) = torch.autograd.grad(compiled(given).sum(), given)
     (wanted,) = torch.autograd.grad((reference(given * 2, 11) + 1).sum(), given)
     torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for a CPU")
+def test_a_gradient_may_lie_otherwise() -> None:
+    given, weigh = torch.randn(3, 32), torch.randn(16, 3)
+    found = []
+    for grad in (weigh.t(), weigh.t().contiguous()):
+        ours = given.clone().requires_grad_()
+        found.extend(torch.autograd.grad(swiglu(ours, 8), ours, grad))
+    assert found[0].equal(found[1])

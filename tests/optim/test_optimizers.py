@@ -122,3 +122,10 @@ def test_clipping_equals_torchs_reference(limit: float) -> None:
 def test_no_gradients_have_no_norm() -> None:
     assert float(gradient_norm([])) == 0.0
     scale_gradients([], torch.ones(()))
+
+
+def test_the_norm_of_bf16_gradients_has_more_than_their_8_bits() -> None:
+    gradient = torch.full((999,), 0.1).bfloat16()
+    norm = gradient_norm([gradient])
+    assert norm.dtype == torch.float32
+    assert float(norm) == pytest.approx(float(gradient.double().norm()), rel=1e-6)

@@ -1,15 +1,18 @@
 """A run to a target, as the tuner compares changes of learning."""
 
 import time
+from collections.abc import Callable
 from math import inf, isfinite
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from headrace.core.plan import Plan
-from headrace.trials.readings import Reading, Worker
-from headrace.trials.store import Store
-from headrace.trials.target import learn, train_with
+from headrace.trials.readings import NOT_DONE, Reading, Worker
+from headrace.trials.store import ALIKE_S, Store
+from headrace.trials.target import judge_seeds, learn, train_with, trimmed
 
 
 def test_a_run_tells_its_seconds_to_the_target(plan: Plan, tmp_path: Path) -> None:
@@ -46,3 +49,91 @@ def test_two_lost_seeds_or_a_missed_target_are_enough(
     assert (found.verdict, found.reason, len(asked)) == (verdict, says, runs)
     if isfinite(before_s):
         assert found.ratio is not None and found.ratio.value == pytest.approx(before_s / after_s)
+
+
+def asked_of(
+    plan: Plan, seconds: Callable[[Plan], float | str], limit_s: float, seeds: int = 7
+) -> tuple[Any, list[tuple[bool, float, float]]]:
+    """What came of two plans, and of each run whether it was the second's, how long it might
+    take, and how much longer another time must be to try again."""
+    other = plan.replaced(optimizer=plan.optimizer.model_copy(update={"lr": 0.5}))
+    asked: list[tuple[bool, float, float]] = []
+
+    def train(run: Plan, limit_s: float) -> Reading:
+        took = seconds(run)
+        if isinstance(took, str):
+            return Reading(refused=took)
+        return Reading(seconds=[took], tokens_per_s=200.0 if run.optimizer.lr == 0.5 else 100.0)
+
+    def once(what: Any, act: Any, *, limit_s: float, alike_s: float, again: bool) -> Reading:
+        run, given_s = act.args
+        assert given_s == limit_s and not again
+        asked.append((run.optimizer.lr == 0.5, limit_s, alike_s))
+        return act()
+
+    store: Any = SimpleNamespace(once=once)
+    found = learn(plan, other, range(seeds), train, store, limit_s=limit_s, clock=lambda: 0.0)
+    return found, asked
+
+
+def test_a_change_may_take_twice_as_long_as_the_plan_before_with_the_same_seed(plan: Plan) -> None:
+    """And a minute in any case, and never longer than there is."""
+    before_s = (10.0, 100.0, 40.0, 400.0)
+
+    def seconds(run: Plan) -> float:
+        return before_s[run.seed] * (0.9 if run.optimizer.lr == 0.5 else 1.0)
+
+    found, asked = asked_of(plan, seconds, 700.0, seeds=4)
+    assert [limit_s for second, limit_s, _ in asked if second] == [60.0, 200.0, 80.0, 700.0]
+    assert all(limit_s == 700.0 for second, limit_s, _ in asked if not second)
+    assert [alike_s for *_, alike_s in asked] == [ALIKE_S, 0.0] * 3 + [ALIKE_S] * 2
+    assert found.rates == (100.0, 200.0)
+
+
+def test_a_change_that_won_a_seed_is_not_given_up(plan: Plan) -> None:
+    def seconds(run: Plan) -> float:
+        return 12.0 if run.optimizer.lr == 0.5 and run.seed else 10.0 - run.seed / 10
+
+    found, asked = asked_of(plan, lambda run: seconds(run) - (run.optimizer.lr == 0.5), 700.0)
+    assert len(asked) == 14 and found.reason.endswith("with 1 of 7 seeds")
+
+
+@pytest.mark.parametrize(("limit_s", "verdict"), [(700.0, "worse"), (15.0, "cut")])
+def test_too_late_for_the_plan_before_is_lost_and_too_late_for_the_clock_is_unknown(
+    plan: Plan, limit_s: float, verdict: str
+) -> None:
+    found, asked = asked_of(
+        plan, lambda run: f"{NOT_DONE} it" if run.optimizer.lr == 0.5 else 10.0, limit_s
+    )
+    assert found.verdict == verdict and len(asked) == (4 if verdict == "worse" else 2)
+
+
+def test_seeds_that_a_target_was_missed_with_are_in_no_ratio() -> None:
+    before, after = [inf, 10.0, 12.0, 11.0, 10.0, 12.0, 11.0], [5.0, 5.0, 6.0, 5.5, 5.0, 6.0, inf]
+    found = judge_seeds(before, after, 7)
+    assert found.ratio is not None and found.ratio.value == pytest.approx(2.0)
+    assert found.ratio.n == 5 and found.won == 6
+    whole = [10.0, 12.0, 11.0, 10.0, 12.0, 11.0, 10.5]
+    half = [s / 2 for s in whole]
+    assert judge_seeds(whole, half, 7).verdict == "better"
+    assert judge_seeds(whole, half, 8).verdict == "worse", "a seed is still to come"
+
+
+def test_the_fastest_and_the_slowest_of_five_are_left_out() -> None:
+    assert trimmed([9.0, 1.0, 2.0, 3.0, 4.0]) == 3.0
+    assert trimmed([1.0, 2.0, 3.0, 8.0]) == 3.5
+
+
+def test_a_run_ends_with_its_own_minutes_or_the_trials(plan: Plan, tmp_path: Path) -> None:
+    """Only where the trial's are fewer does their end say nothing of the target."""
+    asked: list[tuple[float, bool, float]] = []
+
+    def ask(what: Any, run: Plan, cut: bool, *, limit_s: float) -> Reading:
+        asked.append((run.goal.minutes or 0.0, cut, limit_s))
+        return Reading()
+
+    worker: Any = SimpleNamespace(ask=ask)
+    for own in (3.0, 30.0):
+        aimed = plan.replaced(goal=plan.goal.model_copy(update={"minutes": own}))
+        train_with(worker, tmp_path)(aimed, 600.0)
+    assert asked == [(3.0, False, 660.0), (10.0, True, 660.0)]

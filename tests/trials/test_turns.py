@@ -8,7 +8,7 @@ import pytest
 from headrace.core.statistics import order_abba
 from headrace.trials.judge import Gain, Rules
 from headrace.trials.pairs import _compiled_otherwise
-from headrace.trials.readings import Reading
+from headrace.trials.readings import NOT_DONE, Reading
 from headrace.trials.turns import (
     ACCEPT,
     DRIFT,
@@ -17,6 +17,8 @@ from headrace.trials.turns import (
     Limit,
     Size,
     take_turns,
+    take_visits,
+    unsteady,
     visit_steps,
 )
 
@@ -90,6 +92,63 @@ def test_a_visit_fits_its_share() -> None:
     worth = Size(worth=Gain("exact", Rules()))
     assert steps(0.5, 22.0, worth) == 7 and steps(1.0, 22.0, worth) == 3  # others wait
     assert steps(3.0, 40.0, worth) == 3  # a look
+
+
+@pytest.mark.parametrize(
+    ("gain", "ends", "again"),
+    [
+        (1.022, 1.02, True),  # the drift may be all of it
+        (1.022, 1.01, False),
+        (1.1, 1.02, False),  # it is not
+        (0.9, 1.02, False),
+        (1.0, 1.02, True),
+    ],
+)
+def test_a_drift_of_the_first_that_may_be_the_difference_is_unsteady(
+    gain: float, ends: float, again: bool
+) -> None:
+    one = [1.0, 1.01, 1.01, ends]
+    assert unsteady(one, [s / gain for s in one], LIMIT) == again
+    assert unsteady([1.01, 1.01, 1.01, 1.01], one, LIMIT) is False, "the second may"
+
+
+def test_blocks_are_as_long_as_the_faster_plan_needs() -> None:
+    size = Size(block_s=0.1)
+    took = turns(0.1, 0.002, 600.0, worth=False, size=size)
+    assert took.two.runs[0] == (2, 50) and took.found.steps == 6 * 50
+
+
+def visits(left_s: float, *last: str) -> tuple[Reading, list[Reading]]:
+    """Two plans in visits; what the last one of the first is refused for."""
+    asked: list[str] = []
+
+    def visit(plan: Any, blocks: int, steps: int, share: float) -> Reading:
+        asked.append(plan)
+        first = plan == "first"
+        if asked.count("first") == 2 and last:
+            return Reading(refused=last[0])
+        return Reading(
+            seconds=[2.0 if first else 1.0] * blocks, steps=blocks * steps, ready_s=5.0,
+            peak_bytes=10.0 * len(asked) if first else 7.0, losses=[1.0],
+        )  # fmt: skip
+
+    plans: Any = ("first", "second")
+    return take_visits(visit, *plans, ACCEPT, lambda: left_s)
+
+
+def test_the_first_plan_is_visited_again_where_there_is_time_to_build_it() -> None:
+    found, known = visits(60.0)
+    assert found.beside is not None and len(known) == 1
+    assert found.beside.seconds == [2.0] * 4 and found.seconds == [1.0] * 4
+    assert (found.steps, found.beside.peak_bytes, found.ready_s) == (56, 30.0, 15.0)
+    found, known = visits(4.0)
+    assert found.beside is not None and not known
+    assert (len(found.seconds), found.steps, found.beside.peak_bytes) == (2, 28, 10.0)
+    found, known = visits(60.0, f"{NOT_DONE} 9 s")
+    assert found.beside is not None and not found.beside.refused and not known
+    assert len(found.beside.seconds) == 2 and found.steps == 28
+    found, known = visits(60.0, "no room")
+    assert found.beside is not None and found.beside.refused == "no room" and not known
 
 
 def test_what_is_compiled_otherwise_is_told(plan: Any, change: Any) -> None:

@@ -1,0 +1,203 @@
+"""The order of plans that wait: what is promised, what was lost, what is only guessed."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from headrace.core.plan import Plan
+from headrace.trials.proposals import Pool, _learning_order
+
+Change = Callable[..., Plan]
+A, B, C = "+fused_rope", "+fused_swiglu", "+fused_rms_norm"
+
+
+class Made:
+    """A pool of the plan, whose steps are predicted to take a second."""
+
+    def __init__(self, machine: Any, plan: Plan, change: Change, **how: Any) -> None:
+        self.machine, self.plan, self.change = machine, plan, change
+        self.pool = Pool(plan, machine.proposal(plan, how.pop("first_s", 1.0)), **how)
+
+    def proposal(self, words: str, step_s: float | None = None) -> Any:
+        """The plan with changes, and what is predicted of it."""
+        return self.machine.proposal(self.change(self.plan, *words.split()), step_s)
+
+    def add(self, *, whole: bool = False, **plans: float | None) -> list[Any]:
+        """Letters of changes -> seconds; the proposals, which wait now."""
+        words = {"A": A, "B": B, "C": C}
+        found = [
+            self.proposal(" ".join(words[letter] for letter in name), step_s)
+            for name, step_s in plans.items()
+        ]
+        self.pool.add(found, whole=whole)
+        return found
+
+    def order(self) -> list[Any]:
+        """As they are taken."""
+        found = []
+        while (one := self.pool.take()) is not None:
+            found.append(one)
+        return found
+
+
+@pytest.fixture
+def made(Machine: Any, plan: Plan, change: Change) -> Callable[..., Made]:
+    return lambda **how: Made(how.pop("machine", None) or Machine({}), plan, change, **how)
+
+
+def test_what_learns_otherwise_and_what_was_seen_does_not_wait(made: Callable[..., Made]) -> None:
+    at = made()
+    at.pool.add([at.proposal("+muon", 0.5), at.proposal("optimizer.lr=0.5", 0.5)], whole=True)
+    at.pool.add([at.machine.proposal(at.plan, 0.5)], whole=True)
+    assert not at.pool.waiting
+    at.add(A=0.9)
+    at.add(A=0.8)
+    assert len(at.pool.waiting) == 1
+
+
+def test_a_small_loss_is_measured_and_a_sure_one_is_not(made: Callable[..., Made]) -> None:
+    at = made()
+    a, b, _ = at.add(A=1.02, B=0.9, C=1.05)
+    assert at.order() == [b, a] and len(at.pool.waiting) == 1
+    at = made(memory=True, machine=None)
+    at.machine.bytes = {"fused_rope": 0.999, "fused_swiglu": 0.9}
+    _, b = at.add(A=0.5, B=1.0)
+    assert at.order() == [b], "a faster step is not what is asked for"
+
+
+def test_of_equals_what_changes_less_comes_first(made: Callable[..., Made]) -> None:
+    at = made()
+    two, one = at.add(AB=0.9, C=0.9)
+    assert at.order() == [one, two]
+
+
+def test_single_changes_of_the_plan_before_may_come_again(made: Callable[..., Made]) -> None:
+    """So may a whole plan of which no time is predicted; the others wait on."""
+    at = made()
+    (kept,) = at.add(A=0.5)
+    at.add(B=0.6)
+    at.add(whole=True, C=0.7)
+    at.add(whole=True, BC=None)
+    assert at.pool.take() is kept
+    at.pool.keep(kept, 0.5)
+    assert len(at.pool.waiting) == 1
+    at.add(B=0.4, BC=None)
+    assert len(at.pool.waiting) == 3
+
+
+def test_what_lost_beside_another_plan_promises_less(made: Callable[..., Made]) -> None:
+    at = made()
+    at.pool.lose(at.proposal(A))
+    a, b = at.add(A=0.9, B=0.905)
+    assert at.order() == [b, a]
+    at = made(first_s=None, guess_s=lambda plan: 0.5 if "fused_rope" in plan.techniques else 1.0)
+    at.pool.lose(at.proposal(A))
+    a, b = at.add(A=None, B=None)
+    assert at.order() == [b, a], "of unknown time, and foreseen by the ledger to be much faster"
+
+
+def test_what_shares_a_word_with_what_was_cut_comes_last(made: Callable[..., Made]) -> None:
+    """Of its change of the best so far: what made that one the best was in time."""
+    at = made()
+    (best,) = at.add(A=0.8)
+    at.pool.take()
+    at.pool.keep(best, 0.8)
+    ab, ac, abc = at.add(AB=0.5, AC=0.7, ABC=0.4)
+    at.pool.late(ab)
+    assert at.pool.cut == {B}
+    assert at.order()[0] is ac
+    assert at.pool.take() is None and abc.foresight.step_s == 0.4
+
+
+def test_a_guess_counts_less_for_what_compiles_and_for_what_rounds(
+    made: Callable[..., Made],
+) -> None:
+    def guess_s(plan: Plan) -> float:
+        times = {"torch_compile": 0.5, "bf16_autocast": 0.6, "fused_rope": 0.8}
+        found = 1.0
+        for name in plan.techniques:
+            found *= times.get(name, 1.0)
+        return found
+
+    at = made(first_s=None, guess_s=guess_s)
+    both = [at.proposal("+torch_compile"), at.proposal("+bf16_autocast")]
+    (plain,) = at.add(A=None)
+    at.pool.add(both, whole=False)
+    assert at.order() == [plain, *both]
+
+
+@pytest.mark.parametrize(
+    ("words", "fits", "waits"),
+    [
+        ("+full_checkpoint", "yes", False),
+        ("+compile_cache", "yes", False),
+        ("+full_checkpoint", "tight", True),
+        ("+bf16_autocast", "yes", True),  # for memory, and for time
+        (f"+full_checkpoint {A}", "yes", True),
+        ("+torch_compile", "yes", True),  # launches, not compilation alone
+        ("batch.micro_sequences=1", "yes", True),
+    ],
+)
+def test_what_buys_memory_alone_is_left_out_where_there_is_plenty(
+    made: Callable[..., Made], words: str, fits: str, waits: bool
+) -> None:
+    at = made()
+    at.pool.best.foresight.fits = fits  # type: ignore[misc]
+    one = at.proposal(words, 0.9)
+    at.pool.add([one], whole=True)
+    assert at.order() == [one] * waits
+
+
+def test_what_takes_something_out_may_buy_time(made: Callable[..., Made]) -> None:
+    at = made()
+    best = at.proposal(A, 1.0)
+    at.pool.keep(best, 1.0)
+    one = at.proposal("+full_checkpoint", 0.9)
+    at.pool.add([one], whole=True)
+    assert at.order() == [one]
+
+
+def test_memory_is_worth_no_more_for_a_faster_step(made: Callable[..., Made]) -> None:
+    at = made(memory=True)
+    at.machine.bytes = {"fused_rope": 0.5, "fused_swiglu": 0.4}
+    a, b = at.add(A=0.5, B=1.0)
+    assert at.pool.promise(a) == pytest.approx(2.0) and at.pool.promise(b) == pytest.approx(2.5)
+    slow = at.proposal(C + " " + A, 4.0)
+    assert at.pool.promise(slow) == pytest.approx(0.5)
+    assert at.order() == [b, a]
+
+
+def test_a_prediction_is_corrected_by_the_measured_plan_that_is_nearest(
+    made: Callable[..., Made],
+) -> None:
+    """In words of either that the other has not; of several that are as near by the median."""
+    at = made()
+    at.pool.best_s = 1.0
+    a, b, c, abc = at.add(A=1.0, B=1.0, C=1.0, ABC=1.0)
+    for proposal, measured_s in ((abc, 4.0), (a, 2.0)):
+        at.pool.correct(proposal, measured_s)
+    two = at.proposal(f"{A} {B}", 1.0)
+    assert at.pool.promise(two) == pytest.approx(1 / 3), "one word from both"
+    assert at.pool.promise(a) == pytest.approx(1 / 2)
+    assert at.pool.promise(b) == pytest.approx(1 / 3), "two words from both"
+    at.pool.correct(b, 1.0)
+    at.pool.correct(c, 8.0)
+    start = at.machine.proposal(at.plan, 1.0)
+    assert at.pool.promise(start) == pytest.approx(1 / 2), "the median of 2, 1 and 8"
+
+
+def test_the_recipes_keys_come_first_of_what_learns_otherwise(plan: Plan, change: Change) -> None:
+    """Then what comes to a loss in fewer tokens, and of those what changes less."""
+
+    def candidate(words: str) -> Any:
+        changes = tuple(words.split())
+        return SimpleNamespace(changes=changes, plan=change(plan, *changes))
+
+    every = [
+        candidate(words)
+        for words in ("+gqa", "+muon optimizer.lr=0.5", "+muon", "optimizer.lr=0.5")
+    ]
+    found = sorted(every, key=lambda one: _learning_order(plan, one))
+    assert [one.changes for one in found] == [one.changes for one in reversed(every)]
