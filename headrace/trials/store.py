@@ -11,7 +11,7 @@ where it may have more of them, and else costs no time a second time.
 import hashlib
 import json
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -65,7 +65,7 @@ class Store:
         """that the last reading had, where the clock cut it off, now or in an earlier call"""
         self.cut: dict[str, tuple[Reading, float]] = {}
         """what does not stand -> it, and the most seconds that it had"""
-        self.lost_s: Counter[str] = Counter()
+        self.lost_s: defaultdict[str, float] = defaultdict(float)
         """likewise what it took in earlier calls, until it is on the bill"""
         self.found = self._read()
         self._asked: Counter[str] = Counter()
