@@ -133,7 +133,7 @@ def slices(corpus: str, prepared: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_slices_are_compared(
     zygote: Any, tmp_path: Path, corpus: Path, prepared_folder: Path, ranks: int
 ) -> None:

@@ -34,7 +34,7 @@ COMPOSITIONS = [
     case("fsdp-tied-no-reshard", {"fsdp": {"reshard": False}}, data=4, shape="tied"),
     case("fsdp-everything", FSDP, SAC, COMPILE, CHUNKED, data=4, packing=True, micro_rows=1),
     case("fsdp-muon", FSDP, {"muon": {}}, data=4),
-    case("pp-fsdp", PP, FSDP, pipeline=2, data=2, layers=5),
+    case("pp-fsdp", PP, FSDP, pipeline=2, data=2, layers=5, slow=True),
     case("pp-fsdp-checkpoint-compile", PP, FSDP, SAC, COMPILE, pipeline=2, data=2),
     case("pp4-tied", PP, pipeline=4, layers=5, shape="tied", micro_rows=1),
     case(
@@ -49,7 +49,7 @@ COMPOSITIONS = [
         packing=True,
     ),
     case("tp-fsdp-gpt2", TP, FSDP, tensor=2, data=2, shape="gpt2"),
-    case("tp-fsdp-compile", TP, FSDP, COMPILE, tensor=2, data=2),
+    case("tp-fsdp-compile", TP, FSDP, COMPILE, tensor=2, data=2, slow=True),
     case(
         "tp-fsdp-everything",
         TP,

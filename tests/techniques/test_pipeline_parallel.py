@@ -33,7 +33,8 @@ def folders(corpus: Path, prepared_folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "chunks"), [(2, 1), pytest.param(4, 1, marks=pytest.mark.slow), (2, 2)]
+    ("ranks", "chunks"),
+    [pytest.param(n, 1, marks=pytest.mark.slow) for n in (2, 4)] + [(2, 2)],
 )
 def test_stages_equal_one_process(
     zygote: Any, tmp_path: Path, folders: dict[str, str], ranks: int, chunks: int

@@ -60,7 +60,7 @@ def H200(Machine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return Foreseen
 
 
-@pytest.mark.parametrize("workload", ["lora", "long"])
+@pytest.mark.parametrize("workload", ["lora", pytest.param("long", marks=pytest.mark.slow)])
 def test_eight_minutes_find_what_is_as_fast_as_the_best_plan_known(
     H200: Any, workload: str
 ) -> None:
