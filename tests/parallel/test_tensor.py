@@ -14,8 +14,7 @@ SLOW = pytest.mark.slow
     [
         (2, ""),
         (4, ""),
-        (2, "aot_eager"),
-        pytest.param(4, "aot_eager", marks=SLOW),
+        *(pytest.param(*how, marks=SLOW) for how in ((2, "aot_eager"), (4, "aot_eager"))),
         pytest.param(2, "inductor", marks=SLOW),
     ],
 )

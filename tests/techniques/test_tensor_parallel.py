@@ -42,7 +42,7 @@ def run(zygote: Any, cwd: Path, ranks: int, data: dict[str, str], *cases: Case) 
     zygote.call(ranks, cwd, FUNCTIONS, "equals", ranks=ranks, cases=list(cases), **data)
 
 
-@pytest.mark.parametrize("sequence", [True, False])
+@pytest.mark.parametrize("sequence", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_two_ranks_equal_one(
     zygote: Any, tmp_path: Path, data: dict[str, str], sequence: bool
 ) -> None:
