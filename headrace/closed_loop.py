@@ -63,8 +63,8 @@ def plan(
             ran = read_plan(run, catalogue())
             try:
                 measured = after(run, catalogue(), context, machine)
-            except UnsupportedError:  # no time of a step is foreseen; the run's clock tells
-                if sweep_:
+            except UnsupportedError:  # the run's clock tells, where no time of a step is foreseen
+                if sweep_ or foresee(wanted, context, machine).step_s is not None:
                     raise
             if wanted.goal.bits_per_byte is not None or measured is None:
                 curve = Curve.of(run, learns_otherwise(ran, wanted), runs_otherwise(ran, wanted))

@@ -16,8 +16,8 @@ It costs one uncompiled step, and up to four more before a run is ended. While t
 a second copy of the weights, their gradients and what one row keeps. The plain model multiplies in
 the run's own precision, wider where a technique rounds more (TF32, fp8), and in fp32 for fp16,
 which would need a scale of the loss. Replicas compute their own rows and add up; of slices (FSDP)
-each takes the whole meanwhile. Models that are cut over processes otherwise, and a plain model that
-does not fit, are left out. What was not compared is told at the start, and in the report.
+each takes the whole meanwhile. Models that are cut otherwise, and a plain model that does not fit,
+are left out. What was not compared is told at the start, and in the report.
 """
 
 import gc
@@ -142,8 +142,8 @@ def _plain(build: Build) -> Plan:
 def _first(build: Build, step: Step, draw: int, ready: list[bool]) -> First:
     """Take the first step of the plain plan without its update."""
     found: list[First] = []
-    named = build.model.named_parameters()
-    held = {n: p.data for n, p in named if type(local_of(p.data)) is Tensor}
+    every = {n: p.data for n, p in build.model.named_parameters()}
+    held = {n: p for n, p in every.items() if type(local_of(p)) is Tensor}
     cut = {n: p for n, p in held.items() if isinstance(p, DTensor)}
     given = held | {n: p.to_local().new_zeros(()).expand(p.shape) for n, p in cut.items()}
     plan, alone = _plain(build), replace(build.world, groups={})  # none waits for one that fails

@@ -177,8 +177,9 @@ def _savings(build: Build, ledger: Ledger) -> dict[str, dict[str, float]]:
     found, plan = {}, build.plan
 
     def moved(of: Ledger) -> float:
-        again = (w for w in of.work.values() if w.phase == "recompute" or w.kind == "host link")
-        return sum(w.bytes * w.count for w in again)
+        streams = (w for w in of.work.values() if w.phase == "recompute" and w.kind == "stream")
+        links = (w for w in of.work.values() if w.kind == "host link")
+        return sum(w.bytes * w.count for w in (*streams, *links))
 
     for name in (t.name() for t in build.techniques if saves_memory(t.symptoms)):
         others = {n: t for n, t in plan.techniques.items() if n != name}

@@ -51,6 +51,21 @@ def unreduced(build: Build) -> None:
     build.reduce = lambda build: None
 
 
+def only_the_first_has_room(world: World, *techniques: Any) -> None:
+    """For the plain model: then none compares."""
+    whole = headrace.guard.make_build
+
+    def full(*given: Any, **named: Any) -> Build:
+        if world.rank:
+            raise MemoryError
+        return whole(*given, **named)
+
+    headrace.guard.make_build = full
+    why = first_step(world, *techniques)["why"]
+    assert ("does not fit" if world.rank else "another process") in why, why
+    headrace.guard.make_build = whole
+
+
 def two_replicas(corpus: str, prepared: str) -> None:
     """Each process: a right combination, a wrong one, and one whose plain model fails on one."""
     house.put_data_in(corpus, prepared)
@@ -63,16 +78,7 @@ def two_replicas(corpus: str, prepared: str) -> None:
     bad = house.toy("bad", Stage.STEP, unreduced, claims=("reduce",))
     with pytest.raises(RunError, match="has norm"):
         first_step(world, bad)
-    whole = headrace.guard.make_build
-
-    def full(*given: Any, **named: Any) -> Build:
-        if world.rank:
-            raise MemoryError
-        return whole(*given, **named)
-
-    headrace.guard.make_build = full
-    why = first_step(world, right)["why"]
-    assert ("does not fit" if world.rank else "another process") in why, why
+    only_the_first_has_room(world, right)
     dist.destroy_process_group()
 
 
@@ -117,17 +123,7 @@ def slices(corpus: str, prepared: str) -> None:
             first_step(world, fsdp, right, house.toy("wrong", stage, fault, **claims))
         assert len({str(e) for e in world.gather(str(ended.value))}) == 1
         assert "without fsdp, full_checkpoint, wrong" in str(ended.value)
-    whole = headrace.guard.make_build
-
-    def full(*given: Any, **named: Any) -> Build:
-        if world.rank:
-            raise MemoryError
-        return whole(*given, **named)
-
-    headrace.guard.make_build = full
-    why = first_step(world, fsdp, right)["why"]
-    assert ("does not fit" if world.rank else "another process") in why, why
-    headrace.guard.make_build = whole
+    only_the_first_has_room(world, fsdp, right)
     headrace.guard.host_memory_bytes = lambda: 100_000
     assert "does not fit" in first_step(world, fsdp, right)["why"]
     dist.destroy_process_group()

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import headrace.cli
+from headrace.core.errors import UnsupportedError
 from headrace.report import compare_reports
 
 REPORT_KEYS = {
@@ -353,6 +354,18 @@ def test_the_clock_of_a_run_on_a_cpu_tells_of_its_plan_and_of_no_other(
     assert all(word in told["remedy"] for word in ("without --after", "a run on one GPU"))
     found = call("plan", *tiny_demo)
     assert found["peak_bytes"] > 0 and found["fits"] == "yes" and "on a GPU" in found["unknown"]
+
+
+def test_steps_that_set_no_model_are_told_where_a_time_is_foreseen(
+    call: Callable[..., Any], tiny_demo: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def silent(*_: Any) -> Any:
+        raise UnsupportedError("its steps are those of several ranks", "without --after")
+
+    monkeypatch.setattr("headrace.closed_loop.after", silent)
+    here = [word for word in tiny_demo if word != "device=cpu"]
+    told = call("plan", *here, "--after", "demo", "--device-name", "NVIDIA H200", code=3)
+    assert "several ranks" in told["error"]
 
 
 def test_a_run_that_fails_is_1(
