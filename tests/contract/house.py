@@ -69,6 +69,7 @@ BESIDE: Mapping[tuple[str, str], Mapping[str, Mapping[str, Any]]] = {
     ("cudnn_autotune", "cuda"): {"short_convolution": {}},
     # Sizes that matrix units of 8 bits take, and weights that do not magnify what they round.
     ("float8_linear", "cuda"): {MODEL: {**SIXTEENS, "init_std": 0.05}},
+    ("flash_attention_3", "cuda"): {MODEL: {"head_dim": 32}},  # FA4's narrowest
     ("fp16_loss_scaling", "cuda"): {MODEL: {"precision": "fp16"}},  # on a CPU exact in fp32
     ("memory_budget", "cpu"): {COMPILE: {"scope": "block"}},  # half of the time to trace
     ("memory_budget", "cuda"): {COMPILE: {}},

@@ -43,6 +43,7 @@ MORE: Mapping[tuple[str, str], int] = {
     ("lora", "block"): 3,  # what the first block reads needs no gradient
     ("qlora", "block"): 3,
     ("short_convolution", "block"): 4,  # blocks of two kinds
+    ("cudnn_autotune", "block"): 4,  # which has those beside it
 }
 KNOBS: Mapping[str, Mapping[str, Any]] = {"stochastic_depth": {"rate": 0.5}}
 """Over the tiny ones, which leave out no block in twelve steps."""

@@ -198,6 +198,29 @@ def test_refuses_where_it_has_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None
         assert isinstance(technique.supports(replace(GPU, capability=capability)), Supported)
 
 
+def test_version_4_makes_gradients_of_some_heads_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 8, 16, 24, 40, 48 and 192 features its backward pass does not compile."""
+    monkeypatch.setattr(flash_attention_3, "is_installed", lambda module: True)
+    for width, nearest in (
+        (8, 32),
+        (48, 32),
+        (56, 64),
+        (76, 80),
+        (192, 128),
+        (32, None),
+        (80, None),
+    ):
+        plan = Plan.model_validate({"goal": {"steps": 1}, "model": {"head_dim": width}})
+        answer = FA4.supports(replace(GPU, plan=plan))
+        assert isinstance(FA3.supports(replace(GPU, plan=plan)), Supported)
+        if nearest is None:
+            assert isinstance(answer, Supported)
+            continue
+        assert isinstance(answer, Unsupported)
+        assert "32, 64, 80, 96 or 128" in answer.reason and f"have {width}" in answer.reason
+        assert answer.remedy == f"model.head_dim={nearest}"
+
+
 def test_a_torch_that_cannot_activate_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash_attention_3, "list_flash_attention_impls", lambda: ["FA4"])
     answer = FA3.supports(GPU)

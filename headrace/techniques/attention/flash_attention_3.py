@@ -86,6 +86,8 @@ class Release:
     module: str
     """what torch imports for it"""
     install: str
+    heads: tuple[int, ...] = ()
+    """features of a head whose gradients it makes, where that is not all up to the widest"""
 
 
 RELEASES = {
@@ -96,7 +98,9 @@ RELEASES = {
     ),
     "FA4": Release(
         (9, 10), "Hopper or Blackwell", "flash_attn.cute.interface",
-        "pip install flash-attn-4==4.0.0b12",  # later ones return more than torch takes
+        # Later ones return more than torch takes, and need what later ones of these two lack.
+        "pip install flash-attn-4==4.0.0b12 nvidia-cutlass-dsl==4.5.3 quack-kernels==0.4.1",
+        heads=(32, 64, 80, 96, 128),  # tried on an H200: 8, 16, 24, 40, 48 and 192 do not compile
     ),
 }  # fmt: skip
 
@@ -270,7 +274,18 @@ class FlashAttention3(Technique[Build]):
                 "--with flash_attention or --with cudnn_attention in its place",
             )
         lacks = lacks_half(context, self.release, widest=WIDEST_HEAD) or lacks_mask(context)
-        return lacks or self._is_here()
+        return lacks or self._lacks_head(context) or self._is_here()
+
+    def _lacks_head(self, context: Context) -> Unsupported | None:
+        """Why the version makes no gradients of such heads, if it makes none."""
+        heads, width = RELEASES[self.release].heads, context.plan.model.resolved_head_dim
+        if not heads or width in heads:
+            return None
+        return Unsupported(
+            f"{self.release} makes gradients of heads of {', '.join(map(str, heads[:-1]))} or "
+            f"{heads[-1]} features, and these have {width}",
+            f"model.head_dim={min(heads, key=lambda head: abs(head - width))}",
+        )
 
     def _is_here(self) -> Supported | Unsupported:
         """Whether the package that brings the kernels is installed; nothing is imported."""
