@@ -223,10 +223,12 @@ class Bench:
                 receipts.append("forecasts", {}, results=self.args.results, n=0,
                                 refused=reading.refused, **facts)  # fmt: skip
                 continue
-            gains = [mean(base.seconds) / mean(reading.seconds) - 1 for base in bases]
+            before_s, after_s = [mean(base.seconds) for base in bases], mean(reading.seconds)
+            gains = [base_s / after_s - 1 for base_s in before_s]
             receipts.append(
                 "forecasts", {"gain": receipts.spread(gains, "of the time after")},
-                results=self.args.results, n=len(bases), measured=mean(gains), **facts,
+                results=self.args.results, n=len(bases), measured=mean(gains),
+                before_s=mean(before_s), after_s=after_s, **facts,
             )  # fmt: skip
 
 
