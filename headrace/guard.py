@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from headrace.build import make_build
 from headrace.core.errors import HeadraceError, RunError, is_out_of_memory
@@ -37,7 +36,7 @@ from headrace.core.machine import host_memory_bytes
 from headrace.core.plan import Plan
 from headrace.model.head import IGNORED
 from headrace.optim.adamw import scale_gradients
-from headrace.parallel.layout import local_of
+from headrace.parallel.layout import is_dtensor, local_of
 from headrace.parallel.world import World
 from headrace.sockets import Build, Engine, Pass
 
@@ -144,7 +143,7 @@ def _first(build: Build, step: Step, draw: int, ready: list[bool]) -> First:
     found: list[First] = []
     every = {n: p.data for n, p in build.model.named_parameters()}
     held = {n: p for n, p in every.items() if type(local_of(p)) is Tensor}
-    cut = {n: p for n, p in held.items() if isinstance(p, DTensor)}
+    cut = {n: p for n, p in held.items() if is_dtensor(p)}
     given = held | {n: p.to_local().new_zeros(()).expand(p.shape) for n, p in cut.items()}
     plan, alone = _plain(build), replace(build.world, groups={})  # none waits for one that fails
     needs = build.predicted(plan).without(["optimizer"]).peak()[1] * build.world.ranks
@@ -166,7 +165,7 @@ def _first(build: Build, step: Step, draw: int, ready: list[bool]) -> First:
     return found[0]
 
 
-def _gather(plain: Build, cut: Mapping[str, DTensor], world: World, ready: list[bool]) -> None:
+def _gather(plain: Build, cut: Mapping[str, Any], world: World, ready: list[bool]) -> None:
     """Whole weights of the slices of all, when all have room for them and for their gradients."""
     own = dict(plain.model.named_parameters())
     room = [torch.empty_like(p.data) for p in own.values() if type(p.data) is Tensor]
@@ -267,7 +266,7 @@ def norms_of(build: Build) -> dict[str, float]:
     named, none = dict(build.model.named_parameters()), torch.zeros((), device=build.device)
     held = {n: local_of(p.grad).float().norm() for n, p in named.items() if p.grad is not None}
     norms = {n: held.get(n, none) for n in named}
-    if cut := [n for n, p in named.items() if isinstance(p, DTensor)]:
+    if cut := [n for n, p in named.items() if is_dtensor(p)]:
         squares = torch.stack([norms[n].square() for n in cut])
         norms |= zip(cut, build.world.sum_(squares, "shard").sqrt(), strict=True)
     for route, optimizer in build.optimizers.items():

@@ -11,7 +11,7 @@ from math import prod
 from typing import Literal
 
 from headrace.core.errors import ConfigError
-from headrace.core.work import AROUND, Work
+from headrace.core.work import AROUND, CUSTOM, Work
 
 Instant = Literal["always", "backward", "loss", "turn", "optimizer"]
 INSTANTS: tuple[Instant, ...] = ("backward", "loss", "turn", "optimizer")
@@ -163,15 +163,28 @@ class Ledger:
         more = {
             f"{name}/again": replace(piece, phase="recompute", count=piece.count * part)
             for name, piece in self.work.items()
-            if piece.phase == "forward" and not name.startswith(AROUND) and (part := share(name))
+            if piece.phase == "forward"
+            and piece.kind != "host"
+            and not name.startswith(AROUND)
+            and (part := share(name))
         }
         return replace(self, work={**self.work, **more})
 
-    def made_one(self, name: str, *, forward: float = 1.0, backward: float = 1.0) -> "Ledger":
-        """The streams `name` each as one kernel, of so much of what a fused one moves."""
+    def with_host(self, name: str, count: float, launch: float) -> "Ledger":
+        """The same with so much of the host in each micro-batch, each as long as `launch`."""
+        waited = Work("forward", "host", count, launch=launch)
+        return replace(self, work={**self.work, name: waited})
+
+    def made_one(
+        self, name: str, *, forward: float = 1.0, backward: float = 1.0, launch: float = CUSTOM
+    ) -> "Ledger":
+        """The streams `name` each as one kernel, of so much of what a fused one moves.
+
+        With a `launch` of 0 they are part of a kernel that counts elsewhere.
+        """
         share = {f"{name}/forward": forward, f"{name}/backward": backward}
         return self.reworked(
-            lambda key, piece: piece.whole(share[key] * piece.fused)
+            lambda key, piece: piece.whole(share[key] * piece.fused, launch)
             if key in share and piece.fused is not None else piece
         )  # fmt: skip
 

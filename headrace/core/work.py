@@ -72,9 +72,15 @@ EAGER, COMPILED = 3.0, 4.7
 eager torch, which picks it, makes its result and notes its gradient; 32 us in compiled code, whose
 kernels are fewer, with products, attention and custom operations among them (kernels.jsonl, 160m by
 single rows)."""
-REGION = 90.0
-"""Likewise for a call of compiled code and its way back, 0.6 ms: 13 of them in a micro-batch
+CUSTOM = 13.0
+"""Likewise for one of this project's kernels, a custom operation that Python launches, in eager and
+in compiled code: 88 and 110 us forward and backward (the same rows)."""
+REGION = 70.0
+"""Likewise for a call of compiled code and its way back, 0.5 ms: 13 of them in a micro-batch
 against two (the same rows)."""
+RERUN, CHOSEN = 150.0, 600.0
+"""Likewise for an eager block that runs again, 1 and 4 ms: Python sees each tensor that is saved,
+and, where a policy chooses, each operation (a CPU's steps, LOG.md)."""
 EDGE_S = 2.5e-3
 """Of each step on a GPU, in which nothing runs: 2.4, 2.6 and 3.9 ms (idle in kernels.jsonl)."""
 CONTENTION = 0.15
@@ -145,14 +151,17 @@ class Work:
 
     def compiled(self) -> "Work":
         """The same as a compiler makes it."""
-        launch = self.launch if self.phase == "optimizer" else COMPILED
+        if self.kind == "host":  # what Python does between operations
+            return replace(self, count=0.0)
+        own = self.phase == "optimizer" or self.launch in (0.0, CUSTOM)
+        launch = self.launch if own else COMPILED
         if self.fused is None:
             return replace(self, launch=launch)
         return replace(self, bytes=self.fused, kernels=1.0, fused=None, launch=launch, unknown="")
 
-    def whole(self, bytes: float) -> "Work":
+    def whole(self, bytes: float, launch: float = EAGER) -> "Work":
         """The same as one kernel of `bytes`, which a compiler leaves as it is."""
-        return replace(self, bytes=bytes, kernels=1.0, fused=None)
+        return replace(self, bytes=bytes, kernels=1.0, fused=None, launch=launch)
 
     def seconds(self, machine: Machine) -> float:
         """On the device, in one micro-batch or update.

@@ -6,7 +6,8 @@ tokens on the processor, sum in fp32 and take factors in bf16; what is given in 
 Their heads come one for each query, so shared keys and values are repeated. Documents are laid end
 to end as one sequence with cumulative lengths, and each begins with an empty state.
 
-Both are left out of compiled graphs by the package. It is imported when the first of them runs.
+The package leaves both out of compiled graphs, and so does who calls them. It is imported when the
+first of them runs.
 Source: arXiv 2312.06635, 2412.06464; fla-core 0.6.0, ops/simple_gla/chunk.py and
 ops/gated_delta_rule/chunk.py.
 
@@ -39,7 +40,6 @@ def ends_of(segments_BT: Tensor) -> Tensor:
     return torch.cat((starts_S, starts_S.new_full((1,), B * T)))
 
 
-@torch.compiler.disable
 def decayed_sum(
     q_BTGPK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, log_decay_BTG: Tensor,
     ends_S: Tensor | None = None, *, state_BGKV: Tensor | None = None,
@@ -52,7 +52,6 @@ def decayed_sum(
     return _call(chunk_simple_gla, given, ends_S, state_BGKV)
 
 
-@torch.compiler.disable
 def gated_delta(
     q_BTGPK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, log_decay_BTG: Tensor, strength_BTG: Tensor,
     ends_S: Tensor | None = None, *, state_BGKV: Tensor | None = None,

@@ -8,10 +8,8 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from headrace.parallel.layout import Layout, is_first, local_of
+from headrace.parallel.layout import Layout, is_dtensor, is_first, local_box, local_of
 from headrace.parallel.world import World
 
 
@@ -63,11 +61,9 @@ def piece_of(tensor: Tensor, world: World | None = None, layout: Layout | None =
             such as a counter, is held whole.
     """
     shape, offset, size = tuple(tensor.shape), (0,) * tensor.ndim, tuple(tensor.shape)
-    sharded = isinstance(tensor, DTensor) and any(p.is_shard() for p in tensor.placements)
-    if isinstance(tensor, DTensor):
-        size, offset = compute_local_shape_and_global_offset(
-            tensor.shape, tensor.device_mesh, tensor.placements
-        )
+    sharded = is_dtensor(tensor) and any(p.is_shard() for p in tensor.placements)
+    if is_dtensor(tensor):
+        size, offset = local_box(tensor)
     if world is not None and layout is not None and layout.offsets(world)[1] == shape:
         begins = layout.offsets(world)[0]
         offset = tuple(a + b for a, b in zip(offset, begins, strict=True))
@@ -81,10 +77,8 @@ def piece_of(tensor: Tensor, world: World | None = None, layout: Layout | None =
 
 def _first_alone(tensor: Tensor) -> bool:
     """Whether this rank writes a tensor of which only torch knows who holds it."""
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         place = tensor.device_mesh.get_coordinate() or []
-        replicas = [
-            c for c, p in zip(place, tensor.placements, strict=True) if isinstance(p, Replicate)
-        ]
+        replicas = [c for c, p in zip(place, tensor.placements, strict=True) if p.is_replicate()]
         return not any(replicas)
     return not dist.is_initialized() or dist.get_rank() == 0

@@ -7,14 +7,16 @@ read layouts and work under any of them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from headrace.parallel.world import AXES, World
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 def share(size: int, ranks: int, rank: int) -> tuple[int, int]:
@@ -23,9 +25,25 @@ def share(size: int, ranks: int, rank: int) -> tuple[int, int]:
     return rank * each + min(rank, over), each + (rank < over)
 
 
+def is_dtensor(tensor: object) -> "TypeGuard[DTensor]":
+    """Whether it is a DTensor, which takes half a second to import and most verbs never meet."""
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
 def local_of(tensor: Tensor) -> Tensor:
     """The part that this rank holds: a DTensor's local tensor, or the tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def local_box(tensor: "DTensor") -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(shape, offset) of a DTensor's part that this rank holds."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
 
 
 @dataclass
@@ -59,7 +77,7 @@ class Layout:
 
     def copies(self, world: World, tensor: Tensor) -> int:
         """How many ranks hold the same numbers as this one, itself included."""
-        held = {*self.split, *(("shard",) if isinstance(tensor, DTensor) else ())}
+        held = {*self.split, *(("shard",) if is_dtensor(tensor) else ())}
         free = [axis for axis in ("shard", "tensor") if axis not in held]
         free += ["ends"] if "ends" in self.partial else []
         count = 1
@@ -72,7 +90,7 @@ class Layout:
 
         All ranks of the axes that cut it call this together.
         """
-        if isinstance(like, DTensor):
+        if is_dtensor(like):
             local = _as(like, local).full_tensor()
         for axis, dim in self.split.items():
             local = gather(local, dim, self.shape[dim], world, axis)
@@ -81,18 +99,16 @@ class Layout:
     def part(self, world: World, like: Tensor, whole: Tensor) -> Tensor:
         """The inverse of `whole`: this rank's local part."""
         mine = self.cut(world, whole)
-        if not isinstance(like, DTensor):
+        if not is_dtensor(like):
             return mine
-        shape, offset = compute_local_shape_and_global_offset(
-            like.shape, like.device_mesh, like.placements
-        )
+        shape, offset = local_box(like)
         for dim, (start, count) in enumerate(zip(offset, shape, strict=True)):
             mine = mine.narrow(dim, min(start, mine.size(dim)), count)
         return mine
 
 
-def _as(like: DTensor, local: Tensor) -> DTensor:
-    return DTensor.from_local(
+def _as(like: "DTensor", local: Tensor) -> "DTensor":
+    return like.from_local(
         local, like.device_mesh, like.placements, run_check=False,
         shape=like.shape, stride=like.stride(),
     )  # fmt: skip

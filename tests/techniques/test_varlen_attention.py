@@ -14,6 +14,7 @@ import pieces
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import varlen
 
 from headrace.core.errors import RunError, UnsupportedError
 from headrace.core.model_config import ModelConfig
@@ -124,7 +125,7 @@ def looped(
 
 @pytest.fixture
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(varlen_attention, "varlen_attn", looped)
+    monkeypatch.setattr(varlen, "varlen_attn", looped)
 
 
 def results(backend: Any, spec: MaskSpec, rows: Rows, given: list[Tensor]) -> list[Tensor]:
@@ -179,7 +180,7 @@ def test_half_precision_follows_the_values(monkeypatch: pytest.MonkeyPatch) -> N
         seen.extend([q.dtype, k.dtype, v.dtype])
         return q
 
-    monkeypatch.setattr(varlen_attention, "varlen_attn", look)
+    monkeypatch.setattr(varlen, "varlen_attn", look)
     q, k, v = qkv(5)
     VarlenBackend()(q, k, v.bfloat16(), Sequences(None, 5, (-1, 0)))
     assert seen == [torch.bfloat16] * 3
@@ -241,7 +242,7 @@ def test_its_evidence_is_the_operation_and_its_kernel(monkeypatch: pytest.Monkey
         )  # fmt: skip
         return VarlenAttention().active(build)
 
-    monkeypatch.setattr(varlen_attention, "varlen_attn", launch)
+    monkeypatch.setattr(varlen, "varlen_attn", launch)
     assert not evidence(VarlenBackend()).active and not evidence(Sdpa()).active
     backend = VarlenBackend()
     backend.prepare(MaskSpec(document=True), rows_of(13), 13)

@@ -28,6 +28,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import ClassVar, Literal, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
@@ -338,17 +339,16 @@ class LinearAttention(Technique[Build]):
     def apply(self, build: Build) -> None:
         """Fill the mixer and the backend that it does without."""
         build.notes[self.name()] = since({}, "fla_")
-        rules = {
-            ("sum", "torch"): linear_attention.chunked,
-            ("gated_delta", "torch"): gated_delta.chunked,
-            ("sum", "fla"): fla.decayed_sum,
-            ("gated_delta", "fla"): fla.gated_delta,
-        }
-        run, torchs = rules[self.rule, self.kernels], self.kernels == "torch"
-        mix = Mix(partial(run, chunk=self.chunk_tokens) if torchs else run, self._tokens())
+        if self.kernels == "torch":
+            ours = {"sum": linear_attention.chunked, "gated_delta": gated_delta.chunked}
+            run, attend = partial(ours[self.rule], chunk=self.chunk_tokens), Documents()
+        else:
+            theirs = {"sum": fla.decayed_sum, "gated_delta": fla.gated_delta}
+            run, attend = torch.compiler.disable(theirs[self.rule]), Lengths()
+        mix = Mix(run, self._tokens())
         mixer = LinearMixer if self.rule == "sum" else DeltaMixer
         build.parts.mixer = lambda config, layer, attend: mixer(config, layer, attend, mix)
-        build.parts.attend = Documents() if torchs else Lengths()
+        build.parts.attend = attend
 
     def active(self, build: Build) -> Evidence:
         """Whether a block's work is that of chunks, the longest that it computed, and by whom."""

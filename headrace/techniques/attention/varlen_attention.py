@@ -23,7 +23,6 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from headrace.core.errors import RunError, UnsupportedError
 from headrace.core.ledger import Ledger
@@ -48,10 +47,6 @@ MOST_DOCUMENTS = 65_535
 """Of a micro-batch: CUDA's largest grid along the axis that they lie on."""
 SHORTEST = 2
 """Given as the longest document at least: one of 1 selects the kernel's decoding path."""
-GROUPS: dict[str, Any] = (
-    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-)
-"""torch 2.11 takes fewer key-value heads without being told."""
 OPERATION, KERNEL = "torch_attn::_varlen_attn", "flash_fwd"
 
 
@@ -105,6 +100,12 @@ class VarlenBackend(Sdpa):
     """torch's varlen_attn over the documents of all rows."""
 
     def __init__(self) -> None:
+        from torch.nn.attention.varlen import varlen_attn  # loads half of the compiler
+
+        self.run: Any = varlen_attn
+        told = "enable_gqa" in inspect.signature(varlen_attn).parameters
+        self.groups = {"enable_gqa": True} if told else {}
+        """torch 2.11 takes fewer key-value heads without being told."""
         self.room = self.longest = 1
         """Documents and tokens of the longest that were needed so far, as powers of two."""
         self.forwards = 0
@@ -152,9 +153,9 @@ class VarlenBackend(Sdpa):
         q, k, v = (x.to(v_BTGK.dtype).flatten(0, 1) for x in (q_BTHK, k_BTGK, v_BTGK))
         if K % HEAD_MULTIPLE:  # zeros add nothing to a score
             q, k, v = (F.pad(x, (0, -K % HEAD_MULTIPLE)) for x in (q, k, v))
-        out: Any = varlen_attn(
+        out: Any = self.run(
             q, k, v, starts_S1, starts_S1, mask.longest, mask.longest,
-            scale=K**-0.5, window_size=mask.window, **GROUPS,
+            scale=K**-0.5, window_size=mask.window, **self.groups,
         )  # fmt: skip
         return out[..., :K].unflatten(0, (B, T))
 

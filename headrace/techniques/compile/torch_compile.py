@@ -23,7 +23,7 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
-from headrace.core.work import REGION, Work
+from headrace.core.work import REGION
 from headrace.model.count import FP32
 from headrace.sockets import Build
 
@@ -82,8 +82,7 @@ class TorchCompile(Technique[Build]):
             return ledger
         sizes, ledger = ledger.sizes, ledger.reworked(lambda _, piece: piece.compiled())
         calls = sizes["layers"] if self.scope == "block" else 1.0
-        called = Work("forward", "host", 1 + calls, launch=REGION)  # and the loss
-        ledger = replace(ledger, work={**ledger.work, "compiled/calls": called})
+        ledger = ledger.with_host("compiled/calls", 1 + calls, REGION)  # and the loss
         for name, line in ledger.memory.items():
             kind = name.split("/")[1] if line.layer is not None else ""
             if kind == "down":  # the next block's input, which that one keeps
@@ -129,6 +128,7 @@ class TorchCompile(Technique[Build]):
             model.loss = torch.compile(model.loss, **how)  # type: ignore[method-assign]
             build.compiled.append("loss")
         elif model.head is not None:
+            model.loss = torch.compiler.disable(model.loss)  # type: ignore[method-assign]
             model.head.compile_inside(lambda function: torch.compile(function, **how))
         build.runtime.append(_keep_side_effects)
         build.notes[self.name()] = _graphs()

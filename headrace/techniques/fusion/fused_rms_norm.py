@@ -102,7 +102,7 @@ class FusedRmsNorm(Technique[Build]):
         final = replace(ledger.memory["final_norm"], bytes=2 * sizes["residual"])
         ledger = ledger.with_line("final_norm", final)
         ledger = replace(ledger, sizes={**sizes, "norm_products": 0.0})
-        return ledger.made_one("norms").made_one("residual")
+        return ledger.made_one("norms").made_one("residual", launch=0.0)
 
     def apply(self, build: Build) -> None:
         """Fill the norm."""

@@ -107,7 +107,7 @@ class FusedRope(Technique[Build]):
                 ledger = ledger.with_line(name, replace(line, bytes=kept))
         ledger = replace(ledger, sizes={**sizes, "qk_norm_products": 0.0})
         ledger = ledger.reworked(lambda n, w: None if n.startswith("qk_norm/") else w)
-        return ledger.made_one("rope").made_one("queries")
+        return ledger.made_one("rope").made_one("queries", launch=0.0)
 
     def apply(self, build: Build) -> None:
         """Wrap the blocks."""

@@ -31,6 +31,7 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
+from headrace.core.work import EAGER
 from headrace.kernels.launches import since
 from headrace.kernels.liger import rms_norm, silu_mul
 from headrace.model.count import FP32
@@ -120,10 +121,11 @@ class LigerKernels(Technique[Build]):
         final = replace(ledger.memory["final_norm"], bytes=2 * sizes["residual"])
         ledger = ledger.with_line("final_norm", final)
         ledger = replace(ledger, sizes={**sizes, "norm_products": 0.0})
-        ledger = ledger.made_one("norms").made_one("residual").made_one("activation", backward=0.5)
+        ledger = ledger.made_one("norms").made_one("activation", backward=0.5)
+        ledger = ledger.made_one("residual", launch=EAGER)
         rows = NORM_ROW * sizes["tokens"]
         return ledger.reworked(
-            lambda name, piece: piece.whole(max(piece.bytes, rows))
+            lambda name, piece: replace(piece, bytes=max(piece.bytes, rows))
             if name == "norms/backward" else piece
         )  # fmt: skip
 

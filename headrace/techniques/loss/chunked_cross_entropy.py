@@ -15,7 +15,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -61,7 +60,6 @@ class ChunkedHead(Head):
         if type(self.vocabulary) is Vocabulary:
             self.loss = compile(_loss)
 
-    @torch.compiler.disable
     def forward(
         self, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, extras: Any,
         objective: Objective, scale: Tensor | float = 1.0,

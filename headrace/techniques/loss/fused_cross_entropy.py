@@ -20,7 +20,6 @@ over logits. Source: Liger Kernel (arXiv 2410.10989).
 from dataclasses import replace
 from typing import Any, ClassVar
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -64,7 +63,6 @@ class FusedHead(Head):
         super().__init__(config)
         self.vocabulary = FusedVocabulary()
 
-    @torch.compiler.disable
     def forward(
         self, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, extras: Any,
         objective: Objective, scale: Tensor | float = 1.0,

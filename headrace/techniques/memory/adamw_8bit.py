@@ -21,7 +21,6 @@ from typing import Any, ClassVar
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from headrace.core.errors import ConfigError
 from headrace.core.ledger import Ledger
@@ -117,6 +116,8 @@ class AdamW8bitOptimizer(torch.optim.Optimizer):
 
 def _laid_out_as(p: Tensor, scales: Tensor) -> Tensor:
     """Scales cut by rows as their parameter; new ones and those of a checkpoint come whole."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
     if not isinstance(p, DTensor) or isinstance(scales, DTensor):
         return scales
     return distribute_tensor(scales, p.device_mesh, p.placements, src_data_rank=None)

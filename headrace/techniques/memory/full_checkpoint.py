@@ -28,6 +28,7 @@ from torch.utils.checkpoint import (
 
 from headrace.core.ledger import Ledger, Line
 from headrace.core.technique import Card, Context, Evidence, Stage, Supported, Technique
+from headrace.core.work import RERUN
 from headrace.model.count import FP32, holds_casts
 from headrace.sockets import Build, Forward
 
@@ -92,6 +93,7 @@ class FullCheckpoint(Technique[Build]):
         ledger = (
             ledger.without(drop)
             .with_line("recompute", one)
+            .with_host("full_checkpoint/blocks", len(chosen), RERUN)
             .again(
                 lambda piece: {"mlp.down/result": 0.0, "residual/forward": part / 2}.get(
                     piece, 0.0 if piece.endswith("/last") else part

@@ -23,7 +23,6 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from headrace.core.ledger import Ledger
@@ -44,6 +43,8 @@ from headrace.sockets import Build, Route
 
 def lying_as(like: Tensor, local: Tensor) -> Tensor:
     """A host tensor as the local part of what `like` is, so that checkpoints know its place."""
+    from torch.distributed.tensor import DTensor
+
     return DTensor(local, like._spec, requires_grad=False) if isinstance(like, DTensor) else local
 
 

@@ -41,6 +41,7 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
+from headrace.core.work import CHOSEN
 from headrace.model.count import block_linears, holds_casts
 from headrace.sockets import Build, Forward
 
@@ -222,6 +223,7 @@ class SelectiveCheckpoint(Technique[Build]):
         ledger = ledger.again(partial(self._share_again, ledger.sizes, chosen, len(layers)))
         one = dropped / max(1, len(chosen))
         ledger = ledger.with_line("recompute", Line(one, ("turn", "backward")))
+        ledger = ledger.with_host("selective_checkpoint/blocks", len(chosen), CHOSEN)
         return ledger.with_flops("recompute", again)
 
     def _kept_products(self, sizes: dict[str, float], layer: int) -> set[str]:

@@ -14,13 +14,11 @@ replicas of shards (HSDP).
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import torch
 from pydantic import Field
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from headrace.core.ledger import Instant, Ledger, Line
 from headrace.core.links import Operation
@@ -35,7 +33,11 @@ from headrace.core.technique import (
 )
 from headrace.core.work import Beside, Phase, Work, collective
 from headrace.model.count import FP32
+from headrace.parallel.layout import is_dtensor
 from headrace.sockets import Build
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CASTS = ("weight_cast", "head_cast")
@@ -181,6 +183,8 @@ class Fsdp(Technique[Build]):
 
     def apply(self, build: Build) -> None:
         """Shard each block, then the rest, as their weights become real."""
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+
         assert build.world.mesh is not None
         options: dict[str, Any] = {
             "mesh": build.world.mesh["shard"],
@@ -203,7 +207,9 @@ class Fsdp(Technique[Build]):
         for layout in build.layouts.values():
             layout.partial = layout.partial - {"shard"}
 
-    def _precision(self) -> MixedPrecisionPolicy:
+    def _precision(self) -> "MixedPrecisionPolicy":
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
         if self.gather == self.reduce == "fp32":
             return MixedPrecisionPolicy()
         return MixedPrecisionPolicy(
@@ -213,7 +219,7 @@ class Fsdp(Technique[Build]):
 
     def _order(self, build: Build) -> None:
         """Which blocks are gathered ahead of which, in both directions."""
-        blocks = cast(list[FSDPModule], list(build.model.blocks.values()))
+        blocks = cast("list[FSDPModule]", list(build.model.blocks.values()))
         for index, block in enumerate(blocks):
             ahead = blocks[index + 1 : index + 1 + self.prefetch]
             block.set_modules_to_forward_prefetch(ahead)
@@ -222,10 +228,10 @@ class Fsdp(Technique[Build]):
 
     def active(self, build: Build) -> Evidence:
         """Bytes of parameters that this rank holds of all of them."""
-        sharded = [p for p in build.model.parameters() if isinstance(p, DTensor)]
+        sharded = [p for p in build.model.parameters() if is_dtensor(p)]
         here = sum(p.to_local().nbytes for p in sharded)
         whole = sum(p.nbytes for p in sharded)
-        loose = [n for n, p in build.model.named_parameters() if not isinstance(p, DTensor)]
+        loose = [n for n, p in build.model.named_parameters() if not is_dtensor(p)]
         ranks = build.world.size("shard")
         return Evidence(
             active=bool(sharded) and not loose and (here < whole or ranks == 1),
@@ -237,6 +243,8 @@ class Fsdp(Technique[Build]):
 
 def _free_after_evaluation(model: nn.Module, inputs: Any, output: Any) -> None:
     """Without a backward pass nothing else frees weights that are kept for it."""
+    from torch.distributed.fsdp import FSDPModule
+
     if not torch.is_grad_enabled():
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -245,6 +253,8 @@ def _free_after_evaluation(model: nn.Module, inputs: Any, output: Any) -> None:
 
 def _communicate_last(build: Build, last: bool) -> None:
     """Gradients are summed over ranks in the backward pass of the last micro-batch alone."""
+    from torch.distributed.fsdp import FSDPModule
+
     root = build.model
     assert isinstance(root, FSDPModule)
     root.set_requires_gradient_sync(last)
