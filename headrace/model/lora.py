@@ -11,7 +11,7 @@ Shapes: R rank.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,8 @@ from headrace.parallel.layout import local_of
 
 ADAPTERS = (".lora_a", ".lora_b")
 """How the names of adapters' parameters end."""
+LAST = "mlp.down/adapter_forward"
+"""A sum that nothing needs again, nor the product with the frozen weight in it."""
 LENT = ".router"
 """How the name of a linear ends that lends its weight and is not called: what would replace it
 would not learn."""
@@ -55,9 +57,14 @@ class LoraLinear(nn.Linear):
         self.scale = alpha / rank
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., in] to [..., out]."""
+        """[..., in] to [..., out].
+
+        The correction comes first: a block that runs again stops where it has all that it keeps,
+        and the product with a frozen weight keeps the weight alone.
+        """
         low = F.linear(input, self.lora_a) * self.scale
-        return super().forward(input) + F.linear(low, self.lora_b)
+        correction = F.linear(low, self.lora_b)
+        return super().forward(input) + correction
 
     @torch.no_grad()
     def merged(self) -> Tensor:
@@ -170,6 +177,15 @@ def adapted_ledger(
         for end, shape in zip(ADAPTERS, ((rank, inner), (outer, rank)), strict=True):
             matrices[name.removesuffix(".weight") + end] = Matrix(shape)
     return replace(ledger, flops=flops, matrices=matrices)
+
+
+def adapters_again(ledger: Ledger, *products: Literal["down", "up"]) -> float:
+    """FLOPs per token of these products of all adapters, where all blocks run again."""
+    ends = tuple(f"/adapter_{product}" for product in products)
+    return sum(
+        piece.count * 2 * piece.sizes[1] * piece.sizes[2]
+        for name, piece in ledger.work.items() if name.endswith(ends)
+    )  # fmt: skip
 
 
 def _is_linear(name: str, matrix: Matrix) -> bool:

@@ -1,6 +1,7 @@
 """Adapters in a run: what is frozen, saved, exported, composed and refused."""
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -159,3 +160,26 @@ def test_a_run_saves_its_adapters_alone_and_exports_them_merged(
         assert ended.code == 0, ended.err
         text.append(json.loads(ended.out)["text"])
     assert text[0] == text[1]
+
+
+@pytest.mark.parametrize("targets", [ALL, ALL[3:]], ids=str)
+def test_a_block_that_runs_again_leaves_out_its_last_frozen_product(
+    make_tiny: Make, batch: Batch, monkeypatch: pytest.MonkeyPatch, targets: tuple[str, ...]
+) -> None:
+    """All that it must keep is there before: nothing needs that result a second time."""
+    whole, ran = torch.nn.Linear.forward, Counter[str]()
+
+    def counted(self: torch.nn.Linear, input: torch.Tensor) -> torch.Tensor:
+        result = whole(self, input)  # where a block stops, this does not return
+        ran[names[self]] += 1
+        return result
+
+    named = ",".join(f'"{t}"' for t in targets)
+    build = make_tiny("techniques.lora.rank=2", f"techniques.lora.targets=[{named}]",
+                      "techniques.full_checkpoint={}")  # fmt: skip
+    names = {m: n.split(".", 2)[-1] for n, m in build.model.named_modules()}
+    monkeypatch.setattr(torch.nn.Linear, "forward", counted)
+    micros = batch(build)
+    step(build, micros, 0)
+    once = build.config.layers * len(micros)
+    assert {name: ran[name] for name in ALL} == {**dict.fromkeys(ALL, 2 * once), ALL[3]: once}

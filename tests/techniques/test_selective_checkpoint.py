@@ -254,7 +254,7 @@ def test_what_would_keep_nothing_is_refused(make_tiny: Make, knobs: list[str], w
         [SAVE, "techniques.alibi={}"],
         [WIDE, f"{ON}.every_matmul=2", NARROW],
         [WIDE, f"{ON}.every_matmul=3"],  # qkv is wide here
-        [WIDE, f"{ON}.every_matmul=5", NARROW, "techniques.lora.rank=2"],  # an adapter's product
+        [WIDE, f"{ON}.every_matmul=3", NARROW, "techniques.lora.rank=2"],  # an adapter's product
         [WIDE, f'{ON}.operations=["addmm"]', "model.bias=true"],
         [f"{ON}.wide_every=9"],
     ],

@@ -30,6 +30,7 @@ from headrace.core.ledger import Ledger, Line
 from headrace.core.technique import Card, Context, Evidence, Stage, Supported, Technique
 from headrace.core.work import RERUN
 from headrace.model.count import FP32, holds_casts
+from headrace.model.lora import LAST, adapters_again
 from headrace.sockets import Build, Forward
 
 KEPT_LINE = "residual"
@@ -87,15 +88,16 @@ class FullCheckpoint(Technique[Build]):
             ledger = ledger.with_line(f"{layer}/residual", replace(kept, bytes=entered))
         one = Line(again / max(1, len(chosen)), ("turn", "backward"))
         work = sizes["block_flops"] + sizes["attention_flops"] - sizes["down_flops"]
+        work += adapters_again(ledger, "down", "up")
         part = len(chosen) / max(1, len(layers))
         # The last product and the addition after it: nothing needs their result, nor the last
         # piece of an MLP that runs in pieces.
         ledger = (
             ledger.without(drop)
             .with_line("recompute", one)
-            .with_host("full_checkpoint/blocks", len(chosen), RERUN)
+            .with_host("full_checkpoint/blocks", part * sizes["layers"], RERUN)
             .again(
-                lambda piece: {"mlp.down/result": 0.0, "residual/forward": part / 2}.get(
+                lambda piece: {"mlp.down/result": 0.0, LAST: 0.0, "residual/forward": part / 2}.get(
                     piece, 0.0 if piece.endswith("/last") else part
                 )
             )

@@ -43,6 +43,7 @@ from headrace.core.technique import (
 )
 from headrace.core.work import CHOSEN
 from headrace.model.count import block_linears, holds_casts
+from headrace.model.lora import LAST, adapters_again
 from headrace.sockets import Build, Forward
 
 Operation = Literal[
@@ -80,8 +81,6 @@ SHORT = 16
 """A product that is more than so many times as wide as its input has so short a sum that running it
 again costs next to nothing, and one that is as much narrower has so small a result that keeping it
 does. Neither counts as one of a block's products."""
-CORRECTIONS = ("/adapter_up", "/adapter_forward")
-"""Ends of pieces of work: an adapter's second product, and its sum with what it corrects."""
 MIXES = "parts.mixer"
 """The socket whose owner mixes tokens; one that owns `ATTENDS` too does without attention."""
 CAPS = "logit_soft_cap"
@@ -198,11 +197,8 @@ class SelectiveCheckpoint(Technique[Build]):
         chosen = sorted(layer for layer in layers if layer % self.every == 0)
         stream, dropped, again = ledger.sizes["residual"], 0.0, 0.0
         entered = stream * ledger.sizes["stream_bytes"] / ledger.sizes["activation_bytes"]
-        corrected = sum(  # FLOPs per token of adapters' second products
-            piece.count * 2 * piece.sizes[1] * piece.sizes[2]
-            for name, piece in ledger.work.items()
-            if name.endswith(CORRECTIONS[0]) and not name.startswith(f"mlp.{PRODUCTS[-1]}/")
-        )
+        lost = ("up",) if self.kept() & LINEAR else ("down", "up")
+        corrected = adapters_again(ledger, *lost)
         for layer in chosen:
             kept = self._kept_products(ledger.sizes, layer)
             if layer == 0:
@@ -223,7 +219,8 @@ class SelectiveCheckpoint(Technique[Build]):
         ledger = ledger.again(partial(self._share_again, ledger.sizes, chosen, len(layers)))
         one = dropped / max(1, len(chosen))
         ledger = ledger.with_line("recompute", Line(one, ("turn", "backward")))
-        ledger = ledger.with_host("selective_checkpoint/blocks", len(chosen), CHOSEN)
+        blocks = ledger.sizes["layers"] * len(chosen) / max(1, len(layers))  # not copies in flight
+        ledger = ledger.with_host("selective_checkpoint/blocks", blocks, CHOSEN)
         return ledger.with_flops("recompute", again)
 
     def _kept_products(self, sizes: dict[str, float], layer: int) -> set[str]:
@@ -240,12 +237,13 @@ class SelectiveCheckpoint(Technique[Build]):
         self, sizes: dict[str, float], chosen: list[int], layers: int, piece: str
     ) -> float:
         """Of a forward piece's kernels, those that run again: all but what is kept."""
-        name = piece.split("/")[0]
+        name, _, what = piece.partition("/")
         if name == "attention":
             return 0.0 if "attention" in self.kept() else len(chosen) / layers
+        if what == "adapter_down" and self.kept() & LINEAR:
+            return 0.0
         product = name.rpartition(".")[2].replace("up", "gate_up").replace("gate_gate", "gate")
-        corrects = piece.endswith(CORRECTIONS) and product != PRODUCTS[-1]
-        if product not in PRODUCTS or corrects:
+        if product not in PRODUCTS or (what.startswith("adapter") and piece != LAST):
             return len(chosen) / layers
         lost = [layer for layer in chosen if product not in self._kept_products(sizes, layer)]
         return len(lost) / layers if product != PRODUCTS[-1] else 0.0
