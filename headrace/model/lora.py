@@ -26,6 +26,8 @@ ADAPTERS = (".lora_a", ".lora_b")
 """How the names of adapters' parameters end."""
 LAST = "mlp.down/adapter_forward"
 """A sum that nothing needs again, nor the product with the frozen weight in it."""
+PIECE = "mlp_piece"
+"""The line of a ledger whose MLPs go in pieces that run again, each from its input."""
 LENT = ".router"
 """How the name of a linear ends that lends its weight and is not called: what would replace it
 would not learn."""
@@ -170,6 +172,9 @@ def adapted_ledger(
     forward = ledger.flops["forward"] + 2 * adapters
     backward = 2 * (frozen + 2 * adapters - unmoved) + 2 * attention
     flops = {**ledger.flops, "forward": forward, "backward": backward}
+    if PIECE in held:
+        in_mlp = sum(sum(shape) for name, shape in taken.items() if _end(name).startswith("mlp."))
+        flops["recompute"] = flops.get("recompute", 0.0) + 2 * rank * in_mlp
     matrices = {name: replace(matrix, by="") for name, matrix in ledger.matrices.items()}
     for name, bytes in quantized.items():
         matrices[name] = replace(matrices[name], stored=bytes / prod(taken[name]))
@@ -222,7 +227,7 @@ def _adapted_block(
     row = sizes["residual"] / dim  # bytes of one feature of all tokens
     less = {"norm": sizes["norm_products"], "qk_norm": sizes["qk_norm_products"]}
     less["norm"] += row * dim * (not _into_mixer(chosen))
-    less["norm"] += row * dim * ("mlp.gate_up" not in chosen and "mlp.up" not in chosen)
+    less["norm"] += row * dim * (not _is_kept_for_mlp(ledger, chosen))
     # A frozen linear keeps no input; experts, which are none, keep theirs.
     frozen = f"blocks.{layer}.mlp.down.weight" in ledger.matrices and "mlp.down" not in chosen
     less["activation"] = row * sizes["mlp.down/in"] * frozen
@@ -242,6 +247,11 @@ def _adapted_block(
     return ledger.with_line(f"{layer}/adapters", adapter)
 
 
+def _is_kept_for_mlp(ledger: Ledger, chosen: Iterable[str]) -> bool:
+    """Whether what enters the MLP is kept: by an adapted linear, or by pieces that run again."""
+    return PIECE in ledger.memory or not {"mlp.gate_up", "mlp.up"}.isdisjoint(chosen)
+
+
 def _first_block(ledger: Ledger, here: Mapping[str, tuple[int, ...]], row: float) -> Ledger:
     """Without what lies before the first adapter, which no gradient reaches: it keeps its input.
 
@@ -259,7 +269,7 @@ def _first_block(ledger: Ledger, here: Mapping[str, tuple[int, ...]], row: float
     held = {n.removeprefix("0/"): line for n, line in ledger.memory.items() if line.layer == 0}
     kept = {name: 0.0 for name in held if name not in (*AROUND, *MLP)}
     entered = "mlp.gate_up" in here or "mlp.up" in here
-    result = row * ledger.sizes["dim"] * entered  # of the norm before the MLP
+    result = row * ledger.sizes["dim"] * _is_kept_for_mlp(ledger, here)  # of the norm before it
     if "mixer.out" in here:
         kept["attention"] = row * here["mixer.out"][1]
         kept["norm"] = result + (held["norm"].bytes - result) / 2
