@@ -7,7 +7,7 @@ import torch
 import typer
 
 import headrace.techniques
-from headrace import probes
+from headrace import __version__, probes
 from headrace.context import choose_device, elsewhere, make_context
 from headrace.core.errors import ConfigError
 from headrace.core.machine import Machine
@@ -16,6 +16,17 @@ from headrace.core.technique import Catalogue, Context, discover
 from headrace.model.zoo import families
 from headrace.recipes import recipes
 
+
+def _tell_version(asked: bool) -> None:
+    if asked:
+        print(f"headrace {__version__}")
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool,
+    typer.Option("--version", callback=_tell_version, is_eager=True, help="Print the version."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON value.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, as in batch.tokens=16384")]
 With = Annotated[list[str] | None, typer.Option("--with", help="Add a technique.")]

@@ -21,6 +21,7 @@ from headrace.arguments import (
     Overrides,
     PlanName,
     RunName,
+    Version,
     With,
     Without,
     catalogue,
@@ -107,6 +108,11 @@ app = typer.Typer(
 )
 data_app = typer.Typer(no_args_is_help=True, help="Prepare data.")
 app.add_typer(data_app, name="data")
+
+
+@app.callback()
+def _before_verbs(*, version: Version = False) -> None:
+    """Train language models, name the bottleneck of a run, and remove it with a receipt."""
 
 
 @app.command()

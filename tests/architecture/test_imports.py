@@ -110,3 +110,14 @@ def test_importing_headrace_stays_cheap() -> None:
         "assert not hasattr(headrace, 'wotch')"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_the_catalogue_loads_no_compiler() -> None:
+    """A verb that neither compiles nor shards waits for neither."""
+    program = (
+        "import sys, headrace.cli; assert headrace.cli.catalogue().techniques;"
+        "print(*sorted({'torch._dynamo', 'torch.distributed.tensor'} & set(sys.modules)))"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "\n", f"the catalogue loads {ended.stdout}"

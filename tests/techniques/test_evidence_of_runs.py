@@ -178,7 +178,7 @@ class Slice:
 def test_all_parameters_are_slices(
     monkeypatch: pytest.MonkeyPatch, here: int, loose: bool, ranks: int, active: bool
 ) -> None:
-    monkeypatch.setattr(fsdp, "DTensor", Slice)
+    monkeypatch.setattr("torch.distributed.tensor.DTensor", Slice)
     held: dict[str, Any] = {"a": Slice(here, 8), "b": torch.ones(1) if loose else Slice(here, 8)}
     model = left(parameters=held.values, named_parameters=held.items)
     run = left(model=model, world=left(size=lambda axis: ranks))

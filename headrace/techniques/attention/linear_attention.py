@@ -26,7 +26,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -339,16 +339,16 @@ class LinearAttention(Technique[Build]):
     def apply(self, build: Build) -> None:
         """Fill the mixer and the backend that it does without."""
         build.notes[self.name()] = since({}, "fla_")
+        run: Any
         if self.kernels == "torch":
             ours = {"sum": linear_attention.chunked, "gated_delta": gated_delta.chunked}
-            run, attend = partial(ours[self.rule], chunk=self.chunk_tokens), Documents()
+            build.parts.attend, run = Documents(), partial(ours[self.rule], chunk=self.chunk_tokens)
         else:
             theirs = {"sum": fla.decayed_sum, "gated_delta": fla.gated_delta}
-            run, attend = torch.compiler.disable(theirs[self.rule]), Lengths()
+            build.parts.attend, run = Lengths(), torch.compiler.disable(theirs[self.rule])
         mix = Mix(run, self._tokens())
         mixer = LinearMixer if self.rule == "sum" else DeltaMixer
         build.parts.mixer = lambda config, layer, attend: mixer(config, layer, attend, mix)
-        build.parts.attend = attend
 
     def active(self, build: Build) -> Evidence:
         """Whether a block's work is that of chunks, the longest that it computed, and by whom."""
