@@ -166,15 +166,13 @@ def adapted_ledger(
     first = names.index(next(iter(taken)))
     before = sum(prod(linears[name]) for name in names[: first + 1])
     unmoved = before + rank * linears[names[first]][1]
-    attention = sizes["attention_flops"]
-    if first:
-        attention -= sizes["attention_flops"] / layers
-    forward = ledger.flops["forward"] + 2 * adapters
-    backward = 2 * (frozen + 2 * adapters - unmoved) + 2 * attention
-    flops = {**ledger.flops, "forward": forward, "backward": backward}
-    if PIECE in held:
+    attention = sizes["attention_flops"] * (1 - (first > 0) / layers)
+    if PIECE in held:  # of which each runs again
         in_mlp = sum(sum(shape) for name, shape in taken.items() if _end(name).startswith("mlp."))
-        flops["recompute"] = flops.get("recompute", 0.0) + 2 * rank * in_mlp
+        ledger = ledger.with_flops("recompute", 2 * rank * in_mlp)
+    forward = ledger.flops["forward"] + 2 * adapters
+    backward = 2 * (frozen + 2 * adapters - unmoved + attention)
+    flops = {**ledger.flops, "forward": forward, "backward": backward}
     matrices = {name: replace(matrix, by="") for name, matrix in ledger.matrices.items()}
     for name, bytes in quantized.items():
         matrices[name] = replace(matrices[name], stored=bytes / prod(taken[name]))
