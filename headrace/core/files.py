@@ -24,15 +24,23 @@ def read_plan_text(file: Path) -> str:
     """The text of a plan.
 
     Raises:
-        ConfigError: it is not UTF-8.
+        ConfigError: it is not UTF-8, or no TOML.
     """
     try:
-        return file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8")
+        toml_values(text, str(file))
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{file} is no plan: it is not UTF-8, by its byte {error.start} ({error.reason})",
             f"a TOML file; iconv -f LATIN1 -t UTF-8 {file} > NEW.toml, if it is in Latin-1",
         ) from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(
+            f"{file} is no plan: it is not valid TOML: {error}",
+            "" if file.suffix == ".toml" else f"headrace train demo data.sources={file}, if it is "
+            "text to train on",
+        ) from None
+    return text
 
 
 def toml_values(text: str, what: str) -> dict[str, Any]:

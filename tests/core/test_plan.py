@@ -135,6 +135,16 @@ def test_a_text_that_is_no_plan(text: str, says: str) -> None:
         read(text)
 
 
+def test_a_file_that_is_no_plan_is_named_and_text_is_told_where_it_goes(tmp_path: Path) -> None:
+    for name, remedy in (("novel.txt", "headrace train demo data.sources="), ("plan.toml", "")):
+        file = tmp_path / name
+        file.write_text("It was a dark and stormy night")
+        with pytest.raises(ConfigError, match="is not valid TOML") as caught:
+            read_recipe(str(file), {})
+        assert caught.value.message.startswith(f"{file} is no plan")
+        assert caught.value.remedy.startswith(remedy) and bool(remedy) == bool(caught.value.remedy)
+
+
 def test_the_largest_number_of_toml_is_read() -> None:
     assert read(BASE, f"seed={2**63 - 1}").seed == 2**63 - 1
 
