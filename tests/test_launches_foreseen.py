@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.build import predict
+from headrace.build import predict, predict_each
 from headrace.cli import catalogue
 from headrace.context import elsewhere, make_context
 from headrace.core.ledger import Ledger
@@ -32,14 +32,19 @@ def on_h200(plan: Plan) -> Any:
     return elsewhere(make_context(plan, torch.device("cpu")), "NVIDIA H200")
 
 
-def ledger_of(*words: str) -> Ledger:
-    """Of the 160m trunk with changes."""
+def plan_of(*words: str) -> Plan:
+    """The 160m trunk with changes."""
     text = (ROOT / "benchmarks" / "plans" / "160m.toml").read_text()
     more = [w[1:] for w in words if w[0] == "+"]
-    plan = Plan.read(
+    return Plan.read(
         text, catalogue(), overrides=[w for w in words if w[0] != "+"], with_=more,
         without=[w[1:] for w in TRUNK.split() if w[1:] not in more],
     )  # fmt: skip
+
+
+def ledger_of(*words: str) -> Ledger:
+    """Of that plan."""
+    plan = plan_of(*words)
     return predict(plan, on_h200(plan))
 
 
@@ -83,6 +88,7 @@ def test_python_sees_what_an_eager_block_saves_and_a_compiled_one_does_not(
     compiled = launches(ledger_of("+torch_compile"))
     more = launches(ledger_of(f"+{name}", "+torch_compile")) - compiled
     assert 0 < more < LAYERS * each / 2
+    assert ledger_of(f"+{name}", "+torch_compile").work[f"{name}/blocks"].count == 0
 
 
 def test_a_kernel_of_ours_is_launched_by_python_in_compiled_code_too() -> None:
@@ -102,3 +108,72 @@ def test_a_norm_takes_the_addition_in() -> None:
         fused = ledger_of("+fused_rms_norm", *more).work
         assert {fused[f"residual/{way}"].launch for way in ("forward", "backward")} == {0.0}
         assert fused["norms/forward"].launch == CUSTOM
+
+
+def test_single_rows_take_as_much_longer_as_a_cpu_s_steps_that_python_bounds() -> None:
+    """12 blocks of 48 features there: 2.0 times as long, and 3.5 to 4.4 times (LOG.md)."""
+    one = "batch.micro_sequences=1"
+    plain = launches(ledger_of(one))
+    assert launches(ledger_of("+full_checkpoint", one)) == pytest.approx(2.0 * plain, rel=0.05)
+    assert 3.5 < launches(ledger_of("+selective_checkpoint", one)) / plain < 4.4
+
+
+@pytest.mark.parametrize("name", ["full_checkpoint", "selective_checkpoint"])
+def test_ranks_of_a_pipeline_run_their_own_blocks_again(name: str) -> None:
+    """Once for each micro-batch, however many are in flight."""
+    words = (f"+{name}", "+pipeline_parallel", "mesh.pipeline=2", "batch.micro_sequences=1")
+    plan = plan_of(*words)
+    each = predict_each(plan, on_h200(plan))
+    assert [ledger.work[f"{name}/blocks"].count for ledger in each] == [LAYERS / 2] * 2
+
+
+def test_a_compiled_call_is_no_work_that_a_budget_of_memory_runs_again() -> None:
+    plain = ledger_of("+torch_compile")
+    less = ledger_of("+torch_compile", "+memory_budget")
+    hosts = [{n: p for n, p in x.work.items() if p.kind == "host"} for x in (plain, less)]
+    assert hosts[0] == hosts[1] and [p.count for p in hosts[0].values()] == [2]
+    calls = ledger_of("+torch_compile", "techniques.torch_compile.scope=block")
+    assert calls.work["compiled/calls"].count == 1 + LAYERS
+
+
+def test_recorded_kernels_are_launched_at_once_and_calls_are_not() -> None:
+    both = ledger_of("+torch_compile", "+cuda_graphs", "+fused_swiglu")
+    passes = [piece for piece in both.work.values() if piece.phase != "optimizer"]
+    assert {piece.kind for piece in passes if not piece.recorded} == {"host"}
+
+
+@pytest.mark.parametrize("more", [(), ("+torch_compile",)])
+def test_queries_and_keys_are_turned_by_a_kernel_each(more: tuple[str, ...]) -> None:
+    """Their copies are none of its launches."""
+    words = (*more, "model.kv_heads=4")
+    plain, turned = ledger_of(*words).work, ledger_of("+fused_rope", *words).work
+    for way in ("forward", "backward"):
+        assert plain[f"queries/{way}"].launch and not turned[f"queries/{way}"].launch
+        assert turned[f"rope/{way}"].launch * turned[f"rope/{way}"].kernels == 2 * CUSTOM
+
+
+@pytest.mark.parametrize("more", [(), ("+torch_compile",)])
+def test_kernels_of_another_package_take_no_addition_in(more: tuple[str, ...]) -> None:
+    plain, work = ledger_of(*more).work, ledger_of("+liger_kernels", *more).work
+    for name in ("norms", "activation"):
+        assert {work[f"{name}/{way}"].launch for way in ("forward", "backward")} == {CUSTOM}
+    for way in ("forward", "backward"):
+        own = work[f"residual/{way}"]
+        assert own.fused is None and own.launch == plain[f"residual/{way}"].launch
+    ledger = ledger_of()
+    fused = ledger.work["activation/backward"].fused
+    assert fused is not None and work["activation/backward"].bytes == fused / 2
+    assert work["norms/backward"].bytes > 20e3 * ledger.sizes["tokens"], "rows in turn"
+
+
+@pytest.mark.parametrize("name", ["fused_cross_entropy", "chunked_cross_entropy"])
+def test_a_loss_by_kernels_is_launched_by_python(name: str) -> None:
+    for more in ((), ("+torch_compile",)):
+        work = ledger_of(f"+{name}", *more).work
+        assert {work[f"loss/{way}"].launch for way in ("forward", "backward")} == {CUSTOM}
+
+
+def test_no_compiler_sees_the_update() -> None:
+    for more in ((), ("+torch_compile",), ("+torch_compile", "+bf16_parameters")):
+        update = [p for p in ledger_of(*more).work.values() if p.phase == "optimizer"]
+        assert {piece.launch for piece in update} == {EAGER}

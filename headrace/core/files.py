@@ -37,8 +37,9 @@ def read_plan_text(file: Path) -> str:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(
             f"{file} is no plan: it is not valid TOML: {error}",
-            "" if file.suffix == ".toml" else f"headrace train demo data.sources={file}, if it is "
-            "text to train on",
+            ""
+            if file.suffix == ".toml"
+            else f"headrace train demo data.sources={file}, if it is text to train on",
         ) from None
     return text
 

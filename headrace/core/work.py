@@ -153,7 +153,7 @@ class Work:
         """The same as a compiler makes it."""
         if self.kind == "host":  # what Python does between operations
             return replace(self, count=0.0)
-        own = self.phase == "optimizer" or self.launch in (0.0, CUSTOM)
+        own = self.phase == "optimizer" or not 0 < self.launch < CUSTOM
         launch = self.launch if own else COMPILED
         if self.fused is None:
             return replace(self, launch=launch)

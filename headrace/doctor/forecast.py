@@ -33,9 +33,9 @@ Source = Literal["ledger", "share", "none"]
 APART = 2.0
 """How many times the prediction of a step may be too long or too short for this run."""
 HOST = 0.15
-"""Added to the half-width where no step was measured and steps wait for launches: four such plans
-took 0.98 to 1.11 times as long as foreseen (kernels.jsonl, time_to_quality.jsonl), more where other
-work has the cores."""
+"""Added to the half-width where no step was measured and steps wait for launches: such plans took
+0.98 to 1.11 times as long as foreseen before what the host takes was fitted to them (kernels.jsonl,
+time_to_quality.jsonl), and more where other work has the cores."""
 NOTHING = 1e-4
 """Of a step: a change that the ledger says is smaller does nothing to its time."""
 LEAST_TAKEN, MOST_TAKEN = 0.5, 1.0

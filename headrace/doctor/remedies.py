@@ -170,7 +170,7 @@ def _may_help(bottleneck: str, words: Words, asking: Asking) -> bool:
         return bool(_parts(asking.catalogue.find(name), bottleneck))
     if sign == "-":
         saves = saves_memory(asking.start.techniques[name].symptoms)
-        return bottleneck == "unused memory" and saves
+        return bottleneck in ("unused memory", LEDGER_FIRST) and saves
     key, _, value = words[0].partition("=")
     if key != MICRO:
         return False
@@ -233,7 +233,8 @@ def _forecast(
     if bottleneck == "fragmentation":
         return Forecast(None, "none", "it gains memory that is reserved in pieces, not time")
     moves = ledger.gain is not None and abs(ledger.gain.value) > NOTHING
-    if bottleneck not in SHARES or (bottleneck == LEDGER_FIRST and moves):
+    left_out = words[0][0] == "-"  # of whose part in launches the ledger alone tells
+    if bottleneck not in SHARES or (bottleneck == LEDGER_FIRST and (moves or left_out)):
         return ledger
     if words[0][0] == "+" and "" not in _parts(asking.catalogue.find(words[0][1:]), bottleneck):
         part = ", ".join(sorted(_parts(asking.catalogue.find(words[0][1:]), bottleneck)))
@@ -249,6 +250,7 @@ def helps(bottleneck: str, remedy: Remedy) -> bool:
         return remedy.memory_bytes < 0
     if remedy.gain is None:
         sure = bottleneck not in ("computation", "unused memory")
+        sure &= bottleneck != LEDGER_FIRST or remedy.change[0][0] != "-"
         return sure or remedy.change[0].partition("=")[0] in KEY_EQUALITY
     if bottleneck == "computation":  # which is no fault: only what is sure is worth a word
         return remedy.gain.low > 0

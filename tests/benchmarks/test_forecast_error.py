@@ -1,9 +1,13 @@
 """The interval of a forecast is as wide as forecasts that were said before ask for."""
 
+import json
 import math
 import sys
+from collections import Counter
 from importlib import import_module
 from pathlib import Path
+
+import pytest
 
 from headrace.doctor.forecast import ERROR
 
@@ -30,6 +34,67 @@ def test_the_interval_in_use_is_the_one_that_what_was_said_before_asks_for() -> 
     """When rows come, ERROR follows: `forecast_error.py`. Receipts may lie closer, not further."""
     said = forecast_error.said_before()
     assert (ERROR.least, ERROR.share) == forecast_error.fit(said) and len(said) == ERROR.n >= 40
+    assert f"{len({pair.workload for pair in said})} workloads" in ERROR.source
     found = forecast_error.of_receipts()
-    assert len(found) >= 150
+    shapes = Counter(pair.workload for pair in found)
+    assert min(shapes["160m"], shapes["1b"]) >= 60 and len(found) >= 240 and 20 < len(shapes) < 40
     assert forecast_error.held_by(found, ERROR.least, ERROR.share) >= forecast_error.LEVEL
+
+
+def test_what_was_said_is_read_as_it_was_said(tmp_path: Path) -> None:
+    """Not as it would be forecast today; and no row that was refused or taken back."""
+    gain = {"forecast": {"low": 0.1, "value": 0.25, "high": 0.4}}
+    came = {"metrics": {"gain": {"value": 0.5}}}
+    rows = [
+        {"workload": "1b eager", "remedy": "+torch_compile", **gain, **came},
+        {"workload": "1b eager", "remedy": "+cuda_graphs", **gain, "refused": "no GPU"},
+        {"workload": "1b eager", "remedy": "+fused_rope", **gain, **came},
+        {"retracts": 3},
+    ]
+    (tmp_path / "forecasts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (found,) = forecast_error.said_before(tmp_path)
+    assert (found.workload, found.what) == ("1b eager", "+torch_compile")
+    assert math.exp(found.predicted) == pytest.approx(1.25)
+    assert math.exp(found.measured) == pytest.approx(1.5)
+
+
+def test_what_a_fit_is_told_by() -> None:
+    """Widths and errors are of gains, and of what was measured."""
+    pair = forecast_error.Pair("w", "", math.log(1.2), math.log(1.1))
+    assert forecast_error._error(pair) == pytest.approx(0.1 / 0.1)
+    half = 0.01 + 0.5 * math.log(1.2)
+    assert forecast_error._width(pair, 0.01, 0.5) == pytest.approx(
+        1.2 * (math.exp(half) - math.exp(-half)) / 0.1
+    )
+    pairs = [pair, forecast_error.Pair("w", "", 0.1, 0.1)]
+    assert forecast_error.held_by(pairs, 0.0, 0.0) == 0.5
+    assert forecast_error.held_by(pairs[:1], 0.0, 0.0) == 0.0
+
+
+def test_receipts_are_scored_and_not_fitted_to() -> None:
+    """One of eleven that were said is not held, and is not worth a wider interval."""
+    sizes = (0.05, 0.1, 0.2, 0.4, 0.8)
+    said = [forecast_error.Pair(w, f"{w}{p}", p, p * 1.01) for w in "ab" for p in sizes]
+    said.append(forecast_error.Pair("c", "c0.6", 0.6, 0.9))
+    receipts = [forecast_error.Pair("r", f"r{p}", p, 3 * p) for p in (0.2, 0.3, 0.4)]
+    receipts += [forecast_error.Pair("r", f"small{n}", 0.2, 0.001) for n in range(4)]
+    found = forecast_error.residuals(said, receipts)
+    assert (found["least"], found["share"]) == forecast_error.fit(said) and found["share"] < 0.1
+    assert found["n"] == 11 and found["receipts"]["n"] == 7
+    assert found["coverage"] == pytest.approx(10 / 11) == found["coverage_left_out"]
+    assert found["receipts"]["coverage"] == 0
+    assert found["median_error_of_gain"] < 0.05 and found["median_width_of_gain"] < 0.2
+    # Those that hardly changed anything are no part of the error: 3 x 0.3 was measured for 0.3.
+    off = (math.expm1(0.9) - math.expm1(0.3)) / math.expm1(0.9)
+    assert found["receipts"]["median_error_of_gain"] == pytest.approx(off)
+    worst = [name for name, *_ in found["worst"]]
+    assert worst[:2] == ["r r0.4", "r r0.3"] and "c c0.6" in worst
+
+
+def test_a_workload_alone_is_left_out_of_its_fit() -> None:
+    """Each is held by the others' fit, not by its own."""
+    near = [forecast_error.Pair("near", "", p, 1.02 * p) for p in (0.1, 0.2, 0.4, 0.8)]
+    far = [forecast_error.Pair("far", "", p, 1.4 * p) for p in (0.1, 0.2, 0.4, 0.8)]
+    found = forecast_error.residuals([*near, *far], near)
+    assert found["coverage_left_out"] == 0.5 and found["coverage"] == 1
+    assert found["receipts"]["coverage"] == 1

@@ -1,5 +1,6 @@
 """Forecasts are said before they are measured, and scored as they were said."""
 
+import argparse
 import json
 import sys
 from importlib import import_module
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from tiny import READ
 
+from headrace.trials.readings import Reading
 from headrace.truth import compute
 
 ROOT = Path(__file__).parents[2]
@@ -54,6 +56,21 @@ def test_what_is_said_is_measured_once(
     assert one["metrics"]["gain"]["low"] <= one["measured"] <= one["metrics"]["gain"]["high"]
     assert "CUDA graphs" in found["+cuda_graphs"]["refused"]
     assert compute(tmp_path)["forecast_coverage"]["n"] == 1
+
+
+def test_a_row_has_the_seconds_that_its_gain_is_of(tmp_path: Path) -> None:
+    """Means of a timing before and one after its group, and of the remedy's."""
+    args = argparse.Namespace(shapes=["160m"], results=tmp_path)
+    bench: Any = forecasts.Bench("160m trunk", [], args, None, 0.0)
+    said = {"remedy": "+torch_compile", "workload": "160m trunk", "forecast": {"value": 1.0},
+            "forecast_from": "ledger", "commit": "then"}  # fmt: skip
+    bases = [Reading(seconds=[1.0, 3.0]), Reading(seconds=[3.0, 5.0])]
+    bench.write([said], bases, [Reading(seconds=[0.5, 1.5])])
+    (row,) = rows(tmp_path, "forecasts")
+    assert (row["before_s"], row["after_s"]) == (3.0, 1.0) and row["said"] == "then"
+    assert row["measured"] == 2.0 and row["n"] == 2
+    gain = row["metrics"]["gain"]
+    assert (gain["low"], gain["value"], gain["high"]) == (1.0, 2.0, 3.0)
 
 
 def test_every_ailment_is_a_plan() -> None:

@@ -154,6 +154,21 @@ def test_the_hosts_pace_scales_no_step_of_the_device() -> None:
     assert log((1 + plan_alone.high) / (1 + plan_alone.low)) > 0.3  # a host that nobody measured
 
 
+@pytest.mark.parametrize("name", ["full_checkpoint", "selective_checkpoint"])
+def test_blocks_that_run_again_are_left_out_where_the_host_is_slow(name: str) -> None:
+    """By what the ledger says they take of the host, and not by a share of what nobody prices."""
+    out, eager = f"-{name}", f"{BARE} batch.micro_sequences=1"
+    found = asked("launch", 0.5, "160m", f"{eager} +{name}")[out]
+    before, after = seconds("160m", f"{eager} +{name}"), seconds("160m", eager)
+    assert found.forecast_from == "ledger" and found.gain is not None
+    assert found.gain.value == pytest.approx(before / after - 1) and found.gain.value > 0.8
+    plan, _, _ = on_h200("160m", f"{BARE} +{name}")
+    here = make_context(plan, torch.device("cpu"))
+    finding = Finding("launch", 0.5, "", "", "measured")
+    told_here = remedies(finding, plan, here, Machine.assumed("cpu"), catalogue(), Measured())
+    assert all(out not in one.change for one in told_here)
+
+
 def test_a_measured_share_is_taken_from_half_to_whole() -> None:
     found = asked("input", 0.2, "160m")
     assert {"+loader_workers", "data.workers=2", "data.prefetch=8"} <= {*found}

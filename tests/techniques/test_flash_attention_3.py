@@ -217,8 +217,12 @@ def test_version_4_makes_gradients_of_some_heads_alone(monkeypatch: pytest.Monke
             assert isinstance(answer, Supported)
             continue
         assert isinstance(answer, Unsupported)
-        assert "32, 64, 80, 96 or 128" in answer.reason and f"have {width}" in answer.reason
+        assert answer.reason.startswith("FA4 makes gradients of heads of 32, 64, 80, 96 or 128")
+        assert f"have {width}" in answer.reason
         assert answer.remedy == f"model.head_dim={nearest}"
+    plan = Plan.model_validate({"goal": {"steps": 1}, "model": {"head_dim": 264}})
+    answer = FA4.supports(replace(GPU, plan=plan))
+    assert isinstance(answer, Unsupported) and answer.remedy == "model.head_dim=128"
 
 
 def test_a_torch_that_cannot_activate_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -273,8 +273,9 @@ class FlashAttention3(Technique[Build]):
                 f"compute capability {found}",
                 "--with flash_attention or --with cudnn_attention in its place",
             )
-        lacks = lacks_half(context, self.release, widest=WIDEST_HEAD) or lacks_mask(context)
-        return lacks or self._lacks_head(context) or self._is_here()
+        lacks = self._lacks_head(context)  # first: of what is too wide it knows the nearest
+        lacks = lacks or lacks_half(context, self.release, widest=WIDEST_HEAD)
+        return lacks or lacks_mask(context) or self._is_here()
 
     def _lacks_head(self, context: Context) -> Unsupported | None:
         """Why the version makes no gradients of such heads, if it makes none."""

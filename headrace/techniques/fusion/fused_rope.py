@@ -42,6 +42,7 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
+from headrace.core.work import CUSTOM
 from headrace.kernels.launches import since
 from headrace.kernels.rope import rope, rope_norm
 from headrace.model.norm import RMSNorm
@@ -107,7 +108,8 @@ class FusedRope(Technique[Build]):
                 ledger = ledger.with_line(name, replace(line, bytes=kept))
         ledger = replace(ledger, sizes={**sizes, "qk_norm_products": 0.0})
         ledger = ledger.reworked(lambda n, w: None if n.startswith("qk_norm/") else w)
-        return ledger.made_one("rope").made_one("queries", launch=0.0)
+        # Queries' kernel and keys'.
+        return ledger.made_one("rope", launch=2 * CUSTOM).made_one("queries", launch=0.0)
 
     def apply(self, build: Build) -> None:
         """Wrap the blocks."""
