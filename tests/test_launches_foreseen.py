@@ -107,6 +107,8 @@ def test_a_norm_takes_the_addition_in() -> None:
     for more in ((), ("+torch_compile",)):
         fused = ledger_of("+fused_rms_norm", *more).work
         assert {fused[f"residual/{way}"].launch for way in ("forward", "backward")} == {0.0}
+        last = fused["residual_out/forward"]  # of a block, which no norm of it follows
+        assert last.launch == (COMPILED if more else EAGER) and last.count == LAYERS
         assert fused["norms/forward"].launch == CUSTOM
 
 

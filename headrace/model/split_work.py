@@ -25,7 +25,7 @@ INSIDE = (
     "attention", "rope", "qk_norm", "queries", "activation", "weight_cast", "head_cast", "loss",
 )  # fmt: skip
 """Pieces that a rank has a part of, by how their names begin."""
-BETWEEN = ("norms", "residual")
+BETWEEN = ("norms", "residual", "residual_out")
 """Pieces of the stream, which may be cut along the sequence."""
 WHOLE = ("embedding", "mlp_pieces", "count", "head")
 """Pieces that every rank has whole, but for what is said of them below."""

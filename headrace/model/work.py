@@ -138,7 +138,8 @@ def _streams(
             2 * L + 1, (2 * turn * D + 2 * wide * D, 3 if half else 1, 2 * x * D),
             (2 * turn * D + 3 * wide * D, 4 if half else 2, 3 * x * D),
         ),
-        "residual": (2 * L, (3 * x * D, 1, 2 * x * D), (3 * x * D, 1, x * D)),
+        "residual": (L, (3 * x * D, 1, 2 * x * D), (3 * x * D, 1, x * D)),
+        "residual_out": (L, (3 * x * D, 1, 2 * x * D), (3 * x * D, 1, x * D)),  # a block's last
         "rope": (
             L if config.position == "rope" else 0, (rope, 18, 2 * x * (Q + G)),
             # Turned back, and then joined with the values' gradient: no compiler makes them one.

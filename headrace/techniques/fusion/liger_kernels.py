@@ -122,7 +122,8 @@ class LigerKernels(Technique[Build]):
         ledger = ledger.with_line("final_norm", final)
         ledger = replace(ledger, sizes={**sizes, "norm_products": 0.0})
         ledger = ledger.made_one("norms").made_one("activation", backward=0.5)
-        ledger = ledger.made_one("residual", launch=EAGER)
+        for name in ("residual", "residual_out"):
+            ledger = ledger.made_one(name, launch=EAGER)
         rows = NORM_ROW * sizes["tokens"]
         return ledger.reworked(
             lambda name, piece: replace(piece, bytes=max(piece.bytes, rows))

@@ -240,7 +240,7 @@ class SelectiveCheckpoint(Technique[Build]):
         name, _, what = piece.partition("/")
         if name == "attention":
             return 0.0 if "attention" in self.kept() else len(chosen) / layers
-        if what == "adapter_down" and self.kept() & LINEAR:
+        if name == "residual_out" or (what == "adapter_down" and self.kept() & LINEAR):
             return 0.0
         product = name.rpartition(".")[2].replace("up", "gate_up").replace("gate_gate", "gate")
         if product not in PRODUCTS or (what.startswith("adapter") and piece != LAST):
