@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from headrace.core.technique import Supported, Unsupported
+from headrace.techniques.attention import flash_attention_3
 
 MESHED = {"context_parallel", "fsdp", "pipeline_parallel", "tensor_parallel"}
 """They share one run among processes, and the suite is one."""
@@ -34,8 +35,10 @@ def test_one_gpu_tries_all_that_needs_no_more(monkeypatch: pytest.MonkeyPatch) -
 # What is beside float8_linear are sizes, which its kernels ask for and the plan does not.
 @pytest.mark.parametrize("name", sorted({name for name, _ in house.BESIDE} - {"float8_linear"}))
 def test_nothing_stands_beside_without_need(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alone it is refused on an H200, and in its plan it is not."""
+    """Alone it is refused on an H200 that has FlashAttention 4, and in its plan it is not."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    four = flash_attention_3.RELEASES["FA4"].module
+    monkeypatch.setattr(flash_attention_3, "is_installed", lambda module: module == four)
     variant = house.choices(name, "cuda")[0]
     alone = house.make_plan(variant.technique(), device="cuda")
     answer = variant.technique().supports(house.context_on("cuda", alone))
