@@ -179,3 +179,16 @@ def test_no_compiler_sees_the_update() -> None:
     for more in ((), ("+torch_compile",), ("+torch_compile", "+bf16_parameters")):
         update = [p for p in ledger_of(*more).work.values() if p.phase == "optimizer"]
         assert {piece.launch for piece in update} == {EAGER}
+
+
+def test_a_budget_of_a_pipelines_rank_is_of_its_own_blocks() -> None:
+    """Not once more for each micro-batch that it holds meanwhile."""
+    words = ("+memory_budget", "+torch_compile", "batch.micro_sequences=4")
+    whole = ledger_of(*words)
+    for ranks in (2, 4):
+        part = ledger_of(*words, "+pipeline_parallel", f"mesh.pipeline={ranks}")
+        again = [n for n, p in part.work.items() if n.endswith("/again") and p.kind == "product"]
+        blocks = {part.work[name].count for name in again if "." in name.split("/")[0]}
+        assert blocks and blocks <= {LAYERS / ranks}
+        assert part.memory["recompute"].bytes < 1.1 * whole.memory["recompute"].bytes
+        assert part.flops["recompute"] < 1.1 * whole.flops["recompute"]

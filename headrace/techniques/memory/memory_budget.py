@@ -89,24 +89,26 @@ class MemoryBudget(Technique[Build]):
 
     def predict(self, ledger: Ledger) -> Ledger:
         """What the partitioner's knapsack leaves of a block, and the work of what it does not."""
-        sizes, layers = ledger.sizes, max(1.0, ledger.sizes["layers"])
-        lost = again = 0.0
+        sizes = ledger.sizes
+        # Of a pipeline's rank each block is held once for each micro-batch in flight.
+        blocks = {v.layer for v in ledger.memory.values() if v.layer is not None}
+        each, lost, again = 1 / max(1, len(blocks)), 0.0, 0.0
         runs_again: dict[str, float] = {}
-        for layer in {v.layer for v in ledger.memory.values() if v.layer is not None}:
+        for layer in blocks:
             block = {n.split("/")[1]: v for n, v in ledger.memory.items() if v.layer == layer}
             if "residual" not in block:  # sent to the host
                 continue
             keeps, work, gone = _kept_of(block, sizes, self.fraction)
-            again += work
+            again += work * each * sizes["layers"]
             for name in gone:
-                runs_again[name] = runs_again.get(name, 0.0) + 1 / layers
+                runs_again[name] = runs_again.get(name, 0.0) + each
             for name, line in block.items():
                 left = keeps.get(name, 0.0)
                 lost += line.bytes - left
                 ledger = ledger.without([f"{layer}/{name}"])
                 if left:
                     ledger = ledger.with_line(f"{layer}/{name}", replace(line, bytes=left))
-        ledger = ledger.with_line("recompute", Line(lost / layers, ("turn", "backward")))
+        ledger = ledger.with_line("recompute", Line(lost * each, ("turn", "backward")))
 
         def share(piece: str) -> float:
             """Of a forward piece's kernels: products by name, and all work by element."""
