@@ -75,6 +75,7 @@ def test_a_technique_has_a_row_at_each_base(
     assert "left: tiny trunk: dynamic_batch\n" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_loss_is_read_alone_by_a_schedule_as_long_as_the_training(
     plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -108,6 +109,7 @@ def test_a_loss_is_read_alone_by_a_schedule_as_long_as_the_training(
         run(monkeypatch, techniques, "z_loss", "--only-loss")
 
 
+@pytest.mark.slow
 def test_a_whole_run_has_the_seconds_of_all_of_its_steps(
     plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
