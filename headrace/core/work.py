@@ -70,8 +70,7 @@ launches, where their kernels take 11 (time_to_quality.jsonl)."""
 EAGER, COMPILED = 3.0, 4.7
 """Times as long as the launch of an empty kernel that the host takes for one of a step: 20 us by
 eager torch, which picks it, makes its result and notes its gradient; 32 us in compiled code, whose
-kernels are fewer, with products, attention and custom operations among them (kernels.jsonl, 160m by
-single rows)."""
+kernels are fewer, with products and attention among them (kernels.jsonl, 160m by single rows)."""
 CUSTOM = 13.0
 """Likewise for one of this project's kernels, a custom operation that Python launches, in eager and
 in compiled code: 88 and 110 us forward and backward (the same rows)."""
@@ -80,7 +79,7 @@ REGION = 70.0
 against two (the same rows)."""
 RERUN, CHOSEN = 150.0, 600.0
 """Likewise for an eager block that runs again, 1 and 4 ms: Python sees each tensor that is saved,
-and, where a policy chooses, each operation (a CPU's steps, LOG.md)."""
+and, where a policy chooses, each operation. From a CPU's steps (LOG.md); no GPU's row holds it."""
 EDGE_S = 2.5e-3
 """Of each step on a GPU, in which nothing runs: 2.4, 2.6 and 3.9 ms (idle in kernels.jsonl)."""
 CONTENTION = 0.15

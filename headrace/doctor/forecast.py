@@ -15,10 +15,10 @@ holds nobody measured: these ends are no 80% interval, and `source` "share" says
 
 Else nothing is forecast, with the reason; a guess would look like a number.
 
-The ledger's interval holds 80 to 90% of gains. Its half-width in the logarithm of the ratio grows
-with the change, `ERROR.least + ERROR.share x |log ratio|`, as `python benchmarks/forecast_error.py`
-fits it to what was said before and measured then (the least mean interval score: width, and
-distance outside of it).
+The ledger's interval is to hold 80 to 90% of gains. Its half-width in the logarithm of the ratio
+grows with the change, `ERROR.least + ERROR.share x |log ratio|`, as `python
+benchmarks/forecast_error.py` fits it to what was said before and measured then (the least mean
+interval score: width, and distance outside of it).
 """
 
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ class Error:
 
 
 ERROR = Error(0.0105, 0.14, 45, "results/forecasts.jsonl: NVIDIA H200, 7 workloads")
-"""Of 80% of forecasts, in the logarithm of the ratio."""
+"""Of 85% of those, in the logarithm of the ratio."""
 
 
 @dataclass(frozen=True)
