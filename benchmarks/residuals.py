@@ -97,7 +97,8 @@ class Parts:
             p for p in every
             if p.kind == "attention" and SKIPPING.get(p.kernel, p.kernel) not in UNHURRIED
         ]  # fmt: skip
-        loose = spent([p for p in every if p.kind == "stream" and p.fused is not None])
+        eager = [p for p in every if p.kind == "stream" and p.fused is not None]
+        loose = spent([p for p in eager if p.loose == UNFUSED])
         attention, products = spent(mixing), spent([p for p in every if p.kind == "product"])
         rest = sum(time.device_s.values()) - time.of("product") - attention - loose
         return cls(products / BESIDE, attention / IN_STEP, loose / UNFUSED, rest, time.host_s,

@@ -30,7 +30,9 @@ H200 = Machine.assumed("NVIDIA H200")
 SHAPES = Path(__file__).parents[1] / "benchmarks" / "plans"
 EXPOSED, WAIT = KINDS["collective"], KINDS["wait"]
 FUNCTIONS = Path(__file__).with_name("probe_ranks.py")
-ALONE = ("bf16_parameters", "torch_compile", "fused_cross_entropy", "cudnn_attention")
+ALONE = (
+    "bf16_parameters", "torch_compile", "fused_cross_entropy", "fused_swiglu", "cudnn_attention"
+)  # fmt: skip
 
 
 def plan_of(shape: str, *overrides: str, with_: tuple[str, ...] = (), **how: Any) -> Plan:

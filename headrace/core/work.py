@@ -42,9 +42,11 @@ EFFICIENT_FP32 = 3.4
 three in TF32 (160m with `tf32`, techniques.jsonl)."""
 UNHURRIED = ("flash", "flex", "efficient", "math")
 """Its kernels that are too slow to reach the limit of power: a step does not slow them."""
-UNFUSED = 1.38
+UNFUSED, HALVES = 1.38, 1.6
 """How many times as long eager streams take as their bytes, since many read parts of rows or repeat
-what is small: eager steps of the same shapes, less products and attention."""
+what is small: eager steps of the same shapes, less products and attention. The second is of a gated
+activation's, which read and write halves of rows: what `fused_swiglu` saved of trunks (1.53 at 1b,
+1.67 at 160m, techniques.jsonl)."""
 SKIPPING: Mapping[str, str] = {"flex": "flex", "varlen": "flash"}
 """Kernels that compute no scores that a mask forbids -> whose rates they have. Others are given the
 mask as a tensor: every score, and of it a number for each, read at the memory's rate both ways
@@ -71,15 +73,20 @@ EAGER, COMPILED = 3.0, 4.7
 """Times as long as the launch of an empty kernel that the host takes for one of a step: 20 us by
 eager torch, which picks it, makes its result and notes its gradient; 32 us in compiled code, whose
 kernels are fewer, with products and attention among them (kernels.jsonl, 160m by single rows)."""
-CUSTOM = 13.0
-"""Likewise for one of this project's kernels, a custom operation that Python launches, in eager and
-in compiled code: 88 and 110 us forward and backward (the same rows)."""
+CUSTOM, CUSTOM_COMPILED = 35.0, 13.0
+"""Likewise for one of this project's kernels, a custom operation that Python launches. In compiled
+code 88 and 110 us, forward and backward (the same rows). In eager code autograd's part is Python's
+too, 0.24 ms: 160m with one fused technique in rows of two (techniques.jsonl), beside its trunk."""
 REGION = 70.0
 """Likewise for a call of compiled code and its way back, 0.5 ms: 13 of them in a micro-batch
 against two (the same rows)."""
 RERUN, CHOSEN = 150.0, 600.0
 """Likewise for an eager block that runs again, 1 and 4 ms: Python sees each tensor that is saved,
-and, where a policy chooses, each operation. From a CPU's steps (LOG.md); no GPU's row holds it."""
+and, where a policy chooses, each operation. From a CPU's steps (LOG.md); within the spread of a
+GPU's (160m in rows of two, techniques.jsonl)."""
+SLOW_HOST = 1.6
+"""Times as long as by these that a host may take for the same launches: an eager step that waits
+for them took 431 and 579 ms within two minutes where 344 are foreseen (the same rows)."""
 EDGE_S = 2.5e-3
 """Of each step on a GPU, in which nothing runs: 2.4, 2.6 and 3.9 ms (idle in kernels.jsonl)."""
 CONTENTION = 0.15
@@ -104,6 +111,7 @@ class Work:
             plain products make them; of a collective those that a rank sends.
         kernels: of which one consists in eager torch.
         fused: bytes where a compiler makes it; None is no different.
+        loose: how many times as long as its bytes a stream takes until a compiler makes it.
         sizes: of a product m, n, k; of attention rows, heads, key-value heads, length, features.
         precision: of a product; of attention where it is fp32's.
         kernel: of attention; "" is torch's choice.
@@ -131,6 +139,7 @@ class Work:
     bytes: float = 0.0
     kernels: float = 1.0
     fused: float | None = None
+    loose: float = UNFUSED
     sizes: tuple[int, ...] = ()
     precision: str = "bf16"
     kernel: str = ""
@@ -152,8 +161,11 @@ class Work:
         """The same as a compiler makes it."""
         if self.kind == "host":  # what Python does between operations
             return replace(self, count=0.0)
-        own = self.phase == "optimizer" or not 0 < self.launch < CUSTOM
-        launch = self.launch if own else COMPILED
+        launch = COMPILED if 0 < self.launch < CUSTOM_COMPILED else self.launch
+        if self.launch >= CUSTOM:
+            launch *= CUSTOM_COMPILED / CUSTOM
+        if self.phase == "optimizer":
+            launch = self.launch
         if self.fused is None:
             return replace(self, launch=launch)
         return replace(self, bytes=self.fused, kernels=1.0, fused=None, launch=launch, unknown="")
@@ -183,7 +195,7 @@ class Work:
                 machine.links, machine.name, self.operation, each, self.reach
             )
         elif self.kind == "stream":
-            loose = 1.0 if self.fused is None else UNFUSED
+            loose = 1.0 if self.fused is None else self.loose
             one = loose * self.kernels * machine.traffic_s(self.bytes / self.kernels)
         else:
             one = LINKED * machine.link_s(self.bytes, to_host=self.phase == "forward")

@@ -18,7 +18,8 @@ Else nothing is forecast, with the reason; a guess would look like a number.
 The ledger's interval is to hold 80 to 90% of gains. Its half-width in the logarithm of the ratio
 grows with the change, `ERROR.least + ERROR.share x |log ratio|`, as `python
 benchmarks/forecast_error.py` fits it to what was said before and measured then (the least mean
-interval score: width, and distance outside of it).
+interval score: width, and distance outside of it). It is around what would be gained on a host of
+the ledger's, and on one as slow as such hosts were seen.
 """
 
 from dataclasses import dataclass
@@ -26,16 +27,13 @@ from math import exp, log
 from typing import Literal
 
 from headrace.core.statistics import Interval
+from headrace.core.work import EDGE_S, SLOW_HOST
 from headrace.doctor.window import Window
 from headrace.planner.foresight import Foresight
 
 Source = Literal["ledger", "share", "none"]
 APART = 2.0
 """How many times the prediction of a step may be too long or too short for this run."""
-HOST = 0.15
-"""Added to the half-width where no step was measured and steps wait for launches: such plans took
-0.98 to 1.11 times as long as foreseen before what the host takes was fitted to them (kernels.jsonl,
-time_to_quality.jsonl), and more where other work has the cores."""
 NOTHING = 1e-4
 """Of a step: a change that the ledger says is smaller does nothing to its time."""
 LEAST_TAKEN, MOST_TAKEN = 0.5, 1.0
@@ -97,11 +95,18 @@ class Forecast:
     unknown: str = ""
 
 
-def between(log_ratio: float, *, more: float = 0.0) -> Interval:
-    """The gain of a ratio that the ledger tells, and the ends of 80%; `more` is added to half."""
-    half = ERROR.least + ERROR.share * abs(log_ratio) + more
-    low, value, high = (exp(log_ratio + d) - 1 for d in (-half, 0.0, half))
-    return Interval(low, value, high, ERROR.n)
+def between(log_ratio: float, *others: float) -> Interval:
+    """The gain of a ratio that the ledger tells, and the ends of 80%.
+
+    Args:
+        log_ratio: of a step before over after.
+        others: what it may be as well; the ends are around all of them.
+    """
+    every = (log_ratio, *others)
+    halves = [ERROR.least + ERROR.share * abs(one) for one in every]
+    low = min(one - half for one, half in zip(every, halves, strict=True))
+    high = max(one + half for one, half in zip(every, halves, strict=True))
+    return Interval(exp(low) - 1, exp(log_ratio) - 1, exp(high) - 1, ERROR.n)
 
 
 def by_ledger(before: Foresight, after: Foresight, measured: Measured) -> Forecast:
@@ -119,9 +124,14 @@ def by_ledger(before: Foresight, after: Foresight, measured: Measured) -> Foreca
             None, "none", f"the prediction of this run's step is {max(scale, 1 / scale):.1f} times "
             f"too {'short' if scale > 1 else 'long'}" if scale > 0 else "the step is all waiting",
         )  # fmt: skip
-    more = HOST * (measured.step_s is None and before.waits_for_launches)
     ratio = whole_s / (scale * after.step_s + waits_s)
-    return Forecast(between(log(ratio), more=more), "ledger")
+    slow = SLOW_HOST
+    if measured.step_s is None:
+        whole_s = max(whole_s, slow * before.host_s + EDGE_S)
+    elif before.host_s:  # a step is no shorter than what its host takes
+        slow = min(slow, max(1.0, (whole_s - waits_s - EDGE_S) / before.host_s))
+    after_s = max(scale * after.step_s, slow * after.host_s + EDGE_S)
+    return Forecast(between(log(ratio), log(whole_s / (after_s + waits_s))), "ledger")
 
 
 def by_share(share: float, ledger: Forecast) -> Forecast:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from headrace.core.ledger import Ledger
 from headrace.core.model_config import ModelConfig
 from headrace.core.rates import SCORE_BYTES
-from headrace.core.work import Phase, Work, collective
+from headrace.core.work import HALVES, UNFUSED, Phase, Work, collective
 from headrace.model.count import FP32, block_linears, linear_parameters, total_parameters
 from headrace.parallel.world import BUCKET_BYTES
 
@@ -43,8 +43,11 @@ def trunk_work(
     for name, (count, forward, backward) in _streams(config, tokens, size).items():
         for phase, (bytes, kernels, fused) in (("forward", forward), ("backward", backward)):
             if bytes:
+                loose = (
+                    HALVES if name == "activation" and config.activation == "swiglu" else UNFUSED
+                )
                 work[f"{name}/{phase}"] = Work(
-                    phase, "stream", count, bytes, kernels, fused  # type: ignore[arg-type]
+                    phase, "stream", count, bytes, kernels, fused, loose  # type: ignore[arg-type]
                 )  # fmt: skip
     parameters = total_parameters(config)
     if micro_batches > 1:

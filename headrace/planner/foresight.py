@@ -30,14 +30,7 @@ from headrace.core.work import EDGE_S, StepTime
 from headrace.planner import ranks
 from headrace.planner.calibration import Calibration, Measured, check_device
 from headrace.planner.ending import Curve, ending
-from headrace.planner.intervals import (
-    STEP,
-    Basis,
-    Between,
-    Tier,
-    not_known_on,
-    workload,
-)
+from headrace.planner.intervals import STEP, Basis, Between, Tier, not_known_on, workload
 from headrace.planner.reserved import Reserved, reserve, workspace_bytes
 
 TIGHT = 0.93
@@ -85,6 +78,7 @@ class Foresight:
         buffers_bytes: likewise what communication between ranks holds.
         between_ranks: where numbers of several ranks are from; "" for one.
         calibrated_by: the plan whose measured steps moved the prediction; "" without.
+        host_s: of a step, what the host takes to launch it and does besides; 0 without a time.
     """
 
     device: str
@@ -113,6 +107,7 @@ class Foresight:
     buffers_bytes: float = 0.0
     between_ranks: str = ""
     calibrated_by: str = ""
+    host_s: float = 0.0
 
     @property
     def waits_for_launches(self) -> bool:
@@ -161,8 +156,7 @@ def foresee(
     time, unknown = _time(plan, context, each, machine)
     tier: Tier = "after_probes" if machine.source == "probes" else "no_gpu"
     basis: Basis = tier
-    step_s = None if time is None else time.step_s
-    set_by = ""
+    step_s, set_by = None if time is None else time.step_s, ""
     if calibration is not None and time is not None and calibration.tells(time):
         step_s, time = calibration.step_s(time), calibration.applied(time)
         set_by = calibration.plan
@@ -189,6 +183,7 @@ def foresee(
         steps=None if hours is None or step_s is None else int(3600 * hours / step_s + 1e-6),
         context_bytes=machine.context_bytes, calibrated_by=set_by, buffers_bytes=buffers,
         between_ranks=ranks.told(plan.mesh.ranks, machine, buffers) if cuda else "",
+        host_s=0.0 if time is None else time.host_s,
     )  # fmt: skip
 
 

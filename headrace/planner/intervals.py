@@ -51,16 +51,16 @@ class Between:
 
 STEP: dict[Basis, Width] = {
     "no_gpu": Width(
-        0.969, 1.033, 294, "measured steps of H200s lay, each foreseen without any of its own shape"
+        0.969, 1.032, 294, "measured steps of H200s lay, each foreseen without any of its own shape"
     ),
     "after_probes": Width(
-        0.970, 1.033, 294, "measured steps of H200s lay, by the rates that some were probed at"
+        0.969, 1.033, 294, "measured steps of H200s lay, by the rates that some were probed at"
     ),
     "after_20_steps": Width(
-        0.955, 1.047, 294, "measured steps of H200s lay, each set right by steps of another shape"
+        0.955, 1.048, 294, "measured steps of H200s lay, each set right by steps of another shape"
     ),
     "same_workload": Width(
-        0.976, 1.017, 126, "measured steps of H200s lay, each set right by others of its workload"
+        0.978, 1.017, 126, "measured steps of H200s lay, each set right by others of its workload"
     ),
 }
 """basis -> how far a step's time is off. Rows of techniques.jsonl, limits.jsonl and peers.jsonl at
