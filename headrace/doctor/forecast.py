@@ -6,8 +6,9 @@ By the ledger: both plans are foreseen, and the ratio of their steps is applied 
 measured. Waits for data and for other ranks are no part of the ledger and stay as they were
 measured; what is left of the step scales the prediction to this run. How fast its host launches
 says nothing of its device: steps that wait for launches scale no steps that do not, nor the other
-way. Where the two are further apart than `APART`, the ledger does not describe this run and says
-nothing.
+way. Where a run's signals say that its device waited for launches, its step is what its host takes,
+and the device's part stays as it is foreseen. Where the two are further apart than `APART`, the
+ledger does not describe this run and says nothing.
 
 By share: of a finding whose share of the step is measured and that the ledger does not price, a
 remedy takes away between half and all. The middle of the gain is at three quarters. How often that
@@ -24,16 +25,20 @@ the ledger's, and on one as slow as such hosts were seen.
 
 from dataclasses import dataclass
 from math import exp, log
+from statistics import fmean
 from typing import Literal
 
 from headrace.core.statistics import Interval
 from headrace.core.work import EDGE_S, SLOW_HOST
+from headrace.doctor.judge import DRY_SHARE, SLACK_SHARE
 from headrace.doctor.window import Window
 from headrace.planner.foresight import Foresight
 
 Source = Literal["ledger", "share", "none"]
 APART = 2.0
 """How many times the prediction of a step may be too long or too short for this run."""
+HOST_APART = 4.0
+"""Likewise that of its host's part, where the device waits for it."""
 NOTHING = 1e-4
 """Of a step: a change that the ledger says is smaller does nothing to its time."""
 LEAST_TAKEN, MOST_TAKEN = 0.5, 1.0
@@ -64,11 +69,15 @@ class Measured:
         step_s: seconds of a steady step, its wait for data in it.
         waits_s: of it, seconds in which the device waited for data or for other ranks.
         inactive: techniques that were asked for and do nothing.
+        slack_s: of it, those in which the host waited for the device.
+        by_host: whether the device had run dry of launches, and the host was never ahead.
     """
 
     step_s: float | None = None
     waits_s: float = 0.0
     inactive: tuple[str, ...] = ()
+    slack_s: float = 0.0
+    by_host: bool = False
 
     @staticmethod
     def of(window: Window) -> "Measured":
@@ -77,7 +86,12 @@ class Measured:
             return Measured(inactive=window.inactive)
         step_s = sum(window.step_s) / window.steps
         waits = [window.share(window.input_s) or 0.0, window.share(window.communication_s) or 0.0]
-        return Measured(step_s, step_s * min(1.0, sum(waits)), window.inactive)
+        slack, dry = window.share(window.slack_s), fmean(window.dry) if window.dry else 0.0
+        late = slack is not None and slack < SLACK_SHARE and dry >= DRY_SHARE
+        return Measured(
+            step_s, step_s * min(1.0, sum(waits)), window.inactive,
+            slack_s=step_s * (slack or 0.0), by_host=window.device == "cuda" and late,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -115,23 +129,41 @@ def by_ledger(before: Foresight, after: Foresight, measured: Measured) -> Foreca
         return Forecast(None, "none", after.unknown or before.unknown)
     if before.between_ranks or after.between_ranks:  # receipts are of one device
         return Forecast(None, "none", after.no_interval)
-    whole_s = before.step_s if measured.step_s is None else measured.step_s
-    waits_s = 0.0 if measured.step_s is None else measured.waits_s
-    alike = before.waits_for_launches == after.waits_for_launches
-    scale = (whole_s - waits_s) / before.step_s if alike else 1.0
-    if not 1 / APART <= scale <= APART:
-        return Forecast(
-            None, "none", f"the prediction of this run's step is {max(scale, 1 / scale):.1f} times "
-            f"too {'short' if scale > 1 else 'long'}" if scale > 0 else "the step is all waiting",
-        )  # fmt: skip
-    ratio = whole_s / (scale * after.step_s + waits_s)
-    slow = SLOW_HOST
     if measured.step_s is None:
-        whole_s = max(whole_s, slow * before.host_s + EDGE_S)
-    elif before.host_s:  # a step is no shorter than what its host takes
-        slow = min(slow, max(1.0, (whole_s - waits_s - EDGE_S) / before.host_s))
-    after_s = max(scale * after.step_s, slow * after.host_s + EDGE_S)
-    return Forecast(between(log(ratio), log(whole_s / (after_s + waits_s))), "ledger")
+        ratios = [log(_paced(before, p) / _paced(after, p)) for p in (1.0, SLOW_HOST)]
+        return Forecast(between(*ratios), "ledger")
+    left_s = measured.step_s - measured.waits_s
+    if measured.by_host and before.host_s:
+        pace = (left_s - EDGE_S) / before.host_s
+        if unlike := _unlike(pace, HOST_APART, "of what this run's host takes"):
+            return unlike
+        after_s = _paced(after, pace) + measured.waits_s
+        return Forecast(between(log(measured.step_s / after_s)), "ledger")
+    alike = before.waits_for_launches == after.waits_for_launches
+    scale = left_s / before.step_s if alike else 1.0
+    if unlike := _unlike(scale, APART, "of this run's step"):
+        return unlike
+    # No host is slower than any that was seen, or takes longer than it ran ahead.
+    pace = (left_s - measured.slack_s - EDGE_S) / max(before.host_s, EDGE_S)
+    slow_s = min(SLOW_HOST, pace) * after.host_s + EDGE_S
+    steps_s = (scale * after.step_s, max(scale * after.step_s, slow_s))
+    ratios = [log(measured.step_s / (step_s + measured.waits_s)) for step_s in steps_s]
+    return Forecast(between(*ratios), "ledger")
+
+
+def _paced(one: Foresight, pace: float) -> float:
+    """Seconds of a step on a host that takes so many times as long as foreseen."""
+    return max(one.device_s, pace * one.host_s) + EDGE_S
+
+
+def _unlike(times: float, apart: float, what: str) -> Forecast | None:
+    """That a prediction is no longer one of this run, where it is not."""
+    if 1 / apart <= times <= apart:
+        return None
+    if times <= 0:
+        return Forecast(None, "none", "the step is all waiting")
+    off = f"{times:.1f} times too short" if times > 1 else f"{1 / times:.1f} times too long"
+    return Forecast(None, "none", f"the prediction {what} is {off}")
 
 
 def by_share(share: float, ledger: Forecast) -> Forecast:

@@ -114,6 +114,12 @@ class Foresight:
         """Whether the host is foreseen to be slower than the device."""
         return LAUNCHES in self.parts_s
 
+    @property
+    def device_s(self) -> float:
+        """Of a step, what the device works and moves; 0 where no time is predicted."""
+        idle = (LAUNCHES, DATA, EDGE)
+        return sum(spent_s for name, spent_s in self.parts_s.items() if name not in idle)
+
     def shares(self) -> dict[str, float]:
         """Of a step, by part, the largest first; none where no time is predicted."""
         return {
