@@ -12,7 +12,15 @@ smaller than `--least`.
 `--measure` takes what was said and has no row yet in results/forecasts.jsonl, times the planted
 plan before and after each group of its remedies, and each remedy between, and writes one row a
 remedy: its forecast as it was said, and the gain. It says first how long it will take. Several GPUs
-measure a part each, all remedies of a planted plan on one.
+measure a part each, all remedies of a planted plan on one. Interrupted, it writes what it has.
+
+These are forecasts of plans that nobody ran. Those of a run know its step, and whether its device
+waited for launches: `--run` times the planted plans alone, into results/forecasts_run.jsonl, and
+with `--of run` the other two say and measure what the doctor makes of that.
+
+    python benchmarks/forecasts.py --run --shapes 400m
+    python benchmarks/forecasts.py --say --of run --shapes 400m
+    python benchmarks/forecasts.py --measure --of run --shapes 400m
 """
 
 import argparse
@@ -40,7 +48,8 @@ from headrace.doctor.advice import TOLD
 from headrace.doctor.findings import Finding
 from headrace.doctor.forecast import Measured
 from headrace.doctor.remedies import Remedy, remedies
-from headrace.trials.readings import Reading, Worker, time_steps
+from headrace.trials.readings import Reading, time_steps
+from headrace.trials.worker import Worker
 
 CATALOGUE = catalogue()
 PLANS = Path(__file__).parent / "plans"
@@ -99,12 +108,14 @@ def planted(path: Path, base: str) -> Plan:
     return changed(recipe, [*bare, *words], CATALOGUE)
 
 
-def forecast(plan: Plan, least: float, device_name: str = "") -> list[Remedy]:
-    """What the doctor would forecast for it, each change once."""
+def forecast(
+    plan: Plan, least: float, device_name: str = "", measured: Measured | None = None
+) -> list[Remedy]:
+    """What the doctor would forecast for it, each change once; of a run with what that measured."""
     found: dict[tuple[str, ...], Remedy] = {}
     for bottleneck in PRICED:
         finding = Finding(bottleneck, 0.0, "", "", "inferred")
-        known = remedies(finding, plan, *at(plan, device_name), CATALOGUE, Measured())
+        known = remedies(finding, plan, *at(plan, device_name), CATALOGUE, measured or Measured())
         for remedy in known[:TOLD]:
             if remedy.gain is not None and abs(remedy.gain.value) >= least:
                 found.setdefault(remedy.change, remedy)
@@ -118,19 +129,49 @@ def say(args: argparse.Namespace) -> None:
         for base in args.bases:
             workload = f"{path.stem} {base}"
             plan = planted(path, base)
-            found = forecast(plan, args.least, args.device_name)
+            measured = ran(workload, plan, args.results) if args.of == "run" else None
+            found = forecast(plan, args.least, args.device_name, measured)
             for remedy in found:
                 words = " ".join(remedy.change)
-                if (workload, words) in said or remedy.gain is None:
+                if (args.of, workload, words) in said or remedy.gain is None:
                     continue
                 gain = remedy.gain
                 receipts.append(
-                    "forecasts_said", {}, results=args.results, remedy=words, workload=workload,
+                    "forecasts_said", {}, results=args.results, of=args.of, remedy=words,
+                    workload=workload,
                     forecast={"low": gain.low, "value": gain.value, "high": gain.high},
                     forecast_from=remedy.forecast_from, equality=remedy.equality,
                     memory_bytes=remedy.memory_bytes, baseline_sha256=receipts.sha256(plan.dump()),
                 )  # fmt: skip
             print(f"{workload}: {len(found)} remedies", flush=True)
+
+
+def ran(workload: str, plan: Plan, results: Path) -> Measured:
+    """What its last timing told of a planted plan."""
+    same = receipts.sha256(plan.dump())
+    rows = [r for r in _rows(results, "forecasts_run", "workload") if r["baseline_sha256"] == same]
+    if not rows or "refused" in rows[-1]:
+        why = rows[-1]["refused"] if rows else "nobody timed it: --run"
+        raise SystemExit(f"{workload}: {why}")
+    return Measured(rows[-1]["metrics"]["step"]["value"], by_host=rows[-1]["by_host"])
+
+
+def run(args: argparse.Namespace) -> None:
+    """One row for each planted plan: its step, and whether that waited for launches."""
+    ends_s = time.monotonic() + args.limit_s
+    with Worker(here=args.here) as worker:
+        for path in map(_path, args.shapes):
+            for base in args.bases:
+                if time.monotonic() < ends_s:
+                    bench = Bench(f"{path.stem} {base}", [], args, worker, ends_s)
+                    found = bench.time(bench.base)
+                    told = receipts.spread(found.seconds, "s") if found.seconds else None
+                    receipts.append(
+                        "forecasts_run", {"step": told} if told else {}, results=args.results,
+                        workload=bench.workload, by_host=found.by_host, n=len(found.seconds),
+                        baseline_sha256=receipts.sha256(bench.base.dump()),
+                        **({} if told else {"refused": found.refused}),
+                    )  # fmt: skip
 
 
 # --- what came of it -------------------------------------------------------------------------
@@ -142,7 +183,8 @@ def measure(args: argparse.Namespace) -> None:
     waiting: dict[str, list[dict[str, Any]]] = {}
     for row in _rows(args.results, "forecasts_said"):
         shape, _, base = row["workload"].partition(" ")
-        if shape in {_path(s).stem for s in args.shapes} and base in args.bases:
+        asked = shape in {_path(s).stem for s in args.shapes} and base in args.bases
+        if asked and row.get("of", "plan") == args.of:
             waiting.setdefault(row["workload"], []).append(row)
     mine = parts.share({name: 1.0 + len(rows) for name, rows in waiting.items()}, args.part)
     waiting = {
@@ -183,11 +225,15 @@ class Bench:
                 self.write(waiting, [before], [before] * len(waiting))
                 return 0
             group, found = waiting[:GROUP], list[Reading]()
-            for row in group:
-                if time.monotonic() >= self.ends_s:
-                    break
-                found.append(self.side(row))
-            after = self.time(self.base)
+            try:
+                for row in group:
+                    if time.monotonic() >= self.ends_s:
+                        break
+                    found.append(self.side(row))
+                after = self.time(self.base)
+            except KeyboardInterrupt:
+                self.write(group[: len(found)], [before], found)
+                raise SystemExit(130) from None
             ran = [before, after] if not after.refused else [before]
             self.write(group[: len(found)], ran, found)
             waiting, before = waiting[len(found) :], None if after.refused else after
@@ -218,6 +264,7 @@ class Bench:
         """One row a remedy."""
         for row, reading in zip(rows, found, strict=True):
             facts = {k: row[k] for k in ("remedy", "workload", "forecast", "forecast_from")}
+            facts["of"] = row.get("of", "plan")
             facts |= {"said": row["commit"], "baseline_sha256": receipts.sha256(self.base.dump())}
             if reading.refused:
                 receipts.append("forecasts", {}, results=self.args.results, n=0,
@@ -232,28 +279,30 @@ class Bench:
             )  # fmt: skip
 
 
-def key(row: dict[str, Any]) -> tuple[str, str]:
+def key(row: dict[str, Any]) -> tuple[str, str, str]:
     """What tells a forecast from the others."""
-    return row["workload"], row["remedy"]
+    return row.get("of", "plan"), row["workload"], row["remedy"]
 
 
 def _path(shape: str) -> Path:
     return Path(shape) if shape.endswith(".toml") else PLANS / f"{shape}.toml"
 
 
-def _rows(results: Path, topic: str) -> list[dict[str, Any]]:
+def _rows(results: Path, topic: str, about: str = "remedy") -> list[dict[str, Any]]:
     """Rows that are about a remedy and that none retracts."""
     file = results / f"{topic}.jsonl"
     lines = file.read_text().splitlines() if file.is_file() else []
     rows = [json.loads(line) for line in lines if line.strip()]
     gone = {row.get("retracts") for row in rows}
-    return [row for number, row in enumerate(rows, 1) if number not in gone and "remedy" in row]
+    return [row for number, row in enumerate(rows, 1) if number not in gone and about in row]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--say", action="store_true", help="write forecasts; needs no device")
     parser.add_argument("--measure", action="store_true", help="measure what was said")
+    parser.add_argument("--run", action="store_true", help="time the planted plans alone")
+    parser.add_argument("--of", choices=("plan", "run"), default="plan", help="what is forecast")
     parser.add_argument("--shapes", nargs="+", default=["160m", "1b"], help="names or plan files")
     parser.add_argument("--bases", nargs="+", default=list(AILING), choices=list(BASES))
     parser.add_argument("--least", type=float, default=0.02, help="smaller gains are not measured")
@@ -264,6 +313,8 @@ def main() -> None:
     parser.add_argument("--here", action="store_true", help="no process of its own, to debug")
     parser.add_argument("--results", type=Path, default=receipts.ROOT / "results")
     args = parser.parse_args()
+    if args.run:
+        run(args)
     if args.say:
         say(args)
     if args.measure:

@@ -44,7 +44,8 @@ from headrace.core.machine import Machine
 from headrace.core.plan import Plan
 from headrace.planner.calibration import ENOUGH, Measured
 from headrace.planner.foresight import Foresight, calibrated, foresee
-from headrace.trials.readings import OUT_OF_MEMORY, Reading, Worker, time_steps
+from headrace.trials.readings import OUT_OF_MEMORY, Reading, time_steps
+from headrace.trials.worker import Worker
 
 DEVICE = "NVIDIA H200"
 WARM, TIMED = 3, 8

@@ -39,7 +39,8 @@ from headrace.core.hardware import lookup
 from headrace.core.plan import Plan
 from headrace.core.technique import Context
 from headrace.model.count import linear_parameters, model_flops_per_token, total_parameters
-from headrace.trials.readings import Reading, Worker, time_long_row, time_steps
+from headrace.trials.readings import Reading, time_long_row, time_steps
+from headrace.trials.worker import Worker
 
 PLANS = Path(__file__).parent / "plans"
 GIB = 2**30

@@ -44,8 +44,9 @@ import receipts
 from sides import ATTENTION, GRAPHS, Side, attention_of, run_whole, short, sides
 
 from headrace.cli import catalogue
-from headrace.trials.readings import Reading, Worker, time_steps
+from headrace.trials.readings import Reading, time_steps
 from headrace.trials.short import train_steps
+from headrace.trials.worker import Worker
 
 PLANS = Path(__file__).parent / "plans"
 BASES = ("trunk", "recipe")
@@ -95,10 +96,18 @@ class Bench:
             group, waiting = waiting[:GROUP], waiting[GROUP:]
             if any(map(self.wants_loss, group)):
                 self.train_base()
-            done = [side for side in group if self.left_s > 0 and self.measure(side)]
-            waiting = [s for s in group if s not in done] + waiting
-            ran = [side for side in done if not side.why_not]
-            after = self.time(self.first) if ran and self.left_s > 0 else None
+            done = list[Side]()
+            try:
+                for side in group:
+                    if self.left_s > 0 and self.measure(side):
+                        done.append(side)
+                waiting = [s for s in group if s not in done] + waiting
+                ran = [side for side in done if not side.why_not]
+                after = self.time(self.first) if ran and self.left_s > 0 else None
+            except KeyboardInterrupt:
+                for side in done:
+                    self.write(side, [before])
+                raise SystemExit(130) from None
             bases = [before, after] if after and not after.refused else [before]
             for side in done:
                 self.write(side, bases)

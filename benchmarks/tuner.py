@@ -32,7 +32,7 @@ from headrace.trials.command import MINUTES, tune_command
 from headrace.trials.judge import Compared, Rules, compare
 from headrace.trials.pairs import ACCEPT, Size, measure_with
 from headrace.trials.path import Tuned
-from headrace.trials.readings import Worker
+from headrace.trials.worker import Worker
 
 PLANS = Path(__file__).parent / "plans"
 RECIPE = "-torch_compile -cudnn_attention -fused_swiglu -fused_cross_entropy -bf16_parameters"

@@ -134,6 +134,23 @@ def _write(folder: Path, topics: Topics) -> Path:
     return folder
 
 
+def test_forecasts_of_runs_count_alone_once_there_are_enough(tmp_path: Path) -> None:
+    """Those of plans that nobody ran are told beside them."""
+    inside, outside = _forecast(0.1, 0.2, 0.3, 0.2), _forecast(0.1, 0.2, 0.3, 0.4)
+    plans = [outside, *[inside] * 3]
+    for n, counted in ((39, 43), (40, 40)):
+        runs = [{**inside, "of": "run"}] * n
+        (tmp_path / "forecasts.jsonl").write_text("\n".join(map(json.dumps, [*plans, *runs])))
+        found = compute(tmp_path)
+        told = found["forecast_coverage"]
+        assert told["n"] == found["forecast_median_error"]["n"] == counted
+        assert told["value"] == (1.0 if n == 40 else pytest.approx(42 / 43))
+        assert (told["of"]["plan"]["value"], told["of"]["plan"]["n"]) == (0.75, 4)
+        assert (told["of"]["run"]["value"], told["of"]["run"]["n"]) == (1.0, n)
+        (line,) = (line for line in notes(found) if line.startswith("gains in their interval"))
+        assert f"of a run 100% of {n}; of a plan 75% of 4" in line
+
+
 def test_every_number_is_that_of_the_hand(tmp_path: Path) -> None:
     found = compute(_write(tmp_path, _topics()))
     assert list(found) == list(MARKS) == list(EXPECTED)

@@ -41,9 +41,10 @@ from headrace.trials.interplay import ADDED, LEFT_OUT, PAIR
 from headrace.trials.judge import Compared, Rules, compare
 from headrace.trials.kinds import kind_of
 from headrace.trials.pairs import Measure, Size, measure_with
-from headrace.trials.readings import Reading, Worker
+from headrace.trials.readings import Reading
 from headrace.trials.short import train_steps
 from headrace.trials.store import fingerprint
+from headrace.trials.worker import Worker
 
 FILE = "ablation.jsonl"
 """Where the rows go, in the folder that is given."""

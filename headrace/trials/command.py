@@ -29,10 +29,10 @@ from headrace.trials.path import (
     write_plan,
 )
 from headrace.trials.proposals import sources
-from headrace.trials.readings import Worker
 from headrace.trials.store import Store, here
 from headrace.trials.target import SEEDS, train_with
 from headrace.trials.tune import tune
+from headrace.trials.worker import Worker
 
 MINUTES = 8.0
 

@@ -32,7 +32,6 @@ from headrace.trials.readings import (
     OUT_OF_MEMORY,
     Clock,
     Reading,
-    Worker,
     counted,
     flags_of,
     opened,
@@ -51,6 +50,7 @@ from headrace.trials.turns import (
     take_visits,
     visit_steps,
 )
+from headrace.trials.worker import Worker
 
 HEAT_S = 3.0
 """A GPU's steps before the timed ones: its clock falls by 1 to 2% in the first seconds of work."""

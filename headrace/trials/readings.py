@@ -1,24 +1,17 @@
-"""Readings of a plan's steps, each in a process that a failure cannot take others down with.
+"""Readings of a plan's steps.
 
 What the tuner and the programs under benchmarks/ share: a build whose weights are drawn on its
-device, timed steps with the peak of their memory, losses on real text, and the process.
+device, timed steps with the peak of their memory, and losses on real text.
 """
 
 import gc
-import os
-import signal
-import sys
-import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from multiprocessing import get_context, parent_process, resource_tracker
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -47,6 +40,8 @@ OUT_OF_MEMORY, NOT_DONE = "out of memory", "not done within"
 """how two of the reasons begin that a reading may have been refused for"""
 LEFT_BYTES = 1 << 30
 """What a reading may leave behind on a device before its process is given up."""
+BEHIND = 0.05
+"""Of a step, that a device which waits for launches is behind its host at most."""
 
 
 @dataclass
@@ -75,6 +70,8 @@ class Reading:
     """of a pair: steps timed of each, seconds before them, no gain at a first look"""
     tokens_per_s: float | None = None
     """of a run, once it is steady"""
+    by_host: bool = False
+    """after every block the device was done when the host was: it had waited for launches"""
 
 
 # --- builds ----------------------------------------------------------------------------------
@@ -169,6 +166,8 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
         self.moments: list[Any] = []
+        self.behind_s = 0.0
+        """how long the device went on after the last of them"""
 
     def mark(self) -> None:
         """A step ends now."""
@@ -182,7 +181,9 @@ class Clock:
     def seconds(self) -> list[float]:
         """Of each step."""
         if self.cuda:
+            issued_s = time.perf_counter()
             torch.cuda.synchronize()
+            self.behind_s = time.perf_counter() - issued_s
         pairs = pairwise(self.moments)
         return [a.elapsed_time(b) / 1e3 if self.cuda else b - a for a, b in pairs]
 
@@ -255,6 +256,7 @@ def _time_steps(
         wait(build)
         if build.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
+        late = build.device.type == "cuda"
         for block in range(blocks):
             clock = Clock(build.device)
             clock.mark()
@@ -263,6 +265,8 @@ def _time_steps(
                 train.step(build, micros(at), at)
                 clock.mark()
             found.seconds.append(median(clock.seconds()))
+            late &= clock.behind_s < BEHIND * found.seconds[-1]
+        found.by_host = late
         found.peak_bytes = peak(build) if counted(plan) else None
         if build.device.type == "cuda":
             found.reserved_bytes = float(torch.cuda.max_memory_reserved())
@@ -309,92 +313,3 @@ def counted(plan: Plan) -> bool:
 def peak(build: Build) -> float | None:
     """The allocator's since it was last reset; None on a CPU."""
     return float(torch.cuda.max_memory_allocated()) if build.device.type == "cuda" else None
-
-
-# --- the process -----------------------------------------------------------------------------
-
-
-def _begin(log: Path | None) -> None:
-    """In the new process. A signal may reach every process of a job: the one that asks ends this.
-
-    What it says goes to the log: who asks has words and JSON of its own on the same outputs.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    if log is not None:
-        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(file, 1)
-        os.dup2(file, 2)
-
-
-def _end_with_parent() -> None:
-    """Keep no device and no memory for a process that is gone."""
-    if (parent := parent_process()) is not None:
-        parent.join()
-        os._exit(1)
-
-
-class Worker:
-    """A process that takes readings, and a new one after each that may have harmed it.
-
-    Args:
-        here: no process, to debug.
-        log: where what it says goes; the terminal, without.
-    """
-
-    def __init__(self, *, here: bool = False, log: Path | None = None) -> None:
-        self.here, self.log = here, log
-        self._pool: ProcessPoolExecutor | None = None
-
-    def ask(self, what: Callable[..., Reading], *given: Any, limit_s: float, **how: Any) -> Reading:
-        """`what(*given, **how)` there; the process is ended when it takes longer than `limit_s`."""
-        if self.here:
-            return what(*given, **how)
-        try:
-            found = self._process().submit(what, *given, **how).result(limit_s)
-        except BrokenProcessPool:
-            found = Reading(refused=f"its process died{self._last_word()}", poisoned=True)
-        except TimeoutError:
-            found = Reading(refused=f"{NOT_DONE} {limit_s:.0f} s", poisoned=True)
-        except Exception as error:  # outside of `read`, as what cannot be sent to the process
-            found = Reading(refused=why(error), poisoned=True)
-        if found.poisoned:
-            self.close()
-        return found
-
-    def begin(self, what: Callable[[], object]) -> None:
-        """Have the process start, import and do `what` before it is asked; nobody waits for it."""
-        if not self.here:
-            self._process().submit(what)
-
-    def _process(self) -> ProcessPoolExecutor:
-        if self._pool is None:
-            sys.warnoptions.append("ignore:resource_tracker")  # it removes what a kill left
-            resource_tracker.ensure_running()
-            sys.warnoptions.pop()
-            self._pool = ProcessPoolExecutor(
-                1, mp_context=get_context("spawn"), initializer=_begin, initargs=(self.log,)
-            )
-        return self._pool
-
-    def _last_word(self) -> str:
-        """What the log ends with, where there is one."""
-        lines = self.log.read_text(errors="replace").split("\n") if self.log else []
-        said = [line.strip() for line in lines if line.strip()]
-        return f": {said[-1][:200]}" if said else ""
-
-    def close(self) -> None:
-        """End the process, busy or not."""
-        if self._pool is None:
-            return
-        for process in list(self._pool._processes.values()):
-            process.kill()
-        self._pool.shutdown(wait=True, cancel_futures=True)
-        self._pool = None
-
-    def __enter__(self) -> "Worker":
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.close()

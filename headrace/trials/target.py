@@ -23,8 +23,9 @@ from headrace.core.statistics import paired_ratio, seeds_better
 from headrace.progress import Progress
 from headrace.run_folder import RunFolder
 from headrace.trials.judge import Compared
-from headrace.trials.readings import NOT_DONE, Reading, Worker, read
+from headrace.trials.readings import NOT_DONE, Reading, read
 from headrace.trials.store import ALIKE_S, Store, fingerprint
+from headrace.trials.worker import Worker
 
 Train = Callable[[Plan, float], Reading]
 """(plan, limit in seconds) -> seconds to the target; none if it was missed."""

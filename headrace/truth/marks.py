@@ -63,7 +63,8 @@ MARKS = {
     ),
     "forecast_coverage": Mark(
         "gains in their interval",
-        "Of remedies, those whose measured gain lies in the 80% interval that was forecast.",
+        "Of remedies, those whose measured gain lies in the 80% interval that was forecast: of a "
+        "run, whose step was measured, and until 40 of those were, of a plan too.",
         (0.8, 0.9), None, 40, {"width": (0, 0.6)},
     ),
     "forecast_median_error": Mark(
@@ -174,6 +175,8 @@ def notes(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
         told += [words.format(_shown(number[key], mark.share))
                  for key, words in VALUES.items() if key in number]  # fmt: skip
         told += [f"{number[key]} {words}" for key, words in BESIDE.items() if number.get(key)]
+        told += [f"of a {of} {_shown(part['value'], mark.share)} of {part['n']}"
+                 for of, part in number.get("of", {}).items()]  # fmt: skip
         if any(told):
             lines.append(f"{mark.what}: {'; '.join(filter(None, told))}")
     return lines

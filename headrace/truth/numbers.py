@@ -29,6 +29,7 @@ from headrace.truth.rows import (
     PLANS,
     TUNER,
     Fault,
+    Forecast,
     Healthy,
     Outcome,
     Prediction,
@@ -46,6 +47,8 @@ Id = str | int
 """Of a plan: what its prediction and its outcome share."""
 MILD = 0.10
 """Faults that take a smaller share of the step are counted beside, not in."""
+RUNS = 40
+"""Forecasts of runs, from which those of plans alone are counted beside."""
 NORMAL_95 = 1.96
 """Standard errors that half a 95% interval is."""
 LEAST_ERROR = 1e-9
@@ -138,20 +141,34 @@ def _by_hardware(rows: Sequence[T], hit: Callable[[T], bool]) -> dict[str, Found
 
 
 def _forecasts(results: Path) -> dict[str, Found]:
-    """Whether measured gains lie in their 80% intervals, how wide these are, how far off."""
+    """Whether measured gains lie in their 80% intervals, how wide these are, how far off.
+
+    The doctor is asked about runs, so those of runs count alone once there are `RUNS` of them;
+    until then those of plans count too. Both are told beside it.
+    """
     told = FORECASTS.read(results)
     refused = told.refused
     if not told.rows:
         none = _number(0, 0, refused=refused)
         return {"forecast_coverage": none, "forecast_median_error": none}
-    said, measured = [row.forecast for row in told.rows], [row.measured for row in told.rows]
+    parts = {of: [row for row in told.rows if row.of == of] for of in ("run", "plan")}
+    rows = parts["run"] if len(parts["run"]) >= RUNS else told.rows
+    off = median_absolute_error([r.forecast.value for r in rows], [r.measured for r in rows])
+    return {
+        "forecast_coverage": {
+            **_covered(rows), "refused": refused,
+            "of": {of: _covered(part) for of, part in parts.items() if part},
+        },
+        "forecast_median_error": _number(off, len(rows), refused=refused),
+    }  # fmt: skip
+
+
+def _covered(rows: Sequence[Forecast]) -> Found:
+    """Of forecasts, those whose interval holds what was measured, and the median width."""
+    said, measured = [row.forecast for row in rows], [row.measured for row in rows]
     within = coverage([Interval(f.low, f.value, f.high, 1) for f in said], measured)
     width = median((f.high - f.low) / abs(m) for f, m in zip(said, measured, strict=True))
-    off = median_absolute_error([f.value for f in said], measured)
-    return {
-        "forecast_coverage": _of_interval(within, width=width, refused=refused),
-        "forecast_median_error": _number(off, len(measured), refused=refused),
-    }
+    return _of_interval(within, width=width)
 
 
 def _overhead(results: Path) -> dict[str, Found]:

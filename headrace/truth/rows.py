@@ -75,12 +75,16 @@ class Spread(Row):
 
 
 class Forecast(Row):
-    """What a remedy was said to gain, and what it gained: time before over after, less 1."""
+    """What a remedy was said to gain, and what it gained: time before over after, less 1.
+
+    `of` is what it was said of: a plan that nobody ran, or a run, whose step was measured.
+    """
 
     remedy: str
     workload: str
     forecast: Spread
     measured: float
+    of: Literal["plan", "run"] = "plan"
 
     @model_validator(mode="after")
     def _nonzero(self) -> Self:

@@ -33,9 +33,12 @@ def test_the_fit_holds_what_it_promises_of_workloads_that_it_has_not_seen() -> N
 def test_the_interval_in_use_is_the_one_that_what_was_said_before_asks_for() -> None:
     """When rows come, ERROR follows: `forecast_error.py`. Receipts may lie closer, not further."""
     said = forecast_error.said_before()
-    assert (ERROR.least, ERROR.share) == forecast_error.fit(said) and len(said) == ERROR.n >= 40
-    assert f"{len({pair.workload for pair in said})} workloads" in ERROR.source
     found = forecast_error.of_receipts()
+    least, share, level = forecast_error.interval(said, found)
+    assert (ERROR.least, ERROR.share) == (least, share)
+    assert forecast_error.left_out(said, level) >= forecast_error.LEVEL
+    assert len(said) == ERROR.n >= 40
+    assert f"{len({pair.workload for pair in said})} workloads" in ERROR.source
     shapes = Counter(pair.workload for pair in found)
     assert min(shapes["160m"], shapes["1b"]) >= 60 and len(found) >= 240 and 20 < len(shapes) < 40
     assert forecast_error.held_by(found, ERROR.least, ERROR.share) >= forecast_error.LEVEL

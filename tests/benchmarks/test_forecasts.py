@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tiny import READ
 
+from headrace.planner.foresight import foresee
 from headrace.trials.readings import Reading
 from headrace.truth import compute
 
@@ -56,6 +57,79 @@ def test_what_is_said_is_measured_once(
     assert one["metrics"]["gain"]["low"] <= one["measured"] <= one["metrics"]["gain"]["high"]
     assert "CUDA graphs" in found["+cuda_graphs"]["refused"]
     assert compute(tmp_path)["forecast_coverage"]["n"] == 1
+
+
+def test_what_is_said_of_a_run_rests_on_its_step(
+    tmp_path: Path, corpus: Path, prepared_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is measured beside what was said of the plan alone, and needs a timing of that plan."""
+    plan = tmp_path / "tiny.toml"
+    plan.write_text(PLAN.format(corpus=corpus, prepared=prepared_folder))
+    with pytest.raises(SystemExit, match="tiny checkpointed: nobody timed it: --run"):
+        run(monkeypatch, plan, tmp_path, "--say", "--of", "run")
+    run(monkeypatch, plan, tmp_path, "--run")
+    (row,) = rows(tmp_path, "forecasts_run")
+    assert row["workload"] == "tiny checkpointed" and row["by_host"] is False and row["n"] == 2
+    planted = forecasts.planted(plan, "checkpointed")
+    told = forecasts.ran("tiny checkpointed", planted, tmp_path)
+    assert told.step_s == row["metrics"]["step"]["value"] and not told.by_host
+    row["metrics"]["step"]["value"] = 1.5 * (alone := said_seconds(planted))
+    row["by_host"] = True
+    with (tmp_path / "forecasts_run.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    told = forecasts.ran("tiny checkpointed", planted, tmp_path)
+    assert (told.step_s, told.by_host) == (1.5 * alone, True), "the last timing counts"
+    for of in ("plan", "run"):
+        run(monkeypatch, plan, tmp_path, "--say", "--least", "0", "--of", of)
+    said = {(r["of"], r["remedy"]): r for r in rows(tmp_path, "forecasts_said")}
+    of_run = [r for (of, remedy), r in said.items() if of == "run"]
+    assert of_run and any(of == "plan" for of, _ in said)
+    gains = [said[of, "-full_checkpoint"]["forecast"]["value"] for of in ("plan", "run")]
+    assert gains[0] != gains[1]
+    row["refused"] = "out of memory"
+    with (tmp_path / "forecasts_run.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    with pytest.raises(SystemExit, match="tiny checkpointed: out of memory"):
+        run(monkeypatch, plan, tmp_path, "--say", "--of", "run")
+
+
+def said_seconds(plan: Any) -> float:
+    """What the planner foresees of its step on an H200."""
+    context, machine = forecasts.at(plan, "NVIDIA H200")
+    found = foresee(plan, context, machine).step_s
+    assert found is not None
+    return found
+
+
+def test_an_interrupted_group_has_rows_of_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the one timing of their base that there is."""
+    args = argparse.Namespace(shapes=["160m"], results=tmp_path, steps=[1, 1])
+    said = [
+        {"remedy": r, "workload": "160m trunk", "forecast": {"value": 1.0}, "commit": "then",
+         "forecast_from": "ledger", "of": "run"}
+        for r in ("+fused_rope", "+fused_swiglu", "+torch_compile")
+    ]  # fmt: skip
+    readings = [Reading(seconds=[s]) for s in (3.0, 2.0, 1.5)]
+
+    class Interrupted:
+        """Answers three times."""
+
+        def ask(self, *given: Any, **how: Any) -> Reading:
+            if not readings:
+                raise KeyboardInterrupt
+            return readings.pop(0)
+
+    bench = forecasts.Bench("160m trunk", said, args, Interrupted(), float("inf"))
+    with pytest.raises(SystemExit) as end:
+        bench.run()
+    assert end.value.code == 130
+    found = rows(tmp_path, "forecasts")
+    assert [(r["remedy"], r["n"], r["of"]) for r in found] == [
+        ("+fused_rope", 1, "run"), ("+fused_swiglu", 1, "run")
+    ]  # fmt: skip
+    assert [r["measured"] for r in found] == [0.5, 1.0]
 
 
 def test_a_row_has_the_seconds_that_its_gain_is_of(tmp_path: Path) -> None:

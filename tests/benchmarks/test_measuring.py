@@ -17,6 +17,7 @@ import headrace.train
 from headrace.core.model_config import ModelConfig
 from headrace.start import Start
 from headrace.trials import readings
+from headrace.trials.worker import Worker
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
@@ -150,6 +151,26 @@ def test_a_base_that_is_read_once_counts_once_and_what_was_cut_off_is_missing(
         file.write_text(json.dumps({**row, "metrics": {}, "refused": why}) + "\n")
         run(monkeypatch, techniques, "z_loss", *words, "--limit-s", 0)
         assert ("left: tiny trunk: z_loss" in capsys.readouterr().out) == again
+
+
+def test_what_was_read_before_an_interruption_has_its_row(
+    plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def time(*given: Any, **how: Any) -> Any:
+        asked.append(1)
+        if len(asked) == 3:  # the second side
+            raise KeyboardInterrupt
+        return readings.Reading(seconds=[len(asked) / 2], evidence={})
+
+    monkeypatch.setattr(techniques, "time_steps", time)
+    words = ["--shapes", plan, "--bases", "trunk", "--results", tmp_path]
+    with pytest.raises(SystemExit):
+        run(monkeypatch, techniques, "z_loss", "label_smoothing", *words)
+    (row,) = rows(tmp_path, "techniques")
+    assert row["technique"] == "z_loss" and row["n"] == 1
+    assert row["metrics"]["speed_ratio"]["value"] == 0.5
 
 
 OURS = {"tokens_per_s": 10.0, "peak_bytes": 5, "mfu": 0.1, "report": {"techniques": {}}}
@@ -371,7 +392,7 @@ def dies(code: int) -> NoReturn:
 @pytest.mark.slow
 def test_a_process_that_dies_is_replaced(plan: Path) -> None:
     read = limits.Variant.parse("x:", {}).of(plan, [])
-    with readings.Worker() as worker:
+    with Worker() as worker:
         assert worker.ask(dies, 1, limit_s=60).refused == "its process died"
         found = worker.ask(
             readings.time_steps, read, limit_s=60, text=True, warm=1, timed=1, blocks=2

@@ -174,9 +174,9 @@ def test_a_gap_is_time_less_work_at_the_ceiling() -> None:
 
 def test_a_plan_that_became_another_is_told_and_not_computed() -> None:
     row = _profile(3.0, {"products": 1.5, "idle": 0.5}, plan_sha256="0")
-    gone = {**row, "command": "python benchmarks/kernels.py 2b"}
+    gone = {**row, "command": "python benchmarks/kernels.py 9b"}
     silent = {**row, "no_work": "it does not say"}
-    for one, why in ((row, "another fingerprint"), (gone, "no shape 2b"), (silent, "not say")):
+    for one, why in ((row, "another fingerprint"), (gone, "no shape 9b"), (silent, "not say")):
         told = gap_table(one)
         assert why in told and "is not known" in told
         assert _cells(told) == {"products": ["1.50", "75.0%", *"-----"],

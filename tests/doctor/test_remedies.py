@@ -17,7 +17,6 @@ from headrace.context import elsewhere, make_context
 from headrace.core.machine import Machine
 from headrace.core.plan import Plan
 from headrace.core.statistics import Interval
-from headrace.core.work import EDGE_S, SLOW_HOST
 from headrace.doctor import findings
 from headrace.doctor.advice import advise, advise_plan, advised, plain, told
 from headrace.doctor.findings import Finding
@@ -153,27 +152,6 @@ def test_the_hosts_pace_scales_no_step_of_the_device() -> None:
     plan_alone = by_ledger(slow, whole, Measured()).gain
     assert plan_alone is not None
     assert log((1 + plan_alone.high) / (1 + plan_alone.low)) > 0.3  # a host that nobody measured
-
-
-def test_an_interval_is_around_what_a_slow_host_would_make_of_it() -> None:
-    """Kernels that take less of the device and more of the host may gain nothing there."""
-    words = f"{BARE} +full_checkpoint batch.micro_sequences=8"
-    before, after = (foresee(*on_h200("160m", w)) for w in (words, f"{words} +fused_rms_norm"))
-    assert before.step_s and after.step_s and not before.waits_for_launches
-    assert before.host_s < after.host_s < after.step_s < SLOW_HOST * after.host_s
-    value = before.step_s / after.step_s - 1
-    alone = by_ledger(before, after, Measured()).gain
-    of_run = by_ledger(before, after, Measured(before.step_s)).gain
-    assert alone is not None and of_run is not None
-    assert alone.value == pytest.approx(value) and of_run.value == pytest.approx(value)
-    slow = [max(x.step_s or 0, SLOW_HOST * x.host_s + EDGE_S) for x in (before, after)]
-    lost = log(slow[0] / slow[1])
-    assert alone.low == pytest.approx(between(lost).low) and alone.low < 0 < alone.value
-    # A host that took no longer than the step that was measured is that slow at most.
-    most = (before.step_s - EDGE_S) / before.host_s
-    slowest = before.step_s / (most * after.host_s + EDGE_S)
-    assert of_run.low == pytest.approx(between(log(slowest)).low)
-    assert of_run.high == pytest.approx(between(log(1 + value)).high)
 
 
 @pytest.mark.parametrize("name", ["full_checkpoint", "selective_checkpoint"])

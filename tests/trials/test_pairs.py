@@ -13,8 +13,9 @@ from headrace.core.plan import Plan
 from headrace.trials.judge import Compared, Gain, Rules, judge, seed_noise
 from headrace.trials.kinds import kind_of
 from headrace.trials.pairs import measure_with, time_pair, visit
-from headrace.trials.readings import OUT_OF_MEMORY, Reading, Worker, read
+from headrace.trials.readings import OUT_OF_MEMORY, Reading, read
 from headrace.trials.turns import Size
+from headrace.trials.worker import Worker
 
 Change = Callable[..., Plan]
 SMALL = Size(warm=1, steps=1, rounds=1)

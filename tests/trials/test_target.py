@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from headrace.core.plan import Plan
-from headrace.trials.readings import NOT_DONE, Reading, Worker
+from headrace.trials.readings import NOT_DONE, Reading
 from headrace.trials.store import ALIKE_S, Store
 from headrace.trials.target import judge_seeds, learn, train_with, trimmed
+from headrace.trials.worker import Worker
 
 
 def test_a_run_tells_its_seconds_to_the_target(plan: Plan, tmp_path: Path) -> None:

@@ -21,10 +21,11 @@ from headrace.trials.judge import Rules
 from headrace.trials.pairs import measure_with
 from headrace.trials.path import PAGE, PATH, PLAN, TRIALS, Tuned
 from headrace.trials.proposals import Pool
-from headrace.trials.readings import Reading, Worker
+from headrace.trials.readings import Reading
 from headrace.trials.store import Store
 from headrace.trials.target import SEEDS
 from headrace.trials.tune import tune
+from headrace.trials.worker import Worker
 
 FAST, SLOW, OTHER = "fused_rope", "fused_swiglu", "fused_rms_norm"
 KNOWN = catalogue()

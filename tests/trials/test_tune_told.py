@@ -95,7 +95,7 @@ def test_a_schedulers_signal_leaves_the_files_as_ctrl_c_does(
 @pytest.mark.slow
 def test_the_process_that_measures_ends_with_one_that_was_killed() -> None:
     script = (
-        "import os, time; from headrace.trials.readings import Worker\n"
+        "import os, time; from headrace.trials.worker import Worker\n"
         "print(Worker()._process().submit(os.getpid).result(), flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as asks:

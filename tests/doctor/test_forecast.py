@@ -1,0 +1,88 @@
+"""Forecasts of a run whose host may be slow, or was."""
+
+from dataclasses import replace
+from math import log
+from pathlib import Path
+
+import pytest
+import torch
+
+from headrace.changes import parse
+from headrace.cli import catalogue
+from headrace.context import elsewhere, make_context
+from headrace.core.machine import Machine
+from headrace.core.work import EDGE_S, SLOW_HOST
+from headrace.doctor.forecast import Measured, between, by_ledger
+from headrace.doctor.window import Window
+from headrace.planner.foresight import Foresight, foresee
+
+SHAPES = Path(__file__).parents[2] / "benchmarks" / "plans"
+BARE = "-torch_compile -cudnn_attention -fused_swiglu -fused_cross_entropy -bf16_parameters"
+
+
+def seen(words: str) -> Foresight:
+    """The 160m recipe with changes, on an H200."""
+    plan = parse(words.split()).plan((SHAPES / "160m.toml").read_text(), catalogue())
+    here = make_context(plan, torch.device("cpu"))
+    return foresee(plan, elsewhere(here, "NVIDIA H200"), Machine.assumed("NVIDIA H200"))
+
+
+def test_an_interval_is_around_what_a_slow_host_would_make_of_it() -> None:
+    """Kernels that take less of the device and more of the host may gain nothing there."""
+    words = f"{BARE} +full_checkpoint batch.micro_sequences=8"
+    before, after = (seen(w) for w in (words, f"{words} +fused_rms_norm"))
+    assert before.step_s and after.step_s and not before.waits_for_launches
+    assert before.host_s < after.host_s < after.step_s < SLOW_HOST * after.host_s
+    value = before.step_s / after.step_s - 1
+    alone = by_ledger(before, after, Measured()).gain
+    of_run = by_ledger(before, after, Measured(before.step_s)).gain
+    assert alone is not None and of_run is not None
+    assert alone.value == pytest.approx(value) and of_run.value == pytest.approx(value)
+    slow = [max(x.step_s or 0, SLOW_HOST * x.host_s + EDGE_S) for x in (before, after)]
+    lost = log(slow[0] / slow[1])
+    assert alone.low == pytest.approx(between(lost).low) and alone.low < 0 < alone.value
+    # A host that took no longer than the step that was measured is that slow at most.
+    most = (before.step_s - EDGE_S) / before.host_s
+    slowest = before.step_s / (most * after.host_s + EDGE_S)
+    assert of_run.low == pytest.approx(between(log(slowest)).low)
+    assert of_run.high == pytest.approx(between(log(1 + value)).high)
+
+
+def test_a_run_that_waited_for_launches_is_scaled_by_its_host() -> None:
+    """Though the ledger says that its device is the slower one, which stays as it is foreseen."""
+    words = f"{BARE} +full_checkpoint batch.micro_sequences=8"
+    out = words.replace("+full_checkpoint ", "")
+    before, less, compiled = map(seen, (words, out, f"{words} +torch_compile"))
+    assert before.step_s and not before.waits_for_launches and before.device_s > before.host_s
+    step_s = 2.4 * before.host_s + EDGE_S
+    run = Measured(step_s, by_host=True)
+    gains = [by_ledger(before, after, run).gain for after in (less, compiled)]
+    for after, gain in zip((less, compiled), gains, strict=True):
+        after_s = max(after.device_s, 2.4 * after.host_s) + EDGE_S
+        assert gain is not None and gain.value == pytest.approx(step_s / after_s - 1)
+        assert gain.low == pytest.approx(between(log(1 + gain.value)).low)
+    blind = by_ledger(before, less, Measured(step_s)).gain
+    assert blind is not None and gains[0] is not None and gains[0].value > 1.5 * blind.value
+    quick = by_ledger(before, less, Measured(5 * before.host_s + EDGE_S, by_host=True))
+    assert quick.gain is None and "host takes is 5.0 times too short" in quick.unknown
+
+
+def test_signals_say_what_a_run_waited_for() -> None:
+    late = Window(step_s=(1.0, 3.0), slack_s=(0.0, 0.02), dry=(1.0, 0.0), device="cuda")
+    assert Measured.of(late) == Measured(2.0, slack_s=pytest.approx(0.01), by_host=True)
+    for other in (
+        replace(late, dry=None), replace(late, dry=(0.0, 0.0)), replace(late, slack_s=None),
+        replace(late, slack_s=(0.1, 0.1)), replace(late, device="cpu"),
+    ):  # fmt: skip
+        assert not Measured.of(other).by_host
+    assert Measured.of(replace(late, slack_s=(0.5, 0.5))).slack_s == pytest.approx(0.5)
+
+
+def test_a_host_that_ran_ahead_is_no_slower_than_that() -> None:
+    words = f"{BARE} +full_checkpoint batch.micro_sequences=8"
+    before, after = (seen(w) for w in (words, f"{words} +fused_rms_norm"))
+    assert before.step_s and after.step_s
+    ahead = by_ledger(before, after, Measured(before.step_s, slack_s=before.step_s / 2)).gain
+    alone = between(log(before.step_s / after.step_s))
+    assert ahead is not None and ahead.low == pytest.approx(alone.low)
+    assert by_ledger(before, after, Measured(before.step_s)).gain.low < 0  # type: ignore[union-attr]
