@@ -41,6 +41,7 @@ def test_an_interval_is_around_what_a_slow_host_would_make_of_it() -> None:
     slow = [max(x.step_s or 0, SLOW_HOST * x.host_s + EDGE_S) for x in (before, after)]
     lost = log(slow[0] / slow[1])
     assert alone.low == pytest.approx(between(lost).low) and alone.low < 0 < alone.value
+    assert alone.high == pytest.approx(between(log(slow[0] / after.step_s)).high)
     # A host that took no longer than the step that was measured is that slow at most.
     most = (before.step_s - EDGE_S) / before.host_s
     slowest = before.step_s / (most * after.host_s + EDGE_S)
@@ -61,6 +62,8 @@ def test_a_run_that_waited_for_launches_is_scaled_by_its_host() -> None:
         after_s = max(after.device_s, 2.4 * after.host_s) + EDGE_S
         assert gain is not None and gain.value == pytest.approx(step_s / after_s - 1)
         assert gain.low == pytest.approx(between(log(1 + gain.value)).low)
+        most = log(step_s / (max(after.device_s, after.host_s) + EDGE_S))  # not slow at that code
+        assert gain.high == pytest.approx(between(most).high)
     blind = by_ledger(before, less, Measured(step_s)).gain
     assert blind is not None and gains[0] is not None and gains[0].value > 1.5 * blind.value
     quick = by_ledger(before, less, Measured(5 * before.host_s + EDGE_S, by_host=True))
