@@ -34,8 +34,8 @@ from headrace.core.technique import Context
 from headrace.core.work import SKIPPING, TRUNKS, Work
 
 PLANS = Path(__file__).parent / "plans"
-SINCE = ("trace",)
-"""Sections that plans got after rows had been written, the newest last: a fingerprint of before is
+SINCE = (("trace",), ("model", "logit_cap"))
+"""Keys that plans got after rows had been written, the newest last: a fingerprint of before is
 without them, and they change no kernel as long as they say nothing."""
 EARLIER = {"matrix_products": "products", "triton": "elementwise", "rest": "other"}
 """Families of rows before commit 09386a9 -> their names since. The rest then had reductions, of the
@@ -184,11 +184,14 @@ def fingerprints(plan: Plan) -> Iterator[str]:
     """The plan's own, and those that it had before plans got what `SINCE` names."""
     told = plan.dump()
     yield receipts.sha256(told)
-    for name in reversed(SINCE):
-        section = getattr(plan, name)
-        if section != type(section)():
+    for *sections, key in reversed(SINCE):
+        holder, owner = told, plan
+        for section in sections:
+            holder, owner = holder[section], getattr(owner, section)
+        field = type(owner).model_fields[key]
+        if getattr(owner, key) != field.get_default(call_default_factory=True):
             return
-        del told[name]
+        del holder[key]
         yield receipts.sha256(told)
 
 
@@ -207,7 +210,7 @@ def pieces(row: dict[str, Any]) -> list[Piece]:
         plan = plan_from(args)
     except OSError:
         raise ConfigError(f"there is no shape {args.shape} any more", "") from None
-    if row["plan_sha256"] not in fingerprints(plan):
+    if row.get("plan_sha256") not in fingerprints(plan):
         raise ConfigError("its command makes a plan of another fingerprint today", "")
     context = elsewhere(make_context(plan, torch.device("cpu")), row["hardware"])
     found = work_of(plan, context)
@@ -284,13 +287,27 @@ def spent(row: dict[str, Any]) -> dict[str, float]:
 
 
 def best(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The fastest row of each shape, precision and device, of those with idle times."""
+    """The fastest row of each shape, precision and device, of those with idle times.
+
+    One whose work is known goes before one whose plan is another today.
+    """
+
+    def order(row: dict[str, Any]) -> tuple[bool, float]:
+        return not _is_known(row), row["metrics"]["step"]["value"]
+
     found: dict[tuple[str, ...], dict[str, Any]] = {}
     for row in rows:
         if {"step", "idle"} <= row.get("metrics", {}).keys():
             key = (row["shape"], precision(row), row["hardware"])
-            found[key] = min(found.get(key, row), row, key=lambda r: r["metrics"]["step"]["value"])
+            found[key] = min(found.get(key, row), row, key=order)
     return [found[key] for key in sorted(found)]
+
+
+def _is_known(row: dict[str, Any]) -> bool:
+    try:
+        return bool(pieces(row))
+    except (ConfigError, UnsupportedError):
+        return False
 
 
 def precision(row: dict[str, Any]) -> str:

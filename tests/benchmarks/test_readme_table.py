@@ -193,7 +193,7 @@ def test_work_that_nothing_tells_is_left_out_of_what_is_lost() -> None:
 
 def test_a_row_of_before_gets_its_plans_work() -> None:
     plan = plan_from(parser().parse_args(["1b", "--with", "float8_linear"]))
-    now, before = fingerprints(plan)
+    now, _, before = fingerprints(plan)
     assert now == receipts.sha256(plan.dump())
     metrics = {name: {"value": 1.0} for name in ("step", "idle", "matrix_products", "rest")}
     row = _profile(1.0, {}, plan_sha256=before, metrics=metrics)
@@ -213,8 +213,10 @@ def test_a_row_of_before_gets_its_plans_work() -> None:
 
 
 def test_a_fingerprint_holds_only_with_what_is_new_at_its_defaults() -> None:
-    plan = plan_from(parser().parse_args(["160m", "--set", "trace.every_steps=50"]))
-    assert list(fingerprints(plan)) == [receipts.sha256(plan.dump())]
+    for change, known in (("trace.every_steps=50", 2), ("model.logit_cap=30", 1)):
+        plan = plan_from(parser().parse_args(["160m", "--set", change]))
+        assert len(list(fingerprints(plan))) == known
+        assert next(fingerprints(plan)) == receipts.sha256(plan.dump())
 
 
 def test_the_fastest_row_with_idle_times_stands() -> None:
@@ -226,6 +228,14 @@ def test_the_fastest_row_with_idle_times_stands() -> None:
         _profile(6.0, {"idle": 1.0}, commit="fp8", techniques=["float8_linear"]),
     ]
     assert [row["commit"] for row in best(rows)] == ["fast", "fp8"]
+    known = _profile(7.0, {"idle": 1.0}, commit="known", work=[{"family": "products", "flops": 1}])
+    assert [row["commit"] for row in best([*rows, known])] == ["known", "fp8"]
+
+
+def test_every_published_gap_has_a_name() -> None:
+    """A table whose work nobody knows any more would say nothing of what is left."""
+    published = gaps(PROGRAM.parents[1] / "results")
+    assert published.count("are above the ceilings: ") == 3 and "is not known" not in published
 
 
 def test_without_profiles_no_gap_is_claimed(tmp_path: Path) -> None:
