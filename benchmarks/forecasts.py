@@ -129,7 +129,9 @@ def say(args: argparse.Namespace) -> None:
         for base in args.bases:
             workload = f"{path.stem} {base}"
             plan = planted(path, base)
-            measured = ran(workload, plan, args.results) if args.of == "run" else None
+            measured = None
+            if args.of == "run" and (measured := ran(workload, plan, args)) is None:
+                continue
             found = forecast(plan, args.least, args.device_name, measured)
             for remedy in found:
                 words = " ".join(remedy.change)
@@ -146,13 +148,19 @@ def say(args: argparse.Namespace) -> None:
             print(f"{workload}: {len(found)} remedies", flush=True)
 
 
-def ran(workload: str, plan: Plan, results: Path) -> Measured:
-    """What its last timing told of a planted plan."""
-    same = receipts.sha256(plan.dump())
-    rows = [r for r in _rows(results, "forecasts_run", "workload") if r["baseline_sha256"] == same]
-    if not rows or "refused" in rows[-1]:
-        why = rows[-1]["refused"] if rows else "nobody timed it: --run"
-        raise SystemExit(f"{workload}: {why}")
+def ran(workload: str, plan: Plan, args: argparse.Namespace) -> Measured | None:
+    """What its last timing on the device told of a planted plan; None where it could not run."""
+    wanted = {"baseline_sha256": receipts.sha256(plan.dump()), "hardware": args.device_name}
+    wanted = {key: value for key, value in wanted.items() if value}
+    rows = [
+        row for row in _rows(args.results, "forecasts_run", "workload")
+        if all(row[key] == value for key, value in wanted.items())
+    ]  # fmt: skip
+    if not rows:
+        raise SystemExit(f"{workload}: nobody timed it: --run")
+    if "refused" in rows[-1]:
+        print(f"{workload}: {rows[-1]['refused']}", flush=True)
+        return None
     return Measured(rows[-1]["metrics"]["step"]["value"], by_host=rows[-1]["by_host"])
 
 
@@ -162,16 +170,18 @@ def run(args: argparse.Namespace) -> None:
     with Worker(here=args.here) as worker:
         for path in map(_path, args.shapes):
             for base in args.bases:
-                if time.monotonic() < ends_s:
-                    bench = Bench(f"{path.stem} {base}", [], args, worker, ends_s)
-                    found = bench.time(bench.base)
-                    told = receipts.spread(found.seconds, "s") if found.seconds else None
-                    receipts.append(
-                        "forecasts_run", {"step": told} if told else {}, results=args.results,
-                        workload=bench.workload, by_host=found.by_host, n=len(found.seconds),
-                        baseline_sha256=receipts.sha256(bench.base.dump()),
-                        **({} if told else {"refused": found.refused}),
-                    )  # fmt: skip
+                if time.monotonic() >= ends_s:
+                    print(f"left: {path.stem} {base}", flush=True)
+                    continue
+                bench = Bench(f"{path.stem} {base}", [], args, worker, ends_s)
+                found = bench.time(bench.base)
+                told = receipts.spread(found.seconds, "s") if found.seconds else None
+                receipts.append(
+                    "forecasts_run", {"step": told} if told else {}, results=args.results,
+                    workload=bench.workload, by_host=found.by_host, n=len(found.seconds),
+                    baseline_sha256=receipts.sha256(bench.base.dump()),
+                    **({} if told else {"refused": found.refused}),
+                )  # fmt: skip
 
 
 # --- what came of it -------------------------------------------------------------------------

@@ -210,7 +210,7 @@ def pieces(row: dict[str, Any]) -> list[Piece]:
         plan = plan_from(args)
     except OSError:
         raise ConfigError(f"there is no shape {args.shape} any more", "") from None
-    if row.get("plan_sha256") not in fingerprints(plan):
+    if row.get("plan_sha256") not in set(fingerprints(plan)):
         raise ConfigError("its command makes a plan of another fingerprint today", "")
     context = elsewhere(make_context(plan, torch.device("cpu")), row["hardware"])
     found = work_of(plan, context)

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 
+import torch
+
 from headrace import train
 from headrace.build import make_context
 from headrace.cli import catalogue
@@ -18,7 +20,7 @@ from headrace.context import check_supported, choose_device
 from headrace.core.errors import HeadraceError
 from headrace.core.plan import Plan
 from headrace.filled import OWN, check_active, note_own_attention
-from headrace.trials.readings import Clock, Reading, opened, read
+from headrace.trials.readings import Clock, Reading, counted, opened, peak, read
 from headrace.trials.short import of_length
 
 ATTENTION = "attention"
@@ -123,7 +125,7 @@ def short(plan: Plan, *, steps: int, rows: int, seed: int = 0) -> Plan:
 
 
 def run_whole(plan: Plan, *, steps: int) -> Reading:
-    """Seconds of every step from the first on, and evidence after the last.
+    """Seconds of every step from the first on, their peaks, and evidence after the last.
 
     The compiler's caches are empty. What the process has loaded stays, as our own kernels do, so
     the first reading of a process pays for it.
@@ -134,11 +136,16 @@ def run_whole(plan: Plan, *, steps: int) -> Reading:
     def go(found: Reading) -> None:
         with fresh_cache(), opened(plan, text=True) as (build, micros):
             before, clock = counters["stats"]["unique_graphs"], Clock(build.device)
+            if build.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
             clock.mark()
             for index in range(steps):
                 train.step(build, micros(index), index)
                 clock.mark()
             found.seconds = clock.seconds()
+            found.peak_bytes = peak(build) if counted(plan) else None
+            if build.device.type == "cuda":
+                found.reserved_bytes = float(torch.cuda.max_memory_reserved())
             found.evidence = {n: e.detail for n, e in check_active(build).items()}
             found.evidence[GRAPHS] = str(counters["stats"]["unique_graphs"] - before)
 

@@ -247,16 +247,16 @@ class Bench:
         """Of a side that ran."""
         tokens, own = side.plan.batch.tokens, side.speed
         ratios = [mean(b.seconds) / side.step_s for b in bases]
-        if self.args.whole_run:
-            return {
-                "run_ratio": receipts.spread(ratios, "x"),
-                "run": receipts.spread([sum(own.seconds)], "s"),
-                "base_run": receipts.spread([sum(b.seconds) for b in bases], "s"),
-            }
         found = {
             "speed_ratio": receipts.spread(ratios, "x"),
             "tokens_per_s": receipts.spread([tokens / s for s in own.seconds], "tokens/s"),
         }
+        if self.args.whole_run:
+            found = {
+                "run_ratio": receipts.spread(ratios, "x"),
+                "run": receipts.spread([sum(own.seconds)], "s"),
+                "base_run": receipts.spread([sum(b.seconds) for b in bases], "s"),
+            }
         for key, ratio, whole in (
             ("peak_bytes", "memory_ratio", "peak_memory"),
             ("reserved_bytes", "reserved_ratio", "reserved_memory"),

@@ -4,6 +4,7 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,10 @@ from headrace.core.work import (
     CUSTOM,
     CUSTOM_COMPILED,
     EAGER,
+    HALVES,
     RERUN,
     SLOW_HOST,
+    UNFUSED,
     step_time,
 )
 from headrace.planner.foresight import foresee
@@ -254,3 +257,13 @@ def test_a_budget_of_a_pipelines_rank_is_of_its_own_blocks() -> None:
         assert blocks and blocks <= {LAYERS / ranks}
         assert part.memory["recompute"].bytes < 1.1 * whole.memory["recompute"].bytes
         assert part.flops["recompute"] < 1.1 * whole.flops["recompute"]
+
+
+@pytest.mark.parametrize(("activation", "loose"), [("swiglu", HALVES), ("gelu", UNFUSED)])
+def test_halves_of_rows_are_slow_until_a_compiler_makes_them(activation: str, loose: float) -> None:
+    eager = ledger_of(f"model.activation={activation}").work["activation/forward"]
+    assert eager.loose == loose and ledger_of().work["norms/forward"].loose == UNFUSED
+    as_others = replace(eager, loose=UNFUSED).seconds(H200)
+    assert eager.seconds(H200) / as_others == pytest.approx(loose / UNFUSED)
+    one, other = (replace(eager, loose=x).compiled().seconds(H200) for x in (loose, UNFUSED))
+    assert one == other < as_others

@@ -149,6 +149,12 @@ def test_forecasts_of_runs_count_alone_once_there_are_enough(tmp_path: Path) -> 
         assert (told["of"]["run"]["value"], told["of"]["run"]["n"]) == (1.0, n)
         (line,) = (line for line in notes(found) if line.startswith("gains in their interval"))
         assert f"of a run 100% of {n}; of a plan 75% of 4" in line
+    refused = {"remedy": "x", "workload": "w", "refused": "out of memory", "metrics": {}}
+    rows = [*[outside] * 60, *runs, refused]
+    (tmp_path / "forecasts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    found = compute(tmp_path)
+    error, told = found["forecast_median_error"], found["forecast_coverage"]
+    assert (error["value"], told["value"]) == (0, 1) and error["refused"] == told["refused"] == 1
 
 
 def test_every_number_is_that_of_the_hand(tmp_path: Path) -> None:

@@ -22,17 +22,17 @@ benchmarks/forecast_error.py` fits it to what was said before and measured then 
 interval score: width, and distance outside of it). It is around what would be gained on a host of
 the ledger's, and on one as slow as such hosts were seen. A host that is slow at one plan's code may
 be so at the other's or not: compiled code did not slow down with eager code (400m naive,
-forecasts.jsonl), and the interval is around both.
+forecasts.jsonl). The interval is around both, as far as the host's parts of the plans differ.
 """
 
 from dataclasses import dataclass
-from math import exp, log
+from math import exp, isfinite, log
 from statistics import fmean
 from typing import Literal
 
 from headrace.core.statistics import Interval
 from headrace.core.work import EDGE_S, SLOW_HOST
-from headrace.doctor.judge import DRY_SHARE, SLACK_SHARE
+from headrace.doctor.judge import DRY_SHARE, INPUT_SHARE, SLACK_SHARE
 from headrace.doctor.window import Window
 from headrace.planner.foresight import Foresight
 
@@ -88,11 +88,13 @@ class Measured:
             return Measured(inactive=window.inactive)
         step_s = sum(window.step_s) / window.steps
         waits = [window.share(window.input_s) or 0.0, window.share(window.communication_s) or 0.0]
-        slack, dry = window.share(window.slack_s), fmean(window.dry) if window.dry else 0.0
-        late = slack is not None and slack < SLACK_SHARE and dry >= DRY_SHARE
+        slack = (window.share(window.slack_s) if window.slack_s else None) or 0.0
+        late = bool(window.slack_s and window.dry) and window.device == "cuda"
+        late = late and slack < SLACK_SHARE and fmean(window.dry or ()) >= DRY_SHARE
         return Measured(
             step_s, step_s * min(1.0, sum(waits)), window.inactive,
-            slack_s=step_s * (slack or 0.0), by_host=window.device == "cuda" and late,
+            slack_s=step_s * (slack if isfinite(slack) else 0.0),
+            by_host=late and waits[0] < INPUT_SHARE,
         )  # fmt: skip
 
 
@@ -132,36 +134,50 @@ def by_ledger(before: Foresight, after: Foresight, measured: Measured) -> Foreca
     if before.between_ranks or after.between_ranks:  # receipts are of one device
         return Forecast(None, "none", after.no_interval)
     if measured.step_s is None:
-        slow_s = _paced(before, SLOW_HOST)
-        ratios = [before.step_s / after.step_s, *_slowed(slow_s, 0.0, after, SLOW_HOST)]
-        return Forecast(between(*map(log, ratios)), "ledger")
+        return _of_a_plan(before, after)
     left_s = measured.step_s - measured.waits_s
     if measured.by_host and before.host_s:
         pace = (left_s - EDGE_S) / before.host_s
         if unlike := _unlike(pace, HOST_APART, "of what this run's host takes"):
             return unlike
-        ratios = _slowed(measured.step_s, measured.waits_s, after, pace)
-        return Forecast(between(*map(log, ratios)), "ledger")
-    alike = before.waits_for_launches == after.waits_for_launches
-    scale = left_s / before.step_s if alike else 1.0
-    if unlike := _unlike(scale, APART, "of this run's step"):
-        return unlike
-    # No host is slower than any that was seen, or takes longer than it ran ahead.
-    pace = (left_s - measured.slack_s - EDGE_S) / max(before.host_s, EDGE_S)
-    slow_s = min(SLOW_HOST, pace) * after.host_s + EDGE_S
-    steps_s = (scale * after.step_s, max(scale * after.step_s, slow_s))
+        quick = min(1.0, (left_s - EDGE_S) / before.device_s)  # it was done when the host was
+        paces = (pace, _differing(before, after, pace, 1.0))
+        steps_s = [_paced(after, one, quick) for one in paces]
+    else:
+        # Launches that nobody waits for tell nothing; a device that decides tells of itself.
+        told = not before.waits_for_launches or after.waits_for_launches
+        scale = left_s / before.step_s if told else 1.0
+        if unlike := _unlike(scale, APART, "of this run's step"):
+            return unlike
+        alike = before.waits_for_launches == after.waits_for_launches
+        after_s = scale * after.step_s if alike else _paced(after, 1.0, scale)
+        # No host is slower than any that was seen, or takes longer than it ran ahead.
+        pace = (left_s - measured.slack_s - EDGE_S) / max(before.host_s, EDGE_S)
+        steps_s = [after_s, max(after_s, min(SLOW_HOST, pace) * after.host_s + EDGE_S)]
     ratios = [log(measured.step_s / (step_s + measured.waits_s)) for step_s in steps_s]
     return Forecast(between(*ratios), "ledger")
 
 
-def _paced(one: Foresight, pace: float) -> float:
-    """Seconds of a step on a host that takes so many times as long as foreseen."""
-    return max(one.device_s, pace * one.host_s) + EDGE_S
+def _of_a_plan(before: Foresight, after: Foresight) -> Forecast:
+    """Of a plan that nobody ran, on a host as it is foreseen, and on a slow one."""
+    paces = (
+        (1.0, 1.0), (SLOW_HOST, SLOW_HOST),
+        (SLOW_HOST, _differing(before, after, SLOW_HOST, 1.0)),
+        (1.0, _differing(before, after, 1.0, SLOW_HOST)),
+    )  # fmt: skip
+    ratios = [log(_paced(before, one) / _paced(after, other)) for one, other in paces]
+    return Forecast(between(*ratios), "ledger")
 
 
-def _slowed(whole_s: float, waits_s: float, after: Foresight, pace: float) -> list[float]:
-    """Ratios of a step that a host made so long, to one that it is as slow at, and to one not."""
-    return [whole_s / (_paced(after, p) + waits_s) for p in (pace, min(1.0, pace))]
+def _paced(one: Foresight, pace: float, device: float = 1.0) -> float:
+    """Seconds of a step whose host and device take so many times as long as foreseen."""
+    return max(device * one.device_s, pace * one.host_s) + EDGE_S
+
+
+def _differing(before: Foresight, after: Foresight, pace: float, other: float) -> float:
+    """The host's pace at the second plan, if what the first has not is at another pace."""
+    least, most = sorted((before.host_s, after.host_s))
+    return pace + (1 - least / max(most, EDGE_S)) * (other - pace)
 
 
 def _unlike(times: float, apart: float, what: str) -> Forecast | None:

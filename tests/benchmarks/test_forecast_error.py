@@ -44,6 +44,14 @@ def test_the_interval_in_use_is_the_one_that_what_was_said_before_asks_for() -> 
     assert forecast_error.held_by(found, ERROR.least, ERROR.share) >= forecast_error.LEVEL
 
 
+def test_an_interval_is_widened_until_it_holds_what_it_has_not_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(forecast_error, "left_out", lambda pairs, level: level - 0.05)
+    pairs = [forecast_error.Pair("w", "", p, p) for p in (0.1, 0.2)]
+    assert forecast_error.interval(pairs, pairs)[2] == pytest.approx(0.90)
+
+
 def test_what_was_said_is_read_as_it_was_said(tmp_path: Path) -> None:
     """Not as it would be forecast today; and no row that was refused or taken back."""
     gain = {"forecast": {"low": 0.1, "value": 0.25, "high": 0.4}}

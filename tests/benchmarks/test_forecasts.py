@@ -60,7 +60,11 @@ def test_what_is_said_is_measured_once(
 
 
 def test_what_is_said_of_a_run_rests_on_its_step(
-    tmp_path: Path, corpus: Path, prepared_folder: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    corpus: Path,
+    prepared_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """It is measured beside what was said of the plan alone, and needs a timing of that plan."""
     plan = tmp_path / "tiny.toml"
@@ -71,13 +75,14 @@ def test_what_is_said_of_a_run_rests_on_its_step(
     (row,) = rows(tmp_path, "forecasts_run")
     assert row["workload"] == "tiny checkpointed" and row["by_host"] is False and row["n"] == 2
     planted = forecasts.planted(plan, "checkpointed")
-    told = forecasts.ran("tiny checkpointed", planted, tmp_path)
+    args = argparse.Namespace(results=tmp_path, device_name="")
+    told = forecasts.ran("tiny checkpointed", planted, args)
     assert told.step_s == row["metrics"]["step"]["value"] and not told.by_host
     row["metrics"]["step"]["value"] = 1.5 * (alone := said_seconds(planted))
-    row["by_host"] = True
+    row["by_host"], row["hardware"] = True, "NVIDIA H200"
     with (tmp_path / "forecasts_run.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")
-    told = forecasts.ran("tiny checkpointed", planted, tmp_path)
+    told = forecasts.ran("tiny checkpointed", planted, args)
     assert (told.step_s, told.by_host) == (1.5 * alone, True), "the last timing counts"
     for of in ("plan", "run"):
         run(monkeypatch, plan, tmp_path, "--say", "--least", "0", "--of", of)
@@ -89,8 +94,48 @@ def test_what_is_said_of_a_run_rests_on_its_step(
     row["refused"] = "out of memory"
     with (tmp_path / "forecasts_run.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")
-    with pytest.raises(SystemExit, match="tiny checkpointed: out of memory"):
-        run(monkeypatch, plan, tmp_path, "--say", "--of", "run")
+    before = rows(tmp_path, "forecasts_said")
+    run(monkeypatch, plan, tmp_path, "--say", "--of", "run")
+    assert rows(tmp_path, "forecasts_said") == before
+    assert "tiny checkpointed: out of memory" in capsys.readouterr().out
+
+
+def test_a_timing_is_of_its_plan_and_has_its_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    taken = [Reading(seconds=[2.0], by_host=True), Reading(refused="out of memory")]
+    monkeypatch.setattr(forecasts.Worker, "ask", lambda self, *given, **how: taken.pop(0))
+    words = ["x", "--run", "--shapes", "160m", "--bases", "trunk", "naive"]
+    words += ["--results", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [*words, "--limit-s", "0"])
+    forecasts.main()
+    assert not (tmp_path / "forecasts_run.jsonl").exists()
+    assert "left: 160m trunk" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", words)
+    forecasts.main()
+    one, other = rows(tmp_path, "forecasts_run")
+    assert one["by_host"] and "refused" not in one and other["refused"] == "out of memory"
+    eager = forecasts.planted(forecasts.PLANS / "160m.toml", "eager")
+    for device, plan in (("", eager), ("another", forecasts.planted(
+        forecasts.PLANS / "160m.toml", "trunk"))):  # fmt: skip
+        args = argparse.Namespace(results=tmp_path, device_name=device)
+        with pytest.raises(SystemExit, match="nobody timed it"):
+            forecasts.ran("160m trunk", plan, args)
+
+
+def test_what_was_said_of_plans_and_of_runs_is_measured_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = {"remedy": "+fused_rope", "workload": "160m trunk", "forecast": {"value": 1.0},
+            "commit": "c", "forecast_from": "ledger"}  # fmt: skip
+    lines = (json.dumps({**said, **more}) + "\n" for more in ({}, {"of": "run"}))
+    (tmp_path / "forecasts_said.jsonl").write_text("".join(lines))
+    monkeypatch.setattr(forecasts.Worker, "ask", lambda self, *given, **how: Reading(seconds=[1.0]))
+    words = ["--shapes", "160m", "--bases", "trunk", "--results", str(tmp_path)]
+    for of, n in (("run", 1), ("run", 1), ("plan", 2)):
+        monkeypatch.setattr(sys, "argv", ["x", "--measure", "--of", of, *words])
+        forecasts.main()
+        assert len(rows(tmp_path, "forecasts")) == n
 
 
 def said_seconds(plan: Any) -> float:

@@ -77,6 +77,7 @@ BESIDE: Mapping[tuple[str, str], Mapping[str, Mapping[str, Any]]] = {
         COMPILE: {"backend": "eager"},
         "sequence_length_schedule": {"until": 9.0},
     },  # all of a test's steps
+    ("rope", "any"): {MODEL: {"position": "none"}},  # which it rewrites: the trunk rotates too
     ("tf32", "cuda"): {MODEL: {"precision": "fp32"}},
 }
 """(technique, device or "any") -> what its plan must have beside it, or there is nothing that it

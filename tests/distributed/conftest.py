@@ -12,6 +12,8 @@ import pytest
 from composition import Composition, Outcome
 from safetensors.torch import load_file
 
+from headrace.core.plan import MeshConfig
+
 HERE = Path(__file__).parent
 
 
@@ -61,15 +63,20 @@ def told(
     prepared: set[int] = set()
 
     def ask(composition: Composition) -> Told:
-        ranks = composition.plan().mesh.ranks
+        ranks = ranks_of(composition)
         if ranks not in prepared:
             prepared.add(ranks)
-            mine = [c for c in wanted.values() if c.plan().mesh.ranks == ranks]
+            mine = [c for c in wanted.values() if ranks_of(c) == ranks]
             _run_all(zygote, folder, mine, ranks, str(corpus), str(prepared_folder))
         return Told(folder / composition.name, ranks)
 
     yield ask
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def ranks_of(composition: Composition) -> int:
+    """The processes of its mesh, also where its techniques contradict each other."""
+    return MeshConfig.model_validate(dict(composition.mesh)).ranks
 
 
 def _run_all(

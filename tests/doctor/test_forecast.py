@@ -41,7 +41,7 @@ def test_an_interval_is_around_what_a_slow_host_would_make_of_it() -> None:
     slow = [max(x.step_s or 0, SLOW_HOST * x.host_s + EDGE_S) for x in (before, after)]
     lost = log(slow[0] / slow[1])
     assert alone.low == pytest.approx(between(lost).low) and alone.low < 0 < alone.value
-    assert alone.high == pytest.approx(between(log(slow[0] / after.step_s)).high)
+    assert alone.high == pytest.approx(between(log(1 + value)).high)
     # A host that took no longer than the step that was measured is that slow at most.
     most = (before.step_s - EDGE_S) / before.host_s
     slowest = before.step_s / (most * after.host_s + EDGE_S)
@@ -62,12 +62,77 @@ def test_a_run_that_waited_for_launches_is_scaled_by_its_host() -> None:
         after_s = max(after.device_s, 2.4 * after.host_s) + EDGE_S
         assert gain is not None and gain.value == pytest.approx(step_s / after_s - 1)
         assert gain.low == pytest.approx(between(log(1 + gain.value)).low)
-        most = log(step_s / (max(after.device_s, after.host_s) + EDGE_S))  # not slow at that code
+        pace = 2.4 - 1.4 * (1 - after.host_s / before.host_s)  # not slow at what it has not
+        most = log(step_s / (max(after.device_s, pace * after.host_s) + EDGE_S))
         assert gain.high == pytest.approx(between(most).high)
     blind = by_ledger(before, less, Measured(step_s)).gain
     assert blind is not None and gains[0] is not None and gains[0].value > 1.5 * blind.value
     quick = by_ledger(before, less, Measured(5 * before.host_s + EDGE_S, by_host=True))
     assert quick.gain is None and "host takes is 5.0 times too short" in quick.unknown
+
+
+@pytest.mark.parametrize("share", [0.4, 0.9, 1.0, 1.9])
+def test_a_change_that_changes_nothing_gains_nothing(share: float) -> None:
+    """However long the run took, and whatever it waited for."""
+    one = seen(f"{BARE} +full_checkpoint batch.micro_sequences=8")
+    assert one.step_s
+    for run in (
+        Measured(share * one.step_s, by_host=True), Measured(share * one.step_s + 0.1, 0.1),
+        Measured(share * one.step_s + 0.1, 0.1, by_host=True), Measured(),
+    ):  # fmt: skip
+        gain = by_ledger(one, one, run).gain
+        if gain is None:
+            assert share == 0.4 and not run.by_host
+        else:
+            assert gain == between(0.0) or (
+                (gain.low, gain.value) == pytest.approx((between(0.0).low, 0.0))
+            )
+
+
+def test_a_host_s_pace_has_its_limits_and_waits_are_not_its() -> None:
+    before = seen(f"{BARE} +full_checkpoint batch.micro_sequences=8")
+    for times, known in ((3.9, True), (4.1, False), (0.26, True), (0.24, False)):
+        run = Measured(times * before.host_s + EDGE_S, by_host=True)
+        assert (by_ledger(before, before, run).gain is not None) == known
+    after = seen(f"{BARE} batch.micro_sequences=8")
+    step_s = 2.4 * before.host_s + EDGE_S
+    gain = by_ledger(before, after, Measured(step_s + 0.1, 0.1, by_host=True)).gain
+    after_s = max(after.device_s, 2.4 * after.host_s) + EDGE_S
+    assert gain is not None and gain.value == pytest.approx((step_s + 0.1) / (after_s + 0.1) - 1)
+    norms = seen(f"{BARE} +full_checkpoint batch.micro_sequences=8 +fused_rms_norm")
+    assert before.step_s
+    gain = by_ledger(before, norms, Measured(before.step_s + 0.2, 0.2)).gain
+    pace = min(SLOW_HOST, (before.step_s - EDGE_S) / before.host_s)
+    lost = log((before.step_s + 0.2) / (pace * norms.host_s + EDGE_S + 0.2))
+    assert gain is not None and gain.low == pytest.approx(between(lost).low)
+
+
+@pytest.mark.parametrize("more", ["+fused_swiglu", "+full_checkpoint"])
+def test_where_no_host_is_as_slow_as_the_device_the_host_is_no_matter(more: str) -> None:
+    before, after = seen(BARE), seen(f"{BARE} {more}")
+    assert SLOW_HOST * after.host_s < after.device_s and before.step_s and after.step_s
+    alone = between(log(before.step_s / after.step_s))
+    for run in (Measured(), Measured(before.step_s)):
+        gain = by_ledger(before, after, run).gain
+        assert gain is not None and (gain.low, gain.high) == pytest.approx((alone.low, alone.high))
+
+
+def test_a_run_unlike_its_ledger_is_refused_where_only_the_other_plan_waits_too() -> None:
+    words = f"{BARE} +full_checkpoint batch.micro_sequences=8"
+    before, after = seen(words), seen(f"{words} +fused_rms_norm +fused_rope +fused_swiglu")
+    assert before.step_s and after.waits_for_launches and not before.waits_for_launches
+    for times, why in ((3.0, "3.0 times too short"), (0.3, "3.3 times too long")):
+        found = by_ledger(before, after, Measured(times * before.step_s))
+        assert found.gain is None and why in found.unknown
+    waits = by_ledger(before, after, Measured(before.step_s, waits_s=before.step_s))
+    assert waits.unknown == "the step is all waiting"
+
+
+def test_what_waits_for_data_is_no_work_of_the_device() -> None:
+    one = seen(BARE)
+    for name, counts in (("waiting for data", 0.0), ("waiting for other ranks' layers", 1.0)):
+        longer = replace(one, parts_s={**one.parts_s, name: 1.0})
+        assert longer.device_s == pytest.approx(one.device_s + counts)
 
 
 def test_signals_say_what_a_run_waited_for() -> None:
@@ -76,6 +141,8 @@ def test_signals_say_what_a_run_waited_for() -> None:
     for other in (
         replace(late, dry=None), replace(late, dry=(0.0, 0.0)), replace(late, slack_s=None),
         replace(late, slack_s=(0.1, 0.1)), replace(late, device="cpu"),
+        replace(late, slack_s=()), replace(late, slack_s=(float("nan"),) * 2),
+        replace(late, input_s=(0.3, 0.3)),
     ):  # fmt: skip
         assert not Measured.of(other).by_host
     assert Measured.of(replace(late, slack_s=(0.5, 0.5))).slack_s == pytest.approx(0.5)

@@ -1,5 +1,6 @@
 """Two plans in turn: what their steps tell, and what a verdict is worth."""
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from math import sqrt
@@ -13,7 +14,7 @@ from headrace.core.plan import Plan
 from headrace.trials.judge import Compared, Gain, Rules, judge, seed_noise
 from headrace.trials.kinds import kind_of
 from headrace.trials.pairs import measure_with, time_pair, visit
-from headrace.trials.readings import OUT_OF_MEMORY, Reading, read
+from headrace.trials.readings import OUT_OF_MEMORY, Clock, Reading, read
 from headrace.trials.turns import Size
 from headrace.trials.worker import Worker
 
@@ -47,6 +48,12 @@ def test_two_plans_in_one_process_compute_the_same(plan: Plan, change: Change) -
     assert other.beside is not None and other.losses != other.beside.losses
     alone = visit(plan, blocks=2, size=SMALL, share=1.0)
     assert alone.losses == found.beside.losses[:4] and alone.steps == 2 and len(alone.seconds) == 2
+
+
+def test_a_clock_says_how_long_the_device_was_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: time.sleep(0.02))
+    clock = Clock(torch.device("cuda"))
+    assert clock.seconds() == [] and 0.02 <= clock.behind_s < 5
 
 
 def test_compiled_code_is_shared_but_for_the_host_s_threads() -> None:

@@ -1,0 +1,108 @@
+"""What reading ahead buys where rows come slowly: steps, and how long they wait, by stage.
+
+    python benchmarks/loading.py 160m --slow 4 --steps 160
+
+A run is timed with its rows at hand. Then each row takes so long to read, as from a slow disk, that
+one thread needs `--slow` steps for the rows of one, and the run is timed again: with one thread
+that reads ahead, and with `loader_workers`, which takes as many as it needs. Each run is one row of
+results/loading.jsonl: of the second half of its steps, the median, the waits' median and slowest
+hundredth, the share that stalled, and the ratio to the run whose rows were at hand.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+from unittest.mock import patch
+
+import receipts
+
+from headrace import train
+from headrace.changes import changed
+from headrace.cli import catalogue
+from headrace.core.plan import Plan
+from headrace.data.rows import Cut
+from headrace.progress import Progress
+from headrace.signals import STALL_SHARE
+
+PLANS = Path(__file__).parent / "plans"
+SIDES = {
+    "at hand": ("data.workers=1",),
+    "one reader": ("data.workers=1",),
+    "loader_workers": ("+loader_workers",),
+}
+"""What is timed -> changes of the plan; all but the first read slowly."""
+
+
+def slowly(seconds: float) -> Any:
+    """Inside, reading a row takes so much longer, and no core."""
+    plain = Cut.row
+
+    def row(self: Cut, source: int, unit: int) -> Any:
+        time.sleep(seconds)
+        return plain(self, source, unit)
+
+    return patch.object(Cut, "row", row)
+
+
+def timed(plan: Plan, row_s: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The second half of a run's steps, and its report."""
+    with slowly(row_s):
+        folder = train.run(plan, progress=Progress(), catalogue=catalogue())
+    assert folder is not None
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return steps[len(steps) // 2 :], json.loads((folder / "report.json").read_text())
+
+
+def metrics(steps: list[dict[str, Any]], healthy_s: float) -> dict[str, Any]:
+    """Of a run's steps; `healthy_s` is a step's with its rows at hand, 0 for that run itself."""
+    steps_s, waits_s = ([step[key] for step in steps] for key in ("step_s", "input_s"))
+    step_s = median(steps_s)
+    stalled = sum(wait_s > STALL_SHARE * step_s for wait_s in waits_s) / len(waits_s)
+    cuts = quantiles(waits_s, n=100, method="inclusive")
+    return {
+        "step": receipts.spread(steps_s, "s"),
+        "wait_p50": receipts.spread([cuts[49]], "s"),
+        "wait_p99": receipts.spread([cuts[98]], "s"),
+        "stalled": receipts.spread([stalled], "of the steps"),
+        "ratio_to_at_hand": receipts.spread([(healthy_s or step_s) / step_s], "x"),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("shape", help="a name of plans/, or a plan file")
+    parser.add_argument("--slow", type=float, default=4.0, help="steps that one thread reads for")
+    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--set", nargs="*", default=[], help="keys of the plan")
+    parser.add_argument("--results", type=Path, default=receipts.ROOT / "results")
+    args = parser.parse_args()
+    file = Path(args.shape) if args.shape.endswith(".toml") else PLANS / f"{args.shape}.toml"
+    plan, healthy_s, row_s = Plan.read(file.read_text(), catalogue()), 0.0, 0.0
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, words in SIDES.items():
+            folder = json.dumps(f"{scratch}/{name}")
+            keys = (f"goal.steps={args.steps}", f"directory={folder}", *args.set)
+            own = [key for key in keys if "techniques.loader_workers" in key]
+            keys = [key for key in keys if key not in own or name == "loader_workers"]
+            side = changed(plan, [*words, *keys], catalogue())
+            steps, report = timed(side, row_s)
+            found = metrics(steps, healthy_s)
+            receipts.append(
+                "loading", found, results=args.results, shape=file.stem, side=name,
+                slow=args.slow if row_s else 0, n=len(steps), seeds=[side.seed],
+                row_s=row_s, plan_sha256=receipts.sha256(side.dump()),
+                techniques=sorted(side.techniques),
+                loader=report["techniques"].get("loader_workers", {}).get("numbers"),
+            )  # fmt: skip
+            print(name, {key: one["value"] for key, one in found.items()}, flush=True)
+            if not row_s:
+                healthy_s = found["step"]["value"]
+                row_s = args.slow * healthy_s / side.rows_per_step
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""What readers buy is told by runs whose rows come slowly."""
+
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from tiny import READ
+
+from headrace.data.rows import Cut
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+loading = import_module("loading")
+
+
+def test_readers_take_the_waits_away(
+    tmp_path: Path, corpus: Path, prepared_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, plain = tmp_path / "tiny.toml", Cut.row
+    text = READ.format(corpus=corpus, prepared=prepared_folder)
+    plan.write_text(text.replace("workers = 0\n", ""))
+    words = ["--slow", "6", "--steps", "24", "--results", str(tmp_path), "--set"]
+    keys = ["techniques.loader_workers.workers=8", "techniques.loader_workers.prefetch=16"]
+    monkeypatch.setattr(sys, "argv", ["loading.py", str(plan), *words, *keys])
+    loading.main()
+    assert Cut.row is plain
+    found = [json.loads(line) for line in (tmp_path / "loading.jsonl").read_text().splitlines()]
+    hand, one, many = found
+    assert [row["side"] for row in found] == ["at hand", "one reader", "loader_workers"]
+    assert hand["row_s"] == hand["slow"] == 0 and hand["metrics"]["ratio_to_at_hand"]["value"] == 1
+    rows = 4  # of a step
+    slow_s = 6 * hand["metrics"]["step"]["value"]
+    assert one["row_s"] == many["row_s"] == pytest.approx(slow_s / rows)
+    waits = [row["metrics"]["wait_p50"]["value"] for row in found]
+    assert waits[1] > 0.5 * slow_s > waits[2] and one["metrics"]["stalled"]["value"] == 1.0
+    assert one["loader"] is None and many["loader"]["workers"] == 8 and one["n"] == 12
