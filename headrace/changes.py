@@ -76,7 +76,7 @@ def difference(before: Plan, after: Plan) -> tuple[str, ...]:
     for name, technique in has.items():
         if name not in had:
             old |= _knobs(name, type(technique).model_construct())
-    new = _values(after)
+    new = _said(after, before)
     words += [f"{k}={word(new[k])}" for k in sorted(new) if k not in old or old[k] != new[k]]
     return tuple(words)
 
@@ -115,6 +115,18 @@ def _values(plan: Plan) -> dict[str, Any]:
     found = {key: value for key, value in found.items() if value is not None}
     for name, technique in plan.techniques.items():
         found |= _knobs(name, technique)
+    return found
+
+
+def _said(plan: Plan, before: Plan) -> dict[str, Any]:
+    """Every key with its value; what a technique rewrites only where `before` says otherwise."""
+    found, made, given = _values(plan), flat(plan), _given(before)
+    for key in rewritten(plan):
+        table, _, leaf = key.partition(".")
+        asked = given.get(table, {}).get(leaf, "auto")
+        found.pop(key, None)
+        if asked not in ("auto", made.get(key)):
+            found[key] = made[key]
     return found
 
 
