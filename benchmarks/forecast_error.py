@@ -30,7 +30,7 @@ import receipts
 import torch
 from residuals import DEVICE, PLANS, standing
 
-from headrace.changes import parse
+from headrace.changes import changed, parse
 from headrace.cli import catalogue
 from headrace.context import elsewhere, make_context
 from headrace.core.errors import HeadraceError
@@ -78,7 +78,7 @@ def by_device(workload: str, remedy: str) -> bool:
     """Whether no host that was seen is as slow as the device, with the remedy and without."""
     shape, _, base = workload.partition(" ")
     before = forecasts.planted(PLANS / f"{shape}.toml", base)
-    after = forecasts.changed(before, remedy.split(), CATALOGUE)
+    after = changed(before, remedy.split(), CATALOGUE)
     asking = Asking(before, _place(DEVICE), assumed(DEVICE), CATALOGUE)
     seen = [asking.answer(plan).foresight for plan in (before, after)]
     return all(SLOW_HOST * one.host_s < one.device_s for one in seen)

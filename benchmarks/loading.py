@@ -78,6 +78,7 @@ def main() -> None:
     parser.add_argument("--slow", type=float, default=4.0, help="steps that one thread reads for")
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--set", nargs="*", default=[], help="keys of the plan")
+    parser.add_argument("--knobs", nargs="*", default=[], help="of loader_workers: workers=6")
     parser.add_argument("--results", type=Path, default=receipts.ROOT / "results")
     args = parser.parse_args()
     file = Path(args.shape) if args.shape.endswith(".toml") else PLANS / f"{args.shape}.toml"
@@ -85,9 +86,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for name, words in SIDES.items():
             folder = json.dumps(f"{scratch}/{name}")
-            keys = (f"goal.steps={args.steps}", f"directory={folder}", *args.set)
-            own = [key for key in keys if "techniques.loader_workers" in key]
-            keys = [key for key in keys if key not in own or name == "loader_workers"]
+            keys = [f"goal.steps={args.steps}", f"directory={folder}", *args.set]
+            if name == "loader_workers":
+                keys += [f"techniques.{name}.{knob}" for knob in args.knobs]
             side = changed(plan, [*words, *keys], catalogue())
             steps, report = timed(side, row_s)
             found = metrics(steps, healthy_s)

@@ -162,11 +162,12 @@ class Work:
         """The same as a compiler makes it."""
         if self.kind == "host":  # what Python does between operations
             return replace(self, count=0.0)
-        launch = COMPILED if 0 < self.launch < CUSTOM_COMPILED else self.launch
-        if self.launch >= CUSTOM:
-            launch *= CUSTOM_COMPILED / CUSTOM
-        if self.phase == "optimizer":
-            launch = self.launch
+        launch = self.launch
+        if self.phase != "optimizer":  # no compiler sees it
+            if launch >= CUSTOM:
+                launch *= CUSTOM_COMPILED / CUSTOM
+            elif 0 < launch < CUSTOM_COMPILED:
+                launch = COMPILED
         if self.fused is None:
             return replace(self, launch=launch)
         return replace(self, bytes=self.fused, kernels=1.0, fused=None, launch=launch, unknown="")

@@ -26,13 +26,12 @@ forecasts.jsonl). The interval is around both, as far as the host's parts of the
 """
 
 from dataclasses import dataclass
-from math import exp, isfinite, log
-from statistics import fmean
+from math import exp, isfinite, log, nan
 from typing import Literal
 
 from headrace.core.statistics import Interval
 from headrace.core.work import EDGE_S, SLOW_HOST
-from headrace.doctor.judge import DRY_SHARE, INPUT_SHARE, SLACK_SHARE
+from headrace.doctor.judge import _host as never_ahead
 from headrace.doctor.window import Window
 from headrace.planner.foresight import Foresight
 
@@ -88,13 +87,11 @@ class Measured:
             return Measured(inactive=window.inactive)
         step_s = sum(window.step_s) / window.steps
         waits = [window.share(window.input_s) or 0.0, window.share(window.communication_s) or 0.0]
-        slack = (window.share(window.slack_s) if window.slack_s else None) or 0.0
-        late = bool(window.slack_s and window.dry) and window.device == "cuda"
-        late = late and slack < SLACK_SHARE and fmean(window.dry or ()) >= DRY_SHARE
+        slack = (window.share(window.slack_s) or 0.0) if window.slack_s else nan
         return Measured(
             step_s, step_s * min(1.0, sum(waits)), window.inactive,
-            slack_s=step_s * (slack if isfinite(slack) else 0.0),
-            by_host=late and waits[0] < INPUT_SHARE,
+            slack_s=step_s * slack if isfinite(slack) else 0.0,
+            by_host=bool(window.dry) and isfinite(slack) and never_ahead(window) is not None,
         )  # fmt: skip
 
 

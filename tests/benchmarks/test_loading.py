@@ -20,8 +20,8 @@ def test_readers_take_the_waits_away(
     plan, plain = tmp_path / "tiny.toml", Cut.row
     text = READ.format(corpus=corpus, prepared=prepared_folder)
     plan.write_text(text.replace("workers = 0\n", ""))
-    words = ["--slow", "6", "--steps", "24", "--results", str(tmp_path), "--set"]
-    keys = ["techniques.loader_workers.workers=8", "techniques.loader_workers.prefetch=16"]
+    words = ["--slow", "6", "--steps", "24", "--results", str(tmp_path), "--knobs"]
+    keys = ["workers=8", "prefetch=16"]
     monkeypatch.setattr(sys, "argv", ["loading.py", str(plan), *words, *keys])
     loading.main()
     assert Cut.row is plain

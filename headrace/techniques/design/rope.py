@@ -32,6 +32,7 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
+from headrace.model import position
 from headrace.model.adapter import load_pretrained
 from headrace.model.attention import Attention
 from headrace.sockets import Build
@@ -113,8 +114,9 @@ class Rope(Technique[Build]):
         angle_P = turned_TP[1].angle()
         again_TP = torch.stack([torch.polar(torch.ones_like(angle_P), t * angle_P) for t in PLACES])
         places = float((turned_TP - again_TP).abs().max()) < ROUNDING and float(angle_P.min()) > 0
-        width, base = build.config.resolved_head_dim, self.theta or build.config.rope_theta
-        wanted_P = base ** (-torch.arange(0, width, 2, dtype=torch.float32) / width)
+        base = self.theta or build.config.rope_theta
+        config = build.config.model_copy(update={"rope_theta": base})
+        wanted_P = position.Rope(config).frequencies(angle_P.device)
         based = wanted_P.shape == angle_P.shape and wanted_P.allclose(angle_P, rtol=ROUNDING)
         slowest, fastest = float(angle_P.min()), float(angle_P.max())
         return Evidence(
@@ -126,9 +128,9 @@ class Rope(Technique[Build]):
         )  # fmt: skip
 
 
-def _turned(position: Any, device: torch.device) -> Tensor | None:
+def _turned(part: Any, device: torch.device) -> Tensor | None:
     """What queries and keys at `PLACES` meet: complex of size 1 [T, P], or None if nothing."""
-    rotation = position.prepare(torch.tensor([PLACES], device=device))
+    rotation = part.prepare(torch.tensor([PLACES], device=device))
     if rotation is None:
         return None
     cos, sin = (part.expand(1, len(PLACES), 1, -1)[0, :, 0].cpu() for part in rotation)
