@@ -34,11 +34,10 @@ from headrace.changes import changed, parse
 from headrace.cli import catalogue
 from headrace.context import elsewhere, make_context
 from headrace.core.errors import HeadraceError
-from headrace.core.machine import Machine
 from headrace.core.plan import Plan
 from headrace.core.technique import Context
 from headrace.core.work import SLOW_HOST
-from headrace.doctor.forecast import NOTHING
+from headrace.doctor.forecast import DRIFT, NOTHING
 from headrace.planner.candidates import Asking
 
 CATALOGUE, RESULTS = catalogue(), receipts.ROOT / "results"
@@ -79,9 +78,9 @@ def by_device(workload: str, remedy: str) -> bool:
     shape, _, base = workload.partition(" ")
     before = forecasts.planted(PLANS / f"{shape}.toml", base)
     after = changed(before, remedy.split(), CATALOGUE)
-    asking = Asking(before, _place(DEVICE), assumed(DEVICE), CATALOGUE)
+    asking = Asking(before, _place(DEVICE), forecasts.assumed(DEVICE), CATALOGUE)
     seen = [asking.answer(plan).foresight for plan in (before, after)]
-    return all(SLOW_HOST * one.host_s < one.device_s for one in seen)
+    return all(DRIFT * SLOW_HOST * one.host_s < one.device_s for one in seen)
 
 
 def of_receipts() -> list[Pair]:
@@ -137,7 +136,7 @@ def _step_s(shape: str, words: tuple[str, ...], device_name: str) -> float | Non
 
 
 def _foreseen_s(plan: Plan, device_name: str) -> float | None:
-    asking = Asking(plan, _place(device_name), assumed(device_name), CATALOGUE)
+    asking = Asking(plan, _place(device_name), forecasts.assumed(device_name), CATALOGUE)
     return asking.answer(plan).foresight.step_s
 
 
@@ -225,10 +224,6 @@ def _place(device_name: str) -> Context:
     """A GPU that is not here, for any plan."""
     recipe = Plan.read((PLANS / "160m.toml").read_text(), CATALOGUE)
     return elsewhere(make_context(recipe, torch.device("cpu")), device_name)
-
-
-assumed = cache(Machine.assumed)
-"""One machine of a name, which remembers what it was asked."""
 
 
 if __name__ == "__main__":

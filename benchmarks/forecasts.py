@@ -52,9 +52,8 @@ from headrace.trials.readings import Reading, time_steps
 from headrace.trials.worker import Worker
 
 CATALOGUE = catalogue()
-PLANS = Path(__file__).parent / "plans"
-GROUP = 8
-"""Remedies between two timings of their base."""
+GROUP = 4
+"""Remedies between two timings of their base: a host does not stay as quick as it was."""
 SIDE_S, SIDE_LIMIT_S = 40.0, 240.0
 """Seconds that a reading takes with building and compiling, about and at most."""
 PRICED = (
@@ -125,7 +124,7 @@ def forecast(
 def say(args: argparse.Namespace) -> None:
     """One row for each forecast that was not said before."""
     said = {key(row) for row in _rows(args.results, "forecasts_said")}
-    for path in map(_path, args.shapes):
+    for path in map(receipts.plan_file, args.shapes):
         for base in args.bases:
             workload = f"{path.stem} {base}"
             plan = planted(path, base)
@@ -168,7 +167,7 @@ def run(args: argparse.Namespace) -> None:
     """One row for each planted plan: its step, and whether that waited for launches."""
     ends_s = time.monotonic() + args.limit_s
     with Worker(here=args.here) as worker:
-        for path in map(_path, args.shapes):
+        for path in map(receipts.plan_file, args.shapes):
             for base in args.bases:
                 if time.monotonic() >= ends_s:
                     print(f"left: {path.stem} {base}", flush=True)
@@ -193,7 +192,7 @@ def measure(args: argparse.Namespace) -> None:
     waiting: dict[str, list[dict[str, Any]]] = {}
     for row in _rows(args.results, "forecasts_said"):
         shape, _, base = row["workload"].partition(" ")
-        asked = shape in {_path(s).stem for s in args.shapes} and base in args.bases
+        asked = shape in {receipts.plan_file(s).stem for s in args.shapes} and base in args.bases
         if asked and row.get("of", "plan") == args.of:
             waiting.setdefault(row["workload"], []).append(row)
     mine = parts.share({name: 1.0 + len(rows) for name, rows in waiting.items()}, args.part)
@@ -223,7 +222,7 @@ class Bench:
         self.workload, self.rows, self.args = workload, rows, args
         self.worker, self.ends_s = worker, ends_s
         shape, _, base = workload.partition(" ")
-        (path,) = {p for p in map(_path, args.shapes) if p.stem == shape}
+        (path,) = {p for p in map(receipts.plan_file, args.shapes) if p.stem == shape}
         self.base = planted(path, base)
 
     def run(self) -> int:
@@ -292,10 +291,6 @@ class Bench:
 def key(row: dict[str, Any]) -> tuple[str, str, str]:
     """What tells a forecast from the others."""
     return row.get("of", "plan"), row["workload"], row["remedy"]
-
-
-def _path(shape: str) -> Path:
-    return Path(shape) if shape.endswith(".toml") else PLANS / f"{shape}.toml"
 
 
 def _rows(results: Path, topic: str, about: str = "remedy") -> list[dict[str, Any]]:

@@ -28,7 +28,6 @@ from headrace.data.rows import Cut
 from headrace.progress import Progress
 from headrace.signals import STALL_SHARE
 
-PLANS = Path(__file__).parent / "plans"
 SIDES = {
     "at hand": ("data.workers=1",),
     "one reader": ("data.workers=1",),
@@ -81,7 +80,7 @@ def main() -> None:
     parser.add_argument("--knobs", nargs="*", default=[], help="of loader_workers: workers=6")
     parser.add_argument("--results", type=Path, default=receipts.ROOT / "results")
     args = parser.parse_args()
-    file = Path(args.shape) if args.shape.endswith(".toml") else PLANS / f"{args.shape}.toml"
+    file = receipts.plan_file(args.shape)
     plan, healthy_s, row_s = Plan.read(file.read_text(), catalogue()), 0.0, 0.0
     with tempfile.TemporaryDirectory() as scratch:
         for name, words in SIDES.items():

@@ -15,6 +15,12 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+PLANS = Path(__file__).resolve().parent / "plans"
+
+
+def plan_file(shape: str) -> Path:
+    """A plan file, or that of a shape by its name in plans/."""
+    return Path(shape) if shape.endswith(".toml") else PLANS / f"{shape}.toml"
 
 
 def spread(values: Sequence[float], unit: str) -> dict[str, Any]:

@@ -48,7 +48,6 @@ from headrace.trials.readings import Reading, time_steps
 from headrace.trials.short import train_steps
 from headrace.trials.worker import Worker
 
-PLANS = Path(__file__).parent / "plans"
 BASES = ("trunk", "recipe")
 GROUP = 8
 """Sides between two timings of their base."""
@@ -350,7 +349,7 @@ def main() -> None:
         parser.error("name a technique first, or a room with --all")
     with Worker(here=args.here) as worker:
         for shape in args.shapes:
-            path = Path(shape) if shape.endswith(".toml") else PLANS / f"{shape}.toml"
+            path = receipts.plan_file(shape)
             for base in args.bases:
                 rest = without_rows(names, path.stem, base, args)
                 changed = (args.set, args.base_with, args.base_without)

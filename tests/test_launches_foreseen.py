@@ -241,9 +241,26 @@ def test_a_loss_by_kernels_is_launched_by_python(name: str) -> None:
 
 
 def test_no_compiler_sees_the_update() -> None:
-    for more in ((), ("+torch_compile",), ("+torch_compile", "+bf16_parameters")):
+    for more in ((), ("+torch_compile",)):
         update = [p for p in ledger_of(*more).work.values() if p.phase == "optimizer"]
         assert {piece.launch for piece in update} == {EAGER}
+
+
+def test_an_update_by_a_kernel_of_each_matrix_is_launched_so_often() -> None:
+    for more in ((), ("+torch_compile",)):
+        ledger = ledger_of("+bf16_parameters", *more)
+        matrices = len(ledger.updates("bf16_parameters"))
+        assert matrices > LAYERS
+        assert ledger.work["update/optimizer"].launch == matrices * CUSTOM_COMPILED
+        assert ledger.work["update/optimizer"].kernels == 1
+
+
+def test_a_short_convolution_is_launched_by_python() -> None:
+    for more in ((), ("+torch_compile",)):
+        work = ledger_of("+short_convolution", *more).work
+        filters = [work[f"convolution/{way}"] for way in ("forward", "backward")]
+        assert {piece.launch for piece in filters} == {own(more)}
+        assert all(piece.count < LAYERS and piece.bytes for piece in filters)
 
 
 def test_a_budget_of_a_pipelines_rank_is_of_its_own_blocks() -> None:

@@ -40,9 +40,9 @@ from headrace.doctor.loop import (
     without_repeats,
 )
 from headrace.doctor.remedies import Remedy, remedies
-from headrace.doctor.run import diagnose_run
+from headrace.doctor.run import diagnose_run, rows_of
 from headrace.doctor.trace import ABSTAINED
-from headrace.doctor.window import of_run, read_rows
+from headrace.doctor.window import of_run
 from headrace.planner.candidates import Asking
 from headrace.planner.foresight import IDLE, KINDS, LAUNCHES, Foresight, foresee
 from headrace.planner.intervals import MEASURED_ON, not_known_on
@@ -104,7 +104,7 @@ def advise(folder: Path, catalogue: Catalogue) -> Advice:
     findings = unjudged_first(without_repeats(diagnose_run(folder), report))
     if unjudged(findings):
         return Advice(tuple(map(Advised, findings)), unknown=TOO_FEW)
-    measured = Measured.of(of_run(report, read_rows(folder / "metrics.jsonl")))
+    measured = Measured.of(of_run(report, rows_of(folder)))
     try:
         plan = Plan.read(read_plan_text(folder / "plan.toml"), catalogue)
         context, machine = place_of(plan, run.read("environment") or {})

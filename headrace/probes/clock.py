@@ -55,9 +55,9 @@ class Clock:
         return median(self._between_events(call, BURST, cycles) for _ in range(REPEATS)) / BURST
 
     def _edge_s(self) -> float:
-        """What a copy takes alone beyond one of `ROW`, too large for the cache: 2 to 7.5 us.
+        """What a copy takes alone beyond one of `ROW`, too large for the cache: 1 to 7.5 us.
 
-        On H200s: 4% to 14% of a product of 32,768 x 768 x 768.
+        On H200s: 2% to 14% of a product of 32,768 x 768 x 768.
         """
         x, y = self.flush.chunk(2)
         y.copy_(x)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import rows
 from tiny import READ
 
 from headrace.planner.foresight import foresee
@@ -18,11 +19,6 @@ ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 forecasts = import_module("forecasts")
 PLAN = READ + "[techniques.chunked_cross_entropy]\nchunk_tokens = 8\n"
-
-
-def rows(folder: Path, topic: str) -> list[dict[str, Any]]:
-    """Receipts."""
-    return [json.loads(line) for line in (folder / f"{topic}.jsonl").read_text().splitlines()]
 
 
 def run(patch: pytest.MonkeyPatch, plan: Path, folder: Path, *words: str) -> None:
@@ -115,9 +111,9 @@ def test_a_timing_is_of_its_plan_and_has_its_limit(
     forecasts.main()
     one, other = rows(tmp_path, "forecasts_run")
     assert one["by_host"] and "refused" not in one and other["refused"] == "out of memory"
-    eager = forecasts.planted(forecasts.PLANS / "160m.toml", "eager")
+    eager = forecasts.planted(forecasts.receipts.plan_file("160m"), "eager")
     for device, plan in (("", eager), ("another", forecasts.planted(
-        forecasts.PLANS / "160m.toml", "trunk"))):  # fmt: skip
+        forecasts.receipts.plan_file("160m"), "trunk"))):  # fmt: skip
         args = argparse.Namespace(results=tmp_path, device_name=device)
         with pytest.raises(SystemExit, match="nobody timed it"):
             forecasts.ran("160m trunk", plan, args)
@@ -193,11 +189,11 @@ def test_a_row_has_the_seconds_that_its_gain_is_of(tmp_path: Path) -> None:
 
 
 def test_every_ailment_is_a_plan() -> None:
-    recipe = forecasts.planted(forecasts.PLANS / "160m.toml", "recipe")
+    recipe = forecasts.planted(forecasts.receipts.plan_file("160m"), "recipe")
     for base in forecasts.BASES:
-        plan = forecasts.planted(forecasts.PLANS / "160m.toml", base)
+        plan = forecasts.planted(forecasts.receipts.plan_file("160m"), base)
         assert (plan == recipe) == (base == "recipe"), base
-    naive = forecasts.planted(forecasts.PLANS / "160m.toml", "naive")
+    naive = forecasts.planted(forecasts.receipts.plan_file("160m"), "naive")
     assert [*naive.techniques] == ["full_checkpoint"] and naive.micro_rows == 8
-    compiled = forecasts.planted(forecasts.PLANS / "160m.toml", "compiled_trunk")
+    compiled = forecasts.planted(forecasts.receipts.plan_file("160m"), "compiled_trunk")
     assert [*compiled.techniques] == ["torch_compile"]

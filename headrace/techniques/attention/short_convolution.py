@@ -37,7 +37,7 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
-from headrace.core.work import Phase, Work
+from headrace.core.work import CUSTOM, Phase, Work
 from headrace.kernels.launches import since
 from headrace.model.attention import Shared
 from headrace.model.convolution import LAUNCH, CausalConvolution, libraries
@@ -45,9 +45,11 @@ from headrace.model.count import FP32, held_in
 from headrace.model.mask import MaskSpec
 from headrace.sockets import Build
 
-GATES: Mapping[Phase, tuple[float, float, float]] = {"forward": (10, 4, 8), "backward": (22, 8, 14)}
-"""Streams of the model's width that gates, zeros before a row and the filter read and write: by
-eager torch, in so many kernels, and fused."""
+GATES: Mapping[Phase, tuple[float, float, float]] = {"forward": (8, 3, 6), "backward": (22, 8, 14)}
+"""Streams of the model's width that gates and zeros before a row read and write: by eager torch, in
+so many kernels, and fused. In the backward pass the filter's are among them."""
+FILTERED = 2
+"""Likewise the filter, which is one custom operation."""
 CONVOLVED = 125
 """Bytes of traffic that the gradient of one number of a convolution takes as long as, by cuDNN's
 kernel: four rows of techniques.jsonl at 33b460d, which it tells to 1.2%."""
@@ -243,8 +245,12 @@ class ShortConvolution(Technique[Build]):
             more[f"gates/{phase}"] = Work(
                 phase, "stream", chosen, eager * stream, kernels, fused * stream
             )
-        slow = Work("backward", "stream", chosen, CONVOLVED * tokens * dim)
-        return replace(ledger, work={**ledger.work, **more, "convolution/backward": slow})
+        filters: Mapping[Phase, float] = {
+            "forward": FILTERED * stream, "backward": CONVOLVED * tokens * dim
+        }  # fmt: skip
+        for phase, bytes in filters.items():
+            more[f"convolution/{phase}"] = Work(phase, "stream", chosen, bytes, launch=CUSTOM)
+        return replace(ledger, work={**ledger.work, **more})
 
     def _kept(self, sizes: Mapping[str, float]) -> dict[str, float]:
         """Bytes that one layer keeps for its backward pass, by what they are."""

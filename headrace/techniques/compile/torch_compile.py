@@ -128,7 +128,6 @@ class TorchCompile(Technique[Build]):
             model.loss = torch.compile(model.loss, **how)  # type: ignore[method-assign]
             build.compiled.append("loss")
         elif model.head is not None:
-            model.loss = torch.compiler.disable(model.loss)  # type: ignore[method-assign]
             model.head.compile_inside(lambda function: torch.compile(function, **how))
         build.runtime.append(_keep_side_effects)
         build.notes[self.name()] = _graphs()

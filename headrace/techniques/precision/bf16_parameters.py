@@ -38,7 +38,7 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
-from headrace.core.work import Work
+from headrace.core.work import CUSTOM_COMPILED, Work
 from headrace.kernels.adamw import KERNEL, Noise, Update, adamw_, biases
 from headrace.kernels.bf16_weight import joined, keys_at, keys_of, places, round_with_noise_, split_
 from headrace.kernels.launches import COUNTS
@@ -240,7 +240,10 @@ class Bf16Parameters(Technique[Build]):
         casts = [n for n in ledger.memory if n == "head_cast" or n.endswith("/weight_cast")]
         ledger = ledger.without(casts).reworked(lambda n, w: _reworked(n, w, adds_up, master))
         if gpu and self.fused is not False:
-            return ledger
+            return ledger.reworked(
+                lambda name, piece: replace(piece, launch=len(learns) * CUSTOM_COMPILED)
+                if name == "update/optimizer" else piece  # a kernel for each matrix
+            )  # fmt: skip
         largest = min(max((m.numbers for m in learns.values()), default=0.0), SLICE_NUMBERS)
         return ledger.updating(TEMPORARIES * 4 * largest)
 
