@@ -10,7 +10,6 @@ fused kernel computes again.
 import copy
 import gc
 from functools import cache
-from math import prod
 from typing import Any
 
 import house
@@ -19,6 +18,7 @@ import pytest
 import torch
 from house import Variant
 from torch.utils.flop_counter import FlopCounterMode
+from uncounted import UNCOUNTED
 
 from headrace.build import predict
 from headrace.core.errors import ConfigError
@@ -336,40 +336,6 @@ def test_an_edit_has_the_measured_sign_on_a_gpu(name: str, workspaces: None) -> 
     predicted = edited.ledger.peak()[1] - trunk.ledger.peak()[1]
     matters = max(abs(measured), abs(predicted)) > 0.02 * trunk.peak
     assert not matters or np.sign(measured) == np.sign(predicted), (measured, predicted)
-
-
-def whole_attention(q: Any, k: Any, *args: Any, **kwargs: Any) -> int:
-    """Two products of [T, K] x [K, T] and [T, T] x [T, K] for each head."""
-    rows, heads, length, width = q
-    return 4 * rows * heads * length * k[2] * width
-
-
-def whole_attention_backward(grad: Any, q: Any, k: Any, *args: Any, **kwargs: Any) -> int:
-    return 2 * whole_attention(q, k)
-
-
-def product(into: Any, a: Any, b: Any, **kwargs: Any) -> int:
-    """A product of matrices that is added to a tensor in place."""
-    return 2 * a[0] * a[1] * b[1]
-
-
-def filtered(x: Any, weight: Any, **kwargs: Any) -> int:
-    rows, tokens, _ = x
-    return 2 * prod(weight) * rows * (tokens - weight[2] + 1)
-
-
-def filtered_backward(grad: Any, x: Any, weight: Any, **kwargs: Any) -> int:
-    """Each of its two products is as large as the forward one."""
-    return 2 * filtered(x, weight)
-
-
-UNCOUNTED = {  # by torch's own registry
-    torch.ops.aten.addmm_: product,
-    torch.ops.headrace.causal_convolution: filtered,
-    torch.ops.headrace.causal_convolution_backward: filtered_backward,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: whole_attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: whole_attention_backward,
-}
 
 
 def counted_flops(plan: Plan) -> tuple[float, Ledger]:

@@ -8,7 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.kernels.chunked_loss import Loss, chunked_loss, reference_loss
+from headrace.kernels.chunked_loss import (
+    Loss,
+    chunked_loss,
+    has_native,
+    native_loss,
+    reference_loss,
+)
 from headrace.kernels.fused_cross_entropy import loss_and_gradient_
 
 N, D, V = 23, 7, 31
@@ -169,3 +175,48 @@ def test_it_never_holds_more_than_a_chunk_of_logits() -> None:
 
     chunked_loss(hidden, weight, targets, None, watched, 6).backward()
     assert held == [6, 6, 6, 5]
+
+
+# --- torch's own ------------------------------------------------------------------------------
+
+
+needs_native = pytest.mark.skipif(not has_native(), reason="torch 2.13 has it")
+
+
+@needs_native
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_torchs_own_equals_the_reference(chunk: int, scale: float) -> None:
+    results = []
+    for native in (False, True):
+        hidden, weight, targets, _ = inputs()
+        if native:
+            loss = native_loss(hidden, weight, targets, -100, chunk, scale=scale)
+        else:
+            loss = scale * reference_loss(hidden, weight, targets, None, nll)
+        (0.37 * loss).backward()
+        results.append((loss.detach(), hidden.grad, weight.grad))
+    for found, right in zip(results[1], results[0], strict=True):
+        compare(found, right, rtol=1e-6)
+
+
+@needs_native
+def test_torchs_own_ignores_all_targets_and_leaves_what_is_frozen() -> None:
+    hidden, weight, targets, _ = inputs()
+    weight.requires_grad_(False)
+    loss = native_loss(hidden, weight, torch.full_like(targets, -100), -100, 5)
+    loss.backward()
+    assert loss == 0 and weight.grad is None and not hidden.grad.any()
+    with torch.no_grad():
+        found = native_loss(hidden, weight, targets, -100, 5)
+    assert not found.requires_grad
+    compare(found, reference_loss(hidden, weight, targets, None, nll).detach(), rtol=1e-6)
+
+
+@needs_native
+def test_torchs_own_rounds_the_sum_in_half_precision_so_it_is_for_fp32_alone() -> None:
+    """When this fails, it may be asked for in bf16 too."""
+    draw = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 8, generator=draw, dtype=torch.bfloat16) for n in (600, 40))
+    targets = torch.randint(0, 40, (600,), generator=draw)
+    assert native_loss(hidden, weight, targets, -100, 100).dtype == torch.bfloat16

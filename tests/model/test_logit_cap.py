@@ -197,8 +197,8 @@ BESIDE: dict[str, dict[str, dict[str, Any]]] = {
 }
 CHUNKS: dict[str, dict[str, dict[str, Any]]] = {
     "whole": {},
-    "chunks": {"chunked_cross_entropy": {"chunk_tokens": 64}},
-    "halves": {"chunked_cross_entropy": {"chunk_tokens": 128}},
+    "chunks": {"chunked_cross_entropy": {"chunk_tokens": 64, "native": False}},
+    "halves": {"chunked_cross_entropy": {"chunk_tokens": 128, "native": False}},
 }
 
 

@@ -7,7 +7,8 @@ chunked_loss), so one chunk of logits is held. The objective and its terms are u
 sums over tokens, and the chunks add up. Where the objective is cross-entropy, plain, smoothed or
 with a z-loss, on a GPU with Triton, two kernels read a chunk's logits twice and write their
 gradient over them (kernels/fused_cross_entropy); else autograd finds it, compiled where the plan
-compiles. Both cap the logits where `model.logit_cap` asks for it.
+compiles. Both cap the logits where `model.logit_cap` asks for it. Plain cross-entropy in fp32 is
+torch's own from 2.13 on (`native`), on a CPU unasked: it was the quickest there.
 """
 
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -31,7 +33,8 @@ from headrace.core.technique import (
     Unsupported,
 )
 from headrace.core.work import Work
-from headrace.kernels.chunked_loss import chunked_loss
+from headrace.kernels.autocast import compute_dtype
+from headrace.kernels.chunked_loss import chunked_loss, has_native, native_loss
 from headrace.kernels.cross_entropy_objective import asked_of_kernels
 from headrace.kernels.fused_cross_entropy import loss_and_gradient_
 from headrace.kernels.launches import COUNTS, since
@@ -48,11 +51,14 @@ class ChunkedHead(Head):
     compilable = False
     """Its gradients come from autograd inside the forward pass, which a compiler cannot trace."""
 
-    def __init__(self, config: ModelConfig, chunk_tokens: int, fused: bool = False) -> None:
+    def __init__(
+        self, config: ModelConfig, chunk_tokens: int, fused: bool = False, native: bool = False
+    ) -> None:
         super().__init__(config)
-        self.chunk_tokens, self.fused = chunk_tokens, fused
+        self.chunk_tokens, self.fused, self.native = chunk_tokens, fused, native
         self.most_logits = 0
         self.most_tokens = 0
+        self.native_calls = 0
         self.loss: Callable[..., Tensor] = _loss
 
     def compile_inside(self, compile: Callable[[Any], Any]) -> None:
@@ -72,6 +78,11 @@ class ChunkedHead(Head):
             return self.loss(objective, self.vocabulary, self.cap, *given)
 
         self.most_tokens = max(self.most_tokens, len(hidden_ND))
+        if self.is_native(objective) and compute_dtype(hidden_ND) == torch.float32:
+            self.native_calls += 1
+            self.most_logits = max(self.most_logits, min(self.chunk_tokens, len(hidden_ND)))
+            tokens = hidden_ND, weight_VD, targets_N
+            return native_loss(*tokens, IGNORED, self.chunk_tokens, scale=scale)
         asked = self.asked(objective)
         both = None if asked is None else partial(self._both, asked)
         given = hidden_ND, weight_VD, targets_N, extras
@@ -81,6 +92,11 @@ class ChunkedHead(Head):
         """What the kernels are told of it, if they compute it: of a vocabulary that is whole."""
         fused = self.fused and type(self.vocabulary) is Vocabulary
         return asked_of_kernels(objective, cross_entropy) if fused else None
+
+    def is_native(self, objective: Objective) -> bool:
+        """Whether torch's own computes it, which knows cross-entropy of whole rows alone."""
+        whole = type(self.vocabulary) is Vocabulary
+        return self.native and whole and objective is cross_entropy and not self.cap
 
     def _both(
         self, asked: dict[str, Any], logits_nV: Tensor, targets_n: Tensor, scale: Tensor
@@ -107,6 +123,9 @@ class ChunkedCrossEntropy(Technique[Build]):
     fused: bool | None = None
     """Whether kernels compute a chunk's loss and gradient, where the objective is cross-entropy,
     plain, smoothed or with a z-loss. Left open: on a GPU that has Triton."""
+    native: bool | None = None
+    """Whether torch's own `linear_cross_entropy` computes it, of torch 2.13 and in fp32. Left open:
+    on a CPU, where the objective is cross-entropy and nothing else."""
 
     timed: ClassVar[bool] = True
     room: ClassVar[str] = "loss"
@@ -116,7 +135,8 @@ class ChunkedCrossEntropy(Technique[Build]):
     card: ClassVar[Card] = Card(
         buys="H200, compiled recipe with it in fused_cross_entropy's place: 0.89x the memory (1b), "
         "0.85x (160m); plain trunk with it: 0.70x the memory (1b), 0.54x (160m); the memory of "
-        "logits and their gradient: 8 bytes x tokens x vocabulary (derived)",
+        "logits and their gradient: 8 bytes x tokens x vocabulary (derived); on a CPU in fp32 time "
+        "too (techniques.jsonl, tiny)",
         costs="H200, compiled recipe with it in fused_cross_entropy's place: 0.99x the speed (1b), "
         "0.98x (160m); a fp32 gradient of the output matrix in the forward pass, which each chunk "
         "adds to",
@@ -137,11 +157,16 @@ class ChunkedCrossEntropy(Technique[Build]):
                 f"fused = true computes the loss of whole rows of logits by kernels, and {why}",
                 "techniques.chunked_cross_entropy.fused=false",
             )
+        if self.native and (why := self._not_native(context)):
+            return Unsupported(
+                f"native = true is torch's linear_cross_entropy, and {why}",
+                f"techniques.{self.name()}.native=false",
+            )
         if (plan := context.plan) is None:
             return Supported()
         tokens = plan.micro_rows * plan.data.sequence_length // plan.mesh.context
-        kernels = self.fused is not False and not context.lacks_triton() and not _other_loss(plan)
-        if kernels or self.chunk_tokens < tokens:  # kernels save memory in one chunk too
+        by_kernels = self._by_kernels(not context.lacks_triton()) and not _other_loss(plan)
+        if by_kernels or self.chunk_tokens < tokens:  # kernels save memory in one chunk too
             return Supported()
         return Unsupported(
             f"chunk_tokens = {self.chunk_tokens} cuts nothing of a micro-batch of {tokens} tokens: "
@@ -149,10 +174,26 @@ class ChunkedCrossEntropy(Technique[Build]):
             f"techniques.{self.name()}.chunk_tokens={-(-tokens // 2)}",
         )
 
+    def _by_kernels(self, can: bool) -> bool:
+        """Whether this project's kernels compute it, where they can."""
+        return can and not self.native if self.fused is None else self.fused
+
+    def _not_native(self, context: Context) -> str:
+        """Why torch's own cannot compute this loss, if so."""
+        if not has_native():
+            return f"torch {torch.__version__} has none: 2.13 has"
+        if self.fused:
+            return "fused = true asks for this project's kernels"
+        if context.precision != "fp32":
+            return f"in {context.precision} it would return the loss rounded to that"
+        return "" if context.plan is None else _more_than_cross_entropy(context.plan)
+
     def predict(self, ledger: Ledger) -> Ledger:
         """Logits shrink to one chunk; the output matrix's gradient is there at the loss.
 
         A chunk's logits stay as the leaf of its own backward pass, beside the trunk's tensors.
+        torch's own holds a chunk once. Where it is not asked for by name an objective that is not
+        told here may rule it out, so that what is predicted is autograd's.
         """
         sizes, logits = ledger.sizes, ledger.memory.get("logits")
         if logits is None or "logits_per_token" not in sizes:
@@ -161,8 +202,8 @@ class ChunkedCrossEntropy(Technique[Build]):
         leaf = sizes["activation_bytes"] * sizes["vocab"]
         fused = sizes["logits_fused"] * held / sizes["tokens"]
         plain = not sizes.get("other_loss") and sizes.get("tensor_ranks", 1) == 1
-        by_kernels = bool(sizes["on_gpu"] and self.fused is not False and plain)
-        if by_kernels:  # in place
+        by_kernels = self._by_kernels(bool(sizes["on_gpu"])) and plain
+        if by_kernels or self.native:  # in place
             each, leaf = sizes["vocab"] * sizes["activation_bytes"], 0
             fused = held * each
         ledger = ledger.with_line("logits", Line(held * (each + leaf), ("loss",)))
@@ -197,9 +238,11 @@ class ChunkedCrossEntropy(Technique[Build]):
 
     def apply(self, build: Build) -> None:
         """Fill the head."""
-        fused = build.context.lacks_triton() is None if self.fused is None else self.fused
+        fused = self._by_kernels(build.context.lacks_triton() is None)
+        quick = build.device.type == "cpu" and has_native()
+        native = quick if self.native is None else self.native
         build.notes[self.name()] = COUNTS.copy()
-        build.parts.head = lambda config: ChunkedHead(config, self.chunk_tokens, fused)
+        build.parts.head = lambda config: ChunkedHead(config, self.chunk_tokens, fused, native)
 
     def active(self, build: Build) -> Evidence:
         """The largest logits that the head really held."""
@@ -209,14 +252,19 @@ class ChunkedCrossEntropy(Technique[Build]):
         held, tokens = getattr(head, "most_logits", 0), getattr(head, "most_tokens", 0)
         launched = sum(since(build.notes[self.name()], "cross_entropy_").values())
         fused = isinstance(head, ChunkedHead) and head.asked(build.objective) is not None
+        calls = getattr(head, "native_calls", 0)
+        by = "gradients by autograd"
+        if calls or launched:
+            by = f"launched {launched} kernels" if launched else f"torch's own, {calls} times"
         return Evidence(
             active=0 < held <= self.chunk_tokens
             and (launched > 0) == fused
+            and (calls > 0 or not self.native)
             and (fused or held < tokens),
-            detail=f"held the logits of at most {held} of {tokens} tokens at once, "
-            + (f"launched {launched} kernels" if launched else "gradients by autograd"),
+            detail=f"held the logits of at most {held} of {tokens} tokens at once, {by}",
             numbers={
                 "most_logits_tokens": held, "micro_batch_tokens": tokens, "launches": launched,
+                "native_calls": calls,
             },
         )  # fmt: skip
 
@@ -227,3 +275,13 @@ def _other_loss(plan: Plan) -> str:
     if others:
         return f"{' and '.join(others)} reads them too"
     return "mesh.tensor gives a rank a part of them" if plan.mesh.tensor > 1 else ""
+
+
+def _more_than_cross_entropy(plan: Plan) -> str:
+    """What the objective or the logits have beyond it."""
+    others = [n for n, technique in plan.techniques.items() if "objective" in technique.composes]
+    if others:
+        return f"it knows nothing of {' and '.join(others)}"
+    if plan.model.logit_cap:
+        return f"it knows nothing of model.logit_cap = {plan.model.logit_cap:g}"
+    return _other_loss(plan)
