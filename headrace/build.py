@@ -25,6 +25,7 @@ from headrace.data.ingest import Prepared
 from headrace.data.loader import Loader
 from headrace.data.order import make_order
 from headrace.data.rows import Cut, Packer
+from headrace.data.tokenizer import entries
 from headrace.filled import fillers, record
 from headrace.materialize import freeze, materialize
 from headrace.model.adapter import load_pretrained
@@ -45,6 +46,9 @@ def predict(plan: Plan, context: Context) -> Ledger:
 
     Of a pipeline's ranks, that of the one that needs most memory when all have edited. An optimizer
     takes its parameters when all that learns is known, and the rest when others have.
+
+    Raises:
+        ConfigError: the plan names a tokenizer that is not there.
     """
     return max(predict_each(plan, context), key=lambda ledger: ledger.peak()[1])
 
@@ -57,7 +61,8 @@ def predict_each(plan: Plan, context: Context) -> list[Ledger]:
 def _predict_on(plan: Plan, context: Context, pipeline_rank: int) -> Ledger:
     model = plan.model
     if not model.vocab:  # not resolved yet by a run
-        model = _model_config(plan, plan.data.vocab if plan.data.tokenizer == "bpe" else 0)
+        told = model.pretrained and plan.data.tokenizer != "bpe"  # by the weights
+        model = _model_config(plan, 0 if told else entries(plan.data))
     ledger = trunk_ledger(
         model,
         rows=plan.micro_rows,

@@ -7,13 +7,16 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.build import predict
 from headrace.cli import catalogue
 from headrace.context import elsewhere, make_context
+from headrace.core.errors import ConfigError
 from headrace.core.ledger import WORDS
 from headrace.core.machine import Machine
 from headrace.core.plan import Plan
 from headrace.core.units import format_bytes, format_count
 from headrace.core.work import EDGE_S, StepTime
+from headrace.data.tokenizer import train_tokenizer
 from headrace.planner.calibration import Calibration, Measured
 from headrace.planner.foresight import DATA, LAUNCHES, foresee, told
 from headrace.planner.intervals import not_known_on
@@ -96,3 +99,18 @@ def test_the_shares_of_a_step_are_all_of_it() -> None:
     waited = foresee(plan, context, H200, slow)
     assert sum(waited.parts_s.values()) == pytest.approx(waited.step_s)
     assert waited.parts_s[DATA] == pytest.approx(0.5 - EDGE_S)
+
+
+def test_a_tokenizer_that_is_brought_along_tells_the_head_its_size(tmp_path: Path) -> None:
+    """Before a run has resolved the plan."""
+    tokenizer = train_tokenizer(["one two three four five six"] * 9, vocab=300)
+    tokenizer.save(tmp_path / "mine.json")
+    plan, context = on_h200("model.vocab=0", f"data.tokenizer={tmp_path / 'mine.json'}")
+    each = plan.model.vocab_multiple
+    padded = -(-tokenizer.vocab // each) * each
+    given, _ = on_h200(f"model.vocab={padded}")
+    found, right = predict(plan, context), predict(given, context)
+    assert found.sizes["vocab"] == right.sizes["vocab"] == padded and found.peak() == right.peak()
+    plan, context = on_h200("model.vocab=0", f"data.tokenizer={tmp_path / 'other.json'}")
+    with pytest.raises(ConfigError, match=r"other\.json cannot be read"):
+        predict(plan, context)

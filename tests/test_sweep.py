@@ -200,6 +200,26 @@ def test_what_changes_learning_is_left_alone_unless_asked() -> None:
     assert any("+learner" in c.changes for c in [*asked.ranked, *asked.unknown])
 
 
+@pytest.mark.parametrize(
+    ("keys", "gone"),
+    [
+        (["model.position=rope"], {"rope"}),
+        (["model.position=none"], set()),
+        (["model.tied_embeddings=true", "model.kv_heads=6"], {"rope", "tied_embeddings", "gqa"}),
+    ],
+)
+def test_a_design_that_the_plan_has_already_is_not_asked_about(
+    keys: list[str], gone: set[str]
+) -> None:
+    """What does more than to rewrite keys is, as `alibi` where no positions are."""
+    start = Plan.read(SHAPE, catalogue(), overrides=keys)
+    context = elsewhere(make_context(start, torch.device("cpu")), "NVIDIA H200")
+    asking = Asking(start, context, H200, catalogue(), learning=True)
+    put_in = {words[0][1:] for words in asking.singles(start) if words[0][0] == "+"}
+    designs = {"rope", "tied_embeddings", "gqa", "alibi"}
+    assert designs - put_in == gone
+
+
 def test_what_has_no_time_is_told_apart() -> None:
     found = swept(of=beside(Silent, Quick))
     assert [c.changes for c in found.unknown] == [("+silent",)]

@@ -20,6 +20,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +29,7 @@ import tiktoken
 import tokenizers
 
 from headrace.core.errors import ConfigError, UnsupportedError
+from headrace.core.plan import DataConfig
 
 SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,2}"
@@ -133,6 +135,20 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids, special tokens spelled out; broken UTF-8 becomes U+FFFD."""
         return self._slow.decode([int(i) for i in ids], skip_special_tokens=False)
+
+
+def entries(data: DataConfig) -> int:
+    """Of the tokenizer that a plan names, or of the one that it will train.
+
+    Raises:
+        ConfigError, UnsupportedError: as `open_tokenizer`.
+    """
+    return data.vocab if data.tokenizer == "bpe" else _entries_of(data.tokenizer)
+
+
+@cache
+def _entries_of(spec: str) -> int:
+    return open_tokenizer(spec).vocab
 
 
 def open_tokenizer(spec: str) -> Tokenizer:

@@ -14,7 +14,7 @@ rewrites, since they change what is trained (rows, rates, sizes) or cannot be fo
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import ValidationError
 
 from headrace.build import predict_each
-from headrace.changes import changed, difference, word
+from headrace.changes import changed, difference, flat, word
 from headrace.core.errors import HeadraceError, UnsupportedError
 from headrace.core.machine import Machine
 from headrace.core.plan import Plan
@@ -180,7 +180,7 @@ class Asking:
     def singles(self, plan: Plan) -> Iterator[Words]:
         """Every single change of the plan that is worth asking about."""
         for name, kind in self.catalogue.techniques.items():
-            if name not in plan.techniques and self.keeps(kind):
+            if name not in plan.techniques and self.keeps(kind) and not _is_so(plan, kind):
                 out = self._taken_out(plan, kind)
                 if out is not None:
                     yield (f"+{name}", *out, *_said_otherwise(plan, kind))
@@ -245,11 +245,25 @@ def _clashes(plan: Plan, kind: type[Technique[Any]]) -> list[str]:
 def _said_otherwise(plan: Plan, kind: type[Technique[Any]]) -> Iterator[str]:
     """Keys that the plan gives and the technique rewrites, as the technique has them."""
     given = plan.model_dump(exclude_unset=True)
+    for key, value in _rewritten(plan, kind).items():
+        table, _, leaf = key.partition(".")
+        if given.get(table, {}).get(leaf, value) not in (value, "auto"):
+            yield f"{key}={word(value)}"
+
+
+def _is_so(plan: Plan, kind: type[Technique[Any]]) -> bool:
+    """Whether all that the technique does is to rewrite keys, and the plan has them so."""
+    if not all(socket.startswith("config.") for socket in (*kind.claims, *kind.composes)):
+        return False
+    keys = _rewritten(plan, kind)
+    return bool(keys) and keys.items() <= flat(plan).items()
+
+
+def _rewritten(plan: Plan, kind: type[Technique[Any]]) -> Mapping[str, Any]:
+    """Keys that the technique would rewrite -> their values there."""
     with suppress(Exception):  # knobs that have no default, or a bug: `changed` tells
-        for key, value in kind().keys(plan).items():
-            table, _, leaf = key.partition(".")
-            if given.get(table, {}).get(leaf, value) not in (value, "auto"):
-                yield f"{key}={word(value)}"
+        return kind().keys(plan)
+    return {}
 
 
 def _turned(technique: Technique[Any]) -> Iterator[tuple[str, Any]]:
