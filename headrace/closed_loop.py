@@ -151,12 +151,19 @@ def _judged_run(what: Path) -> Path:
     try:
         return resolve_run(what)
     except ConfigError as error:
-        if not what.exists():
+        ending = next((e for e in TRACES if any(what.glob(f"*{e}"))), "")
+        if what.is_file() and not what.stat().st_size:
+            raise ConfigError(f"{what} is empty", error.remedy) from None
+        if what.is_file() and (what.parent / "plan.toml").is_file():
+            message = f"{what} is a file of a run, and a run is judged by its folder"
+            raise ConfigError(message, f"headrace doctor {what.parent}") from None
+        if what.is_file():  # gzip is seen by what is in it
+            named = f"{what}{TRACES[0]}"
+            remedy = f"mv {what} {named}, if it is one; headrace doctor {named}"
+        elif ending:
+            remedy = f"headrace doctor {what}/*{ending}"
+        else:
             raise
-        ending = next((e for e in TRACES if any(what.glob(f"*{e}"))), TRACES[0])
-        remedy = f"headrace doctor {what}/*{ending}"
-        if not what.is_dir():  # gzip is seen by what is in it
-            remedy = f"mv {what} {what}{ending}, if it is one; headrace doctor {what}{ending}"
         message = f"{error.message}; the name of a trace ends with {' or '.join(TRACES)}"
         raise ConfigError(message, remedy) from None
 

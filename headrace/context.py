@@ -64,11 +64,15 @@ def elsewhere(context: Context, device_name: str) -> Context:
     """The same on an NVIDIA GPU that is not here, with Triton and a compiler.
 
     Raises:
+        ConfigError: it is none.
         UnsupportedError: nothing is assumed of such a device.
     """
     Machine.assumed(device_name)
-    part = part_of(device_name)
-    assert part is not None, "it is assumed of"
+    if (part := part_of(device_name)) is None:
+        raise ConfigError(
+            f"--device-name is of a GPU that is not here, and {device_name} is none",
+            "device=cpu in its place",
+        )
     precision = context.plan.model.precision
     return replace(
         context, device="cuda", device_name=device_name, capability=CAPABILITIES[part.family],

@@ -50,9 +50,14 @@ def read_plan(folder: Path, catalogue: Catalogue) -> Plan:
     """The resolved plan of a run.
 
     Raises:
-        ConfigError: `folder` is not a run.
+        ConfigError: `folder` is not a run, or its plan is damaged.
     """
-    return Plan.read(read_plan_text(resolve_run(folder) / "plan.toml"), catalogue)
+    file = resolve_run(folder) / "plan.toml"
+    text = read_plan_text(file)
+    try:
+        return Plan.read(text, catalogue)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error.message}", error.remedy) from None
 
 
 def open_model(

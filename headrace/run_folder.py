@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from headrace.core.errors import ConfigError, RunError, at_a_limit
+from headrace.core.files import parse_json, parse_object
 from headrace.core.plan import Plan
 from headrace.data.tokenizer import Tokenizer
 
@@ -102,9 +103,10 @@ class RunFolder:
 
         A report of before says from now on that the run goes on.
         """
-        before = (self.read("environment") or {}).get("starts", 0)
+        starts = (self.read("environment") or {}).get("starts", 0)
+        before = starts if isinstance(starts, int) else 0
         with suppress(RunError):  # a damaged one is written anew in the end
-            if isinstance(report := self.read("report"), dict):
+            if report := self.read("report"):
                 self.write("report", report | {"status": "running"})
         named = plan.replaced(name=self.path.name)
         _write_whole(self.path / "plan.toml", named.to_toml())
@@ -117,17 +119,19 @@ class RunFolder:
         plain = json.loads(json.dumps(value, default=str), parse_constant=lambda word: None)
         _write_whole(self.path / f"{name}.json", json.dumps(plain, indent=1))
 
-    def read(self, name: str) -> Any:
-        """NAME.json, or None when it is not there.
+    def read(self, name: str) -> dict[str, Any] | None:
+        """The object of NAME.json, or None when it is not there.
 
         Raises:
             RunError: it is damaged.
         """
         path = self.path / f"{name}.json"
+        if not path.is_file():
+            return None
         try:
-            return json.loads(path.read_bytes()) if path.is_file() else None
-        except (ValueError, RecursionError) as error:
-            raise RunError(f"{path} is damaged: {error}", f"mv {path} {path}.damaged") from None
+            return parse_object(path.read_bytes())
+        except ValueError as error:
+            raise RunError(f"{path} is damaged: it {error}", f"mv {path} {path}.damaged") from None
 
     def read_report(self) -> dict[str, Any]:
         """report.json.
@@ -137,9 +141,6 @@ class RunFolder:
             RunError: it is damaged.
         """
         report = self.read("report")
-        if not isinstance(report, dict | None):
-            path = self.path / "report.json"
-            raise RunError(f"{path} is damaged: it holds no object", f"mv {path} {path}.damaged")
         if report is None or report.get("status") == "running":
             what = "has no report.json" if report is None else "was resumed"
             raise ConfigError(
@@ -158,11 +159,11 @@ class RunFolder:
         lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
         for line in lines:
             try:
-                row = json.loads(line)
-                step, wall_s = row["step"], max(wall_s, row["wall_s"])
+                row = parse_json(line)
+                early, wall_s = row["step"] <= steps, max(wall_s, row["wall_s"])
             except (ValueError, KeyError, TypeError):
                 continue  # the line that a kill cut short
-            if step <= steps:
+            if early:
                 kept.append(line + "\n")
         _write_whole(path, "".join(kept))
         return wall_s

@@ -1,5 +1,7 @@
-"""Files that survive a power cut, and plans as text."""
+"""Files that survive a power cut, and plans and JSON as text."""
 
+import json
+import math
 import os
 import tomllib
 from pathlib import Path
@@ -27,7 +29,7 @@ def read_plan_text(file: Path) -> str:
         ConfigError: it is not UTF-8, or no TOML.
     """
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")  # tools of Windows put a mark before it
         toml_values(text, str(file))
     except UnicodeDecodeError as error:
         raise ConfigError(
@@ -42,6 +44,62 @@ def read_plan_text(file: Path) -> str:
             else f"headrace train demo data.sources={file}, if it is text to train on",
         ) from None
     return text
+
+
+def parse_json(text: bytes | str) -> Any:
+    """What a text of JSON holds; of a number that is not finite nothing, as runs write it.
+
+    Args:
+        text: to be parsed; bytes are UTF-8.
+
+    Raises:
+        ValueError: it is no JSON; says why, behind "it".
+    """
+    try:
+        text = text if isinstance(text, str) else text.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8, by its byte {error.start} ({error.reason})") from None
+    try:
+        return json.loads(
+            text, parse_float=_finite, parse_int=_whole, parse_constant=lambda word: None
+        )
+    except (ValueError, RecursionError) as error:
+        raise ValueError(no_json(text, error)) from None
+
+
+def parse_object(text: bytes | str) -> dict[str, Any]:
+    """Likewise the object that a text of JSON holds.
+
+    Raises:
+        ValueError: it holds none; says why, behind "it".
+    """
+    found = parse_json(text)
+    if not isinstance(found, dict):
+        raise ValueError(f"holds a {type(found).__name__}, not a JSON object")
+    return found
+
+
+def no_json(text: str, error: Exception) -> str:
+    """What is wrong with a text that json cannot read, behind its name."""
+    if not text.strip():
+        return "is empty"
+    if isinstance(error, RecursionError):
+        return "holds lists in lists too deep to be read"
+    if not isinstance(error, json.JSONDecodeError):
+        return "holds a number of more digits than are read"
+    begins = text.lstrip()[:16]
+    if begins[0] not in "{[":
+        return f"is no JSON: it begins with {begins!a}"
+    return f"is not whole JSON: {error}"
+
+
+def _finite(digits: str) -> float | None:
+    return number if math.isfinite(number := float(digits)) else None
+
+
+def _whole(digits: str) -> int | float | None:
+    """A whole number; one of more than 64 bits as a float."""
+    return int(digits) if len(digits) < 20 else _finite(digits)
 
 
 def toml_values(text: str, what: str) -> dict[str, Any]:

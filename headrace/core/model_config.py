@@ -20,7 +20,7 @@ class ModelConfig(Strict):
     """The embedding is padded to a multiple of this many rows (matrix kernels like it)."""
     dim: Positive = 256
     """Features of the residual stream."""
-    layers: Positive = 4
+    layers: int = Field(default=4, ge=1, le=100_000)
     """Blocks."""
     heads: Positive = 4
     """Query heads."""

@@ -180,7 +180,7 @@ class Catalogue:
     def with_family(self, model: Mapping[str, Any]) -> dict[str, Any]:
         """`model` over its family's defaults."""
         family = model.get("family", "headrace")
-        if family not in self.families:
+        if not isinstance(family, str) or family not in self.families:
             near = nearest(str(family), self.families)
             raise ConfigError(
                 f"there is no model family {family!r}; did you mean {near}?", f"model.family={near}"

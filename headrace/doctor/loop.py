@@ -8,7 +8,6 @@ Headrace that do the same, found by their `symptoms` and their line in the catal
 plan. No technique is known by name here.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from headrace.core.technique import Catalogue
 from headrace.doctor.findings import Finding, stations
 from headrace.doctor.forecast import Forecast, Source, by_share
 from headrace.doctor.loop_words import BOTTLENECKS, COOLER, STATIONS, Change, Loop
-from headrace.doctor.run import HELD, LOOK_BYTES, WATCHED, diagnose
+from headrace.doctor.run import HELD, LOOK_BYTES, WATCHED, diagnose, read_watched
 from headrace.doctor.trace import ABSTAINED
 from headrace.doctor.trace.host import host_families
 from headrace.doctor.trace.ranks import measure_traces
@@ -120,12 +119,14 @@ def examine(paths: Sequence[Path]) -> tuple[list[Finding], Loop]:
         watched = WATCHED.search(opened.read(LOOK_BYTES)) is not None
     if not watched:
         return [*findings, *_of_the_host(findings, paths)], Loop({})
-    report = json.loads(paths[0].read_bytes())
+    report = read_watched(paths[0])
     found = unjudged_first(without_repeats(findings, report))
-    if unseen := report.get("not_measured"):
+    unseen = report.get("not_measured")
+    if unseen and isinstance(unseen, list):
         found.append(Finding(
             ABSTAINED, 0.0, "What no hook told is not judged.",
-            f"{report.get('measured_steps', 0)} steps were watched", "measured", "; ".join(unseen),
+            f"{report.get('measured_steps', 0)} steps were watched", "measured",
+            "; ".join(map(str, unseen)),
         ))  # fmt: skip
     return found, Loop(report)
 

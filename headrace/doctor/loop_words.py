@@ -28,7 +28,8 @@ class Loop:
 
     def of(self, table: str, name: str) -> Any:
         """A fact in a table of the report; None where it was not read."""
-        return (self.report.get(table) or {}).get(name)
+        found = self.report.get(table)
+        return found.get(name) if isinstance(found, Mapping) else None
 
     @property
     def trainer(self) -> bool:

@@ -6,15 +6,16 @@ signals can only guess: see `judge`. A trace that cannot be read, or was asked f
 is told and does not stop the doctor.
 """
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from math import isfinite
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from headrace.core.errors import ConfigError, RunError
+from headrace.core.files import parse_object
 from headrace.core.units import format_seconds
 from headrace.doctor.findings import Finding, stations
 from headrace.doctor.judge import FEWEST_STEPS, judge
@@ -30,8 +31,12 @@ from headrace.run_folder import RunFolder
 
 TRACES = (".json", ".json.gz")
 """How the names of traces end."""
+ALWAYS = ("step_s", "input_s")
+"""Times that every row has."""
 WATCHED, LOOK_BYTES = re.compile(rb'"watched"\s*:\s*true'), 4096
 """What stands near the beginning of a file that `headrace.watch` saved."""
+SAVE = "watched.save(PATH) again"
+"""What mends such a file."""
 HELD = ("thermal slowdown", "hardware slowdown", "power brake", "clocks that were set")
 """Why a clock is slow that need not be. A limit of power is how GPUs are built and not among it."""
 WRONG = ("silent no-op", "instability", "recipe")
@@ -63,11 +68,8 @@ def diagnose(paths: Sequence[Path]) -> list[Finding]:
             f"{watched[0]} was saved by headrace.watch, and such files are judged one at a time",
             f"headrace doctor {watched[0]}",
         )
-    try:
-        report = json.loads(first.read_bytes())
-    except ValueError as error:
-        raise RunError(f"{first} is damaged: {error}", "watched.save(PATH) again") from None
-    return _judged(report, report.get("rows", []), first)
+    report = read_watched(first)
+    return _judged(report, _numbers(report.get("rows", []), first, SAVE), first, SAVE)
 
 
 def diagnose_run(folder: Path) -> list[Finding]:
@@ -77,9 +79,64 @@ def diagnose_run(folder: Path) -> list[Finding]:
         ConfigError: the run has not ended.
         RunError: a file of it is damaged.
     """
-    report = RunFolder(folder).read_report()
-    rows, file = read_rows(folder / "metrics.jsonl"), folder / "report.json"
-    return _judged(report, rows, file, slower_than_another)
+    report, file = RunFolder(folder).read_report(), folder / "report.json"
+    mend = f"mv {file} {file}.damaged; headrace train {folder / 'plan.toml'} --resume"
+    return _judged(report, rows_of(folder), file, mend, slower_than_another)
+
+
+def read_watched(file: Path) -> dict[str, Any]:
+    """What a watch saved.
+
+    Raises:
+        RunError: it is damaged.
+    """
+    try:
+        return parse_object(file.read_bytes())
+    except ValueError as error:
+        raise RunError(f"{file} is damaged: it {error}", SAVE) from None
+
+
+def rows_of(folder: Path) -> list[dict[str, float | None]]:
+    """The rows of a run's metrics.jsonl.
+
+    Raises:
+        RunError: it is damaged.
+    """
+    file = folder / "metrics.jsonl"
+    aside = f"mv {file} {file}.damaged; headrace doctor {folder}"
+    try:
+        return _numbers(read_rows(file), file, aside)
+    except RunError as error:
+        raise RunError(error.message, aside) from None
+    except RecursionError:
+        raise RunError(f"{file} holds lists in lists too deep to be read", aside) from None
+
+
+def _numbers(rows: Any, file: Path, mend: str) -> list[dict[str, float | None]]:
+    """Rows of numbers, None for those that are not finite.
+
+    Raises:
+        RunError: they are none; names the first row and what it holds.
+    """
+    found = []
+    for number, row in enumerate(rows if isinstance(rows, list) else [rows], 1):
+        if not isinstance(row, dict):
+            raise RunError(f"{file} is damaged: row {number} is {row!r:.40}, and no object", mend)
+        kept = {key: _number(value) for key, value in row.items()}
+        for key, value in row.items():
+            wrong = value is not None and not isinstance(value, int | float)
+            if wrong or (kept[key] is None and key in ALWAYS):
+                what = f"{key} of row {number} is {value!r:.40}, and no number"
+                raise RunError(f"{file} is damaged: {what}", mend)
+        found.append(kept)
+    return found
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return value if isinstance(value, int | float) and isfinite(value) else None
+    except OverflowError:  # a whole number beyond any float
+        return None
 
 
 def _is_watched(file: Path) -> bool:
@@ -90,7 +147,7 @@ def _is_watched(file: Path) -> bool:
 
 
 def _judged(
-    report: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], file: Path,
+    report: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], file: Path, mend: str,
     recipe: Callable[[Path, Mapping[str, Any]], Finding | None] = lambda folder, report: None,
 ) -> list[Finding]:  # fmt: skip
     """What the judge finds, and of the recipe; then the stations; last what was not measured."""
@@ -105,10 +162,11 @@ def _judged(
         unread = [f for f in (*found, *traced) if f.bottleneck == ABSTAINED]
         told = [_told_apart(f, split, signals) for f in stations(report)]
         return [*faults, *([slower] if slower else []), *told, *unread]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RunError(
-            f"{file} is damaged, or of another version: {error!r}", "headrace doctor on another run"
-        ) from None
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        what = f"a value in it is of another kind ({error})"
+        if isinstance(error, KeyError):
+            what = f"a key {error} is not in it"
+        raise RunError(f"{file} is damaged, or of another version: {what}", mend) from None
 
 
 # --- its traces -------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ afterwards; the pause between two steps and the wait for data keep their length,
 none. A plan whose kernels differ wholly from the measured one's has another rest: left out.
 """
 
-import json
 import math
 from collections.abc import Mapping
 from contextlib import suppress
@@ -15,6 +14,7 @@ from pathlib import Path
 from statistics import median
 
 from headrace.core.errors import ConfigError
+from headrace.core.files import parse_json
 from headrace.core.work import EDGE_S, Phase, StepTime, Work
 
 ENOUGH = 20
@@ -64,7 +64,7 @@ class Measured:
     def _of_report(cls, folder: Path) -> "Measured":
         file = folder / "report.json"
         try:
-            report = json.loads(file.read_text())
+            report = parse_json(file.read_bytes())
             rate, steps = report["steady_tokens_per_s"], report["steps"]
             step_s = report["tokens"] / steps / rate
             spent = {p: report["phase_s"][p] / steps for p in ("input", *set(PHASES.values()))}
@@ -155,7 +155,7 @@ def check_device(run: Path, device: str, name: str) -> None:
         ConfigError: a run's were measured on another one than `name`, of which plans are asked.
     """
     try:
-        told = json.loads((run / "environment.json").read_text())
+        told = parse_json((run / "environment.json").read_bytes())
         ran, its = told["device"], told["device_name"]
     except (OSError, ValueError, KeyError, TypeError):
         return  # a run that nothing is known of
@@ -172,7 +172,7 @@ def _rows(file: Path) -> list[dict[str, float]]:
     rows = []
     for line in lines:
         with suppress(ValueError):
-            rows.append(json.loads(line))
+            rows.append(parse_json(line))
     return [
         {key: value for key, value in row.items() if isinstance(value, (int, float))}
         for row in rows

@@ -10,7 +10,6 @@ this one would be: all that it did is on it, evaluation too, and its stretches b
 say how steady it was. Beyond its end the clock goes on at its mean pace.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from headrace.core.errors import ConfigError
+from headrace.core.files import parse_json
 from headrace.core.plan import Plan
 from headrace.core.units import format_seconds
 from headrace.planner.intervals import Basis, Between, step_between
@@ -61,16 +61,17 @@ class Curve:
             ConfigError: it has none.
         """
         try:
-            report = json.loads((folder / "report.json").read_text())
+            report = parse_json((folder / "report.json").read_bytes())
             told = report.get("val") or ()
             points = sorted((float(one["tokens"]), one["bits_per_byte"]) for one in told)
+            known = tuple((tokens, float(bits)) for tokens, bits in points if bits is not None)
+            seconds = {o["tokens"]: o.get("wall_s") for o in (*told, report) if "tokens" in o}
+            clock = tuple((float(n), float(s)) for n, s in sorted(seconds.items()) if n and s)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise ConfigError(
-                f"{folder} has no report.json with validations", "headrace train PLAN"
+                f"{folder} has no report.json with validations, or a damaged one",
+                "headrace train PLAN",
             ) from None
-        known = tuple((tokens, float(bits)) for tokens, bits in points if bits is not None)
-        seconds = {one["tokens"]: one.get("wall_s") for one in (*told, report) if "tokens" in one}
-        clock = tuple((float(n), float(s)) for n, s in sorted(seconds.items()) if n and s)
         return cls(folder.name, known, why_not, clock, otherwise)
 
     def tokens_to(self, bits: float) -> float | None:

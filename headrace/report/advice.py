@@ -1,11 +1,13 @@
 """What the doctor would change, on a run's page: findings.json with its remedies."""
 
-import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from headrace.changes import parse
 from headrace.core.errors import ConfigError
+from headrace.core.files import parse_json
 from headrace.doctor.forecast import SHARE_ENDS
 from headrace.report.page import Safe, join, muted, section, table, tag
 from headrace.report.read import Table
@@ -27,12 +29,12 @@ class Gain(Table):
 class Remedy(Table):
     """A change of the plan; see headrace.doctor.remedies."""
 
-    change: tuple[str, ...]
+    change: tuple[Annotated[str, Field(min_length=1)], ...]
     what: str
     gain: Gain | None
     memory_bytes: float
     costs: str
-    equality: str
+    equality: Literal["exact", "approximate", "learning"]
     forecast_from: str = "ledger"
     unknown: str = ""
 
@@ -93,7 +95,7 @@ def _read(file: Path) -> list[Finding]:
     if not file.is_file():
         return []
     try:
-        rows: list[dict[str, Any]] = json.loads(file.read_bytes())
+        rows: list[dict[str, Any]] = parse_json(file.read_bytes())
         return [Finding.model_validate(row) for row in rows]
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(

@@ -73,7 +73,7 @@ def ceiling(curves: Sequence[Curve], goal: float | None) -> float | None:
         return None
     low = min(float(c.low.min()) for c in known)
     # After a twentieth of a run the slow part has begun.
-    settled = max(float(c.high[c.x >= 0.05 * c.x.max()].max()) for c in known)
+    settled = max(float(c.high[c.x >= 0.05 * c.x.max()].max(initial=low)) for c in known)
     highest = max(float(c.high.max()) for c in known)
     cut = max(settled, goal or 0.0) + 0.05 * (settled - low)
     return cut if highest > cut + 0.5 * (cut - low) else None

@@ -6,7 +6,6 @@ design promises are required; numbers may be null, and a NaN or infinity in the 
 (the run was resumed from an older checkpoint): the last row of a step is the one that counts.
 """
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from headrace.core.errors import ConfigError, nearest
+from headrace.core.files import parse_json, parse_object
 
 PHASES: tuple[str, ...] = (
     "input", "forward", "backward", "optimizer", "communication_exposed", "checkpoint", "eval",
@@ -275,7 +275,7 @@ def _nearest_run(directory: Path) -> Path | None:
 def _read_text(path: Path) -> str:
     """A file as text, or ConfigError."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}", f"ls -l {path}") from None
 
@@ -285,14 +285,9 @@ def _read_object(path: Path) -> dict[str, Any]:
     text = _read_text(path)
     again = f"headrace train {path.parent / 'plan.toml'} --resume"
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}"
-        message = f"{path} ({len(text)} characters) is not JSON: {error.msg} at {place}"
-        raise ConfigError(message, again) from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} holds a {type(value).__name__}, not a JSON object", again)
-    return value
+        return parse_object(text)
+    except ValueError as error:
+        raise ConfigError(f"{path} {error}", again) from None
 
 
 def _read_report(path: Path) -> Report:
@@ -321,7 +316,7 @@ def _read_metrics(path: Path) -> dict[str, NDArray[np.float64]]:
     # What follows the last newline is a row that was being written when the process ended.
     for number, line in enumerate(lines[:-1], start=1):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             values = [math.nan if row.get(c) is None else float(row[c]) for c in COLUMNS]
         except (AttributeError, TypeError, ValueError):
             message = f"{path} line {number} is not a row of metrics: {line[:60]!r}"

@@ -83,8 +83,8 @@ def ablate_command(
         in_process: start no process, to debug.
 
     Raises:
-        ConfigError: the plan has no techniques, or more than one rank; or the folder cannot be
-            written, or another process measures for it.
+        ConfigError: the plan has no techniques, or more than one rank; no time is given; or the
+            folder cannot be written, or another process measures for it.
         RunError: the file cannot be written any more.
         UnsupportedError: its device is not here.
     """
@@ -94,6 +94,8 @@ def ablate_command(
             f"an ablation measures one device, and the plan has {plan.mesh.ranks} ranks",
             "mesh.data=1, for what techniques are worth on one",
         )
+    if not minutes >= 0:
+        raise ConfigError(f"{minutes} minutes are no time to measure in", "--minutes 30")
     context = make_context(plan, choose_device(plan))
     trials = trials_of(plan, catalogue, pairs)
     if not all(trial.refused for trial in trials):

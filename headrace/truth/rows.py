@@ -272,7 +272,7 @@ def _told(file: Path) -> Iterator[tuple[str, dict[str, Any], str | None]]:
         where = f"{file}:{line}"
         try:
             row = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise broken(where, f"not JSON: {error}") from None
         if not isinstance(row, dict):
             raise broken(where, "not a JSON object")

@@ -58,8 +58,11 @@ def test_a_file_is_not_a_run(make_run: MakeRun) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("", "(0 characters) is not JSON: Expecting value at line 1, column 1"),
-        ('{"name": "a",\n', "at line 2, column 1"),
+        ("", "report.json is empty"),
+        (
+            '{"name": "a",\n',
+            "is not whole JSON: Expecting property name enclosed in double quotes: line 2",
+        ),
         ("[1]", "holds a list, not a JSON object"),
     ],
 )

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from headrace.core.errors import ConfigError
+from headrace.core.files import no_json
 from headrace.core.units import format_bytes
 from headrace.doctor.trace.limits import MOST_BYTES
 
@@ -141,22 +142,20 @@ def read_trace(path: Path) -> Trace:
             whole, sieve = _parsed(_mended(text))
         except (ValueError, RecursionError):
             raise ConfigError(
-                f"{path} {_harm(text, error)}", "record it again, and let the profiler end"
+                f"{path} {no_json(text, error)}", "record it again, and let the profiler end"
             ) from None
     if isinstance(whole, list):  # Chrome allows the bare list
         whole = {"traceEvents": whole}
+    of_run = (path.parent / "plan.toml").is_file()
+    remedy = f"headrace doctor {path.parent}" if of_run else RECORD
     if not isinstance(whole, dict) or not isinstance(whole.get("traceEvents"), list):
-        of_run = (path.parent / "plan.toml").is_file()
-        raise ConfigError(
-            f"{path} is JSON, but no trace: it has no list 'traceEvents'",
-            f"headrace doctor {path.parent}" if of_run else RECORD,
-        )
+        raise ConfigError(f"{path} is JSON, but no trace: it has no list 'traceEvents'", remedy)
     if not any(c.lower() in KINDS for c in sieve.counts):
         found = ", ".join(shown(c) for c in sorted(sieve.counts)[:LISTED]) or "none"
         more = f" and {len(sieve.counts) - LISTED} more" if len(sieve.counts) > LISTED else ""
         raise ConfigError(
             f"{path} holds no event of torch.profiler (ph 'X'); its categories: {found}{more}",
-            RECORD,
+            remedy,
         )
     return _sorted_out(path, whole, sieve)
 
@@ -164,20 +163,6 @@ def read_trace(path: Path) -> Trace:
 def _parsed(text: str) -> tuple[Any, "_Sieve"]:
     sieve = _Sieve()
     return json.loads(text, object_hook=sieve.take, strict=False), sieve
-
-
-def _harm(text: str, error: Exception) -> str:
-    """What is wrong with a text that json cannot read."""
-    if not text.strip():
-        return "is empty"
-    if isinstance(error, RecursionError):
-        return "holds lists in lists too deep to be read"
-    if not isinstance(error, json.JSONDecodeError):
-        return "holds a number of more digits than are read"
-    begins = text.lstrip()[:16]
-    if begins[0] not in "{[":
-        return f"is no JSON: it begins with {begins!a}"
-    return f"is not whole JSON: {error}"
 
 
 def shown(name: str, most: int = SHOWN) -> str:
