@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_watch import ROWS, TOKENS, setup
 from torch.utils.data import DataLoader
+from watched_loop import ROWS, TOKENS, setup
 
 import headrace
 from headrace.core.errors import UnsupportedError

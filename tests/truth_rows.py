@@ -1,0 +1,106 @@
+"""Rows of every topic that `truth` reads, made by hand."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+Topics = dict[str, list[Row]]
+
+
+def fault(fault: str, verdict: str | None, **other: Any) -> Row:
+    return {
+        "measurement": "fault", "fault": fault, "severity": 0.2, "workload": "dense",
+        "held_out": False, "expected": "input", "verdict": verdict, "abstained": False,
+        "thresholds": "abc1234", "metrics": {}, **other,
+    }  # fmt: skip
+
+
+def healthy(verdict: str | None, abstained: bool = False) -> Row:
+    return {"measurement": "healthy", "fault": None, "severity": 0, "workload": "dense",
+            "verdict": verdict, "abstained": abstained}  # fmt: skip
+
+
+def forecast(low: float, value: float, high: float, measured: float) -> Row:
+    told = {"low": low, "value": value, "high": high}
+    return {"remedy": "torch_compile", "workload": "dense", "forecast": told, "measured": measured}
+
+
+def metric(name: str, low: float, value: float, high: float, **facts: Any) -> Row:
+    return {**facts, "metrics": {name: {"low": low, "value": value, "high": high, "unit": "x"}}}
+
+
+def prediction(
+    name: str, tier: str, step_s: float | None, bytes_: int | None, fits: bool | None
+) -> Row:
+    return {"kind": "prediction", "id": name, "tier": tier, "step_s": step_s,
+            "allocated_bytes": bytes_, "reserved_bytes": bytes_, "fits": fits}  # fmt: skip
+
+
+def outcome(name: str, step_s: float | None, allocated: int | None, fits: bool | None,
+          risky: bool = False) -> Row:  # fmt: skip
+    reserved = allocated and 2 * allocated
+    return {"kind": "outcome", "id": name, "step_s": step_s, "allocated_bytes": allocated,
+            "reserved_bytes": reserved, "fits": fits, "risky": risky}  # fmt: skip
+
+
+def pick(*times: tuple[float, float]) -> Row:
+    told = [{"id": i, "predicted_s": p, "measured_s": m} for i, (p, m) in enumerate(times)]
+    return {"workload": "dense", "candidates": told}
+
+
+def all_topics() -> Topics:
+    return {
+        "doctor": [
+            fault("slow_loader", "input"),
+            fault("slow_loader", "input", workload="long", held_out=True),
+            fault("tiny_kernels", "launch"),  # wrong
+            fault("item", "input", abstained=True, held_out=True),  # right, and not stood by
+            fault("slow_loader", "launch", severity=0.05),  # below the line
+            healthy("computation"),
+            healthy(None, abstained=True),
+            healthy("input", abstained=True),
+            healthy("launch"),  # a false alarm
+        ],
+        "forecasts": [
+            forecast(0.1, 0.2, 0.3, 0.2),  # off by 0, as wide as the gain
+            forecast(0.1, 0.2, 0.3, 0.4),  # off by a half, half as wide, outside
+            forecast(-0.15, -0.1, -0.05, -0.08),  # off by a quarter, 1.25 times as wide
+        ],
+        "overhead": [
+            metric("overhead", 0.0005, 0.001, 0.0015, measurement="always_on", shape="a"),
+            metric("overhead", 0.001, 0.003, 0.005, measurement="always_on", shape="b"),
+            metric("overhead", 0.003, 0.004, 0.005, measurement="with_bursts"),
+        ],
+        "plans": [
+            prediction("a", "no_gpu", 1.1, 110, True),
+            prediction("b", "no_gpu", 1.4, 150, True),
+            prediction("c", "no_gpu", 1.0, 300, True),
+            prediction("d", "no_gpu", 1.0, None, False),
+            prediction("e", "no_gpu", 1.0, 100, True),
+            prediction("f", "no_gpu", None, None, False),
+            outcome("a", 1.0, 100, True),
+            prediction("a", "after_probes", 1.0, 100, True),  # too late
+            prediction("b", "after_probes", 2.1, 202, True),
+            outcome("b", 2.0, 200, True, risky=True),
+            outcome("c", None, None, False, risky=True),  # said to fit, and did not
+            outcome("d", None, None, True),  # said not to fit, and did
+            outcome("f", None, None, False, risky=True),  # said not to fit, and did not
+        ],
+        "picks": [
+            pick((1.0, 1.1), (2.0, 1.0), (3.0, 1.2)),  # 10% lost; one of three pairs is wrong
+            pick((1.0, 1.0), (2.0, 2.0)),
+            pick((1.0, 1.0), (1.0, 1.4)),  # no order at all
+        ],
+        "tuner": [
+            metric("ratio_to_best", 0.98, 0.99, 1.0, workload="160m"),
+            metric("ratio_to_best", 1.0, 1.03, 1.05, workload="1b"),
+        ],
+    }
+
+
+def write(folder: Path, topics: Topics) -> Path:
+    for topic, rows in topics.items():
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{topic}.jsonl").write_text(text)
+    return folder
