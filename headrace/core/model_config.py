@@ -22,7 +22,7 @@ class ModelConfig(Strict):
     """Features of the residual stream."""
     layers: int = Field(default=4, ge=1, le=100_000)
     """Blocks."""
-    heads: Positive = 4
+    heads: int = Field(default=4, ge=1, le=100_000)
     """Query heads."""
     kv_heads: int = Field(default=0, ge=0)
     """Key and value heads; 0 means as many as `heads` (no grouping)."""
@@ -65,7 +65,7 @@ class ModelConfig(Strict):
     def _check(self) -> "ModelConfig":
         kv = self.kv_heads or self.heads
         if self.heads % kv:
-            fit = max(k for k in range(1, kv + 1) if self.heads % k == 0)
+            fit = max(k for k in range(1, min(kv, self.heads) + 1) if self.heads % k == 0)
             raise ValueError(
                 f"heads = {self.heads} is not a multiple of kv_heads = {kv}; "
                 f"the nearest that fits is model.kv_heads={fit}"

@@ -389,9 +389,15 @@ def read_recipe(name: str, recipes: Mapping[str, Path], verb: str = "train") -> 
     """The text of a recipe by name, or of a TOML file by path.
 
     Raises:
-        ConfigError: neither exists; names the nearest recipe, for that verb. Or it is no text.
+        ConfigError: neither exists; names the nearest recipe, for that verb, or a run's own plan.
+            Or it is no text.
     """
     if not (path := recipes.get(name, Path(name))).is_file():
+        if (own := path / "plan.toml").is_file():
+            goes_on = " --resume" * (verb == "train")
+            raise ConfigError(
+                f"{name} is a run, and its plan is {own}", f"headrace {verb} {own}{goes_on}"
+            )
         known = nearest(name, recipes)
         raise ConfigError(
             f"{name!r} is neither a recipe nor a plan file; the nearest recipe is {known}",

@@ -54,6 +54,12 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
     "groups that do not divide": (
         ("model.heads=6", "model.dim=48", "model.kv_heads=4"), ("kv_heads = 4", "kv_heads=3"), "",
     ),
+    "groups beyond all counting": (
+        ("model.heads=8", "model.kv_heads=100000000000"), ("heads = 8", "model.kv_heads=8"), "",
+    ),
+    "heads beyond all counting": (
+        ("model.heads=100000000000",), ("model.heads = 100000000000",), "model.heads=100000",
+    ),
     "rope on an odd head": (
         ("model.dim=21", "model.heads=3"), ("even head_dim", "7", "model.head_dim=8"), "",
     ),
@@ -256,6 +262,13 @@ def test_a_recipe_by_name_or_by_path(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nearest recipe is mine") as caught:
         read_recipe("mien", {"mine": file})
     assert caught.value.remedy == "headrace train mine"
+    own = tmp_path / "runs" / "mine" / "plan.toml"
+    own.parent.mkdir(parents=True)
+    own.write_text(BASE)
+    for verb, asked in (("plan", f"plan {own}"), ("train", f"train {own} --resume")):
+        with pytest.raises(ConfigError, match="is a run, and its plan is") as caught:
+            read_recipe(str(own.parent), {}, verb)
+        assert caught.value.remedy == f"headrace {asked}"
     file.write_bytes(b'name = "caf\xe9"')
     with pytest.raises(ConfigError, match=r"mine\.toml is no plan: it is not UTF-8"):
         read_recipe(str(file), {})
