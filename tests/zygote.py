@@ -54,6 +54,8 @@ def main() -> None:
         if "wait" in request:
             answer = os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1])
         else:
+            for name in ("out", "err"):  # a child may be killed before it opens them
+                Path(request[name]).touch()
             answer = os.fork()
             if not answer:
                 code = child(request)
