@@ -9,12 +9,11 @@ import typer
 import headrace.techniques
 from headrace import __version__, probes
 from headrace.context import choose_device, elsewhere, make_context
-from headrace.core.errors import ConfigError
 from headrace.core.machine import Machine
-from headrace.core.plan import Plan, read_recipe
+from headrace.core.plan import Plan
 from headrace.core.technique import Catalogue, Context, discover
 from headrace.model.zoo import families
-from headrace.recipes import recipes
+from headrace.recipes import read_recipe
 
 
 def _tell_version(asked: bool) -> None:
@@ -53,9 +52,7 @@ def named_plan(
     Raises:
         ConfigError: there is none, and what to give the verb; or it is not well formed.
     """
-    text = read_recipe(name, recipes(), verb)
-    if both := sorted({*(add or ())} & {*(drop or ())}):
-        raise ConfigError(f"{both[0]} is asked for and left out", f"--with {both[0]} alone")
+    text = read_recipe(name, verb)
     return Plan.read(
         text, catalogue(), overrides=overrides or (), with_=add or (), without=drop or ()
     )

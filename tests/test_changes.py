@@ -6,6 +6,7 @@ import pytest
 
 from headrace.changes import changed, difference
 from headrace.cli import catalogue
+from headrace.core.errors import ConfigError
 from headrace.core.plan import Plan
 
 TEXT = (Path(__file__).parents[1] / "benchmarks" / "plans" / "160m.toml").read_text()
@@ -32,3 +33,9 @@ def test_a_key_that_a_technique_rewrites_is_said_where_the_plan_says_otherwise(
     back = difference(after, before)
     assert back[0] == f"-{words[0][1:]}"
     assert changed(after, back, catalogue()).model == before.model
+
+
+def test_words_that_ask_for_a_technique_and_leave_it_out_are_refused() -> None:
+    before = Plan.read(TEXT, catalogue())
+    with pytest.raises(ConfigError, match="torch_compile is asked for and left out"):
+        changed(before, ["-torch_compile", "+torch_compile"], catalogue())

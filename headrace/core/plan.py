@@ -7,14 +7,13 @@ Later layers win: defaults < family < recipe or file < `key=value` overrides < -
 import json
 import tomllib
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomli_w
 from pydantic import Field, SerializeAsAny, model_validator
 
-from headrace.core.errors import ConfigError, nearest
-from headrace.core.files import check_values, read_plan_text, toml_value, toml_values
+from headrace.core.errors import ConfigError
+from headrace.core.files import check_values, toml_value, toml_values
 from headrace.core.model_config import ModelConfig
 from headrace.core.strict import Strict, read_table
 from headrace.core.technique import Catalogue, Technique
@@ -311,6 +310,9 @@ class Plan(Strict):
         tables = values.setdefault("techniques", {})
         if not isinstance(tables, dict):
             raise ConfigError("techniques must be tables", "[techniques.NAME]")
+        with_, without = [*with_], [*without]
+        if both := sorted({*with_} & {*without}):
+            raise ConfigError(f"{both[0]} is asked for and left out", f"--with {both[0]} alone")
         for name in with_:
             catalogue.find(name)
             tables.setdefault(name, {})
@@ -383,24 +385,3 @@ def _override(values: dict[str, Any], item: str) -> None:
         if not isinstance(table, dict):
             raise ConfigError(f"{key!r} goes through {part!r}, which is not a table")
     table[last] = value
-
-
-def read_recipe(name: str, recipes: Mapping[str, Path], verb: str = "train") -> str:
-    """The text of a recipe by name, or of a TOML file by path.
-
-    Raises:
-        ConfigError: neither exists; names the nearest recipe, for that verb, or a run's own plan.
-            Or it is no text.
-    """
-    if not (path := recipes.get(name, Path(name))).is_file():
-        if (own := path / "plan.toml").is_file():
-            goes_on = " --resume" * (verb == "train")
-            raise ConfigError(
-                f"{name} is a run, and its plan is {own}", f"headrace {verb} {own}{goes_on}"
-            )
-        known = nearest(name, recipes)
-        raise ConfigError(
-            f"{name!r} is neither a recipe nor a plan file; the nearest recipe is {known}",
-            f"headrace {verb} {known.split(', ')[0]}",
-        )
-    return read_plan_text(path)

@@ -2,7 +2,32 @@
 
 from pathlib import Path
 
+from headrace.core.errors import ConfigError, nearest
+from headrace.core.files import read_plan_text
+
 
 def recipes() -> dict[str, Path]:
     """Every recipe's file by its name."""
     return {path.stem: path for path in sorted(Path(__file__).parent.glob("*.toml"))}
+
+
+def read_recipe(name: str, verb: str = "train") -> str:
+    """The text of a recipe by name, or of a TOML file by path.
+
+    Raises:
+        ConfigError: neither exists; names the nearest recipe, for that verb, or a run's own plan.
+            Or it is no text.
+    """
+    known = recipes()
+    if not (path := known.get(name, Path(name))).is_file():
+        if (own := path / "plan.toml").is_file():
+            goes_on = " --resume" * (verb == "train")
+            raise ConfigError(
+                f"{name} is a run, and its plan is {own}", f"headrace {verb} {own}{goes_on}"
+            )
+        near = nearest(name, known)
+        raise ConfigError(
+            f"{name!r} is neither a recipe nor a plan file; the nearest recipe is {near}",
+            f"headrace {verb} {near.split(', ')[0]}",
+        )
+    return read_plan_text(path)

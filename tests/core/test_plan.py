@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 
 from headrace.cli import app, catalogue
 from headrace.core.errors import EXIT_PLAN, ConfigError
-from headrace.core.plan import Plan, read_recipe
+from headrace.core.plan import Plan
+from headrace.recipes import read_recipe, recipes
 
 CATALOGUE = catalogue()
 BASE = "goal.steps = 10\n"
@@ -146,7 +147,7 @@ def test_a_file_that_is_no_plan_is_named_and_text_is_told_where_it_goes(tmp_path
         file = tmp_path / name
         file.write_text("It was a dark and stormy night")
         with pytest.raises(ConfigError, match="is not valid TOML") as caught:
-            read_recipe(str(file), {})
+            read_recipe(str(file))
         assert caught.value.message.startswith(f"{file} is no plan")
         assert caught.value.remedy.startswith(remedy) and bool(remedy) == bool(caught.value.remedy)
 
@@ -257,21 +258,21 @@ def test_derived_numbers() -> None:
 def test_a_recipe_by_name_or_by_path(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(BASE)
-    assert read_recipe(str(file), {}) == BASE
-    assert read_recipe("mine", {"mine": file}) == BASE
-    with pytest.raises(ConfigError, match="nearest recipe is mine") as caught:
-        read_recipe("mien", {"mine": file})
-    assert caught.value.remedy == "headrace train mine"
+    assert read_recipe(str(file)) == BASE
+    assert read_recipe("demo") == recipes()["demo"].read_text()
+    with pytest.raises(ConfigError, match="nearest recipe is demo") as caught:
+        read_recipe("dmeo")
+    assert caught.value.remedy == "headrace train demo"
     own = tmp_path / "runs" / "mine" / "plan.toml"
     own.parent.mkdir(parents=True)
     own.write_text(BASE)
     for verb, asked in (("plan", f"plan {own}"), ("train", f"train {own} --resume")):
         with pytest.raises(ConfigError, match="is a run, and its plan is") as caught:
-            read_recipe(str(own.parent), {}, verb)
+            read_recipe(str(own.parent), verb)
         assert caught.value.remedy == f"headrace {asked}"
     file.write_bytes(b'name = "caf\xe9"')
     with pytest.raises(ConfigError, match=r"mine\.toml is no plan: it is not UTF-8"):
-        read_recipe(str(file), {})
+        read_recipe(str(file))
 
 
 def test_a_plan_cannot_be_changed_in_place() -> None:
