@@ -316,6 +316,15 @@ class StepTime:
         """The slower of both, and the edge between two steps."""
         return max(sum(self.device_s.values()), self.host_s) + EDGE_S
 
+    @property
+    def work_s(self) -> dict[str, float]:
+        """On the device by kind, both passes as one; what is done again, and the update, apart."""
+        found = dict[str, float]()
+        for (phase, kind), spent_s in self.device_s.items():
+            name = f"{kind}, {phase}" if phase in ("recompute", "optimizer") else kind
+            found[name] = found.get(name, 0.0) + spent_s
+        return found
+
     def of(self, what: str) -> float:
         """Of a phase or a kind."""
         return sum(spent_s for key, spent_s in self.device_s.items() if what in key)

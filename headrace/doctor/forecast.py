@@ -17,16 +17,18 @@ holds nobody measured: these ends are no 80% interval, and `source` "share" says
 Else nothing is forecast, with the reason; a guess would look like a number.
 
 The ledger's interval is to hold 80 to 90% of gains. Its half-width in the logarithm of the ratio
-grows with the change, `ERROR.least + ERROR.share x |log ratio|`, as `python
-benchmarks/forecast_error.py` fits it to what was said before and measured then (the least mean
-interval score: width, and distance outside of it). It is around what would be gained on a host of
+grows with the work that a change adds and takes away, `ERROR.least + ERROR.share x work`, the work
+as a share of the step, but at least |log ratio|: a compiled block that computes half again is as
+hard to foretell as both, though they nearly cancel. `python benchmarks/forecast_error.py` fits it
+to what was said before and measured then (the least mean interval score: width, and distance
+outside of it). It is around what would be gained on a host of
 the ledger's, and on one as slow as such hosts were seen. A host that is slow at one plan's code may
 be so at the other's or not: compiled code did not slow down with eager code (400m naive,
 forecasts.jsonl). The interval is around both, as far as the host's parts of the plans differ.
 """
 
 from dataclasses import dataclass
-from math import exp, isfinite, log, nan
+from math import exp, isfinite, log, nan, prod, sqrt
 from typing import Literal
 
 from headrace.core.statistics import Interval
@@ -61,7 +63,7 @@ class Error:
     source: str
 
 
-ERROR = Error(0.0085, 0.08, 80, "results/forecasts.jsonl: NVIDIA H200, 12 workloads")
+ERROR = Error(0.0155, 0.06, 80, "results/forecasts.jsonl: NVIDIA H200, 12 workloads")
 """Of 85% of what was no part of the fit, in the logarithm of the ratio."""
 
 
@@ -113,18 +115,27 @@ class Forecast:
     unknown: str = ""
 
 
-def between(log_ratio: float, *others: float) -> Interval:
+def between(log_ratio: float, *others: float, moved: float = 0.0) -> Interval:
     """The gain of a ratio that the ledger tells, and the ends of 80%.
 
     Args:
         log_ratio: of a step before over after.
         others: what it may be as well; the ends are around all of them.
+        moved: see `moved`.
     """
     every = (log_ratio, *others)
-    halves = [ERROR.least + ERROR.share * abs(one) for one in every]
+    halves = [ERROR.least + ERROR.share * max(abs(one), moved) for one in every]
     low = min(one - half for one, half in zip(every, halves, strict=True))
     high = max(one + half for one, half in zip(every, halves, strict=True))
     return Interval(exp(low) - 1, exp(log_ratio) - 1, exp(high) - 1, ERROR.n)
+
+
+def moved(before: Foresight, after: Foresight) -> float:
+    """The device's work that a change adds and takes away, as a share of a step between both."""
+    kinds = {*before.work_s, *after.work_s}
+    works = [[one.work_s.get(kind, 0.0) for kind in kinds] for one in (before, after)]
+    steps = prod(map(sum, works))
+    return sum(abs(a - b) for a, b in zip(*works, strict=True)) / sqrt(steps) if steps else 0.0
 
 
 def by_ledger(before: Foresight, after: Foresight, measured: Measured) -> Forecast:
@@ -162,7 +173,8 @@ def by_ledger(before: Foresight, after: Foresight, measured: Measured) -> Foreca
         ]  # fmt: skip
     waits_s = measured.waits_s
     ratios = [log((one_s + waits_s) / (other_s + waits_s)) for one_s, other_s in steps_s]
-    return Forecast(between(*ratios), "ledger")
+    work = moved(before, after) * left_s / measured.step_s
+    return Forecast(between(*ratios, moved=work), "ledger")
 
 
 def _of_a_plan(before: Foresight, after: Foresight) -> Forecast:
@@ -173,7 +185,7 @@ def _of_a_plan(before: Foresight, after: Foresight) -> Forecast:
         (1.0, _differing(before, after, 1.0, SLOW_HOST)),
     )  # fmt: skip
     ratios = [log(_paced(before, one) / _paced(after, other)) for one, other in paces]
-    return Forecast(between(*ratios), "ledger")
+    return Forecast(between(*ratios, moved=moved(before, after)), "ledger")
 
 
 def _paced(one: Foresight, pace: float, device: float = 1.0) -> float:

@@ -39,9 +39,7 @@ KINDS = {"product": "matrix products", "attention": "attention", "stream": "memo
          "host link": "the host link", "collective": "exposed communication",
          "wait": "waiting for other ranks' layers"}  # fmt: skip
 LAUNCHES, DATA, EDGE = "waiting for launches", "waiting for data", "the pause between steps"
-LAUNCHED = (
-    "it waits for launches, and so few such steps were measured that how far off it is is not known"
-)
+LAUNCHED = "it waits for launches, and so few such steps were measured that its error is not known"
 FP32 = "of fp32 two models were measured, by which its rates are set: of others it is not known"
 IDLE = (LAUNCHES, DATA, EDGE, KINDS["wait"])
 """Parts of a step in which the device does nothing."""
@@ -79,6 +77,7 @@ class Foresight:
         between_ranks: where numbers of several ranks are from; "" for one.
         calibrated_by: the plan whose measured steps moved the prediction; "" without.
         host_s: of a step, what the host takes to launch it and does besides; 0 without a time.
+        work_s: what the device works in a step, by kind; what it does again, and the update, apart.
     """
 
     device: str
@@ -108,6 +107,7 @@ class Foresight:
     between_ranks: str = ""
     calibrated_by: str = ""
     host_s: float = 0.0
+    work_s: dict[str, float] = field(default_factory=dict)
 
     @property
     def waits_for_launches(self) -> bool:
@@ -189,7 +189,7 @@ def foresee(
         steps=None if hours is None or step_s is None else int(3600 * hours / step_s + 1e-6),
         context_bytes=machine.context_bytes, calibrated_by=set_by, buffers_bytes=buffers,
         between_ranks=ranks.told(plan.mesh.ranks, machine, buffers) if cuda else "",
-        host_s=0.0 if time is None else time.host_s,
+        **({} if time is None else {"host_s": time.host_s, "work_s": time.work_s}),
     )  # fmt: skip
 
 

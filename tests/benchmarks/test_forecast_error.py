@@ -41,7 +41,7 @@ def test_the_interval_in_use_is_the_one_that_what_was_said_before_asks_for() -> 
     assert f"{len({pair.workload for pair in said})} workloads" in ERROR.source
     shapes = Counter(pair.workload for pair in found)
     assert min(shapes["160m"], shapes["1b"]) >= 60 and len(found) >= 240 and 20 < len(shapes) < 40
-    assert forecast_error.held_by(found, ERROR.least, ERROR.share) >= forecast_error.LEVEL
+    assert forecast_error.held_by(found, ERROR.least, ERROR.share) >= forecast_error.OF_RECEIPTS
 
 
 def test_an_interval_is_widened_until_it_holds_what_it_has_not_seen(
@@ -50,6 +50,12 @@ def test_an_interval_is_widened_until_it_holds_what_it_has_not_seen(
     monkeypatch.setattr(forecast_error, "left_out", lambda pairs, level: level - 0.05)
     pairs = [forecast_error.Pair("w", "", p, p) for p in (0.1, 0.2)]
     assert forecast_error.interval(pairs, pairs)[2] == pytest.approx(0.90)
+    monkeypatch.setattr(forecast_error, "fit", lambda pairs, level=0.85: (level, 0.0))
+    monkeypatch.setattr(forecast_error, "left_out", lambda pairs, level: 1.0)
+    far = forecast_error.Pair("w", "", 0.1, 0.1 + 0.88)
+    # One receipt of eleven is not held: enough of them are. Of two it is too many.
+    assert forecast_error.interval(pairs, [far, *5 * pairs])[2] == pytest.approx(0.85)
+    assert forecast_error.interval(pairs, [far, *pairs])[2] == pytest.approx(0.88)
 
 
 def test_what_was_said_is_read_as_it_was_said(tmp_path: Path) -> None:
@@ -77,6 +83,10 @@ def test_what_a_fit_is_told_by() -> None:
     assert forecast_error._width(pair, 0.01, 0.5) == pytest.approx(
         1.2 * (math.exp(half) - math.exp(-half)) / 0.1
     )
+    wide = forecast_error.Pair("w", "", math.log(1.2), math.log(1.1), moved=0.5)
+    assert wide.size == 0.5 and pair.size == math.log(1.2)
+    assert forecast_error._width(wide, 0.01, 0.5) > forecast_error._width(pair, 0.01, 0.5)
+    assert forecast_error.covers(wide, 0.0, 0.2) and not forecast_error.covers(pair, 0.0, 0.2)
     pairs = [pair, forecast_error.Pair("w", "", 0.1, 0.1)]
     assert forecast_error.held_by(pairs, 0.0, 0.0) == 0.5
     assert forecast_error.held_by(pairs[:1], 0.0, 0.0) == 0.0
