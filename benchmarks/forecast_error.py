@@ -10,7 +10,7 @@ from it (results/techniques.jsonl), and what a candidate of a list written down 
 first one of its workload (results/plans.jsonl). The planner's constants are from receipts, which
 lie the closer for it: they say how the interval does on more techniques and shapes. A workload at a
 time is left out to say how such an interval does on workloads that it was not fitted to: it is wide
-enough when it holds `LEVEL` of these, and of receipts. It is to be written to
+enough when it holds `LEVEL` of these and `OF_RECEIPTS` of receipts. It is to be written to
 headrace.doctor.forecast.ERROR.
 """
 

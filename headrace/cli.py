@@ -303,7 +303,9 @@ def explain(
             )
         elif what in known.techniques:
             value, text = explain_technique(known.techniques[what])
-        elif what not in recipes() and not Path(what).is_file():
+        elif what not in recipes() and not (
+            Path(what).is_file() or Path(what, "plan.toml").is_file()
+        ):
             names = [*known.techniques, *recipes()]
             near = nearest(what, names)
             raise ConfigError(
@@ -314,7 +316,7 @@ def explain(
                 else "headrace list for the techniques, headrace list --recipes for the recipes",
             )
         else:
-            plan = named_plan(what, overrides, with_, without)
+            plan = named_plan(what, overrides, with_, without, verb="explain")
             value, text = (
                 _graphs(plan, json) if graph
                 else explain_plan(plan, make_context(plan, choose_device(plan)))

@@ -18,9 +18,9 @@ Else nothing is forecast, with the reason; a guess would look like a number.
 
 The ledger's interval is to hold 80 to 90% of gains. Its half-width in the logarithm of the ratio
 grows with the work that a change adds and takes away, `ERROR.least + ERROR.share x work`, the work
-as a share of the step, but at least |log ratio|: a compiled block that computes half again is as
-hard to foretell as both, though they nearly cancel. `python benchmarks/forecast_error.py` fits it
-to what was said before and measured then (the least mean interval score: width, and distance
+as a share of the device's, but at least |log ratio|: a compiled block that computes half again is
+as hard to foretell as both, though they nearly cancel. `python benchmarks/forecast_error.py` fits
+it to what was said before and measured then (the least mean interval score: width, and distance
 outside of it). It is around what would be gained on a host of
 the ledger's, and on one as slow as such hosts were seen. A host that is slow at one plan's code may
 be so at the other's or not: compiled code did not slow down with eager code (400m naive,
@@ -131,8 +131,11 @@ def between(log_ratio: float, *others: float, moved: float = 0.0) -> Interval:
 
 
 def moved(before: Foresight, after: Foresight) -> float:
-    """The device's work that a change adds and takes away, as a share of a step between both."""
-    kinds = {*before.work_s, *after.work_s}
+    """Work that a change adds and takes away, as a share of the device's, between both plans.
+
+    Where the device decides it is at least the logarithm of both steps' ratio.
+    """
+    kinds = before.work_s | after.work_s
     works = [[one.work_s.get(kind, 0.0) for kind in kinds] for one in (before, after)]
     steps = prod(map(sum, works))
     return sum(abs(a - b) for a, b in zip(*works, strict=True)) / sqrt(steps) if steps else 0.0

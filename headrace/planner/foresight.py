@@ -189,7 +189,7 @@ def foresee(
         steps=None if hours is None or step_s is None else int(3600 * hours / step_s + 1e-6),
         context_bytes=machine.context_bytes, calibrated_by=set_by, buffers_bytes=buffers,
         between_ranks=ranks.told(plan.mesh.ranks, machine, buffers) if cuda else "",
-        **({} if time is None else {"host_s": time.host_s, "work_s": time.work_s}),
+        host_s=time.host_s if time else 0.0, work_s=time.work_s if time else {},
     )  # fmt: skip
 
 

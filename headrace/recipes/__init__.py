@@ -15,15 +15,17 @@ def read_recipe(name: str, verb: str = "train") -> str:
     """The text of a recipe by name, or of a TOML file by path.
 
     Raises:
-        ConfigError: neither exists; names the nearest recipe, for that verb, or a run's own plan.
-            Or it is no text.
+        ConfigError: neither exists; names the nearest recipe, for that verb, or the plan of a run
+            or folder. Or it is no text.
     """
     known = recipes()
     if not (path := known.get(name, Path(name))).is_file():
         if (own := path / "plan.toml").is_file():
-            goes_on = " --resume" * (verb == "train")
+            run = (path / "environment.json").is_file()
+            goes_on = " --resume" * (run and verb == "train")
             raise ConfigError(
-                f"{name} is a run, and its plan is {own}", f"headrace {verb} {own}{goes_on}"
+                f"{path} is a {'run' if run else 'folder'}, and its plan is {own}",
+                f"headrace {verb} {own}{goes_on}",
             )
         near = nearest(name, known)
         raise ConfigError(

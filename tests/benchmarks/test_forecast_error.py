@@ -31,7 +31,7 @@ def test_the_fit_holds_what_it_promises_of_workloads_that_it_has_not_seen() -> N
 
 
 def test_the_interval_in_use_is_the_one_that_what_was_said_before_asks_for() -> None:
-    """When rows come, ERROR follows: `forecast_error.py`. Receipts may lie closer, not further."""
+    """When rows come, ERROR follows: `forecast_error.py`. It holds 90% of receipts."""
     said = forecast_error.said_before()
     found = forecast_error.of_receipts()
     least, share, level = forecast_error.interval(said, found)
@@ -53,7 +53,7 @@ def test_an_interval_is_widened_until_it_holds_what_it_has_not_seen(
     monkeypatch.setattr(forecast_error, "fit", lambda pairs, level=0.85: (level, 0.0))
     monkeypatch.setattr(forecast_error, "left_out", lambda pairs, level: 1.0)
     far = forecast_error.Pair("w", "", 0.1, 0.1 + 0.88)
-    # One receipt of eleven is not held: enough of them are. Of two it is too many.
+    # One receipt of eleven is not held: enough of them are. Of three it is too many.
     assert forecast_error.interval(pairs, [far, *5 * pairs])[2] == pytest.approx(0.85)
     assert forecast_error.interval(pairs, [far, *pairs])[2] == pytest.approx(0.88)
 

@@ -52,6 +52,7 @@ def test_a_naive_plan_is_tuned_and_stands_beside_the_best(
     (row,) = [json.loads(line) for line in (tmp_path / "tuner.jsonl").read_text().splitlines()]
     assert row["workload"] == "mine" and "refused" not in row
     assert row["path"] and all(s["verdict"] for s in row["path"])
+    assert any("micro_sequences" in word for s in row["path"] for word in s["changes"])
     # The best is several times as fast as the first plan, which a slow machine may leave as it is.
     assert 0.05 < row["metrics"]["ratio_to_best"]["value"] < 2
     assert compute(tmp_path)["tuner_ratio"]["n"] == 1

@@ -136,6 +136,13 @@ def test_explain_of_nothing_names_one_near_or_none(
     assert told["error"].endswith(message) and told["remedy"].startswith(remedy)
 
 
+def test_explain_of_a_run_says_where_its_plan_is(call: Callable[..., Any], workshop: Path) -> None:
+    told = call("explain", "runs/demo", code=2)
+    assert told["error"] == "runs/demo is a run, and its plan is runs/demo/plan.toml"
+    assert told["remedy"] == "headrace explain runs/demo/plan.toml"
+    assert call("explain", "runs/demo/plan.toml")["peak_memory_bytes"] > 0
+
+
 @pytest.mark.parametrize("asked", [(), ("--graph",)])
 def test_explain_without_a_name_says_what_it_takes(
     asked: tuple[str, ...], call: Callable[..., Any]

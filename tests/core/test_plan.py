@@ -266,10 +266,13 @@ def test_a_recipe_by_name_or_by_path(tmp_path: Path) -> None:
     own = tmp_path / "runs" / "mine" / "plan.toml"
     own.parent.mkdir(parents=True)
     own.write_text(BASE)
-    for verb, asked in (("plan", f"plan {own}"), ("train", f"train {own} --resume")):
-        with pytest.raises(ConfigError, match="is a run, and its plan is") as caught:
-            read_recipe(str(own.parent), verb)
-        assert caught.value.remedy == f"headrace {asked}"
+    for is_a in ("folder", "run"):
+        goes_on = " --resume" if is_a == "run" else ""
+        for verb, asked in (("plan", f"plan {own}"), ("train", f"train {own}{goes_on}")):
+            with pytest.raises(ConfigError, match=f"is a {is_a}, and its plan is") as caught:
+                read_recipe(str(own.parent), verb)
+            assert caught.value.remedy == f"headrace {asked}"
+        (own.parent / "environment.json").write_text("{}")
     file.write_bytes(b'name = "caf\xe9"')
     with pytest.raises(ConfigError, match=r"mine\.toml is no plan: it is not UTF-8"):
         read_recipe(str(file))
