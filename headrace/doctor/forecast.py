@@ -64,7 +64,7 @@ class Error:
 
 
 ERROR = Error(0.0155, 0.06, 80, "results/forecasts.jsonl: NVIDIA H200, 12 workloads")
-"""Of 85% of what was no part of the fit, in the logarithm of the ratio."""
+"""Of 85% of workloads that were no part of the fit and of 90% of receipts, in the logarithm."""
 
 
 @dataclass(frozen=True)

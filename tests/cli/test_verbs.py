@@ -127,20 +127,14 @@ def test_explain_a_technique(
     [
         ("flash_atention", "the nearest is flash_attention", "headrace explain flash_attention"),
         ("nosuch.toml", "'nosuch.toml' is no plan, recipe or technique", "headrace list for"),
+        ("runs/demo", "its plan is runs/demo/plan.toml", "headrace explain runs/demo/plan.toml"),
     ],
 )
-def test_explain_of_nothing_names_one_near_or_none(
+def test_explain_of_no_plan_names_what_is_near_or_nothing(
     asked: str, message: str, remedy: str, call: Callable[..., Any]
 ) -> None:
     told = call("explain", asked, code=2)
     assert told["error"].endswith(message) and told["remedy"].startswith(remedy)
-
-
-def test_explain_of_a_run_says_where_its_plan_is(call: Callable[..., Any], workshop: Path) -> None:
-    told = call("explain", "runs/demo", code=2)
-    assert told["error"] == "runs/demo is a run, and its plan is runs/demo/plan.toml"
-    assert told["remedy"] == "headrace explain runs/demo/plan.toml"
-    assert call("explain", "runs/demo/plan.toml")["peak_memory_bytes"] > 0
 
 
 @pytest.mark.parametrize("asked", [(), ("--graph",)])
