@@ -7,6 +7,7 @@ from headrace.changes import Changes, parse
 from headrace.cli import catalogue
 from headrace.core.plan import Plan
 
+KERNELS = "+fused_rms_norm +fused_rope "
 KEEPS = "techniques.selective_checkpoint."
 CHUNKS = (
     "-fused_cross_entropy +chunked_cross_entropy techniques.chunked_cross_entropy.chunk_tokens="
@@ -45,6 +46,8 @@ VARIANTS = {
         "exact_rows4_selective_chunked": "-bf16_parameters batch.micro_sequences=4 "
         f"+selective_checkpoint {CHUNKS}8192",
         "full_chunked": f"+full_checkpoint {CHUNKS}8192",
+        "exact_rows2": f"-bf16_parameters {KERNELS}batch.micro_sequences=2",
+        "exact_rows2_chunked": f"-bf16_parameters {KERNELS}batch.micro_sequences=2 {CHUNKS}4096",
     },
 }  # fmt: skip
 """measurement -> name -> changes of the plan"""

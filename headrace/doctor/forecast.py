@@ -63,7 +63,7 @@ class Error:
     source: str
 
 
-ERROR = Error(0.0155, 0.06, 80, "results/forecasts.jsonl: NVIDIA H200, 12 workloads")
+ERROR = Error(0.0155, 0.06, 103, "results/forecasts.jsonl: NVIDIA H200, 16 workloads")
 """Of 85% of workloads that were no part of the fit and of 90% of receipts, in the logarithm."""
 
 

@@ -13,7 +13,7 @@ from headrace.cli import catalogue
 RECEIPTS = Path(__file__).parents[2] / "results" / "techniques.jsonl"
 ROOMS = ("attention", "compile", "fusion", "loss", "memory", "precision")
 NAMES = [name for name, kind in catalogue().techniques.items() if kind.room in ROOMS]
-NAMES += ["loader_workers"]
+NAMES += ["loader_workers", "rope"]
 BASES = {"compiled recipe": "recipe", "plain trunk": "trunk"}
 HEAD = re.compile(r"(compiled recipe|plain trunk)[^:;]*?\b(with|without) it\b[^:;]*: ([^;]*)")
 QUOTE = re.compile(r"(\d+\.\d\d)x(?: the (speed|memory))? \((1b|160m)((?:, [^)]*)?)\)")
