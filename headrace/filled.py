@@ -5,14 +5,15 @@ and its evidence is read from the run. Attention that nobody filled is torch's o
 several kernels, and so is looked at too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from headrace.core.errors import RunError
-from headrace.core.technique import Technique
+from headrace.core.technique import Evidence, Technique
 from headrace.model.attention import Attention, kernels_of, operations_of
 from headrace.model.mask import MaskSpec, Rows
 from headrace.sockets import COMPOSED, OWNED, Build
@@ -91,32 +92,52 @@ def evidence_after(
     return None
 
 
-def gone(build: Build, counted: bool) -> tuple[list[str], dict[str, str]]:
-    """Techniques that were in force and are not any more, by their evidence on any rank.
+@dataclass(frozen=True)
+class LastLook:
+    """What techniques show at a run's end.
 
-    A run that is trained must not be lost by a look at it: where looking fails, the second value
-    says so, by name. It also has those of which nothing is seen after a step without targets.
+    Args:
+        lost: that were in force and are not any more, by their evidence on any rank.
+        unseen: that showed nothing, as after a step without targets, and why.
+        evidence: of those that this rank sees in force, with what they counted until then.
+    """
+
+    lost: list[str]
+    unseen: dict[str, str]
+    evidence: Mapping[str, Evidence]
+
+
+def last_look(build: Build, counted: bool) -> LastLook:
+    """Ask every technique again. A trained run must not be lost by a look at it.
 
     Args:
         build: the run, at its end.
         counted: whether its last step counted a target.
     """
-    found, unseen = [], {}
+    lost, unseen, seen = [], {}, {}
     for technique in build.techniques:
         try:
-            active: bool | str | None = technique.active(build).active
+            evidence = technique.active(build)
+            active: bool | str | None = evidence.active
+            if active:
+                seen[technique.name()] = evidence
         except Exception as error:
             active = f"nobody could look: {error}"
         told = build.world.gather(active)
         failed = [active for active in told if isinstance(active, str)]
         missing = False in told or all(active is None for active in told)
         if missing and counted:
-            found.append(technique.name())
+            lost.append(technique.name())
         elif missing:
             unseen[technique.name()] = "the last step counted no target"
         elif failed:
             unseen[technique.name()] = failed[0]
-    return found, unseen
+    return LastLook(lost, unseen, seen)
+
+
+def newest(build: Build) -> dict[str, str]:
+    """Evidence in words of what is in force now, with what it has counted until now."""
+    return {name: seen.detail for name, seen in last_look(build, True).evidence.items()}
 
 
 def note_own_attention(build: Build) -> None:

@@ -77,11 +77,12 @@ def open_model(
     """
     plan = read_plan(folder, catalogue)
     # An exact technique computes what the trunk computes: opened alone, a model needs none of them,
-    # so a run that was trained on another device opens here.
+    # so a run that was trained on another device opens here. What scales a loss is no part of it
+    # either, and fp16 is refused without.
     shaping = {
         n: t
         for n, t in plan.techniques.items()
-        if t.stage <= Stage.LINEAR and t.equality != "exact"
+        if (t.stage <= Stage.LINEAR and t.equality != "exact") or "loss_scale" in t.claims
     }
     if with_data:
         shaping |= {n: t for n, t in plan.techniques.items() if t.stage == Stage.DATA}

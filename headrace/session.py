@@ -24,7 +24,7 @@ from headrace.core.errors import ConfigError, Diverged, HeadraceError, RunError,
 from headrace.core.technique import Evidence
 from headrace.data.loader import StepBatch
 from headrace.evaluate import evaluate
-from headrace.filled import check_active, gone, note_own_attention
+from headrace.filled import LastLook, check_active, last_look, note_own_attention
 from headrace.gauges import Gauges
 from headrace.goal import Counters, ended_by
 from headrace.interrupts import Interrupts
@@ -66,7 +66,7 @@ class Session:
         )  # fmt: skip
         self.counted = False  # whether the newest complete step counted a target
         self.evidence: dict[str, Evidence] | None = None
-        self.gone: tuple[list[str], dict[str, str]] | None = None
+        self.last: LastLook | None = None
         self.memory: dict[str, int] | None = None
         self.operations: dict[str, Any] | None = None
         self.ranks: dict[str, Any] | None = None
@@ -186,7 +186,7 @@ class Session:
             self._save()
         self.checkpoints.wait()
         if done:
-            self.gone = gone(self.build, self.counted) if self.evidence is not None else None
+            self.last = None if self.evidence is None else last_look(self.build, self.counted)
             self._write_report("done", "")
             return self.folder.path
         self._write_report("interrupted", f"stopped by {stop.name}")
@@ -384,7 +384,7 @@ class Session:
             message=message,
             error=error,
             evidence=self.evidence or {},
-            lost=self.gone,
+            last=self.last,
             tracked=self.memory,
             rate=median(self.rates) if self.rates else None,
             waits_s=self.waits_s,

@@ -41,7 +41,7 @@ def remember(build: Build, counters: Counters) -> None:
 
 def summarize(
     build: Build, counters: Counters, *, status: str, message: str, error: str,
-    evidence: Mapping[str, Evidence], lost: tuple[list[str], dict[str, str]] | None,
+    evidence: Mapping[str, Evidence], last: filled.LastLook | None,
     tracked: Mapping[str, int] | None, rate: float | None, waits_s: list[float],
 ) -> dict[str, Any]:  # fmt: skip
     """Everything that report.json holds but the findings and the sample.
@@ -53,7 +53,7 @@ def summarize(
         message: why, when it is not done.
         error: the class of the error that ended it, where one did.
         evidence: of every technique, after the first step that counted a target.
-        lost: see `filled.gone`, at the end; None when nobody looked.
+        last: at its end, which is newer; None when nobody looked.
         tracked: peak bytes by category from the memory tracker, on a CPU.
         rate: median tokens per second of steady steps.
         waits_s: each step's wait for data.
@@ -81,7 +81,7 @@ def summarize(
         "start_s": begun.spent_s if (begun := build.notes.get(start.NOTE)) else None,
         "wasted_token_fraction": counters.wasted_tokens / max(1, counters.tokens),
         "input_wait": _waits(waits_s, step_s),
-        "signals": _signals(build, ledger, lost),
+        "signals": _signals(build, ledger, last),
         "val": counters.val,
         "dollars": None if price is None else counters.wall_s / 3600 * price,
         "restarts": counters.restarts,
@@ -89,7 +89,7 @@ def summarize(
         "techniques": {
             name: {"active": e.active, "detail": e.detail, "numbers": dict(e.numbers),
                    "line": plan.techniques[name].line()}
-            for name, e in evidence.items()
+            for name, e in {**evidence, **(last.evidence if last else {})}.items()
         },
         "guard": counters.guard,
         "attention": counters.attention,
@@ -147,9 +147,7 @@ def _measured(build: Build, tracked: Mapping[str, int] | None) -> dict[str, int]
     return {**found, WORK_MEMORY: peak - sum(found.values())}
 
 
-def _signals(
-    build: Build, ledger: Ledger, lost: tuple[list[str], dict[str, str]] | None
-) -> dict[str, Any]:
+def _signals(build: Build, ledger: Ledger, last: filled.LastLook | None) -> dict[str, Any]:
     """What the doctor reads beside phases, memory and rows; None is not measured."""
     found: dict[str, Any] = {
         "device": build.device.type, "capacity_bytes": None, "alloc_retries": None,
@@ -157,8 +155,8 @@ def _signals(
         "graph_breaks": graph_breaks() if build.compiled else None,
         "saves_memory": [t.name() for t in build.techniques if saves_memory(t.symptoms)],
         "savings": _savings(build, ledger),
-        "lost_techniques": lost[0] if lost else None,
-        "unseen_techniques": lost[1] if lost else None,
+        "lost_techniques": last.lost if last else None,
+        "unseen_techniques": last.unseen if last else None,
     }  # fmt: skip
     if build.device.type == "cuda":
         found["capacity_bytes"] = torch.cuda.get_device_properties(build.device).total_memory

@@ -48,10 +48,21 @@ def test_a_last_step_without_a_target_loses_nothing(
     assert run["signals"]["unseen_techniques"] == why
 
 
+def test_the_report_has_what_was_counted_until_the_end(train: Train) -> None:
+    """And not what the first step showed: rows grow in the third."""
+    run = report(train(
+        "data.sequence_length=32", "techniques.sequence_length_schedule.start=16",
+        "techniques.sequence_length_schedule.until=2", f"goal.steps={STEPS}",
+    ))  # fmt: skip
+    (told,) = run["techniques"].values()
+    assert told["active"] and "16 and 32" in told["detail"], told["detail"]
+    assert told["numbers"]["micro_batches_of_16"] < told["numbers"]["micro_batches_of_32"] + 1
+
+
 def test_what_is_lost_in_a_step_with_targets_is_told(
     train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken = session.gone
+    taken = session.last_look
 
     def look(build: Any, counted: bool) -> Any:
         for name, parameter in build.model.named_parameters():
@@ -61,7 +72,7 @@ def test_what_is_lost_in_a_step_with_targets_is_told(
             optimizer.state.clear()
         return taken(build, counted)
 
-    monkeypatch.setattr(session, "gone", look)
+    monkeypatch.setattr(session, "last_look", look)
     run = report(train("techniques.lora.rank=2", f"goal.steps={STEPS}"))
     assert run["signals"]["lost_techniques"] == ["lora"]
     assert run["signals"]["unseen_techniques"] == {}

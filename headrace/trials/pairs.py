@@ -26,7 +26,7 @@ from torch import Tensor
 from headrace import train
 from headrace.core.plan import Plan
 from headrace.core.technique import Stage
-from headrace.filled import PATIENT_STEPS, evidence_after
+from headrace.filled import PATIENT_STEPS, evidence_after, newest
 from headrace.trials.readings import (
     NOT_DONE,
     OUT_OF_MEMORY,
@@ -217,7 +217,9 @@ class _Side:
             self.found.peak_bytes = max(self.found.peak_bytes or own, own)
 
     def end(self) -> None:
-        """Whether all of its steps were finite."""
+        """What its techniques counted until now, and whether all of its steps were finite."""
+        with self._own():
+            self.found.evidence |= newest(self.build)
         finite = torch.stack(self.numbers)[:, 2].tolist()
         if not all(finite):
             self.found.refused = f"step {finite.index(0.0)} was not finite"

@@ -29,7 +29,7 @@ from headrace.core.plan import Plan
 from headrace.core.technique import Stage
 from headrace.data.ingest import Prepared, prepare
 from headrace.data.loader import Micro
-from headrace.filled import PATIENT_STEPS, evidence_after
+from headrace.filled import PATIENT_STEPS, evidence_after, newest
 from headrace.model.init import Source, random_source
 from headrace.parallel.world import World
 from headrace.sockets import Build
@@ -252,7 +252,6 @@ def _time_steps(
             if told is None:
                 found.losses = found.losses or [float(numbers[0])]
                 told = evidence_after(build, numbers, last=first >= PATIENT_STEPS)
-        found.evidence = {n: words for n, words in told.items() if name in ("", n)}
         wait(build)
         if build.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -267,6 +266,8 @@ def _time_steps(
             found.seconds.append(median(clock.seconds()))
             late &= clock.behind_s < BEHIND * found.seconds[-1]
         found.by_host = late
+        told |= newest(build) if first else {}
+        found.evidence = {n: words for n, words in told.items() if name in ("", n)}
         found.peak_bytes = peak(build) if counted(plan) else None
         if build.device.type == "cuda":
             found.reserved_bytes = float(torch.cuda.max_memory_reserved())

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from headrace import train
 from headrace.core.plan import Plan
-from headrace.filled import evidence_after
+from headrace.filled import evidence_after, newest
 from headrace.trials.readings import Reading, opened, read
 
 
@@ -17,7 +17,10 @@ def of_length(plan: Plan, steps: int) -> Plan:
 
 
 def train_steps(plan: Plan, *, steps: int) -> Reading:
-    """The loss of every step on the plan's own text, and evidence after the first with targets."""
+    """The loss of every step on the plan's own text, and evidence after the last.
+
+    The first step with targets is asked already: what is not in force then ends the training.
+    """
 
     def go(found: Reading) -> None:
         losses: list[Tensor] = []
@@ -28,6 +31,7 @@ def train_steps(plan: Plan, *, steps: int) -> Reading:
                 losses.append(numbers[0])
                 if told is None:
                     told = evidence_after(build, numbers, last=index == steps - 1)
-            found.losses, found.evidence = torch.stack(losses).tolist(), told or {}
+            found.losses = torch.stack(losses).tolist()
+            found.evidence = (told or {}) | newest(build)
 
     return read(go)

@@ -13,9 +13,11 @@ import pytest
 from house import Variant
 
 from headrace import train
+from headrace.cli import catalogue
 from headrace.core.errors import RunError
 from headrace.core.plan import Plan
 from headrace.filled import check_active
+from headrace.load import open_model
 from headrace.progress import Progress
 from headrace.run_folder import RunFolder
 from headrace.train import step
@@ -27,8 +29,9 @@ SHORT = {
 
 
 def run(plan: Plan, **how: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Train; returns the report and the rows of metrics."""
+    """Train, and open what was trained; returns the report and the rows of metrics."""
     folder = train.run(plan, progress=Progress(), **how)
+    assert folder is not None and open_model(folder, catalogue()).model is not None
     rows = (folder / "metrics.jsonl").read_text().splitlines()
     return RunFolder(folder).read("report"), [json.loads(row) for row in rows]
 

@@ -52,6 +52,17 @@ def test_evidence_waits_for_a_step_with_targets(
 
 
 @pytest.mark.parametrize("trial", TRIALS.values(), ids=TRIALS)
+def test_evidence_has_what_was_counted_until_the_last_step(
+    plan: Plan, change: Change, trial: Trial
+) -> None:
+    """The first step shows no recording of a graph, no shrunk batch and no second length."""
+    found = trial(plan, change(plan, "+fp16_loss_scaling", "batch.micro_sequences=0"))
+    told = found.evidence["fp16_loss_scaling"]
+    passes = int(told.partition("scaled the loss of ")[2].split()[0])
+    assert passes >= len(found.losses) + (trial is TRIALS["steps"]) > 1
+
+
+@pytest.mark.parametrize("trial", TRIALS.values(), ids=TRIALS)
 def test_without_any_target_nothing_is_proven(
     plan: Plan, change: Change, monkeypatch: pytest.MonkeyPatch, trial: Trial
 ) -> None:
