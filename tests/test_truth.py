@@ -17,6 +17,7 @@ from truth_rows import (
     outcome,
     pick,
     prediction,
+    said,
     write,
 )
 
@@ -25,7 +26,8 @@ from headrace.core.statistics import wilson
 from headrace.core.symptoms import BOTTLENECKS
 from headrace.truth import MARKS, compute, judge, notes, table
 from headrace.truth.marks import places
-from headrace.truth.numbers import QUIET, retracted
+from headrace.truth.numbers import QUIET
+from headrace.truth.pairs import retracted
 
 EXPECTED = {
     "doctor_top1": (2 / 4, 4),
@@ -52,8 +54,8 @@ def test_forecasts_of_runs_count_alone_once_there_are_enough(tmp_path: Path) -> 
     plans = [outside, *[inside] * 3]
     for n, counted in ((39, 43), (40, 40)):
         runs = [{**inside, "of": "run"}] * n
-        (tmp_path / "forecasts.jsonl").write_text("\n".join(map(json.dumps, [*plans, *runs])))
-        found = compute(tmp_path)
+        rows = [*plans, *runs]
+        found = compute(write(tmp_path, {"forecasts": rows, "forecasts_said": [*map(said, rows)]}))
         told = found["forecast_coverage"]
         assert told["n"] == found["forecast_median_error"]["n"] == counted
         assert told["value"] == (1.0 if n == 40 else pytest.approx(42 / 43))
@@ -63,8 +65,7 @@ def test_forecasts_of_runs_count_alone_once_there_are_enough(tmp_path: Path) -> 
         assert f"of a run 100% of {n}; of a plan 75% of 4" in line
     refused = {"remedy": "x", "workload": "w", "refused": "out of memory", "metrics": {}}
     rows = [*[outside] * 60, *runs, refused]
-    (tmp_path / "forecasts.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    found = compute(tmp_path)
+    found = compute(write(tmp_path, {"forecasts": rows}))
     error, told = found["forecast_median_error"], found["forecast_coverage"]
     assert (error["value"], told["value"]) == (0, 1) and error["refused"] == told["refused"] == 1
 
@@ -198,6 +199,83 @@ def test_a_prediction_after_its_outcome_is_none(tmp_path: Path) -> None:
     late = compute(write(tmp_path, {"plans": [came, said]}))
     for name in ("step_time_error_no_gpu", "memory_allocated_error", "false_fits"):
         assert right[name]["n"] == 1 and late[name]["n"] == 0, name
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"date": "2026-11-24"}, {"commit": "def5678"}, {"of": "run"}, {"remedy": "fused_rope"},
+        {"workload": "long"}, {"baseline_sha256": "0"},
+        *({"forecast": {"low": 0.1, "value": 0.2, "high": 0.3, key: v}}
+          for key, v in (("low", 0.05), ("value", 0.25), ("high", 0.5))),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_forecast_that_was_not_said_by_then_is_late(tmp_path: Path, other: Row) -> None:
+    rows = [forecast(0.1, 0.2, 0.3, 0.2), {**forecast(0.1, 0.2, 0.4, 0.9), "remedy": "x"}]
+    told: Topics = {"forecasts": rows, "forecasts_said": [said(row) for row in rows]}
+    assert compute(write(tmp_path, told))["forecast_coverage"]["n"] == 2
+    told["forecasts_said"][0] |= other
+    found = compute(write(tmp_path, told))
+    for name in ("forecast_coverage", "forecast_median_error"):
+        assert (found[name]["n"], found[name]["late"]) == (1, 1)
+    assert found["forecast_coverage"]["value"] == 0
+    (line,) = (line for line in notes(found) if line.startswith("error of a forecast gain"))
+    assert line.endswith(": 1 not written down before their outcome, and not counted")
+
+
+def test_a_forecast_of_which_nothing_was_said_or_stands_is_late(tmp_path: Path) -> None:
+    row = forecast(0.1, 0.2, 0.3, 0.2)
+    alone = compute(write(tmp_path, {"forecasts": [row]}))["forecast_coverage"]
+    gone = [said(row), {"retracts": 1, "reason": "said again"}]
+    found = compute(write(tmp_path, {"forecasts_said": gone}))["forecast_coverage"]
+    assert alone == found and (found["value"], found["n"], found["late"]) == (None, 0, 1)
+    again = compute(write(tmp_path, {"forecasts_said": [*gone, said(row)]}))["forecast_coverage"]
+    assert (again["n"], again["late"]) == (1, 0)
+
+
+def test_every_forecast_that_was_measured_here_was_said_before() -> None:
+    found = compute(Path(__file__).parents[1] / "results")["forecast_coverage"]
+    assert found["late"] == 0 and sum(part["n"] for part in found["of"].values()) >= 160
+
+
+def test_retracted_rows_are_told_beside_what_stands(tmp_path: Path) -> None:
+    topics = all_topics()
+    topics["plans"] += [{"retracts": 1, "reason": "a wrong probe"}]  # off by 0.1
+    topics["doctor"] += [{"retracts": number, "reason": "wrong"} for number in (3, 5, 9)]
+    topics["tuner"] += [{"retracts": 1, "reason": "by another tuner"}]
+    topics["picks"] += [{"retracts": 3, "reason": "wrong"}]
+    topics["forecasts"] += [{"retracts": 1, "reason": "wrong"}]
+    found = compute(write(tmp_path, topics))
+    for name, value, n, gone, every in (
+        ("step_time_error_no_gpu", 0.3, 1, 1, 0.2),
+        ("doctor_top1", 2 / 3, 3, 2, 2 / 5),  # one of them was mild
+        ("doctor_false_alarms", 0, 3, 1, 1 / 4),
+        ("tuner_ratio", 1.03, 1, 1, 1.01),
+        ("pick_regret", 0.05, 2, 1, 0.5 / 3),
+    ):
+        assert (found[name]["value"], found[name]["n"]) == (pytest.approx(value), n), name
+        told = found[name]["with_retracted"]
+        assert (told["value"], told["n"]) == (pytest.approx(every), n + gone), name
+        assert found[name]["retracted"] == gone, name
+    assert found["forecast_coverage"]["retracted"] == 1
+    told = "; ".join(notes(found))
+    assert "2 retracted, and not counted; with them 40% of 5" in told
+    assert "1 retracted, and not counted; with them 20% of 2" in told
+    assert "with_retracted" not in found["step_time_error_after_probes"]
+
+
+def test_the_newest_try_of_each_workload_is_told_beside_the_mean(tmp_path: Path) -> None:
+    topics = all_topics()
+    facts = {"workload": "160m", "date": "2026-11-23", "commit": "abc1234", "minutes": 8.0}
+    topics["tuner"].append(metric("ratio_to_best", 1.0, 1.02, 1.03, **facts))
+    found = compute(write(tmp_path, topics))
+    told = found["tuner_ratio"]
+    assert (told["n"], told["worst"], told["value"]) == (3, 0.99, pytest.approx(3.04 / 3))
+    newest = {key: value for key, value in facts.items() if key != "workload"}
+    assert told["of"]["160m"] == {"value": 1.02, **newest}
+    assert told["of"]["1b"]["value"] == 1.03
+    assert notes(found)[-1].endswith("worst 99%; newest of each: 160m 102%, 1b 103%")
 
 
 def _set(topic: str, at: int, **to: Any) -> Callable[[Topics], None]:

@@ -17,6 +17,8 @@ from headrace.truth.rows import PLANS, Outcome
 
 ROOT = Path(__file__).parents[1]
 SVG = "{http://www.w3.org/2000/svg}"
+SAID = {"workload": "a", "forecast": {"low": 0.1, "value": 0.15, "high": 0.25},
+        "baseline_sha256": "1330a4f"}  # fmt: skip
 BASE = {"date": "2026-11-20", "hardware": "GPU <A>", "metrics": {}}
 ROWS: dict[str, list[dict[str, Any]]] = {
     "doctor": [
@@ -31,10 +33,13 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         {"measurement": "healthy", "workload": "a", "verdict": None, "abstained": True},
     ],
     "forecasts": [
-        {"remedy": "one", "workload": "a", "measured": 0.2,
-         "forecast": {"low": 0.1, "value": 0.15, "high": 0.25}},
-        {"remedy": "two & <more>", "workload": "a", "measured": 0.5,
-         "forecast": {"low": 0.1, "value": 0.15, "high": 0.25}},
+        {**SAID, "remedy": "one", "measured": 0.2, "said": "ded2a89"},
+        {**SAID, "remedy": "two & <more>", "measured": 0.5, "said": "abc1234"},
+        {**SAID, "remedy": "nobody said", "measured": 0.5, "said": "abc1234"},
+    ],
+    "forecasts_said": [
+        {**SAID, "remedy": "one", "commit": "ded2a89"},
+        {**SAID, "remedy": "two & <more>", "commit": "abc1234"},
     ],
     "plans": [
         {"kind": "prediction", "id": "p", "tier": "no_gpu", "step_s": 0.11,
@@ -178,7 +183,8 @@ def test_each_list_has_its_own_errors_and_retracted_ones_are_told(tmp_path: Path
     ]
     table, _, _ = render(tmp_path / "results")["page"].partition("## The doctor")
     assert "| step time after probes | 5% |" in table
-    assert "step time after probes: worst 5%; 3 retracted, and not counted" in table
+    beside = "3 retracted, and not counted; with them 36.2% of 4"
+    assert f"step time after probes: worst 5%; {beside}" in table
 
 
 def test_without_retractions_and_commands_the_lists_say_so(tmp_path: Path) -> None:
@@ -208,8 +214,19 @@ def test_every_program_that_the_page_names_is_there() -> None:
     assert all((ROOT / program).is_file() for program in PROGRAMS.values())
 
 
+def test_what_came_in_one_commit_with_its_outcomes_is_told_of_rows_that_are_there(
+    tmp_path: Path,
+) -> None:
+    page = render(_results(tmp_path / "results", *ROWS))["page"]
+    assert page.count("entered this repository's history") == 1
+    assert "The outcomes of 1 entered" in page
+    page = render(ROOT / "results")["page"]
+    assert "The outcomes of 59 entered" in page
+    assert "The 38 predictions after 20 steps of `held_out_3` entered" in page
+
+
 def test_points_are_marked_by_what_came_of_them(tmp_path: Path) -> None:
-    files = render(_results(tmp_path / "results", "forecasts", "plans"))
+    files = render(_results(tmp_path / "results", "forecasts", "forecasts_said", "plans"))
     gains = ElementTree.fromstring(files["pictures/forecasts.svg"])
     titles = [e.text or "" for e in gains.iter(SVG + "title")]
     assert sorted(titles) == [

@@ -23,7 +23,14 @@ def healthy(verdict: str | None, abstained: bool = False) -> Row:
 
 def forecast(low: float, value: float, high: float, measured: float) -> Row:
     told = {"low": low, "value": value, "high": high}
-    return {"remedy": "torch_compile", "workload": "dense", "forecast": told, "measured": measured}
+    return {"remedy": "torch_compile", "workload": "dense", "forecast": told, "measured": measured,
+            "baseline_sha256": "1330a4f", "said": "abc1234", "date": "2026-11-23"}  # fmt: skip
+
+
+def said(row: Row) -> Row:
+    """What stands in forecasts_said.jsonl of a forecast with its outcome."""
+    told = {key: value for key, value in row.items() if key not in ("measured", "said", "metrics")}
+    return {**told, "commit": row["said"]}
 
 
 def metric(name: str, low: float, value: float, high: float, **facts: Any) -> Row:
@@ -50,6 +57,11 @@ def pick(*times: tuple[float, float]) -> Row:
 
 
 def all_topics() -> Topics:
+    gains = [
+        forecast(0.1, 0.2, 0.3, 0.2),  # off by 0, as wide as the gain
+        forecast(0.1, 0.2, 0.3, 0.4),  # off by a half, half as wide, outside
+        forecast(-0.15, -0.1, -0.05, -0.08),  # off by a quarter, 1.25 times as wide
+    ]
     return {
         "doctor": [
             fault("slow_loader", "input"),
@@ -62,11 +74,8 @@ def all_topics() -> Topics:
             healthy("input", abstained=True),
             healthy("launch"),  # a false alarm
         ],
-        "forecasts": [
-            forecast(0.1, 0.2, 0.3, 0.2),  # off by 0, as wide as the gain
-            forecast(0.1, 0.2, 0.3, 0.4),  # off by a half, half as wide, outside
-            forecast(-0.15, -0.1, -0.05, -0.08),  # off by a quarter, 1.25 times as wide
-        ],
+        "forecasts": gains,
+        "forecasts_said": [said(row) for row in gains],
         "overhead": [
             metric("overhead", 0.0005, 0.001, 0.0015, measurement="always_on", shape="a"),
             metric("overhead", 0.001, 0.003, 0.005, measurement="always_on", shape="b"),

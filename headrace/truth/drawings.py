@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.core.symptoms import BOTTLENECKS
-from headrace.truth.numbers import MILD, QUIET, TIERS, Pairs
+from headrace.truth.numbers import MILD, QUIET, TIERS
+from headrace.truth.pairs import Pairs
 from headrace.truth.picture import Axis, Panel, Picture, Shape, around
 from headrace.truth.rows import DOCTOR, Fault, Forecast, Healthy
 

@@ -175,8 +175,13 @@ def notes(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
         told += [words.format(_shown(number[key], mark.share))
                  for key, words in VALUES.items() if key in number]  # fmt: skip
         told += [f"{number[key]} {words}" for key, words in BESIDE.items() if number.get(key)]
-        told += [f"of a {of} {_shown(part['value'], mark.share)} of {part['n']}"
-                 for of, part in number.get("of", {}).items()]  # fmt: skip
+        if part := number.get("with_retracted"):
+            told.append(f"with them {_shown(part['value'], mark.share)} of {part['n']}")
+        parts = {of: (_shown(part["value"], mark.share), part.get("n"))
+                 for of, part in number.get("of", {}).items()}  # fmt: skip
+        told += [f"of a {of} {value} of {n}" for of, (value, n) in parts.items() if n is not None]
+        newest = ", ".join(f"{of} {value}" for of, (value, n) in parts.items() if n is None)
+        told.append(newest and f"newest of each: {newest}")
         if any(told):
             lines.append(f"{mark.what}: {'; '.join(filter(None, told))}")
     return lines
@@ -235,9 +240,9 @@ BESIDE = {
     "false_refusals": "said not to fit, and did",
     "risky_run": "risky ones run",
     "open": "without an outcome yet",
-    "late": "written after their outcome, and not counted",
-    "retracted": "retracted, and not counted",
+    "late": "not written down before their outcome, and not counted",
     "refused": "refused",
+    "retracted": "retracted, and not counted",
 }
 """key of a number -> what it counts, for a reader."""
 

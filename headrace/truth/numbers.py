@@ -2,11 +2,11 @@
 
 Every standing row counts, whether it flatters or not. A prediction counts only when its row stands
 before its outcome's: files are appended to and never edited, so that order is the order of time.
+A forecast counts only when forecasts_said.jsonl holds the same one, of that day or before.
 Abstaining is not being right. What has no rows is null with n 0.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, TypeVar
@@ -18,23 +18,19 @@ from headrace.core.statistics import (
     kendall_tau,
     median_absolute_error,
     regret,
-    relative_errors,
     wilson,
 )
+from headrace.truth.pairs import Pairs, paired, retracted, said_ahead, taken
 from headrace.truth.rows import (
     DOCTOR,
-    FORECASTS,
     OVERHEAD,
     PICKS,
-    PLANS,
     TUNER,
     Fault,
     Forecast,
     Healthy,
-    Outcome,
-    Prediction,
+    Pick,
     Spread,
-    broken,
 )
 
 T = TypeVar("T", Fault, Healthy)
@@ -43,8 +39,6 @@ Found = dict[str, Any]
 TIERS = ("no_gpu", "after_probes", "after_20_steps")
 QUIET = (None, "computation", "not measured")
 """Verdicts that blame nothing."""
-Id = str | int
-"""Of a plan: what its prediction and its outcome share."""
 MILD = 0.10
 """Faults that take a smaller share of the step are counted beside, not in."""
 RUNS = 40
@@ -65,7 +59,8 @@ def compute(results: Path) -> dict[str, Found]:
         Shares and errors as fractions (0.02 is 2%), false_fits as a count, kendall_tau from -1 to
         1, tuner_ratio as a speed over another. Beside value and n stand, where they are known,
         `low` and `high` (95% by Wilson for shares), `worst`, `by_hardware` (device -> the number
-        over its rows alone), and what else the mark asks for.
+        over its rows alone), `retracted` and `with_retracted` (how many rows were, and the number
+        with them), `of` (the number of a part), and what else the mark asks for.
 
     Raises:
         ConfigError: no such folder, or a row that is wrong, by file and line.
@@ -88,12 +83,20 @@ def _of_interval(found: Interval, **more: Any) -> Found:
     return _number(found.value, found.n, low=found.low, high=found.high, **more)
 
 
+def _with(gone: Sequence[float], standing: Sequence[float]) -> Found:
+    """Beside a mean of what stands: how many were retracted, and the mean with them."""
+    every = [*standing, *gone]
+    told = {"with_retracted": _number(fmean(every), len(every))} if gone else {}
+    return {"retracted": len(gone), **told}
+
+
 def _doctor(results: Path) -> dict[str, Found]:
     """Top-1 over injected faults, false alarms over healthy runs."""
     told = DOCTOR.read(results)
     every = [row for row in told.rows if isinstance(row, Fault)]
     healthy = [row for row in told.rows if isinstance(row, Healthy)]
     faults = [row for row in every if row.severity is None or row.severity >= MILD]
+    gone = taken(DOCTOR, results)  # whatever their severity: it was wrong in many
     held_out = [row for row in faults if row.held_out]
     severities: dict[str, set[float | None]] = {}
     for row in faults:
@@ -113,11 +116,15 @@ def _doctor(results: Path) -> dict[str, Found]:
             refused=told.refused,
             severities_of={fault: len(levels) for fault, levels in severities.items()},
             by_hardware=_by_hardware(faults, _right),
+            **_with([row.right for row in gone if isinstance(row, Fault)],
+                    [row.right for row in faults]),
         ),
         "doctor_false_alarms": _share(
             sum(map(_alarm, healthy)), len(healthy),
             abstained=sum(row.abstained for row in healthy),
             by_hardware=_by_hardware(healthy, _alarm),
+            **_with([_alarm(row) for row in gone if isinstance(row, Healthy)],
+                    [*map(_alarm, healthy)]),
         ),
     }  # fmt: skip
 
@@ -146,20 +153,19 @@ def _forecasts(results: Path) -> dict[str, Found]:
     The doctor is asked about runs, so those of runs count alone once there are `RUNS` of them;
     until then those of plans count too. Both are told beside it.
     """
-    told = FORECASTS.read(results)
-    refused = told.refused
-    if not told.rows:
-        none = _number(0, 0, refused=refused)
+    every, others = said_ahead(results)
+    if not every:
+        none = _number(0, 0, **others)
         return {"forecast_coverage": none, "forecast_median_error": none}
-    parts = {of: [row for row in told.rows if row.of == of] for of in ("run", "plan")}
-    rows = parts["run"] if len(parts["run"]) >= RUNS else told.rows
+    parts = {of: [row for row in every if row.of == of] for of in ("run", "plan")}
+    rows = parts["run"] if len(parts["run"]) >= RUNS else every
     off = median_absolute_error([r.forecast.value for r in rows], [r.measured for r in rows])
     return {
         "forecast_coverage": {
-            **_covered(rows), "refused": refused,
+            **_covered(rows), **others,
             "of": {of: _covered(part) for of, part in parts.items() if part},
         },
-        "forecast_median_error": _number(off, len(rows), refused=refused),
+        "forecast_median_error": _number(off, len(rows), **others),
     }  # fmt: skip
 
 
@@ -214,76 +220,6 @@ def _mean(told: list[Spread], worst: Callable[[list[float]], float], n: int, **m
     return _number(fmean(values), n, low=low, high=high, worst=worst(values), **more)
 
 
-@dataclass
-class Pairs:
-    """Predictions that stood before their outcomes, and what stood otherwise."""
-
-    scored: list[tuple[Prediction, Outcome]] = field(default_factory=list)
-    open: list[Prediction] = field(default_factory=list)
-    late: list[Prediction] = field(default_factory=list)
-
-    def tier(self, name: str) -> "Pairs":
-        """Those of one tier."""
-        return Pairs(
-            [(p, o) for p, o in self.scored if p.tier == name],
-            [p for p in self.open if p.tier == name],
-            [p for p in self.late if p.tier == name],
-        )
-
-    def both(self, what: str) -> list[tuple[Id, float, float]]:
-        """Plan, predicted and measured wherever both sides give a number for `what`."""
-        told = [(p.id, getattr(p, what), getattr(o, what)) for p, o in self.scored]
-        return [(plan, p, m) for plan, p, m in told if p is not None and m is not None]
-
-    def errors(self, what: str) -> list[float]:
-        """Relative errors of `what`."""
-        both = self.both(what)
-        return relative_errors([p for _, p, _ in both], [m for *_, m in both]) if both else []
-
-
-def paired(results: Path) -> tuple[Pairs, int]:
-    """Predictions with their outcomes, and how many rows were refused.
-
-    Raises:
-        ConfigError: a row is wrong, or a second one of the same plan.
-    """
-    told = PLANS.read(results)
-    outcomes: dict[Id, Outcome] = {}
-    before: dict[tuple[Id, str], Prediction] = {}
-    pairs = Pairs()
-    for where, row in zip(told.places, told.rows, strict=True):
-        if isinstance(row, Outcome):
-            if row.id in outcomes:
-                raise broken(where, f"a second outcome of {row.id!r}")
-            outcomes[row.id] = row
-        elif row.id in outcomes:
-            pairs.late.append(row)
-        elif (row.id, row.tier) in before:
-            raise broken(where, f"a second prediction of {row.id!r} at the tier {row.tier}")
-        else:
-            before[row.id, row.tier] = row
-    for prediction in before.values():
-        outcome = outcomes.get(prediction.id)
-        if outcome is None:
-            pairs.open.append(prediction)
-        else:
-            pairs.scored.append((prediction, outcome))
-    return pairs, told.refused
-
-
-def retracted(results: Path) -> list[tuple[Prediction, Outcome, str]]:
-    """Predictions that stood before their outcomes and were retracted, with the reasons."""
-    outcomes: dict[Id, Outcome] = {}
-    before: list[tuple[Prediction, str]] = []
-    for row, why in PLANS.history(results):
-        if isinstance(row, Prediction):
-            if why is not None and row.id not in outcomes:
-                before.append((row, why))
-        elif why is None:
-            outcomes[row.id] = row
-    return [(p, outcomes[p.id], why) for p, why in before if p.id in outcomes]
-
-
 def _plans(results: Path) -> dict[str, Found]:
     """Step time by tier, memory over all tiers, and plans that were said to fit and did not."""
     pairs, refused = paired(results)
@@ -293,7 +229,7 @@ def _plans(results: Path) -> dict[str, Found]:
         tier = pairs.tier(name)
         found[f"step_time_error_{name}"] = _errors(
             tier.errors("step_s"), fmean, open=len(tier.open), late=len(tier.late),
-            retracted=len(gone.tier(name).both("step_s")), refused=refused,
+            refused=refused, **_with(gone.tier(name).errors("step_s"), tier.errors("step_s")),
         )  # fmt: skip
     for what in ("allocated", "reserved"):
         plans = {plan for plan, *_ in pairs.both(f"{what}_bytes")}
@@ -333,23 +269,38 @@ def _picks(results: Path) -> dict[str, Found]:
     A planner that gives all candidates one time has put them in no order: its tau is 0.
     """
     told = PICKS.read(results)
-    times = [
-        ([c.predicted_s for c in row.candidates], [c.measured_s for c in row.candidates])
-        for row in told.rows
-    ]
+    times, gone = _times(told.rows), _times(taken(PICKS, results))
     lost = [regret(predicted, measured) for predicted, measured in times]
     taus = [kendall_tau(p, m) if min(p) < max(p) else 0.0 for p, m in times if min(m) < max(m)]
     compared = sum(len(predicted) for predicted, _ in times)
     return {
-        "pick_regret": _errors(lost, fmean, candidates=compared, refused=told.refused),
+        "pick_regret": _errors(lost, fmean, candidates=compared, refused=told.refused,
+                               **_with([regret(p, m) for p, m in gone], lost)),
         "kendall_tau": _number(fmean(taus), len(taus), worst=min(taus)) if taus else _number(0, 0),
-    }
+    }  # fmt: skip
+
+
+def _times(rows: Sequence[Pick]) -> list[tuple[list[float], list[float]]]:
+    """Predicted and measured seconds of each choice's candidates."""
+    return [
+        ([c.predicted_s for c in row.candidates], [c.measured_s for c in row.candidates])
+        for row in rows
+    ]
 
 
 def _tuner(results: Path) -> dict[str, Found]:
-    """The mean speed of a tuned plan over that of the best row of its workload."""
+    """The mean speed of a tuned plan over that of the best row of its workload.
+
+    All rows count, later tries at a workload beside earlier ones; the newest is told beside them.
+    """
     told = TUNER.read(results)
-    workloads = len({row.workload for row in told.rows})
+    newest = {row.workload: row for row in told.rows}
     ratios = [row.metrics.ratio_to_best for row in told.rows]
-    number = _mean(ratios, min, len(ratios), workloads=workloads, refused=told.refused)
+    gone = [row.metrics.ratio_to_best.value for row in taken(TUNER, results)]
+    number = _mean(
+        ratios, min, len(ratios), workloads=len(newest), refused=told.refused,
+        of={name: {"value": row.metrics.ratio_to_best.value, "date": row.date,
+                   "commit": row.commit, "minutes": row.minutes} for name, row in newest.items()},
+        **_with(gone, [ratio.value for ratio in ratios]),
+    )  # fmt: skip
     return {"tuner_ratio": number}

@@ -1,8 +1,9 @@
 """The page "How right is it?" of the documentation, made from the rows in results/.
 
 The page is Markdown with the table of `headrace truth`, pictures beside it under pictures/, and
-their numbers as text. Nothing on it is written by hand but what the numbers mean; what has no rows
-is said to be not measured yet. The same rows give the same files.
+their numbers as text. Nothing on it is written by hand but what the numbers mean, and of which rows
+the history cannot show that they stood before their outcomes (TOGETHER); what has no rows is said
+to be not measured yet. The same rows give the same files.
 """
 
 from collections import Counter
@@ -24,9 +25,9 @@ from headrace.truth.drawings import (
     step_times,
 )
 from headrace.truth.marks import MARKS, notes, table
-from headrace.truth.numbers import TIERS, Pairs, compute, paired, retracted
+from headrace.truth.numbers import TIERS, compute
+from headrace.truth.pairs import Pairs, paired, retracted, said_ahead
 from headrace.truth.rows import (
-    FORECASTS,
     PICKS,
     TUNER,
     Outcome,
@@ -55,12 +56,30 @@ a remedy will gain. Here stands how often that was so. This page and its picture
 rows in `results/` and from nothing else, by `python benchmarks/readme_table.py` (or by
 `headrace truth --page FILE`): a number without rows is not measured yet. Every row counts that no
 later row retracts, whether it flatters or not; abstaining is not being right; and a prediction
-counts only when its row stands before the row of what came of it.
+counts only when its row stands before the row of what came of it. What was said of a gain has a
+file of its own, `results/forecasts_said.jsonl`: a forecast counts only when the same one stands
+there, of that day or before.
 
 "Wanted" is what a release must reach, in brackets what it aims at. "Held out" is the same number
 over what was never used to set a threshold; "all" where every prediction was written down before
 its outcome. `headrace truth --json` gives the same numbers by the names below.
 """
+
+TOGETHER = {
+    "forecasts": (
+        {"said": "ded2a89"},
+        " The outcomes of {n} entered this repository's history in the same commit as what was "
+        "said of them (7f5b1dc), since the commit of what was said did not reach it; the code of "
+        "ded2a89 with that day's `results/forecasts_run.jsonl` says all of it again, number for "
+        "number.",
+    ),
+    "plans": (
+        {"tier": "after_20_steps", "commit": "789c8e7"},
+        " The {n} predictions after 20 steps of `held_out_3` entered this repository's history in "
+        "the same commit as their outcomes (a1f8c64), in rows before them.",
+    ),
+}
+"""topic -> facts of rows whose order the history cannot show, and what is said of how many."""
 
 
 def render(results: Path) -> dict[str, str]:
@@ -72,7 +91,7 @@ def render(results: Path) -> dict[str, str]:
     found = compute(results)
     pairs, _ = paired(results)
     said = classes(results)
-    gains = FORECASTS.read(results).rows
+    gains, _ = said_ahead(results)
     drawn = {
         "confusion": confusion(said), "forecasts": forecasts(gains),
         "step_time": step_times(pairs), "memory": memory(pairs),
@@ -90,10 +109,12 @@ def render(results: Path) -> dict[str, str]:
                  "frame is around what is right.", _source(results, "doctor")),
         _section("Forecasts of gains", drawn["forecasts"], "forecasts", "",
                  "A remedy's gain is the step's time before over after, less 1. On the dashed line "
-                 "a forecast is what was measured; four of five intervals should meet it.",
+                 "a forecast is what was measured; four of five intervals should meet it."
+                 + _together(results, "forecasts"),
                  _source(results, "forecasts")),
         _section("Step time", drawn["step_time"], "step_time", "",
-                 "Seconds of a steady step, predicted before they were measured.",
+                 "Seconds of a steady step, predicted before they were measured."
+                 + _together(results, "plans"),
                  _source(results, "plans")),
         _section("The planner, list by list", None, "", _lists(pairs, retracted(results)),
                  "Each list was written down before any of it was run, and the later ones for a "
@@ -180,6 +201,13 @@ def _source(results: Path, *topics: str) -> str:
             )
         told.append(about)
     return f"Rows: {'; '.join(told)}."
+
+
+def _together(results: Path, topic: str) -> str:
+    """That rows came in one commit with their outcomes, where there are any."""
+    facts, says = TOGETHER[topic]
+    n = sum(all(row.get(k) == v for k, v in facts.items()) for row in _rows(results, topic))
+    return says.format(n=n) if n else ""
 
 
 def _rows(results: Path, topic: str) -> list[dict[str, Any]]:

@@ -74,8 +74,8 @@ class Spread(Row):
         return self
 
 
-class Forecast(Row):
-    """What a remedy was said to gain, and what it gained: time before over after, less 1.
+class Gain(Row):
+    """What a remedy was said to gain: time before over after, less 1.
 
     `of` is what it was said of: a plan that nobody ran, or a run, whose step was measured.
     """
@@ -83,8 +83,28 @@ class Forecast(Row):
     remedy: str
     workload: str
     forecast: Spread
-    measured: float
     of: Literal["plan", "run"] = "plan"
+    baseline_sha256: str
+    date: str = Field(pattern=r"^\d{4}-\d\d-\d\d$")
+
+    def same(self, commit: str | None) -> tuple[Any, ...]:
+        """What the row that says a forecast and the row of its outcome share."""
+        return (
+            self.of, self.workload, self.remedy, self.forecast, self.baseline_sha256, commit
+        )  # fmt: skip
+
+
+class SaidGain(Gain):
+    """What was said, by the code of `commit`."""
+
+    commit: str | None
+
+
+class Forecast(Gain):
+    """What was said, by the code of the commit `said`, and what came of it."""
+
+    measured: float
+    said: str | None
 
     @model_validator(mode="after")
     def _nonzero(self) -> Self:
@@ -176,6 +196,9 @@ class Tuned(Row):
 
     workload: str
     metrics: TunerMetrics
+    date: str | None = None
+    commit: str | None = None
+    minutes: float | None = None
 
 
 T = TypeVar("T")
@@ -242,6 +265,7 @@ DOCTOR: Topic[Fault | Healthy] = Topic(
     "doctor", TypeAdapter(Annotated[Fault | Healthy, Field(discriminator="measurement")])
 )
 FORECASTS = Topic("forecasts", TypeAdapter(Forecast))
+FORECASTS_SAID = Topic("forecasts_said", TypeAdapter(SaidGain))
 OVERHEAD = Topic("overhead", TypeAdapter(Overhead))
 PLANS: Topic[Prediction | Outcome] = Topic(
     "plans", TypeAdapter(Annotated[Prediction | Outcome, Field(discriminator="kind")])
@@ -249,7 +273,7 @@ PLANS: Topic[Prediction | Outcome] = Topic(
 PICKS = Topic("picks", TypeAdapter(Pick))
 TUNER = Topic("tuner", TypeAdapter(Tuned))
 NAMES = tuple(topic.name for topic in (DOCTOR, FORECASTS, OVERHEAD, PLANS, PICKS, TUNER))
-"""Of all topics."""
+"""Of all topics that a number is made of."""
 
 
 def standing(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -1,0 +1,120 @@
+"""What was said, beside what came of it: predictions of plans and forecasts of gains.
+
+A prediction of a plan stands before its outcome in one file; what was said of a gain has a file of
+its own, of which only the day tells the order.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from headrace.core.statistics import relative_errors
+from headrace.truth.rows import (
+    FORECASTS,
+    FORECASTS_SAID,
+    PLANS,
+    Forecast,
+    Outcome,
+    Prediction,
+    Topic,
+    broken,
+)
+
+T = TypeVar("T")
+Id = str | int
+"""Of a plan: what its prediction and its outcome share."""
+
+
+def taken(topic: Topic[T], results: Path) -> list[T]:
+    """Rows that were retracted."""
+    return [row for row, why in topic.history(results) if why is not None]
+
+
+def said_ahead(results: Path) -> tuple[list[Forecast], dict[str, int]]:
+    """Forecasts that were said by the day of their outcome; how many were late, retracted, refused.
+
+    Late are also those of which forecasts_said.jsonl holds no row that is the same and stands.
+    """
+    told = FORECASTS.read(results)
+    days: dict[tuple[Any, ...], str] = {}
+    for row in FORECASTS_SAID.read(results).rows:
+        days.setdefault(row.same(row.commit), row.date)
+    rows = [
+        row for row in told.rows
+        if (day := days.get(row.same(row.said))) is not None and day <= row.date
+    ]  # fmt: skip
+    return rows, {
+        "late": len(told.rows) - len(rows),
+        "retracted": len(taken(FORECASTS, results)),
+        "refused": told.refused,
+    }
+
+
+@dataclass
+class Pairs:
+    """Predictions that stood before their outcomes, and what stood otherwise."""
+
+    scored: list[tuple[Prediction, Outcome]] = field(default_factory=list)
+    open: list[Prediction] = field(default_factory=list)
+    late: list[Prediction] = field(default_factory=list)
+
+    def tier(self, name: str) -> "Pairs":
+        """Those of one tier."""
+        return Pairs(
+            [(p, o) for p, o in self.scored if p.tier == name],
+            [p for p in self.open if p.tier == name],
+            [p for p in self.late if p.tier == name],
+        )
+
+    def both(self, what: str) -> list[tuple[Id, float, float]]:
+        """Plan, predicted and measured wherever both sides give a number for `what`."""
+        told = [(p.id, getattr(p, what), getattr(o, what)) for p, o in self.scored]
+        return [(plan, p, m) for plan, p, m in told if p is not None and m is not None]
+
+    def errors(self, what: str) -> list[float]:
+        """Relative errors of `what`."""
+        both = self.both(what)
+        return relative_errors([p for _, p, _ in both], [m for *_, m in both]) if both else []
+
+
+def paired(results: Path) -> tuple[Pairs, int]:
+    """Predictions with their outcomes, and how many rows were refused.
+
+    Raises:
+        ConfigError: a row is wrong, or a second one of the same plan.
+    """
+    told = PLANS.read(results)
+    outcomes: dict[Id, Outcome] = {}
+    before: dict[tuple[Id, str], Prediction] = {}
+    pairs = Pairs()
+    for where, row in zip(told.places, told.rows, strict=True):
+        if isinstance(row, Outcome):
+            if row.id in outcomes:
+                raise broken(where, f"a second outcome of {row.id!r}")
+            outcomes[row.id] = row
+        elif row.id in outcomes:
+            pairs.late.append(row)
+        elif (row.id, row.tier) in before:
+            raise broken(where, f"a second prediction of {row.id!r} at the tier {row.tier}")
+        else:
+            before[row.id, row.tier] = row
+    for prediction in before.values():
+        outcome = outcomes.get(prediction.id)
+        if outcome is None:
+            pairs.open.append(prediction)
+        else:
+            pairs.scored.append((prediction, outcome))
+    return pairs, told.refused
+
+
+def retracted(results: Path) -> list[tuple[Prediction, Outcome, str]]:
+    """Predictions that stood before their outcomes and were retracted, with the reasons."""
+    outcomes: dict[Id, Outcome] = {}
+    before: list[tuple[Prediction, str]] = []
+    for row, why in PLANS.history(results):
+        if isinstance(row, Prediction):
+            if why is not None and row.id not in outcomes:
+                before.append((row, why))
+        elif why is None:
+            outcomes[row.id] = row
+    return [(p, outcomes[p.id], why) for p, why in before if p.id in outcomes]
