@@ -212,17 +212,19 @@ def _unlike(times: float, apart: float, what: str) -> Forecast | None:
     return Forecast(None, "none", f"the prediction {what} is {off}")
 
 
-def by_share(share: float, ledger: Forecast) -> Forecast:
+def by_share(share: float, ledger: Forecast, *, left: float = 0.0) -> Forecast:
     """A remedy that takes away between half and all of a share of the step.
 
     Args:
         share: of the step, or of the tokens in it: a step that does so much less is as good.
         ledger: what the change does to the rest of the step, where that is known.
+        left: of the step, what stays at least: two that read take half as long, and not none.
     """
     if not 0 < share < 1:
         return Forecast(None, "none", "how much of the step it is was not measured")
     rest = 1.0 if ledger.gain is None else 1.0 + ledger.gain.value
     middle = (LEAST_TAKEN + MOST_TAKEN) / 2
-    low, value, high = (rest / (1 - share * t) - 1 for t in (LEAST_TAKEN, middle, MOST_TAKEN))
+    most = min(share, 1 - left)
+    low, value, high = (rest / (1 - most * t) - 1 for t in (LEAST_TAKEN, middle, MOST_TAKEN))
     unknown = f"the rest of the step: {ledger.unknown}" if ledger.gain is None else ""
     return Forecast(Interval(low, value, high, 0), "share", unknown)

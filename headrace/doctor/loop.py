@@ -86,7 +86,8 @@ def _remedy(finding: Finding, row: Change, loop: Loop, catalogue: Catalogue) -> 
     if row.part:
         told = Forecast(None, "none", f"{why}; it helps as far as {row.part}")
     elif finding.bottleneck in SHARES:
-        told = by_share(finding.share if row.share is None else row.share, told)
+        share = finding.share if row.share is None else row.share
+        told = by_share(share, told, left=row.left(share))
     return LoopRemedy(
         change=((loop.trainer and row.trainer) or row.words,), what=row.what, gain=told.gain,
         costs=row.costs, equality=row.equality, forecast_from=told.source, unknown=told.unknown,

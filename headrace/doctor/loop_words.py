@@ -8,6 +8,7 @@ and which techniques of Headrace do the same is said by loop.py.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 PADDED = 0.02
@@ -80,6 +81,8 @@ class Change:
         equality: of the gradients.
         share: what is forecast: this share in place of the finding's.
         part: what it helps with, where that is not all of the finding, and no share tells.
+        times: as many times as fast is what the finding's share is of.
+        hidden: that is done beside the step already, and takes as long as all of it.
     """
 
     words: str
@@ -92,6 +95,12 @@ class Change:
     equality: str = "exact"
     share: float | None = None
     part: str = ""
+    times: float = inf
+    hidden: bool = False
+
+    def left(self, share: float) -> float:
+        """Of a step, what stays at least."""
+        return (1.0 if self.hidden else share) / self.times
 
 
 # --- what takes time --------------------------------------------------------------------------
@@ -111,6 +120,7 @@ def _input(loop: Loop) -> list[Change]:
         found.append(Change(
             f"DataLoader(num_workers={more}){instead}", what,
             f"cores{on_cpu}, and memory of the host", symptom="input", keys=("data.workers",),
+            times=more / max(1, now), hidden=now > 0,
             trainer=f"TrainingArguments(dataloader_num_workers={more}){instead}",
         ))  # fmt: skip
     if now:

@@ -94,6 +94,24 @@ def test_a_share_forecasts_and_nothing_else_is_guessed() -> None:
     assert not asked("recipe", report) and not asked("optimizer", report, 0.01)
 
 
+@pytest.mark.parametrize(
+    ("share", "workers", "cores", "left"),
+    [
+        (0.93, 0, 16, 0.465),  # two read beside the step, each as slowly as one did in it
+        (0.6, 0, 1, 0.6),  # one does, and the step's own 0.4 are hidden behind it
+        (0.3, 0, 16, 0.7),  # reading is hidden behind the step
+        (0.9, 6, 8, 0.75),  # six took all of the step; two more are a third more
+    ],
+)
+def test_reading_is_as_many_times_as_fast_as_there_are_more_that_read(
+    share: float, workers: int, cores: int, left: float
+) -> None:
+    report = {**GPU, "cores": cores, "loader": {**LOADER, "num_workers": workers}}
+    first = asked("input", report, share)[0]
+    assert first.gain is not None and first.gain.high == pytest.approx(1 / left - 1)
+    assert 0 < first.gain.low < first.gain.value < first.gain.high
+
+
 def test_what_is_asked_for_already_is_not_advised_again() -> None:
     pinned = {**LOADER, "num_workers": 8, "pin_memory": True, "persistent_workers": True}
     told = words("input", {**GPU, "loader": pinned})
