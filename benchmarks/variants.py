@@ -23,6 +23,10 @@ VARIANTS = {
         "selective2_rows2": f"+selective_checkpoint {KEEPS}every_matmul=2 batch.micro_sequences=2",
         "budget_rows4": "+memory_budget techniques.memory_budget.fraction=0.4 "
         "batch.micro_sequences=4",
+        "selective_half": f"+selective_checkpoint {KEEPS}every=2 batch.micro_sequences=2",
+        "kernels_half": f"{KERNELS}+selective_checkpoint {KEEPS}every=2 batch.micro_sequences=2",
+        "kernels_once4": f"{KERNELS}+selective_checkpoint batch.tokens=16384 "
+        "batch.micro_sequences=4",
         "attention_rows8": f"+selective_checkpoint {KEEPS}save=attention batch.micro_sequences=8",
         "full_rows4": "+full_checkpoint batch.micro_sequences=4",
         "full_rows8": "+full_checkpoint batch.micro_sequences=8",
