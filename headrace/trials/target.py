@@ -39,6 +39,8 @@ GIVEN_UP = 2
 """Seeds that a change may lose before it won one."""
 PATIENCE, LEAST_S = 2.0, 60.0
 """Times as long as the plan before may a run take to the target; and what it may in any case."""
+ENDS_S = 12.0
+"""Of a limit, for what no clock of a run counts: its start, its last evaluation and its report."""
 
 
 def reach(plan: Plan, cut: bool) -> Reading:
@@ -70,7 +72,7 @@ def train_with(worker: Worker, folder: Path) -> Train:
 
     def train(plan: Plan, limit_s: float) -> Reading:
         own = plan.goal.minutes or inf
-        minutes = min(own, limit_s / 60)
+        minutes = min(own, max(limit_s - ENDS_S, limit_s / 2) / 60)
         run = plan.replaced(
             directory=str(folder), goal=plan.goal.model_copy(update={"minutes": minutes}),
             checkpoint=plan.checkpoint.model_copy(update={"every_steps": 0}),

@@ -137,4 +137,5 @@ def test_a_run_ends_with_its_own_minutes_or_the_trials(plan: Plan, tmp_path: Pat
     for own in (3.0, 30.0):
         aimed = plan.replaced(goal=plan.goal.model_copy(update={"minutes": own}))
         train_with(worker, tmp_path)(aimed, 600.0)
-    assert asked == [(3.0, False, 660.0), (10.0, True, 660.0)]
+    train_with(worker, tmp_path)(aimed, 6.0)  # too little for a start, and not for nothing
+    assert asked == [(3.0, False, 660.0), (9.8, True, 660.0), (0.05, True, 66.0)]
