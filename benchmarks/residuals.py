@@ -45,7 +45,7 @@ from headrace.core.work import (
     Work,
     step_time,
 )
-from headrace.planner.foresight import foresee
+from headrace.planner.foresight import FEW, FP32, foresee
 
 ROOT = Path(__file__).resolve().parents[1]
 PLANS = ROOT / "benchmarks" / "plans"
@@ -201,7 +201,7 @@ def rows(results: Path = ROOT / "results", machine: Machine | None = None) -> li
             continue
         told = {name: m["value"] for name, m in row["metrics"].items()}
         rate, held = told.get("tokens_per_s"), told.get("reserved_memory")
-        timed = seen.step_s and context.precision != "fp32"  # whose steps have no interval
+        timed = seen.step_s and seen.no_interval not in (FEW, FP32)
         step_s = plan.batch.tokens / rate if rate and timed else None
         found.append(Row(
             row["shape"], what, step_s / seen.step_s if step_s and seen.step_s else None,

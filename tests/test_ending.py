@@ -56,7 +56,8 @@ def test_a_target_alone_has_no_hours() -> None:
     [
         ("goal.bits_per_byte=1.25 eval.every_steps=50", "step 150, 1.25 bits per byte as in ran"),
         ("goal.bits_per_byte=1.25 eval.every_steps=50 batch.micro_sequences=2", "step 150, 1.25 "),
-        ("goal.bits_per_byte=1.25 -bf16_parameters +optimizer_offload", "ran, nobody knows"),
+        ("goal.bits_per_byte=1.25 -bf16_parameters -cudnn_attention +flex_attention "
+         "model.precision=fp32", "ran, nobody knows"),
         ("goal.bits_per_byte=1.1", "nobody knows when: ran came down to 1.2 only"),
         ("goal.bits_per_byte=1.25 optimizer.lr=1e-5", "ran learned otherwise (optimizer.lr)"),
         ("goal.bits_per_byte=1.25 +stochastic_depth", "ran learned otherwise (other techniques)"),

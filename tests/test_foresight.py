@@ -1,6 +1,7 @@
 """Memory as the allocator would hold it, intervals, and the held-out experiment."""
 
 import argparse
+import json
 import math
 import sys
 from dataclasses import replace
@@ -16,9 +17,11 @@ from headrace.build import predict
 from headrace.cli import catalogue
 from headrace.context import elsewhere, make_context
 from headrace.core.allocator import MIB, Allocator, OutOfMemory
+from headrace.core.errors import UnsupportedError
 from headrace.core.machine import Machine
 from headrace.core.plan import Plan
-from headrace.planner.foresight import TIGHT, foresee, told
+from headrace.core.work import step_time
+from headrace.planner.foresight import FEW, TIGHT, foresee, told
 from headrace.planner.intervals import STEP
 from headrace.planner.reserved import reserve, workspace_bytes
 from headrace.truth import compute
@@ -212,6 +215,43 @@ def test_steps_in_fp32_are_foreseen_and_claim_no_interval() -> None:
             seen = foresee(plan, residuals.on_device(plan), H200)
             assert seen.tokens_per_s == pytest.approx(measured, rel=0.04)
             assert "fp32" in seen.no_interval and not seen.between
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "off"), [("optimizer_offload", 4, 0.065), ("linear_attention", 12, 0.045)]
+)
+def test_steps_that_few_rows_tell_are_foreseen_and_claim_no_interval(
+    name: str, count: int, off: float
+) -> None:
+    rows = [
+        row for row in residuals.standing("techniques", ROOT / "results")
+        if row["technique"] == name and "tokens_per_s" in row["metrics"]
+    ]  # fmt: skip
+    assert len(rows) == count
+    for row in rows:
+        plan = residuals.plan_of(row)
+        context = residuals.on_device(plan)
+        ledger = predict(plan, context)
+        foreseen = step_time(ledger.work, H200, ledger.sizes["micro_batches"]).step_s
+        measured = plan.batch.tokens / row["metrics"]["tokens_per_s"]["value"]
+        assert foreseen == pytest.approx(measured, rel=off), row["knobs"]
+        try:
+            seen = foresee(plan, context, H200)
+        except UnsupportedError:  # a package that is not installed here
+            continue
+        assert seen.step_s == foreseen and (seen.no_interval, seen.between) == (FEW, {})
+        assert "no interval: too few steps" in told(plan, seen)
+
+
+def test_an_update_that_most_of_launches_is_foreseen() -> None:
+    rows = map(json.loads, (ROOT / "results" / "time_to_quality.jsonl").read_text().splitlines())
+    (row,) = (r for r in rows if r["rows"] == 32 and "muon" in r["techniques"])
+    words = ["goal.steps=500", "batch.tokens=32768", "model.vocab=16384"]
+    plan, context = on_h200("novels", *words, with_=["muon"])
+    seen, plain = (foresee(p, context, H200) for p in (plan, on_h200("novels", *words)[0]))
+    measured = plan.batch.tokens / row["metrics"]["tokens_per_s"]["value"]
+    assert seen.step_s == pytest.approx(measured, rel=0.05) and seen.no_interval == FEW
+    assert seen.host_s > 1.7 * plain.host_s and not plain.no_interval
 
 
 def test_attention_that_was_not_timed_in_fp32_is_not_foreseen() -> None:

@@ -20,6 +20,9 @@ WORDS = {
     "backward": "as the backward pass ends", "optimizer": "in the update",
 }  # fmt: skip
 """An instant, and "forward", for a reader."""
+DERIVED = "derived"
+"""A size that is not 0 where a piece of work was derived, or set by too few steps to tell how far
+off it is: the step's time has no interval."""
 
 
 @dataclass(frozen=True)

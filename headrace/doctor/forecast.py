@@ -35,7 +35,7 @@ from headrace.core.statistics import Interval
 from headrace.core.work import EDGE_S, SLOW_HOST
 from headrace.doctor.judge import _host as never_ahead
 from headrace.doctor.window import Window
-from headrace.planner.foresight import Foresight
+from headrace.planner.foresight import FEW, Foresight
 
 Source = Literal["ledger", "share", "none"]
 APART = 2.0
@@ -147,6 +147,8 @@ def by_ledger(before: Foresight, after: Foresight, measured: Measured) -> Foreca
         return Forecast(None, "none", after.unknown or before.unknown)
     if before.between_ranks or after.between_ranks:  # receipts are of one device
         return Forecast(None, "none", after.no_interval)
+    if (before.no_interval == FEW) != (after.no_interval == FEW):  # in both it is no difference
+        return Forecast(None, "none", FEW)
     if measured.step_s is None:
         return _of_a_plan(before, after)
     left_s = measured.step_s - measured.waits_s

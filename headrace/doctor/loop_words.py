@@ -8,7 +8,6 @@ and which techniques of Headrace do the same is said by loop.py.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import inf
 from typing import Any
 
 PADDED = 0.02
@@ -81,8 +80,7 @@ class Change:
         equality: of the gradients.
         share: what is forecast: this share in place of the finding's.
         part: what it helps with, where that is not all of the finding, and no share tells.
-        times: as many times as fast is what the finding's share is of.
-        hidden: that is done beside the step already, and takes as long as all of it.
+        left: of a step whose finding has such a share, what stays at least.
     """
 
     words: str
@@ -95,32 +93,26 @@ class Change:
     equality: str = "exact"
     share: float | None = None
     part: str = ""
-    times: float = inf
-    hidden: bool = False
-
-    def left(self, share: float) -> float:
-        """Of a step, what stays at least."""
-        return (1.0 if self.hidden else share) / self.times
+    left: Callable[[float], float] = lambda share: 0.0
 
 
 # --- what takes time --------------------------------------------------------------------------
 
 
 def _input(loop: Loop) -> list[Change]:
-    workers, cores = loop.workers, loop.report.get("cores")
-    now = workers or 0
+    workers, now, cores = loop.workers, loop.workers or 0, loop.report.get("cores")
     more = max(2, 2 * now) if cores is None else max(1, min(max(2, 2 * now), cores))
     instead = "" if workers is None else f" instead of {now}"
     found = []
     if more > now:
-        own = loop.of("loader", "name")
-        what = "Reads batches in processes of their own while the step before is computed"
-        what += f"; {own} reads them inside of the loop." if own and workers is None else "."
+        own = loop.of("loader", "name") if workers is None else None
+        inside = f"; {own} reads them inside of the loop" if own else ""
         on_cpu = "" if loop.cuda else ", which train as well on a CPU"
         found.append(Change(
-            f"DataLoader(num_workers={more}){instead}", what,
+            f"DataLoader(num_workers={more}){instead}",
+            f"Reads batches in processes of their own while the step before is computed{inside}.",
             f"cores{on_cpu}, and memory of the host", symptom="input", keys=("data.workers",),
-            times=more / max(1, now), hidden=now > 0,
+            left=lambda share: now / more if now else share / more,
             trainer=f"TrainingArguments(dataloader_num_workers={more}){instead}",
         ))  # fmt: skip
     if now:

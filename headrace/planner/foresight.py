@@ -21,7 +21,7 @@ from headrace.build import predict, predict_each
 from headrace.context import check_supported
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.files import read_plan_text
-from headrace.core.ledger import WORDS, Ledger, Line
+from headrace.core.ledger import DERIVED, WORDS, Ledger, Line
 from headrace.core.machine import Machine
 from headrace.core.plan import Plan
 from headrace.core.technique import Catalogue, Context
@@ -41,6 +41,7 @@ KINDS = {"product": "matrix products", "attention": "attention", "stream": "memo
 LAUNCHES, DATA, EDGE = "waiting for launches", "waiting for data", "the pause between steps"
 LAUNCHED = "it waits for launches, and so few such steps were measured that its error is not known"
 FP32 = "of fp32 two models were measured, by which its rates are set: of others it is not known"
+FEW = "too few steps of its kind were measured, or none, to know how far off it is"
 IDLE = (LAUNCHES, DATA, EDGE, KINDS["wait"])
 """Parts of a step in which the device does nothing."""
 EXPANDABLE = "expandable_segments"
@@ -170,7 +171,7 @@ def foresee(
             tier = "after_20_steps"
             alike = calibration.workload == workload(plan, context, ledger)
             basis = "same_workload" if alike else tier
-    no_interval = "" if time is None else _no_interval(plan, context, machine, time)
+    no_interval = "" if time is None else _no_interval(context, ledger, machine, time)
     until, hours, between = ending(plan, step_s, None if no_interval else basis, curve)
     price = plan.hardware.dollars_per_hour
     if hours is not None and price is not None and "hours" in between:
@@ -305,12 +306,12 @@ def _time(
         return None, error.message
 
 
-def _no_interval(plan: Plan, context: Context, machine: Machine, time: StepTime) -> str:
+def _no_interval(context: Context, ledger: Ledger, machine: Machine, time: StepTime) -> str:
     """Why a time has no interval; "" where it has one."""
-    if plan.mesh.ranks > 1:
+    if ledger.sizes["world_ranks"] > 1:
         return ranks.UNMEASURED
-    if context.precision == "fp32":
-        return FP32
+    if context.precision == "fp32" or ledger.sizes.get(DERIVED):
+        return FP32 if context.precision == "fp32" else FEW
     return LAUNCHED if time.by_host else not_known_on(machine.name)
 
 
@@ -351,7 +352,7 @@ def told(plan: Plan, found: Foresight) -> str:
     )
     driver = f", beside the CUDA context's {format_bytes(found.context_bytes)}"
     lines = [
-        f"{plan.name} on {found.device} ({rates})", "",
+        f"{plan.name} on {found.device}" + (f" ({rates})" if found.step_s else ""), "",
         f"memory: {fits}: {format_bytes(found.peak_bytes)} of "
         f"{format_bytes(found.capacity_bytes)}{driver if found.context_bytes else ''}, "
         f"{WORDS[found.peak_at]}{held}",

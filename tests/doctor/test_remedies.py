@@ -33,7 +33,7 @@ from headrace.doctor.remedies import (
     remedies,
 )
 from headrace.doctor.window import Window
-from headrace.planner.foresight import foresee
+from headrace.planner.foresight import FEW, foresee
 
 ROOT = Path(__file__).parents[2]
 H200 = Machine.assumed("NVIDIA H200")
@@ -181,6 +181,18 @@ def test_a_measured_share_is_taken_from_half_to_whole() -> None:
     faster = Forecast(Interval(0.0, 0.1, 0.2, 9), "ledger")
     both = by_share(0.2, faster).gain  # the rest of the step is as the ledger has it
     assert both is not None and both.high == pytest.approx(1.1 / 0.8 - 1)
+
+
+def test_what_few_steps_tell_is_forecast_where_both_plans_have_it() -> None:
+    """No interval was fitted to it, and beside itself it is no difference."""
+    plain, muon, both = (
+        foresee(*on_h200("160m", words))
+        for words in (BARE, f"{BARE} +muon", f"{BARE} +muon +fused_rope")
+    )
+    for one, other in ((plain, muon), (muon, plain)):
+        told = by_ledger(one, other, Measured(one.step_s))
+        assert told.gain is None and told.unknown == FEW
+    assert by_ledger(muon, both, Measured(muon.step_s)).gain is not None
 
 
 def test_what_is_not_known_is_not_forecast() -> None:

@@ -5,11 +5,14 @@ The reference knows the layout of the decoder's fused matrices from the definiti
 """
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from headrace.build import predict
 from headrace.context import make_context
@@ -195,3 +198,44 @@ def test_takes_all_that_adapters_train(
     assert caught.value.remedy.startswith(f"--without {other} ")
     assert {"muon", other} <= make_tiny(MUON, *beside).routed.keys()
     assert make_tiny(MUON, f"techniques.{adapts}.rank=2").routed.keys() == {"muon"}
+
+
+def test_its_products_and_what_is_left_to_adamw_are_foreseen(
+    tiny_plan: Callable[..., Plan],
+) -> None:
+    plain, plan = tiny_plan(), tiny_plan("techniques.muon={}")
+    before, ledger = (predict(p, make_context(p, torch.device("cpu"))) for p in (plain, plan))
+    named = {
+        name: nn.Parameter(torch.randn(m.shape)) for name, m in ledger.updates("muon").items()
+    }  # fmt: skip
+    for p in named.values():
+        p.grad = torch.randn_like(p)
+    model = plan.model.model_copy(update={"vocab": int(ledger.sizes["vocab"])})
+    optimizer = MuonOptimizer(named, fusions(model), lr=LR, momentum=0.9, weight_decay=DECAY)
+    optimizer.step()
+    with FlopCounterMode(display=False) as counter, Kernels() as kernels:
+        optimizer.step()
+    pieces = {n: w for n, w in ledger.work.items() if n.startswith("update/muon_")}
+    products = [piece for piece in pieces.values() if piece.kind == "product"]
+    assert counter.get_total_flops() == sum(2 * prod(p.sizes) * p.count for p in products)
+    launched = sum(piece.count * piece.kernels for piece in pieces.values())
+    assert launched == pytest.approx(kernels.count, rel=0.1)
+    numbers = sum(p.numel() for p in named.values())
+    left, all_ = (one.work["update/optimizer"].bytes for one in (ledger, before))
+    assert numbers > 0 and left == all_ - 28 * numbers >= 0
+
+
+class Kernels(TorchDispatchMode):
+    """Counts the operations that are more than another view."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.namespace == "aten" and not func.is_view and func not in FREE
+        return func(*args, **kwargs or {})
+
+
+FREE = {
+    torch.ops.aten.lift_fresh.default, torch.ops.aten.detach.default,
+    torch.ops.aten._unsafe_view.default, torch.ops.aten.empty_like.default,
+}  # fmt: skip

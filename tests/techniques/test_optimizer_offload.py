@@ -10,9 +10,18 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from headrace.build import predict
+from headrace.context import make_context
+from headrace.core.ledger import DERIVED
 from headrace.core.plan import OptimizerConfig
 from headrace.optim.adamw import make_adamw
-from headrace.techniques.memory.optimizer_offload import HostAdamW, HostState, OptimizerOffload
+from headrace.techniques.memory.optimizer_offload import (
+    HOSTED,
+    LAUNCHED,
+    HostAdamW,
+    HostState,
+    OptimizerOffload,
+)
 from headrace.train import step
 
 CONFIG = OptimizerConfig(lr=0.03, weight_decay=0.2, eps=1e-6)
@@ -189,3 +198,26 @@ def test_states_of_others_are_predicted_to_stay(
     held = sum(t.nbytes for state in others for name, t in state.items() if name != "step")
     ledger = OptimizerOffload().predict(build.predicted(build.plan))
     assert ledger.memory["optimizer"].bytes == held
+
+
+def test_the_host_s_update_is_foreseen_and_others_stay_on_the_device(
+    tiny_plan: Callable[..., Any],
+) -> None:
+    def foreseen(*words: str) -> Any:
+        plan = tiny_plan(*words)
+        return predict(plan, make_context(plan, torch.device("cpu")))
+
+    offload, muon = "techniques.optimizer_offload={}", "techniques.muon={}"
+    plain, ledger = foreseen(), foreseen(offload)
+    numbers = plain.memory["gradients"].bytes / 4
+    assert plain.work["update/optimizer"].bytes == 28 * numbers
+    assert "update/optimizer" not in ledger.work
+    piece = ledger.work["update/host"]
+    assert piece.bytes == (HOSTED + 8) * numbers  # all of it is less than one buffer
+    assert piece.launch == LAUNCHED * numbers and ledger.sizes[DERIVED]
+    small = foreseen("techniques.optimizer_offload.chunk_mib=1").work["update/host"]
+    assert small.bytes == HOSTED * numbers + 2 * min(2**20, 4 * numbers)
+    both = foreseen(offload, muon)
+    taken = sum(matrix.numbers for matrix in both.updates("muon").values())
+    assert both.work["update/host"].bytes == pytest.approx((HOSTED + 8) * (numbers - taken))
+    assert 0 < taken < numbers and "update/optimizer" not in both.work

@@ -5,7 +5,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from headrace.build import predict
+from headrace.context import make_context
 from headrace.core.errors import UnsupportedError
+from headrace.core.ledger import Ledger
+from headrace.core.plan import Plan
 from headrace.data.loader import Micro
 from headrace.filled import check_active
 from headrace.kernels.quantized_weight import QuantizedWeight, quantize
@@ -86,3 +90,27 @@ def test_weights_with_longer_rows_are_stored(make_tiny: Make, batch: Batch) -> N
     make_tiny(*SHORT, *long)
     with pytest.raises(UnsupportedError, match="in nf4"):
         make_tiny(*SHORT, *long, "techniques.mixture_of_experts.experts=2")
+
+
+@pytest.mark.parametrize(("base", "eager"), [("nf4", 22.5), ("int8", 11.0)])
+def test_weights_are_foreseen_to_be_made_whole_in_both_passes(
+    tiny_plan: Callable[..., Plan], base: str, eager: float
+) -> None:
+    def foreseen(*words: str) -> Ledger:
+        plan = tiny_plan("model.precision=bf16", *words)
+        return predict(plan, make_context(plan, torch.device("cpu")))
+
+    name = "techniques.qlora"
+    lora, ledger = foreseen("techniques.lora.rank=2"), foreseen(f"{name}={{rank=2, base='{base}'}}")
+    more = {n: piece for n, piece in ledger.work.items() if lora.work.get(n) != piece}
+    assert set(more) == {"whole_weight/forward", "whole_weight/backward"}
+    assert set(lora.work) - set(ledger.work) == {"weight_cast/forward"}
+    numbers = sum(
+        ledger.sizes[n] * ledger.sizes[n.replace("/in", "/out")]
+        for n in ledger.sizes if n.endswith("/in")
+    )  # fmt: skip
+    assert {piece.bytes for piece in more.values()} == {eager * numbers}
+    down = foreseen(f"{name}={{rank=2, base='{base}', targets=['mlp.down']}}")
+    cast, whole = (down.work[f"{what}/forward"].bytes for what in ("weight_cast", "whole_weight"))
+    left = cast / lora.work["weight_cast/forward"].bytes
+    assert 0 < left < 1 and left == pytest.approx(1 - whole / (eager * numbers))

@@ -9,12 +9,14 @@ were before. Left out: quantized embedding and head, paged optimizer state. Sour
 2305.14314.
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 from pydantic import Field
 from torch import Tensor
 
-from headrace.core.ledger import Ledger
+from headrace.core.ledger import DERIVED, Ledger
 from headrace.core.plan import Plan
 from headrace.core.technique import (
     Card,
@@ -25,10 +27,17 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
+from headrace.core.work import Phase, Work
 from headrace.kernels.quantized_weight import QuantizedWeight, quantize, quantized_bytes
 from headrace.model.count import block_linears
 from headrace.model.lora import LoraLinear, adapted_ledger, adapter_evidence, is_frozen, linears_of
+from headrace.model.work import adapted
 from headrace.sockets import Build
+
+WHOLE: Mapping[str, tuple[float, int, float]] = {"int8": (11.0, 2, 3.0), "nf4": (22.5, 4, 2.5)}
+"""Bytes that making one number whole moves, in how many kernels, and when fused: code, fp32 and
+bf16, between them in NF4 an index of four bytes for two numbers. Counted in `dequantize`
+(kernels/quantized_weight); what scales of blocks and rows move is left out."""
 
 
 class Qlora(Technique[Build]):
@@ -44,6 +53,7 @@ class Qlora(Technique[Build]):
     base: Literal["nf4", "int8"] = "nf4"
     """How the frozen weights are stored: 4.1 bits a number, or 8 with a tenth of the error."""
 
+    timed: ClassVar[bool] = True
     room: ClassVar[str] = "adapt"
     stage: ClassVar[Stage] = Stage.LINEAR
     composes: ClassVar[tuple[str, ...]] = ("linear", "frozen", "storage")
@@ -92,11 +102,36 @@ class Qlora(Technique[Build]):
 
     def predict(self, ledger: Ledger) -> Ledger:
         """As lora, with the adapted weights in few bits."""
-        adapted = adapted_ledger(
+        found = adapted_ledger(
             ledger, self.name(), self.targets, self.rank,
             stored=lambda inner, outer: quantized_bytes(outer, inner, self.base),
         )  # fmt: skip
-        return adapted.without(["head_weight_gradient"])
+        share = found.memory["gradients"].bytes / ledger.memory["gradients"].bytes
+        found = adapted(found.without(["head_weight_gradient"]), self.targets, self.rank, share)
+        return self._made_whole(found)
+
+    def _made_whole(self, ledger: Ledger) -> Ledger:
+        """Each stored weight made whole before both of its products, in the place of its cast.
+
+        Derived: no step of it was measured on a GPU, nor that a compiler fuses all of it.
+        """
+        sizes, work = ledger.sizes, dict(ledger.work)
+        every = {
+            key[:-3]: sizes[key] * sizes[f"{key[:-3]}/out"] for key in sizes if key.endswith("/in")
+        }
+        chosen = [n for name, n in every.items() if not self.targets or name in self.targets]
+        if (cast := work.pop("weight_cast/forward", None)) is not None:
+            left = 1 - sum(chosen) / sum(every.values())
+            if left > 0:
+                work["weight_cast/forward"] = replace(cast, bytes=left * cast.bytes)
+        eager, kernels, fused = WHOLE[self.base]
+        phases: tuple[Phase, ...] = ("forward", "backward")
+        for phase in phases:
+            work[f"whole_weight/{phase}"] = Work(
+                phase, "stream", sizes["layers"], eager * sum(chosen), kernels * len(chosen),
+                fused * sum(chosen),
+            )  # fmt: skip
+        return replace(ledger, work=work, sizes={**sizes, DERIVED: 1.0})
 
     def apply(self, build: Build) -> None:
         """Replace the chosen linears, freeze all but the adapters, store the chosen weights."""

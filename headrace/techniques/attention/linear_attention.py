@@ -48,6 +48,7 @@ from headrace.core.technique import (
 from headrace.kernels import fla, gated_delta, linear_attention
 from headrace.kernels.launches import since
 from headrace.model.attention import Attend, Attention, Shared
+from headrace.model.chunk_work import chunk_flops, chunked
 from headrace.model.count import FP32, held_in
 from headrace.model.lora import ALONE, GATES
 from headrace.model.mask import MaskSpec, Rows
@@ -177,6 +178,7 @@ class LinearAttention(Technique[Build]):
     kernels: Literal["torch", "fla"] = "torch"
     """Who computes a chunk; fla's kernels take 64 tokens and factors in bf16."""
 
+    timed: ClassVar[bool] = True
     room: ClassVar[str] = "attention"
     stage: ClassVar[Stage] = Stage.PARTS
     claims: ClassVar[tuple[str, ...]] = ("parts.mixer", "parts.attend")
@@ -256,7 +258,8 @@ class LinearAttention(Technique[Build]):
         for layer in range(layers):
             for name, count in self._kept(sizes, f"{layer}/qk_norm" in ledger.memory)[0].items():
                 ledger = ledger.with_line(f"{layer}/{name}", Line(count, held_in(layer), layer))
-        forward, backward = (layers * work for work in self._work(sizes))
+        how = self.rule, self.kernels, self._chunks(sizes)[0]
+        forward, backward = (layers * flops for flops in chunk_flops(sizes, *how))
         old = sizes["attention_flops"]
         ledger = ledger.with_flops("forward", forward + 2 * more - old)
         ledger = ledger.with_flops("backward", backward + 4 * more - 2 * old)
@@ -268,7 +271,7 @@ class LinearAttention(Technique[Build]):
         }  # fmt: skip
         names = [f"blocks.{n}.mixer.{gate}.weight" for n in range(layers) for gate in gates]
         ledger = ledger.with_matrices(dict.fromkeys(names, Matrix((int(groups), int(dim)))))
-        return replace(ledger.without(dense), sizes={**sizes, **facts})
+        return chunked(replace(ledger.without(dense), sizes={**sizes, **facts}), *how)
 
     def _chunks(self, sizes: Mapping[str, float]) -> tuple[int, int]:
         """Tokens of a chunk, and chunks of a row."""
@@ -277,25 +280,6 @@ class LinearAttention(Technique[Build]):
 
     def _tokens(self) -> int:
         return self.chunk_tokens if self.kernels == "torch" else fla.CHUNK
-
-    def _work(self, sizes: Mapping[str, float]) -> tuple[float, float]:
-        """FLOPs per token of one layer's chunks and states, forward and backward."""
-        G, K, H, T = (sizes[n] for n in ("kv_heads", "head_dim", "heads", "length"))
-        C, Z = self._chunks(sizes)
-        G = G if self.kernels == "torch" else H  # fla's heads come one for each query
-        if self.rule == "sum":
-            inside = 4 * C * H * K + 2 * (G + H) * K * K
-            between = 2 * (Z + 1) ** 2 * G * K * K / T if self.kernels == "torch" else 0.0
-            forward = inside * Z * C / T + between
-            return forward, 2 * forward
-        near, solve = Z * C * (2 * C * G * K + 4 * C * H * K), Z * C * 2 * C * G * K
-        writes, reads = Z * C * 4 * G * K * K, Z * C * 2 * (G + H) * K * K
-        move = 2 * G * K**3  # of one chunk to the next
-        # The first state is nothing, so it has no gradient, and nothing reads the last one. A
-        # solve's gradient is another solve and a product of twice its work.
-        back = 2 * near + 3 * solve
-        back += 2 * (writes + reads) + (2 * Z - 3) * move if Z > 1 else reads
-        return (near + solve + writes + reads + Z * move) / T, back / T
 
     def _kept(self, sizes: Mapping[str, float], normed: bool) -> tuple[dict[str, float], float]:
         """Bytes that one layer's mixer keeps, by what they are, and of these those for gates alone.

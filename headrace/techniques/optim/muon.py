@@ -19,7 +19,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from headrace.core.ledger import Ledger
+from headrace.core.ledger import DERIVED, Ledger
 from headrace.core.technique import (
     Card,
     Context,
@@ -29,7 +29,8 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
-from headrace.kernels.orthogonalize import orthogonalize
+from headrace.core.work import Work, collective
+from headrace.kernels.orthogonalize import STEPS, orthogonalize
 from headrace.model.fusion import Fusion, fusions
 from headrace.parallel.layout import local_of
 from headrace.sockets import Build, Route
@@ -38,6 +39,16 @@ FP32, BF16 = 4, 2
 ITERATED = ((2, 4), (3, 2), (4, 1))
 """Batches and batches of their squares [shorter, shorter] that an iteration holds at once, beside
 the batch that it began with: as the squares are multiplied, then the polynomial, then the sum."""
+
+MOMENTUM, WRITTEN = (44, 5), (48, 6)
+"""Bytes of a number and kernels of a parameter: of the momentum, its choice and the direction, and
+of decay, step, choice and the weight. Counted in `MuonOptimizer`, as the next ones."""
+STACKED, WIDENED, APART = (24, 6), 6, 8
+"""Bytes of a number of a batch, and its kernels: stacked, in bf16, its norm, the quotient and the
+longer side's factor. Bytes of a number as it becomes fp32 again; and of a matrix that is taken
+apart, as that is done and as it is undone."""
+POLYNOMIAL, SQUARES = (10, 2), (14, 3)
+"""Likewise of an iteration, of the batch and of its squares: both sums of the polynomial."""
 
 
 class MuonOptimizer(torch.optim.Optimizer):
@@ -131,6 +142,7 @@ class Muon(Technique[Build]):
     weight_decay: float = Field(default=0.0, ge=0, le=1)
     """Decoupled decay, times the learning rate."""
 
+    timed: ClassVar[bool] = True
     room: ClassVar[str] = "optim"
     stage: ClassVar[Stage] = Stage.OPTIMIZER
     composes: ClassVar[tuple[str, ...]] = ("routes",)
@@ -165,7 +177,7 @@ class Muon(Technique[Build]):
         taken, line = ledger.updates(self.name()).values(), ledger.memory["optimizer"]
         mine = FP32 * sum(m.numbers for m in taken) / ledger.sizes.get("slices", 1.0)
         ledger = ledger.with_line("optimizer", replace(line, bytes=line.bytes - mine))
-        return ledger.updating(_held(ledger))
+        return _worked(ledger.updating(_held(ledger)), mine / FP32)
 
     def apply(self, build: Build) -> None:
         """Route the matrices of blocks here."""
@@ -202,13 +214,7 @@ def _held(ledger: Ledger) -> float:
     blocks whose matrices have one shape, as those beside experts may, hold most.
     """
     low = BF16 if ledger.sizes["on_gpu"] else FP32
-    batches: dict[tuple[int, ...], int] = {}
-    fused = 0
-    for name, matrix in ledger.updates(Muon.name()).items():
-        pieces = _pieces(name, matrix.shape, ledger.sizes)
-        fused += prod(matrix.shape) if len(pieces) > 1 else 0
-        for shape in pieces:
-            batches[shape] = batches.get(shape, 0) + 1
+    batches, fused = _batches(ledger)
     whole = sum(prod(shape) * count for shape, count in batches.items())
     done, before, most = 0, 0, 0.0
     for shape, count in batches.items():
@@ -218,6 +224,70 @@ def _held(ledger: Ledger) -> float:
         done, before = done + batch, batch  # the one before is there until this one is done
     together = FP32 * (whole if low != FP32 else fused)  # in the parameters' dtype again
     return FP32 * whole + max(most, low * (done + before) + together)
+
+
+def _batches(ledger: Ledger) -> tuple[dict[tuple[int, ...], int], int]:
+    """How many pieces of each shape iterate, and numbers of matrices that are taken apart."""
+    batches: dict[tuple[int, ...], int] = {}
+    fused = 0
+    for name, matrix in ledger.updates(Muon.name()).items():
+        pieces = _pieces(name, matrix.shape, ledger.sizes)
+        fused += prod(matrix.shape) if len(pieces) > 1 else 0
+        for shape in pieces:
+            batches[shape] = batches.get(shape, 0) + 1
+    return batches, fused
+
+
+def _worked(ledger: Ledger, mine: float) -> Ledger:
+    """The update's products and streams in AdamW's place for `mine` numbers of this rank.
+
+    A batch of matrices has the tiles of one product as long as all of them. Derived: of the
+    one row on a GPU, novels of time_to_quality.jsonl, it foresees 0.95 of a step that is short
+    enough for launches to decide.
+    """
+    sizes, taken = ledger.sizes, ledger.updates(Muon.name())
+    (batches, fused), count = _batches(ledger), len(taken)
+    if not taken:
+        return ledger
+    parts = sum(batches.values()) - count
+    more = {
+        "momentum": _stream(1, MOMENTUM[0] * mine, MOMENTUM[1] * count),
+        "written": _stream(1, WRITTEN[0] * mine, WRITTEN[1] * count),
+    }
+    if fused:
+        more |= {what: _stream(1, APART * fused, parts) for what in ("apart", "together")}
+    for shape, many in batches.items():
+        short, long, name = min(shape), max(shape), "x".join(map(str, shape))
+        batch, squares = many * prod(shape), many * short**2
+        more |= {
+            f"{name}/stacked": _stream(1, STACKED[0] * batch, STACKED[1]),
+            f"{name}/polynomial": _stream(STEPS, POLYNOMIAL[0] * batch, POLYNOMIAL[1]),
+            f"{name}/squares": _stream(STEPS, SQUARES[0] * squares, SQUARES[1]),
+            f"{name}/widened": _stream(1, WIDENED * batch, many),
+        }
+        for what, columns, terms in (
+            ("gram", short, long), ("squared", short, short), ("product", long, short)
+        ):  # fmt: skip
+            shapes = (many * short, columns, terms)
+            more[f"{name}/{what}"] = Work("optimizer", "product", STEPS, sizes=shapes)
+    if sizes.get("slices", 1.0) > 1:
+        whole = FP32 * sum(prod(m.shape) for m in taken.values())
+        more["gather"] = collective(
+            sizes, "shard", "optimizer", "all_gather", whole, kernels=count
+        )  # fmt: skip
+    if any(m.share < 1 for m in taken.values()):
+        why = "what ranks send each other of the matrices that muon takes whole was not counted"
+        more = {name: replace(piece, unknown=why) for name, piece in more.items()}
+    work = {**ledger.work, **{f"update/muon_{name}": piece for name, piece in more.items()}}
+    if (left := work.get("update/optimizer")) is not None:
+        rest = max(0.0, left.bytes - 7 * FP32 * mine)
+        work["update/optimizer"] = replace(left, bytes=rest)
+    return replace(ledger, work=work, sizes={**sizes, DERIVED: 1.0})
+
+
+def _stream(count: float, bytes: float, kernels: float) -> Work:
+    """Of the update."""
+    return Work("optimizer", "stream", count, bytes, kernels)
 
 
 def _pieces(name: str, shape: tuple[int, ...], sizes: Mapping[str, float]) -> list[tuple[int, ...]]:
