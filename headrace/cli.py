@@ -40,7 +40,7 @@ from headrace.doctor.advice import advise
 from headrace.doctor.advice import plain as advice_plain
 from headrace.doctor.run import narrowest
 from headrace.doctor.trace import ABSTAINED
-from headrace.evaluate import evaluate
+from headrace.evaluate import evaluate, finite
 from headrace.export.run import export_run
 from headrace.interrupts import Interrupts
 from headrace.load import open_model, read_plan, resolve_run, run_of
@@ -217,7 +217,8 @@ def evaluate_run(run: RunName, *, checkpoint: Checkpoint = None, json: Json = Fa
     """Validation loss of a run's checkpoint, in nats per token and bits per byte."""
     with exit_codes(json):
         folder = resolve_run(run)
-        found = evaluate(open_model(folder, catalogue(), checkpoint=checkpoint, with_data=True))
+        build = open_model(folder, catalogue(), checkpoint=checkpoint, with_data=True)
+        found = finite(evaluate(build), folder)
         values = {"run": str(folder), **vars(found)}
         if json:
             show_json(values)

@@ -5,13 +5,16 @@ different tokenizers compare. The document token stands for no byte and counts a
 """
 
 import math
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ConfigError, Diverged, RunError
+from headrace.core.plan import Plan
 from headrace.data.loader import validation_batches
 from headrace.model.head import IGNORED, cross_entropy
 from headrace.sockets import Build, Work
@@ -25,6 +28,47 @@ class Validation:
     bits_per_byte: float
     tokens: int
     bytes: int
+
+
+def diverged(
+    found: Validation, step: int, sound: Sequence[int], plan: Plan, folder: Path
+) -> Diverged:
+    """What ends a run whose validation loss is no number.
+
+    Args:
+        found: the evaluation.
+        step: after which.
+        sound: steps of checkpoints that an evaluation came after, and was fine.
+        plan: the run's.
+        folder: its own.
+    """
+    train, lower = (
+        f"headrace train {folder / 'plan.toml'}",
+        f"optimizer.lr={plan.optimizer.lr / 2:g}",
+    )
+    told = f"the validation loss after step {step} is {found.loss_nats}: the weights have diverged"
+    if not sound:
+        return Diverged(
+            f"{told}; no checkpoint is known to be sound", f"{train} name={plan.name}-again {lower}"
+        )
+    return Diverged(
+        f"{told}; step-{sound[-1]} is the last checkpoint known to be sound",
+        f"{train} --resume --checkpoint step-{sound[-1]} {lower}",
+    )
+
+
+def finite(found: Validation, folder: Path) -> Validation:
+    """An evaluation of the run in `folder`.
+
+    Raises:
+        RunError: its loss is no number.
+    """
+    if not math.isfinite(found.loss_nats):
+        raise RunError(
+            f"the validation loss is {found.loss_nats}: the weights have diverged",
+            f"headrace eval {folder} --checkpoint step-N of an earlier step",
+        )
+    return found
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ Shapes: B rows, T tokens of the prompt, V vocabulary.
 import torch
 from torch import Tensor
 
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ConfigError, RunError
 from headrace.kernels.autocast import compute_dtype
 from headrace.model.attention import KVCache
 from headrace.model.decoder import Decoder
@@ -78,6 +78,11 @@ def draw(
     logits_BV: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator
 ) -> Tensor:
     """One id per row [B]; see `generate` for the arguments."""
+    if bool(logits_BV.amax(-1).isfinite().logical_not().any()):  # of a NaN too
+        raise RunError(
+            "the model's logits are no numbers: its weights have diverged",
+            "--checkpoint step-N of an earlier step, or --checkpoint best",
+        )
     if temperature == 0:
         return logits_BV.argmax(-1)
     # Below the largest, so that no temperature takes it out of range: the smallest are greedy.

@@ -20,10 +20,10 @@ from headrace import start, state
 from headrace.bursts import Bursts
 from headrace.checkpoint import Checkpoints, Saved
 from headrace.compile_time import compile_seconds
-from headrace.core.errors import ConfigError, Diverged, HeadraceError, RunError, Stopped
+from headrace.core.errors import ConfigError, HeadraceError, RunError, Stopped
 from headrace.core.technique import Evidence
 from headrace.data.loader import StepBatch
-from headrace.evaluate import evaluate
+from headrace.evaluate import diverged, evaluate
 from headrace.filled import LastLook, check_active, last_look, note_own_attention
 from headrace.gauges import Gauges
 from headrace.goal import Counters, ended_by
@@ -185,8 +185,8 @@ class Session:
         if saves and (unseen or self._saved_step != self.counters.step):
             self._save()
         self.checkpoints.wait()
+        self.last = None if self.evidence is None else last_look(self.build, self.counted)
         if done:
-            self.last = None if self.evidence is None else last_look(self.build, self.counted)
             self._write_report("done", "")
             return self.folder.path
         self._write_report("interrupted", f"stopped by {stop.name}")
@@ -336,12 +336,9 @@ class Session:
         self.signals.spent("eval", spent_s - (self._compiled_s - compiled_s))
         counters = self.counters
         if not math.isfinite(found.loss_nats):
-            raise Diverged(
-                f"the validation loss after step {counters.step} is {found.loss_nats}: the weights "
-                "have diverged; this step was not saved",
-                f"headrace train {self.folder.path / 'plan.toml'} --resume "
-                f"optimizer.lr={self.build.plan.optimizer.lr / 2:g}",
-            )
+            evaluated = counters.val[-1]["step"] if counters.val else 0
+            sound = [step for step in self.checkpoints.steps() if step <= evaluated]
+            raise diverged(found, counters.step, sound, self.build.plan, self.folder.path)
         counters.wall_s = self._wall_s()
         value = {"loss_nats": found.loss_nats, "bits_per_byte": found.bits_per_byte}
         counters.val.append(

@@ -1,5 +1,7 @@
 """What a run says of its techniques where its last step has no target; see also test_failures."""
 
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +11,7 @@ import pytest
 from tiny import report
 
 from headrace import session
+from headrace.core.errors import Stopped
 from headrace.data.loader import Loader, StepBatch
 from headrace.model.head import IGNORED
 
@@ -57,6 +60,24 @@ def test_the_report_has_what_was_counted_until_the_end(train: Train) -> None:
     (told,) = run["techniques"].values()
     assert told["active"] and "16 and 32" in told["detail"], told["detail"]
     assert told["numbers"]["micro_batches_of_16"] < told["numbers"]["micro_batches_of_32"] + 1
+
+
+def test_a_run_that_is_stopped_has_what_was_counted_until_then(
+    train: Train, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    whole = Loader.step
+
+    def step(loader: Loader, index: int) -> StepBatch:
+        if index == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return whole(loader, index)
+
+    monkeypatch.setattr(Loader, "step", step)
+    with pytest.raises(Stopped):
+        train("techniques.fp16_loss_scaling={}", f"goal.steps={STEPS}", "eval.every_steps=100")
+    run = report(tmp_path / "runs" / "tiny")
+    assert (run["status"], run["steps"]) == ("interrupted", 3)
+    assert run["techniques"]["fp16_loss_scaling"]["numbers"]["good_steps"] == 3
 
 
 def test_what_is_lost_in_a_step_with_targets_is_told(

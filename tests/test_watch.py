@@ -162,6 +162,36 @@ def test_the_norm_that_is_read_is_torchs_and_a_noted_one_takes_its_place() -> No
     assert read == [pytest.approx(2**0.5), pytest.approx(2**0.5), 9.0, 9.0]
 
 
+@pytest.mark.parametrize(
+    ("raised", "status"),
+    [(SystemExit(0), "interrupted"), (SystemExit(3), "failed"), (GeneratorExit(), "interrupted")],
+    ids=["exit 0", "exit 3", "closed generator"],
+)
+def test_a_loop_that_ends_itself_has_not_failed(raised: BaseException, status: str) -> None:
+    model, optimizer, loader = setup()
+    with pytest.raises(type(raised)), headrace.watch(model, optimizer, loader) as watched:
+        train(model, optimizer, loader, micros=1)
+        raise raised
+    assert watched.report()["status"] == status
+
+
+def test_more_targets_than_tokens_waste_none() -> None:
+    model, optimizer, _ = setup()
+    with headrace.watch(model, optimizer) as watched:
+        for _ in range(4):
+            watched.note(tokens=4, targets=9)
+            optimizer.step()
+    assert watched.report()["wasted_token_fraction"] == 0
+
+
+def test_parameters_that_have_no_shape_yet_are_not_counted() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.LazyLinear(5))
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    with headrace.watch(model, optimizer) as watched:
+        pass
+    assert watched.report()["parameters"] == 3 * 4 + 4
+
+
 def test_what_is_no_model_is_told() -> None:
     optimizer = torch.optim.SGD(nn.Linear(4, 1).parameters(), lr=0.01)
     with pytest.raises(ConfigError, match="was given a function") as told:

@@ -7,6 +7,7 @@ from headrace.core.errors import ConfigError, UnsupportedError, nearest
 from headrace.export.hf import export_hf
 from headrace.model.attention import Attention
 from headrace.model.lora import merged_state
+from headrace.model.mlp import PlainMLP, SwiGLU
 from headrace.sockets import Build
 
 FORMATS = ("hf",)
@@ -22,11 +23,13 @@ def export_run(build: Build, to: str, output: Path, *, sequence_length: int) -> 
     if to not in FORMATS:
         raise ConfigError(f"--to {to} is not a format", f"--to {nearest(to, FORMATS)}")
     for name, block in build.model.blocks.items():
-        kind = type(block.mixer)
-        if kind is not Attention:
+        for does, part in (("mixes tokens by", block.mixer), ("has for its MLP", block.mlp)):
+            if type(part) in (Attention, SwiGLU, PlainMLP):
+                continue
+            kind = type(part)
             owner = kind.__module__.rpartition(".")[2]
             raise UnsupportedError(
-                f"layer {name} of this model mixes tokens by {owner} ({kind.__name__}), and no "
+                f"layer {name} of this model {does} {owner} ({kind.__name__}), and no "
                 "exported family does: its config.json would describe another model",
                 f"headrace sample {build.plan.name}, which computes it as it was trained",
             )

@@ -294,15 +294,17 @@ class Bench:
 
     def _known(self) -> Iterator[tuple[tuple[Any, ...], Row]]:
         """Rows of the file that need not be measured again, by their keys; half a line is none."""
-        lines = self.found.file.read_text().splitlines() if self.found.file.is_file() else []
-        for line in lines:
+        file = self.found.file
+        text = file.read_text(errors="replace") if file.is_file() else ""
+        for line in text.splitlines():
             try:
                 row = json.loads(line)
             except ValueError:
                 continue
             if not isinstance(row, dict) or "measurement" not in row:
                 continue
-            if not any(row.get(k, "").startswith(TRANSIENT) for k in ("refused", "loss_refused")):
+            whys = (str(row.get(k) or "") for k in ("refused", "loss_refused"))
+            if not any(why.startswith(TRANSIENT) for why in whys):
                 yield self._key_of(row), row
 
 

@@ -152,10 +152,10 @@ class Store:
             self.file = None
 
     def _read(self) -> dict[str, list[tuple[Reading, float]]]:
-        """Rows by what they are of; a line that a kill cut short is none."""
+        """Rows by what they are of; a line that is damaged is none."""
         found: dict[str, list[tuple[Reading, float]]] = {}
-        lines = self.file.read_text().splitlines() if self.file and self.file.is_file() else []
-        for line in lines:
+        text = self.file.read_text(errors="replace") if self.file and self.file.is_file() else ""
+        for line in text.splitlines():
             try:
                 row = json.loads(line)
                 reading, seconds = row.pop("reading"), float(row.pop("seconds"))
@@ -164,7 +164,7 @@ class Store:
                 key = json.dumps([row, place], sort_keys=True)
                 if not self._keep(found, key, read(reading), seconds, limit_s):
                     self.lost_s[key] += seconds
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, AttributeError):
                 continue
         return found
 

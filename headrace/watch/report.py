@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from headrace.compile_time import compile_seconds, graph_breaks
 from headrace.signals import STALL_SHARE
@@ -108,7 +109,7 @@ class Tally:
         if "padded" in row:
             row["padded_tokens"] = int(row.pop("padded"))
         if "targets" in row:
-            row["wasted_tokens"] = tokens - int(row.pop("targets"))
+            row["wasted_tokens"] = max(0, tokens - int(row.pop("targets")))
         if tokens:
             row["tokens_per_s"] = tokens / max(row["step_s"], 1e-9)
         if "max_norm" in row:
@@ -144,7 +145,7 @@ class Tally:
         phase_s["input"] += transfer_s
         for phase in ("communication_exposed", "checkpoint"):  # no hook sees them
             del phase_s[phase]
-        wasted = counts["targets_of"] - counts["targets"]
+        wasted = max(0, counts["targets_of"] - counts["targets"])
         losses = [r["loss"] for r in self.rows if "loss" in r]
         report = {
             "format": 1,
@@ -238,7 +239,7 @@ def describe(model: nn.Module, optimizer: Any, loader: Any, arguments: Any) -> d
     given = {name: getattr(loader, name, None) for name in names}
     asked = ("bf16", "fp16", "torch_compile", "max_grad_norm")
     return {
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters": sum(p.numel() for p in model.parameters() if not is_lazy(p)),
         "device": device.type,
         "device_name": torch.cuda.get_device_name(device) if cuda else None,
         "torch": torch.__version__,

@@ -104,7 +104,8 @@ class Watched:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, KeyboardInterrupt):
+        left = isinstance(error, GeneratorExit) or getattr(error, "code", 1) in (None, 0)
+        if isinstance(error, KeyboardInterrupt) or left:
             self.status = "interrupted"
         elif error is not None:
             self.status, self.message = "failed", f"{type(error).__name__}: {error}"

@@ -87,8 +87,9 @@ def test_a_mask_that_no_family_has_is_not_exported_as_another_model(
     [
         (["techniques.prefix_lm.tokens=5"], "prefix=True"),
         (["techniques.short_convolution.between=1", "model.layers=2"], "GatedConvolution"),
+        (["techniques.mixture_of_experts.experts=2"], "MixtureOfExperts"),
     ],
-    ids=["prefix", "convolution"],
+    ids=["prefix", "convolution", "experts"],
 )
 def test_a_model_that_no_family_computes_is_not_exported(
     tmp_path: Path, tiny_plan: Callable[..., Any], more: list[str], why: str

@@ -120,8 +120,9 @@ def test_an_ablation_goes_on_where_it_was_ended(
     assert first.interrupted and len(first.rows) == 2
     assert first.left == ["without z_loss", *(f"only {name}" for name in THREE)]
     assert "the same command goes on: without z_loss" in first.lines()[-2]
-    with (tmp_path / FILE).open("a") as file:
-        file.write('{"measurement": "le')  # a kill in the middle of a line
+    with (tmp_path / FILE).open("ab") as file:
+        file.write(b'"x"\n\xff\xfe\n{"measurement": "left_out", "refused": 7}\n')  # damaged
+        file.write(b'{"measurement": "le')  # a kill in the middle of a line
     rest = Made(product)
     second = run(rest)
     assert len(rest.asked) == 4 and not second.left and len(second.rows) == 6

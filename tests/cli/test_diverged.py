@@ -1,0 +1,34 @@
+"""Weights that have diverged: what is saved of them is told truly, and every verb says so."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WILD = ("optimizer.lr=1e20", "optimizer.clip_norm=0", "checkpoint.every_steps=1")
+
+
+def test_a_checkpoint_that_diverged_unseen_is_no_place_to_go_on_from(
+    call: Callable[..., Any], tiny_demo: list[str]
+) -> None:
+    told = call("train", *tiny_demo, *WILD, "goal.steps=1", "name=wild", code=1)
+    assert "after step 1 is nan" in told["error"] and "no checkpoint is known" in told["error"]
+    assert "--resume" not in told["remedy"] and "name=wild-again" in told["remedy"]
+    for verb in ("eval", "sample"):
+        assert "have diverged" in call(verb, "wild", code=1)["error"]
+
+
+def test_the_last_checkpoint_that_was_evaluated_is_named(
+    call: Callable[..., Any], tiny_demo: list[str], workshop: Path
+) -> None:
+    call("train", *tiny_demo, "goal.steps=3", "name=tame", "checkpoint.every_steps=1")
+    plan = str(workshop / "runs" / "tame" / "plan.toml")
+    told = call("train", plan, *WILD, "goal.steps=4", "--resume", code=1)
+    assert "step-3 is the last checkpoint known to be sound" in told["error"]
+    words = told["remedy"].removeprefix("headrace ").split()
+    words = [plan if word.endswith("plan.toml") else word for word in words]
+    again = call(*[w for w in words if "lr=" not in w], "optimizer.lr=1e-3", "goal.steps=4")
+    assert again["status"] == "done" and again["val"][-1]["loss_nats"] == pytest.approx(5, abs=2)
+    assert json.loads(json.dumps(again["val"][-1], allow_nan=False))
