@@ -137,9 +137,9 @@ def visit(
             found.steps = visit_steps(side.step_s, blocks, size, share * limit.left_s(), limit)
             side.run(blocks, found.steps)
             found.steps *= blocks
-            side.end()
             if side.build.device.type == "cuda":
                 found.reserved_bytes = float(torch.cuda.max_memory_reserved())
+            side.end()
 
     return read(go)
 

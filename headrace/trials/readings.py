@@ -266,11 +266,11 @@ def _time_steps(
             found.seconds.append(median(clock.seconds()))
             late &= clock.behind_s < BEHIND * found.seconds[-1]
         found.by_host = late
-        told |= newest(build) if first else {}
-        found.evidence = {n: words for n, words in told.items() if name in ("", n)}
         found.peak_bytes = peak(build) if counted(plan) else None
         if build.device.type == "cuda":
             found.reserved_bytes = float(torch.cuda.max_memory_reserved())
+        told |= newest(build) if first else {}
+        found.evidence = {n: words for n, words in told.items() if name in ("", n)}
 
 
 def time_long_row(plan: Plan, *, short: int, steps: int) -> Reading:
