@@ -336,6 +336,7 @@ class Session:
         self.signals.spent("eval", spent_s - (self._compiled_s - compiled_s))
         counters = self.counters
         if not math.isfinite(found.loss_nats):
+            self.checkpoints.wait()  # that a save failed is told first
             evaluated = counters.val[-1]["step"] if counters.val else 0
             sound = [step for step in self.checkpoints.steps() if step <= evaluated]
             raise diverged(found, counters.step, sound, self.build.plan, self.folder.path)
