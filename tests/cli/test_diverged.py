@@ -1,4 +1,4 @@
-"""Weights that have diverged: what is saved of them is told truly,."""
+"""Weights that have diverged: what is saved of them is told, and numbers that are none are."""
 
 import json
 from collections.abc import Callable
