@@ -42,10 +42,8 @@ def diverged(
         plan: the run's.
         folder: its own.
     """
-    train, lower = (
-        f"headrace train {folder / 'plan.toml'}",
-        f"optimizer.lr={plan.optimizer.lr / 2:g}",
-    )
+    train = f"headrace train {folder / 'plan.toml'}"
+    lower = f"optimizer.lr={plan.optimizer.lr / 2:g}"
     told = f"the validation loss after step {step} is {found.loss_nats}: the weights have diverged"
     if not sound:
         return Diverged(

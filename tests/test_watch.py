@@ -162,10 +162,21 @@ def test_the_norm_that_is_read_is_torchs_and_a_noted_one_takes_its_place() -> No
     assert read == [pytest.approx(2**0.5), pytest.approx(2**0.5), 9.0, 9.0]
 
 
+class Coded(Exception):
+    """As those of libraries of the web."""
+
+    code = None
+
+
 @pytest.mark.parametrize(
     ("raised", "status"),
-    [(SystemExit(0), "interrupted"), (SystemExit(3), "failed"), (GeneratorExit(), "interrupted")],
-    ids=["exit 0", "exit 3", "closed generator"],
+    [
+        (SystemExit(0), "interrupted"),
+        (SystemExit(3), "failed"),
+        (GeneratorExit(), "interrupted"),
+        (Coded(), "failed"),
+    ],
+    ids=["exit 0", "exit 3", "closed generator", "another's code"],
 )
 def test_a_loop_that_ends_itself_has_not_failed(raised: BaseException, status: str) -> None:
     model, optimizer, loader = setup()

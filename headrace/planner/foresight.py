@@ -310,9 +310,10 @@ def _no_interval(context: Context, ledger: Ledger, machine: Machine, time: StepT
     """Why a time has no interval; "" where it has one."""
     if ledger.sizes["world_ranks"] > 1:
         return ranks.UNMEASURED
-    if context.precision == "fp32" or ledger.sizes.get(DERIVED):
-        return FP32 if context.precision == "fp32" else FEW
-    return LAUNCHED if time.by_host else not_known_on(machine.name)
+    if ledger.sizes.get(DERIVED):
+        return FEW
+    wide = context.precision == "fp32"
+    return FP32 if wide else LAUNCHED if time.by_host else not_known_on(machine.name)
 
 
 def _parts(time: StepTime, step_s: float) -> dict[str, float]:
@@ -340,8 +341,7 @@ def told(plan: Plan, found: Foresight) -> str:
     fits = {"yes": "it fits", "tight": "it fits tightly", "no": "it does not fit"}[found.fits]
     rates = {"datasheet": "rates assumed from its datasheet; `headrace probe` measures them",
              "probes": "rates measured by probes"}[found.rates]  # fmt: skip
-    if found.calibrated_by:
-        rates += f"; set by measured steps of {found.calibrated_by}"
+    rates += f"; set by measured steps of {found.calibrated_by}" if found.calibrated_by else ""
     held = "" if found.reserved_bytes is None else (
         f"; torch's allocator would reserve {format_bytes(found.reserved_bytes)}"
     )  # fmt: skip

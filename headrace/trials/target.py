@@ -40,7 +40,8 @@ GIVEN_UP = 2
 PATIENCE, LEAST_S = 2.0, 60.0
 """Times as long as the plan before may a run take to the target; and what it may in any case."""
 ENDS_S = 12.0
-"""Of a limit, for what no clock of a run counts: its start, its last evaluation and its report."""
+"""Of a limit, for what no clock of a run counts: its start, its last evaluation and its report. A
+tuning of 90 s took 102 on two cores without it."""
 
 
 def reach(plan: Plan, cut: bool) -> Reading:

@@ -104,8 +104,8 @@ class Watched:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        left = isinstance(error, GeneratorExit) or getattr(error, "code", 1) in (None, 0)
-        if isinstance(error, KeyboardInterrupt) or left:
+        exits = isinstance(error, SystemExit) and error.code in (None, 0)
+        if exits or isinstance(error, KeyboardInterrupt | GeneratorExit):
             self.status = "interrupted"
         elif error is not None:
             self.status, self.message = "failed", f"{type(error).__name__}: {error}"

@@ -189,7 +189,10 @@ def test_what_few_steps_tell_is_forecast_where_both_plans_have_it() -> None:
         foresee(*on_h200("160m", words))
         for words in (BARE, f"{BARE} +muon", f"{BARE} +muon +fused_rope")
     )
-    for one, other in ((plain, muon), (muon, plain)):
+    wide = [
+        foresee(*on_h200("160m", f"{BARE} model.precision=fp32 {more}")) for more in ("", "+muon")
+    ]
+    for one, other in ((plain, muon), (muon, plain), wide):
         told = by_ledger(one, other, Measured(one.step_s))
         assert told.gain is None and told.unknown == FEW
     assert by_ledger(muon, both, Measured(muon.step_s)).gain is not None
