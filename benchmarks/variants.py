@@ -8,6 +8,8 @@ from headrace.cli import catalogue
 from headrace.core.plan import Plan
 
 KERNELS = "+fused_rms_norm +fused_rope "
+FLASH4 = "-cudnn_attention +flash_attention_3 techniques.flash_attention_3.version=FA4 "
+ONCE4 = "batch.tokens=16384 batch.micro_sequences=4"
 KEEPS = "techniques.selective_checkpoint."
 CHUNKS = (
     "-fused_cross_entropy +chunked_cross_entropy techniques.chunked_cross_entropy.chunk_tokens="
@@ -19,14 +21,16 @@ LONG = (
 VARIANTS = {
     "mfu": {
         "none_rows2": "batch.micro_sequences=2",
-        "none_once4": "batch.tokens=16384 batch.micro_sequences=4",
+        "none_once4": ONCE4,
         "selective2_rows2": f"+selective_checkpoint {KEEPS}every_matmul=2 batch.micro_sequences=2",
         "budget_rows4": "+memory_budget techniques.memory_budget.fraction=0.4 "
         "batch.micro_sequences=4",
         "selective_half": f"+selective_checkpoint {KEEPS}every=2 batch.micro_sequences=2",
         "kernels_half": f"{KERNELS}+selective_checkpoint {KEEPS}every=2 batch.micro_sequences=2",
-        "kernels_once4": f"{KERNELS}+selective_checkpoint batch.tokens=16384 "
-        "batch.micro_sequences=4",
+        "kernels_once4": f"{KERNELS}+selective_checkpoint {ONCE4}",
+        "kernels_once5": f"{KERNELS}+selective_checkpoint batch.tokens=20480 "
+        "batch.micro_sequences=5",
+        "flash4_once4": f"{KERNELS}{FLASH4}+selective_checkpoint {ONCE4}",
         "attention_rows8": f"+selective_checkpoint {KEEPS}save=attention batch.micro_sequences=8",
         "full_rows4": "+full_checkpoint batch.micro_sequences=4",
         "full_rows8": "+full_checkpoint batch.micro_sequences=8",
