@@ -30,6 +30,8 @@ VARIANTS = {
         "kernels_once4": f"{KERNELS}+selective_checkpoint {ONCE4}",
         "kernels_once5": f"{KERNELS}+selective_checkpoint batch.tokens=20480 "
         "batch.micro_sequences=5",
+        "grown_once5": f"{KERNELS}+selective_checkpoint +expandable_segments batch.tokens=20480 "
+        "batch.micro_sequences=5",
         "flash4_once4": f"{KERNELS}{FLASH4}+selective_checkpoint {ONCE4}",
         "attention_rows8": f"+selective_checkpoint {KEEPS}save=attention batch.micro_sequences=8",
         "full_rows4": "+full_checkpoint batch.micro_sequences=4",
