@@ -29,6 +29,8 @@ def test_readers_take_the_waits_away(
     hand, one, many = found
     assert [row["side"] for row in found] == ["at hand", "one reader", "loader_workers"]
     assert hand["row_s"] == hand["slow"] == 0 and hand["metrics"]["ratio_to_at_hand"]["value"] == 1
+    whole = [row["metrics"]["whole_ratio_to_at_hand"]["value"] for row in found]
+    assert whole[0] == 1 > whole[2] > 2 * whole[1]
     rows = 4  # of a step
     slow_s = 6 * hand["metrics"]["step"]["value"]
     assert one["row_s"] == many["row_s"] == pytest.approx(slow_s / rows)

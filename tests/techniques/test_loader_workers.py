@@ -24,6 +24,7 @@ from headrace.techniques.data.loader_workers import (
     TunedLoader,
     Tuner,
     Waits,
+    Window,
 )
 from headrace.train import step
 
@@ -104,13 +105,17 @@ def test_a_resume_goes_on_where_it_was(
 
 def test_threads_double_while_the_longest_wait_is_too_long() -> None:
     tuner = Tuner(1, 6, 0.01)
-    told = [tuner.judge([0.0, wait_s], 0.1) for wait_s in (0.0009, 0.05, 0.03, 0.01, 0.0, 0.02)]
+    waits_s = (0.0009, 0.05, 0.03, 0.01, 0.0, 0.02)
+    told = [tuner.judge(Window([0.0, wait_s], 0.1)) for wait_s in waits_s]
     assert told == [1, 2, 4, 6, 6, 6]
+    asks = Tuner(1, 16, 0.01)
+    told = [asks.judge(Window([wait_s], 0.1, 5)) for wait_s in (0.0, 0.3, 0.0, 0.05)]
+    assert told == [1, 5, 5, 10]  # what is read asks for five; five with a wait left ask for more
 
 
 def test_threads_that_do_not_help_are_taken_back_for_a_while() -> None:
     tuner = Tuner(2, 16, 0.01)
-    told = [tuner.judge([0.05], 0.1) for _ in range(REST_WINDOWS + 3)]
+    told = [tuner.judge(Window([0.05], 0.1)) for _ in range(REST_WINDOWS + 3)]
     assert told == [4, *[2] * (REST_WINDOWS + 1), 4]
 
 
@@ -135,10 +140,38 @@ def test_tuning_takes_the_wait_away(tuned: Callable[..., TunedLoader]) -> None:
             loader.step()
             time.sleep(0.02)
     assert fixed.waits.workers == 1 < one.waits.workers
-    slow, fast = (median(x.waits.newest(WINDOW_STEPS)[0]) for x in (fixed, one))
+    slow, fast = (median(x.waits.newest(WINDOW_STEPS).waits_s) for x in (fixed, one))
     assert fast < 0.5 * slow
     assert fixed.waits["read_stalled_steps"] > 4 * WINDOW_STEPS
     assert fixed.waits["wait_p50_s"] > 0.005 and fixed.waits["read_p50_s"] > 0.005
+
+
+def test_what_was_read_during_a_long_first_step_hides_no_slow_thread(
+    tuned: Callable[..., TunedLoader],
+) -> None:
+    """A step compiles, and what was read meanwhile lasts for the next ones: no window of theirs."""
+    one = tuned(0.004, prefetch=16)
+    told = []
+    for n in range(2 * WINDOW_STEPS):
+        one.step()
+        told.append(one.waits.workers)
+        time.sleep(0.01 if n else 0.2)
+    read_ahead = 4  # steps: of 16 micro-batches, 4 a step
+    assert {*told[: read_ahead + WINDOW_STEPS]} == {1}
+    assert told[read_ahead + WINDOW_STEPS] > 1
+
+
+def test_other_threads_begin_where_the_first_ones_are(tuned: Callable[..., TunedLoader]) -> None:
+    """What no thread has begun goes to the new ones; nothing is read twice, or out of turn."""
+    one, begun = tuned(0.002, prefetch=12), []
+    plain = one._clock.row
+    one._clock.row = lambda *a: (begun.append(a), plain(*a))[1]  # type: ignore[method-assign]
+    one.step()
+    one._go_on_with(4)
+    for _ in range(4):
+        one.step()
+    one.close()
+    assert len(begun) == len({*begun}) >= 5 * 8
 
 
 def test_waits_are_divided_by_stage() -> None:

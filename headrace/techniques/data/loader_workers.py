@@ -2,10 +2,12 @@
 
 A step waits for its rows if they are read more slowly than they are trained. How many threads are
 enough depends on the disk, the tokens of a row and the GPU, so with `workers=0` the run finds out:
-it begins with one thread, and after every 8 steps doubles them, up to the cores that are there, as
-long as the longest wait is more than `wait_share` of a step. Where twice as many did not help, it
-takes them back: threads that fight for the interpreter read less (2 read 26% fewer tokens than 1 on
-2 cores, results/data_path.jsonl). Every micro-batch remains a pure function of its number, so
+it begins with one thread, and where the longest wait of 8 steps is more than `wait_share` of a step
+it takes as many as the seconds that were read in those steps ask for, at least twice as many, up to
+the cores that are there. Steps whose rows were read before such a change are not judged: what was
+read ahead during the first step hides that one thread is too slow. Where more threads did not help,
+they are taken back: threads that fight for the interpreter read less (2 read 26% fewer tokens than
+1 on 2 cores, results/data_path.jsonl). Every micro-batch remains a pure function of its number, so
 threads, depth and tuning change who reads when, and never the stream or a resume.
 
 On a GPU a reader also sends what it has made, from page-locked memory on a stream of its own: the
@@ -22,11 +24,13 @@ cores from the training. Left out: processes in place of threads, which would ha
 read to this one. Source: torch.utils.data's workers; tf.data's AUTOTUNE (arXiv 2101.12127).
 """
 
+import math
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from statistics import median, quantiles
 from typing import Any, ClassVar, NamedTuple
@@ -51,16 +55,14 @@ from headrace.sockets import Build
 
 STAGES = ("read", "collate", "copy")
 WINDOW_STEPS = 8
-HELPED = 0.9
-"""More threads helped if a window's waits fell to this share."""
-REST_WINDOWS = 16
-"""How long the tuner leaves it at that where they did not."""
+HELPED = 0.9  # more threads helped if a window's waits fell to this share
+REST_WINDOWS = 16  # how long the tuner leaves it at that where they did not
 KEPT_STEPS = 4096
 """Waits of the newest steps are remembered."""
 
 
 class Tuner:
-    """How many threads read: twice as many while steps wait, and back where that did not help.
+    """How many threads read: more while steps wait, and back where that did not help.
 
     Args:
         workers: to begin with.
@@ -73,17 +75,26 @@ class Tuner:
         self._tried: tuple[int, float] | None = None
         self._rests = 0
 
-    def judge(self, waits_s: Sequence[float], step_s: float) -> int:
-        """Threads to go on with, from a window's waits and the time of its median step."""
-        whole_s, tried, self._tried = sum(waits_s), self._tried, None
+    def judge(self, window: "Window") -> int:
+        """Threads to go on with."""
+        whole_s, tried, self._tried = sum(window.waits_s), self._tried, None
         if tried is not None and whole_s > HELPED * tried[1]:
             self.workers, self._rests = tried[0], REST_WINDOWS
         elif self._rests:
             self._rests -= 1
-        elif max(waits_s) > self.share * step_s and self.workers < self.most:
+        elif max(window.waits_s) > self.share * window.step_s and self.workers < self.most:
             self._tried = self.workers, whole_s
-            self.workers = min(self.most, 2 * self.workers)
+            self.workers = min(self.most, max(2 * self.workers, window.asked_for))
         return self.workers
+
+
+class Window(NamedTuple):
+    """What neighbouring steps waited for and took."""
+
+    waits_s: Sequence[float]
+    step_s: float  # of the median step
+    asked_for: int = 0
+    """Threads that can read what a step needs while a step trains."""
 
 
 class Clocked:
@@ -111,8 +122,7 @@ class Made(NamedTuple):
 
     thread: int
     stages_s: tuple[float, ...]
-    copied: Any
-    """the event at the end of its copy, or None"""
+    copied: Any  # the event at the end of its copy, or None
 
 
 class Waits(Mapping[str, float]):
@@ -121,23 +131,26 @@ class Waits(Mapping[str, float]):
     def __init__(self, share: float) -> None:
         self.share = share
         self.workers = self.prefetch = self.read_ahead = self.read_here = self.copied_bytes = 0
-        self.late_copies = 0
-        """not complete when their step was handed out"""
+        self.late_copies = 0  # not complete when their step was handed out
         self._by_stage: dict[str, deque[float]] = {n: deque(maxlen=KEPT_STEPS) for n in STAGES}
         self._steps_s: deque[float] = deque(maxlen=KEPT_STEPS)
+        self._made_s: deque[float] = deque(maxlen=KEPT_STEPS)
 
     def add(self, step_s: float, wait_s: float, made: Sequence[Made]) -> None:
         """Note a step: the seconds since the one before it, its wait, and how it was made."""
         spent_s = [sum(stages) for stages in zip(*(m.stages_s for m in made), strict=True)]
         whole_s = sum(spent_s) or 1.0
         self._steps_s.append(step_s)
+        self._made_s.append(sum(spent_s))
         for name, part_s in zip(STAGES, spent_s, strict=True):
             self._by_stage[name].append(wait_s * part_s / whole_s)
 
-    def newest(self, count: int) -> tuple[list[float], float]:
-        """Waits of the last `count` steps, and the median of their times; seconds."""
+    def newest(self, count: int) -> Window:
+        """The last `count` steps."""
         waits_s = [sum(stages, 0.0) for stages in zip(*self._by_stage.values(), strict=True)]
-        return waits_s[-count:], median(list(self._steps_s)[-count:])
+        waits_s, step_s = waits_s[-count:], median(list(self._steps_s)[-count:])
+        train_s = max(step_s - median(waits_s), 1e-6)
+        return Window(waits_s, step_s, math.ceil(median(list(self._made_s)[-count:]) / train_s))
 
     def __len__(self) -> int:
         return len(self._numbers())
@@ -192,16 +205,15 @@ class TunedLoader(Loader):
         wait_share: float, prefetch: int, **options: Any,
     ) -> None:  # fmt: skip
         self._clock, self._device = Clocked(packer), device
-        super().__init__(self._clock, workers=workers or most, prefetch=prefetch, **options)
+        super().__init__(self._clock, workers=workers or 1, prefetch=prefetch, **options)
         self.waits = Waits(wait_share)
         self.waits.workers, self.waits.prefetch = workers or 1, prefetch
         self._tuner = None if workers else Tuner(1, most, wait_share)
-        self._slots = threading.Semaphore(self.waits.workers)
         self._stream = None if device is None else torch.cuda.Stream(device)
         self._made: dict[int, Made] = {}
         self._trains = threading.get_ident()
         self._began_s: float | None = None
-        self._seen = 0
+        self._settle()
 
     def step(self, step: int | None = None) -> StepBatch:
         """The batch of a step, see Loader; on the device if the loader has one."""
@@ -213,9 +225,12 @@ class TunedLoader(Loader):
             self._take_over(how, micro)
         if self._began_s is not None:
             self.waits.add(begin_s - self._began_s, batch.wait_s, made)
-            self._seen += 1
-            if self._tuner is not None and self._seen % WINDOW_STEPS == 0:
-                self._go_on_with(self._tuner.judge(*self.waits.newest(WINDOW_STEPS)))
+            self._judged += 1
+            if self._tuner is not None and self._judged == WINDOW_STEPS:
+                self._judged = 0
+                workers = self._tuner.judge(self.waits.newest(WINDOW_STEPS))
+                if workers != self.waits.workers:
+                    self._go_on_with(workers)
         self._began_s = begin_s
         return batch
 
@@ -226,26 +241,33 @@ class TunedLoader(Loader):
         self._count(self._made.pop(0))
 
     def _go_on_with(self, workers: int) -> None:
-        waits, before = self.waits, self.waits.workers
-        waits.workers = workers
-        if workers > before:
-            self._slots.release(workers - before)
-        for _ in range(before - workers):
-            self._slots.acquire()
-        self._prefetch = waits.prefetch = max(waits.prefetch, 2 * workers)
+        """Other threads read what no thread has begun, in its order."""
+        assert self._pool is not None
+        before, self._pool = self._pool, ThreadPoolExecutor(workers, "headrace-data")
+        first = self._submitted - len(self._ahead)
+        for place, future in enumerate(self._ahead):
+            if future.cancel():
+                self._ahead[place] = self._pool.submit(self._make, first + place)
+        before.shutdown(wait=False)
+        self.waits.workers = workers
+        self._prefetch = self.waits.prefetch = max(self.waits.prefetch, 2 * workers)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Judge no step whose rows were read, or begun, before now."""
+        self._judged = -math.ceil(self._prefetch / self._micros_per_step)  # steps of a window
 
     def _make(self, index: int) -> tuple[Micro, int]:
-        with self._slots:
-            self._clock.take_s()
-            begin_s = time.perf_counter()
-            micro, digest = super()._make(index)
-            made_s, read_s = time.perf_counter(), self._clock.take_s()
-            copied = None
-            if self._stream is not None:
-                micro, copied = self._send(micro, self._stream)
-            stages_s = (read_s, made_s - begin_s - read_s, time.perf_counter() - made_s)
-            self._made[index] = Made(threading.get_ident(), stages_s, copied)
-            return micro, digest
+        self._clock.take_s()
+        begin_s = time.perf_counter()
+        micro, digest = super()._make(index)
+        made_s, read_s = time.perf_counter(), self._clock.take_s()
+        copied = None
+        if self._stream is not None:
+            micro, copied = self._send(micro, self._stream)
+        stages_s = (read_s, made_s - begin_s - read_s, time.perf_counter() - made_s)
+        self._made[index] = Made(threading.get_ident(), stages_s, copied)
+        return micro, digest
 
     def _send(self, micro: Micro, stream: torch.cuda.Stream) -> tuple[Micro, Any]:
         with torch.cuda.stream(stream):
@@ -288,7 +310,7 @@ class LoaderWorkers(Technique[Build]):
     """Read ahead with as many threads as it takes, and copy to the GPU beside its work."""
 
     workers: int = Field(default=0, ge=0)
-    """Threads that read; 0 begins with one and doubles them while steps wait; range 0 to 32."""
+    """Threads that read; 0 begins with one and takes more while steps wait; range 0 to 32."""
     prefetch: int = Field(default=4, ge=1)
     """Micro-batches that are read ahead; two per thread at least when tuned; range 2 to 64."""
     wait_share: float = Field(default=0.01, gt=0, lt=1)
