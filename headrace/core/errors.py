@@ -26,6 +26,12 @@ LESS_PER_STEP = "batch.micro_sequences=N with a smaller N, or --with selective_c
 """What makes a run take less memory."""
 MANY = 24
 """Choices that a reader is shown where none is close."""
+GPU_FULL = re.compile(
+    r"Tried to allocate ([\d.]+ \w+)\..*?capacity of ([\d.]+ \w+) .*?([\d.]+ \w+) is allocated by "
+    r"PyTorch.*?([\d.]+ \w+) is reserved by PyTorch but unallocated", re.DOTALL,
+)  # fmt: skip
+"""What torch's CUDA allocator was asked for, and of what it has no more."""
+UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 HOST, SENTENCE = "DefaultCPUAllocator: ", re.compile(r"(?<=[a-z])\.\s+(?=[A-Z])")
 """Behind what the host's allocator says of its own source; and where a sentence ends."""
 
@@ -78,7 +84,19 @@ class MemoryFull(UnsupportedError):
         """
         said = str(error).rpartition(HOST)[2] or type(error).__name__
         first = SENTENCE.split(said.splitlines()[0])[0].rstrip(".")
+        if told := GPU_FULL.search(said):
+            asked, whole, held, pieces = told.groups()
+            first += f": {asked} were asked for; tensors held {held} of the GPU's {whole}"
+            if _bytes(pieces) >= _bytes(asked):
+                first += f", and {pieces} were free in pieces, none large enough"
+                remedy = f"--with expandable_segments, which leaves fewer such pieces; or {remedy}"
         super().__init__(f"{what} does not fit in memory: {first}", remedy)
+
+
+def _bytes(told: str) -> float:
+    """A size as torch writes it."""
+    number, unit = told.split()
+    return float(number) * UNITS.get(unit, 0)
 
 
 class NoMoreThreads(UnsupportedError):
