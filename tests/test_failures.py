@@ -153,8 +153,8 @@ def test_a_full_gpu_is_told_with_what_lay_free_in_pieces() -> None:
     said = (
         "CUDA out of memory. Tried to allocate 430.00 MiB. GPU 0 has a total capacity of 139.80 "
         "GiB of which 409.12 MiB is free. Including non-PyTorch memory, this process has 139.39 "
-        "GiB memory in use. Of the allocated memory 130.86 GiB is allocated by PyTorch, {} and {} is "
-        "reserved by PyTorch but unallocated. If reserved but unallocated memory is large try"
+        "GiB memory in use. Of the allocated memory 130.86 GiB is allocated by PyTorch, {} and {} "
+        "is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try"
     )
     pools = "with 1.00 GiB allocated in private pools (e.g., CUDA Graphs),"
     for words, pieces in (("", "7.78 GiB"), (pools, "430.00 MiB")):
