@@ -14,7 +14,9 @@ verdicts were has a page of its own, docs/how-right.md with its pictures, which 
 import argparse
 import json
 import sys
+import tomllib
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +60,41 @@ def subject(row: dict[str, Any]) -> str:
     if "base" in row:
         how = "left out of" if row.get("left_out") else "added to"
         knobs = f" ({row['knobs']})" if row.get("knobs") else ""
-        own = {knob.partition("=")[0] for knob in row.get("knobs", "").split(",")}
-        changed = " ".join(
-            change for change in row.get("overrides", [])
-            if change.startswith(("+", "-", "model.")) or change.partition("=")[0] in own
-        )  # fmt: skip
+        changed = " ".join(changes(row))
         base = f"{row['base']} ({changed})" if changed else row["base"]
         return f"{row['technique']}{knobs} {how} the {base}"
-    return row.get("peer") or row.get("recipe") or row.get("technique") or "trunk"
+    names = (row.get(key) for key in ("peer", "recipe", "side", "technique"))
+    return next(filter(None, names), "trunk")
+
+
+def changes(row: dict[str, Any]) -> list[str]:
+    """How the plan differed from its shape's: not by where the text lay, or by what it has."""
+    has = _keys(row.get("shape", ""))
+    on = {row["technique"], *row.get("techniques", [])}
+    found = []
+    for change in row.get("overrides", []):
+        key, is_key, value = change.partition("=")
+        idle = key.startswith("techniques.") and key.split(".")[1] not in on
+        if not is_key or not (key == "data.sources" or idle or has.get(key) == value):
+            found.append(change)
+    return sorted(found)
+
+
+@cache
+def _keys(shape: str) -> dict[str, str]:
+    """A shape's plan by its keys, as a command line would give them."""
+    found: dict[str, str] = {}
+
+    def collect(table: dict[str, Any], before: str) -> None:
+        for name, value in table.items():
+            if isinstance(value, dict):
+                collect(value, f"{before}{name}.")
+            else:
+                found[before + name] = str(value)
+
+    file = ROOT / "benchmarks" / "plans" / f"{shape}.toml"
+    collect(tomllib.loads(file.read_text()) if file.is_file() else {}, "")
+    return found
 
 
 def tables(topic: str, rows: list[dict[str, Any]]) -> str:
@@ -77,21 +106,26 @@ def tables(topic: str, rows: list[dict[str, Any]]) -> str:
     )
 
 
-def shown(rows: list[dict[str, Any]]) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """The newest row of each subject; one with fewer readings does not hide one with more."""
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+def shown(rows: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    """The newest row of each subject; one with fewer readings does not hide one with more.
+
+    What one commit was measured with twice, as on two hosts, stands twice.
+    """
+    found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
-        key = (subject(row), row.get("shape"), row["hardware"])
-        if not 0 < row.get("n", 0) < found.get(key, {}).get("n", 0):
-            found[key] = row
-    return found
+        key, often = (subject(row), row.get("shape"), row["hardware"]), row.get("n", 0)
+        before = found.get(key, [])
+        if not any(0 < often < other.get("n", 0) for other in before):
+            like = (o for o in before if (o["commit"], o.get("n")) == (row["commit"], often))
+            found[key] = [*(like if often else ()), row]
+    return [(what, row) for (what, *_), each in found.items() for row in each]
 
 
 def table(topic: str, kind: str, rows: list[dict[str, Any]]) -> str:
     """One measurement of a topic."""
     newest = shown(rows)
     heads: dict[str, str] = {}
-    for row in newest.values():
+    for _, row in newest:
         heads |= {name: metric["unit"] for name, metric in row.get("metrics", {}).items()}
     titles = [f"{name.replace('_', ' ')}{_unit(name, unit)}" for name, unit in heads.items()]
     lines = [
@@ -100,14 +134,15 @@ def table(topic: str, kind: str, rows: list[dict[str, Any]]) -> str:
         f"| what | shape | hardware | n | {' | '.join([*titles, 'commit'])} |",
         f"|---|---|---|---|{'---|' * (len(titles) + 1)}",
     ]
-    for (what, shape, hardware), row in newest.items():
+    for what, row in newest:
         cells = [_cell(row.get("metrics", {}).get(name)) for name in heads]
         if "refused" in row:
             why = " ".join(row["refused"].replace("|", "/").split())
             cells = [f"refused: {why}", *["" for _ in cells[1:]]]
         if reached := row.get("reached"):
             what += f" (target reached by {sum(reached)} of {len(reached)} seeds)"
-        facts = [what, shape or "", hardware, str(row.get("n", "")), *cells, row["commit"] or ""]
+        facts = [what, row.get("shape") or "", row["hardware"], str(row.get("n", "")), *cells]
+        facts.append(row["commit"] or "")
         lines.append(f"| {' | '.join(facts)} |")
     return "\n".join(lines)
 
@@ -172,7 +207,7 @@ def _number(value: float) -> str:
 def render(results: Path, only: tuple[str, ...] = ()) -> str:
     """Every topic that has rows and is asked for, or one sentence."""
     found = sorted(results.glob("*.jsonl"))
-    files = [f for f in found if (f.stem in only if only else f.stem not in NAMES)]
+    files = [f for f in found if (f.stem in only if only else not f.stem.startswith(NAMES))]
     least = OFTEN if only else 0
     topics = [(f.stem, [r for r in read_rows(f) if r.get("n", 0) >= least]) for f in files]
     pages = [

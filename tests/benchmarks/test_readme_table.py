@@ -98,7 +98,7 @@ def test_a_row_is_shown_with_its_spread_and_units(tmp_path: Path) -> None:
 
 def test_newer_rows_replace_and_retracted_rows_go(tmp_path: Path) -> None:
     rows = [
-        _row("headrace", 1_000),
+        _row("headrace", 1_000, commit="old"),
         _row("headrace", 2_000),
         _row("headrace", 9_000_000),
         {"retracts": 3, "reason": "the clock was wrong"},
@@ -112,6 +112,14 @@ def test_newer_rows_replace_and_retracted_rows_go(tmp_path: Path) -> None:
 def test_fewer_readings_do_not_hide_more(tmp_path: Path) -> None:
     _, page = _render(tmp_path, [_row("headrace", 111_000), _row("headrace", 222_000, n=2)])
     assert "111,000" in page and "222,000" not in page
+
+
+def test_two_hosts_of_one_commit_have_a_line_each(tmp_path: Path) -> None:
+    rows = [_row("headrace", 111_000, commit="old"), *(_row("headrace", r) for r in (222, 333))]
+    _, page = _render(tmp_path, rows)
+    assert "| 222 " in page and "| 333 " in page and "111,000" not in page
+    _, page = _render(tmp_path, [_row("litgpt", 1, n=0, metrics={}, refused="no room")] * 2)
+    assert page.count("| litgpt |") == 1
 
 
 def test_a_refusal_says_why(tmp_path: Path) -> None:
@@ -247,8 +255,34 @@ def test_a_base_is_named_with_what_the_technique_changes_of_it() -> None:
         "technique": "dynamic_batch", "base": "recipe", "knobs": "batch.micro_sequences=0",
         "overrides": ["data.sources=DIR", "batch.micro_sequences=1", "-bf16_parameters"],
     }  # fmt: skip
+    changes = "(-bf16_parameters batch.micro_sequences=1)"
     assert subject(row) == (
-        "dynamic_batch (batch.micro_sequences=0) added to the recipe "
-        "(batch.micro_sequences=1 -bf16_parameters)"
+        f"dynamic_batch (batch.micro_sequences=0) added to the recipe {changes}"
     )
-    assert subject(row | {"knobs": ""}).endswith("the recipe (-bf16_parameters)")
+    assert subject(row | {"knobs": ""}).endswith(f"the recipe {changes}")
+
+
+def test_what_a_shape_has_or_nothing_reads_is_no_change() -> None:
+    scope = "techniques.torch_compile.scope=block"
+    row = {"technique": "muon", "base": "trunk", "overrides": [scope, "optimizer.clip_norm=1.0"]}
+    assert subject(row | {"shape": "1b"}) == "muon added to the trunk"
+    on = row | {"techniques": ["torch_compile"]}
+    assert subject(on | {"shape": "1b"}) == "muon added to the trunk"  # its plan says so
+    assert subject(on | {"shape": "160m"}) == f"muon added to the trunk ({scope})"
+
+
+def test_rows_of_another_batch_hide_none_of_the_shapes_own(tmp_path: Path) -> None:
+    own = _row("", 1_000, technique="muon", base="trunk")
+    small = _row("", 2_000, technique="muon", base="trunk", overrides=["batch.micro_sequences=2"])
+    (tmp_path / "techniques.jsonl").write_text(f"{json.dumps(own)}\n{json.dumps(small)}\n")
+    found = of_techniques(tmp_path)["muon"]
+    assert "| muon added to the trunk | 160m | GPU | 5 | 1,000" in found
+    assert "| muon added to the trunk (batch.micro_sequences=2) | 160m | GPU | 5 | 2,000" in found
+
+
+def test_each_side_of_a_comparison_has_its_line(tmp_path: Path) -> None:
+    hand, one = (_row("", rate, side=side) for rate, side in ((900, "at hand"), (200, "one")))
+    for row in (hand, one):
+        del row["peer"]
+    _, page = _render(tmp_path, [hand, one])
+    assert "| at hand |" in page and "| one |" in page

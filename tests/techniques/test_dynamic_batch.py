@@ -158,6 +158,20 @@ def test_steps_are_those_of_smaller_micro_batches(
         assert evidence["fp16_loss_scaling"].numbers["passes"] == 2
 
 
+def test_micro_batches_above_what_fits_are_no_evidence(
+    make_tiny: Callable[..., Build], batch: Callable[[Build], list[Micro]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    build = make_tiny(ON)
+    step(build, batch(build), 0)
+    technique, size = build.plan.techniques[NAME], build.notes[NAME]
+    assert technique.active(build).active and size.numbers["too_long"] == 0
+    size.rows -= 1
+    monkeypatch.setattr(size, "cut", list)  # as they come
+    step(build, batch(build), 1)
+    assert not technique.active(build).active
+
+
 def test_the_same_random_numbers_come_again() -> None:
     build: Any = SimpleNamespace(
         auxiliary=[], compiled=[], device=torch.device("cpu"), model=torch.nn.Linear(1, 1),

@@ -227,6 +227,16 @@ def test_a_backend_that_visits_no_block_is_no_evidence(
     monkeypatch.setattr(sparse_attention, "weights", lambda *given: 0 * whole(*given))
     assert not technique.active(build).active
 
+    def but_the_first(*given: Any) -> torch.Tensor:
+        """Of the last block of queries no weight falls on the first block, which all see."""
+        weight = whole(*given)
+        weight[:, -2:, :, 0] = 0
+        return weight
+
+    monkeypatch.setattr(sparse_attention, "weights", but_the_first)
+    evidence = technique.active(build)
+    assert evidence.active is False and evidence.numbers["left_out"] == 1
+
 
 @pytest.mark.parametrize(
     ("slower", "active"), [((1.0, 2.0), True), ((1.0, 1.0), False), ((0.5, 2.0), False)]

@@ -78,17 +78,29 @@ def test_graphs_were_kept_or_found_by_this_run_in_its_folder(
 
 
 @pytest.mark.parametrize(
-    ("before", "warm", "active"), [(0, {1}, True), (None, {1}, False), (0, set(), False)]
+    ("before", "warm", "begun", "recorded", "active"),
+    [
+        (0, {1}, 1, 0, True),
+        (None, {1}, 1, 0, False),
+        (0, set(), 1, 0, False),
+        (0, {1}, cuda_graphs.SETTLED, 0, False),
+        (0, {1}, cuda_graphs.SETTLED, 1, True),
+    ],
 )
 def test_recordings_are_this_runs_and_have_run(
-    monkeypatch: pytest.MonkeyPatch, before: int | None, warm: set[int], active: bool
-) -> None:
-    manager = left(roots={}, ids_to_funcs={1: 1}, warmed_up_functions=warm)
+    monkeypatch: pytest.MonkeyPatch, before: int | None, warm: set[int], begun: int,
+    recorded: int, active: bool,
+) -> None:  # fmt: skip
+    """The first micro-batches of a run warm up, and later ones replay what was recorded."""
+    roots = {0: [left(children={})] * recorded}
+    manager = left(roots=roots, ids_to_funcs={1: 1}, warmed_up_functions=warm)
     monkeypatch.setattr(
         "torch._inductor.cudagraph_trees.get_manager", lambda *given, **how: manager
     )
     monkeypatch.setattr(cuda_graphs, "skips", lambda: 2)
-    run = left(device=torch.device("cuda:0"), notes={"cuda_graphs": {"skips": before}})
+    run = left(
+        device=torch.device("cuda:0"), notes={"cuda_graphs": {"skips": before, "begun": begun}}
+    )
     evidence = cuda_graphs.CudaGraphs().active(run)
     assert evidence.active is active
     assert evidence.numbers["skipped"] == (0 if before is None else 2)

@@ -95,9 +95,12 @@ def test_the_rotation_takes_in_the_norm(groups: int, build_with: Callable[..., B
     evidence = FusedRope().active(fused)
     assert evidence.active and evidence.numbers["norms"] == evidence.numbers["forward"]
     assert evidence.numbers["norms_backward"] == evidence.numbers["backward"] > 0
-    others = {**fused.notes["fused_rope"], "rope_norm_turn": COUNTS["rope_norm_turn"]}
-    fused.notes["fused_rope"] = others
-    assert not FusedRope().active(fused).active, "norms beside the kernel are not in it"
+    before = fused.notes["fused_rope"]
+    for kernel in ("rope_norm_turn", "rope_norm_back"):
+        fused.notes["fused_rope"] = {**before, kernel: COUNTS[kernel]}
+        assert not FusedRope().active(fused).active, f"no {kernel} is not in force"
+    fused.model.requires_grad_(False)
+    assert FusedRope().active(fused).active, "nothing learns, so no gradient passes a rotation"
 
 
 @OURS

@@ -146,11 +146,16 @@ class SparseAttention(Technique[Build]):
         visited_ZZ = mine_ZT.float() @ (weight_TZ > 0).float() > 0
         pattern_ZZ = self.pattern.seen(count, build.device).tril()
         extra = int((visited_ZZ & ~pattern_ZZ).sum())
+        near_ZZ = self.block * (places[:count, None] - places[:count]) - self.block < (
+            spec.window or length
+        )
+        missed = int((pattern_ZZ & near_ZZ & ~visited_ZZ).sum())
         visits = int(visited_ZZ.sum())
         density = 2 * visits / (count * (count + 1))
         return Evidence(
-            active=extra == 0 < visits,
+            active=extra == missed == 0 < visits,
             detail=f"queries visit {visits} of {count * (count + 1) // 2} blocks of "
-            f"{self.block} tokens, {extra} of them outside of the pattern",
-            numbers={"density": density, "outside_of_the_pattern": extra},
+            f"{self.block} tokens, {extra} of them outside of the pattern and {missed} of its "
+            "own left out",
+            numbers={"density": density, "outside_of_the_pattern": extra, "left_out": missed},
         )

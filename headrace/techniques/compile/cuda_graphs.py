@@ -39,6 +39,8 @@ from headrace.sockets import Build
 
 RECORDING = "inductor"
 """The backend that records what it compiles."""
+SETTLED = 8
+"""Micro-batches: one to warm up and one to record, of a few lengths."""
 LENGTHS, BUCKETS = "sequence_length_schedule", "shape_buckets"
 
 
@@ -121,12 +123,16 @@ class CudaGraphs(Technique[Build]):
         """
         if (trees := sys.modules.get("torch._inductor.cudagraph_trees")) is not None:
             trees.reset_cudagraph_trees()
-        notes = build.notes[self.name()] = {"summed": False, "skips": None}
+        notes = build.notes[self.name()] = {"summed": False, "skips": None, "begun": 0}
         build.runtime.append(partial(_recording, notes))
         build.sync = partial(_begin, notes, build.sync)
 
     def active(self, build: Build) -> Evidence:
-        """Compiled graphs that the recorder has taken and run; recordings come at a second call."""
+        """Compiled graphs that the recorder has taken and run, and in time their recordings.
+
+        A graph's first call warms up and its second records, so the first micro-batches can show
+        no recording; after `SETTLED` of them there must be one.
+        """
         if build.device.type != "cuda":
             return Evidence(False, f"{build.device.type} has no CUDA graphs")
         from torch._inductor.cudagraph_trees import get_manager
@@ -136,10 +142,12 @@ class CudaGraphs(Technique[Build]):
             torch.cuda.current_device() if index is None else index, create_if_none_exists=False
         )
         taken, ran, recorded = counts(found)
-        before = build.notes[self.name()]["skips"]
+        notes = build.notes[self.name()]
+        before = notes["skips"]
         skipped = 0 if before is None else skips() - before
+        settled = notes["begun"] >= SETTLED
         return Evidence(
-            active=before is not None and ran > 0,
+            active=before is not None and ran > 0 and (recorded > 0 or not settled),
             detail=f"{taken} compiled graphs are replayed from recordings: {ran} have warmed up, "
             f"{recorded} are recorded so far (each at its second call), {skipped} were skipped",
             numbers={"graphs": taken, "warm": ran, "recorded": recorded, "skipped": skipped},
@@ -165,6 +173,7 @@ def _begin(notes: dict[str, Any], inner: Any, build: Build, last: bool) -> None:
     """
     inner(build, last)
     if torch.is_grad_enabled():
+        notes["begun"] += 1
         held = [p for p in build.model.parameters() if p.grad is not None]
         if held and not notes["summed"]:
             for parameter in held:

@@ -118,13 +118,19 @@ class FusedRope(Technique[Build]):
         build.wrap_blocks(self.name(), _with_kernel)
 
     def active(self, build: Build) -> Evidence:
-        """The kernels' launches in this run; with a norm in them where the model has one."""
+        """The kernels' launches in this run; with a norm in them where the model has one.
+
+        Where a mixer learns, gradients have passed its rotation too.
+        """
         if not len(build.model.blocks):
             return Evidence(None, "this rank holds no block")
         launched = since(build.notes[self.name()], "rope")
         turned, back, normed, normed_back = (launched.get(kernel, 0) for kernel in KERNELS)
+        ran, returned = (normed, normed_back) if build.config.qk_norm else (turned, back)
+        mixers = (block.mixer for block in build.model.blocks.values())
+        learns = any(p.requires_grad for mixer in mixers for p in mixer.parameters())
         return Evidence(
-            active=(normed if build.config.qk_norm else turned) > 0,
+            active=ran > 0 and (returned > 0 or not learns),
             detail=f"launched {turned + normed} rotations forward and {back + normed_back} "
             f"backward, {normed} and {normed_back} of them with a norm",
             numbers={

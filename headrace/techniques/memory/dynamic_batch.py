@@ -100,7 +100,7 @@ class Size:
         self.rows, self.length, self.shrinks = rows, length, 0
         self.numbers: dict[str, float] = {
             "rows": rows, "began_with": rows, "too_large": too_large, "shrinks": 0,
-            "micro_batches": 0,
+            "micro_batches": 0, "too_long": 0,
         }  # fmt: skip
         """Of this process so far; `shrinks` of the whole run."""
 
@@ -108,6 +108,15 @@ class Size:
         """The micro-batches in parts of as many tokens as fit; those that fit as they are."""
         most = self.rows * self.length
         return [part for work in works for part in cut(work, -(-most // work.ids_BT.size(1)))]
+
+    def ran(self, parts: Sequence[Work]) -> None:
+        """Count the micro-batches of a pass that learns, and those a row or more over what fits."""
+        if torch.is_grad_enabled():
+            sizes = [part.ids_BT.shape for part in parts]
+            self.numbers["micro_batches"] += len(sizes)
+            self.numbers["too_long"] += sum(
+                (rows - 1) * length >= self.rows * self.length for rows, length in sizes
+            )
 
     def shrink(self, parts: Sequence[Work], asked: str) -> None:
         """Take half of the rows that were too many.
@@ -231,9 +240,11 @@ class DynamicBatch(Technique[Build]):
     def active(self, build: Build) -> Evidence:
         """Micro-batches that went through it, none with more rows than it allows."""
         size: Size = build.notes[self.name()]
+        ran, over = size.numbers["micro_batches"], size.numbers["too_long"]
         return Evidence(
-            active=size.numbers["micro_batches"] > 0,
-            detail=f"ran micro-batches of at most {size.rows} rows of {size.length} tokens; "
+            active=ran > 0 == over,
+            detail=f"ran {ran:.0f} micro-batches, {over:.0f} of them of more than {size.rows} rows "
+            f"of {size.length} tokens; "
             f"{size.numbers['too_large']} sizes were too large before, {size.shrinks} since",
             numbers=size.numbers,
         )
@@ -334,7 +345,7 @@ def guarded(size: Size, inner: Engine) -> Engine:
                     raise
                 asked = (str(error).strip() or type(error).__name__).splitlines()[0]
             else:
-                size.numbers["micro_batches"] += len(parts) * torch.is_grad_enabled()
+                size.ran(parts)
                 return loss
             # The error is gone here, and with it the frames that held what the pass had made.
             let_go(build, before)
