@@ -58,6 +58,8 @@ VARIANTS = {
         "full_chunked": f"+full_checkpoint {CHUNKS}8192",
         "exact_rows2": f"-bf16_parameters {KERNELS}batch.micro_sequences=2",
         "exact_rows2_chunked": f"-bf16_parameters {KERNELS}batch.micro_sequences=2 {CHUNKS}4096",
+        "exact_rows2_flash4": f"-bf16_parameters {KERNELS}{FLASH4}batch.micro_sequences=2 "
+        f"{CHUNKS}4096",
     },
 }  # fmt: skip
 """measurement -> name -> changes of the plan"""
