@@ -15,23 +15,27 @@ LIST = f"""
 [[jobs]]
 name = "everywhere"
 seconds = 0.1
+limit_s = 60
 each_gpu = true
 command = "{MARK}"
 
 [[jobs]]
 name = "alone"
 seconds = 0.5
+limit_s = 60
 command = "echo $CUDA_VISIBLE_DEVICES > {{logs}}/alone; test ! -e {{logs}}/beside; sleep 0.6"
 
 [[jobs]]
 name = "first beside"
 seconds = 0.5
+limit_s = 60
 timed = false
 command = "sleep 0.8; echo $CUDA_VISIBLE_DEVICES >> {{logs}}/where"
 
 [[jobs]]
 name = "second beside"
 seconds = 0.5
+limit_s = 60
 timed = false
 command = "sleep 0.8; echo $CUDA_VISIBLE_DEVICES >> {{logs}}/where"
 
