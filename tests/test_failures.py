@@ -18,7 +18,6 @@ from tiny import assert_same_run, report
 from headrace import checkpoint
 from headrace import train as training
 from headrace.checkpoint import Checkpoints, Saved
-from headrace.core.errors import LESS_PER_STEP as LESS
 from headrace.core.errors import ConfigError, MemoryFull, NoMoreThreads, RunError
 from headrace.core.plan import Plan
 from headrace.data.ingest import prepare
@@ -146,27 +145,6 @@ def test_a_full_memory_is_told_written_down_and_named_by_the_doctor(
     assert written["steps"] == after and written["message"].startswith(told.value.message)
     assert written["wall_s"] >= sum(written["phase_s"].values())
     assert diagnose_run(run)[0].bottleneck == "memory capacity"
-
-
-def test_a_full_gpu_is_told_with_what_lay_free_in_pieces() -> None:
-    """As torch 2.11 said it of an H200 (results/limits.jsonl)."""
-    said = (
-        "CUDA out of memory. Tried to allocate 430.00 MiB. GPU 0 has a total capacity of 139.80 "
-        "GiB of which 409.12 MiB is free. Including non-PyTorch memory, this process has 139.39 "
-        "GiB memory in use. Of the allocated memory 130.86 GiB is allocated by PyTorch, {} and {} "
-        "is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try"
-    )
-    pools = "with 1.00 GiB allocated in private pools (e.g., CUDA Graphs),"
-    for words, pieces in (("", "7.78 GiB"), (pools, "430.00 MiB")):
-        told = MemoryFull(RuntimeError(said.format(words, pieces)))
-        assert told.message == (
-            "it does not fit in memory: CUDA out of memory: 430.00 MiB were asked for; tensors "
-            f"held 130.86 GiB of the GPU's 139.80 GiB, and {pieces} were free in pieces, none "
-            "large enough"
-        )
-        assert told.remedy.startswith("--with expandable_segments") and LESS in told.remedy
-    none = MemoryFull(RuntimeError(said.format("", "429.00 MiB")))
-    assert none.message.endswith("of the GPU's 139.80 GiB") and none.remedy == LESS
 
 
 def no_thread_named(name: str, patch: pytest.MonkeyPatch) -> None:

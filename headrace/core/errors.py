@@ -26,11 +26,15 @@ LESS_PER_STEP = "batch.micro_sequences=N with a smaller N, or --with selective_c
 """What makes a run take less memory."""
 MANY = 24
 """Choices that a reader is shown where none is close."""
+SIZE = r"([\d.]+ \w+)"
 GPU_FULL = re.compile(
-    r"Tried to allocate ([\d.]+ \w+)\..*?capacity of ([\d.]+ \w+) .*?([\d.]+ \w+) is allocated by "
-    r"PyTorch.*?([\d.]+ \w+) is reserved by PyTorch but unallocated", re.DOTALL,
+    rf"Tried to allocate {SIZE}\..*?capacity of {SIZE} of which {SIZE} is free.*?{SIZE} is "
+    rf"allocated by PyTorch.*?{SIZE} is reserved by PyTorch but unallocated", re.DOTALL,
 )  # fmt: skip
-"""What torch's CUDA allocator was asked for, and of what it has no more."""
+"""What torch's CUDA allocator was asked for; of the GPU all bytes, those that nobody has, tensors',
+and those in pieces between tensors."""
+OTHERS = 0.1
+"""Share of a GPU that is worth a word when it is none of these."""
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 HOST, SENTENCE = "DefaultCPUAllocator: ", re.compile(r"(?<=[a-z])\.\s+(?=[A-Z])")
 """Behind what the host's allocator says of its own source; and where a sentence ends."""
@@ -85,11 +89,17 @@ class MemoryFull(UnsupportedError):
         said = str(error).rpartition(HOST)[2] or type(error).__name__
         first = SENTENCE.split(said.splitlines()[0])[0].rstrip(".")
         if told := GPU_FULL.search(said):
-            asked, whole, held, pieces = told.groups()
-            first += f": {asked} were asked for; tensors held {held} of the GPU's {whole}"
-            if _bytes(pieces) >= _bytes(asked):
-                first += f", and {pieces} were free in pieces, none large enough"
-                remedy = f"--with expandable_segments, which leaves fewer such pieces; or {remedy}"
+            asked, whole, free, held, pieces = told.groups()
+            first += (
+                f": {asked} were asked for; tensors held {held} of the GPU's {whole}, {pieces} "
+                f"were free in pieces between them, and {free} beside them"
+            )
+            need, all_, left, mine, between = map(_bytes, told.groups())
+            if all_ - left - mine - between > OTHERS * all_:
+                first += "; the rest is other processes', or kept from this one by a limit"
+            if between + left >= need > left:
+                grown = "--with expandable_segments, where it is not on, leaves fewer such pieces"
+                remedy = f"{grown}; or {remedy}"
         super().__init__(f"{what} does not fit in memory: {first}", remedy)
 
 

@@ -117,7 +117,9 @@ class Loader:
         self.segments, self._pin = segments, pin
         self._micros_per_step = rows_per_step // (ranks * micro_rows)
         self._prefetch = prefetch
-        self._pool = ThreadPoolExecutor(workers, "headrace-data") if workers else None
+        self._pool: ThreadPoolExecutor | None = None
+        if workers:
+            self._pool = ThreadPoolExecutor(workers, "headrace-data")
         self._ahead: deque[Future[tuple[Micro, int]]] = deque()
         self._submitted = 0
         self._position = 0

@@ -30,6 +30,7 @@ def test_readers_take_the_waits_away(
     assert [row["side"] for row in found] == ["at hand", "one reader", "loader_workers"]
     assert hand["row_s"] == hand["slow"] == 0 and hand["metrics"]["ratio_to_at_hand"]["value"] == 1
     assert hand["metrics"]["whole_ratio_to_at_hand"]["value"] == 1
+    assert one["metrics"]["ratio_to_at_hand"]["value"] < 0.5
     rows = 4  # of a step
     slow_s = 6 * hand["metrics"]["step"]["value"]
     assert one["row_s"] == many["row_s"] == pytest.approx(slow_s / rows)

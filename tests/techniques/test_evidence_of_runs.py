@@ -42,13 +42,17 @@ def test_documents_are_marked_and_their_own_loss_moves(make_tiny: Callable[..., 
 
 
 @pytest.mark.parametrize(
-    ("ahead", "here", "active"), [(3, 0, True), (3, 1, False), (0, 3, False), (0, 0, False)]
-)
-def test_rows_are_read_ahead_and_not_by_the_training_thread(
-    ahead: int, here: int, active: bool
+    ("ahead", "here", "device", "copied", "active"),
+    [
+        (3, 0, None, 0, True), (3, 1, None, 0, False), (0, 3, None, 0, False),
+        (0, 0, None, 0, False), (3, 0, "cuda", 8, True), (3, 0, "cuda", 0, False),
+    ],
+)  # fmt: skip
+def test_rows_are_read_ahead_and_copied_and_not_by_the_training_thread(
+    ahead: int, here: int, device: str | None, copied: int, active: bool
 ) -> None:
-    waits = left(read_ahead=ahead, read_here=here, workers=2, copied_bytes=0)
-    loader = bare(TunedLoader, waits=waits, try_one=lambda: None)
+    waits = left(read_ahead=ahead, read_here=here, workers=2, copied_bytes=copied)
+    loader = bare(TunedLoader, waits=waits, try_one=lambda: None, device=device)
     assert LoaderWorkers().active(left(loader=loader)).active is active
 
 

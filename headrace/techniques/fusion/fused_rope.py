@@ -127,8 +127,8 @@ class FusedRope(Technique[Build]):
         launched = since(build.notes[self.name()], "rope")
         turned, back, normed, normed_back = (launched.get(kernel, 0) for kernel in KERNELS)
         ran, returned = (normed, normed_back) if build.config.qk_norm else (turned, back)
-        mixers = (block.mixer for block in build.model.blocks.values())
-        learns = any(p.requires_grad for mixer in mixers for p in mixer.parameters())
+        blocks: list[Any] = [*build.model.blocks.values()]
+        learns = any(p.requires_grad for block in blocks for p in block.mixer.parameters())
         return Evidence(
             active=ran > 0 and (returned > 0 or not learns),
             detail=f"launched {turned + normed} rotations forward and {back + normed_back} "

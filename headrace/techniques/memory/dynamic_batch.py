@@ -111,19 +111,12 @@ class Size:
 
     def ran(self, parts: Sequence[Work]) -> None:
         """Count the micro-batches of a pass that learns, and those a row or more over what fits."""
-        if torch.is_grad_enabled():
-            sizes = [part.ids_BT.shape for part in parts]
-            self.numbers["micro_batches"] += len(sizes)
-            self.numbers["too_long"] += sum(
-                (rows - 1) * length >= self.rows * self.length for rows, length in sizes
-            )
+        most, sizes = self.rows * self.length, [part.ids_BT.shape for part in parts]
+        self.numbers["micro_batches"] += len(sizes)
+        self.numbers["too_long"] += sum(most <= (B - 1) * T for B, T in sizes)
 
     def shrink(self, parts: Sequence[Work], asked: str) -> None:
-        """Take half of the rows that were too many.
-
-        Raises:
-            RunError: it was one.
-        """
+        """Take half of the rows that were too many; a RunError where it was one."""
         largest = max(part.ids_BT.numel() for part in parts)
         rows = min(self.rows, -(-largest // self.length))
         if rows == 1:
@@ -240,12 +233,11 @@ class DynamicBatch(Technique[Build]):
     def active(self, build: Build) -> Evidence:
         """Micro-batches that went through it, none with more rows than it allows."""
         size: Size = build.notes[self.name()]
-        ran, over = size.numbers["micro_batches"], size.numbers["too_long"]
+        ran, over, before = (size.numbers[n] for n in ("micro_batches", "too_long", "too_large"))
         return Evidence(
             active=ran > 0 == over,
             detail=f"ran {ran:.0f} micro-batches, {over:.0f} of them of more than {size.rows} rows "
-            f"of {size.length} tokens; "
-            f"{size.numbers['too_large']} sizes were too large before, {size.shrinks} since",
+            f"of {size.length} tokens; {before} sizes were too large before, {size.shrinks} since",
             numbers=size.numbers,
         )
 
@@ -345,7 +337,8 @@ def guarded(size: Size, inner: Engine) -> Engine:
                     raise
                 asked = (str(error).strip() or type(error).__name__).splitlines()[0]
             else:
-                size.ran(parts)
+                if torch.is_grad_enabled():
+                    size.ran(parts)
                 return loss
             # The error is gone here, and with it the frames that held what the pass had made.
             let_go(build, before)
