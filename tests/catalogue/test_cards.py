@@ -19,8 +19,13 @@ NAMES = [name for name, kind in catalogue().techniques.items() if kind.room in R
 NAMES += ["loader_workers", "rope"]
 BASES = {"compiled recipe": "recipe", "plain trunk": "trunk"}
 HEAD = re.compile(r"(compiled recipe|plain trunk)[^:;]*?\b(with|without) it\b[^:;]*: ([^;]*)")
-QUOTE = re.compile(r"(\d+\.\d\d)x(?: the (speed|memory))? \((1b|160m)((?:, [^)]*)?)\)")
-LIKE = {"speed": ("speed_ratio", "run_ratio"), "memory": ("memory_ratio",)}
+QUOTE = re.compile(
+    r"(\d+\.\d\d)x(?: the (speed|memory|reserved memory))? \((1b|160m)((?:, [^)]*)?)\)"
+)
+LIKE = {
+    "speed": ("speed_ratio", "run_ratio"), "memory": ("memory_ratio",),
+    "reserved memory": ("reserved_ratio",),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
