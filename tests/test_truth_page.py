@@ -184,7 +184,7 @@ def test_each_list_has_its_own_errors_and_retracted_ones_are_told(tmp_path: Path
     table, _, _ = render(tmp_path / "results")["page"].partition("## The doctor")
     assert "| step time after probes | 5% |" in table
     beside = "3 retracted, and not counted; with them 36.2% of 4"
-    assert f"step time after probes: worst 5%; {beside}" in table
+    assert f"step time after probes: 19 of 20 within 5%; worst 5%; {beside}" in table
 
 
 def test_without_retractions_and_commands_the_lists_say_so(tmp_path: Path) -> None:

@@ -232,9 +232,12 @@ ABOVE = {
     "risky_not_run": "{told} of the risky ones not run",
 }
 """key of a number that is too high -> that, for a reader."""
-VALUES = {"worst": "worst {}", "width": "median width {} of the gain"}
+VALUES = {
+    "p95": "19 of 20 within {}", "worst": "worst {}", "width": "median width {} of the gain",
+}  # fmt: skip
 """key of a number -> its value, for a reader."""
 BESIDE = {
+    "readings": "pairs of readings",
     "abstained": "abstained",
     "mild": "more took under 10% of the step: not counted",
     "false_refusals": "said not to fit, and did",

@@ -6,6 +6,7 @@ A forecast counts only when forecasts_said.jsonl holds the same one, of that day
 Abstaining is not being right. What has no rows is null with n 0.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean, median
@@ -58,9 +59,10 @@ def compute(results: Path) -> dict[str, Found]:
     Returns:
         Shares and errors as fractions (0.02 is 2%), false_fits as a count, kendall_tau from -1 to
         1, tuner_ratio as a speed over another. Beside value and n stand, where they are known,
-        `low` and `high` (95% by Wilson for shares), `worst`, `by_hardware` (device -> the number
-        over its rows alone), `retracted` and `with_retracted` (how many rows were, and the number
-        with them), `of` (the number of a part), and what else the mark asks for.
+        `low` and `high` (95% by Wilson for shares), `p95` (19 of 20 are within it), `worst`,
+        `by_hardware` (device -> the number over its rows alone), `retracted` and `with_retracted`
+        (how many rows were, and the number with them), `of` (the number of a part), and what else
+        the mark asks for.
 
     Raises:
         ConfigError: no such folder, or a row that is wrong, by file and line.
@@ -151,7 +153,7 @@ def _forecasts(results: Path) -> dict[str, Found]:
     """Whether measured gains lie in their 80% intervals, how wide these are, how far off.
 
     The doctor is asked about runs, so those of runs count alone once there are `RUNS` of them;
-    until then those of plans count too. Both are told beside it.
+    until then those of plans count too. Each alone and both together are told beside it.
     """
     every, others = said_ahead(results)
     if not every:
@@ -163,7 +165,8 @@ def _forecasts(results: Path) -> dict[str, Found]:
     return {
         "forecast_coverage": {
             **_covered(rows), **others,
-            "of": {of: _covered(part) for of, part in parts.items() if part},
+            "of": {of: _covered(part) for of, part in parts.items() if part}
+            | {"run or a plan": _covered(every)},
         },
         "forecast_median_error": _number(off, len(rows), **others),
     }  # fmt: skip
@@ -191,7 +194,7 @@ def _overhead(results: Path) -> dict[str, Found]:
             same = (row.shape, row.hardware, row.every_steps)
             repeats.setdefault(same, []).append(row.metrics.overhead)
         found[f"overhead_{kind}"] = _mean(
-            [_pooled(spreads) for spreads in repeats.values()], max, len(rows),
+            [_pooled(spreads) for spreads in repeats.values()], max, len(repeats),
             readings=sum(row.n for row in rows), refused=told.refused,
         )  # fmt: skip
     return found
@@ -241,7 +244,8 @@ def _plans(results: Path) -> dict[str, Found]:
 def _errors(errors: list[float], middle: Callable[[list[float]], float], **more: Any) -> Found:
     if not errors:
         return _number(0, 0, **more)
-    return _number(middle(errors), len(errors), worst=max(errors), **more)
+    p95 = sorted(errors)[math.ceil(0.95 * len(errors)) - 1]
+    return _number(middle(errors), len(errors), p95=p95, worst=max(errors), **more)
 
 
 def _false_fits(pairs: Pairs) -> Found:
