@@ -110,11 +110,13 @@ VARIANTS = {
     "compiled": ('techniques.torch_compile={scope = "block", backend = "aot_eager"}',),
     "dropped": ("techniques.stochastic_depth={rate = 0.2}",),
     "growing": ("techniques.sequence_length_schedule={start = 16}",),
+    "small_batches": ("batch.tokens=256", "batch.micro_sequences=0", "goal.steps=150"),
 }
 """What a healthy run may have beside its workload: name -> overrides. One that is resumed is
 trained to its half first. None trades time for memory that is free, which is a fault."""
 NOT_ON_GPU = (
-    "packed", "accumulated", "long", "short", "compiled", "growing", "saved", "resumed"
+    "packed", "accumulated", "long", "short", "compiled", "growing", "saved", "resumed",
+    "small_batches",
 )  # fmt: skip
 """Of them, what a GPU's workload refuses, is no healthy run there, or takes too long: cuDNN's
 attention knows no documents, four rows leave the device waiting for the host, each new length is

@@ -20,7 +20,7 @@ from statistics import fmean, median, quantiles
 from headrace.core.errors import Diverged, MemoryFull
 from headrace.core.units import format_bytes, format_seconds
 from headrace.doctor.findings import Finding
-from headrace.doctor.window import Limits, Window, finite, jumps, relapsed, rises
+from headrace.doctor.window import NEWEST_STEPS, Limits, Window, finite, jumps, relapsed, rises
 
 FEWEST_STEPS = 8
 """Steady steps below which nothing is judged."""
@@ -62,6 +62,9 @@ LOSS_JUMP, NORM_JUMP = 0.05, 2.0
 """And by so much of its own level: smaller ones no run remembers; a norm's scatter is wide."""
 JUMP_SHARE, FEWEST_JUMPS = 0.02, 3
 """Of the steps, and how many, that jump in no healthy run (OLMo 2 tells 0.4% before its cures)."""
+STILL = 2
+"""Gradient norms that jump in the later half, below which those before are no fault: soon after its
+warmup a healthy run of small batches has up to five of them, and then no more. A loss has not."""
 LOST_SHARE, LOST = 0.05, 3
 """Of the steps, and how many, whose gradient may be not finite: a loss scale is found by trying."""
 RISE_SIGMAS, RISE_SHARE = 3.0, 0.02
@@ -171,9 +174,11 @@ def _instability(window: Window) -> Finding | None:
 
 
 def _spikes(window: Window) -> Finding | None:
-    losses, norms = finite(window.loss), finite(window.grad_norm)
+    losses, norms = finite(window.loss), finite(window.grad_norm)[-NEWEST_STEPS:]
     high = jumps(losses, JUMPS, LOSS_JUMP), jumps(norms, JUMPS, NORM_JUMP)
-    count, of = max(zip(high, (len(losses), len(norms)), strict=True))
+    late = high[1] - jumps(norms[: len(norms) // 2], JUMPS, NORM_JUMP)
+    told = high[0], high[1] if late >= STILL else 0
+    count, of = max(zip(told, (len(losses), len(norms)), strict=True))
     if count < max(FEWEST_JUMPS, JUMP_SHARE * of):
         return None
     return Finding(

@@ -183,6 +183,21 @@ def test_a_share_of_the_steps_may_jump(of: int, name: str) -> None:
     assert judge(replace(healthy(), grad_norm=norms))[0].bottleneck == name
 
 
+@pytest.mark.parametrize(
+    ("places", "name"),
+    [
+        ((16, 20, 25, 30, 40), "computation"), ((16, 20, 25, 120), "computation"),
+        ((16, 20, 100, 120), "instability")],
+)  # fmt: skip
+def test_norms_that_jump_after_the_warmup_alone_are_no_fault(
+    places: tuple[int, ...], name: str
+) -> None:
+    norms = tuple(0.5 + 0.01 * (n % 3) + 9 * (n in places) for n in range(150))
+    assert judge(replace(healthy(), grad_norm=norms))[0].bottleneck == name
+    losses = tuple(3 + 0.01 * (n % 3) + 9 * (n in places) for n in range(150))
+    assert judge(replace(healthy(), loss=losses))[0].bottleneck == "instability"
+
+
 def test_what_nobody_read_is_not_judged() -> None:
     bare = Window(step_s=healthy().step_s)
     assert [f.bottleneck for f in judge(bare)] == ["computation"]
