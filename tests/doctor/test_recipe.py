@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
 from headrace.doctor.recipe import FEWER_TOKENS, differences, slower_than_another, tokens_to
 
@@ -21,17 +22,17 @@ def run(folder: Path, name: str, curve: list[tuple[float, float]], **other: Any)
         "status": "done", "parameters": 1000, "tokenizer": {"sha256": "a"},
         "val": [{"tokens": tokens, "bits_per_byte": bits} for tokens, bits in curve],
     }  # fmt: skip
-    plan = {**PLAN, **{key: other.pop(key) for key in [*other] if key in PLAN}}
+    plan = {**PLAN, **{key: other.pop(key) for key in [*other] if key in (*PLAN, "goal")}}
     report |= other
     (folder / name).mkdir(parents=True)
     (folder / name / "report.json").write_text(json.dumps(report))
-    lines = []
-    for table, keys in plan.items():
-        for key, value in keys.items():
-            told = "{}" if value == {} else json.dumps(value)
-            lines.append(f"{table}.{key} = {told}")
-    (folder / name / "plan.toml").write_text("\n".join(lines))
+    (folder / name / "plan.toml").write_text(tomli_w.dumps(plan))
     return report
+
+
+def sooner(share: float) -> list[tuple[float, float]]:
+    """The curve, with so many of its tokens."""
+    return [(tokens * share, bits) for tokens, bits in CURVE]
 
 
 def test_tokens_lie_between_two_validations() -> None:
@@ -64,12 +65,12 @@ def test_another_run_came_as_far_with_fewer_tokens(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_what_cannot_be_compared_is_not(tmp_path: Path, other: dict[str, Any]) -> None:
     mine = run(tmp_path, "mine", [(tokens, bits + 0.5) for tokens, bits in CURVE])
-    run(tmp_path, "other", CURVE, **other)
+    run(tmp_path, "other", CURVE, optimizer={"lr": 3e-3}, **other)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "report.json").write_text("{")
     (tmp_path / "broken" / "plan.toml").write_text("")
     assert slower_than_another(tmp_path / "mine", mine) is None
-    run(tmp_path, "same", CURVE)
+    run(tmp_path, "another", CURVE, optimizer={"lr": 3e-3})
     assert slower_than_another(tmp_path / "mine", mine) is not None
     assert slower_than_another(tmp_path / "mine", {**mine, "status": "interrupted"}) is None
 
@@ -77,6 +78,49 @@ def test_what_cannot_be_compared_is_not(tmp_path: Path, other: dict[str, Any]) -
 def test_a_little_fewer_tokens_is_the_seeds(tmp_path: Path) -> None:
     mine = run(tmp_path, "mine", CURVE)
     less = 1 - FEWER_TOKENS / 2
-    run(tmp_path, "other", [(tokens * less, bits) for tokens, bits in CURVE])
+    run(tmp_path, "other", sooner(less), optimizer={"lr": 3e-3})
     assert slower_than_another(tmp_path / "mine", mine) is None
     assert differences(PLAN, PLAN) == "the same recipe: another seed"
+
+
+def test_a_seed_that_came_further_is_not_another_recipe(tmp_path: Path) -> None:
+    mine = run(tmp_path, "mine", CURVE)
+    text = {**PLAN["data"], "workers": 4, "directory": "elsewhere"}
+    run(tmp_path, "seed", sooner(0.81), data=text)
+    assert slower_than_another(tmp_path / "mine", mine) is None
+    run(tmp_path, "knob", sooner(0.81), techniques={"torch_compile": {"scope": "block"}})
+    found = slower_than_another(tmp_path / "mine", mine)
+    assert found is None, "as much as seeds differ by"
+    (tmp_path / "seed" / "report.json").unlink()
+    found = slower_than_another(tmp_path / "mine", mine)
+    assert found is not None and "techniques.torch_compile.scope=block in place" in found.evidence
+
+
+@pytest.mark.parametrize(
+    ("siblings", "told"),
+    [((0.75,), False), ((1.2, 0.9), False), ((0.97,), True), ((1.0, 1.03, 0.99), True)],
+)
+def test_another_recipe_has_to_beat_what_seeds_differ_by(
+    tmp_path: Path, siblings: tuple[float, ...], told: bool
+) -> None:
+    """Of siblings among themselves too: 1.2 and 0.9 are 25% apart, and 17% and 10% of the run."""
+    mine = run(tmp_path, "mine", CURVE)
+    run(tmp_path, "better", sooner(0.8), optimizer={"lr": 3e-3})
+    for number, share in enumerate(siblings):
+        run(tmp_path, f"seed-{number}", sooner(share))
+    found = slower_than_another(tmp_path / "mine", mine)
+    assert (found is not None) is told
+    if found is not None:
+        assert found.share == pytest.approx(0.2) and "better reached" in found.evidence
+        assert f"{len(siblings) + 1} runs of this recipe" in found.not_measured
+
+
+def test_a_sibling_that_was_broken_off_or_ran_for_less_is_no_noise(tmp_path: Path) -> None:
+    """Its rate had not come down, or came down sooner."""
+    mine = run(tmp_path, "mine", CURVE)
+    run(tmp_path, "better", sooner(0.8), optimizer={"lr": 3e-3})
+    run(tmp_path, "broken", sooner(0.5), status="interrupted")
+    run(tmp_path, "short", sooner(0.5), goal={"steps": 4})
+    found = slower_than_another(tmp_path / "mine", mine)
+    assert found is not None and "better reached" in found.evidence
+    assert "one run of each" in found.not_measured
