@@ -9,17 +9,19 @@ does not shrink the peak is none for full memory; what nothing foretells is list
 so.
 
 Bottlenecks that the ledger does not price (waiting for data, for other ranks, padding) are forecast
-by their measured share. Learning (instability, recipe) is not forecast: seeds tell.
+by their measured share. Learning (instability, recipe) is not forecast: seeds tell. Of an
+instability the keys that are its likely cause come before any technique: the rate, its warmup,
+clipping.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from headrace.changes import word
 from headrace.core.errors import HeadraceError
 from headrace.core.machine import Machine
-from headrace.core.plan import Plan
+from headrace.core.plan import OptimizerConfig, Plan
 from headrace.core.statistics import Interval
 from headrace.core.symptoms import BOTTLENECKS, parse, saves_memory
 from headrace.core.technique import Catalogue, Context, Technique
@@ -35,6 +37,11 @@ SHARES = ("input", "interconnect", "wasted tokens", LEDGER_FIRST)
 """What a finding's share forecasts."""
 QUALITY = ("instability", "recipe", "silent no-op")
 """What no time of a step forecasts."""
+STEP, FAR, FAR_STEP = 3, 10, 10
+"""By what a rate that may be too high is divided; and where it is more than so many times the rate
+of a plan that gives none, by what then: no rule of the code tells more."""
+CAUSES = ("instability",)
+"""What keys of the plan cause, so that they come before techniques that bear with it."""
 MOST = 8
 """Remedies of one finding that are kept."""
 
@@ -45,12 +52,15 @@ def _more_reading(plan: Plan) -> list[str]:
 
 
 def _gentler(plan: Plan) -> list[str]:
-    found = [f"optimizer.lr={word(plan.optimizer.lr / 2)}"]
-    if plan.optimizer.clip_norm == 0:
-        found.append("optimizer.clip_norm=1.0")
+    """The likeliest cause first."""
+    rate, usual = plan.optimizer.lr, OptimizerConfig().lr
+    lower = rate / (FAR_STEP if rate > FAR * usual else STEP)
+    found = [f"optimizer.lr={word(float(f'{lower:.2g}'))}"]
     horizon, warm = plan.horizon_steps or 0, plan.schedule.warmup_steps
     longer = max(2 * warm, horizon // 50)
-    return [*found, f"schedule.warmup_steps={longer}"] if warm < longer <= horizon else found
+    if warm < longer <= horizon:
+        found.append(f"schedule.warmup_steps={longer}")
+    return found if plan.optimizer.clip_norm else [*found, "optimizer.clip_norm=1.0"]
 
 
 def _other_rates(plan: Plan) -> list[str]:
@@ -148,8 +158,9 @@ def remedies(
             if helps(finding.bottleneck, remedy):
                 found.append(remedy)
     found = [one for one in found if not any(_does_it_all(other, one) for other in found)]
-    learns = finding.bottleneck in QUALITY
-    return _best_rows(sorted(found, key=lambda remedy: _order(remedy, learns)))[:MOST]
+    learns, name = finding.bottleneck in QUALITY, finding.bottleneck
+    causes = [key.partition("=")[0] for key in KEYS[name](plan)] if name in CAUSES else []
+    return _best_rows(sorted(found, key=lambda remedy: _order(remedy, learns, causes)))[:MOST]
 
 
 def candidates(bottleneck: str, asking: Asking, measured: Measured) -> Iterator[Words]:
@@ -257,13 +268,19 @@ def helps(bottleneck: str, remedy: Remedy) -> bool:
     return remedy.gain.value > NOTHING
 
 
-def _order(remedy: Remedy, learns: bool) -> tuple[bool, bool, float, Words]:
+def _order(
+    remedy: Remedy, learns: bool, causes: Sequence[str] = ()
+) -> tuple[int, bool, bool, float, Words]:
     """What is forecast first, of that what keeps the gradients, of that the largest gain.
 
     Where learning is what is wrong, what changes it; where no gain is known, what saves memory.
+    Before all of these the likely causes, in their order.
     """
     most = remedy.memory_bytes if remedy.gain is None else -remedy.gain.value
-    return (remedy.gain is None, (remedy.equality == "learning") != learns, most, remedy.change)
+    key = remedy.change[0].partition("=")[0]
+    cause = causes.index(key) if key in causes else len(causes)
+    other = (remedy.equality == "learning") != learns
+    return (cause, remedy.gain is None, other, most, remedy.change)
 
 
 def _does_it_all(other: Remedy, one: Remedy) -> bool:

@@ -205,9 +205,9 @@ def test_what_is_not_known_is_not_forecast() -> None:
     known = [r.gain is not None for r in found.values()]
     assert known == sorted(known, reverse=True), "what is not forecast is last"
     learning = asked("instability", 1.0, "160m")
-    assert learning["optimizer.lr=5e-05"].equality == "learning"
+    assert learning["optimizer.lr=3.3e-05"].equality == "learning"
     assert all(r.gain is None and "seeds" in r.unknown for r in learning.values())
-    exact = replace(learning["optimizer.lr=5e-05"], equality="exact", memory_bytes=-1.0)
+    exact = replace(learning["optimizer.lr=3.3e-05"], equality="exact", memory_bytes=-1.0)
     taught = replace(exact, equality="learning", memory_bytes=0.0)
     assert _order(taught, True) < _order(exact, True) and _order(exact, False) < _order(
         taught, False
@@ -351,6 +351,29 @@ def test_reading_without_workers_begins_with_two() -> None:
     assert KEYS["input"](plan) == ["data.workers=2", "data.prefetch=4"]
     plan.data.workers = 3
     assert KEYS["input"](plan)[0] == "data.workers=6"
+
+
+@pytest.mark.parametrize(
+    ("rate", "lower"), [(1e-4, "3.3e-05"), (9e-3, "0.003"), (2e-2, "0.002"), (3.0, "0.3")]
+)
+def test_a_rate_that_is_far_too_high_is_a_tenth_and_another_a_third(
+    tiny_plan: Callable[..., Plan], rate: float, lower: str
+) -> None:
+    assert KEYS["instability"](tiny_plan(f"optimizer.lr={rate}"))[0] == f"optimizer.lr={lower}"
+
+
+def test_the_cause_of_an_instability_is_told_before_what_bears_with_it(
+    train: Callable[..., Path],
+) -> None:
+    steps = ("goal.steps=60", "schedule.steps=60", "eval.every_steps=60")
+    advice = advise(train("optimizer.lr=3", "optimizer.clip_norm=0", *steps), catalogue())
+    first = advice.findings[0]
+    assert first.finding.bottleneck == "instability"
+    changes = [" ".join(remedy.change) for remedy in first.remedies]
+    likely = ["optimizer.lr=0.3", "schedule.warmup_steps=1", "optimizer.clip_norm=1.0"]
+    assert changes[:3] == likely and any("+sequence_length" in one for one in changes[3:])
+    lines = told(advice).splitlines()
+    assert lines[2].startswith("  optimizer.lr=0.3: ") and "--with" not in "".join(lines[2:5])
 
 
 def test_the_narrowest_station_is_the_one_that_took_most(monkeypatch: pytest.MonkeyPatch) -> None:
