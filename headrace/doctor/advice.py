@@ -39,7 +39,7 @@ from headrace.doctor.loop import (
     unjudged_first,
     without_repeats,
 )
-from headrace.doctor.remedies import Remedy, remedies
+from headrace.doctor.remedies import BOUGHT, Remedy, remedies
 from headrace.doctor.run import diagnose_run, rows_of
 from headrace.doctor.trace import ABSTAINED
 from headrace.doctor.window import of_run
@@ -53,6 +53,10 @@ TOLD = 3
 ALWAYS_TOLD, WORTH = ("input", "wasted tokens"), 0.02
 """Stations that stand in every answer, and the share of the time, or of the tokens, below which
 they need no remedy."""
+PARTS = re.compile(r"(?:; |\. )(?![^(]*\))")
+"""What stands between parts of a card's text; not inside of parentheses."""
+RECEIPT = re.compile("(H200, )?(compiled recipe|plain trunk)")
+"""How a part begins that is a receipt."""
 TOO_FEW = "nothing is forecast from so few steps"
 LEAST_GAIN = 0.01
 """Of the time, for which free memory is worth a finding of a plan."""
@@ -339,11 +343,18 @@ def line_of(remedy: Remedy | LoopRemedy) -> str:
         change = {"learning": "what is learned", "approximate": "rounding"}[remedy.equality]
         parts.append(f"changes {change}")
     tight = ["the memory is nearly full then"] if remedy.fits == "tight" else []
-    costs = re.split(r"; |\. ", remedy.costs)[0]
+    costs = cost_of(remedy)
     parts += [*tight, f"costs {costs}" if costs else remedy.what]
     if isinstance(remedy, LoopRemedy) and remedy.headrace:
         parts.append(f"in Headrace {' and '.join(remedy.headrace)}")
     return f"{words_of(remedy)}: {', '.join(parts)}"
+
+
+def cost_of(remedy: Remedy | LoopRemedy) -> str:
+    """What it costs, in one part: no receipt, which was measured elsewhere, if another is known."""
+    bought, said, rest = remedy.costs.rpartition(BOUGHT)
+    parts = PARTS.split(rest)
+    return f"{bought}{said}" + next((p for p in parts if not RECEIPT.match(p)), parts[0])
 
 
 def words_of(remedy: Remedy | LoopRemedy) -> str:

@@ -94,6 +94,8 @@ KEY_EQUALITY: Mapping[str, str] = {
     "schedule.warmup_steps": "learning", "model.precision": "approximate",
 }  # fmt: skip
 """Of those that do not keep the gradients."""
+BOUGHT = "what it bought: "
+"""What the costs of a technique that is taken out begin with."""
 
 
 @dataclass(frozen=True)
@@ -326,5 +328,5 @@ def _costs(catalogue: Catalogue, first: str) -> str:
     if first[0] == "+":
         return catalogue.find(first[1:]).card.costs
     if first[0] == "-":
-        return "what it bought: " + catalogue.find(first[1:]).card.buys
+        return BOUGHT + catalogue.find(first[1:]).card.buys
     return KEY_COSTS.get(first.partition("=")[0], "")

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from headrace.cli import catalogue
+from headrace.doctor.advice import cost_of
+from headrace.doctor.remedies import BOUGHT, Remedy, _costs
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from readme_table import read_rows, shown
@@ -84,6 +86,29 @@ def test_a_card_leads_with_the_receipt_of_the_recipe(name: str, rows: list[dict[
     if slower and all(row["metrics"].get("speed_ratio", {"value": 1})["value"] < 0.97
                       for row in slower):  # fmt: skip
         assert any(what == "speed" for _, _, _, what, *_ in quotes(card.costs)), "it is a cost"
+
+
+@pytest.mark.parametrize("word", ["+", "-"])
+@pytest.mark.parametrize("name", sorted(catalogue().techniques))
+def test_the_doctor_tells_a_cost_that_was_not_measured_elsewhere(name: str, word: str) -> None:
+    """Where a card has one beside its receipts: what a reader is told he takes for his run's."""
+    said = _costs(catalogue(), f"{word}{name}")
+    remedy = Remedy((word + name,), "", None, 0.0, "yes", said, "exact", "none")
+    told, text = cost_of(remedy).removeprefix(BOUGHT), said.removeprefix(BOUGHT)
+    assert told and told in text and told.count("(") == told.count(")")
+    others = HEAD.sub("", text).replace("H200, ", "").strip("; ")
+    assert not others or not HEAD.match(told.removeprefix("H200, "))
+
+
+def test_a_receipt_is_a_cost_where_there_is_no_other() -> None:
+    def of(costs: str) -> str:
+        return cost_of(Remedy(("+a",), "", None, 0.0, "yes", costs, "exact", "none"))
+
+    elsewhere = "H200, compiled recipe with it: 0.90x the speed (1b)"
+    trunk = "plain trunk with it: 0.80x the speed (1b)"
+    assert of(f"{elsewhere}; {trunk}; a disk (of 3; 4). It is slow") == "a disk (of 3; 4)"
+    assert of(f"{elsewhere}; {trunk}") == elsewhere and of("") == ""
+    assert of(f"{BOUGHT}{elsewhere}; all of it") == f"{BOUGHT}all of it"
 
 
 def test_a_number_that_no_row_has_is_seen(rows: list[dict[str, Any]]) -> None:
