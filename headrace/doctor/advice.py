@@ -268,6 +268,12 @@ def foreseen(plan: Plan, seen: Foresight) -> list[Finding]:
             f"A step is {micro} forward passes of {plan.micro_rows} row"
             f"{'s' * (plan.micro_rows > 1)}, and memory is free for larger ones.", told, "inferred",
         ))  # fmt: skip
+    if seen.step_s is None and seen.fits == "yes":
+        part = seen.owners.get(owner, 0.0) / max(seen.peak_bytes, 1.0)
+        found.append(Finding(
+            "memory", held, f"The plan fits; most of its peak is {owner}: {part:.0%}.",
+            f"{told}; headrace plan has every line", "inferred",
+        ))  # fmt: skip
     return [*found, _slowest(seen)]
 
 

@@ -17,6 +17,7 @@ from headrace.context import elsewhere, make_context
 from headrace.core.machine import Machine
 from headrace.core.plan import Plan
 from headrace.core.statistics import Interval
+from headrace.core.units import format_bytes
 from headrace.doctor import findings
 from headrace.doctor.advice import advise, advise_plan, advised, plain, told
 from headrace.doctor.findings import Finding
@@ -298,6 +299,13 @@ def test_what_is_not_foreseen_is_said_once(tiny_plan: Callable[..., Plan]) -> No
     text = told(advice)
     assert text.count("time is modelled on a GPU, not on cpu") == 1
     assert text.endswith("no remedy is forecast without it")
+    seen = foresee(plan, make_context(plan, cpu), Machine.assumed("cpu"))
+    owner, held = next(iter(seen.owners.items()))
+    said = f"memory: The plan fits; most of its peak is {owner}: {held / seen.peak_bytes:.0%}.\n  "
+    assert text.startswith(f"{said}{format_bytes(seen.peak_bytes)} of ")
+    assert "foreseen; headrace plan has every line (inferred)\nnot measured: The step's" in text
+    timed = advise_plan(*on_h200("160m"), catalogue()).findings
+    assert "memory" not in [one.finding.bottleneck for one in timed]
     finding = Finding("computation", 0.9, "", "16.2 s of 17.9 s", "measured")
     where = make_context(plan, cpu), Machine.assumed("cpu"), catalogue(), Measured()
     run = advised([finding], plan, *where)
