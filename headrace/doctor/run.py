@@ -19,6 +19,7 @@ from headrace.core.files import parse_object
 from headrace.core.units import format_seconds
 from headrace.doctor.findings import Finding, stations
 from headrace.doctor.judge import FEWEST_STEPS, judge
+from headrace.doctor.loop_words import PADDED
 from headrace.doctor.recipe import slower_than_another
 from headrace.doctor.trace import ABSTAINED, computation, diagnose_trace
 from headrace.doctor.trace import judge as judge_trace
@@ -41,6 +42,7 @@ HELD = ("thermal slowdown", "hardware slowdown", "power brake", "clocks that wer
 """Why a clock is slow that need not be. A limit of power is how GPUs are built and not among it."""
 WRONG = ("silent no-op", "instability", "recipe")
 """What stands first whatever its share."""
+WASTED = "wasted tokens"
 HELD_SHARE, SLOWER = 0.2, 0.05
 """Of the samples in which one of them held, and of the clock that it took, before it is named."""
 
@@ -158,15 +160,32 @@ def _judged(
         signals = report.get("signals") or {}
         found = [_with_breaks(f, signals.get("graph_breaks")) for f in judge(window, traced)]
         faults = [f for f in found if f.bottleneck not in ("computation", ABSTAINED)]
+        prompts = _prompts(report)
+        faults = [f for f in faults if not (prompts and f.bottleneck == WASTED)]
         faults = _placed(faults, _clock(signals.get("gpu")))
         unread = [f for f in (*found, *traced) if f.bottleneck == ABSTAINED]
         told = [_told_apart(f, split, signals) for f in stations(report)]
+        told = [replace(f, evidence=f"{f.evidence}{prompts}") if f.bottleneck == WASTED else f
+                for f in told]  # fmt: skip
         return [*faults, *([slower] if slower else []), *told, *unread]
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         what = f"a value in it is of another kind ({error})"
         if isinstance(error, KeyError):
             what = f"a key {error} is not in it"
         raise RunError(f"{file} is damaged, or of another version: {what}", mend) from None
+
+
+def _prompts(report: Mapping[str, Any]) -> str:
+    """What is said of tokens without a target that may all be masked prompts; "" where not.
+
+    They are then a station and no fault. A run of ours masks none.
+    """
+    padded, wasted = report.get("padding_fraction"), report["wasted_token_fraction"]
+    if not report.get("watched") or not wasted or (padded or 0.0) >= PADDED:
+        return ""
+    if padded is None:
+        return "; masked prompts are no waste, and no attention_mask tells them from padding"
+    return f"; masked prompts are no waste, and {padded:.1%} are padding"
 
 
 # --- its traces -------------------------------------------------------------------------------

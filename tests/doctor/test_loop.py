@@ -21,6 +21,7 @@ from headrace.doctor.findings import Finding, stations
 from headrace.doctor.forecast import Forecast, by_share
 from headrace.doctor.loop import NO_PLAN, examine, loop_remedies, techniques
 from headrace.doctor.loop_words import BOTTLENECKS, STATIONS, Change, Loop
+from headrace.doctor.run import _prompts
 from headrace.recipes import recipes
 
 LOADER = {"name": "DataLoader", "num_workers": 0, "pin_memory": False}
@@ -207,6 +208,28 @@ def test_of_too_few_steps_that_is_said_first_and_nothing_is_forecast(tmp_path: P
     text = CliRunner().invoke(app, ["doctor", str(file)]).stdout
     assert text.startswith("not measured: Too few steady steps")
     assert "%)" not in text and text.rstrip().endswith("nothing is forecast from so few steps")
+
+
+@pytest.mark.parametrize(
+    ("padded", "says"),
+    [(None, "and no attention_mask tells them from padding"), (0.0, "and 0.0% are padding"),
+     (0.3, "")],
+)  # fmt: skip
+def test_masked_prompts_are_no_fault(tmp_path: Path, padded: float | None, says: str) -> None:
+    """Two thirds of the tokens have no target, and nothing or a mask says what they are."""
+    file = tmp_path / "watched.json"
+    report = {**watched(file), "wasted_token_fraction": 2 / 3, "padding_fraction": padded}
+    report["rows"] = [{**row, "wait_s": 0.0, "input_s": 0.0} for row in report["rows"]]
+    file.write_text(json.dumps(report))
+    found, _ = examine([file])
+    names = [one.bottleneck for one in found]
+    assert (names.index("wasted tokens") == 0) is (not says) and names.count("wasted tokens") == 1
+    if says:
+        assert names.index("wasted tokens") > names.index("computation")
+        told = CliRunner().invoke(app, ["doctor", str(file)]).stdout
+        assert f"masked prompts are no waste, {says}" in told
+    ours = {**report, "watched": False}
+    assert _prompts(report) and not _prompts(ours) if says else not _prompts(report)
 
 
 def test_a_trace_without_a_device_lists_operations(tmp_path: Path) -> None:
