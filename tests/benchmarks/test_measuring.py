@@ -182,7 +182,8 @@ def test_limits_measure_and_refuse(
     run(monkeypatch, limits, "plan", "mfu", "memory", "context", "--device-name", "NVIDIA H200")
     told = capsys.readouterr().out
     refused = [line for line in told.splitlines() if "refused" in line]  # FA4 is not installed here
-    assert all(line.startswith("mfu flash4_once4 refused") for line in refused)
+    flash4 = ("mfu flash4_once4 refused", "memory exact_rows2_flash4 refused")
+    assert all(line.startswith(flash4) for line in refused)
     assert "mfu none_rows2 1" in told
 
 
