@@ -3,6 +3,11 @@
 The time is a ratio with its interval (core/statistics). Where the first and the last block of the
 first plan differ too much the device was not the same, and its blocks are taken once more.
 
+For memory, less of the peak is better where it costs no larger share of the time, and where a step
+stays within twice the first plan's, with all that was kept before. Beyond that it is kept only if
+the plan without it leaves a long run no room: the largest saving of a peak may cost four times the
+step, which nobody wants who has the memory.
+
 A change of execution may move losses by rounding alone. Both plans began with the same weights and
 read the same rows, so:
 
@@ -44,6 +49,9 @@ MARGIN = {"cuda": 0.005, "cpu": 0.02}
 FULL = 0.97
 """Of the device's memory beside the driver's: what is measured above it is not kept, for a long run
 meets longer rows and more fragments than a trial."""
+DEAR = 2.0
+"""Times as long as the first plan's a step may become for less memory, where the plan fits. Making
+all activations again adds a third to a step's products, so twice is room for more than one such."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +107,9 @@ class Rules:
         device: "cuda" or "cpu", whose noise differs.
         precision: of the plan where it runs.
         capacity_bytes: of the device beside what the driver holds; None is not looked at.
-        peaks: predicted bytes of both plans, for devices that do not count.
+        peaks: predicted bytes of both plans, told beside what is measured, and all that is known
+            on devices that do not count.
+        slower: times as long as the first plan's a step of the plan before is, by what was kept.
     """
 
     aim: Aim = "time"
@@ -107,6 +117,7 @@ class Rules:
     precision: str = "fp32"
     capacity_bytes: float | None = None
     peaks: tuple[float, float] | None = None
+    slower: float = 1.0
 
     @property
     def margin(self) -> float:
@@ -195,11 +206,19 @@ def judge(reading: Reading, kind: Kind, rules: Rules) -> Compared:
             verdict="undecided",
             reason="the device was not as fast at the end as at the beginning",
         )
-    held = reading.reserved_bytes or reading.peak_bytes
-    if rules.capacity_bytes and held and held > FULL * rules.capacity_bytes:
-        room = f"{format_bytes(held)} of {format_bytes(rules.capacity_bytes)}"
+    if room := _no_room(reading, rules):
         return replace(found, verdict="refused", reason=f"it leaves a long run no room: {room}")
-    return _by_memory(found, rules) if rules.aim == "memory" else _by_time(found, rules)
+    if rules.aim == "memory":
+        return _by_memory(found, rules, tight=_no_room(other, rules))
+    return _by_time(found, rules)
+
+
+def _no_room(reading: Reading, rules: Rules) -> str:
+    """What it holds of the device, where a long run would not fit."""
+    held, most = reading.reserved_bytes or reading.peak_bytes, rules.capacity_bytes
+    if not most or not held or held <= FULL * most:
+        return ""
+    return f"{format_bytes(held)} of {format_bytes(most)}"
 
 
 def _by_time(found: Compared, rules: Rules) -> Compared:
@@ -215,8 +234,14 @@ def _by_time(found: Compared, rules: Rules) -> Compared:
     return replace(found, verdict=verdict, reason=told[verdict])
 
 
-def _by_memory(found: Compared, rules: Rules) -> Compared:
-    """Less memory is better where it does not cost a larger share of the time."""
+def _by_memory(found: Compared, rules: Rules, tight: str) -> Compared:
+    """Less memory is better where it costs no larger share of the time, nor is dear.
+
+    Args:
+        found: both were timed.
+        rules: by what it is judged.
+        tight: the plan before leaves a long run no room, in words.
+    """
     memory, ratio = found.memory, found.ratio
     assert ratio is not None, "both were timed"
     if memory is None:
@@ -225,16 +250,35 @@ def _by_memory(found: Compared, rules: Rules) -> Compared:
             verdict="undecided",
             reason="its memory is not measured, and nothing is predicted of it",
         )
+    told = _peak_told(found, memory, rules)
     if memory > 1 / (1 + rules.margin):
         verdict: Verdict = "worse" if memory > 1 + rules.margin else "undecided"
-        return replace(found, verdict=verdict, reason=f"the peak is {memory:.3f} times what it was")
+        return replace(found, verdict=verdict, reason=told)
     if memory / ratio.value > 1:
         return replace(
             found,
             verdict="worse",
             reason=f"{memory:.3f} of the peak for {1 / ratio.value:.3f} of the time",
         )
-    return replace(found, verdict="better", reason=f"the peak is {memory:.3f} times what it was")
+    times = rules.slower / ratio.value
+    if times <= DEAR or ratio.value >= 1:
+        return replace(found, verdict="better", reason=told)
+    if tight:
+        why = f"{told}; a step takes {times:.1f} times as long as the first plan's"
+        why += f", and the plan before leaves a long run no room: {tight}"
+        return replace(found, verdict="better", reason=why)
+    why = f"{told}, but a step takes {times:.1f} times as long as the first plan's, and "
+    why += f"{DEAR:g} times is the most for memory where a plan fits without it"
+    return replace(found, verdict="worse", reason=why)
+
+
+def _peak_told(found: Compared, memory: float, rules: Rules) -> str:
+    """The peak beside the one before, with what was predicted of it where it was measured."""
+    if found.peak_bytes is None:
+        return f"the peak is foreseen to be {memory:.3f} times what it was"
+    peaks = rules.peaks
+    said = f" (predicted {peaks[1] / peaks[0]:.3f})" if peaks and peaks[0] else ""
+    return f"the peak is {memory:.3f} times what it was{said}"
 
 
 def _memory(one: Reading, two: Reading, rules: Rules) -> float | None:

@@ -53,11 +53,11 @@ def learning(run: Run, train: Train | None, seeds: int) -> None:
 def _teach(run: Run, proposal: Proposal, train: Train, seeds: int) -> Compared:
     """One change of learning beside the best so far, over seeds."""
     assert run.pool is not None
-    best, since_s, promise = run.pool.best, run.store.spent_s, run.promise(proposal)
+    best, since_s = run.pool.best, run.store.spent_s
     run.trying(proposal, f", {seeds} seeds to {run.first.goal.bits_per_byte:g}")
     found = _to_target(run, best.plan, proposal.plan, train, seeds)
     run.learning_s = run.store.spent_s - since_s
-    run.note(proposal, found, "learning", promise, since_s)
+    run.note(proposal, found, "learning", since_s)
     if found.verdict == "better":
         before_s, after_s = (
             plan.batch.tokens / rate if rate else None

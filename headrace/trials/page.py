@@ -218,16 +218,16 @@ def _points(dots: list[tuple[float, float]]) -> tuple[Array, Array]:
 def _trials(tuned: Tuned) -> Safe:
     """A row for each plan that was tried: its receipt."""
     rows, noises = [], [step.noise for step in tuned.path if step.noise]
-    foretold = any(step.predicted is not None for step in tuned.path)
+    foretold = any(step.foretold is not None for step in tuned.path)
     for step in tuned.path:
         what = join((*_codes(step.changes), muted(f"{step.number}. {_why(step)}")))
         verdict = f"{step.verdict}, provisional" if step.provisional else step.verdict
         badge = tag("span", verdict, class_=f"badge {TONES[step.verdict]}")
         rows.append((
             what, badge,
-            *(["" if step.predicted is None else f"{step.predicted:.3f}"] if foretold else []),
+            *(["" if step.foretold is None else f"{step.foretold:.3f}"] if foretold else []),
             NOT_MEASURED if step.ratio is None else told(step.ratio),
-            "" if step.memory is None else f"{step.memory:.3f}",
+            _peak(step),
             "" if step.loss is None else f"{step.loss:+.1e}" if step.loss else "same",
             str(step.steps or ""), format_seconds(step.seconds) if step.seconds else "",
         ))  # fmt: skip
@@ -240,11 +240,19 @@ def _trials(tuned: Tuned) -> Safe:
         table("Trials", head, rows, text=2),
         muted(
             f"{both}: time of a step before over after, with a 95% interval; above "
-            "1 is faster. Memory: peak after over before"
+            "1 is faster. Memory: peak after over before, below 1 is less"
             f"{'' if tuned.counted else ', foreseen'}. Loss: mean difference in nats per token "
             f"on the same rows from the same weights{noise}."
         ),
     )
+
+
+def _peak(step: Step) -> str:
+    """The peak after over before, and what was predicted of it where it was measured."""
+    if step.memory is None:
+        return ""
+    said = step.predicted_memory if step.peak_bytes is not None else None
+    return f"{step.memory:.3f}" + ("" if said is None else f", predicted {said:.3f}")
 
 
 def _why(step: Step) -> str:

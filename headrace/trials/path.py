@@ -37,7 +37,12 @@ class Step:
         reason: why.
         stage: "screen" and "accept" were measured, "learning" was trained over seeds.
         equality: what it does to learning.
-        predicted: how much better it was expected to be: 1.1 is a tenth; None is unknown.
+        predicted: how much better it was expected to be for the aim: 1.1 is a tenth; None is
+            unknown. Plans are tried in this order. For memory it is the saving, less for slower
+            steps.
+        predicted_speed: likewise the time of a step before over after, as `ratio` is.
+        predicted_memory: likewise the peak after over before, as `memory` is, where that is the
+            aim.
         ratio: measured: time of a step (or to the target) before over after.
         memory: peak after over before; None where it is not measured.
         loss, noise: difference of the mean losses, and what another seed moves them by, in nats.
@@ -70,11 +75,19 @@ class Step:
     peak_bytes: float | None = None
     plan_sha256: str = ""
     provisional: bool = False
+    predicted_speed: float | None = None
+    predicted_memory: float | None = None
+
+    @property
+    def foretold(self) -> float | None:
+        """What was predicted in the unit of `ratio`; of a time to a target nothing is."""
+        return None if self.stage == "learning" else self.predicted_speed
 
     def line(self) -> str:
-        """It in a line."""
-        said = "" if self.predicted is None else f", predicted {self.predicted:.3f}"
-        found = "" if self.ratio is None else f" {told(self.ratio)}{said},"
+        """It in a line; where memory is the aim the ratio of time is named."""
+        said = "" if self.foretold is None else f", predicted {self.foretold:.3f}"
+        name = "" if self.predicted_memory is None else "speed "
+        found = "" if self.ratio is None else f" {name}{told(self.ratio)}{said},"
         verdict = f"{self.verdict} provisionally" if self.provisional else self.verdict
         return f"{verdict}: {' '.join(self.changes)}:{found} {self.reason}".replace("\n", " ")
 

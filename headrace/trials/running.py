@@ -90,9 +90,14 @@ class Run:
 
     # --- measuring ---------------------------------------------------------------------------
 
-    def promise(self, proposal: Proposal) -> float | None:
-        """What it is expected to be beside the best so far, before it is measured."""
-        return None if self.pool is None else self.pool.promise(proposal)
+    def slower(self, one: Proposal) -> float:
+        """How many times as long a step of that best is as the first that could run."""
+        times = 1.0
+        for step in self.kept:
+            if self.kept_of[step.number][0] is one:
+                break
+            times = times / step.ratio.value if step.ratio else 1.0
+        return times
 
     def together(self, one: Proposal, two: Proposal) -> bool:
         """Whether one process may hold both."""
@@ -110,7 +115,7 @@ class Run:
         limit_s = min(self.left_s(share), LONGEST * self.minutes_s)
         rules = replace(
             self.rules, capacity_bytes=two.foresight.capacity_bytes,
-            peaks=(one.foresight.peak_bytes, two.foresight.peak_bytes),
+            peaks=(one.foresight.peak_bytes, two.foresight.peak_bytes), slower=self.slower(one),
         )  # fmt: skip
         try:
             found = compare(
@@ -180,14 +185,7 @@ class Run:
         """Of the path."""
         return [step for step in self.path if step.verdict == "kept"]
 
-    def note(
-        self,
-        proposal: Proposal,
-        found: Compared,
-        stage: Stage,
-        promise: float | None,
-        since_s: float,
-    ) -> None:
+    def note(self, proposal: Proposal, found: Compared, stage: Stage, since_s: float) -> None:
         """A row of the path."""
         assert self.pool is not None
         best, reason, kept = self.pool.best, found.reason, found.verdict == "better"
@@ -200,10 +198,19 @@ class Run:
         self.row(Step(
             len(self.path) + 1, difference(best.plan, proposal.plan),
             VERDICTS.get(found.verdict, "reverted"), reason, stage,
-            kind_of(best.plan, proposal.plan), promise, seconds=self.store.spent_s - since_s,
-            spent_s=self.store.spent_s, plan_sha256=fingerprint(proposal.plan),
-            provisional=few and found.ratio is not None, **told,
+            kind_of(best.plan, proposal.plan), self.pool.promise(proposal),
+            seconds=self.store.spent_s - since_s, spent_s=self.store.spent_s,
+            plan_sha256=fingerprint(proposal.plan), provisional=few and found.ratio is not None,
+            predicted_speed=self.pool.faster(proposal),
+            predicted_memory=self._less(best, proposal), **told,
         ))  # fmt: skip
+
+    def _less(self, best: Proposal, proposal: Proposal) -> float | None:
+        """The peak that is foreseen over the best's, where memory is the aim."""
+        before = best.foresight.peak_bytes
+        if self.rules.aim != "memory" or not before:
+            return None
+        return proposal.foresight.peak_bytes / before
 
     def row(self, step: Step) -> None:
         """It joins the path, and is told."""

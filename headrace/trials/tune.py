@@ -128,13 +128,13 @@ class _Loop(Run):
     def attempt(self, proposal: Proposal) -> None:
         """Measure it, and keep or revert it."""
         assert self.pool is not None
-        spent_s, seen, promise = self.store.spent_s, proposal.foresight, self.promise(proposal)
+        spent_s, seen = self.store.spent_s, proposal.foresight
         self.trying(proposal)
         if seen.fits == "no" or seen.peak_bytes >= self.burst_bytes:
             least = min(self.burst_bytes, seen.capacity_bytes)
             what = "there are" if seen.fits == "no" else "a plan ran out of memory that was to need"
             told = f"{format_bytes(seen.peak_bytes)} are foreseen, and {what} {format_bytes(least)}"
-            self.note(proposal, Compared("refused", told), "none", promise, spent_s)
+            self.note(proposal, Compared("refused", told), "none", spent_s)
             return
         found = self.pair(self.pool.best, proposal, screen=True, share=self.share)
         short = found.screened or found.ratio is None or found.verdict == "cut"
@@ -142,7 +142,7 @@ class _Loop(Run):
         self.up = found.verdict == "cut" and self.left_s(self.share) <= 0
         if found.reason.startswith(OUT_OF_MEMORY):
             self.burst_bytes = min(self.burst_bytes, seen.peak_bytes)
-        self.note(proposal, found, stage, promise, spent_s)
+        self.note(proposal, found, stage, spent_s)
         self.follow(proposal, found)
 
     def follow(self, proposal: Proposal, found: Compared) -> None:

@@ -186,6 +186,26 @@ def test_less_memory_decides_where_it_costs_no_larger_share_of_time(
     assert (found.verdict, found.memory) == (verdict, pytest.approx(peak))
 
 
+@pytest.mark.parametrize(
+    ("step_s", "slower", "capacity", "verdict", "says"),
+    [(1.9, 1.0, 2e6, "better", "the peak is 0.200 times what it was (predicted 0.300)"),
+     (2.1, 1.0, 2e6, "worse", "but a step takes 2.1 times as long as the first plan's, and 2"),
+     (1.5, 1.5, 2e6, "worse", "takes 2.2 times as long"),  # with what was kept before
+     (0.9, 3.0, 2e6, "better", "(predicted 0.300)"),
+     (2.1, 1.0, 1.01e6, "better", "and the plan before leaves a long run no room: ")],
+)  # fmt: skip
+def test_less_memory_is_not_worth_any_time(
+    step_s: float, slower: float, capacity: float, verdict: str, says: str
+) -> None:
+    """However much smaller the peak is, a step stays within twice the first plan's."""
+    before, after = reading(), reading(step_s)
+    before.peak_bytes, after.peak_bytes, after.beside = 1e6, 2e5, before
+    rules = Rules(aim="memory", device="cuda", peaks=(1e6, 3e5), slower=slower,
+                  capacity_bytes=capacity)  # fmt: skip
+    found = judge(after, "exact", rules)
+    assert found.verdict == verdict and says in found.reason
+
+
 def test_a_first_look_that_may_hide_a_gain_is_worth_more_steps() -> None:
     worth, before = Gain("exact", CUDA), reading()
     before.seconds = [1.0] * 4

@@ -65,6 +65,29 @@ def test_what_is_for_money_says_that_it_has_no_price(
     assert "dollars_per_hour" not in command.aim_of(plan, "time")[1]
 
 
+def test_what_is_predicted_stands_in_the_unit_of_what_is_measured_beside_it(
+    Machine: Any, plan: Plan, change: Any, tmp_path: Path
+) -> None:
+    """Speed beside speed and peak beside peak; the order of trials is by neither alone."""
+    machine = Machine({FAST: 1.1, SLOW[0]: 1.5, SLOW[1]: 4.4},
+                      bytes={FAST: 0.5, SLOW[0]: 0.6, SLOW[1]: 0.2})  # fmt: skip
+    whole = [machine.proposal(change(plan, f"+{FAST}"), 1.25)]
+    whole[0].foresight.peak_bytes = 0.4e6
+    sources = machine.sources(whole, start_s=1.0, names=SLOW)
+    tuned = tune(plan, "memory", 60, sources, machine.measure, CUDA, clock=machine.clock)
+    row = next(step for step in tuned.path if step.changes == (f"+{FAST}",))
+    assert row.predicted == pytest.approx(2.5 / 1.25) and row.predicted_memory == 0.4
+    assert row.predicted_speed == pytest.approx(0.8)
+    line = row.line()
+    assert line.startswith(f"kept: +{FAST}: speed 0.909 (") and ", predicted 0.800, the" in line
+    assert line.endswith("the peak is 0.500 times what it was (predicted 0.400)")
+    dear = next(step for step in tuned.path if step.changes == (f"+{SLOW[1]}",))
+    assert dear.verdict == "reverted" and "4.4 times as long as the first" in dear.reason
+    assert {*tuned.plan.techniques} == {FAST, SLOW[0]}  # 1.1 x 1.5 is within twice
+    page = write_tune_page(tuned, tmp_path).read_text()
+    assert "0.500, predicted 0.400" in page and ">0.800<" in page and ">2.000<" not in page
+
+
 def test_an_interval_that_says_nothing_is_told_with_what_it_should_lie_above() -> None:
     one = Reading(seconds=[1.0, 1.2, 1.2, 1.0], steps=54)
     found = judge(Reading(seconds=[1.2, 1.0, 1.0, 1.2], steps=54, beside=one), "exact", Rules())
