@@ -102,6 +102,7 @@ def _figures(tuned: Tuned) -> list[tuple[str, str, str]]:
     found += _to_target(tuned)
     spent = "" if tuned.dollars is None else f", {dollars(tuned.dollars)}"
     won = "" if back is None or not two else f"{seconds(back * two)} of training"
+    won += f"; this plan alone ends after {tuned.beyond}" if tuned.beyond else ""
     after = tuned.won_back.removeprefix("won back after ").removesuffix(" won back") or "never"
     if tuned.unmeasured or (tuned.target is not None and tuned.target.saved_s is None):
         after = NOT_MEASURED

@@ -202,6 +202,22 @@ class Tuned:
         return break_even_steps(self.seconds, self.before_s, self.now_s)
 
     @property
+    def horizon(self) -> tuple[float, str] | None:
+        """Steps after which the tuned plan's own budgets end it, and that in words.
+
+        None where nothing but a target does. Dollars are hours at the plan's price.
+        """
+        goal, step_s = self.first.goal, self.now_s
+        price, ends = self.first.hardware.dollars_per_hour, []
+        if (steps := self.first.goal_steps) is not None:
+            ends.append((float(steps), f"{steps:,} steps"))
+        minutes = [(goal.minutes, f"{goal.minutes:g} minutes")] if goal.minutes else []
+        if goal.dollars and price:
+            minutes.append((60 * goal.dollars / price, f"${goal.dollars:,.2f}"))
+        ends += [(60 * long / step_s, told) for long, told in minutes if step_s]
+        return min(ends, default=None)
+
+    @property
     def break_even_runs(self) -> float | None:
         """Runs to the target after which the tuning time is won back; inf where they save none.
 
@@ -259,6 +275,7 @@ class Tuned:
             "provisional": [list(step.changes) for step in self.provisional],
             "tuning_s": self.seconds, "tuning_dollars": self.dollars,
             "break_even_steps": self.break_even, "break_even_runs": self.break_even_runs,
+            "horizon_steps": None if self.horizon is None else self.horizon[0],
             "path": [asdict(step) for step in self.path],
             "left": list(self.left), "time_was_up": self.up, "interrupted": self.interrupted,
         }  # fmt: skip
@@ -290,8 +307,7 @@ class Tuned:
         what += self._provisionally()
         said = " and ".join(gains) or "it runs now"
         said += f", but {self.unmeasured}" if self.unmeasured else ""
-        won = self.won_back
-        return f"{said[0].upper()}{said[1:]}: {what}.{f' The tuning is {won}.' if won else ''}"
+        return f"{said[0].upper()}{said[1:]}: {what}. {self.bill}".rstrip()
 
     def _provisionally(self) -> str:
         """How many of the kept changes are not sure, and why."""
@@ -309,6 +325,21 @@ class Tuned:
             unit = "such run" if runs <= 1 else "such runs"
             return f"won back after {ceil(runs):,} {unit}" if isfinite(runs) else "never won back"
         return "" if steps is None else f"won back after {steps:,.0f} steps"
+
+    @property
+    def beyond(self) -> str:
+        """What the plan ends after, where that is before its own steps won the tuning time back."""
+        steps, ends = self.break_even, self.horizon
+        return "" if steps is None or ends is None or steps <= ends[0] else ends[1]
+
+    @property
+    def bill(self) -> str:
+        """Whether the tuning pays, as a sentence; nothing where that is not known."""
+        won = self.won_back
+        if self.beyond:
+            told = f"The tuning does not pay for this plan alone, which ends after {self.beyond}"
+            return f"{told}; it would be {won}."
+        return f"The tuning is {won}." if won else ""
 
 
 def _speed(ratio: float) -> str:

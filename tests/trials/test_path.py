@@ -1,13 +1,15 @@
 """The bill of a tuning: when it is won back, and what it cost."""
 
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from headrace.core.plan import Plan
 from headrace.core.statistics import Interval
-from headrace.trials.path import Target, Tuned
+from headrace.trials.page import write_tune_page
+from headrace.trials.path import Step, Target, Tuned
 
 TWICE = Interval(1.9, 2.0, 2.1, 9)
 
@@ -28,6 +30,29 @@ def test_steps_win_the_tuning_back_at_the_pace_of_the_first_measurement(plan: Pl
     assert "won back after 200 steps" in found.won_back
     assert tuned(plan, ratio=Interval(0.7, 0.8, 0.9, 9)).break_even is None
     assert tuned(plan, ratio=None).break_even == pytest.approx(1000.0)
+
+
+@pytest.mark.parametrize(
+    ("goal", "ends"),
+    [({"steps": 199}, "199 steps"), ({"steps": 200}, ""),
+     ({"tokens": 64 * 80}, "80 steps"), ({"tokens": 64 * 201}, ""),
+     ({"minutes": 1.5}, "1.5 minutes"), ({"minutes": 2}, ""),
+     ({"minutes": 2, "steps": 80}, "80 steps"), ({"dollars": 1.5}, "$1.50"),
+     ({"bits_per_byte": 1.1, "steps": 80}, "80 steps")],
+)  # fmt: skip
+def test_what_the_plan_ends_before_does_not_pay_for_it_alone(
+    plan: Plan, goal: dict[str, float], ends: str, tmp_path: Path
+) -> None:
+    """Steps of half a second, 200 of which win 100 s back; an hour costs 60 dollars."""
+    run = plan.replaced(goal=goal, hardware={"dollars_per_hour": 60.0}, schedule={"steps": 9})
+    row = Step(1, ("+fused_rope",), "kept", "better", "accept", ratio=TWICE)
+    found = tuned(run, path=(row,))
+    said = f"The tuning does not pay for this plan alone, which ends after {ends}; it would be "
+    back = "won back after 200 steps."
+    assert found.sentence().endswith((said if ends else "The tuning is ") + back)
+    page = write_tune_page(found, tmp_path).read_text()
+    assert (f"; this plan alone ends after {ends}" in page) == bool(ends)
+    assert ("this plan alone" in page) == bool(ends)
 
 
 def test_a_tuning_costs_its_seconds_of_an_hour(plan: Plan) -> None:
