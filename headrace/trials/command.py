@@ -169,8 +169,8 @@ def told(tuned: Tuned, folder: Path) -> str:
     if tuned.up and (left := len(tuned.untried)):
         short.append(f"{'1 change was' if left == 1 else f'{left} changes were'} not tried")
     if tuned.unmeasured == UNMEASURED:
-        short.append("no run went to the target")
+        short.append(f"no run {'has reached' if tuned.unreached else 'went to'} the target")
     if short:
-        more = f"--minutes {tuned.wanted} should do, and the same command goes on"
+        more = f"{tuned.more}, and the same command goes on"
         lines.append(f"time was up; {' and '.join(short)}: {more}")
     return "\n".join([*lines, f"page: {folder / PAGE}", f"next: {command(folder)}"])

@@ -4,6 +4,8 @@ What was kept of execution was judged by its steps alone. A run to the target al
 comes before its first step, as compiling: where two seeds of the first plan are sooner there than
 the same two with all those changes, they are undone before anything is learned on top of them.
 Without such runs they stay provisional.
+The first run of all is the first plan's own: where the clock ends it before the target, no change
+of what is learned can be judged, none is tried, and how far that run came is told.
 At the end, where the time suffices, the first plan goes to the target beside the last one, with all
 seeds, so that what the tuning bought is one measured ratio; runs that were made are not made again.
 """
@@ -14,6 +16,7 @@ from typing import Any
 
 from headrace.changes import difference
 from headrace.core.plan import Plan
+from headrace.core.units import format_seconds
 from headrace.trials.judge import Compared
 from headrace.trials.path import Step, Target
 from headrace.trials.proposals import Proposal
@@ -42,7 +45,7 @@ def learning(run: Run, train: Train | None, seeds: int) -> None:
         if {change, fingerprint(proposal.plan)} & tried:
             continue
         tried |= {change, fingerprint(proposal.plan)}
-        if run.left_s() <= run.learning_s:
+        if run.left_s() <= run.learning_s or run.unreached:
             rest = [difference(run.pool.best.plan, p.plan) for p in (proposal, *waiting)]
             run.unlearned, run.up = [" ".join(words) for words in rest], True
             return
@@ -91,7 +94,7 @@ def _settle(run: Run, train: Train) -> None:
 def whole_way(run: Run, train: Train, seeds: int) -> None:
     """The first plan beside the best to the target, with all seeds."""
     assert run.pool is not None
-    if not run.kept or run.left_s() <= run.learning_s:
+    if not run.kept or run.left_s() <= run.learning_s or run.unreached:
         return
     found = _to_target(run, run.first, run.pool.best.plan, train, seeds)
     if found.verdict == "cut":
@@ -123,14 +126,18 @@ def _to_target(run: Run, first: Plan, second: Plan, train: Train, seeds: int) ->
         run.run_s = found.before_s
     if found.verdict != "cut":
         return found
+    run.unreached = run.run_s is None
     run_s, how = run.run_to_target_s()
     runs_s, limit_s = 2 * seeds * (run_s or 0.0), max(limit_s, run.store.late_s)
     does = "would do" if run.run_s else "would do, or fewer where it takes less"
-    if runs_s <= limit_s:  # it took longer than that
+    known_s = (run_s or 0.0) if run.unreached else runs_s
+    if known_s > limit_s:  # else it took longer than that
+        how = f"{how}, {2 * seeds} such runs would take {format_seconds(runs_s)}: "
+    else:
+        how = f"{how}, and it took longer: " if how else ""
         runs_s, does = 2 * limit_s, "gives it twice as long"
-        how = "how long a run to it takes is not known"
     least_s = runs_s / (1 - run.share) if run.up and run.share < 1 else 0.0
     minutes = ceil(max(began_s + runs_s, least_s) / 60)
     run.needed.append(minutes)
-    told = f"{found.reason}; {how}: --minutes {minutes} {does}, and the same command goes on"
+    told = f"{found.reason}; {how}--minutes {minutes} {does}, and the same command goes on"
     return replace(found, reason=told)

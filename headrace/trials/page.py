@@ -117,7 +117,7 @@ def _to_target(tuned: Tuned) -> list[tuple[str, str, str]]:
     """A run to the target: its time, and its price."""
     target, price = tuned.target, tuned.first.hardware.dollars_per_hour
     if tuned.unmeasured == UNMEASURED:
-        return [("A run to the target", NOT_MEASURED, f"--minutes {tuned.wanted} should do")]
+        return [("A run to the target", NOT_MEASURED, tuned.more)]
     if target is None or target.after_s is None or target.before_s is None:
         return []
     one, two, ratio = target.before_s, target.after_s, target.ratio
@@ -273,7 +273,7 @@ def _left(tuned: Tuned) -> Safe:
     if tuned.interrupted:
         why = "Interrupted before"
     if tuned.up:
-        why = f"Time was up; --minutes {tuned.wanted} should do for all that was not tried"
+        why = f"Time was up; {tuned.more}" + ("" if tuned.unreached else " for all of these")
     names = [tag("li", tag("code", change)) for change in tuned.left[:MOST_LEFT]]
     rest = len(tuned.left) - MOST_LEFT
     more = [tag("li", f"and {rest} more")] if rest > 0 else []

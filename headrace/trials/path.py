@@ -156,6 +156,7 @@ class Tuned:
         unmeasured: why nothing is known of the time to the target that changes stayed for; "" where
             it is known, or was not asked for.
         wanted: whole minutes that should do for what was not tried; 0 is not known.
+        unreached: the clock ended the first run to the target, so how long one takes is not known.
     """
 
     aim: Aim
@@ -175,6 +176,7 @@ class Tuned:
     target: Target | None = None
     unmeasured: str = ""
     wanted: int = 0
+    unreached: bool = False
 
     @property
     def now_s(self) -> float | None:
@@ -257,6 +259,12 @@ class Tuned:
         return tuple(dict.fromkeys((*cut, *self.left)))
 
     @property
+    def more(self) -> str:
+        """What to give for all that was not tried, and what it does."""
+        does = "gives a run to the target at least twice as long" if self.unreached else "should do"
+        return f"--minutes {self.wanted} {does}"
+
+    @property
     def counted(self) -> bool:
         """Whether the peaks were measured; a device that counts no bytes has those foreseen."""
         return any(step.peak_bytes is not None for step in self.kept)
@@ -272,6 +280,7 @@ class Tuned:
             "tokens_per_s": self.plan.batch.tokens / self.after_s if self.after_s else None,
             "target": None if self.target is None else asdict(self.target),
             "target_unmeasured": self.unmeasured or None, "minutes_wanted": self.wanted or None,
+            "target_unreached": self.unreached,
             "provisional": [list(step.changes) for step in self.provisional],
             "tuning_s": self.seconds, "tuning_dollars": self.dollars,
             "break_even_steps": self.break_even, "break_even_runs": self.break_even_runs,

@@ -13,7 +13,6 @@ from headrace.changes import difference
 from headrace.core.plan import Plan
 from headrace.core.statistics import Interval
 from headrace.core.units import format_seconds
-from headrace.planner.ending import ending
 from headrace.trials.judge import Compared, Rules, compare
 from headrace.trials.kinds import kind_of
 from headrace.trials.pairs import Measure
@@ -60,6 +59,8 @@ class Run:
         """that the last change of learning took"""
         self.run_s: float | None = None
         """that a run to the target took"""
+        self.unreached = False
+        """whether the clock ended the first run to the target"""
         self.needed: list[int] = []
         """minutes that a plan which was cut off needs"""
         self.first_s: float | None = None
@@ -147,13 +148,23 @@ class Run:
         return max(ceil(needed_s / 60), int(self.minutes_s / 60) + 1)
 
     def run_to_target_s(self) -> tuple[float | None, str]:
-        """Seconds of a run to the target, and that in words: measured, or at most by its goal."""
+        """Seconds of a run to the target, and on what that rests; None where nothing tells.
+
+        The minutes of a goal tell nothing: they are how long a run may take, not how long it does.
+        """
+        goal, steps = self.first.goal, self.first.goal_steps
         if self.run_s is not None:
-            return self.run_s, f"a run to it takes {format_seconds(self.run_s)}"
-        _, hours, _ = ending(self.first, self.first_s, None)
-        if hours is None:
+            return (
+                self.run_s,
+                f"one run to {goal.bits_per_byte:g} took {format_seconds(self.run_s)}",
+            )
+        if steps is None or self.first_s is None:
             return None, ""
-        return 3600 * hours, f"a run to it may take the {format_seconds(3600 * hours)} of its goal"
+        run_s = steps * self.first_s
+        if goal.minutes and run_s > 60 * goal.minutes:
+            return None, ""
+        each = f"at {format_seconds(self.first_s)} each"
+        return run_s, f"the {steps:,} steps of the goal take {format_seconds(run_s)} {each}"
 
     def wanted(self) -> int:
         """Whole minutes that should do for all that was not tried, as long as that took so far."""
@@ -163,7 +174,8 @@ class Run:
         execution_s = (len(self.pool.waiting) + len(cut)) * median(took_s) if took_s else 0.0
         run_s, _ = self.run_to_target_s()
         runs_s = 2 * GIVEN_UP * (run_s or 0.0)
-        learning_s = len(self.unlearned) * (self.learning_s or runs_s)
+        taught_s = runs_s if self.unreached else self.learning_s or runs_s
+        learning_s = len(self.unlearned) * taught_s
         learning_s += runs_s if self.unmeasured == UNMEASURED else 0.0
         needed_s = max(execution_s / self.share, execution_s + learning_s)
         return max(ceil(needed_s / 60) or ceil(self.minutes_s / 30), *self.needed, 1)
@@ -257,7 +269,7 @@ class Run:
             seconds=self.store.spent_s + max(0.0, planning_s),
             left=(*(" ".join(w.change) for w in waiting), *self.unlearned), up=self.up,
             interrupted=interrupted, unmeasured=unmeasured,
-            wanted=0 if self.pool is None else self.wanted(),
+            wanted=0 if self.pool is None else self.wanted(), unreached=self.unreached,
         )  # fmt: skip
 
     @property

@@ -7,6 +7,9 @@ get there took infinitely long.
 The change is better where the paired test over seeds is sure at p < 0.01 (core/statistics;
 modded-nanogpt asks the same of a record). Seconds are told without the fastest and the slowest seed
 (MLPerf). A change that loses its first two seeds is given up: with so few left it could not win.
+
+The first run is the plan before, with the first seed: the pilot, whose seconds say what all seeds
+would take. Where the clock ends it before the target, how far it came is told.
 """
 
 import time
@@ -16,6 +19,7 @@ from functools import partial
 from math import inf, isfinite
 from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
 from headrace import train as trainer
 from headrace.core.plan import Plan
@@ -63,9 +67,16 @@ def reach(plan: Plan, cut: bool) -> Reading:
         if goal["reached"]:
             found.seconds = [goal["wall_s"]]
         if cut and not goal["reached"] and goal["ended_by"] == "minutes":
-            found.refused = f"{NOT_DONE} {plan.goal.minutes:.1f} minutes"
+            found.refused = f"{NOT_DONE} {plan.goal.minutes:.1f} minutes ({_came_to(report)})"
 
     return read(go)
+
+
+def _came_to(report: dict[str, Any]) -> str:
+    """How far a run came that the clock ended, in words."""
+    known = [one["bits_per_byte"] for one in report["val"] if one["bits_per_byte"] is not None]
+    low = f"{min(known):.4g} bits per byte" if known else "not validated yet"
+    return f"{low} after {report['steps']:,} steps"
 
 
 def train_with(worker: Worker, folder: Path) -> Train:
@@ -103,9 +114,12 @@ def learn(
     two: list[float] = []
     rates: list[list[float]] = [[], []]
 
-    def cut() -> Compared:
+    def cut(pilot: str = "") -> Compared:
         known = [seconds for seconds in one if isfinite(seconds)]
         told = f"time was up after {len(two)} of {len(seeds)} seeds"
+        if not known:
+            told += ", and no run has reached the target yet"
+            told += f": the first plan's was {pilot}" if pilot and not one else ""
         return Compared("cut", told, before_s=trimmed(known) if known else None)
 
     for seed in seeds:
@@ -124,7 +138,7 @@ def learn(
                 alike_s=ALIKE_S if by_clock else 0.0, again=False,
             )  # fmt: skip
             if found.refused.startswith(NOT_DONE) and by_clock:
-                return cut()
+                return cut(found.refused)
             if found.refused and not found.refused.startswith(NOT_DONE):
                 return Compared("refused", found.refused)
             into.append(found.seconds[0] if found.seconds else inf)

@@ -1,5 +1,6 @@
 """A run to a target, as the tuner compares changes of learning."""
 
+import re
 import time
 from collections.abc import Callable
 from math import inf, isfinite
@@ -12,7 +13,7 @@ import pytest
 from headrace.core.plan import Plan
 from headrace.trials.readings import NOT_DONE, Reading
 from headrace.trials.store import ALIKE_S, Store
-from headrace.trials.target import judge_seeds, learn, train_with, trimmed
+from headrace.trials.target import judge_seeds, learn, reach, train_with, trimmed
 from headrace.trials.worker import Worker
 
 
@@ -24,6 +25,19 @@ def test_a_run_tells_its_seconds_to_the_target(plan: Plan, tmp_path: Path) -> No
         found = train(plan.replaced(goal=goal, guard=False), 600.0)
         assert not found.refused and bool(found.seconds) == met
     assert not list((tmp_path / "targets").rglob("step-*"))
+
+
+def test_a_run_that_the_clock_ended_tells_how_far_it_came(plan: Plan, tmp_path: Path) -> None:
+    goal = {"bits_per_byte": 0.01, "minutes": 0.02}
+    evals = plan.eval.model_copy(update={"every_steps": 1})
+    run = plan.replaced(goal=goal, schedule={"steps": 9}, eval=evals, directory=str(tmp_path))
+    found = reach(run.replaced(guard=False), True)
+    told = r"not done within 0\.0 minutes \([0-9.]+ bits per byte after [0-9,]+ steps\)"
+    assert re.fullmatch(told, found.refused)
+    other = plan.replaced(optimizer=plan.optimizer.model_copy(update={"lr": 0.5}))
+    store = Store(None, {}, time.monotonic)
+    came = learn(plan, other, range(7), lambda *given: found, store, limit_s=600.0)
+    assert came.verdict == "cut" and found.refused in came.reason
 
 
 @pytest.mark.parametrize(

@@ -146,11 +146,12 @@ def late(machine: Any, limits: list[tuple[float, float]], run_s: float) -> Calla
 
 
 def hurried(machine: Any, plan: Plan, minutes: float, train: Any, **how: Any) -> Tuned:
-    """Tune for quality in minutes, with one change of execution and one of learning."""
-    found = machine.sources([], names=[FAST])
+    """Tune for quality in minutes, with changes of execution and one of learning."""
+    found = machine.sources([], names=how.pop("names", [FAST]))
     sources = type(found)(found.whole, found.single, lambda best: [
         machine.proposal(changed(best, [f"+{LEARNS}"], KNOWN), None)])  # fmt: skip
-    aims = plan.replaced(goal={"bits_per_byte": 1.1, "minutes": 3, "steps": 10**6})
+    goal = how.pop("goal", {"minutes": 3, "steps": 10**6})
+    aims = plan.replaced(goal={"bits_per_byte": 1.1, **goal}, schedule={"steps": 9})
     return tune(aims, "quality", minutes, sources, machine.measure, CUDA, train=train,
                 clock=machine.clock, **how)  # fmt: skip
 
@@ -187,9 +188,11 @@ def test_what_was_kept_without_a_run_to_the_target_is_provisional_and_says_so(
         assert page.partition("Won back after")[2].partition("never")[1] == ""
         assert json.loads(dumps(tuned))["target_unmeasured"] and tuned.break_even_runs is None
     (told,) = (line for line in lines if "not done" in line)
-    assert "after 0 of 2 seeds; a run to it may take the 3 min of its goal: --minutes 12" in told
+    assert "after 0 of 2 seeds, and no run has reached the target yet: the first plan's" in told
+    assert "not done within 0.5 minutes; --minutes 1 gives it twice as long, and" in told
+    assert second.untried == (f"+{LEARNS}",) and len(limits) == 1  # nothing to judge it by
     end = command.told(second, tmp_path)
-    assert "no run went to the target: --minutes 24 should do" in end  # and what learns
+    assert "no run has reached the target: --minutes 1 gives a run to the target at" in end
     machine = Machine({FAST: 0.74})
     store = Store(tmp_path / TRIALS, {}, machine.clock)
     enough = hurried(machine, plan, 12, late(machine, limits, 170.0), store=store)
@@ -212,8 +215,37 @@ def test_one_trial_leaves_time_for_what_is_learned(
     again = hurried(Machine({FAST: 0.8}, build_s=55.0), plan, 6, late(machine, limits, 10.0))
     assert again.path[0].verdict == "kept"
     short = next(step for step in cut.path if step.stage == "learning")
-    assert "after 4 of 7 seeds; a run to it takes 10" in short.reason
+    assert "of 7 seeds; one run to 1.1 took 10.2 s, 14 such runs would take 2 min" in short.reason
     assert "--minutes 5 would do" in short.reason and cut.wanted >= 6
+
+
+def test_what_a_run_to_the_target_takes_is_told_from_one_and_not_from_the_goals_minutes(
+    Machine: Any, plan: Plan
+) -> None:
+    """An hour is what it may take. The pilot's seconds tell, or else the goal's own steps."""
+    cases: list[tuple[float, dict[str, Any], str]] = [
+        (60.0, {"minutes": 60},
+         "; one run to 1.1 took 60.0 s, 14 such runs would take 14 min: --minutes 28 would do"),
+        (9e9, {"minutes": 60},
+         "seeds, and no run has reached the target yet: the first plan's was not done within 2.0 "
+         "minutes; --minutes 8 gives it twice as long,"),
+        (9e9, {"minutes": 60, "steps": 6000},
+         "; the 6,000 steps of the goal take 10 min at 100 ms each, 14 such runs would take 2 h "
+         "20 min: --minutes 281 would do, or fewer"),
+        (9e9, {"steps": 50},
+         "; the 50 steps of the goal take 5.0 s at 100 ms each, and it took longer: "
+         "--minutes 8 gives it twice as long,"),
+    ]  # fmt: skip
+    for run_s, goal, says in cases:
+        limits: list[tuple[float, float]] = []
+        machine = Machine({FAST: 1.2}, build_s=30.0)
+        tuned = hurried(machine, plan, 4, late(machine, limits, run_s), goal=goal,
+                        names=[FAST, "fused_swiglu", "fused_rms_norm"])  # fmt: skip
+        row = tuned.path[-1]
+        assert row.stage == "learning" and row.verdict == "not tried"
+        assert says in row.reason, row.reason
+        assert "1680" not in command.told(tuned, Path()) and tuned.wanted < 300
+        assert tuned.unreached == (run_s > 60)
 
 
 # --- what was kept on few steps ---------------------------------------------------------------
