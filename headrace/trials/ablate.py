@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from headrace.build import predict
-from headrace.context import choose_device, make_context
+from headrace.context import check_supported, choose_device, make_context
 from headrace.core.errors import ConfigError, RunError
 from headrace.core.plan import Plan
 from headrace.core.technique import Catalogue
@@ -84,9 +84,10 @@ def ablate_command(
 
     Raises:
         ConfigError: the plan has no techniques, or more than one rank; no time is given; or the
-            folder cannot be written, or another process measures for it.
+            folder cannot be written, or another process measures for it; or its techniques do not
+            go together.
         RunError: the file cannot be written any more.
-        UnsupportedError: its device is not here.
+        UnsupportedError: its device is not here, or the plan as a whole cannot run on it.
     """
     ends_s, progress = time.monotonic() + 60 * minutes, progress or Progress()
     if plan.mesh.ranks > 1:
@@ -97,6 +98,7 @@ def ablate_command(
     if not minutes >= 0:
         raise ConfigError(f"{minutes} minutes are no time to measure in", "--minutes 30")
     context = make_context(plan, choose_device(plan))
+    check_supported(list(plan.techniques.values()), context)  # as a run of it would be refused
     trials = trials_of(plan, catalogue, pairs)
     if not all(trial.refused for trial in trials):
         prepare(plan, progress=progress.task)

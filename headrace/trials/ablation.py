@@ -37,6 +37,12 @@ Table = tuple[str, tuple[str, ...], list[list[str]]]
 """Title, heads, rows."""
 
 
+def titled(kind: str, names: Names) -> str:
+    """A trial in words."""
+    words = {LEFT_OUT: "without", ADDED: "only", PAIR: "only"}
+    return f"{words[kind]} {' + '.join(names)}"
+
+
 @dataclass(frozen=True)
 class Trial:
     """A plan beside its base.
@@ -58,8 +64,7 @@ class Trial:
     @property
     def title(self) -> str:
         """For a line of progress and for what is left."""
-        words = {LEFT_OUT: "without", ADDED: "only", PAIR: "only"}
-        return f"{words[self.kind]} {' + '.join(self.names)}"
+        return titled(self.kind, self.names)
 
 
 @dataclass
@@ -124,6 +129,9 @@ class Ablation:
                 lines.append(f"{name} does not compute what the plan without it does: {why}")
             if worth(row, self.margin).startswith("slower") and row["changes"] != "learning":
                 lines.append(f"slower with {name}{_without(row)}")
+        for (kind, names), row in self.rows.items():
+            if why := row.get("refused"):
+                lines.append(f"{titled(kind, names)}: {why}")
         if self.left:
             lines.append(f"left, the same command goes on: {', '.join(self.left)}")
         return [*lines, f"rows: {self.file}"]
@@ -180,8 +188,14 @@ def _trial(kind: str, names: Names, base: Callable[[], Plan], side: Callable[[],
             here = make_context(plan, choose_device(plan))
             check_supported(list(plan.techniques.values()), here)
     except HeadraceError as error:
-        return Trial(kind, names, None, None, refused=error.message)
+        return Trial(kind, names, None, None, refused=told(error))
     return Trial(kind, names, *plans)
+
+
+def told(error: HeadraceError) -> str:
+    """An error and its remedy, in a line."""
+    said = f"{error.message}; try: {error.remedy}" if error.remedy else error.message
+    return " ".join(said.split())
 
 
 def _without(row: Row) -> str:

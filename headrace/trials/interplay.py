@@ -160,7 +160,8 @@ def _gain(row: Row | None) -> str:
     ratio = ratio_of(row)
     if ratio is not None:
         return _percent(ratio)
-    return "" if row is None else f"refused: {_short(row.get('refused', ''))}"
+    why = "" if row is None else str(row.get("refused", ""))
+    return "" if row is None else f"refused: {why if why == _short(why) else 'see below'}"
 
 
 def _memory(row: Row | None) -> str:

@@ -11,11 +11,11 @@ import pytest
 from tiny import READ
 
 from headrace.cli import catalogue
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.plan import Plan
 from headrace.core.statistics import Interval
 from headrace.progress import Progress
-from headrace.trials import ablate
+from headrace.trials import ablate, ablation
 from headrace.trials.ablate import FILE, ablate_command
 from headrace.trials.ablation import Ablation, trials_of
 from headrace.trials.command import locked
@@ -197,14 +197,37 @@ def test_plans_that_cannot_be_have_a_row_and_take_no_time(
     with pytest.raises(ConfigError, match="no techniques"):
         run(Made(product), text=bare)
     made = Made(lambda names: 1.0)
-    found = run(made, text=bare + "[techniques.cuda_graphs]\n")
-    assert not made.asked and "CUDA" in found.of(LEFT_OUT)["cuda_graphs"]["refused"]
-    assert len((tmp_path / FILE).read_text().splitlines()) == 1
-    found = run(made, text=bare + "[techniques.cuda_graphs]\n")
-    assert len((tmp_path / FILE).read_text().splitlines()) == 1
+    for name, error, says in (
+        ("cuda_graphs", UnsupportedError, "CUDA"),
+        ("full_checkpoint", ConfigError, "selective_checkpoint"),
+    ):
+        with pytest.raises(error, match=says) as told:
+            run(made, text=f"{text}[techniques.{name}]\n")
+        assert f"--without {name}" in told.value.remedy
+    assert not made.asked and not (tmp_path / FILE).exists()
     one = Made(product)
     found = run(one, text=bare + CHUNKED)
     assert len(one.asked) == 1 and list(found.rows) == [(LEFT_OUT, ("chunked_cross_entropy",))]
+
+
+def test_a_side_that_cannot_run_is_told_whole_with_its_remedy(
+    run: Callable[..., Ablation], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Below the table, whose cells have no room for it; a plan with all three can run."""
+    asked = ablation.check_supported
+    why = f"{THREE[1]} was asked for and cannot run here: {'a long reason ' * 9}ends here"
+
+    def check(techniques: list[Any], context: Any) -> None:
+        if [t.name() for t in techniques] == [THREE[1]]:
+            raise UnsupportedError(why, f"--with {THREE[2]}")
+        asked(techniques, context)
+
+    monkeypatch.setattr(ablation, "check_supported", check)
+    found = run(Made(product))
+    assert f"only {THREE[1]}: {why}; try: --with {THREE[2]}" in found.lines()
+    (_, _, rows), *_ = found.tables()
+    cells = {row[0]: row for row in rows}
+    assert cells[THREE[1]][3] == "refused: see below" and "%" in cells[THREE[1]][1]
 
 
 def test_columns_that_hold_nothing_are_left_out_and_say_why(
