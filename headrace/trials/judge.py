@@ -49,6 +49,7 @@ MARGIN = {"cuda": 0.005, "cpu": 0.02}
 FULL = 0.97
 """Of the device's memory beside the driver's: what is measured above it is not kept, for a long run
 meets longer rows and more fragments than a trial."""
+DRIFTED = "the device was not as fast at the end as at the beginning"
 DEAR = 2.0
 """Times as long as the first plan's a step may become for less memory, where the plan fits. Making
 all activations again adds a third to a step's products, so twice is room for more than one such."""
@@ -201,11 +202,8 @@ def judge(reading: Reading, kind: Kind, rules: Rules) -> Compared:
     if why:
         return replace(found, verdict="different", reason=why)
     if found.drifted:
-        return replace(
-            found,
-            verdict="undecided",
-            reason="the device was not as fast at the end as at the beginning",
-        )
+        slower = "slower: all of the interval lies below 1; and " if ratio.high < 1 else ""
+        return replace(found, verdict="undecided", reason=f"{slower}{DRIFTED}")
     if room := _no_room(reading, rules):
         return replace(found, verdict="refused", reason=f"it leaves a long run no room: {room}")
     if rules.aim == "memory":

@@ -187,6 +187,19 @@ def test_less_memory_decides_where_it_costs_no_larger_share_of_time(
 
 
 @pytest.mark.parametrize(
+    ("step_s", "says"), [(1.012, "slower: all of the interval lies below 1; and the device"),
+                         (1.0, "the device")],
+)  # fmt: skip
+def test_what_is_slower_is_told_before_the_drift_of_the_device(step_s: float, says: str) -> None:
+    before, after = reading(), reading()
+    before.seconds = [1.0, 1.01, 1.01, 1.02]
+    after.seconds = [seconds * step_s for seconds in before.seconds]
+    after.seconds[0] *= 1.001
+    found = judged(after, before)
+    assert found.drifted and found.verdict == "undecided" and found.reason.startswith(says)
+
+
+@pytest.mark.parametrize(
     ("step_s", "slower", "capacity", "verdict", "says"),
     [(1.9, 1.0, 2e6, "better", "the peak is 0.200 times what it was (predicted 0.300)"),
      (2.1, 1.0, 2e6, "worse", "but a step takes 2.1 times as long as the first plan's, and 2"),
