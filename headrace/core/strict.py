@@ -15,6 +15,8 @@ from pydantic.fields import FieldInfo
 from headrace.core.errors import ConfigError, nearest
 
 T = TypeVar("T", bound=BaseModel)
+UNSET = ("null", "none", "nil", "unset", "")
+"""What is written for a number where none is meant; TOML has no such value."""
 
 
 class Strict(BaseModel):
@@ -105,6 +107,9 @@ def _explain(table: type[BaseModel], item: dict[str, Any], where: str) -> tuple[
         return f"{key} = {item['input']!r} is not one of {', '.join(expected)}", f"{key}={right}"
     if item["type"] == "value_error":
         return str(item["ctx"]["error"]) if not key else f"{key}: {item['ctx']['error']}", ""
+    if item["type"] in ("int_parsing", "float_parsing") and str(item["input"]).lower() in UNSET:
+        told = f"{key} = {item['input']!r} is no number, and nothing unsets a key that is written"
+        return told, f"leave {key} out, of the plan's file where it stands there"
     said = item["msg"][:1].lower() + item["msg"][1:]  # a pattern in it keeps its capitals
     field = _table_at(table, path[:-1]).model_fields.get(str(path[-1])) if path else None
     near = _near(field, item)

@@ -172,6 +172,14 @@ def test_the_nearest_dim_is_one_that_works(dim: int, heads: int, position: str) 
     read(BASE, works, *asked)
 
 
+@pytest.mark.parametrize("word", ["null", "None", ""])
+def test_a_number_that_is_none_is_told_how_a_key_is_left_unset(word: str) -> None:
+    for key in ("goal.steps", "goal.minutes"):
+        with pytest.raises(ConfigError, match="nothing unsets a key that is written") as told:
+            read(BASE, f"{key}={word}")
+        assert told.value.remedy == f"leave {key} out, of the plan's file where it stands there"
+
+
 def test_two_mistakes_are_both_told() -> None:
     with pytest.raises(ConfigError) as caught:
         read(BASE, "model.layers=0", "seed=-1")
