@@ -27,6 +27,8 @@ TINY = (
     *("goal.steps=4", "schedule.steps=40", "schedule.warmup_steps=0"),
     *("eval.every_steps=2", "eval.tokens=512", "checkpoint.every_steps=2"),
 )
+FITS = {"chunked_cross_entropy": "techniques.chunked_cross_entropy.chunk_tokens=64"}
+"""Knobs with which a technique that a page adds does something on so few tokens."""
 NOT_RUN = {
     "source .venv/bin/activate": "tests run in the environment that they are given",
     "python -m pytest -m gpu": "it needs a GPU, and is a test run of its own",
@@ -46,6 +48,7 @@ def _tiny(arguments: list[str]) -> list[str]:
     rest = arguments[at + 1 :]
     if "--minutes" in rest:
         rest[rest.index("--minutes") + 1] = MINUTES
+    own += [key for name, key in FITS.items() if name in rest]
     return [*arguments[: at + 1], *own, *TINY, *rest]
 
 
