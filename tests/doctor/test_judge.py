@@ -168,6 +168,7 @@ def test_time_beside_the_steps_is_a_share_of_both() -> None:
     disturbed = tuple(s if n % 2 else 9 * s for n, s in enumerate(healthy().step_s))
     (tiny,) = judge(Window(step_s=disturbed, tiny=900, host_s=0.01))
     assert tiny.share == pytest.approx(0.1, rel=0.02), "of a step that nothing disturbed"
+    assert judge(Window(step_s=disturbed, tiny=9, host_s=0.006))[0].bottleneck == "computation"
 
 
 @pytest.mark.parametrize(("lost", "of", "name"), [(4, 64, "instability"), (6, 128, "computation")])
@@ -186,8 +187,7 @@ def test_a_share_of_the_steps_may_jump(of: int, name: str) -> None:
 @pytest.mark.parametrize(
     ("places", "name"),
     [
-        ((16, 20, 25, 30, 40), "computation"), ((16, 20, 25, 120), "computation"),
-        ((16, 20, 100, 120), "instability")],
+        ((16, 20, 25, 120), "computation"), ((16, 20, 100, 120), "instability")],
 )  # fmt: skip
 def test_norms_that_jump_after_the_warmup_alone_are_no_fault(
     places: tuple[int, ...], name: str
