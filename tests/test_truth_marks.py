@@ -2,11 +2,13 @@
 
 import math
 from pathlib import Path
+from statistics import median
 
 import pytest
 from truth_rows import Row, all_topics, fault, write
 
 from headrace.truth import HEAD, MARKS, compute, judge, notes, table
+from headrace.truth.numbers import _errors
 
 
 def test_faults_at_few_severities_are_named(tmp_path: Path) -> None:
@@ -82,3 +84,9 @@ def test_the_table_says_what_must_be_beside_what_is(tmp_path: Path) -> None:
     beside = "2 of 4 wanted workloads; worst 99%; newest of each: 160m 99%, 1b 103%"
     assert f"tuned over the best row: {beside}" in told
     assert not any(line.startswith("step time after 20 steps") for line in told)
+
+
+def test_nineteen_of_twenty_errors_are_within_what_is_told() -> None:
+    found = _errors([n / 100 for n in range(20, 0, -1)], median)
+    assert (found["p95"], found["worst"], found["value"]) == (0.19, 0.2, pytest.approx(0.105))
+    assert _errors([0.5], median)["p95"] == 0.5
