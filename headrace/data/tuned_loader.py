@@ -42,7 +42,7 @@ class Tuner:
     Args:
         workers: to begin with.
         most: threads at most.
-        share: of a step, which the longest wait of a window may be.
+        share: of a step, which a step may wait.
     """
 
     def __init__(self, workers: int, most: int, share: float) -> None:
@@ -256,8 +256,8 @@ class TunedLoader(Loader):
         Where the system starts no more of them, those that there are go on, untuned.
         """
         assert self._pool is not None
-        pool, first = ThreadPoolExecutor(workers, "headrace-data"), self._submitted
-        first -= len(self._ahead)
+        pool = ThreadPoolExecutor(workers, "headrace-data")
+        first = self._submitted - len(self._ahead)
         try:
             for place, future in enumerate(self._ahead):
                 if future.cancel():
