@@ -5,10 +5,11 @@
 
 A workload is a shape's plan with changes: the naive one, as a first script has it (eager kernels,
 small micro-batches, every block's activations computed again), and the best one that `results/` has
-a row of at that shape; for the LoRA fine-tune, which has none, the shape's recipe. The tuner knows
-nothing of the best. When it has ended, its plan and the best are timed in turn in one call, on 50
-steps or more, and the row tells the speed of the tuned plan over the best one's. torchtitan's rows
-at these shapes are slower than the best ones here (`results/peers.jsonl`).
+a row of at that shape; for the LoRA fine-tune, which has none, the shape's recipe. Where the best
+needs a package that is not installed, it is the best without. The tuner knows nothing of it. When
+it has ended, its plan and the best are timed in turn in one call, on 50 steps or more, and the row
+tells the speed of the tuned plan over the best one's. torchtitan's rows at these shapes are slower
+than the best ones here (`results/peers.jsonl`).
 """
 
 import argparse
@@ -23,8 +24,8 @@ import receipts
 from headrace import probes
 from headrace.changes import parse
 from headrace.cli import catalogue
-from headrace.context import choose_device, make_context
-from headrace.core.errors import HeadraceError
+from headrace.context import check_supported, choose_device, make_context
+from headrace.core.errors import HeadraceError, UnsupportedError
 from headrace.core.machine import Machine
 from headrace.core.plan import Plan
 from headrace.core.statistics import Interval
@@ -37,34 +38,48 @@ from headrace.trials.worker import Worker
 PLANS = Path(__file__).parent / "plans"
 RECIPE = "-torch_compile -cudnn_attention -fused_swiglu -fused_cross_entropy -bf16_parameters"
 LONG = "data.sequence_length=32768 batch.tokens=65536"
+FLASH4 = (
+    "+fused_rms_norm +fused_rope "
+    "-cudnn_attention +flash_attention_3 techniques.flash_attention_3.version=FA4"
+)
 WORKLOADS = {
-    "160m": ("160m", f"{RECIPE} batch.micro_sequences=8", ""),
-    "1b": ("1b", f"{RECIPE} +full_checkpoint batch.micro_sequences=1", "+float8_linear"),
-    "lora": ("1b", f"{RECIPE} +lora +full_checkpoint batch.micro_sequences=1", "+lora"),
-    "long": ("1b", f"{LONG} {RECIPE} +full_checkpoint batch.micro_sequences=1", LONG),
-}
-"""name -> (shape, changes that make it naive, changes that make it the best)"""
+    "160m": ("160m", f"{RECIPE} batch.micro_sequences=8", (FLASH4, "")),
+    "1b": (
+        "1b", f"{RECIPE} +full_checkpoint batch.micro_sequences=1",
+        (f"+float8_linear {FLASH4}", "+float8_linear"),
+    ),
+    "lora": ("1b", f"{RECIPE} +lora +full_checkpoint batch.micro_sequences=1", ("+lora",)),
+    "long": ("1b", f"{LONG} {RECIPE} +full_checkpoint batch.micro_sequences=1", (LONG,)),
+}  # fmt: skip
+"""name -> (shape, changes that make it naive, those that make it the best, the best first)"""
 LIMIT_S = 600.0
 """Of the last comparison."""
 
 
 def plans_of(name: str, args: argparse.Namespace) -> tuple[Plan, Plan]:
-    """The naive plan and the best."""
+    """The naive plan and the best that can run here."""
     if args.plan:
         if not args.best:
             raise SystemExit("--plan goes with --best")
-        texts, words = (args.plan.read_text(), args.best.read_text()), ("", "")
+        texts, naive, best = (args.plan.read_text(), args.best.read_text()), "", ("",)
     elif name in WORKLOADS:
-        shape, *words = WORKLOADS[name]
+        shape, naive, best = WORKLOADS[name]
         texts = ((PLANS / f"{shape}.toml").read_text(),) * 2
     else:
         raise SystemExit(f"no workload {name!r}; there are {', '.join(WORKLOADS)}, or --plan FILE")
     known = catalogue()
-    naive, best = (
-        parse(more.split()).plan(text, known, args.set)
-        for text, more in zip(texts, words, strict=True)
-    )
-    return naive, best
+    plans = [parse(words.split()).plan(texts[1], known, args.set) for words in best]
+    first = next((plan for plan in plans[:-1] if runs_here(plan)), plans[-1])
+    return parse(naive.split()).plan(texts[0], known, args.set), first
+
+
+def runs_here(plan: Plan) -> bool:
+    """Whether nothing that it asks for is refused."""
+    try:
+        check_supported(list(plan.techniques.values()), make_context(plan, choose_device(plan)))
+    except UnsupportedError:
+        return False
+    return True
 
 
 def beside_best(tuned: Plan, best: Plan, args: argparse.Namespace) -> Compared:

@@ -1,5 +1,6 @@
 """The tuner's program whole on a tiny plan; its row is one that `headrace truth` counts."""
 
+import argparse
 import json
 import sys
 from importlib import import_module
@@ -14,6 +15,7 @@ from headrace.context import elsewhere, make_context
 from headrace.core.machine import Machine
 from headrace.core.plan import Plan
 from headrace.planner.foresight import foresee
+from headrace.techniques.attention import flash_attention_3
 from headrace.trials import command
 from headrace.trials.kinds import kind_of
 from headrace.trials.proposals import Sources, sources
@@ -60,12 +62,22 @@ def test_a_naive_plan_is_tuned_and_stands_beside_the_best(
 
 
 @pytest.mark.parametrize("name", list(tuner.WORKLOADS))
-def test_workloads_are_plans(name: str) -> None:
+def test_workloads_are_plans(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_attention_3, "is_installed", lambda module: True)
     shape, naive, best = tuner.WORKLOADS[name]
     text, known = (tuner.PLANS / f"{shape}.toml").read_text(), catalogue()
-    one, two = (tuner.parse(w.split()).plan(text, known) for w in (naive, best))
-    assert kind_of(one, two) != "learning"
+    plans = [tuner.parse(words.split()).plan(text, known) for words in (naive, *best)]
+    assert all(kind_of(plans[0], plan) != "learning" for plan in plans[1:])
     machine = Machine.assumed("NVIDIA H200")
-    for plan in (one, two):
+    for plan in plans:
         there = elsewhere(make_context(plan, torch.device("cpu")), machine.name)
         assert foresee(plan, there, machine).fits != "no"
+
+
+def test_the_best_is_the_first_that_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = argparse.Namespace(plan=None, best=None, set=[])
+    taken = tuner.plans_of("160m", args)[1]
+    assert "flash_attention_3" not in taken.techniques, "nobody can run it on this machine"
+    monkeypatch.setattr(tuner, "runs_here", lambda plan: True)
+    best = tuner.plans_of("160m", args)[1]
+    assert {"flash_attention_3", "fused_rope"} <= {*best.techniques}
