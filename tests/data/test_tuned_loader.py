@@ -316,7 +316,7 @@ def test_readers_copy_beside_the_computation(
     take_over = TunedLoader._take_over
     monkeypatch.setattr(
         TunedLoader, "_take_over",
-        lambda self, how, micro: (copies.append(how.copied), take_over(self, how, micro)),
+        lambda self, micro: (copies.append(micro.made.copied), take_over(self, micro))[1],
     )  # fmt: skip
     found = []
     for index in steps:
