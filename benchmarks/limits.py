@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -275,7 +276,8 @@ def read_memory(
 ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, str]]:
     """Readings, and why the last one failed, by variant; the peer's are under "".
 
-    A side that fails is not read again, so readings are those of the rounds from the first on.
+    A side that fails is not read again, so readings are those of the rounds from the first on; an
+    interrupt ends them, and what was read has its row.
     """
     from peers import Peer, time_headrace
 
@@ -284,7 +286,7 @@ def read_memory(
     sides |= {v.name: v for v in chosen}
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
     refused: dict[str, str] = {}
-    with tempfile.TemporaryDirectory() as work:
+    with suppress(KeyboardInterrupt), tempfile.TemporaryDirectory() as work:
         for index in range(args.rounds):
             if out_of_time(args, f"memory round {index}"):
                 break
