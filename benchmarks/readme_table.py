@@ -71,13 +71,19 @@ def changes(row: dict[str, Any]) -> list[str]:
     """How the plan differed from its shape's: not by where the text lay, or by what it has."""
     has = _keys(row.get("shape", ""))
     on = {row["technique"], *row.get("techniques", [])}
-    found = []
+    found = _ablated(on, has) if row.get("left_out") and "overrides" not in row else []
     for change in row.get("overrides", []):
         key, is_key, value = change.partition("=")
         idle = key.startswith("techniques.") and key.split(".")[1] not in on
         if not is_key or not (key == "data.sources" or idle or has.get(key) == value):
             found.append(change)
     return sorted(found)
+
+
+def _ablated(recipe: set[str], has: dict[str, str]) -> list[str]:
+    """How the recipe of an ablation differs from the shape's by its techniques."""
+    own = {key.split(".")[1] for key in has if key.startswith("techniques.")}
+    return [f"+{n}" for n in recipe - own] + [f"-{n}" for n in own - recipe]
 
 
 @cache
@@ -87,7 +93,7 @@ def _keys(shape: str) -> dict[str, str]:
 
     def collect(table: dict[str, Any], before: str) -> None:
         for name, value in table.items():
-            if isinstance(value, dict):
+            if isinstance(value, dict) and value:
                 collect(value, f"{before}{name}.")
             else:
                 found[before + name] = str(value)

@@ -251,6 +251,20 @@ def test_a_change_that_does_nothing_rides_on_no_other() -> None:
     assert not any("+eager" in c.changes for c in found.ranked)
 
 
+def test_changes_that_all_gain_are_found_together_before_the_limit() -> None:
+    """Six levels away: a beam alone had asked about 600 plans of four levels."""
+
+    def one(number: int) -> type[Technique[Any]]:
+        def predict(self: Any, ledger: Ledger) -> Ledger:
+            return faster(ledger, 0.9 - number / 100)
+
+        return type(f"Gain{number}", (Planted,), {"predict": predict})
+
+    kinds = [one(number) for number in range(6)]
+    found = swept(of=beside(*kinds), depth=8, limit=100)
+    assert {f"+{kind.name()}" for kind in kinds} <= {*found.ranked[0].changes}
+
+
 def test_what_saves_memory_lets_a_larger_micro_batch_in() -> None:
     small = replace(H200, memory_bytes=8 * 2**30)
     found = swept(

@@ -1,7 +1,9 @@
 """Hundreds of layouts and technique sets of a plan, ranked by what the planner foresees.
 
-A beam search: every single change of the start is asked about, then every single change of the most
-promising, and so on. What is promising is not only what is fast. A technique that saves memory
+Every single change of the start is asked about, then every one of the best of those, and so on
+while there is anything left to ask: most changes gain beside each other, and a plan that lacks many
+of them is many levels away from the best. With what is left of the limit follows a beam search
+around that way. What is promising there is not only what is fast. A technique that saves memory
 costs time until a larger micro-batch uses it, so half of the beam lies on the front of time and
 peak. A plan that is foreseen not to fit is never ranked, but it may be on the way to one that is.
 
@@ -94,8 +96,8 @@ def sweep(
         catalogue: the techniques that there are.
         aim: "time" and "money" rank by the time of a step, which a price does not reorder;
             "memory" by the peak of what is as fast as the start, and what is slower after it.
-        width: plans that are changed further at each level.
-        depth: levels: single changes that one plan may be away.
+        width: plans that are changed further at each level of the beam search.
+        depth: levels of the way down: single changes that its end may be away. As many of the beam.
         limit: plans that are foreseen at most.
         learning: also change what is learned.
         calibration: by measured steps of one plan there.
@@ -105,8 +107,9 @@ def sweep(
     """
     asking = Asking(plan, context, machine, catalogue, learning, calibration, layouts=True)
     search = _Search(asking, aim, limit)
-    for level in range(depth):
-        if not search.widen(width, first=level == 0):
+    search.widen(1, first=True)
+    for wide in [1] * (depth - 1) + [width] * (depth - 1):
+        if not search.widen(wide):
             break
     return search.result()
 
@@ -133,7 +136,7 @@ class _Search:
         self.seen[()] = self.start
         self.key = _order(self.aim, self.start)
 
-    def widen(self, width: int, *, first: bool) -> bool:
+    def widen(self, width: int, *, first: bool = False) -> bool:
         """Ask for every single change of the most promising; whether there were any."""
         beam = [self.start] if first else self.beam(width)
         for parent in beam:

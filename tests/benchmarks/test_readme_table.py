@@ -271,6 +271,15 @@ def test_what_a_shape_has_or_nothing_reads_is_no_change() -> None:
     assert subject(on | {"shape": "160m"}) == f"muon added to the trunk ({scope})"
 
 
+def test_an_ablation_of_part_of_a_recipe_says_so() -> None:
+    """Its rows had stood in the place of the whole recipe's."""
+    whole = {"bf16_parameters", "cudnn_attention", "fused_cross_entropy", "torch_compile"}
+    row = {"technique": "fused_swiglu", "base": "recipe", "left_out": True, "shape": "160m"}
+    assert subject(row | {"techniques": [*whole]}) == "fused_swiglu left out of the recipe"
+    part = subject(row | {"techniques": [*whole - {"torch_compile"}, "muon"]})
+    assert part == "fused_swiglu left out of the recipe (+muon -torch_compile)"
+
+
 def test_rows_of_another_batch_hide_none_of_the_shapes_own(tmp_path: Path) -> None:
     own = _row("", 1_000, technique="muon", base="trunk")
     small = _row("", 2_000, technique="muon", base="trunk", overrides=["batch.micro_sequences=2"])
