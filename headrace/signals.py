@@ -180,15 +180,16 @@ class Operations:
     """Operations of one step as they are dispatched: how many do next to nothing, and the products.
 
     What `views` and `tiny` ones cost the host is their number times what one costs here, for they
-    all but cost the same.
+    all but cost the same. Products of the update (Muon's) are left out: the optimizer says in what
+    they are computed, and not the plan's precision.
     """
 
     def __init__(self) -> None:
         self.count = self.views = self.tiny = 0
         self.product_flops: Counter[str] = Counter()
 
-    def note(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
-        """One operation."""
+    def note(self, func: Any, args: tuple[Any, ...], out: Any, *, updates: bool = False) -> None:
+        """One operation, of the update or before it."""
         self.count += 1
         if getattr(func, "is_view", False):
             self.views += 1
@@ -196,7 +197,7 @@ class Operations:
         touched = (t.nbytes for t in tree_iter((args, out)) if isinstance(t, Tensor))
         self.tiny += all(size <= TINY_BYTES for size in touched)
         name = func.overloadpacket.__name__
-        if name in ("mm", "bmm", "addmm", "baddbmm"):
+        if name in ("mm", "bmm", "addmm", "baddbmm") and not updates:
             rows = args[0] if name in ("mm", "bmm") else args[1]
             kind = str(out.dtype).removeprefix("torch.")
             self.product_flops[kind] += 2 * out.numel() * rows.size(-1)
@@ -270,7 +271,7 @@ def memory_tracker(
         ) -> Any:
             out = super().__torch_dispatch__(func, types, args, kwargs)
             if seen is not None and out is not NotImplemented:
-                seen.note(func, args, out)
+                seen.note(func, args, out, updates=self._in_opt)
             return out
 
         def _update_peak_stats(self, peak_state: Any) -> None:

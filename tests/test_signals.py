@@ -140,6 +140,22 @@ def test_operations_of_a_step_are_counted_by_what_they_do() -> None:
     assert 0 < found["host_s"] < 1
 
 
+def test_products_of_the_update_are_not_the_models() -> None:
+    """Muon's are in fp32 under autocast on a CPU, as it wants them: no fault of the plan."""
+    model = nn.Linear(64, 64, bias=False)
+    optimizer = torch.optim.Muon(model.parameters(), ns_steps=3)
+    tracked = TrackedMemory(model, [optimizer])
+    with tracked:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(torch.ones(512, 64)).float().sum()
+        loss.backward()
+        before = tracked.operations.count
+        optimizer.step()
+        assert tracked.operations.count > before + 3
+    flops = 2 * 512 * 64 * 64
+    assert tracked.operations.product_flops == {"bfloat16": 2 * flops}
+
+
 def test_ranks_are_compared_by_the_steps_that_all_have() -> None:
     even, late = dict.fromkeys(range(9), 1.0), dict.fromkeys(range(2, 12), 1.5)
     found = between_ranks([even, late, even])

@@ -66,9 +66,9 @@ class LoaderWorkers(Technique[Build]):
     claims: ClassVar[tuple[str, ...]] = ("transport",)
     symptoms: ClassVar[tuple[str, ...]] = ("input",)
     card: ClassVar[Card] = Card(
-        buys="the wait for rows, where one thread reads more slowly than the GPU trains: H200, 160m, "
-        "a thread that needs four steps for the rows of one has 0.24 of the speed, with it 1.00 "
-        "(results/loading.jsonl); and the copy's place in the computing stream (derived)",
+        buys="the wait for rows, where one thread reads more slowly than the GPU trains: H200, "
+        "160m, a thread that needs four steps for the rows of one has 0.24 of the speed, with it "
+        "1.00 (results/loading.jsonl); and the copy's place in the computing stream (derived)",
         costs="H200, compiled recipe with it: 1.00x the speed (1b), 1.00x (160m) and 1.00x the "
         "memory (1b), 1.00x (160m), where one thread reads faster than a step trains; cores, and "
         "memory of the host for the micro-batches that are read ahead (derived)",
