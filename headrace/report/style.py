@@ -73,7 +73,7 @@ tbody tr:last-child>*{border-bottom:0}
 th:last-child,td:last-child{padding-right:0}
 thead th{color:var(--soft);font-size:13px;font-weight:500;vertical-align:bottom}
 tbody th{font-weight:500}
-td{overflow-wrap:anywhere}.wide td{overflow-wrap:break-word}
+td,th code{overflow-wrap:anywhere}.wide td{overflow-wrap:break-word}
 td p,th p{margin:0;font-weight:400}td .badge{margin:0}
 .number{text-align:right;white-space:nowrap;overflow-wrap:normal}
 .ratio{display:inline-block;min-width:6ch;color:var(--soft);font-size:13px}
