@@ -45,6 +45,8 @@ from headrace.trials.worker import Worker
 
 PLANS = Path(__file__).parent / "plans"
 GIB = 2**30
+INTERRUPTED = 130
+"""The status of a program that Ctrl-C ended."""
 SHAPES = {"mfu": "7b", "context": "1b", "start": "1b", "memory": "1b"}
 
 
@@ -234,7 +236,7 @@ def measure_memory(args: argparse.Namespace) -> None:
     if args.peer:
         check_peer(args.peer, path, [w for v in chosen for w in v.overrides] + args.set)
     units = {"tokens_per_s": ("tokens_per_s", "tokens/s"), "peak_memory": ("peak_bytes", "bytes")}
-    found, refused = read_memory(args, path, chosen)
+    found, refused, interrupted = read_memory(args, path, chosen)
     beside = found.pop("", [])
     if args.peer:
         facts = {"failed_later" if beside else "refused": refused[""]} if "" in refused else {}
@@ -246,6 +248,8 @@ def measure_memory(args: argparse.Namespace) -> None:
         readings, why = found[variant.name], refused.get(variant.name)
         facts["overrides"] = [*variant.overrides, *args.set]
         if not readings:
+            if interrupted:
+                continue
             facts["refused"] = why or facts.get("refused", "no time left")
             row("memory", variant.name, plan, {}, args, "memory", shape=path.stem, n=0, **facts)
             continue
@@ -258,6 +262,8 @@ def measure_memory(args: argparse.Namespace) -> None:
                 metrics[f"{name}_{args.peer}"] = receipts.spread(ratios, "x")
         row("memory", variant.name, plan, metrics, args, "memory", shape=path.stem,
             n=len(readings), **facts)  # fmt: skip
+    if interrupted:
+        raise SystemExit(INTERRUPTED)
 
 
 def check_peer(peer: str, path: Path, overrides: list[str]) -> None:
@@ -273,11 +279,11 @@ def check_peer(peer: str, path: Path, overrides: list[str]) -> None:
 
 def read_memory(
     args: argparse.Namespace, path: Path, chosen: list[Variant]
-) -> tuple[dict[str, list[dict[str, Any]]], dict[str, str]]:
-    """Readings, and why the last one failed, by variant; the peer's are under "".
+) -> tuple[dict[str, list[dict[str, Any]]], dict[str, str], bool]:
+    """Readings, and why the last one failed, by variant; and whether an interrupt ended them.
 
-    A side that fails is not read again, so readings are those of the rounds from the first on; an
-    interrupt ends them, and what was read has its row.
+    The peer's are under "". A side that fails is not read again, so readings are those of the
+    rounds from the first on.
     """
     from peers import Peer, time_headrace
 
@@ -286,6 +292,7 @@ def read_memory(
     sides |= {v.name: v for v in chosen}
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
     refused: dict[str, str] = {}
+    interrupted = True
     with suppress(KeyboardInterrupt), tempfile.TemporaryDirectory() as work:
         for index in range(args.rounds):
             if out_of_time(args, f"memory round {index}"):
@@ -310,8 +317,9 @@ def read_memory(
                 rate = reading["tokens_per_s"] or 0
                 peak_gib = (reading["peak_bytes"] or 0) / GIB
                 print(f"{label}: {rate:,.0f} tokens/s {peak_gib:.2f} GiB", flush=True)
+        interrupted = False
     peer.close()
-    return found, refused
+    return found, refused, interrupted
 
 
 # --- what is predicted -----------------------------------------------------------------------

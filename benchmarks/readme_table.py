@@ -33,6 +33,8 @@ EMPTY = "No receipts yet: nothing has been measured with this version, so nothin
 GIB = 2**30
 PAGES = {ROOT / "README.md": ("peers",), ROOT / "docs" / "numbers.md": ()}
 """page -> the topics that it shows, of what was read often; all without a name, but the truth's"""
+PLACES = ("data.sources", "data.directory", "directory")
+"""Keys that say where something lies."""
 OFTEN = 3
 """Readings of a row that a page of few topics shows."""
 TRUTH = ROOT / "docs" / "how-right.md"
@@ -75,7 +77,7 @@ def changes(row: dict[str, Any]) -> list[str]:
     for change in row.get("overrides", []):
         key, is_key, value = change.partition("=")
         idle = key.startswith("techniques.") and key.split(".")[1] not in on
-        if not is_key or not (key == "data.sources" or idle or has.get(key) == value):
+        if not is_key or not (key in PLACES or idle or has.get(key) == value):
             found.append(change)
     return sorted(found)
 
@@ -113,7 +115,7 @@ def tables(topic: str, rows: list[dict[str, Any]]) -> str:
 
 
 def shown(rows: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-    """The newest row of each subject; one with fewer readings does not hide one with more.
+    """The newest row of each subject; one with fewer readings hides none with more.
 
     What one commit was measured with twice, as on two hosts, stands twice.
     """
@@ -121,7 +123,7 @@ def shown(rows: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
     for row in rows:
         key, often = (subject(row), row.get("shape"), row["hardware"]), row.get("n", 0)
         before = found.get(key, [])
-        if not any(0 < often < other.get("n", 0) for other in before):
+        if not any(often < other.get("n", 0) for other in before):
             like = (o for o in before if (o["commit"], o.get("n")) == (row["commit"], often))
             found[key] = [*(like if often else ()), row]
     return [(what, row) for (what, *_), each in found.items() for row in each]

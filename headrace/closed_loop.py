@@ -217,11 +217,13 @@ def ablate(
     """Measure what each technique of a plan is worth: left out, alone, and in pairs."""
     with exit_codes(json):
         wanted = named_plan(plan, overrides, with_, without, verb="ablate")
+        changes = [f"+{n}" for n in with_ or ()] + [f"-{n}" for n in without or ()]
         progress = make_progress(json)
         try:
             found = ablate_command(
                 wanted, catalogue=catalogue(), pairs=pairs, minutes=minutes,
                 loss_steps=loss_steps, folder=output, progress=progress,
+                changes=[*changes, *(overrides or ())],
             )  # fmt: skip
         finally:
             progress.close()

@@ -252,7 +252,7 @@ def test_a_change_that_does_nothing_rides_on_no_other() -> None:
 
 
 def test_changes_that_all_gain_are_found_together_before_the_limit() -> None:
-    """Six levels away: a beam alone had asked about 600 plans of four levels."""
+    """Six levels away, where a beam alone does not come within so few predictions."""
 
     def one(number: int) -> type[Technique[Any]]:
         def predict(self: Any, ledger: Ledger) -> Ledger:

@@ -97,7 +97,8 @@ def sweep(
         aim: "time" and "money" rank by the time of a step, which a price does not reorder;
             "memory" by the peak of what is as fast as the start, and what is slower after it.
         width: plans that are changed further at each level of the beam search.
-        depth: levels of the way down: single changes that its end may be away. As many of the beam.
+        depth: levels of the way down: single changes that its end may be away; then one less of
+            the beam.
         limit: plans that are foreseen at most.
         learning: also change what is learned.
         calibration: by measured steps of one plan there.

@@ -67,7 +67,7 @@ def folder_of(plan: Plan) -> Path:
 def ablate_command(
     plan: Plan, *, catalogue: Catalogue, pairs: bool = False, minutes: float = math.inf,
     loss_steps: int = 0, folder: Path | None = None, progress: Progress | None = None,
-    size: Size = SIZE, in_process: bool = False,
+    size: Size = SIZE, changes: Sequence[str] = (), in_process: bool = False,
 ) -> Ablation:  # fmt: skip
     """Measure what each technique of a plan is worth; rows go to FOLDER/ablation.jsonl.
 
@@ -80,6 +80,7 @@ def ablate_command(
         folder: in the place of `folder_of`, as the folder of the run that the plan is of.
         progress: told how far it is.
         size: how much of each plan is measured.
+        changes: of the plan's own file, by which a reader of the rows knows it.
         in_process: start no process, to debug.
 
     Raises:
@@ -110,7 +111,7 @@ def ablate_command(
         with Worker(here=in_process) as worker:
             learn = partial(worker.ask, train_steps, steps=loss_steps)
             Bench(
-                found, measure_with(worker), rules, _facts(plan, loss_steps), size=size,
+                found, measure_with(worker), rules, _facts(plan, loss_steps, changes), size=size,
                 ends_s=ends_s, learn=learn if loss_steps else None, progress=progress,
             ).run(trials)  # fmt: skip
     finally:
@@ -118,7 +119,7 @@ def ablate_command(
     return found
 
 
-def _facts(plan: Plan, loss_steps: int) -> Row:
+def _facts(plan: Plan, loss_steps: int, changes: Sequence[str]) -> Row:
     """What all rows of an ablation share."""
     device = choose_device(plan)
     about = environment(device, command_line())
@@ -127,6 +128,7 @@ def _facts(plan: Plan, loss_steps: int) -> Row:
         "date": date.today().isoformat(), "commit": about["commit"], "command": about["command"],
         "hardware": about["device_name"] if device.type == "cuda" else cpu,
         "torch": about["torch"], "recipe_sha256": fingerprint(plan), "loss_steps": loss_steps,
+        "overrides": [*changes],
     }  # fmt: skip
 
 
@@ -225,10 +227,13 @@ class Bench:
 
     def _row(self, trial: Trial, came: Compared) -> Row:
         """The receipt of one measurement."""
-        side, base = trial.side, trial.base
+        side, base, told = trial.side, trial.base, self.facts["overrides"]
+        if trial.kind != LEFT_OUT:  # the trunk has no techniques that a word could change
+            told = [word for word in told if word[0] not in "+-"]
         row: Row = {
-            **self.facts, "measurement": trial.kind, "technique": "+".join(trial.names),
-            "knobs": "", "base": BASES[trial.kind], "left_out": trial.kind == LEFT_OUT,
+            **self.facts, "overrides": told, "measurement": trial.kind,
+            "technique": "+".join(trial.names), "knobs": "",
+            "base": BASES[trial.kind], "left_out": trial.kind == LEFT_OUT,
             "shape": self.found.name, "n": came.ratio.n if came.ratio else 0, "steps": came.steps,
             "seeds": [side.seed] if side else [],
             "techniques": sorted(side.techniques) if side else [],

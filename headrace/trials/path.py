@@ -289,18 +289,27 @@ class Tuned:
             "left": list(self.left), "time_was_up": self.up, "interrupted": self.interrupted,
         }  # fmt: skip
 
+    @property
+    def tried(self) -> int:
+        """How many plans were measured."""
+        return sum(step.ratio is not None or step.after_s is not None for step in self.path)
+
+    @property
+    def measured(self) -> str:
+        """That in words."""
+        return f"{self.tried} {'plan' if self.tried == 1 else 'plans'} measured"
+
     def sentence(self) -> str:
         """The end in words."""
-        tried = sum(step.ratio is not None or step.after_s is not None for step in self.path)
         kept, spent = len(self.kept), format_seconds(self.seconds)
-        what = f"{tried} {'plan' if tried == 1 else 'plans'} measured in {spent}, {kept} kept"
+        what = f"{self.measured} in {spent}, {kept} kept"
         if not self.path and self.interrupted:
             return f"Nothing was measured in {spent}; the plan is as it was."
         if not self.path:
             return (
                 "Nothing is foreseen to be better than the plan as it is, so nothing was measured."
             )
-        if not tried:
+        if not self.tried:
             return f"No plan could be measured in {spent}; the plan is as it was."
         if not kept and any(step.ratio and step.verdict == "not tried" for step in self.path):
             return f"No change was measured for long enough to be kept: {what}."

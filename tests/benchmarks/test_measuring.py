@@ -104,6 +104,27 @@ def test_memory_tells_who_failed_later(tmp_path: Path, monkeypatch: pytest.Monke
     assert rows(tmp_path, "memory")[3]["refused"] == "the peer failed"
 
 
+def test_memory_that_is_interrupted_writes_what_was_read_and_measures_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[int] = []
+
+    def train(size: str, work: Path, extra: list[str]) -> dict[str, Any]:
+        called.append(1)
+        if len(called) == 2:  # `chunked` in the first round
+            raise KeyboardInterrupt
+        return OURS
+
+    monkeypatch.setattr(peers, "time_headrace", train)
+    monkeypatch.setattr(peers, "Peer", StandIn)
+    monkeypatch.setitem(limits.MEASURES, "start", lambda args: pytest.fail("it went on"))
+    words = ["memory", "start", "--variants", "recipe", "chunked", "--results", tmp_path]
+    with pytest.raises(SystemExit) as stopped:
+        run(monkeypatch, limits, *words)
+    peer, recipe = rows(tmp_path, "memory")
+    assert stopped.value.code == 130 and (peer["n"], recipe["n"]) == (1, 1)
+
+
 def test_a_shape_that_a_peer_would_not_follow_is_refused(
     plan: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -289,6 +289,17 @@ def test_rows_of_another_batch_hide_none_of_the_shapes_own(tmp_path: Path) -> No
     assert "| muon added to the trunk (batch.micro_sequences=2) | 160m | GPU | 5 | 2,000" in found
 
 
+def test_what_was_not_read_hides_nothing(tmp_path: Path) -> None:
+    known = _row("", 1_000, technique="muon", base="trunk")
+    late = {**_row("", 1, technique="muon", base="trunk"), "n": 0, "metrics": {},
+            "refused": "no time left", "commit": "later"}  # fmt: skip
+    (tmp_path / "techniques.jsonl").write_text(f"{json.dumps(known)}\n{json.dumps(late)}\n")
+    found = of_techniques(tmp_path)["muon"]
+    assert "1,000" in found and "no time left" not in found
+    (tmp_path / "techniques.jsonl").write_text(f"{json.dumps(late)}\n")
+    assert "no time left" in of_techniques(tmp_path)["muon"]
+
+
 def test_each_side_of_a_comparison_has_its_line(tmp_path: Path) -> None:
     hand, one = (_row("", rate, side=side) for rate, side in ((900, "at hand"), (200, "one")))
     for row in (hand, one):

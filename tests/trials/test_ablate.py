@@ -285,6 +285,16 @@ def test_pairs_are_judged_by_what_their_product_misses(
     assert isinstance(found.alone, Interval) and found.alone.holds(one * two)
 
 
+def test_rows_say_how_the_plan_differs_from_its_file(
+    run: Callable[..., Ablation], tmp_path: Path
+) -> None:
+    """Else a page takes them for the file's own."""
+    run(Made(product), changes=["-muon", "batch.tokens=512"])
+    rows = [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()]
+    told = {row["base"]: row["overrides"] for row in rows}
+    assert told == {"recipe": ["-muon", "batch.tokens=512"], "trunk": ["batch.tokens=512"]}
+
+
 def test_a_tiny_plan_on_a_real_clock(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
