@@ -35,7 +35,7 @@ from variants import VARIANTS, Variant
 
 from headrace.build import make_context, predict
 from headrace.context import check_supported, choose_device, elsewhere
-from headrace.core.errors import HeadraceError
+from headrace.core.errors import EXIT_INTERRUPTED, HeadraceError
 from headrace.core.hardware import lookup
 from headrace.core.plan import Plan
 from headrace.core.technique import Context
@@ -45,8 +45,6 @@ from headrace.trials.worker import Worker
 
 PLANS = Path(__file__).parent / "plans"
 GIB = 2**30
-INTERRUPTED = 130
-"""The status of a program that Ctrl-C ended."""
 SHAPES = {"mfu": "7b", "context": "1b", "start": "1b", "memory": "1b"}
 
 
@@ -263,7 +261,7 @@ def measure_memory(args: argparse.Namespace) -> None:
         row("memory", variant.name, plan, metrics, args, "memory", shape=path.stem,
             n=len(readings), **facts)  # fmt: skip
     if interrupted:
-        raise SystemExit(INTERRUPTED)
+        raise SystemExit(EXIT_INTERRUPTED)
 
 
 def check_peer(peer: str, path: Path, overrides: list[str]) -> None:

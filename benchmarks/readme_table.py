@@ -83,7 +83,7 @@ def changes(row: dict[str, Any]) -> list[str]:
 
 
 def _ablated(recipe: set[str], has: dict[str, str]) -> list[str]:
-    """How the recipe of an ablation differs from the shape's by its techniques."""
+    """How a recipe differs from its shape's by its techniques, where the row does not tell it."""
     own = {key.split(".")[1] for key in has if key.startswith("techniques.")}
     return [f"+{n}" for n in recipe - own] + [f"-{n}" for n in own - recipe]
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import receipts
+from variants import FLASH4, KERNELS
 
 from headrace import probes
 from headrace.changes import parse
@@ -38,15 +39,13 @@ from headrace.trials.worker import Worker
 PLANS = Path(__file__).parent / "plans"
 RECIPE = "-torch_compile -cudnn_attention -fused_swiglu -fused_cross_entropy -bf16_parameters"
 LONG = "data.sequence_length=32768 batch.tokens=65536"
-FLASH4 = (
-    "+fused_rms_norm +fused_rope "
-    "-cudnn_attention +flash_attention_3 techniques.flash_attention_3.version=FA4"
-)
+FASTEST = KERNELS + FLASH4
+"""At both shapes, beside the recipe's own techniques; for a machine that has FlashAttention 4."""
 WORKLOADS = {
-    "160m": ("160m", f"{RECIPE} batch.micro_sequences=8", (FLASH4, "")),
+    "160m": ("160m", f"{RECIPE} batch.micro_sequences=8", (FASTEST, "")),
     "1b": (
         "1b", f"{RECIPE} +full_checkpoint batch.micro_sequences=1",
-        (f"+float8_linear {FLASH4}", "+float8_linear"),
+        (f"+float8_linear {FASTEST}", "+float8_linear"),
     ),
     "lora": ("1b", f"{RECIPE} +lora +full_checkpoint batch.micro_sequences=1", ("+lora",)),
     "long": ("1b", f"{LONG} {RECIPE} +full_checkpoint batch.micro_sequences=1",

@@ -108,8 +108,7 @@ def sweep(
     """
     asking = Asking(plan, context, machine, catalogue, learning, calibration, layouts=True)
     search = _Search(asking, aim, limit)
-    search.widen(1, first=True)
-    for wide in [1] * (depth - 1) + [width] * (depth - 1):
+    for wide in [1] * depth + [width] * (depth - 1):
         if not search.widen(wide):
             break
     return search.result()
@@ -137,8 +136,9 @@ class _Search:
         self.seen[()] = self.start
         self.key = _order(self.aim, self.start)
 
-    def widen(self, width: int, *, first: bool = False) -> bool:
+    def widen(self, width: int) -> bool:
         """Ask for every single change of the most promising; whether there were any."""
+        first = not self.grown
         beam = [self.start] if first else self.beam(width)
         for parent in beam:
             self.grown.add(parent.changes)

@@ -108,7 +108,7 @@ def _figures(tuned: Tuned) -> list[tuple[str, str, str]]:
         after = NOT_MEASURED
     return [
         *found,
-        ("Tuning took", seconds(tuned.seconds), f"{tuned.measured}{spent}"),
+        ("Tuning took", seconds(tuned.seconds), f"{tuned.told_measured}{spent}"),
         ("Won back after", after, won),
     ]
 

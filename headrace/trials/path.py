@@ -290,26 +290,26 @@ class Tuned:
         }  # fmt: skip
 
     @property
-    def tried(self) -> int:
-        """How many plans were measured."""
+    def measured(self) -> int:
+        """How many plans were."""
         return sum(step.ratio is not None or step.after_s is not None for step in self.path)
 
     @property
-    def measured(self) -> str:
+    def told_measured(self) -> str:
         """That in words."""
-        return f"{self.tried} {'plan' if self.tried == 1 else 'plans'} measured"
+        return f"{self.measured} {'plan' if self.measured == 1 else 'plans'} measured"
 
     def sentence(self) -> str:
         """The end in words."""
         kept, spent = len(self.kept), format_seconds(self.seconds)
-        what = f"{self.measured} in {spent}, {kept} kept"
+        what = f"{self.told_measured} in {spent}, {kept} kept"
         if not self.path and self.interrupted:
             return f"Nothing was measured in {spent}; the plan is as it was."
         if not self.path:
             return (
                 "Nothing is foreseen to be better than the plan as it is, so nothing was measured."
             )
-        if not self.tried:
+        if not self.measured:
             return f"No plan could be measured in {spent}; the plan is as it was."
         if not kept and any(step.ratio and step.verdict == "not tried" for step in self.path):
             return f"No change was measured for long enough to be kept: {what}."

@@ -15,6 +15,7 @@ import torch
 from programs import rows, run
 
 import headrace.build
+from headrace.core.errors import EXIT_INTERRUPTED
 from headrace.core.model_config import ModelConfig
 from headrace.start import Start
 from headrace.trials import readings
@@ -122,7 +123,7 @@ def test_memory_that_is_interrupted_writes_what_was_read_and_measures_nothing_el
     with pytest.raises(SystemExit) as stopped:
         run(monkeypatch, limits, *words)
     peer, recipe = rows(tmp_path, "memory")
-    assert stopped.value.code == 130 and (peer["n"], recipe["n"]) == (1, 1)
+    assert stopped.value.code == EXIT_INTERRUPTED and (peer["n"], recipe["n"]) == (1, 1)
 
 
 def test_a_shape_that_a_peer_would_not_follow_is_refused(

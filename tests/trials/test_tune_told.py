@@ -85,7 +85,7 @@ def test_what_is_predicted_stands_in_the_unit_of_what_is_measured_beside_it(
     assert dear.verdict == "reverted" and "4.4 times as long as the first" in dear.reason
     assert {*tuned.plan.techniques} == {FAST, SLOW[0]}  # 1.1 x 1.5 is within twice
     page = write_tune_page(tuned, tmp_path).read_text()
-    assert f">{tuned.measured}<" in page
+    assert f">{tuned.told_measured}<" in page
     assert "0.500, predicted 0.400" in page and ">0.800<" in page and ">2.000<" not in page
 
 
