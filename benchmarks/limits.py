@@ -184,7 +184,7 @@ def measure_context(args: argparse.Namespace) -> None:
 
 
 def measure_start(args: argparse.Namespace) -> None:
-    """`headrace train` twice: empty caches of kernels and data, then warm ones."""
+    """`headrace train` with empty caches of kernels, data and bytecode, then with warm ones."""
     for variant in variants(args, "start"):
         label = "" if variant.name == next(iter(VARIANTS["start"])) else f"{variant.name} "
         keeps = "compile_cache" in variant.with_
@@ -200,13 +200,15 @@ def _start(variant: Variant, caches: str, work: Path, own: Path, args: argparse.
     if "compile_cache" in variant.with_:
         more.append(f"techniques.compile_cache.directory={work / 'kept'}")
     folders = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton",
-               "XDG_CACHE_HOME": "cache", "CUDA_CACHE_PATH": "cuda"}  # fmt: skip
+               "XDG_CACHE_HOME": "cache", "CUDA_CACHE_PATH": "cuda",
+               "PYTHONPYCACHEPREFIX": "bytecode"}  # fmt: skip
+    caching = {name: had for name, had in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     began_s = time.monotonic()
     told = subprocess.run(
         [sys.executable, "-m", "headrace", "train", str(path), "--json", "goal.steps=2",
          f"directory={work / 'runs'}", f"data.directory={work / 'data'}", *more, *args.set],
         capture_output=True, text=True, timeout=args.child_s, check=False,
-        env={**os.environ, **{name: str(own / folder) for name, folder in folders.items()}},
+        env={**caching, **{name: str(own / folder) for name, folder in folders.items()}},
     )  # fmt: skip
     whole_s = time.monotonic() - began_s
     if told.returncode:

@@ -49,7 +49,7 @@ WORKLOADS = {
     ),
     "lora": ("1b", f"{RECIPE} +lora +full_checkpoint batch.micro_sequences=1", ("+lora",)),
     "long": ("1b", f"{LONG} {RECIPE} +full_checkpoint batch.micro_sequences=1",
-             (f"{LONG} +float8_linear",)),
+             (f"{LONG} +float8_linear {FLASH4}", f"{LONG} +float8_linear")),
 }  # fmt: skip
 """name -> (shape, changes that make it naive, those that make it the best, the best first)"""
 LIMIT_S = 600.0

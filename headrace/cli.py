@@ -131,7 +131,7 @@ def train(
         try:
             folder = trainer.run(
                 read, progress=progress, resume=resume, folder=run_of(plan), checkpoint=checkpoint,
-                catalogue=catalogue(),
+                catalogue=catalogue(), command=True,
             )  # fmt: skip
         except HeadraceError as error:
             if error.run is not None:

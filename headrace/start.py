@@ -10,12 +10,15 @@ NOTE = "start"
 
 
 class Start:
-    """Seconds of each part of a start, in turn."""
+    """Seconds of each part of a start, in turn.
 
-    def __init__(self) -> None:
-        self.spent_s: dict[str, float] = {}
-        if (age_s := process_age_s()) is not None:
-            self.spent_s["imports"] = age_s
+    Args:
+        imports_s: that the command took until now; None where there is no command, as in a
+            notebook, or where the system does not tell.
+    """
+
+    def __init__(self, imports_s: float | None = None) -> None:
+        self.spent_s = {} if imports_s is None else {"imports": imports_s}
         self._last_s = time.perf_counter()
 
     def mark(self, part: str, *, compile_s: float = 0.0) -> None:

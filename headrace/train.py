@@ -32,12 +32,12 @@ from headrace.run_folder import RunFolder
 from headrace.session import Session
 from headrace.sockets import Build
 from headrace.start import NOTE as START
-from headrace.start import Start
+from headrace.start import Start, process_age_s
 
 
 def run(
     plan: Plan, *, progress: Progress, resume: bool = False, folder: Path | None = None,
-    checkpoint: str | None = None, catalogue: Catalogue | None = None,
+    checkpoint: str | None = None, catalogue: Catalogue | None = None, command: bool = False,
 ) -> Path | None:  # fmt: skip
     """Train until the plan's goal; returns the run's folder, or None on all ranks but the first.
 
@@ -48,13 +48,14 @@ def run(
         folder: continue the run in this folder instead.
         checkpoint: the checkpoint to continue from, as in "step-100"; the newest without it.
         catalogue: the techniques that may be chosen from, where the plan wants one chosen.
+        command: this process is this run alone, so what it took until now is told too.
 
     Raises:
         ConfigError, UnsupportedError: nothing has been trained.
         RunError, MemoryFull: it failed; the last good checkpoint is intact.
         Stopped: a signal ended it; a checkpoint is saved.
     """
-    start, device = Start(), choose_device(plan)
+    start, device = Start(process_age_s() if command else None), choose_device(plan)
     with ExitStack() as stack:
         stop = stack.enter_context(Interrupts())
         if resume:

@@ -243,6 +243,8 @@ def test_knobs_for_tests_and_for_what_a_user_accepts_are_not_turned() -> None:
     keys = {word.partition("=")[0] for changes in asking.singles(asking.start) for word in changes}
     compiler = {key for key in keys if key.startswith("techniques.torch_compile.")}
     assert compiler == {"techniques.torch_compile.scope", "techniques.torch_compile.mode"}
+    assert "techniques.bf16_parameters.fused" in keys
+    assert "techniques.bf16_parameters.rounding" not in keys, "weights without a master"
 
 
 def test_a_change_that_does_nothing_rides_on_no_other() -> None:

@@ -10,8 +10,8 @@ best.
 from dataclasses import replace
 
 from headrace.trials.kinds import kind_of
-from headrace.trials.path import Step
 from headrace.trials.running import WANTED, Run
+from headrace.trials.step import Step
 from headrace.trials.turns import ACCEPT, FITS, LOOK
 
 

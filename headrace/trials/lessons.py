@@ -18,9 +18,10 @@ from headrace.changes import difference
 from headrace.core.plan import Plan
 from headrace.core.units import format_seconds
 from headrace.trials.judge import Compared
-from headrace.trials.path import Step, Target
+from headrace.trials.path import Target
 from headrace.trials.proposals import Proposal
 from headrace.trials.running import Run
+from headrace.trials.step import Step
 from headrace.trials.store import fingerprint
 from headrace.trials.target import GIVEN_UP, Train, learn
 

@@ -25,7 +25,8 @@ from headrace.report.page import (
     write_page,
 )
 from headrace.report.words import NOT_MEASURED, dollars, seconds, whole
-from headrace.trials.path import PAGE, UNMEASURED, Step, Tuned, command, named, told
+from headrace.trials.path import PAGE, UNMEASURED, Tuned, command, named
+from headrace.trials.step import Step, told
 
 TONES = {"kept": "good", "reverted": "plain", "refused": "bad", "not tried": "plain"}
 FOR = {"time": "the time of a step", "money": "money", "memory": "peak memory",
@@ -63,11 +64,14 @@ def _header(tuned: Tuned) -> Safe:
         gain = f"{tuned.ratio.value:.2f} times as fast"
     if tuned.kept and tuned.target is not None:
         gain = f"the target {tuned.target.ratio.value:.2f} times as soon"
+    unsure = tuned.target is not None and not tuned.target.shown
+    if tuned.kept and unsure and tuned.ratio is not None:
+        gain = f"a step {tuned.ratio.value:.2f} times as fast, the target not shown to come sooner"
     if tuned.kept and tuned.aim == "memory" and tuned.memory is not None:
         gain = f"{tuned.memory:.2f} of the memory"
     if tuned.unmeasured and tuned.ratio is not None:
         gain = f"a step {tuned.ratio.value:.2f} times as fast, the target not measured"
-    good = tuned.kept and not tuned.unmeasured
+    good = tuned.kept and not tuned.unmeasured and not unsure
     return tag(
         "header",
         tag("p", f"Headrace tuning for {FOR[tuned.aim]}", class_="eyebrow"),

@@ -1,4 +1,4 @@
-"""The way from a plan to a better one: a row for each plan that was tried, and what it came to.
+"""The way from a plan to a better one, and what it came to.
 
 The bill of a faster step is in steps, that of a sooner target in runs to it.
 """
@@ -7,89 +7,19 @@ import json
 from dataclasses import asdict, dataclass
 from math import ceil, inf, isfinite
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from headrace.core.plan import Plan
 from headrace.core.statistics import Interval, break_even_steps
 from headrace.core.units import format_seconds
 from headrace.trials.judge import Aim
-from headrace.trials.kinds import Kind
+from headrace.trials.step import Step, told
 from headrace.trials.turns import ACCEPT
 
 PLAN, PATH, PAGE, TRIALS = "tuned.toml", "path.json", "tune.html", "trials.jsonl"
 LOG = "trials.log"
 """Files of a tuning folder."""
 UNMEASURED = "the time to the target was not measured"
-
-
-Became = Literal["kept", "reverted", "refused", "not tried"]
-Stage = Literal["screen", "accept", "learning", "none"]
-
-
-@dataclass(frozen=True)
-class Step:
-    """A plan that was tried beside the best so far.
-
-    Args:
-        number: from 1.
-        changes: that made it of the best so far, in words.
-        verdict: what became of it.
-        reason: why.
-        stage: "screen" and "accept" were measured, "learning" was trained over seeds.
-        equality: what it does to learning.
-        predicted: how much better it was expected to be for the aim: 1.1 is a tenth; None is
-            unknown. Plans are tried in this order. For memory it is the saving, less for slower
-            steps.
-        predicted_speed: likewise the time of a step before over after, as `ratio` is.
-        predicted_memory: likewise the peak after over before, as `memory` is, where that is the
-            aim.
-        ratio: measured: time of a step (or to the target) before over after.
-        memory: peak after over before; None where it is not measured.
-        loss, noise: difference of the mean losses, and what another seed moves them by, in nats.
-        steps: timed of each plan.
-        seconds: that it took.
-        spent_s: that all trials had taken by then.
-        before_s, after_s: seconds of a step (or to the target).
-        peak_bytes: allocated.
-        plan_sha256: of the plan that was tried.
-        provisional: kept on fewer steps than are wanted, for there was no time for more, or for a
-            target that no run went to.
-    """
-
-    number: int
-    changes: tuple[str, ...]
-    verdict: Became
-    reason: str
-    stage: Stage = "none"
-    equality: Kind = "exact"
-    predicted: float | None = None
-    ratio: Interval | None = None
-    memory: float | None = None
-    loss: float | None = None
-    noise: float | None = None
-    steps: int = 0
-    seconds: float = 0.0
-    spent_s: float = 0.0
-    before_s: float | None = None
-    after_s: float | None = None
-    peak_bytes: float | None = None
-    plan_sha256: str = ""
-    provisional: bool = False
-    predicted_speed: float | None = None
-    predicted_memory: float | None = None
-
-    @property
-    def foretold(self) -> float | None:
-        """What was predicted in the unit of `ratio`; of a time to a target nothing is."""
-        return None if self.stage == "learning" else self.predicted_speed
-
-    def line(self) -> str:
-        """It in a line; where memory is the aim the ratio of time is named."""
-        said = "" if self.foretold is None else f", predicted {self.foretold:.3f}"
-        name = "" if self.predicted_memory is None else "speed "
-        found = "" if self.ratio is None else f" {name}{told(self.ratio)}{said},"
-        verdict = f"{self.verdict} provisionally" if self.provisional else self.verdict
-        return f"{verdict}: {' '.join(self.changes)}:{found} {self.reason}".replace("\n", " ")
 
 
 @dataclass(frozen=True)
@@ -112,10 +42,15 @@ class Target:
     missed: int = 0
 
     @property
+    def shown(self) -> bool:
+        """Whether the target comes sooner by all of the interval, or does not by its value."""
+        return self.ratio.value <= 1 or self.ratio.low > 1
+
+    @property
     def saved_s(self) -> float | None:
-        """Seconds that a run saves; None where one of the two misses the target."""
+        """Seconds that a run saves; None where that is not shown, or one misses the target."""
         one, two = self.before_s, self.after_s
-        if one is None or two is None or not (isfinite(one) and isfinite(two)):
+        if one is None or two is None or not (isfinite(one) and isfinite(two) and self.shown):
             return None
         return one - two
 
@@ -130,8 +65,11 @@ class Target:
     def sentence(self) -> str:
         """The ratio in words."""
         value = self.ratio.value
-        told = f"{value:.2f} times as soon" if value >= 1 else f"{1 / value:.2f} times as late"
-        return f"the target comes {told} ({self.how})"
+        if not self.shown:
+            found = f"{told(self.ratio)} times as soon, {self.how}"
+            return f"the target is not shown to come sooner ({found})"
+        soon = f"{value:.2f} times as soon" if value >= 1 else f"{1 / value:.2f} times as late"
+        return f"the target comes {soon} ({self.how})"
 
 
 @dataclass(frozen=True)
@@ -364,13 +302,6 @@ def _speed(ratio: float) -> str:
     if ratio < 1:
         return f"a step takes {1 / ratio:.2f} times as long"
     return f"a step is {ratio:.2f} times as fast"
-
-
-def told(ratio: Interval) -> str:
-    """A ratio with its interval, where there is one."""
-    if ratio.n < 2:
-        return f"{ratio.value:.3f} (n = 1)"
-    return f"{ratio.value:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
 
 
 def command(folder: Path) -> str:

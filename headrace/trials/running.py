@@ -16,9 +16,10 @@ from headrace.core.units import format_seconds
 from headrace.trials.judge import Compared, Rules, compare
 from headrace.trials.kinds import kind_of
 from headrace.trials.pairs import Measure
-from headrace.trials.path import UNMEASURED, Became, Stage, Step, Target, Tuned
+from headrace.trials.path import UNMEASURED, Target, Tuned
 from headrace.trials.proposals import Pool, Proposal, Sources
 from headrace.trials.readings import why
+from headrace.trials.step import Became, Stage, Step
 from headrace.trials.store import Store, fingerprint
 from headrace.trials.target import GIVEN_UP
 from headrace.trials.turns import ACCEPT, FITS, LOOK, PAIR_STEPS, Size

@@ -34,10 +34,11 @@ from headrace.core.units import format_bytes
 from headrace.trials import again, lessons
 from headrace.trials.judge import Aim, Compared, Rules
 from headrace.trials.pairs import Measure
-from headrace.trials.path import Stage, Step, Tuned
+from headrace.trials.path import Tuned
 from headrace.trials.proposals import Pool, Proposal, Sources
 from headrace.trials.readings import OUT_OF_MEMORY
 from headrace.trials.running import Run
+from headrace.trials.step import Stage, Step
 from headrace.trials.store import Store
 from headrace.trials.target import SEEDS, Train
 

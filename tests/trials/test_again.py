@@ -10,9 +10,10 @@ from headrace.core.plan import Plan
 from headrace.core.statistics import Interval
 from headrace.trials import again
 from headrace.trials.judge import Compared, Rules
-from headrace.trials.path import Step, Target
+from headrace.trials.path import Target
 from headrace.trials.proposals import Pool, Sources
 from headrace.trials.running import Run
+from headrace.trials.step import Step
 from headrace.trials.store import Store
 from headrace.trials.tune import _Loop
 from headrace.trials.turns import ACCEPT, LOOK

@@ -9,7 +9,8 @@ import pytest
 from headrace.core.plan import Plan
 from headrace.core.statistics import Interval
 from headrace.trials.page import write_tune_page
-from headrace.trials.path import Step, Target, Tuned
+from headrace.trials.path import Target, Tuned
+from headrace.trials.step import Step
 
 TWICE = Interval(1.9, 2.0, 2.1, 9)
 
@@ -70,3 +71,22 @@ def test_runs_win_it_back_where_both_plans_get_there(
 ) -> None:
     found = tuned(plan, target=Target(TWICE, True, before_s, after_s))
     assert found.break_even_runs == runs and found.break_even is None
+
+
+@pytest.mark.parametrize(
+    ("ratio", "shown"),
+    [(Interval(0.49, 1.12, 2.56, 2), False), (Interval(0.0, 1.12, inf, 1), False),
+     (Interval(1.0, 1.12, 1.2, 7), False), (Interval(1.01, 1.12, 1.2, 7), True),
+     (Interval(0.7, 0.9, 1.1, 7), True)],
+)  # fmt: skip
+def test_a_target_that_may_come_no_sooner_is_told_so_and_wins_nothing_back(
+    plan: Plan, ratio: Interval, shown: bool, tmp_path: Path
+) -> None:
+    """A step may be twice as fast, and compiling it may eat what that saves."""
+    row = Step(1, ("+torch_compile",), "kept", "better", "accept", ratio=TWICE)
+    found = tuned(plan, aim="quality", path=(row,), target=Target(ratio, True, 53.0, 47.0))
+    said, page = found.sentence(), write_tune_page(found, tmp_path).read_text()
+    assert said.startswith("The target is not shown to come sooner (1.12") != shown
+    assert ("won back" in said) == shown
+    assert ("2.00 times as fast, the target not shown to come sooner" in page) != shown
+    assert (found.break_even_runs is not None) == shown

@@ -163,6 +163,8 @@ class Bf16Parameters(Technique[Build]):
 
     rest: ClassVar[bool] = True
     timed: ClassVar[bool] = True
+    settled: ClassVar[tuple[str, ...]] = ("rounding",)
+    """What no master costs shows late in a run, where no trial of 50 steps looks."""
     room: ClassVar[str] = "precision"
     stage: ClassVar[Stage] = Stage.MATERIALIZE
     composes: ClassVar[tuple[str, ...]] = ("storage", "routes", "block_forward")
