@@ -7,6 +7,9 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c const
 # Two processes, a file of tests to each: one group of ranks serves all compositions of a file.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile $(if $(DATA),--data "$(DATA)")
 
+# Rewriting the assertions of all tests takes 15 s a process where no bytecode is kept.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test test-full check docs clean
 .DELETE_ON_ERROR:
 

@@ -280,6 +280,11 @@ def memory_tracker(
                     self._peak_mem[device] = sizes["Total"]
                     self._peak_mem_snap[device] = dict(sizes)
 
+        def get_tracker_snapshot(self, type: str = "current") -> Any:
+            """As torch's, which copies deeply what is two dictionaries of integers."""
+            known = self._curr_mem_snap if type == "current" else self._peak_mem_snap
+            return {device: dict(sizes) for device, sizes in known.items()}
+
         def _pre_fw_hook(self, module: torch.nn.Module, inputs: Any) -> None:
             if not self._mod_tracker.is_bw:
                 self.memory_tracking.pop(module, None)

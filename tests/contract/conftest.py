@@ -49,11 +49,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if any("device" in names or "variant" in names for names in given):
         return
     if "variant" in metafunc.fixturenames:
+        late = metafunc.definition.get_closest_marker("knobs_slow") is not None
         metafunc.parametrize(
             ("device", "variant"),
             [
                 pytest.param(device, variant, id=f"{device}-{variant}",
-                             marks=marks_of(device, slow=variant.dear))
+                             marks=marks_of(device, slow=variant.dear or (late and variant.turned)))
                 for device in DEVICES
                 for name in house.names_on(device)
                 for variant in house.variants(name, device)

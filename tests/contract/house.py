@@ -170,6 +170,8 @@ class Variant:
     name: str
     knobs: Mapping[str, Any] = field(default_factory=dict, hash=False)
     dear: bool = False
+    turned: bool = field(default=False, compare=False)
+    """A knob is not where a tiny model has it."""
 
     def __str__(self) -> str:
         return "-".join([self.name, *(f"{k}={v}" for k, v in self.knobs.items())])
@@ -210,7 +212,7 @@ def choices(name: str, device: str) -> list[Variant]:
         knobs = {**plain, key: choice}
         dear = dear_beside or (device, name, key, choice) in DEAR
         if all(v.technique() != technique.model_validate(knobs) for v in found):
-            found.append(Variant(name, knobs, dear))
+            found.append(Variant(name, knobs, dear, turned=True))
     return found
 
 

@@ -217,12 +217,13 @@ def stands_in(variant: Variant, model: str) -> bool:
 @pytest.mark.parametrize(
     ("variant", "model"),
     [
-        pytest.param(variant, model, id=f"{model}-{variant}")
+        pytest.param(variant, model, id=f"{model}-{variant}",
+                     marks=[pytest.mark.slow] * (variant.turned and model != "headrace"))
         for model in ("headrace", "qk_norm-learned")
         for variant in CPU_VARIANTS
         if stands_in(variant, model)
     ],
-)
+)  # fmt: skip
 def test_a_techniques_memory(variant: Variant, model: str) -> None:
     check_against_trace(variant, **TRUNKS[model])
 

@@ -36,6 +36,7 @@ def run(plan: Plan, **how: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return RunFolder(folder).read("report"), [json.loads(row) for row in rows]
 
 
+@pytest.mark.knobs_slow
 def test_trains_resumes_and_reports(device: str, variant: Variant, tmp_path: Path) -> None:
     plan = house.plan_of(
         variant, device=device, directory=str(tmp_path), **SHORT,

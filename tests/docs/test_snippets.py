@@ -82,7 +82,10 @@ def _run(line: str, world: Path, zygote: Any) -> tuple[int, str]:
     pytest.fail(f"{line!r} is neither run nor listed in NOT_RUN")
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(p, marks=[pytest.mark.slow] * p.endswith("many-gpus.md")) for p in PAGES],
+)
 def test_every_command_of_a_page(
     page: str, world: Path, zygote: Any, request: pytest.FixtureRequest
 ) -> None:

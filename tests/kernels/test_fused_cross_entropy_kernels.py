@@ -197,7 +197,11 @@ def test_the_operations_keep_torchs_contract() -> None:
 
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("ignored", IGNORED)
-@pytest.mark.parametrize("how", [{}, OPTIONS["all"]], ids=["plain", "all"])
+@pytest.mark.parametrize(
+    "how",
+    [pytest.param({}, id="plain", marks=[] if CUDA else pytest.mark.slow),
+     pytest.param(OPTIONS["all"], id="all")],
+)  # fmt: skip
 @pytest.mark.parametrize(
     "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)]
 )  # fmt: skip

@@ -213,8 +213,9 @@ def sized(precision: str, *tables: dict[str, dict[str, Any]], cap: float = CAP) 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     ("beside", "chunked"),
-    [*((beside, chunked) for beside in BESIDE for chunked in CHUNKS), ("distillation", "whole")],
-)
+    [*(pytest.param(beside, chunked, marks=[pytest.mark.slow] * (chunked == "halves"))
+       for beside in BESIDE for chunked in CHUNKS), ("distillation", "whole")],
+)  # fmt: skip
 def test_the_peak_is_foreseen(beside: str, chunked: str, precision: str) -> None:
     """One more fp32 tensor of the logits, the tanh, is kept where the peak is."""
     tables = BESIDE.get(beside, {beside: {}}), CHUNKS[chunked]

@@ -58,8 +58,8 @@ CASES: dict[str, tuple[str, dict[str, dict[str, Any]], dict[str, Any]]] = {
 }
 """(shape, techniques, keys of the plan)"""
 QUICK = {
-    *((head, asked, case, True) for head in HEADS for asked in ASKED
-      for case in ("tied, accumulated", "packed")),
+    *((head, asked, "packed", True) for head in HEADS for asked in ASKED),
+    *((head, "all", "tied, accumulated", True) for head in HEADS),
     *((head, "all", case, True) for head in HEADS for case in ("thousands", "thousands, compiled")),
     *((head, "all", "alone", False) for head in HEADS),
     *((head, "all", "compiled blocks, packed", True) for head in ("fused", "fused chunks")),

@@ -47,7 +47,15 @@ def test_chosen_blocks_run_again_once_per_micro_batch(
             id="compiled-chunked",
             marks=pytest.mark.slow,
         ),
-        (COMPILE, "techniques.torch_compile.scope=block", "techniques.stochastic_depth.rate=0.4"),
+        pytest.param(
+            (
+                COMPILE,
+                "techniques.torch_compile.scope=block",
+                "techniques.stochastic_depth.rate=0.4",
+            ),
+            id="compiled-depth",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=" ".join,
 )
@@ -70,7 +78,9 @@ def test_a_step_without_its_wrap_is_no_evidence(make_tiny: Make, batch: Batch) -
     assert not technique.active(build).active
 
 
-@pytest.mark.parametrize("more", [(), ("techniques.chunked_mlp.chunk_tokens=5",)])
+@pytest.mark.parametrize(
+    "more", [(), pytest.param(("techniques.chunked_mlp.chunk_tokens=5",), marks=pytest.mark.slow)]
+)
 def test_compiled_blocks_hold_nothing_wider_than_their_input(
     make_tiny: Make, batch: Batch, more: tuple[str, ...]
 ) -> None:

@@ -34,8 +34,9 @@ def folders(corpus: Path, prepared_folder: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("ranks", "chunks"),
-    [pytest.param(n, 1, marks=pytest.mark.slow) for n in (2, 4)] + [(2, 2)],
+    [(2, 1), (4, 1), (2, 2)],
 )
+@pytest.mark.slow
 def test_stages_equal_one_process(
     zygote: Any, tmp_path: Path, folders: dict[str, str], ranks: int, chunks: int
 ) -> None:
