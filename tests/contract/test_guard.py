@@ -66,7 +66,9 @@ def rounded(names: tuple[str, ...]) -> tuple[list[Any], dict[str, Any]]:
     return techniques, {"precision": precision, "model": {"init_std": 0.02}}
 
 
-@pytest.mark.parametrize("names", ROUNDED, ids="+".join)
+@pytest.mark.parametrize(
+    "names", [*ROUNDED[:4], pytest.param(ROUNDED[4], marks=pytest.mark.slow)], ids="+".join
+)  # fmt: skip
 def test_what_is_approximate_lies_within_its_band(names: tuple[str, ...]) -> None:
     techniques, keys = rounded(names)
     told = first_step(*techniques, **keys).notes[NOTE]

@@ -43,7 +43,7 @@ def test_no_linear_of_the_mlp_sees_more_than_a_piece(
         ("model.bias=true", "model.activation=gelu"),
         ("techniques.lora.rank=2",),
         ("techniques.stochastic_depth.rate=0.4",),
-        (COMPILE,),
+        pytest.param((COMPILE,), id="compiled", marks=pytest.mark.slow),
         (COMPILE, "techniques.torch_compile.scope=block", "batch.micro_sequences=2"),
     ],
     ids=" ".join,

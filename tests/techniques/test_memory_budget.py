@@ -22,7 +22,7 @@ ON = "techniques.memory_budget.fraction"
 COMPILE = "techniques.torch_compile.backend=aot_eager"
 
 
-@pytest.mark.parametrize("scope", ["model", "block"])
+@pytest.mark.parametrize("scope", [pytest.param("model", marks=pytest.mark.slow), "block"])
 def test_less_is_kept_and_the_gradients_stay(make_tiny: Make, batch: Batch, scope: str) -> None:
     kept, found = [], []
     for fraction in (0.99, 0.5, 0.1):

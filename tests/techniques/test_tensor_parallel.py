@@ -56,8 +56,7 @@ def test_four_ranks_equal_one(zygote: Any, tmp_path: Path, data: dict[str, str])
     run(
         zygote, tmp_path, 4, data,
         {"shape": "tied", **PACKED, **CLIPPED},
-        {"shape": "gpt2", "sequence": False},
-        {"shape": "biased", "others": {**CHUNKED, **SAC}},
+        {"shape": "gpt2", "sequence": False, "others": {**CHUNKED, **SAC}},
     )  # fmt: skip
 
 
