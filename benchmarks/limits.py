@@ -200,15 +200,15 @@ def _start(variant: Variant, caches: str, work: Path, own: Path, args: argparse.
     if "compile_cache" in variant.with_:
         more.append(f"techniques.compile_cache.directory={work / 'kept'}")
     folders = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton",
-               "XDG_CACHE_HOME": "cache", "CUDA_CACHE_PATH": "cuda",
-               "PYTHONPYCACHEPREFIX": "bytecode"}  # fmt: skip
-    caching = {name: had for name, had in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+               "XDG_CACHE_HOME": "cache", "CUDA_CACHE_PATH": "cuda"}  # fmt: skip
+    given = {name: had for name, had in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    given["PYTHONPYCACHEPREFIX"] = str(work / "bytecode")  # which no cleaning of caches takes
     began_s = time.monotonic()
     told = subprocess.run(
         [sys.executable, "-m", "headrace", "train", str(path), "--json", "goal.steps=2",
          f"directory={work / 'runs'}", f"data.directory={work / 'data'}", *more, *args.set],
         capture_output=True, text=True, timeout=args.child_s, check=False,
-        env={**caching, **{name: str(own / folder) for name, folder in folders.items()}},
+        env={**given, **{name: str(own / folder) for name, folder in folders.items()}},
     )  # fmt: skip
     whole_s = time.monotonic() - began_s
     if told.returncode:

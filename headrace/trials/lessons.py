@@ -113,7 +113,8 @@ def _keep(run: Run, found: Compared, seeds: int) -> None:
         run.missed = f"the first plan beside the last, to the target: {found.reason}"
         return
     missed = seeds - found.ratio.n
-    run.target = Target(found.ratio, True, found.before_s, found.after_s, missed)
+    better = found.verdict == "better"
+    run.target = Target(found.ratio, True, found.before_s, found.after_s, missed, better)
 
 
 def _to_target(run: Run, first: Plan, second: Plan, train: Train, seeds: int) -> Compared:

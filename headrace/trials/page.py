@@ -1,6 +1,7 @@
 """tune.html: the way from the first plan to the last, one self-contained page."""
 
 from collections.abc import Sequence
+from math import isfinite
 from pathlib import Path
 
 import numpy as np
@@ -71,7 +72,7 @@ def _header(tuned: Tuned) -> Safe:
         gain = f"{tuned.memory:.2f} of the memory"
     if tuned.unmeasured and tuned.ratio is not None:
         gain = f"a step {tuned.ratio.value:.2f} times as fast, the target not measured"
-    good = tuned.kept and not tuned.unmeasured and not unsure
+    good = tuned.kept and not tuned.unmeasured and (not tuned.target or tuned.target.sooner)
     return tag(
         "header",
         tag("p", f"Headrace tuning for {FOR[tuned.aim]}", class_="eyebrow"),
@@ -109,7 +110,7 @@ def _figures(tuned: Tuned) -> list[tuple[str, str, str]]:
     won += f"; this plan alone ends after {tuned.beyond}" if tuned.beyond else ""
     after = tuned.won_back.removeprefix("won back after ").removesuffix(" won back") or "never"
     if tuned.unmeasured or (tuned.target is not None and tuned.target.saved_s is None):
-        after = NOT_MEASURED
+        after = "not shown" if tuned.target and not tuned.target.shown else NOT_MEASURED
     return [
         *found,
         ("Tuning took", seconds(tuned.seconds), f"{tuned.told_measured}{spent}"),
@@ -125,9 +126,10 @@ def _to_target(tuned: Tuned) -> list[tuple[str, str, str]]:
     if target is None or target.after_s is None or target.before_s is None:
         return []
     one, two, ratio = target.before_s, target.after_s, target.ratio
+    then, now = (seconds(took) if isfinite(took) else "missed" for took in (one, two))
     sooner = f"{ratio.value:.2f} times ({_ends(ratio)})"
-    found = [("A run to the target", seconds(two), f"was {seconds(one)}: {sooner}; {target.how}")]
-    if price is not None:
+    found = [("A run to the target", now, f"was {then}: {sooner}; {target.how}")]
+    if price is not None and isfinite(one + two):
         was = f"was {dollars(price * one / 3600)}"
         found.append(("Its price", dollars(price * two / 3600), was))
     return found

@@ -33,6 +33,7 @@ class Target:
         before_s, after_s: seconds to it, over the seeds; not whole, the first's is the last's
             times the ratio. inf is a target that was missed.
         missed: seeds with which one of the two did not get there.
+        better: a test over seeds says so, which an interval of few that got there need not.
     """
 
     ratio: Interval
@@ -40,11 +41,17 @@ class Target:
     before_s: float | None
     after_s: float | None
     missed: int = 0
+    better: bool = False
 
     @property
     def shown(self) -> bool:
-        """Whether the target comes sooner by all of the interval, or does not by its value."""
-        return self.ratio.value <= 1 or self.ratio.low > 1
+        """Whether it is known if the target comes sooner or later."""
+        return self.better or not self.ratio.holds(1.0)
+
+    @property
+    def sooner(self) -> bool:
+        """Whether it is known to come sooner."""
+        return self.shown and self.ratio.value > 1
 
     @property
     def saved_s(self) -> float | None:
@@ -216,7 +223,7 @@ class Tuned:
             "before_s": self.before_s, "after_s": self.after_s,
             "after_from": "runs to the target" if self.learned else "steps timed in turn",
             "tokens_per_s": self.plan.batch.tokens / self.after_s if self.after_s else None,
-            "target": None if self.target is None else asdict(self.target),
+            "target": self.target and {**asdict(self.target), "shown": self.target.shown},
             "target_unmeasured": self.unmeasured or None, "minutes_wanted": self.wanted or None,
             "target_unreached": self.unreached,
             "provisional": [list(step.changes) for step in self.provisional],

@@ -290,8 +290,8 @@ class Run:
         if ratio is None or last_s is None:
             return None
         if len(self.kept) == 1:
-            return Target(ratio, True, learned[-1].before_s, last_s)
-        return Target(ratio, False, last_s * ratio.value, last_s)
+            return Target(ratio, True, learned[-1].before_s, last_s, better=True)
+        return Target(ratio, False, last_s * ratio.value, last_s, better=True)
 
 
 def _unsure(step: Step, unmeasured: str) -> Step:

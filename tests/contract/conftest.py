@@ -49,12 +49,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if any("device" in names or "variant" in names for names in given):
         return
     if "variant" in metafunc.fixturenames:
-        late = metafunc.definition.get_closest_marker("knobs_slow") is not None
+        late = {"cpu"} if metafunc.definition.get_closest_marker("knobs_slow") else set()
         metafunc.parametrize(
             ("device", "variant"),
             [
                 pytest.param(device, variant, id=f"{device}-{variant}",
-                             marks=marks_of(device, slow=variant.dear or (late and variant.turned)))
+                             marks=marks_of(device, slow=variant.dear or
+                                            (variant.turned and device in late)))
                 for device in DEVICES
                 for name in house.names_on(device)
                 for variant in house.variants(name, device)

@@ -67,8 +67,10 @@ def rounded(names: tuple[str, ...]) -> tuple[list[Any], dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "names", [*ROUNDED[:4], pytest.param(ROUNDED[4], marks=pytest.mark.slow)], ids="+".join
-)  # fmt: skip
+    "names",
+    [pytest.param(n, marks=[pytest.mark.slow] * ("torch_compile" in n)) for n in ROUNDED],
+    ids="+".join,
+)
 def test_what_is_approximate_lies_within_its_band(names: tuple[str, ...]) -> None:
     techniques, keys = rounded(names)
     told = first_step(*techniques, **keys).notes[NOTE]

@@ -89,9 +89,15 @@ COMPOSITIONS = [
     case("8bit-fsdp", {"adamw_8bit": {"smallest": 256}}, FSDP, data=4),
     case("8bit-tp-fsdp", {"adamw_8bit": {}}, TP, FSDP, tensor=2, data=2, shape="wide", layers=2),
     case("lora-fsdp", {"lora": {"rank": 2, "alpha": 4.0}}, FSDP, data=4),
-    case("qlora-nf4-fsdp", {"qlora": {"rank": 2, "alpha": 4.0, "base": "nf4"}}, FSDP, SAC, data=4),
     case(
-        "qlora-nf4-fsdp-compile",
+        "qlora-nf4-fsdp-checkpoint",
+        {"qlora": {"rank": 2, "alpha": 4.0, "base": "nf4"}},
+        FSDP,
+        SAC,
+        data=4,
+    ),
+    case(
+        "qlora-nf4-fsdp",
         {"qlora": {"rank": 2, "alpha": 4.0, "base": "nf4"}},
         FSDP,
         SAC,

@@ -37,9 +37,11 @@ MODEL = (
     "model.layers=3", "model.tied_embeddings=true", "checkpoint.every_steps=2",
     "optimizer.eps=1e-3",  # a sign of a gradient near zero would magnify rounding
 )  # fmt: skip
+LATER = ("alone", "cp x fsdp", "tp x pp", "fsdp")
+"""With the slow tests: the others go by the same layouts."""
 WAYS = [
     ("fsdp", "tp x fsdp", "pp x fsdp", "alone"),
-    ("alone", "cp x fsdp", "tp x pp", "fsdp"),
+    LATER,
     ("pp x fsdp", "cp x fsdp", "replicas", "tp x pp", "tp x fsdp"),
 ]
 
@@ -80,7 +82,9 @@ def assert_the_same_run(one: Path, two: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "way", [WAYS[0], pytest.param(WAYS[1], marks=pytest.mark.slow), WAYS[2]], ids=" to ".join
+    "way",
+    [pytest.param(way, marks=[pytest.mark.slow] * (way is LATER)) for way in WAYS],
+    ids=" to ".join,
 )
 def test_a_run_moves_from_layout_to_layout(zygote: Any, home: Path, way: tuple[str, ...]) -> None:
     name = f"way{WAYS.index(way)}"

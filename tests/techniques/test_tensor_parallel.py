@@ -38,6 +38,9 @@ def data(corpus: Path, prepared_folder: Path) -> dict[str, str]:
     return {"corpus": str(corpus), "prepared": str(prepared_folder)}
 
 
+SHAPES = ("grouped", "tied", "gpt2", "biased")
+
+
 def run(zygote: Any, cwd: Path, ranks: int, data: dict[str, str], *cases: Case) -> None:
     zygote.call(ranks, cwd, FUNCTIONS, "equals", ranks=ranks, cases=list(cases), **data)
 
@@ -46,9 +49,17 @@ def run(zygote: Any, cwd: Path, ranks: int, data: dict[str, str], *cases: Case) 
 def test_two_ranks_equal_one(
     zygote: Any, tmp_path: Path, data: dict[str, str], sequence: bool
 ) -> None:
-    shapes = [{"shape": s, "sequence": sequence} for s in ("grouped", "tied", "gpt2", "biased")]
-    packed = [{**s, **PACKED, **CLIPPED} for s in shapes]
-    run(zygote, tmp_path, 2, data, shapes[0], *packed, {**shapes[-1], "ignored": False})
+    packed = [{"shape": s, "sequence": sequence, **PACKED, **CLIPPED} for s in SHAPES]
+    plain = {"shape": SHAPES[0], "sequence": sequence}
+    run(zygote, tmp_path, 2, data, plain, *packed, {**plain, "ignored": False})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence", [True, False])
+def test_other_shapes_unpacked(
+    zygote: Any, tmp_path: Path, data: dict[str, str], sequence: bool
+) -> None:
+    run(zygote, tmp_path, 2, data, *({"shape": s, "sequence": sequence} for s in SHAPES[1:]))
 
 
 def test_four_ranks_equal_one(zygote: Any, tmp_path: Path, data: dict[str, str]) -> None:
@@ -56,8 +67,13 @@ def test_four_ranks_equal_one(zygote: Any, tmp_path: Path, data: dict[str, str])
     run(
         zygote, tmp_path, 4, data,
         {"shape": "tied", **PACKED, **CLIPPED},
-        {"shape": "gpt2", "sequence": False, "others": {**CHUNKED, **SAC}},
+        {"shape": "gpt2", "sequence": False},
     )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_four_ranks_in_chunks(zygote: Any, tmp_path: Path, data: dict[str, str]) -> None:
+    run(zygote, tmp_path, 4, data, {"shape": "biased", "others": {**CHUNKED, **SAC}})
 
 
 def test_compiled_equals_one(zygote: Any, tmp_path: Path, data: dict[str, str]) -> None:

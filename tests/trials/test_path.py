@@ -1,5 +1,6 @@
 """The bill of a tuning: when it is won back, and what it cost."""
 
+import json
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 from headrace.core.plan import Plan
 from headrace.core.statistics import Interval
 from headrace.trials.page import write_tune_page
-from headrace.trials.path import Target, Tuned
+from headrace.trials.path import Target, Tuned, dumps
 from headrace.trials.step import Step
 
 TWICE = Interval(1.9, 2.0, 2.1, 9)
@@ -74,19 +75,34 @@ def test_runs_win_it_back_where_both_plans_get_there(
 
 
 @pytest.mark.parametrize(
-    ("ratio", "shown"),
-    [(Interval(0.49, 1.12, 2.56, 2), False), (Interval(0.0, 1.12, inf, 1), False),
-     (Interval(1.0, 1.12, 1.2, 7), False), (Interval(1.01, 1.12, 1.2, 7), True),
-     (Interval(0.7, 0.9, 1.1, 7), True)],
+    ("ratio", "better", "shown"),
+    [(Interval(0.49, 1.12, 2.56, 2), False, False), (Interval(0.0, 1.12, inf, 1), False, False),
+     (Interval(1.0, 1.12, 1.2, 7), False, False), (Interval(0.7, 0.99, 1.1, 7), False, False),
+     (Interval(1.01, 1.12, 1.2, 7), False, True), (Interval(0.7, 0.8, 0.9, 7), False, True),
+     (Interval(0.0, 1.25, inf, 1), True, True)],
 )  # fmt: skip
 def test_a_target_that_may_come_no_sooner_is_told_so_and_wins_nothing_back(
-    plan: Plan, ratio: Interval, shown: bool, tmp_path: Path
+    plan: Plan, ratio: Interval, better: bool, shown: bool, tmp_path: Path
 ) -> None:
     """A step may be twice as fast, and compiling it may eat what that saves."""
     row = Step(1, ("+torch_compile",), "kept", "better", "accept", ratio=TWICE)
-    found = tuned(plan, aim="quality", path=(row,), target=Target(ratio, True, 53.0, 47.0))
+    target = Target(ratio, True, 53.0, 47.0, better=better)
+    found = tuned(plan, aim="quality", path=(row,), target=target)
     said, page = found.sentence(), write_tune_page(found, tmp_path).read_text()
-    assert said.startswith("The target is not shown to come sooner (1.12") != shown
-    assert ("won back" in said) == shown
+    assert said.startswith("The target is not shown to come sooner (") != shown
+    assert ("won back" in said) == shown and ("not shown" in page) != shown
     assert ("2.00 times as fast, the target not shown to come sooner" in page) != shown
+    assert ('badge good">the target' in page) == (shown and ratio.value > 1)
     assert (found.break_even_runs is not None) == shown
+    assert json.loads(dumps(found))["target"]["shown"] == shown
+
+
+@pytest.mark.parametrize(("before_s", "after_s"), [(inf, 47.0), (53.0, inf), (inf, inf)])
+def test_a_page_tells_who_missed_the_target(
+    plan: Plan, before_s: float, after_s: float, tmp_path: Path
+) -> None:
+    priced = plan.replaced(hardware=plan.hardware.model_copy(update={"dollars_per_hour": 36.0}))
+    row = Step(1, ("+torch_compile",), "kept", "better", "accept", ratio=TWICE)
+    found = tuned(priced, aim="quality", path=(row,), target=Target(TWICE, True, before_s, after_s))
+    page = write_tune_page(found, tmp_path).read_text()
+    assert "missed" in page and "Its price" not in page
