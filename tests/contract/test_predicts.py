@@ -218,7 +218,7 @@ def stands_in(variant: Variant, model: str) -> bool:
     ("variant", "model"),
     [
         pytest.param(variant, model, id=f"{model}-{variant}",
-                     marks=[pytest.mark.slow] * (variant.turned and model != "headrace"))
+                     marks=[pytest.mark.slow] * variant.turned)
         for model in ("headrace", "qk_norm-learned")
         for variant in CPU_VARIANTS
         if stands_in(variant, model)
@@ -236,7 +236,9 @@ def test_a_compositions_memory(
     check_against_trace(*found, **model)
 
 
-@pytest.mark.parametrize("variant", CPU_VARIANTS, ids=str)
+@pytest.mark.parametrize(
+    "variant", [pytest.param(v, marks=[pytest.mark.slow] * v.turned) for v in CPU_VARIANTS], ids=str
+)
 def test_a_small_batch_peaks_elsewhere_and_is_predicted(variant: Variant) -> None:
     """With one row the optimizer or the backward pass is the peak, not the loss."""
     small = traced(plan_of(variant, rows=1, vocab=307, dim=96, ffn=160, kv_heads=2))

@@ -80,6 +80,7 @@ COMPOSITIONS = [
         data=2,
         length=12,
         packing=True,
+        slow=True,
     ),
     case("cp-pp-gpt2", CP, PP, context=2, pipeline=2, length=12, shape="gpt2"),
     # What learns otherwise, sharded: each beside itself in one process.
