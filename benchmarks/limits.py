@@ -10,10 +10,11 @@
 attention) of a plan, after warm-up, with the peak and what the ledger predicted. `context`: full
 optimizer steps with one row of each length; what does not fit gets a row that says so. `start`:
 `headrace train` in a process of its own, first with empty caches and then with warm ones, until the
-end of its first step; with compile_cache nothing but its own folder is kept between the two, as
-where a machine's temporary folder is emptied. `memory`: speed and peak of `headrace train` beside
-torchtitan, alternating. `plan` trains nothing: it tells what is predicted for every variant, and
-who would refuse, on the device that is here or, with `--device-name`, on a GPU that is not.
+end of its first step; with compile_cache nothing but its own folder and Python's bytecode is kept
+between the two, as where a machine's temporary folder is emptied. `memory`: speed and peak of
+`headrace train` beside torchtitan, alternating. `plan` trains nothing: it tells what is predicted
+for every variant, and who would refuse, on the device that is here or, with `--device-name`, on a
+GPU that is not.
 
 A variant is a name from variants.py, or `NAME: +technique -technique key=value`.
 """
@@ -202,7 +203,7 @@ def _start(variant: Variant, caches: str, work: Path, own: Path, args: argparse.
     folders = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton",
                "XDG_CACHE_HOME": "cache", "CUDA_CACHE_PATH": "cuda"}  # fmt: skip
     given = {name: had for name, had in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    given["PYTHONPYCACHEPREFIX"] = str(work / "bytecode")  # which no cleaning of caches takes
+    given["PYTHONPYCACHEPREFIX"] = str(work / "bytecode")  # of all the variant's starts
     began_s = time.monotonic()
     told = subprocess.run(
         [sys.executable, "-m", "headrace", "train", str(path), "--json", "goal.steps=2",

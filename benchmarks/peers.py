@@ -29,6 +29,7 @@ import receipts
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from variants import FLASH4, KERNELS
 
 PLANS = Path(__file__).parent / "plans"
 WARM_STEPS, TIMED_STEPS = 4, 16
@@ -90,19 +91,17 @@ PEERS = {
     "torchtitan_float8": partial(torchtitan, float8=True),
     "litgpt": litgpt,
 }
-FUSED = "+fused_rms_norm +fused_rope"
-FLASH4 = "-cudnn_attention +flash_attention_3 techniques.flash_attention_3.version=FA4"
 CHUNKS = "-fused_cross_entropy techniques.chunked_cross_entropy.chunk_tokens="
 OURS = {
     "headrace": "",
     "headrace_float8": "+float8_linear",
     "headrace_small": f"+selective_checkpoint {CHUNKS}8192",
-    "headrace_smallest": f"{FUSED} techniques.selective_checkpoint.wide_every=2 {CHUNKS}4096",
+    "headrace_smallest": f"{KERNELS}techniques.selective_checkpoint.wide_every=2 {CHUNKS}4096",
     "headrace_exact": f"-bf16_parameters +selective_checkpoint {CHUNKS}8192",
     "headrace_micro": "batch.micro_sequences=2",
-    "headrace_fused": FUSED,
-    "headrace_flash4": f"{FUSED} {FLASH4}",
-    "headrace_float8_flash4": f"+float8_linear {FUSED} {FLASH4}",
+    "headrace_fused": KERNELS,
+    "headrace_flash4": f"{KERNELS}{FLASH4}",
+    "headrace_float8_flash4": f"+float8_linear {KERNELS}{FLASH4}",
 }
 """Changes of the shape's plan, as in variants.py. `small`, `smallest`, `exact` and `micro` are for
 memory; `flash4` needs the package of FlashAttention 4."""

@@ -32,11 +32,8 @@ def folders(corpus: Path, prepared_folder: Path) -> dict[str, str]:
     return {"corpus": str(corpus), "prepared": str(prepared_folder)}
 
 
-@pytest.mark.parametrize(
-    ("ranks", "chunks"),
-    [(2, 1), (4, 1), (2, 2)],
-)
 @pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "chunks"), [(2, 1), (4, 1), (2, 2)])
 def test_stages_equal_one_process(
     zygote: Any, tmp_path: Path, folders: dict[str, str], ranks: int, chunks: int
 ) -> None:
