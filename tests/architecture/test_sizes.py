@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-FILE_LINES, KERNEL_LINES, FUNCTION_LINES, COLUMNS = 400, 600, 60, 100
+FILE_LINES, KERNEL_LINES, FUNCTION_LINES, COLUMNS = 500, 600, 60, 100
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
