@@ -274,6 +274,8 @@ def test_sizes_are_tried_from_large_to_small(
     monkeypatch.setattr(dynamic_batch, "free_bytes", lambda device: 1000)
     with pytest.raises(UnsupportedError, match=r"one row of 16 tokens does not fit into 950 B;"):
         made(plan)
+    with pytest.raises(UnsupportedError, match=r"does not fit into 400 B;"):
+        made(tiny_plan(f"techniques.{NAME}.headroom=0.6", "batch.tokens=1024", "eval.tokens=64"))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,227 @@
+"""Every key moves something: a setting that nobody reads is as wrong as one that is read badly.
+
+Each key of the optimizer and of the schedule, and every knob of every technique, is turned to
+another value. What three steps leave must differ: the weights, the operations that were run with
+their shapes, or the evidence that a technique reads.
+"""
+
+import hashlib
+import math
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import annotated_types
+import house
+import pytest
+import torch
+from house import Variant
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from headrace.core.plan import OptimizerConfig, Plan, ScheduleConfig
+from headrace.train import step
+
+STEPS = 3
+TURNED: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
+    "optimizer.lr": ({}, {"optimizer": {"lr": 2e-2}}),
+    "optimizer.betas": ({}, {"optimizer": {"betas": (0.8, 0.95)}}),
+    "optimizer.eps": ({}, {"optimizer": {"eps": 1e-2}}),
+    "optimizer.weight_decay": ({}, {"optimizer": {"weight_decay": 0.3}}),
+    "optimizer.clip_norm": ({}, {"optimizer": {"clip_norm": 0.01}}),
+    "schedule.kind": ({}, {"schedule": {"kind": "constant"}}),
+    "schedule.warmup_steps": ({}, {"schedule": {"warmup_steps": 2}}),
+    "schedule.decay_fraction": (
+        {"schedule": {"kind": "warmup_stable_decay", "decay_fraction": 0.25}},
+        {"schedule": {"kind": "warmup_stable_decay", "decay_fraction": 0.75}},
+    ),
+    "schedule.final_fraction": ({}, {"schedule": {"final_fraction": 0.5}}),
+    "schedule.steps": ({}, {"schedule": {"steps": 9}}),
+}
+"""Keys of the plan -> tables without and with another value of it."""
+
+ASKED: Mapping[str, Mapping[str, Any]] = {
+    "adamw_8bit.compiled": {"compiled": True},
+    "adamw_8bit.smallest": {"smallest": 1 << 10},
+    "float8_linear.min_size": {"min_size": 24},
+    "float8_linear.multiple_of": {"multiple_of": 16},
+    "gqa.queries_per_key": {"queries_per_key": 4},
+    "lora.targets": {"targets": ("mlp.down",)},
+    "muon.weight_decay": {"weight_decay": 0.1},
+    "mup.base_dim": {"base_dim": 64},
+    "qlora.targets": {"targets": ("mlp.down",)},
+    "selective_checkpoint.operations": {"operations": ("mm",)},
+    "sequence_length_schedule.start": {"start": 7},
+    "sequence_length_schedule.until": {"until": 2.0},
+    "sophia.every": {"every": 2},
+    "sparse_attention.stride": {"stride": 3},
+    "yarn.beta_fast": {"beta_fast": 2.0},
+    "yarn.beta_slow": {"beta_slow": 0.1},
+    "yarn.factor": {"factor": 8.0},
+    "yarn.high_frequency_factor": {"high_frequency_factor": 40.0},
+    "yarn.low_frequency_factor": {"low_frequency_factor": 0.5},
+    "yarn.original_length": {"original_length": 64},
+}
+"""Other values of knobs that their types do not tell, or that a tiny model does not take."""
+BASE: Mapping[str, Mapping[str, Any]] = {
+    "torch_compile.mode": {"backend": "inductor"},
+    "sequence_length_schedule.until": {"until": 9.0},
+    "sparse_attention.stride": {"random": 0},
+    "yarn.beta_fast": {"original_length": 4096},
+    "yarn.beta_slow": {"original_length": 4096},
+    "yarn.high_frequency_factor": {"kind": "llama3"},
+    "yarn.low_frequency_factor": {"kind": "llama3"},
+    "yarn.original_length": {"original_length": 32},
+}
+"""Other knobs that both sides of a comparison have."""
+KEYS: Mapping[str, Mapping[str, Any]] = {
+    "selective_checkpoint.wide_every": {"model": {"ffn": 80}},
+    "short_convolution.between": {"model": {"layers": 3}},
+    "sophia.share": {"micro_rows": 1},
+}
+"""Keys of the plan that both sides have."""
+GPU, RUN = "needs a GPU", "what it changes is not in a step"
+ELSEWHERE: Mapping[str, tuple[str, str]] = {
+    "bf16_parameters.fused": (GPU, "test_bf16_parameters"),
+    "chunked_cross_entropy.fused": (GPU, "test_chunked_cross_entropy"),
+    "compile_cache.directory": (RUN, "test_compile_cache"),
+    "distillation.teacher": (RUN, "test_distillation"),
+    "dynamic_batch.headroom": (RUN, "test_dynamic_batch"),
+    "fp16_loss_scaling.patience": (RUN, "test_fp16_loss_scaling"),
+    "linear_attention.kernels": (GPU, "test_linear_attention_fla"),
+}
+"""Knobs that three steps of a CPU cannot show -> why, and the tests of its technique that do."""
+
+
+class Operations(TorchDispatchMode):
+    """Hash every operation that runs, with shapes, types and numbers that it takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.digest = hashlib.sha256()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        taken = [
+            (tuple(leaf.shape), str(leaf.dtype)) if isinstance(leaf, Tensor) else leaf
+            for leaf in tree_leaves((args, kwargs or {}))
+            if isinstance(leaf, Tensor | int | float | bool | str)
+        ]
+        self.digest.update(f"{func}{taken}".encode())
+        return func(*args, **(kwargs or {}))
+
+
+def left_by(plan: Plan) -> tuple[str, str, str]:
+    """What three steps leave: weights, operations, and evidence with how the compiler was asked.
+
+    Only what acts inside of the compiler needs it to run.
+    """
+    asked: list[str] = []
+    compile_ = torch.compile
+
+    def recorded(function: Any, **how: Any) -> Any:
+        asked.append(repr(how))
+        return compile_(function, **how) if "memory_budget" in plan.techniques else function
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", recorded)
+        weights, operations, evidence = _left_by(plan)
+    return weights, operations, repr((evidence, asked))
+
+
+def _left_by(plan: Plan) -> tuple[str, str, str]:
+    build = house.random_build(plan)
+    micros = house.make_micros(
+        house.make_rows(build.config.vocab - 7, ignored=False),
+        micro_rows=plan.batch.micro_sequences, segments=build.mask.document,
+    )  # fmt: skip
+    compiled = any("compiled" in t.composes for t in plan.techniques.values())
+    operations = Operations()
+    with house.flags_of(build):
+        for index in range(STEPS):
+            if compiled:
+                step(build, micros, index)
+            else:
+                with operations:
+                    step(build, micros, index)
+        evidence = [repr(t.active(build)) for t in build.techniques]
+    weights = hashlib.sha256()
+    for parameter in build.model.parameters():
+        if type(parameter.data) is Tensor:
+            raw = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            weights.update(raw.numpy().tobytes())
+    return weights.hexdigest(), operations.digest.hexdigest(), repr(evidence)
+
+
+def test_no_key_of_the_optimizer_or_the_schedule_is_left_out() -> None:
+    tables = {"optimizer": OptimizerConfig, "schedule": ScheduleConfig}
+    keys = {f"{name}.{key}" for name, table in tables.items() for key in table.model_fields}
+    assert keys == set(TURNED)
+
+
+@pytest.mark.parametrize("key", TURNED)
+def test_every_key_of_the_optimizer_and_the_schedule_moves_the_weights(key: str) -> None:
+    before, after = (left_by(house.make_plan(**tables)) for tables in TURNED[key])
+    assert before[0] != after[0]
+
+
+def test_the_same_plan_leaves_the_same() -> None:
+    """Else every key would seem to move something."""
+    assert left_by(house.make_plan()) == left_by(house.make_plan())
+
+
+def another(annotation: Any, now: Any, bounds: list[Any]) -> Any:
+    """Another value of a knob, within its bounds; None where its type does not tell one."""
+    if typing.get_origin(annotation) is typing.Literal:
+        return next(choice for choice in typing.get_args(annotation) if choice != now)
+    inner = [kind for kind in typing.get_args(annotation) if kind is not type(None)]
+    if inner and now is None:
+        return another(inner[0], {bool: True, float: 2.0}.get(inner[0]), bounds)
+    if isinstance(now, bool):
+        return not now
+    if not isinstance(now, int | float):
+        return None
+    tried = [now + 1, now * 2, now - 1] if isinstance(now, int) else [now / 2, now * 2 or 0.5]
+    return next((value for value in tried if within(value, bounds)), None)
+
+
+def within(value: float, bounds: list[Any]) -> bool:
+    """Whether a number keeps the bounds of a field."""
+    return all(
+        (not isinstance(b, annotated_types.Ge) or value >= b.ge)
+        and (not isinstance(b, annotated_types.Gt) or value > b.gt)
+        and (not isinstance(b, annotated_types.Le) or value <= b.le)
+        and (not isinstance(b, annotated_types.Lt) or value < b.lt)
+        and math.isfinite(value)
+        for b in bounds
+    )
+
+
+def knobs() -> Iterator[tuple[str, str]]:
+    """Every knob of every technique that runs on a CPU."""
+    for name in house.names_on("cpu"):
+        yield from ((name, key) for key in house.CATALOGUE.find(name).model_fields)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("knob", [f"{n}.{k}" for n, k in knobs() if f"{n}.{k}" not in ELSEWHERE])
+def test_every_knob_moves_something(knob: str) -> None:
+    name, key = knob.split(".")
+    kind = house.CATALOGUE.find(name)
+    plain = {**house.tiny_knobs(name, "cpu"), **BASE.get(knob, {})}
+    info = kind.model_fields[key]
+    now = getattr(kind.model_validate(plain), key)
+    turned = {**plain, key: another(info.annotation, now, info.metadata), **ASKED.get(knob, {})}
+    keys = {**KEYS.get(knob, {})}
+    variants = [Variant(name, plain), Variant(name, turned)]
+    one, two = (left_by(house.plan_of(v, **keys)) for v in variants)
+    assert one != two, f"{knob} = {turned[key]!r} leaves what {now!r} leaves"
+
+
+@pytest.mark.parametrize("knob", ELSEWHERE)
+def test_what_no_step_shows_is_tested_by_name_beside_its_technique(knob: str) -> None:
+    name, key = knob.split(".")
+    assert key in house.CATALOGUE.find(name).model_fields
+    beside = Path(__file__).parent.parent / "techniques" / f"{ELSEWHERE[knob][1]}.py"
+    assert key in beside.read_text()
