@@ -71,6 +71,7 @@ BASE: Mapping[str, Mapping[str, Any]] = {
     "sparse_attention.stride": {"random": 0},
     "yarn.beta_fast": {"original_length": 4096},
     "yarn.beta_slow": {"original_length": 4096},
+    "yarn.factor": {"original_length": 32},
     "yarn.high_frequency_factor": {"kind": "llama3"},
     "yarn.low_frequency_factor": {"kind": "llama3"},
     "yarn.original_length": {"original_length": 32},
