@@ -20,7 +20,6 @@ first burst; `benchmarks/overhead.py` measures what that costs.
 """
 
 import gzip
-import os
 import re
 import shutil
 import threading
@@ -31,6 +30,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+from headrace.core.files import publish
 
 FIRST = 10
 """Steps of this process before the first burst: compiling, lazy state and caches are behind."""
@@ -213,7 +214,7 @@ class Bursts:
         try:
             with plain.open("rb") as source, gzip.open(aside, "wb", compresslevel=LEVEL) as packed:
                 shutil.copyfileobj(source, packed, 1 << 20)
-            os.replace(aside, self.folder / name)
+            publish(aside, self.folder / name)
             mine = [step for step, rank in traces(self.folder) if rank == self.rank]
             for step in sorted(mine)[:-KEPT]:
                 traces(self.folder)[step, self.rank].unlink(missing_ok=True)

@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from headrace.core.errors import ConfigError, RunError
-from headrace.core.files import sync_path
+from headrace.core.files import publish, sync_path, write_whole
 from headrace.core.units import format_bytes
 from headrace.parallel.boxes import Box, Piece, piece_of
 
@@ -46,6 +46,7 @@ class Checkpoints:
         self._error: BaseException | None = None
         folder.mkdir(parents=True, exist_ok=True)
         if rank == 0:
+            sync_path(folder.parent)
             for left_over in folder.glob("*.tmp"):
                 shutil.rmtree(left_over)
             self._link()
@@ -144,20 +145,17 @@ class Checkpoints:
             "pieces": pieces,
             "rank_values": values.pop("rank", {}),
         }
-        _write_json(aside / f"rank-{self.rank:05d}.json", part)
+        write_whole(aside / f"rank-{self.rank:05d}.json", json.dumps(part))
         if self.rank != 0:
             return
         parts = [self._read_part(aside, rank) for rank in range(self.ranks)]
-        _write_json(
-            aside / INDEX, _sealed({"format": FORMAT, "step": step, "parts": parts, **values})
-        )
+        index = _sealed({"format": FORMAT, "step": step, "parts": parts, **values})
+        write_whole(aside / INDEX, json.dumps(index))
         for rank in range(self.ranks):
             (aside / f"rank-{rank:05d}.json").unlink()
-        sync_path(aside)
         if step in self.steps():
             self._discard(step)
-        os.rename(aside, self.folder / f"step-{step}")
-        sync_path(self.folder)
+        publish(aside, self.folder / f"step-{step}")
         self._prune()
 
     def _read_part(self, aside: Path, rank: int) -> dict[str, Any]:
@@ -181,7 +179,7 @@ class Checkpoints:
             return
         index = self.folder / f"step-{step}" / INDEX
         kept = {k: v for k, v in values.items() if k != "rank"}
-        _write_json(index, _sealed({**json.loads(index.read_text()), **kept}))
+        write_whole(index, json.dumps(_sealed({**json.loads(index.read_text()), **kept})))
         self._prune()
 
     def drop_after(self, step: int) -> None:
@@ -380,14 +378,6 @@ def _to_host(tensor: Tensor) -> Tensor:
         return tensor.detach().clone().contiguous().cpu()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
-
-
-def _write_json(path: Path, value: Any) -> None:
-    """Write aside, flush, rename: a reader never sees half of it."""
-    aside = path.with_name(path.name + ".part")
-    aside.write_text(json.dumps(value))
-    sync_path(aside)
-    os.replace(aside, path)
 
 
 def _sha256(path: Path) -> str:

@@ -17,7 +17,6 @@ set; and what lies around attention.
 
 import gc
 import json
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -35,6 +34,7 @@ from torch import Tensor
 from headrace.build import make_build
 from headrace.context import make_context
 from headrace.core.errors import ConfigError, HeadraceError, UnsupportedError
+from headrace.core.files import write_whole
 from headrace.core.plan import Plan
 from headrace.core.technique import Catalogue, Stage, Technique, Unsupported, check_claims
 from headrace.data.ingest import Prepared
@@ -207,14 +207,9 @@ def _read() -> dict[str, Any]:
 def _write(found: Mapping[str, Any]) -> None:
     """Keep results, aside and renamed; a disk that cannot is no reason to end a run."""
     path = cache_file()
-    aside = path.with_name(f"{path.name}.{os.getpid()}")
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        try:
-            aside.write_text(json.dumps({"format": FORMAT, "found": found}, indent=1))
-            os.replace(aside, path)
-        finally:
-            aside.unlink(missing_ok=True)
+        write_whole(path, json.dumps({"format": FORMAT, "found": found}, indent=1))
 
 
 # --- the clock -------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ leaves the old or the new one; a lock, which the system takes back however a pro
 processes out of one folder.
 """
 
-import fcntl
 import json
 import math
 import os
@@ -22,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import Timeout
 
 from headrace.core.errors import ConfigError, RunError, at_a_limit
-from headrace.core.files import parse_json, parse_object
+from headrace.core.files import hold_lock, parse_json, parse_object, sync_path, write_whole
 from headrace.core.plan import Plan
 from headrace.data.tokenizer import Tokenizer
 
@@ -75,18 +75,18 @@ class RunFolder:
                     "directory=FOLDER that can be written",
                 ) from None
             else:
+                sync_path(root)
                 return RunFolder(path)
 
     def lock(self) -> None:
         """Keep other processes out until `unlock`, or until this process ends.
 
         Raises:
-            ConfigError: another process is training this run.
+            ConfigError: another process is training this run, or its file system has no locks.
         """
-        self._lock = (self.path / ".lock").open("w")
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            self._lock = hold_lock(self.path / ".lock", wait=False, key="directory")
+        except Timeout:
             raise ConfigError(
                 f"another process is training {self.path}",
                 "wait until it ends, or name=ANOTHER for a new run",
@@ -94,7 +94,7 @@ class RunFolder:
 
     def unlock(self) -> None:
         """Let others in."""
-        self._lock.close()
+        self._lock.release()
 
     def start(
         self, plan: Plan, tokenizer: Tokenizer, device: torch.device, command: list[str]
@@ -109,7 +109,7 @@ class RunFolder:
             if report := self.read("report"):
                 self.write("report", report | {"status": "running"})
         named = plan.replaced(name=self.path.name)
-        _write_whole(self.path / "plan.toml", named.to_toml())
+        write_whole(self.path / "plan.toml", named.to_toml())
         tokenizer.save(self.path / "tokenizer.json")
         self.write("environment", {**environment(device, command), "starts": before + 1})
         return before
@@ -117,7 +117,7 @@ class RunFolder:
     def write(self, name: str, value: Any) -> None:
         """Write NAME.json; numbers that are not finite become null."""
         plain = json.loads(json.dumps(value, default=str), parse_constant=lambda word: None)
-        _write_whole(self.path / f"{name}.json", json.dumps(plain, indent=1))
+        write_whole(self.path / f"{name}.json", json.dumps(plain, indent=1))
 
     def read(self, name: str) -> dict[str, Any] | None:
         """The object of NAME.json, or None when it is not there.
@@ -165,7 +165,7 @@ class RunFolder:
                 continue  # the line that a kill cut short
             if early:
                 kept.append(line + "\n")
-        _write_whole(path, "".join(kept))
+        write_whole(path, "".join(kept))
         return wall_s
 
 
@@ -193,17 +193,6 @@ def in_words(error: BaseException | None, folder: Path) -> BaseException | None:
         f"{folder} cannot be written: {error}; the last complete checkpoint is intact",
         f"free some space, then headrace train {folder / 'plan.toml'} --resume",
     )
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Write aside and rename: a reader sees the old file or the new one."""
-    aside = path.with_name(f".{path.name}")
-    try:
-        aside.write_text(text)
-        os.replace(aside, path)
-    except OSError:
-        aside.unlink(missing_ok=True)
-        raise
 
 
 def _numbered(root: Path, name: str) -> dict[int, Path]:

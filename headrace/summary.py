@@ -1,7 +1,6 @@
 """report.json: what a run did, in numbers, from its counters and signals."""
 
 import os
-import resource
 from collections.abc import Mapping
 from math import prod
 from statistics import quantiles
@@ -121,6 +120,8 @@ def _memory(build: Build, ledger: Ledger, tracked: Mapping[str, int] | None) -> 
     instant, predicted = ledger.peak()
     found = device_peak_bytes(build.device)
     if found is None:
+        import resource  # which not every system has
+
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         found = {"allocated": tracked["Total"] if tracked else None, "reserved": resident}
     method = "allocator" if build.device.type == "cuda" else "tracker"

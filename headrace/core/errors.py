@@ -5,7 +5,6 @@ command that mends it. `assert` is for our own bugs; these are for everything el
 """
 
 import re
-import resource
 from collections.abc import Iterable
 from difflib import get_close_matches
 from errno import ENOMEM
@@ -114,6 +113,8 @@ class NoMoreThreads(UnsupportedError):
 
     def __init__(self) -> None:
         """Say it with the limit that a user can see; a container's own may be lower."""
+        import resource  # which not every system has
+
         most = resource.getrlimit(resource.RLIMIT_NPROC)[0]
         told = "unlimited" if most == resource.RLIM_INFINITY else f"{most:,}"
         super().__init__(

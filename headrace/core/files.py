@@ -1,11 +1,14 @@
 """Files that survive a power cut, and plans and JSON as text."""
 
+import errno
 import json
 import math
 import os
 import tomllib
 from pathlib import Path
 from typing import Any
+
+from filelock import BaseFileLock, FileLock, Timeout
 
 from headrace.core.errors import ConfigError
 
@@ -20,6 +23,59 @@ def sync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def publish(aside: Path, path: Path) -> None:
+    """Make the file or folder `aside` current under the name `path`.
+
+    Its content reaches the disk before its name does, and its name before this returns. So a kill
+    or a power cut leaves what was there before, or all of the new.
+    """
+    inside = sorted(aside.rglob("*"), reverse=True) if aside.is_dir() else []
+    for one in (*inside, aside):
+        sync_path(one)
+    os.replace(aside, path)
+    sync_path(path.parent)
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file aside and publish it: a reader finds the old content or the new."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        aside.write_bytes(content.encode() if isinstance(content, str) else content)
+        publish(aside, path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
+
+
+def hold_lock(file: Path, *, wait: bool, key: str) -> BaseFileLock:
+    """Lock a file until `release`; the system takes the lock back when the process ends.
+
+    Args:
+        file: what to lock; it is made and stays.
+        wait: whether to wait for another process.
+        key: the plan's key that puts the file elsewhere, for the message.
+
+    Raises:
+        ConfigError: the file system has no locks.
+        Timeout: another process holds it, and `wait` is false.
+    """
+    lock = FileLock(file, timeout=-1 if wait else 0, fallback_to_soft=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise
+    except (OSError, NotImplementedError) as error:
+        without = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
+        if isinstance(error, OSError) and error.errno not in without:
+            raise
+        raise ConfigError(
+            f"{file.parent} is on a file system without file locks (flock: {error}); supported are "
+            "local disks of Linux and macOS, NFS 4, and Lustre mounted with -o flock",
+            f"{key}=FOLDER on one of these",
+        ) from None
+    return lock
 
 
 def read_plan_text(file: Path) -> str:

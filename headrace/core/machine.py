@@ -46,6 +46,7 @@ from headrace.core.assumed import (
     part_of,
 )
 from headrace.core.errors import ConfigError, UnsupportedError
+from headrace.core.files import write_whole
 from headrace.core.hardware import Hardware, lookup
 from headrace.core.links import Link
 from headrace.core.rates import (
@@ -261,12 +262,7 @@ class Machine:
     def write(self, path: Path) -> None:
         """Keep it as a file, aside and renamed, so that a reader finds a whole one."""
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        aside = path.with_name(f"{path.name}.{os.getpid()}")
-        try:
-            aside.write_text(self.to_json())
-            os.replace(aside, path)
-        finally:
-            aside.unlink(missing_ok=True)
+        write_whole(path, self.to_json())
 
     @classmethod
     def read(cls, path: Path) -> "Machine":

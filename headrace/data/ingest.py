@@ -14,7 +14,6 @@ cached set of up to 1 GiB is compared with its hashes on every start, a larger o
 """
 
 import errno
-import fcntl
 import hashlib
 import json
 import shlex
@@ -25,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace.core.errors import ConfigError, MemoryFull, RunError, is_out_of_memory
-from headrace.core.files import sync_path
+from headrace.core.files import hold_lock, publish
 from headrace.core.plan import DataConfig, Plan
 from headrace.core.units import format_bytes
 from headrace.data.shards import FORMAT, Shards, ShardWriter, sync_file
@@ -196,9 +195,11 @@ def _open(plan: Plan, target: Path) -> Prepared:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """One process at a time; the system lets go of the lock however the process ends."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    lock = hold_lock(path, wait=True, key="data.directory")
+    try:
         yield
+    finally:
+        lock.release()
 
 
 def _build_aside(plan: Plan, target: Path, progress: Progress) -> None:
@@ -209,9 +210,7 @@ def _build_aside(plan: Plan, target: Path, progress: Progress) -> None:
     try:
         aside.mkdir()
         _build(plan, aside, progress)
-        sync_path(aside)
-        aside.rename(target)
-        sync_path(target.parent)
+        publish(aside, target)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise

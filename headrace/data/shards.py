@@ -19,7 +19,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from headrace.core.errors import ConfigError
-from headrace.core.files import sync_path
+from headrace.core.files import write_whole
 from headrace.core.strict import Strict
 
 FORMAT = 1
@@ -154,12 +154,7 @@ class ShardWriter:
             source=self._source,
             rebuild=self._rebuild,
         )
-        aside = self.directory / "manifest.json.partial"
-        with aside.open("wb") as file:
-            file.write(manifest.model_dump_json(indent=1).encode())
-            sync_file(file)
-        aside.replace(self.directory / "manifest.json")
-        sync_path(self.directory)
+        write_whole(self.directory / "manifest.json", manifest.model_dump_json(indent=1))
         return manifest
 
 

@@ -29,6 +29,7 @@ import tiktoken
 import tokenizers
 
 from headrace.core.errors import ConfigError, UnsupportedError
+from headrace.core.files import write_whole
 from headrace.core.plan import DataConfig
 
 SPLIT_PATTERN = (
@@ -112,7 +113,7 @@ class Tokenizer:
 
     def save(self, path: Path | str) -> None:
         """Write the tokenizer.json."""
-        Path(path).write_text(self._text, encoding="utf-8")
+        write_whole(Path(path), self._text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of each text, uint32 [n], nothing added and nothing special recognised."""

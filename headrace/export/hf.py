@@ -5,7 +5,6 @@ The folder is written aside and renamed when it is complete: a reader sees all o
 """
 
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from headrace.core.errors import ConfigError, RunError
-from headrace.core.files import sync_path
+from headrace.core.files import publish
 from headrace.core.model_config import ModelConfig
 from headrace.data.tokenizer import Tokenizer
 from headrace.model.adapter import Link, check_ours
@@ -131,6 +130,4 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
 def _publish(aside: Path, out: Path) -> None:
     """Make `aside` durable and call it `out`."""
     aside.chmod(0o755)
-    for path in (*aside.iterdir(), aside):
-        sync_path(path)
-    os.replace(aside, out)
+    publish(aside, out)

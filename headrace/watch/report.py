@@ -2,7 +2,6 @@
 
 import math
 import os
-import resource
 import sys
 from collections import Counter, deque
 from dataclasses import dataclass
@@ -277,6 +276,8 @@ def _memory(device: torch.device) -> dict[str, Any]:
     """Peak bytes since the process began, or since its loop set the peaks back."""
     unknown = {"predicted": None, "predicted_at": None}
     if device.type != "cuda":
+        import resource  # which not every system has
+
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return {"allocated": None, "reserved": resident, **unknown, "method": "process"}
     stats = torch.cuda.memory_stats(device)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from headrace.bursts import Bursts
 from headrace.core.errors import ConfigError, MemoryFull, is_out_of_memory
+from headrace.core.files import write_whole
 from headrace.gauges import Gauges
 from headrace.signals import OUTSIDE
 from headrace.watch.batches import token_counts, watch_loader
@@ -224,13 +225,7 @@ class Watched:
             traced["folder"] = os.path.relpath(traced["folder"], path.parent)
         plain = json.loads(json.dumps(report), parse_constant=lambda word: None)
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(f".{path.name}")
-        try:
-            aside.write_text(json.dumps(plain, indent=1, allow_nan=False))
-            os.replace(aside, path)
-        except OSError:
-            aside.unlink(missing_ok=True)
-            raise
+        write_whole(path, json.dumps(plain, indent=1, allow_nan=False))
 
     def _passed_s(self) -> float:
         return self._wall_s + (time.perf_counter() - self._began_s if self._undo else 0.0)

@@ -31,7 +31,6 @@ Shapes: B rows, T tokens of a row.
 
 import gc
 import os
-import resource
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -262,7 +261,7 @@ def free_bytes(device: torch.device) -> int:
     """Memory that nobody uses: the GPU's; on a CPU the machine's, or what its group is left."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    free = os.sysconf("SC_PHYS_PAGES") * resource.getpagesize()
+    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     free = 1024 * _number("/proc/meminfo", "MemAvailable:") or free
     most, held = (_number(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
     cached = _number("/sys/fs/cgroup/memory.stat", "inactive_file")  # of files, given back if asked
