@@ -4,7 +4,7 @@ It discovers the techniques, reads the plan with them, calls train, then writes 
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -135,10 +135,8 @@ def train(
             )  # fmt: skip
         except HeadraceError as error:
             if error.run is not None:
-                try:
+                with _optional("conclusion", {}):
                     conclude(error.run)
-                except Exception as other:  # what ended it is what its user should read first
-                    console.print(f"no findings and no page: {other}", markup=False)
             raise
         finally:
             progress.close()
@@ -152,25 +150,52 @@ def train(
 
 
 def conclude(folder: Path) -> dict[str, Any]:
-    """Findings, a sample and the page of a run that has ended; returns its report."""
-    from headrace.report import write_report  # its charts load matplotlib, which no step needs
+    """Add findings, a sample and the page to the report of a run that has ended; return the report.
 
+    The run is complete without them: what cannot be made is told, also under "not_made".
+    """
     run = RunFolder(folder)
     report = run.read_report()
-    advice = advise(folder, catalogue())
-    findings = [one.finding for one in advice.findings]
-    report["narrowest"] = narrowest([f for f in findings if f.bottleneck != ABSTAINED] or findings)
-    saved = (folder / "checkpoints" / "latest").exists()
-    able = saved and report["status"] != "failed"
-    report["sample"] = _sample_of(folder, new_tokens=80) if able else None
-    run.write("findings", advice_plain(advice))
-    run.write("report", report)
-    write_report(folder)
+    missing: dict[str, str] = {}
+    report |= {"narrowest": None, "sample": None, "not_made": missing}
+    with _optional("findings", missing):
+        advice = advise(folder, catalogue())
+        found = [one.finding for one in advice.findings]
+        report["narrowest"] = narrowest([f for f in found if f.bottleneck != ABSTAINED] or found)
+        run.write("findings", advice_plain(advice))
+    if (folder / "checkpoints" / "latest").exists() and report["status"] != "failed":
+        with _optional("sample", missing):
+            report["sample"] = _sample_of(folder)
+    with _optional("report with findings and sample", missing):
+        run.write("report", report)
+    with _optional("page", missing):
+        from headrace.report import write_report  # its charts load matplotlib, which no step needs
+
+        write_report(folder)
+    if "page" in missing:
+        with suppress(OSError):  # it has been told
+            run.write("report", report)
     return report
 
 
-def _sample_of(folder: Path, *, new_tokens: int) -> dict[str, str]:
+@contextmanager
+def _optional(what: str, missing: dict[str, str]) -> Iterator[None]:
+    """Tell in one line that `what` cannot be made, keep the reason in `missing`, and go on."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # what Rust raises is no Exception
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        missing[what] = said[0]
+        console.print(f"no {what}: {said[0]}; the run is complete without", markup=False,
+                      soft_wrap=True)  # fmt: skip
+
+
+def _sample_of(folder: Path, *, new_tokens: int = 80) -> dict[str, str]:
     build = open_model(folder, catalogue())
+    if build.config.position == "learned":  # it has no position beyond its context
+        new_tokens = min(new_tokens, build.config.context - 1)
     text = _generate(build, "", new_tokens=new_tokens, temperature=0.8, top_k=50, seed=0)
     return {"prompt": "", "text": text}
 
@@ -200,13 +225,17 @@ def _tell(folder: Path, report: dict[str, Any], *, on_its_own: bool) -> None:
     speed = report["steady_tokens_per_s"]
     rate = f"{format_count(speed)} tokens/s in steady steps" if speed else "speed not measured"
     prompt = " --prompt 'def main('" if on_its_own else ""
+    found, page = (
+        report["narrowest"],
+        "report.json" if "page" in report["not_made"] else "report.html",
+    )
     yours = f"\n        {started_as()} train demo data.sources=PATH_OF_YOUR_TEXT name=mine"
     console.print(
         f"\n{reached}: {last['bits_per_byte']:.3f} bits per byte{target} after "
         f"{format_count(report['tokens'])} tokens and {format_seconds(report['wall_s'])}, {rate}\n"
-        f"{report['narrowest']['sentence']} ({report['narrowest']['evidence']})\n"
+        + (f"{found['sentence']} ({found['evidence']})\n" if found else "")
         + (f"sample: {report['sample']['text']!r}\n" if report["sample"] else "")
-        + f"report: {folder / 'report.html'}\n"
+        + f"report: {folder / page}\n"
         f"next:   {started_as()} sample {folder}{prompt}" + yours * on_its_own,
         markup=False, soft_wrap=True,
     )  # fmt: skip

@@ -33,7 +33,7 @@ from headrace.run_folder import RunFolder, command_line, in_words, metrics_line
 from headrace.signals import RANKED_STEPS, Signals, TrackedMemory, between_ranks
 from headrace.sockets import Build
 from headrace.summary import remember, summarize
-from headrace.track import Tracker, open_trackers
+from headrace.track import Trackers, open_trackers
 
 MEASURED = (
     "steady_tokens_per_s", "model_flops_utilization", "peak_memory_bytes", "memory_measured",
@@ -81,7 +81,7 @@ class Session:
         self._begun = False
         self._saved_step: int | None = None
         self._metrics: TextIO | None = None
-        self._trackers: list[Tracker] = []
+        self._trackers = Trackers([], progress.note)
 
     # --- beginning and end ---
 
@@ -114,8 +114,7 @@ class Session:
         if self._metrics is not None:
             with suppress(OSError):  # the disk may be full; what counts has been flushed
                 self._metrics.close()
-        for tracker in self._trackers:
-            tracker.close()
+        self._trackers.close()
         self.folder.unlock()
 
     def restore(self, which: str | None) -> None:
@@ -159,7 +158,7 @@ class Session:
             spent_s = self.folder.cut_metrics(counters.step)
             self._wall_before_s = max(self._wall_before_s, spent_s)  # lost steps cost time too
             self._metrics = (self.folder.path / "metrics.jsonl").open("a")
-            self._trackers = open_trackers(plan, self.folder.path)
+            self._trackers = Trackers(open_trackers(plan, self.folder.path), self.progress.note)
         self._begun = True
 
     def finish(self, stop: Interrupts) -> Path:
@@ -317,8 +316,7 @@ class Session:
         """Write and show complete rows."""
         rows, self._rows = self._rows, []
         for row in rows:
-            for tracker in self._trackers:
-                tracker.log(row)
+            self._trackers.log(row)
             self.progress.row(row, self.build.plan.goal_steps)
         if rows and self._metrics is not None:
             self._metrics.writelines(metrics_line(row) for row in rows)

@@ -97,4 +97,43 @@ def open_trackers(plan: Plan, folder: Path) -> list[Tracker]:
                 f"track.to asks for {name}, which is not installed",
                 "pip install 'headrace[track]' (or leave out track.to)",
             )
-    return [TRACKERS[name][1](plan, folder) for name in plan.track.to]
+    return [_opened(name, plan, folder) for name in plan.track.to]
+
+
+def _opened(name: str, plan: Plan, folder: Path) -> Tracker:
+    try:
+        return TRACKERS[name][1](plan, folder)
+    except Exception as error:  # whatever a client raises without a network or a login
+        raise UnsupportedError(
+            f"track.to asks for {name}, which does not start: {error}",
+            "leave out track.to, or set it up as its own documentation says",
+        ) from error
+
+
+class Trackers:
+    """The loggers of a run. One that fails is told once and left out, and the run goes on.
+
+    Args:
+        trackers: by what `open_trackers` made.
+        tell: where a failure is told.
+    """
+
+    def __init__(self, trackers: list[Tracker], tell: Callable[[str], None]) -> None:
+        self._trackers, self._tell = trackers, tell
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """Write a step's numbers to each."""
+        self._each(lambda tracker: tracker.log(row))
+
+    def close(self) -> None:
+        """Flush and end each."""
+        self._each(lambda tracker: tracker.close())
+
+    def _each(self, call: Callable[[Tracker], None]) -> None:
+        for tracker in [*self._trackers]:
+            try:
+                call(tracker)
+            except Exception as error:
+                self._trackers.remove(tracker)
+                name = type(tracker).__name__
+                self._tell(f"{name} failed and gets nothing more: {error}; metrics.jsonl has all")

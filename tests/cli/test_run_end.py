@@ -1,0 +1,113 @@
+"""A run that has trained is done: what is made afterwards may be missing, and says so."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace import cli
+from headrace.core.files import write_whole
+from headrace.run_folder import RunFolder
+from headrace.track import Trackers
+
+Say = Callable[..., tuple[str, str]]
+
+
+@pytest.fixture
+def ended(workshop: Path) -> Any:
+    """The run of the workshop, as it was once it had trained; put back afterwards."""
+    folder = workshop / "runs" / "demo"
+    files = {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    yield folder
+    for path, content in files.items():
+        write_whole(path, content)
+
+
+def broken(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("no luck\nbelow")
+
+
+@pytest.mark.parametrize(
+    ("name", "what"), [("advise", "findings"), ("narrowest", "findings"), ("_sample_of", "sample")]
+)
+def test_what_cannot_be_made_is_told_and_the_rest_is_there(
+    ended: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    name: str, what: str,
+) -> None:  # fmt: skip
+    (ended / "report.html").unlink()
+    monkeypatch.setattr(cli, name, broken)
+    report = cli.conclude(ended)
+    assert report == json.loads((ended / "report.json").read_text())
+    assert report["status"] == "done" and report["not_made"] == {what: "no luck"}
+    assert (report["narrowest"] is None) == (what == "findings")
+    assert (report["sample"] is None) == (what == "sample")
+    assert f"no {what}: no luck; the run is complete without" in capsys.readouterr().err
+    assert (ended / "report.html").is_file()
+    cli._tell(ended, report, on_its_own=True)
+    assert "report.html" in capsys.readouterr().err
+
+
+def test_a_page_that_cannot_be_drawn_fails_no_run(
+    ended: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for module in [name for name in sys.modules if name.startswith("headrace.report")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    report = cli.conclude(ended)
+    assert set(report["not_made"]) == {"page"} and report["sample"]["text"]
+    assert report == json.loads((ended / "report.json").read_text())
+    cli._tell(ended, report, on_its_own=False)
+    assert "report.json" in capsys.readouterr().err
+
+
+def test_a_disk_that_is_full_after_the_report_fails_no_run(
+    ended: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: RunFolder, name: str, value: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(RunFolder, "write", full)
+    assert "report with findings and sample" in cli.conclude(ended)["not_made"]
+
+
+def test_a_sample_of_learned_positions_ends_with_them(
+    ended: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, asked = cli.open_model, []
+
+    def learned(*args: Any, **kwargs: Any) -> Any:
+        build = opened(*args, **kwargs)
+        build.config = build.config.model_copy(update={"position": "learned", "context": 16})
+        return build
+
+    def generate(build: Any, prompt: str, *, new_tokens: int, **how: Any) -> str:
+        asked.append(new_tokens)
+        return "text"
+
+    monkeypatch.setattr(cli, "open_model", learned)
+    monkeypatch.setattr(cli, "_generate", generate)
+    assert cli._sample_of(ended) == {"prompt": "", "text": "text"} and asked == [15]
+
+
+def test_a_logger_that_fails_is_told_once_and_the_others_go_on() -> None:
+    class Logger:
+        def __init__(self, good: bool) -> None:
+            self.good, self.rows, self.closed = good, [], False
+
+        def log(self, row: Any) -> None:
+            self.rows.append(row) if self.good else broken()
+
+        def close(self) -> None:
+            self.closed = True
+
+    told: list[str] = []
+    bad, good = Logger(False), Logger(True)
+    trackers = Trackers([bad, good], told.append)  # type: ignore[list-item]
+    for step in (1, 2):
+        trackers.log({"step": step})
+    trackers.close()
+    assert [row["step"] for row in good.rows] == [1, 2] and good.closed
+    assert len(told) == 1 and "metrics.jsonl has all" in told[0]
