@@ -6,13 +6,11 @@ from typing import Annotated
 import torch
 import typer
 
-import headrace.techniques
 from headrace import __version__, probes
 from headrace.context import choose_device, elsewhere, make_context
 from headrace.core.machine import Machine
 from headrace.core.plan import Plan
-from headrace.core.technique import Catalogue, Context, discover
-from headrace.model.zoo import families
+from headrace.core.technique import Catalogue, Context, installed
 from headrace.recipes import read_recipe
 
 
@@ -40,7 +38,7 @@ DeviceName = Annotated[
 
 def catalogue() -> Catalogue:
     """Every technique and family that is installed."""
-    return Catalogue(discover(headrace.techniques), families())
+    return installed()
 
 
 def named_plan(

@@ -55,7 +55,10 @@ def run(
         RunError, MemoryFull: it failed; the last good checkpoint is intact.
         Stopped: a signal ended it; a checkpoint is saved.
     """
-    start, device = Start(process_age_s() if command else None), choose_device(plan)
+    start = Start(process_age_s() if command else None)
+    # A plan that was made in Python has not been through `Plan.read`, which does this.
+    plan = plan.with_keys(plan.model_dump(exclude_unset=True, exclude={"techniques"}))
+    device = choose_device(plan)
     with ExitStack() as stack:
         stop = stack.enter_context(Interrupts())
         if resume:

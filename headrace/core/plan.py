@@ -1,7 +1,8 @@
 """The Plan: the frozen, complete description of a run, read from TOML and printed back resolved.
 
 Later layers win: defaults < family < recipe or file < `key=value` overrides < --with / --without.
-`Plan.read` is the only way in, so every mistake becomes one ConfigError here and nowhere else.
+`Plan.read` reads a plan's text, and `Plan(...)` takes the same tables from Python: either way every
+mistake becomes one ConfigError here and nowhere else.
 """
 
 import json
@@ -10,13 +11,20 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import Field, SerializeAsAny, model_validator
+from pydantic import (
+    Field,
+    ModelWrapValidatorHandler,
+    SerializeAsAny,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 
 from headrace.core.errors import ConfigError
 from headrace.core.files import check_values, toml_value, toml_values
 from headrace.core.model_config import ModelConfig
-from headrace.core.strict import Strict, read_table
-from headrace.core.technique import Catalogue, Technique
+from headrace.core.strict import READ, Strict, explained, read_table
+from headrace.core.technique import Catalogue, Technique, installed
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 ATTENDS = "parts.attend"
@@ -277,6 +285,30 @@ class Plan(Strict):
             )
         return self
 
+    @model_validator(mode="wrap")  # behind `_check`, whose errors it explains too
+    @classmethod
+    def _as_read(
+        cls, given: Any, check: ModelWrapValidatorHandler["Plan"], info: ValidationInfo
+    ) -> "Plan":
+        """Check a plan that is made in Python as one that is read from TOML.
+
+        Raises:
+            ConfigError: what `Plan.read` says of the same tables.
+        """
+        if info.context is READ or not isinstance(given, Mapping):
+            return check(given)
+        values = dict(given)
+        if isinstance(values.get("techniques"), Mapping):
+            values["techniques"] = {
+                name: _technique(name, knobs) for name, knobs in values["techniques"].items()
+            }
+        if isinstance(values.get("model"), Mapping) and "family" in values["model"]:
+            values["model"] = installed().with_family(values["model"])
+        try:
+            return check(values)
+        except ValidationError as error:
+            raise explained(cls, error) from None
+
     @property
     def source_list(self) -> tuple[str, ...]:
         """The sources, always as a tuple."""
@@ -370,6 +402,18 @@ class Plan(Strict):
     def to_toml(self) -> str:
         """The resolved plan; reading it back gives an equal plan."""
         return tomli_w.dumps(self.dump())
+
+
+def _technique(name: str, knobs: Any) -> Technique[Any]:
+    """The technique `name` with these knobs, or as it was made."""
+    if not isinstance(knobs, Technique):
+        return read_table(installed().find(name), knobs, f"techniques.{name}")
+    if knobs.name() != name:
+        raise ConfigError(
+            f"techniques has {knobs.name()} under the name {name!r}",
+            f"Plan(techniques={{{knobs.name()!r}: ...}})",
+        )
+    return knobs
 
 
 def _override(values: dict[str, Any], item: str) -> None:

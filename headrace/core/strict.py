@@ -15,6 +15,8 @@ from pydantic.fields import FieldInfo
 from headrace.core.errors import ConfigError, nearest
 
 T = TypeVar("T", bound=BaseModel)
+READ = {"read": True}
+"""The validation context of `read_table`, whose caller has resolved every name."""
 UNSET = ("null", "none", "nil", "unset", "")
 """What is written for a number where none is meant; TOML has no such value."""
 
@@ -77,11 +79,16 @@ def read_table(table: type[T], values: Mapping[str, Any], where: str = "") -> T:
         where: the dotted prefix of this table in the plan.
     """
     try:
-        return table.model_validate(values)
+        return table.model_validate(values, context=READ)
     except ValidationError as error:
-        lines = [_explain(table, dict(item), where) for item in error.errors()]
-        messages = list(dict.fromkeys(message for message, _ in lines))
-        raise ConfigError("\n".join(messages), next((r for _, r in lines if r), "")) from None
+        raise explained(table, error, where) from None
+
+
+def explained(table: type[BaseModel], error: ValidationError, where: str = "") -> ConfigError:
+    """Return what pydantic found as one error that names the keys."""
+    lines = [_explain(table, dict(item), where) for item in error.errors()]
+    messages = list(dict.fromkeys(message for message, _ in lines))
+    return ConfigError("\n".join(messages), next((r for _, r in lines if r), ""))
 
 
 def _explain(table: type[BaseModel], item: dict[str, Any], where: str) -> tuple[str, str]:

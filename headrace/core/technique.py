@@ -10,6 +10,7 @@ import pkgutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cache
 from types import ModuleType
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
@@ -201,6 +202,17 @@ def discover(package: ModuleType) -> dict[str, type[Technique[Any]]]:
             if own and issubclass(item, Technique) and "card" in vars(item):
                 found[item.name()] = item
     return dict(sorted(found.items()))
+
+
+@cache
+def installed() -> Catalogue:
+    """Every technique and model family of this package, imported when a name is first asked for.
+
+    They are imported by name, since the core stands below them.
+    """
+    techniques = importlib.import_module("headrace.techniques")
+    zoo = importlib.import_module("headrace.model.zoo")
+    return Catalogue(discover(techniques), zoo.families())
 
 
 def check_claims(techniques: Iterable[Technique[Any]]) -> None:

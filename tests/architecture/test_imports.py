@@ -75,12 +75,9 @@ def test_nothing_imports_a_technique(imports: dict[str, set[str]]) -> None:
         f"{module} imports {name}"
         for module, names in imports.items()
         for name in names
-        if name.startswith("headrace.techniques") and (name != "headrace.techniques")
+        if name.startswith("headrace.techniques")
     ]
-    assert not wrong
-    assert [m for m, names in imports.items() if "headrace.techniques" in names] == [
-        "headrace.arguments"
-    ]
+    assert not wrong  # `installed` finds them by the package's name
 
 
 def test_a_technique_imports_neither_build_nor_train(imports: dict[str, set[str]]) -> None:

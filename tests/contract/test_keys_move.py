@@ -6,9 +6,8 @@ their shapes, or the evidence that a technique reads.
 """
 
 import hashlib
-import math
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -189,14 +188,13 @@ def another(annotation: Any, now: Any, bounds: list[Any]) -> Any:
 
 def within(value: float, bounds: list[Any]) -> bool:
     """Whether a number keeps the bounds of a field."""
-    return all(
-        (not isinstance(b, annotated_types.Ge) or value >= b.ge)
-        and (not isinstance(b, annotated_types.Gt) or value > b.gt)
-        and (not isinstance(b, annotated_types.Le) or value <= b.le)
-        and (not isinstance(b, annotated_types.Lt) or value < b.lt)
-        and math.isfinite(value)
-        for b in bounds
-    )
+    keeps: dict[type, Callable[[Any], bool]] = {
+        annotated_types.Ge: lambda bound: value >= bound.ge,
+        annotated_types.Gt: lambda bound: value > bound.gt,
+        annotated_types.Le: lambda bound: value <= bound.le,
+        annotated_types.Lt: lambda bound: value < bound.lt,
+    }
+    return all(keeps[type(bound)](bound) for bound in bounds if type(bound) in keeps)
 
 
 def knobs() -> Iterator[tuple[str, str]]:
