@@ -17,7 +17,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -38,9 +38,21 @@ WAIT_FOR_RANKS_S = 600.0
 
 
 class Checkpoints:
-    """The checkpoints of one run."""
+    """The checkpoints of one run.
 
-    def __init__(self, folder: Path, *, rank: int, ranks: int, keep_last: int) -> None:
+    Args:
+        folder: where they lie.
+        rank: of this process.
+        ranks: of the run.
+        keep_last: how many are kept beside the best.
+        tell: where it is told that one is complete.
+    """
+
+    def __init__(
+        self, folder: Path, *, rank: int, ranks: int, keep_last: int,
+        tell: Callable[[str], None] = lambda told: None,
+    ) -> None:  # fmt: skip
+        self._tell = tell
         self.folder, self.rank, self.ranks, self.keep_last = folder, rank, ranks, keep_last
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -156,6 +168,7 @@ class Checkpoints:
         if step in self.steps():
             self._discard(step)
         publish(aside, self.folder / f"step-{step}")
+        self._tell(f"step {step}: saved {self.folder / f'step-{step}'}")
         self._prune()
 
     def _read_part(self, aside: Path, rank: int) -> dict[str, Any]:

@@ -1,6 +1,15 @@
-"""How a run tells how it goes. The command line draws bars; a test or another rank stays silent."""
+"""How a run tells how it goes: bars in a terminal, plain lines elsewhere, nothing in a test."""
 
-from typing import Any
+import time
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+from headrace.core.units import format_bytes, format_seconds
+
+LINE_EVERY_S = 30.0
+"""Seconds between two lines of a long run, off a terminal."""
+LINES_A_RUN = 20
+"""Lines of a short run whose last step is known."""
 
 
 class Progress:
@@ -12,8 +21,107 @@ class Progress:
     def note(self, text: str) -> None:
         """One line worth reading."""
 
-    def row(self, row: dict[str, Any], total_steps: int | None) -> None:
-        """A step is complete."""
+    def log(self, text: str) -> None:
+        """One line for those who read a log: bars show it otherwise."""
+
+    def row(self, row: dict[str, Any], total_steps: int | None, **facts: float | None) -> None:
+        """A step is complete.
+
+        Args:
+            row: its row of metrics.jsonl.
+            total_steps: the run's last step, where it is known.
+            **facts: `memory_bytes`, the peak so far, and `left_s`, the seconds to the end.
+        """
 
     def close(self) -> None:
         """No more will be told."""
+
+
+class Lines(Progress):
+    """Plain lines for a log, each flushed. A stream that cannot be written any more is left out.
+
+    Args:
+        streams: where they go.
+        every_s: seconds between two lines about steps, or about other work.
+    """
+
+    def __init__(self, streams: Sequence[TextIO], *, every_s: float = LINE_EVERY_S) -> None:
+        self._streams, self._every_s = [*streams], every_s
+        self._last_s = time.monotonic()
+        self._last_step = 0
+
+    def task(self, description: str, done: float, total: float | None) -> None:
+        """How far it is, once an interval."""
+        if time.monotonic() - self._last_s >= self._every_s:
+            share = f" {done / total:.0%}" if total else ""
+            self.log(f"{description}{share}")
+            self._last_s = time.monotonic()
+
+    def note(self, text: str) -> None:
+        """One line."""
+        self.log(text)
+
+    def log(self, text: str) -> None:
+        """One line."""
+        for stream in [*self._streams]:
+            try:
+                print(text, file=stream, flush=True)
+            except (OSError, ValueError):  # a full disk, a reader that left, a stream that is shut
+                self._streams.remove(stream)
+
+    def row(self, row: dict[str, Any], total_steps: int | None, **facts: float | None) -> None:
+        """The first and the last step, and one now and then between."""
+        step, now_s = row["step"], time.monotonic()
+        apart = max(1, (total_steps or 0) // LINES_A_RUN)
+        due = now_s - self._last_s >= self._every_s or step == total_steps or not self._last_step
+        if due or (total_steps and step - self._last_step >= apart):
+            self._last_s, self._last_step = now_s, step
+            self.log(step_line(row, total_steps, **facts))
+
+
+class Several(Progress):
+    """Tells each of several."""
+
+    def __init__(self, *those: Progress) -> None:
+        self._those = those
+
+    def task(self, description: str, done: float, total: float | None) -> None:
+        """Each is told."""
+        for one in self._those:
+            one.task(description, done, total)
+
+    def note(self, text: str) -> None:
+        """Each is told."""
+        for one in self._those:
+            one.note(text)
+
+    def log(self, text: str) -> None:
+        """Each is told."""
+        for one in self._those:
+            one.log(text)
+
+    def row(self, row: dict[str, Any], total_steps: int | None, **facts: float | None) -> None:
+        """Each is told."""
+        for one in self._those:
+            one.row(row, total_steps, **facts)
+
+    def close(self) -> None:
+        """Each is told."""
+        for one in self._those:
+            one.close()
+
+
+def step_line(
+    row: dict[str, Any], total_steps: int | None, *,
+    memory_bytes: float | None = None, left_s: float | None = None,
+) -> str:  # fmt: skip
+    """Return a step's line: its number, loss, speed, memory, and the time left."""
+    parts = [
+        f"step {row['step']}" + (f"/{total_steps}" if total_steps else ""),
+        f"loss {row['loss']:.4f}",
+        f"{row['tokens_per_s']:,.0f} tokens/s",
+    ]
+    if memory_bytes is not None:
+        parts.append(f"memory {format_bytes(memory_bytes)}")
+    parts.append("time left unknown" if left_s is None else f"{format_seconds(left_s)} left")
+    return "  ".join(parts)

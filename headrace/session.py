@@ -30,7 +30,7 @@ from headrace.goal import Counters, ended_by
 from headrace.interrupts import Interrupts
 from headrace.progress import Progress
 from headrace.run_folder import RunFolder, command_line, in_words, metrics_line
-from headrace.signals import RANKED_STEPS, Signals, TrackedMemory, between_ranks
+from headrace.signals import RANKED_STEPS, Signals, TrackedMemory, between_ranks, peak_bytes
 from headrace.sockets import Build
 from headrace.summary import remember, summarize
 from headrace.track import Trackers, open_trackers
@@ -62,7 +62,7 @@ class Session:
         self.gauges = Gauges(build.device)
         self.checkpoints = Checkpoints(
             folder.checkpoints, rank=world.rank, ranks=world.ranks,
-            keep_last=plan.checkpoint.keep_last,
+            keep_last=plan.checkpoint.keep_last, tell=progress.log,
         )  # fmt: skip
         self.counted = False  # whether the newest complete step counted a target
         self.evidence: dict[str, Evidence] | None = None
@@ -206,6 +206,19 @@ class Session:
         reached = self.first and ended_by(self.build.plan, self.counters) is not None
         return self.build.world.any(reached or stop.name is not None)
 
+    def _left_s(self, step: int) -> float | None:
+        """Return the seconds to the end by the steps, minutes or dollars of the goal."""
+        plan, wall_s = self.build.plan, self._wall_s()
+        ends = []
+        if plan.goal_steps and self.steps_here:
+            since_s = time.perf_counter() - self._started_s
+            ends.append((plan.goal_steps - step) * since_s / self.steps_here)
+        if plan.goal.minutes:
+            ends.append(plan.goal.minutes * 60 - wall_s)
+        if plan.goal.dollars and (price := plan.hardware.dollars_per_hour):
+            ends.append(plan.goal.dollars / price * 3600 - wall_s)
+        return max(0.0, min(ends)) if ends else None
+
     def _wall_s(self) -> float:
         return self._wall_before_s + time.perf_counter() - self._started_s
 
@@ -317,7 +330,10 @@ class Session:
         rows, self._rows = self._rows, []
         for row in rows:
             self._trackers.log(row)
-            self.progress.row(row, self.build.plan.goal_steps)
+            self.progress.row(
+                row, self.build.plan.goal_steps,
+                memory_bytes=peak_bytes(self.build.device), left_s=self._left_s(row["step"]),
+            )  # fmt: skip
         if rows and self._metrics is not None:
             self._metrics.writelines(metrics_line(row) for row in rows)
             self._metrics.flush()
@@ -345,6 +361,11 @@ class Session:
         )
         if self._rows and self._rows[-1]["step"] == counters.step:
             self._rows[-1] |= {f"val_{k}": v for k, v in value.items()}
+        self._flush_rows()
+        self.progress.log(
+            f"step {counters.step}: validation {found.bits_per_byte:.3f} bits per byte, "
+            f"loss {found.loss_nats:.3f}"
+        )
 
     def _save(self) -> None:
         began_s, counters = time.perf_counter(), self.counters

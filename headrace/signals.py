@@ -338,3 +338,14 @@ def device_peak_bytes(device: torch.device) -> dict[str, int] | None:
         "allocated": torch.cuda.max_memory_allocated(device),
         "reserved": torch.cuda.max_memory_reserved(device),
     }
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """Return the peak of the allocator on a GPU, or of the process; None where nothing tells it."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource  # which not every system has
+    except ImportError:
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -4,21 +4,23 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import typer
 from rich.console import Console
 from rich.progress import (
     BarColumn,
+    Task,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.progress import Progress as Bars
 from rich.table import Column, Table
+from rich.text import Text
 
 from headrace.core.errors import (
     EXIT_FAILED,
@@ -26,9 +28,11 @@ from headrace.core.errors import (
     HeadraceError,
     at_a_limit,
 )
-from headrace.progress import Progress
+from headrace.progress import Lines, Progress, Several
 
 console = Console(stderr=True, highlight=False)
+WIDE = 100
+"""Columns of a terminal that has room for long bars."""
 ENDLESS = 10**6
 """Columns of a file."""
 
@@ -82,17 +86,28 @@ def show_table(head: Sequence[str], rows: Sequence[Sequence[str]], title: str = 
     out.print(table)
 
 
+class Facts(TextColumn):
+    """The column that gives way where a terminal is narrow: it stays one line, and is cut."""
+
+    def render(self, task: Task) -> Text:
+        """Return the facts as text that does not wrap."""
+        text = super().render(task)
+        text.no_wrap, text.overflow = True, "ellipsis"
+        return text
+
+
 class BarProgress(Progress):
     """rich progress bars on standard error."""
 
     def __init__(self) -> None:
+        whole = {"table_column": Column(no_wrap=True)}
         self._bars = Bars(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.percentage:>3.0f}%"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[facts]}"),
+            TextColumn("{task.description}", **whole),
+            BarColumn(bar_width=24 if console.width >= WIDE else 12, **whole),
+            TextColumn("{task.percentage:>3.0f}%", **whole),
+            TimeElapsedColumn(**whole),
+            TimeRemainingColumn(**whole),
+            Facts("{task.fields[facts]}", table_column=Column()),
             console=console,
             refresh_per_second=4,
         )
@@ -117,15 +132,15 @@ class BarProgress(Progress):
         """A line above the bars."""
         self._bars.console.print(text, markup=False, soft_wrap=True)
 
-    def row(self, row: Mapping[str, Any], total_steps: int | None) -> None:
+    def row(self, row: dict[str, Any], total_steps: int | None, **facts: float | None) -> None:
         """Advance the training bar."""
+        self._facts["loss"] = f"loss {row['loss']:.3f}"
+        self._facts["speed"] = f"{row['tokens_per_s']:,.0f} tok/s"
         if "val_bits_per_byte" in row:
             self._facts["val"] = f"{row['val_bits_per_byte']:.3f} bits/byte"
-        self._facts["loss"] = f"{row['loss']:.3f}"
-        self._facts["speed"] = f"{row['tokens_per_s']:,.0f} tok/s"
         self.task("training", row["step"], total_steps)
-        facts = "  ".join(f"{k} {v}" for k, v in self._facts.items())
-        self._bars.update(self._tasks["training"], facts=facts)
+        told = "  ".join(self._facts.values())
+        self._bars.update(self._tasks["training"], facts=told)
 
     def close(self) -> None:
         """Leave the bars as they are."""
@@ -141,6 +156,21 @@ def started_as() -> str:
 
 
 def make_progress(as_json: bool) -> Progress:
-    """Bars for a person on the first rank; silence otherwise."""
-    quiet = as_json or os.environ.get("RANK", "0") != "0"
-    return Progress() if quiet else BarProgress()
+    """Bars in a terminal and lines in a log, of the first rank; silence otherwise."""
+    if as_json or os.environ.get("RANK", "0") != "0":
+        return Progress()
+    lines = Lines(_logs())
+    return Several(BarProgress(), lines) if console.is_terminal else lines
+
+
+def _logs() -> list[TextIO]:
+    """Standard error and output where they are no terminal, once if both go to one file."""
+    found: list[TextIO] = [] if console.is_terminal else [sys.stderr]
+    try:
+        out, error = (os.fstat(stream.fileno()) for stream in (sys.stdout, sys.stderr))
+        same = bool(found) and (out.st_dev, out.st_ino) == (error.st_dev, error.st_ino)
+        if not same and not sys.stdout.isatty():
+            found.append(sys.stdout)
+    except (OSError, ValueError, AttributeError):  # it is no file, or shut
+        pass
+    return found
