@@ -268,7 +268,7 @@ class Checkpoints:
 def steps_in(folder: Path) -> list[int]:
     """The steps of the complete checkpoints in a folder, in order."""
     found = (p.name.removeprefix("step-") for p in folder.glob("step-*"))
-    return sorted(int(n) for n in found if n.isdigit())
+    return sorted(int(n) for n in found if n.isascii() and n.isdigit())
 
 
 class Saved:

@@ -234,7 +234,7 @@ def _tell(folder: Path, report: dict[str, Any], *, on_its_own: bool) -> None:
         f"\n{reached}: {last['bits_per_byte']:.3f} bits per byte{target} after "
         f"{format_count(report['tokens'])} tokens and {format_seconds(report['wall_s'])}, {rate}\n"
         + (f"{found['sentence']} ({found['evidence']})\n" if found else "")
-        + (f"sample: {report['sample']['text']!r}\n" if report["sample"] else "")
+        + (f"sample: {report['sample']['text']}\n" if report["sample"] else "")
         + f"report: {folder / page}\n"
         f"next:   {started_as()} sample {folder}{prompt}" + yours * on_its_own,
         markup=False, soft_wrap=True,

@@ -5,8 +5,11 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from headrace.core.strict import Strict
+from headrace.core.units import largest_divisor
 
-Positive = Annotated[int, Field(ge=1)]
+WIDEST = 1 << 24
+"""Largest number of features, positions or rows of an embedding; a matrix of it still counts."""
+Positive = Annotated[int, Field(ge=1, le=WIDEST)]
 
 
 class ModelConfig(Strict):
@@ -14,7 +17,7 @@ class ModelConfig(Strict):
 
     family: str = "headrace"
     """Defaults for the other keys, from `headrace list --families`."""
-    vocab: int = Field(default=0, ge=0)
+    vocab: int = Field(default=0, ge=0, le=WIDEST)
     """Rows of the embedding; 0 takes the tokenizer's size, rounded up to `vocab_multiple`."""
     vocab_multiple: Positive = 64
     """The embedding is padded to a multiple of this many rows (matrix kernels like it)."""
@@ -24,36 +27,36 @@ class ModelConfig(Strict):
     """Blocks."""
     heads: int = Field(default=4, ge=1, le=100_000)
     """Query heads."""
-    kv_heads: int = Field(default=0, ge=0)
+    kv_heads: int = Field(default=0, ge=0, le=100_000)
     """Key and value heads; 0 means as many as `heads` (no grouping)."""
-    head_dim: int = Field(default=0, ge=0)
+    head_dim: int = Field(default=0, ge=0, le=1 << 16)
     """Features of a head; 0 means dim / heads."""
-    ffn: int = Field(default=0, ge=0)
+    ffn: int = Field(default=0, ge=0, le=WIDEST)
     """Hidden features of the MLP; 0 means 8/3 dim (swiglu) or 4 dim, rounded up to 32."""
     norm: Literal["rms_norm", "layer_norm"] = "rms_norm"
     """Normalisation before attention, before the MLP and at the end."""
-    norm_eps: float = Field(default=1e-5, gt=0)
+    norm_eps: float = Field(default=1e-5, gt=0, le=1)
     """Added to the mean square."""
     activation: Literal["swiglu", "gelu", "gelu_tanh", "relu2"] = "swiglu"
     """The MLP's nonlinearity; swiglu is gated and has three matrices."""
     position: Literal["rope", "learned", "none"] = "rope"
     """How tokens know their place."""
-    rope_theta: float = Field(default=10_000.0, gt=0)
+    rope_theta: float = Field(default=10_000.0, gt=0, le=1e12)
     """Base of the rotation's wavelengths."""
-    context: int = Field(default=0, ge=0)
+    context: int = Field(default=0, ge=0, le=WIDEST)
     """Most positions that `learned` holds; 0 means data.sequence_length."""
     qk_norm: bool = False
     """RMSNorm on queries and keys, per head, before the rotation (arXiv 2302.05442)."""
     tied_embeddings: bool = False
     """The output matrix is the embedding."""
-    logit_cap: float = Field(default=0.0, ge=0)
+    logit_cap: float = Field(default=0.0, ge=0, le=1e6)
     """Logits are logit_cap x tanh(logits / logit_cap), as in Gemma 2 (30, arXiv 2408.00118) and
     nanochat (15); 0 leaves them as they are."""
     bias: bool = False
     """Biases in the linears of attention and MLP, as GPT-2 has."""
     output_init: Literal["depth_scaled", "zero", "plain"] = "depth_scaled"
     """How the two projections that write to the residual start."""
-    init_std: float = Field(default=0.02, gt=0)
+    init_std: float = Field(default=0.02, gt=0, le=1e3)
     """Standard deviation of initial weights."""
     pretrained: str = ""
     """A folder with config.json and safetensors to start from instead of random weights."""
@@ -65,7 +68,7 @@ class ModelConfig(Strict):
     def _check(self) -> "ModelConfig":
         kv = self.kv_heads or self.heads
         if self.heads % kv:
-            fit = max(k for k in range(1, min(kv, self.heads) + 1) if self.heads % k == 0)
+            fit = largest_divisor(self.heads, kv)
             raise ValueError(
                 f"heads = {self.heads} is not a multiple of kv_heads = {kv}; "
                 f"the nearest that fits is model.kv_heads={fit}"

@@ -22,10 +22,15 @@ from pydantic import (
 
 from headrace.core.errors import ConfigError
 from headrace.core.files import check_values, toml_value, toml_values
-from headrace.core.model_config import ModelConfig
-from headrace.core.strict import READ, Strict, explained, read_table
+from headrace.core.model_config import WIDEST, ModelConfig
+from headrace.core.strict import READ, Strict, explained, field_at, read_table
 from headrace.core.technique import Catalogue, Technique, installed
+from headrace.core.units import largest_divisor
 
+MOST = 10**15
+"""Largest number of steps or tokens; about a thousand times what any model has been shown."""
+RANKS = 1 << 20
+"""Largest number of processes along one axis."""
 Fraction = Annotated[float, Field(ge=0, le=1)]
 ATTENDS = "parts.attend"
 """The socket whose owner computes attention."""
@@ -36,7 +41,7 @@ class DataConfig(Strict):
 
     sources: str | tuple[str, ...] = "stdlib"
     """File, folder, glob, `hf:NAME`, `stdlib` (the Python standard library), or a list of them."""
-    weights: tuple[Annotated[float, Field(gt=0)], ...] | None = None
+    weights: tuple[Annotated[float, Field(gt=0, le=1e12)], ...] | None = None
     """One share per source; without it every source counts by its tokens."""
     validation: Fraction | str = 0.05
     """A share of documents held out by the hash of their text, or a path of its own."""
@@ -44,54 +49,54 @@ class DataConfig(Strict):
     """The field that holds the text in .jsonl, .parquet and hf: sources."""
     tokenizer: str = "bpe"
     """`bpe` trains one; or a path of a tokenizer.json; or `tiktoken:NAME`."""
-    vocab: int = Field(default=4096, ge=257)
+    vocab: int = Field(default=4096, ge=257, le=WIDEST)
     """Entries of a tokenizer that is trained here."""
-    sequence_length: int = Field(default=256, ge=2)
+    sequence_length: int = Field(default=256, ge=2, le=WIDEST)
     """Tokens of a row."""
     directory: str = "data"
     """Prepared shards are kept under this folder, named by what went into them."""
-    workers: int = Field(default=1, ge=0)
+    workers: int = Field(default=1, ge=0, le=1024)
     """Threads that read ahead; 0 reads on the training thread."""
-    prefetch: int = Field(default=4, ge=1)
+    prefetch: int = Field(default=4, ge=1, le=1 << 16)
     """Micro-batches that are read ahead."""
 
 
 class Goal(Strict):
     """What the run is for. The first limit that is reached ends it; a target ends it sooner."""
 
-    bits_per_byte: float | None = Field(default=None, gt=0)
+    bits_per_byte: float | None = Field(default=None, gt=0, le=64)
     """Validation loss to reach, in bits per byte of text."""
-    steps: int | None = Field(default=None, ge=1)
+    steps: int | None = Field(default=None, ge=1, le=MOST)
     """Most optimizer steps."""
-    tokens: int | None = Field(default=None, ge=1)
+    tokens: int | None = Field(default=None, ge=1, le=MOST)
     """Most tokens, padding included."""
-    minutes: float | None = Field(default=None, gt=0)
+    minutes: float | None = Field(default=None, gt=0, le=1e9)
     """Most minutes on the clock, evaluation and compiling included."""
-    dollars: float | None = Field(default=None, gt=0)
+    dollars: float | None = Field(default=None, gt=0, le=1e12)
     """Most money, by hardware.dollars_per_hour."""
 
 
 class Batch(Strict):
     """How much is read per step."""
 
-    tokens: int = Field(default=8192, ge=2)
+    tokens: int = Field(default=8192, ge=2, le=1 << 36)
     """Tokens per optimizer step over all ranks."""
-    micro_sequences: int = Field(default=0, ge=0)
+    micro_sequences: int = Field(default=0, ge=0, le=1 << 36)
     """Rows per forward pass on one rank; 0 takes all of a rank's rows at once."""
 
 
 class OptimizerConfig(Strict):
     """The trunk's AdamW (arXiv 1711.05101)."""
 
-    lr: float = Field(default=1e-3, gt=0)
+    lr: float = Field(default=1e-3, gt=0, le=1e30)
     """Highest learning rate; the schedule scales it."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """Decay of the first and second moments, per step."""
-    eps: float = Field(default=1e-8, gt=0)
+    eps: float = Field(default=1e-8, gt=0, le=1)
     """Added to the root of the second moment."""
-    weight_decay: float = Field(default=0.1, ge=0)
+    weight_decay: float = Field(default=0.1, ge=0, le=1e6)
     """On tensors of two or more dimensions."""
-    clip_norm: float = Field(default=1.0, ge=0)
+    clip_norm: float = Field(default=1.0, ge=0, le=1e9)
     """Largest global norm of the gradient; 0 only measures it."""
 
 
@@ -100,31 +105,31 @@ class ScheduleConfig(Strict):
 
     kind: Literal["cosine", "warmup_stable_decay", "constant"] = "cosine"
     """The curve between warmup and horizon."""
-    warmup_steps: int = Field(default=0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0, le=MOST)
     """Steps of linear rise from zero."""
     decay_fraction: Fraction = 0.2
     """Last share of the horizon in which warmup_stable_decay falls linearly."""
     final_fraction: Fraction = 0.1
     """Share of the learning rate at the horizon."""
-    steps: int | None = Field(default=None, ge=1)
+    steps: int | None = Field(default=None, ge=1, le=MOST)
     """The horizon; without it goal.steps or goal.tokens."""
 
 
 class EvalConfig(Strict):
     """Validation on held-out documents, always the same rows."""
 
-    every_steps: int = Field(default=50, ge=1)
+    every_steps: int = Field(default=50, ge=1, le=MOST)
     """Steps between evaluations."""
-    tokens: int = Field(default=131_072, ge=1)
+    tokens: int = Field(default=131_072, ge=1, le=MOST)
     """At most this many validation tokens; all of the set when it is smaller."""
 
 
 class CheckpointConfig(Strict):
     """Saving without stopping: copied to the host, written aside, renamed when complete."""
 
-    every_steps: int = Field(default=100, ge=0)
+    every_steps: int = Field(default=100, ge=0, le=MOST)
     """0 saves nothing, not even in the end."""
-    keep_last: int = Field(default=2, ge=1)
+    keep_last: int = Field(default=2, ge=1, le=MOST)
     """Newest checkpoints that are kept."""
     keep_best: bool = True
     """Also keep the checkpoint of the lowest validation loss."""
@@ -136,13 +141,13 @@ class MeshConfig(Strict):
     All but `data` need a technique that splits the model along them.
     """
 
-    data: int = Field(default=1, ge=1)
+    data: int = Field(default=1, ge=1, le=RANKS)
     """Replicas that each read their share of every batch."""
-    tensor: int = Field(default=1, ge=1)
+    tensor: int = Field(default=1, ge=1, le=RANKS)
     """Parts of every matrix."""
-    context: int = Field(default=1, ge=1)
+    context: int = Field(default=1, ge=1, le=RANKS)
     """Parts of every row."""
-    pipeline: int = Field(default=1, ge=1)
+    pipeline: int = Field(default=1, ge=1, le=RANKS)
     """Ranks that hold the model's layers one after the other."""
 
     @property
@@ -157,7 +162,7 @@ class TraceConfig(Strict):
     A burst needs `steps` + 2 steps that no evaluation and no checkpoint interrupts.
     """
 
-    every_steps: int = Field(default=0, ge=0)
+    every_steps: int = Field(default=0, ge=0, le=MOST)
     """From one burst to the next, the first one soon after the start; 0 records none."""
     steps: int = Field(default=3, ge=2, le=8)
     """Steps that a burst measures."""
@@ -166,7 +171,7 @@ class TraceConfig(Strict):
 class HardwareConfig(Strict):
     """What the machine costs."""
 
-    dollars_per_hour: float | None = Field(default=None, ge=0)
+    dollars_per_hour: float | None = Field(default=None, ge=0, le=1e9)
     """Price of all devices of the run; without it `dollars` is null."""
 
 
@@ -184,7 +189,7 @@ class Plan(Strict):
     """The run's folder under `directory`."""
     directory: str = "runs"
     """Where runs are kept; a run's folder is `directory`/`name`."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=1 << 63)
     """Of weights and of the order of rows."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """auto takes a GPU when there is one."""
@@ -240,7 +245,7 @@ class Plan(Strict):
             )
         per_rank = self.rows_per_step // ranks
         if per_rank % self.micro_rows:
-            fit = max(m for m in range(1, self.micro_rows + 1) if per_rank % m == 0)
+            fit = largest_divisor(per_rank, self.micro_rows)
             raise ValueError(
                 f"batch.micro_sequences = {self.micro_rows} does not divide the {per_rank} rows "
                 f"of a rank; the nearest is batch.micro_sequences={fit}"
@@ -422,6 +427,8 @@ def _override(values: dict[str, Any], item: str) -> None:
     if not equals or not key:
         raise ConfigError(f"{item!r} is not an override", "key=value, as in batch.tokens=16384")
     value = toml_value(raw, key)
+    if isinstance(value, float) and field_at(Plan, key.strip().split(".")) is str:
+        value = raw  # 1e5 is a name, too
     *path, last = key.strip().split(".")
     table: Any = values
     for part in path:

@@ -4,12 +4,14 @@ import ast
 import inspect
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from datetime import date, time
 from functools import cache
 from itertools import pairwise
-from typing import Any, TypeVar, get_args
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 
 from headrace.core.errors import ConfigError, nearest
@@ -25,6 +27,21 @@ class Strict(BaseModel):
     """A frozen table: unknown keys, wrong types, wrong ranges and infinite numbers are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _as_meant(cls, given: Any, info: ValidationInfo) -> Any:
+        """Refuse true and false for a number, and take a number or a date for a word."""
+        kind = cls.model_fields[str(info.field_name)].annotation
+        args = get_args(kind) if get_origin(kind) in (Union, UnionType) else ()
+        kinds = {getattr(k, "__origin__", k) for k in (kind, *args)}
+        takes_number = bool({int, float} & kinds)
+        if isinstance(given, bool):
+            if takes_number and bool not in kinds:
+                raise ValueError(f"{str(given).lower()} is no number")
+        elif isinstance(given, int | float | date | time) and str in kinds and not takes_number:
+            return str(given)
+        return given
 
 
 def meanings(table: type[BaseModel]) -> dict[str, str]:
@@ -68,6 +85,12 @@ def _table_at(table: type[BaseModel], path: tuple[Any, ...]) -> type[BaseModel]:
             return table
         table = inner[0]
     return table
+
+
+def field_at(table: type[BaseModel], path: Sequence[str]) -> Any:
+    """Return what kind of value the key at `path` takes, or None where there is no such key."""
+    field = _table_at(table, tuple(path[:-1])).model_fields.get(path[-1])
+    return None if field is None else field.annotation
 
 
 def read_table(table: type[T], values: Mapping[str, Any], where: str = "") -> T:

@@ -1,4 +1,6 @@
-"""Numbers as people read them."""
+"""Numbers as people read them, and divisors."""
+
+from math import isqrt
 
 
 def format_bytes(count: float) -> str:
@@ -27,3 +29,9 @@ def format_seconds(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def largest_divisor(number: int, most: int) -> int:
+    """Return the largest divisor of `number` that is at most `most`, both at least 1."""
+    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    return max(d for n in small for d in (n, number // n) if d <= most)

@@ -56,7 +56,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
         ("model.heads=6", "model.dim=48", "model.kv_heads=4"), ("kv_heads = 4", "kv_heads=3"), "",
     ),
     "groups beyond all counting": (
-        ("model.heads=8", "model.kv_heads=100000000000"), ("heads = 8", "model.kv_heads=8"), "",
+        ("model.heads=8", "model.kv_heads=100000"), ("heads = 8", "model.kv_heads=8"), "",
     ),
     "heads beyond all counting": (
         ("model.heads=100000000000",), ("model.heads = 100000000000",), "model.heads=100000",

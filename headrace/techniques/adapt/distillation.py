@@ -100,9 +100,9 @@ class Distillation(Technique[Build]):
 
     teacher: str = ""
     """A folder in Hugging Face format; without it the weights that this run starts from."""
-    weight: float = Field(default=1.0, gt=0)
+    weight: float = Field(default=1.0, gt=0, le=1e6)
     """Of the divergence, beside cross-entropy at 1; tuner range 0.1 to 10."""
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, gt=0, le=1e6)
     """Both distributions are softened by it, and the term is multiplied by its square, so that
     gradients keep their size; tuner range 1 to 4."""
 

@@ -73,7 +73,7 @@ def with_prefix(work: Work, tokens: int, seed: int) -> Work:
 class PrefixLm(Technique[Build]):
     """Let the first tokens of a text see each other both ways, and learn to continue them."""
 
-    tokens: int = Field(default=128, gt=1)
+    tokens: int = Field(default=128, gt=1, le=1 << 24)
     """Longest prefix; each row draws its own, from 0 on; tuner range an eighth to half of a row."""
 
     timed: ClassVar[bool] = True

@@ -104,9 +104,9 @@ def whole_fp32() -> Iterator[None]:
 class ShortConvolution(Technique[Build]):
     """Mix tokens with their nearest neighbours in most layers, by a gated convolution."""
 
-    taps: int = Field(default=3, gt=1)
+    taps: int = Field(default=3, gt=1, le=4096)
     """Tokens that a filter reads, the newest included; tuner range 3 to 5."""
-    between: int = Field(default=2, ge=1)
+    between: int = Field(default=2, ge=1, le=100_000)
     """Layers with a convolution between two with attention; tuner range 1 to 5."""
 
     timed: ClassVar[bool] = True

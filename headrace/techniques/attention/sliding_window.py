@@ -45,10 +45,10 @@ def share_of_causal(window: int, length: int) -> float:
 class SlidingWindow(Technique[Build]):
     """Let a token see the last `window` tokens only."""
 
-    window: int = Field(default=1024, ge=1)
+    window: int = Field(default=1024, ge=1, le=1 << 24)
     """Tokens that a token sees, itself included; tuner range 128 to 4096."""
 
-    between: int = Field(default=0, ge=0)
+    between: int = Field(default=0, ge=0, le=100_000)
     """Layers with the window between two without it; 0 is no layer without; tuner range 1 to 5."""
 
     timed: ClassVar[bool] = True

@@ -55,17 +55,17 @@ def skipped(pattern: BlockPattern, length: int) -> tuple[float | None, int]:
 class SparseAttention(Technique[Build]):
     """Let a token see a pattern of blocks: near ones, every n-th, the first, a few by chance."""
 
-    block: int = Field(default=128, ge=1)
+    block: int = Field(default=128, ge=1, le=1 << 24)
     """Tokens of a block; flex_attention skips multiples of 128 whole; tuner range 128 to 512."""
-    local: int = Field(default=3, ge=1)
+    local: int = Field(default=3, ge=1, le=1 << 24)
     """Blocks up to the query's own that it sees, its own included; tuner range 1 to 8."""
-    stride: int = Field(default=0, ge=0)
+    stride: int = Field(default=0, ge=0, le=1 << 24)
     """It sees every block a multiple of this many before it; 0 is none; tuner range 4 to 16."""
-    first: int = Field(default=1, ge=0)
+    first: int = Field(default=1, ge=0, le=1 << 24)
     """Blocks at the row's beginning that all see (global blocks); tuner range 0 to 2."""
-    random: int = Field(default=2, ge=0)
+    random: int = Field(default=2, ge=0, le=1 << 24)
     """Other blocks before its own that each block of queries draws; tuner range 0 to 3."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=1 << 63)
     """Of the draw; part of the model, as its sizes are."""
 
     timed: ClassVar[bool] = True

@@ -133,17 +133,17 @@ class Yarn(Technique[Build]):
 
     kind: Literal["yarn", "ntk", "linear", "llama3"] = "yarn"
     """The rule: YaRN, a larger base, position interpolation, or Llama 3.1's."""
-    factor: float = Field(default=4.0, gt=1)
+    factor: float = Field(default=4.0, gt=1, le=1e6)
     """How many times longer rows become; tuner range 2 to 32."""
-    original_length: int = Field(default=0, ge=0)
+    original_length: int = Field(default=0, ge=0, le=1 << 24)
     """Tokens of a row that the model knows; 0 is data.sequence_length / factor."""
-    beta_fast: float = Field(default=32.0, gt=0)
+    beta_fast: float = Field(default=32.0, gt=0, le=1e6)
     """yarn: pairs with more turns than this within the original rows stay as they are."""
-    beta_slow: float = Field(default=1.0, gt=0)
+    beta_slow: float = Field(default=1.0, gt=0, le=1e6)
     """yarn: pairs with fewer turns than this turn `factor` times slower."""
-    low_frequency_factor: float = Field(default=1.0, gt=0)
+    low_frequency_factor: float = Field(default=1.0, gt=0, le=1e6)
     """llama3: pairs with fewer turns than this within the original rows turn slower by `factor`."""
-    high_frequency_factor: float = Field(default=4.0, gt=0)
+    high_frequency_factor: float = Field(default=4.0, gt=0, le=1e6)
     """llama3: pairs with more turns than this stay as they are."""
 
     timed: ClassVar[bool] = True

@@ -45,7 +45,7 @@ from headrace.sockets import Build, Work
 class ShapeBuckets(Technique[Build]):
     """Pad rows to a few lengths, so that a compiler sees few shapes."""
 
-    multiple: int = Field(default=128, ge=1)
+    multiple: int = Field(default=128, ge=1, le=1 << 24)
     """Tokens of which a row's length is made a multiple, up to data.sequence_length; tuner range 64
     to 512."""
 

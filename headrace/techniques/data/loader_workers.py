@@ -50,9 +50,9 @@ MOST_THREADS = 32
 class LoaderWorkers(Technique[Build]):
     """Read ahead with as many threads as it takes, and copy to the GPU beside its work."""
 
-    workers: int = Field(default=0, ge=0)
+    workers: int = Field(default=0, ge=0, le=1024)
     """Threads that read; 0 begins with one and takes more while steps wait; range 0 to 32."""
-    prefetch: int = Field(default=4, ge=1)
+    prefetch: int = Field(default=4, ge=1, le=1 << 16)
     """Micro-batches that are read ahead; when tuned at least two per thread, and those of a step;
     range 2 to 64."""
     wait_share: float = Field(default=0.01, gt=0, lt=1)

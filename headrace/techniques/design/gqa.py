@@ -27,7 +27,7 @@ from headrace.sockets import Build
 class Gqa(Technique[Build]):
     """Let several query heads share one head of keys and values."""
 
-    queries_per_key: int = Field(default=2, ge=2)
+    queries_per_key: int = Field(default=2, ge=2, le=100_000)
     """Query heads that share a key-value head; tuner range 2 to 8."""
 
     timed: ClassVar[bool] = True

@@ -46,9 +46,9 @@ class MixtureOfExperts(Technique[Build]):
 
     experts: int = Field(default=8, ge=2, le=4096)
     """MLPs of each block."""
-    top_k: int = Field(default=2, ge=1)
+    top_k: int = Field(default=2, ge=1, le=4096)
     """MLPs that a token goes through; tuner range 1 to 8."""
-    expert_ffn: int = Field(default=0, ge=0)
+    expert_ffn: int = Field(default=0, ge=0, le=1 << 20)
     """Hidden features of an expert; 0 means the dense MLP's / top_k, rounded up to a multiple
     of 8."""
     balance: float = Field(default=0.01, ge=0, le=1)

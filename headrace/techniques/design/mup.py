@@ -43,7 +43,7 @@ FINITE_OUTPUTS = ("head.weight", ".router.weight")
 class Mup(Technique[Build]):
     """Scale initial weights and learning rates with width, so that both carry over."""
 
-    base_dim: int = Field(default=256, ge=1)
+    base_dim: int = Field(default=256, ge=1, le=1 << 24)
     """`model.dim` at which `optimizer.lr` and `model.init_std` were chosen."""
 
     timed: ClassVar[bool] = True

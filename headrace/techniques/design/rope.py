@@ -46,7 +46,7 @@ ROUNDING = 1e-4
 class Rope(Technique[Build]):
     """Turn queries and keys by their places, so that a score knows how far apart two tokens are."""
 
-    theta: float | None = Field(default=None, gt=1)
+    theta: float | None = Field(default=None, gt=1, le=1e12)
     """Base of the wavelengths; without it model.rope_theta stays. Tuner range 1e4 to 1e6."""
 
     timed: ClassVar[bool] = True

@@ -303,9 +303,9 @@ def _addresses(shared: Any) -> Iterator[int]:
 class ActivationOffload(Technique[Build]):
     """Send what blocks keep for their backward pass to the host, and fetch it in time."""
 
-    min_bytes: int = Field(default=2**20, ge=0)
+    min_bytes: int = Field(default=2**20, ge=0, le=1 << 50)
     """Bytes of the smallest storage that is sent; tuner range 65536 to 16777216."""
-    keep_last: int = Field(default=1, ge=0)
+    keep_last: int = Field(default=1, ge=0, le=100_000)
     """Last blocks whose tensors stay, since their backward comes at once; tuner range 1 to 4."""
 
     timed: ClassVar[bool] = True

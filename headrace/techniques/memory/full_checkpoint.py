@@ -40,7 +40,7 @@ KEPT_LINE = "residual"
 class FullCheckpoint(Technique[Build]):
     """Keep only each block's input, and run the block again in the backward pass."""
 
-    every: int = Field(default=1, ge=1)
+    every: int = Field(default=1, ge=1, le=100_000)
     """Checkpoint every n-th block, 1 is all; tuner range 1 to 4."""
 
     timed: ClassVar[bool] = True

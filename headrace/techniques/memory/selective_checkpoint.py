@@ -118,11 +118,11 @@ class SelectiveCheckpoint(Technique[Build]):
     """Which operations' results are kept, by the policy's name."""
     operations: tuple[Operation, ...] = ()
     """Or by a list of operations, over `save`; a linear is mm without a bias and addmm with one."""
-    every_matmul: int = Field(default=1, ge=1)
+    every_matmul: int = Field(default=1, ge=1, le=100_000)
     """Keep every k-th matrix product of a block; tuner range 1 to 2."""
-    wide_every: int = Field(default=1, ge=1)
+    wide_every: int = Field(default=1, ge=1, le=100_000)
     """Keep wide products in every k-th block only; tuner range 1 to 4."""
-    every: int = Field(default=1, ge=1)
+    every: int = Field(default=1, ge=1, le=100_000)
     """Checkpoint every k-th block; tuner range 1 to 4."""
 
     timed: ClassVar[bool] = True

@@ -99,7 +99,7 @@ def against_draws(
 class Sophia(Technique[Build]):
     """Divide the momentum by a cheap estimate of the curvature, and clip every step by element."""
 
-    every: int = Field(default=10, ge=1)
+    every: int = Field(default=10, ge=1, le=10**15)
     """Steps between two estimates of the curvature; tuner range 5 to 20."""
     share: float = Field(default=1.0, gt=0, le=1)
     """Share of a step's micro-batches that the estimate sees, one at least."""

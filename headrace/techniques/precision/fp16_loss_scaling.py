@@ -86,9 +86,9 @@ class Fp16LossScaling(Technique[Build]):
 
     exponent: int = Field(default=16, ge=0, le=24)
     """The scale begins at two to this power."""
-    growth_steps: int = Field(default=2000, ge=1)
+    growth_steps: int = Field(default=2000, ge=1, le=10**15)
     """Good steps after which the scale doubles."""
-    patience: int = Field(default=25, ge=1)
+    patience: int = Field(default=25, ge=1, le=10**15)
     """Skipped steps in a row that end the run: the scale is not what is wrong."""
 
     timed: ClassVar[bool] = True

@@ -66,10 +66,10 @@ def cut(micro: Micro, length: int) -> Micro:
 class SequenceLengthSchedule(Technique[Build]):
     """Begin with short rows and lengthen them: the same tokens, cheaper and steadier at first."""
 
-    start: int = Field(default=64, ge=2)
+    start: int = Field(default=64, ge=2, le=1 << 24)
     """Tokens of a row in the first step; it must divide data.sequence_length. One has none before
     it, and attention nothing to learn."""
-    until: float = Field(default=0.3, gt=0)
+    until: float = Field(default=0.3, gt=0, le=10**15)
     """When rows are whole: at most 1 is a share of the schedule's steps, above it is a step."""
 
     room: ClassVar[str] = "schedule"
