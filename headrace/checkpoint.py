@@ -19,22 +19,28 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import Timeout
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from headrace.core.errors import ConfigError, RunError
-from headrace.core.files import publish, sync_path, write_whole
+from headrace.core.files import hold_lock, publish, sync_path, write_whole
 from headrace.core.units import format_bytes
 from headrace.parallel.boxes import Box, Piece, piece_of
 
 FORMAT = 1
 INDEX = "checkpoint.json"
 WAIT_FOR_RANKS_S = 600.0
+
+
+class RankGone(RunError):
+    """A rank ended before its part of a checkpoint was written."""
 
 
 class Checkpoints:
@@ -59,6 +65,10 @@ class Checkpoints:
         folder.mkdir(parents=True, exist_ok=True)
         if rank == 0:
             sync_path(folder.parent)
+        elif ranks > 1:  # the system takes it back when this process ends: so the first rank knows
+            with suppress(Timeout):  # an earlier process of this rank is about to end
+                self._alive = hold_lock(self._lock_of(rank), wait=False, key="directory")
+        if rank == 0:
             for left_over in folder.glob("*.tmp"):
                 shutil.rmtree(left_over)
             self._link()
@@ -178,8 +188,28 @@ class Checkpoints:
         while not path.exists():
             if time.monotonic() > give_up:
                 raise RunError(f"rank {rank} did not finish its part of {aside} in 10 minutes")
+            if self._has_ended(rank) and not path.exists():
+                raise RankGone(
+                    f"rank {rank} ended before its part of {aside.name} was written; "
+                    f"{self._intact()}",
+                    f"headrace train {self.folder.parent / 'plan.toml'} --resume, once what "
+                    f"rank {rank} says is mended",
+                )
             time.sleep(0.01)
         return json.loads(path.read_text())
+
+    def _lock_of(self, rank: int) -> Path:
+        return self.folder.parent / f".rank-{rank:05d}.lock"
+
+    def _has_ended(self, rank: int) -> bool:
+        """Whether another rank's process is gone: nobody holds its lock any more."""
+        if rank == self.rank or not self._lock_of(rank).exists():
+            return False
+        try:
+            hold_lock(self._lock_of(rank), wait=False, key="directory").release()
+        except Timeout:
+            return False
+        return True
 
     def amend(self, step: int, values: dict[str, Any]) -> None:
         """Replace the values of a checkpoint that is complete; its tensors stay.

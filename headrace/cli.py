@@ -5,6 +5,7 @@ It discovers the techniques, reads the plan with them, calls train, then writes 
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -48,7 +49,15 @@ from headrace.model.zoo import families
 from headrace.recipes import recipes
 from headrace.run_folder import RunFolder
 from headrace.sample import generate
-from headrace.terminal import console, exit_codes, make_progress, show_json, show_table, started_as
+from headrace.terminal import (
+    console,
+    exit_codes,
+    make_progress,
+    show_json,
+    show_table,
+    started_as,
+    tell_error,
+)
 
 UsageError: Any = typer.BadParameter.__base__
 """What typer raises where no verb takes the command line; it gives only this child a name."""
@@ -127,6 +136,7 @@ def train(
         read = named_plan(plan, overrides, with_, without)
         if checkpoint and not resume:
             raise ConfigError("--checkpoint says where to resume from", "--resume --checkpoint ...")
+        Interrupts.tell = partial(tell_error, as_json=json)
         progress = make_progress(json)
         try:
             folder = trainer.run(

@@ -1,45 +1,90 @@
 """Signals end a run between two steps, with its checkpoint saved.
 
-Ctrl-C gives exit code 130, SIGTERM 143, SIGUSR1 75 (what Slurm's `--signal=USR1` sends before the
-limit: requeue). Before the first step there is nothing to save, and a signal ends the run at once;
-so does a second Ctrl-C at any time.
+Ctrl-C gives exit code 130, SIGTERM 143, SIGHUP 129, SIGUSR1 75 (what Slurm's `--signal=USR1` sends
+before the limit: requeue). Before the first step there is nothing to save, and a signal ends the
+run at once; so does a second Ctrl-C at any time. A compiler may take minutes and listens to nobody:
+a run that compiles when the signal comes is ended from another thread, with what it had saved.
 """
 
+import os
 import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
-from headrace.core.errors import EXIT_INTERRUPTED, EXIT_REQUEUE, EXIT_TERMINATED, Stopped
+from headrace.core.errors import (
+    EXIT_HANGUP,
+    EXIT_INTERRUPTED,
+    EXIT_REQUEUE,
+    EXIT_TERMINATED,
+    Stopped,
+)
 
 CODES = {
     "SIGINT": EXIT_INTERRUPTED,
     "SIGTERM": EXIT_TERMINATED,
+    "SIGHUP": EXIT_HANGUP,
     "SIGUSR1": EXIT_REQUEUE,
 }
+PATIENCE_S = 4.0
+"""Seconds that a compiler has, after a signal, to come to an end by itself."""
+LAST_WORDS_S = 3.0
+"""Seconds that writing the report may take when a compiler is cut off."""
+COMPILING = (
+    "torch/_dynamo/convert_frame.py", "torch/_inductor/compile_fx.py",
+    "torch/_inductor/codecache.py", "torch/_inductor/async_compile.py",
+)  # fmt: skip
+"""Files of torch that are on the stack while it compiles, and not while what it made runs."""
+
+
+def _print(error: Stopped) -> None:
+    print(f"error: {error.message}\n  try: {error.remedy}", file=sys.stderr, flush=True)
 
 
 class Interrupts:
     """Catches the signals that ask a run to end; `name` is the one that came."""
 
+    patience_s: ClassVar[float | None] = PATIENCE_S
+    tell: ClassVar[Callable[[Stopped], None]] = staticmethod(_print)
+    """How a run that is cut off while it compiles says so."""
+
     def __init__(self) -> None:
         self.name: str | None = None
         self._held = False
+        self._last_words: Callable[[str], str] = lambda name: "there was nothing to save"
         self._before: dict[signal.Signals, Any] = {}
+        self._left = threading.Event()
 
     def __enter__(self) -> "Interrupts":
         for name in CODES:
             number = getattr(signal, name, None)
-            if number is not None:
+            hung_up = name == "SIGHUP" and signal.getsignal(number) == signal.SIG_IGN  # nohup
+            if number is not None and not hung_up:
                 self._before[number] = signal.signal(number, self._caught)
+        if self.patience_s is not None:
+            main = threading.get_ident()
+            threading.Thread(target=self._watch, args=(main,), daemon=True).start()
         return self
 
     def __exit__(self, *error: Any) -> None:
+        self._left.set()
         for number, handler in self._before.items():
             signal.signal(number, handler or signal.SIG_DFL)
 
-    def hold(self) -> None:
-        """From now on a signal waits for the end of the step."""
+    def hold(self, last_words: Callable[[str], str] | None = None) -> None:
+        """From now on a signal waits for the end of the step.
+
+        Args:
+            last_words: called with the signal's name when the run is cut off in a compiler; writes
+                the report, and returns what became of the run.
+        """
         self._held = True
+        self._last_words = last_words or self._last_words
 
     def _caught(self, number: int, frame: FrameType | None) -> None:
         if self.name is not None and number == signal.SIGINT:
@@ -52,6 +97,38 @@ class Interrupts:
                 self.exit_code,
             )
 
+    def _watch(self, main: int) -> None:
+        """End the process when a signal has come and the main thread goes on compiling."""
+        came_s: float | None = None
+        while not self._left.wait(0.25):
+            if self.name is None:
+                continue
+            came_s = time.monotonic() if came_s is None else came_s
+            late = time.monotonic() - came_s > (self.patience_s or 0.0)
+            if late and is_compiling(main):
+                self._cut_off()
+
+    def _cut_off(self) -> None:
+        name, found = str(self.name), ["its report could not be written"]
+
+        def speak() -> None:
+            found[0] = self._last_words(name)
+
+        speaker = threading.Thread(target=speak, daemon=True)
+        speaker.start()
+        speaker.join(LAST_WORDS_S)
+        if os.environ.get("RANK", "0") == "0":
+            error = Stopped(
+                f"{name} ended the run while it compiled; {found[0]}",
+                "headrace train PLAN --resume, or without --resume where nothing was saved",
+                self.exit_code,
+            )
+            with suppress(Exception):
+                type(self).tell(error)
+                sys.stdout.flush()
+        end_children()
+        os._exit(self.exit_code)
+
     @property
     def exit_code(self) -> int:
         """The exit code of the signal that came."""
@@ -61,6 +138,33 @@ class Interrupts:
 class AsCtrlC(Interrupts):
     """For work that KeyboardInterrupt ends in good order: each of the signals raises it."""
 
+    patience_s: ClassVar[float | None] = None
+
     def _caught(self, number: int, frame: FrameType | None) -> None:
         self.name = signal.Signals(number).name
         raise KeyboardInterrupt
+
+
+def is_compiling(thread: int) -> bool:
+    """Return whether torch's compiler is on the stack of a thread."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if frame.f_code.co_filename.replace(os.sep, "/").endswith(COMPILING):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def end_children() -> None:
+    """Kill the processes that this one started, and theirs: a compiler's workers outlive it."""
+    parents: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, ValueError, IndexError):
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            parents.setdefault(parent, []).append(int(stat.parent.name))
+    waiting = [os.getpid()]
+    while waiting:
+        for child in parents.get(waiting.pop(), []):
+            waiting.append(child)
+            with suppress(OSError):
+                os.kill(child, signal.SIGKILL)

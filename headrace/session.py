@@ -18,7 +18,7 @@ from torch import Tensor
 
 from headrace import start, state
 from headrace.bursts import Bursts
-from headrace.checkpoint import Checkpoints, Saved
+from headrace.checkpoint import Checkpoints, RankGone, Saved
 from headrace.compile_time import compile_seconds
 from headrace.core.errors import ConfigError, HeadraceError, RunError, Stopped
 from headrace.core.technique import Evidence
@@ -98,7 +98,7 @@ class Session:
         try:
             self.checkpoints.wait()
         except RunError as failed:
-            ended = ended or failed
+            ended = failed if ended is None or isinstance(failed, RankGone) else ended
         if self._begun and isinstance(ended, HeadraceError) and not isinstance(ended, Stopped):
             with suppress(OSError, MemoryError):  # the disk may be what failed
                 self.counters.wall_s = self._wall_s()
@@ -196,12 +196,44 @@ class Session:
             stop.exit_code,
         )
 
+    def _cut_short(self, name: str) -> str:
+        """Write the report of a run that a signal ends in a compiler; wait for no other rank.
+
+        Returns what is kept of it, in words.
+        """
+        self.progress.close()
+        with suppress(RunError):
+            self.checkpoints.wait()
+        if self.first:
+            self.counters.wall_s = self._wall_s()
+            with suppress(OSError, RunError):
+                self._write_report(
+                    "interrupted", f"stopped by {name} while it compiled", alone=True
+                )
+        if not (steps := self.checkpoints.steps()):
+            return f"of {self.folder.path} no checkpoint was saved yet"
+        lost = self.counters.step - steps[-1]
+        return f"step-{steps[-1]} of {self.folder.path} is intact, {lost} steps after it are lost"
+
+    def _check_folder(self) -> None:
+        """Tell at once that the run's folder is gone: nothing of the run could be kept any more.
+
+        Raises:
+            RunError: it was removed or moved.
+        """
+        if self.first and not (self.folder.path / "metrics.jsonl").exists():
+            raise RunError(
+                f"{self.folder.path} is gone, or its metrics.jsonl: it was removed or moved while "
+                f"the run trained step {self.counters.step}",
+                f"put it back, then headrace train {self.folder.path / 'plan.toml'} --resume",
+            )
+
     def ended(self, stop: Interrupts) -> bool:
         """Whether the goal or a signal ends the run; the same answer on every rank.
 
         The first rank's clock is the one that counts.
         """
-        stop.hold()
+        stop.hold(self._cut_short)
         self.counters.wall_s = self._wall_s()
         reached = self.first and ended_by(self.build.plan, self.counters) is not None
         return self.build.world.any(reached or stop.name is not None)
@@ -272,6 +304,7 @@ class Session:
         counters.tokens += plan.batch.tokens
         self.steps_here += 1
         self.signals.end_step(counters.step, numbers, facts)
+        self._check_folder()
         self._trace(steady=not compile_s)
         self._take_rows(keep=1)
         if self.evidence is None:
@@ -390,9 +423,11 @@ class Session:
         loader.merge(sum(world.gather(loader.local_hash if reads else 0)))
         return loader.state()
 
-    def _write_report(self, status: str, message: str, error: str = "") -> None:
+    def _write_report(
+        self, status: str, message: str, error: str = "", *, alone: bool = False
+    ) -> None:
         counters = replace(self.counters, phase_s=dict(self.signals.totals_s))
-        counters.stream = self._stream() if status != "failed" else counters.stream
+        counters.stream = counters.stream if status == "failed" or alone else self._stream()
         remember(self.build, counters)
         report = summarize(
             self.build,

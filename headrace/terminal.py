@@ -5,7 +5,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -53,6 +53,12 @@ def exit_codes(as_json: bool) -> Iterator[None]:
             raise  # a reader that has seen enough, as head, is no error
         where = f"{error.filename}: " if error.filename else ""
         _fail(f"{where}{error.strerror or error}", "", EXIT_FAILED, as_json)
+
+
+def tell_error(error: HeadraceError, *, as_json: bool) -> None:
+    """Tell an error as `exit_codes` does, for a process that ends by itself."""
+    with suppress(typer.Exit):
+        _fail(error.message, error.remedy, error.exit_code, as_json)
 
 
 def _fail(message: str, remedy: str, code: int, as_json: bool) -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -344,3 +345,25 @@ def test_a_path_in_the_index_cannot_leave_the_folder(store: Checkpoints, tmp_pat
     path.write_text(json.dumps(module._sealed(values)))
     with pytest.raises(RunError, match=r"other\.safetensors: it is missing"):
         Saved(store.folder / "step-1")
+
+
+# --- a rank that ends ------------------------------------------------------------------------
+
+
+def test_a_rank_that_ended_before_its_part_is_named_at_once(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    first = Checkpoints(folder, rank=0, ranks=2, keep_last=2)
+    other = Checkpoints(folder, rank=1, ranks=2, keep_last=2)
+    assert not first._has_ended(1)
+    for store in (other, first):
+        store.save(1, {f"w{store.rank}": torch.zeros(3)}, {"score": None, "rank": {}})
+    first.wait()
+    assert first.steps() == [1]
+    first.save(2, {"w0": torch.zeros(3)}, {"score": None, "rank": {}})
+    other.wait()
+    other._alive.release()  # as the system does when a process ends
+    began_s = time.monotonic()
+    with pytest.raises(module.RankGone, match="rank 1 ended before its part of step-2") as told:
+        first.wait()
+    assert time.monotonic() - began_s < 5 and "step-1 is intact" in told.value.message
+    assert first.steps() == [1]

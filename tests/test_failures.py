@@ -363,3 +363,22 @@ def test_a_damaged_shard_is_named_before_training(
     Saved(run / "checkpoints" / "latest")
     shutil.rmtree(path.parent.parent)
     train(own, "goal.steps=13", resume=True)
+
+
+@pytest.mark.parametrize("how", ["removed", "moved"])
+def test_a_folder_that_vanishes_is_told_at_the_next_step(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    whole, asked = Loader.step, []
+
+    def step(loader: Loader, index: int) -> StepBatch:
+        asked.append(index)
+        if index == 5:
+            run = tmp_path / "runs" / "tiny"
+            run.rename(tmp_path / "elsewhere") if how == "moved" else shutil.rmtree(run)
+        return whole(loader, index)
+
+    monkeypatch.setattr(Loader, "step", step)
+    with pytest.raises(RunError, match=r"runs/tiny is gone.*trained step 6") as told:
+        train("guard=false", "checkpoint.every_steps=100")
+    assert max(asked) == 5 and "--resume" in told.value.remedy

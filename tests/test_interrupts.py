@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from tiny import PLAN, assert_same_run
 
+from headrace import interrupts
 from headrace.core.errors import Stopped
 from headrace.interrupts import Interrupts
 
@@ -107,3 +109,58 @@ def test_a_signal_to_the_real_command_line(
     process.send_signal(signal.SIGINT)
     assert "Traceback" not in process.communicate()[1]
     assert process.returncode == 130
+
+
+def test_a_hangup_saves_unless_nohup_asked_for_none() -> None:
+    with Interrupts() as stop:
+        stop.hold()
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert (stop.name, stop.exit_code) == ("SIGHUP", 129)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup leaves it
+    try:
+        with Interrupts() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.name is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_compiler_that_does_not_listen_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file's name is what tells a compiler; leaving the process is recorded instead."""
+    left: list[int] = []
+    monkeypatch.setattr(interrupts, "end_children", lambda: left.append(0))
+    monkeypatch.setattr(interrupts.os, "_exit", left.append)
+    monkeypatch.setattr(Interrupts, "patience_s", 0.1)
+    monkeypatch.setattr(Interrupts, "tell", staticmethod(interrupts._print))
+    source = "def work(left):\n    while len(left) < 2: pass\n"
+    names: dict[str, Any] = {}
+    exec(compile(source, "/x/torch/_inductor/compile_fx.py", "exec"), names)
+    with Interrupts() as stop:
+        stop.hold(lambda name: f"{name} was heard")
+        os.kill(os.getpid(), signal.SIGTERM)
+        names["work"](left)
+    assert left[:2] == [0, 143]
+    assert "SIGTERM ended the run while it compiled; SIGTERM was heard" in capsys.readouterr().err
+
+
+def test_a_long_step_is_not_taken_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[int] = []
+    monkeypatch.setattr(interrupts.os, "_exit", left.append)
+    monkeypatch.setattr(Interrupts, "patience_s", 0.0)
+    with Interrupts() as stop:
+        stop.hold()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.7)
+    assert left == []
+
+
+def test_children_are_ended() -> None:
+    """In a process of its own, since every child of it ends."""
+    code = (
+        "import subprocess; from headrace.interrupts import end_children; "
+        "a = subprocess.Popen(['sh', '-c', 'sleep 60; true']); end_children(); print(a.wait(9))"
+    )
+    asked = [sys.executable, "-c", code]
+    assert subprocess.run(asked, capture_output=True, text=True).stdout == "-9\n"

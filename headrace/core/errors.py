@@ -11,7 +11,7 @@ from errno import ENOMEM
 from pathlib import Path
 
 EXIT_DONE, EXIT_FAILED, EXIT_PLAN, EXIT_UNSUPPORTED = 0, 1, 2, 3
-EXIT_REQUEUE, EXIT_INTERRUPTED, EXIT_TERMINATED = 75, 130, 143
+EXIT_REQUEUE, EXIT_HANGUP, EXIT_INTERRUPTED, EXIT_TERMINATED = 75, 129, 130, 143
 NO_MEMORY = (
     "out of memory", "can't allocate memory", "_ALLOC_FAILED", "bad_alloc", "MemoryError",
 )  # fmt: skip
@@ -127,7 +127,7 @@ class NoMoreThreads(UnsupportedError):
 
 
 class Stopped(HeadraceError):
-    """A signal ended the run after its checkpoint was saved (75, 130 or 143)."""
+    """A signal ended the run after its checkpoint was saved (75, 129, 130 or 143)."""
 
     def __init__(self, message: str, remedy: str, exit_code: int) -> None:
         super().__init__(message, remedy)
