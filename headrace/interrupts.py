@@ -35,6 +35,8 @@ PATIENCE_S = 4.0
 """Seconds that a compiler has, after a signal, to come to an end by itself."""
 LAST_WORDS_S = 3.0
 """Seconds that writing the report may take when a compiler is cut off."""
+NOTHING_KEPT = "there was nothing to save", "the same command starts it again"
+"""What became of a run that had no step yet, and what to do."""
 COMPILING = (
     "torch/_dynamo/convert_frame.py", "torch/_inductor/compile_fx.py",
     "torch/_inductor/codecache.py", "torch/_inductor/async_compile.py",
@@ -56,7 +58,7 @@ class Interrupts:
     def __init__(self) -> None:
         self.name: str | None = None
         self._held = False
-        self._last_words: Callable[[str], str] = lambda name: "there was nothing to save"
+        self._last_words: Callable[[str], tuple[str, str]] = lambda name: NOTHING_KEPT
         self._before: dict[signal.Signals, Any] = {}
         self._left = threading.Event()
 
@@ -76,12 +78,12 @@ class Interrupts:
         for number, handler in self._before.items():
             signal.signal(number, handler or signal.SIG_DFL)
 
-    def hold(self, last_words: Callable[[str], str] | None = None) -> None:
+    def hold(self, last_words: Callable[[str], tuple[str, str]] | None = None) -> None:
         """From now on a signal waits for the end of the step.
 
         Args:
             last_words: called with the signal's name when the run is cut off in a compiler; writes
-                the report, and returns what became of the run.
+                the report, and returns what became of the run and how to go on.
         """
         self._held = True
         self._last_words = last_words or self._last_words
@@ -109,7 +111,7 @@ class Interrupts:
                 self._cut_off()
 
     def _cut_off(self) -> None:
-        name, found = str(self.name), ["its report could not be written"]
+        name, found = str(self.name), [("its report was not written", NOTHING_KEPT[1])]
 
         def speak() -> None:
             found[0] = self._last_words(name)
@@ -119,8 +121,8 @@ class Interrupts:
         speaker.join(LAST_WORDS_S)
         if os.environ.get("RANK", "0") == "0":
             error = Stopped(
-                f"{name} ended the run while it compiled; {found[0]}",
-                "headrace train PLAN --resume, or without --resume where nothing was saved",
+                f"{name} ended the run while it compiled; {found[0][0]}",
+                found[0][1],
                 self.exit_code,
             )
             with suppress(Exception):

@@ -196,10 +196,10 @@ class Session:
             stop.exit_code,
         )
 
-    def _cut_short(self, name: str) -> str:
+    def _cut_short(self, name: str) -> tuple[str, str]:
         """Write the report of a run that a signal ends in a compiler; wait for no other rank.
 
-        Returns what is kept of it, in words.
+        Returns what is kept of it, in words, and the command that goes on.
         """
         self.progress.close()
         with suppress(RunError):
@@ -210,10 +210,14 @@ class Session:
                 self._write_report(
                     "interrupted", f"stopped by {name} while it compiled", alone=True
                 )
+        go_on = f"headrace train {self.folder.path / 'plan.toml'} --resume"
         if not (steps := self.checkpoints.steps()):
-            return f"of {self.folder.path} no checkpoint was saved yet"
+            return f"of {self.folder.path} no checkpoint was saved yet", go_on
         lost = self.counters.step - steps[-1]
-        return f"step-{steps[-1]} of {self.folder.path} is intact, {lost} steps after it are lost"
+        return (
+            f"step-{steps[-1]} of {self.folder.path} is intact, {lost} steps after it are lost",
+            go_on,
+        )
 
     def _check_folder(self) -> None:
         """Tell at once that the run's folder is gone: nothing of the run could be kept any more.

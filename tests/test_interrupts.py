@@ -138,7 +138,7 @@ def test_a_compiler_that_does_not_listen_is_cut_off(
     names: dict[str, Any] = {}
     exec(compile(source, "/x/torch/_inductor/compile_fx.py", "exec"), names)
     with Interrupts() as stop:
-        stop.hold(lambda name: f"{name} was heard")
+        stop.hold(lambda name: (f"{name} was heard", "go on"))
         os.kill(os.getpid(), signal.SIGTERM)
         names["work"](left)
     assert left[:2] == [0, 143]
