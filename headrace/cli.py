@@ -33,7 +33,7 @@ from headrace.catalogue.graphs import explain_graphs
 from headrace.catalogue.matrix import explain_matrix, read_matrix
 from headrace.catalogue.table import catalogue_rows
 from headrace.context import choose_device, make_context
-from headrace.core.errors import ConfigError, HeadraceError, nearest
+from headrace.core.errors import EXIT_PLAN, ConfigError, HeadraceError, nearest
 from headrace.core.plan import Plan
 from headrace.core.units import format_count, format_seconds
 from headrace.data.ingest import prepare
@@ -52,6 +52,7 @@ from headrace.sample import generate
 from headrace.terminal import (
     console,
     exit_codes,
+    is_first,
     make_progress,
     show_json,
     show_table,
@@ -102,6 +103,8 @@ def _usage(ctx: typer.Context) -> Iterator[None]:
     try:
         yield
     except UsageError as error:
+        if not is_first():  # which says the same
+            raise typer.Exit(EXIT_PLAN) from None
         if not ctx.meta["json"]:
             raise
         where = error.ctx or ctx
@@ -132,7 +135,7 @@ def train(
     checkpoint: Checkpoint = None, json: Json = False,
 ) -> None:  # fmt: skip
     """Train a plan to its goal, and report what was narrowest."""
-    with exit_codes(json):
+    with exit_codes(json, together=True):
         read = named_plan(plan, overrides, with_, without)
         if checkpoint and not resume:
             raise ConfigError("--checkpoint says where to resume from", "--resume --checkpoint ...")

@@ -92,7 +92,7 @@ def probe(
     json: Json = False,
 ) -> None:
     """Measure what this machine reaches, and keep it for predictions."""
-    with exit_codes(json):
+    with exit_codes(json, together=True):
         where = find_device(device)
         machine = measure_together(where, budget_s=seconds, progress=make_progress(json))
         if machine is None:  # the first rank tells

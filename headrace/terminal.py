@@ -3,11 +3,15 @@
 import json
 import os
 import shutil
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
+from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 import typer
 from rich.console import Console
@@ -25,6 +29,7 @@ from rich.text import Text
 from headrace.core.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
+    EXIT_PLAN,
     HeadraceError,
     at_a_limit,
 )
@@ -38,10 +43,24 @@ ENDLESS = 10**6
 
 
 @contextmanager
-def exit_codes(as_json: bool) -> Iterator[None]:
-    """Turn errors that a user can mend into one message and their exit code."""
+def exit_codes(as_json: bool, *, together: bool = False) -> Iterator[None]:
+    """Turn errors that a user can mend into one message and their exit code.
+
+    Args:
+        as_json: whether the message is a JSON document on standard output.
+        together: whether the ranks that torchrun started do the verb's work together. If not, the
+            first does it, and the others end at once, in silence.
+
+    Raises:
+        typer.Exit: with the exit code.
+    """
+    if not together and not is_first():
+        raise typer.Exit
+    if isinstance(sys.stdout, TextIOWrapper):  # a name may hold bytes that are no UTF-8
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         yield
+        _flush()
     except HeadraceError as error:
         _fail(error.message, error.remedy, error.exit_code, as_json)
     except KeyboardInterrupt:
@@ -49,6 +68,10 @@ def exit_codes(as_json: bool) -> Iterator[None]:
     except BaseException as error:  # what Rust raises is no Exception
         if (limit := at_a_limit(error)) is not None:
             _fail(limit.message, limit.remedy, limit.exit_code, as_json)
+        if isinstance(error, UnicodeEncodeError):
+            name = error.object[max(0, error.start - 80) : error.end + 80]
+            told = f"a name or a text is not {error.encoding.upper()}: {name!a}"
+            _fail(told, "the same command once that file or word is renamed", EXIT_PLAN, as_json)
         if not isinstance(error, OSError) or isinstance(error, BrokenPipeError):
             raise  # a reader that has seen enough, as head, is no error
         where = f"{error.filename}: " if error.filename else ""
@@ -61,19 +84,86 @@ def tell_error(error: HeadraceError, *, as_json: bool) -> None:
         _fail(error.message, error.remedy, error.exit_code, as_json)
 
 
-def _fail(message: str, remedy: str, code: int, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps({"error": message, "remedy": remedy, "exit_code": code}))
-    else:
-        console.print(f"error: {message}", style="bold red", markup=False, soft_wrap=True)
-        if remedy:
-            console.print(f"  try: {remedy}", markup=False, soft_wrap=True)
+def is_first() -> bool:
+    """Return whether this process is the first rank of its world, or alone."""
+    return os.environ.get("RANK", "0") == "0" or os.environ.get("WORLD_SIZE", "1") == "1"
+
+
+def is_teller() -> bool:
+    """Return whether this rank is the one that says how a verb ended: the first one that asks.
+
+    They agree through the store that torchrun's agent keeps. Where there is none, an end that only
+    one rank has must not be lost, so that every rank tells its own.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        return True
+    from torch import distributed  # which most ends need not wait for
+
+    if not distributed.is_torchelastic_launched():
+        return True
+    try:
+        store, _, _ = next(distributed.rendezvous("env://", timeout=timedelta(seconds=10)))
+        return store.add("headrace/told", 1) == 1
+    except (RuntimeError, ValueError):  # the agent is gone, or tells no address
+        return True
+
+
+def _flush() -> None:
+    """Write what was printed, while its failure can still be told."""
+    if sys.stdout is None:
+        return
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        error.filename = "standard output"
+        raise
+
+
+def _fail(message: str, remedy: str, code: int, as_json: bool) -> NoReturn:
+    """Tell an error once, whole, and end with its exit code."""
+    with _uninterrupted():
+        if is_teller():
+            document = {"error": message, "remedy": remedy, "exit_code": code}
+            if not (as_json and _written(json.dumps(document))):
+                with suppress(OSError):
+                    console.print(
+                        f"error: {message}", style="bold red", markup=False, soft_wrap=True
+                    )
+                    if remedy:
+                        console.print(f"  try: {remedy}", markup=False, soft_wrap=True)
+            _written("")
     raise typer.Exit(code)
 
 
+def _written(line: str) -> bool:
+    """Write a line on standard output; return False, and write no more there, where it is full."""
+    try:
+        print(line, end="\n" if line else "", flush=True)
+    except OSError:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the interpreter flushes it in the end
+        return False
+    return True
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ignore Ctrl-C meanwhile."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def show_json(value: Any) -> None:
-    """One JSON value on standard output."""
-    print(json.dumps(value, indent=1, default=str))
+    """Print one JSON value on standard output, by one rank."""
+    if is_teller():
+        print(json.dumps(value, indent=1, default=str))
 
 
 def show_table(head: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:

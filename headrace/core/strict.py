@@ -127,7 +127,7 @@ def _explain(table: type[BaseModel], item: dict[str, Any], where: str) -> tuple[
         if ", " in right:  # nothing is close
             return f"the plan has no key {key!r}; {prefix or 'a plan'} has {right}", ""
         hint = f"{prefix}.{right}" if prefix else right
-        return f"the plan has no key {key!r}; did you mean {hint}?", hint
+        return f"the plan has no key {key!r}; did you mean {hint}?", _given(hint, item["input"])
     if item["type"] == "missing":
         return f"the plan needs the key {key!r}", f"{key}=VALUE"
     if item["type"] == "literal_error" and isinstance(item["input"], str):
@@ -144,6 +144,14 @@ def _explain(table: type[BaseModel], item: dict[str, Any], where: str) -> tuple[
     field = _table_at(table, path[:-1]).model_fields.get(str(path[-1])) if path else None
     near = _near(field, item)
     return f"{key} = {item['input']!r}: {said}", "" if near is None else f"{key}={near}"
+
+
+def _given(key: str, value: Any) -> str:
+    """The key with the value that was given, as it is typed; a table's key alone."""
+    while isinstance(value, Mapping) and len(value) == 1:
+        ((name, value),) = value.items()
+        key = f"{key}.{name}"
+    return f"{key}={value}" if type(value) in (int, float, str) else key
 
 
 def _near(field: FieldInfo | None, item: dict[str, Any]) -> Any:

@@ -391,7 +391,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(workshop: Path) -> None:
 
 def test_python_m_headrace_is_headrace() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    assert project["scripts"] == {"headrace": "headrace.cli:app"}
+    assert project["scripts"] == {"headrace": "headrace.__main__:main"}
     script = "import sys; from headrace.cli import app; sys.argv[0] = 'headrace'; app()"
     told = [
         subprocess.run([sys.executable, *how, "--help"], capture_output=True, text=True, check=True)
