@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import headrace
+from headrace.watch.batches import loss_in, token_counts
 from headrace.watch.norms import gradient_norm
 
 CPU = torch.device("cpu")
@@ -125,3 +126,25 @@ def test_reading_for_an_evaluation_is_no_wait_of_the_training() -> None:
     optimizer.step()
     assert [row["wait_s"] for row in watched.report()["rows"]] == [0.0, 0.0]
     assert watched.report()["phase_s"]["input"] == 0.0
+
+
+@pytest.mark.parametrize("kind", ["tuple", "list", "mapping", "object"])
+def test_a_loss_is_found_in_whatever_a_model_returns(kind: str) -> None:
+    weight = torch.ones((), requires_grad=True)
+    loss, logits = 2.0 * weight, torch.zeros(2, 3)
+    output: Any = {
+        "tuple": (logits, loss), "list": [loss, logits], "mapping": {"loss": loss},
+        "object": SimpleNamespace(loss=loss),
+    }[kind]  # fmt: skip
+    assert loss_in(output) is loss
+    assert loss_in((logits, torch.zeros(()))) is None and loss_in(logits) is None
+
+
+def test_ignored_targets_of_a_pair_are_padding() -> None:
+    ids = torch.zeros(2, 5, dtype=torch.long)
+    targets = ids.clone()
+    targets[0, 2:] = -100
+    for pair in ((ids, targets), [ids, targets]):
+        counts = token_counts(pair)
+        assert (counts["tokens"], int(counts["padded"]), int(counts["targets"])) == (10, 3, 7)
+    assert token_counts((ids.float(), targets)) == {} and token_counts((ids, targets[:1])) == {}

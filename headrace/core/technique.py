@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from headrace.core.errors import ConfigError, nearest
+from headrace.core.known import told_of
 from headrace.core.ledger import Ledger
 from headrace.core.strict import Strict
 
@@ -174,7 +175,8 @@ class Catalogue:
         """
         if name not in self.techniques:
             near = nearest(name, self.techniques) or "none installed"
-            message = f"there is no technique {name!r}; did you mean {near}?"
+            guess = f"there is no technique {name!r}; did you mean {near}?"
+            message = told_of(name) or guess
             raise ConfigError(message, "headrace list")
         return self.techniques[name]
 

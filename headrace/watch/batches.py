@@ -67,12 +67,37 @@ def watch_loader(loader: Any, timed: Timed) -> tuple[Any, Callable[[], None]]:
     return loader, undo
 
 
-def token_counts(batch: Any) -> dict[str, Any]:
-    """Of a batch that names `input_ids`: its slots, and how many are padding and targets.
+def loss_in(output: Any) -> Any:
+    """Return the loss that a model's output names or holds; None where there is none.
 
-    "tokens" is an int; "padded" and "targets" are tensors where the batch is, and stand there only
-    if `attention_mask` and `labels` say so for each token.
+    A mapping or an object names it `loss`; in a tuple or list it is the only scalar that needs a
+    gradient, or the first of them.
     """
+    if isinstance(output, Mapping):
+        return output.get("loss")
+    named = getattr(output, "loss", None)
+    if named is not None or not isinstance(output, tuple | list):
+        return named
+    tensors = [item for item in output if isinstance(item, Tensor)]
+    return next((item for item in tensors if item.numel() == 1 and item.requires_grad), None)
+
+
+def token_counts(batch: Any) -> dict[str, Any]:
+    """Return how many slots a batch has, and how many are padding and targets.
+
+    A batch names `input_ids`, or is a pair of integer tensors of one shape: inputs and targets.
+    "tokens" is an int; "padded" and "targets" are tensors where the batch is. `attention_mask` says
+    what is padding and `labels` what is a target; in a pair, an ignored target is padding.
+    """
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        ids, labels = batch
+        both = isinstance(ids, Tensor) and isinstance(labels, Tensor)
+        if not both or ids.shape != labels.shape or ids.ndim < 2:
+            return {}
+        if any(item.is_floating_point() or item.is_complex() for item in (ids, labels)):
+            return {}
+        ignored = (labels == IGNORED).sum()
+        return {"tokens": ids.numel(), "padded": ignored, "targets": ids.numel() - ignored}
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
     if not isinstance(ids, Tensor):
         return {}

@@ -22,7 +22,7 @@ from headrace.core.errors import ConfigError, MemoryFull, is_out_of_memory
 from headrace.core.files import write_whole
 from headrace.gauges import Gauges
 from headrace.signals import OUTSIDE
-from headrace.watch.batches import token_counts, watch_loader
+from headrace.watch.batches import loss_in, token_counts, watch_loader
 from headrace.watch.clock import NUMBERS, Clock, Hook, autocast_of, with_hooks
 from headrace.watch.norms import gradient_norm
 from headrace.watch.report import WARMUP_STEPS, Compiled, Idle, Tally, allocator, describe
@@ -286,7 +286,7 @@ class Watched:
         if self._phase != "forward" or not torch.is_grad_enabled() or not self._live():
             return
         self._mark("backward")
-        loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+        loss = loss_in(output)
         plain = isinstance(loss, Tensor) and not hasattr(loss, "full_tensor")
         if plain and not self._noted_loss:
             # With `num_items_in_batch` a micro-batch's loss is its share of the step's.

@@ -27,6 +27,7 @@ def test_a_technique_is_found_by_its_name_and_has_its_knobs() -> None:
         ({"techniques": {"muon": {"rate": 1}}}, "no key 'techniques.muon.rate'", ""),
         ({"techniques": {"muon": {"lr": -1.0}}}, "techniques.muon.lr = -1.0", ""),
         ({"techniques": {"muon": 3}}, "techniques.muon", ""),
+        ({"techniques": {"torch_compile": {"mode": "reduce-overhead"}}}, "--with cuda_graphs", ""),
         ({"techniques": {"sophia": Muon()}}, "has muon under the name 'sophia'", "'muon'"),
         ({"techniques": {"muon": Technique()}}, "under the name 'muon'", ""),
         ({"techniques": 3}, "techniques = 3", ""),

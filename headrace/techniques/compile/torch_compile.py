@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
+from pydantic import field_validator
 
 from headrace.core.ledger import Ledger, Line
 from headrace.core.technique import (
@@ -36,7 +37,7 @@ class TorchCompile(Technique[Build]):
     backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
     """The code generator; the others only trace, for tests."""
     mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
-    """How long inductor searches for kernels."""
+    """How long inductor searches for kernels; what records CUDA graphs is `cuda_graphs`."""
     fullgraph: bool = True
     """A graph break is an error."""
 
@@ -55,6 +56,18 @@ class TorchCompile(Technique[Build]):
         hurts="short runs, many shapes, and CPUs whose eager kernels are as fast",
         source="doi 10.1145/3620665.3640366",
     )
+
+    @field_validator("mode", mode="before")
+    @classmethod
+    def _no_graphs(cls, mode: Any) -> Any:
+        """Send who asks for torch's CUDA graphs to the technique that records them."""
+        if mode in ("reduce-overhead", "max-autotune"):
+            left = "max-autotune-no-cudagraphs" if mode == "max-autotune" else "default"
+            raise ValueError(
+                f"{mode!r} is {left!r} with CUDA graphs, which are a technique of their own here: "
+                f"cuda_graphs; write mode={left} and --with cuda_graphs"
+            )
+        return mode
 
     def supports(self, context: Context) -> Supported | Unsupported:
         """Inductor needs Triton on a GPU and a C++ compiler on a CPU."""

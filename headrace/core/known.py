@@ -1,0 +1,49 @@
+"""Well-known names of training methods that are no technique here, and what comes nearest."""
+
+KNOWN: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("lion", "adafactor", "shampoo", "soap", "adam", "sgd", "prodigy", "lamb"),
+                    ("muon", "sophia")),
+    **dict.fromkeys(("galore", "apollo", "8bit", "adam8bit", "adamw8bit", "bitsandbytes"),
+                    ("adamw_8bit",)),
+    **dict.fromkeys(("zero", "zero1", "zero2", "zero3", "deepspeed", "ddp", "fsdp2", "hsdp"),
+                    ("fsdp",)),
+    **dict.fromkeys(("zero_offload", "cpu_offload", "offload"),
+                    ("optimizer_offload", "activation_offload")),
+    **dict.fromkeys(("megatron", "tp"), ("tensor_parallel",)),
+    **dict.fromkeys(("pp", "gpipe", "zero_bubble"), ("pipeline_parallel",)),
+    **dict.fromkeys(("ring_attention", "ulysses", "cp"), ("context_parallel",)),
+    "sequence_parallel": ("tensor_parallel", "context_parallel"),
+    **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing", "recompute"),
+                    ("full_checkpoint", "selective_checkpoint")),
+    **dict.fromkeys(("flash_attn", "flash", "sdpa", "fa2", "xformers"), ("flash_attention",)),
+    **dict.fromkeys(("fa3", "flash_attn_3"), ("flash_attention_3",)),
+    **dict.fromkeys(("bf16", "amp", "autocast", "mixed_precision"), ("bf16_autocast",)),
+    **dict.fromkeys(("fp16", "grad_scaler"), ("fp16_loss_scaling",)),
+    **dict.fromkeys(("fp8", "transformer_engine"), ("float8_linear",)),
+    **dict.fromkeys(("qat", "gptq", "awq", "int8", "int4", "nf4", "quantization"), ("qlora",)),
+    **dict.fromkeys(("dora", "peft", "adapters", "ia3", "prefix_tuning"), ("lora", "qlora")),
+    **dict.fromkeys(("unsloth", "liger", "apex"), ("liger_kernels",)),
+    **dict.fromkeys(("moe", "switch", "mixtral"), ("mixture_of_experts",)),
+    **dict.fromkeys(("mqa", "mla"), ("gqa",)),
+    **dict.fromkeys(("swa_attention", "longformer"), ("sliding_window",)),
+    **dict.fromkeys(("ntk", "rope_scaling", "longrope"), ("yarn",)),
+    **dict.fromkeys(("mamba", "rwkv", "deltanet", "gla"), ("linear_attention",)),
+    **dict.fromkeys(("compile", "inductor", "dynamo"), ("torch_compile",)),
+    **dict.fromkeys(("packing", "sequence_packing"), ("document_packing",)),
+    **dict.fromkeys(("kd", "knowledge_distillation"), ("distillation",)),
+    **dict.fromkeys(("dropout", "layerdrop", "droppath"), ("stochastic_depth",)),
+    **dict.fromkeys(("fused_adam", "galore_layerwise", "lomo"), ("optimizer_in_backward",)),
+    **dict.fromkeys(("ema", "swa", "schedule_free", "lookahead", "sam", "paged_attention", "vllm",
+                     "pruning", "dpo", "ppo", "grpo"), ()),
+}  # fmt: skip
+"""Each name with the techniques that serve the same end; none where there is nothing like it."""
+
+
+def told_of(name: str) -> str | None:
+    """Return what a user is told of a well-known `name` that is not here; None of any other."""
+    key = name.lower().replace("-", "_")
+    if key not in KNOWN:
+        return None
+    near = " or ".join(KNOWN[key])
+    end = f"nearest in meaning: {near}" if near else "nothing here comes near it"
+    return f"there is no technique {name!r}: it is a known method that is not built here; {end}"
