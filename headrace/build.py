@@ -26,6 +26,7 @@ from headrace.data.loader import Loader
 from headrace.data.order import make_order
 from headrace.data.rows import Cut, Packer
 from headrace.data.tokenizer import entries
+from headrace.evaluate import gentler
 from headrace.filled import fillers, record
 from headrace.materialize import freeze, materialize
 from headrace.model.adapter import load_pretrained
@@ -392,5 +393,5 @@ def _stop(build: Build, step: int, metrics: Mapping[str, float]) -> None:
     raise Diverged(
         f"the gradient of step {step} is not finite (loss {metrics['loss']}, "
         f"norm {metrics['grad_norm']}); its update was not applied",
-        f"headrace train PLAN --resume optimizer.lr={build.plan.optimizer.lr / 2:g}",
+        f"headrace train PLAN --resume {gentler(build.plan)}",
     )

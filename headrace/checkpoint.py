@@ -348,6 +348,10 @@ class Saved:
                 if digest != part["sha256"]:
                     raise self._damaged(part["file"], "its sha256 differs from the one saved")
 
+    def damaged(self, how: str) -> RunError:
+        """Return the error of an index that has a seal and holds nonsense."""
+        return self._damaged(INDEX, how)
+
     def _damaged(self, file: str, how: str) -> RunError:
         others = [n for n in steps_in(self.path.parent) if f"step-{n}" != self.path.name]
         remedy = f"--checkpoint step-{others[-1]}" if others else "a fresh run without --resume"
@@ -364,7 +368,10 @@ class Saved:
     def shape_of(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         """A tensor's global shape and dtype."""
         _, piece = self._where[name][0]
-        return tuple(piece["shape"]), getattr(torch, piece["dtype"])
+        dtype = getattr(torch, str(piece["dtype"]), None)
+        if not isinstance(dtype, torch.dtype):
+            raise self._damaged(INDEX, f"{name} has no dtype of torch: {piece['dtype']!r}")
+        return tuple(piece["shape"]), dtype
 
     def fill_(self, name: str, tensor: Tensor | Piece) -> None:
         """Copy the saved tensor `name` into `tensor`, whatever the layouts of both.

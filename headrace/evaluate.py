@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 
 from headrace.core.errors import ConfigError, Diverged, RunError
-from headrace.core.plan import Plan
+from headrace.core.plan import OptimizerConfig, Plan
 from headrace.data.loader import validation_batches
 from headrace.model.head import IGNORED, cross_entropy
 from headrace.sockets import Build, Work
+
+FAR = 30
+"""Times the default rate above which a rate is taken for a mistake."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,18 @@ class Validation:
     bits_per_byte: float
     tokens: int
     bytes: int
+
+
+def gentler(plan: Plan) -> str:
+    """Return the key that lets a diverged run learn, with a value that is far from its own.
+
+    Half of a rate helps where the rate is near to one that works. Where it, or the decay, is far
+    beyond what any run takes, the key's default does.
+    """
+    usual, lr = OptimizerConfig(), plan.optimizer.lr
+    if plan.optimizer.weight_decay * min(lr, usual.lr) >= 1:  # a step turns the weights around
+        return f"optimizer.weight_decay={usual.weight_decay:g}"
+    return f"optimizer.lr={usual.lr if lr > FAR * usual.lr else lr / 2:g}"
 
 
 def diverged(
@@ -43,7 +58,7 @@ def diverged(
         folder: its own.
     """
     train = f"headrace train {folder / 'plan.toml'}"
-    lower = f"optimizer.lr={plan.optimizer.lr / 2:g}"
+    lower = gentler(plan)
     told = f"the validation loss after step {step} is {found.loss_nats}: the weights have diverged"
     if not sound:
         return Diverged(

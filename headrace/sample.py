@@ -129,5 +129,5 @@ def _check(
     room = context - length
     raise ConfigError(
         f"{asked} positions, and this model learned {context}",
-        f"new_tokens={room}" if room > 0 else f"a prompt of at most {context - 1} tokens",
+        f"--tokens {room}" if room > 0 else f"a prompt of at most {context - 1} tokens",
     )

@@ -91,7 +91,10 @@ def restore(build: Build, saved: Saved) -> dict[str, Any]:
             saved.fill_(f"technique/{who}/{name}", _piece(build, name, tensor))
         keeper.load_values(saved.values["techniques"][who])
     if build.world.rank < len(saved.parts):
-        _set_rng(saved.parts[build.world.rank]["rank_values"]["rng"], build.device)
+        try:
+            _set_rng(saved.parts[build.world.rank]["rank_values"]["rng"], build.device)
+        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise saved.damaged(f"the state of its random numbers is none ({error})") from None
     return saved.values["counters"]
 
 

@@ -164,4 +164,6 @@ def _near(field: FieldInfo | None, item: dict[str, Any]) -> Any:
     if (bound := next((limits[k] for k in ("ge", "le") if k in limits), None)) is not None:
         return bound
     default = None if field is None else field.default
+    if default is None and "gt" in limits:
+        return limits["gt"] + 1
     return default if type(default) in (int, float, str) and default != "" else None

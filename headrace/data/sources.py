@@ -23,7 +23,14 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from headrace.core.errors import ConfigError, RunError, UnsupportedError, is_out_of_memory, nearest
+from headrace.core.errors import (
+    ConfigError,
+    HeadraceError,
+    RunError,
+    UnsupportedError,
+    is_out_of_memory,
+    nearest,
+)
 
 PLAIN = frozenset({".txt", ".md", ".py"})
 READABLE = PLAIN | {".jsonl", ".parquet"}
@@ -103,6 +110,11 @@ def _listing(source: str) -> list[tuple[str, Path]]:
         if files:
             return [(str(p), p) for p in files]
         raise ConfigError(f"data.sources = {source!r} matches no readable file")
+    if path.exists():  # a pipe, a socket, a device: a corpus is read more than once
+        raise ConfigError(
+            f"data.sources = {source!r} is neither a file nor a folder, and text is read twice",
+            f"cat {source} > TEXT.txt, and data.sources=TEXT.txt",
+        )
     siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     close = nearest(path.name, siblings) if siblings else ""
     hint = str(path.parent / close) if close in siblings else ""
@@ -156,6 +168,11 @@ def _read(path: Path, name: str, text_key: str) -> Iterator[Document]:
                 yield from _json_lines(stream, name, text_key)
             else:
                 yield Document(_decode(stream.read(), name).removeprefix("\ufeff"), name)
+    except UnicodeDecodeError as error:  # of a column whose writer did not check it
+        raise ConfigError(
+            f"{name} is not UTF-8 in its column {text_key!r}: {error}",
+            "write the file again as UTF-8, or leave it out of data.sources",
+        ) from None
     except (OSError, pa.ArrowException) as error:
         if is_out_of_memory(error):
             raise
@@ -165,14 +182,14 @@ def _read(path: Path, name: str, text_key: str) -> Iterator[Document]:
         ) from None
 
 
-def _decode(raw: bytes, name: str, before_bytes: int = 0) -> str:
+def _decode(raw: bytes, name: str, before_bytes: int = 0, file: str = "") -> str:
     try:
         return raw.decode()
     except UnicodeDecodeError as error:
         offset = before_bytes + error.start
         raise ConfigError(
             f"{name} is not UTF-8: byte 0x{raw[error.start]:02x} at offset {offset:,}",
-            f"iconv -f LATIN1 -t UTF-8 {name} > FILE (with the encoding that it really has)",
+            f"iconv -f LATIN1 -t UTF-8 {file or name} > FILE (with the encoding that it has)",
         ) from None
 
 
@@ -180,7 +197,7 @@ def _json_lines(stream: Iterable[bytes], name: str, text_key: str) -> Iterator[D
     offset_bytes, earlier = 0, False
     for number, raw in enumerate(stream, 1):
         origin = f"{name}:{number}"
-        line = _decode(raw, origin, offset_bytes)
+        line = _decode(raw, origin, offset_bytes, name)
         line = line.removeprefix("\ufeff") if number == 1 else line
         offset_bytes += len(raw)
         if not line.strip():
@@ -289,4 +306,14 @@ def _hugging_face(source: str, text_key: str) -> Iterator[Document]:
             raise
         raise RunError(
             f"{source} broke off after row {number:,}: {error}", "the same command again"
+        ) from None
+    except HeadraceError:
+        raise
+    except Exception as error:  # as many kinds as there are formats
+        if is_out_of_memory(error):
+            raise
+        told = " ".join(str(error.__cause__ or error).split())
+        raise ConfigError(
+            f"{source} cannot be read after row {number:,}: {told}",
+            "mend that row, or leave the source out of data.sources",
         ) from None

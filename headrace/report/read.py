@@ -295,7 +295,7 @@ def _read_report(path: Path) -> Report:
     values = _read_object(path)
     if values.get("format", 1) != 1:
         message = f"{path} has format {values['format']!r}; this Headrace reads format 1"
-        raise ConfigError(message, "pip install --upgrade headrace")
+        raise ConfigError(message, "the version of Headrace that wrote it")
     try:
         return Report.model_validate(values)
     except ValidationError as error:

@@ -68,7 +68,11 @@ def compute(results: Path) -> dict[str, Found]:
         ConfigError: no such folder, or a row that is wrong, by file and line.
     """
     if not results.is_dir():
-        raise ConfigError(f"there is no folder {results}", "--results DIR")
+        raise ConfigError(
+            f"there is no folder {results}: receipts are a part of Headrace's repository, and not "
+            "of the installed package",
+            "--results DIR, the folder results of a checkout",
+        )
     parts = (_doctor, _forecasts, _overhead, _plans, _picks, _tuner)
     return {name: number for part in parts for name, number in part(results).items()}
 

@@ -1,0 +1,85 @@
+"""What an error advises leads to another state: each remedy is run as it is printed."""
+
+import os
+import re
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from headrace.arguments import catalogue
+from headrace.core.errors import ConfigError
+from headrace.core.plan import Plan
+from headrace.data.sources import read_documents
+from headrace.evaluate import gentler
+from headrace.truth import compute
+
+WRONG = (
+    ("mdel.dim=32",), ("optimiser.lr=0.1",), ("model.dim=-3",), ("model.norm=rms",),
+    ("optimizer.weight_decay=1e300",), ("batch.tokens=0",), ("data.workers=99999",),
+    ("name=two words",), ("schedule.kind=cos",), ("data.vocab=3",), ("goal.minutes=-1",),
+    ("techniques.muon.lr=5",), ("techniques.lora.rank=0",),
+    ("techniques.mixture_of_experts.expert_ffn=9223372036854775807",), ("mesh.data=0",),
+)  # fmt: skip
+
+
+def outcome(*overrides: str) -> str:
+    """What reading a plan says; nothing where it is well formed."""
+    try:
+        Plan.read("", catalogue(), overrides=["goal.steps=4", *overrides])
+    except ConfigError as error:
+        return f"{error.message}\n{error.remedy}"
+    return ""
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=" ".join)
+def test_the_remedy_of_a_plan_leads_on(wrong: tuple[str, ...]) -> None:
+    message, _, remedy = outcome(*wrong).partition("\n")
+    assert message and remedy, message
+    assert re.fullmatch(r"[\w.]+(=\S+)?", remedy), remedy
+    assert outcome(remedy) != outcome(*wrong)
+    if "=" in remedy:  # it is no mistake of the same key's value again
+        assert not re.search("input should be|no key", outcome(remedy))
+
+
+@pytest.mark.parametrize(
+    ("given", "remedy"),
+    [
+        ("optimizer.lr=1e6", "optimizer.lr=0.001"),
+        ("optimizer.lr=0.02", "optimizer.lr=0.01"),
+        ("optimizer.weight_decay=1e6", "optimizer.weight_decay=0.1"),
+    ],
+)
+def test_a_run_that_diverged_is_told_what_learns(given: str, remedy: str) -> None:
+    plan = Plan.read("", catalogue(), overrides=["goal.steps=4", given])
+    assert gentler(plan) == remedy
+
+
+def test_a_pipe_is_told_as_such(tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "text.jsonl")
+    with pytest.raises(ConfigError) as caught:
+        [*read_documents(str(pipe))]
+    assert "neither a file nor a folder" in caught.value.message
+    assert "nearest" not in caught.value.message
+
+
+def test_iconv_is_given_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "latin.jsonl"
+    file.write_bytes(b'{"text": "a"}\n{"text": "caf\xe9"}\n')
+    with pytest.raises(ConfigError) as caught:
+        [*read_documents(str(file))]
+    assert f" {file} > " in caught.value.remedy
+
+
+def test_receipts_are_told_to_lie_in_a_checkout(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="repository"):
+        compute(tmp_path / "results")
+
+
+def test_a_column_that_is_no_utf_8_is_one_error(tmp_path: Path) -> None:
+    raw = pa.array([b"fine", b"caf\xe9"], pa.binary())
+    text = pa.Array.from_buffers(pa.string(), 2, raw.buffers())
+    pq.write_table(pa.table({"text": text}), file := tmp_path / "text.parquet")
+    with pytest.raises(ConfigError, match="is not UTF-8"):
+        [*read_documents(str(file))]
