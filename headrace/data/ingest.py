@@ -296,6 +296,7 @@ def _write(
         train = writer(f"train-{i:02d}", source)
         for texts in _batches(source, plan.data.text_key, split):
             for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
+                tokenizer.check_document(text, ids)
                 raw = text.encode()
                 held = is_held_out(_place(hashlib.sha256(raw).digest()))
                 side = validation if held else train
@@ -312,6 +313,7 @@ def _write(
     if isinstance(held_out, str):
         for texts in _batches(held_out, plan.data.text_key):
             for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
+                tokenizer.check_document(text, ids)
                 validation.add(ids, text_bytes=len(text.encode()))
     validation.close()
 

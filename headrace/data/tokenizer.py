@@ -31,6 +31,7 @@ import tokenizers
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.files import write_whole
 from headrace.core.plan import DataConfig
+from headrace.data.lossless import check_parts, example_of_loss, guarded, in_short_runs
 
 SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,2}"
@@ -71,26 +72,77 @@ class Tokenizer:
     Attributes:
         vocab: ids run over range(vocab).
         document_token: the id at the start of every document.
-        token_bytes: int32 [vocab], UTF-8 bytes that each id stands for; 0 for special ones.
+        token_bytes: int32 [vocab], UTF-8 bytes that each id stands for; 0 for special ones. Where
+            a space is put before every text (Llama 2, Mistral), the document token stands for -1
+            byte, so that a document's tokens add up to its text.
         fingerprint: sha256 of the tokenizer.json.
     """
 
     def __init__(self, text: str, *, name: str = "tokenizer.json") -> None:
-        try:
-            self._slow = tokenizers.Tokenizer.from_str(text)
-            spec = json.loads(text)
-        except Exception as error:  # the Rust side raises bare Exception
-            raise ConfigError(f"{name} is not a tokenizer.json: {error}") from None
-        self._text = text
+        self._slow = guarded(
+            lambda: tokenizers.Tokenizer.from_str(text), f"{name} is not a tokenizer.json"
+        )
+        spec = json.loads(text)
+        for key in ("normalizer", "pre_tokenizer", "decoder"):
+            spec.setdefault(key, None)
+        spec["added_tokens"] = spec.get("added_tokens") or []
+        spec["model"].setdefault("type", type(self._slow.model).__name__)
+        self._text, self._name = text, name
         self._slow.no_truncation()
         self._slow.no_padding()
         self._slow.encode_special_tokens = True
         self.fingerprint = hashlib.sha256(text.encode()).hexdigest()
         ids = self._slow.get_vocab(with_added_tokens=True)
+        check_parts(spec, ids, name)
         self.vocab = max(ids.values()) + 1
         self.document_token = _document_token(spec, ids, name)
         self.token_bytes = _token_bytes(spec, ids, self.vocab, name)
         self._fast = _as_tiktoken(spec)
+        self._hides_a_space = False
+        added = self._bytes_of("a") - 1  # a space put before every text
+        self._hides_a_space = added == 1 and self._bytes_of(" a") == 2
+        if added == 1:
+            self.token_bytes[self.document_token] = -1
+        if spec["decoder"] is None:
+            self._slow.decoder = _decoder(_is_byte_level(spec), strip=added == 1)
+        self._refuse_losses(spec)
+
+    def _bytes_of(self, text: str) -> int:
+        return int(self.token_bytes[self.encode_batch([text])[0]].sum())
+
+    def _refuse_losses(self, spec: dict[str, Any]) -> None:
+        added = max(0, -int(self.token_bytes[self.document_token]))
+
+        def returned(text: str) -> tuple[str, int]:
+            (ids,) = self.encode_batch([text])
+            return self.decode(ids), int(self.token_bytes[ids].sum()) - added
+
+        lost = example_of_loss(returned, [t["content"] for t in spec["added_tokens"]])
+        if lost is not None:
+            kinds = [part["type"] for part in _parts(spec["normalizer"])]
+            changes = [k for k in kinds if k not in ("Replace", "Prepend", "ByteLevel")]
+            change = "a tokenizer.json that gives back every text"
+            if changes:
+                change = f"a copy of it without its normalizer {', '.join(changes)}"
+            raise ConfigError(
+                f"{self._name} loses text: {lost}, so bits per byte could not be told",
+                f"data.tokenizer=bpe, or {change}",
+            )
+
+    def check_document(self, text: str, ids: np.ndarray) -> None:
+        """Compare a document's bytes with those that its ids stand for.
+
+        Raises:
+            ConfigError: they differ, so the tokenizer lost some of the text.
+        """
+        added = max(0, -int(self.token_bytes[self.document_token]))
+        raw, kept = len(text.encode()), int(self.token_bytes[ids].sum(dtype=np.int64)) - added
+        if raw != kept and text:
+            raise ConfigError(
+                f"{self._name} loses text: a document that begins {text[:40]!r} has {raw:,} bytes, "
+                f"its tokens stand for {kept:,}",
+                "data.tokenizer=bpe",
+            )
 
     @staticmethod
     def load(path: Path | str) -> "Tokenizer":
@@ -117,6 +169,8 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of each text, uint32 [n], nothing added and nothing special recognised."""
+        if self._hides_a_space:  # a space that begins the text would pass for the added one
+            texts = [" " + text if text.startswith(" ") else text for text in texts]
         if self._fast is None:
             return self._encode_slowly(texts)
         with ThreadPoolExecutor() as pool:  # tiktoken releases the interpreter lock
@@ -130,7 +184,10 @@ class Tokenizer:
             return self._encode_slowly([text])[0]
 
     def _encode_slowly(self, texts: Sequence[str]) -> list[np.ndarray]:
-        encoded = self._slow.encode_batch_fast(list(texts), add_special_tokens=False)
+        encoded = guarded(
+            lambda: self._slow.encode_batch_fast(list(texts), add_special_tokens=False),
+            f"{self._name} cannot encode a text of {max(map(len, texts), default=0):,} characters",
+        )
         return [np.array(e.ids, dtype=np.uint32) for e in encoded]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -196,7 +253,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab: int, trainer: Trainer = "aut
                 raise UnsupportedError("rustbpe is not installed", "pip install rustbpe") from None
         else:
             learner = rustbpe.Tokenizer()  # pyright: ignore[reportAttributeAccessIssue]
-            learner.train_from_iterator(iter(texts), vocab - 1, pattern=SPLIT_PATTERN)
+            learner.train_from_iterator(in_short_runs(texts), vocab - 1, pattern=SPLIT_PATTERN)
             ranks = {bytes(token): rank for token, rank in learner.get_mergeable_ranks()}
             return Tokenizer(_to_json(ranks, SPLIT_PATTERN, {END_OF_TEXT: len(ranks)}))
     ranks = _train_with_tokenizers(texts, vocab)
@@ -208,7 +265,7 @@ def _train_with_tokenizers(texts: Iterable[str], vocab: int) -> dict[bytes, int]
     learner = tokenizers.Tokenizer(tokenizers.models.BPE())
     learner.pre_tokenizer = _splitter(SPLIT_PATTERN)
     learner.train_from_iterator(
-        texts,
+        in_short_runs(texts),
         tokenizers.trainers.BpeTrainer(
             vocab_size=vocab - 1, initial_alphabet=_CHARACTER, show_progress=False
         ),
@@ -262,7 +319,7 @@ def _parents(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes] | Non
 
 
 def _document_token(spec: dict[str, Any], ids: dict[str, int], name: str) -> int:
-    special = [t["content"] for t in spec["added_tokens"] if t["special"]]
+    special = [t["content"] for t in spec["added_tokens"] if t.get("special")]
     found = next((t for t in _DOCUMENT_TOKENS if t in special), None)
     if found is None:
         raise ConfigError(
@@ -285,16 +342,26 @@ def _parts(node: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 def _token_bytes(spec: dict[str, Any], ids: dict[str, int], vocab: int, name: str) -> np.ndarray:
     """UTF-8 bytes that each id stands for, exactly, or a refusal."""
-    added = {t["content"]: t["special"] for t in spec["added_tokens"]}
-    byte_level = any(p["type"] == "ByteLevel" for p in _parts(spec["decoder"]))
-    normal = _parts(spec["normalizer"])
-    marks_spaces = len(normal) == 1 and normal[0].get("pattern") == {"String": " "}
-    if not byte_level and not (marks_spaces and spec["model"].get("byte_fallback")):
+    added = {t["content"]: t.get("special", False) for t in spec["added_tokens"]}
+    byte_level = _is_byte_level(spec)
+    if not byte_level and not spec["model"].get("byte_fallback"):
         raise UnsupportedError(
-            f"{name} is a {spec['model']['type']} tokenizer, neither byte-level nor BPE with byte "
-            "fallback and unprefixed text: its tokens have no exact length in bytes, so bits per "
-            "byte could not be told",
+            f"{name} is a {spec['model']['type']} tokenizer, neither byte-level nor with byte "
+            "fallback: its tokens have no exact length in bytes, so bits per byte could not be "
+            "told",
             "data.tokenizer=bpe, or a byte-level tokenizer.json (GPT-2, Llama 3, Qwen)",
+        )
+    every = set(bytes(range(0xC0))) | set(range(0xC2, 0xF5))  # what UTF-8 is made of
+    spelled = {b: _CHARACTER[b] if byte_level else f"<0x{b:02X}>" for b in every}
+    missing = [b for b in sorted(every) if spelled[b] not in ids and not _ascii(b, ids, byte_level)]
+    if missing:
+        names = " ".join(f"{b:02X}" for b in missing[:8])
+        raise ConfigError(
+            f"{name} has no token for {len(missing)} of the 243 bytes of UTF-8: {names}"
+            f"{' ...' if len(missing) > 8 else ''}; text with them, as {_holding(missing[0])!r}, "
+            "would vanish",
+            "data.tokenizer=bpe, or a tokenizer.json trained with the whole byte alphabet "
+            "(initial_alphabet=pre_tokenizers.ByteLevel.alphabet())",
         )
     out = np.zeros(vocab, dtype=np.int32)
     for token, i in ids.items():
@@ -309,11 +376,36 @@ def _token_bytes(spec: dict[str, Any], ids: dict[str, int], vocab: int, name: st
     return out
 
 
+def _decoder(byte_level: bool, *, strip: bool) -> tokenizers.decoders.Decoder:
+    """What turns tokens back into text, for a file that leaves it out."""
+    kinds = tokenizers.decoders
+    if byte_level:
+        return kinds.ByteLevel()
+    steps = [kinds.Replace("\u2581", " "), kinds.ByteFallback(), kinds.Fuse()]
+    return kinds.Sequence([*steps, kinds.Strip(" ", 1, 0)] if strip else steps)
+
+
+def _is_byte_level(spec: dict[str, Any]) -> bool:
+    parts = [*_parts(spec["decoder"]), *_parts(spec["pre_tokenizer"]), *_parts(spec["normalizer"])]
+    return any(part["type"] == "ByteLevel" for part in parts)
+
+
+def _ascii(byte: int, ids: dict[str, int], byte_level: bool) -> bool:
+    """Whether a character of one byte is a token itself, where bytes are a fallback."""
+    return not byte_level and byte < 128 and chr(byte) in ids
+
+
+def _holding(byte: int) -> str:
+    """A character with this byte in UTF-8."""
+    characters = map(chr, [*range(0xD800), *range(0xE000, 0x110000, 0x1000)])
+    return next(c for c in characters if byte in c.encode())
+
+
 def _as_tiktoken(spec: dict[str, Any]) -> tiktoken.Encoding | None:
     """The same encoding in tiktoken, or None where it is not certain to be the same."""
     model, pattern = spec["model"], _pattern(spec)
     odd = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk")
-    special = {t["content"]: t["id"] for t in spec["added_tokens"] if t["special"]}
+    special = {t["content"]: t["id"] for t in spec["added_tokens"] if t.get("special")}
     plain = {t: i for t, i in model["vocab"].items() if t not in special}
     if (
         pattern is None

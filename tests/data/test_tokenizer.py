@@ -1,6 +1,7 @@
 """Two trainers, two encoders, one meaning."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -153,11 +154,9 @@ def altered(tokenizer: Tokenizer, **changes: Any) -> Tokenizer:
 def test_what_tiktoken_would_get_wrong_goes_the_slow_way(tokenizer: Tokenizer) -> None:
     merges = json.loads(tokenizer._text)["model"]["merges"]
     swapped = altered(tokenizer, merges=[merges[1], merges[0], *merges[2:]])
-    normal = altered(tokenizer, normalizer={"type": "NFC"})
-    for other in (swapped, normal):
-        assert other._fast is None
-        for text, ids in zip(AWKWARD, other.encode_batch(AWKWARD), strict=True):
-            assert other.decode(ids) == text
+    assert swapped._fast is None
+    for text, ids in zip(AWKWARD, swapped.encode_batch(AWKWARD), strict=True):
+        assert swapped.decode(ids) == text
 
 
 def test_a_token_that_its_own_bytes_do_not_reach() -> None:
@@ -183,6 +182,7 @@ def fallback_tokenizer(prefix: bool) -> tokenizers.Tokenizer:
     prepend = normalizers.Sequence([normalizers.Prepend("\u2581"), replace])
     theirs.normalizer = prepend if prefix else replace
     steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    steps += [decoders.Strip(" ", 1, 0)] if prefix else []
     theirs.decoder = decoders.Sequence(steps)
     theirs.add_special_tokens(["<bos>"])
     return theirs
@@ -194,8 +194,98 @@ def test_byte_fallback_is_counted_exactly_or_refused() -> None:
     (ids,) = ours.encode_batch([text])
     assert ours.decode(ids) == text and ours.document_token == 0 and 0 not in ids
     assert ours.token_bytes[ids].sum() == len(text.encode())
-    with pytest.raises(UnsupportedError, match="bits per byte could not be told"):
-        Tokenizer(fallback_tokenizer(prefix=True).to_str())
+
+
+def metaspace_tokenizer(scheme: Any) -> tokenizers.Tokenizer:
+    theirs = fallback_tokenizer(prefix=False)
+    theirs.normalizer = None
+    theirs.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    theirs.decoder = decoders.Sequence(
+        [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme=scheme)]
+    )
+    return theirs
+
+
+@pytest.mark.parametrize("scheme", ["prepend", "always", "first", "never"])
+@pytest.mark.parametrize("decoder", [True, False])
+def test_a_space_before_every_text_is_no_byte_of_it(scheme: str, decoder: bool) -> None:
+    """Llama 2's Prepend, Mistral's Metaspace, and either without its decoder."""
+    theirs = fallback_tokenizer(True) if scheme == "prepend" else metaspace_tokenizer(scheme)
+    spec = json.loads(theirs.to_str())
+    if not decoder:
+        del spec["decoder"]
+    ours = Tokenizer(json.dumps(spec))
+    theirs.encode_special_tokens = True
+    for text in AWKWARD[1:]:
+        (ids,) = ours.encode_batch([text])
+        assert ours.decode(ids) == text
+        if not text.startswith(" ") or scheme in ("prepend", "never"):
+            assert ids.tolist() == theirs.encode(text, add_special_tokens=False).ids
+        whole = [ours.document_token, *ids.tolist()]
+        assert ours.token_bytes[whole].sum() == len(text.encode())
+        ours.check_document(text, ids)
+    with pytest.raises(ConfigError, match="begins 'a\u2581b' has 5 bytes, its tokens stand for 3"):
+        ours.check_document("a\u2581b", ours.encode_batch(["a\u2581b"])[0])
+
+
+@pytest.mark.parametrize(
+    "normalizer", ["NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "Nmt"]
+)
+def test_a_normalizer_that_changes_bytes_is_refused(tokenizer: Tokenizer, normalizer: str) -> None:
+    with pytest.raises(ConfigError, match=r"loses text: .* comes back as") as caught:
+        altered(tokenizer, normalizer={"type": normalizer})
+    assert f"without its normalizer {normalizer}" in str(caught.value)
+
+
+def test_missing_bytes_are_named(tokenizer: Tokenizer) -> None:
+    spec = json.loads(tokenizer._text)
+    vocab, gone = spec["model"]["vocab"], "\u00e4"  # the spelling of byte E4
+    merges = [m for m in spec["model"]["merges"] if gone not in "".join(m)]
+    vocab = {t: i for t, i in vocab.items() if gone not in t}
+    with pytest.raises(ConfigError, match="no token for 1 of the 243 bytes of UTF-8: E4; text"):
+        altered(tokenizer, vocab=vocab, merges=merges)
+
+
+@pytest.mark.parametrize("key", ["normalizer", "decoder"])
+@pytest.mark.parametrize("null", [True, False])
+def test_a_part_may_be_left_out(tokenizer: Tokenizer, key: str, null: bool) -> None:
+    spec = json.loads(tokenizer._text)
+    spec[key] = None
+    if not null:
+        del spec[key]
+    ours = Tokenizer(json.dumps(spec))
+    assert listed(ours.encode_batch(AWKWARD)) == listed(tokenizer.encode_batch(AWKWARD))
+    assert [ours.decode(ids) for ids in ours.encode_batch(AWKWARD)] == AWKWARD
+
+
+def test_broken_files_are_one_error_each(tokenizer: Tokenizer) -> None:
+    for key in ("added_tokens", "pre_tokenizer"):
+        for null in (True, False):
+            spec = json.loads(tokenizer._text)
+            spec[key] = None
+            if not null:
+                del spec[key]
+            with pytest.raises(ConfigError):
+                Tokenizer(json.dumps(spec))
+    for text in ("[]", "null", "3", '{"model": {}}', '{"model": {"type": "BPE"}}', "{", ""):
+        with pytest.raises(ConfigError):
+            Tokenizer(text)
+    split = {"type": "Split", "behavior": "Isolated", "invert": False}
+    level = json.loads(tokenizer._text)["pre_tokenizer"]["pretokenizers"][1]
+    for pattern in ("(", r"(x+x+)+y"):
+        steps = [{**split, "pattern": {"Regex": pattern}}, level]
+        with pytest.raises(ConfigError):
+            altered(tokenizer, pre_tokenizer={"type": "Sequence", "pretokenizers": steps})
+    with pytest.raises(ConfigError, match=r"dropout = 0\.1"):
+        altered(tokenizer, dropout=0.1)
+
+
+@pytest.mark.parametrize("trainer", ["rustbpe", "tokenizers"])
+def test_a_huge_word_is_learned_from_in_short_runs(trainer: Any) -> None:
+    begin = time.process_time()
+    for text in (" " * 2_000_000, "0" * 2_000_000, "ab" * 1_000_000):
+        train_tokenizer([text, "plain words"], vocab=300, trainer=trainer)
+    assert time.process_time() - begin < 5
 
 
 def test_a_tiktoken_encoding_keeps_its_ids(

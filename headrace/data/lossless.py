@@ -1,0 +1,104 @@
+"""What a tokenizer loses of a text, shown by example, and texts that no trainer chokes on."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+from headrace.core.errors import ConfigError
+
+Result = TypeVar("Result")
+RUN_CHARACTERS = 512
+"""Longer runs of blanks, or of anything else, are cut for the trainer: its time grows with the
+square of a word."""
+_LONG_RUN = re.compile(rf"\s{{{RUN_CHARACTERS + 1},}}|\S{{{RUN_CHARACTERS + 1},}}")
+_PROBES = (
+    *("a", " a", "  a", "a ", "a  b   c\t\td", "a\r\nb\n\n\nc\r", "\ta", "\n", "A Word", "1234567"),
+    *("cafe\u0301 caf\u00e9", "\u212b \ufb01 \uff21 \u00b2", "\u00c4\u00d6 \u0130\u0131\u017f"),
+    *("\u4e2d\u6587\u3002", "\u0939\u093f\u0928\u094d\u0926\u0940", "\u0627\u0644\u0639"),
+    *("\ud55c\uad6d\uc5b4 \u1112\u1161\u11ab", "\u0e44\u0e17\u0e22", "\u05e9\u05c1"),
+    *(
+        "\U0001f469\u200d\U0001f680 \U0001f1e9\U0001f1ea",
+        "\ufeffa\u00a0\u2028\u3000\u200b",
+        "\x00\x01\x7f",
+    ),
+    *("it's , don't . a ! b ?", "a</w>b##c \u0120\u010a", "x" * 300, " " * 300),
+)
+
+
+def guarded(call: Callable[[], Result], what: str) -> Result:
+    """Return the call's result; what Rust raises, a panic included, becomes one error.
+
+    Raises:
+        ConfigError: the call failed.
+    """
+    try:
+        return call()
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # a panic is no Exception
+        raise ConfigError(f"{what}: {error}", "data.tokenizer=bpe") from None
+
+
+def check_parts(spec: dict[str, Any], ids: dict[str, int], name: str) -> None:
+    """Refuse vocabularies that are none, and encodings that differ from time to time.
+
+    Raises:
+        ConfigError: there is no token, two have one id, an id is far out, or dropout is on.
+    """
+    remedy = "data.tokenizer=bpe, or mend the file"
+    if not ids:
+        raise ConfigError(f"{name} has an empty vocabulary", remedy)
+    by_id: dict[int, str] = {}
+    for token, i in ids.items():
+        if i in by_id:
+            raise ConfigError(f"{name} gives id {i} to {by_id[i]!r} and to {token!r}", remedy)
+        by_id[i] = token
+    if max(by_id) > 2 * len(ids) + 4096:
+        raise ConfigError(
+            f"{name} has {len(ids):,} tokens, and {by_id[max(by_id)]!r} has id {max(by_id):,}: "
+            "embeddings for all ids between would never be used",
+            remedy,
+        )
+    dropout = spec["model"].get("dropout")
+    if dropout:
+        raise ConfigError(
+            f"{name} has dropout = {dropout}: the same text gets other ids each time",
+            f"set model.dropout to null in {name}",
+        )
+
+
+def example_of_loss(
+    returned: Callable[[str], tuple[str, int]], added_tokens: Iterable[str]
+) -> str | None:
+    """Say what a tokenizer loses of a probe text, or return None where all comes back.
+
+    Args:
+        returned: of a text, what its ids decode to and the bytes that they stand for.
+        added_tokens: looked for as text, between blanks.
+    """
+    sweep = [
+        chr(c) for c in [*range(0x2581), *range(0x2582, 0xD800, 7), *range(0xE000, 0x30000, 61)]
+    ]
+    runs = ["".join(sweep[i : i + 64]) for i in range(0, len(sweep), 64)]
+    for probe in (*_PROBES, *(f"a  {token}  a" for token in added_tokens), *runs):
+        text, count = returned(probe)
+        raw = len(probe.encode())
+        if text != probe:
+            at = next((i for i, c in enumerate(probe) if text[i : i + 1] != c), len(probe))
+            shown, found = probe[max(0, at - 8) : at + 8], text[max(0, at - 8) : at + 8]
+            return f"{shown!r} comes back as {found!r}"
+        if count != raw:
+            return f"{probe[:16]!r} has {raw} bytes, its tokens stand for {count}"
+    return None
+
+
+def in_short_runs(texts: Iterable[str]) -> Iterator[str]:
+    """Yield texts in which no run of blanks, or of anything else, is long."""
+    for text in texts:
+        begin = 0
+        for found in _LONG_RUN.finditer(text):
+            yield text[begin : found.start()]
+            for at in range(found.start(), found.end(), RUN_CHARACTERS):
+                yield text[at : min(at + RUN_CHARACTERS, found.end())]
+            begin = found.end()
+        yield text[begin:] if begin else text
