@@ -255,12 +255,17 @@ def _tell(folder: Path, report: dict[str, Any], *, on_its_own: bool) -> None:
 
 
 @app.command("eval")
-def evaluate_run(run: RunName, *, checkpoint: Checkpoint = None, json: Json = False) -> None:
-    """Validation loss of a run's checkpoint, in nats per token and bits per byte."""
+def evaluate_run(
+    run: RunName, *, checkpoint: Checkpoint = None,
+    tokens: Annotated[int | None, typer.Option(
+        min=1, help="At most this many, spread evenly over the text; all without it.")] = None,
+    json: Json = False,
+) -> None:  # fmt: skip
+    """Validation loss of a run's checkpoint over all its text, in nats and bits per byte."""
     with exit_codes(json):
         folder = resolve_run(run)
         build = open_model(folder, catalogue(), checkpoint=checkpoint, with_data=True)
-        found = finite(evaluate(build), folder)
+        found = finite(evaluate(build, tokens), folder)
         values = {"run": str(folder), **vars(found)}
         if json:
             show_json(values)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from headrace.core.errors import ConfigError, Diverged, RunError
 from headrace.core.plan import OptimizerConfig, Plan
-from headrace.data.loader import validation_batches
+from headrace.data.loader import validation_batches, validation_rows
 from headrace.model.head import IGNORED, cross_entropy
 from headrace.sockets import Build, Work
 
@@ -31,6 +31,8 @@ class Validation:
     bits_per_byte: float
     tokens: int
     bytes: int
+    share: float = 1.0
+    """Share of the validation text's targets that were evaluated."""
 
 
 def gentler(plan: Plan) -> str:
@@ -85,8 +87,12 @@ def finite(found: Validation, folder: Path) -> Validation:
 
 
 @torch.no_grad()
-def evaluate(build: Build) -> Validation:
-    """The model's loss on the plan's validation rows, summed in fp64 over all ranks.
+def evaluate(build: Build, tokens: int | None = None) -> Validation:
+    """Return the model's loss on validation rows, summed in fp64 over all ranks.
+
+    Args:
+        build: the run.
+        tokens: at most this many, in rows spread evenly over the text; None is all of it.
 
     Raises:
         ConfigError: no target of these rows counts, or none stands for text.
@@ -106,7 +112,7 @@ def evaluate(build: Build) -> Validation:
         for micro in validation_batches(
             build.prepared.validation,
             plan.data.sequence_length,
-            tokens=plan.eval.tokens,
+            tokens=tokens,
             micro_rows=plan.micro_rows,
             rank=world.place("data"),
             ranks=world.size("data"),
@@ -122,20 +128,29 @@ def evaluate(build: Build) -> Validation:
     # Replicas read other rows; parts of a row and stages add to the same loss.
     for axis in ("shard", "pipeline"):
         world.sum_(nats, axis)
-    tokens, text_bytes = world.sum_(counts, "shard").tolist()
-    if not tokens or not text_bytes:
+    counted, text_bytes = world.sum_(counts, "shard").tolist()
+    if not counted or not text_bytes:
         shorter = "a smaller techniques.prefix_lm.tokens, or " if build.mask.prefix else ""
         raise ConfigError(
-            f"the rows of eval.tokens = {plan.eval.tokens} have {tokens} targets that count, which "
+            f"the rows of eval.tokens = {tokens or 'all'} have {counted} targets that count, which "
             f"stand for {text_bytes} bytes of text: there is no loss to measure",
             f"{shorter}a larger eval.tokens or data.validation",
         )
     return Validation(
-        loss_nats=float(nats) / tokens,
+        loss_nats=float(nats) / counted,
         bits_per_byte=float(nats) / math.log(2) / text_bytes,
-        tokens=tokens,
+        tokens=counted,
         bytes=text_bytes,
+        share=_share(build, tokens),
     )
+
+
+def _share(build: Build, tokens: int | None) -> float:
+    """Return the share of the validation text's targets that rows of `tokens` tokens hold."""
+    shards, length = build.prepared.validation, build.plan.data.sequence_length
+    rows = validation_rows(shards, length, tokens)
+    targets = sum(min(length, shards.tokens - 1 - row * length) for row in rows)
+    return targets / (shards.tokens - 1)
 
 
 def _counts(targets_BT: Tensor, bytes_V: Tensor) -> Tensor:

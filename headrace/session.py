@@ -379,7 +379,7 @@ class Session:
         began_s = time.perf_counter()
         self.progress.task("validation", 0, None)
         compiled_s = compile_seconds()
-        found = evaluate(self.build)
+        found = evaluate(self.build, self.build.plan.eval.tokens)
         self.progress.task("validation", 1, 1)
         self._compiled_s = compile_seconds()
         self.signals.spent("compile", self._compiled_s - compiled_s)
@@ -394,7 +394,13 @@ class Session:
         counters.wall_s = self._wall_s()
         value = {"loss_nats": found.loss_nats, "bits_per_byte": found.bits_per_byte}
         counters.val.append(
-            {"step": counters.step, "tokens": counters.tokens, "wall_s": counters.wall_s, **value}
+            {
+                "step": counters.step,
+                "tokens": counters.tokens,
+                "wall_s": counters.wall_s,
+                **value,
+                "share": found.share,
+            }
         )
         if self._rows and self._rows[-1]["step"] == counters.step:
             self._rows[-1] |= {f"val_{k}": v for k, v in value.items()}

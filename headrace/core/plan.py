@@ -121,7 +121,8 @@ class EvalConfig(Strict):
     every_steps: int = Field(default=50, ge=1, le=MOST)
     """Steps between evaluations."""
     tokens: int = Field(default=131_072, ge=1, le=MOST)
-    """At most this many validation tokens; all of the set when it is smaller."""
+    """At most this many validation tokens of each evaluation while training, in rows spread evenly
+    over the text; all of the set when it is smaller. `headrace eval` reads all."""
 
 
 class CheckpointConfig(Strict):

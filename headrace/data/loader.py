@@ -265,17 +265,23 @@ def collate(
     return Micro(ids_BT, targets_BT, segments_BT, positions_BT, wasted, first_token)
 
 
-def validation_rows(shards: Shards, sequence_length: int, tokens: int) -> int:
-    """Rows that an evaluation of at most `tokens` tokens reads; one at least."""
+def validation_rows(shards: Shards, sequence_length: int, tokens: int | None) -> range | list[int]:
+    """Return the rows that an evaluation of at most `tokens` tokens reads: one at least.
+
+    They are spread evenly over the whole text. Without `tokens` they are all rows.
+    """
     whole = -(-(shards.tokens - 1) // sequence_length)
-    return min(whole, max(1, tokens // sequence_length))
+    count = whole if tokens is None else min(whole, max(1, tokens // sequence_length))
+    if count == whole:
+        return range(whole)
+    return [(2 * i + 1) * whole // (2 * count) for i in range(count)]
 
 
 def validation_batches(
     shards: Shards,
     sequence_length: int,
     *,
-    tokens: int,
+    tokens: int | None,
     micro_rows: int,
     rank: int = 0,
     ranks: int = 1,
@@ -287,11 +293,12 @@ def validation_batches(
     divide, are padding with ignored targets: every rank gets as many micro-batches.
     """
     rows = validation_rows(shards, sequence_length, tokens)
-    for batch in range(-(-rows // (micro_rows * ranks))):
+    for batch in range(-(-len(rows) // (micro_rows * ranks))):
         first = (batch * ranks + rank) * micro_rows
-        numbers = range(first, first + micro_rows)
+        numbers = [*rows[first : first + micro_rows]]
+        padding = [None] * (micro_rows - len(numbers))
         yield collate(
-            [_validation_row(shards, sequence_length, n if n < rows else None) for n in numbers],
+            [_validation_row(shards, sequence_length, n) for n in [*numbers, *padding]],
             segments=segments,
             first_token=first * sequence_length,
         )

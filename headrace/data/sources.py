@@ -2,23 +2,26 @@
 
 A source is a file, a folder, a glob, `stdlib` or `hf:NAME`. Everything is read lazily and in a
 fixed order, so that preparing twice gives the same tokens. A .txt, .md or .py file is one document
-(read whole); .jsonl and .parquet give one document a row and are streamed. Compression is undone
-by pyarrow, which reads gzip and zstd alike and, unlike a plain decompressor, reports a stream that
-ends too early. Hugging Face datasets are streamed; loading scripts never run (from `datasets` 4 on
-they do not even exist).
+(read whole); .jsonl, .ndjson, .csv, .tsv and .parquet give one document a row and are streamed.
+Compression is undone by pyarrow (gzip, zstd) or the standard library (bz2, xz); a stream that ends
+too early is reported. Hugging Face datasets are streamed; loading scripts never run (from
+`datasets` 4 on they do not even exist).
 
 `stdlib` is the Python standard library's own sources without its tests: about 12 MB of real text
 that is on every machine, so that the first run needs no download.
 """
 
+import bz2
+import csv
 import glob
 import hashlib
 import io
 import json
+import lzma
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -33,8 +36,10 @@ from headrace.core.errors import (
 )
 
 PLAIN = frozenset({".txt", ".md", ".py"})
-READABLE = PLAIN | {".jsonl", ".parquet"}
-COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
+LINES = frozenset({".jsonl", ".ndjson"})
+TABLES = {".csv": ",", ".tsv": "\t"}
+READABLE = PLAIN | LINES | {".parquet", *TABLES}
+COMPRESSION = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
 _NOT_LIBRARY = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 )
@@ -84,8 +89,8 @@ def source_signature(source: str) -> str:
 
 def _kind(path: Path) -> tuple[str, str | None]:
     """(suffix without compression, compression), e.g. ('.jsonl', 'gzip')."""
-    compression = COMPRESSION.get(path.suffix)
-    return (Path(path.stem).suffix if compression else path.suffix), compression
+    compression = COMPRESSION.get(path.suffix.lower())
+    return Path(path.stem if compression else path.name).suffix.lower(), compression
 
 
 def _listing(source: str) -> list[tuple[str, Path]]:
@@ -101,7 +106,7 @@ def _listing(source: str) -> list[tuple[str, Path]]:
         if _kind(path)[0] not in READABLE:
             raise ConfigError(
                 f"data.sources = {source!r} is not a kind of file that can be read; "
-                f"the kinds are {' '.join(sorted(READABLE))} (and .gz or .zst of them)",
+                f"the kinds are {' '.join(sorted(READABLE))} (and .gz, .zst, .bz2 or .xz of them)",
             )
         return [(source, path)]
     if glob.has_magic(source):
@@ -129,7 +134,7 @@ def _folder(folder: Path) -> list[tuple[str, Path]]:
     """Readable files under a folder; hidden ones and caches are left out."""
     others: set[str] = set()
     files = []
-    for path in sorted(folder.rglob("*")):
+    for path in sorted(_walk(folder, frozenset())):
         inside = path.relative_to(folder).parts
         if any(p.startswith(".") or p == "__pycache__" for p in inside) or not path.is_file():
             continue
@@ -144,6 +149,18 @@ def _folder(folder: Path) -> list[tuple[str, Path]]:
             f"the kinds that can be read are {' '.join(sorted(READABLE))}"
         )
     return files
+
+
+def _walk(folder: Path, above: frozenset[Path]) -> Iterator[Path]:
+    """Yield what stands under a folder; links to folders are followed, but never in a circle."""
+    real = folder.resolve()
+    if real in above:
+        return
+    for path in folder.iterdir():
+        if path.is_dir():
+            yield from _walk(path, above | {real})
+        else:
+            yield path
 
 
 def _standard_library() -> list[tuple[str, Path]]:
@@ -163,9 +180,11 @@ def _read(path: Path, name: str, text_key: str) -> Iterator[Document]:
         if kind == ".parquet":
             yield from _parquet(path, name, text_key)
             return
-        with io.BufferedReader(pa.input_stream(str(path), compression=compression)) as stream:  # type: ignore[arg-type]
-            if kind == ".jsonl":
+        with _open(path, compression) as stream:
+            if kind in LINES:
                 yield from _json_lines(stream, name, text_key)
+            elif kind in TABLES:
+                yield from _table(stream, name, text_key, TABLES[kind])
             else:
                 yield Document(_decode(stream.read(), name).removeprefix("\ufeff"), name)
     except UnicodeDecodeError as error:  # of a column whose writer did not check it
@@ -173,13 +192,48 @@ def _read(path: Path, name: str, text_key: str) -> Iterator[Document]:
             f"{name} is not UTF-8 in its column {text_key!r}: {error}",
             "write the file again as UTF-8, or leave it out of data.sources",
         ) from None
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, EOFError, lzma.LZMAError, pa.ArrowException) as error:
         if is_out_of_memory(error):
             raise
         raise ConfigError(
             f"{name} cannot be read: {error}",
             "copy or download the file again, or leave it out of data.sources",
         ) from None
+
+
+def _open(path: Path, compression: str | None) -> IO[bytes]:
+    """Open a file for reading, decompressed."""
+    if compression == "xz":
+        return lzma.open(path)
+    if compression == "bz2":
+        return bz2.open(path)
+    return io.BufferedReader(pa.input_stream(str(path), compression=compression))  # type: ignore[arg-type]
+
+
+def _table(stream: Iterable[bytes], name: str, text_key: str, delimiter: str) -> Iterator[Document]:
+    """Yield the rows of a .csv or .tsv file; its first row names the fields."""
+    lines = (_decode(raw, name, file=name) for raw in stream)
+    rows = csv.reader(lines, delimiter=delimiter, strict=True)
+    limit = csv.field_size_limit(1 << 31)  # a text may be longer than the library's 128 KiB
+    try:
+        header = [field.removeprefix("\ufeff") for field in next(rows, [])]
+        if text_key not in header:
+            raise _no_key(text_key, header, name)
+        place = header.index(text_key)
+        for number, row in enumerate(rows, 2):
+            if row and len(row) != len(header):
+                raise ConfigError(
+                    f"{name}: row {number} has {len(row)} fields, its header {len(header)}",
+                    f"quote the fields of row {number}, or leave it out",
+                )
+            if row:
+                yield Document(row[place], f"{name}:{number}")
+    except csv.Error as error:
+        raise ConfigError(
+            f"{name}: line {rows.line_num} is no row of a table: {error}", f"leave {name} out"
+        ) from None
+    finally:
+        csv.field_size_limit(limit)
 
 
 def _decode(raw: bytes, name: str, before_bytes: int = 0, file: str = "") -> str:

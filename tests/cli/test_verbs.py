@@ -64,9 +64,12 @@ def test_resume_goes_on(call: Callable[..., Any], tiny_demo: list[str]) -> None:
 def test_eval_repeats_the_reports_loss(call: Callable[..., Any], workshop: Path) -> None:
     report = json.loads((workshop / "runs" / "demo" / "report.json").read_text())
     best = min(report["val"], key=lambda v: v["bits_per_byte"])
-    told = call("eval", "demo")
+    told = call("eval", "demo", "--tokens", "512")
+    whole = call("eval", "demo")
+    assert whole["share"] == 1.0 > told["share"] > 0
+    assert told["tokens"] == pytest.approx(whole["tokens"] * told["share"])
     assert told["bits_per_byte"] == pytest.approx(best["bits_per_byte"], rel=1e-6)
-    assert set(told) == {"run", "loss_nats", "bits_per_byte", "tokens", "bytes"}
+    assert set(told) == {"run", "loss_nats", "bits_per_byte", "tokens", "bytes", "share"}
 
 
 def test_sample_is_the_same_for_the_same_seed(call: Callable[..., Any]) -> None:

@@ -51,7 +51,8 @@ train.run(plan, progress=Progress(), resume=True, checkpoint="step-2")
 after = RunFolder(folder).read("report")
 assert before["status"] == after["status"] == "done" and after["techniques"] == {}
 assert before["val"][-1]["loss_nats"] == after["val"][-1]["loss_nats"]
-found = evaluate(open_model(folder, catalogue, checkpoint="latest", with_data=True))
+build = open_model(folder, catalogue, checkpoint="latest", with_data=True)
+found = evaluate(build, plan.eval.tokens)
 assert found.loss_nats == after["val"][-1]["loss_nats"]
 assert write_report(folder).stat().st_size > 1000
 assert not [name for name in sys.modules if name.startswith("headrace.techniques.")]

@@ -1,7 +1,9 @@
 """Text in, and what a user reads when it does not come."""
 
+import bz2
 import gzip
 import json
+import lzma
 import os
 import sys
 from pathlib import Path
@@ -29,10 +31,11 @@ def failure(source: object, kind: type[Exception] = ConfigError, **options: str)
 
 
 def compress(raw: bytes, suffix: str) -> bytes:
-    return {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[suffix](raw)
+    ways = {".gz": gzip.compress, ".zst": zstandard.compress}
+    return {"": bytes, ".bz2": bz2.compress, ".xz": lzma.compress, **ways}[suffix](raw)
 
 
-@pytest.mark.parametrize("compression", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("compression", ["", ".gz", ".zst", ".bz2", ".xz"])
 @pytest.mark.parametrize("suffix", [".txt", ".md", ".py"])
 def test_a_plain_file_is_one_document(tmp_path: Path, suffix: str, compression: str) -> None:
     path = tmp_path / f"a{suffix}{compression}"
@@ -40,13 +43,36 @@ def test_a_plain_file_is_one_document(tmp_path: Path, suffix: str, compression: 
     assert list(read_documents(str(path))) == [Document("one\r\ntw\u00f6\n", str(path))]
 
 
-@pytest.mark.parametrize("compression", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("compression", ["", ".gz", ".zst", ".bz2", ".xz"])
 def test_json_lines(tmp_path: Path, compression: str) -> None:
     path = tmp_path / f"a.jsonl{compression}"
     path.write_bytes(compress(LINES, compression))
     found = list(read_documents(str(path)))
     assert [d.text for d in found] == TEXTS
     assert [d.origin for d in found] == [f"{path}:{line}" for line in (1, 3, 5)]
+
+
+def test_a_suffix_is_read_in_any_case_and_a_link_to_a_folder_is_followed(tmp_path: Path) -> None:
+    inside, outside = tmp_path / "inside", tmp_path / "outside"
+    for folder in (inside, outside):
+        folder.mkdir()
+    (inside / "A.TXT").write_text("one")
+    (inside / "b.NDJSON").write_text('{"text": "two"}')
+    (outside / "c.txt.XZ").write_bytes(lzma.compress(b"three"))
+    (inside / "link").symlink_to(outside)
+    (outside / "circle").symlink_to(inside)
+    assert texts(inside) == ["one", "two", "three"]
+
+
+def test_a_table_gives_a_document_a_row(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('\ufeffid,body\r\n1,"two\nlines, quoted ""so"""\r\n\r\n2,' + "x" * 200_000)
+    assert texts(path, text_key="body") == ['two\nlines, quoted "so"', "x" * 200_000]
+    assert "its fields are id, body" in failure(path)
+    (tmp_path / "a.tsv").write_text("text\tn\none, two\t1\n")
+    assert texts(tmp_path / "a.tsv") == ["one, two"]
+    path.write_text("text,n\na\n")
+    assert "row 2 has 1 fields, its header 2" in failure(path)
 
 
 def test_parquet_reads_only_the_text(tmp_path: Path) -> None:
@@ -161,7 +187,9 @@ def test_a_parquet_without_the_field(tmp_path: Path) -> None:
     assert "holds int" in failure(path, text_key="n")
 
 
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.zst", "a.parquet"])
+@pytest.mark.parametrize(
+    "name", ["a.jsonl.gz", "a.txt.zst", "a.jsonl.xz", "a.txt.bz2", "a.parquet"]
+)
 @pytest.mark.parametrize("cut", [True, False])
 def test_a_damaged_file_is_named(tmp_path: Path, name: str, cut: bool) -> None:
     path = tmp_path / name

@@ -141,7 +141,7 @@ def test_no_document_and_nothing_before_feels_a_change(make_tiny: Callable[..., 
 
 def test_validation_counts_what_is_left(make_tiny: Callable[..., Build]) -> None:
     builds = [make_tiny(ON, f"batch.micro_sequences={n}") for n in (1, 8)]
-    one, other = (evaluate(build) for build in builds)
+    one, other = (evaluate(build, 512) for build in builds)
     assert (one.tokens, one.bytes) == (other.tokens, other.bytes)
     assert one.loss_nats == pytest.approx(other.loss_nats, rel=1e-6)
     tokens = nats = 0.0
@@ -153,7 +153,7 @@ def test_validation_counts_what_is_left(make_tiny: Callable[..., Build]) -> None
         nats += float(torch.nn.functional.cross_entropy(
             logits, work.targets_BT[0, counted], reduction="sum"))  # fmt: skip
         tokens += int(counted.sum())
-    assert one.tokens == tokens < evaluate(make_tiny()).tokens
+    assert one.tokens == tokens < evaluate(make_tiny(), 512).tokens
     assert one.loss_nats == pytest.approx(nats / tokens, rel=1e-5)
 
 
@@ -170,7 +170,7 @@ def test_a_validation_without_targets_says_so(
 
     build.place = emptied
     with pytest.raises(ConfigError, match="0 bytes of text") as caught:
-        evaluate(build)
+        evaluate(build, 32)
     assert "prefix_lm.tokens" in caught.value.remedy and "eval.tokens" in caught.value.remedy
 
 
