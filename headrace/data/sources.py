@@ -18,6 +18,7 @@ import hashlib
 import io
 import json
 import lzma
+import shlex
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -156,7 +157,16 @@ def _walk(folder: Path, above: frozenset[Path]) -> Iterator[Path]:
     real = folder.resolve()
     if real in above:
         return
-    for path in folder.iterdir():
+    try:
+        inside = list(folder.iterdir())
+    except OSError as error:
+        raise ConfigError(
+            f"data.sources: the folder {folder} cannot be read: {error.strerror}",
+            f"chmod u+rx {shlex.quote(str(folder))}",
+        ) from None
+    for path in inside:
+        if path.name.startswith("."):
+            continue
         if path.is_dir():
             yield from _walk(path, above | {real})
         else:

@@ -64,6 +64,21 @@ def test_a_suffix_is_read_in_any_case_and_a_link_to_a_folder_is_followed(tmp_pat
     assert texts(inside) == ["one", "two", "three"]
 
 
+def test_a_folder_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "closed").mkdir()
+    whole = Path.iterdir
+
+    def closed(path: Path) -> object:
+        if path.name == "closed":
+            raise PermissionError(13, "Permission denied")
+        return whole(path)
+
+    monkeypatch.setattr(Path, "iterdir", closed)
+    assert "closed cannot be read: Permission denied" in failure(tmp_path)
+
+
 def test_a_table_gives_a_document_a_row(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text('\ufeffid,body\r\n1,"two\nlines, quoted ""so"""\r\n\r\n2,' + "x" * 200_000)
