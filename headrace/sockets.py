@@ -196,6 +196,9 @@ class Build:
     terms: list[Objective] = field(default_factory=list)
     auxiliary: list[Callable[["Build"], Tensor]] = field(default_factory=list)
     """sums of losses that layers kept during a forward, taken and cleared before its backward"""
+    targets_per_token: Tensor | float = 1.0
+    """counted targets of a step's pass over its tokens, on all ranks: what is a sum over tokens,
+    as an auxiliary loss, is multiplied by it, since the step divides by targets"""
     state: dict[str, Stateful] = field(default_factory=dict)
     weights_for_eval: list[Callable[["Build"], AbstractContextManager[None]]] = field(
         default_factory=list

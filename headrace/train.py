@@ -117,7 +117,9 @@ def step(build: Build, micros: Sequence[Micro], index: int) -> Tensor:
         for enrich in build.enrich:
             taken = enrich(build, taken)
         targets = torch.stack([(m.targets_BT != IGNORED).sum() for m in taken]).sum()
-        targets = build.world.sum_(targets, "shard").float()
+        tokens = torch.full_like(targets, sum(m.targets_BT.numel() for m in taken))
+        targets, tokens = build.world.sum_(torch.stack([targets, tokens]), "shard").float()
+        build.targets_per_token = targets.clamp(min=1) / tokens
         factor = build.loss_scale(build)
         scale = 1.0 / targets.clamp(min=1)
         for parameter in build.model.parameters():

@@ -10,10 +10,10 @@ contiguous slice. Experts have no biases.
 Balance is sequence-wise (arXiv 2412.19437, eq. 17 to 20): for each row of the micro-batch
 `T x sum_e f_e P_e`, where f_e = E / (k T) x choices of expert e in the row, and P_e is the row's
 mean probability of e. The sum over rows is additive, so accumulation, data parallelism and
-pipelines add it up; divided by the global count of targets, as every loss is, it is the mean over
-rows of `balance x sum_e f_e P_e`, which is `balance` when all is even. Ignored and padded targets
-are tokens too: they are routed, so they count. The module keeps the sum during a forward pass and
-hands it out once (`take_balance`); a block's recomputation in the backward pass keeps nothing.
+pipelines add it up; divided by the global count of routed tokens, it is the mean over rows of
+`balance x sum_e f_e P_e`, which is `balance` when all is even. Ignored and padded targets are
+tokens too: they are routed, so they count, above and below. The module keeps the sum during a
+forward pass and hands it out once (`take_balance`); a block's recomputation keeps nothing.
 
 Source: arXiv 2101.03961, 2211.15841, 2412.19437. Shapes: B rows, T tokens, N = B x T, D features,
 F hidden features, E experts, k choices of a token.

@@ -26,7 +26,7 @@ CHECKPOINT = "techniques.selective_checkpoint.every=1"
 def test_the_step_adds_the_mean_balance(
     make_tiny: Callable[..., Build], batch: Callable[[Build], list[Any]], micro: int
 ) -> None:
-    """Its loss is cross-entropy plus balance x (1 / targets) x the sum over rows and layers."""
+    """Its loss is cross-entropy plus balance x (1 / tokens) x the sum over rows and layers."""
     rows = f"batch.micro_sequences={micro}"
     build = make_tiny(f"{NAME}.experts=4", f"{NAME}.balance=0.5", rows)
     plain = make_tiny(f"{NAME}.experts=4", f"{NAME}.balance=0.0", rows)
@@ -37,9 +37,28 @@ def test_the_step_adds_the_mean_balance(
     rows_of_all = torch.arange(micro_batch.ids_BT.size(1))[None]
     fresh.model.hidden(micro_batch.ids_BT, Rows(rows_of_all))
     kept = float(sum(b.mlp.take_balance() for b in fresh.model.blocks.values()).detach())
-    targets = int((micro_batch.targets_BT != IGNORED).sum())
-    assert with_balance - entropy == pytest.approx(kept / targets, rel=1e-3)
-    assert kept / targets >= 2 * 0.5 * 0.99, "two layers of at least `balance` each"
+    tokens = micro_batch.ids_BT.numel()
+    assert with_balance - entropy == pytest.approx(kept / tokens, rel=1e-3)
+    assert kept / tokens >= 2 * 0.5 * 0.99, "two layers of at least `balance` each"
+
+
+@pytest.mark.parametrize("micro", [0, 1])
+def test_ignored_targets_leave_the_balance_as_it_is(
+    make_tiny: Callable[..., Build], batch: Callable[[Build], list[Any]], micro: int
+) -> None:
+    found = []
+    for ignored in (False, True):
+        losses = []
+        for balance in (0.5, 0.0):
+            rows = f"batch.micro_sequences={micro}"
+            build = make_tiny(f"{NAME}.experts=4", f"{NAME}.balance={balance}", rows)
+            micros = batch(build)
+            if ignored:
+                for one in micros:
+                    one.targets_BT[:, ::2] = IGNORED
+            losses.append(float(step(build, micros, 0)[0]))
+        found.append(losses[0] - losses[1])
+    assert found[1] == pytest.approx(found[0], rel=1e-3)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

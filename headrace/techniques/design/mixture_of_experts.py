@@ -225,9 +225,13 @@ def _layers(build: Build) -> list[Layer]:
 
 
 def balance_loss(build: Build) -> Tensor:
-    """The balance loss that the layers of this rank kept in the last forward pass."""
+    """Return the balance loss that this rank's layers kept in the last forward pass.
+
+    Every token is routed, and the step divides by counted targets: the ratio makes it the mean over
+    tokens.
+    """
     total = torch.zeros((), device=build.device)
     for layer in _layers(build):
         kept = layer.take_balance()
         total = total if kept is None else total + kept
-    return total
+    return total * build.targets_per_token
