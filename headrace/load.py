@@ -9,9 +9,10 @@ from headrace.core.errors import ConfigError, nearest
 from headrace.core.files import read_plan_text
 from headrace.core.plan import MeshConfig, Plan
 from headrace.core.technique import Catalogue, Stage
-from headrace.data.ingest import Prepared, prepare
+from headrace.data.ingest import Prepared, reopen
 from headrace.data.tokenizer import Tokenizer
 from headrace.parallel.world import World
+from headrace.run_folder import RunFolder
 from headrace.sockets import Build
 from headrace.state import trained
 
@@ -96,7 +97,7 @@ def open_model(
         plan = plan.replaced(model=plan.model.model_copy(update={"pretrained": ""}))
     path = _checkpoint(folder, checkpoint)
     if with_data:
-        prepared = prepare(plan)
+        prepared = reopen(plan, RunFolder(folder).read_data())
     else:
         tokenizer = Tokenizer.load(folder / "tokenizer.json")
         prepared = Prepared(folder, tokenizer, train=(), validation=None, fingerprint={})  # type: ignore[arg-type]

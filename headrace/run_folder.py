@@ -1,10 +1,10 @@
 """A run's folder: what is written where, and nothing that an earlier run left is lost.
 
-`runs/NAME/` holds plan.toml, environment.json, metrics.jsonl (one row a step), checkpoints/, and in
-the end report.json, findings.json and report.html. A name that is taken becomes NAME-2, NAME-3 and
-so on; `--resume` continues the newest of them. Files are written aside and renamed, so that a kill
-leaves the old or the new one; a lock, which the system takes back however a process ends, keeps two
-processes out of one folder.
+`runs/NAME/` holds plan.toml, environment.json, data.json (which data it is), metrics.jsonl (one row
+a step), checkpoints/, and in the end report.json, findings.json and report.html. A name that is
+taken becomes NAME-2, NAME-3 and so on; `--resume` continues the newest of them. Files are written
+aside and renamed, so that a kill leaves the old or the new one; a lock, which the system takes back
+however a process ends, keeps two processes out of one folder.
 """
 
 import json
@@ -26,7 +26,7 @@ from filelock import Timeout
 from headrace.core.errors import ConfigError, RunError, at_a_limit
 from headrace.core.files import hold_lock, parse_json, parse_object, sync_path, write_whole
 from headrace.core.plan import Plan
-from headrace.data.tokenizer import Tokenizer
+from headrace.data.ingest import Prepared
 
 LOST = ("closed by peer", "reset by peer", "NCCL error", "NCCL communicator was aborted")
 """How gloo and NCCL say that a process which they were connected to is gone."""
@@ -97,9 +97,11 @@ class RunFolder:
         self._lock.release()
 
     def start(
-        self, plan: Plan, tokenizer: Tokenizer, device: torch.device, command: list[str]
+        self, plan: Plan, prepared: Prepared, device: torch.device, command: list[str]
     ) -> int:
-        """Write the resolved plan, the tokenizer and the environment; returns earlier starts.
+        """Write the resolved plan, the data's record, the tokenizer and the environment.
+
+        Returns earlier starts.
 
         A report of before says from now on that the run goes on.
         """
@@ -110,7 +112,8 @@ class RunFolder:
                 self.write("report", report | {"status": "running"})
         named = plan.replaced(name=self.path.name)
         write_whole(self.path / "plan.toml", named.to_toml())
-        tokenizer.save(self.path / "tokenizer.json")
+        prepared.tokenizer.save(self.path / "tokenizer.json")
+        self.write("data", prepared.record())
         self.write("environment", {**environment(device, command), "starts": before + 1})
         return before
 
@@ -132,6 +135,26 @@ class RunFolder:
             return parse_object(path.read_bytes())
         except ValueError as error:
             raise RunError(f"{path} is damaged: it {error}", f"mv {path} {path}.damaged") from None
+
+    def read_data(self) -> dict[str, Any] | None:
+        """data.json, the record of the run's data; None in a run of before there were any.
+
+        Raises:
+            RunError: it is damaged.
+        """
+        found = self.read("data")
+        if found is None:
+            return None
+        names, digests = ("directory", "absolute"), found.get("fingerprint")
+        texts = [found.get(name) for name in names]
+        texts += digests.values() if isinstance(digests, dict) and digests else [None]
+        if not all(isinstance(text, str) for text in texts):
+            path = self.path / "data.json"
+            raise RunError(
+                f"{path} is damaged: it names no folder of shards, or no digest of them",
+                f"mv {path} {path}.damaged, and the data is prepared as plan.toml says",
+            )
+        return found
 
     def read_report(self) -> dict[str, Any]:
         """report.json.

@@ -153,7 +153,7 @@ class Session:
             self.build.loader.load_state(counters.stream)
         if self.first:
             build, plan = self.build, self.build.plan
-            given = plan, build.prepared.tokenizer, build.device, command_line()
+            given = plan, build.prepared, build.device, command_line()
             counters.restarts = self.folder.start(*given)
             spent_s = self.folder.cut_metrics(counters.step)
             self._wall_before_s = max(self._wall_before_s, spent_s)  # lost steps cost time too

@@ -15,6 +15,7 @@ from torch import Tensor
 from headrace.checkpoint import Saved
 from headrace.core.errors import ConfigError
 from headrace.core.plan import Plan
+from headrace.data.ingest import check_same_data
 from headrace.parallel.boxes import Piece, piece_of
 from headrace.sockets import Build
 
@@ -127,16 +128,8 @@ def check_same_run(saved: Mapping[str, Any], plan: Plan, fingerprint: Mapping[st
             "at the checkpoint",
             f"{'--with' if was_on else '--without'} {switched[0]}, or name=ANOTHER for a new run",
         )
-    was, now = saved["fingerprint"], fingerprint
-    changed = [thing for thing in was if now.get(thing) != was[thing]]
-    if changed:
-        things = " and the ".join(changed)
-        digests = ", ".join(f"{t} {was[t][:12]} -> {str(now.get(t))[:12]}" for t in changed)
-        raise ConfigError(
-            f"cannot resume: the {things} changed since the checkpoint ({digests}); "
-            f"data.sources = {', '.join(plan.source_list)}",
-            f"put the {things} back as before, or name=ANOTHER for a new run",
-        )
+    sources = f"data.sources = {', '.join(plan.source_list)}"
+    check_same_data(saved["fingerprint"], fingerprint, sources)
 
 
 def _at(values: Mapping[str, Any], key: str) -> Any:

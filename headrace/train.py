@@ -7,7 +7,7 @@ device inside a step; numbers are read one step later.
 Stack at the gradient: cli.train -> train.run -> train.step -> engine -> backward.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from headrace.choose import NOTE, choose_attention
 from headrace.context import check_supported, choose_device, make_context
 from headrace.core.plan import Plan
 from headrace.core.technique import Catalogue
-from headrace.data.ingest import Prepared, prepare
+from headrace.data.ingest import Prepared, is_current, reopen
 from headrace.data.loader import Micro
 from headrace.guard import guard
 from headrace.interrupts import Interrupts
@@ -61,13 +61,15 @@ def run(
     device = choose_device(plan)
     with ExitStack() as stack:
         stop = stack.enter_context(Interrupts())
-        if resume:
-            RunFolder.find(plan, folder)  # before any work: is there anything to resume
+        # Before any work: is there anything to resume.
+        record = RunFolder.find(plan, folder).read_data() if resume else None
         world = stack.enter_context(open_world(plan.mesh, device))
         device = _own_device(device, world)
         # make_build asks again, of the plan as it is then; a refusal shall not wait for the data.
         check_supported(list(plan.techniques.values()), make_context(plan, device))
-        prepared = prepare_together(plan, world, progress)
+        prepared = prepare_together(plan, world, progress, record)
+        if record is not None and world.rank == 0 and not is_current(plan, prepared):
+            progress.note(f"the text changed since: going on with shards in {prepared.directory}")
         start.mark("prepare")
         plan, timed = choose_attention(plan, catalogue, prepared, world, device, progress)
         start.mark("choose")
@@ -153,12 +155,21 @@ def divide_gradients(build: Build, factor: Tensor) -> None:
             local_of(parameter.grad).div_(factor)
 
 
-def prepare_together(plan: Plan, world: World, progress: Progress) -> Prepared:
-    """Shards and tokenizer: made by the first rank, then opened by all."""
+def prepare_together(
+    plan: Plan, world: World, progress: Progress, record: Mapping[str, Any] | None = None
+) -> Prepared:
+    """Shards and tokenizer: made by the first rank, then opened by all.
+
+    Args:
+        plan: the run.
+        world: the ranks.
+        progress: where to tell how it goes.
+        record: what a run that goes on keeps of its data.
+    """
     if world.rank == 0:
-        prepared = prepare(plan, progress=progress.task)
+        prepared = reopen(plan, record, progress=progress.task)
     world.barrier()
-    return prepared if world.rank == 0 else prepare(plan)
+    return prepared if world.rank == 0 else reopen(plan, record)
 
 
 def _own_device(device: torch.device, world: World) -> torch.device:

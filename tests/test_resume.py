@@ -11,7 +11,10 @@ import pytest
 import torch
 from tiny import assert_same_run, metrics, report, without_times, write_corpus
 
+from headrace.arguments import catalogue
 from headrace.core.errors import ConfigError, RunError
+from headrace.evaluate import Validation, evaluate
+from headrace.load import open_model
 
 Train = Callable[..., Path]
 
@@ -139,34 +142,70 @@ def own_corpus(tmp_path: Path) -> tuple[Path, Path]:
     return write_corpus(tmp_path / "a", seed=1), write_corpus(tmp_path / "b", seed=2)
 
 
-def test_a_changed_source_file_is_refused_and_called_the_data(
+def test_text_that_changed_since_is_not_read_again(
     train: Train, own_corpus: tuple[Path, Path]
 ) -> None:
+    """A run goes on with the shards that it has, and its evaluations are of the same text."""
     source = f"data.sources={own_corpus[0]}"
     run = train(source)
-    before = contents(run)
+    before = evaluated(run)
+    (own_corpus[0] / "03.txt").write_text("other words\n" * 500)
+    assert evaluated(run) == before
+    train(source, "goal.steps=13", resume=True)
+    shutil.rmtree(own_corpus[0])
+    before = evaluated(run)
+    assert train(source, "goal.steps=14", resume=True) == run
+    assert report(run)["steps"] == 14 and before.tokens == evaluated(run).tokens
+
+
+def evaluated(run: Path) -> Validation:
+    """What `headrace eval` finds."""
+    build = open_model(run, catalogue(), with_data=True)
+    found = evaluate(build)
+    build.loader.close()
+    return found
+
+
+def test_shards_that_are_gone_are_made_again_or_the_run_is_refused(
+    train: Train, own_corpus: tuple[Path, Path], tmp_path: Path
+) -> None:
+    keys = f"data.sources={own_corpus[0]}", f"data.directory={tmp_path / 'shards'}"
+    run = train(*keys)
+    before = evaluated(run)
+    shutil.rmtree(tmp_path / "shards")
+    assert evaluated(run) == before
+    shutil.rmtree(tmp_path / "shards")
     text = own_corpus[0] / "03.txt"
     kept = text.read_text()
     text.write_text(kept + "one line more\n")
-    with pytest.raises(ConfigError, match="cannot resume: the data") as told:
-        train(source, resume=True)
-    assert str(own_corpus[0]) in told.value.message
-    assert contents(run) == before
-    text.write_text(kept)
-    train(source, "goal.steps=13", resume=True)
+    changed = "the data and the tokenizer and the manifests changed since the run was trained"
+    with pytest.raises(ConfigError, match=changed):
+        evaluated(run)
+    with pytest.raises(ConfigError, match=changed):
+        train(*keys, "goal.steps=13", resume=True)
+    shutil.rmtree(tmp_path / "shards")
+    own_corpus[0].rename(own_corpus[0].with_name("away"))
+    with pytest.raises(ConfigError, match="the data of this run is gone") as told:
+        evaluated(run)
+    assert str(own_corpus[1]) not in str(told.value)
+    (run / "data.json").write_text('{"directory": 3}')
+    with pytest.raises(RunError, match=r"data\.json is damaged"):
+        evaluated(run)
 
 
-def test_a_changed_tokenizer_file_is_refused_and_called_the_tokenizer(
+def test_a_tokenizer_file_that_changed_since_is_not_read_again(
     train: Train, own_corpus: tuple[Path, Path]
 ) -> None:
     files = [train("name=a", f"data.sources={c}") / "tokenizer.json" for c in own_corpus]
     mine = own_corpus[0] / "tokenizer.json"
     shutil.copy(files[0], mine)
     sources = f"data.sources={own_corpus[0]}/*.txt"
-    train(sources, f"data.tokenizer={mine}")
+    run = train(sources, f"data.tokenizer={mine}")
+    before = evaluated(run)
     shutil.copy(files[1], mine)
-    with pytest.raises(ConfigError, match=r"cannot resume: the .*tokenizer changed"):
-        train(sources, f"data.tokenizer={mine}", resume=True)
+    assert evaluated(run) == before
+    train(sources, f"data.tokenizer={mine}", "goal.steps=13", resume=True)
+    assert (run / "tokenizer.json").read_text() == files[0].read_text()
 
 
 def test_another_mixture_is_refused(train: Train, own_corpus: tuple[Path, Path]) -> None:

@@ -18,10 +18,11 @@ import hashlib
 import json
 import shlex
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from headrace.core.errors import ConfigError, MemoryFull, RunError, is_out_of_memory
 from headrace.core.files import hold_lock, publish
@@ -57,7 +58,12 @@ class Prepared:
     """One per source."""
     validation: Shards
     fingerprint: dict[str, str]
-    """`data`, `tokenizer` and `mixture`: a resume compares them one by one."""
+    """`data`, `tokenizer`, `mixture` and `manifests`: a resume compares them one by one."""
+
+    def record(self) -> dict[str, Any]:
+        """What a run keeps of its data: where it lies, and what it is."""
+        where = {"directory": str(self.directory), "absolute": str(self.directory.resolve())}
+        return {**where, "fingerprint": self.fingerprint}
 
 
 @dataclass
@@ -118,6 +124,67 @@ def prepare(plan: Plan, *, progress: Progress | None = None) -> Prepared:
         if not is_out_of_memory(error):
             raise
         raise MemoryFull(error, "data that is being prepared", LESS_TO_HOLD) from None
+
+
+def reopen(
+    plan: Plan, record: Mapping[str, Any] | None, *, progress: Progress | None = None
+) -> Prepared:
+    """Return the data that a run was trained on, whatever became of its text since.
+
+    Args:
+        plan: the run's.
+        record: what the run keeps of it, `Prepared.record`; an older run has none, and its data is
+            prepared as its plan says.
+        progress: as `prepare` takes it.
+
+    Raises:
+        ConfigError: it is gone, or is another.
+        RunError, MemoryFull: see `prepare`.
+    """
+    if record is None:
+        return prepare(plan, progress=progress)
+    was = record["fingerprint"]
+    places = [Path(record[key]) for key in ("directory", "absolute")]
+    places.append(Path(plan.data.directory).expanduser() / places[0].name)
+    place = next((p for p in places if p.is_dir()), None)
+    if place is not None:
+        found = _open(plan, place)
+    else:
+        try:
+            found = prepare(plan, progress=progress)
+        except ConfigError as error:
+            raise ConfigError(
+                f"the data of this run is gone: its shards are not in {places[1]} any more, and "
+                f"data.sources = {', '.join(plan.source_list)} cannot be prepared again",
+                f"put the shards back into {places[1]}, or the text where it was",
+            ) from error
+    text = {thing: digest for thing, digest in was.items() if thing != "mixture"}  # the plan's own
+    check_same_data(text, found.fingerprint, f"shards in {found.directory}")
+    return found
+
+
+def is_current(plan: Plan, prepared: Prepared) -> bool:
+    """Whether preparing the plan's data now would find these very shards."""
+    try:
+        return _key(plan) == prepared.directory.name
+    except (ConfigError, OSError):  # what they were made from is gone
+        return False
+
+
+def check_same_data(was: Mapping[str, str], now: Mapping[str, str], where: str) -> None:
+    """Refuse data that is not what a run was trained on.
+
+    Raises:
+        ConfigError: with what changed, and both digests.
+    """
+    changed = [thing for thing in was if now.get(thing) != was[thing]]
+    if changed:
+        things = " and the ".join(changed)
+        digests = ", ".join(f"{t} {was[t][:12]} -> {str(now.get(t))[:12]}" for t in changed)
+        raise ConfigError(
+            f"the {things} changed since the run was trained ({digests}); {where}",
+            f"put the {things} back as before, or name=ANOTHER for a new run",
+        )
 
 
 def _prepare(plan: Plan, progress: Progress | None) -> Prepared:
@@ -185,11 +252,16 @@ def _open(plan: Plan, target: Path) -> Prepared:
     parts = [s.fingerprint for s in (*train, validation)]
     weights = plan.data.weights
     fingerprint = {
-        "data": hashlib.sha256(json.dumps(parts).encode()).hexdigest(),
+        "data": _digest(parts),
         "tokenizer": tokenizer.fingerprint,
         "mixture": json.dumps(weights) if weights else "by size",
+        "manifests": _digest([s.manifest_digest for s in (*train, validation)]),
     }
     return Prepared(target, tokenizer, train, validation, fingerprint)
+
+
+def _digest(parts: list[str]) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 @contextmanager

@@ -3,8 +3,10 @@
 A shard set is a folder of `tokens-00000.bin`, ... (uint16 while the vocabulary allows, else uint32,
 little endian), `offsets.bin` (uint64: where each document starts, counted over the whole set) and
 `manifest.json`. Every file but the last holds the same number of tokens, so finding one is a
-division. The manifest is written last, so a folder without one is not a shard set. Opening compares
-sizes only; `verify` reads everything and compares sha256. Maps are made when first touched and the
+division. The manifest is written last, so a folder without one is not a shard set. It seals itself:
+a field that was changed since is found when the set is opened, and so is one that contradicts
+another. Opening compares sizes only; `verify` reads everything, compares sha256, and looks at every
+id and every offset. Maps are made when first touched and the
 oldest are dropped, so ten thousand files cost neither start-up time nor file descriptors.
 """
 
@@ -13,26 +15,30 @@ import json
 import os
 from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Annotated, BinaryIO, Literal
 
 import numpy as np
-from pydantic import ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from headrace.core.errors import ConfigError
 from headrace.core.files import write_whole
 from headrace.core.strict import Strict
 
-FORMAT = 1
+FORMAT = 2
 SHARD_TOKENS = 1 << 27
 OPEN_MAPS = 128
+
+
+Count = Annotated[int, Field(ge=0, lt=1 << 62)]
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class FileEntry(Strict):
     """One file of the set."""
 
-    items: int
+    items: Count
     """Tokens, or documents for the offsets."""
-    sha256: str
+    sha256: Sha256
 
 
 class Manifest(Strict):
@@ -40,14 +46,14 @@ class Manifest(Strict):
 
     format: int = FORMAT
     dtype: Literal["uint16", "uint32"]
-    vocab: int
-    document_token: int
+    vocab: int = Field(ge=1, le=1 << 32)
+    document_token: Count
     """The id at the start of every document."""
-    shard_tokens: int
+    shard_tokens: int = Field(ge=1, lt=1 << 62)
     """Tokens in every file but the last."""
-    tokens: int
-    documents: int
-    text_bytes: int
+    tokens: Count
+    documents: Count
+    text_bytes: Count
     """UTF-8 bytes of the documents."""
     files: tuple[FileEntry, ...]
     offsets: FileEntry
@@ -57,6 +63,29 @@ class Manifest(Strict):
     """What the user named."""
     rebuild: str
     """The command that makes this set again."""
+    seal: str = ""
+    """sha256 of all other fields."""
+
+    @property
+    def digest(self) -> str:
+        """sha256 over every field but the seal."""
+        fields = self.model_dump(mode="json", exclude={"seal"})
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+    @model_validator(mode="after")
+    def _check(self) -> "Manifest":
+        *full, last = [f.items for f in self.files] or [0]
+        if any(items != self.shard_tokens for items in full) or last > self.shard_tokens:
+            raise ValueError(f"its files do not hold {self.shard_tokens:,} tokens each")
+        if sum(full) + last != self.tokens:
+            raise ValueError(f"its files hold {sum(full) + last:,} tokens, not {self.tokens:,}")
+        if self.offsets.items != self.documents:
+            raise ValueError(f"{self.offsets.items:,} offsets, for {self.documents:,} documents")
+        if self.document_token >= self.vocab:
+            raise ValueError(f"document_token {self.document_token} is none of {self.vocab} ids")
+        if (self.dtype == "uint16") != (self.vocab <= 1 << 16):
+            raise ValueError(f"{self.dtype} is not how {self.vocab:,} ids are kept")
+        return self
 
 
 def sync_file(file: BinaryIO) -> None:
@@ -154,6 +183,7 @@ class ShardWriter:
             source=self._source,
             rebuild=self._rebuild,
         )
+        manifest = manifest.model_copy(update={"seal": manifest.digest})
         write_whole(self.directory / "manifest.json", manifest.model_dump_json(indent=1))
         return manifest
 
@@ -201,6 +231,12 @@ class Shards:
                 f"{directory} has shard format {manifest.format}, this version reads {FORMAT}",
                 _rebuild(directory, manifest),
             )
+        if manifest.seal != manifest.digest:
+            raise ConfigError(
+                f"{path} was changed since it was written: its fields have sha256 "
+                f"{manifest.digest[:12]}..., and its seal is {manifest.seal[:12] or 'missing'}",
+                _rebuild(directory, manifest),
+            )
         shards = Shards(directory, manifest)
         shards.verify(full=False)
         return shards
@@ -211,6 +247,12 @@ class Shards:
         m = self.manifest
         hashes = [m.dtype, m.document_token, m.offsets.sha256, *(f.sha256 for f in m.files)]
         return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
+
+    @property
+    def manifest_digest(self) -> str:
+        """sha256 over what the manifest says of the content: all but names and commands."""
+        said = self.manifest.model_dump(mode="json", exclude={"seal", "source", "rebuild"})
+        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
     def verify(self, *, full: bool = True) -> None:
         """Compare every file's size, and with `full` its sha256, with the manifest.
@@ -231,6 +273,27 @@ class Shards:
                 )
             if full:
                 self._verify_content(self.directory / name, entry.sha256)
+        if full:
+            self._verify_meaning()
+
+    def _verify_meaning(self) -> None:
+        """Look at every offset and every id: hashes may have been made again around nonsense."""
+        offsets = self._map("offsets.bin")
+        rising = bool((offsets[1:] > offsets[:-1]).all())
+        if len(offsets) and (offsets[0] != 0 or offsets[-1] >= self.tokens or not rising):
+            raise ConfigError(
+                f"{self.directory / 'offsets.bin'} does not say where documents start: they rise "
+                f"from 0 and stay below {self.tokens:,} tokens",
+                _rebuild(self.directory, self.manifest),
+            )
+        for number in range(len(self.manifest.files)):
+            ids = self._map(_file_name(number))
+            if len(ids) and (largest := int(ids.max())) >= self.manifest.vocab:
+                raise ConfigError(
+                    f"{self.directory / _file_name(number)} holds the id {largest:,}, and its "
+                    f"tokenizer has {self.manifest.vocab:,} entries",
+                    _rebuild(self.directory, self.manifest),
+                )
 
     def _verify_content(self, path: Path, expected: str) -> None:
         with path.open("rb") as file:

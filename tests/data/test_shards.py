@@ -1,9 +1,11 @@
 """Shards hold what was written, find it at once, and notice damage."""
 
+import hashlib
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -103,7 +105,7 @@ def test_damage_is_named(make_shards: Make, name: str) -> None:
     [
         (lambda m: m.pop("tokens"), "tokens: field required"),
         (lambda m: m.update(dtype="object"), "dtype: input should be"),
-        (lambda m: m.update(format=99), "has shard format 99, this version reads 1"),
+        (lambda m: m.update(format=99), "has shard format 99, this version reads 2"),
     ],
 )
 def test_a_damaged_manifest(
@@ -117,6 +119,74 @@ def test_a_damaged_manifest(
     assert message in damaged(shards, at_open=True)
     path.write_text("{")
     assert "is damaged" in damaged(shards, at_open=True)
+
+
+def test_no_bit_of_a_manifest_flips_unseen(make_shards: Make) -> None:
+    shards = make_shards(LENGTHS)
+    path = shards.directory / "manifest.json"
+    raw = path.read_bytes()
+    for place in range(len(raw)):
+        for bit in (1 << (place % 8), 1 << ((place + 3) % 8)):
+            path.write_bytes(raw[:place] + bytes([raw[place] ^ bit]) + raw[place + 1 :])
+            with pytest.raises(ConfigError):
+                Shards.open(shards.directory)
+
+
+def resealed(shards: Shards, **changes: Any) -> None:
+    """Write a manifest whose seal and hashes fit what its files hold now."""
+    path = shards.directory / "manifest.json"
+    values = shards.manifest.model_dump(mode="json") | {"seal": ""}
+    for entry, file in [
+        (values["offsets"], "offsets.bin"),
+        *((e, f"tokens-{n:05d}.bin") for n, e in enumerate(values["files"])),
+    ]:
+        entry["sha256"] = hashlib.sha256((shards.directory / file).read_bytes()).hexdigest()
+    fields = {**values, **changes}
+    fields.pop("seal")
+    seal = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps({**fields, "seal": seal}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"shard_tokens": 0}, "shard_tokens: input should be greater than or equal to 1"),
+        ({"shard_tokens": -4}, "shard_tokens"),
+        ({"shard_tokens": 5}, "do not hold 5 tokens each"),
+        ({"tokens": 1 << 63}, "tokens"),
+        ({"tokens": 3}, "its files hold"),
+        ({"documents": 2}, "offsets, for 2 documents"),
+        ({"document_token": 70_000}, "is none of"),
+        ({"document_token": -1}, "document_token"),
+        ({"vocab": 100_000}, "uint16 is not how 100,000 ids are kept"),
+        ({"text_bytes": -1}, "text_bytes"),
+    ],
+)
+def test_a_manifest_that_contradicts_itself_is_refused(
+    make_shards: Make, changes: dict[str, Any], message: str
+) -> None:
+    shards = make_shards(LENGTHS)
+    resealed(shards, **changes)
+    assert message in damaged(shards, at_open=True)
+
+
+def test_nonsense_with_hashes_made_again_is_refused(make_shards: Make) -> None:
+    shards = make_shards(LENGTHS)
+    path = shards.directory / "offsets.bin"
+    raw = path.read_bytes()
+    for place, value in ((1, 2**64 - 1), (1, 0), (0, 1)):
+        offsets = np.frombuffer(raw, dtype="<u8").copy()
+        offsets[place] = value
+        path.write_bytes(offsets.tobytes())
+        resealed(shards)
+        assert "does not say where documents start" in damaged(shards, at_open=False)
+    path.write_bytes(raw)
+    path = shards.directory / "tokens-00000.bin"
+    ids = np.frombuffer(path.read_bytes(), dtype="<u2").copy()
+    ids[0] = 2**16 - 1
+    path.write_bytes(ids.tobytes())
+    resealed(shards)
+    assert "holds the id 65,535" in damaged(shards, at_open=False)
 
 
 def test_ten_thousand_files_open_at_once(
