@@ -119,7 +119,7 @@ def test_learned_positions_end(make_decoder: MakeDecoder) -> None:
     assert generate(model, PROMPTS, new_tokens=14, temperature=0).size(1) == 19
     with pytest.raises(ConfigError, match="learned 19") as caught:
         generate(model, PROMPTS, new_tokens=15)
-    assert caught.value.remedy == "new_tokens=14"
+    assert caught.value.remedy == "--tokens 14"
     with pytest.raises(ConfigError) as caught:
         generate(model, torch.zeros(1, 25, dtype=torch.long), new_tokens=1)
     assert caught.value.remedy == "a prompt of at most 18 tokens"
