@@ -222,8 +222,7 @@ def _open(path: Path, compression: str | None) -> IO[bytes]:
 
 def _table(stream: Iterable[bytes], name: str, text_key: str, delimiter: str) -> Iterator[Document]:
     """Yield the rows of a .csv or .tsv file; its first row names the fields."""
-    lines = (_decode(raw, name, file=name) for raw in stream)
-    rows = csv.reader(lines, delimiter=delimiter, strict=True)
+    rows = csv.reader(_decoded(stream, name), delimiter=delimiter, strict=True)
     limit = csv.field_size_limit(1 << 31)  # a text may be longer than the library's 128 KiB
     try:
         header = [field.removeprefix("\ufeff") for field in next(rows, [])]
@@ -244,6 +243,14 @@ def _table(stream: Iterable[bytes], name: str, text_key: str, delimiter: str) ->
         ) from None
     finally:
         csv.field_size_limit(limit)
+
+
+def _decoded(stream: Iterable[bytes], name: str) -> Iterator[str]:
+    """Yield the lines of a file as text."""
+    offset_bytes = 0
+    for number, raw in enumerate(stream, 1):
+        yield _decode(raw, f"{name}:{number}", offset_bytes, name)
+        offset_bytes += len(raw)
 
 
 def _decode(raw: bytes, name: str, before_bytes: int = 0, file: str = "") -> str:

@@ -88,6 +88,8 @@ def test_a_table_gives_a_document_a_row(tmp_path: Path) -> None:
     assert texts(tmp_path / "a.tsv") == ["one, two"]
     path.write_text("text,n\na\n")
     assert "row 2 has 1 fields, its header 2" in failure(path)
+    path.write_bytes(b"text\na\ncaf\xe9\n")
+    assert f"{path}:3 is not UTF-8: byte 0xe9 at offset 10" in failure(path)
 
 
 def test_parquet_reads_only_the_text(tmp_path: Path) -> None:
