@@ -258,6 +258,14 @@ def test_a_part_may_be_left_out(tokenizer: Tokenizer, key: str, null: bool) -> N
     assert [ours.decode(ids) for ids in ours.encode_batch(AWKWARD)] == AWKWARD
 
 
+def test_a_pattern_that_leaves_text_out_goes_the_slow_way(tokenizer: Tokenizer) -> None:
+    steps = json.loads(tokenizer._text)["pre_tokenizer"]["pretokenizers"]
+    steps[0]["pattern"] = {"Regex": "[0-9]+"}
+    ours = altered(tokenizer, pre_tokenizer={"type": "Sequence", "pretokenizers": steps})
+    assert ours._fast is None
+    assert [ours.decode(ids) for ids in ours.encode_batch(AWKWARD)] == AWKWARD
+
+
 def test_broken_files_are_one_error_each(tokenizer: Tokenizer) -> None:
     for key in ("added_tokens", "pre_tokenizer"):
         for null in (True, False):
