@@ -225,14 +225,6 @@ class Checkpoints:
         write_whole(index, json.dumps(_sealed({**json.loads(index.read_text()), **kept})))
         self._prune()
 
-    def drop_after(self, step: int) -> None:
-        """Remove the checkpoints past `step`: they belong to a future that is trained again."""
-        if self.rank == 0:
-            for later in self.steps():
-                if later > step:
-                    self._discard(later)
-            self._link()
-
     def _prune(self) -> None:
         best = self._link()
         for old in self.steps()[: -self.keep_last]:

@@ -7,11 +7,13 @@ aside and renamed, so that a kill leaves the old or the new one; a lock, which t
 however a process ends, keeps two processes out of one folder.
 """
 
+import hashlib
 import json
 import math
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -78,6 +80,22 @@ class RunFolder:
                 sync_path(root)
                 return RunFolder(path)
 
+    def fork(self, plan: Plan, checkpoint: Path) -> "RunFolder":
+        """Return a new folder that begins at a checkpoint of this run, which stays untouched."""
+        made = RunFolder.create(plan)
+        step = checkpoint.resolve().name
+        index = (checkpoint / "checkpoint.json").read_bytes()
+        parent = {"run": str(self.path), "step": int(step.removeprefix("step-"))}
+        parent["sha256"] = hashlib.sha256(index).hexdigest()
+        for name in ("metrics.jsonl", "data.json", "tokenizer.json"):
+            if (self.path / name).is_file():
+                shutil.copyfile(self.path / name, made.path / name)
+        made.write("environment", {"parent": parent})
+        made.checkpoints.mkdir()
+        shutil.copytree(checkpoint, made.checkpoints / f"{step}.tmp")
+        os.rename(made.checkpoints / f"{step}.tmp", made.checkpoints / step)
+        return made
+
     def lock(self) -> None:
         """Keep other processes out until `unlock`, or until this process ends.
 
@@ -105,7 +123,9 @@ class RunFolder:
 
         A report of before says from now on that the run goes on.
         """
-        starts = (self.read("environment") or {}).get("starts", 0)
+        known = self.read("environment") or {}
+        starts = known.get("starts", 0)
+        parent = {"parent": known["parent"]} if "parent" in known else {}
         before = starts if isinstance(starts, int) else 0
         with suppress(RunError):  # a damaged one is written anew in the end
             if report := self.read("report"):
@@ -114,7 +134,8 @@ class RunFolder:
         write_whole(self.path / "plan.toml", named.to_toml())
         prepared.tokenizer.save(self.path / "tokenizer.json")
         self.write("data", prepared.record())
-        self.write("environment", {**environment(device, command), "starts": before + 1})
+        found = environment(device, command)
+        self.write("environment", {**found, **parent, "starts": before + 1})
         return before
 
     def write(self, name: str, value: Any) -> None:

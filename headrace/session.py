@@ -86,7 +86,11 @@ class Session:
     # --- beginning and end ---
 
     def __enter__(self) -> "Session":
-        if self.first and not (self.folder.path / "plan.toml").exists():
+        if (
+            self.first
+            and not self.checkpoints.steps()
+            and not (self.folder.path / "plan.toml").exists()
+        ):
             self._begin_at(Counters())
         return self
 
@@ -120,7 +124,6 @@ class Session:
     def restore(self, which: str | None) -> None:
         """Continue from a checkpoint; from the beginning when none was saved yet.
 
-        Checkpoints past it are removed, as their rows of metrics.jsonl are: they are trained again.
         Until everything has been compared and read, nothing of the run is changed.
 
         Raises:
@@ -140,7 +143,6 @@ class Session:
             )
         saved = Saved(path)
         counters = Counters(**state.restore(self.build, saved))
-        self.checkpoints.drop_after(counters.step)
         self._saved_step = counters.step
         self._begin_at(counters)
         self.progress.note(f"resumed {saved.path}")
@@ -158,7 +160,9 @@ class Session:
             spent_s = self.folder.cut_metrics(counters.step)
             self._wall_before_s = max(self._wall_before_s, spent_s)  # lost steps cost time too
             self._metrics = (self.folder.path / "metrics.jsonl").open("a")
-            self._trackers = Trackers(open_trackers(plan, self.folder.path), self.progress.note)
+            self._trackers = Trackers(
+                open_trackers(plan, self.folder.path, counters.step), self.progress.note
+            )
         self._begun = True
 
     def finish(self, stop: Interrupts) -> Path:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headrace.changes import word
 from headrace.checkpoint import Saved
 from headrace.core.errors import ConfigError
 from headrace.core.plan import Plan
@@ -99,8 +100,12 @@ def restore(build: Build, saved: Saved) -> dict[str, Any]:
     return saved.values["counters"]
 
 
-def check_same_run(saved: Mapping[str, Any], plan: Plan, fingerprint: Mapping[str, str]) -> None:
+def check_same_run(
+    saved: Mapping[str, Any], plan: Plan, fingerprint: Mapping[str, str], *, fork: bool = False
+) -> None:
     """Refuse to continue another run's checkpoint, naming what differs.
+
+    A fork may change what `changed_knobs` names: it is another run.
 
     Raises:
         ConfigError: with the key or the thing that changed.
@@ -128,8 +133,30 @@ def check_same_run(saved: Mapping[str, Any], plan: Plan, fingerprint: Mapping[st
             "at the checkpoint",
             f"{'--with' if was_on else '--without'} {switched[0]}, or name=ANOTHER for a new run",
         )
+    for key, (old, new) in ({} if fork else changed_knobs(saved, plan)).items():
+        raise ConfigError(
+            f"cannot resume: {key} was {old!r} and is now {new!r}, which changes what is learned",
+            f"{key}={word(old)}, or --resume --checkpoint step-{saved['step']} {key}={word(new)} "
+            "for a new run that begins there",
+        )
     sources = f"data.sources = {', '.join(plan.source_list)}"
     check_same_data(saved["fingerprint"], fingerprint, sources)
+
+
+def changed_knobs(saved: Mapping[str, Any], plan: Plan) -> dict[str, tuple[Any, Any]]:
+    """Return settings of the optimizer and of learning techniques that changed: key -> old, new."""
+    before, after = saved["plan"], plan.dump()
+    exact = {n for n, t in plan.techniques.items() if t.equality == "exact"}
+    exact |= set(saved.get("exact", ()))
+    both = {*before.get("techniques", {})} & {*after.get("techniques", {})}
+    tables = ["optimizer", *(f"techniques.{name}" for name in sorted(both - exact))]
+    found = {}
+    for table in tables:
+        had, has = _at(before, table) or {}, _at(after, table) or {}
+        for key in sorted(had):
+            if had[key] != has.get(key):
+                found[f"{table}.{key}"] = had[key], has.get(key)
+    return found
 
 
 def _at(values: Mapping[str, Any], key: str) -> Any:

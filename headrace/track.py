@@ -24,10 +24,12 @@ class Tracker(Protocol):
 class TensorBoard:
     """Event files under the run's folder."""
 
-    def __init__(self, plan: Plan, folder: Path) -> None:
+    def __init__(self, plan: Plan, folder: Path, step: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder / "tensorboard"))
+        self._writer = SummaryWriter(
+            str(folder / "tensorboard"), purge_step=step + 1 if step else None
+        )
 
     def log(self, row: Mapping[str, Any]) -> None:
         """One scalar per number."""
@@ -85,8 +87,8 @@ TRACKERS: dict[str, tuple[str, Callable[[Plan, Path], Tracker]]] = {
 }
 
 
-def open_trackers(plan: Plan, folder: Path) -> list[Tracker]:
-    """The loggers that `track.to` names.
+def open_trackers(plan: Plan, folder: Path, step: int = 0) -> list[Tracker]:
+    """Return the loggers that `track.to` names, of a run that goes on after `step`.
 
     Raises:
         UnsupportedError: one is not installed.
@@ -97,11 +99,13 @@ def open_trackers(plan: Plan, folder: Path) -> list[Tracker]:
                 f"track.to asks for {name}, which is not installed",
                 "pip install 'headrace[track]' (or leave out track.to)",
             )
-    return [_opened(name, plan, folder) for name in plan.track.to]
+    return [_opened(name, plan, folder, step) for name in plan.track.to]
 
 
-def _opened(name: str, plan: Plan, folder: Path) -> Tracker:
+def _opened(name: str, plan: Plan, folder: Path, step: int) -> Tracker:
     try:
+        if name == "tensorboard" and step:  # rows past the checkpoint are logged again
+            return TensorBoard(plan, folder, step)
         return TRACKERS[name][1](plan, folder)
     except Exception as error:  # whatever a client raises without a network or a login
         raise UnsupportedError(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from headrace.build import make_build
+from headrace.checkpoint import Checkpoints, Saved, steps_in
 from headrace.choose import NOTE, choose_attention
 from headrace.context import check_supported, choose_device, make_context
 from headrace.core.plan import Plan
@@ -33,6 +34,7 @@ from headrace.session import Session
 from headrace.sockets import Build
 from headrace.start import NOTE as START
 from headrace.start import Start, process_age_s
+from headrace.state import changed_knobs, check_same_run
 
 
 def run(
@@ -78,7 +80,7 @@ def run(
         build.notes |= {NOTE: timed, START: start}
         for flags in build.runtime:
             stack.enter_context(flags())
-        files = _open_folder(build, resume, folder)
+        files, checkpoint = _open_folder(build, resume, folder, checkpoint)
         session = stack.enter_context(Session(build, files, progress))
         if resume:
             session.restore(checkpoint)
@@ -179,10 +181,34 @@ def _own_device(device: torch.device, world: World) -> torch.device:
     return torch.device("cuda", world.local_rank)
 
 
-def _open_folder(build: Build, resume: bool, folder: Path | None) -> RunFolder:
-    """The run's folder, the same on every rank."""
+def _open_folder(
+    build: Build, resume: bool, folder: Path | None, checkpoint: str | None
+) -> tuple[RunFolder, str | None]:
+    """Return the run's folder and the checkpoint to continue from, the same on every rank."""
     made: Any = None
     if build.world.rank == 0:
         found = RunFolder.find(build.plan, folder) if resume else RunFolder.create(build.plan)
-        made = str(found.path)
-    return RunFolder(Path(build.world.gather(made)[0]))
+        if resume and checkpoint and (found.checkpoints / checkpoint).is_dir():
+            found, checkpoint = _fork(build, found, found.checkpoints / checkpoint)
+        made = str(found.path), checkpoint
+    path, checkpoint = build.world.gather(made)[0]
+    return RunFolder(Path(path)), checkpoint
+
+
+def _fork(build: Build, run: RunFolder, path: Path) -> tuple[RunFolder, str]:
+    """Return a new run that begins at a checkpoint, where going on in the old one would lose some.
+
+    It would lose later checkpoints, or the plan that made those that are there.
+    """
+    saved = Saved(path)
+    step, values = saved.values["step"], saved.values
+    check_same_run(values, build.plan, build.prepared.fingerprint, fork=True)
+    changes = changed_knobs(values, build.plan)
+    if step == max(steps_in(run.checkpoints)) and not changes:
+        return run, f"step-{step}"
+    forked = run.fork(build.plan, path)
+    kept = Checkpoints(forked.checkpoints, rank=0, ranks=1, keep_last=1)
+    kept.amend(step, {"plan": build.plan.dump()})
+    told = "".join(f"; {key} {old} -> {new}" for key, (old, new) in changes.items())
+    build.tell(f"{forked.path} is a new run from step {step} of {run.path}, which stays{told}")
+    return forked, f"step-{step}"

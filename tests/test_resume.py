@@ -91,9 +91,13 @@ def test_a_checkpoint_that_is_not_there_is_named_with_those_that_are(train: Trai
 
 def test_going_back_to_an_older_checkpoint_trains_the_rest_again(train: Train) -> None:
     run, twin = train("name=one"), train("name=two")
-    train("name=one", resume=True, checkpoint="step-8")
-    assert report(run)["restarts"] == 1
-    assert_same_run(run, twin)
+    before = contents(run)
+    forked = train("name=one", resume=True, checkpoint="step-8")
+    assert forked.name == "one-2"
+    assert contents(run) == before
+    parent = json.loads((forked / "environment.json").read_text())["parent"]
+    assert (parent["run"], parent["step"]) == (str(run), 8)
+    assert_same_run(forked, twin)
 
 
 def test_links_that_point_nowhere_are_put_right(train: Train) -> None:
@@ -105,14 +109,26 @@ def test_links_that_point_nowhere_are_put_right(train: Train) -> None:
     assert_same_run(run, twin)
 
 
-def test_going_back_removes_what_was_after(train: Train) -> None:
+def test_going_back_keeps_what_was_after(train: Train) -> None:
     run = train("checkpoint.keep_last=9")
-    train("goal.steps=9", "checkpoint.keep_last=9", resume=True, checkpoint="step-4")
-    steps = sorted(p.name for p in (run / "checkpoints").glob("step-*"))
+    before = contents(run)
+    forked = train("goal.steps=9", "checkpoint.keep_last=9", resume=True, checkpoint="step-4")
+    assert contents(run) == before
+    steps = sorted(p.name for p in (forked / "checkpoints").glob("step-*"))
     assert steps == ["step-4", "step-8", "step-9"]
-    assert (run / "checkpoints" / "latest").resolve().name == "step-9"
-    assert [row["step"] for row in metrics(run)] == list(range(1, 10))
-    assert [v["step"] for v in report(run)["val"]] == [5, 9]
+    assert [row["step"] for row in metrics(forked)] == list(range(1, 10))
+
+
+def test_another_rate_is_refused_and_forks_from_a_checkpoint(train: Train) -> None:
+    run = train()
+    before = contents(run)
+    with pytest.raises(ConfigError, match=r"optimizer.lr was 0.01 and is now 0.002") as told:
+        train("optimizer.lr=2e-3", resume=True)
+    assert "--resume --checkpoint step-12 optimizer.lr=0.002" in told.value.remedy
+    forked = train("optimizer.lr=2e-3", "goal.steps=13", resume=True, checkpoint="step-12")
+    assert forked != run
+    assert contents(run) == before
+    train("optimizer.lr=2e-3", "goal.steps=14", resume=True)
 
 
 CHANGES = {

@@ -47,7 +47,7 @@ catalogue = Catalogue({}, families())
 plan = Plan.read(Path(sys.argv[1]).read_text(), catalogue)
 folder = train.run(plan, progress=Progress())
 before = RunFolder(folder).read("report")
-train.run(plan, progress=Progress(), resume=True, checkpoint="step-2")
+folder = train.run(plan, progress=Progress(), resume=True, checkpoint="step-2")
 after = RunFolder(folder).read("report")
 assert before["status"] == after["status"] == "done" and after["techniques"] == {}
 assert before["val"][-1]["loss_nats"] == after["val"][-1]["loss_nats"]

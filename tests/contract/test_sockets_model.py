@@ -200,7 +200,7 @@ def test_state_is_saved_and_restored(tmp_path: Path) -> None:
     folder = train.run(plan, progress=Progress())
     first = metrics(folder)
     assert first[1]["val_loss_nats"] != first[3]["val_loss_nats"]
-    train.run(plan, progress=Progress(), resume=True, checkpoint="step-2")
+    folder = train.run(plan, progress=Progress(), resume=True, checkpoint="step-2")
     for before, after in zip(first, metrics(folder), strict=True):
         assert before["loss"] == after["loss"]
         assert before.get("val_loss_nats") == after.get("val_loss_nats")

@@ -195,7 +195,7 @@ def test_a_checkpoint_holds_16_bits_and_resumes_exactly(
         shape, kind = saved.shape_of("model/head.weight")
         ends.append(weight := torch.empty(shape, dtype=kind))
         saved.fill_("model/head.weight", weight)
-        train(*keys, resume=True, checkpoint="step-2")
+        folder = train(*keys, resume=True, checkpoint="step-2")
     assert ends[0].equal(ends[1])
 
 

@@ -106,7 +106,7 @@ def test_a_run_that_shrinks_is_the_smaller_run(
     ends = [r["val"][-1]["loss_nats"] for r in (found, before)]
     assert ends[0] == pytest.approx(ends[1], rel=1e-6 if not after else 1e-4)
     kept = tensors(mine / "checkpoints" / "step-4")
-    ran(plan, resume=True, checkpoint="step-2")
+    mine = ran(plan, resume=True, checkpoint="step-2")
     again = report(mine)
     numbers = again["techniques"][NAME]["numbers"]
     assert (numbers["began_with"], numbers["rows"], numbers["shrinks"]) == (ROWS, 2, 2)

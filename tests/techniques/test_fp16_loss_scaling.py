@@ -116,7 +116,8 @@ def test_a_resumed_run_goes_on_with_the_same_scale(tiny_plan: Callable[..., Plan
     folder = trainer.run(plan, progress=Progress())
     assert folder is not None
     ends = [report_of(folder)]
-    trainer.run(plan, progress=Progress(), resume=True, checkpoint="step-8")
+    folder = trainer.run(plan, progress=Progress(), resume=True, checkpoint="step-8")
+    assert folder is not None
     ends.append(report_of(folder))
     assert ends[0] == ends[1]
 
@@ -132,7 +133,7 @@ def test_all_skipped_steps_are_counted_over_a_resume(train: Callable[..., Path])
     assert bad[0] == 1 and 8 < bad[-1] < 12, "some before each checkpoint and after it"
     for resume in (False, True):
         if resume:
-            train(*keys, resume=True, checkpoint="step-4")
+            folder = train(*keys, resume=True, checkpoint="step-4")
         for at in (4, 8, 12):
             saved = Saved(folder / "checkpoints" / f"step-{at}").values
             assert saved["counters"]["skipped_steps"] == sum(step <= at for step in bad)
