@@ -41,7 +41,7 @@ from headrace.doctor.advice import advise
 from headrace.doctor.advice import plain as advice_plain
 from headrace.doctor.run import narrowest
 from headrace.doctor.trace import ABSTAINED
-from headrace.evaluate import evaluate, finite
+from headrace.evaluate import evaluate, finite, worse_than_a_guess
 from headrace.export.run import export_run
 from headrace.interrupts import Interrupts
 from headrace.load import open_model, read_plan, resolve_run, run_of
@@ -234,6 +234,8 @@ def _tell(folder: Path, report: dict[str, Any], *, on_its_own: bool) -> None:
         reached = "goal reached" if goal["reached"] else f"budget spent ({ended})"
     else:
         reached = f"ended by {ended}"
+    if lost := worse_than_a_guess(last["loss_nats"], report["tokenizer"]["vocab"]):
+        reached = f"{lost}; {reached}"
     target = f" (goal {asked})" if asked else ""
     speed = report["steady_tokens_per_s"]
     rate = f"{format_count(speed)} tokens/s in steady steps" if speed else "speed not measured"

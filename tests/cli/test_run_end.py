@@ -60,7 +60,11 @@ def test_a_page_that_cannot_be_drawn_fails_no_run(
     assert set(report["not_made"]) == {"page"} and report["sample"]["text"]
     assert report == json.loads((ended / "report.json").read_text())
     cli._tell(ended, report, on_its_own=False)
-    assert "report.json" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "report.json" in told and "diverged" not in told
+    report["val"][-1]["loss_nats"] = 64.0
+    cli._tell(ended, report, on_its_own=False)
+    assert capsys.readouterr().err.lstrip().startswith("diverged (92.3 bits per token")
 
 
 def test_a_disk_that_is_full_after_the_report_fails_no_run(
