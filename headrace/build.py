@@ -24,6 +24,7 @@ from headrace.core.technique import Context, Stage, Technique
 from headrace.data.ingest import Prepared
 from headrace.data.loader import Loader
 from headrace.data.order import make_order
+from headrace.data.pretrained import check_tokenizer
 from headrace.data.rows import Cut, Packer
 from headrace.data.tokenizer import entries
 from headrace.evaluate import gentler
@@ -173,16 +174,25 @@ def _model_config(plan: Plan, vocab: int) -> ModelConfig:
     return model.model_copy(update=sizes)
 
 
+NOT_OF_WEIGHTS = {"family", "pretrained", "precision", "init_std", "output_init", "vocab_multiple"}
+"""Keys of a model that say nothing of given weights: names, arithmetic, and how others begin."""
+
+
 def _as_pretrained(model: ModelConfig) -> ModelConfig:
     """The shape of the weights to start from; keys that the plan gives must agree with it."""
     found, _ = load_pretrained(Path(model.pretrained))
-    for key in model.model_fields_set - {"family", "pretrained", "precision", "init_std"}:
-        asked, have = getattr(model, key), getattr(found, key)
-        if asked != have:
-            raise ConfigError(
-                f"model.{key} = {asked!r}, and {model.pretrained} holds {have!r}",
-                f"model.{key}={have}",
-            )
+    pairs = {
+        key: (getattr(model, key), getattr(found, key))
+        for key in sorted(model.model_fields_set - NOT_OF_WEIGHTS)
+    }
+    other = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+    if other:
+        told = ", ".join(f"model.{key} = {asked!r} (it: {have!r})"
+                         for key, (asked, have) in other.items())  # fmt: skip
+        raise ConfigError(
+            f"the plan says otherwise than the weights of {model.pretrained}: {told}",
+            " ".join(f"model.{key}={have}" for key, (_, have) in other.items()),
+        )
     kept = {k: getattr(model, k) for k in ("family", "pretrained", "precision")}
     return found.model_copy(update=kept)
 
@@ -193,6 +203,8 @@ def _trunk(
 ) -> Build:  # fmt: skip
     """A Build whose every owned socket holds the trunk's filler."""
     config = _model_config(plan, prepared.tokenizer.vocab)
+    if config.pretrained:
+        check_tokenizer(prepared.tokenizer, config.pretrained, "model.pretrained")
     assert plan.with_keys({}) == plan, "a technique's keys were not written into the plan"
     build = Build(
         plan=plan.replaced(model=config),

@@ -14,7 +14,7 @@ from headrace.data.tokenizer import Tokenizer
 from headrace.parallel.world import World
 from headrace.run_folder import RunFolder
 from headrace.sockets import Build
-from headrace.state import trained
+from headrace.state import check_frozen, trained
 
 
 def resolve_run(run: Path) -> Path:
@@ -104,6 +104,7 @@ def open_model(
     until = Stage.STEP if with_data else Stage.MATERIALIZE
     build = make_build(plan, prepared, World(), choose_device(plan), until=until)
     saved = Saved(path)
+    check_frozen(saved.values, plan)
     for name, parameter in trained(build):
         saved.fill_(f"model/{name}", parameter)
     return build

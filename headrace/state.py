@@ -6,7 +6,9 @@ Values: counters, the stream's place and hash, each rank's RNG, fingerprints of 
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cache
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from headrace.checkpoint import Saved
 from headrace.core.errors import ConfigError
 from headrace.core.plan import Plan
 from headrace.data.ingest import check_same_data
+from headrace.model.adapter import weights_digest
 from headrace.parallel.boxes import Piece, piece_of
 from headrace.sockets import Build
 
@@ -68,6 +71,7 @@ def values(build: Build, counters: dict[str, Any]) -> dict[str, Any]:
         "counters": counters,
         "plan": build.plan.dump(),
         "fingerprint": build.prepared.fingerprint,
+        "frozen": frozen_digests(build.plan),
         "techniques": {who: keeper.values() for who, keeper in build.state.items()},
         "exact": [t.name() for t in build.techniques if t.equality == "exact"],
         "rank": {"rng": _rng(build.device)},
@@ -82,6 +86,7 @@ def restore(build: Build, saved: Saved) -> dict[str, Any]:
         RunError: the checkpoint is damaged.
     """
     check_same_run(saved.values, build.plan, build.prepared.fingerprint)
+    check_frozen(saved.values, build.plan)
     for name, parameter in trained(build):
         saved.fill_(f"model/{name}", _piece(build, name, parameter))
     for route, optimizer in build.optimizers.items():
@@ -157,6 +162,43 @@ def changed_knobs(saved: Mapping[str, Any], plan: Plan) -> dict[str, tuple[Any, 
             if had[key] != has.get(key):
                 found[f"{table}.{key}"] = had[key], has.get(key)
     return found
+
+
+def frozen_digests(plan: Plan) -> dict[str, str]:
+    """Return the digest of every folder of weights that the run reads and no checkpoint holds."""
+    folders = {
+        f"techniques.{name}.{knob}": folder
+        for name, technique in plan.techniques.items()
+        for knob, folder in technique.reads().items()
+    }
+    if plan.model.pretrained and any("frozen" in t.composes for t in plan.techniques.values()):
+        folders["model.pretrained"] = plan.model.pretrained
+    return {key: _digest_of(folder) for key, folder in folders.items()}
+
+
+@cache
+def _digest_of(folder: str) -> str:
+    """Read once a process: a run of long checkpoints asks again and again."""
+    return weights_digest(Path(folder))
+
+
+def check_frozen(saved: Mapping[str, Any], plan: Plan) -> None:
+    """Refuse weights that are not those which a checkpoint was trained beside.
+
+    A checkpoint of before has no digest of them, and is taken as it is.
+
+    Raises:
+        ConfigError: with the key, and both digests.
+    """
+    was = saved.get("frozen") or {}
+    for key, now in frozen_digests(plan).items():
+        if was.get(key, now) != now:
+            folder = _at(plan.dump(), key)
+            raise ConfigError(
+                f"{key} = {folder!r} holds other weights than the run was trained with "
+                f"(sha256 {was[key][:12]} -> {now[:12]})",
+                f"put the weights back into {folder}, or name=ANOTHER for a new run",
+            )
 
 
 def _at(values: Mapping[str, Any], key: str) -> Any:

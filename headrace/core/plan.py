@@ -48,7 +48,8 @@ class DataConfig(Strict):
     text_key: str = "text"
     """The field that holds the text in .jsonl, .parquet and hf: sources."""
     tokenizer: str = "bpe"
-    """`bpe` trains one; or a path of a tokenizer.json; or `tiktoken:NAME`."""
+    """`bpe` trains one; or a path of a tokenizer.json; or `tiktoken:NAME`. Left alone, a run that
+    starts from `model.pretrained` takes the tokenizer of its folder."""
     vocab: int = Field(default=4096, ge=257, le=WIDEST)
     """Entries of a tokenizer that is trained here."""
     sequence_length: int = Field(default=256, ge=2, le=WIDEST)
@@ -342,8 +343,10 @@ class Plan(Strict):
             values = toml_values(text, "the plan")
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"the plan is not valid TOML: {error}") from None
+        overrides = [*overrides]
         for item in overrides:
             _override(values, item)
+        _let_weights_decide(values, {item.partition("=")[0].strip() for item in overrides})
         check_values(values)
         tables = values.setdefault("techniques", {})
         if not isinstance(tables, dict):
@@ -367,7 +370,7 @@ class Plan(Strict):
         return read_table(Plan, values).with_keys(given)
 
     def with_keys(self, given: Mapping[str, Any]) -> "Plan":
-        """The plan with the keys that its techniques rewrite.
+        """The plan with the keys that its techniques rewrite, and the tokenizer of given weights.
 
         Args:
             given: the tables as they were written, before any default.
@@ -394,6 +397,9 @@ class Plan(Strict):
                     )
                 changed = {**getattr(plan, table).model_dump(exclude_unset=True), leaf: value}
                 plan = plan.replaced(**{table: changed})
+        if plan.model.pretrained and "tokenizer" not in plan.data.model_fields_set:
+            data = plan.data.model_dump(exclude_unset=True)
+            plan = plan.replaced(data={**data, "tokenizer": plan.model.pretrained})
         return plan
 
     def replaced(self, **tables: Any) -> "Plan":
@@ -408,6 +414,23 @@ class Plan(Strict):
     def to_toml(self) -> str:
         """The resolved plan; reading it back gives an equal plan."""
         return tomli_w.dumps(self.dump())
+
+
+def _let_weights_decide(values: dict[str, Any], said: set[str]) -> None:
+    """Drop what a file says of the model and its tokenizer where an override names weights.
+
+    The folder has the model's shape and its tokenizer, and the later layer wins.
+    """
+    if "model.pretrained" not in said:
+        return
+    kept = {"model.pretrained", "model.precision", *said}
+    for table, keys in (("model", None), ("data", ("tokenizer", "vocab"))):
+        found = values.get(table)
+        if isinstance(found, dict):
+            values[table] = {
+                key: value for key, value in found.items()
+                if f"{table}.{key}" in kept or (keys is not None and key not in keys)
+            }  # fmt: skip
 
 
 def _technique(name: str, knobs: Any) -> Technique[Any]:

@@ -143,6 +143,10 @@ class Technique(Strict, Generic[B]):
         """
         return {}
 
+    def reads(self) -> Mapping[str, str]:
+        """Return the folders of weights that it reads and that no checkpoint holds, by knob."""
+        return {}
+
     def supports(self, context: Context) -> Supported | Unsupported:
         """Whether it can run in `context`; asked before anything optional is imported."""
         raise NotImplementedError

@@ -29,7 +29,7 @@ import tiktoken
 import tokenizers
 
 from headrace.core.errors import ConfigError, UnsupportedError
-from headrace.core.files import write_whole
+from headrace.core.files import refuse_hub_name, write_whole
 from headrace.core.plan import DataConfig
 from headrace.data.lossless import check_parts, example_of_loss, guarded, in_short_runs
 
@@ -107,6 +107,11 @@ class Tokenizer:
             self._slow.decoder = _decoder(_is_byte_level(spec), strip=added == 1)
         self._refuse_losses(spec)
 
+    @property
+    def text(self) -> str:
+        """The tokenizer.json."""
+        return self._text
+
     def _bytes_of(self, text: str) -> int:
         return int(self.token_bytes[self.encode_batch([text])[0]].sum())
 
@@ -157,6 +162,7 @@ class Tokenizer:
             UnsupportedError: the bytes of its tokens cannot be told.
         """
         path = Path(path).expanduser()
+        refuse_hub_name(path)
         path = path / "tokenizer.json" if path.is_dir() else path
         try:
             text = path.read_text(encoding="utf-8")

@@ -42,10 +42,10 @@ def test_training_goes_on_from_an_exported_folder(
     plan = str(plan_file)
     assert zygote.run(tmp_path, "train", plan, "name=first").code == 0
     assert zygote.run(tmp_path, "export", "first", "--to", "hf", "--output", "out").code == 0
-    bare = plan_file.read_text()
-    bare = bare[: bare.index("[model]")] + bare[bare.index("[data]") :]
-    (tmp_path / "on.toml").write_text(bare)
-    starts = ["model.pretrained=out", "data.tokenizer=out"]
+    # The folder says what the plan's file says otherwise: shape, heads and tokenizer.
+    other = plan_file.read_text().replace("dim = 16", "dim = 48").replace("heads = 2", "heads = 3")
+    (tmp_path / "on.toml").write_text(other)
+    starts = ["model.pretrained=out"]
     still = [*starts, "optimizer.lr=1e-12", "goal.steps=1", "schedule.warmup_steps=0"]
     assert zygote.run(tmp_path, "train", "on.toml", "name=second", *still).code == 0
     reports = [json.loads((tmp_path / "runs" / n / "report.json").read_text())
@@ -57,8 +57,42 @@ def test_training_goes_on_from_an_exported_folder(
     assert json.loads(told.out)["memory_lines"]["parameters"] == weights
     other = zygote.run(tmp_path, "train", "on.toml", "name=third", "model.layers=5", *still)
     assert other.code == 2 and "model.layers=1" in other.err
+    both = zygote.run(tmp_path, "explain", "on.toml", *still, "model.layers=5", "model.dim=64")
+    assert both.code == 2 and "model.layers = 5" in both.err and "model.dim = 64" in both.err
+    bpe = zygote.run(tmp_path, "train", "on.toml", *still, "data.tokenizer=bpe", "data.vocab=290")
+    assert bpe.code == 2 and "its ids stand for other text" in bpe.err
+    assert "data.tokenizer=out" in bpe.err
+    hub = zygote.run(tmp_path, "train", "on.toml", "model.pretrained=org/model-1b")
+    assert hub.code == 2 and "hf download org/model-1b" in hub.err
     shutil.rmtree(tmp_path / "out")
     assert zygote.run(tmp_path, "sample", "second", "--tokens", "3").code == 0
+
+
+def test_adapters_stand_on_the_weights_that_they_were_trained_with(
+    tmp_path: Path, plan_file: Path, zygote: Any
+) -> None:
+    """Other weights of the same shapes, in the base's folder, are refused by every verb."""
+    for name, seed in (("one", 1), ("two", 2)):
+        words = [str(plan_file), f"name={name}", f"seed={seed}", "goal.steps=1"]
+        assert zygote.run(tmp_path, "train", *words).code == 0
+        assert zygote.run(tmp_path, "export", name, "--to", "hf", "--output", name).code == 0
+    words = [str(plan_file), "name=tuned", "model.pretrained=one", "--with", "lora"]
+    assert zygote.run(tmp_path, "train", *words, "goal.steps=2").code == 0
+    before = zygote.run(tmp_path, "eval", "tuned", "--json")
+    assert before.code == 0
+    kept = (tmp_path / "one" / "model.safetensors").read_bytes()
+    shutil.copy(tmp_path / "two" / "model.safetensors", tmp_path / "one" / "model.safetensors")
+    tried = [
+        ["eval", "tuned"],
+        ["sample", "tuned"],
+        ["export", "tuned", "--to", "hf", "--output", "x"],
+        ["train", *words, "goal.steps=4", "--resume"],
+    ]
+    for words in tried:
+        ended = zygote.run(tmp_path, *words)
+        assert ended.code == 2 and "holds other weights than the run" in ended.err, words
+    (tmp_path / "one" / "model.safetensors").write_bytes(kept)
+    assert zygote.run(tmp_path, "eval", "tuned", "--json").out == before.out
 
 
 def test_a_run_of_another_device_opens_here(tmp_path: Path, plan_file: Path, zygote: Any) -> None:

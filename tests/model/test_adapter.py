@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.model_config import ModelConfig
-from headrace.model.adapter import load_pretrained
+from headrace.model.adapter import load_pretrained, weights_digest
 from headrace.model.decoder import Decoder
 from headrace.model.hf_config import config_to_hf
 
@@ -149,6 +149,25 @@ def test_shards_are_read_by_their_index(
     index.write_text(json.dumps({"weight_map": {"a": "../model.safetensors"}}))
     with pytest.raises(ConfigError, match="not a file beside it"):
         load_pretrained(tmp_path)
+
+
+def test_one_set_of_weights_is_read_and_a_second_is_an_error(
+    gpt2: tuple[ModelConfig, dict[str, Tensor]], tmp_path: Path
+) -> None:
+    """As transformers does: model.safetensors, whatever lies beside it; no tensor comes twice."""
+    config, tensors = gpt2
+    save(tmp_path, config, tensors)
+    wrong = {name: tensor + 1 for name, tensor in tensors.items()}
+    save_file(wrong, tmp_path / "zz.safetensors")
+    _, source = load_pretrained(tmp_path)
+    expected = to_ours(config, tensors)
+    assert all(torch.equal(source(name, t.shape), t) for name, t in expected.items())
+    digest = weights_digest(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "aa.safetensors")
+    with pytest.raises(ConfigError, match=r"stands twice in .*aa\.safetensors"):
+        load_pretrained(tmp_path)
+    save(tmp_path, config, wrong)
+    assert weights_digest(tmp_path) != digest
 
 
 def test_pickles_are_never_opened(

@@ -19,7 +19,7 @@ layers. Source: arXiv 1503.02531; for language models DistilBERT (arXiv 1910.011
 Shapes: N tokens, D features of the teacher, V vocabulary columns that are here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,6 +32,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.ledger import Ledger, Line
 from headrace.core.model_config import ModelConfig
 from headrace.core.technique import Card, Context, Evidence, Stage, Supported, Technique
+from headrace.data.pretrained import check_tokenizer
 from headrace.model.adapter import load_pretrained
 from headrace.model.count import FP32, linear_parameters, total_parameters
 from headrace.model.decoder import Decoder, trunk_parts
@@ -119,6 +120,10 @@ class Distillation(Technique[Build]):
         source="arXiv 1503.02531; arXiv 1910.01108",
     )
 
+    def reads(self) -> Mapping[str, str]:
+        """Return the teacher's folder."""
+        return {"teacher": self.teacher} if self.teacher else {}
+
     def supports(self, context: Context) -> Supported:
         """Runs everywhere."""
         return Supported()
@@ -180,6 +185,7 @@ class Distillation(Technique[Build]):
                 f"{build.config.vocab}: their distributions are over different tokens",
                 f"data.tokenizer={path / 'tokenizer.json'} model.vocab={config.vocab}",
             )
+        check_tokenizer(build.prepared.tokenizer, self.teacher, f"techniques.{self.name()}.teacher")
         return config, source
 
     def _term(self, teaching: Teaching) -> Objective:
