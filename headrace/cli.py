@@ -44,7 +44,7 @@ from headrace.doctor.trace import ABSTAINED
 from headrace.evaluate import evaluate, finite, worse_than_a_guess
 from headrace.export.run import export_run
 from headrace.interrupts import Interrupts
-from headrace.load import open_model, read_plan, resolve_run, run_of
+from headrace.load import open_model, plan_to_resume, read_plan, resolve_run, run_of
 from headrace.model.zoo import families
 from headrace.recipes import recipes
 from headrace.run_folder import RunFolder
@@ -142,6 +142,11 @@ def train(
         Interrupts.tell = partial(tell_error, as_json=json)
         progress = make_progress(json)
         try:
+            if resume:
+                read = plan_to_resume(
+                    read, run_of(plan), catalogue(), overrides=overrides or (), with_=with_ or (),
+                    without=without or (), tell=progress.note,
+                )  # fmt: skip
             folder = trainer.run(
                 read, progress=progress, resume=resume, folder=run_of(plan), checkpoint=checkpoint,
                 catalogue=catalogue(), command=True,

@@ -65,8 +65,10 @@ class Interrupts:
     def __enter__(self) -> "Interrupts":
         for name in CODES:
             number = getattr(signal, name, None)
+            if number is None:
+                continue
             hung_up = name == "SIGHUP" and signal.getsignal(number) == signal.SIG_IGN  # nohup
-            if number is not None and not hung_up:
+            if not hung_up:
                 self._before[number] = signal.signal(number, self._caught)
         if self.patience_s is not None:
             main = threading.get_ident()

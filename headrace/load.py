@@ -1,6 +1,8 @@
 """A trained model out of its run's folder, for `eval`, `sample` and `export`."""
 
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from headrace.build import make_build
 from headrace.checkpoint import Checkpoints, Saved
@@ -59,6 +61,60 @@ def read_plan(folder: Path, catalogue: Catalogue) -> Plan:
         return Plan.read(text, catalogue)
     except ConfigError as error:
         raise ConfigError(f"{file}: {error.message}", error.remedy) from None
+
+
+NOT_KEPT = ("name", "directory")
+"""Keys by which a run is found, and not what it is."""
+
+
+def plan_to_resume(
+    named: Plan, run: Path | None, catalogue: Catalogue, *, overrides: Iterable[str] = (),
+    with_: Iterable[str] = (), without: Iterable[str] = (), tell: Callable[[str], None],
+) -> Plan:  # fmt: skip
+    """Return the plan of the run that goes on: its own, with what the command line says now.
+
+    What is not said again stays as it was; where the named plan's file says otherwise, that is told.
+
+    Args:
+        named: the plan that the command line names, with its changes.
+        run: the run's folder where the command line names it; else the newest of the plan's name.
+        catalogue: techniques and families.
+        overrides, with_, without: the command line's changes.
+        tell: takes a line for the user.
+
+    Raises:
+        ConfigError: there is no such run, or its plan with the changes is not well formed.
+    """
+    folder = RunFolder.find(named, run).path
+    if not (folder / "plan.toml").is_file():  # it ended before it had begun
+        return named
+    said = [word for word in overrides if word.partition("=")[0].strip() not in NOT_KEPT]
+    text = read_plan_text(folder / "plan.toml")
+    plan = Plan.read(text, catalogue, overrides=said, with_=with_, without=without)
+    kept = _flat(plan.dump())
+    other = {
+        key: value
+        for key, value in _flat(named.model_dump(mode="json", exclude_unset=True)).items()
+        if key not in NOT_KEPT and key in kept and kept[key] != value
+    }
+    if other:
+        told = [
+            f"{key} = {kept[key]!r} (the plan's file: {value!r})" for key, value in other.items()
+        ]
+        more = f" and {len(told) - 4} more" if len(told) > 4 else ""
+        tell(
+            f"{folder} goes on with its own {', '.join(told[:4])}{more}; say key=value to change it"
+        )
+    return plan.replaced(**{key: getattr(named, key) for key in NOT_KEPT})
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value of nested tables."""
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        name = f"{prefix}{key}"
+        found |= _flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+    return found
 
 
 def open_model(

@@ -102,7 +102,8 @@ def is_teller() -> bool:
     if not distributed.is_torchelastic_launched():
         return True
     try:
-        store, _, _ = next(distributed.rendezvous("env://", timeout=timedelta(seconds=10)))
+        found = distributed.rendezvous("env://", timeout=timedelta(seconds=10))  # pyright: ignore
+        store, _, _ = next(found)
         return store.add("headrace/told", 1) == 1
     except (RuntimeError, ValueError):  # the agent is gone, or tells no address
         return True
@@ -196,7 +197,7 @@ class BarProgress(Progress):
     """rich progress bars on standard error."""
 
     def __init__(self) -> None:
-        whole = {"table_column": Column(no_wrap=True)}
+        whole: Any = {"table_column": Column(no_wrap=True)}
         self._bars = Bars(
             TextColumn("{task.description}", **whole),
             BarColumn(bar_width=24 if console.width >= WIDE else 12, **whole),

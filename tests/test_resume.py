@@ -304,3 +304,22 @@ def test_metrics_of_a_diverged_step_are_valid_json(train: Train, tmp_path: Path)
         train("optimizer.lr=1e30", "optimizer.clip_norm=0")
     for line in (tmp_path / "runs/tiny/metrics.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+
+
+def test_what_is_not_said_again_stays_as_it_was(
+    plan_file: Path, tmp_path: Path, zygote: Any
+) -> None:
+    """A knob, a rate and a goal of the command line are the run's own from then on."""
+    said = ["techniques.logit_soft_cap.cap=7", "optimizer.lr=3e-3", "goal.steps=4"]
+    assert zygote.run(tmp_path, "train", str(plan_file), *said).code == 0
+    again = zygote.run(tmp_path, "train", str(plan_file), "--resume", "goal.steps=6")
+    assert again.code == 0
+    told = " ".join(again.err.split())
+    assert "goes on with its own" in told and "optimizer.lr = 0.003" in told
+    plan = (tmp_path / "runs" / "tiny" / "plan.toml").read_text()
+    assert "cap = 7" in plan and "lr = 0.003" in plan and "steps = 6" in plan
+    other = zygote.run(
+        tmp_path, "train", str(plan_file), "--resume", "techniques.logit_soft_cap.cap=9"
+    )
+    assert other.code == 2 and "techniques.logit_soft_cap.cap" in other.err
+    assert not (tmp_path / "runs" / "tiny-2").exists()

@@ -98,8 +98,7 @@ def token_counts(batch: Any) -> dict[str, Any]:
             return {}
         ignored = (labels == IGNORED).sum()
         return {"tokens": ids.numel(), "padded": ignored, "targets": ids.numel() - ignored}
-    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-    if not isinstance(ids, Tensor):
+    if not isinstance(batch, Mapping) or not isinstance(ids := batch.get("input_ids"), Tensor):
         return {}
     found: dict[str, Any] = {"tokens": ids.numel()}
     mask, labels = batch.get("attention_mask"), batch.get("labels")
