@@ -73,13 +73,15 @@ def plan_to_resume(
 ) -> Plan:  # fmt: skip
     """Return the plan of the run that goes on: its own, with what the command line says now.
 
-    What is not said again stays as it was; where the named plan's file says otherwise, that is told.
+    What is not said again stays as it was, and where the named plan's file differs, that is told.
 
     Args:
         named: the plan that the command line names, with its changes.
         run: the run's folder where the command line names it; else the newest of the plan's name.
         catalogue: techniques and families.
-        overrides, with_, without: the command line's changes.
+        overrides: `key=value` of the command line.
+        with_: names of techniques that it adds.
+        without: names of techniques that it removes.
         tell: takes a line for the user.
 
     Raises:
@@ -98,13 +100,9 @@ def plan_to_resume(
         if key not in NOT_KEPT and key in kept and kept[key] != value
     }
     if other:
-        told = [
-            f"{key} = {kept[key]!r} (the plan's file: {value!r})" for key, value in other.items()
-        ]
+        told = [f"{key} = {kept[key]!r} (the file: {value!r})" for key, value in other.items()]
         more = f" and {len(told) - 4} more" if len(told) > 4 else ""
-        tell(
-            f"{folder} goes on with its own {', '.join(told[:4])}{more}; say key=value to change it"
-        )
+        tell(f"{folder} keeps {', '.join(told[:4])}{more}; say key=value to change it")
     return plan.replaced(**{key: getattr(named, key) for key in NOT_KEPT})
 
 
