@@ -13,6 +13,7 @@ from headrace.core.plan import MeshConfig, Plan
 from headrace.core.technique import Catalogue, Stage
 from headrace.data.ingest import Prepared, reopen
 from headrace.data.tokenizer import Tokenizer
+from headrace.optim.schedule import learning_rate
 from headrace.parallel.world import World
 from headrace.run_folder import RunFolder
 from headrace.sockets import Build
@@ -93,6 +94,7 @@ def plan_to_resume(
     said = [word for word in overrides if word.partition("=")[0].strip() not in NOT_KEPT]
     text = read_plan_text(folder / "plan.toml")
     plan = Plan.read(text, catalogue, overrides=said, with_=with_, without=without)
+    _tell_horizon(Plan.read(text, catalogue), plan, folder, tell)
     kept = _flat(plan.dump())
     other = {
         key: value
@@ -104,6 +106,20 @@ def plan_to_resume(
         more = f" and {len(told) - 4} more" if len(told) > 4 else ""
         tell(f"{folder} keeps {', '.join(told[:4])}{more}; say key=value to change it")
     return plan.replaced(**{key: getattr(named, key) for key in NOT_KEPT})
+
+
+def _tell_horizon(before: Plan, plan: Plan, folder: Path, tell: Callable[[str], None]) -> None:
+    """Say by how much the learning rate jumps where a later goal moves the schedule's end."""
+    was, now = before.horizon_steps, plan.horizon_steps
+    steps = Checkpoints(folder / "checkpoints", rank=1, ranks=1, keep_last=1).steps()
+    if was == now or was is None or not steps or plan.schedule != before.schedule:
+        return
+    old, new = (learning_rate(plan.schedule, horizon)(steps[-1] - 1) for horizon in (was, now))
+    lr = plan.optimizer.lr
+    tell(
+        f"the schedule's horizon was {was} steps and is {now}: the rate goes from {lr * old:.2g} "
+        f"to {lr * new:.2g}, {new / max(old, 1e-9):.2g} times; schedule.steps={was} keeps it"
+    )
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import assert_same_run, metrics, report, without_times, write_corpus
+from tiny import READ, assert_same_run, metrics, report, without_times, write_corpus
 
+from headrace import train as trainer
 from headrace.arguments import catalogue
 from headrace.core.errors import ConfigError, RunError
+from headrace.core.plan import Plan
 from headrace.evaluate import Validation, evaluate
-from headrace.load import open_model
+from headrace.load import open_model, plan_to_resume
+from headrace.progress import Progress
 
 Train = Callable[..., Path]
 
@@ -323,3 +326,21 @@ def test_what_is_not_said_again_stays_as_it_was(
     )
     assert other.code == 2 and "techniques.logit_soft_cap.cap" in other.err
     assert not (tmp_path / "runs" / "tiny-2").exists()
+
+
+def test_a_later_goal_that_moves_the_schedule_is_told(
+    corpus: Path, prepared_folder: Path, tmp_path: Path
+) -> None:
+    text = READ.format(corpus=corpus, prepared=prepared_folder)
+    keys = [f"directory={tmp_path}", "checkpoint.every_steps=5", "schedule.final_fraction=0"]
+    plan = Plan.read(text, catalogue(), overrides=[*keys, "goal.steps=10"])
+    run = trainer.run(plan, progress=Progress())
+    told: list[str] = []
+    how: dict[str, Any] = {"catalogue": catalogue(), "tell": told.append}
+    assert plan_to_resume(plan, run, **how).horizon_steps == 10 and not told
+    longer = plan_to_resume(plan, run, overrides=["goal.steps=20"], **how)
+    assert longer.horizon_steps == 20 and "schedule.steps=10 keeps it" in told[0]
+    assert "horizon was 10 steps and is 20" in told[0] and "times" in told[0]
+    told.clear()
+    plan_to_resume(plan, run, overrides=["goal.steps=20", "schedule.steps=10"], **how)
+    assert not any("horizon" in line for line in told)
