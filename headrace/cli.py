@@ -274,6 +274,8 @@ def evaluate_run(
         build = open_model(folder, catalogue(), checkpoint=checkpoint, with_data=True)
         found = finite(evaluate(build, tokens), folder)
         values = {"run": str(folder), **vars(found)}
+        if loses := build.prepared.tokenizer.loses:
+            values["tokenizer_loses"] = loses
         if json:
             show_json(values)
         else:

@@ -142,6 +142,7 @@ def evaluate(build: Build, tokens: int | None = None) -> Validation:
     for axis in ("shard", "pipeline"):
         world.sum_(nats, axis)
     counted, text_bytes = world.sum_(counts, "shard").tolist()
+    text_bytes = round(text_bytes * build.prepared.validation.raw_share)
     if not counted or not text_bytes:
         shorter = "a smaller techniques.prefix_lm.tokens, or " if build.mask.prefix else ""
         raise ConfigError(

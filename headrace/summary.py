@@ -95,7 +95,7 @@ def summarize(
         "stream_sha256": build.loader.stream_sha256,
         "seed": plan.seed,
         "parameters": sum(prod(layout.shape) for layout in build.layouts.values()),
-        "tokenizer": {"vocab": tokenizer.vocab, "sha256": tokenizer.fingerprint},
+        "tokenizer": tokenizer.about,
         "command": " ".join(command_line()),
     }  # fmt: skip
 

@@ -68,7 +68,7 @@ def test_a_pickle_planted_in_any_file_never_runs(train: Train, tmp_path: Path, h
     planted = sorted(p for p in run.rglob("*") if p.is_file() and p.parent.name != "step-8")
     assert {p.name for p in planted} == {
         "checkpoint.json", "rank-00000.safetensors", "metrics.jsonl", "plan.toml", "report.json",
-        "tokenizer.json", "environment.json", ".lock",
+        "tokenizer.json", "environment.json", "data.json", ".lock",
     }  # fmt: skip
     for path in planted:
         kept = path.read_bytes()
@@ -87,7 +87,7 @@ def test_a_pickle_planted_in_any_file_never_runs(train: Train, tmp_path: Path, h
             assert not in_checkpoint, path
         except HeadraceError as error:
             assert path.name in str(error)
-            assert in_checkpoint or path.name == "environment.json", (path, error)
+            assert in_checkpoint or path.name in ("environment.json", "data.json"), (path, error)
         assert not boom.exists(), path
         path.write_bytes(kept)
         (step / "checkpoint.json").write_bytes(index)

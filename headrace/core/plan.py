@@ -50,6 +50,9 @@ class DataConfig(Strict):
     tokenizer: str = "bpe"
     """`bpe` trains one; or a path of a tokenizer.json; or `tiktoken:NAME`. Left alone, a run that
     starts from `model.pretrained` takes the tokenizer of its folder."""
+    lossy_tokenizer: bool = False
+    """Accept a tokenizer that does not give back every text, as one that composes accents (NFC) or
+    lowers case. Bits per byte are of the raw text all the same, and every report tells."""
     vocab: int = Field(default=4096, ge=257, le=WIDEST)
     """Entries of a tokenizer that is trained here."""
     sequence_length: int = Field(default=256, ge=2, le=WIDEST)

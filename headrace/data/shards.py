@@ -55,6 +55,8 @@ class Manifest(Strict):
     documents: Count
     text_bytes: Count
     """UTF-8 bytes of the documents."""
+    counted_bytes: Count
+    """Those that their tokens stand for: fewer or more where the tokenizer changes text."""
     files: tuple[FileEntry, ...]
     offsets: FileEntry
     tokenizer: str
@@ -136,15 +138,24 @@ class ShardWriter:
         self._offsets = _HashedFile(directory / "offsets.bin")
         self._file = _HashedFile(directory / _file_name(0))
         self._files: list[FileEntry] = []
-        self.tokens = self.text_bytes = 0
+        self.tokens = self.text_bytes = self.counted_bytes = 0
 
     @property
     def documents(self) -> int:
         """Documents added so far."""
         return self._offsets.items
 
-    def add(self, document_ids: np.ndarray, *, text_bytes: int = 0) -> None:
-        """Append the document token and then the document's own ids."""
+    def add(
+        self, document_ids: np.ndarray, *, text_bytes: int = 0, counted_bytes: int | None = None
+    ) -> None:
+        """Append the document token and then the document's own ids.
+
+        Args:
+            document_ids: the document's tokens.
+            text_bytes: UTF-8 bytes of its text.
+            counted_bytes: those that the tokens stand for; all of the text without it.
+        """
+        self.counted_bytes += text_bytes if counted_bytes is None else max(0, counted_bytes)
         self._offsets.write(np.array([self.tokens], dtype="<u8"))
         ids = np.empty(len(document_ids) + 1, dtype=self._dtype)
         ids[0], ids[1:] = self.document_token, document_ids
@@ -177,6 +188,7 @@ class ShardWriter:
             tokens=self.tokens,
             documents=offsets.items,
             text_bytes=self.text_bytes,
+            counted_bytes=self.counted_bytes,
             files=tuple(self._files),
             offsets=offsets,
             tokenizer=self._tokenizer,
@@ -247,6 +259,12 @@ class Shards:
         m = self.manifest
         hashes = [m.dtype, m.document_token, m.offsets.sha256, *(f.sha256 for f in m.files)]
         return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
+
+    @property
+    def raw_share(self) -> float:
+        """Bytes of the text for each byte that its tokens stand for; 1 where nothing is lost."""
+        counted = self.manifest.counted_bytes
+        return self.text_bytes / counted if counted else 1.0
 
     @property
     def manifest_digest(self) -> str:

@@ -76,6 +76,7 @@ class Tokenizer:
             a space is put before every text (Llama 2, Mistral), the document token stands for -1
             byte, so that a document's tokens add up to its text.
         fingerprint: sha256 of the tokenizer.json.
+        loses: an example of text that it does not give back, "" where it gives back all.
     """
 
     def __init__(self, text: str, *, name: str = "tokenizer.json") -> None:
@@ -105,17 +106,24 @@ class Tokenizer:
             self.token_bytes[self.document_token] = -1
         if spec["decoder"] is None:
             self._slow.decoder = _decoder(_is_byte_level(spec), strip=added == 1)
-        self._refuse_losses(spec)
+        self.loses, self._remedy = "", "data.tokenizer=bpe"
+        self._find_losses(spec)
 
     @property
     def text(self) -> str:
         """The tokenizer.json."""
         return self._text
 
+    @property
+    def about(self) -> dict[str, Any]:
+        """What a report says of it."""
+        about = {"vocab": self.vocab, "sha256": self.fingerprint}
+        return about | ({"loses": self.loses} if self.loses else {})
+
     def _bytes_of(self, text: str) -> int:
         return int(self.token_bytes[self.encode_batch([text])[0]].sum())
 
-    def _refuse_losses(self, spec: dict[str, Any]) -> None:
+    def _find_losses(self, spec: dict[str, Any]) -> None:
         added = max(0, -int(self.token_bytes[self.document_token]))
 
         def returned(text: str) -> tuple[str, int]:
@@ -133,9 +141,18 @@ class Tokenizer:
             change = "a tokenizer.json that gives back every text"
             if changes:
                 change = f"a copy of it without its normalizer {', '.join(changes)}"
+            self.loses, self._remedy = lost, f"data.tokenizer=bpe, or {change}"
+
+    def refuse_losses(self) -> None:
+        """Refuse a tokenizer that does not give back every text.
+
+        Raises:
+            ConfigError: with an example.
+        """
+        if self.loses:
             raise ConfigError(
-                f"{self._name} loses text: {lost}, so bits per byte could not be told",
-                f"data.tokenizer=bpe, or {change}",
+                f"{self._name} loses text: {self.loses}",
+                f"data.lossy_tokenizer=true, which every report tells; {self._remedy}",
             )
 
     def check_document(self, text: str, ids: np.ndarray) -> None:
@@ -144,14 +161,18 @@ class Tokenizer:
         Raises:
             ConfigError: they differ, so the tokenizer lost some of the text.
         """
-        added = max(0, -int(self.token_bytes[self.document_token]))
-        raw, kept = len(text.encode()), int(self.token_bytes[ids].sum(dtype=np.int64)) - added
+        raw, kept = len(text.encode()), self.bytes_of(ids)
         if raw != kept and text:
             raise ConfigError(
                 f"{self._name} loses text: a document that begins {text[:40]!r} has {raw:,} bytes, "
                 f"its tokens stand for {kept:,}",
-                "data.tokenizer=bpe",
+                "data.lossy_tokenizer=true, which every report tells; data.tokenizer=bpe",
             )
+
+    def bytes_of(self, ids: np.ndarray) -> int:
+        """UTF-8 bytes that a document's ids stand for."""
+        added = max(0, -int(self.token_bytes[self.document_token]))
+        return int(self.token_bytes[ids].sum(dtype=np.int64)) - added * bool(len(ids))
 
     @staticmethod
     def load(path: Path | str) -> "Tokenizer":

@@ -196,7 +196,7 @@ def test_the_command_that_prepares_again_prepares_the_same(
 def test_a_full_disk(
     make_plan: MakePlan, source: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def full(self: ShardWriter, ids: np.ndarray, *, text_bytes: int) -> None:
+    def full(self: ShardWriter, ids: np.ndarray, **sizes: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:

@@ -233,7 +233,8 @@ def test_a_space_before_every_text_is_no_byte_of_it(scheme: str, decoder: bool) 
 )
 def test_a_normalizer_that_changes_bytes_is_refused(tokenizer: Tokenizer, normalizer: str) -> None:
     with pytest.raises(ConfigError, match=r"loses text: .* comes back as") as caught:
-        altered(tokenizer, normalizer={"type": normalizer})
+        altered(tokenizer, normalizer={"type": normalizer}).refuse_losses()
+    assert "data.lossy_tokenizer=true" in caught.value.remedy
     assert f"without its normalizer {normalizer}" in str(caught.value)
 
 
@@ -274,7 +275,7 @@ def test_broken_files_are_one_error_each(tokenizer: Tokenizer) -> None:
             if not null:
                 del spec[key]
             with pytest.raises(ConfigError):
-                Tokenizer(json.dumps(spec))
+                Tokenizer(json.dumps(spec)).refuse_losses()
     for text in ("[]", "null", "3", '{"model": {}}', '{"model": {"type": "BPE"}}', "{", ""):
         with pytest.raises(ConfigError):
             Tokenizer(text)
