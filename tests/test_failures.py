@@ -96,8 +96,8 @@ def test_a_validation_that_is_not_finite_saves_nothing_after_it(
 
     whole = session.evaluate
 
-    def bad(build: Any) -> Any:
-        found = whole(build)
+    def bad(build: Any, *tokens: int) -> Any:
+        found = whole(build, *tokens)
         late = build.loader.state()["step"] == 8
         return type(found)(float("nan"), float("nan"), 1, 1) if late else found
 
@@ -300,7 +300,7 @@ def test_a_full_disk_at_the_command_line(zygote: Any, plan_file: Path, small_dis
     command = ("train", "tiny.toml", f"directory={small_disk}")
     assert zygote.run(plan_file.parent, *command, "goal.steps=4").code == 0
     fill(small_disk, leave_bytes=20_000)
-    ended = zygote.run(plan_file.parent, *command, "--resume")
+    ended = zygote.run(plan_file.parent, *command, "goal.steps=12", "--resume")
     assert ended.code == 1 and "step-4 is intact" in ended.err, ended
     assert "Traceback" not in ended.err
 

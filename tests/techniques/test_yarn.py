@@ -174,7 +174,7 @@ REFUSED = [
     ({"beta_fast": 1.0}, {}, "beta_fast = 1 must be more than", "techniques.yarn.beta_fast=2"),
     ({"kind": "llama3", "low_frequency_factor": 5.0}, {}, "high_frequency_factor = 4 must be",
      "techniques.yarn.high_frequency_factor=10"),
-    ({"original_length": 10**9}, {}, "no pair is slowed", "techniques.yarn.original_length="),
+    ({"original_length": 1 << 24}, {}, "no pair is slowed", "techniques.yarn.original_length="),
     ({"kind": "ntk"}, {"model.head_dim": "2"}, "one pair", "model.head_dim=4"),
     ({}, {"model.rope_theta": "1.0"}, "makes no pair turn slower", "model.rope_theta=10000"),
 ]  # fmt: skip
