@@ -11,7 +11,7 @@ from headrace.core.errors import ConfigError, nearest
 from headrace.core.files import read_plan_text
 from headrace.core.plan import MeshConfig, Plan
 from headrace.core.technique import Catalogue, Stage
-from headrace.data.ingest import Prepared, reopen
+from headrace.data.ingest import Prepared, check_same_data, reopen
 from headrace.data.tokenizer import Tokenizer
 from headrace.optim.schedule import learning_rate
 from headrace.parallel.world import World
@@ -175,6 +175,10 @@ def open_model(
     build = make_build(plan, prepared, World(), choose_device(plan), until=until)
     saved = Saved(path)
     check_frozen(saved.values, plan)
+    was, now = saved.values["fingerprint"], {"tokenizer": prepared.tokenizer.fingerprint}
+    now |= {thing: digest for thing, digest in prepared.fingerprint.items() if thing != "mixture"}
+    where = f"data in {prepared.directory}"
+    check_same_data({thing: was[thing] for thing in was if thing in now}, now, where)
     for name, parameter in trained(build):
         saved.fill_(f"model/{name}", parameter)
     return build

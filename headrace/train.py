@@ -121,8 +121,8 @@ def step(build: Build, micros: Sequence[Micro], index: int) -> Tensor:
         for enrich in build.enrich:
             taken = enrich(build, taken)
         targets = torch.stack([(m.targets_BT != IGNORED).sum() for m in taken]).sum()
-        tokens = torch.full_like(targets, sum(m.targets_BT.numel() for m in taken))
-        targets, tokens = build.world.sum_(torch.stack([targets, tokens]), "shard").float()
+        targets = build.world.sum_(targets, "shard").float()
+        tokens = sum(m.targets_BT.numel() for m in taken) * build.world.size("shard")
         build.targets_per_token = targets.clamp(min=1) / tokens
         factor = build.loss_scale(build)
         scale = 1.0 / targets.clamp(min=1)

@@ -10,7 +10,6 @@ import pkgutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from functools import cache
 from types import ModuleType
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
@@ -210,7 +209,6 @@ def discover(package: ModuleType) -> dict[str, type[Technique[Any]]]:
     return dict(sorted(found.items()))
 
 
-@cache
 def installed() -> Catalogue:
     """Every technique and model family of this package, imported when a name is first asked for.
 

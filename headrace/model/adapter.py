@@ -237,7 +237,10 @@ def _weight_files(path: Path) -> list[Path]:
     if (path / "model.safetensors").is_file():
         names = ["model.safetensors"]
     elif index.is_file():
-        names = sorted(set(map(str, _read_json(index).get("weight_map", {}).values())))
+        placed = _read_json(index).get("weight_map")
+        if not isinstance(placed, dict):
+            raise ConfigError(f"{index} has no weight_map of names to files", "download it again")
+        names = sorted(set(map(str, placed.values())))
     else:
         names = sorted(file.name for file in path.glob("*.safetensors"))
     outside = [name for name in names if Path(name).name != name]
