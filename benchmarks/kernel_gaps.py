@@ -34,7 +34,7 @@ from headrace.core.technique import Context
 from headrace.core.work import SKIPPING, TRUNKS, Work
 
 PLANS = Path(__file__).parent / "plans"
-SINCE = (("trace",), ("model", "logit_cap"))
+SINCE = (("trace",), ("model", "logit_cap"), ("data", "lossy_tokenizer"))
 """Keys that plans got after rows had been written, the newest last: a fingerprint of before is
 without them, and they change no kernel as long as they say nothing."""
 EARLIER = {"matrix_products": "products", "triton": "elementwise", "rest": "other"}
