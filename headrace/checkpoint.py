@@ -199,7 +199,7 @@ class Checkpoints:
         return json.loads(path.read_text())
 
     def _lock_of(self, rank: int) -> Path:
-        return self.folder.parent / f".rank-{rank:05d}.lock"
+        return self.folder.parent / f".{self.folder.name}-rank-{rank:05d}.lock"
 
     def _has_ended(self, rank: int) -> bool:
         """Whether another rank's process is gone: nobody holds its lock any more."""

@@ -61,13 +61,12 @@ class Tf32(Technique[Build]):
         "products at 8 times the rate on an A100 (data sheet: 156 against 19.5 TFLOP/s)",
         costs="operands of products rounded to 11 significant bits; no memory saved",
         helps="runs that need fp32 weights and activations, on Ampere or newer",
-        hurts="where bf16 does: it is twice as fast again, in half the bytes (data sheet); in a "
-        "bf16 run only products left in fp32 gain, as a router's",
+        hurts="where bf16 does: it is twice as fast again, in half the bytes (data sheet)",
         source="NVIDIA A100 data sheet; torch.set_float32_matmul_precision",
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Ampere or newer; a run in bf16 or fp16 has it for what autocast leaves in fp32."""
+        """fp32 runs on Ampere or newer."""
         if context.device != "cuda":
             return Unsupported(
                 f"{context.device} has no TF32: it is a format of NVIDIA's matrix units",
@@ -78,6 +77,11 @@ class Tf32(Technique[Build]):
             return Unsupported(
                 f"{context.device_name} has compute capability {found}, and TF32 needs 8.0",
                 "an Ampere GPU or newer",
+            )
+        if context.precision != "fp32":
+            return Unsupported(
+                f"the run multiplies in {context.precision}, and TF32 is for fp32 operands",
+                "model.precision=fp32",
             )
         return Supported()
 
@@ -92,8 +96,8 @@ class Tf32(Technique[Build]):
         build.runtime.append(tf32_products)
 
     def active(self, build: Build) -> Evidence:
-        """A product of fp32 operands that need more than 10 bits, outside of autocast."""
-        with torch.no_grad(), torch.autocast(build.device.type, enabled=False):
+        """A product, as the run multiplies now, of operands that need more than 10 bits."""
+        with torch.no_grad(), build.autocast():
             product = probe(build.device)
         wanted = float(SIZE)
         kept = float((product.double() / wanted - 1).abs().mean()) / UNIT
