@@ -62,6 +62,8 @@ def test_a_tokenizer_that_changes_text_is_accepted_by_name_and_measured_by_raw_b
     assert "data.lossy_tokenizer=true" in told.value.remedy
     plan = tiny_plan(*keys, "data.lossy_tokenizer=true")
     build = make_build(plan, prepare(plan), World(), torch.device("cpu"))
+    with pytest.raises(ConfigError, match="loses text"):  # whatever is prepared already
+        prepare(tiny_plan(*keys))
     found = evaluation.evaluate(build)
     build.loader.close()
     held_out = build.prepared.validation

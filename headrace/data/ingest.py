@@ -232,7 +232,9 @@ def _key(plan: Plan) -> str:
     if isinstance(held_out, str):
         held_out = source_signature(held_out)
     signatures = [source_signature(source) for source in plan.source_list]
-    facts = [FORMAT, signatures, spec, held_out, data.text_key]
+    facts: list[Any] = [FORMAT, signatures, spec, held_out, data.text_key]
+    if data.lossy_tokenizer:  # what a strict plan would refuse is not taken from the cache
+        facts.append("lossy")
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
 
 
