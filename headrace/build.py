@@ -187,10 +187,9 @@ def _as_pretrained(model: ModelConfig) -> ModelConfig:
     }
     other = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
     if other:
-        told = ", ".join(f"model.{key} = {asked!r} (it: {have!r})"
-                         for key, (asked, have) in other.items())  # fmt: skip
+        each = [f"model.{key} = {asked!r} (it: {have!r})" for key, (asked, have) in other.items()]
         raise ConfigError(
-            f"the plan says otherwise than the weights of {model.pretrained}: {told}",
+            f"the plan says otherwise than the weights of {model.pretrained}: {', '.join(each)}",
             " ".join(f"model.{key}={have}" for key, (_, have) in other.items()),
         )
     kept = {k: getattr(model, k) for k in ("family", "pretrained", "precision")}

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import Timeout
+from filelock import BaseFileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -65,9 +65,8 @@ class Checkpoints:
         folder.mkdir(parents=True, exist_ok=True)
         if rank == 0:
             sync_path(folder.parent)
-        elif ranks > 1:  # the system takes it back when this process ends: so the first rank knows
-            with suppress(Timeout):  # an earlier process of this rank is about to end
-                self._alive = hold_lock(self._lock_of(rank), wait=False, key="directory")
+        self._alive: BaseFileLock | None = None
+        self._show_alive()
         if rank == 0:
             for left_over in folder.glob("*.tmp"):
                 shutil.rmtree(left_over)
@@ -155,6 +154,7 @@ class Checkpoints:
     def _write(
         self, step: int, host: dict[str, Tensor], pieces: dict[str, Any], values: dict[str, Any]
     ) -> None:
+        self._show_alive()
         aside = self.folder / f"step-{step}.tmp"
         aside.mkdir(exist_ok=True)
         name = f"rank-{self.rank:05d}.safetensors"
@@ -197,6 +197,19 @@ class Checkpoints:
                 )
             time.sleep(0.01)
         return json.loads(path.read_text())
+
+    def _show_alive(self) -> None:
+        """Hold this rank's lock, which the system takes back when the process ends.
+
+        Where an earlier process of this rank holds it still, the next save tries again.
+        """
+        if self.rank == 0 or self.ranks == 1 or self._alive is not None:
+            return
+        for _ in range(20):
+            with suppress(Timeout):  # or the first rank is looking at this very moment
+                self._alive = hold_lock(self._lock_of(self.rank), wait=False, key="directory")
+                return
+            time.sleep(0.01)
 
     def _lock_of(self, rank: int) -> Path:
         return self.folder.parent / f".{self.folder.name}-rank-{rank:05d}.lock"

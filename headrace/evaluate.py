@@ -20,11 +20,9 @@ from headrace.model.head import IGNORED, cross_entropy
 from headrace.sockets import Build, Work
 
 FAR = 30
-"""Times the default rate above which a rate is taken for a mistake."""
-
-
+"""Times the default rate above which a rate is taken for a mistake. Chosen, not measured."""
 WORSE = 1.5
-"""Times a uniform guess's loss above which a finite loss is told as divergence."""
+"""Times a uniform guess's loss above which a finite loss is told as divergence. Chosen, too."""
 
 
 def worse_than_a_guess(loss_nats: float, vocab: int) -> str | None:
@@ -163,8 +161,9 @@ def _share(build: Build, tokens: int | None) -> float:
     """Return the share of the validation text's targets that rows of `tokens` tokens hold."""
     shards, length = build.prepared.validation, build.plan.data.sequence_length
     rows = validation_rows(shards, length, tokens)
-    targets = sum(min(length, shards.tokens - 1 - row * length) for row in rows)
-    return targets / (shards.tokens - 1)
+    whole = shards.tokens - 1
+    cut = max(0, (rows[-1] + 1) * length - whole)  # the last row of the text may be short
+    return (len(rows) * length - cut) / whole
 
 
 def _counts(targets_BT: Tensor, bytes_V: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.build import make_build
-from headrace.checkpoint import Checkpoints, Saved
+from headrace.checkpoint import Saved, steps_in
 from headrace.context import choose_device
 from headrace.core.errors import ConfigError, nearest
 from headrace.core.files import read_plan_text
@@ -17,7 +17,7 @@ from headrace.optim.schedule import learning_rate
 from headrace.parallel.world import World
 from headrace.run_folder import RunFolder
 from headrace.sockets import Build
-from headrace.state import check_frozen, trained
+from headrace.state import check_frozen, frozen_digests, trained
 
 
 def resolve_run(run: Path) -> Path:
@@ -111,7 +111,7 @@ def plan_to_resume(
 def _tell_horizon(before: Plan, plan: Plan, folder: Path, tell: Callable[[str], None]) -> None:
     """Say by how much the learning rate jumps where a later goal moves the schedule's end."""
     was, now = before.horizon_steps, plan.horizon_steps
-    steps = Checkpoints(folder / "checkpoints", rank=1, ranks=1, keep_last=1).steps()
+    steps = steps_in(folder / "checkpoints")
     if was == now or was is None or not steps or plan.schedule != before.schedule:
         return
     old, new = (learning_rate(plan.schedule, horizon)(steps[-1] - 1) for horizon in (was, now))
@@ -174,11 +174,10 @@ def open_model(
     until = Stage.STEP if with_data else Stage.MATERIALIZE
     build = make_build(plan, prepared, World(), choose_device(plan), until=until)
     saved = Saved(path)
-    check_frozen(saved.values, plan)
-    was, now = saved.values["fingerprint"], {"tokenizer": prepared.tokenizer.fingerprint}
-    now |= {thing: digest for thing, digest in prepared.fingerprint.items() if thing != "mixture"}
-    where = f"data in {prepared.directory}"
-    check_same_data({thing: was[thing] for thing in was if thing in now}, now, where)
+    check_frozen(saved.values, plan, frozen_digests(plan))
+    now = {**prepared.fingerprint, "tokenizer": prepared.tokenizer.fingerprint}
+    was = {thing: digest for thing, digest in saved.values["fingerprint"].items() if thing in now}
+    check_same_data(was, now, f"data in {prepared.directory}")
     for name, parameter in trained(build):
         saved.fill_(f"model/{name}", parameter)
     return build
@@ -189,6 +188,5 @@ def _checkpoint(folder: Path, which: str | None) -> Path:
     for name in [which] if which else ["best", "latest"]:
         if (root / name).is_dir():
             return root / name
-    steps = Checkpoints(root, rank=1, ranks=1, keep_last=1).steps() if root.is_dir() else []
-    has = ", ".join(f"step-{n}" for n in steps) or "none"
+    has = ", ".join(f"step-{n}" for n in steps_in(root)) or "none"
     raise ConfigError(f"{root} has no checkpoint {which or 'best or latest'}; it has {has}")

@@ -6,7 +6,6 @@ Values: counters, the stream's place and hash, each rank's RNG, fingerprints of 
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,8 @@ from headrace.model.adapter import weights_digest
 from headrace.parallel.boxes import Piece, piece_of
 from headrace.sockets import Build
 
+FROZEN = "frozen"
+"""The note under which a Build has the digests of weights that no checkpoint holds."""
 MUST_STAY = (
     "seed", "model", "batch.tokens",
     "data.sources", "data.weights", "data.validation", "data.text_key", "data.tokenizer",
@@ -71,7 +72,7 @@ def values(build: Build, counters: dict[str, Any]) -> dict[str, Any]:
         "counters": counters,
         "plan": build.plan.dump(),
         "fingerprint": build.prepared.fingerprint,
-        "frozen": frozen_digests(build.plan),
+        "frozen": note_frozen(build),
         "techniques": {who: keeper.values() for who, keeper in build.state.items()},
         "exact": [t.name() for t in build.techniques if t.equality == "exact"],
         "rank": {"rng": _rng(build.device)},
@@ -86,7 +87,7 @@ def restore(build: Build, saved: Saved) -> dict[str, Any]:
         RunError: the checkpoint is damaged.
     """
     check_same_run(saved.values, build.plan, build.prepared.fingerprint)
-    check_frozen(saved.values, build.plan)
+    check_frozen(saved.values, build.plan, note_frozen(build))
     for name, parameter in trained(build):
         saved.fill_(f"model/{name}", _piece(build, name, parameter))
     for route, optimizer in build.optimizers.items():
@@ -173,16 +174,17 @@ def frozen_digests(plan: Plan) -> dict[str, str]:
     }
     if plan.model.pretrained and any("frozen" in t.composes for t in plan.techniques.values()):
         folders["model.pretrained"] = plan.model.pretrained
-    return {key: _digest_of(folder) for key, folder in folders.items()}
+    return {key: weights_digest(Path(folder)) for key, folder in folders.items()}
 
 
-@cache
-def _digest_of(folder: str) -> str:
-    """Read once a process: a run of long checkpoints asks again and again."""
-    return weights_digest(Path(folder))
+def note_frozen(build: Build) -> dict[str, str]:
+    """Read the digests once, when the weights themselves are read; every checkpoint keeps them."""
+    if FROZEN not in build.notes:
+        build.notes[FROZEN] = frozen_digests(build.plan)
+    return build.notes[FROZEN]
 
 
-def check_frozen(saved: Mapping[str, Any], plan: Plan) -> None:
+def check_frozen(saved: Mapping[str, Any], plan: Plan, found: Mapping[str, str]) -> None:
     """Refuse weights that are not those which a checkpoint was trained beside.
 
     A checkpoint of before has no digest of them, and is taken as it is.
@@ -191,7 +193,7 @@ def check_frozen(saved: Mapping[str, Any], plan: Plan) -> None:
         ConfigError: with the key, and both digests.
     """
     was = saved.get("frozen") or {}
-    for key, now in frozen_digests(plan).items():
+    for key, now in found.items():
         if was.get(key, now) != now:
             folder = _at(plan.dump(), key)
             raise ConfigError(

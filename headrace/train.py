@@ -34,7 +34,7 @@ from headrace.session import Session
 from headrace.sockets import Build
 from headrace.start import NOTE as START
 from headrace.start import Start, process_age_s
-from headrace.state import changed_knobs, check_same_run
+from headrace.state import changed_knobs, check_same_run, note_frozen
 
 
 def run(
@@ -78,6 +78,7 @@ def run(
         build = make_build(plan, prepared, world, device, tell=progress.note)
         start.mark("build")
         build.notes |= {NOTE: timed, START: start}
+        note_frozen(build)
         for flags in build.runtime:
             stack.enter_context(flags())
         files, checkpoint = _open_folder(build, resume, folder, checkpoint)

@@ -59,7 +59,7 @@ def write(folder: str) -> None:
 def read(folder: str) -> None:
     """Read everything that any world wrote under every layout of this world."""
     dist.init_process_group("gloo")
-    roots = sorted(Path(folder).iterdir())
+    roots = sorted(Path(folder).glob("ranks-*"))
     assert len(roots) == sum(len(layouts) for layouts in LAYOUTS.values())
     for root in roots:
         saved = Saved(root / "latest")

@@ -426,14 +426,16 @@ def _let_weights_decide(values: dict[str, Any], said: set[str]) -> None:
     """
     if "model.pretrained" not in said:
         return
-    kept = {"model.pretrained", "model.precision", *said}
-    for table, keys in (("model", None), ("data", ("tokenizer", "vocab"))):
+    decided = {
+        "model": {*ModelConfig.model_fields} - {"pretrained", "precision"},
+        "data": {"tokenizer", "vocab"},
+    }
+    for table, keys in decided.items():
         found = values.get(table)
         if isinstance(found, dict):
-            values[table] = {
-                key: value for key, value in found.items()
-                if f"{table}.{key}" in kept or (keys is not None and key not in keys)
-            }  # fmt: skip
+            for key in keys & {*found}:
+                if f"{table}.{key}" not in said:
+                    del found[key]
 
 
 def _technique(name: str, knobs: Any) -> Technique[Any]:

@@ -24,6 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from headrace.core.errors import ConfigError, MemoryFull, RunError, is_out_of_memory
 from headrace.core.files import hold_lock, publish
 from headrace.core.plan import DataConfig, Plan
@@ -364,6 +366,14 @@ def _write(
             rebuild=rebuild,
         )
 
+    def add(side: ShardWriter, text: str, ids: np.ndarray) -> int:
+        """Add a document, and return the bytes of its text."""
+        if not plan.data.lossy_tokenizer:
+            tokenizer.check_document(text, ids)
+        size = len(text.encode())
+        side.add(ids, text_bytes=size, counted_bytes=tokenizer.bytes_of(ids))
+        return size
+
     held_out = plan.data.validation
     own = isinstance(held_out, str)
     validation = writer("validation", held_out if own else ", ".join(plan.source_list))
@@ -372,13 +382,8 @@ def _write(
         train = writer(f"train-{i:02d}", source)
         for texts in _batches(source, plan.data.text_key, split):
             for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
-                if not plan.data.lossy_tokenizer:
-                    tokenizer.check_document(text, ids)
-                raw = text.encode()
-                held = is_held_out(_place(hashlib.sha256(raw).digest()))
-                side = validation if held else train
-                side.add(ids, text_bytes=len(raw), counted_bytes=tokenizer.bytes_of(ids))
-                done_bytes += len(raw)
+                held = is_held_out(_place(hashlib.sha256(text.encode()).digest()))
+                done_bytes += add(validation if held else train, text, ids)
             progress("encoding", done_bytes, total_bytes)
         if not train.documents:
             raise ConfigError(
@@ -390,10 +395,7 @@ def _write(
     if isinstance(held_out, str):
         for texts in _batches(held_out, plan.data.text_key):
             for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
-                if not plan.data.lossy_tokenizer:
-                    tokenizer.check_document(text, ids)
-                size = len(text.encode())
-                validation.add(ids, text_bytes=size, counted_bytes=tokenizer.bytes_of(ids))
+                add(validation, text, ids)
     validation.close()
 
 
@@ -425,8 +427,9 @@ def _batches(source: str, text_key: str, split: float | None = None) -> Iterator
 
 def _rebuild_command(data: DataConfig) -> str:
     """`headrace data ingest` with the keys that are not at their defaults or not at demo's."""
-    keys = {"sources", "validation", "text_key", "tokenizer", "vocab", "directory"}
-    keys.add("lossy_tokenizer")
+    keys = {
+        "sources", "validation", "text_key", "tokenizer", "lossy_tokenizer", "vocab", "directory",
+    }  # fmt: skip
     asked = data.model_dump(mode="json", include=keys, exclude_defaults=True)
     words = ["headrace data ingest demo"]
     for key, value in {**asked, "vocab": data.vocab}.items():

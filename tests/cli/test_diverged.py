@@ -41,9 +41,11 @@ def test_the_last_checkpoint_that_was_evaluated_is_named(
 ) -> None:
     call("train", *tiny_demo, "goal.steps=3", "name=tame", "checkpoint.every_steps=1")
     plan = str(workshop / "runs" / "tame" / "plan.toml")
-    told = call("train", plan, *WILD, "goal.steps=4", "--resume", code=1)
+    wild = str(workshop / "runs" / "tame-2" / "plan.toml")
+    begun = ("--resume", "--checkpoint", "step-3")  # another rate is a new run that begins there
+    told = call("train", plan, *WILD, "goal.steps=4", *begun, code=1)
     assert "step-3 is the last checkpoint known to be sound" in told["error"]
     words = told["remedy"].removeprefix("headrace ").split()
-    words = [plan if word.endswith("plan.toml") else word for word in words]
+    words = [wild if word.endswith("tame-2/plan.toml") else word for word in words]
     again = call(*[w for w in words if "lr=" not in w], "optimizer.lr=1e-3", "goal.steps=4")
     assert again["status"] == "done" and again["val"][-1]["loss_nats"] == pytest.approx(5, abs=2)

@@ -72,8 +72,10 @@ import torch
 from headrace import train
 from headrace.cli import catalogue
 from headrace.core.plan import Plan
+from headrace.interrupts import Interrupts
 from headrace.progress import Progress
 
+Interrupts.patience_s = None  # its thread would reserve address space that the limit counts
 plan, limit, held = Path(sys.argv[1]), int(sys.argv[2]), Path("/proc/self/statm")
 if sys.argv[3] == "cuda":
     whole = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
