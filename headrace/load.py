@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from headrace.build import make_build
 from headrace.checkpoint import Saved, steps_in
 from headrace.context import choose_device
@@ -75,6 +77,8 @@ def plan_to_resume(
     """Return the plan of the run that goes on: its own, with what the command line says now.
 
     What is not said again stays as it was, and where the named plan's file differs, that is told.
+    How ranks stand is no part of it: a checkpoint goes on under any layout, and it is the named
+    plan's that the processes were started for.
 
     Args:
         named: the plan that the command line names, with its changes.
@@ -92,9 +96,10 @@ def plan_to_resume(
     if not (folder / "plan.toml").is_file():  # it ended before it had begun
         return named
     said = [word for word in overrides if word.partition("=")[0].strip() not in NOT_KEPT]
-    text = read_plan_text(folder / "plan.toml")
+    before = read_plan(folder, catalogue)
+    text = tomli_w.dumps(_laid_out_as(named, before))
     plan = Plan.read(text, catalogue, overrides=said, with_=with_, without=without)
-    _tell_horizon(Plan.read(text, catalogue), plan, folder, tell)
+    _tell_horizon(before, plan, folder, tell)
     kept = _flat(plan.dump())
     other = {
         key: value
@@ -106,6 +111,18 @@ def plan_to_resume(
         more = f" and {len(told) - 4} more" if len(told) > 4 else ""
         tell(f"{folder} keeps {', '.join(told[:4])}{more}; say key=value to change it")
     return plan.replaced(**{key: getattr(named, key) for key in NOT_KEPT})
+
+
+def _laid_out_as(named: Plan, before: Plan) -> dict[str, Any]:
+    """The tables of `before` with the mesh of `named`, and with the techniques that fill it."""
+    tables, laid_out = before.dump(), named.dump()
+    techniques = {
+        name: knobs
+        for plan, own in ((before, False), (named, True))
+        for name, knobs in plan.dump()["techniques"].items()
+        if (plan.techniques[name].room == "parallel") is own
+    }
+    return {**tables, "mesh": laid_out["mesh"], "techniques": techniques}
 
 
 def _tell_horizon(before: Plan, plan: Plan, folder: Path, tell: Callable[[str], None]) -> None:

@@ -110,7 +110,7 @@ def test_a_trace_too_large_and_a_full_disk(tmp_path: Path, monkeypatch: pytest.M
     def full(*_: object) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(bursts.os, "replace", full)
+    monkeypatch.setattr(bursts, "publish", full)
     made = Bursts(tmp_path, CPU, every_steps=None)
     steps(made, 20)
     assert "No space left" in made.trouble and not list(tmp_path.iterdir())
