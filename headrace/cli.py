@@ -3,6 +3,7 @@
 It discovers the techniques, reads the plan with them, calls train, then writes findings and report.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -45,6 +46,7 @@ from headrace.evaluate import evaluate, finite, worse_than_a_guess
 from headrace.export.run import export_run
 from headrace.interrupts import Interrupts
 from headrace.load import open_model, plan_to_resume, read_plan, resolve_run, run_of
+from headrace.model.companions import LOST, Companions, read_companions
 from headrace.model.zoo import families
 from headrace.recipes import recipes
 from headrace.run_folder import RunFolder
@@ -419,10 +421,17 @@ def export(
     with exit_codes(json):
         folder = resolve_run(run)
         build = open_model(folder, catalogue(), checkpoint=checkpoint)
-        length = read_plan(folder, catalogue()).data.sequence_length
-        written = export_run(build, to, output or folder / to, sequence_length=length)
+        plan = read_plan(folder, catalogue())
+        companions = read_companions(
+            folder, plan.model.pretrained, lambda line: print(line, file=sys.stderr)
+        )
+        written = export_run(
+            build, to, output or folder / to, sequence_length=plan.data.sequence_length,
+            companions=companions or Companions(),
+        )  # fmt: skip
         if json:
-            show_json({"to": to, "folder": str(written)})
+            lost = [*LOST] if companions is None else []
+            show_json({"to": to, "folder": str(written), "not_kept": lost})
         else:
             print(written)
 

@@ -1,7 +1,8 @@
 """A run's folder: what is written where, and nothing that an earlier run left is lost.
 
 `runs/NAME/` holds plan.toml, environment.json, data.json (which data it is), metrics.jsonl (one row
-a step), checkpoints/, and in the end report.json, findings.json and report.html. A name that is
+a step), checkpoints/, pretrained/ (small files of the folder that it started from), and in the end
+report.json, findings.json and report.html. A name that is
 taken becomes NAME-2, NAME-3 and so on; `--resume` continues the newest of them. Files are written
 aside and renamed, so that a kill leaves the old or the new one; a lock, which the system takes back
 however a process ends, keeps two processes out of one folder.
@@ -29,6 +30,7 @@ from headrace.core.errors import ConfigError, RunError, at_a_limit
 from headrace.core.files import hold_lock, parse_json, parse_object, sync_path, write_whole
 from headrace.core.plan import Plan
 from headrace.data.ingest import Prepared
+from headrace.model.companions import KEPT_IN
 
 LOST = ("closed by peer", "reset by peer", "NCCL error", "NCCL communicator was aborted")
 """How gloo and NCCL say that a process which they were connected to is gone."""
@@ -90,6 +92,8 @@ class RunFolder:
         for name in ("metrics.jsonl", "data.json", "tokenizer.json"):
             if (self.path / name).is_file():
                 shutil.copyfile(self.path / name, made.path / name)
+        if (self.path / KEPT_IN).is_dir():
+            shutil.copytree(self.path / KEPT_IN, made.path / KEPT_IN)
         made.write("environment", {"parent": parent})
         made.checkpoints.mkdir()
         shutil.copytree(checkpoint, made.checkpoints / f"{step}.tmp")

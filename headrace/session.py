@@ -28,6 +28,7 @@ from headrace.filled import LastLook, check_active, last_look, note_own_attentio
 from headrace.gauges import Gauges
 from headrace.goal import Counters, ended_by
 from headrace.interrupts import Interrupts
+from headrace.model.companions import keep_companions
 from headrace.progress import Progress
 from headrace.run_folder import RunFolder, command_line, in_words, metrics_line
 from headrace.signals import RANKED_STEPS, Signals, TrackedMemory, between_ranks, peak_bytes
@@ -155,6 +156,9 @@ class Session:
             self.build.loader.load_state(counters.stream)
         if self.first:
             build, plan = self.build, self.build.plan
+            if plan.model.pretrained and not counters.step:
+                first = Path(plan.model.pretrained)
+                keep_companions(first, self.folder.path, self.progress.note)
             given = plan, build.prepared, build.device, command_line()
             counters.restarts = self.folder.start(*given)
             spent_s = self.folder.cut_metrics(counters.step)

@@ -21,7 +21,8 @@ from headrace.core.files import publish
 from headrace.core.model_config import ModelConfig
 from headrace.data.tokenizer import Tokenizer
 from headrace.model.adapter import Link, check_ours
-from headrace.model.hf_config import config_to_hf
+from headrace.model.companions import CONFIG, GENERATION, SPECIAL, TOKENIZER, Companions
+from headrace.model.hf_config import config_to_hf, merged_config
 
 SHARD_BYTES = 5_000_000_000
 """The file size above which transformers' own `save_pretrained` splits, too."""
@@ -35,6 +36,7 @@ def export_hf(
     *,
     sequence_length: int,
     position: Mapping[str, Any] = MappingProxyType({}),
+    companions: Companions = Companions(),  # noqa: B008  (it is frozen)
     dtype: torch.dtype = torch.float32,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
@@ -47,6 +49,7 @@ def export_hf(
         out: the new folder.
         sequence_length: tokens of a row in training; the longest text that was promised to work.
         position: the model's `position.config_fields()`.
+        companions: the small files that came with the weights that training began with.
         dtype: of the stored weights.
         shard_bytes: most bytes of one file of weights.
 
@@ -58,6 +61,7 @@ def export_hf(
     tokenizer = Tokenizer.load(tokenizer_path)
     end = tokenizer.document_token
     values = config_to_hf(config, sequence_length=sequence_length, end_id=end, position=position)
+    values = merged_config(values, companions.tables.get(CONFIG, {}), position)
     values["torch_dtype"] = str(dtype).removeprefix("torch.")
     files = _split(check_ours(config, model_state), dtype.itemsize, shard_bytes)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -68,17 +72,12 @@ def export_hf(
         aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
         try:
             _write_weights(aside, files, model_state, dtype)
-            _write_json(aside / "config.json", values)
-            _write_json(
-                aside / "generation_config.json", {"bos_token_id": end, "eos_token_id": end}
-            )
             tokenizer.save(aside / "tokenizer.json")
-            # The class that reads tokenizer.json as it stands; a family's own would change it.
-            _write_json(aside / "tokenizer_config.json", {
-                "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": document,
-                "eos_token": document, "model_max_length": sequence_length,
-                "clean_up_tokenization_spaces": False,
-            })  # fmt: skip
+            for name, text in companions.texts.items():
+                (aside / name).parent.mkdir(exist_ok=True)
+                (aside / name).write_text(text, encoding="utf-8")
+            for name, table in _tables(values, companions, document, sequence_length).items():
+                _write_json(aside / name, table)
             _publish(aside, out)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
@@ -87,6 +86,37 @@ def export_hf(
             f"{out} could not be written: {error.strerror or error}",
             "a folder on a disk with room for the weights",
         ) from None
+
+
+def _tables(
+    config: dict[str, Any], companions: Companions, document: str, sequence_length: int
+) -> dict[str, dict[str, Any]]:
+    """The JSON files beside weights and tokenizer.json: theirs where there are some, else ours.
+
+    Args:
+        config: the new config.json.
+        companions: what came with the first weights.
+        document: the token that ends a document, as text.
+        sequence_length: tokens of a row in training.
+    """
+    theirs = {
+        name: {key: value for key, value in table.items() if key != "auto_map"}
+        for name, table in companions.tables.items()
+    }
+    ids = {k: config[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if k in config}
+    # The class that reads tokenizer.json as it stands; a family's own would change it.
+    plain = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    tokenizer = {
+        **plain, "bos_token": document, "eos_token": document,
+        "model_max_length": sequence_length, "clean_up_tokenization_spaces": False,
+    } | theirs.get(SPECIAL, {})  # fmt: skip
+    if TOKENIZER in theirs:
+        own_code = "auto_map" in companions.tables[TOKENIZER]
+        tokenizer = theirs[TOKENIZER] | (plain if own_code else {})
+        most = tokenizer.get("model_max_length")
+        if isinstance(most, int | float) and most < sequence_length:
+            tokenizer["model_max_length"] = sequence_length
+    return {GENERATION: ids, **theirs, TOKENIZER: tokenizer, CONFIG: config}
 
 
 def _split(links: list[Link], item_bytes: int, shard_bytes: int) -> list[list[Link]]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from headrace.core.errors import ConfigError, UnsupportedError, nearest
 from headrace.export.hf import export_hf
 from headrace.model.attention import Attention
+from headrace.model.companions import Companions
 from headrace.model.lora import merged_state
 from headrace.model.mlp import PlainMLP, SwiGLU
 from headrace.sockets import Build
@@ -13,8 +14,18 @@ from headrace.sockets import Build
 FORMATS = ("hf",)
 
 
-def export_run(build: Build, to: str, output: Path, *, sequence_length: int) -> Path:
+def export_run(
+    build: Build, to: str, output: Path, *, sequence_length: int,
+    companions: Companions = Companions(),  # noqa: B008  (it is frozen)
+) -> Path:  # fmt: skip
     """Write the model of an opened run; returns the folder.
+
+    Args:
+        build: the run.
+        to: the format.
+        output: the new folder.
+        sequence_length: tokens of a row in training.
+        companions: the small files that came with the weights that the run began with.
 
     Raises:
         ConfigError: an unknown format, or the folder has files.
@@ -44,5 +55,6 @@ def export_run(build: Build, to: str, output: Path, *, sequence_length: int) -> 
     export_hf(
         state, build.config, tokenizer, output,
         sequence_length=sequence_length, position=build.model.position.config_fields(),
+        companions=companions,
     )  # fmt: skip
     return output

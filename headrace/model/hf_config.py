@@ -313,3 +313,35 @@ def config_to_hf(
     if kind is LLAMA:
         values |= {"attention_bias": config.bias, "mlp_bias": config.bias}
     return values | dict(position)
+
+
+_THEIR_OWN = ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range")
+"""Fields that training here does not change, whatever it would write itself."""
+_DROPPED = (
+    "torch_dtype", "dtype", "_name_or_path", "auto_map", "quantization_config",
+    "rope_parameters", "rope_scaling",
+)  # fmt: skip
+"""Fields of the first weights' config.json that are not true of the trained ones; the rotation is
+written anew as it was trained."""
+
+
+def merged_config(
+    ours: Mapping[str, Any], theirs: Mapping[str, Any], position: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The config.json of a trained model with what that of its first weights says beside.
+
+    Args:
+        ours: what `config_to_hf` wrote.
+        theirs: the config.json that came with the first weights.
+        position: the fields of a rotation that is not the plain one.
+    """
+    kind = ARCHITECTURES[ours["architectures"][0]]
+    same_class = theirs.get("model_type", kind.model_type) == kind.model_type
+    own = (*_THEIR_OWN, *kind.extra) if same_class else _THEIR_OWN
+    kept = {key: value for key, value in theirs.items() if key not in _DROPPED and same_class}
+    merged = {**kept, **ours} | {key: theirs[key] for key in own if key in theirs}
+    longest = "max_position_embeddings"
+    both = [values[longest] for values in (ours, theirs) if type(values.get(longest)) is int]
+    if longest in ours and longest not in position:
+        merged[longest] = max(both)
+    return merged
