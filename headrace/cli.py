@@ -445,6 +445,8 @@ def ingest(plan: PlanName = "demo", overrides: Overrides = None, *, json: Json =
             prepared = prepare(
                 named_plan(plan, overrides, verb="data ingest"), progress=progress.task
             )
+            for one in prepared.left_out:
+                progress.note(one.line())
         finally:
             progress.close()
         value = {
@@ -456,7 +458,7 @@ def ingest(plan: PlanName = "demo", overrides: Overrides = None, *, json: Json =
             **{k if k == "mixture" else f"{k}_sha256": v for k, v in prepared.fingerprint.items()},
         }
         if json:
-            show_json(value)
+            show_json(value | {"left_out": [one.to_dict() for one in prepared.left_out]})
         else:
             show_table(["what", "value"], [[k, str(v)] for k, v in value.items()])
 

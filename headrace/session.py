@@ -463,6 +463,7 @@ class Session:
             "traces": self.bursts.report(), "operations": self.operations, "ranks": self.ranks,
             "gpu": self.gauges.report(),
         }  # fmt: skip
+        report["left_out"] = [one.to_dict() for one in self.build.prepared.left_out]
         if not self.first:
             return
         if not self.steps_here and (before := self.folder.read("report")):

@@ -72,6 +72,8 @@ def run(
         prepared = prepare_together(plan, world, progress, record)
         if record is not None and world.rank == 0 and not is_current(plan, prepared):
             progress.note(f"the text changed since: going on with shards in {prepared.directory}")
+        for one in prepared.left_out if world.rank == 0 else ():
+            progress.note(one.line())
         start.mark("prepare")
         plan, timed = choose_attention(plan, catalogue, prepared, world, device, progress)
         start.mark("choose")

@@ -20,7 +20,7 @@ import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ from headrace.core.errors import ConfigError, MemoryFull, RunError, is_out_of_me
 from headrace.core.files import hold_lock, publish
 from headrace.core.plan import DataConfig, Plan
 from headrace.core.units import format_bytes
+from headrace.data import left_out
+from headrace.data.left_out import LeftOut, Tally
 from headrace.data.shards import FORMAT, Shards, ShardWriter, sync_file
 from headrace.data.sources import read_documents, source_signature
 from headrace.data.tokenizer import Tokenizer, open_tokenizer, train_tokenizer
@@ -61,6 +63,8 @@ class Prepared:
     validation: Shards
     fingerprint: dict[str, str]
     """`data`, `tokenizer`, `mixture` and `manifests`: a resume compares them one by one."""
+    left_out: tuple[LeftOut, ...] = ()
+    """What of the sources is no text in it, by reason."""
 
     def record(self) -> dict[str, Any]:
         """What a run keeps of its data: where it lies, and what it is."""
@@ -192,7 +196,7 @@ def check_same_data(was: Mapping[str, str], now: Mapping[str, str], where: str) 
 def _prepare(plan: Plan, progress: Progress | None) -> Prepared:
     progress = progress or (lambda description, done, total: None)
     root = Path(plan.data.directory).expanduser()
-    name = _key(plan)
+    name = _key(plan, listed := Tally())
     target = root / name
     try:
         if not target.exists():
@@ -200,7 +204,8 @@ def _prepare(plan: Plan, progress: Progress | None) -> Prepared:
             with _locked(root / f".{name}.lock"):
                 if not target.exists():
                     _build_aside(plan, target, progress)
-        return _open(plan, target)
+        found = _open(plan, target)
+        return replace(found, left_out=left_out.current(found.left_out, listed.records))
     except ConfigError as error:
         if not target.exists():
             raise
@@ -222,8 +227,11 @@ def _prepare(plan: Plan, progress: Progress | None) -> Prepared:
         ) from None
 
 
-def _key(plan: Plan) -> str:
-    """12 hex digits that change with anything that the shards depend on."""
+def _key(plan: Plan, listed: Tally | None = None) -> str:
+    """12 hex digits that change with anything that the shards depend on.
+
+    `listed` counts the files of the sources that are left out.
+    """
     data = plan.data
     spec = data.tokenizer
     if spec == "bpe":
@@ -232,8 +240,8 @@ def _key(plan: Plan) -> str:
         spec = open_tokenizer(spec).fingerprint
     held_out = data.validation
     if isinstance(held_out, str):
-        held_out = source_signature(held_out)
-    signatures = [source_signature(source) for source in plan.source_list]
+        held_out = source_signature(held_out, listed)
+    signatures = [source_signature(source, listed) for source in plan.source_list]
     facts: list[Any] = [FORMAT, signatures, spec, held_out, data.text_key]
     if data.lossy_tokenizer:  # what a strict plan would refuse is not taken from the cache
         facts.append("lossy")
@@ -261,7 +269,9 @@ def _open(plan: Plan, target: Path) -> Prepared:
         "mixture": json.dumps(weights) if weights else "by size",
         "manifests": _digest([s.manifest_digest for s in (*train, validation)]),
     }
-    return Prepared(target, tokenizer, train, validation, fingerprint)
+    return Prepared(
+        target, tokenizer, train, validation, fingerprint, left_out=left_out.load(target)
+    )
 
 
 def _digest(parts: list[str]) -> str:
@@ -295,7 +305,8 @@ def _build_aside(plan: Plan, target: Path, progress: Progress) -> None:
 def _build(plan: Plan, folder: Path, progress: Progress) -> None:
     """Both passes, into an empty folder."""
     data = plan.data
-    survey, split = _read_through(plan, None, progress), None
+    tally = Tally()
+    survey, split = _read_through(plan, None, progress, tally), None
     if survey.lowest == survey.highest and isinstance(data.validation, float):
         split = data.validation  # one text only: its end is held out
         survey = _read_through(plan, split, progress)
@@ -312,14 +323,17 @@ def _build(plan: Plan, folder: Path, progress: Progress) -> None:
     tokenizer.save(folder / "tokenizer.json")
     with (folder / "tokenizer.json").open("rb") as file:
         sync_file(file)
-    _write(plan, folder, tokenizer, held_out, split, survey.text_bytes, progress)
+    _write(plan, folder, tokenizer, held_out, split, survey.text_bytes, progress, tally)
+    left_out.save(folder, tally.records)
 
 
-def _read_through(plan: Plan, split: float | None, progress: Progress) -> _Survey:
+def _read_through(
+    plan: Plan, split: float | None, progress: Progress, tally: Tally | None = None
+) -> _Survey:
     """The first pass."""
     survey = _Survey()
     for source in plan.source_list:
-        for text in _texts(source, plan.data.text_key, split):
+        for text in _texts(source, plan.data.text_key, split, tally):
             survey.add(text, keep_sample=plan.data.tokenizer == "bpe")
             progress("reading", survey.text_bytes, None)
     return survey
@@ -352,6 +366,7 @@ def _write(
     split: float | None,
     total_bytes: int,
     progress: Progress,
+    tally: Tally,
 ) -> None:
     """The second pass: encode every document and add it to its side."""
     rebuild = _rebuild_command(plan.data)
@@ -393,15 +408,17 @@ def _write(
             )
         train.close()
     if isinstance(held_out, str):
-        for texts in _batches(held_out, plan.data.text_key):
+        for texts in _batches(held_out, plan.data.text_key, tally=tally):
             for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
                 add(validation, text, ids)
     validation.close()
 
 
-def _texts(source: str, text_key: str, split: float | None) -> Iterator[str]:
+def _texts(
+    source: str, text_key: str, split: float | None, tally: Tally | None = None
+) -> Iterator[str]:
     """Documents of a source; where `split` is given, each as two, the second with that share."""
-    for document in read_documents(source, text_key=text_key):
+    for document in read_documents(source, text_key=text_key, left_out=tally):
         text = document.text
         if split is None:
             yield text
@@ -411,11 +428,13 @@ def _texts(source: str, text_key: str, split: float | None) -> Iterator[str]:
             yield from filter(None, (text[:cut], text[cut:]))
 
 
-def _batches(source: str, text_key: str, split: float | None = None) -> Iterator[list[str]]:
+def _batches(
+    source: str, text_key: str, split: float | None = None, tally: Tally | None = None
+) -> Iterator[list[str]]:
     """Documents of a source in lists of about 8 MiB of text."""
     batch: list[str] = []
     size = 0
-    for text in _texts(source, text_key, split):
+    for text in _texts(source, text_key, split, tally):
         batch.append(text)
         size += len(text)
         if size >= ENCODE_BYTES:

@@ -13,13 +13,11 @@ that is on every machine, so that the first run needs no download.
 
 import bz2
 import csv
-import glob
 import hashlib
 import io
 import json
 import lzma
-import shlex
-import sysconfig
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -35,15 +33,8 @@ from headrace.core.errors import (
     is_out_of_memory,
     nearest,
 )
-
-PLAIN = frozenset({".txt", ".md", ".py"})
-LINES = frozenset({".jsonl", ".ndjson"})
-TABLES = {".csv": ",", ".tsv": "\t"}
-READABLE = PLAIN | LINES | {".parquet", *TABLES}
-COMPRESSION = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
-_NOT_LIBRARY = frozenset(
-    {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-)
+from headrace.data.left_out import Reason, Tally, printable
+from headrace.data.listing import LINES, TABLES, kind_of, list_files
 
 
 class Document(NamedTuple):
@@ -53,150 +44,75 @@ class Document(NamedTuple):
     origin: str
 
 
-def read_documents(source: str, *, text_key: str = "text") -> Iterator[Document]:
+Found = tuple[str | None, str]
+"""(A row's text or its null, where it came from)."""
+
+
+def read_documents(
+    source: str, *, text_key: str = "text", left_out: Tally | None = None
+) -> Iterator[Document]:
     """Every non-empty document of a source, in a fixed order.
 
     Args:
         source: file, folder (recursive), glob, `stdlib` or `hf:PATH_OR_NAME[:CONFIG][@SPLIT]`.
         text_key: the field that holds the text in .jsonl, .parquet and hf: sources.
+        left_out: counts what gives no document, by reason.
 
     Raises:
         ConfigError: nothing there, nothing readable, or a damaged or unexpected file.
         UnsupportedError: an `hf:` source without the `datasets` package.
     """
+    tally = Tally() if left_out is None or source == "stdlib" else left_out
     if source.startswith("hf:"):
-        documents = _hugging_face(source, text_key)
+        found = _hugging_face(source, text_key)
     else:
-        documents = (d for name, path in _listing(source) for d in _read(path, name, text_key))
-    return (document for document in documents if document.text)
+        files = list_files(source, tally)
+        found = (d for name, path in files for d in _read(path, printable(name), text_key, tally))
+    for text, origin in found:
+        if not text:
+            tally.add(Reason.NULL_TEXT if text is None else Reason.EMPTY_TEXT, origin)
+            continue
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # JSON can spell half of a surrogate pair; UTF-8 cannot
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            tally.add(Reason.HALF_CHARACTER, origin)
+        yield Document(text, origin)
 
 
-def source_signature(source: str) -> str:
+def source_signature(source: str, left_out: Tally | None = None) -> str:
     """A cheap sha256 of what a source holds now: names, sizes and modification times.
 
-    Good enough to name a cache; the prepared shards carry hashes of their content.
+    Good enough to name a cache; the prepared shards carry hashes of their content. `left_out`
+    counts the files that are none of it.
     """
+    tally = Tally() if left_out is None else left_out
     digest = hashlib.sha256()
     path = Path(_parse_hf(source)[0]) if source.startswith("hf:") else None
     if path is None or path.exists():
-        files = _listing(str(path) if path else source)
+        files = list_files(str(path) if path else source, tally)
         for name, file in files:
             stat = file.stat()
-            digest.update(f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
+            digest.update(os.fsencode(f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}\n"))
     if path:
-        digest.update(source.encode())
+        digest.update(os.fsencode(source))
     return digest.hexdigest()
 
 
-def _kind(path: Path) -> tuple[str, str | None]:
-    """(suffix without compression, compression), e.g. ('.jsonl', 'gzip')."""
-    compression = COMPRESSION.get(path.suffix.lower())
-    return Path(path.stem if compression else path.name).suffix.lower(), compression
-
-
-def _listing(source: str) -> list[tuple[str, Path]]:
-    """The readable files of a local source as (name to show, path), sorted."""
-    if source == "stdlib":
-        return _standard_library()
-    if not source:  # which pathlib takes for the current folder
-        raise ConfigError("data.sources names an empty path", "data.sources=PATH")
-    path = Path(source).expanduser()
-    if path.is_dir():
-        return _folder(path)
-    if path.is_file():
-        if _kind(path)[0] not in READABLE:
-            raise ConfigError(
-                f"data.sources = {source!r} is not a kind of file that can be read; "
-                f"the kinds are {' '.join(sorted(READABLE))} (and .gz, .zst, .bz2 or .xz of them)",
-            )
-        return [(source, path)]
-    if glob.has_magic(source):
-        found = sorted(Path(p) for p in glob.glob(str(path), recursive=True))
-        files = [p for p in found if p.is_file() and _kind(p)[0] in READABLE]
-        if files:
-            return [(str(p), p) for p in files]
-        raise ConfigError(f"data.sources = {source!r} matches no readable file")
-    if path.exists():  # a pipe, a socket, a device: a corpus is read more than once
-        raise ConfigError(
-            f"data.sources = {source!r} is neither a file nor a folder, and text is read twice",
-            f"cat {source} > TEXT.txt, and data.sources=TEXT.txt",
-        )
-    siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-    close = nearest(path.name, siblings) if siblings else ""
-    hint = str(path.parent / close) if close in siblings else ""
-    raise ConfigError(
-        f"data.sources = {source!r} does not exist"
-        + (f"; the nearest name there is {hint}" if hint else ""),
-        f"data.sources={hint or 'PATH'}",
-    )
-
-
-def _folder(folder: Path) -> list[tuple[str, Path]]:
-    """Readable files under a folder; hidden ones and caches are left out."""
-    others: set[str] = set()
-    files = []
-    for path in sorted(_walk(folder, frozenset())):
-        inside = path.relative_to(folder).parts
-        if any(p.startswith(".") or p == "__pycache__" for p in inside) or not path.is_file():
-            continue
-        if _kind(path)[0] in READABLE:
-            files.append((str(path), path))
-        else:
-            others.add(path.suffix or path.name)
-    if not files:
-        found = f"only {' '.join(sorted(others)[:8])}" if others else "no files"
-        raise ConfigError(
-            f"data.sources = {str(folder)!r} holds {found}; "
-            f"the kinds that can be read are {' '.join(sorted(READABLE))}"
-        )
-    return files
-
-
-def _walk(folder: Path, above: frozenset[Path]) -> Iterator[Path]:
-    """Yield what stands under a folder; links to folders are followed, but never in a circle."""
-    real = folder.resolve()
-    if real in above:
-        return
-    try:
-        inside = list(folder.iterdir())
-    except OSError as error:
-        raise ConfigError(
-            f"data.sources: the folder {folder} cannot be read: {error.strerror}",
-            f"chmod u+rx {shlex.quote(str(folder))}",
-        ) from None
-    for path in inside:
-        if path.name.startswith("."):
-            continue
-        if path.is_dir():
-            yield from _walk(path, above | {real})
-        else:
-            yield path
-
-
-def _standard_library() -> list[tuple[str, Path]]:
-    """The interpreter's own .py files, tests and installed packages left out."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files = [(p.relative_to(root), p) for p in root.rglob("*.py")]
-    kept = [(n.as_posix(), p) for n, p in files if not _NOT_LIBRARY.intersection(n.parts)]
-    if not kept:
-        raise ConfigError(f"this Python has no library sources under {root}", "data.sources=PATH")
-    return sorted(kept)
-
-
-def _read(path: Path, name: str, text_key: str) -> Iterator[Document]:
-    """The documents of one file."""
-    kind, compression = _kind(path)
+def _read(path: Path, name: str, text_key: str, tally: Tally) -> Iterator[Found]:
+    """The texts of one file."""
+    kind, compression = kind_of(path)
     try:
         if kind == ".parquet":
             yield from _parquet(path, name, text_key)
             return
         with _open(path, compression) as stream:
             if kind in LINES:
-                yield from _json_lines(stream, name, text_key)
+                yield from _json_lines(stream, name, text_key, tally)
             elif kind in TABLES:
-                yield from _table(stream, name, text_key, TABLES[kind])
+                yield from _table(stream, name, text_key, TABLES[kind], tally)
             else:
-                yield Document(_decode(stream.read(), name).removeprefix("\ufeff"), name)
+                yield _decode(stream.read(), name).removeprefix("\ufeff"), name
     except UnicodeDecodeError as error:  # of a column whose writer did not check it
         raise ConfigError(
             f"{name} is not UTF-8 in its column {text_key!r}: {error}",
@@ -217,10 +133,15 @@ def _open(path: Path, compression: str | None) -> IO[bytes]:
         return lzma.open(path)
     if compression == "bz2":
         return bz2.open(path)
-    return io.BufferedReader(pa.input_stream(str(path), compression=compression))  # type: ignore[arg-type]
+    raw = path.open("rb")
+    if compression is None:
+        return raw
+    return io.BufferedReader(pa.input_stream(raw, compression=compression))  # type: ignore[arg-type]
 
 
-def _table(stream: Iterable[bytes], name: str, text_key: str, delimiter: str) -> Iterator[Document]:
+def _table(
+    stream: Iterable[bytes], name: str, text_key: str, delimiter: str, tally: Tally
+) -> Iterator[Found]:
     """Yield the rows of a .csv or .tsv file; its first row names the fields."""
     rows = csv.reader(_decoded(stream, name), delimiter=delimiter, strict=True)
     limit = csv.field_size_limit(1 << 31)  # a text may be longer than the library's 128 KiB
@@ -236,7 +157,9 @@ def _table(stream: Iterable[bytes], name: str, text_key: str, delimiter: str) ->
                     f"quote the fields of row {number}, or leave it out",
                 )
             if row:
-                yield Document(row[place], f"{name}:{number}")
+                yield row[place], f"{name}:{number}"
+            else:
+                tally.add(Reason.BLANK_LINE, f"{name}:{number}")
     except csv.Error as error:
         raise ConfigError(
             f"{name}: line {rows.line_num} is no row of a table: {error}", f"leave {name} out"
@@ -264,7 +187,7 @@ def _decode(raw: bytes, name: str, before_bytes: int = 0, file: str = "") -> str
         ) from None
 
 
-def _json_lines(stream: Iterable[bytes], name: str, text_key: str) -> Iterator[Document]:
+def _json_lines(stream: Iterable[bytes], name: str, text_key: str, tally: Tally) -> Iterator[Found]:
     offset_bytes, earlier = 0, False
     for number, raw in enumerate(stream, 1):
         origin = f"{name}:{number}"
@@ -272,6 +195,7 @@ def _json_lines(stream: Iterable[bytes], name: str, text_key: str) -> Iterator[D
         line = line.removeprefix("\ufeff") if number == 1 else line
         offset_bytes += len(raw)
         if not line.strip():
+            tally.add(Reason.BLANK_LINE, origin)
             continue
         try:
             row = json.loads(line)
@@ -287,11 +211,11 @@ def _json_lines(stream: Iterable[bytes], name: str, text_key: str) -> Iterator[D
             told = _no_key(text_key, row, origin).message
             raise ConfigError(f"{told}; lines before it have one", f"leave {origin} out")
         earlier = True
-        yield Document(_text(row, text_key, origin), origin)
+        yield _text(row, text_key, origin), origin
 
 
-def _parquet(path: Path, name: str, text_key: str) -> Iterator[Document]:
-    with pq.ParquetFile(path) as file:
+def _parquet(path: Path, name: str, text_key: str) -> Iterator[Found]:
+    with path.open("rb") as raw, pq.ParquetFile(raw) as file:
         names = file.schema_arrow.names
         if text_key not in names:
             raise _no_key(text_key, names, name)
@@ -299,17 +223,15 @@ def _parquet(path: Path, name: str, text_key: str) -> Iterator[Document]:
         for batch in file.iter_batches(columns=[text_key], batch_size=1024):
             for row in batch.to_pylist():
                 number += 1
-                yield Document(_text(row, text_key, f"{name}:{number}"), f"{name}:{number}")
+                yield _text(row, text_key, f"{name}:{number}"), f"{name}:{number}"
 
 
-def _text(row: dict[str, Any], text_key: str, origin: str) -> str:
-    """The text of a row; a null is an empty document, which nobody sees."""
+def _text(row: dict[str, Any], text_key: str, origin: str) -> str | None:
+    """The text of a row, or its null."""
     if text_key not in row:
         raise _no_key(text_key, row, origin)
     text = row[text_key]
-    if text is None:
-        return ""
-    if not isinstance(text, str):
+    if not isinstance(text, str | None):
         others = [str(key) for key, value in row.items() if isinstance(value, str)]
         raise ConfigError(
             f"{origin}: the field {text_key!r} holds {type(text).__name__}, not text",
@@ -317,10 +239,6 @@ def _text(row: dict[str, Any], text_key: str, origin: str) -> str:
             else f"data.text_key=KEY, one of {', '.join(others)}" if others
             else f"leave {origin} out, or write its {text_key!r} as text",
         )  # fmt: skip
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # JSON can spell half of a surrogate pair; UTF-8 cannot
-        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
 
 
@@ -342,7 +260,7 @@ def _parse_hf(source: str) -> tuple[str, str | None, str]:
     return name, config or None, split or "train"
 
 
-def _hugging_face(source: str, text_key: str) -> Iterator[Document]:
+def _hugging_face(source: str, text_key: str) -> Iterator[Found]:
     """Rows of a dataset by name or local path, streamed."""
     name, config, split = _parse_hf(source)
     try:
@@ -355,7 +273,7 @@ def _hugging_face(source: str, text_key: str) -> Iterator[Document]:
     options: dict[str, Any] = {"split": split, "streaming": True}
     try:
         if Path(name).is_file():
-            kind = "parquet" if _kind(Path(name))[0] == ".parquet" else "json"
+            kind = "parquet" if kind_of(Path(name))[0] == ".parquet" else "json"
             rows = datasets.load_dataset(kind, data_files=name, **options)
         else:
             rows = datasets.load_dataset(name, config, **options)
@@ -371,7 +289,7 @@ def _hugging_face(source: str, text_key: str) -> Iterator[Document]:
         for row in rows:
             number += 1
             origin = f"{source}:{number}"
-            yield Document(_text(row, text_key, origin), origin)
+            yield _text(row, text_key, origin), origin
     except OSError as error:
         if is_out_of_memory(error):
             raise

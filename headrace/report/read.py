@@ -144,6 +144,15 @@ class Sample(Table):
     text: str
 
 
+class Omission(Table):
+    """What of the sources is no text to train on, for one reason."""
+
+    reason: str
+    words: str
+    count: int
+    examples: tuple[str, ...] = ()
+
+
 class Report(Table):
     """report.json."""
 
@@ -177,6 +186,7 @@ class Report(Table):
     sample: Sample | None = None
     command: str | None = None
     tokenizer: dict[str, Any] | None = None
+    left_out: tuple[Omission, ...] = ()
 
     @property
     def evaluated(self) -> list[Validation]:

@@ -12,6 +12,7 @@ from headrace.report.page import (
     muted,
     page,
     section,
+    table,
     tag,
     write_page,
 )
@@ -58,6 +59,7 @@ def write_report(run_directory: Path) -> Path:
         memory(report),
         _wasted(report),
         techniques(report),
+        *_left_out(report),
         _sample(report),
         _environment(run),
         _repeat(run),
@@ -131,6 +133,20 @@ def _wasted(report: Report) -> Safe:
         tag("p", tag("strong", percent(share)), f" of the tokens that were computed{lost}."),
         muted("Padding and positions without a target: paid for like the rest, not learned from."),
     )
+
+
+def _left_out(report: Report) -> list[Safe]:
+    """What of the sources is no text to train on; nothing where all of it is."""
+    if not report.left_out:
+        return []
+    rows = [
+        (one.words, ", ".join(one.examples) + ", ..." * (one.count > len(one.examples)),
+         whole(one.count))
+        for one in report.left_out
+    ]  # fmt: skip
+    return [
+        section("Left out of the data", table("Left out", ("What", "Names", "Count"), rows, text=2))
+    ]
 
 
 def _sample(report: Report) -> Safe:

@@ -76,7 +76,11 @@ def test_a_folder_that_cannot_be_read_is_named(
         return whole(path)
 
     monkeypatch.setattr(Path, "iterdir", closed)
-    assert "closed cannot be read: Permission denied" in failure(tmp_path)
+    assert "only 1 file or folder that this user may not read" in failure(tmp_path)
+    assert f"{tmp_path / 'closed'}/)" in failure(tmp_path)
+    (tmp_path / "a.txt").write_text("one")
+    assert texts(tmp_path) == ["one"]
+    assert "cannot be read: Permission denied" in failure(tmp_path / "closed")
 
 
 def test_a_table_gives_a_document_a_row(tmp_path: Path) -> None:
@@ -133,9 +137,9 @@ def test_a_missing_path_names_its_nearest_sibling(tmp_path: Path) -> None:
 
 def test_nothing_readable_lists_what_is_there(tmp_path: Path) -> None:
     assert "holds no files" in failure(tmp_path)
-    for name in ("a.png", "b.doc"):
+    for name in ("a.png", "b.doc", "c.doc", ".d.txt"):
         (tmp_path / name).touch()
-    assert "only .doc .png" in failure(tmp_path)
+    assert "holds only 2 .doc, 1 .png, 1 hidden file or folder" in failure(tmp_path)
     assert ".jsonl" in failure(tmp_path / "a.png")
 
 

@@ -1,0 +1,287 @@
+"""Which files a source names: a file, a folder, a glob, or the standard library.
+
+Files come in a fixed order, each once, however many links lead to it. Whatever is met and is none
+of them is counted in a tally, with its reason.
+"""
+
+import errno
+import glob
+import os
+import shlex
+import stat
+import sysconfig
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+
+from headrace.core.errors import ConfigError, is_out_of_memory, nearest
+from headrace.data.left_out import Reason, Tally, printable
+
+PLAIN = frozenset({".txt", ".md", ".py"})
+LINES = frozenset({".jsonl", ".ndjson"})
+TABLES = {".csv": ",", ".tsv": "\t"}
+READABLE = PLAIN | LINES | {".parquet", *TABLES}
+COMPRESSION = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
+DECOMPRESS = {"gzip": "gzip -dc", "zstd": "zstd -dc", "bz2": "bzip2 -dc", "xz": "xz -dc"}
+"""The commands that write a compressed file on standard output."""
+ARCHIVES = {".zip": "unzip", ".tar": "tar -xf", ".tgz": "tar -xf"}
+"""The commands that take files out of an archive."""
+SHOWN = 8
+"""Kinds of files that a message lists."""
+_NOT_LIBRARY = frozenset(
+    {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+)
+_KINDS = f"the kinds are {' '.join(sorted(READABLE))} (and .gz, .zst, .bz2 or .xz of them)"
+
+File = tuple[str, Path]
+"""(Name to show, path)."""
+
+
+def kind_of(path: Path) -> tuple[str, str | None]:
+    """(suffix without compression, compression), e.g. ('.jsonl', 'gzip')."""
+    compression = COMPRESSION.get(path.suffix.lower())
+    return Path(path.stem if compression else path.name).suffix.lower(), compression
+
+
+def shell(path: str | Path) -> str:
+    """Return a path as a shell takes it, one that is not UTF-8 too."""
+    name = printable(path)
+    if name == str(path):
+        return shlex.quote(name)
+    literal = "".join(
+        chr(b) if 32 <= b < 127 and b not in b"'\\" else f"\\x{b:02x}" for b in os.fsencode(path)
+    )
+    return f"$'{literal}'"
+
+
+def list_files(source: str, tally: Tally) -> list[File]:
+    """The readable files of a local source, sorted.
+
+    Raises:
+        ConfigError: there is none; says what is there instead.
+    """
+    if source == "stdlib":
+        return _standard_library()
+    if not source:  # which pathlib takes for the current folder
+        raise ConfigError("data.sources names an empty path", "data.sources=PATH")
+    path = Path(source).expanduser()
+    try:
+        if path.is_dir():
+            return _folder(path, tally)
+        if path.is_file():
+            return [(source, _readable(path))]
+        if path.exists():  # a pipe, a socket, a device: a corpus is read more than once
+            raise ConfigError(
+                f"data.sources = {printable(source)!r} is neither a file nor a folder, and text is "
+                "read twice",
+                f"cat {shell(source)} > TEXT.txt, and data.sources=TEXT.txt",
+            )
+        if glob.has_magic(source):
+            return _matched(path, tally)
+    except OSError as error:
+        if is_out_of_memory(error):
+            raise
+        raise ConfigError(
+            f"data.sources = {printable(source)!r} cannot be read: {error.strerror}",
+            f"chmod u+rx {shell(path.parent)}"
+            if error.errno == errno.EACCES
+            else "data.sources=PATH",
+        ) from None
+    raise _missing(source, path)
+
+
+def _missing(source: str, path: Path) -> ConfigError:
+    siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+    close = nearest(path.name, siblings) if siblings else ""
+    hint = path.parent / close if close in siblings else None
+    return ConfigError(
+        f"data.sources = {printable(source)!r} does not exist"
+        + (f"; the nearest name there is {printable(hint)}" if hint else ""),
+        f"data.sources={shell(hint) if hint else 'PATH'}",
+    )
+
+
+def _readable(path: Path) -> Path:
+    """Return a file that the user named, or raise what can be done about its kind."""
+    kind, compression = kind_of(path)
+    if kind in READABLE:
+        return path
+    packed = path.suffix if compression else ""
+    stem = path.name.removesuffix(packed)
+    as_text = f"{stem}.txt{packed}"
+    unpack = next((c for end, c in ARCHIVES.items() if path.name.lower().find(end) > 0), None)
+    raise ConfigError(
+        f"data.sources = {printable(path)!r} is not of a kind that can be read; {_KINDS}",
+        f"{unpack} {shell(path)}, and data.sources=FOLDER with what was in it"
+        if unpack
+        else f"cp {shell(path)} {shell(as_text)}, and data.sources={shell(as_text)}, if it is text",
+    )
+
+
+def _folder(folder: Path, tally: Tally) -> list[File]:
+    """Readable files under a folder; hidden ones and caches are left out."""
+    found = sorted(_walk(folder, tally))
+    endings: Counter[str] = Counter()
+    files = _kept(found, tally, endings)
+    if not files:
+        raise _nothing(f"data.sources = {printable(folder)!r} holds", folder, tally, endings)
+    return files
+
+
+def _matched(pattern: Path, tally: Tally) -> list[File]:
+    """Readable files that a glob matches."""
+    paths = sorted(_expand(pattern, tally))
+    folders = [p for p in paths if p.is_dir()]
+    found = [p for p in paths if not p.is_dir()]
+    endings: Counter[str] = Counter()
+    files = _kept(found, tally, endings)
+    reached = {above for path in found for above in path.parents}
+    for folder in folders:
+        if folder not in reached and pattern.name != "**":
+            tally.add(Reason.FOLDER, f"{folder}/")
+    if not files:
+        parts = pattern.parts
+        plain = next(i for i, part in enumerate(parts) if glob.has_magic(part))
+        above = Path(*parts[:plain]) if plain else Path()
+        asked = f"data.sources = {printable(pattern)!r} matches no readable file:"
+        raise _nothing(asked, above, tally, endings)
+    return files
+
+
+def _kept(found: Iterable[Path], tally: Tally, endings: Counter[str]) -> list[File]:
+    """The files that can be read, each once; the others are counted."""
+    files: list[File] = []
+    seen: set[object] = set()
+    for path in found:
+        reason, identity = _look(path)
+        if reason is None and identity in seen:
+            reason = Reason.TWICE
+        if reason is None:
+            seen.add(identity)
+            files.append((str(path), path))
+            continue
+        tally.add(reason, path)
+        if reason is Reason.ENDING:
+            kind, compression = kind_of(path)
+            endings[kind + (path.suffix.lower() if compression else "")] += 1
+    return files
+
+
+def _look(path: Path) -> tuple[Reason | None, object]:
+    """Why a file is not read, or None; and what tells it from others."""
+    try:
+        info = path.stat()
+    except PermissionError:
+        return Reason.NO_PERMISSION, None
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENOTDIR):
+            return Reason.BROKEN_LINK, None
+        raise
+    reason = None
+    if not stat.S_ISREG(info.st_mode):
+        reason = Reason.SPECIAL
+    elif kind_of(path)[0] not in READABLE:
+        reason = Reason.ENDING
+    elif not info.st_size:
+        reason = Reason.EMPTY_FILE
+    elif not os.access(path, os.R_OK):
+        reason = Reason.NO_PERMISSION
+    return reason, (info.st_dev, info.st_ino) if info.st_ino else path.resolve()
+
+
+def _walk(folder: Path, tally: Tally) -> Iterator[Path]:
+    """Yield the files under a folder, through links too, each folder once."""
+    seen: set[Path] = set()
+
+    def inside(folder: Path, above: frozenset[Path]) -> Iterator[Path]:
+        real = folder.resolve()
+        if real in seen:
+            tally.add(Reason.CIRCLE if real in above else Reason.TWICE, f"{folder}/")
+            return
+        seen.add(real)
+        try:
+            names = sorted(folder.iterdir())
+        except PermissionError:
+            if not above:
+                raise
+            tally.add(Reason.NO_PERMISSION, f"{folder}/")
+            return
+        for path in names:
+            if path.name.startswith("."):
+                tally.add(Reason.HIDDEN, path)
+            elif path.name == "__pycache__":
+                tally.add(Reason.CACHE, f"{path}/")
+            elif _is_folder(path):
+                yield from inside(path, above | {real})
+            else:
+                yield path
+
+    yield from inside(folder, frozenset())
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except PermissionError:
+        return False
+
+
+def _expand(pattern: Path, tally: Tally) -> Iterator[Path]:
+    """Yield what a glob matches. `**` follows links to folders, each folder once.
+
+    The library's own would follow links in circles, and go through each of them again and again.
+    """
+    parts = pattern.parts
+    if "**" not in parts:
+        yield from map(Path, glob.iglob(str(pattern)))
+        return
+    at = parts.index("**")
+    base = str(Path(*parts[:at])) if at else "."
+    beneath = Tally()
+    for folder in sorted(glob.glob(base)) if glob.has_magic(base) else [base]:
+        for path in _walk(Path(folder), beneath) if Path(folder).is_dir() else ():
+            if _matches(path.relative_to(folder).parts, parts[at:]):
+                yield path
+    tally.take(beneath, Reason.CIRCLE, Reason.TWICE, Reason.NO_PERMISSION)
+
+
+def _matches(names: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
+    if not pattern:
+        return not names
+    if pattern[0] == "**":
+        rest = pattern[1:] or ("*",)
+        return any(_matches(names[i:], rest) for i in range(len(names) + 1))
+    return bool(names) and fnmatch(names[0], pattern[0]) and _matches(names[1:], pattern[1:])
+
+
+def _nothing(asked: str, folder: Path, tally: Tally, endings: Counter[str]) -> ConfigError:
+    """Say what there is where no readable file was found."""
+    kinds = [f"{n:,} {ending or 'without an ending'}" for ending, n in endings.most_common(SHOWN)]
+    if more := sum(n for _, n in endings.most_common()[SHOWN:]):
+        kinds.append(f"{more:,} of other kinds")
+    others = [r.format() for r in tally.records if r.reason is not Reason.ENDING]
+    found = ", ".join([*kinds, *others])
+    remedy = "data.sources=PATH"
+    if endings:
+        (ending, _), *_ = endings.most_common(1)
+        name = f"-name {shlex.quote(f'*{ending}')}" if ending else "! -name '*.*'"
+        command = DECOMPRESS.get(COMPRESSION.get(Path(ending or "x").suffix or ending, ""), "cat")
+        remedy = (
+            f"find {shell(folder)} -type f {name} -exec sh -c "
+            f"""'{command} "$1" > "$1.txt"' _ {{}} ';', if these are text, """
+            f"and data.sources={shell(folder)}"
+        )
+    elif any(r.reason is Reason.NO_PERMISSION for r in tally.records):
+        remedy = f"chmod -R u+rX {shell(folder)}"
+    return ConfigError(f"{asked} {f'only {found}' if found else 'no files'}; {_KINDS}", remedy)
+
+
+def _standard_library() -> list[File]:
+    """The interpreter's own .py files, tests and installed packages left out."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = [(p.relative_to(root), p) for p in root.rglob("*.py")]
+    kept = [(n.as_posix(), p) for n, p in files if not _NOT_LIBRARY.intersection(n.parts)]
+    if not kept:
+        raise ConfigError(f"this Python has no library sources under {root}", "data.sources=PATH")
+    return sorted(kept)

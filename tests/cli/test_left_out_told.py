@@ -1,0 +1,50 @@
+"""What of the data is left out is told where a run starts, in its report and on its page."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from headrace.cli import app
+
+
+@pytest.fixture
+def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of texts and of what is none; two names in it are not UTF-8."""
+    folder = tmp_path / "notes"
+    folder.mkdir()
+    for name in (b"a.txt", b"caf\xe9.txt", b"b<i>.txt"):
+        (folder / os.fsdecode(name)).write_text(f"{name!r} says a few words. " * 40)
+    (folder / os.fsdecode(b"\xff<i>.png")).write_text("")
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+def utf_8_json(raw: bytes) -> Any:
+    """The value of a JSON text without a lone surrogate, which other readers refuse."""
+    value = json.loads(raw.decode())
+    json.dumps(value, ensure_ascii=False).encode()
+    return value
+
+
+def test_a_run_tells_what_was_left_out(notes: Path, tiny_demo: list[str], tmp_path: Path) -> None:
+    own = [*tiny_demo, "data.sources=notes", f"data.directory={tmp_path / 'prepared'}",
+           "goal.steps=2", f"directory={tmp_path / 'runs'}"]  # fmt: skip
+    line = "left out: 1 file of a kind that is not read (notes/\\xff<i>.png)"
+    expected = [{
+        "reason": "ending", "count": 1, "examples": ["notes/\\xff<i>.png"],
+        "words": "file of a kind that is not read",
+    }]  # fmt: skip
+    ended = CliRunner().invoke(app, ["data", "ingest", *own])
+    assert ended.exit_code == 0 and line in ended.stderr, ended.output
+    ended = CliRunner().invoke(app, ["data", "ingest", *own, "--json"])
+    assert utf_8_json(ended.stdout_bytes)["left_out"] == expected
+    ended = CliRunner().invoke(app, ["train", *own])
+    assert ended.exit_code == 0 and ended.stderr.count(line) == 1, ended.output
+    report = utf_8_json((tmp_path / "runs" / "demo" / "report.json").read_bytes())
+    assert report["left_out"] == expected
+    page = (tmp_path / "runs" / "demo" / "report.html").read_bytes().decode()
+    assert "Left out of the data" in page and "notes/\\xff&lt;i&gt;.png" in page

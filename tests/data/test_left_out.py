@@ -1,0 +1,170 @@
+"""What of a source gives no text is counted by reason, and told again of prepared data."""
+
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from headrace.core.errors import ConfigError
+from headrace.core.plan import Plan
+from headrace.data import left_out
+from headrace.data.ingest import prepare, reopen
+from headrace.data.left_out import LeftOut, Reason, Tally, printable
+from headrace.data.sources import read_documents, source_signature
+
+MakePlan = Callable[..., Plan]
+
+
+def counted(source: object, **options: str) -> dict[str, tuple[int, tuple[str, ...]]]:
+    """Reason -> (count, examples without their folder)."""
+    tally = Tally()
+    for _ in read_documents(str(source), left_out=tally, **options):
+        pass
+    return {
+        one.reason.value: (one.count, tuple(name.rpartition("/in/")[2] for name in one.examples))
+        for one in tally.records
+    }
+
+
+@contextmanager
+def unreadable(*names: str) -> Iterator[None]:
+    """Files that this user may not read, also where the tests run as root."""
+    access = os.access
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "access", lambda p, m: Path(p).name not in names and access(p, m))
+        yield
+
+
+def test_every_file_that_is_not_read_has_a_reason(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    for name in ("a.txt", "b.png", "c.png", "d.png", "e.doc", ".git/x.txt", "__pycache__/y.py",
+                 "shut.txt", "deep/z.md"):  # fmt: skip
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    (folder / "empty.txt").touch()
+    (folder / "gone.txt").symlink_to("nowhere")
+    (folder / "self.txt").symlink_to("self.txt")
+    (folder / "twin.txt").symlink_to("a.txt")
+    (folder / "deep" / "up").symlink_to(folder)
+    (folder / "same").symlink_to("deep")
+    os.mkfifo(folder / "pipe.txt")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(os.path.relpath(folder / "s.txt"))
+        with unreadable("shut.txt"):
+            found = counted(folder)
+    assert found == {
+        "ending": (4, ("b.png", "c.png", "d.png")),
+        "empty_file": (1, ("empty.txt",)),
+        "hidden": (1, (".git",)),
+        "cache": (1, ("__pycache__/",)),
+        "no_permission": (1, ("shut.txt",)),
+        "broken_link": (2, ("gone.txt", "self.txt")),
+        "circle": (1, ("deep/up/",)),
+        "twice": (2, ("same/", "twin.txt")),
+        "special": (2, ("pipe.txt", "s.txt")),
+    }
+
+
+def test_a_glob_tells_what_it_matches_and_does_not_read(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    for name in ("a.txt", "b.png", "deep/c.txt", "deep/.d.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    (folder / "deep" / "up").symlink_to(folder)
+    (folder / "deep" / "up-too").symlink_to(folder)
+    assert counted(folder / "*") == {"ending": (1, ("b.png",)), "folder": (1, ("deep/",))}
+    assert counted(folder / "*.txt") == {}
+    every = {"ending": (1, ("b.png",)), "circle": (2, ("deep/up/", "deep/up-too/"))}
+    assert counted(folder / "**") == counted(folder / "**/*") == every
+    read = [d.text for d in read_documents(str(folder / "**" / "*.txt"))]
+    assert read == ["a.txt", "deep/c.txt"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("a.jsonl", '{"text": ""}\n\n{"text": null}\n{"text": "a"}\n{"text": "h\\ud800"}\n',
+         {"empty_text": (1, ("a.jsonl:1",)), "null_text": (1, ("a.jsonl:3",)),
+          "blank_line": (1, ("a.jsonl:2",)), "half_character": (1, ("a.jsonl:5",))}),
+        ("a.csv", "text,n\n,1\n\na,2\n",
+         {"empty_text": (1, ("a.csv:2",)), "blank_line": (1, ("a.csv:3",))}),
+        ("a.txt", "\ufeff", {"empty_text": (1, ("a.txt",))}),
+    ],
+)  # fmt: skip
+def test_every_row_that_is_skipped_has_a_reason(
+    tmp_path: Path, name: str, content: str, expected: object
+) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / name).write_text(content)
+    assert counted(tmp_path / "in" / name) == expected
+
+
+def test_the_standard_library_leaves_nothing_out() -> None:
+    assert counted("stdlib") == {}
+
+
+def test_a_line_for_each_reason() -> None:
+    tally = Tally()
+    for number in range(4):
+        tally.add(Reason.ENDING, f"{number}.png")
+    tally.add(Reason.NULL_TEXT, "a.jsonl:7")
+    assert [one.line() for one in tally.records] == [
+        "left out: 4 files of kinds that are not read (0.png, 1.png, 2.png, ...)",
+        "left out: 1 row whose text is null (a.jsonl:7)",
+    ]
+
+
+def test_prepared_data_tells_it_again(make_plan: MakePlan, tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    rows = [{"text": f"document {i} of some words"} for i in range(30)] + [{"text": None}]
+    (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "b.png").write_text("b")
+    (own := tmp_path / "own.txt").write_text("held out")
+    (empty := tmp_path / "empty.txt").touch()
+    plan = make_plan(sources=str(folder), validation=str(own))
+    first = prepare(plan)
+    assert [(one.reason, one.count) for one in first.left_out] == [("ending", 1), ("null_text", 1)]
+    again = prepare(plan)
+    assert again.left_out == first.left_out
+    (folder / "c.png").write_text("c")  # is no other data, and is told all the same
+    later = prepare(plan)
+    assert later.directory == first.directory
+    assert [(one.reason, one.count) for one in later.left_out] == [("ending", 2), ("null_text", 1)]
+    assert reopen(plan, first.record()).left_out == first.left_out
+    assert prepare(make_plan(sources=str(folder), validation=0.1)).left_out == later.left_out
+    with pytest.raises(ConfigError, match="gives no documents"):
+        prepare(make_plan(sources=str(folder), validation=str(empty)))
+
+
+def test_a_damaged_record_is_named(make_plan: MakePlan, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some words, " * 40 + "\nand more of them\n")
+    plan = make_plan(sources=str(tmp_path / "a.txt"))
+    folder = prepare(plan).directory
+    for damage in ("[", "[1]", "7", '[{"reason": "none", "count": 1, "examples": ["a"]}]'):
+        (folder / left_out.FILE).write_text(damage)
+        with pytest.raises(ConfigError, match=r"left_out.json is damaged") as caught:
+            prepare(plan)
+        assert caught.value.remedy.startswith(f"rm -r {folder} && headrace data ingest")
+    (folder / left_out.FILE).unlink()
+    assert prepare(plan).left_out == ()
+
+
+def test_a_name_that_is_not_utf_8_is_a_name(tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9.txt")
+    (tmp_path / name).write_text("one")
+    (tmp_path / os.fsdecode(b"\xff.png")).write_text("")
+    tally = Tally()
+    (document,) = read_documents(str(tmp_path), left_out=tally)
+    assert document == ("one", f"{tmp_path}/caf\\xe9.txt")
+    assert tally.records == (
+        LeftOut(reason=Reason.ENDING, count=1, examples=(f"{tmp_path}/\\xff.png",)),
+    )
+    first = source_signature(str(tmp_path))
+    os.rename(tmp_path / name, tmp_path / "cafe.txt")
+    assert source_signature(str(tmp_path)) != first
+    assert printable("caf\u00e9") == "caf\u00e9"
