@@ -103,9 +103,10 @@ class Distillation(Technique[Build]):
     """A folder in Hugging Face format; without it the weights that this run starts from."""
     weight: float = Field(default=1.0, gt=0, le=1e6)
     """Of the divergence, beside cross-entropy at 1; tuner range 0.1 to 10."""
-    temperature: float = Field(default=1.0, gt=0, le=1e6)
+    temperature: float = Field(default=1.0, gt=0, le=20)
     """Both distributions are softened by it, and the term is multiplied by its square, so that
-    gradients keep their size; tuner range 1 to 4."""
+    gradients keep their size: rounding in fp32 is multiplied too, so it ends at the paper's
+    highest; tuner range 1 to 4."""
 
     room: ClassVar[str] = "adapt"
     stage: ClassVar[Stage] = Stage.STEP
