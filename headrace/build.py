@@ -21,9 +21,9 @@ from headrace.core.links import COMMUNICATORS
 from headrace.core.model_config import ModelConfig
 from headrace.core.plan import MeshConfig, Plan
 from headrace.core.technique import Context, Stage, Technique
-from headrace.data.ingest import Prepared
 from headrace.data.loader import Loader
 from headrace.data.order import make_order
+from headrace.data.prepared import Prepared
 from headrace.data.pretrained import check_tokenizer
 from headrace.data.rows import Cut, Packer
 from headrace.data.tokenizer import entries

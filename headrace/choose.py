@@ -37,8 +37,8 @@ from headrace.core.errors import ConfigError, HeadraceError, UnsupportedError
 from headrace.core.files import write_whole
 from headrace.core.plan import Plan
 from headrace.core.technique import Catalogue, Stage, Technique, Unsupported, check_claims
-from headrace.data.ingest import Prepared
 from headrace.data.loader import collate
+from headrace.data.prepared import Prepared
 from headrace.model.attention import attending, check_mask, kernels_of
 from headrace.parallel.world import World
 from headrace.progress import Progress

@@ -276,7 +276,7 @@ def evaluate_run(
         build = open_model(folder, catalogue(), checkpoint=checkpoint, with_data=True)
         found = finite(evaluate(build, tokens), folder)
         values = {"run": str(folder), **vars(found)}
-        if loses := build.prepared.tokenizer.loses:
+        if loses := build.prepared.loses:
             values["tokenizer_loses"] = loses
         if json:
             show_json(values)
@@ -457,6 +457,8 @@ def ingest(plan: PlanName = "demo", overrides: Overrides = None, *, json: Json =
             "documents": sum(s.documents for s in prepared.train),
             **{k if k == "mixture" else f"{k}_sha256": v for k, v in prepared.fingerprint.items()},
         }
+        if prepared.loses:
+            value["tokenizer_loses"] = prepared.loses
         if json:
             show_json(value | {"left_out": [one.to_dict() for one in prepared.left_out]})
         else:

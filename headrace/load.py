@@ -13,7 +13,8 @@ from headrace.core.errors import ConfigError, nearest
 from headrace.core.files import read_plan_text
 from headrace.core.plan import MeshConfig, Plan
 from headrace.core.technique import Catalogue, Stage
-from headrace.data.ingest import Prepared, check_same_data, reopen
+from headrace.data.ingest import reopen
+from headrace.data.prepared import Prepared, check_same_data
 from headrace.data.tokenizer import Tokenizer
 from headrace.optim.schedule import learning_rate
 from headrace.parallel.world import World
@@ -184,7 +185,7 @@ def open_model(
         plan = plan.replaced(model=plan.model.model_copy(update={"pretrained": ""}))
     path = _checkpoint(folder, checkpoint)
     if with_data:
-        prepared = reopen(plan, RunFolder(folder).read_data())
+        prepared = reopen(plan, RunFolder(folder).read_data(), folder / "tokenizer.json")
     else:
         tokenizer = Tokenizer.load(folder / "tokenizer.json")
         prepared = Prepared(folder, tokenizer, train=(), validation=None, fingerprint={})  # type: ignore[arg-type]

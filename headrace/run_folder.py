@@ -29,7 +29,7 @@ from filelock import Timeout
 from headrace.core.errors import ConfigError, RunError, at_a_limit
 from headrace.core.files import hold_lock, parse_json, parse_object, sync_path, write_whole
 from headrace.core.plan import Plan
-from headrace.data.ingest import Prepared
+from headrace.data.prepared import Prepared
 from headrace.model.companions import KEPT_IN
 
 LOST = ("closed by peer", "reset by peer", "NCCL error", "NCCL communicator was aborted")

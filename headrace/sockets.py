@@ -17,9 +17,9 @@ from headrace.core.ledger import Ledger, check_free
 from headrace.core.model_config import ModelConfig
 from headrace.core.plan import Plan
 from headrace.core.technique import Context, Technique
-from headrace.data.ingest import Prepared
 from headrace.data.loader import Loader, Micro
 from headrace.data.order import Order
+from headrace.data.prepared import Prepared
 from headrace.data.rows import Packer
 from headrace.model.decoder import Decoder, Parts
 from headrace.model.head import Objective, cross_entropy

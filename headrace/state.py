@@ -17,7 +17,7 @@ from headrace.changes import word
 from headrace.checkpoint import Saved
 from headrace.core.errors import ConfigError
 from headrace.core.plan import Plan
-from headrace.data.ingest import check_same_data
+from headrace.data.prepared import check_same_data
 from headrace.model.adapter import weights_digest
 from headrace.parallel.boxes import Piece, piece_of
 from headrace.sockets import Build

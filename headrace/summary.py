@@ -57,7 +57,7 @@ def summarize(
         rate: median tokens per second of steady steps.
         waits_s: each step's wait for data.
     """
-    tokenizer, plan = build.prepared.tokenizer, build.plan
+    plan = build.plan
     price = plan.hardware.dollars_per_hour
     ledger = predict(plan, build.context)
     step_s = plan.batch.tokens / rate if rate else None
@@ -95,7 +95,7 @@ def summarize(
         "stream_sha256": build.loader.stream_sha256,
         "seed": plan.seed,
         "parameters": sum(prod(layout.shape) for layout in build.layouts.values()),
-        "tokenizer": tokenizer.about,
+        "tokenizer": build.prepared.about_tokenizer,
         "command": " ".join(command_line()),
     }  # fmt: skip
 

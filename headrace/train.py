@@ -7,7 +7,7 @@ device inside a step; numbers are read one step later.
 Stack at the gradient: cli.train -> train.run -> train.step -> engine -> backward.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,9 @@ from headrace.choose import NOTE, choose_attention
 from headrace.context import check_supported, choose_device, make_context
 from headrace.core.plan import Plan
 from headrace.core.technique import Catalogue
-from headrace.data.ingest import Prepared, is_current, reopen
+from headrace.data.ingest import is_current, prepare, reopen
 from headrace.data.loader import Micro
+from headrace.data.prepared import Prepared
 from headrace.guard import guard
 from headrace.interrupts import Interrupts
 from headrace.model.head import IGNORED
@@ -64,16 +65,15 @@ def run(
     with ExitStack() as stack:
         stop = stack.enter_context(Interrupts())
         # Before any work: is there anything to resume.
-        record = RunFolder.find(plan, folder).read_data() if resume else None
+        run_before = RunFolder.find(plan, folder) if resume else None
+        record = run_before.read_data() if run_before else None
         world = stack.enter_context(open_world(plan.mesh, device))
         device = _own_device(device, world)
         # make_build asks again, of the plan as it is then; a refusal shall not wait for the data.
         check_supported(list(plan.techniques.values()), make_context(plan, device))
-        prepared = prepare_together(plan, world, progress, record)
-        if record is not None and world.rank == 0 and not is_current(plan, prepared):
-            progress.note(f"the text changed since: going on with shards in {prepared.directory}")
-        for one in prepared.left_out if world.rank == 0 else ():
-            progress.note(one.line())
+        prepared = prepare_together(plan, world, progress, run_before)
+        if world.rank == 0:
+            _tell_data(plan, prepared, progress, recorded=record is not None)
         start.mark("prepare")
         plan, timed = choose_attention(plan, catalogue, prepared, world, device, progress)
         start.mark("choose")
@@ -161,7 +161,7 @@ def divide_gradients(build: Build, factor: Tensor) -> None:
 
 
 def prepare_together(
-    plan: Plan, world: World, progress: Progress, record: Mapping[str, Any] | None = None
+    plan: Plan, world: World, progress: Progress, run_before: RunFolder | None = None
 ) -> Prepared:
     """Shards and tokenizer: made by the first rank, then opened by all.
 
@@ -169,12 +169,29 @@ def prepare_together(
         plan: the run.
         world: the ranks.
         progress: where to tell how it goes.
-        record: what a run that goes on keeps of its data.
+        run_before: the run that goes on, which keeps what its data is.
     """
+
+    def opened(task: Callable[[str, float, float | None], None] | None = None) -> Prepared:
+        if run_before is None:
+            return prepare(plan, progress=task)
+        own = run_before.path / "tokenizer.json"
+        return reopen(plan, run_before.read_data(), own, progress=task)
+
     if world.rank == 0:
-        prepared = reopen(plan, record, progress=progress.task)
+        prepared = opened(progress.task)
     world.barrier()
-    return prepared if world.rank == 0 else reopen(plan, record)
+    return prepared if world.rank == 0 else opened()
+
+
+def _tell_data(plan: Plan, prepared: Prepared, progress: Progress, *, recorded: bool) -> None:
+    """Tell what of the text is not trained on; of a run's recorded data also that it is older."""
+    if recorded and not is_current(plan, prepared):
+        progress.note(f"the text changed since: going on with shards in {prepared.directory}")
+    for one in prepared.left_out:
+        progress.note(one.line())
+    if prepared.loses:
+        progress.note(f"the tokenizer loses text: {prepared.loses}")
 
 
 def _own_device(device: torch.device, world: World) -> torch.device:

@@ -68,6 +68,10 @@ class ConfigError(HeadraceError):
     exit_code = EXIT_PLAN
 
 
+class TextLost(ConfigError):
+    """A tokenizer does not give back the text, and the plan does not say that it may."""
+
+
 class UnsupportedError(HeadraceError):
     """It cannot fit, or is not supported here (exit code 3)."""
 

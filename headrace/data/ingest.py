@@ -26,13 +26,20 @@ from typing import Any
 
 import numpy as np
 
-from headrace.core.errors import ConfigError, MemoryFull, RunError, is_out_of_memory
+from headrace.core.errors import (
+    ConfigError,
+    MemoryFull,
+    RunError,
+    TextLost,
+    is_out_of_memory,
+)
 from headrace.core.files import hold_lock, publish
 from headrace.core.plan import DataConfig, Plan
 from headrace.core.units import format_bytes
 from headrace.data import left_out
-from headrace.data.left_out import LeftOut, Tally
-from headrace.data.shards import FORMAT, Shards, ShardWriter, sync_file
+from headrace.data.left_out import Tally
+from headrace.data.prepared import Prepared, check_same_data, open_prepared
+from headrace.data.shards import FORMAT, ShardWriter, sync_file
 from headrace.data.sources import read_documents, source_signature
 from headrace.data.tokenizer import Tokenizer, open_tokenizer, train_tokenizer
 
@@ -42,7 +49,6 @@ Progress = Callable[[str, float, float | None], None]
 SAMPLE_BYTES = 64 << 20
 PIECE_CHARACTERS = 1 << 16
 ENCODE_BYTES = 8 << 20
-VERIFY_BYTES = 1 << 30
 LESS_TO_HOLD = (
     "smaller documents: a .txt, .md or .py file is one and is read whole, .jsonl and .parquet row "
     "by row; data.tokenizer=PATH of a tokenizer.json, which holds no text to train one; or free "
@@ -50,26 +56,6 @@ LESS_TO_HOLD = (
 )
 """What makes preparing take less memory; the rest of it is streamed."""
 _HASH_RANGE = 1 << 64
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """Data that is ready to train on."""
-
-    directory: Path
-    tokenizer: Tokenizer
-    train: tuple[Shards, ...]
-    """One per source."""
-    validation: Shards
-    fingerprint: dict[str, str]
-    """`data`, `tokenizer`, `mixture` and `manifests`: a resume compares them one by one."""
-    left_out: tuple[LeftOut, ...] = ()
-    """What of the sources is no text in it, by reason."""
-
-    def record(self) -> dict[str, Any]:
-        """What a run keeps of its data: where it lies, and what it is."""
-        where = {"directory": str(self.directory), "absolute": str(self.directory.resolve())}
-        return {**where, "fingerprint": self.fingerprint}
 
 
 @dataclass
@@ -133,14 +119,15 @@ def prepare(plan: Plan, *, progress: Progress | None = None) -> Prepared:
 
 
 def reopen(
-    plan: Plan, record: Mapping[str, Any] | None, *, progress: Progress | None = None
+    plan: Plan, record: Mapping[str, Any] | None, own: Path, *, progress: Progress | None = None
 ) -> Prepared:
     """Return the data that a run was trained on, whatever became of its text since.
 
     Args:
         plan: the run's.
         record: what the run keeps of it, `Prepared.record`; an older run has none, and its data is
-            prepared as its plan says.
+            prepared as its plan says, with its own tokenizer, which may lose text.
+        own: the run's tokenizer.json.
         progress: as `prepare` takes it.
 
     Raises:
@@ -148,13 +135,13 @@ def reopen(
         RunError, MemoryFull: see `prepare`.
     """
     if record is None:
-        return prepare(plan, progress=progress)
+        return _prepare_again(plan, own, progress)
     was = record["fingerprint"]
     places = [Path(record[key]) for key in ("directory", "absolute")]
     places.append(Path(plan.data.directory).expanduser() / places[0].name)
     place = next((p for p in places if p.is_dir()), None)
     if place is not None:
-        found = _open(plan, place)
+        found = open_prepared(plan, place)
     else:
         try:
             found = prepare(plan, progress=progress)
@@ -169,28 +156,28 @@ def reopen(
     return found
 
 
+def _prepare_again(plan: Plan, own: Path, progress: Progress | None) -> Prepared:
+    """Prepare the data of a run that keeps no record of it."""
+
+    def prepare_with(**keys: Any) -> Prepared:
+        data = plan.data.model_copy(update=keys)
+        return prepare(plan.model_copy(update={"data": data}), progress=progress)
+
+    if not own.is_file():  # it ended before it had begun
+        return prepare(plan, progress=progress)
+    keys = {} if plan.data.tokenizer == "bpe" else {"tokenizer": str(own)}
+    try:
+        return prepare_with(**keys)
+    except TextLost:  # nobody had to say so when the run was made
+        return prepare_with(**keys, lossy_tokenizer=True)
+
+
 def is_current(plan: Plan, prepared: Prepared) -> bool:
     """Whether preparing the plan's data now would find these very shards."""
     try:
         return _key(plan) == prepared.directory.name
     except (ConfigError, OSError):  # what they were made from is gone
         return False
-
-
-def check_same_data(was: Mapping[str, str], now: Mapping[str, str], where: str) -> None:
-    """Refuse data that is not what a run was trained on.
-
-    Raises:
-        ConfigError: with what changed, and both digests.
-    """
-    changed = [thing for thing in was if now.get(thing) != was[thing]]
-    if changed:
-        things = " and the ".join(changed)
-        digests = ", ".join(f"{t} {was[t][:12]} -> {str(now.get(t))[:12]}" for t in changed)
-        raise ConfigError(
-            f"the {things} changed since the run was trained ({digests}); {where}",
-            f"put the {things} back as before, or name=ANOTHER for a new run",
-        )
 
 
 def _prepare(plan: Plan, progress: Progress | None) -> Prepared:
@@ -204,7 +191,7 @@ def _prepare(plan: Plan, progress: Progress | None) -> Prepared:
             with _locked(root / f".{name}.lock"):
                 if not target.exists():
                     _build_aside(plan, target, progress)
-        found = _open(plan, target)
+        found = open_prepared(plan, target)
         return replace(found, left_out=left_out.current(found.left_out, listed.records))
     except ConfigError as error:
         if not target.exists():
@@ -248,36 +235,6 @@ def _key(plan: Plan, listed: Tally | None = None) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
 
 
-def _open(plan: Plan, target: Path) -> Prepared:
-    """A finished folder, checked."""
-    tokenizer = Tokenizer.load(target / "tokenizer.json")
-    train = tuple(Shards.open(target / f"train-{i:02d}") for i in range(len(plan.source_list)))
-    validation = Shards.open(target / "validation")
-    for shards in (*train, validation):
-        if shards.manifest.tokenizer != tokenizer.fingerprint:
-            raise ConfigError(
-                f"{target / 'tokenizer.json'} is not the tokenizer that wrote {shards.directory}"
-            )
-    if sum(s.text_bytes for s in (*train, validation)) <= VERIFY_BYTES:
-        for shards in (*train, validation):
-            shards.verify()
-    parts = [s.fingerprint for s in (*train, validation)]
-    weights = plan.data.weights
-    fingerprint = {
-        "data": _digest(parts),
-        "tokenizer": tokenizer.fingerprint,
-        "mixture": json.dumps(weights) if weights else "by size",
-        "manifests": _digest([s.manifest_digest for s in (*train, validation)]),
-    }
-    return Prepared(
-        target, tokenizer, train, validation, fingerprint, left_out=left_out.load(target)
-    )
-
-
-def _digest(parts: list[str]) -> str:
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """One process at a time; the system lets go of the lock however the process ends."""
@@ -304,22 +261,22 @@ def _build_aside(plan: Plan, target: Path, progress: Progress) -> None:
 
 def _build(plan: Plan, folder: Path, progress: Progress) -> None:
     """Both passes, into an empty folder."""
-    data = plan.data
+    data, tokenizer = plan.data, None
+    if data.tokenizer != "bpe":
+        tokenizer = open_tokenizer(data.tokenizer)
+        if not data.lossy_tokenizer:
+            tokenizer.refuse_losses()
     tally = Tally()
     survey, split = _read_through(plan, None, progress, tally), None
     if survey.lowest == survey.highest and isinstance(data.validation, float):
         split = data.validation  # one text only: its end is held out
         survey = _read_through(plan, split, progress)
     held_out = _held_out(plan, survey, split)
-    if data.tokenizer == "bpe":
+    if tokenizer is None:
         progress("training the tokenizer", 0, None)
         texts = (piece for _, place, piece in survey.sample if not held_out(place))
         tokenizer = train_tokenizer(texts, vocab=data.vocab)
         survey.sample = []
-    else:
-        tokenizer = open_tokenizer(data.tokenizer)
-    if not data.lossy_tokenizer:
-        tokenizer.refuse_losses()
     tokenizer.save(folder / "tokenizer.json")
     with (folder / "tokenizer.json").open("rb") as file:
         sync_file(file)

@@ -21,7 +21,7 @@ _PROBES = (
         "\ufeffa\u00a0\u2028\u3000\u200b",
         "\x00\x01\x7f",
     ),
-    *("it's , don't . a ! b ?", "a</w>b##c \u0120\u010a", "x" * 300, " " * 300),
+    *("it's , don't . a ! b ?", "a</w>b##c \u0120\u010a <0x41>", "x" * 300, " " * 300),
 )
 
 
@@ -74,22 +74,40 @@ def example_of_loss(
 
     Args:
         returned: of a text, what its ids decode to and the bytes that they stand for.
-        added_tokens: looked for as text, between blanks.
+        added_tokens: looked for as text, at its ends and between blanks.
     """
     sweep = [
         chr(c) for c in [*range(0x2581), *range(0x2582, 0xD800, 7), *range(0xE000, 0x30000, 61)]
     ]
     runs = ["".join(sweep[i : i + 64]) for i in range(0, len(sweep), 64)]
-    for probe in (*_PROBES, *(f"a  {token}  a" for token in added_tokens), *runs):
+    for probe in (*_PROBES, *(f"{t}a  {t}  a{t}" for t in added_tokens), *runs):
         text, count = returned(probe)
         raw = len(probe.encode())
         if text != probe:
-            at = next((i for i, c in enumerate(probe) if text[i : i + 1] != c), len(probe))
-            shown, found = probe[max(0, at - 8) : at + 8], text[max(0, at - 8) : at + 8]
-            return f"{shown!r} comes back as {found!r}"
+            return difference(probe, text)
         if count != raw:
-            return f"{probe[:16]!r} has {raw} bytes, its tokens stand for {count}"
+            return f"{probe[:24]!a} has {raw} bytes, its tokens stand for {count}"
     return None
+
+
+def difference(text: str, returned: str) -> str:
+    """Show where a text comes back as another, in ASCII: composed accents look like others."""
+    at = next((i for i, c in enumerate(text) if returned[i : i + 1] != c), len(text))
+    shown, found = (t[max(0, at - 8) : at + 8] for t in (text, returned))
+    return f"{shown!a} comes back as {found!a}"
+
+
+def vanishing(missing: list[int]) -> str:
+    """Say which bytes of UTF-8 have no token; "" where every one has."""
+    if not missing:
+        return ""
+    names = " ".join(f"{b:02X}" for b in missing[:8]) + " ..." * (len(missing) > 8)
+    characters = map(chr, [*range(0xD800), *range(0xE000, 0x110000, 0x1000)])
+    holding = next(c for c in characters if missing[0] in c.encode())
+    return (
+        f"it has no token for {len(missing)} of the 243 bytes of UTF-8: {names}; text with them, "
+        f"as {holding!a}, vanishes"
+    )
 
 
 def in_short_runs(texts: Iterable[str]) -> Iterator[str]:

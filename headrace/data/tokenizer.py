@@ -28,10 +28,17 @@ import numpy as np
 import tiktoken
 import tokenizers
 
-from headrace.core.errors import ConfigError, UnsupportedError
+from headrace.core.errors import ConfigError, TextLost, UnsupportedError
 from headrace.core.files import refuse_hub_name, write_whole
 from headrace.core.plan import DataConfig
-from headrace.data.lossless import check_parts, example_of_loss, guarded, in_short_runs
+from headrace.data.lossless import (
+    check_parts,
+    difference,
+    example_of_loss,
+    guarded,
+    in_short_runs,
+    vanishing,
+)
 
 SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,2}"
@@ -43,6 +50,10 @@ END_OF_TEXT = "<|endoftext|>"
 _DOCUMENT_TOKENS = (
     *(END_OF_TEXT, "<|begin_of_text|>", "<|startoftext|>", "<bos>", "<s>"),
     *("</s>", "<eos>", "<|end_of_text|>", "<|im_end|>"),
+)
+_WHOLE_ALPHABET = (
+    "data.tokenizer=bpe, or a tokenizer.json trained with the whole byte alphabet "
+    "(initial_alphabet=pre_tokenizers.ByteLevel.alphabet())"
 )
 Trainer = Literal["auto", "rustbpe", "tokenizers"]
 
@@ -106,24 +117,20 @@ class Tokenizer:
             self.token_bytes[self.document_token] = -1
         if spec["decoder"] is None:
             self._slow.decoder = _decoder(_is_byte_level(spec), strip=added == 1)
-        self.loses, self._remedy = "", "data.tokenizer=bpe"
-        self._find_losses(spec)
+        self.loses, self._remedy = vanishing(_missing_bytes(spec, ids)), _WHOLE_ALPHABET
+        if not self.loses:
+            self._find_losses(spec)
 
     @property
     def text(self) -> str:
         """The tokenizer.json."""
         return self._text
 
-    @property
-    def about(self) -> dict[str, Any]:
-        """What a report says of it."""
-        about = {"vocab": self.vocab, "sha256": self.fingerprint}
-        return about | ({"loses": self.loses} if self.loses else {})
-
     def _bytes_of(self, text: str) -> int:
         return int(self.token_bytes[self.encode_batch([text])[0]].sum())
 
     def _find_losses(self, spec: dict[str, Any]) -> None:
+        self._remedy = "data.tokenizer=bpe"
         added = max(0, -int(self.token_bytes[self.document_token]))
 
         def returned(text: str) -> tuple[str, int]:
@@ -147,10 +154,10 @@ class Tokenizer:
         """Refuse a tokenizer that does not give back every text.
 
         Raises:
-            ConfigError: with an example.
+            TextLost: with an example.
         """
         if self.loses:
-            raise ConfigError(
+            raise TextLost(
                 f"{self._name} loses text: {self.loses}",
                 f"data.lossy_tokenizer=true, which every report tells; {self._remedy}",
             )
@@ -159,13 +166,15 @@ class Tokenizer:
         """Compare a document's bytes with those that its ids stand for.
 
         Raises:
-            ConfigError: they differ, so the tokenizer lost some of the text.
+            TextLost: they differ, so the tokenizer lost some of the text.
         """
         raw, kept = len(text.encode()), self.bytes_of(ids)
         if raw != kept and text:
-            raise ConfigError(
-                f"{self._name} loses text: a document that begins {text[:40]!r} has {raw:,} bytes, "
-                f"its tokens stand for {kept:,}",
+            returned = self.decode(ids)
+            example = f", {difference(text, returned)}" if returned != text else ""
+            raise TextLost(
+                f"{self._name} loses text: a document that begins {text[:40]!a} has {raw:,} bytes, "
+                f"its tokens stand for {kept:,}{example}",
                 "data.lossy_tokenizer=true, which every report tells; data.tokenizer=bpe",
             )
 
@@ -372,7 +381,7 @@ def _parts(node: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _token_bytes(spec: dict[str, Any], ids: dict[str, int], vocab: int, name: str) -> np.ndarray:
-    """UTF-8 bytes that each id stands for, exactly, or a refusal."""
+    """UTF-8 bytes that each id stands for, or a refusal."""
     added = {t["content"]: t.get("special", False) for t in spec["added_tokens"]}
     byte_level = _is_byte_level(spec)
     if not byte_level and not spec["model"].get("byte_fallback"):
@@ -381,18 +390,6 @@ def _token_bytes(spec: dict[str, Any], ids: dict[str, int], vocab: int, name: st
             "fallback: its tokens have no exact length in bytes, so bits per byte could not be "
             "told",
             "data.tokenizer=bpe, or a byte-level tokenizer.json (GPT-2, Llama 3, Qwen)",
-        )
-    every = set(bytes(range(0xC0))) | set(range(0xC2, 0xF5))  # what UTF-8 is made of
-    spelled = {b: _CHARACTER[b] if byte_level else f"<0x{b:02X}>" for b in every}
-    missing = [b for b in sorted(every) if spelled[b] not in ids and not _ascii(b, ids, byte_level)]
-    if missing:
-        names = " ".join(f"{b:02X}" for b in missing[:8])
-        raise ConfigError(
-            f"{name} has no token for {len(missing)} of the 243 bytes of UTF-8: {names}"
-            f"{' ...' if len(missing) > 8 else ''}; text with them, as {_holding(missing[0])!r}, "
-            "would vanish",
-            "data.tokenizer=bpe, or a tokenizer.json trained with the whole byte alphabet "
-            "(initial_alphabet=pre_tokenizers.ByteLevel.alphabet())",
         )
     out = np.zeros(vocab, dtype=np.int32)
     for token, i in ids.items():
@@ -405,6 +402,14 @@ def _token_bytes(spec: dict[str, Any], ids: dict[str, int], vocab: int, name: st
         else:
             out[i] = len(token.replace("\u2581", " ").encode())
     return out
+
+
+def _missing_bytes(spec: dict[str, Any], ids: dict[str, int]) -> list[int]:
+    """The bytes of UTF-8 that no token stands for."""
+    byte_level = _is_byte_level(spec)
+    every = set(bytes(range(0xC0))) | set(range(0xC2, 0xF5))  # what UTF-8 is made of
+    spelled = {b: _CHARACTER[b] if byte_level else f"<0x{b:02X}>" for b in every}
+    return [b for b in sorted(every) if spelled[b] not in ids and not _ascii(b, ids, byte_level)]
 
 
 def _decoder(byte_level: bool, *, strip: bool) -> tokenizers.decoders.Decoder:
@@ -426,22 +431,16 @@ def _ascii(byte: int, ids: dict[str, int], byte_level: bool) -> bool:
     return not byte_level and byte < 128 and chr(byte) in ids
 
 
-def _holding(byte: int) -> str:
-    """A character with this byte in UTF-8."""
-    characters = map(chr, [*range(0xD800), *range(0xE000, 0x110000, 0x1000)])
-    return next(c for c in characters if byte in c.encode())
-
-
 def _as_tiktoken(spec: dict[str, Any]) -> tiktoken.Encoding | None:
     """The same encoding in tiktoken, or None where it is not certain to be the same."""
     model, pattern = spec["model"], _pattern(spec)
+    if model["type"] != "BPE" or pattern is None:
+        return None
     odd = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk")
     special = {t["content"]: t["id"] for t in spec["added_tokens"] if t.get("special")}
     plain = {t: i for t, i in model["vocab"].items() if t not in special}
     if (
-        pattern is None
-        or model["type"] != "BPE"
-        or spec["normalizer"] is not None
+        spec["normalizer"] is not None
         or any(model.get(key) for key in odd)
         or len(special) != len(spec["added_tokens"])
         or not all(character in plain for character in _CHARACTER)

@@ -27,8 +27,9 @@ from headrace.context import choose_device
 from headrace.core.errors import HeadraceError, is_out_of_memory
 from headrace.core.plan import Plan
 from headrace.core.technique import Stage
-from headrace.data.ingest import Prepared, prepare
+from headrace.data.ingest import prepare
 from headrace.data.loader import Micro
+from headrace.data.prepared import Prepared
 from headrace.filled import PATIENT_STEPS, evidence_after, newest
 from headrace.model.init import Source, random_source
 from headrace.parallel.world import World

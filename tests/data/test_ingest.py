@@ -21,7 +21,8 @@ from headrace.arguments import named_plan
 from headrace.core.errors import ConfigError, MemoryFull, RunError
 from headrace.core.plan import Plan
 from headrace.data import ingest, sources
-from headrace.data.ingest import Prepared, prepare
+from headrace.data.ingest import prepare
+from headrace.data.prepared import Prepared
 from headrace.data.shards import Shards, ShardWriter
 
 MakePlan = Callable[..., Plan]

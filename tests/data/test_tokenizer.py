@@ -224,8 +224,6 @@ def test_a_space_before_every_text_is_no_byte_of_it(scheme: str, decoder: bool) 
         whole = [ours.document_token, *ids.tolist()]
         assert ours.token_bytes[whole].sum() == len(text.encode())
         ours.check_document(text, ids)
-    with pytest.raises(ConfigError, match="begins 'a\u2581b' has 5 bytes, its tokens stand for 3"):
-        ours.check_document("a\u2581b", ours.encode_batch(["a\u2581b"])[0])
 
 
 @pytest.mark.parametrize(
@@ -244,7 +242,7 @@ def test_missing_bytes_are_named(tokenizer: Tokenizer) -> None:
     merges = [m for m in spec["model"]["merges"] if gone not in "".join(m)]
     vocab = {t: i for t, i in vocab.items() if gone not in t}
     with pytest.raises(ConfigError, match="no token for 1 of the 243 bytes of UTF-8: E4; text"):
-        altered(tokenizer, vocab=vocab, merges=merges)
+        altered(tokenizer, vocab=vocab, merges=merges).refuse_losses()
 
 
 @pytest.mark.parametrize("key", ["normalizer", "decoder"])

@@ -1,0 +1,115 @@
+"""Data that is ready to train on, and whether it is what a run was trained on."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.core.errors import ConfigError
+from headrace.core.plan import Plan
+from headrace.data import left_out
+from headrace.data.left_out import LeftOut
+from headrace.data.shards import Shards
+from headrace.data.tokenizer import Tokenizer
+
+VERIFY_BYTES = 1 << 30
+"""Sets up to this size are compared with their hashes whenever they are opened."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Data that is ready to train on."""
+
+    directory: Path
+    tokenizer: Tokenizer
+    train: tuple[Shards, ...]
+    """One per source."""
+    validation: Shards
+    fingerprint: dict[str, str]
+    """`data`, `tokenizer`, `mixture` and `manifests`: a resume compares them one by one."""
+    left_out: tuple[LeftOut, ...] = ()
+    """What of the sources is no text in it, by reason."""
+
+    @property
+    def lost_share(self) -> float:
+        """Share of the text's bytes that the tokens do not stand for; below 0 where they are more.
+
+        What a tokenizer changes without changing the count of bytes is no part of it.
+        """
+        raw, counted = self._bytes
+        return 1 - counted / max(1, raw)
+
+    @property
+    def loses(self) -> str:
+        """What the tokenizer loses: an example, and the share of this text; "" for nothing."""
+        raw, counted = self._bytes
+        told = f"its tokens stand for {counted:,} bytes of a text of {raw:,}"
+        return "; ".join(filter(None, (self.tokenizer.loses, told if counted != raw else "")))
+
+    @property
+    def _bytes(self) -> tuple[int, int]:
+        sets = [*self.train, self.validation]
+        return sum(s.text_bytes for s in sets), sum(s.manifest.counted_bytes for s in sets)
+
+    @property
+    def about_tokenizer(self) -> dict[str, Any]:
+        """What a report says of the tokenizer, and of what it loses of this text."""
+        about = {"vocab": self.tokenizer.vocab, "sha256": self.tokenizer.fingerprint}
+        return about | ({"loses": self.loses, "lost_share": self.lost_share} if self.loses else {})
+
+    def record(self) -> dict[str, Any]:
+        """What a run keeps of its data: where it lies, and what it is."""
+        where = {"directory": str(self.directory), "absolute": str(self.directory.resolve())}
+        return {**where, "fingerprint": self.fingerprint}
+
+
+def check_same_data(was: Mapping[str, str], now: Mapping[str, str], where: str) -> None:
+    """Refuse data that is not what a run was trained on.
+
+    Raises:
+        ConfigError: with what changed, and both digests.
+    """
+    changed = [thing for thing in was if now.get(thing) != was[thing]]
+    if changed:
+        things = " and the ".join(changed)
+        digests = ", ".join(f"{t} {was[t][:12]} -> {str(now.get(t))[:12]}" for t in changed)
+        raise ConfigError(
+            f"the {things} changed since the run was trained ({digests}); {where}",
+            f"put the {things} back as before, or name=ANOTHER for a new run",
+        )
+
+
+def open_prepared(plan: Plan, target: Path) -> Prepared:
+    """Open a finished folder, checked.
+
+    Raises:
+        ConfigError: its tokenizer is another, or a file is damaged.
+    """
+    tokenizer = Tokenizer.load(target / "tokenizer.json")
+    train = tuple(Shards.open(target / f"train-{i:02d}") for i in range(len(plan.source_list)))
+    validation = Shards.open(target / "validation")
+    for shards in (*train, validation):
+        if shards.manifest.tokenizer != tokenizer.fingerprint:
+            raise ConfigError(
+                f"{target / 'tokenizer.json'} is not the tokenizer that wrote {shards.directory}"
+            )
+    if sum(s.text_bytes for s in (*train, validation)) <= VERIFY_BYTES:
+        for shards in (*train, validation):
+            shards.verify()
+    parts = [s.fingerprint for s in (*train, validation)]
+    weights = plan.data.weights
+    fingerprint = {
+        "data": _digest(parts),
+        "tokenizer": tokenizer.fingerprint,
+        "mixture": json.dumps(weights) if weights else "by size",
+        "manifests": _digest([s.manifest_digest for s in (*train, validation)]),
+    }
+    return Prepared(
+        target, tokenizer, train, validation, fingerprint, left_out=left_out.load(target)
+    )
+
+
+def _digest(parts: list[str]) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
