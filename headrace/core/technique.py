@@ -146,6 +146,10 @@ class Technique(Strict, Generic[B]):
         """Return the folders of weights that it reads and that no checkpoint holds, by knob."""
         return {}
 
+    def multiplies_fp32(self) -> bool:
+        """Return whether it multiplies matrices in fp32 in a run of half precision on a GPU."""
+        return False
+
     def supports(self, context: Context) -> Supported | Unsupported:
         """Whether it can run in `context`; asked before anything optional is imported."""
         raise NotImplementedError

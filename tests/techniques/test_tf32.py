@@ -10,6 +10,8 @@ from headrace.core.errors import UnsupportedError
 from headrace.core.technique import Context, Supported, Unsupported
 from headrace.filled import check_active
 from headrace.sockets import Build
+from headrace.techniques.attention.linear_attention import LinearAttention
+from headrace.techniques.design.mixture_of_experts import MixtureOfExperts
 from headrace.techniques.precision.tf32 import SIZE, Tf32, probe, tf32_products
 from headrace.train import step
 
@@ -49,8 +51,10 @@ def test_products_of_whole_fp32_are_no_evidence(make_tiny: Make) -> None:
 
 
 def test_half_precision_is_no_evidence(make_tiny: Make) -> None:
-    """bf16 rounds the probe's operand to one, too."""
-    assert not Tf32().active(make_tiny("model.precision=bf16")).active
+    """bf16 would round the probe's operand to one, too: the probe is made beside autocast."""
+    build = make_tiny("model.precision=bf16")
+    with build.autocast():
+        assert not Tf32().active(build).active
 
 
 def test_says_where_it_runs(make_tiny: Make) -> None:
@@ -61,11 +65,14 @@ def test_says_where_it_runs(make_tiny: Make) -> None:
         return Context(**{**vars(plain), **known, **how})  # type: ignore[arg-type]
 
     assert isinstance(Tf32().supports(place()), Supported)
+    for left in (MixtureOfExperts(), LinearAttention(rule="gated_delta")):
+        half = plain.plan.replaced(techniques={left.name(): left})
+        assert isinstance(Tf32().supports(place(precision="bf16", plan=half)), Supported)
     for context, why in (
         (plain, "cpu has no TF32"),
         (place(device="mps", capability=None), "mps has no TF32"),
         (place(capability=(7, 5)), "7.5"),
-        (place(precision="bf16"), "multiplies in bf16"),
+        (place(precision="bf16"), "multiplies in bf16 alone"),
     ):
         answer = Tf32().supports(context)
         assert isinstance(answer, Unsupported) and why in answer.reason and answer.remedy
@@ -95,3 +102,26 @@ def test_a_gpus_products_are_rounded(make_tiny: Make) -> None:
     }
     assert max(off.values()) <= Tf32.band
     assert max(off.values()) > 1e-5, "nothing was rounded"
+
+
+@pytest.mark.gpu
+@on_a_gpu
+def test_the_products_that_autocast_leaves_are_rounded(make_tiny: Make) -> None:
+    """A router's scores are fp32 in a run of bf16: they are rounded."""
+    keys = ["device=cuda", "model.precision=bf16", "model.dim=128", "model.heads=4",
+            "techniques.mixture_of_experts.experts=4",
+            "techniques.mixture_of_experts.expert_ffn=64"]  # fmt: skip
+    torch.set_float32_matmul_precision("highest")
+    plain, build = make_tiny(*keys), make_tiny(ON, *keys)
+    micros = build.loader.step(0).micros
+    step(plain, micros, 0)
+    with ExitStack() as flags:
+        for enter in build.runtime:
+            flags.enter_context(enter())
+        step(build, micros, 0)
+        assert check_active(build)["tf32"].active
+    assert not Tf32().active(plain).active
+    name = next(n for n, _ in plain.model.named_parameters() if n.endswith("router.weight"))
+    right, found = (dict(b.model.named_parameters())[name].grad for b in (plain, build))
+    assert right is not None and found is not None
+    assert 1e-6 < float((found - right).norm() / right.norm()) < 0.1

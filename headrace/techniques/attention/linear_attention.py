@@ -198,6 +198,10 @@ class LinearAttention(Technique[Build]):
         source="arXiv 2312.06635; arXiv 2405.21060; arXiv 2412.06464",
     )
 
+    def multiplies_fp32(self) -> bool:
+        """Return whether it is the delta rule by torch's kernels, whose errors pass on."""
+        return self.rule == "gated_delta" and self.kernels == "torch"
+
     def supports(self, context: Context) -> Supported | Unsupported:
         """Random weights and whole rows; for fla's kernels the package and bf16 on a GPU."""
         plan = context.plan

@@ -81,6 +81,10 @@ class MixtureOfExperts(Technique[Build]):
             )
         return self
 
+    def multiplies_fp32(self) -> bool:
+        """Return True: the router's scores."""
+        return True
+
     def supports(self, context: Context) -> Supported | Unsupported:
         """Random weights without biases, whole rows; on a GPU Hopper or later in bf16."""
         plan = context.plan

@@ -3,6 +3,8 @@
 A GPU's matrix units have no fp32. TF32 is their format for it: the range of fp32, the mantissa of
 fp16, sums in fp32. Weights, activations and everything that is not a matrix product stay fp32, so
 no byte is saved: it is for runs that want fp32's memory layout and range, and not its last digits.
+A run in half precision has few such products left (a router's scores, the delta rule of linear
+attention): they are rounded too, and where there is none it is refused.
 torch's float32 matmul precision is a flag of the process; it is set for the run and restored. An
 operand has 3 mantissa bits more than bf16, so the band is an eighth of bf16's (derived). Left out:
 TF32 in convolutions, a flag of its own. Source: NVIDIA's Ampere white paper;
@@ -66,7 +68,7 @@ class Tf32(Technique[Build]):
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """fp32 runs on Ampere or newer."""
+        """Runs with products in fp32, all of them or those left under autocast; Ampere or newer."""
         if context.device != "cuda":
             return Unsupported(
                 f"{context.device} has no TF32: it is a format of NVIDIA's matrix units",
@@ -78,9 +80,10 @@ class Tf32(Technique[Build]):
                 f"{context.device_name} has compute capability {found}, and TF32 needs 8.0",
                 "an Ampere GPU or newer",
             )
-        if context.precision != "fp32":
+        left = any(t.multiplies_fp32() for t in context.plan.techniques.values())
+        if context.precision != "fp32" and not left:
             return Unsupported(
-                f"the run multiplies in {context.precision}, and TF32 is for fp32 operands",
+                f"the run multiplies in {context.precision} alone, and TF32 is for fp32 operands",
                 "model.precision=fp32",
             )
         return Supported()
@@ -96,8 +99,8 @@ class Tf32(Technique[Build]):
         build.runtime.append(tf32_products)
 
     def active(self, build: Build) -> Evidence:
-        """A product, as the run multiplies now, of operands that need more than 10 bits."""
-        with torch.no_grad(), build.autocast():
+        """A product in fp32, as the run makes it, of operands that need more than 10 bits."""
+        with torch.no_grad(), torch.autocast(build.device.type, enabled=False):
             product = probe(build.device)
         wanted = float(SIZE)
         kept = float((product.double() / wanted - 1).abs().mean()) / UNIT
