@@ -44,7 +44,7 @@ class DataConfig(Strict):
     weights: tuple[Annotated[float, Field(gt=0, le=1e12)], ...] | None = None
     """One share per source; without it every source counts by its tokens."""
     validation: Fraction | str = 0.05
-    """A share of documents held out by the hash of their text, or a path of its own."""
+    """The share of the text that is held out, by hash of its documents; or a path of its own."""
     text_key: str = "text"
     """The field that holds the text in .jsonl, .parquet and hf: sources."""
     tokenizer: str = "bpe"

@@ -1,11 +1,8 @@
 """Sources to shards: read twice, train or load the tokenizer, hold some out, encode, write.
 
-The first pass counts, finds the held-out border and keeps a sample for the tokenizer; the second
-encodes. A document is held out when the hash of its text falls below `data.validation`, so equal
-texts fall on one side, on every machine, whatever is added later. Where there is one document only,
-its end is held out. The tokenizer learns from at most
-64 MiB of the training side, picked by hash from all of it, so its memory does not grow with the
-data.
+The first pass counts, finds what is held out (see heldout.py) and keeps a sample for the tokenizer;
+the second encodes. The tokenizer learns from at most 64 MiB of the training side, picked by hash
+from all of it, so its memory does not grow with the data.
 
 The result is kept under `data.directory` in a folder named by all that went into it. It is built
 aside under a lock and renamed when complete and on disk: `kill -9` leaves at worst a folder that
@@ -22,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,6 +34,16 @@ from headrace.core.files import hold_lock, publish
 from headrace.core.plan import DataConfig, Plan
 from headrace.core.units import format_bytes
 from headrace.data import left_out
+from headrace.data.heldout import (
+    PLACES,
+    RULE,
+    Overlaps,
+    Record,
+    Split,
+    Weights,
+    check_share,
+    refused_split,
+)
 from headrace.data.left_out import Tally
 from headrace.data.prepared import Prepared, check_same_data, open_prepared
 from headrace.data.shards import FORMAT, ShardWriter, sync_file
@@ -55,43 +62,47 @@ LESS_TO_HOLD = (
     "some memory"
 )
 """What makes preparing take less memory; the rest of it is streamed."""
-_HASH_RANGE = 1 << 64
 
 
 @dataclass
 class _Survey:
     """What the first pass learns."""
 
+    weights: Weights
     text_bytes: int = 0
-    lowest: int = _HASH_RANGE
-    highest: int = -1
-    last: int = -1
-    """Where the last text's hash falls."""
-    sample: list[tuple[int, int, str]] = field(default_factory=list)
-    """(priority, hash of its document, piece of text)."""
+    sample: list[tuple[int, int, int, str]] = field(default_factory=list)
+    """(priority, place of its document, characters before that one's held-out end, text)."""
     sample_bytes: int = 0
-    bar: int = _HASH_RANGE
+    bar: int = PLACES
     """Pieces with a priority below it are kept."""
 
-    def add(self, text: str, *, keep_sample: bool) -> None:
+    def add(self, text: str, *, keep_sample: bool, source: int = 0) -> None:
         raw = text.encode()
         digest = hashlib.sha256(raw).digest()
         place = _place(digest)
         self.text_bytes += len(raw)
-        self.lowest, self.highest = min(self.lowest, place), max(self.highest, place)
-        self.last = place
+        cut = self.weights.add(raw, place, source)
         if not keep_sample:
             return
+        head = cut if len(raw) == len(text) else len(text) - len(raw[cut:].decode())
         for begin in range(0, len(text), PIECE_CHARACTERS):
             priority = _place(hashlib.sha256(digest + begin.to_bytes(8, "little")).digest())
             if priority < self.bar:
                 piece = text[begin : begin + PIECE_CHARACTERS]
-                self.sample.append((priority, place, piece))
+                self.sample.append((priority, place, max(0, head - begin), piece))
                 self.sample_bytes += len(piece.encode())
         while self.sample_bytes > SAMPLE_BYTES:
             self.bar //= 2
             self.sample = [item for item in self.sample if item[0] < self.bar]
-            self.sample_bytes = sum(len(piece.encode()) for _, _, piece in self.sample)
+            self.sample_bytes = sum(len(piece.encode()) for *_, piece in self.sample)
+
+    def training_texts(self, split: Split | None) -> Iterator[str]:
+        """Yield the sample without what is held out."""
+        for _, place, head, piece in self.sample:
+            if split is None or not (split.is_cut(place) or split.is_held(place)):
+                yield piece
+            elif split.is_cut(place) and head:
+                yield piece[:head]
 
 
 def _place(digest: bytes) -> int:
@@ -183,6 +194,8 @@ def is_current(plan: Plan, prepared: Prepared) -> bool:
 def _prepare(plan: Plan, progress: Progress | None) -> Prepared:
     progress = progress or (lambda description, done, total: None)
     root = Path(plan.data.directory).expanduser()
+    if isinstance(plan.data.validation, float):
+        check_share(plan.data.validation)
     name = _key(plan, listed := Tally())
     target = root / name
     try:
@@ -229,7 +242,7 @@ def _key(plan: Plan, listed: Tally | None = None) -> str:
     if isinstance(held_out, str):
         held_out = source_signature(held_out, listed)
     signatures = [source_signature(source, listed) for source in plan.source_list]
-    facts: list[Any] = [FORMAT, signatures, spec, held_out, data.text_key]
+    facts: list[Any] = [FORMAT, RULE, signatures, spec, held_out, data.text_key]
     if data.lossy_tokenizer:  # what a strict plan would refuse is not taken from the cache
         facts.append("lossy")
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
@@ -267,66 +280,61 @@ def _build(plan: Plan, folder: Path, progress: Progress) -> None:
         if not data.lossy_tokenizer:
             tokenizer.refuse_losses()
     tally = Tally()
-    survey, split = _read_through(plan, None, progress, tally), None
-    if survey.lowest == survey.highest and isinstance(data.validation, float):
-        split = data.validation  # one text only: its end is held out
-        survey = _read_through(plan, split, progress)
-    held_out = _held_out(plan, survey, split)
+    survey = _read_through(plan, progress, tally=tally)
+    split = _split(plan, survey)
     if tokenizer is None:
         progress("training the tokenizer", 0, None)
-        texts = (piece for _, place, piece in survey.sample if not held_out(place))
-        tokenizer = train_tokenizer(texts, vocab=data.vocab)
+        tokenizer = train_tokenizer(survey.training_texts(split), vocab=data.vocab)
         survey.sample = []
     tokenizer.save(folder / "tokenizer.json")
     with (folder / "tokenizer.json").open("rb") as file:
         sync_file(file)
-    _write(plan, folder, tokenizer, held_out, split, survey.text_bytes, progress, tally)
+    _write(plan, folder, tokenizer, split, survey.text_bytes, progress, tally)
     left_out.save(folder, tally.records)
 
 
 def _read_through(
-    plan: Plan, split: float | None, progress: Progress, tally: Tally | None = None
+    plan: Plan, progress: Progress, share: float | None = None, tally: Tally | None = None
 ) -> _Survey:
-    """The first pass."""
-    survey = _Survey()
-    for source in plan.source_list:
-        for text in _texts(source, plan.data.text_key, split, tally):
-            survey.add(text, keep_sample=plan.data.tokenizer == "bpe")
+    """The first pass; with `share`, one that looks only at what could be held out of it."""
+    data, asked = plan.data, plan.data.validation
+    own = isinstance(asked, str)
+    survey = _Survey(Weights(share or (0.0 if own else asked)))
+    sampled = share is None and data.tokenizer == "bpe"
+    for number, source in enumerate(plan.source_list):
+        for document in read_documents(source, text_key=data.text_key, left_out=tally):
+            survey.add(document.text, keep_sample=sampled, source=number)
             progress("reading", survey.text_bytes, None)
     return survey
 
 
-def _held_out(plan: Plan, survey: _Survey, split: float | None) -> Callable[[int], bool]:
-    """Which documents are held out, by the place of their hash: at least one, and never all."""
-    if survey.highest < 0:
+def _split(plan: Plan, survey: _Survey) -> Split | None:
+    """Decide what is held out; None where validation has a text of its own."""
+    if not survey.weights.documents:
         raise ConfigError(f"data.sources = {[*plan.source_list]} give no text", "data.sources=PATH")
     if isinstance(plan.data.validation, str):
-        return lambda place: False
-    if survey.lowest == survey.highest:
-        raise ConfigError(
-            f"data.sources = {', '.join(plan.source_list)} give one short document, and validation "
-            "needs text of its own",
-            "data.validation=PATH, or more text",
-        )
-    if split is not None:
-        return lambda place: place == survey.last
-    border = int(plan.data.validation * _HASH_RANGE)
-    border = min(max(border, survey.lowest + 1), survey.highest)
-    return lambda place: place < border
+        return None
+    if (split := survey.weights.split()) is not None:
+        return split
+
+    def weigh(share: float) -> Weights:
+        return _read_through(plan, lambda *_: None, share).weights
+
+    raise refused_split(survey.weights, ", ".join(plan.source_list), weigh)
 
 
 def _write(
     plan: Plan,
     folder: Path,
     tokenizer: Tokenizer,
-    is_held_out: Callable[[int], bool],
-    split: float | None,
+    split: Split | None,
     total_bytes: int,
     progress: Progress,
     tally: Tally,
 ) -> None:
     """The second pass: encode every document and add it to its side."""
-    rebuild = _rebuild_command(plan.data)
+    rebuild, asked = _rebuild_command(plan.data), plan.data.validation
+    overlaps, cut_documents, done_bytes = Overlaps(), 0, 0
 
     def writer(name: str, source: str) -> ShardWriter:
         return ShardWriter(
@@ -346,54 +354,61 @@ def _write(
         side.add(ids, text_bytes=size, counted_bytes=tokenizer.bytes_of(ids))
         return size
 
-    held_out = plan.data.validation
-    own = isinstance(held_out, str)
-    validation = writer("validation", held_out if own else ", ".join(plan.source_list))
-    done_bytes = 0
+    def encoded(pieces: list[_Piece]) -> Iterator[tuple[_Piece, np.ndarray]]:
+        return zip(pieces, tokenizer.encode_batch([p.text for p in pieces]), strict=True)
+
+    own, text_key = asked if isinstance(asked, str) else "", plan.data.text_key
+    validation = writer("validation", own or ", ".join(plan.source_list))
+    for pieces in _batches(own, text_key, None, tally) if own else ():
+        for piece, ids in encoded(pieces):
+            overlaps.add(piece.place, add(validation, piece.text, ids))
     for i, source in enumerate(plan.source_list):
         train = writer(f"train-{i:02d}", source)
-        for texts in _batches(source, plan.data.text_key, split):
-            for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
-                held = is_held_out(_place(hashlib.sha256(text.encode()).digest()))
-                done_bytes += add(validation if held else train, text, ids)
+        for pieces in _batches(source, text_key, split):
+            for piece, ids in encoded(pieces):
+                cut_documents += piece.is_end
+                overlaps.trained(piece.place)
+                done_bytes += add(validation if piece.is_held else train, piece.text, ids)
             progress("encoding", done_bytes, total_bytes)
-        if not train.documents:
-            raise ConfigError(
-                f"data.sources: {source} has no document left to train on, all were held out by "
-                f"data.validation = {held_out}",
-                "data.validation=PATH, a smaller share, or more documents in it",
-            )
         train.close()
-    if isinstance(held_out, str):
-        for texts in _batches(held_out, plan.data.text_key, tally=tally):
-            for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
-                add(validation, text, ids)
     validation.close()
+    Record(cut_documents=cut_documents, overlap=overlaps.result() if own else None).save(folder)
 
 
-def _texts(
-    source: str, text_key: str, split: float | None, tally: Tally | None = None
-) -> Iterator[str]:
-    """Documents of a source; where `split` is given, each as two, the second with that share."""
+class _Piece(NamedTuple):
+    """A document, or one side of it."""
+
+    text: str
+    place: int
+    """Where the hash of the whole document falls."""
+    is_held: bool = False
+    is_end: bool = False
+    """Whether it is the held-out end of a document that is trained on."""
+
+
+def _pieces(
+    source: str, text_key: str, split: Split | None, tally: Tally | None
+) -> Iterator[_Piece]:
+    """Yield the documents of a source, those that are cut as two."""
     for document in read_documents(source, text_key=text_key, left_out=tally):
         text = document.text
-        if split is None:
-            yield text
-        else:
-            cut = int(len(text) * (1 - split))
-            cut = text.find("\n", cut) + 1 or cut
-            yield from filter(None, (text[:cut], text[cut:]))
+        place = _place(hashlib.sha256(text.encode()).digest())
+        trained, held = (text, "") if split is None else split.parts(text, place)
+        if trained:
+            yield _Piece(trained, place)
+        if held:
+            yield _Piece(held, place, is_held=True, is_end=bool(trained))
 
 
 def _batches(
-    source: str, text_key: str, split: float | None = None, tally: Tally | None = None
-) -> Iterator[list[str]]:
-    """Documents of a source in lists of about 8 MiB of text."""
-    batch: list[str] = []
+    source: str, text_key: str, split: Split | None, tally: Tally | None = None
+) -> Iterator[list[_Piece]]:
+    """Yield the pieces of a source in lists of about 8 MiB of text."""
+    batch: list[_Piece] = []
     size = 0
-    for text in _texts(source, text_key, split, tally):
-        batch.append(text)
-        size += len(text)
+    for piece in _pieces(source, text_key, split, tally):
+        batch.append(piece)
+        size += len(piece.text)
         if size >= ENCODE_BYTES:
             yield batch
             batch, size = [], 0

@@ -10,6 +10,7 @@ from typing import Any
 from headrace.core.errors import ConfigError
 from headrace.core.plan import Plan
 from headrace.data import left_out
+from headrace.data.heldout import Record
 from headrace.data.left_out import LeftOut
 from headrace.data.shards import Shards
 from headrace.data.tokenizer import Tokenizer
@@ -31,6 +32,8 @@ class Prepared:
     """`data`, `tokenizer`, `mixture` and `manifests`: a resume compares them one by one."""
     left_out: tuple[LeftOut, ...] = ()
     """What of the sources is no text in it, by reason."""
+    split: Record | None = None
+    """How the sides were made; None where an earlier version made them."""
 
     @property
     def lost_share(self) -> float:
@@ -107,8 +110,9 @@ def open_prepared(plan: Plan, target: Path) -> Prepared:
         "manifests": _digest([s.manifest_digest for s in (*train, validation)]),
     }
     return Prepared(
-        target, tokenizer, train, validation, fingerprint, left_out=left_out.load(target)
-    )
+        target, tokenizer, train, validation, fingerprint, left_out.load(target),
+        Record.load(target),
+    )  # fmt: skip
 
 
 def _digest(parts: list[str]) -> str:

@@ -1,0 +1,311 @@
+"""Which text is held out: a share of the bytes, found from the hash of every document's text.
+
+`data.validation` = p asks for p of the text. Between LEAST and MOST times that many bytes are held
+out, or the split is refused. A document is held out when the hash of its text falls below a border,
+so the order of files and the number of processes change nothing, and equal documents are on one
+side. The border is p of all hashes. Where that would leave the bounds, it moves by as few documents
+as it must.
+
+A document with more bytes than may be held out whole is cut: its last p is held out, the rest is
+trained on. Equal documents count as one here. Of each source the document with the highest hash is
+never held out whole, so every source keeps text to train on.
+
+Added documents change the side of others only where the bounds ask for it: the border moves, or a
+document that was cut has become small beside the whole and is no longer cut.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import compress
+from pathlib import Path
+
+import numpy as np
+from pydantic import Field, ValidationError
+
+from headrace.core.errors import ConfigError
+from headrace.core.files import write_whole
+from headrace.core.strict import Strict
+
+RULE = 2
+"""Version of what stands above; other prepared data belongs to another version."""
+LEAST, MOST = 0.5, 1.5
+"""Bounds of the bytes that are held out, in times what was asked for."""
+CUT_SLACK = 0.25
+"""Share of a held-out end that may be given up to begin it with a line, or with a word."""
+PLACES = 1 << 64
+"""Places that a hash can fall on."""
+MOST_UNITS = 1 << 18
+"""Groups of documents whose bytes are counted. Equal documents are a group; with more different
+ones than this, neighbours by hash share one."""
+
+SHARES = (1e-6, 1e-5, 1e-4, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
+"""Shares that are tried in place of one that is refused."""
+MOST_READ_BYTES = 64 << 20
+"""Bytes of text that are read again to find one of them; one is tried of any text."""
+FILE = "held-out.json"
+"""What prepared data keeps of its sides lies in this file."""
+
+
+def cut_at(raw: bytes, share: float) -> int:
+    """Return where the held-out end of a text begins, in bytes; its length if it is too short."""
+    size = len(raw)
+    cut = int(size * (1 - share))
+    while cut < size and raw[cut] & 0xC0 == 0x80:  # within a character
+        cut += 1
+    limit = cut + int((size - cut) * CUT_SLACK)
+    for mark in (b"\n", b" "):
+        if (found := raw.find(mark, cut, limit)) >= 0:
+            cut = found + 1
+            break
+    return cut or size
+
+
+@dataclass(frozen=True)
+class Split:
+    """Which text is held out, decided.
+
+    Attributes:
+        share: what was asked for.
+        natural: the border that the share alone would give, as a place of hashes.
+        shift: low bits of a place that its unit leaves out.
+        border: units below it are held out whole.
+        cut: units whose documents are cut.
+        kept: units below the border that are trained on all the same.
+        held_bytes: bytes that are held out.
+        text_bytes: bytes of all text.
+    """
+
+    share: float
+    natural: int
+    shift: int
+    border: int
+    cut: frozenset[int]
+    kept: frozenset[int]
+    held_bytes: int
+    text_bytes: int
+
+    def is_cut(self, place: int) -> bool:
+        """Return whether the document whose hash falls on `place` is cut."""
+        return _unit(place, self.natural, self.shift) in self.cut
+
+    def is_held(self, place: int) -> bool:
+        """Return whether it is held out whole."""
+        unit = _unit(place, self.natural, self.shift)
+        return unit < self.border and unit not in self.cut and unit not in self.kept
+
+    def parts(self, text: str, place: int) -> tuple[str, str]:
+        """Return what of a document is trained on, and what of it is held out."""
+        if self.is_cut(place):
+            raw = text.encode()
+            cut = cut_at(raw, self.share)
+            return raw[:cut].decode(), raw[cut:].decode()
+        return ("", text) if self.is_held(place) else (text, "")
+
+
+class Weights:
+    """How the bytes of a text are spread over the hashes of its documents.
+
+    Args:
+        share: of the text, that is to be held out.
+    """
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+        self.text_bytes = self.documents = 0
+        self._natural, self._shift = int(share * PLACES), 0
+        self._units: dict[int, list[int]] = {}
+        self._last: dict[int, int] = {}
+
+    def add(self, raw: bytes, place: int, source: int = 0) -> int:
+        """Count a document.
+
+        Args:
+            raw: its text.
+            place: where the hash of its text falls.
+            source: number of the source that it stands in.
+
+        Returns:
+            Where its end would begin if it were cut, in bytes.
+        """
+        cut = cut_at(raw, self.share)
+        self.documents += 1
+        self.text_bytes += len(raw)
+        self._last[source] = max(place, self._last.get(source, 0))
+        sizes = self._units.setdefault(_unit(place, self._natural, self._shift), [0, 0])
+        sizes[0] += len(raw)
+        sizes[1] += len(raw) - cut
+        while len(self._units) > MOST_UNITS:
+            self._coarsen()
+        return cut
+
+    def _coarsen(self) -> None:
+        """Count half as many units."""
+        self._shift += 1
+        units: dict[int, list[int]] = {}
+        for unit, (whole, end) in self._units.items():
+            sizes = units.setdefault(unit >> 2 << 1 | unit & 1, [0, 0])
+            sizes[0] += whole
+            sizes[1] += end
+        self._units = units
+
+    def split(self) -> Split | None:
+        """Decide what is held out; None where nothing within the bounds can be."""
+        units = sorted(self._units)
+        sizes = np.array([self._units[unit] for unit in units], dtype=np.int64).reshape(-1, 2)
+        spared = {_unit(last, self._natural, self._shift) for last in self._last.values()}
+        is_spared = np.array([unit in spared for unit in units], dtype=bool)
+        wanted = self.share * self.text_bytes
+        for largest, cuts_all in ((MOST, True), (1.0, True), (1.0, False)):
+            is_large = sizes[:, 0] > largest * wanted
+            if (found := self._decide(units, sizes, is_large, is_spared, cuts_all)) is not None:
+                return found
+        return None
+
+    def _decide(
+        self, units: list[int], sizes: np.ndarray, is_large: np.ndarray, is_spared: np.ndarray,
+        cuts_all: bool,
+    ) -> Split | None:  # fmt: skip
+        """Return the split that cuts what is large, or as much of it as the bounds allow."""
+        wanted = self.share * self.text_bytes
+        least, most = LEAST * wanted, MOST * wanted
+        ends = np.where(is_large, sizes[:, 1], 0)
+        if not cuts_all:
+            is_large &= ends.cumsum() <= most
+            ends = np.where(is_large, ends, 0)
+        whole = np.where(is_spared, sizes[:, 1], sizes[:, 0])
+        whole[is_large | (sizes[:, 0] > most)] = 0
+        held = ends.sum() + np.concatenate([[0], whole.cumsum()])
+        fits = np.flatnonzero((held >= least) & (held <= most) & (held > 0))
+        if not len(fits):
+            return None
+        natural = sum(1 for unit in units if not unit & 1)
+        count = int(fits[np.abs(fits - natural).argmin()])
+        below = np.arange(len(units)) < count
+        cut = (is_large | (is_spared & below)) & (sizes[:, 1] > 0)
+        kept = below & (whole == 0) & ~cut  # too large to be held out, and not to be cut
+        return Split(
+            share=self.share,
+            natural=self._natural,
+            shift=self._shift,
+            border=units[count] if count < len(units) else PLACES << 1,
+            cut=frozenset(compress(units, cut)),
+            kept=frozenset(compress(units, kept)),
+            held_bytes=int(held[count]),
+            text_bytes=self.text_bytes,
+        )
+
+
+def _unit(place: int, natural: int, shift: int) -> int:
+    """Number of a place's unit: it rises with the place, and is odd from `natural` on."""
+    return place >> shift << 1 | (place >= natural)
+
+
+def check_share(share: float) -> None:
+    """Refuse a share that leaves one side without text.
+
+    Raises:
+        ConfigError: it is 0 or 1.
+    """
+    if not 0 < share < 1:
+        side = "be evaluated" if not share else "train on"
+        raise ConfigError(
+            f"data.validation = {share:g} leaves no text to {side}",
+            f"data.validation={0.5 if share else 0.05}",
+        )
+
+
+def refused_split(weights: Weights, sources: str, weigh: Callable[[float], Weights]) -> ConfigError:
+    """Return the error of a share that no split comes near to, with the nearest that works.
+
+    Args:
+        weights: of the text.
+        sources: what the user named.
+        weigh: the same text again, for another share.
+    """
+    size, share, documents = weights.text_bytes, weights.share, weights.documents
+    found = "one short document" if documents == 1 else f"{documents:,} short documents"
+    asked = f"data.validation = {share:g} of them is {share * size:.3g}"
+    message = (
+        f"data.sources = {sources} give {found}, {size:,} bytes; {asked}, and between "
+        f"{LEAST * share * size:.3g} and {MOST * share * size:.3g} bytes cannot be held out"
+    )
+    nearest = sorted(SHARES, key=lambda other: abs(math.log(other / share)))
+    looks = max(1, MOST_READ_BYTES // max(1, size))
+    for other in [other for other in nearest if other * size >= 1][:looks]:
+        if weigh(other).split() is not None:
+            return ConfigError(message, f"data.validation={other:g}, or more text")
+    return ConfigError(message, "data.validation=PATH of a text of its own, or more text")
+
+
+class Overlap(Strict):
+    """How much of a validation text of its own is trained on, too: documents that are equal."""
+
+    documents: int = Field(ge=0)
+    of_documents: int = Field(ge=0)
+    bytes: int = Field(ge=0)
+    of_bytes: int = Field(ge=0)
+
+    @property
+    def share(self) -> float:
+        """Share of the validation text's bytes that is trained on."""
+        return self.bytes / max(1, self.of_bytes)
+
+
+class Record(Strict):
+    """What prepared data keeps of how its sides were made."""
+
+    rule: int = RULE
+    cut_documents: int = Field(default=0, ge=0)
+    """Documents whose end is held out."""
+    overlap: Overlap | None = None
+    """None where a share is held out: equal documents are on one side."""
+
+    def save(self, folder: Path) -> None:
+        """Write it beside the shards."""
+        write_whole(folder / FILE, self.model_dump_json(indent=1))
+
+    @staticmethod
+    def load(folder: Path) -> "Record | None":
+        """Read it; None where an earlier version prepared the folder.
+
+        Raises:
+            ConfigError: it is damaged.
+        """
+        try:
+            return Record.model_validate_json((folder / FILE).read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValidationError as error:
+            told = error.errors()[0]["msg"].lower()
+            raise ConfigError(f"{folder / FILE} is damaged: {told}") from None
+
+
+class Overlaps:
+    """Finds documents of a validation text of its own among those that are trained on."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, list[int]] = {}
+        self._found: set[int] = set()
+
+    def add(self, place: int, size_bytes: int) -> None:
+        """Count a document of the validation text; `place` is where the hash of its text falls."""
+        sizes = self._sizes.setdefault(place, [0, 0])
+        sizes[0] += 1
+        sizes[1] += size_bytes
+
+    def trained(self, place: int) -> None:
+        """A document is trained on."""
+        if place in self._sizes:
+            self._found.add(place)
+
+    def result(self) -> Overlap:
+        """Return how much of the validation text was found."""
+        found = [self._sizes[place] for place in self._found]
+        every = self._sizes.values()
+        return Overlap(
+            documents=sum(count for count, _ in found),
+            of_documents=sum(count for count, _ in every),
+            bytes=sum(size for _, size in found),
+            of_bytes=sum(size for _, size in every),
+        )
