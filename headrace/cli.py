@@ -320,6 +320,7 @@ def list_techniques(
 ) -> None:  # fmt: skip
     """Every technique in a line; or model families, or recipes."""
     with exit_codes(json):
+        what = "families" if families_ else "recipes" if recipes_ else "techniques"
         if families_:
             rows = [
                 {"family": name, "defaults": " ".join(f"{k}={v}" for k, v in values.items())}
@@ -330,7 +331,7 @@ def list_techniques(
         else:
             rows = catalogue_rows(catalogue())
         if json:
-            show_json(rows)
+            show_json({what: rows})
         else:
             show_table(list(rows[0]) if rows else [], [[str(v) for v in r.values()] for r in rows])
 

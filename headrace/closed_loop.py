@@ -20,7 +20,7 @@ from headrace.arguments import (
     place,
 )
 from headrace.context import find_device
-from headrace.core.errors import EXIT_INTERRUPTED, ConfigError, UnsupportedError
+from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.doctor import advice
 from headrace.doctor.run import TRACES
 from headrace.doctor.trace.facts import HEAD as KERNEL_HEAD
@@ -38,7 +38,6 @@ from headrace.trials.command import MINUTES, folder_of, tune_command
 from headrace.trials.command import told as tuned_told
 from headrace.trials.judge import Aim
 from headrace.trials.kinds import learns_otherwise, runs_otherwise
-from headrace.trials.path import dumps
 from headrace.trials.target import SEEDS
 from headrace.truth import HEAD, compute, notes, table
 
@@ -135,7 +134,7 @@ def doctor(
             folder = _judged_run(first)
             found, kernels = advice.advise(folder, catalogue()), kernel_lines(folder)
         if json:
-            show_json(advice.plain(found))
+            show_json({"findings": advice.plain(found)})
             return
         print(advice.told(found))
         if kernels:
@@ -200,7 +199,7 @@ def tune(
         finally:
             progress.close()
         if json:
-            print(dumps(tuned))
+            show_json(tuned.plain())
         else:
             print(tuned_told(tuned, folder_of(wanted)))
 
@@ -228,14 +227,15 @@ def ablate(
         finally:
             progress.close()
         if json:
-            show_json(found.plain())
+            show_json(found.plain(), found.exit_code)
         else:
             for title, head, rows in found.tables():
                 show_table(head, rows, title)
             print("\n".join(found.lines()))
         if found.interrupted:
             console.print("interrupted; the same command goes on", markup=False)
-            raise typer.Exit(EXIT_INTERRUPTED)
+    if found.interrupted:
+        raise typer.Exit(found.exit_code)
 
 
 def truth(

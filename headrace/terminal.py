@@ -6,7 +6,7 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from io import TextIOWrapper
@@ -27,6 +27,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from headrace.core.errors import (
+    EXIT_DONE,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_PLAN,
@@ -161,10 +162,16 @@ def _uninterrupted() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def show_json(value: Any) -> None:
-    """Print one JSON value on standard output, by one rank."""
+def show_json(value: Mapping[str, Any], code: int = EXIT_DONE) -> None:
+    """Print the one JSON document of a verb on standard output, by one rank.
+
+    Args:
+        value: what the verb found; numbers that are not finite become null.
+        code: with which it ends, which stands in the document as it does in that of an error.
+    """
     if is_teller():
-        print(json.dumps(value, indent=1, default=str))
+        text = json.dumps({**value, "exit_code": code}, default=str)
+        print(json.dumps(json.loads(text, parse_constant=lambda word: None), indent=1))
 
 
 def show_table(head: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:

@@ -33,6 +33,7 @@ from headrace.core.errors import ConfigError, RunError
 from headrace.core.plan import Plan
 from headrace.core.technique import Catalogue
 from headrace.data.ingest import prepare
+from headrace.interrupts import AsCtrlC
 from headrace.progress import Progress
 from headrace.run_folder import command_line, environment
 from headrace.trials.ablation import Ablation, Row, Trial, trials_of
@@ -41,6 +42,7 @@ from headrace.trials.interplay import ADDED, LEFT_OUT, PAIR
 from headrace.trials.judge import Compared, Rules, compare
 from headrace.trials.kinds import kind_of
 from headrace.trials.pairs import Measure, Size, measure_with
+from headrace.trials.path import LOG
 from headrace.trials.readings import Reading
 from headrace.trials.short import train_steps
 from headrace.trials.store import fingerprint
@@ -108,12 +110,15 @@ def ablate_command(
     found = Ablation(plan.name, tuple(plan.techniques), folder / FILE, rules.margin)
     files = locked(folder, "--out FOLDER that can be written")
     try:
-        with Worker(here=in_process) as worker:
+        # What the worker's process says goes to a file: this one's output may be one document.
+        with AsCtrlC() as signals, Worker(here=in_process, log=folder / LOG) as worker:
             learn = partial(worker.ask, train_steps, steps=loss_steps)
             Bench(
                 found, measure_with(worker), rules, _facts(plan, loss_steps, changes), size=size,
                 ends_s=ends_s, learn=learn if loss_steps else None, progress=progress,
             ).run(trials)  # fmt: skip
+            if found.interrupted:
+                found.exit_code = signals.exit_code
     finally:
         files.unlock()
     return found

@@ -13,7 +13,7 @@ from typing import Any
 
 from headrace.changes import changed
 from headrace.context import check_supported, choose_device, make_context
-from headrace.core.errors import ConfigError, HeadraceError
+from headrace.core.errors import EXIT_DONE, ConfigError, HeadraceError
 from headrace.core.plan import Plan
 from headrace.core.technique import Catalogue
 from headrace.trials.interplay import (
@@ -78,7 +78,8 @@ class Ablation:
         margin: the gain that counts on its device.
         rows: kind and names -> the row.
         left: measurements that were not made.
-        interrupted: Ctrl-C ended it.
+        interrupted: a signal ended it.
+        exit_code: what the command ends with.
     """
 
     name: str
@@ -88,6 +89,7 @@ class Ablation:
     rows: dict[tuple[str, Names], Row] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
     interrupted: bool = False
+    exit_code: int = EXIT_DONE
 
     def of(self, kind: str) -> dict[str, Row]:
         """Rows of single techniques."""

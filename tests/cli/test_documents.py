@@ -1,0 +1,189 @@
+"""`--json` prints one document that holds the exit code, of every verb and however it ends."""
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from headrace import closed_loop
+from headrace.arguments import catalogue
+from headrace.changes import changed
+from headrace.cli import app
+from headrace.core.plan import Plan
+from headrace.trials import ablate, command
+from headrace.trials.proposals import Sources
+from headrace.trials.readings import Reading
+from headrace.trials.worker import Worker
+
+Call = Callable[..., Any]
+RUN = "runs/demo"
+VERBS: dict[str, tuple[str, ...]] = {
+    "train": ("TINY", "name=documented", "goal.steps=1"),
+    "eval": (RUN,),
+    "sample": (RUN, "--tokens", "2"),
+    "list": (),
+    "explain": ("muon",),
+    "report": (RUN,),
+    "export": (RUN, "--to", "hf", "--output", "OUT"),
+    "data ingest": ("TINY",),
+    "plan": (f"{RUN}/plan.toml",),
+    "probe": ("--device", "cpu", "--seconds", "1"),
+    "doctor": (RUN,),
+    "tune": ("TINY", "--for", "time"),
+    "ablate": ("TINY", "--with", "z_loss", "--out", "OUT"),
+    "truth": ("--results", "RECEIPTS"),
+}
+"""Words after each verb with which it succeeds."""
+MORE = {
+    "list": (("--families",), ("--recipes",)),
+    "explain": (("demo",), ("--matrix",)),
+    "report": ((RUN, RUN, "--output", "OUT"),),
+    "plan": (("demo", "--sweep", "device=cpu"),),
+    "doctor": ((f"{RUN}/plan.toml",),),
+}
+"""Other documents of the same verbs."""
+
+
+def verbs_with_json() -> set[str]:
+    """Every verb that has --json, by its words."""
+
+    def walk(group: Any, words: str) -> Iterator[str]:
+        for name, verb in group.commands.items():
+            if hasattr(verb, "commands"):
+                yield from walk(verb, f"{words}{name} ")
+            elif any("--json" in option.opts for option in verb.params):
+                yield f"{words}{name}"
+
+    return set(walk(typer.main.get_command(app), ""))
+
+
+def test_every_verb_with_json_is_looked_at() -> None:
+    assert verbs_with_json() == set(VERBS)
+
+
+def proposal(plan: Plan) -> Any:
+    """A plan to try, of which nothing is predicted."""
+    seen = SimpleNamespace(step_s=None, peak_bytes=2**20, capacity_bytes=2**30, fits="yes")
+    return SimpleNamespace(plan=plan, foresight=seen)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readings that are made up, and probes that measure nothing."""
+
+    def measure(first: Any, second: Any, **how: Any) -> Reading:
+        found = Reading([1.0, 1.0, 1.0], 2.0**20, evidence=dict.fromkeys(second.techniques, "on"))
+        found.beside = Reading([1.0, 1.0, 1.0], 2.0**20)
+        return found
+
+    for room in (ablate, command):
+        monkeypatch.setattr(room, "measure_with", lambda worker: measure)
+
+    def sources(*given: Any) -> Sources:
+        def single(best: Plan) -> list[Any]:
+            on = changed(best, ["+fused_rope"], catalogue())
+            return [] if on.techniques == best.techniques else [proposal(on)]
+
+        return Sources(lambda first: (proposal(first), []), single, lambda best: [])
+
+    monkeypatch.setattr(command, "sources", sources)
+    monkeypatch.setattr(Worker, "begin", lambda self, what: None)
+    monkeypatch.setattr(closed_loop, "measure_together", lambda where, **how: closed_loop.place(
+        closed_loop.named_plan("demo", ["device=cpu"]))[1])  # fmt: skip
+
+
+def words(verb: str, given: tuple[str, ...], tiny: list[str], folder: Path) -> list[str]:
+    """The whole command line."""
+    known = {"TINY": tiny, "OUT": [str(folder / "out")],
+             "RECEIPTS": [str(Path(__file__).parents[2] / "results")]}  # fmt: skip
+    return [*verb.split(), *(w for word in given for w in known.get(word, [word]))]
+
+
+ASKED = [(verb, given) for verb in VERBS for given in (VERBS[verb], *MORE.get(verb, ()))]
+
+
+@pytest.mark.parametrize(("verb", "given"), ASKED, ids=lambda part: str(part)[:30])
+@pytest.mark.usefixtures("quick")
+def test_a_document_of_success_has_the_exit_code(
+    verb: str, given: tuple[str, ...], call: Call, tiny_demo: list[str], tmp_path: Path
+) -> None:
+    document = call(*words(verb, given, tiny_demo, tmp_path))
+    assert isinstance(document, dict) and document["exit_code"] == 0 and len(document) > 1
+    assert "error" not in document or document["error"] == ""
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_document_of_failure_has_the_exit_code(verb: str, call: Call) -> None:
+    given = ("--to", "hf") if verb == "export" else ()
+    nothing = ("--nothing",) if verb in ("list", "probe") else ("nothing-here",)
+    asked = ("--results", "nothing-here") if verb == "truth" else (*nothing, *given)
+    document = call(*verb.split(), *asked, code=2)
+    assert set(document) == {"error", "remedy", "exit_code"} and document["exit_code"] == 2
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+@pytest.mark.parametrize("verb", ["tune", "ablate"])
+@pytest.mark.usefixtures("quick")
+def test_what_measures_and_is_interrupted_prints_one_document(
+    verb: str, name: str, code: int, call: Call, tiny_demo: list[str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def interrupted(*given: Any, **how: Any) -> None:
+        os.kill(os.getpid(), getattr(signal, name))
+
+    for room in (ablate, command):
+        monkeypatch.setattr(room, "measure_with", lambda worker: interrupted)
+    document = call(*words(verb, VERBS[verb], tiny_demo, tmp_path), f"name={verb}-{name}",
+                    code=code)  # fmt: skip
+    assert document["exit_code"] == code
+    assert document.get("interrupted") or document["error"].startswith("interrupted")
+
+
+def test_an_interruption_of_anything_is_one_document(
+    call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a verb does when Ctrl-C comes, `exit_codes` answers it."""
+
+    def interrupted(*given: Any, **how: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("headrace.cli.resolve_run", interrupted)
+    for argv in (("eval", RUN), ("sample", RUN), ("report", RUN), ("export", RUN, "--to", "hf")):
+        assert call(*argv, code=130)["exit_code"] == 130
+
+
+def test_numbers_that_are_none_are_null(capsys: pytest.CaptureFixture[str]) -> None:
+    from headrace.terminal import show_json
+
+    show_json({"loss": float("nan"), "rates": [float("inf")]})
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {
+        "loss": None, "rates": [None], "exit_code": 0
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["tune", "ablate"])
+def test_a_true_ctrl_c_is_one_document(
+    verb: str, zygote: Any, wait_until: Any, tiny_demo: list[str], tmp_path: Path
+) -> None:
+    """With the process that measures, whose words are no part of the document."""
+    child = zygote.start(tmp_path, *words(verb, VERBS[verb], tiny_demo, tmp_path), "--json")
+    wait_until(lambda: any(tmp_path.rglob("trials.log")))
+    child.send(signal.SIGINT)
+    ended = child.wait()
+    assert ended.code == 130, ended.err
+    assert json.loads(ended.out)["exit_code"] == 130
+    assert "Traceback" not in ended.err
+
+
+def test_the_runner_of_tests_sees_both_outputs() -> None:
+    """What the others rest on: standard output alone is the document."""
+    ended = CliRunner().invoke(app, ["eval", "nothing-here", "--json"])
+    assert json.loads(ended.stdout)["exit_code"] == 2 and not ended.stderr
