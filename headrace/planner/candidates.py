@@ -30,6 +30,7 @@ from headrace.core.errors import HeadraceError, UnsupportedError
 from headrace.core.machine import Machine
 from headrace.core.plan import Plan
 from headrace.core.technique import Catalogue, Context, Technique
+from headrace.core.units import divisors
 from headrace.planner.calibration import Calibration
 from headrace.planner.foresight import Foresight, at, foresee
 from headrace.planner.layouts import layouts
@@ -196,8 +197,8 @@ class Asking:
                 for key, value in _turned(technique):
                     yield (f"techniques.{name}.{key}={word(value)}",)
         rows = plan.rows_per_step // plan.mesh.data
-        for fewer in range(1, rows + 1):
-            if rows % fewer == 0 and fewer != plan.micro_rows:
+        for fewer in divisors(rows):
+            if fewer != plan.micro_rows:
                 whole = fewer == rows and not self.start.batch.micro_sequences
                 yield (f"{MICRO}={0 if whole else fewer}",)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from headrace.core.plan import MeshConfig, Plan
 from headrace.core.technique import Catalogue, Technique
+from headrace.core.units import divisors
 
 FREE = "data"
 """The axis that no technique owns: replicas read other rows."""
@@ -57,7 +58,7 @@ def _is_near(now: Mapping[str, int], wanted: Mapping[str, int]) -> bool:
 
 
 def _is_prime(number: float) -> bool:
-    return number >= 2 and number % 1 == 0 and all(number % n for n in range(2, int(number)))
+    return number % 1 == 0 and len(divisors(int(number))) == 2
 
 
 def _shared_out(ranks: int, axes: int) -> Iterator[tuple[int, ...]]:
@@ -65,7 +66,6 @@ def _shared_out(ranks: int, axes: int) -> Iterator[tuple[int, ...]]:
     if axes == 1:
         yield (ranks,)
         return
-    for first in range(1, ranks + 1):
-        if ranks % first == 0:
-            for rest in _shared_out(ranks // first, axes - 1):
-                yield (first, *rest)
+    for first in divisors(ranks):
+        for rest in _shared_out(ranks // first, axes - 1):
+            yield (first, *rest)

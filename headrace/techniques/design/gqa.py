@@ -21,6 +21,7 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
+from headrace.core.units import divisors
 from headrace.sockets import Build
 
 
@@ -56,7 +57,7 @@ class Gqa(Technique[Build]):
         """Where the query heads divide into groups, and the weights are not given."""
         model = context.plan.model
         if model.heads % self.queries_per_key:
-            fits = [n for n in range(2, model.heads + 1) if model.heads % n == 0]
+            fits = divisors(model.heads)[1:]
             if not fits:
                 return Unsupported("one head cannot be shared by several", "model.heads=2")
             near = min(fits, key=lambda n: abs(n - self.queries_per_key))

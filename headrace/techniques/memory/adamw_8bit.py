@@ -34,6 +34,7 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
+from headrace.core.units import divisors
 from headrace.core.work import Work
 from headrace.kernels.blockwise_8bit import (
     BLOCK,
@@ -273,7 +274,7 @@ def _unshared(rows: Mapping[str, int], ranks: int) -> Unsupported | None:
 
     if not (names := wrong(ranks)):
         return None
-    fit = next(n for n in range(ranks - 1, 0, -1) if ranks % n == 0 and not wrong(n))
+    fit = max(n for n in divisors(ranks)[:-1] if not wrong(n))
     columns = rows[names[0]]
     return Unsupported(
         f"mesh.tensor = {ranks} gives each rank {columns / ranks:g} of the {columns} columns of "

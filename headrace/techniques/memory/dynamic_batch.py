@@ -54,7 +54,7 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
-from headrace.core.units import format_bytes
+from headrace.core.units import format_bytes, largest_divisor
 from headrace.model.head import Objective
 from headrace.model.mask import Rows
 from headrace.sockets import Build, Engine, Work
@@ -250,7 +250,7 @@ def halves(rows: int) -> Iterator[int]:
     """`rows`, and each time the largest divisor of it that is at most its half, down to 1."""
     yield rows
     while rows > 1:
-        rows = max(n for n in range(1, rows // 2 + 1) if rows % n == 0)
+        rows = largest_divisor(rows, rows // 2)
         yield rows
 
 

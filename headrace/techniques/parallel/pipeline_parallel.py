@@ -34,6 +34,7 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
+from headrace.core.units import divisors
 from headrace.core.work import IDLE, collective
 from headrace.core.work import Work as Piece
 from headrace.model.count import FP32, held_in
@@ -100,7 +101,7 @@ class PipelineParallel(Technique[Build]):
             )
         rows = plan.rows_per_step // plan.mesh.data
         if self.schedule == "interleaved" and rows // plan.micro_rows % ranks:
-            fits = [n for n in range(1, rows + 1) if rows % n == 0 and rows // n % ranks == 0]
+            fits = divisors(rows // ranks) if rows % ranks == 0 else []
             near = min(fits, key=lambda n: abs(n - plan.micro_rows), default=None)
             return Unsupported(
                 f"an interleaved pipeline takes micro-batches in groups of {ranks}, and a step of "

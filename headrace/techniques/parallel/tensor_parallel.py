@@ -42,6 +42,7 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
+from headrace.core.units import divisors
 from headrace.model.count import FP32
 from headrace.model.sharded_vocabulary import ShardedVocabulary
 from headrace.model.split_work import split_work
@@ -298,13 +299,12 @@ def _partial(build: Build, name: str) -> None:
 
 def _nearest(model: ModelConfig, ranks: int) -> str:
     """The largest split below `ranks` that fits, or else a model that does."""
-    fit = max(
-        n for n in range(1, ranks) if not (model.resolved_kv_heads % n or model.resolved_ffn % n)
-    )
+    both = divisors(gcd(model.resolved_kv_heads, model.resolved_ffn))
+    fit = max(n for n in both if n == 1 or n < ranks)
     if fit > 1:
         return f"mesh.tensor={fit}"
     kv, ffn = model.resolved_kv_heads, model.resolved_ffn
-    wide = [g for g in range(ranks, model.heads + 1, ranks) if model.heads % g == 0]
+    wide = [g for g in divisors(model.heads) if g % ranks == 0]
     if kv % ranks and not wide:
         return f"model.heads={-(-model.heads // ranks) * ranks}"
     if kv % ranks:

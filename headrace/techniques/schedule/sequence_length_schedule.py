@@ -30,6 +30,7 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
+from headrace.core.units import divisors
 from headrace.data.loader import Micro
 from headrace.sockets import Build
 
@@ -93,7 +94,7 @@ class SequenceLengthSchedule(Technique[Build]):
             return Supported()
         whole, name = plan.data.sequence_length, self.name()
         unit = 2 * plan.mesh.context if plan.mesh.context > 1 else 1
-        fits = [n for n in range(unit, whole, unit) if whole % n == 0 and n > 1]
+        fits = [n for n in divisors(whole) if n % unit == 0 and 1 < n < whole]
         if not fits:
             return Unsupported(
                 f"rows of data.sequence_length = {whole} tokens cannot be cut evenly"
