@@ -20,7 +20,7 @@ from headrace.optim.schedule import learning_rate
 from headrace.parallel.world import World
 from headrace.run_folder import RunFolder
 from headrace.sockets import Build
-from headrace.state import check_frozen, frozen_digests, trained
+from headrace.state import check_frozen, frozen_digests, trained, without_base
 
 
 def resolve_run(run: Path) -> Path:
@@ -180,10 +180,9 @@ def open_model(
         techniques=shaping,
         mesh=MeshConfig(),
     )
-    if not any("frozen" in t.composes for t in shaping.values()):
-        # The checkpoint has all weights, and the resolved plan their shape.
-        plan = plan.replaced(model=plan.model.model_copy(update={"pretrained": ""}))
     path = _checkpoint(folder, checkpoint)
+    saved = Saved(path)
+    plan = without_base(plan, saved.values)
     if with_data:
         prepared = reopen(plan, RunFolder(folder).read_data(), folder / "tokenizer.json")
     else:
@@ -191,7 +190,6 @@ def open_model(
         prepared = Prepared(folder, tokenizer, train=(), validation=None, fingerprint={})  # type: ignore[arg-type]
     until = Stage.STEP if with_data else Stage.MATERIALIZE
     build = make_build(plan, prepared, World(), choose_device(plan), until=until)
-    saved = Saved(path)
     check_frozen(saved.values, plan, frozen_digests(plan))
     now = {**prepared.fingerprint, "tokenizer": prepared.tokenizer.fingerprint}
     was = {thing: digest for thing, digest in saved.values["fingerprint"].items() if thing in now}

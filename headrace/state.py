@@ -4,7 +4,7 @@ Tensors: `model/NAME`, `optimizer/NAME/KEY`, `technique/WHO/NAME`.
 Values: counters, the stream's place and hash, each rank's RNG, fingerprints of data and tokenizer.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headrace.build import NOT_OF_WEIGHTS
 from headrace.changes import word
 from headrace.checkpoint import Saved
 from headrace.core.errors import ConfigError
 from headrace.core.plan import Plan
+from headrace.core.technique import Technique
 from headrace.data.prepared import check_same_data
 from headrace.model.adapter import weights_digest
 from headrace.parallel.boxes import Piece, piece_of
@@ -165,16 +167,59 @@ def changed_knobs(saved: Mapping[str, Any], plan: Plan) -> dict[str, tuple[Any, 
     return found
 
 
-def frozen_digests(plan: Plan) -> dict[str, str]:
-    """Return the digest of every folder of weights that the run reads and no checkpoint holds."""
+def reads_base(techniques: Iterable[Technique[Any]]) -> bool:
+    """Return whether a run reads the weights of `model.pretrained` after it has begun.
+
+    Frozen weights are in no checkpoint, and a teacher may be the run's own first weights.
+    """
+    return any("frozen" in t.composes or "" in t.reads().values() for t in techniques)
+
+
+def _folders_read(plan: Plan) -> dict[str, str]:
+    """Return the folders of weights that a run reads and no checkpoint holds, by the plan's key."""
     folders = {
         f"techniques.{name}.{knob}": folder
         for name, technique in plan.techniques.items()
         for knob, folder in technique.reads().items()
+        if folder
     }
-    if plan.model.pretrained and any("frozen" in t.composes for t in plan.techniques.values()):
+    if plan.model.pretrained and reads_base(plan.techniques.values()):
         folders["model.pretrained"] = plan.model.pretrained
-    return {key: weights_digest(Path(folder)) for key, folder in folders.items()}
+    return folders
+
+
+def frozen_digests(plan: Plan) -> dict[str, str]:
+    """Return the digest of every folder of weights that the run reads and no checkpoint holds."""
+    return {key: weights_digest(Path(folder)) for key, folder in _folders_read(plan).items()}
+
+
+def without_base(plan: Plan, saved: Mapping[str, Any]) -> Plan:
+    """Return a run's plan as its checkpoint alone can make its model, weights and all.
+
+    The shape is the checkpoint's. Where the plan says otherwise it stays so, to be refused by
+    `check_same_run`; how random weights begin says nothing of a model that was loaded. A run that
+    reads the folder of `model.pretrained` still keeps its plan.
+
+    Args:
+        plan: the run that goes on.
+        saved: the values of its checkpoint.
+
+    Raises:
+        ConfigError: a folder of weights that no checkpoint holds is gone.
+    """
+    for key, folder in _folders_read(plan).items():
+        if not Path(folder).is_dir():
+            digest = (saved.get("frozen") or {}).get(key, "")
+            raise ConfigError(
+                f"{key} = {folder!r} is gone, and the checkpoints of this run hold only what was "
+                f"trained beside its weights{f' (sha256 {digest[:12]})' * bool(digest)}",
+                f"put the weights back into {folder}",
+            )
+    if not plan.model.pretrained or reads_base(plan.techniques.values()):
+        return plan
+    free = {*NOT_OF_WEIGHTS} - {"family", "precision"}
+    said = {key: getattr(plan.model, key) for key in plan.model.model_fields_set - free}
+    return plan.replaced(model={**saved["plan"]["model"], **said, "pretrained": ""})
 
 
 def note_frozen(build: Build) -> dict[str, str]:

@@ -35,7 +35,7 @@ from headrace.session import Session
 from headrace.sockets import Build
 from headrace.start import NOTE as START
 from headrace.start import Start, process_age_s
-from headrace.state import changed_knobs, check_same_run, note_frozen
+from headrace.state import changed_knobs, check_same_run, note_frozen, without_base
 
 
 def run(
@@ -66,21 +66,22 @@ def run(
         stop = stack.enter_context(Interrupts())
         # Before any work: is there anything to resume.
         run_before = RunFolder.find(plan, folder) if resume else None
-        record = run_before.read_data() if run_before else None
+        first = plan.model.pretrained
+        plan = _as_restored(plan, run_before, checkpoint) if run_before else plan
         world = stack.enter_context(open_world(plan.mesh, device))
         device = _own_device(device, world)
         # make_build asks again, of the plan as it is then; a refusal shall not wait for the data.
         check_supported(list(plan.techniques.values()), make_context(plan, device))
         prepared = prepare_together(plan, world, progress, run_before)
         if world.rank == 0:
-            _tell_data(plan, prepared, progress, recorded=record is not None)
+            _tell_data(plan, prepared, progress, run_before)
         start.mark("prepare")
         plan, timed = choose_attention(plan, catalogue, prepared, world, device, progress)
         start.mark("choose")
         build = make_build(plan, prepared, world, device, tell=progress.note)
         start.mark("build")
         build.notes |= {NOTE: timed, START: start}
-        note_frozen(build)
+        _note_first_weights(build, first)
         for flags in build.runtime:
             stack.enter_context(flags())
         files, checkpoint = _open_folder(build, resume, folder, checkpoint)
@@ -184,10 +185,14 @@ def prepare_together(
     return prepared if world.rank == 0 else opened()
 
 
-def _tell_data(plan: Plan, prepared: Prepared, progress: Progress, *, recorded: bool) -> None:
+def _tell_data(
+    plan: Plan, prepared: Prepared, progress: Progress, run_before: RunFolder | None
+) -> None:
     """Tell what of the text is not trained on; of a run's recorded data also that it is older."""
+    recorded = run_before is not None and run_before.read_data() is not None
     if recorded and not is_current(plan, prepared):
-        progress.note(f"the text changed since: going on with shards in {prepared.directory}")
+        where = prepared.directory
+        progress.note(f"text or tokenizer changed since: going on with shards in {where}")
     for one in prepared.left_out:
         progress.note(one.line())
     if prepared.loses:
@@ -199,6 +204,25 @@ def _own_device(device: torch.device, world: World) -> torch.device:
         return device
     torch.cuda.set_device(world.local_rank)
     return torch.device("cuda", world.local_rank)
+
+
+def _as_restored(plan: Plan, run: RunFolder, checkpoint: str | None) -> Plan:
+    """Return the plan as a checkpoint can make its model, if the run has one to go on from."""
+    found = run.checkpoints
+    newest = [f"step-{step}" for step in steps_in(found)[-1:]]
+    for name in [checkpoint] if checkpoint else newest:
+        if (found / name).is_dir():
+            return without_base(plan, Saved(found / name, verify=False).values)
+    return plan
+
+
+def _note_first_weights(build: Build, folder: str) -> None:
+    """Write into the plan which folder the run began from, and keep the digests of frozen weights.
+
+    A model that a checkpoint makes was built without it.
+    """
+    build.plan = build.plan.replaced(model={**dict(build.plan.model), "pretrained": folder})
+    note_frozen(build)
 
 
 def _open_folder(

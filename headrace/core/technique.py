@@ -143,7 +143,10 @@ class Technique(Strict, Generic[B]):
         return {}
 
     def reads(self) -> Mapping[str, str]:
-        """Return the folders of weights that it reads and that no checkpoint holds, by knob."""
+        """Return the folders of weights that it reads and that no checkpoint holds, by knob.
+
+        An empty name means the weights that the run starts from.
+        """
         return {}
 
     def multiplies_fp32(self) -> bool:

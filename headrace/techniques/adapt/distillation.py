@@ -122,8 +122,8 @@ class Distillation(Technique[Build]):
     )
 
     def reads(self) -> Mapping[str, str]:
-        """Return the teacher's folder."""
-        return {"teacher": self.teacher} if self.teacher else {}
+        """Return the teacher's folder; without one the teacher is what the run starts from."""
+        return {"teacher": self.teacher}
 
     def supports(self, context: Context) -> Supported:
         """Runs everywhere."""
