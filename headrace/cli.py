@@ -4,8 +4,8 @@ It discovers the techniques, reads the plan with them, calls train, then writes 
 """
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -44,7 +44,7 @@ from headrace.doctor.run import narrowest
 from headrace.doctor.trace import ABSTAINED
 from headrace.evaluate import evaluate, finite, worse_than_a_guess
 from headrace.export.run import export_run
-from headrace.interrupts import Interrupts
+from headrace.interrupts import Closing, Interrupts
 from headrace.load import open_model, plan_to_resume, read_plan, resolve_run, run_of
 from headrace.model.companions import LOST, Companions, read_companions
 from headrace.model.zoo import families
@@ -137,12 +137,13 @@ def train(
     checkpoint: Checkpoint = None, json: Json = False,
 ) -> None:  # fmt: skip
     """Train a plan to its goal, and report what was narrowest."""
-    with exit_codes(json, together=True):
+    with exit_codes(json, together=True), ExitStack() as stack:
         read = named_plan(plan, overrides, with_, without)
         if checkpoint and not resume:
             raise ConfigError("--checkpoint says where to resume from", "--resume --checkpoint ...")
         Interrupts.tell = partial(tell_error, as_json=json)
         progress = make_progress(json)
+        closing = stack.enter_context(Closing())
         try:
             if resume:
                 read = plan_to_resume(
@@ -154,55 +155,75 @@ def train(
                 catalogue=catalogue(), command=True,
             )  # fmt: skip
         except HeadraceError as error:
+            closing.begin()
             if error.run is not None:
-                with _optional("conclusion", {}):
-                    conclude(error.run)
+                run = error.run
+                _optional("conclusion", {}, Closing(), lambda: conclude(run, closing))
             raise
         finally:
+            closing.begin()
             progress.close()
         if folder is None:  # the first rank tells
             return
-        report = conclude(folder)
+        report = conclude(folder, closing)
         if json:
             show_json(report)
         else:
             _tell(folder, report, on_its_own=[*read.source_list] == ["stdlib"])
 
 
-def conclude(folder: Path) -> dict[str, Any]:
+def conclude(folder: Path, closing: Closing | None = None) -> dict[str, Any]:
     """Add findings, a sample and the page to the report of a run that has ended; return the report.
 
     The run is complete without them: what cannot be made is told, also under "not_made".
+
+    Args:
+        folder: the run's.
+        closing: hears the signals that leave out what is not made yet.
     """
+    closing = closing or Closing()
     run = RunFolder(folder)
     report = run.read_report()
     missing: dict[str, str] = {}
     report |= {"narrowest": None, "sample": None, "not_made": missing}
-    with _optional("findings", missing):
+
+    def findings() -> None:
         advice = advise(folder, catalogue())
         found = [one.finding for one in advice.findings]
         report["narrowest"] = narrowest([f for f in found if f.bottleneck != ABSTAINED] or found)
         run.write("findings", advice_plain(advice))
-    if (folder / "checkpoints" / "latest").exists() and report["status"] != "failed":
-        with _optional("sample", missing):
-            report["sample"] = _sample_of(folder)
-    with _optional("report with findings and sample", missing):
-        run.write("report", report)
-    with _optional("page", missing):
+
+    def sample() -> None:
+        report["sample"] = _sample_of(folder)
+
+    def page() -> None:
         from headrace.report import write_report  # its charts load matplotlib, which no step needs
 
         write_report(folder)
+
+    _optional("findings", missing, closing, findings)
+    if (folder / "checkpoints" / "latest").exists() and report["status"] != "failed":
+        _optional("sample", missing, closing, sample)
+    _optional(
+        "report with findings and sample", missing, Closing(), partial(run.write, "report", report)
+    )
+    _optional("page", missing, closing, page)
     if "page" in missing:
         with suppress(OSError):  # it has been told
             run.write("report", report)
+    if left_out := [what for what, why in missing.items() if why == closing.name]:
+        console.print(f"{closing.name} came after the run's end, and leaves out its "
+                      f"{', '.join(left_out)}", markup=False, soft_wrap=True)  # fmt: skip
     return report
 
 
-@contextmanager
-def _optional(what: str, missing: dict[str, str]) -> Iterator[None]:
-    """Tell in one line that `what` cannot be made, keep the reason in `missing`, and go on."""
+def _optional(
+    what: str, missing: dict[str, str], closing: Closing, make: Callable[[], object]
+) -> None:
+    """Make it, or keep in `missing` why it cannot be made, tell that in one line, and go on."""
     try:
-        yield
+        if not closing.make(make):
+            missing[what] = str(closing.name)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # what Rust raises is no Exception

@@ -2,7 +2,9 @@
 
 Ctrl-C gives exit code 130, SIGTERM 143, SIGHUP 129, SIGUSR1 75 (what Slurm's `--signal=USR1` sends
 before the limit: requeue). Before the first step there is nothing to save, and a signal ends the
-run at once; so does a second Ctrl-C at any time. A compiler may take minutes and listens to nobody:
+run at once; so does a second Ctrl-C until the report is written. A run that has trained is done:
+a signal leaves out what is made after its report. A signal that was ignored when the process
+began, as `nohup` has it, stays ignored. A compiler may take minutes and listens to nobody:
 a run that compiles when the signal comes is ended from another thread, with what it had saved.
 """
 
@@ -15,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from headrace.core.errors import (
     EXIT_HANGUP,
@@ -57,18 +59,17 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.name: str | None = None
-        self._held = False
+        self._held = self._deaf = False
         self._last_words: Callable[[str], tuple[str, str]] = lambda name: NOTHING_KEPT
         self._before: dict[signal.Signals, Any] = {}
         self._left = threading.Event()
 
-    def __enter__(self) -> "Interrupts":
+    def __enter__(self) -> Self:
         for name in CODES:
             number = getattr(signal, name, None)
             if number is None:
                 continue
-            hung_up = name == "SIGHUP" and signal.getsignal(number) == signal.SIG_IGN  # nohup
-            if not hung_up:
+            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup and `&` in a script ask
                 self._before[number] = signal.signal(number, self._caught)
         if self.patience_s is not None:
             main = threading.get_ident()
@@ -90,7 +91,13 @@ class Interrupts:
         self._held = True
         self._last_words = last_words or self._last_words
 
+    def deafen(self) -> None:
+        """From now on no signal ends anything: the report is being written, which is short."""
+        self._deaf = True
+
     def _caught(self, number: int, frame: FrameType | None) -> None:
+        if self._deaf:
+            return
         if self.name is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.name = signal.Signals(number).name
@@ -137,6 +144,48 @@ class Interrupts:
     def exit_code(self) -> int:
         """The exit code of the signal that came."""
         return CODES[self.name or "SIGINT"]
+
+
+class Skipped(KeyboardInterrupt):
+    """A signal came while something was made that a run is complete without."""
+
+
+class Closing(Interrupts):
+    """For what is made after the report of a run: a signal ends it, and the run is done still.
+
+    Until `begin` a signal ends the command as one before the first step does.
+    """
+
+    patience_s: ClassVar[float | None] = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._begun = self._making = False
+
+    def begin(self) -> None:
+        """The run has ended: from now on a signal only leaves out what is optional."""
+        self._begun = True
+
+    def make(self, what: Callable[[], object]) -> bool:
+        """Call `what` unless a signal has come; return whether it came to its end."""
+        try:
+            self._making = True
+            if self.name is None:
+                what()
+                return True
+        except Skipped:
+            pass
+        finally:
+            self._making = False
+        return False
+
+    def _caught(self, number: int, frame: FrameType | None) -> None:
+        if not self._begun:
+            super()._caught(number, frame)
+        elif self.name is None:  # once: the next ones find nothing left to skip
+            self.name = signal.Signals(number).name
+            if self._making:
+                raise Skipped
 
 
 class AsCtrlC(Interrupts):

@@ -80,6 +80,7 @@ class Session:
         self._started_s = time.perf_counter()
         self._rows: list[dict[str, Any]] = []
         self._begun = False
+        self._stop: Interrupts | None = None
         self._saved_step: int | None = None
         self._metrics: TextIO | None = None
         self._trackers = Trackers([], progress.note)
@@ -105,6 +106,8 @@ class Session:
         except RunError as failed:
             ended = failed if ended is None or isinstance(failed, RankGone) else ended
         if self._begun and isinstance(ended, HeadraceError) and not isinstance(ended, Stopped):
+            if self._stop is not None:
+                self._stop.deafen()
             with suppress(OSError, MemoryError):  # the disk may be what failed
                 self.counters.wall_s = self._wall_s()
                 self._flush_rows()
@@ -192,6 +195,7 @@ class Session:
         if saves and (unseen or self._saved_step != self.counters.step):
             self._save()
         self.checkpoints.wait()
+        stop.deafen()
         self.last = None if self.evidence is None else last_look(self.build, self.counted)
         if done:
             self._write_report("done", "")
@@ -246,6 +250,7 @@ class Session:
         The first rank's clock is the one that counts.
         """
         stop.hold(self._cut_short)
+        self._stop = stop
         self.counters.wall_s = self._wall_s()
         reached = self.first and ended_by(self.build.plan, self.counters) is not None
         return self.build.world.any(reached or stop.name is not None)

@@ -26,6 +26,10 @@ if not torch.cuda.is_available():  # read when triton is imported: its kernels r
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # pytest runs in a script's background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`make test DATA=DIR` passes a folder of real text."""
     parser.addoption("--data", type=Path, help="a folder of real text for tests that want some")

@@ -15,7 +15,7 @@ from tiny import PLAN, assert_same_run
 
 from headrace import interrupts
 from headrace.core.errors import Stopped
-from headrace.interrupts import Interrupts
+from headrace.interrupts import AsCtrlC, Closing, Interrupts
 
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 75}
 COMMAND = ("train", "tiny.toml", "goal.steps=120")
@@ -111,18 +111,27 @@ def test_a_signal_to_the_real_command_line(
     assert process.returncode == 130
 
 
-def test_a_hangup_saves_unless_nohup_asked_for_none() -> None:
+@pytest.mark.parametrize("kind", [Interrupts, AsCtrlC, Closing])
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT], ids=lambda n: n.name)
+def test_a_signal_that_was_ignored_from_the_start_stays_ignored(
+    kind: type[Interrupts], number: signal.Signals
+) -> None:
+    """As `nohup` has SIGHUP, and a shell's script the Ctrl-C of what it starts with `&`."""
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with kind() as stop:
+            os.kill(os.getpid(), number)
+            assert stop.name is None
+        assert signal.getsignal(number) == signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_hangup_saves() -> None:
     with Interrupts() as stop:
         stop.hold()
         os.kill(os.getpid(), signal.SIGHUP)
         assert (stop.name, stop.exit_code) == ("SIGHUP", 129)
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup leaves it
-    try:
-        with Interrupts() as stop:
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert stop.name is None
-    finally:
-        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_compiler_that_does_not_listen_is_cut_off(

@@ -8,6 +8,7 @@ input and output. This process itself never computes: a child inherits no thread
 import json
 import os
 import runpy
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -48,6 +49,7 @@ def child(request: dict) -> int:
 def main() -> None:
     """Serve requests until standard input ends."""
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest may run in the background
     catalogue()
     for line in sys.stdin:
         request = json.loads(line)

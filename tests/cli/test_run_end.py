@@ -1,15 +1,19 @@
 """A run that has trained is done: what is made afterwards may be missing, and says so."""
 
 import json
+import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from headrace import cli
+from headrace import cli, session
 from headrace.core.files import write_whole
+from headrace.interrupts import Closing
 from headrace.run_folder import RunFolder
 from headrace.track import Trackers
 
@@ -48,6 +52,80 @@ def test_what_cannot_be_made_is_told_and_the_rest_is_there(
     assert (ended / "report.html").is_file()
     cli._tell(ended, report, on_its_own=True)
     assert "report.html" in capsys.readouterr().err
+
+
+def signalled(number: signal.Signals) -> Callable[..., Any]:
+    """Something that is being made when a signal comes, and comes again."""
+
+    def made(*args: Any, **kwargs: Any) -> Any:
+        for _ in range(3):
+            os.kill(os.getpid(), number)
+        return {"prompt": "", "text": "nobody waited for it"}
+
+    return made
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    ("name", "left_out"),
+    [("advise", {"findings", "sample", "page"}), ("_sample_of", {"sample", "page"})],
+)
+def test_a_signal_while_it_is_made_leaves_out_the_rest(
+    ended: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    name: str, left_out: set[str], number: signal.Signals,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(cli, name, signalled(number))
+    with Closing() as closing:
+        closing.begin()
+        report = cli.conclude(ended, closing)
+    assert report == json.loads((ended / "report.json").read_text())
+    assert report["status"] == "done" and report["sample"] is None
+    assert report["not_made"] == dict.fromkeys(left_out, number.name)
+    told = capsys.readouterr().err
+    assert told.count(number.name) == 1 and "after the run's end, and leaves out its" in told
+
+
+def test_a_signal_while_the_report_is_written_loses_none_of_it(
+    ended: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, again = RunFolder.write, signalled(signal.SIGINT)
+
+    def slow(self: RunFolder, name: str, value: Any) -> None:
+        again() if name == "report" else None
+        write(self, name, value)
+
+    monkeypatch.setattr(RunFolder, "write", slow)
+    with Closing() as closing:
+        closing.begin()
+        report = cli.conclude(ended, closing)
+    assert report["sample"]["text"] and report["not_made"] == {"page": "SIGINT"}
+    assert report == json.loads((ended / "report.json").read_text())
+
+
+@pytest.mark.parametrize("where", ["sample", "report", "begin"])
+def test_ctrl_c_at_the_end_of_a_run_fails_no_command(
+    workshop: Path, tiny_demo: list[str], monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Before the end it ends the command as ever."""
+    monkeypatch.chdir(workshop)
+    again, last = signalled(signal.SIGINT), session.last_look
+    if where == "sample":
+        monkeypatch.setattr(cli, "_sample_of", again)
+    elif where == "report":
+        monkeypatch.setattr(session, "last_look", lambda *a: (again(), last(*a))[1])
+    else:
+        monkeypatch.setattr(cli.trainer, "run", again)
+    name = f"name=ctrl-{where}"
+    made = CliRunner().invoke(cli.app, ["train", *tiny_demo, name, "goal.steps=3", "--json"])
+    told = json.loads(made.stdout)
+    if where == "begin":
+        assert made.exit_code == told["exit_code"] == 130 and "before its first step" in str(told)
+        return
+    assert made.exit_code == 0, made.output
+    assert told["status"] == "done" and told["steps"] == 3 and told["narrowest"]
+    assert (told["sample"] is None) == (where == "sample")
+    kept = workshop / "runs" / name.removeprefix("name=") / "report.json"
+    assert json.loads(kept.read_text()) == told
 
 
 def test_a_page_that_cannot_be_drawn_fails_no_run(
