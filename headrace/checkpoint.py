@@ -184,16 +184,20 @@ class Checkpoints:
     def _read_part(self, aside: Path, rank: int) -> dict[str, Any]:
         """Another rank's part of the index, once it is there."""
         path = aside / f"rank-{rank:05d}.json"
+        part = aside.name.removesuffix(".tmp")
+        resume = f"headrace train {self.folder.parent / 'plan.toml'} --resume"
         give_up = time.monotonic() + WAIT_FOR_RANKS_S
         while not path.exists():
             if time.monotonic() > give_up:
-                raise RunError(f"rank {rank} did not finish its part of {aside} in 10 minutes")
+                raise RunError(
+                    f"rank {rank} did not finish its part of {part} in "
+                    f"{WAIT_FOR_RANKS_S / 60:.0f} minutes; {self._intact()}",
+                    f"{resume}, once what holds up rank {rank} is mended",
+                )
             if self._has_ended(rank) and not path.exists():
                 raise RankGone(
-                    f"rank {rank} ended before its part of {aside.name} was written; "
-                    f"{self._intact()}",
-                    f"headrace train {self.folder.parent / 'plan.toml'} --resume, once what "
-                    f"rank {rank} says is mended",
+                    f"rank {rank} ended before its part of {part} was written; {self._intact()}",
+                    f"{resume}, once what ended rank {rank} is mended",
                 )
             time.sleep(0.01)
         return json.loads(path.read_text())

@@ -181,9 +181,11 @@ class Session:
         self._take_rows(keep=0)
         self.bursts.close()
         self.gauges.close()
-        told = self.build.world.gather(stop.name)  # a signal may have reached some ranks only
-        stop.name = next((name for name in told if name), None)
-        done = stop.name is None
+        complete = self.counters.evaluated and ended_by(self.build.plan, self.counters) is not None
+        # A signal may have reached some ranks only, and the first rank's clock counts.
+        told = self.build.world.gather((stop.name, complete))
+        stop.name = next((name for name, _ in told if name), None)
+        done = stop.name is None or told[0][1]
         unseen = done and not self.counters.evaluated
         if unseen:
             self._evaluate()

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import PLAN, assert_same_run
+from tiny import PLAN, assert_same_run, report
 
-from headrace import interrupts
+from headrace import checkpoint, interrupts
+from headrace.checkpoint import Saved
 from headrace.core.errors import Stopped
 from headrace.interrupts import AsCtrlC, Closing, Interrupts
 
@@ -132,6 +133,44 @@ def test_a_hangup_saves() -> None:
         stop.hold()
         os.kill(os.getpid(), signal.SIGHUP)
         assert (stop.name, stop.exit_code) == ("SIGHUP", 129)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda n: n.name)
+@pytest.mark.parametrize(
+    ("at_step", "words"),
+    [(4, []), (12, ["eval.every_steps=4"]), (12, ["checkpoint.every_steps=100"])],
+)
+def test_a_signal_in_the_midst_of_a_save_leaves_it_whole(
+    train: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    at_step: int, words: list[str], number: signal.Signals,
+) -> None:  # fmt: skip
+    """Also one that comes again; where the goal is reached and validated, the run is done."""
+    write, last = checkpoint.save_file, at_step == 12
+
+    def signalled(tensors: Any, path: Path) -> None:
+        if path.parent.name == f"step-{at_step}.tmp":
+            for _ in range(2):
+                os.kill(os.getpid(), number)
+                time.sleep(0.05)
+        write(tensors, path)
+
+    monkeypatch.setattr(checkpoint, "save_file", signalled)
+    run = tmp_path / "runs" / "tiny"
+    if last:
+        train("guard=false", *words)
+    else:
+        with pytest.raises(Stopped, match=f"{number.name} ended the run at step") as told:
+            train("guard=false")
+        assert told.value.exit_code == {"SIGTERM": 143, "SIGHUP": 129}[number.name]
+    monkeypatch.undo()
+    steps = [path.name for path in (run / "checkpoints").glob("step-*")]
+    assert f"step-{at_step}" in steps and not [name for name in steps if name.endswith("tmp")]
+    newest = Saved(run / "checkpoints" / "latest").values["step"]
+    found = report(run)
+    assert found["status"] == ("done" if last else "interrupted")
+    assert found["steps"] == newest >= at_step
+    if not last:
+        assert_same_run(train("guard=false", resume=True), train("guard=false", "name=twin"))
 
 
 def test_a_compiler_that_does_not_listen_is_cut_off(
