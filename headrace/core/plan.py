@@ -46,7 +46,7 @@ class DataConfig(Strict):
     validation: Fraction | str = 0.05
     """The share of the text that is held out, by hash of its documents; or a path of its own."""
     text_key: str = "text"
-    """The field that holds the text in .jsonl, .parquet and hf: sources."""
+    """The field that holds the text of a row; dots lead into it, as in `messages.0.content`."""
     tokenizer: str = "bpe"
     """`bpe` trains one; or a path of a tokenizer.json; or `tiktoken:NAME`. Left alone, a run that
     starts from `model.pretrained` takes the tokenizer of its folder."""

@@ -35,6 +35,9 @@ class Reason(StrEnum):
     TWICE = "twice"
     SPECIAL = "special"
     FOLDER = "folder"
+    NO_JSON = "no_json"
+    NO_FIELD = "no_field"
+    NO_ROWS = "no_rows"
     EMPTY_TEXT = "empty_text"
     NULL_TEXT = "null_text"
     BLANK_LINE = "blank_line"
@@ -52,8 +55,11 @@ class Reason(StrEnum):
 
 
 _OF_TEXTS = frozenset(
-    {Reason.EMPTY_TEXT, Reason.NULL_TEXT, Reason.BLANK_LINE, Reason.HALF_CHARACTER}
-)
+    {
+        Reason.NO_JSON, Reason.NO_FIELD, Reason.NO_ROWS, Reason.EMPTY_TEXT, Reason.NULL_TEXT,
+        Reason.BLANK_LINE, Reason.HALF_CHARACTER,
+    }
+)  # fmt: skip
 _WORDS = {
     Reason.ENDING: ("file of a kind that is not read", "files of kinds that are not read"),
     Reason.EMPTY_FILE: ("empty file", "empty files"),
@@ -73,6 +79,12 @@ _WORDS = {
     Reason.FOLDER: (
         "folder that a glob matches, and not what is in it",
         "folders that a glob matches, and not what is in them",
+    ),
+    Reason.NO_JSON: ("file that is no JSON", "files that are no JSON"),
+    Reason.NO_ROWS: ("file without rows", "files without rows"),
+    Reason.NO_FIELD: (
+        "file of JSON without the field data.text_key",
+        "files of JSON without the field data.text_key",
     ),
     Reason.EMPTY_TEXT: ("document without text", "documents without text"),
     Reason.NULL_TEXT: ("row whose text is null", "rows whose text is null"),
@@ -130,6 +142,11 @@ class Tally:
                 self._counts[reason] = self._counts.get(reason, 0) + count
                 mine = self._examples.setdefault(reason, [])
                 mine += other._examples[reason][: EXAMPLES - len(mine)]
+
+    @property
+    def total(self) -> int:
+        """How many were counted."""
+        return sum(self._counts.values())
 
     @property
     def records(self) -> tuple[LeftOut, ...]:

@@ -21,7 +21,8 @@ from headrace.data.left_out import Reason, Tally, printable
 PLAIN = frozenset({".txt", ".md", ".py"})
 LINES = frozenset({".jsonl", ".ndjson"})
 TABLES = {".csv": ",", ".tsv": "\t"}
-READABLE = PLAIN | LINES | {".parquet", *TABLES}
+JSON = frozenset({".json"})
+READABLE = PLAIN | LINES | JSON | {".parquet", *TABLES}
 COMPRESSION = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
 DECOMPRESS = {"gzip": "gzip -dc", "zstd": "zstd -dc", "bz2": "bzip2 -dc", "xz": "xz -dc"}
 """The commands that write a compressed file on standard output."""

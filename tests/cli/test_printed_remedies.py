@@ -4,8 +4,6 @@ import os
 import re
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from headrace.arguments import catalogue
@@ -64,22 +62,6 @@ def test_a_pipe_is_told_as_such(tmp_path: Path) -> None:
     assert "nearest" not in caught.value.message
 
 
-def test_iconv_is_given_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "latin.jsonl"
-    file.write_bytes(b'{"text": "a"}\n{"text": "caf\xe9"}\n')
-    with pytest.raises(ConfigError) as caught:
-        [*read_documents(str(file))]
-    assert f" {file} > " in caught.value.remedy
-
-
 def test_receipts_are_told_to_lie_in_a_checkout(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="repository"):
         compute(tmp_path / "results")
-
-
-def test_a_column_that_is_no_utf_8_is_one_error(tmp_path: Path) -> None:
-    raw = pa.array([b"fine", b"caf\xe9"], pa.binary())
-    text = pa.Array.from_buffers(pa.string(), 2, raw.buffers())
-    pq.write_table(pa.table({"text": text}), file := tmp_path / "text.parquet")
-    with pytest.raises(ConfigError, match="is not UTF-8"):
-        [*read_documents(str(file))]

@@ -20,7 +20,7 @@ import pytest
 from headrace.arguments import named_plan
 from headrace.core.errors import ConfigError, MemoryFull, RunError
 from headrace.core.plan import Plan
-from headrace.data import ingest, sources
+from headrace.data import formats, ingest
 from headrace.data.heldout import Weights
 from headrace.data.ingest import prepare
 from headrace.data.prepared import Prepared
@@ -284,8 +284,8 @@ def test_two_at_once_do_the_work_once(make_plan: MakePlan, source: str) -> None:
 @pytest.mark.parametrize(
     ("where", "name", "error"),
     [
-        (sources, "_decode", pa.ArrowMemoryError("malloc of size 9 failed")),
-        (sources, "_decode", OSError(errno.ENOMEM, "Cannot allocate memory")),
+        (formats, "_check_text", pa.ArrowMemoryError("malloc of size 9 failed")),
+        (formats, "_check_text", OSError(errno.ENOMEM, "Cannot allocate memory")),
         (ingest, "train_tokenizer", MemoryError()),
         (ShardWriter, "add", MemoryError("Unable to allocate 572. MiB")),
     ],

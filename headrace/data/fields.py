@@ -1,0 +1,145 @@
+"""The field of a row that holds its text: by name, or dotted into what the row holds."""
+
+import json
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from headrace.core.errors import MANY, ConfigError, nearest
+from headrace.core.files import toml_value
+
+MISSING = object()
+"""What `find` returns where there is no such field; a field may hold None."""
+DEEPEST = 4
+"""Objects inside each other whose fields a message lists."""
+
+
+def find(row: Any, key: str) -> Any:
+    """Return what a row holds under a key, or MISSING.
+
+    A field of that very name comes first. Then a dot leads into an object, and a number behind it
+    into a list: `messages.0.content`. A null on the way is a null.
+    """
+    if isinstance(row, dict):
+        if key in row:
+            return row[key]
+        at = key.find(".")
+        while at >= 0:
+            inner = row.get(key[:at], MISSING)
+            if inner is None:
+                return None
+            if inner is not MISSING and (found := find(inner, key[at + 1 :])) is not MISSING:
+                return found
+            at = key.find(".", at + 1)
+    elif isinstance(row, list):
+        place, _, rest = key.partition(".")
+        if place.isdecimal() and len(place) < 10 and int(place) < len(row):
+            inner = row[int(place)]
+            return find(inner, rest) if rest and inner is not None else inner
+    return MISSING
+
+
+def top(key: str, columns: Sequence[str]) -> str | None:
+    """Return the column of a table that a dotted key is in, or None."""
+    if key in columns:
+        return key
+    at = key.find(".")
+    while at >= 0:
+        if key[:at] in columns:
+            return key[:at]
+        at = key.find(".", at + 1)
+    return None
+
+
+def leaves(row: Any) -> Iterator[str]:
+    """Yield the keys of what a row holds, dotted; of a list its first element stands for all."""
+    return (key for key, _ in _leaves(row))
+
+
+def text_leaves(row: Any) -> Iterator[str]:
+    """Yield those keys that hold text."""
+    return (key for key, value in _leaves(row) if isinstance(value, str))
+
+
+def _leaves(value: Any, before: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    inner: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        inner = value.items()
+    elif isinstance(value, list):
+        inner = enumerate(value[:1])
+    if not inner or not value or depth > DEEPEST:
+        if before:
+            yield before.removesuffix("."), value
+        return
+    for key, held in inner:
+        yield from _leaves(held, f"{before}{key}.", depth + 1)
+
+
+def text_of(row: Any, key: str, origin: str, remedy: Callable[[], str]) -> str | None:
+    """Return the text of a row, or None for a null.
+
+    Args:
+        row: an object with fields, or a text.
+        key: the field that holds the text.
+        origin: where the row stands.
+        remedy: makes the command that takes the row out.
+
+    Raises:
+        ConfigError: the row has no text there.
+        UnicodeDecodeError: it holds bytes that are not UTF-8.
+    """
+    if isinstance(row, str):
+        return row
+    if not isinstance(row, dict):
+        kind = type(row).__name__
+        raise ConfigError(f"{origin} is a JSON {kind}, not an object with fields", remedy())
+    text = find(row, key)
+    if text is MISSING:
+        raise no_field(key, leaves(row), text_leaves(row), origin, remedy)
+    if isinstance(text, bytes):
+        return text.decode()
+    if isinstance(text, str | None):
+        return text
+    others = [*text_leaves(row)]
+    raise ConfigError(
+        f"{origin}: the field {key!r} holds {type(text).__name__}, not text",
+        _chosen(key, others) if others else remedy(),
+    )
+
+
+def no_field(
+    key: str, names: Iterable[str], texts: Iterable[str], origin: str, remedy: Callable[[], str]
+) -> ConfigError:
+    """Say that a row has no such field, which ones it has, and which may be meant."""
+    names, texts = [*names], [*texts]
+    return ConfigError(
+        f"{origin} has no field {key!r}; its fields are {_listed(names)}",
+        _chosen(key, texts) if texts else remedy(),
+    )
+
+
+def lacks(key: str, row: Any, origin: str, remedy: str) -> ConfigError:
+    """Say that a row has no such field, and that rows before it have one."""
+    return ConfigError(
+        f"{origin} has no field {key!r}; its fields are {_listed([*leaves(row)])}; rows before it "
+        "have one",
+        remedy,
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return (", ".join(names[:MANY]) or "none") + " and others" * (len(names) > MANY)
+
+
+def _chosen(key: str, names: Sequence[str]) -> str:
+    """The key to give instead: the only one, the nearest one, or one of those that there are."""
+    close = names[0] if len(names) == 1 else nearest(key, names)
+    if close in names:
+        return f"data.text_key={as_typed(close)}"
+    return f"data.text_key={as_typed(names[0])}, or another of {_listed(names)}"
+
+
+def as_typed(key: str) -> str:
+    """Return a key as the command line takes it; one that looks like a number or a date quoted."""
+    plain = toml_value(key, "data.text_key") == key
+    return shlex.quote(key if plain else json.dumps(key, ensure_ascii=False))

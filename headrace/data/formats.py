@@ -1,0 +1,305 @@
+"""Files to texts: .txt, .jsonl, .json, .csv, .parquet and what they are compressed with.
+
+Every reader is a stream: of a large file one row is in memory, or one value of JSON. What cannot be
+read is one error with its place, and a command that mends it: it keeps the file under another name,
+which is then told as left out, and writes it again without the fault.
+"""
+
+import bz2
+import codecs
+import csv
+import io
+import json
+import lzma
+import re
+import shlex
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from headrace.core.errors import ConfigError, is_out_of_memory
+from headrace.data.fields import MISSING, find, lacks, no_field, top
+from headrace.data.json_values import fault, json_values
+from headrace.data.left_out import Reason
+from headrace.data.listing import JSON, LINES, TABLES, kind_of, shell
+from headrace.data.text_file import Found, TextFile
+
+CHUNK_BYTES = 1 << 20
+SNIFFED_BYTES = 1 << 12
+NUL_SHARE = 0.1
+"""Share of zero bytes above which a file is no text; text in UTF-16 has about a half."""
+UNPACK = {"gzip": "gzip -d", "zstd": "zstd -d --rm", "bz2": "bzip2 -d", "xz": "xz -d"}
+MARKS = (
+    (codecs.BOM_UTF32_LE, "UTF-32"), (codecs.BOM_UTF32_BE, "UTF-32"),
+    (codecs.BOM_UTF16_LE, "UTF-16"), (codecs.BOM_UTF16_BE, "UTF-16"),
+)  # fmt: skip
+"""What a text begins with that is in another encoding, and iconv's name of it."""
+
+
+def read_file(file: TextFile) -> Iterator[Found]:
+    """Yield the texts of one file."""
+    before, any_row = file.tally.total, False
+    try:
+        for found in _read(file):
+            any_row = True
+            yield found
+    except (OSError, EOFError, lzma.LZMAError, pa.ArrowException) as error:
+        if is_out_of_memory(error):
+            raise
+        if isinstance(error, PermissionError):
+            raise ConfigError(
+                f"{file.name} cannot be read: {error.strerror}", f"chmod u+r {shell(file.path)}"
+            ) from None
+        raise ConfigError(
+            f"{file.name} cannot be read: {error}; copy or download it again, or train without it",
+            file.without(),
+        ) from None
+    if not any_row and file.tally.total == before:
+        file.tally.add(Reason.NO_ROWS, file.name)
+
+
+def _read(file: TextFile) -> Iterator[Found]:
+    kind, compression = kind_of(file.path)
+    if kind == ".parquet":
+        yield from _parquet(file, compression)
+        return
+    with _open(file.path, compression) as stream:
+        begins = _check_text(file, stream)
+        if kind in JSON or (kind in LINES and _is_json(begins)):
+            yield from json_values(file, stream)
+        elif kind in LINES:
+            yield from _json_lines(file, stream)
+        elif kind in TABLES:
+            yield from _table(file, stream, TABLES[kind])
+        else:
+            yield file.decoded(stream.read(), file.name).removeprefix("\ufeff"), file.name
+
+
+class _Unpacked(io.RawIOBase):
+    """A .bz2 or .xz file as its content; Python's own readers end in silence at a damaged part."""
+
+    def __init__(self, raw: IO[bytes], make: Callable[[], Any], padding: bytes = b"") -> None:
+        self._raw, self._make, self._padding = raw, make, padding
+        self._one: Any = None
+        self._rest = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while True:
+            if self._one is None or self._one.eof:
+                rest = (self._one.unused_data if self._one else b"").lstrip(self._padding)
+                while not rest:
+                    if not (chunk := self._raw.read(CHUNK_BYTES)):
+                        return 0
+                    rest = chunk.lstrip(self._padding) if self._one else chunk
+                self._one = self._make()
+            elif self._one.needs_input:
+                if not (rest := self._raw.read(CHUNK_BYTES)):
+                    raise EOFError("the compressed stream ends too early")
+            else:
+                rest = b""
+            if data := self._one.decompress(rest, len(buffer)):
+                buffer[: len(data)] = data
+                return len(data)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+def _open(path: Path, compression: str | None) -> io.BufferedReader:
+    """Open a file for reading, decompressed."""
+    raw = path.open("rb")
+    if compression is None:
+        return raw
+    if compression == "bz2":
+        return io.BufferedReader(_Unpacked(raw, bz2.BZ2Decompressor), CHUNK_BYTES)
+    if compression == "xz":
+        return io.BufferedReader(_Unpacked(raw, lzma.LZMADecompressor, b"\0"), CHUNK_BYTES)
+    return io.BufferedReader(pa.input_stream(raw, compression=compression))  # type: ignore[arg-type]
+
+
+def _check_text(file: TextFile, stream: io.BufferedReader) -> bytes:
+    """Return the first bytes of a file, or refuse it where they are no text in UTF-8."""
+    begins = stream.peek(SNIFFED_BYTES)[:SNIFFED_BYTES]
+    encoding = next((name for mark, name in MARKS if begins.startswith(mark)), "")
+    nuls = begins.count(0)
+    if not encoding and nuls > NUL_SHARE * len(begins):
+        odd, even = begins[1::2].count(0), begins[::2].count(0)
+        encoding = "UTF-16LE" if even < odd / 8 else "UTF-16BE" if odd < even / 8 else "none"
+    if encoding == "none":
+        raise ConfigError(
+            f"{file.name} is no text: {nuls:,} of its first {len(begins):,} bytes are zero",
+            file.without(),
+        )
+    if encoding:
+        told = "by its first bytes" if encoding in ("UTF-16", "UTF-32") else "by its zero bytes"
+        raise ConfigError(
+            f"{file.name} is not UTF-8: it is in {encoding}, {told}",
+            file.through(f"iconv -f {encoding} -t UTF-8"),
+        )
+    return begins
+
+
+def _is_json(begins: bytes) -> bool:
+    """Whether a file of lines is in truth one array, or objects over several lines."""
+    text = begins.removeprefix(codecs.BOM_UTF8).lstrip()
+    return text.startswith(b"[") or bool(re.match(rb"\{\s*\n", text))
+
+
+def _lines(file: TextFile, stream: Iterable[bytes]) -> Iterator[str]:
+    """Yield the lines of a file as text, without the mark before the first."""
+    offset_bytes = 0
+    for number, raw in enumerate(stream, 1):
+        line = file.decoded(raw, f"{file.name}:{number}", offset_bytes)
+        offset_bytes += len(raw)
+        yield line.removeprefix("\ufeff") if number == 1 else line
+
+
+def _table(file: TextFile, stream: Iterable[bytes], delimiter: str) -> Iterator[Found]:
+    """Yield the rows of a .csv or .tsv file; its first row names the fields."""
+    # An old Macintosh ends lines in \r alone, which the library takes for a mistake.
+    lines = (part for line in _lines(file, stream) for part in re.split("(?<=\r)(?!\n)", line))
+    rows = csv.reader(filter(None, lines), delimiter=delimiter, strict=True)
+    limit = csv.field_size_limit(1 << 31)  # a text may be longer than the library's 128 KiB
+    begins = 1
+    try:
+        header = next(rows, [])
+        if file.text_key not in header:
+            raise no_field(file.text_key, header, header, file.name, file.without)
+        place, begins = header.index(file.text_key), rows.line_num + 1
+        for number, row in enumerate(rows, 2):
+            if row and len(row) != len(header):
+                raise ConfigError(
+                    f"{file.name}: row {number} at line {begins} has {len(row)} fields, its header "
+                    f"{len(header)}",
+                    file.without_lines(begins, rows.line_num),
+                )
+            if row:
+                yield row[place], f"{file.name}:{number}"
+            else:
+                file.tally.add(Reason.BLANK_LINE, f"{file.name}:{number}")
+            begins = rows.line_num + 1
+    except csv.Error as error:
+        raise ConfigError(
+            f"{file.name}: what begins at line {begins} is no row of a table: {error}",
+            file.without_lines(begins) if begins > 1 else file.without(),
+        ) from None
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _json_lines(file: TextFile, stream: Iterable[bytes]) -> Iterator[Found]:
+    earlier = False
+    for number, line in enumerate(_lines(file, stream), 1):
+        origin = f"{file.name}:{number}"
+        if not line.strip():
+            file.tally.add(Reason.BLANK_LINE, origin)
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            syntax = isinstance(error, json.JSONDecodeError)
+            raise ConfigError(
+                f"{origin} is not JSON: {fault(error)} at column {error.colno}"
+                if syntax
+                else f"{origin} is not JSON that can be read: {error}",
+                file.without_lines(number),
+            ) from None
+        if earlier and isinstance(row, dict) and find(row, file.text_key) is MISSING:
+            raise lacks(file.text_key, row, origin, file.without_lines(number))
+        yield file.text_of(row, origin, lambda number=number: file.without_lines(number)), origin
+        earlier = True
+
+
+def _parquet(file: TextFile, compression: str | None) -> Iterator[Found]:
+    if compression:
+        raise ConfigError(
+            f"{file.name} is compressed as a whole, and parquet is compressed within",
+            f"{UNPACK[compression]} {shell(file.path)}",
+        )
+    with file.path.open("rb") as raw, pq.ParquetFile(raw) as table:
+        names = table.schema_arrow.names
+        column = top(file.text_key, names)
+        if column is None:
+            fields = [*_fields(table.schema_arrow)]
+            texts = [name for name, kind in fields if _is_text(kind)]
+            raise no_field(
+                file.text_key, [name for name, _ in fields], texts, file.name, file.without
+            )
+        number = 0
+        for batch in table.iter_batches(columns=[column], batch_size=1024):
+            if len(batch.schema.names) != 1:  # a name with dots that is also a path in another
+                batch = batch.select([column])
+            for row in _rows(file, batch, number):
+                number += 1
+                origin = f"{file.name}:{number}"
+                try:
+                    yield file.text_of(row, origin, file.without), origin
+                except UnicodeDecodeError as error:
+                    raise _not_utf_8(file, number, column, error) from None
+
+
+def _rows(file: TextFile, batch: pa.RecordBatch, before: int) -> list[dict[str, Any]]:
+    """The rows of a batch.
+
+    Raises:
+        ConfigError: a text of it is not UTF-8, which its writer did not check.
+    """
+    try:
+        return batch.to_pylist()
+    except UnicodeDecodeError:
+        pass
+    for number in range(len(batch)):
+        try:
+            batch.slice(number, 1).to_pylist()
+        except UnicodeDecodeError as error:
+            column = batch.schema.names[0]
+            raise _not_utf_8(file, before + number + 1, column, error) from None
+    raise AssertionError("a batch fails, and none of its rows")
+
+
+def _not_utf_8(file: TextFile, number: int, column: str, error: UnicodeDecodeError) -> ConfigError:
+    return ConfigError(
+        f"{file.name}: row {number:,} is not UTF-8 in its column {column!r}: byte "
+        f"0x{error.object[error.start]:02x} at offset {error.start:,} of the text; the command "
+        "replaces such bytes with U+FFFD",
+        _replaced(file, column),
+    )
+
+
+def _replaced(file: TextFile, column: str) -> str:
+    """The command that writes a parquet file again with valid text in a column."""
+    script = (
+        "import pyarrow as pa, pyarrow.parquet as pq, sys; bad, good, name = sys.argv[1:]; "
+        "t = pq.read_table(bad); "
+        "texts = [x and x.decode(errors='replace') for x in t[name].cast('binary').to_pylist()]; "
+        "t = t.set_column(t.column_names.index(name), name, pa.array(texts, 'string')); "
+        "pq.write_table(t, good)"
+    )
+    bad = shell(f"{file.path}.bad")
+    command = f"python -c {shlex.quote(script)} {bad} {shell(file.path)} {shlex.quote(column)}"
+    return f"{file.without()} && {command}"
+
+
+def _fields(fields: Iterable[Any], before: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Yield the columns of a table with their types, those inside of others dotted."""
+    for field in fields:
+        name, kind = before + field.name, field.type
+        while pa.types.is_list(kind) or pa.types.is_large_list(kind):
+            name, kind = f"{name}.0", kind.value_type
+        if pa.types.is_struct(kind) and depth < 4:
+            inner = [kind.field(i) for i in range(kind.num_fields)]
+            yield from _fields(inner, f"{name}.", depth + 1)
+        else:
+            yield name, kind
+
+
+def _is_text(kind: Any) -> bool:
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)

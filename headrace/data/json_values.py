@@ -1,0 +1,193 @@
+"""JSON as a stream of values: a file of one array, one object, or lines of objects.
+
+Of an array one element is in memory, however long the array is.
+"""
+
+import codecs
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from itertools import chain
+from typing import IO, Any
+
+from headrace.core.errors import ConfigError
+from headrace.core.units import format_bytes
+from headrace.data.fields import MISSING, find, lacks
+from headrace.data.left_out import Reason
+from headrace.data.listing import DECOMPRESS, JSON, kind_of, shell
+from headrace.data.text_file import Found, TextFile
+
+CHUNK_BYTES = 1 << 20
+MOST_VALUE_BYTES = 1 << 29
+"""Size of the largest value in a .json file, which is held whole."""
+DECODER = json.JSONDecoder()
+NO_SPACE = re.compile(r"[^ \t\r\n]")
+
+
+class NotJson(ConfigError):
+    """A value that is not JSON."""
+
+
+def json_values(file: TextFile, stream: IO[bytes]) -> Iterator[Found]:
+    """Yield the rows of a JSON file: one array, one object, or lines of JSON.
+
+    A .json file in a folder may be something else, as package.json: it is counted as left out where
+    its first value is no row.
+    """
+    values = _Values(file, stream)
+    rows = iter(values)
+    by_chance = not file.asked_for and kind_of(file.path)[0] in JSON
+    try:
+        first = next(rows)
+    except StopIteration:
+        return
+    except NotJson:
+        if not by_chance:
+            raise
+        file.tally.add(Reason.NO_JSON, file.name)
+        return
+    if not isinstance(first, str) and find(first, file.text_key) is MISSING:
+        if by_chance:
+            file.tally.add(Reason.NO_FIELD, file.name)
+            return
+        if inner := _inner(first):
+            raise ConfigError(
+                f"{file.name} has no field {file.text_key!r}; rows stand in its field {inner!r}",
+                file.through(_script(f"r = r[{inner!r}]")),
+            )
+    for row in chain([first], rows):
+        origin = f"{file.name}:{values.number}"
+        if values.number > 1 and isinstance(row, dict) and find(row, file.text_key) is MISSING:
+            raise lacks(file.text_key, row, origin, _without_value(file, values))
+        yield file.text_of(row, origin, lambda: _without_value(file, values)), origin
+
+
+def fault(error: Exception) -> str:
+    """Return why a text is no JSON: its syntax, or a number or a nesting without end."""
+    return error.msg.removesuffix(" at") if isinstance(error, json.JSONDecodeError) else str(error)
+
+
+def _inner(row: Any) -> str | None:
+    """The field of an object that holds rows."""
+    fields = row.items() if isinstance(row, dict) else ()
+    lists = {name: value for name, value in fields if isinstance(value, list) and value}
+    return next((name for name, value in lists.items() if isinstance(value[0], dict)), None)
+
+
+def _script(change: str) -> str:
+    """The command that changes the value `r` of a JSON text."""
+    script = f"import json, sys; r = json.load(sys.stdin); {change}; json.dump(r, sys.stdout)"
+    return f"python -c {shlex.quote(script)}"
+
+
+class _Values:
+    """The values of a JSON file one after another, and the elements of an array among them."""
+
+    def __init__(self, file: TextFile, stream: IO[bytes]) -> None:
+        self._file, self._stream = file, stream
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        self._text, self._at, self._ended, self._read_bytes = "", 0, False, 0
+        self.line = self.first_line = 1
+        """The line that is being read, and the one where the value begins."""
+        self.number = 0
+        """The value that is being read, from 1."""
+        self.in_array = False
+
+    def __iter__(self) -> Iterator[Any]:
+        while self._next():
+            if self._text[self._at] != "[":
+                yield self._value()
+                continue
+            self.in_array = True
+            self._go(self._at + 1)
+            yield from self._elements()
+            self.in_array = False
+
+    def _elements(self) -> Iterator[Any]:
+        after = False
+        while self._next():
+            char = self._text[self._at]
+            if char == "]":
+                self._go(self._at + 1)
+                return
+            if after and char != ",":
+                raise self._error(f"there is neither a comma nor a ] before {char!r}")
+            if after:
+                self._go(self._at + 1)
+                self._next()
+            yield self._value()
+            after = True
+        raise self._error("the file ends inside of its array")
+
+    def _value(self) -> Any:
+        self.number += 1
+        self.first_line = self.line
+        while True:
+            try:
+                value, end = DECODER.raw_decode(self._text, self._at)
+            except (ValueError, RecursionError) as error:
+                if self._ended or isinstance(error, RecursionError):
+                    raise self._error(fault(error)) from None
+                if len(self._text) - self._at > MOST_VALUE_BYTES:
+                    raise self._too_large() from None
+                self._more()
+            else:
+                self._go(end)
+                return value
+
+    def _go(self, at: int) -> None:
+        self.line += self._text.count("\n", self._at, at)
+        self._at = at
+
+    def _next(self) -> bool:
+        """Go to the next character that is no space; return False at the end."""
+        while True:
+            if found := NO_SPACE.search(self._text, self._at):
+                self._go(found.start())
+                return True
+            self._go(len(self._text))
+            if self._ended:
+                return False
+            self._more()
+
+    def _more(self) -> None:
+        """Read as much again as is waiting, so that a long value is not parsed too often."""
+        waiting = self._text[self._at :]
+        raw = self._stream.read(max(CHUNK_BYTES, len(waiting)))
+        self._ended = not raw
+        try:
+            text = self._decoder.decode(raw, final=not raw)
+        except UnicodeDecodeError as error:
+            before_bytes = self._read_bytes + len(raw) - len(error.object)
+            self._file.decoded(error.object, self._file.name, before_bytes)
+            raise
+        self._text, self._at = waiting + text.removeprefix("\ufeff" * (not self._read_bytes)), 0
+        self._read_bytes += len(raw)
+
+    def _error(self, why: str) -> NotJson:
+        return NotJson(
+            f"{self._file.name}: value {self.number:,} is not JSON that can be read, at line "
+            f"{self.line:,}: {why}; copy or download the file again, or train without it",
+            self._file.without(),
+        )
+
+    def _too_large(self) -> ConfigError:
+        path, compression = self._file.path, kind_of(self._file.path)[1]
+        stem = path.name.removesuffix(path.suffix if compression else "")
+        lines = shell(path.with_name(f"{stem}.jsonl"))
+        unpack = DECOMPRESS[compression] if compression else "cat"
+        script = shlex.quote("import json, sys; print(json.dumps(json.load(sys.stdin)))")
+        return ConfigError(
+            f"{self._file.name}: value {self.number:,} at line {self.first_line:,} is larger than "
+            f"{format_bytes(MOST_VALUE_BYTES)}, the most of one value in .json; a line of .jsonl "
+            "has no limit",
+            f"{unpack} < {shell(path)} | python -c {script} > {lines} && {self._file.without()}",
+        )
+
+
+def _without_value(file: TextFile, values: _Values) -> str:
+    """The command that takes the value that was read last out of its file."""
+    if values.in_array:
+        return file.through(_script(f"del r[{values.number - 1}]"))
+    return file.without_lines(values.first_line, values.line)

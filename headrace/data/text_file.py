@@ -1,0 +1,76 @@
+"""A file of text that is being read, and the commands that mend what is wrong with it.
+
+A command keeps the file under another name, which is then told as left out, and writes it again
+without the fault: the same command of ours then goes on.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.core.errors import ConfigError
+from headrace.data.fields import text_of
+from headrace.data.left_out import Tally
+from headrace.data.listing import DECOMPRESS, kind_of, shell
+
+Found = tuple[str | None, str]
+"""(A row's text or its null, where it came from)."""
+COMPRESS = {"gzip": "gzip -c", "zstd": "zstd -c", "bz2": "bzip2 -c", "xz": "xz -c"}
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """A file that is being read.
+
+    Args:
+        path: where it is.
+        name: what it is called in messages.
+        text_key: the field that holds the text.
+        tally: counts the rows that give none.
+        asked_for: the user named this very file, not a folder that holds it.
+    """
+
+    path: Path
+    name: str
+    text_key: str
+    tally: Tally
+    asked_for: bool
+
+    def without(self) -> str:
+        """Return the command that takes the file out of its folder's text."""
+        return f"mv {shell(self.path)} {shell(f'{self.path}.bad')}"
+
+    def through(self, command: str) -> str:
+        """Return the command that writes the file again through a filter, and keeps the old one."""
+        file, bad = shell(self.path), shell(f"{self.path}.bad")
+        compression = kind_of(self.path)[1]
+        if compression is None:
+            return f"mv {file} {bad} && {command} < {bad} > {file}"
+        unpack, pack = DECOMPRESS[compression], COMPRESS[compression]
+        return f"mv {file} {bad} && {unpack} < {bad} | {command} | {pack} > {file}"
+
+    def without_lines(self, first: int, last: int | None = None) -> str:
+        """Return the command that takes lines out."""
+        lines = f"{first}" if last in (None, first) else f"{first},{last}"
+        return self.through(f"sed {lines}d")
+
+    def text_of(self, row: Any, origin: str, remedy: Callable[[], str]) -> str | None:
+        """Return the text of a row, or None for a null; see `fields.text_of`."""
+        return text_of(row, self.text_key, origin, remedy)
+
+    def decoded(self, raw: bytes, where: str, before_bytes: int = 0) -> str:
+        """Return bytes as text.
+
+        Raises:
+            ConfigError: they are not UTF-8.
+        """
+        try:
+            return raw.decode()
+        except UnicodeDecodeError as error:
+            offset = before_bytes + error.start
+            raise ConfigError(
+                f"{where} is not UTF-8: byte 0x{raw[error.start]:02x} at offset {offset:,}; the "
+                "command takes it for Latin-1, the older encoding of Western Europe",
+                self.through("iconv -f LATIN1 -t UTF-8"),
+            ) from None
