@@ -30,7 +30,7 @@ from headrace.data.tokenizer import entries
 from headrace.evaluate import gentler
 from headrace.filled import fillers, record
 from headrace.materialize import freeze, materialize
-from headrace.model.adapter import load_pretrained
+from headrace.model.adapter import files_left_out, load_pretrained
 from headrace.model.count import trunk_ledger
 from headrace.model.decoder import Decoder, trunk_parts
 from headrace.model.head import with_terms
@@ -249,6 +249,8 @@ def _parts(build: Build) -> None:
     if build.config.pretrained:
         _, stored = load_pretrained(Path(build.config.pretrained))
         build.source = adding(stored, build.source)
+        if left_out := files_left_out(Path(build.config.pretrained)):
+            build.tell(left_out)
 
 
 def _meta_model(build: Build) -> None:

@@ -32,6 +32,9 @@ from headrace.model.init import Source
 from headrace.model.mask import MaskSpec
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_OTHERS = (".safetensors", *_PICKLES, ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+"""Ends of names of files that hold weights of some kind, or say where they lie."""
+_INDEX, _ADAPTERS = "model.safetensors.index.json", "adapter_model.safetensors"
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
 """Constants that older files store beside the weights."""
@@ -181,7 +184,7 @@ def load_pretrained(path: Path) -> tuple[ModelConfig, Source]:
     """
     refuse_hub_name(path)
     config = config_from_hf(_read_json(path / "config.json"))
-    shapes, read = _open_tensors(_weight_files(path))
+    shapes, read = _open_tensors(path, *_weight_files(path))
     makers = from_hf(config, shapes, read)
 
     def source(name: str, shape: torch.Size) -> Tensor:
@@ -209,7 +212,7 @@ def _read_json(path: Path) -> dict[str, Any]:
             f"{path} cannot be read: {error.strerror}",
             "a folder with config.json and safetensors, as `save_pretrained` writes it",
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}", "download it again") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no JSON object", "download it again")
@@ -225,32 +228,52 @@ def weights_digest(path: Path) -> str:
         ConfigError, UnsupportedError: it holds no weights that can be read.
     """
     digest = hashlib.sha256(json.dumps(_read_json(path / "config.json"), sort_keys=True).encode())
-    for file in _weight_files(path):
+    for file in _weight_files(path)[0]:
         with file.open("rb") as opened:
             digest.update(hashlib.file_digest(opened, "sha256").digest())
     return digest.hexdigest()
 
 
-def _weight_files(path: Path) -> list[Path]:
-    """The safetensors files that `transformers` reads: one file, else those of the index."""
-    index = path / "model.safetensors.index.json"
+def files_left_out(path: Path) -> str:
+    """Return a line about the files of a folder that hold weights too and are not read, or "".
+
+    Raises:
+        ConfigError, UnsupportedError: it holds no weights that can be read.
+    """
+    files, placed = _weight_files(path)
+    read = {file.name for file in files} | ({_INDEX} if placed else set())
+    beside = [file.name for file in path.iterdir() if file.name.endswith(_OTHERS)]
+    left_out = sorted({*beside} - read)
+    if not left_out:
+        return ""
+    as_others = ", as transformers chooses," if placed or files[0].stem == "model" else ""
+    adapters = f"; the adapters of {_ADAPTERS} are not applied" * (_ADAPTERS in left_out)
+    return (
+        f"{path}: the weights are read from {_some(sorted(read))}{as_others} and not from "
+        f"{_some(left_out)}{adapters}"
+    )
+
+
+def _weight_files(path: Path) -> tuple[list[Path], dict[str, str] | None]:
+    """Return the files that `transformers` reads: one file, else those of the index, and the index.
+
+    Without both every safetensors file is read but adapters.
+    """
+    placed = None
     if (path / "model.safetensors").is_file():
         names = ["model.safetensors"]
-    elif index.is_file():
-        placed = _read_json(index).get("weight_map")
-        if not isinstance(placed, dict):
-            raise ConfigError(f"{index} has no weight_map of names to files", "download it again")
-        names = sorted(set(map(str, placed.values())))
+    elif (path / _INDEX).is_file():
+        placed = _read_index(path / _INDEX)
+        names = sorted({*placed.values()} | _numbered_alike(path, placed))
     else:
-        names = sorted(file.name for file in path.glob("*.safetensors"))
-    outside = [name for name in names if Path(name).name != name]
-    if outside:
-        raise ConfigError(f"{index} names {outside[0]}, which is not a file beside it")
-    absent = [name for name in names if not (path / name).is_file()]
-    if absent:
-        raise ConfigError(f"{index} names {absent[0]}, which is not there", "download it again")
+        names = sorted(file.name for file in path.glob("*.safetensors") if file.name != _ADAPTERS)
     if names:
-        return [path / name for name in names]
+        return [path / name for name in names], placed
+    if (path / _ADAPTERS).is_file():
+        raise UnsupportedError(
+            f"{path} has {_ADAPTERS} and no model: adapters stand on the weights of another folder",
+            "the model with its adapters merged, by peft's merge_and_unload and save_pretrained",
+        )
     pickles = sorted(file.name for file in path.iterdir() if file.suffix in _PICKLES)
     if pickles:
         raise UnsupportedError(
@@ -262,12 +285,69 @@ def _weight_files(path: Path) -> list[Path]:
     raise ConfigError(f"{path} has no *.safetensors", "a folder that holds the weights")
 
 
+def _read_index(index: Path) -> dict[str, str]:
+    """Return the file of each tensor by an index; every file is there, beside it."""
+    placed = _read_json(index).get("weight_map")
+    if not isinstance(placed, dict) or not placed:
+        raise ConfigError(f"{index} has no weight_map of names to files", "download it again")
+    for tensor, name in placed.items():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ConfigError(
+                f"{index} names {name} for {tensor}, which is not a file beside it",
+                "download it again",
+            )
+        if not (index.parent / name).is_file():
+            raise ConfigError(f"{index} names {name}, which is not there", "download it again")
+    return placed
+
+
+def _numbered_alike(path: Path, placed: Mapping[str, str]) -> set[str]:
+    """Return the files of a folder that are numbered as those of an index, as in -00002-of-00009.
+
+    One that the index does not name has tensors that it leaves out.
+    """
+    numbered = re.compile(r"(.*-)\d+(-of-\d+\.safetensors)")
+    kinds = {match.groups() for name in placed.values() if (match := numbered.fullmatch(name))}
+    found = ((file.name, numbered.fullmatch(file.name)) for file in path.glob("*.safetensors"))
+    return {name for name, match in found if match and match.groups() in kinds}
+
+
+def _check_index(path: Path, placed: Mapping[str, str], holder: Mapping[str, str]) -> None:
+    """Refuse an index that says otherwise than the files which it is about.
+
+    Args:
+        path: the folder.
+        placed: the file of each tensor, by the index.
+        holder: the file that has it.
+
+    Raises:
+        ConfigError: with the first tensor that differs, and both files.
+    """
+    index = path / _INDEX
+    for tensor in sorted({*placed} | {*holder}):
+        said, has = placed.get(tensor), holder.get(tensor)
+        if said == has or (said is None and _BUFFERS.search(tensor)):
+            continue
+        if has is None:
+            fault = f"places {tensor} in {said}, and no file of its set has it"
+        elif said is None:
+            fault = f"leaves out {tensor}, which {has} has"
+        else:
+            fault = f"places {tensor} in {said}, and it is in {has}"
+        raise ConfigError(
+            f"{index} {fault}",
+            f"download it and its files again, or mv {index} {index}.wrong to read every "
+            f"*.safetensors of {path}",
+        )
+
+
 def _open_tensors(
-    files: list[Path],
+    path: Path, files: list[Path], placed: Mapping[str, str] | None
 ) -> tuple[dict[str, tuple[int, ...]], Callable[[str], Tensor]]:
     """Every tensor's shape, and a function that reads one by name."""
     shapes: dict[str, tuple[int, ...]] = {}
     holder: dict[str, Any] = {}
+    where: dict[str, str] = {}
     for file in files:
         try:
             handle = safe_open(file, framework="pt")
@@ -287,4 +367,7 @@ def _open_tensors(
                     "the version of this checkpoint that is not quantised",
                 )
             shapes[name], holder[name] = tuple(view.get_shape()), handle
+            where[name] = file.name
+    if placed is not None:
+        _check_index(path, placed, where)
     return shapes, lambda name: holder[name].get_tensor(name)

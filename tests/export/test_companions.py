@@ -128,6 +128,7 @@ def test_files_that_cannot_be_taken_over_are_told(here: Path, plan_file: Path, z
     (base / "special_tokens_map.json").write_text("[1]")
     (base / "added_tokens.json").write_text(" " * (8 << 20) + "{}")
     (base / "chat_template.jinja").write_bytes(b"\xff")
+    (base / "pytorch_model.bin").write_bytes(b"no pickle is opened")
     ended = zygote.run(here, "train", str(plan_file), *WORDS, "name=bad")
     assert ended.code == 0, ended.err
     told = ended.out + ended.err
@@ -135,6 +136,7 @@ def test_files_that_cannot_be_taken_over_are_told(here: Path, plan_file: Path, z
     assert "special_tokens_map.json holds no JSON object" in told
     assert "added_tokens.json has 8" in told and "chat_template.jinja is not UTF-8" in told
     assert "without it" in told
+    assert "read from model.safetensors, as transformers chooses, and not from pytorch_mod" in told
     ended = zygote.run(here, "export", "bad", "--to", "hf", "--output", "out")
     assert ended.code == 0, ended.err
     assert read(here / "out" / "generation_config.json")["eos_token_id"] == [299, 7]

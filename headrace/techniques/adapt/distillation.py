@@ -33,7 +33,7 @@ from headrace.core.ledger import Ledger, Line
 from headrace.core.model_config import ModelConfig
 from headrace.core.technique import Card, Context, Evidence, Stage, Supported, Technique
 from headrace.data.pretrained import check_tokenizer
-from headrace.model.adapter import load_pretrained
+from headrace.model.adapter import files_left_out, load_pretrained
 from headrace.model.count import FP32, linear_parameters, total_parameters
 from headrace.model.decoder import Decoder, trunk_parts
 from headrace.model.head import IGNORED, Objective, Vocabulary, capped
@@ -187,6 +187,8 @@ class Distillation(Technique[Build]):
                 f"data.tokenizer={path / 'tokenizer.json'} model.vocab={config.vocab}",
             )
         check_tokenizer(build.prepared.tokenizer, self.teacher, f"techniques.{self.name()}.teacher")
+        if left_out := files_left_out(path):
+            build.tell(left_out)
         return config, source
 
     def _term(self, teaching: Teaching) -> Objective:
