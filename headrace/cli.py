@@ -36,13 +36,13 @@ from headrace.catalogue.table import catalogue_rows
 from headrace.context import choose_device, make_context
 from headrace.core.errors import EXIT_PLAN, ConfigError, HeadraceError, nearest
 from headrace.core.plan import Plan
-from headrace.core.units import format_count, format_seconds
+from headrace.core.units import format_count, format_seconds, part_of_text
 from headrace.data.ingest import prepare
 from headrace.doctor.advice import advise
 from headrace.doctor.advice import plain as advice_plain
 from headrace.doctor.run import narrowest
 from headrace.doctor.trace import ABSTAINED
-from headrace.evaluate import evaluate, finite, worse_than_a_guess
+from headrace.evaluate import doubts, evaluate, finite, worse_than_a_guess
 from headrace.export.run import export_run
 from headrace.interrupts import Closing, Interrupts
 from headrace.load import open_model, plan_to_resume, read_plan, resolve_run, run_of
@@ -274,8 +274,10 @@ def _tell(folder: Path, report: dict[str, Any], *, on_its_own: bool) -> None:
     )
     yours = f"\n        {started_as()} train demo data.sources=PATH_OF_YOUR_TEXT name=mine"
     console.print(
-        f"\n{reached}: {last['bits_per_byte']:.3f} bits per byte{target} after "
+        f"\n{reached}: {last['bits_per_byte']:.3f} bits per byte"
+        f"{part_of_text(last['share'])}{target} after "
         f"{format_count(report['tokens'])} tokens and {format_seconds(report['wall_s'])}, {rate}\n"
+        + "".join(f"{one['sentence']}; try: {one['remedy']}\n" for one in report["data"]["doubts"])
         + (f"{found['sentence']} ({found['evidence']})\n" if found else "")
         + (f"sample: {report['sample']['text']}\n" if report["sample"] else "")
         + f"report: {folder / page}\n"
@@ -299,11 +301,17 @@ def evaluate_run(
         values = {"run": str(folder), **vars(found)}
         if loses := build.prepared.loses:
             values["tokenizer_loses"] = loses
+        # Who asks for few of many targets knows it.
+        counted = found.tokens if found.share == 1 else build.prepared.validation.tokens - 1
+        told = doubts(build, None, counted, bits_per_byte=found.bits_per_byte)
         if json:
-            show_json(values)
+            doubtful = {"doubts": [doubt.to_dict() for doubt in told]} if told else {}
+            show_json(values | doubtful)
         else:
             show_table(list(values), [[f"{v:.4f}" if isinstance(v, float) else str(v)
                                        for v in values.values()]])  # fmt: skip
+            for doubt in told:
+                print(doubt.line)
 
 
 @app.command()
@@ -464,27 +472,22 @@ def ingest(plan: PlanName = "demo", overrides: Overrides = None, *, json: Json =
     with exit_codes(json), Interrupts():
         progress = make_progress(json)
         try:
-            prepared = prepare(
-                named_plan(plan, overrides, verb="data ingest"), progress=progress.task
-            )
+            read = named_plan(plan, overrides, verb="data ingest")
+            prepared = prepare(read, progress=progress.task)
+            told = prepared.sides(read.data.validation).doubts(read.data.sequence_length)
             for one in prepared.left_out:
                 progress.note(one.line())
+            for doubt in told:
+                progress.note(doubt.line)
         finally:
             progress.close()
-        value = {
-            "folder": str(prepared.directory),
-            "vocab": prepared.tokenizer.vocab,
-            "train_tokens": sum(s.tokens for s in prepared.train),
-            "validation_tokens": prepared.validation.tokens,
-            "documents": sum(s.documents for s in prepared.train),
-            **{k if k == "mixture" else f"{k}_sha256": v for k, v in prepared.fingerprint.items()},
-        }
-        if prepared.loses:
-            value["tokenizer_loses"] = prepared.loses
+        value = prepared.to_dict(read.data.validation)
         if json:
-            show_json(value | {"left_out": [one.to_dict() for one in prepared.left_out]})
+            left_out = [one.to_dict() for one in prepared.left_out]
+            show_json(value | {"left_out": left_out, "doubts": [one.to_dict() for one in told]})
         else:
-            show_table(["what", "value"], [[k, str(v)] for k, v in value.items()])
+            rows = {key: val for key, val in value.items() if val is not None}
+            show_table(["what", "value"], [[key, str(val)] for key, val in rows.items()])
 
 
 for verb in closed_loop.VERBS:

@@ -5,7 +5,7 @@ different tokenizers compare. The document token stands for no byte and counts a
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +16,14 @@ from torch import Tensor
 from headrace.core.errors import ConfigError, Diverged, RunError
 from headrace.core.plan import OptimizerConfig, Plan
 from headrace.data.loader import validation_batches, validation_rows
+from headrace.data.sides import Doubt
 from headrace.model.head import IGNORED, cross_entropy
 from headrace.sockets import Build, Work
 
 FAR = 30
 """Times the default rate above which a rate is taken for a mistake. Chosen, not measured."""
+TARGETS = "validation_targets"
+"""Where a build keeps how many targets the run's evaluations count."""
 WORSE = 1.5
 """Times a uniform guess's loss above which a finite loss is told as divergence. Chosen, too."""
 
@@ -97,6 +100,42 @@ def finite(found: Validation, folder: Path) -> Validation:
     return found
 
 
+def count_targets(build: Build, tokens: int | None = None) -> tuple[int, int]:
+    """Return the targets that an evaluation counts over all ranks, and their bytes of text.
+
+    Args:
+        build: the run.
+        tokens: as `evaluate` takes it.
+
+    Raises:
+        ConfigError: no target of these rows counts, or none stands for text.
+    """
+    bytes_V = torch.from_numpy(build.prepared.tokenizer.token_bytes).to(build.device, torch.int64)
+    counts = torch.zeros(2, dtype=torch.int64, device=build.device)
+    for work in _placed(build, tokens):
+        counts += _counts(work.targets_BT, bytes_V)
+    return _summed(build, counts, tokens)
+
+
+def doubts(
+    build: Build, tokens: int | None, targets: int, *,
+    limit: str = "eval.tokens", bits_per_byte: float | None = None,
+) -> list[Doubt]:  # fmt: skip
+    """Return what makes a validation loss doubtful.
+
+    Args:
+        build: the run.
+        tokens: as `evaluate` takes it.
+        targets: those that it counts.
+        limit: the key or option that `tokens` comes from.
+        bits_per_byte: the loss, where it is known.
+    """
+    return build.prepared.sides(build.plan.data.validation).doubts(
+        build.plan.data.sequence_length, targets=targets, share=_share(build, tokens),
+        limit=limit, bits_per_byte=bits_per_byte,
+    )  # fmt: skip
+
+
 @torch.no_grad()
 def evaluate(build: Build, tokens: int | None = None) -> Validation:
     """Return the model's loss on validation rows, summed in fp64 over all ranks.
@@ -108,7 +147,7 @@ def evaluate(build: Build, tokens: int | None = None) -> Validation:
     Raises:
         ConfigError: no target of these rows counts, or none stands for text.
     """
-    plan, world = build.plan, build.world
+    world = build.world
     bytes_V = torch.from_numpy(build.prepared.tokenizer.token_bytes).to(build.device, torch.int64)
     one = torch.ones((), device=build.device)
     # Apple GPUs have no fp64.
@@ -120,16 +159,8 @@ def evaluate(build: Build, tokens: int | None = None) -> Validation:
     with ExitStack() as stack:
         for averaged in build.weights_for_eval:
             stack.enter_context(averaged(build))
-        for micro in validation_batches(
-            build.prepared.validation,
-            plan.data.sequence_length,
-            tokens=tokens,
-            micro_rows=plan.micro_rows,
-            rank=world.place("data"),
-            ranks=world.size("data"),
-            segments=build.mask.document,
-        ):
-            work.append(build.place(build, micro))
+        for placed in _placed(build, tokens):
+            work.append(placed)
             counts += _counts(work[-1].targets_BT, bytes_V)
             if len(work) == together:
                 nats += build.engine(build, work, cross_entropy, one)
@@ -139,15 +170,7 @@ def evaluate(build: Build, tokens: int | None = None) -> Validation:
     # Replicas read other rows; parts of a row and stages add to the same loss.
     for axis in ("shard", "pipeline"):
         world.sum_(nats, axis)
-    counted, text_bytes = world.sum_(counts, "shard").tolist()
-    text_bytes = round(text_bytes * build.prepared.validation.raw_share)
-    if not counted or not text_bytes:
-        shorter = "a smaller techniques.prefix_lm.tokens, or " if build.mask.prefix else ""
-        raise ConfigError(
-            f"the rows of eval.tokens = {tokens or 'all'} have {counted} targets that count, which "
-            f"stand for {text_bytes} bytes of text: there is no loss to measure",
-            f"{shorter}a larger eval.tokens or data.validation",
-        )
+    counted, text_bytes = _summed(build, counts, tokens)
     return Validation(
         loss_nats=float(nats) / counted,
         bits_per_byte=float(nats) / math.log(2) / text_bytes,
@@ -155,6 +178,49 @@ def evaluate(build: Build, tokens: int | None = None) -> Validation:
         bytes=text_bytes,
         share=_share(build, tokens),
     )
+
+
+def _placed(build: Build, tokens: int | None) -> Iterator[Work]:
+    """Yield this rank's micro-batches of an evaluation, on the device."""
+    plan, world = build.plan, build.world
+    for micro in validation_batches(
+        build.prepared.validation,
+        plan.data.sequence_length,
+        tokens=tokens,
+        micro_rows=plan.micro_rows,
+        rank=world.place("data"),
+        ranks=world.size("data"),
+        segments=build.mask.document,
+    ):
+        yield build.place(build, micro)
+
+
+def _summed(build: Build, counts: Tensor, tokens: int | None) -> tuple[int, int]:
+    """Return targets and bytes of text over all ranks; refuse where there are none."""
+    counted, text_bytes = build.world.sum_(counts, "shard").tolist()
+    text_bytes = round(text_bytes * build.prepared.validation.raw_share)
+    if counted and text_bytes:
+        return counted, text_bytes
+    rows = "all rows" if tokens is None else f"the rows of eval.tokens = {tokens}"
+    raise ConfigError(
+        f"{rows} of the validation text, which has {build.prepared.validation.tokens - 1:,} "
+        f"targets, have {counted:,} that count, and these stand for {text_bytes:,} bytes of text: "
+        "there is no loss to measure",
+        _more_targets(build, tokens),
+    )
+
+
+def _more_targets(build: Build, tokens: int | None) -> str:
+    """Return what gives an evaluation targets that has none."""
+    plan, whole = build.plan, build.prepared.validation.tokens - 1
+    more = "data.validation=PATH of more text"
+    if _share(build, tokens) < 1:
+        return f"eval.tokens={whole + plan.data.sequence_length}, or {more}"
+    if not build.mask.prefix:
+        return more
+    if 2 <= whole < plan.data.sequence_length and not build.mask.document:
+        return f"techniques.prefix_lm.tokens={whole}, or {more}"
+    return f"--without prefix_lm, or {more}"
 
 
 def _share(build: Build, tokens: int | None) -> float:

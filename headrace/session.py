@@ -22,6 +22,7 @@ from headrace.checkpoint import Checkpoints, RankGone, Saved
 from headrace.compile_time import compile_seconds
 from headrace.core.errors import ConfigError, HeadraceError, RunError, Stopped
 from headrace.core.technique import Evidence
+from headrace.core.units import part_of_text
 from headrace.data.loader import StepBatch
 from headrace.evaluate import diverged, evaluate
 from headrace.filled import LastLook, check_active, last_look, note_own_attention
@@ -422,7 +423,7 @@ class Session:
         self._flush_rows()
         self.progress.log(
             f"step {counters.step}: validation {found.bits_per_byte:.3f} bits per byte, "
-            f"loss {found.loss_nats:.3f}"
+            f"loss {found.loss_nats:.3f}" + part_of_text(found.share)
         )
 
     def _save(self) -> None:

@@ -16,6 +16,7 @@ from headrace.core.hardware import lookup
 from headrace.core.ledger import Ledger
 from headrace.core.symptoms import saves_memory
 from headrace.core.technique import Evidence
+from headrace.evaluate import TARGETS, doubts
 from headrace.goal import Counters, reached
 from headrace.model.count import model_flops_per_token
 from headrace.run_folder import command_line
@@ -57,8 +58,7 @@ def summarize(
         rate: median tokens per second of steady steps.
         waits_s: each step's wait for data.
     """
-    plan = build.plan
-    price = plan.hardware.dollars_per_hour
+    plan, price = build.plan, build.plan.hardware.dollars_per_hour
     ledger = predict(plan, build.context)
     step_s = plan.batch.tokens / rate if rate else None
     return {
@@ -82,6 +82,7 @@ def summarize(
         "input_wait": _waits(waits_s, step_s),
         "signals": _signals(build, ledger, last),
         "val": counters.val,
+        "data": _data(build, counters),
         "dollars": None if price is None else counters.wall_s / 3600 * price,
         "restarts": counters.restarts,
         "skipped_steps": counters.skipped_steps,
@@ -98,6 +99,17 @@ def summarize(
         "tokenizer": build.prepared.about_tokenizer,
         "command": " ".join(command_line()),
     }  # fmt: skip
+
+
+def _data(build: Build, counters: Counters) -> dict[str, Any]:
+    """Both sides of the text, how many targets an evaluation counts, and what is doubtful of it."""
+    tokens, targets = build.plan.eval.tokens, build.notes.get(TARGETS)
+    found = build.prepared.sides(build.plan.data.validation).to_dict()
+    if targets is None:
+        return found
+    last = counters.val[-1]["bits_per_byte"] if counters.val else None
+    told = doubts(build, tokens, targets, bits_per_byte=last)
+    return {**found, "targets": targets, "doubts": [doubt.to_dict() for doubt in told]}
 
 
 def _utilization(build: Build, rate: float | None) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from headrace.core.technique import Catalogue
 from headrace.data.ingest import is_current, prepare, reopen
 from headrace.data.loader import Micro
 from headrace.data.prepared import Prepared
+from headrace.evaluate import TARGETS, count_targets, doubts
 from headrace.guard import guard
 from headrace.interrupts import Interrupts
 from headrace.model.head import IGNORED
@@ -80,7 +81,7 @@ def run(
         start.mark("choose")
         build = make_build(plan, prepared, world, device, tell=progress.note)
         start.mark("build")
-        build.notes |= {NOTE: timed, START: start}
+        build.notes |= {NOTE: timed, START: start, TARGETS: _look_at_validation(build, progress)}
         _note_first_weights(build, first)
         for flags in build.runtime:
             stack.enter_context(flags())
@@ -193,10 +194,25 @@ def _tell_data(
     if recorded and not is_current(plan, prepared):
         where = prepared.directory
         progress.note(f"text or tokenizer changed since: going on with shards in {where}")
+    progress.note(prepared.sides(plan.data.validation).line)
     for one in prepared.left_out:
         progress.note(one.line())
     if prepared.loses:
         progress.note(f"the tokenizer loses text: {prepared.loses}")
+
+
+def _look_at_validation(build: Build, progress: Progress) -> int:
+    """Tell what makes the run's validation loss doubtful; return the targets that it counts.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    tokens = build.plan.eval.tokens
+    targets, _ = count_targets(build, tokens)
+    if build.world.rank == 0:
+        for doubt in doubts(build, tokens, targets):
+            progress.note(doubt.line)
+    return targets
 
 
 def _own_device(device: torch.device, world: World) -> torch.device:

@@ -31,6 +31,11 @@ def format_seconds(seconds: float) -> str:
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def part_of_text(share: float) -> str:
+    """0.125 -> ' over 12.5% of the validation text'; nothing for all of it."""
+    return f" over {share:.1%} of the validation text" if share < 1 else ""
+
+
 def largest_divisor(number: int, most: int) -> int:
     """Return the largest divisor of `number` that is at most `most`, both at least 1."""
     return max(d for d in divisors(number) if d <= most)

@@ -13,6 +13,7 @@ from headrace.data import left_out
 from headrace.data.heldout import Record
 from headrace.data.left_out import LeftOut
 from headrace.data.shards import Shards
+from headrace.data.sides import Sides
 from headrace.data.tokenizer import Tokenizer
 
 VERIFY_BYTES = 1 << 30
@@ -34,6 +35,10 @@ class Prepared:
     """What of the sources is no text in it, by reason."""
     split: Record | None = None
     """How the sides were made; None where an earlier version made them."""
+
+    def sides(self, asked: float | str) -> Sides:
+        """Return both sides in numbers; `asked` is `data.validation`."""
+        return Sides(self.train, self.validation, asked, self.split)
 
     @property
     def lost_share(self) -> float:
@@ -61,6 +66,19 @@ class Prepared:
         """What a report says of the tokenizer, and of what it loses of this text."""
         about = {"vocab": self.tokenizer.vocab, "sha256": self.tokenizer.fingerprint}
         return about | ({"loses": self.loses, "lost_share": self.lost_share} if self.loses else {})
+
+    def to_dict(self, asked: float | str) -> dict[str, Any]:
+        """Return what it is, as JSON values; `asked` is `data.validation`."""
+        return {
+            "folder": str(self.directory),
+            "vocab": self.tokenizer.vocab,
+            "train_tokens": sum(s.tokens for s in self.train),
+            "validation_tokens": self.validation.tokens,
+            "documents": sum(s.documents for s in self.train),
+            **self.sides(asked).to_dict(),
+            **{k if k == "mixture" else f"{k}_sha256": v for k, v in self.fingerprint.items()},
+            **({"tokenizer_loses": self.loses} if self.loses else {}),
+        }
 
     def record(self) -> dict[str, Any]:
         """What a run keeps of its data: where it lies, and what it is."""

@@ -96,6 +96,28 @@ class Validation(Table):
     wall_s: Number
     loss_nats: Number
     bits_per_byte: Number
+    share: Number = None
+
+
+class Doubt(Table):
+    """One reason to distrust the validation loss."""
+
+    kind: str
+    sentence: str
+    remedy: str
+
+
+class Texts(Table):
+    """What is trained on and what is held out, and how many targets an evaluation counts."""
+
+    train_bytes: Count = None
+    train_documents: Count = None
+    held_out_bytes: Count = None
+    held_out_documents: Count = None
+    held_out_share: Number = None
+    cut_documents: Count = None
+    targets: Count = None
+    doubts: tuple[Doubt, ...] = ()
 
 
 class TechniqueRecord(Table):
@@ -186,6 +208,7 @@ class Report(Table):
     sample: Sample | None = None
     command: str | None = None
     tokenizer: dict[str, Any] | None = None
+    data: Texts | None = None
     left_out: tuple[Omission, ...] = ()
 
     @property

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from headrace.core.units import part_of_text
 from headrace.report.advice import remedies
 from headrace.report.loss import loss_section
 from headrace.report.page import (
@@ -51,6 +52,7 @@ def write_report(run_directory: Path) -> Path:
     text = page(
         f"{report.name} - Headrace report",
         _header(report),
+        *_doubts(report),
         section("Key figures", cards(_figures(report))),
         _narrowest(report),
         remedies(run.directory),
@@ -59,6 +61,7 @@ def write_report(run_directory: Path) -> Path:
         memory(report),
         _wasted(report),
         techniques(report),
+        *_texts(report),
         *_left_out(report),
         _sample(report),
         _environment(run),
@@ -90,6 +93,7 @@ def _figures(report: Report) -> list[tuple[str, str, str]]:
             "Validation, bits per byte",
             bits(last and last.bits_per_byte),
             f"{bits(last.loss_nats)} nats per token; best {bits(report.best_bits_per_byte)}"
+            + _part(last.share)
             if last
             else "",
         ),
@@ -104,6 +108,51 @@ def _figures(report: Report) -> list[tuple[str, str, str]]:
     if report.dollars is not None:
         figures.insert(2, ("Cost", dollars(report.dollars), "wall time at the plan's price"))
     return figures
+
+
+def _part(share: float | None) -> str:
+    """How much of the validation text was read, where it was not all."""
+    return part_of_text(share).replace(" over", "; over") if share is not None else ""
+
+
+def _doubts(report: Report) -> list[Safe]:
+    """What makes the validation loss doubtful, and what mends it; nothing where nothing does."""
+    if report.data is None or not report.data.doubts:
+        return []
+    lines = [
+        item
+        for doubt in report.data.doubts
+        for item in (
+            tag("p", doubt.sentence[:1].upper() + doubt.sentence[1:] + ".", class_="lead"),
+            muted("Try: ", doubt.remedy),
+        )
+    ]
+    return [tag("section", tag("h2", "Doubts about the validation"), *lines, class_="narrow")]
+
+
+def _texts(report: Report) -> list[Safe]:
+    """What was trained on and what was held out."""
+    data = report.data
+    if data is None:
+        return []
+    rows = [
+        ("Training", size(data.train_bytes), whole(data.train_documents)),
+        ("Validation", size(data.held_out_bytes), whole(data.held_out_documents)),
+    ]
+    notes = []
+    if data.held_out_share is not None:
+        notes.append(f"{percent(data.held_out_share)} of the text is held out.")
+    if data.cut_documents:
+        notes.append(f"{whole(data.cut_documents)} held-out documents are ends of larger ones.")
+    if data.targets is not None:
+        notes.append(f"Each evaluation counts {whole(data.targets)} targets.")
+    return [
+        section(
+            "Training and validation text",
+            table("Texts", ("Side", "Text", "Documents"), rows),
+            muted(" ".join(notes)),
+        )
+    ]
 
 
 def _narrowest(report: Report) -> Safe:

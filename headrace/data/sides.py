@@ -1,0 +1,188 @@
+"""What is trained on and what is held out, in numbers, and what makes a validation doubtful."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from headrace.core.units import format_bytes
+from headrace.data.heldout import LEAST, Overlap, Record
+from headrace.data.shards import Shards
+
+FEW_TARGETS = 1000
+"""Targets below which an evaluation is told as one of few. The loss of a target varies about as
+much as its mean, so that n targets fix a mean to one part in sqrt(n): at 1,000 to 3%."""
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """One reason to distrust a validation loss, told when a run starts and with every loss."""
+
+    kind: Literal["overlap", "overlap_unknown", "few_targets"]
+    sentence: str
+    remedy: str
+    numbers: dict[str, float]
+
+    @property
+    def line(self) -> str:
+        """The sentence with what mends it."""
+        return f"{self.sentence}; try: {self.remedy}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return {
+            "kind": self.kind, "sentence": self.sentence, "remedy": self.remedy, **self.numbers
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sides:
+    """Both sides of prepared data.
+
+    Args:
+        train: shards that are trained on.
+        held_out: shards of the validation.
+        asked: `data.validation`: a share, or a path.
+        record: how the sides were made; None where an earlier version made them.
+    """
+
+    train: tuple[Shards, ...]
+    held_out: Shards
+    asked: float | str
+    record: Record | None
+
+    @property
+    def share(self) -> float | None:
+        """Share of the text's bytes that is held out; None where validation has its own text."""
+        if isinstance(self.asked, str):
+            return None
+        return self.held_out.text_bytes / max(1, self._trained_bytes + self.held_out.text_bytes)
+
+    @property
+    def _trained_bytes(self) -> int:
+        return sum(shards.text_bytes for shards in self.train)
+
+    @property
+    def overlap(self) -> Overlap | None:
+        """How much of a validation text of its own is trained on; None where it is not known."""
+        return self.record.overlap if self.record else None
+
+    @property
+    def line(self) -> str:
+        """Both sides in one line."""
+        documents = sum(shards.documents for shards in self.train)
+        trained = f"training text: {_amount(self._trained_bytes, documents)}"
+        held = _amount(self.held_out.text_bytes, self.held_out.documents)
+        if self.share is None:
+            return f"{trained}; validation text: {held}"
+        cut = self.record.cut_documents if self.record else 0
+        ends = f", {_number(cut, 'end')} of documents too large to be held out whole" if cut else ""
+        return f"{trained}; held out: {held}, {self.share:.1%} of the text{ends}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return both sides as JSON values."""
+        held, overlap = self.held_out, self.overlap
+        return {
+            "train_bytes": self._trained_bytes,
+            "train_documents": sum(shards.documents for shards in self.train),
+            "held_out_bytes": held.text_bytes,
+            "held_out_documents": held.documents,
+            "held_out_share": self.share,
+            "cut_documents": self.record.cut_documents if self.record else None,
+            "overlap": None if overlap is None else {
+                **overlap.model_dump(), "share": overlap.share
+            },
+        }  # fmt: skip
+
+    def doubts(
+        self, row_tokens: int, *, targets: int | None = None, share: float = 1.0,
+        limit: str = "eval.tokens", bits_per_byte: float | None = None,
+    ) -> list[Doubt]:  # fmt: skip
+        """Return what makes a validation loss on this text doubtful.
+
+        Args:
+            row_tokens: targets of a row.
+            targets: that are evaluated; all of the text's without it.
+            share: of the validation text's targets that are evaluated.
+            limit: the key or option that limits them.
+            bits_per_byte: the loss, where it is known.
+        """
+        if targets is None:
+            targets = self.held_out.tokens - 1
+        found = [self._overlapping(), self._few(targets, share, row_tokens, limit, bits_per_byte)]
+        return [doubt for doubt in found if doubt is not None]
+
+    def _overlapping(self) -> Doubt | None:
+        if self.share is not None:
+            return None
+        if self.record is None or self.overlap is None:
+            return Doubt(
+                "overlap_unknown",
+                f"whether text of data.validation = {self.asked} is trained on too is not known: "
+                "an earlier version prepared these shards",
+                "name=ANOTHER for a new run, which prepares again",
+                {},
+            )
+        overlap = self.overlap
+        if not overlap.documents:
+            return None
+        whole = overlap.documents == overlap.of_documents
+        documents = (
+            f"ALL {_number(overlap.of_documents, 'validation document')}"
+            if whole
+            else f"{overlap.documents:,} of {_number(overlap.of_documents, 'validation document')}"
+        )
+        told = (
+            "the loss measures memory, not what was learned"
+            if whole
+            else "their loss measures memory"
+        )
+        return Doubt(
+            "overlap",
+            f"{documents} ({overlap.share:.1%} of their bytes) are trained on, too: {told}",
+            "data.validation=PATH of text that is in no source, or a share, as "
+            "data.validation=0.05",
+            {"documents": overlap.documents, "share": overlap.share},
+        )
+
+    def _few(
+        self, targets: int, share: float, row_tokens: int, limit: str, bits_per_byte: float | None
+    ) -> Doubt | None:
+        enough = max(FEW_TARGETS, row_tokens)
+        if not 0 < targets < enough:
+            return None
+        moves = 1 / math.sqrt(targets)
+        why = f"fewer than {FEW_TARGETS:,}" if targets < FEW_TARGETS else "less than a row"
+        numbers: dict[str, float] = {"targets": targets, "moves_by_share": moves}
+        by = f"{moves:.0%}"
+        if bits_per_byte is not None:
+            numbers["moves_by_bits_per_byte"] = moves * bits_per_byte
+            by = f"{moves * bits_per_byte:.2g} ({by})"
+        return Doubt(
+            "few_targets",
+            f"validation has {_number(targets, 'target')}, {why}: from one such text to another, "
+            f"bits per byte moves by about {by}",
+            self._more(targets, share, enough, row_tokens, limit),
+            numbers,
+        )
+
+    def _more(self, targets: int, share: float, enough: int, row_tokens: int, limit: str) -> str:
+        """Return what gives an evaluation `enough` targets."""
+        whole = targets / share
+        if share < 1 and whole >= enough:
+            rows = math.ceil(enough / whole * self.held_out.tokens / row_tokens) + 1
+            return f"{limit}={rows * row_tokens}"
+        raised = f"{limit}={(math.ceil(enough / row_tokens) + 1) * row_tokens} with " * (share < 1)
+        if self.share is None:
+            return f"{raised}more text in {self.asked}, or data.validation=PATH of more"
+        wanted = enough / whole * self.share / LEAST
+        if wanted > 0.5:
+            return f"{raised}more text, or data.validation=PATH of more"
+        return f"{raised}data.validation={math.ceil(wanted * 100) / 100:g}, or more text"
+
+
+def _amount(size: int, documents: int) -> str:
+    return f"{format_bytes(size)} in {_number(documents, 'document')}"
+
+
+def _number(count: int, of: str) -> str:
+    return f"{count:,} {of}" + "s" * (count != 1)
