@@ -27,9 +27,8 @@ class TensorBoard:
     def __init__(self, plan: Plan, folder: Path, step: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(
-            str(folder / "tensorboard"), purge_step=step + 1 if step else None
-        )
+        # A run that goes on, from its beginning too, shows what it did after `step` once.
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
     def log(self, row: Mapping[str, Any]) -> None:
         """One scalar per number."""

@@ -1,5 +1,6 @@
 """Loggers beside metrics.jsonl: off by default, every number of every step when asked for."""
 
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,23 @@ def test_tensorboard_holds_every_loss(train: Callable[..., Path]) -> None:
     events.Reload()
     found = {e.step: e.value for e in events.Scalars("loss")}
     assert found == {r["step"]: pytest.approx(r["loss"]) for r in metrics(run)}
+
+
+@pytest.mark.parametrize("kept", [[], [4]])
+def test_tensorboard_shows_lost_steps_once(train: Callable[..., Path], kept: list[int]) -> None:
+    """A resume from an earlier step, or from none, goes over steps again: the first are purged."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = train("track.to=['tensorboard']", "goal.steps=10", "checkpoint.keep_last=9")
+    for step in {4, 8, 10} - {*kept}:
+        shutil.rmtree(run / "checkpoints" / f"step-{step}")
+    words = "track.to=['tensorboard']", "checkpoint.keep_last=9", "goal.steps=12"
+    assert train(*words, resume=True) == run
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    found = [e.step for e in events.Scalars("loss")]
+    assert found == list(range(1, 13)) == [r["step"] for r in metrics(run)]
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])

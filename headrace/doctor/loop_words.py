@@ -7,7 +7,7 @@ and which techniques of Headrace do the same is said by loop.py.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 PADDED = 0.02
@@ -378,6 +378,23 @@ def _rarer_evaluation(loop: Loop) -> list[Change]:
     )]  # fmt: skip
 
 
+def _rarer_saves(loop: Loop) -> list[Change]:
+    return [Change(
+        "save less often", "Fewer copies of weights and optimizer to a disk.",
+        "more steps to repeat after a crash", trainer="TrainingArguments(save_steps) up",
+        keys=("checkpoint.every_steps",),
+    ), Change(
+        "save the weights without the optimizer", "A third of the bytes of AdamW.",
+        "a resume begins with empty moments", trainer="TrainingArguments(save_only_model=True)",
+    )]  # fmt: skip
+
+
+def _between_steps(loop: Loop) -> list[Change]:
+    """A Trainer tells its saving apart; of another loop it is part of what stands there."""
+    saves = [] if loop.trainer else _rarer_saves(loop)[:1]
+    return [*_unsynced(loop), *(replace(save, part="saving stands there") for save in saves)]
+
+
 def _kept_graphs(loop: Loop) -> list[Change]:
     return [Change(
         "TORCHINDUCTOR_CACHE_DIR on a disk that stays", "Graphs are compiled once.", "disk",
@@ -394,7 +411,7 @@ BOTTLENECKS: Table = {
     "silent no-op": _no_op,
 }  # fmt: skip
 STATIONS: Table = {
-    "optimizer": _fused, "between steps": _unsynced, "evaluation": _rarer_evaluation,
-    "compilation": _kept_graphs,
+    "optimizer": _fused, "between steps": _between_steps, "evaluation": _rarer_evaluation,
+    "checkpointing": _rarer_saves, "compilation": _kept_graphs,
 }  # fmt: skip
 """Where time went that no bottleneck names."""

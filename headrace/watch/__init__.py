@@ -25,7 +25,8 @@ With `trace=FOLDER` a burst of a few steady steps is recorded there as well, see
 its steps are left out of what is steady, and the doctor reads it beside what was saved. What a GPU
 tells of its clock is read every ten seconds, where nvidia-ml-py is installed.
 
-Left out, and said in the report: exposed communication, kernels, checkpoints (part of "other").
+Left out, and said in the report: exposed communication, kernels, checkpoints (part of "other", but
+of a Trainer, which tells when it has saved).
 Steps that are replayed by a CUDA graph or whose `optimizer.step` is compiled are not seen.
 """
 

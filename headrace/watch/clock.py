@@ -36,6 +36,11 @@ class Clock(Signals):
         """Take this step's marks of one phase for another's."""
         self._marks = [(other if p == phase else p, m) for p, m in self._marks]
 
+    def rename_last(self, phase: str) -> None:
+        """Take what has run since the last mark for another phase."""
+        if self._marks:
+            self._marks[-1] = (phase, self._marks[-1][1])
+
     @property
     def waiting(self) -> int:
         """Steps that were not complete at the last `drain`."""
@@ -55,7 +60,7 @@ class Clock(Signals):
                 del row[name]
         if "loss" in row:
             row["loss"] /= losses
-        row["step_s"] -= row.get("eval_s", 0.0)
+        row["step_s"] -= row.get("eval_s", 0.0) + row.get("checkpoint_s", 0.0)
         row["input_s"] += row.get("transfer_s", 0.0)
         return row
 

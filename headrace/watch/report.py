@@ -142,8 +142,9 @@ class Tally:
         phase_s = dict(clock.totals_s)
         transfer_s = phase_s.pop("transfer", 0.0)
         phase_s["input"] += transfer_s
-        for phase in ("communication_exposed", "checkpoint"):  # no hook sees them
-            del phase_s[phase]
+        del phase_s["communication_exposed"]  # no hook sees it
+        if not known.get("trainer"):  # nor this; a Trainer tells
+            del phase_s["checkpoint"]
         wasted = max(0, counts["targets_of"] - counts["targets"])
         losses = [r["loss"] for r in self.rows if "loss" in r]
         report = {
@@ -206,7 +207,7 @@ class Tally:
         open_steps, given = report["steps"] - counts["steps"], bool(report.get("loader"))
         read = counts["tokens"] or report["phase_s"].get("input")
         told = {
-            "checkpoints: no hook sees them": True,
+            "checkpoints: no hook sees them": not report.get("trainer"),
             "exposed communication and kernels: no step was traced": not counts["traced"],
             "every step: optimizer.step was never seen": not report["steps"],
             f"{open_steps} steps: the device has not finished them": open_steps > 0,

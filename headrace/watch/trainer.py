@@ -10,6 +10,7 @@ def trainer_callback(watched: Any) -> Any:
     """A TrainerCallback that watches while the Trainer trains.
 
     The Trainer makes its optimizer and loader itself, so they are known when training begins.
+    Between two steps it says when it has logged, evaluated and saved, so that these are told apart.
 
     Raises:
         UnsupportedError: transformers is not installed.
@@ -18,6 +19,13 @@ def trainer_callback(watched: Any) -> Any:
         told = "watching a Trainer needs transformers, which is not installed"
         raise UnsupportedError(told, "pip install 'headrace[hf]'")
     from transformers import TrainerCallback
+
+    def asks(control: Any, what: str) -> bool:
+        return getattr(control, f"should_{what}", False)
+
+    def after_log(control: Any) -> str:
+        """What a Trainer does next between two steps: it logs, then evaluates, then saves."""
+        return "eval" if asks(control, "evaluate") else "other"
 
     class Watching(TrainerCallback):
         """Attached from the beginning of training to its end."""
@@ -30,10 +38,23 @@ def trainer_callback(watched: Any) -> Any:
             if getattr(its.get("optimizer"), "step_was_skipped", False):
                 watched.note(skipped=True)
 
+        def on_step_end(self, args: Any, state: Any, control: Any, **its: Any) -> None:
+            watched.between("other" if asks(control, "log") else after_log(control))
+
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **its: Any) -> None:
+            self.on_step_end(args, state, control)
+
+        def on_evaluate(self, args: Any, state: Any, control: Any, **its: Any) -> None:
+            watched.between("other")
+
+        def on_save(self, args: Any, state: Any, control: Any, **its: Any) -> None:
+            watched.between("other", was="checkpoint")  # a push to a hub included
+
         def on_log(self, args: Any, state: Any, control: Any, **its: Any) -> None:
             norm = (its.get("logs") or {}).get("grad_norm")  # of the step that has just ended
             if norm is not None:
                 watched.note(grad_norm=norm, max_norm=args.max_grad_norm or None)
+            watched.between(after_log(control))  # what is logged of an evaluation is part of it
 
         def on_train_end(self, args: Any, state: Any, control: Any, **its: Any) -> None:
             watched.close()

@@ -2,7 +2,8 @@
 
 A step is `input` (the wait for a batch), `transfer` (until the forward), `forward`, `backward`
 (until `optimizer.step`), for each micro-batch, then `optimizer`, then `other` until the next batch;
-a forward without gradients between two steps begins an `eval`.
+a forward without gradients between two steps begins an `eval`. A Trainer's callback also tells what
+was an evaluation from its beginning, and what a `checkpoint`.
 """
 
 import json
@@ -190,6 +191,20 @@ class Watched:
         if skipped and self._phase not in OUTSIDE:
             self._add("skipped", 1.0)
             self._end_step()
+
+    def between(self, phase: str, *, was: str = "") -> None:
+        """Begin another phase of what a loop does between two steps; within a step do nothing.
+
+        Args:
+            phase: "other", "eval" or "checkpoint".
+            was: the phase that has just ended, where only its end is known.
+        """
+        if self._phase not in OUTSIDE or not self._live():
+            return
+        if was:
+            self._bursts.drop()
+            self._clock.rename_last(was)
+        self._mark(phase)
 
     def callback(self) -> Any:
         """A TrainerCallback that watches what a Hugging Face Trainer trains.
