@@ -6,6 +6,7 @@ with the technique: taking it out leaves the key as if nobody had given it.
 """
 
 import json
+import shlex
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -136,11 +137,43 @@ def _knobs(name: str, technique: Technique[Any]) -> dict[str, Any]:
 
 
 def word(value: Any) -> str:
-    """A value as an override writes it: TOML, or a bare word."""
+    """A value as an override writes it: TOML in one line, or a bare word."""
     if not isinstance(value, str):
-        return json.dumps(value)
+        return _toml(value)
     try:
         tomllib.loads(f"x = {value}")
     except tomllib.TOMLDecodeError:
         return value
+    return _toml(value)
+
+
+def _toml(value: Any) -> str:
+    """A value as TOML in one line; TOML has no None, so that a key without a value is left out.
+
+    Raises:
+        ValueError: None where a value must stand.
+    """
+    if value is None:
+        raise ValueError("TOML has no None")
+    if isinstance(value, Mapping):
+        pairs = (f"{key} = {_toml(item)}" for key, item in value.items() if item is not None)
+        return f"{{{', '.join(pairs)}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, str):
+        return tomli_w.dumps({"x": value}).removeprefix("x = ").removesuffix("\n")
     return json.dumps(value)
+
+
+def override(plan: Mapping[str, Any], key: str) -> str:
+    """`key=value` with the value of a dumped plan, quoted for a shell.
+
+    Nothing unsets a key, so that one without a value is said by its whole table without it.
+    """
+    table: Any = plan
+    *path, last = key.split(".")
+    for part in path:
+        table = table.get(part, {})
+    if table.get(last) is not None:
+        return shlex.quote(f"{key}={word(table[last])}")
+    return shlex.quote(f"{'.'.join(path)}={_toml(table)}")

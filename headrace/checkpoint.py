@@ -131,13 +131,7 @@ class Checkpoints:
             ) from error
 
     def _check_space(self, step: int, need_bytes: int) -> None:
-        free = shutil.disk_usage(self.folder).free
-        if free < need_bytes:
-            raise RunError(
-                f"checkpoint step-{step} needs {format_bytes(need_bytes)} and {self.folder} has "
-                f"{format_bytes(free)} free; {self._intact()}",
-                "free some space, then headrace train PLAN --resume",
-            )
+        check_space(self.folder, need_bytes, f"checkpoint step-{step}", self._intact())
 
     def _intact(self) -> str:
         steps = self.steps()
@@ -302,6 +296,27 @@ class Checkpoints:
         """The newest complete checkpoint."""
         steps = self.steps()
         return self.folder / f"step-{steps[-1]}" if steps else None
+
+
+def check_space(folder: Path, need_bytes: int, what: str, intact: str) -> None:
+    """Refuse to write what a disk has no room for.
+
+    Args:
+        folder: where it would go.
+        need_bytes: what it takes.
+        what: is to be written, for the message.
+        intact: what is not touched.
+
+    Raises:
+        RunError: with both sizes.
+    """
+    free = shutil.disk_usage(folder).free
+    if free < need_bytes:
+        raise RunError(
+            f"{what} needs {format_bytes(need_bytes)} and {folder} has {format_bytes(free)} free; "
+            f"{intact}",
+            "free some space, then headrace train PLAN --resume",
+        )
 
 
 def steps_in(folder: Path) -> list[int]:

@@ -148,7 +148,7 @@ def train(
             if resume:
                 read = plan_to_resume(
                     read, run_of(plan), catalogue(), overrides=overrides or (), with_=with_ or (),
-                    without=without or (), tell=progress.note,
+                    without=without or (), tell=progress.note, checkpoint=checkpoint,
                 )  # fmt: skip
             folder = trainer.run(
                 read, progress=progress, resume=resume, folder=run_of(plan), checkpoint=checkpoint,
@@ -167,7 +167,7 @@ def train(
             return
         report = conclude(folder, closing)
         if json:
-            show_json(report)
+            show_json({**report, "told": progress.notes})
         else:
             _tell(folder, report, on_its_own=[*read.source_list] == ["stdlib"])
 

@@ -25,13 +25,14 @@ from headrace.doctor import advice
 from headrace.doctor.run import TRACES
 from headrace.doctor.trace.facts import HEAD as KERNEL_HEAD
 from headrace.doctor.trace.facts import kernel_lines
-from headrace.load import read_plan, resolve_run
+from headrace.load import read_plan, resolve_run, run_of
 from headrace.planner import sweep
 from headrace.planner.ending import Curve
 from headrace.planner.foresight import after, foresee, told
 from headrace.probes.table import table as probe_table
 from headrace.probes.together import measure_together
 from headrace.recipes import recipes
+from headrace.run_folder import RunFolder
 from headrace.terminal import console, exit_codes, make_progress, show_json, show_table
 from headrace.trials.ablate import ablate_command
 from headrace.trials.command import MINUTES, folder_of, tune_command
@@ -69,10 +70,13 @@ def plan(
                 curve = Curve.of(run, learns_otherwise(ran, wanted), runs_otherwise(ran, wanted))
         if not sweep_:
             found = foresee(wanted, context, machine, measured, curve)
+            parent = RunFolder(run).parent if (run := run_of(plan)) else None
             if json:
-                show_json(found.plain())
+                show_json({**found.plain(), "parent": parent})
             else:
                 print(told(wanted, found))
+                if parent:
+                    print(f"it begins at step {parent['step']} of {parent['run']}")
             return
         ranked = sweep.sweep(wanted, context, machine, catalogue(), aim, calibration=measured)
         if json:

@@ -1,6 +1,6 @@
 """A trained model out of its run's folder, for `eval`, `sample` and `export`."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,11 @@ from headrace.core.technique import Catalogue, Stage
 from headrace.data.ingest import reopen
 from headrace.data.prepared import Prepared, check_same_data
 from headrace.data.tokenizer import Tokenizer
+from headrace.identity import FOUND_BY, check_frozen, flat, frozen_digests, trained, without_base
 from headrace.optim.schedule import learning_rate
 from headrace.parallel.world import World
 from headrace.run_folder import RunFolder
 from headrace.sockets import Build
-from headrace.state import check_frozen, frozen_digests, trained, without_base
 
 
 def resolve_run(run: Path) -> Path:
@@ -67,13 +67,10 @@ def read_plan(folder: Path, catalogue: Catalogue) -> Plan:
         raise ConfigError(f"{file}: {error.message}", error.remedy) from None
 
 
-NOT_KEPT = ("name", "directory")
-"""Keys by which a run is found, and not what it is."""
-
-
 def plan_to_resume(
     named: Plan, run: Path | None, catalogue: Catalogue, *, overrides: Iterable[str] = (),
     with_: Iterable[str] = (), without: Iterable[str] = (), tell: Callable[[str], None],
+    checkpoint: str | None = None,
 ) -> Plan:  # fmt: skip
     """Return the plan of the run that goes on: its own, with what the command line says now.
 
@@ -89,6 +86,7 @@ def plan_to_resume(
         with_: names of techniques that it adds.
         without: names of techniques that it removes.
         tell: takes a line for the user.
+        checkpoint: where it goes on from; the newest without it.
 
     Raises:
         ConfigError: there is no such run, or its plan with the changes is not well formed.
@@ -96,22 +94,22 @@ def plan_to_resume(
     folder = RunFolder.find(named, run).path
     if not (folder / "plan.toml").is_file():  # it ended before it had begun
         return named
-    said = [word for word in overrides if word.partition("=")[0].strip() not in NOT_KEPT]
+    said = [word for word in overrides if word.partition("=")[0].strip() not in FOUND_BY]
     before = read_plan(folder, catalogue)
     text = tomli_w.dumps(_laid_out_as(named, before))
     plan = Plan.read(text, catalogue, overrides=said, with_=with_, without=without)
-    _tell_horizon(before, plan, folder, tell)
-    kept = _flat(plan.dump())
+    _tell_rate(before, plan, folder, checkpoint, tell)
+    kept = flat(plan.dump())
     other = {
         key: value
-        for key, value in _flat(named.model_dump(mode="json", exclude_unset=True)).items()
-        if key not in NOT_KEPT and key in kept and kept[key] != value
+        for key, value in flat(named.model_dump(mode="json", exclude_unset=True)).items()
+        if key not in FOUND_BY and key in kept and kept[key] != value
     }
     if other:
         told = [f"{key} = {kept[key]!r} (the file: {value!r})" for key, value in other.items()]
         more = f" and {len(told) - 4} more" if len(told) > 4 else ""
         tell(f"{folder} keeps {', '.join(told[:4])}{more}; say key=value to change it")
-    return plan.replaced(**{key: getattr(named, key) for key in NOT_KEPT})
+    return plan.replaced(**{key: getattr(named, key) for key in FOUND_BY})
 
 
 def _laid_out_as(named: Plan, before: Plan) -> dict[str, Any]:
@@ -126,27 +124,26 @@ def _laid_out_as(named: Plan, before: Plan) -> dict[str, Any]:
     return {**tables, "mesh": laid_out["mesh"], "techniques": techniques}
 
 
-def _tell_horizon(before: Plan, plan: Plan, folder: Path, tell: Callable[[str], None]) -> None:
-    """Say by how much the learning rate jumps where a later goal moves the schedule's end."""
-    was, now = before.horizon_steps, plan.horizon_steps
-    steps = steps_in(folder / "checkpoints")
-    if was == now or was is None or not steps or plan.schedule != before.schedule:
+def _tell_rate(
+    before: Plan, plan: Plan, folder: Path, checkpoint: str | None, tell: Callable[[str], None]
+) -> None:
+    """Say by how much the learning rate jumps where another goal or schedule moves it."""
+    root = folder / "checkpoints"
+    names = [(root / checkpoint).resolve().name] if checkpoint else []
+    steps = [n for n in steps_in(root) if not names or f"step-{n}" in names]
+    if not steps:
         return
-    old, new = (learning_rate(plan.schedule, horizon)(steps[-1] - 1) for horizon in (was, now))
-    lr = plan.optimizer.lr
-    tell(
-        f"the schedule's horizon was {was} steps and is {now}: the rate goes from {lr * old:.2g} "
-        f"to {lr * new:.2g}, {new / max(old, 1e-9):.2g} times; schedule.steps={was} keeps it"
-    )
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value of nested tables."""
-    found: dict[str, Any] = {}
-    for key, value in table.items():
-        name = f"{prefix}{key}"
-        found |= _flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
-    return found
+    was, now, lr = before.horizon_steps, plan.horizon_steps, plan.optimizer.lr
+    old = learning_rate(before.schedule, was)(steps[-1] - 1)
+    new = learning_rate(plan.schedule, now)(steps[-1] - 1)
+    if old == new:
+        return
+    goes = f"the rate goes from {lr * old:.2g} to {lr * new:.2g}, {new / max(old, 1e-9):.2g} times"
+    if plan.schedule == before.schedule:
+        tell(f"the schedule's horizon was {was} steps and is {now}: {goes}; schedule.steps={was} "
+             "keeps it")  # fmt: skip
+    else:
+        tell(f"the schedule changed: at step {steps[-1]} {goes}")
 
 
 def open_model(
@@ -182,18 +179,18 @@ def open_model(
     )
     path = _checkpoint(folder, checkpoint)
     saved = Saved(path)
-    plan = without_base(plan, saved.values)
+    plan = without_base(plan, saved)
     if with_data:
-        prepared = reopen(plan, RunFolder(folder).read_data(), folder / "tokenizer.json")
+        prepared = reopen(plan, RunFolder(folder).read_data(), folder)
     else:
         tokenizer = Tokenizer.load(folder / "tokenizer.json")
         prepared = Prepared(folder, tokenizer, train=(), validation=None, fingerprint={})  # type: ignore[arg-type]
     until = Stage.STEP if with_data else Stage.MATERIALIZE
     build = make_build(plan, prepared, World(), choose_device(plan), until=until)
-    check_frozen(saved.values, plan, frozen_digests(plan))
+    check_frozen(saved, plan, frozen_digests(plan))
     now = {**prepared.fingerprint, "tokenizer": prepared.tokenizer.fingerprint}
     was = {thing: digest for thing, digest in saved.values["fingerprint"].items() if thing in now}
-    check_same_data(was, now, f"data in {prepared.directory}")
+    check_same_data(was, now, f"data in {prepared.directory}", folder)
     for name, parameter in trained(build):
         saved.fill_(f"model/{name}", parameter)
     return build

@@ -13,13 +13,18 @@ LINES_A_RUN = 20
 
 
 class Progress:
-    """Says nothing; the base of those that do."""
+    """Says nothing, and keeps its notes; the base of those that do."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        """the lines that nobody was told; `--json` has them"""
 
     def task(self, description: str, done: float, total: float | None) -> None:
         """A piece of long work stands at `done` of `total`."""
 
     def note(self, text: str) -> None:
         """One line worth reading."""
+        self.notes.append(text)
 
     def log(self, text: str) -> None:
         """One line for those who read a log: bars show it otherwise."""
@@ -46,6 +51,7 @@ class Lines(Progress):
     """
 
     def __init__(self, streams: Sequence[TextIO], *, every_s: float = LINE_EVERY_S) -> None:
+        super().__init__()
         self._streams, self._every_s = [*streams], every_s
         self._last_s = time.monotonic()
         self._last_step = 0
@@ -83,6 +89,7 @@ class Several(Progress):
     """Tells each of several."""
 
     def __init__(self, *those: Progress) -> None:
+        super().__init__()
         self._those = those
 
     def task(self, description: str, done: float, total: float | None) -> None:

@@ -26,8 +26,17 @@ from typing import Any
 import torch
 from filelock import Timeout
 
+from headrace.checkpoint import Checkpoints, check_space
 from headrace.core.errors import ConfigError, RunError, at_a_limit
-from headrace.core.files import hold_lock, parse_json, parse_object, sync_path, write_whole
+from headrace.core.files import (
+    hold_lock,
+    parse_json,
+    parse_object,
+    publish,
+    sync_path,
+    train_command,
+    write_whole,
+)
 from headrace.core.plan import Plan
 from headrace.data.prepared import Prepared
 from headrace.model.companions import KEPT_IN
@@ -52,6 +61,8 @@ class RunFolder:
         """
         root = Path(plan.directory)
         taken = {1: folder} if folder else _numbered(root, plan.name)
+        # What a kill left of a folder that was being made has nothing to go on from.
+        taken = {n: path for n, path in taken.items() if any(path.iterdir())} or taken
         if not taken:
             raise ConfigError(
                 f"there is no run {plan.name!r} in {root} to resume", "leave out --resume"
@@ -84,21 +95,48 @@ class RunFolder:
 
     def fork(self, plan: Plan, checkpoint: Path) -> "RunFolder":
         """Return a new folder that begins at a checkpoint of this run, which stays untouched."""
-        made = RunFolder.create(plan)
         step = checkpoint.resolve().name
+        names = ("metrics.jsonl", "data.json", "tokenizer.json")
+        files = [path for name in names if (path := self.path / name).is_file()]
+        need = sum(path.stat().st_size for path in (*files, *checkpoint.iterdir()))
         index = (checkpoint / "checkpoint.json").read_bytes()
         parent = {"run": str(self.path), "step": int(step.removeprefix("step-"))}
         parent["sha256"] = hashlib.sha256(index).hexdigest()
-        for name in ("metrics.jsonl", "data.json", "tokenizer.json"):
-            if (self.path / name).is_file():
-                shutil.copyfile(self.path / name, made.path / name)
-        if (self.path / KEPT_IN).is_dir():
-            shutil.copytree(self.path / KEPT_IN, made.path / KEPT_IN)
-        made.write("environment", {"parent": parent})
-        made.checkpoints.mkdir()
-        shutil.copytree(checkpoint, made.checkpoints / f"{step}.tmp")
-        os.rename(made.checkpoints / f"{step}.tmp", made.checkpoints / step)
+        made = RunFolder.create(plan)
+        aside = RunFolder(made.path.with_name(f".{made.path.name}.partial"))
+        try:
+            intact = f"{self.path} stays as it is"
+            check_space(made.path.parent, need, f"a new run from {step}", intact)
+            shutil.rmtree(aside.path, ignore_errors=True)  # of a process that was killed
+            shutil.copytree(checkpoint, aside.checkpoints / step)
+            for path in files:
+                shutil.copyfile(path, aside.path / path.name)
+            if (companions := self.path / KEPT_IN).is_dir():
+                shutil.copytree(companions, aside.path / KEPT_IN)
+            named = plan.replaced(name=made.path.name)
+            kept = Checkpoints(aside.checkpoints, rank=0, ranks=1, keep_last=1)
+            kept.amend(parent["step"], {"plan": named.dump()})
+            aside.write_plan(named)
+            aside.write("environment", {"parent": parent})
+            publish(aside.path, made.path)
+        except BaseException:
+            shutil.rmtree(aside.path, ignore_errors=True)
+            with suppress(OSError):
+                made.path.rmdir()
+            raise
         return made
+
+    def drop_unbegun(self) -> None:
+        """Remove a fork in which nothing began, as where its checkpoint could not be read."""
+        known = self.read("environment") or {}
+        if "parent" in known and "starts" not in known:
+            shutil.rmtree(self.path)
+
+    @property
+    def parent(self) -> dict[str, Any] | None:
+        """The run and the step that this one was forked from; None where it was not."""
+        known = (self.read("environment") or {}).get("parent")
+        return known if isinstance(known, dict) else None
 
     def lock(self) -> None:
         """Keep other processes out until `unlock`, or until this process ends.
@@ -111,7 +149,7 @@ class RunFolder:
         except Timeout:
             raise ConfigError(
                 f"another process is training {self.path}",
-                "wait until it ends, or name=ANOTHER for a new run",
+                f"{train_command(self.path, 'name=NEW')} for a new run, or wait until it ends",
             ) from None
 
     def unlock(self) -> None:
@@ -134,13 +172,16 @@ class RunFolder:
         with suppress(RunError):  # a damaged one is written anew in the end
             if report := self.read("report"):
                 self.write("report", report | {"status": "running"})
-        named = plan.replaced(name=self.path.name)
-        write_whole(self.path / "plan.toml", named.to_toml())
+        self.write_plan(plan.replaced(name=self.path.name))
         prepared.tokenizer.save(self.path / "tokenizer.json")
         self.write("data", prepared.record())
         found = environment(device, command)
         self.write("environment", {**found, **parent, "starts": before + 1})
         return before
+
+    def write_plan(self, plan: Plan) -> None:
+        """Write plan.toml."""
+        write_whole(self.path / "plan.toml", plan.to_toml())
 
     def write(self, name: str, value: Any) -> None:
         """Write NAME.json; numbers that are not finite become null."""

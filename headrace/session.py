@@ -28,6 +28,7 @@ from headrace.evaluate import diverged, evaluate
 from headrace.filled import LastLook, check_active, last_look, note_own_attention
 from headrace.gauges import Gauges
 from headrace.goal import Counters, ended_by
+from headrace.identity import differences, told
 from headrace.interrupts import Interrupts
 from headrace.model.companions import keep_companions
 from headrace.progress import Progress
@@ -83,6 +84,7 @@ class Session:
         self._begun = False
         self._stop: Interrupts | None = None
         self._saved_step: int | None = None
+        self.resumed: dict[str, Any] | None = None
         self._metrics: TextIO | None = None
         self._trackers = Trackers([], progress.note)
 
@@ -147,10 +149,12 @@ class Session:
                 f"--checkpoint {names[-1]}" if names else "leave out --checkpoint",
             )
         saved = Saved(path)
+        changed = differences(saved, self.build.plan)
         counters = Counters(**state.restore(self.build, saved))
         self._saved_step = counters.step
         self._begin_at(counters)
-        self.progress.note(f"resumed {saved.path}")
+        self.resumed = {"checkpoint": str(saved.path), "changed": changed}
+        self.progress.note(f"resumed {saved.path}" + (f" with {told(changed)}" if changed else ""))
 
     def _begin_at(self, counters: Counters) -> None:
         self.counters = counters
@@ -474,6 +478,7 @@ class Session:
         report["left_out"] = [one.to_dict() for one in self.build.prepared.left_out]
         if not self.first:
             return
+        report |= {"parent": self.folder.parent, "resumed": self.resumed}
         if not self.steps_here and (before := self.folder.read("report")):
             report |= {key: before.get(key) for key in MEASURED}  # resumed at its end: still true
         self.folder.write("report", report)

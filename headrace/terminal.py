@@ -204,6 +204,7 @@ class BarProgress(Progress):
     """rich progress bars on standard error."""
 
     def __init__(self) -> None:
+        super().__init__()
         whole: Any = {"table_column": Column(no_wrap=True)}
         self._bars = Bars(
             TextColumn("{task.description}", **whole),

@@ -16,9 +16,17 @@ import torch
 from torch import Tensor
 
 from headrace.build import make_build
-from headrace.checkpoint import Checkpoints, Saved, steps_in
+from headrace.checkpoint import Saved, steps_in
 from headrace.choose import NOTE, choose_attention
 from headrace.context import check_supported, choose_device, make_context
+from headrace.core.errors import (
+    EXIT_PLAN,
+    EXIT_UNSUPPORTED,
+    ConfigError,
+    HeadraceError,
+    RunError,
+    UnsupportedError,
+)
 from headrace.core.plan import Plan
 from headrace.core.technique import Catalogue
 from headrace.data.ingest import is_current, prepare, reopen
@@ -26,6 +34,14 @@ from headrace.data.loader import Micro
 from headrace.data.prepared import Prepared
 from headrace.evaluate import TARGETS, count_targets, doubts
 from headrace.guard import guard
+from headrace.identity import (
+    changed_knobs,
+    check_frozen,
+    check_same_run,
+    note_frozen,
+    told,
+    without_base,
+)
 from headrace.interrupts import Interrupts
 from headrace.model.head import IGNORED
 from headrace.parallel.layout import local_of
@@ -36,7 +52,6 @@ from headrace.session import Session
 from headrace.sockets import Build
 from headrace.start import NOTE as START
 from headrace.start import Start, process_age_s
-from headrace.state import changed_knobs, check_same_run, note_frozen, without_base
 
 
 def run(
@@ -86,6 +101,8 @@ def run(
         for flags in build.runtime:
             stack.enter_context(flags())
         files, checkpoint = _open_folder(build, resume, folder, checkpoint)
+        if world.rank == 0:
+            stack.callback(files.drop_unbegun)
         session = stack.enter_context(Session(build, files, progress))
         if resume:
             session.restore(checkpoint)
@@ -177,13 +194,32 @@ def prepare_together(
     def opened(task: Callable[[str, float, float | None], None] | None = None) -> Prepared:
         if run_before is None:
             return prepare(plan, progress=task)
-        own = run_before.path / "tokenizer.json"
-        return reopen(plan, run_before.read_data(), own, progress=task)
+        return reopen(plan, run_before.read_data(), run_before.path, progress=task)
 
+    prepared: list[Prepared] = []
+    by_first(world, lambda: prepared.append(opened(progress.task)))
+    return prepared[0] if prepared else opened()
+
+
+def by_first(world: World, make: Callable[[], Any]) -> Any:
+    """Return on every rank what the first one makes, as JSON, or raise there what it raised."""
+    made, failed = None, None
     if world.rank == 0:
-        prepared = opened(progress.task)
-    world.barrier()
-    return prepared if world.rank == 0 else opened()
+        try:
+            made = make()
+        except HeadraceError as error:
+            if world.ranks == 1:
+                raise
+            failed = error
+    said = None if failed is None else [failed.exit_code, failed.message, failed.remedy]
+    made, said = world.gather([made, said])[0]
+    if failed is not None:
+        raise failed
+    if said is not None:
+        code, message, remedy = said
+        kinds = {EXIT_PLAN: ConfigError, EXIT_UNSUPPORTED: UnsupportedError}
+        raise kinds.get(code, RunError)(message, remedy)
+    return made
 
 
 def _tell_data(
@@ -228,7 +264,7 @@ def _as_restored(plan: Plan, run: RunFolder, checkpoint: str | None) -> Plan:
     newest = [f"step-{step}" for step in steps_in(found)[-1:]]
     for name in [checkpoint] if checkpoint else newest:
         if (found / name).is_dir():
-            return without_base(plan, Saved(found / name, verify=False).values)
+            return without_base(plan, Saved(found / name, verify=False))
     return plan
 
 
@@ -245,14 +281,18 @@ def _open_folder(
     build: Build, resume: bool, folder: Path | None, checkpoint: str | None
 ) -> tuple[RunFolder, str | None]:
     """Return the run's folder and the checkpoint to continue from, the same on every rank."""
-    made: Any = None
-    if build.world.rank == 0:
-        found = RunFolder.find(build.plan, folder) if resume else RunFolder.create(build.plan)
-        if resume and checkpoint and (found.checkpoints / checkpoint).is_dir():
-            found, checkpoint = _fork(build, found, found.checkpoints / checkpoint)
-        made = str(found.path), checkpoint
-    path, checkpoint = build.world.gather(made)[0]
-    return RunFolder(Path(path)), checkpoint
+
+    def opened() -> tuple[str, str | None]:
+        if not resume:
+            return str(RunFolder.create(build.plan).path), None
+        found = RunFolder.find(build.plan, folder)
+        if checkpoint and (found.checkpoints / checkpoint).is_dir():
+            forked, step = _fork(build, found, found.checkpoints / checkpoint)
+            return str(forked.path), step
+        return str(found.path), checkpoint
+
+    path, which = by_first(build.world, opened)
+    return RunFolder(Path(path)), which
 
 
 def _fork(build: Build, run: RunFolder, path: Path) -> tuple[RunFolder, str]:
@@ -261,14 +301,13 @@ def _fork(build: Build, run: RunFolder, path: Path) -> tuple[RunFolder, str]:
     It would lose later checkpoints, or the plan that made those that are there.
     """
     saved = Saved(path)
-    step, values = saved.values["step"], saved.values
-    check_same_run(values, build.plan, build.prepared.fingerprint, fork=True)
-    changes = changed_knobs(values, build.plan)
+    step = saved.values["step"]
+    check_same_run(saved, build, fork=True)
+    check_frozen(saved, build.plan, note_frozen(build))
+    changes = changed_knobs(saved, build.plan)
     if step == max(steps_in(run.checkpoints)) and not changes:
         return run, f"step-{step}"
     forked = run.fork(build.plan, path)
-    kept = Checkpoints(forked.checkpoints, rank=0, ranks=1, keep_last=1)
-    kept.amend(step, {"plan": build.plan.dump()})
-    told = "".join(f"; {key} {old} -> {new}" for key, (old, new) in changes.items())
-    build.tell(f"{forked.path} is a new run from step {step} of {run.path}, which stays{told}")
+    changed = f"; {told(changes)}" if changes else ""
+    build.tell(f"{forked.path} is a new run from step {step} of {run.path}, which stays{changed}")
     return forked, f"step-{step}"

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shlex
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,16 @@ def hold_lock(file: Path, *, wait: bool, key: str) -> BaseFileLock:
             f"{key}=FOLDER on one of these",
         ) from None
     return lock
+
+
+def train_command(run: Path, *words: str) -> str:
+    """`headrace train` of a run's own plan, as it is typed in a shell.
+
+    Args:
+        run: its folder.
+        words: what stands behind the plan, each as a shell takes it.
+    """
+    return " ".join(["headrace train", shlex.quote(str(run / "plan.toml")), *words])
 
 
 def read_plan_text(file: Path) -> str:

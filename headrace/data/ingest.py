@@ -30,7 +30,7 @@ from headrace.core.errors import (
     TextLost,
     is_out_of_memory,
 )
-from headrace.core.files import hold_lock, publish
+from headrace.core.files import hold_lock, publish, train_command
 from headrace.core.plan import DataConfig, Plan
 from headrace.core.units import format_bytes
 from headrace.data import left_out
@@ -130,7 +130,7 @@ def prepare(plan: Plan, *, progress: Progress | None = None) -> Prepared:
 
 
 def reopen(
-    plan: Plan, record: Mapping[str, Any] | None, own: Path, *, progress: Progress | None = None
+    plan: Plan, record: Mapping[str, Any] | None, run: Path, *, progress: Progress | None = None
 ) -> Prepared:
     """Return the data that a run was trained on, whatever became of its text since.
 
@@ -138,7 +138,7 @@ def reopen(
         plan: the run's.
         record: what the run keeps of it, `Prepared.record`; an older run has none, and its data is
             prepared as its plan says, with its own tokenizer, which may lose text.
-        own: the run's tokenizer.json.
+        run: its folder.
         progress: as `prepare` takes it.
 
     Raises:
@@ -146,7 +146,7 @@ def reopen(
         RunError, MemoryFull: see `prepare`.
     """
     if record is None:
-        return _prepare_again(plan, own, progress)
+        return _prepare_again(plan, run / "tokenizer.json", progress)
     was = record["fingerprint"]
     places = [Path(record[key]) for key in ("directory", "absolute")]
     places.append(Path(plan.data.directory).expanduser() / places[0].name)
@@ -160,10 +160,11 @@ def reopen(
             raise ConfigError(
                 f"the data of this run is gone: its shards are not in {places[1]} any more, and "
                 f"data.sources = {', '.join(plan.source_list)} cannot be prepared again",
-                f"put the shards back into {places[1]}, or the text where it was",
+                f"{train_command(run, 'name=NEW', 'data.sources=PATH')} for a new run, or the "
+                f"shards back into {places[1]}, or the text where it was",
             ) from error
     text = {thing: digest for thing, digest in was.items() if thing != "mixture"}  # the plan's own
-    check_same_data(text, found.fingerprint, f"shards in {found.directory}")
+    check_same_data(text, found.fingerprint, f"shards in {found.directory}", run)
     return found
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.core.errors import ConfigError
+from headrace.core.files import train_command
 from headrace.core.plan import Plan
 from headrace.data import left_out
 from headrace.data.heldout import Record
@@ -86,8 +87,14 @@ class Prepared:
         return {**where, "fingerprint": self.fingerprint}
 
 
-def check_same_data(was: Mapping[str, str], now: Mapping[str, str], where: str) -> None:
+def check_same_data(was: Mapping[str, str], now: Mapping[str, str], where: str, run: Path) -> None:
     """Refuse data that is not what a run was trained on.
+
+    Args:
+        was: digests that the run keeps, by thing.
+        now: those of what is there.
+        where: what is there, for the message.
+        run: the run's folder.
 
     Raises:
         ConfigError: with what changed, and both digests.
@@ -98,7 +105,7 @@ def check_same_data(was: Mapping[str, str], now: Mapping[str, str], where: str) 
         digests = ", ".join(f"{t} {was[t][:12]} -> {str(now.get(t))[:12]}" for t in changed)
         raise ConfigError(
             f"the {things} changed since the run was trained ({digests}); {where}",
-            f"put the {things} back as before, or name=ANOTHER for a new run",
+            f"{train_command(run, 'name=NEW')} for a new run, or the {things} of then in its place",
         )
 
 

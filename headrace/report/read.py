@@ -175,6 +175,13 @@ class Omission(Table):
     examples: tuple[str, ...] = ()
 
 
+class Parent(Table):
+    """The run and the step that this run begins at."""
+
+    run: str
+    step: int
+
+
 class Report(Table):
     """report.json."""
 
@@ -196,6 +203,7 @@ class Report(Table):
     input_wait: InputWait = InputWait()
     val: tuple[Validation, ...]
     dollars: Number
+    parent: Parent | None = None
     restarts: Count
     skipped_steps: Count
     techniques: dict[str, TechniqueRecord]

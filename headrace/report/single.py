@@ -79,6 +79,7 @@ def _header(report: Report) -> Safe:
         tag("h1", report.name),
         tag("span", ruling.badge, class_=f"badge {ruling.tone}"),
         tag("p", ruling.sentence, class_="verdict"),
+        *(muted(f"It begins at step {whole(p.step)} of {p.run}.") for p in [report.parent] if p),
     )
 
 

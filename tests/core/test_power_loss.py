@@ -139,6 +139,22 @@ def test_the_files_of_a_run(disk: Disk, tmp_path: Path) -> None:
     assert disk.published == ["report.json", "metrics.jsonl"]
 
 
+def test_a_fork_of_a_run(disk: Disk, tmp_path: Path) -> None:
+    plan = Plan.read(PLAN.format(corpus=tmp_path, prepared=tmp_path), catalogue())
+    parent = RunFolder.create(plan.replaced(directory=str(tmp_path / "runs")))
+    store = Checkpoints(parent.checkpoints, rank=0, ranks=1, keep_last=1)
+    store.save(2, {"w": torch.zeros(4)}, {"score": None, "rank": {}, "plan": plan.dump()})
+    store.wait()
+    (parent.path / "metrics.jsonl").write_text('{"step": 1, "wall_s": 1.0}\n')
+    forked = parent.fork(plan.replaced(directory=str(tmp_path / "runs")), store.folder / "latest")
+    assert disk.published[-1] == forked.path.name == "tiny-2"
+    assert {"plan.toml", "environment.json"} <= {*disk.published}
+    names = sorted(path.name for path in forked.path.iterdir())
+    assert names == ["checkpoints", "environment.json", "metrics.jsonl", "plan.toml"]
+    assert forked.parent is not None and forked.parent["step"] == 2
+    assert [p.name for p in (tmp_path / "runs").glob(".*")] == []
+
+
 @pytest.mark.parametrize("code", ["ENOSYS", "ENOLCK", "EOPNOTSUPP"])
 def test_a_file_system_without_locks_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str

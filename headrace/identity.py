@@ -1,0 +1,284 @@
+"""What makes a run that run: its plan, data and frozen weights, as a checkpoint recorded them.
+
+`--resume`, `eval`, `sample`, `export` and `report` compare what they find with what is recorded,
+here, and use it or refuse: with the key, both values and the command that goes on.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel
+
+from headrace.build import NOT_OF_WEIGHTS
+from headrace.changes import override
+from headrace.checkpoint import Saved
+from headrace.core.errors import ConfigError
+from headrace.core.files import train_command
+from headrace.core.plan import Plan
+from headrace.core.technique import Technique
+from headrace.data.prepared import check_same_data
+from headrace.model.adapter import weights_digest
+from headrace.sockets import Build
+
+FROZEN = "frozen"
+"""The note under which a Build has the digests of weights that no checkpoint holds."""
+MUST_STAY = (
+    "seed", "model", "batch.tokens",
+    "data.sources", "data.weights", "data.validation", "data.text_key", "data.tokenizer",
+    "data.vocab", "data.sequence_length",
+)  # fmt: skip
+"""Plan keys that a resume may not change: they would make it another run."""
+FOUND_BY = ("name", "directory")
+"""Keys by which a run is found, and not what it is."""
+Differences = dict[str, tuple[Any, Any]]
+"""Dotted key -> its value in the checkpoint's plan, and its value now; None where it has none."""
+
+
+def differences(saved: Saved, plan: Plan) -> Differences:
+    """Return every key by which a plan is another than that which a checkpoint was trained with.
+
+    A key that an older version of the plan did not have counts as its default. A technique that
+    was switched is a key `techniques.NAME` whose values are whether it was on, and is.
+    """
+    before, after = _complete(saved.values["plan"], plan), plan.dump()
+    had, has = before.pop("techniques", {}), after.pop("techniques", {})
+    found: Differences = {
+        f"techniques.{name}": (name in had, name in has) for name in sorted({*had} ^ {*has})
+    }
+    before["techniques"] = {name: had[name] for name in had if name in has}
+    after["techniques"] = {name: has[name] for name in has if name in had}
+    old, new = flat(before), flat(after)
+    for key in sorted({*old, *new}):
+        if key not in FOUND_BY and old.get(key) != new.get(key):
+            found[key] = old.get(key), new.get(key)
+    return found
+
+
+def _complete(dumped: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
+    """A dumped plan with the defaults of keys that came later."""
+    tables: list[tuple[str, type[BaseModel]]] = [
+        (name, type(table))
+        for name in Plan.model_fields
+        if isinstance(table := getattr(plan, name), BaseModel)
+    ]
+    found = {**dumped}
+    for name, kind in tables:
+        found[name] = {**_defaults(kind), **dumped.get(name, {})}
+    had = dumped.get("techniques", {})
+    found["techniques"] = {
+        name: {**_defaults(type(plan.techniques[name])), **knobs}
+        if name in plan.techniques
+        else knobs
+        for name, knobs in had.items()
+    }
+    return found
+
+
+def _defaults(kind: type[BaseModel]) -> dict[str, Any]:
+    """The defaults of a table's keys as a dumped plan has them; None is left out."""
+    return {
+        key: list(field.default) if isinstance(field.default, tuple) else field.default
+        for key, field in kind.model_fields.items()
+        if not field.is_required() and field.default is not None
+    }
+
+
+def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value of nested tables."""
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        name = f"{prefix}{key}"
+        found |= flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+    return found
+
+
+def told(changes: Differences) -> str:
+    """Return changes in a line, as in `goal.steps 12 -> 20`."""
+    words = []
+    for key, (old, new) in changes.items():
+        if key.count(".") == 1 and key.startswith("techniques."):
+            words.append(f"{'+' if new else '-'}{key.partition('.')[2]}")
+        else:
+            words.append(f"{key} {_shown(old)} -> {_shown(new)}")
+    return ", ".join(words)
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else str(value)
+
+
+def _among(key: str, tables: Iterable[str]) -> bool:
+    """Whether a key is one of those, or lies in one of those tables."""
+    return any(key == table or key.startswith(f"{table}.") for table in tables)
+
+
+def changed_knobs(saved: Saved, plan: Plan) -> Differences:
+    """Return settings of the optimizer and of learning techniques that changed."""
+    exact = _exact(saved, plan)
+    tables = ["optimizer", *(f"techniques.{name}" for name in plan.techniques if name not in exact)]
+    return {
+        key: pair
+        for key, pair in differences(saved, plan).items()
+        if _among(key, tables) and key not in tables
+    }
+
+
+def _exact(saved: Saved, plan: Plan) -> set[str]:
+    """Techniques that compute what the plain trainer computes: they may come, go and change."""
+    own = {name for name, technique in plan.techniques.items() if technique.equality == "exact"}
+    return own | set(saved.values.get("exact", ()))
+
+
+def check_same_run(saved: Saved, build: Build, *, fork: bool = False) -> None:
+    """Refuse to continue another run's checkpoint, naming what differs.
+
+    A fork may change what `changed_knobs` names, where the weights keep their shapes: it is another
+    run.
+
+    Raises:
+        ConfigError: with the key or the thing that changed.
+    """
+    plan, run = build.plan, saved.path.parent.parent
+    changes, exact = differences(saved, plan), _exact(saved, plan)
+    afresh = f"{train_command(run, 'name=NEW')} for a new run"
+    for key, (old, new) in changes.items():
+        name = key.removeprefix("techniques.")
+        if _among(key, MUST_STAY):
+            raise ConfigError(
+                f"cannot resume: {key} was {old!r} and is now {new!r}",
+                f"{train_command(run, '--resume', _back(saved, key))}; or {afresh}",
+            )
+        if key == f"techniques.{name}" and "." not in name and name not in exact:
+            switch = f"{'--with' if old else '--without'} {name}"
+            raise ConfigError(
+                f"cannot resume: the technique {name} was {'on' if old else 'off'} at the "
+                "checkpoint",
+                f"{train_command(run, '--resume', switch)}; or {afresh}",
+            )
+    learned, shapes = changed_knobs(saved, plan), _reshaped(saved, build)
+    if learned and (shapes or not fork):
+        words = [override(plan.dump(), key) for key in learned]
+        begins = f"--resume --checkpoint step-{saved.values['step']}"
+        other = train_command(run, *(["name=NEW"] if shapes else [begins]), *words)
+        more = ", which changes what is learned" + (f": {shapes}" if shapes else "")
+        key, (old, new) = next(iter(learned.items()))
+        also = f" ({told({k: v for k, v in learned.items() if k != key})} too)"
+        raise ConfigError(
+            f"cannot resume: {key} was {old!r} and is now {new!r}{also * (len(learned) > 1)}{more}",
+            f"{train_command(run, '--resume', *(_back(saved, key) for key in learned))}; or "
+            f"{other} for a new run" + (" that begins there" if not shapes else ""),
+        )
+    sources = f"data.sources = {', '.join(plan.source_list)}"
+    check_same_data(saved.values["fingerprint"], build.prepared.fingerprint, sources, run)
+
+
+def _reshaped(saved: Saved, build: Build) -> str:
+    """Which weight has another shape than at a checkpoint, in words; "" where none has."""
+    held = saved.names()
+    for name, _ in trained(build):
+        if name not in build.layouts:
+            continue
+        full, wanted = f"model/{name}", tuple(build.layouts[name].shape)
+        found = saved.shape_of(full)[0] if full in held else None
+        if found != wanted:
+            there = "is not there" if found is None else f"has shape {found} there"
+            return f"{name} {there}, and {wanted} here"
+    return ""
+
+
+def trained(build: Build) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """What is saved of the model: a frozen weight is a pure function of the source and storage."""
+    return ((n, p) for n, p in build.model.named_parameters() if p.requires_grad)
+
+
+def _back(saved: Saved, key: str) -> str:
+    """The override that gives a key the value which a checkpoint was trained with."""
+    return override(saved.values["plan"], key)
+
+
+# --- weights that no checkpoint holds ---------------------------------------------------------
+
+
+def reads_base(techniques: Iterable[Technique[Any]]) -> bool:
+    """Return whether a run reads the weights of `model.pretrained` after it has begun.
+
+    Frozen weights are in no checkpoint, and a teacher may be the run's own first weights.
+    """
+    return any("frozen" in t.composes or "" in t.reads().values() for t in techniques)
+
+
+def _folders_read(plan: Plan) -> dict[str, str]:
+    """Return the folders of weights that a run reads and no checkpoint holds, by the plan's key."""
+    folders = {
+        f"techniques.{name}.{knob}": folder
+        for name, technique in plan.techniques.items()
+        for knob, folder in technique.reads().items()
+        if folder
+    }
+    if plan.model.pretrained and reads_base(plan.techniques.values()):
+        folders["model.pretrained"] = plan.model.pretrained
+    return folders
+
+
+def frozen_digests(plan: Plan) -> dict[str, str]:
+    """Return the digest of every folder of weights that the run reads and no checkpoint holds."""
+    return {key: weights_digest(Path(folder)) for key, folder in _folders_read(plan).items()}
+
+
+def without_base(plan: Plan, saved: Saved) -> Plan:
+    """Return a run's plan as its checkpoint alone can make its model, weights and all.
+
+    The shape is the checkpoint's. Where the plan says otherwise it stays so, to be refused by
+    `check_same_run`; how random weights begin says nothing of a model that was loaded. A run that
+    reads the folder of `model.pretrained` still keeps its plan.
+
+    Args:
+        plan: the run that goes on.
+        saved: its checkpoint.
+
+    Raises:
+        ConfigError: a folder of weights that no checkpoint holds is gone.
+    """
+    for key, folder in _folders_read(plan).items():
+        if not Path(folder).is_dir():
+            digest = (saved.values.get("frozen") or {}).get(key, "")
+            raise ConfigError(
+                f"{key} = {folder!r} is gone, and the checkpoints of this run hold only what was "
+                f"trained beside its weights{f' (sha256 {digest[:12]})' * bool(digest)}",
+                f"{train_command(saved.path.parent.parent, 'name=NEW', f'{key}=FOLDER')} for a new "
+                f"run with other weights, or those of then back into {folder}",
+            )
+    if not plan.model.pretrained or reads_base(plan.techniques.values()):
+        return plan
+    free = {*NOT_OF_WEIGHTS} - {"family", "precision"}
+    said = {key: getattr(plan.model, key) for key in plan.model.model_fields_set - free}
+    return plan.replaced(model={**saved.values["plan"]["model"], **said, "pretrained": ""})
+
+
+def note_frozen(build: Build) -> dict[str, str]:
+    """Read the digests once, when the weights themselves are read; every checkpoint keeps them."""
+    if FROZEN not in build.notes:
+        build.notes[FROZEN] = frozen_digests(build.plan)
+    return build.notes[FROZEN]
+
+
+def check_frozen(saved: Saved, plan: Plan, found: Mapping[str, str]) -> None:
+    """Refuse weights that are not those which a checkpoint was trained beside.
+
+    A checkpoint of before has no digest of them, and is taken as it is.
+
+    Raises:
+        ConfigError: with the key, and both digests.
+    """
+    was, folders = saved.values.get("frozen") or {}, flat(plan.dump())
+    for key, now in found.items():
+        if was.get(key, now) != now:
+            folder = folders.get(key)
+            raise ConfigError(
+                f"{key} = {folder!r} holds other weights than the run was trained with "
+                f"(sha256 {was[key][:12]} -> {now[:12]})",
+                f"{train_command(saved.path.parent.parent, 'name=NEW')} for a new run with these, "
+                f"or those of then back into {folder}",
+            )
