@@ -226,6 +226,6 @@ def test_what_an_earlier_rule_prepared_is_kept_for_its_runs_and_not_taken_for_ot
         (before.directory / heldout.FILE).unlink()
     now = prepare(plan)
     assert now.directory != before.directory and now.directory.name == _key(plan)
-    opened = reopen(plan, before.record(), before.directory / "tokenizer.json")
+    opened = reopen(plan, before.record(), before.directory)
     assert (opened.directory, opened.split) == (before.directory, None)
     assert opened.fingerprint == before.fingerprint

@@ -135,7 +135,7 @@ def test_prepared_data_tells_it_again(make_plan: MakePlan, tmp_path: Path) -> No
     later = prepare(plan)
     assert later.directory == first.directory
     assert [(one.reason, one.count) for one in later.left_out] == [("ending", 2), ("null_text", 1)]
-    assert reopen(plan, first.record()).left_out == first.left_out
+    assert reopen(plan, first.record(), first.directory).left_out == first.left_out
     assert prepare(make_plan(sources=str(folder), validation=0.1)).left_out == later.left_out
     with pytest.raises(ConfigError, match="gives no documents"):
         prepare(make_plan(sources=str(folder), validation=str(empty)))
