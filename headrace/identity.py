@@ -98,7 +98,7 @@ def told(changes: Differences) -> str:
     """Return changes in a line, as in `goal.steps 12 -> 20`."""
     words = []
     for key, (old, new) in changes.items():
-        if key.count(".") == 1 and key.startswith("techniques."):
+        if _switched(key):
             words.append(f"{'+' if new else '-'}{key.partition('.')[2]}")
         else:
             words.append(f"{key} {_shown(old)} -> {_shown(new)}")
@@ -142,36 +142,42 @@ def check_same_run(saved: Saved, build: Build, *, fork: bool = False) -> None:
     """
     plan, run = build.plan, saved.path.parent.parent
     changes, exact = differences(saved, plan), _exact(saved, plan)
-    afresh = f"{train_command(run, 'name=NEW')} for a new run"
-    for key, (old, new) in changes.items():
-        name = key.removeprefix("techniques.")
-        if _among(key, MUST_STAY):
-            raise ConfigError(
-                f"cannot resume: {key} was {old!r} and is now {new!r}",
-                f"{train_command(run, '--resume', _back(saved, key))}; or {afresh}",
-            )
-        if key == f"techniques.{name}" and "." not in name and name not in exact:
-            switch = f"{'--with' if old else '--without'} {name}"
-            raise ConfigError(
-                f"cannot resume: the technique {name} was {'on' if old else 'off'} at the "
-                "checkpoint",
-                f"{train_command(run, '--resume', switch)}; or {afresh}",
-            )
+    fixed = [key for table in MUST_STAY for key in changes if _among(key, [table])]
+    switched = [key for key in changes if _switched(key) and key.split(".")[1] not in exact]
     learned, shapes = changed_knobs(saved, plan), _reshaped(saved, build)
-    if learned and (shapes or not fork):
-        words = [override(plan.dump(), key) for key in learned]
-        begins = f"--resume --checkpoint step-{saved.values['step']}"
-        other = train_command(run, *(["name=NEW"] if shapes else [begins]), *words)
-        more = ", which changes what is learned" + (f": {shapes}" if shapes else "")
+    words = [override(saved.values["plan"], key) for key in (*fixed, *learned)]
+    words += [f"{'--with' if changes[key][0] else '--without'} {key.split('.')[1]}"
+              for key in switched]  # fmt: skip
+    back = train_command(run, "--resume", *words)
+    if fixed:
+        old, new = changes[fixed[0]]
+        said = f"{fixed[0]} was {old!r} and is now {new!r}"
+    elif switched:
+        was = "on" if changes[switched[0]][0] else "off"
+        said = f"the technique {switched[0].split('.')[1]} was {was} at the checkpoint"
+    elif learned and (shapes or not fork):
         key, (old, new) = next(iter(learned.items()))
-        also = f" ({told({k: v for k, v in learned.items() if k != key})} too)"
-        raise ConfigError(
-            f"cannot resume: {key} was {old!r} and is now {new!r}{also * (len(learned) > 1)}{more}",
-            f"{train_command(run, '--resume', *(_back(saved, key) for key in learned))}; or "
-            f"{other} for a new run" + (" that begins there" if not shapes else ""),
-        )
-    sources = f"data.sources = {', '.join(plan.source_list)}"
-    check_same_data(saved.values["fingerprint"], build.prepared.fingerprint, sources, run)
+        said = f"{key} was {old!r} and is now {new!r}, which changes what is learned"
+        said += f": {shapes}" if shapes else ""
+    else:
+        sources = f"data.sources = {', '.join(plan.source_list)}"
+        check_same_data(saved.values["fingerprint"], build.prepared.fingerprint, sources, run)
+        return
+    also = told({key: changes[key] for key in (*fixed, *switched, *learned)[1:]})
+    other = f"{train_command(run, 'name=NEW')} for a new run"
+    if not fixed and not switched:
+        asked = [override(plan.dump(), key) for key in learned]
+        begins = "name=NEW" if shapes else f"--resume --checkpoint step-{saved.values['step']}"
+        other = f"{train_command(run, begins, *asked)} for a new run"
+        other += "" if shapes else " that begins there"
+    raise ConfigError(
+        f"cannot resume: {said}{f'; also {also}' * bool(also)}", f"{back}; or {other}"
+    )
+
+
+def _switched(key: str) -> bool:
+    """Whether a key of `differences` says that a technique was switched."""
+    return key.startswith("techniques.") and key.count(".") == 1
 
 
 def _reshaped(saved: Saved, build: Build) -> str:
@@ -247,8 +253,9 @@ def without_base(plan: Plan, saved: Saved) -> Plan:
             raise ConfigError(
                 f"{key} = {folder!r} is gone, and the checkpoints of this run hold only what was "
                 f"trained beside its weights{f' (sha256 {digest[:12]})' * bool(digest)}",
+                f"put the weights back into {folder}; or "
                 f"{train_command(saved.path.parent.parent, 'name=NEW', f'{key}=FOLDER')} for a new "
-                f"run with other weights, or those of then back into {folder}",
+                "run with others",
             )
     if not plan.model.pretrained or reads_base(plan.techniques.values()):
         return plan
@@ -279,6 +286,6 @@ def check_frozen(saved: Saved, plan: Plan, found: Mapping[str, str]) -> None:
             raise ConfigError(
                 f"{key} = {folder!r} holds other weights than the run was trained with "
                 f"(sha256 {was[key][:12]} -> {now[:12]})",
-                f"{train_command(saved.path.parent.parent, 'name=NEW')} for a new run with these, "
-                f"or those of then back into {folder}",
+                f"put the weights back into {folder}; or "
+                f"{train_command(saved.path.parent.parent, 'name=NEW')} for a new run with these",
             )

@@ -127,6 +127,7 @@ class Session:
                 self._metrics.close()
         self._trackers.close()
         self.folder.unlock()
+        self.folder.drop_unbegun()
 
     def restore(self, which: str | None) -> None:
         """Continue from a checkpoint; from the beginning when none was saved yet.

@@ -101,8 +101,6 @@ def run(
         for flags in build.runtime:
             stack.enter_context(flags())
         files, checkpoint = _open_folder(build, resume, folder, checkpoint)
-        if world.rank == 0:
-            stack.callback(files.drop_unbegun)
         session = stack.enter_context(Session(build, files, progress))
         if resume:
             session.restore(checkpoint)

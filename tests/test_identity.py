@@ -70,7 +70,7 @@ def commands(remedy: str) -> list[list[str]]:
 VALUES = [
     1, 2.5, 1e-08, 1e30, True, "x", "", "1e5", "two words", "it's", 'a "b"', '"q"', "a#b", "x\ny",
     [1, 2.0], ["a b", "c"], [], {"a": 1, "b": [1, 2], "c": "d e"}, {"a": {"b": False}}, {},
-    "\x7f", "😀", "[1]", "{a = 1}", "null",
+    "\x7f", "\U0001f600", '"\U0001f600"', "[1]", "{a = 1}", "null",
 ]  # fmt: skip
 
 
