@@ -15,7 +15,8 @@ document that was cut has become small beside the whole and is no longer cut.
 """
 
 import math
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import compress
 from pathlib import Path
@@ -39,6 +40,12 @@ MOST_UNITS = 1 << 18
 """Groups of documents whose bytes are counted. Equal documents are a group; with more different
 ones than this, neighbours by hash share one."""
 
+LONG_LINE = 32
+"""Characters from which on a line that two texts share is no accident in prose."""
+COMPARED = 1024
+"""Characters of a line that are compared."""
+MOST_LINES = 1 << 16
+"""Different lines of a validation text that are kept to compare."""
 SHARES = (1e-6, 1e-5, 1e-4, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
 """Shares that are tried in place of one that is refused."""
 MOST_READ_BYTES = 64 << 20
@@ -245,6 +252,14 @@ class Overlap(Strict):
     of_documents: int = Field(ge=0)
     bytes: int = Field(ge=0)
     of_bytes: int = Field(ge=0)
+    lines: int = Field(default=0, ge=0)
+    """Lines of at least LONG_LINE characters that are equal."""
+    of_lines: int = Field(default=0, ge=0)
+
+    @property
+    def lines_share(self) -> float:
+        """Share of the validation text's long lines that are trained on."""
+        return self.lines / max(1, self.of_lines)
 
     @property
     def share(self) -> float:
@@ -282,22 +297,36 @@ class Record(Strict):
 
 
 class Overlaps:
-    """Finds documents of a validation text of its own among those that are trained on."""
+    """Finds documents and lines of a validation text of its own among those that are trained on.
+
+    Of very many lines some are compared, picked by a hash.
+    """
 
     def __init__(self) -> None:
         self._sizes: dict[int, list[int]] = {}
         self._found: set[int] = set()
+        self._lines: dict[str, int] = {}
+        self._found_lines: set[str] = set()
+        self._bar = 1 << 32  # lines whose hash falls below it are compared
 
-    def add(self, place: int, size_bytes: int) -> None:
+    def add(self, place: int, text: str, size_bytes: int) -> None:
         """Count a document of the validation text; `place` is where the hash of its text falls."""
         sizes = self._sizes.setdefault(place, [0, 0])
         sizes[0] += 1
         sizes[1] += size_bytes
+        for line in _long_lines(text):
+            if _hash(line) < self._bar:
+                self._lines[line] = self._lines.get(line, 0) + 1
+                while len(self._lines) > MOST_LINES:
+                    self._bar //= 2
+                    self._lines = {k: n for k, n in self._lines.items() if _hash(k) < self._bar}
 
-    def trained(self, place: int) -> None:
+    def trained(self, place: int, text: str) -> None:
         """A document is trained on."""
         if place in self._sizes:
             self._found.add(place)
+        if self._lines:
+            self._found_lines.update(line for line in _long_lines(text) if line in self._lines)
 
     def result(self) -> Overlap:
         """Return how much of the validation text was found."""
@@ -308,4 +337,17 @@ class Overlaps:
             of_documents=sum(count for count, _ in every),
             bytes=sum(size for _, size in found),
             of_bytes=sum(size for _, size in every),
+            lines=sum(self._lines[line] for line in self._found_lines),
+            of_lines=sum(self._lines.values()),
         )
+
+
+def _long_lines(text: str) -> Iterator[str]:
+    """Yield the lines of a text that are long enough to be no accident, as they are compared."""
+    for line in text.splitlines():
+        if len(line) >= LONG_LINE and len(line := line.strip()) >= LONG_LINE:
+            yield line[:COMPARED]
+
+
+def _hash(line: str) -> int:
+    return zlib.crc32(line.encode())

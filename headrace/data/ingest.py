@@ -362,13 +362,13 @@ def _write(
     validation = writer("validation", own or ", ".join(plan.source_list))
     for pieces in _batches(own, text_key, None, tally) if own else ():
         for piece, ids in encoded(pieces):
-            overlaps.add(piece.place, add(validation, piece.text, ids))
+            overlaps.add(piece.place, piece.text, add(validation, piece.text, ids))
     for i, source in enumerate(plan.source_list):
         train = writer(f"train-{i:02d}", source)
         for pieces in _batches(source, text_key, split):
             for piece, ids in encoded(pieces):
                 cut_documents += piece.is_end
-                overlaps.trained(piece.place)
+                overlaps.trained(piece.place, piece.text)
                 done_bytes += add(validation if piece.is_held else train, piece.text, ids)
             progress("encoding", done_bytes, total_bytes)
         train.close()

@@ -101,6 +101,26 @@ def test_validation_that_is_trained_on_is_told(invoke: Run, tmp_path: Path, shar
     ]
 
 
+@pytest.mark.parametrize(("copied", "line"), [
+    (100, "ALL validation lines of 32 or more characters are trained on, too"),
+    (40, "40.0% of the validation lines of 32 or more characters are trained on, too"),
+    (10, ""),
+])  # fmt: skip
+def test_lines_of_other_documents_are_compared(
+    invoke: Run, tmp_path: Path, copied: int, line: str
+) -> None:
+    """A part of a text that is trained on is no equal document; its lines are equal."""
+    every = [f"line {n} of a text that is long enough to tell\n" for n in range(1_000)]
+    (tmp_path / "a.txt").write_text("".join(every[:900]))
+    (tmp_path / "own.txt").write_text("".join(every[900 - copied : 1_000 - copied]))
+    keys = ("data.sources=a.txt", "data.validation=own.txt")
+    told = json.loads(invoke("ingest", *keys, "--json").stdout)
+    assert told["overlap"]["lines_share"] == copied / 100 and not told["overlap"]["documents"]
+    found = [doubt for doubt in told["doubts"] if doubt["kind"] == "overlap"]
+    assert [line in doubt["sentence"] for doubt in found] == [True] * bool(line)
+    assert (line or "are trained on") in invoke("ingest", *keys).stderr or not line
+
+
 def test_equal_copies_in_validation_are_counted_each(invoke: Run, tmp_path: Path) -> None:
     lines(tmp_path / "a.jsonl", [*texts(0, 40), "short"])
     lines(tmp_path / "own.jsonl", [*texts(50, 59), "short", "short", "short"])

@@ -229,3 +229,14 @@ def test_what_an_earlier_rule_prepared_is_kept_for_its_runs_and_not_taken_for_ot
     opened = reopen(plan, before.record(), before.directory)
     assert (opened.directory, opened.split) == (before.directory, None)
     assert opened.fingerprint == before.fingerprint
+
+
+def test_of_very_many_validation_lines_some_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heldout, "MOST_LINES", 200)
+    lines = [f"line {n} of a text that is long enough to tell\n" for n in range(4_000)]
+    overlaps = heldout.Overlaps()
+    overlaps.add(1, "".join(lines), 0)
+    overlaps.trained(2, "".join(lines[:2_000]))
+    found = overlaps.result()
+    assert 50 < found.of_lines <= 200 and found.documents == 0
+    assert found.lines_share == pytest.approx(0.5, abs=0.15)
