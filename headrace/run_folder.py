@@ -32,6 +32,7 @@ from headrace.core.files import (
     hold_lock,
     parse_json,
     parse_object,
+    printable,
     publish,
     sync_path,
     train_command,
@@ -340,4 +341,4 @@ def _commit() -> str | None:
 
 def command_line() -> list[str]:
     """The command that repeats this run."""
-    return ["headrace", *sys.argv[1:]]
+    return ["headrace", *map(printable, sys.argv[1:])]

@@ -18,6 +18,26 @@ DEEPEST = 16
 """Tables and lists inside each other; no plan has more than five."""
 
 
+def printable(name: str | Path) -> str:
+    r"""Return a file's name as text that every file and terminal takes: `caf\xe9.txt`."""
+    try:
+        raw = os.fsencode(name)
+    except UnicodeEncodeError:  # no name of a file that is here
+        raw = str(name).encode(errors="backslashreplace")
+    return raw.decode(errors="backslashreplace")
+
+
+def shell(path: str | Path) -> str:
+    """Return a path as a shell takes it, one that is not UTF-8 too."""
+    name = printable(path)
+    if name == str(path):
+        return shlex.quote(name)
+    literal = "".join(
+        chr(b) if 32 <= b < 127 and b not in b"'\\" else f"\\x{b:02x}" for b in os.fsencode(path)
+    )
+    return f"$'{literal}'"
+
+
 def sync_path(path: Path) -> None:
     """Push a file's content, or a folder's list of names, to the disk itself."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -87,7 +107,7 @@ def train_command(run: Path, *words: str) -> str:
         run: its folder.
         words: what stands behind the plan, each as a shell takes it.
     """
-    return " ".join(["headrace train", shlex.quote(str(run / "plan.toml")), *words])
+    return " ".join(["headrace train", shell(run / "plan.toml"), *words])
 
 
 def read_plan_text(file: Path) -> str:
@@ -207,7 +227,7 @@ def check_values(value: Any, what: str = "", depth: int = 0) -> None:
     """Refuse what no table takes and no message can show: TOML's whole numbers have 64 bits.
 
     Raises:
-        ConfigError: a number is longer, or a value lies too deep.
+        ConfigError: a number is longer, a value lies too deep, or a text is not UTF-8.
     """
     if depth > DEEPEST:
         raise _too_deep(what)
@@ -217,8 +237,29 @@ def check_values(value: Any, what: str = "", depth: int = 0) -> None:
     elif isinstance(value, list):
         for item in value:
             check_values(item, what, depth + 1)
+    elif isinstance(value, str) and not is_utf_8(value):
+        raise _not_utf_8(what, value)
     elif isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise _too_long(what)
+
+
+def is_utf_8(text: str) -> bool:
+    """Return whether a text can be written in UTF-8; a name of a file may hold other bytes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _not_utf_8(key: str, value: str) -> ConfigError:
+    """Say that a plan cannot keep a name; a link to the file has one that it can."""
+    name = re.sub("[^A-Za-z0-9._-]+", "_", Path(value).name).strip("_") or "text"
+    link = f"ln -s {shell(value)} {name}, and "
+    return ConfigError(
+        f"{key} = '{printable(value)}' is not UTF-8, and plans are",
+        f"{link if os.path.lexists(value) else ''}{key}={name}",
+    )
 
 
 def _too_deep(what: str) -> ConfigError:

@@ -308,6 +308,7 @@ class Plan(Strict):
         if info.context is READ or not isinstance(given, Mapping):
             return check(given)
         values = dict(given)
+        check_values(values)
         if isinstance(values.get("techniques"), Mapping):
             values["techniques"] = {
                 name: _technique(name, knobs) for name, knobs in values["techniques"].items()

@@ -21,10 +21,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from headrace.core.errors import ConfigError, is_out_of_memory
+from headrace.core.files import shell
 from headrace.data.fields import MISSING, find, lacks, no_field, top
 from headrace.data.json_values import fault, json_values
 from headrace.data.left_out import Reason
-from headrace.data.listing import JSON, LINES, TABLES, kind_of, shell
+from headrace.data.listing import JSON, LINES, TABLES, kind_of
 from headrace.data.text_file import Found, TextFile
 
 CHUNK_BYTES = 1 << 20
@@ -46,7 +47,7 @@ def read_file(file: TextFile) -> Iterator[Found]:
         for found in _read(file):
             any_row = True
             yield found
-    except (OSError, EOFError, lzma.LZMAError, pa.ArrowException) as error:
+    except (OSError, EOFError, lzma.LZMAError, pa.ArrowException, UnicodeDecodeError) as error:
         if is_out_of_memory(error):
             raise
         if isinstance(error, PermissionError):

@@ -282,7 +282,7 @@ def _build(plan: Plan, folder: Path, progress: Progress) -> None:
             tokenizer.refuse_losses()
     tally = Tally()
     survey = _read_through(plan, progress, tally=tally)
-    split = _split(plan, survey)
+    split = _split(plan, survey, tally)
     if tokenizer is None:
         progress("training the tokenizer", 0, None)
         tokenizer = train_tokenizer(survey.training_texts(split), vocab=data.vocab)
@@ -309,10 +309,14 @@ def _read_through(
     return survey
 
 
-def _split(plan: Plan, survey: _Survey) -> Split | None:
+def _split(plan: Plan, survey: _Survey, tally: Tally) -> Split | None:
     """Decide what is held out; None where validation has a text of its own."""
     if not survey.weights.documents:
-        raise ConfigError(f"data.sources = {[*plan.source_list]} give no text", "data.sources=PATH")
+        why = "; ".join(record.format() for record in tally.records)
+        raise ConfigError(
+            f"data.sources = {[*plan.source_list]} give no text" + (why and f": {why}"),
+            "data.sources=PATH",
+        )
     if isinstance(plan.data.validation, str):
         return None
     if (split := survey.weights.split()) is not None:

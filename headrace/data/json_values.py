@@ -12,10 +12,11 @@ from itertools import chain
 from typing import IO, Any
 
 from headrace.core.errors import ConfigError
+from headrace.core.files import shell
 from headrace.core.units import format_bytes
 from headrace.data.fields import MISSING, find, lacks
 from headrace.data.left_out import Reason
-from headrace.data.listing import DECOMPRESS, JSON, kind_of, shell
+from headrace.data.listing import DECOMPRESS, JSON, kind_of
 from headrace.data.text_file import Found, TextFile
 
 CHUNK_BYTES = 1 << 20

@@ -5,7 +5,6 @@ A tally is kept while a source is listed and read. Its records lie beside the pr
 """
 
 import json
-import os
 from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from headrace.core.errors import ConfigError
-from headrace.core.files import write_whole
+from headrace.core.files import printable, write_whole
 from headrace.core.strict import Strict
 
 FILE = "left_out.json"
@@ -156,11 +155,6 @@ class Tally:
             for r in Reason
             if r in self._counts
         )
-
-
-def printable(name: str | Path) -> str:
-    r"""Return a file's name as text that every file and terminal takes: `caf\xe9.txt`."""
-    return os.fsencode(name).decode(errors="backslashreplace")
 
 
 def save(folder: Path, records: Iterable[LeftOut]) -> None:

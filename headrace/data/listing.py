@@ -16,7 +16,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from headrace.core.errors import ConfigError, is_out_of_memory, nearest
-from headrace.data.left_out import Reason, Tally, printable
+from headrace.core.files import printable, shell
+from headrace.data.left_out import Reason, Tally
 
 PLAIN = frozenset({".txt", ".md", ".py"})
 LINES = frozenset({".jsonl", ".ndjson"})
@@ -45,17 +46,6 @@ def kind_of(path: Path) -> tuple[str, str | None]:
     return Path(path.stem if compression else path.name).suffix.lower(), compression
 
 
-def shell(path: str | Path) -> str:
-    """Return a path as a shell takes it, one that is not UTF-8 too."""
-    name = printable(path)
-    if name == str(path):
-        return shlex.quote(name)
-    literal = "".join(
-        chr(b) if 32 <= b < 127 and b not in b"'\\" else f"\\x{b:02x}" for b in os.fsencode(path)
-    )
-    return f"$'{literal}'"
-
-
 def list_files(source: str, tally: Tally) -> list[File]:
     """The readable files of a local source, sorted.
 
@@ -74,7 +64,7 @@ def list_files(source: str, tally: Tally) -> list[File]:
             return [(source, _readable(path))]
         if path.exists():  # a pipe, a socket, a device: a corpus is read more than once
             raise ConfigError(
-                f"data.sources = {printable(source)!r} is neither a file nor a folder, and text is "
+                f"data.sources = '{printable(source)}' is neither a file nor a folder, and text is "
                 "read twice",
                 f"cat {shell(source)} > TEXT.txt, and data.sources=TEXT.txt",
             )
@@ -84,7 +74,7 @@ def list_files(source: str, tally: Tally) -> list[File]:
         if is_out_of_memory(error):
             raise
         raise ConfigError(
-            f"data.sources = {printable(source)!r} cannot be read: {error.strerror}",
+            f"data.sources = '{printable(source)}' cannot be read: {error.strerror}",
             f"chmod u+rx {shell(path.parent)}"
             if error.errno == errno.EACCES
             else "data.sources=PATH",
@@ -97,7 +87,7 @@ def _missing(source: str, path: Path) -> ConfigError:
     close = nearest(path.name, siblings) if siblings else ""
     hint = path.parent / close if close in siblings else None
     return ConfigError(
-        f"data.sources = {printable(source)!r} does not exist"
+        f"data.sources = '{printable(source)}' does not exist"
         + (f"; the nearest name there is {printable(hint)}" if hint else ""),
         f"data.sources={shell(hint) if hint else 'PATH'}",
     )
@@ -113,7 +103,7 @@ def _readable(path: Path) -> Path:
     as_text = f"{stem}.txt{packed}"
     unpack = next((c for end, c in ARCHIVES.items() if path.name.lower().find(end) > 0), None)
     raise ConfigError(
-        f"data.sources = {printable(path)!r} is not of a kind that can be read; {_KINDS}",
+        f"data.sources = '{printable(path)}' is not of a kind that can be read; {_KINDS}",
         f"{unpack} {shell(path)}, and data.sources=FOLDER with what was in it"
         if unpack
         else f"cp {shell(path)} {shell(as_text)}, and data.sources={shell(as_text)}, if it is text",
@@ -126,7 +116,7 @@ def _folder(folder: Path, tally: Tally) -> list[File]:
     endings: Counter[str] = Counter()
     files = _kept(found, tally, endings)
     if not files:
-        raise _nothing(f"data.sources = {printable(folder)!r} holds", folder, tally, endings)
+        raise _nothing(f"data.sources = '{printable(folder)}' holds", folder, tally, endings)
     return files
 
 
@@ -145,7 +135,7 @@ def _matched(pattern: Path, tally: Tally) -> list[File]:
         parts = pattern.parts
         plain = next(i for i, part in enumerate(parts) if glob.has_magic(part))
         above = Path(*parts[:plain]) if plain else Path()
-        asked = f"data.sources = {printable(pattern)!r} matches no readable file:"
+        asked = f"data.sources = '{printable(pattern)}' matches no readable file:"
         raise _nothing(asked, above, tally, endings)
     return files
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.core.errors import ConfigError
-from headrace.core.files import train_command
+from headrace.core.files import printable, train_command
 from headrace.core.plan import Plan
 from headrace.data import left_out
 from headrace.data.heldout import Record
@@ -83,7 +83,8 @@ class Prepared:
 
     def record(self) -> dict[str, Any]:
         """What a run keeps of its data: where it lies, and what it is."""
-        where = {"directory": str(self.directory), "absolute": str(self.directory.resolve())}
+        absolute = printable(self.directory.resolve())
+        where = {"directory": str(self.directory), "absolute": absolute}
         return {**where, "fingerprint": self.fingerprint}
 
 

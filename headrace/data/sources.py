@@ -24,10 +24,11 @@ from headrace.core.errors import (
     UnsupportedError,
     is_out_of_memory,
 )
+from headrace.core.files import printable, shell
 from headrace.data.fields import text_of
 from headrace.data.formats import read_file
-from headrace.data.left_out import Reason, Tally, printable
-from headrace.data.listing import READABLE, kind_of, list_files, shell
+from headrace.data.left_out import Reason, Tally
+from headrace.data.listing import READABLE, kind_of, list_files
 from headrace.data.text_file import Found, TextFile
 
 

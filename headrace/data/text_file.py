@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from headrace.core.errors import ConfigError
+from headrace.core.files import shell
 from headrace.data.fields import text_of
 from headrace.data.left_out import Tally
-from headrace.data.listing import DECOMPRESS, kind_of, shell
+from headrace.data.listing import DECOMPRESS, kind_of
 
 Found = tuple[str | None, str]
 """(A row's text or its null, where it came from)."""

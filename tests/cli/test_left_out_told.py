@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from headrace.cli import app
+from headrace.core.errors import ConfigError
+from headrace.core.plan import DataConfig, Plan
 
 
 @pytest.fixture
@@ -48,3 +51,21 @@ def test_a_run_tells_what_was_left_out(notes: Path, tiny_demo: list[str], tmp_pa
     assert report["left_out"] == expected
     page = (tmp_path / "runs" / "demo" / "report.html").read_bytes().decode()
     assert "Left out of the data" in page and "notes/\\xff&lt;i&gt;.png" in page
+
+
+def test_a_source_that_is_not_utf_8_is_linked(
+    notes: Path, tiny_demo: list[str], tmp_path: Path
+) -> None:
+    asked = os.fsdecode(b"data.sources=notes/caf\xe9.txt")
+    own = [*tiny_demo, f"data.directory={tmp_path / 'prepared'}", "--json"]
+    for verb in (["train"], ["data", "ingest"]):
+        ended = CliRunner().invoke(app, [*verb, *own, asked])
+        told = utf_8_json(ended.stdout_bytes)
+        assert ended.exit_code == told["exit_code"] == 2
+        assert told["error"] == "data.sources = 'notes/caf\\xe9.txt' is not UTF-8, and plans are"
+    command, _, mended = told["remedy"].partition(", and ")
+    subprocess.run(["bash", "-ec", command], check=True)
+    ended = CliRunner().invoke(app, ["data", "ingest", *own, mended])
+    assert ended.exit_code == 0, ended.output
+    with pytest.raises(ConfigError, match="is not UTF-8, and plans are"):
+        Plan(data=DataConfig(sources="a.txt"), name=os.fsdecode(b"caf\xe9"))

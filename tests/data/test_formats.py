@@ -6,6 +6,7 @@ import io
 import json
 import lzma
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -387,3 +388,35 @@ def test_a_remedy_takes_a_name_that_is_not_utf_8(tmp_path: Path) -> None:
 def test_the_tools_of_the_remedies_are_here() -> None:
     for tool in ("iconv", "gzip", "bzip2", "xz", "zstd", "sed"):
         assert shutil.which(tool), tool
+
+
+def test_no_damage_ends_in_a_traceback(write: Any) -> None:
+    chance = random.Random(7)
+    rows = [{"text": f"row {i} \u00e9", "m": {"c": [{"x": str(i)}]}} for i in range(40)]
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    pq.write_table(pa.Table.from_pylist(rows), columns := io.BytesIO())
+    whole = {
+        "a.jsonl": lines, "a.json": json.dumps(rows).encode(), "a.txt": lines,
+        "a.csv": b"id,text\n" + b'1,"row, ""2"" x"\n' * 40, "a.parquet": columns.getvalue(),
+    }  # fmt: skip
+    read = told = 0
+    for _ in range(400):
+        name = chance.choice([*whole])
+        suffix = "" if name == "a.parquet" else chance.choice([*PACK])
+        raw = bytearray(PACK[suffix](whole[name]))
+        at = chance.randrange(len(raw))
+        if chance.random() < 0.3:
+            del raw[at:]
+        elif chance.random() < 0.5:
+            del raw[at : at + chance.randrange(1, 20)]
+        else:
+            raw[at] ^= 1 << chance.randrange(8)
+        path = write("damaged" + name + suffix, "")
+        path.write_bytes(raw)
+        try:
+            texts(path, Tally())
+            read += 1
+        except ConfigError as error:
+            assert str(path) in error.message and error.remedy
+            told += 1
+    assert read > 20 and told > 200

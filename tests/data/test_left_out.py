@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from headrace.core.errors import ConfigError
+from headrace.core.files import printable
 from headrace.core.plan import Plan
 from headrace.data import left_out
 from headrace.data.ingest import prepare, reopen
-from headrace.data.left_out import LeftOut, Reason, Tally, printable
+from headrace.data.left_out import LeftOut, Reason, Tally
 from headrace.data.sources import read_documents, source_signature
 
 MakePlan = Callable[..., Plan]
