@@ -68,20 +68,20 @@ def check_parts(spec: dict[str, Any], ids: dict[str, int], name: str) -> None:
 
 
 def example_of_loss(
-    returned: Callable[[str], tuple[str, int]], added_tokens: Iterable[str]
+    returned: Callable[[list[str]], list[tuple[str, int]]], added_tokens: Iterable[str]
 ) -> str | None:
     """Say what a tokenizer loses of a probe text, or return None where all comes back.
 
     Args:
-        returned: of a text, what its ids decode to and the bytes that they stand for.
+        returned: of each text, what its ids decode to and the bytes that they stand for.
         added_tokens: looked for as text, at its ends and between blanks.
     """
     sweep = [
         chr(c) for c in [*range(0x2581), *range(0x2582, 0xD800, 7), *range(0xE000, 0x30000, 61)]
     ]
     runs = ["".join(sweep[i : i + 64]) for i in range(0, len(sweep), 64)]
-    for probe in (*_PROBES, *(f"{t}a  {t}  a{t}" for t in added_tokens), *runs):
-        text, count = returned(probe)
+    probes = [*_PROBES, *(f"{t}a  {t}  a{t}" for t in added_tokens), *runs]
+    for probe, (text, count) in zip(probes, returned(probes), strict=True):
         raw = len(probe.encode())
         if text != probe:
             return difference(probe, text)

@@ -56,6 +56,8 @@ _WHOLE_ALPHABET = (
     "(initial_alphabet=pre_tokenizers.ByteLevel.alphabet())"
 )
 Trainer = Literal["auto", "rustbpe", "tokenizers"]
+_PROBED: dict[str, tuple[str | None, bool]] = {}
+"""By fingerprint what a tokenizer was found to lose, and whether tiktoken does as it does."""
 
 
 def _byte_alphabet() -> list[str]:
@@ -130,18 +132,17 @@ class Tokenizer:
         return int(self.token_bytes[self.encode_batch([text])[0]].sum())
 
     def _find_losses(self, spec: dict[str, Any]) -> None:
+        """Probe the tokenizer, once a process for each tokenizer.json."""
         self._remedy = "data.tokenizer=bpe"
-        added = max(0, -int(self.token_bytes[self.document_token]))
-
-        def returned(text: str) -> tuple[str, int]:
-            (ids,) = self.encode_batch([text])
-            return self.decode(ids), int(self.token_bytes[ids].sum()) - added
-
         added_tokens = [t["content"] for t in spec["added_tokens"]]
-        lost = example_of_loss(returned, added_tokens)
-        if lost is not None and self._fast is not None:
-            self._fast = None  # tiktoken drops what its pattern does not match
-            lost = example_of_loss(returned, added_tokens)
+        if self.fingerprint not in _PROBED:
+            lost = example_of_loss(self._returned, added_tokens)
+            if lost is not None and self._fast is not None:
+                self._fast = None  # tiktoken drops what its pattern does not match
+                lost = example_of_loss(self._returned, added_tokens)
+            _PROBED[self.fingerprint] = lost, self._fast is not None
+        lost, is_fast = _PROBED[self.fingerprint]
+        self._fast = self._fast if is_fast else None
         if lost is not None:
             kinds = [part["type"] for part in _parts(spec["normalizer"])]
             changes = [k for k in kinds if k not in ("Replace", "Prepend", "ByteLevel")]
@@ -149,6 +150,14 @@ class Tokenizer:
             if changes:
                 change = f"a copy of it without its normalizer {', '.join(changes)}"
             self.loses, self._remedy = lost, f"data.tokenizer=bpe, or {change}"
+
+    def _returned(self, texts: list[str]) -> list[tuple[str, int]]:
+        """What the ids of each text decode to, and the bytes that they stand for."""
+        encoded = self.encode_batch(texts)
+        decoded = self._slow.decode_batch(
+            [ids.tolist() for ids in encoded], skip_special_tokens=False
+        )
+        return list(zip(decoded, map(self.bytes_of, encoded), strict=True))
 
     def refuse_losses(self) -> None:
         """Refuse a tokenizer that does not give back every text.

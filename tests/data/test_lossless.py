@@ -92,5 +92,13 @@ def test_a_loss_that_no_probe_has_is_found_in_the_text_itself(scheme: Any) -> No
     assert str(told.value).isascii() and "data.lossy_tokenizer=true" in told.value.remedy
 
 
+def test_a_tokenizer_is_probed_once_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = metaspace_tokenizer("never").to_str()
+    first = ours.Tokenizer(text)
+    monkeypatch.setattr(ours, "example_of_loss", lambda *given: pytest.fail("probed again"))
+    again = ours.Tokenizer(text)
+    assert (again.loses, again._fast is None) == (first.loses, first._fast is None)
+
+
 def test_a_difference_that_nobody_could_see_is_spelled_out() -> None:
     assert difference("cafe\u0301", "caf\u00e9") == r"'cafe\u0301' comes back as 'caf\xe9'"
