@@ -265,6 +265,7 @@ def _tell(folder: Path, report: dict[str, Any], *, on_its_own: bool) -> None:
     if lost := worse_than_a_guess(last["loss_nats"], report["tokenizer"]["vocab"]):
         reached = f"{lost}; {reached}"
     target = f" (goal {asked})" if asked else ""
+    part = f" {part_of_text(last['share'])}" if "share" in last else ""  # an older checkpoint's
     speed = report["steady_tokens_per_s"]
     rate = f"{format_count(speed)} tokens/s in steady steps" if speed else "speed not measured"
     prompt = " --prompt 'def main('" if on_its_own else ""
@@ -275,7 +276,7 @@ def _tell(folder: Path, report: dict[str, Any], *, on_its_own: bool) -> None:
     yours = f"\n        {started_as()} train demo data.sources=PATH_OF_YOUR_TEXT name=mine"
     console.print(
         f"\n{reached}: {last['bits_per_byte']:.3f} bits per byte"
-        f"{part_of_text(last['share'])}{target} after "
+        f"{part}{target} after "
         f"{format_count(report['tokens'])} tokens and {format_seconds(report['wall_s'])}, {rate}\n"
         + "".join(f"{one['sentence']}; try: {one['remedy']}\n" for one in report["data"]["doubts"])
         + (f"{found['sentence']} ({found['evidence']})\n" if found else "")

@@ -118,7 +118,7 @@ def count_targets(build: Build, tokens: int | None = None) -> tuple[int, int]:
 
 
 def doubts(
-    build: Build, tokens: int | None, targets: int, *,
+    build: Build, tokens: int | None, targets: int | None, *,
     limit: str = "eval.tokens", bits_per_byte: float | None = None,
 ) -> list[Doubt]:  # fmt: skip
     """Return what makes a validation loss doubtful.
@@ -126,7 +126,7 @@ def doubts(
     Args:
         build: the run.
         tokens: as `evaluate` takes it.
-        targets: those that it counts.
+        targets: those that it counts; all of the text's without it.
         limit: the key or option that `tokens` comes from.
         bits_per_byte: the loss, where it is known.
     """

@@ -428,7 +428,7 @@ class Session:
         self._flush_rows()
         self.progress.log(
             f"step {counters.step}: validation {found.bits_per_byte:.3f} bits per byte, "
-            f"loss {found.loss_nats:.3f}" + part_of_text(found.share)
+            f"loss {found.loss_nats:.3f}" + f", {part_of_text(found.share)}" * (found.share < 1)
         )
 
     def _save(self) -> None:

@@ -105,10 +105,8 @@ def _data(build: Build, counters: Counters) -> dict[str, Any]:
     """Both sides of the text, how many targets an evaluation counts, and what is doubtful of it."""
     tokens, targets = build.plan.eval.tokens, build.notes.get(TARGETS)
     found = build.prepared.sides(build.plan.data.validation).to_dict()
-    if targets is None:
-        return found
     last = counters.val[-1]["bits_per_byte"] if counters.val else None
-    told = doubts(build, tokens, targets, bits_per_byte=last)
+    told = doubts(build, None if targets is None else tokens, targets, bits_per_byte=last)
     return {**found, "targets": targets, "doubts": [doubt.to_dict() for doubt in told]}
 
 

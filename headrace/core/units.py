@@ -32,8 +32,8 @@ def format_seconds(seconds: float) -> str:
 
 
 def part_of_text(share: float) -> str:
-    """0.125 -> ' over 12.5% of the validation text'; nothing for all of it."""
-    return f" over {share:.1%} of the validation text" if share < 1 else ""
+    """0.125 -> 'over 12.5% of the validation text'."""
+    return f"over {f'{share:.1%}' if share < 1 else 'all'} of the validation text"
 
 
 def largest_divisor(number: int, most: int) -> int:

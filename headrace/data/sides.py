@@ -12,8 +12,12 @@ COPIED = 0.25
 """Share of a validation text's long lines, trained on too, from which on this is told. Files of
 Python's standard library have 0.14 in common, those of novels, plays and articles none."""
 FEW_TARGETS = 1000
-"""Targets below which an evaluation is told as one of few. The loss of a target varies about as
-much as its mean, so that n targets fix a mean to one part in sqrt(n): at 1,000 to 3%."""
+"""Targets below which an evaluation is told as one of few."""
+MOVES, FALLS = 0.4, 0.26
+"""From one text of n targets to another, bits per byte has a deviation of MOVES x n^-FALLS of its
+mean. Fitted to pieces of two held-out texts (plays and articles; dim 64, 2 layers, vocabulary 512):
+14% at 50 targets, 9 to 10% at 200, 6 to 7% at 1,000. Neighbours are alike, so it falls slower than
+the root."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +167,7 @@ class Sides:
         enough = max(FEW_TARGETS, row_tokens)
         if not 0 < targets < enough:
             return None
-        moves = 1 / math.sqrt(targets)
+        moves = MOVES * targets**-FALLS
         why = f"fewer than {FEW_TARGETS:,}" if targets < FEW_TARGETS else "less than a row"
         numbers: dict[str, float] = {"targets": targets, "moves_by_share": moves}
         by = f"{moves:.0%}"

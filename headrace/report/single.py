@@ -112,8 +112,8 @@ def _figures(report: Report) -> list[tuple[str, str, str]]:
 
 
 def _part(share: float | None) -> str:
-    """How much of the validation text was read, where it was not all."""
-    return part_of_text(share).replace(" over", "; over") if share is not None else ""
+    """How much of the validation text was read; nothing where an older version did not note it."""
+    return f"; {part_of_text(share)}" if share is not None else ""
 
 
 def _doubts(report: Report) -> list[Safe]:

@@ -142,9 +142,11 @@ def test_a_few_targets_are_told_with_what_mends_it(invoke: Run, tmp_path: Path) 
     assert doubt["kind"] == "few_targets" and 0 < doubt["targets"] == targets < 1000
     assert f"validation has {targets:,} targets, fewer than 1,000" in started
     last = report["val"][-1]["bits_per_byte"]
-    assert doubt["moves_by_bits_per_byte"] == pytest.approx(last / targets**0.5)
+    assert doubt["moves_by_bits_per_byte"] == pytest.approx(last * doubt["moves_by_share"])
+    assert 0.06 < doubt["moves_by_share"] < 0.2
     page = (tmp_path / "runs" / "demo" / "report.html").read_text()
-    assert f"has {targets:,} targets" in page
+    assert f"has {targets:,} targets" in page and "over all of the validation text" in page
+    assert "bits per byte over all of the validation text" in started
     evaluated = json.loads(invoke("eval", "demo", "--json").stdout)
     assert evaluated["tokens"] == targets and evaluated["doubts"][0]["kind"] == "few_targets"
     assert "targets, fewer than 1,000" in invoke("eval", "demo").stdout
