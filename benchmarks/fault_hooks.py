@@ -3,16 +3,24 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from headrace import train
+from headrace.build import make_build
 from headrace.cli import catalogue
+from headrace.context import choose_device
+from headrace.core.doubts import doubts_of
 from headrace.core.plan import Plan
+from headrace.core.technique import Stage
+from headrace.data.ingest import prepare
 from headrace.data.loader import Micro
+from headrace.export.hf import export_hf
 from headrace.model.decoder import Block
+from headrace.parallel.world import World
 from headrace.sockets import Build
 
 MARGIN = 1.15
@@ -54,6 +62,25 @@ class Case:
     def plan(self) -> Plan:
         """The plan that is trained."""
         return Plan.read(self.text, catalogue(), overrides=self.overrides)
+
+    def plan_with_weights(self, folder: Path) -> Plan:
+        """Return the plan that is trained, over weights of a folder where it needs given ones.
+
+        They are random, and trained by nobody: a fault's share of a step is what is measured.
+        """
+        plan = self.plan()
+        if not any(doubt.meaningless for doubt in doubts_of(plan)):
+            return plan
+        bare = plan.replaced(techniques={})
+        build = make_build(
+            bare, prepare(bare), World(), choose_device(bare), until=Stage.MATERIALIZE
+        )
+        state = {name: p.detach() for name, p in build.model.named_parameters()}
+        build.prepared.tokenizer.save(file := folder / "tokenizer.json")
+        weights, length = folder / "weights", plan.data.sequence_length
+        export_hf(state, build.config, file, weights, sequence_length=length)
+        start = (f"model.pretrained={weights}", *self.overrides)
+        return Plan.read(self.text, catalogue(), overrides=start)
 
     def block_calls(self) -> int:
         """How often a step runs a block forward on one rank."""

@@ -305,7 +305,8 @@ def change_of(fault: Fault, severity: float, plan: Plan) -> tuple[str, ...]:
 
 def train_case(case: Case, told: Path) -> None:
     """Train in this process; what happened goes to `told` as JSON: folder, facts, error."""
-    plan = case.plan()
+    (given := told.with_suffix(".given")).mkdir()
+    plan = case.plan_with_weights(given)
     if plan.device == "cpu":
         torch.set_num_threads(1)  # steadier, and ranks do not share cores
     planting = FAULTS[case.fault].plant(case) if case.fault else nullcontext({})

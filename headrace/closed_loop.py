@@ -20,6 +20,7 @@ from headrace.arguments import (
     place,
 )
 from headrace.context import find_device
+from headrace.core.doubts import doubts_of
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.doctor import advice
 from headrace.doctor.run import TRACES
@@ -71,10 +72,12 @@ def plan(
         if not sweep_:
             found = foresee(wanted, context, machine, measured, curve)
             parent = RunFolder(run).parent if (run := run_of(plan)) else None
+            doubts = doubts_of(wanted)
             if json:
-                show_json({**found.plain(), "parent": parent})
+                more = {"parent": parent, "doubts": [asdict(doubt) for doubt in doubts]}
+                show_json({**found.plain(), **more})
             else:
-                print(told(wanted, found))
+                print("\n".join([told(wanted, found), *(f"note: {d.line}" for d in doubts)]))
                 if parent:
                     print(f"it begins at step {parent['step']} of {parent['run']}")
             return

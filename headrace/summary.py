@@ -12,6 +12,7 @@ from torch import Tensor
 from headrace import choose, filled, guard, start
 from headrace.build import predict
 from headrace.compile_time import graph_breaks
+from headrace.core.doubts import doubts_of
 from headrace.core.hardware import lookup
 from headrace.core.ledger import Ledger
 from headrace.core.symptoms import saves_memory
@@ -68,6 +69,7 @@ def summarize(
         "message": message,
         "error": error,
         "goal": reached(plan, counters),
+        "doubts": [{"reason": one.reason, "remedy": one.remedy} for one in doubts_of(plan)],
         "steps": counters.step,
         "tokens": counters.tokens,
         "wall_s": counters.wall_s,
@@ -84,8 +86,7 @@ def summarize(
         "val": counters.val,
         "data": _data(build, counters),
         "dollars": None if price is None else counters.wall_s / 3600 * price,
-        "restarts": counters.restarts,
-        "skipped_steps": counters.skipped_steps,
+        "restarts": counters.restarts, "skipped_steps": counters.skipped_steps,
         "techniques": {
             name: {"active": e.active, "detail": e.detail, "numbers": dict(e.numbers),
                    "line": plan.techniques[name].line()}

@@ -19,6 +19,7 @@ from headrace.build import make_build
 from headrace.checkpoint import Saved, steps_in
 from headrace.choose import NOTE, choose_attention
 from headrace.context import check_supported, choose_device, make_context
+from headrace.core.doubts import check_meant, doubts_of
 from headrace.core.errors import (
     EXIT_PLAN,
     EXIT_UNSUPPORTED,
@@ -88,6 +89,7 @@ def run(
         device = _own_device(device, world)
         # make_build asks again, of the plan as it is then; a refusal shall not wait for the data.
         check_supported(list(plan.techniques.values()), make_context(plan, device))
+        _tell_doubts(plan, progress, begins=not resume)
         prepared = prepare_together(plan, world, progress, run_before)
         if world.rank == 0:
             _tell_data(plan, prepared, progress, run_before)
@@ -247,6 +249,15 @@ def _look_at_validation(build: Build, progress: Progress) -> int:
         for doubt in doubts(build, tokens, targets):
             progress.note(doubt.line)
     return targets
+
+
+def _tell_doubts(plan: Plan, progress: Progress, *, begins: bool) -> None:
+    """Tell what of the plan may not be meant; refuse to begin what means nothing."""
+    doubts = doubts_of(plan)
+    if begins:
+        check_meant(doubts)
+    for doubt in doubts:
+        progress.note(f"note: {doubt.line}")
 
 
 def _own_device(device: torch.device, world: World) -> torch.device:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from latecomer import fewer_bytes as fewer_bytes  # a fixture
-from tiny import PLAN, write_corpus
+from tiny import PLAN, save_weights, write_corpus
 
 from headrace.cli import catalogue
 from headrace.core.plan import Plan
@@ -94,6 +94,16 @@ def tiny_plan(plan_file: Path) -> Callable[..., Plan]:
         return Plan.read(plan_file.read_text(), catalogue(), overrides=[runs, *overrides])
 
     return make
+
+
+@pytest.fixture
+def given(tiny_plan: Callable[..., Plan], tmp_path: Path) -> Callable[..., str]:
+    """Save the tiny plan's model, with `key=value` overrides; returns the key that starts there."""
+
+    def save(*overrides: str) -> str:
+        return f"model.pretrained='{save_weights(tiny_plan(*overrides), tmp_path / 'given')}'"
+
+    return save
 
 
 @pytest.fixture

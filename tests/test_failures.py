@@ -40,8 +40,9 @@ Train = Callable[..., Path]
     ],
 )  # fmt: skip
 def test_evidence_waits_for_a_step_that_counted_a_target(
-    train: Train, monkeypatch: pytest.MonkeyPatch, beside: list[str], ignored: int
-) -> None:
+    train: Train, given: Callable[..., str], monkeypatch: pytest.MonkeyPatch, beside: list[str],
+    ignored: int,
+) -> None:  # fmt: skip
     """The first steps have none: nothing has reached a weight, and nothing is wrong."""
     from headrace import session
 
@@ -60,7 +61,7 @@ def test_evidence_waits_for_a_step_that_counted_a_target(
 
     monkeypatch.setattr(Loader, "step", step)
     monkeypatch.setattr(session, "check_active", ask)
-    run = report(train(*beside))
+    run = report(train(*beside, given(*beside[1:])))
     assert run["status"] == "done" and run["start_s"]["first_step"] > 0
     counted = ignored < run["steps"]
     assert asked == ([ignored] if counted else [])

@@ -30,8 +30,9 @@ STEPS = 4
     ],
 )
 def test_a_last_step_without_a_target_loses_nothing(
-    train: Train, monkeypatch: pytest.MonkeyPatch, beside: list[str], blind: bool, within: int
-) -> None:
+    train: Train, given: Callable[..., str], monkeypatch: pytest.MonkeyPatch, beside: list[str],
+    blind: bool, within: int,
+) -> None:  # fmt: skip
     """No gradient reached what is healthy; what can be seen is still looked at."""
     whole = Loader.step
 
@@ -43,7 +44,8 @@ def test_a_last_step_without_a_target_loses_nothing(
         return replace(batch, micros=none)
 
     monkeypatch.setattr(Loader, "step", step)
-    run = report(train(*beside, f"goal.steps={STEPS}", f"eval.every_steps={within}"))
+    start = given(*beside[1:])
+    run = report(train(*beside, start, f"goal.steps={STEPS}", f"eval.every_steps={within}"))
     (name,) = run["techniques"]
     assert run["status"] == "done" and run["techniques"][name]["active"]
     assert run["steps"] == STEPS and run["signals"]["lost_techniques"] == []
@@ -81,7 +83,7 @@ def test_a_run_that_is_stopped_has_what_was_counted_until_then(
 
 
 def test_what_is_lost_in_a_step_with_targets_is_told(
-    train: Train, monkeypatch: pytest.MonkeyPatch
+    train: Train, given: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = session.last_look
 
@@ -94,6 +96,6 @@ def test_what_is_lost_in_a_step_with_targets_is_told(
         return taken(build, counted)
 
     monkeypatch.setattr(session, "last_look", look)
-    run = report(train("techniques.lora.rank=2", f"goal.steps={STEPS}"))
+    run = report(train("techniques.lora.rank=2", given(), f"goal.steps={STEPS}"))
     assert run["signals"]["lost_techniques"] == ["lora"]
     assert run["signals"]["unseen_techniques"] == {}

@@ -8,7 +8,13 @@ from typing import Any
 
 import torch
 
+from headrace.build import make_build
 from headrace.checkpoint import Saved
+from headrace.core.plan import Plan
+from headrace.core.technique import Stage
+from headrace.data.ingest import prepare
+from headrace.export.hf import export_hf
+from headrace.parallel.world import World
 
 WORDS = [
     "river", "water", "mill", "wheel", "stone", "gate", "level", "flow", "deep", "cold", "still",
@@ -81,6 +87,21 @@ def write_corpus(folder: Path, *, seed: int = 0) -> Path:
         lines = [" ".join(source.choices(WORDS, k=12)) + ".\n" for _ in range(20)]
         (folder / f"{number:02d}.txt").write_text("".join(lines))
     return folder
+
+
+def save_weights(plan: Plan, folder: Path) -> str:
+    """Write the model that a plan starts from in Hugging Face format; return the folder's name.
+
+    It stands for one that was trained, where adapters or a teacher need one.
+    """
+    build = make_build(
+        plan.replaced(techniques={}), prepare(plan), World(), torch.device(plan.device),
+        until=Stage.MATERIALIZE,
+    )  # fmt: skip
+    state = {name: p.detach() for name, p in build.model.named_parameters()}
+    build.prepared.tokenizer.save(file := folder.with_suffix(".json"))
+    export_hf(state, build.config, file, folder, sequence_length=plan.data.sequence_length)
+    return str(folder)
 
 
 def report(run: Path) -> dict[str, Any]:

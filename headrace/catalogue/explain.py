@@ -7,6 +7,7 @@ import torch
 
 from headrace.build import predict
 from headrace.context import check_supported
+from headrace.core.doubts import doubts_of
 from headrace.core.ledger import WORDS
 from headrace.core.plan import Plan
 from headrace.core.strict import meanings
@@ -72,6 +73,7 @@ def explain_plan(plan: Plan, context: Context) -> tuple[dict[str, Any], str]:
         "peak_at": instant,
         "memory_lines": dict(ledger.owners()),
         "flops_per_token": ledger.flops,
+        "doubts": [asdict(doubt) for doubt in doubts_of(plan)],
     }
     lines = [f"{plan.name} on {context.device} in {context.precision}", "", "sockets in order:"]
     for socket, names in fillers.items():
@@ -83,4 +85,5 @@ def explain_plan(plan: Plan, context: Context) -> tuple[dict[str, Any], str]:
     lines += [f"  {name:<18} {format_bytes(size)}" for name, size in ledger.owners()]
     work = ", ".join(f"{k} {format_count(v)}" for k, v in ledger.flops.items())
     lines += ["", f"FLOPs per token: {work}"]
+    lines += [f"note: {doubt.line}" for doubt in doubts_of(plan)]
     return value, "\n".join(lines)

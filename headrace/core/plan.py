@@ -32,6 +32,7 @@ MOST = 10**15
 RANKS = 1 << 20
 """Largest number of processes along one axis."""
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 ATTENDS = "parts.attend"
 """The socket whose owner computes attention."""
 
@@ -94,8 +95,8 @@ class OptimizerConfig(Strict):
 
     lr: float = Field(default=1e-3, gt=0, le=1e30)
     """Highest learning rate; the schedule scales it."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    """Decay of the first and second moments, per step."""
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
+    """Decay of the first and second moments, per step; at 1 a moment would never move."""
     eps: float = Field(default=1e-8, gt=0, le=1)
     """Added to the root of the second moment."""
     weight_decay: float = Field(default=0.1, ge=0, le=1e6)

@@ -89,6 +89,26 @@ class Unsupported:
 
 
 @dataclass(frozen=True)
+class Doubt:
+    """Say why a plan that can run may not be what its user means.
+
+    Args:
+        reason: what is so, with numbers.
+        remedy: keys or flags with which it means something.
+        meaningless: nothing can come of it, so that no run begins with it.
+    """
+
+    reason: str
+    remedy: str
+    meaningless: bool = False
+
+    @property
+    def line(self) -> str:
+        """The doubt and its remedy in one line."""
+        return f"{self.reason}; try: {self.remedy}"
+
+
+@dataclass(frozen=True)
 class Evidence:
     """Proof, read from tensors, graphs or counters, that a technique is in force (or is not)."""
 
@@ -156,6 +176,14 @@ class Technique(Strict, Generic[B]):
     def supports(self, context: Context) -> Supported | Unsupported:
         """Whether it can run in `context`; asked before anything optional is imported."""
         raise NotImplementedError
+
+    def doubt(self, plan: Any) -> Doubt | None:
+        """Return why it may mean nothing in `plan`, by what its card says; None where it does.
+
+        Asked when a run begins, and when changes are proposed. What is only timed, predicted or
+        explained may mean nothing.
+        """
+        return None
 
     def predict(self, ledger: Ledger) -> Ledger:
         """The ledger with this technique in force. Pure."""

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from headrace.core.errors import ConfigError, nearest
 from headrace.core.ledger import Ledger, Line, Matrix
+from headrace.core.model_config import ModelConfig
+from headrace.core.technique import Doubt
 from headrace.kernels.quantized_weight import QuantizedWeight
 from headrace.parallel.layout import local_of
 
@@ -94,6 +96,24 @@ def merged_state(model: nn.Module) -> dict[str, Tensor]:
         if isinstance(module, LoraLinear):
             found[f"{name}.weight"] = module.merged()
     return found
+
+
+def over_random_weights(name: str, model: ModelConfig) -> Doubt | None:
+    """Return the doubt about the adapters of technique `name` where the frozen weights are random.
+
+    Args:
+        name: the technique's.
+        model: of the plan.
+    """
+    if model.pretrained:
+        return None
+    return Doubt(
+        f"{name} freezes the weights that the run starts from and trains adapters beside them, and "
+        "these weights are random: the plan names no model.pretrained",
+        "model.pretrained=FOLDER of a trained model in Hugging Face format (of a run: headrace "
+        f"export RUN --to hf), or --without {name} to train all weights",
+        meaningless=True,
+    )
 
 
 def is_frozen(name: str) -> bool:

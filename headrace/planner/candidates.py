@@ -181,7 +181,8 @@ class Asking:
     def singles(self, plan: Plan) -> Iterator[Words]:
         """Every single change of the plan that is worth asking about."""
         for name, kind in self.catalogue.techniques.items():
-            if name not in plan.techniques and self.keeps(kind) and not _is_so(plan, kind):
+            new = name not in plan.techniques and self.keeps(kind) and not _is_so(plan, kind)
+            if new and not _meaningless(plan, kind):
                 out = self._taken_out(plan, kind)
                 if out is not None:
                     yield (f"+{name}", *out, *_said_otherwise(plan, kind))
@@ -258,6 +259,14 @@ def _is_so(plan: Plan, kind: type[Technique[Any]]) -> bool:
         return False
     keys = _rewritten(plan, kind)
     return bool(keys) and keys.items() <= flat(plan).items()
+
+
+def _meaningless(plan: Plan, kind: type[Technique[Any]]) -> bool:
+    """Return whether nothing can come of the technique as it is by default in the plan."""
+    with suppress(Exception):  # knobs that have no default, or a bug: `changed` tells
+        doubt = kind().doubt(plan)
+        return doubt is not None and doubt.meaningless
+    return False
 
 
 def _rewritten(plan: Plan, kind: type[Technique[Any]]) -> Mapping[str, Any]:

@@ -182,6 +182,13 @@ class Parent(Table):
     step: int
 
 
+class Doubted(Table):
+    """Why the plan may not be what its user means, and what would be."""
+
+    reason: str
+    remedy: str = ""
+
+
 class Report(Table):
     """report.json."""
 
@@ -190,6 +197,7 @@ class Report(Table):
     status: Literal["done", "failed", "interrupted"]
     message: str | None = None
     goal: Goal
+    doubts: tuple[Doubted, ...] = ()
     steps: Count = None
     tokens: Count
     wall_s: Number

@@ -80,6 +80,7 @@ def _header(report: Report) -> Safe:
         tag("span", ruling.badge, class_=f"badge {ruling.tone}"),
         tag("p", ruling.sentence, class_="verdict"),
         *(muted(f"It begins at step {whole(p.step)} of {p.run}.") for p in [report.parent] if p),
+        *(muted(f"Note: {one.reason}; try: {one.remedy}") for one in report.doubts),
     )
 
 

@@ -80,7 +80,7 @@ def test_every_family_and_recipe_is_there(pages: dict[str, str]) -> None:
         ("data.sources", "text or list of text", '`"stdlib"`'),
         ("data.validation", "number, >= 0, <= 1 or text", "`0.05`"),
         ("data.weights", "list of number, > 0, <= 1000000000000.0", "not set"),
-        ("optimizer.betas", "list of number, >= 0, <= 1", "`[0.9, 0.95]`"),
+        ("optimizer.betas", "list of number, >= 0, < 1", "`[0.9, 0.95]`"),
         ("track.to", "list of `tensorboard` or `wandb` or `mlflow`", "`[]`"),
         ("techniques", "tables", "empty"),
     ],

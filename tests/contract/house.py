@@ -13,6 +13,7 @@ import zlib
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -33,6 +34,7 @@ from equality import gradients_of as gradients_of
 from equality import reference as reference
 from equality import rounding as rounding
 from equality import take_step as take_step
+from tiny import save_weights
 from tiny_rows import LENGTH, ROWS
 from tiny_rows import make_micros as make_micros
 from tiny_rows import make_rows as make_rows
@@ -41,6 +43,7 @@ from toys import toy as toy
 
 import headrace.techniques
 from headrace.build import make_build, make_context
+from headrace.core.doubts import doubts_of
 from headrace.core.plan import MeshConfig, Plan
 from headrace.core.technique import (
     Catalogue,
@@ -306,6 +309,14 @@ def plan_without(variant: Variant, device: str = "cpu", **keys: Any) -> Plan:
     fp32 = {"precision": "fp32"} if "precision" in model else {}
     keys["model"] = {**model, **fp32, **keys.get("model", {})}
     return make_plan(*variant.companions(device), device=device, **keys)
+
+
+def with_weights(plan: Plan, folder: Path) -> Plan:
+    """The plan over weights of a folder, where it would mean nothing over random ones."""
+    if not any(doubt.meaningless for doubt in doubts_of(plan)):
+        return plan
+    start = save_weights(plan, folder / "given")
+    return plan.replaced(model=plan.model.model_copy(update={"pretrained": start})).with_keys({})
 
 
 def build_of(plan: Plan, *, until: Stage = Stage.STEP) -> Build:

@@ -116,7 +116,7 @@ def test_a_run_compiles_each_function_once(
 ) -> None:
     plan = plan_of(name, scope, device, directory=str(tmp_path))
     assert plan is not None
-    found = compilations(plan)
+    found = compilations(house.with_weights(plan, tmp_path))
     assert found, "nothing was compiled"
     assert max(found.values()) <= MORE.get((name, scope), MOST), dict(found)
 

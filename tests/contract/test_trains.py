@@ -42,6 +42,7 @@ def test_trains_resumes_and_reports(device: str, variant: Variant, tmp_path: Pat
         variant, device=device, directory=str(tmp_path), **SHORT,
         micro_rows=2 if house.fits(variant, device=device, micro_rows=2) else 0,
     )  # fmt: skip
+    plan = house.with_weights(plan, tmp_path)
     report, rows = run(plan)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert all(math.isfinite(row["loss"]) for row in rows)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import report
 from torch import Tensor, nn
 
 from headrace.checkpoint import Saved
@@ -17,6 +16,7 @@ from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.model_config import ModelConfig
 from headrace.core.plan import Plan
 from headrace.core.technique import Supported, Unsupported
+from headrace.data.loader import Micro
 from headrace.filled import check_active
 from headrace.kernels.blockwise_8bit import dequantize, levels, quantize
 from headrace.parallel.world import World
@@ -245,15 +245,17 @@ def test_its_bytes_are_predicted(
     ],
 )  # fmt: skip
 def test_adapters_too_small_for_it_are_refused_with_what_works(
-    train: Callable[..., Path], beside: list[str], most: int, works: str
-) -> None:
-    beside = [*beside, "goal.steps=1", "checkpoint.every_steps=0"]
+    make_tiny: Callable[..., Build], batch: Callable[[Build], list[Micro]], beside: list[str],
+    most: int, works: str,
+) -> None:  # fmt: skip
     with pytest.raises(UnsupportedError, match=f"at most {most} numbers") as told:
-        train(*beside, "techniques.adamw_8bit={}")
+        make_tiny(*beside, "techniques.adamw_8bit={}")
     remedy = told.value.remedy.removesuffix(" (or --without adamw_8bit)")
     assert remedy.endswith(works)
-    found = report(train("name=mended", *beside, *remedy.split()))["techniques"]["adamw_8bit"]
-    assert found["active"] and found["numbers"]["bytes_per_number"] < 8
+    build = make_tiny(*beside, *remedy.split())
+    step(build, batch(build), 0)
+    found = check_active(build)["adamw_8bit"]
+    assert found.active and found.numbers["bytes_per_number"] < 8
 
 
 def test_adapters_are_as_large_as_the_pretrained_model(

@@ -134,10 +134,10 @@ def test_is_refused_under_tensor_parallelism(make_tiny: Make) -> None:
 
 
 def test_a_run_saves_its_adapters_alone_and_exports_them_merged(
-    tmp_path: Path, plan_file: Path, zygote: Any
+    tmp_path: Path, plan_file: Path, zygote: Any, given: Callable[..., str]
 ) -> None:
     """Trained, resumed from its adapters, sampled, and the same text from the merged folder."""
-    plan = [str(plan_file), "goal.steps=8", "name=tuned", "techniques.qlora.rank=2"]
+    plan = [str(plan_file), "goal.steps=8", "name=tuned", "techniques.qlora.rank=2", given()]
     ended = zygote.run(tmp_path, "train", *plan, "optimizer.lr=0.1")
     assert ended.code == 0, ended.err
     folder = next(tmp_path.rglob("tuned/plan.toml")).parent

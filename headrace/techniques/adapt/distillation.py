@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from headrace.core.errors import ConfigError
 from headrace.core.ledger import Ledger, Line
 from headrace.core.model_config import ModelConfig
-from headrace.core.technique import Card, Context, Evidence, Stage, Supported, Technique
+from headrace.core.technique import Card, Context, Doubt, Evidence, Stage, Supported, Technique
 from headrace.data.pretrained import check_tokenizer
 from headrace.model.adapter import files_left_out, load_pretrained
 from headrace.model.count import FP32, linear_parameters, total_parameters
@@ -128,6 +128,18 @@ class Distillation(Technique[Build]):
     def supports(self, context: Context) -> Supported:
         """Runs everywhere."""
         return Supported()
+
+    def doubt(self, plan: Any) -> Doubt | None:
+        """Refuse the run's own random weights as the teacher: they know nothing."""
+        if self.teacher or plan.model.pretrained:
+            return None
+        return Doubt(
+            f"{self.name()} has no teacher, and without one it learns from the weights that the "
+            "run starts from, which are random here: there is nothing to learn from them",
+            f"techniques.{self.name()}.teacher=FOLDER of a trained model in Hugging Face format "
+            f"(of a run: headrace export RUN --to hf), or --without {self.name()}",
+            meaningless=True,
+        )
 
     def predict(self, ledger: Ledger) -> Ledger:
         """The teacher's forward pass, weights and hidden states, and its logits at the head."""

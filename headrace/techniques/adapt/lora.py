@@ -9,7 +9,7 @@ a third of its products. B starts at zero, so the first step starts at the model
 Source: arXiv 2106.09685.
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -17,13 +17,21 @@ from headrace.core.ledger import Ledger
 from headrace.core.technique import (
     Card,
     Context,
+    Doubt,
     Evidence,
     Stage,
     Supported,
     Technique,
     Unsupported,
 )
-from headrace.model.lora import LoraLinear, adapted_ledger, adapter_evidence, is_frozen, linears_of
+from headrace.model.lora import (
+    LoraLinear,
+    adapted_ledger,
+    adapter_evidence,
+    is_frozen,
+    linears_of,
+    over_random_weights,
+)
 from headrace.model.work import adapted
 from headrace.sockets import Build
 
@@ -61,6 +69,10 @@ class Lora(Technique[Build]):
                 "adapters do not say yet how they are split over tensor ranks", "mesh.tensor=1"
             )
         return Supported()
+
+    def doubt(self, plan: Any) -> Doubt | None:
+        """Refuse adapters of random weights, which stay random: there is nothing to adapt."""
+        return over_random_weights(self.name(), plan.model)
 
     def predict(self, ledger: Ledger) -> Ledger:
         """Gradients and optimizer state of the adapters alone; no product for frozen gradients."""

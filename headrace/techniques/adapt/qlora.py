@@ -11,7 +11,7 @@ were before. Left out: quantized embedding and head, paged optimizer state. Sour
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 from torch import Tensor
@@ -21,6 +21,7 @@ from headrace.core.plan import Plan
 from headrace.core.technique import (
     Card,
     Context,
+    Doubt,
     Evidence,
     Stage,
     Supported,
@@ -30,7 +31,14 @@ from headrace.core.technique import (
 from headrace.core.work import Phase, Work
 from headrace.kernels.quantized_weight import QuantizedWeight, quantize, quantized_bytes
 from headrace.model.count import block_linears
-from headrace.model.lora import LoraLinear, adapted_ledger, adapter_evidence, is_frozen, linears_of
+from headrace.model.lora import (
+    LoraLinear,
+    adapted_ledger,
+    adapter_evidence,
+    is_frozen,
+    linears_of,
+    over_random_weights,
+)
 from headrace.model.work import adapted
 from headrace.sockets import Build
 
@@ -99,6 +107,10 @@ class Qlora(Technique[Build]):
         ]  # fmt: skip
         held = sum(quantized_bytes(rows, columns, self.base) for rows, columns in shapes)
         return 8 * held / max(1, sum(rows * columns for rows, columns in shapes))
+
+    def doubt(self, plan: Any) -> Doubt | None:
+        """Refuse adapters of random weights, which stay random: there is nothing to adapt."""
+        return over_random_weights(self.name(), plan.model)
 
     def predict(self, ledger: Ledger) -> Ledger:
         """As lora, with the adapted weights in few bits."""

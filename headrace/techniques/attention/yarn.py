@@ -35,6 +35,7 @@ from headrace.core.model_config import ModelConfig
 from headrace.core.technique import (
     Card,
     Context,
+    Doubt,
     Evidence,
     Stage,
     Supported,
@@ -212,6 +213,18 @@ class Yarn(Technique[Build]):
     def original(self, plan: Any) -> int:
         """Tokens of a row that the model knows."""
         return self.original_length or max(1, round(plan.data.sequence_length / self.factor))
+
+    def doubt(self, plan: Any) -> Doubt | None:
+        """Tell that random weights know no shorter rows."""
+        if plan.model.pretrained:
+            return None
+        length, theta = plan.data.sequence_length, plan.model.rope_theta
+        return Doubt(
+            f"{self.name()} stretches what a model of short rows has learned, and the weights of "
+            f"this run are random: they learn rows of {length} tokens from the start",
+            f"model.pretrained=FOLDER, or --without {self.name()} and model.rope_theta for the row "
+            f"(it is {theta:g})",
+        )
 
     def predict(self, ledger: Ledger) -> Ledger:
         """The same memory and work."""

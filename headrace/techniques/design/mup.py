@@ -24,15 +24,18 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from headrace.core.ledger import Ledger
+from headrace.core.model_config import ModelConfig
 from headrace.core.technique import (
     Card,
     Context,
+    Doubt,
     Evidence,
     Stage,
     Supported,
     Technique,
     Unsupported,
 )
+from headrace.model.zoo import families
 from headrace.optim.adamw import make_adamw
 from headrace.sockets import Build, Optimizer, Route
 
@@ -86,6 +89,32 @@ class Mup(Technique[Build]):
                     f"--without {other}",
                 )
         return Supported()
+
+    def doubt(self, plan: Any) -> Doubt | None:
+        """Tell that the base has heads of another width, or that the plan does not say how wide.
+
+        The base is the family's own model where its width is `base_dim`. Of any other base a plan
+        that says model.head_dim says that they are equal.
+        """
+        model, name = plan.model, self.name()
+        own, width = ModelConfig(**families()[model.family]), model.resolved_head_dim
+        if model.dim == self.base_dim:
+            return None
+        carries = f"{name} carries rates over between models whose heads are equally wide"
+        if own.dim == self.base_dim:
+            base, heads = own.resolved_head_dim, model.dim // own.resolved_head_dim
+            return None if base == width else Doubt(
+                f"{carries}: the base, {model.family} with {self.base_dim} features, has heads of "
+                f"{base}, and this model of {width}",
+                f"model.heads={heads}" if heads * base == model.dim else f"model.head_dim={base}",
+            )  # fmt: skip
+        if model.head_dim:
+            return None
+        return Doubt(
+            f"{carries}, and nothing says that the base of {self.base_dim} features has heads of "
+            f"{width} (so {self.base_dim // width} of them) as this model does",
+            f"model.head_dim={width} where it has, or the base's number",
+        )
 
     def predict(self, ledger: Ledger) -> Ledger:
         """The same memory and work."""

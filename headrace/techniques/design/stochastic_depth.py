@@ -23,6 +23,7 @@ from headrace.core.ledger import Ledger
 from headrace.core.technique import (
     Card,
     Context,
+    Doubt,
     Evidence,
     Stage,
     Supported,
@@ -64,6 +65,16 @@ class StochasticDepth(Technique[Build]):
         hurts="one pass over much data; shallow models",
         source="arXiv 1603.09382",
     )
+
+    def doubt(self, plan: Any) -> Doubt | None:
+        """Tell of blocks that hardly ever run."""
+        if self.rate <= 0.5:
+            return None
+        return Doubt(
+            f"techniques.{self.name()}.rate = {self.rate:g} leaves out the last block in "
+            f"{self.rate:.0%} of the steps: it learns from the others alone",
+            f"techniques.{self.name()}.rate=0.1",
+        )
 
     def supports(self, context: Context) -> Supported | Unsupported:
         """Needs blocks beside the first, which always runs, and that they are called one by one."""

@@ -16,13 +16,13 @@ Source: arXiv 1512.00567 (section 7).
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
 
 from headrace.core.ledger import Ledger
-from headrace.core.technique import Card, Context, Evidence, Stage, Supported, Technique
+from headrace.core.technique import Card, Context, Doubt, Evidence, Stage, Supported, Technique
 from headrace.core.work import Work
 from headrace.kernels.cross_entropy_objective import Smoothed
 from headrace.model.head import IGNORED
@@ -53,6 +53,16 @@ class LabelSmoothing(Technique[Build]):
         hurts="one pass over much text, and a model that will teach another (arXiv 1906.02629)",
         source="arXiv 1512.00567, section 7",
     )
+
+    def doubt(self, plan: Any) -> Doubt | None:
+        """Tell of a target that is more noise than text."""
+        if self.smoothing < 0.5:
+            return None
+        return Doubt(
+            f"techniques.{self.name()}.smoothing = {self.smoothing:g} gives the token that came "
+            f"{1 - self.smoothing:.0%} of the probability and all others the rest",
+            f"techniques.{self.name()}.smoothing=0.1",
+        )
 
     def supports(self, context: Context) -> Supported:
         """Runs everywhere."""

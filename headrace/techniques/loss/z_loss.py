@@ -16,19 +16,22 @@ Source: PaLM (arXiv 2204.02311, section 5).
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
 
 from headrace.core.ledger import Ledger
-from headrace.core.technique import Card, Context, Evidence, Stage, Supported, Technique
+from headrace.core.technique import Card, Context, Doubt, Evidence, Stage, Supported, Technique
 from headrace.core.work import Work
 from headrace.kernels.cross_entropy_objective import WithZLoss
 from headrace.model.count import FP32
 from headrace.model.head import IGNORED
 from headrace.sockets import Build
 
+STRONG = 1e-2
+"""Weight above which the term may outweigh cross-entropy: ten times the most that a tuner tries.
+Chosen, not measured."""
 PASSES: Mapping[str, tuple[float, float]] = {"forward": (24, 4), "backward": (36, 4)}
 """Bytes of a fp32 logit that eager torch moves, and its kernels: largest, difference, exponential,
 sum; and the last three again for their gradient, which is added to the loss's."""
@@ -56,6 +59,16 @@ class ZLoss(Technique[Build]):
         hurts="short runs, which end before logits drift",
         source="arXiv 2204.02311, section 5",
     )
+
+    def doubt(self, plan: Any) -> Doubt | None:
+        """Tell of a weight with which the normaliser is what is learned."""
+        if self.weight <= STRONG:
+            return None
+        return Doubt(
+            f"techniques.{self.name()}.weight = {self.weight:g} is {self.weight / 1e-4:,.0f} times "
+            "the usual: the term of the normaliser outweighs what the text teaches",
+            f"techniques.{self.name()}.weight=1e-4",
+        )
 
     def supports(self, context: Context) -> Supported:
         """Runs everywhere."""

@@ -24,6 +24,7 @@ from headrace.core.ledger import Ledger
 from headrace.core.technique import (
     Card,
     Context,
+    Doubt,
     Evidence,
     Stage,
     Supported,
@@ -86,6 +87,18 @@ class SequenceLengthSchedule(Technique[Build]):
         hurts="short rows, and fine-tuning of a model that knows far tokens already",
         source="arXiv 2108.06084; docs.mosaicml.com, Sequence Length Warmup",
     )
+
+    def doubt(self, plan: Any) -> Doubt | None:
+        """Tell that whole rows never come."""
+        until = self.until if self.until > 1 else self.until * (plan.horizon_steps or 1)
+        lasts = plan.goal_steps
+        if lasts is None or lasts < 3 or until < lasts:
+            return None
+        return Doubt(
+            f"{self.name()} makes rows whole after {until:,.0f} steps, and the run has {lasts}: no "
+            f"step sees the {plan.data.sequence_length} tokens that are validated",
+            f"techniques.{self.name()}.until={max(2, lasts // 3)}",
+        )
 
     def supports(self, context: Context) -> Supported | Unsupported:
         """`start` must divide a row, and the schedule must know its end."""
