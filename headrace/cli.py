@@ -42,7 +42,7 @@ from headrace.doctor.advice import advise
 from headrace.doctor.advice import plain as advice_plain
 from headrace.doctor.run import narrowest
 from headrace.doctor.trace import ABSTAINED
-from headrace.evaluate import doubts, evaluate, finite, worse_than_a_guess
+from headrace.evaluate import doubts, evaluate, finite
 from headrace.export.run import export_run
 from headrace.interrupts import Closing, Interrupts
 from headrace.load import open_model, plan_to_resume, read_plan, resolve_run, run_of
@@ -262,8 +262,8 @@ def _tell(folder: Path, report: dict[str, Any], *, on_its_own: bool) -> None:
         reached = "goal reached" if goal["reached"] else f"budget spent ({ended})"
     else:
         reached = f"ended by {ended}"
-    if lost := worse_than_a_guess(last["loss_nats"], report["tokenizer"]["vocab"]):
-        reached = f"{lost}; {reached}"
+    if report["outcome"]["diverged"]:
+        reached = f"{report['outcome']['sentence']}; {reached}"
     target = f" (goal {asked})" if asked else ""
     part = f" {part_of_text(last['share'])}" if "share" in last else ""  # an older checkpoint's
     speed = report["steady_tokens_per_s"]

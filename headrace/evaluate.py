@@ -24,17 +24,6 @@ FAR = 30
 """Times the default rate above which a rate is taken for a mistake. Chosen, not measured."""
 TARGETS = "validation_targets"
 """Where a build keeps how many targets the run's evaluations count."""
-WORSE = 1.5
-"""Times a uniform guess's loss above which a finite loss is told as divergence. Chosen, too."""
-
-
-def worse_than_a_guess(loss_nats: float, vocab: int) -> str | None:
-    """Return how a loss is far above a uniform guess over `vocab` tokens; None where it is not."""
-    guess = math.log(vocab)
-    if loss_nats <= WORSE * guess:
-        return None
-    bits, uniform = loss_nats / math.log(2), guess / math.log(2)
-    return f"diverged ({bits:.1f} bits per token; a uniform guess has {uniform:.1f})"
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """When a run ends: pure questions of its counters."""
 
 from dataclasses import asdict, dataclass, field
+from math import isfinite
 from typing import Any
 
 from headrace.core.plan import Plan
@@ -21,12 +22,22 @@ class Counters:
     stream: dict[str, Any] = field(default_factory=dict)
     guard: dict[str, Any] | None = None
     """how far the first step was from the plain trainer's"""
+    first_loss: float | None = None
+    """of the first step, in nats per token; None where it was not finite"""
+    last_loss: float | None = None
+    """of the newest step that was read"""
     attention: dict[str, Any] | None = None
     """what was measured to choose its backend, and what torch's own choice launched"""
 
     def plain(self) -> dict[str, Any]:
         """As JSON values."""
         return asdict(self)
+
+    def saw(self, step: int, loss: float | None) -> None:
+        """Keep the loss of a step that was read, where it is a number."""
+        self.last_loss = loss if loss is not None and isfinite(loss) else None
+        if step == 1:
+            self.first_loss = self.last_loss
 
     @property
     def bits_per_byte(self) -> float | None:

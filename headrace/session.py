@@ -379,6 +379,7 @@ class Session:
                 own_s = row["input_s"] + row["forward_s"] + row["backward_s"]
                 self._own_s.append((row["step"], own_s))
             self._rows.append(row)
+            self.counters.saw(row["step"], row["loss"] if self.counted else None)
             if not finite:
                 self.counters.skipped_steps += 1
                 self.build.recover(self.build, row["step"], row)

@@ -13,8 +13,10 @@ from headrace import choose, filled, guard, start
 from headrace.build import predict
 from headrace.compile_time import graph_breaks
 from headrace.core.doubts import doubts_of
+from headrace.core.errors import Diverged
 from headrace.core.hardware import lookup
 from headrace.core.ledger import Ledger
+from headrace.core.outcome import Outcome, outcome_of
 from headrace.core.symptoms import saves_memory
 from headrace.core.technique import Evidence
 from headrace.evaluate import TARGETS, doubts
@@ -65,9 +67,8 @@ def summarize(
     return {
         "format": 1,
         "name": plan.name,
-        "status": status,
-        "message": message,
-        "error": error,
+        "status": status, "message": message, "error": error,
+        "outcome": _outcome(build, counters, error).to_dict(),
         "goal": reached(plan, counters),
         "doubts": [{"reason": one.reason, "remedy": one.remedy} for one in doubts_of(plan)],
         "steps": counters.step,
@@ -109,6 +110,14 @@ def _data(build: Build, counters: Counters) -> dict[str, Any]:
     last = counters.val[-1]["bits_per_byte"] if counters.val else None
     told = doubts(build, None if targets is None else tokens, targets, bits_per_byte=last)
     return {**found, "targets": targets, "doubts": [doubt.to_dict() for doubt in told]}
+
+
+def _outcome(build: Build, counters: Counters, error: str) -> Outcome:
+    """Whether it learned or diverged."""
+    return outcome_of(
+        counters.val, counters.first_loss, counters.last_loss, step=counters.step,
+        vocab=build.prepared.tokenizer.vocab, ended_wild=error == Diverged.__name__,
+    )  # fmt: skip
 
 
 def _utilization(build: Build, rate: float | None) -> dict[str, Any]:

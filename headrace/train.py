@@ -87,9 +87,7 @@ def run(
         plan = _as_restored(plan, run_before, checkpoint) if run_before else plan
         world = stack.enter_context(open_world(plan.mesh, device))
         device = _own_device(device, world)
-        # make_build asks again, of the plan as it is then; a refusal shall not wait for the data.
-        check_supported(list(plan.techniques.values()), make_context(plan, device))
-        _tell_doubts(plan, progress, begins=not resume)
+        _check_plan(plan, device, progress, given=first, begins=not resume)
         prepared = prepare_together(plan, world, progress, run_before)
         if world.rank == 0:
             _tell_data(plan, prepared, progress, run_before)
@@ -251,12 +249,26 @@ def _look_at_validation(build: Build, progress: Progress) -> int:
     return targets
 
 
-def _tell_doubts(plan: Plan, progress: Progress, *, begins: bool) -> None:
-    """Tell what of the plan may not be meant; refuse to begin what means nothing."""
-    doubts = doubts_of(plan)
+def _check_plan(
+    plan: Plan, device: torch.device, progress: Progress, *, given: str, begins: bool
+) -> None:
+    """Refuse what cannot run, and to begin what means nothing; tell what may not be meant.
+
+    `make_build` asks again, of the plan as it is then; a refusal shall not wait for the data.
+
+    Args:
+        plan: the run.
+        device: where it runs.
+        progress: where to tell.
+        given: the folder of weights that the run first began from.
+        begins: whether it begins here, or goes on.
+    """
+    check_supported(list(plan.techniques.values()), make_context(plan, device))
+    model = plan.model.model_copy(update={"pretrained": given})
+    told = doubts_of(plan.model_copy(update={"model": model}))
     if begins:
-        check_meant(doubts)
-    for doubt in doubts:
+        check_meant(told)
+    for doubt in told:
         progress.note(f"note: {doubt.line}")
 
 

@@ -163,7 +163,10 @@ def _judged(
         prompts = _prompts(report)
         faults = [f for f in faults if not (prompts and f.bottleneck == WASTED)]
         faults = _placed(faults, _clock(signals.get("gpu")))
+        faults = _with_outcome(faults, report)
         unread = [f for f in (*found, *traced) if f.bottleneck == ABSTAINED]
+        if faults and _unstable(faults[0]):  # which few steps are enough to tell
+            unread = [f for f in unread if f.not_measured != "everything"]
         told = [_told_apart(f, split, signals) for f in stations(report)]
         told = [replace(f, evidence=f"{f.evidence}{prompts}") if f.bottleneck == WASTED else f
                 for f in told]  # fmt: skip
@@ -173,6 +176,33 @@ def _judged(
         if isinstance(error, KeyError):
             what = f"a key {error} is not in it"
         raise RunError(f"{file} is damaged, or of another version: {what}", mend) from None
+
+
+def _with_outcome(faults: list[Finding], report: Mapping[str, Any]) -> list[Finding]:
+    """The faults with the divergence of the whole run first: nothing else matters before it."""
+    outcome = report.get("outcome") or {}
+    told = outcome.get("kind") == "not finite" and faults and _unstable(faults[0])
+    if not outcome.get("diverged") or told:
+        return faults
+    jumps = [f.evidence for f in faults if _unstable(f)]
+    sentence = outcome["sentence"]
+    return [
+        Finding("instability", 1.0, f"The run {sentence}.", "; ".join([_losses(outcome), *jumps]),
+                "measured"),
+        *(f for f in faults if not _unstable(f)),
+    ]  # fmt: skip
+
+
+def _unstable(finding: Finding) -> bool:
+    return finding.bottleneck == "instability"
+
+
+def _losses(outcome: Mapping[str, Any]) -> str:
+    """The numbers of a divergence."""
+    names = {"last": "at the end", "first": "at the start", "guess": "of a uniform guess"}
+    known = {name: outcome[f"{name}_nats"] for name in names}
+    told = [f"{nats:.4g} nats {names[name]}" for name, nats in known.items() if nats is not None]
+    return "loss " + ", ".join(told)
 
 
 def _prompts(report: Mapping[str, Any]) -> str:

@@ -182,6 +182,13 @@ class Parent(Table):
     step: int
 
 
+class Ended(Table):
+    """Whether the run diverged, in one sentence where it did."""
+
+    diverged: bool
+    sentence: str = ""
+
+
 class Doubted(Table):
     """Why the plan may not be what its user means, and what would be."""
 
@@ -197,6 +204,7 @@ class Report(Table):
     status: Literal["done", "failed", "interrupted"]
     message: str | None = None
     goal: Goal
+    outcome: Ended | None = None
     doubts: tuple[Doubted, ...] = ()
     steps: Count = None
     tokens: Count

@@ -84,11 +84,16 @@ def verdict(report: Report) -> Verdict:
     goal, target = report.goal, report.goal.asked.get("bits_per_byte")
     cost = f", for {dollars(report.dollars)}" if report.dollars is not None else ""
     spent = f"{seconds(report.wall_s)} and {count(report.tokens)} tokens{cost}"
+    wild = report.outcome is not None and report.outcome.diverged
     if report.status != "done":
-        word = report.status.capitalize()
+        word = "Diverged" if wild else report.status.capitalize()
         reason = f": {report.message.rstrip('.')}" if report.message else ""
         sentence = f"{word} at step {whole(report.steps)} after {spent}{reason}."
-        return Verdict("bad" if report.status == "failed" else "plain", word, sentence)
+        return Verdict("bad" if wild or report.status == "failed" else "plain", word, sentence)
+    if report.outcome is not None and wild:
+        how = report.outcome.sentence
+        sentence = f"{how[:1].upper()}{how[1:]}; ended by {_limit(report)} after {spent}."
+        return Verdict("bad", "Diverged", sentence)
     if target is None:
         end = (
             f"validation ended at {bits(report.evaluated[-1].bits_per_byte)} bits per byte"
