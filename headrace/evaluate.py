@@ -204,7 +204,8 @@ def _more_targets(build: Build, tokens: int | None) -> str:
     plan, whole = build.plan, build.prepared.validation.tokens - 1
     more = "data.validation=PATH of more text"
     if _share(build, tokens) < 1:
-        return f"eval.tokens={whole + plan.data.sequence_length}, or {more}"
+        shorter = "a smaller techniques.prefix_lm.tokens, " if build.mask.prefix else ""
+        return f"eval.tokens={whole + plan.data.sequence_length}, {shorter}or {more}"
     if not build.mask.prefix:
         return more
     if 2 <= whole < plan.data.sequence_length and not build.mask.document:

@@ -11,7 +11,7 @@ from headrace.data.shards import Shards
 COPIED = 0.25
 """Share of a validation text's long lines, trained on too, from which on this is told. Files of
 Python's standard library have 0.14 in common, those of novels, plays and articles none."""
-FEW_TARGETS = 1000
+FEW_TARGETS = 500
 """Targets below which an evaluation is told as one of few."""
 MOVES, FALLS = 0.4, 0.26
 """From one text of n targets to another, bits per byte has a deviation of MOVES x n^-FALLS of its

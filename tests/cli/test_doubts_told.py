@@ -139,8 +139,8 @@ def test_a_few_targets_are_told_with_what_mends_it(invoke: Run, tmp_path: Path) 
     report = json.loads((tmp_path / "runs" / "demo" / "report.json").read_text())
     (doubt,) = report["data"]["doubts"]
     targets = report["data"]["targets"]
-    assert doubt["kind"] == "few_targets" and 0 < doubt["targets"] == targets < 1000
-    assert f"validation has {targets:,} targets, fewer than 1,000" in started
+    assert doubt["kind"] == "few_targets" and 0 < doubt["targets"] == targets < 500
+    assert f"validation has {targets:,} targets, fewer than 500" in started
     last = report["val"][-1]["bits_per_byte"]
     assert doubt["moves_by_bits_per_byte"] == pytest.approx(last * doubt["moves_by_share"])
     assert 0.06 < doubt["moves_by_share"] < 0.2
@@ -149,11 +149,11 @@ def test_a_few_targets_are_told_with_what_mends_it(invoke: Run, tmp_path: Path) 
     assert "bits per byte over all of the validation text" in started
     evaluated = json.loads(invoke("eval", "demo", "--json").stdout)
     assert evaluated["tokens"] == targets and evaluated["doubts"][0]["kind"] == "few_targets"
-    assert "targets, fewer than 1,000" in invoke("eval", "demo").stdout
+    assert "targets, fewer than 500" in invoke("eval", "demo").stdout
     mended = doubt["remedy"].partition(",")[0]
     assert mended.startswith("data.validation=0.")
     told = json.loads(invoke("ingest", "data.sources=a.jsonl", mended, "--json").stdout)
-    assert not told["doubts"] and told["validation_tokens"] > 1000
+    assert not told["doubts"] and told["validation_tokens"] > 500
 
 
 def test_a_limit_that_leaves_few_targets_is_what_mends_it(invoke: Run, tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_a_limit_that_leaves_few_targets_is_what_mends_it(invoke: Run, tmp_path:
     assert doubt["targets"] == 64 and run["val"][-1]["share"] < 0.1
     assert doubt["remedy"].startswith("eval.tokens=")
     again = json.loads(invoke("train", *keys, doubt["remedy"], "--json").stdout)
-    assert not again["data"]["doubts"] and again["data"]["targets"] >= 1000
+    assert not again["data"]["doubts"] and again["data"]["targets"] >= 500
     ended = invoke("train", *keys, "eval.tokens=64").stderr
     share = again["val"][-1]["share"]
     assert f"bits per byte over {run['val'][-1]['share']:.1%} of the validation text (goal" in ended

@@ -126,7 +126,7 @@ def test_ctrl_c_at_the_end_of_a_run_fails_no_command(
     assert told["status"] == "done" and told["steps"] == 3 and told["narrowest"]
     assert (told["sample"] is None) == (where == "sample")
     kept = workshop / "runs" / name.removeprefix("name=") / "report.json"
-    assert json.loads(kept.read_text()) == told
+    assert json.loads(kept.read_text()).items() <= told.items()
 
 
 def test_a_page_that_cannot_be_drawn_fails_no_run(
