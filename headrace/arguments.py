@@ -1,17 +1,22 @@
 """What the verbs of the command line take: plans by name, techniques, overrides."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 
 from headrace import __version__, probes
+from headrace.build import NOT_OF_WEIGHTS
 from headrace.context import choose_device, elsewhere, make_context
+from headrace.core.errors import ConfigError, HeadraceError
+from headrace.core.files import toml_values
 from headrace.core.machine import Machine
-from headrace.core.plan import Plan
+from headrace.core.plan import Plan, left_to_weights
 from headrace.core.technique import Catalogue, Context, installed
+from headrace.model.adapter import load_pretrained
 from headrace.recipes import read_recipe
+from headrace.terminal import console, is_first
 
 
 def _tell_version(asked: bool) -> None:
@@ -50,10 +55,49 @@ def named_plan(
     Raises:
         ConfigError: there is none, and what to give the verb; or it is not well formed.
     """
-    text = read_recipe(name, verb)
-    return Plan.read(
-        text, catalogue(), overrides=overrides or (), with_=add or (), without=drop or ()
-    )
+    text, said = read_recipe(name, verb), overrides or []
+    plan = Plan.read(text, catalogue(), overrides=said, with_=add or (), without=drop or ())
+    left = left_to_weights(toml_values(text, name), said)
+    if any(word.partition("=")[0].strip() == "model.pretrained" for word in said):
+        _weigh(plan, left, said)
+    return plan
+
+
+def _weigh(plan: Plan, left: dict[str, Any], said: list[str]) -> None:
+    """Tell what given weights decide against a plan's file, and refuse what is said against them.
+
+    Args:
+        plan: with the weights.
+        left: keys of the file that are left to them, with its values.
+        said: the command line's overrides.
+
+    Raises:
+        ConfigError: an override contradicts them.
+    """
+    folder = plan.model.pretrained
+    try:
+        weights, _ = load_pretrained(Path(folder))
+    except HeadraceError:  # a resume may not need them; who reads them says what is wrong
+        return
+    own = {f"model.{key}": value for key, value in dict(weights).items()}
+    own |= {"data.tokenizer": folder, "data.vocab": weights.vocab}
+    asked = {word.partition("=")[0].strip() for word in said}
+    trains = "data.vocab" in asked and "data.tokenizer" not in asked
+    if trains and plan.data.vocab != weights.vocab:
+        raise ConfigError(
+            f"data.vocab = {plan.data.vocab} is of a tokenizer that is trained here, and the one "
+            f"of the weights of {folder} has {weights.vocab} entries",
+            f"data.vocab={weights.vocab} (or leave it out)",
+        )
+    idle = {f"model.{key}" for key in NOT_OF_WEIGHTS}
+    other = [
+        f"{key} {value} -> {own[key]}"
+        for key, value in left.items()
+        if key not in idle and own.get(key, value) != value
+    ]
+    if other and is_first():
+        told = f"the weights of {folder} decide, not the plan's file: {', '.join(other)}"
+        console.print(told, markup=False, soft_wrap=True)
 
 
 def place(plan: Plan, device_name: str = "") -> tuple[Context, Machine]:

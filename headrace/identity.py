@@ -109,7 +109,7 @@ def _shown(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def _among(key: str, tables: Iterable[str]) -> bool:
+def among(key: str, tables: Iterable[str]) -> bool:
     """Whether a key is one of those, or lies in one of those tables."""
     return any(key == table or key.startswith(f"{table}.") for table in tables)
 
@@ -121,7 +121,7 @@ def changed_knobs(saved: Saved, plan: Plan) -> Differences:
     return {
         key: pair
         for key, pair in differences(saved, plan).items()
-        if _among(key, tables) and key not in tables
+        if among(key, tables) and key not in tables
     }
 
 
@@ -142,13 +142,11 @@ def check_same_run(saved: Saved, build: Build, *, fork: bool = False) -> None:
     """
     plan, run = build.plan, saved.path.parent.parent
     changes, exact = differences(saved, plan), _exact(saved, plan)
-    fixed = [key for table in MUST_STAY for key in changes if _among(key, [table])]
+    fixed = [key for table in MUST_STAY for key in changes if among(key, [table])]
     switched = [key for key in changes if _switched(key) and key.split(".")[1] not in exact]
     learned, shapes = changed_knobs(saved, plan), _reshaped(saved, build)
-    words = [override(saved.values["plan"], key) for key in (*fixed, *learned)]
-    words += [f"{'--with' if changes[key][0] else '--without'} {key.split('.')[1]}"
-              for key in switched]  # fmt: skip
-    back = train_command(run, "--resume", *words)
+    words = [back(saved, key, changes[key]) for key in (*fixed, *switched, *learned)]
+    goes_on = train_command(run, "--resume", *words)
     if fixed:
         old, new = changes[fixed[0]]
         said = f"{fixed[0]} was {old!r} and is now {new!r}"
@@ -171,8 +169,15 @@ def check_same_run(saved: Saved, build: Build, *, fork: bool = False) -> None:
         other = f"{train_command(run, begins, *asked)} for a new run"
         other += "" if shapes else " that begins there"
     raise ConfigError(
-        f"cannot resume: {said}{f'; also {also}' * bool(also)}", f"{back}; or {other}"
+        f"cannot resume: {said}{f'; also {also}' * bool(also)}", f"{goes_on}; or {other}"
     )
+
+
+def back(saved: Saved, key: str, pair: tuple[Any, Any]) -> str:
+    """Return what to type behind a plan to have a key as it was at a checkpoint."""
+    if _switched(key) and not pair[0]:
+        return f"--without {key.split('.')[1]}"
+    return override(saved.values["plan"], key)
 
 
 def _switched(key: str) -> bool:

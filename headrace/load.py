@@ -10,13 +10,25 @@ from headrace.build import make_build
 from headrace.checkpoint import Saved, steps_in
 from headrace.context import choose_device
 from headrace.core.errors import ConfigError, nearest
-from headrace.core.files import read_plan_text
+from headrace.core.files import mend_plan, read_plan_text, recorded_plan, train_command
 from headrace.core.plan import MeshConfig, Plan
-from headrace.core.technique import Catalogue, Stage
+from headrace.core.technique import Catalogue, Stage, Technique
 from headrace.data.ingest import reopen
 from headrace.data.prepared import Prepared, check_same_data
 from headrace.data.tokenizer import Tokenizer
-from headrace.identity import FOUND_BY, check_frozen, flat, frozen_digests, trained, without_base
+from headrace.identity import (
+    FOUND_BY,
+    Differences,
+    among,
+    back,
+    check_frozen,
+    differences,
+    flat,
+    frozen_digests,
+    told,
+    trained,
+    without_base,
+)
 from headrace.optim.schedule import learning_rate
 from headrace.parallel.world import World
 from headrace.run_folder import RunFolder
@@ -60,11 +72,15 @@ def read_plan(folder: Path, catalogue: Catalogue) -> Plan:
         ConfigError: `folder` is not a run, or its plan is damaged.
     """
     file = resolve_run(folder) / "plan.toml"
-    text = read_plan_text(file)
+    mend = mend_plan(file.parent)
+    try:
+        text = read_plan_text(file)
+    except ConfigError as error:
+        raise ConfigError(error.message, mend or error.remedy) from None
     try:
         return Plan.read(text, catalogue)
     except ConfigError as error:
-        raise ConfigError(f"{file}: {error.message}", error.remedy) from None
+        raise ConfigError(f"{file}: {error.message}", mend or error.remedy) from None
 
 
 def plan_to_resume(
@@ -161,24 +177,22 @@ def open_model(
         ConfigError: not a run, or no such checkpoint.
         RunError: the checkpoint is damaged.
     """
-    plan = read_plan(folder, catalogue)
+    plan, path = read_plan(folder, catalogue), _checkpoint(folder, checkpoint)
+    saved = Saved(path)
     # An exact technique computes what the trunk computes: opened alone, a model needs none of them,
     # so a run that was trained on another device opens here. What scales a loss is no part of it
     # either, and fp16 is refused without.
     shaping = {
         n: t
         for n, t in plan.techniques.items()
-        if (t.stage <= Stage.LINEAR and t.equality != "exact") or "loss_scale" in t.claims
+        if _shapes(t, with_data=with_data) or "loss_scale" in t.claims
     }
-    if with_data:
-        shaping |= {n: t for n, t in plan.techniques.items() if t.stage == Stage.DATA}
+    _check_same_model(saved, plan, catalogue, with_data=with_data)
     plan = plan.replaced(
         device="auto",
         techniques=shaping,
         mesh=MeshConfig(),
     )
-    path = _checkpoint(folder, checkpoint)
-    saved = Saved(path)
     plan = without_base(plan, saved)
     if with_data:
         prepared = reopen(plan, RunFolder(folder).read_data(), folder)
@@ -194,6 +208,42 @@ def open_model(
     for name, parameter in trained(build):
         saved.fill_(f"model/{name}", parameter)
     return build
+
+
+def _shapes(technique: Technique[Build] | type[Technique[Build]], *, with_data: bool) -> bool:
+    """Whether a model computes something else without a technique, or its data are other rows."""
+    designs = technique.stage <= Stage.LINEAR and technique.equality != "exact"
+    return designs or (with_data and technique.stage == Stage.DATA)
+
+
+def _check_same_model(saved: Saved, plan: Plan, catalogue: Catalogue, *, with_data: bool) -> None:
+    """Refuse a plan.toml that describes another model than its checkpoint holds.
+
+    Raises:
+        ConfigError: with the key, both values, and the command that makes the plan what it was.
+    """
+    run = saved.path.parent.parent
+    known = {**catalogue.techniques, **{n: type(t) for n, t in plan.techniques.items()}}
+    shaping = [f"techniques.{n}" for n, t in known.items() if _shapes(t, with_data=with_data)]
+    tables = ["model", "data.sequence_length", *shaping]
+
+    def found(of: Plan) -> Differences:
+        each = differences(saved, of).items()
+        return {key: pair for key, pair in each if among(key, tables) and key != "model.pretrained"}
+
+    if not (changes := found(plan)):
+        return
+    mend = mend_plan(run)
+    try:
+        mended = mend and not found(Plan.read(read_plan_text(recorded_plan(run)), catalogue))
+    except ConfigError:
+        mended = False
+    words = [back(saved, key, pair) for key, pair in changes.items()]
+    raise ConfigError(
+        f"{run / 'plan.toml'} is not the plan that {saved.path} was trained with: {told(changes)} "
+        "there",
+        mend if mended else train_command(run, "--resume", *words),
+    )
 
 
 def _checkpoint(folder: Path, which: str | None) -> Path:

@@ -1,11 +1,11 @@
 """A run's folder: what is written where, and nothing that an earlier run left is lost.
 
-`runs/NAME/` holds plan.toml, environment.json, data.json (which data it is), metrics.jsonl (one row
-a step), checkpoints/, pretrained/ (small files of the folder that it started from), and in the end
-report.json, findings.json and report.html. A name that is
-taken becomes NAME-2, NAME-3 and so on; `--resume` continues the newest of them. Files are written
-aside and renamed, so that a kill leaves the old or the new one; a lock, which the system takes back
-however a process ends, keeps two processes out of one folder.
+`runs/NAME/` holds plan.toml (and .plan.toml, a copy that stays what was run), environment.json,
+data.json (which data it is), metrics.jsonl (one row a step), checkpoints/, pretrained/ (small files
+of the folder that it started from), and in the end report.json, findings.json and report.html. A
+name that is taken becomes NAME-2, NAME-3 and so on; `--resume` continues the newest of them. Files
+are written aside and renamed, so that a kill leaves the old or the new one; a lock, which the
+system takes back however a process ends, keeps two processes out of one folder.
 """
 
 import hashlib
@@ -29,6 +29,7 @@ from filelock import Timeout
 from headrace.checkpoint import Checkpoints, check_space
 from headrace.core.errors import ConfigError, RunError, at_a_limit
 from headrace.core.files import (
+    RECORDED,
     hold_lock,
     parse_json,
     parse_object,
@@ -181,8 +182,9 @@ class RunFolder:
         return before
 
     def write_plan(self, plan: Plan) -> None:
-        """Write plan.toml."""
-        write_whole(self.path / "plan.toml", plan.to_toml())
+        """Write plan.toml, and the copy of it that stays what was run."""
+        for name in (RECORDED, "plan.toml"):
+            write_whole(self.path / name, plan.to_toml())
 
     def write(self, name: str, value: Any) -> None:
         """Write NAME.json; numbers that are not finite become null."""

@@ -14,6 +14,8 @@ from filelock import BaseFileLock, FileLock, Timeout
 
 from headrace.core.errors import ConfigError
 
+RECORDED = ".plan.toml"
+"""The name, in a run's folder, of the plan that it was started with; plan.toml is for people."""
 DEEPEST = 16
 """Tables and lists inside each other; no plan has more than five."""
 
@@ -98,6 +100,21 @@ def hold_lock(file: Path, *, wait: bool, key: str) -> BaseFileLock:
             f"{key}=FOLDER on one of these",
         ) from None
     return lock
+
+
+def recorded_plan(run: Path) -> Path:
+    """Return the plan that a run was started with, whatever was written into plan.toml since.
+
+    A run of before kept plan.toml alone.
+    """
+    kept = run / RECORDED
+    return kept if kept.is_file() else run / "plan.toml"
+
+
+def mend_plan(run: Path) -> str:
+    """Return the command that makes a run's plan.toml what it was; "" where it was not kept."""
+    kept = run / RECORDED
+    return shlex.join(["cp", str(kept), str(run / "plan.toml")]) if kept.is_file() else ""
 
 
 def train_command(run: Path, *words: str) -> str:

@@ -351,7 +351,9 @@ class Plan(Strict):
         overrides = [*overrides]
         for item in overrides:
             _override(values, item)
-        _let_weights_decide(values, {item.partition("=")[0].strip() for item in overrides})
+        for key in left_to_weights(values, overrides):
+            table, _, leaf = key.partition(".")
+            del values[table][leaf]
         check_values(values)
         tables = values.setdefault("techniques", {})
         if not isinstance(tables, dict):
@@ -421,23 +423,29 @@ class Plan(Strict):
         return tomli_w.dumps(self.dump())
 
 
-def _let_weights_decide(values: dict[str, Any], said: set[str]) -> None:
-    """Drop what a file says of the model and its tokenizer where an override names weights.
+def left_to_weights(values: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """Return what a file says of the model and its tokenizer where an override names weights.
 
     The folder has the model's shape and its tokenizer, and the later layer wins.
+
+    Args:
+        values: the file's tables.
+        overrides: the command line's.
     """
+    said = {item.partition("=")[0].strip() for item in overrides}
     if "model.pretrained" not in said:
-        return
+        return {}
     decided = {
         "model": {*ModelConfig.model_fields} - {"pretrained", "precision"},
         "data": {"tokenizer", "vocab"},
     }
-    for table, keys in decided.items():
-        found = values.get(table)
-        if isinstance(found, dict):
-            for key in keys & {*found}:
-                if f"{table}.{key}" not in said:
-                    del found[key]
+    return {
+        f"{table}.{key}": found[key]
+        for table, keys in decided.items()
+        if isinstance(found := values.get(table), Mapping)
+        for key in sorted(keys & {*found})
+        if f"{table}.{key}" not in said
+    }
 
 
 def _technique(name: str, knobs: Any) -> Technique[Any]:

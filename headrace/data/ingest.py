@@ -7,7 +7,8 @@ from all of it, so its memory does not grow with the data.
 The result is kept under `data.directory` in a folder named by all that went into it. It is built
 aside under a lock and renamed when complete and on disk: `kill -9` leaves at worst a folder that
 nobody reads and the next run removes, and a second process waits and then finds the work done. A
-cached set of up to 1 GiB is compared with its hashes on every start, a larger one by size only.
+cached set of up to 1 GiB is compared with its hashes on every start, a larger one by its sizes and
+offsets.
 """
 
 import errno
@@ -46,7 +47,7 @@ from headrace.data.heldout import (
 )
 from headrace.data.left_out import Tally
 from headrace.data.prepared import Prepared, check_same_data, open_prepared
-from headrace.data.shards import FORMAT, ShardWriter, sync_file
+from headrace.data.shards import FORMAT, OtherFormat, ShardWriter, sync_file
 from headrace.data.sources import read_documents, source_signature
 from headrace.data.tokenizer import Tokenizer, open_tokenizer, train_tokenizer
 
@@ -152,7 +153,11 @@ def reopen(
     places.append(Path(plan.data.directory).expanduser() / places[0].name)
     place = next((p for p in places if p.is_dir()), None)
     if place is not None:
-        found = open_prepared(plan, place)
+        try:
+            found = open_prepared(plan, place)
+        except ConfigError as error:
+            remedy = _remade(plan, place, run, older=isinstance(error, OtherFormat))
+            raise ConfigError(error.message, remedy) from None
     else:
         try:
             found = prepare(plan, progress=progress)
@@ -166,6 +171,25 @@ def reopen(
     text = {thing: digest for thing, digest in was.items() if thing != "mixture"}  # the plan's own
     check_same_data(text, found.fingerprint, f"shards in {found.directory}", run)
     return found
+
+
+def _rebuild_whole(plan: Plan, folder: Path) -> str:
+    """The command that makes all of a folder again: a part of it is never made anew."""
+    return f"rm -r {shlex.quote(str(folder))} && {_rebuild_command(plan.data)}"
+
+
+def _remade(plan: Plan, folder: Path, run: Path, *, older: bool) -> str:
+    """The command behind damaged shards of a run; whether its text is what it was decides."""
+    try:
+        same = older or _key(plan) == folder.name
+    except (ConfigError, OSError):  # what they were made from is gone
+        same = False
+    if same:
+        return _rebuild_whole(plan, folder)
+    return (
+        f"{train_command(run, 'name=NEW')} for a new run: the text is not what these shards were "
+        f"made from any more, and only a copy of {folder} could take their place"
+    )
 
 
 def _prepare_again(plan: Plan, own: Path, progress: Progress | None) -> Prepared:
@@ -210,7 +234,7 @@ def _prepare(plan: Plan, progress: Progress | None) -> Prepared:
     except ConfigError as error:
         if not target.exists():
             raise
-        remedy = f"rm -r {shlex.quote(str(target))} && {_rebuild_command(plan.data)}"
+        remedy = _rebuild_whole(plan, target)
         raise ConfigError(error.message, remedy) from None  # a part of it is never made anew
     except OSError as error:
         if is_out_of_memory(error):

@@ -5,8 +5,8 @@ little endian), `offsets.bin` (uint64: where each document starts, counted over 
 `manifest.json`. Every file but the last holds the same number of tokens, so finding one is a
 division. The manifest is written last, so a folder without one is not a shard set. It seals itself:
 a field that was changed since is found when the set is opened, and so is one that contradicts
-another. Opening compares sizes only; `verify` reads everything, compares sha256, and looks at every
-id and every offset. Maps are made when first touched and the
+another. Opening compares sizes and looks at every offset, at any size; `verify` reads
+everything, compares sha256, and looks at every id. Maps are made when first touched and the
 oldest are dropped, so ten thousand files cost neither start-up time nor file descriptors.
 """
 
@@ -24,9 +24,15 @@ from headrace.core.errors import ConfigError
 from headrace.core.files import write_whole
 from headrace.core.strict import Strict
 
-FORMAT = 2
+FORMAT = 3
+DIGESTED_AS = 2
+"""The format under which runs keep the digest of a manifest: what it covers is the same since."""
+OFFSETS_AT_ONCE = 1 << 20
+"""Offsets that are looked at together: 8 MiB, however many there are."""
 SHARD_TOKENS = 1 << 27
 OPEN_MAPS = 128
+_REBUILD = "headrace data ingest PLAN"
+"""What makes shards again, where their manifest does not say."""
 
 
 Count = Annotated[int, Field(ge=0, lt=1 << 62)]
@@ -226,7 +232,9 @@ class Shards:
         directory = Path(directory)
         path = directory / "manifest.json"
         try:
-            manifest = Manifest.model_validate_json(path.read_bytes())
+            raw = path.read_bytes()
+            _check_format(directory, raw)
+            manifest = Manifest.model_validate_json(raw)
         except FileNotFoundError:
             raise ConfigError(
                 f"{directory} is not a shard set: it has no manifest.json",
@@ -238,11 +246,6 @@ class Shards:
             raise ConfigError(
                 f"{path} is damaged: {where}: {detail['msg'].lower()}", _rebuild(directory)
             ) from None
-        if manifest.format != FORMAT:
-            raise ConfigError(
-                f"{directory} has shard format {manifest.format}, this version reads {FORMAT}",
-                _rebuild(directory, manifest),
-            )
         if manifest.seal != manifest.digest:
             raise ConfigError(
                 f"{path} was changed since it was written: its fields have sha256 "
@@ -270,6 +273,7 @@ class Shards:
     def manifest_digest(self) -> str:
         """sha256 over what the manifest says of the content: all but names and commands."""
         said = self.manifest.model_dump(mode="json", exclude={"seal", "source", "rebuild"})
+        said["format"] = DIGESTED_AS
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
     def verify(self, *, full: bool = True) -> None:
@@ -291,19 +295,28 @@ class Shards:
                 )
             if full:
                 self._verify_content(self.directory / name, entry.sha256)
+        self._verify_offsets()
         if full:
-            self._verify_meaning()
+            self._verify_ids()
 
-    def _verify_meaning(self) -> None:
-        """Look at every offset and every id: hashes may have been made again around nonsense."""
-        offsets = self._map("offsets.bin")
-        rising = bool((offsets[1:] > offsets[:-1]).all())
-        if len(offsets) and (offsets[0] != 0 or offsets[-1] >= self.tokens or not rising):
-            raise ConfigError(
-                f"{self.directory / 'offsets.bin'} does not say where documents start: they rise "
-                f"from 0 and stay below {self.tokens:,} tokens",
-                _rebuild(self.directory, self.manifest),
-            )
+    def _verify_offsets(self) -> None:
+        """Look at every offset, a part at a time: a hash may be made again around nonsense."""
+        offsets, before = self._map("offsets.bin"), -1
+        for begin in range(0, len(offsets), OFFSETS_AT_ONCE):
+            part = offsets[begin : begin + OFFSETS_AT_ONCE]
+            first, last = int(part[0]), int(part[-1])
+            rising = bool((part[1:] > part[:-1]).all())
+            starts = first > before if begin else first == 0
+            if not (starts and rising and last < self.tokens):
+                raise ConfigError(
+                    f"{self.directory / 'offsets.bin'} does not say where documents start: they "
+                    f"rise from 0 and stay below {self.tokens:,} tokens",
+                    _rebuild(self.directory, self.manifest),
+                )
+            before = last
+
+    def _verify_ids(self) -> None:
+        """Look at every id, for the same reason."""
         for number in range(len(self.manifest.files)):
             ids = self._map(_file_name(number))
             if len(ids) and (largest := int(ids.max())) >= self.manifest.vocab:
@@ -348,10 +361,34 @@ class Shards:
         return np.asarray(np.memmap(self.directory / name, dtype=dtype, mode="r"))
 
 
+class OtherFormat(ConfigError):
+    """Shards that another version of this package wrote."""
+
+
+def _check_format(directory: Path, raw: bytes) -> None:
+    """Refuse a manifest of another format before it is read as one of this.
+
+    Raises:
+        OtherFormat: with both.
+    """
+    try:
+        said = json.loads(raw)
+    except (ValueError, RecursionError):
+        return  # damaged, which reading it says
+    found = said.get("format", FORMAT) if isinstance(said, dict) else FORMAT
+    if found != FORMAT:
+        rebuild = said.get("rebuild")
+        command = rebuild if isinstance(rebuild, str) else _REBUILD
+        raise OtherFormat(
+            f"{directory} has shard format {found}, this version reads {FORMAT}",
+            f"rm -r {directory} && {command}",
+        )
+
+
 def _file_name(index: int) -> str:
     return f"tokens-{index:05d}.bin"
 
 
 def _rebuild(directory: Path, manifest: Manifest | None = None) -> str:
-    command = manifest.rebuild if manifest else "headrace data ingest PLAN"
+    command = manifest.rebuild if manifest else _REBUILD
     return f"rm -r {directory} && {command}"

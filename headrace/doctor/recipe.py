@@ -22,6 +22,7 @@ from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
+from headrace.core.files import recorded_plan
 from headrace.core.units import format_count
 from headrace.doctor.findings import Finding
 
@@ -158,7 +159,7 @@ def _curve(report: Mapping[str, Any]) -> Curve:
 
 def _plan(folder: Path) -> dict[str, Any] | None:
     try:
-        return tomllib.loads((folder / "plan.toml").read_text())
+        return tomllib.loads(recorded_plan(folder).read_text())
     except (OSError, ValueError):
         return None
 

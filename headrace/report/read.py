@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from headrace.core.errors import ConfigError, nearest
-from headrace.core.files import parse_json, parse_object
+from headrace.core.files import parse_json, parse_object, recorded_plan
 
 PHASES: tuple[str, ...] = (
     "input", "forward", "backward", "optimizer", "communication_exposed", "checkpoint", "eval",
@@ -255,7 +255,8 @@ class Run:
         report: report.json.
         metrics: one array per column of metrics.jsonl, NaN where a value is null, steps ascending.
         environment: environment.json, or empty when the folder has none.
-        plan_toml: the resolved plan, or empty when the folder has none.
+        plan_toml: the resolved plan that ran, or empty when the folder has none.
+        edited: whether plan.toml says otherwise by now.
     """
 
     directory: Path
@@ -263,6 +264,7 @@ class Run:
     metrics: dict[str, NDArray[np.float64]]
     environment: dict[str, Any]
     plan_toml: str
+    edited: bool = False
 
     @property
     def tokens_per_byte(self) -> float | None:
@@ -283,13 +285,15 @@ def read_run(directory: Path) -> Run:
     directory = Path(directory)
     _check_is_run(directory)
     environment = directory / "environment.json"
-    plan = directory / "plan.toml"
+    plan, shown = recorded_plan(directory), directory / "plan.toml"
+    text = _read_text(plan) if plan.exists() else ""
     return Run(
         directory=directory,
         report=_read_report(directory / "report.json"),
         metrics=_read_metrics(directory / "metrics.jsonl"),
         environment=_read_object(environment) if environment.exists() else {},
-        plan_toml=_read_text(plan) if plan.exists() else "",
+        plan_toml=text,
+        edited=shown.exists() and _read_text(shown) != text,
     )
 
 

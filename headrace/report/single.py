@@ -32,6 +32,9 @@ from headrace.report.words import (
     whole,
 )
 
+EDITED = "plan.toml was edited since; this is the plan that ran, as the run kept it."
+"""What a page says of a plan that is not what stands in its file any more."""
+
 
 def write_report(run_directory: Path) -> Path:
     """Write `report.html` into a run's folder from the files that lie there.
@@ -248,6 +251,7 @@ def _repeat(run: Run) -> Safe:
         tag(
             "details",
             tag("summary", "The resolved plan, plan.toml"),
+            muted(EDITED) if run.edited else Safe(""),
             tag("pre", run.plan_toml, tabindex="0"),
         )
         if run.plan_toml

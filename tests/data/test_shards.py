@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from headrace.core.errors import ConfigError
-from headrace.data.shards import OPEN_MAPS, Shards, ShardWriter
+from headrace.data import shards as shards_module
+from headrace.data.shards import OPEN_MAPS, OtherFormat, Shards, ShardWriter
 
 LENGTHS = [5, 0, 250, 1, 99, 100, 98]
 Make = Callable[..., Shards]
@@ -89,8 +90,9 @@ def test_damage_is_named(make_shards: Make, name: str) -> None:
     path = shards.directory / name
     raw = path.read_bytes()
     path.write_bytes(raw[:3] + bytes([raw[3] ^ 1]) + raw[4:])
-    message = damaged(shards, at_open=False)
-    assert f"{path} has changed since it was written" in message
+    message = damaged(shards, at_open=name == "offsets.bin")
+    told = "does not say where documents start" if name == "offsets.bin" else "has changed since"
+    assert f"{path} {told}" in message
     path.write_bytes(raw[:-2])
     message = damaged(shards, at_open=True)
     assert f"{path} has {len(raw) - 2:,} bytes, expected {len(raw):,} bytes" in message
@@ -105,7 +107,7 @@ def test_damage_is_named(make_shards: Make, name: str) -> None:
     [
         (lambda m: m.pop("tokens"), "tokens: field required"),
         (lambda m: m.update(dtype="object"), "dtype: input should be"),
-        (lambda m: m.update(format=99), "has shard format 99, this version reads 2"),
+        (lambda m: m.update(format=99), "has shard format 99, this version reads 3"),
     ],
 )
 def test_a_damaged_manifest(
@@ -179,7 +181,7 @@ def test_nonsense_with_hashes_made_again_is_refused(make_shards: Make) -> None:
         offsets[place] = value
         path.write_bytes(offsets.tobytes())
         resealed(shards)
-        assert "does not say where documents start" in damaged(shards, at_open=False)
+        assert "does not say where documents start" in damaged(shards, at_open=True)
     path.write_bytes(raw)
     path = shards.directory / "tokens-00000.bin"
     ids = np.frombuffer(path.read_bytes(), dtype="<u2").copy()
@@ -187,6 +189,33 @@ def test_nonsense_with_hashes_made_again_is_refused(make_shards: Make) -> None:
     path.write_bytes(ids.tobytes())
     resealed(shards)
     assert "holds the id 65,535" in damaged(shards, at_open=False)
+
+
+@pytest.mark.parametrize("place", range(len(LENGTHS)))
+@pytest.mark.parametrize("at_once", [1, 2, 3, 1 << 20])
+def test_every_offset_is_looked_at_whatever_the_parts(
+    make_shards: Make, monkeypatch: pytest.MonkeyPatch, place: int, at_once: int
+) -> None:
+    monkeypatch.setattr(shards_module, "OFFSETS_AT_ONCE", at_once)
+    shards = make_shards(LENGTHS)
+    path = shards.directory / "offsets.bin"
+    offsets = np.frombuffer(path.read_bytes(), dtype="<u8").copy()
+    offsets[place] = offsets[place + 1] if place + 1 < len(offsets) else shards.tokens
+    path.write_bytes(offsets.tobytes())
+    with pytest.raises(ConfigError, match="does not say where documents start"):
+        Shards.open(shards.directory)
+
+
+def test_an_older_format_is_told_as_such(make_shards: Make) -> None:
+    """Format 2 had no `counted_bytes` in the beginning: it is no damaged file of this format."""
+    shards = make_shards([5])
+    path = shards.directory / "manifest.json"
+    manifest = json.loads(path.read_text()) | {"format": 2, "rebuild": "headrace data ingest x"}
+    manifest.pop("counted_bytes")
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(OtherFormat, match="has shard format 2, this version reads 3") as caught:
+        Shards.open(shards.directory)
+    assert caught.value.remedy == f"rm -r {shards.directory} && headrace data ingest x"
 
 
 def test_ten_thousand_files_open_at_once(
