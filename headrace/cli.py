@@ -488,6 +488,8 @@ def ingest(plan: PlanName = "demo", overrides: Overrides = None, *, json: Json =
             show_json(value | {"left_out": left_out, "doubts": [one.to_dict() for one in told]})
         else:
             rows = {key: val for key, val in value.items() if val is not None}
+            if both := rows.get("overlap"):
+                rows["overlap"] = f"{both['documents']} of {both['of_documents']} documents"
             show_table(["what", "value"], [[key, str(val)] for key, val in rows.items()])
 
 

@@ -15,6 +15,7 @@ document that was cut has become small beside the whole and is no longer cut.
 """
 
 import math
+import shlex
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -293,7 +294,10 @@ class Record(Strict):
             return None
         except ValidationError as error:
             told = error.errors()[0]["msg"].lower()
-            raise ConfigError(f"{folder / FILE} is damaged: {told}") from None
+            raise ConfigError(
+                f"{folder / FILE} is damaged: {told}; it only tells how the sides were made",
+                f"rm {shlex.quote(str(folder / FILE))}",
+            ) from None
 
 
 class Overlaps:

@@ -169,7 +169,10 @@ def reopen(
                 f"shards back into {places[1]}, or the text where it was",
             ) from error
     text = {thing: digest for thing, digest in was.items() if thing != "mixture"}  # the plan's own
-    check_same_data(text, found.fingerprint, f"shards in {found.directory}", run)
+    where = f"shards in {found.directory}"
+    if place is None:
+        where += ", made now, as theirs are gone; an older version may have held out other text"
+    check_same_data(text, found.fingerprint, where, run)
     return found
 
 

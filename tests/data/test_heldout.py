@@ -229,6 +229,10 @@ def test_what_an_earlier_rule_prepared_is_kept_for_its_runs_and_not_taken_for_ot
     opened = reopen(plan, before.record(), before.directory)
     assert (opened.directory, opened.split) == (before.directory, None)
     assert opened.fingerprint == before.fingerprint
+    gone = {**before.record(), "directory": "gone", "absolute": str(tmp_path / "gone")}
+    gone["fingerprint"] = {**before.fingerprint, "data": "0" * 64}  # as another rule gives
+    with pytest.raises(ConfigError, match="an older version may have held out other text"):
+        reopen(plan, gone, tmp_path)
 
 
 def test_of_very_many_validation_lines_some_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,3 +244,20 @@ def test_of_very_many_validation_lines_some_are_compared(monkeypatch: pytest.Mon
     found = overlaps.result()
     assert 50 < found.of_lines <= 200 and found.documents == 0
     assert found.lines_share == pytest.approx(0.5, abs=0.15)
+
+
+def test_a_damaged_record_of_the_sides_is_one_message(make_plan: MakePlan, tmp_path: Path) -> None:
+    """A run goes on without it; a plan that is prepared makes everything again."""
+    (tmp_path / "a.txt").write_text(prose(5_000, 1))
+    plan = make_plan(sources=str(tmp_path / "a.txt"))
+    prepared = prepare(plan)
+    file = prepared.directory / heldout.FILE
+    file.write_text('{"rule": 2, "cut_documents": -1}')
+    with pytest.raises(ConfigError, match=r"held-out\.json is damaged") as told:
+        prepare(plan)
+    assert told.value.remedy.startswith(f"rm -r {prepared.directory} && headrace data ingest")
+    with pytest.raises(ConfigError, match=r"held-out\.json is damaged") as told:
+        reopen(plan, prepared.record(), tmp_path)
+    assert told.value.remedy == f"rm {file}"
+    file.unlink()
+    assert reopen(plan, prepared.record(), tmp_path).fingerprint == prepared.fingerprint
