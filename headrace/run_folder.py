@@ -20,6 +20,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from errno import EDQUOT, EIO, ENOSPC, EROFS, ESTALE
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -328,8 +329,9 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+@cache
 def _commit() -> str | None:
-    """The package's own commit when it runs from a checkout."""
+    """The package's own commit when it runs from a checkout, as this process began with it."""
     here = Path(__file__).resolve().parent
     try:
         told = subprocess.run(

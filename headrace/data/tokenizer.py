@@ -222,6 +222,8 @@ class Tokenizer:
             texts = [" " + text if text.startswith(" ") else text for text in texts]
         if self._fast is None:
             return self._encode_slowly(texts)
+        if len(texts) == 1:
+            return [self._encode(texts[0])]
         with ThreadPoolExecutor() as pool:  # tiktoken releases the interpreter lock
             return list(pool.map(self._encode, texts))
 

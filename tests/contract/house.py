@@ -55,6 +55,7 @@ from headrace.core.technique import (
     discover,
 )
 from headrace.data.ingest import prepare
+from headrace.data.prepared import Prepared
 from headrace.data.rows import Row
 from headrace.model.zoo import families
 from headrace.parallel.world import World
@@ -319,10 +320,21 @@ def with_weights(plan: Plan, folder: Path) -> Plan:
     return plan.replaced(model=plan.model.model_copy(update={"pretrained": start})).with_keys({})
 
 
+_PREPARED: dict[str, Prepared] = {}
+
+
+def prepared_of(plan: Plan) -> Prepared:
+    """The data of a plan, opened once: nothing writes to it."""
+    key = plan.data.model_dump_json()
+    if key not in _PREPARED:
+        _PREPARED[key] = prepare(plan)
+    return _PREPARED[key]
+
+
 def build_of(plan: Plan, *, until: Stage = Stage.STEP) -> Build:
     """The build of a plan, ready for `step`."""
     device = torch.device(plan.device)
-    build = make_build(plan, prepare(plan), World(), device, until=until)
+    build = make_build(plan, prepared_of(plan), World(), device, until=until)
     if device.type != "cpu":
         build.phases = Signals(device)
     return build

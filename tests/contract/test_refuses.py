@@ -16,7 +16,6 @@ from headrace.build import make_build
 from headrace.cli import app
 from headrace.core.errors import EXIT_UNSUPPORTED, UnsupportedError
 from headrace.core.technique import Context, Stage, Supported, Unsupported
-from headrace.data.ingest import prepare
 from headrace.parallel.world import World
 
 NAMES = list(house.CATALOGUE.techniques)
@@ -50,11 +49,11 @@ def refusals(name: str) -> list[tuple[Context, Unsupported]]:
 @pytest.mark.parametrize("name", NAMES)
 def test_refuses_with_a_reason_and_a_remedy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = house.make_plan(house.CATALOGUE.find(name)())
-    device = torch.device("cpu")
+    prepared, device = house.prepared_of(plan), torch.device("cpu")
     for context, answer in refusals(name):
         monkeypatch.setattr("headrace.build.make_context", lambda *_, c=context: c)
         with pytest.raises(UnsupportedError) as caught:
-            make_build(plan, prepare(plan), World(), device, until=Stage.DESIGN)
+            make_build(plan, prepared, World(), device, until=Stage.DESIGN)
         assert answer.reason and answer.reason in caught.value.message
         assert name in caught.value.message
         assert answer.remedy and answer.remedy in caught.value.remedy
