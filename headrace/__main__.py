@@ -13,11 +13,15 @@ def main() -> None:
     if ours:
         signal.signal(signal.SIGINT, _interrupted)
     from headrace.cli import app
+    from headrace.core.native import exit_beside_native
 
     if ours:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         app(prog_name="headrace")
+    except SystemExit as ended:
+        exit_beside_native(ended.code)
+        raise
     finally:
         if ours:  # another one ends what is left to do, without a traceback
             signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -44,7 +44,7 @@ from headrace.doctor.run import narrowest
 from headrace.doctor.trace import ABSTAINED
 from headrace.evaluate import doubts, evaluate, finite
 from headrace.export.run import export_run
-from headrace.interrupts import Closing, Interrupts
+from headrace.interrupts import Closing, Interrupts, Preparing
 from headrace.load import open_model, plan_to_resume, read_plan, resolve_run, run_of
 from headrace.model.companions import LOST, Companions, read_companions
 from headrace.model.zoo import families
@@ -470,7 +470,7 @@ def export(
 @data_app.command()
 def ingest(plan: PlanName = "demo", overrides: Overrides = None, *, json: Json = False) -> None:
     """Tokenizer and shards of a plan's data, without training."""
-    with exit_codes(json), Interrupts():
+    with exit_codes(json), Preparing():
         progress = make_progress(json)
         try:
             read = named_plan(plan, overrides, verb="data ingest")

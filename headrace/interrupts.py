@@ -26,6 +26,7 @@ from headrace.core.errors import (
     EXIT_TERMINATED,
     Stopped,
 )
+from headrace.core.files import shell
 
 CODES = {
     "SIGINT": EXIT_INTERRUPTED,
@@ -54,6 +55,8 @@ class Interrupts:
     """Catches the signals that ask a run to end; `name` is the one that came."""
 
     patience_s: ClassVar[float | None] = PATIENCE_S
+    early = "the run before its first step; there was nothing to save"
+    """What a signal ends before `hold`."""
     tell: ClassVar[Callable[[Stopped], None]] = staticmethod(_print)
     """How a run that is cut off while it compiles says so."""
 
@@ -102,11 +105,7 @@ class Interrupts:
             raise KeyboardInterrupt
         self.name = signal.Signals(number).name
         if not self._held:
-            raise Stopped(
-                f"{self.name} ended the run before its first step; there was nothing to save",
-                "headrace train PLAN starts it again; prepared data is kept",
-                self.exit_code,
-            )
+            raise Stopped(f"{self.name} ended {self.early}", self.again(), self.exit_code)
 
     def _watch(self, main: int) -> None:
         """End the process when a signal has come and the main thread goes on compiling."""
@@ -140,10 +139,25 @@ class Interrupts:
         end_children()
         os._exit(self.exit_code)
 
+    def again(self) -> str:
+        """Return what begins again what a signal ended before `hold`."""
+        return "headrace train PLAN starts it again; prepared data is kept"
+
     @property
     def exit_code(self) -> int:
         """The exit code of the signal that came."""
         return CODES[self.name or "SIGINT"]
+
+
+class Preparing(Interrupts):
+    """For the preparation of data by itself, which is whole or not there."""
+
+    patience_s: ClassVar[float | None] = None
+    early = "the preparation of data; nothing half made is kept"
+
+    def again(self) -> str:
+        """Return the same command."""
+        return " ".join(["headrace", *map(shell, sys.argv[1:])])
 
 
 class Skipped(KeyboardInterrupt):

@@ -32,6 +32,7 @@ from headrace.core.errors import (
     is_out_of_memory,
 )
 from headrace.core.files import hold_lock, publish, train_command
+from headrace.core.native import call_native
 from headrace.core.plan import DataConfig, Plan
 from headrace.core.units import format_bytes
 from headrace.data import left_out
@@ -312,7 +313,8 @@ def _build(plan: Plan, folder: Path, progress: Progress) -> None:
     split = _split(plan, survey, tally)
     if tokenizer is None:
         progress("training the tokenizer", 0, None)
-        tokenizer = train_tokenizer(survey.training_texts(split), vocab=data.vocab)
+        texts = survey.training_texts(split)
+        tokenizer = call_native(lambda: train_tokenizer(texts, vocab=data.vocab))
         survey.sample = []
     tokenizer.save(folder / "tokenizer.json")
     with (folder / "tokenizer.json").open("rb") as file:
@@ -387,7 +389,8 @@ def _write(
         return size
 
     def encoded(pieces: list[_Piece]) -> Iterator[tuple[_Piece, np.ndarray]]:
-        return zip(pieces, tokenizer.encode_batch([p.text for p in pieces]), strict=True)
+        ids = call_native(lambda: tokenizer.encode_batch([p.text for p in pieces]))
+        return zip(pieces, ids, strict=True)
 
     own, text_key = asked if isinstance(asked, str) else "", plan.data.text_key
     validation = writer("validation", own or ", ".join(plan.source_list))

@@ -1,0 +1,37 @@
+"""The command line with one moment of its preparation made long, for tests that interrupt it."""
+
+import hashlib
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from headrace import cli
+from headrace.data import ingest
+from headrace.data.tokenizer import Tokenizer
+from headrace.progress import Progress
+
+LONG = 200_000_000
+"""Rounds of a hash; its library takes minutes for them, and listens to nobody."""
+
+
+def run(argv: list[str], moment: str) -> None:
+    """Run `headrace ARGV`, which touches the file `reached` and then stays at a moment."""
+
+    class Slow(Progress):
+        def task(self, description: str, done: float, total: float | None) -> None:
+            if description == moment:
+                Path("reached").touch()
+                time.sleep(60)
+
+    def native(*_: Any, **__: Any) -> Any:
+        Path("reached").touch()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", LONG)
+
+    cli.make_progress = lambda as_json: Slow()
+    if moment == "inside of the tokenizer's training":
+        ingest.train_tokenizer = native
+    if moment == "inside of the tokenizer":
+        Tokenizer.encode_batch = native
+    sys.argv = ["headrace", *argv]
+    cli.app()
