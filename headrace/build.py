@@ -5,6 +5,7 @@ technique touched is found by comparing the sockets before and after, not by bel
 a socket that it did not declare is a bug in the technique.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import prod
@@ -24,13 +25,13 @@ from headrace.core.technique import Context, Stage, Technique
 from headrace.data.loader import Loader
 from headrace.data.order import make_order
 from headrace.data.prepared import Prepared
-from headrace.data.pretrained import check_tokenizer
+from headrace.data.pretrained import check_tokenizer, unchecked_tokenizer
 from headrace.data.rows import Cut, Packer
 from headrace.data.tokenizer import entries
 from headrace.evaluate import gentler
 from headrace.filled import fillers, record
 from headrace.materialize import freeze, materialize
-from headrace.model.adapter import files_left_out, load_pretrained
+from headrace.model.adapter import files_left_out, load_pretrained, read_config
 from headrace.model.count import trunk_ledger
 from headrace.model.decoder import Decoder, trunk_parts
 from headrace.model.head import with_terms
@@ -154,6 +155,16 @@ def _model_config(plan: Plan, vocab: int) -> ModelConfig:
     model = plan.model
     if model.pretrained:
         model = _as_pretrained(model)
+    if model.pretrained and model.vocab < vocab:
+        folder, learned = model.pretrained, plan.data.tokenizer == "bpe"
+        raise ConfigError(
+            f"the tokenizer has {vocab} entries and the weights of model.pretrained = {folder!r} "
+            f"have {model.vocab}",
+            f"data.tokenizer={folder}"
+            if learned
+            else f"a folder whose weights have {vocab} entries, by transformers' "
+            f"resize_token_embeddings({vocab}) and save_pretrained",
+        )
     if model.vocab and model.vocab < vocab:
         fit = -(-vocab // model.vocab_multiple) * model.vocab_multiple
         raise ConfigError(
@@ -174,6 +185,16 @@ def _model_config(plan: Plan, vocab: int) -> ModelConfig:
     return model.model_copy(update=sizes)
 
 
+def check_weights(plan: Plan) -> None:
+    """Refuse a plan that says otherwise than the weights which it starts from.
+
+    Raises:
+        ConfigError, UnsupportedError: with the keys, or with what is wrong with the folder.
+    """
+    if plan.model.pretrained:
+        _as_pretrained(plan.model)
+
+
 NOT_OF_WEIGHTS = {"family", "pretrained", "precision", "init_std", "output_init", "vocab_multiple"}
 """Keys of a model that say nothing of given weights: names, arithmetic, and how others begin."""
 
@@ -190,7 +211,10 @@ def _as_pretrained(model: ModelConfig) -> ModelConfig:
         each = [f"model.{key} = {asked!r} (it: {have!r})" for key, (asked, have) in other.items()]
         raise ConfigError(
             f"the plan says otherwise than the weights of {model.pretrained}: {', '.join(each)}",
-            " ".join(f"model.{key}={have}" for key, (_, have) in other.items()),
+            " ".join(
+                f"model.{key}={have if isinstance(have, str) else json.dumps(have)}"
+                for key, (_, have) in other.items()
+            ),
         )
     kept = {k: getattr(model, k) for k in ("family", "pretrained", "precision")}
     return found.model_copy(update=kept)
@@ -201,9 +225,10 @@ def _trunk(
     techniques: list[Technique[Any]],
 ) -> Build:  # fmt: skip
     """A Build whose every owned socket holds the trunk's filler."""
+    if folder := plan.model.pretrained:
+        entries_there = read_config(Path(folder)).vocab
+        check_tokenizer(prepared.tokenizer, folder, "model.pretrained", entries_there)
     config = _model_config(plan, prepared.tokenizer.vocab)
-    if config.pretrained:
-        check_tokenizer(prepared.tokenizer, config.pretrained, "model.pretrained")
     assert plan.with_keys({}) == plan, "a technique's keys were not written into the plan"
     build = Build(
         plan=plan.replaced(model=config),
@@ -249,8 +274,13 @@ def _parts(build: Build) -> None:
     if build.config.pretrained:
         _, stored = load_pretrained(Path(build.config.pretrained))
         build.source = adding(stored, build.source)
-        if left_out := files_left_out(Path(build.config.pretrained)):
-            build.tell(left_out)
+        folder, spec = build.config.pretrained, build.plan.data.tokenizer
+        for line in (
+            files_left_out(Path(folder)),
+            unchecked_tokenizer(spec, folder, "model.pretrained"),
+        ):
+            if line:
+                build.tell(line)
 
 
 def _meta_model(build: Build) -> None:

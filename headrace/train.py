@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.build import make_build
+from headrace.build import check_weights, make_build
 from headrace.checkpoint import Saved, steps_in
 from headrace.choose import NOTE, choose_attention
 from headrace.context import check_supported, choose_device, make_context
@@ -264,6 +264,7 @@ def _check_plan(
         begins: whether it begins here, or goes on.
     """
     check_supported(list(plan.techniques.values()), make_context(plan, device))
+    check_weights(plan)
     model = plan.model.model_copy(update={"pretrained": given})
     told = doubts_of(plan.model_copy(update={"model": model}))
     if begins:

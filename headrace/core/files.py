@@ -285,17 +285,3 @@ def _too_deep(what: str) -> ConfigError:
 
 def _too_long(what: str) -> ConfigError:
     return ConfigError(f"{what} has a number of more than 64 bits", f"at most {2**63 - 1}")
-
-
-def refuse_hub_name(path: Path) -> None:
-    """Refuse the name of a model on a hub where a folder is meant.
-
-    Raises:
-        ConfigError: with the command that downloads it.
-    """
-    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(path)) and not path.exists():
-        raise ConfigError(
-            f"{path} is no folder here, and Headrace downloads nothing; it looks like the name of "
-            "a model on the Hugging Face Hub",
-            f"hf download {path} --local-dir {path.name}, and {path.name} in its place",
-        )

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from headrace.core.folders import Folder
 from headrace.core.strict import Strict
 from headrace.core.units import largest_divisor
 
@@ -58,7 +59,7 @@ class ModelConfig(Strict):
     """How the two projections that write to the residual start."""
     init_std: float = Field(default=0.02, gt=0, le=1e3)
     """Standard deviation of initial weights."""
-    pretrained: str = ""
+    pretrained: Folder = ""
     """A folder with config.json and safetensors to start from instead of random weights."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Arithmetic: fp32, or autocast to bf16 or fp16 over fp32 weights; auto is bf16 on a GPU. fp16

@@ -266,7 +266,9 @@ def _key(plan: Plan, listed: Tally | None = None) -> str:
     if spec == "bpe":
         spec = f"bpe:{data.vocab}"
     elif not spec.startswith("tiktoken:"):
-        spec = open_tokenizer(spec).fingerprint
+        own = spec == plan.model.pretrained
+        key = "model.pretrained" if own else "data.tokenizer"
+        spec = open_tokenizer(spec, key).fingerprint
     held_out = data.validation
     if isinstance(held_out, str):
         held_out = source_signature(held_out, listed)

@@ -29,7 +29,8 @@ import tiktoken
 import tokenizers
 
 from headrace.core.errors import ConfigError, TextLost, UnsupportedError
-from headrace.core.files import refuse_hub_name, write_whole
+from headrace.core.files import write_whole
+from headrace.core.folders import refuse_absent, refuse_no_tokenizer
 from headrace.core.plan import DataConfig
 from headrace.data.lossless import (
     check_parts,
@@ -201,7 +202,6 @@ class Tokenizer:
             UnsupportedError: the bytes of its tokens cannot be told.
         """
         path = Path(path).expanduser()
-        refuse_hub_name(path)
         path = path / "tokenizer.json" if path.is_dir() else path
         try:
             text = path.read_text(encoding="utf-8")
@@ -260,15 +260,25 @@ def _entries_of(spec: str) -> int:
     return open_tokenizer(spec).vocab
 
 
-def open_tokenizer(spec: str) -> Tokenizer:
+def open_tokenizer(spec: str, key: str = "data.tokenizer") -> Tokenizer:
     """A tokenizer by path of a tokenizer.json (or its folder), or `tiktoken:NAME`.
+
+    Args:
+        spec: which one.
+        key: the plan's key that says it.
 
     Raises:
         ConfigError: it cannot be had.
         UnsupportedError: the bytes of its tokens cannot be told.
     """
     if not spec.startswith("tiktoken:"):
-        return Tokenizer.load(spec)
+        path = Path(spec).expanduser()
+        if spec in tiktoken.list_encoding_names() and not path.exists():
+            raise ConfigError(f"{key} = {spec!r} does not exist", f"{key}=tiktoken:{spec}")
+        refuse_absent(path, key, folder=False)
+        if path.is_dir():
+            refuse_no_tokenizer(path, key)
+        return Tokenizer.load(path)
     name = spec.removeprefix("tiktoken:")
     try:
         encoding = tiktoken.get_encoding(name)

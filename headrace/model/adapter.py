@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headrace.core.errors import ConfigError, UnsupportedError
-from headrace.core.files import refuse_hub_name
+from headrace.core.folders import refuse_absent, refuse_no_model
 from headrace.core.model_config import ModelConfig
 from headrace.model.decoder import Decoder, trunk_parts
 from headrace.model.fusion import Fusion, fusions
@@ -173,17 +173,52 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + more
 
 
-def load_pretrained(path: Path) -> tuple[ModelConfig, Source]:
+def read_config(path: Path, key: str = "model.pretrained") -> ModelConfig:
+    """Return the model that a folder describes; its weights are not looked at.
+
+    Args:
+        path: the folder.
+        key: the plan's key that names it.
+
+    Raises:
+        ConfigError: there is no such folder, or its config.json is damaged.
+        UnsupportedError: a model that we do not compute exactly.
+    """
+    refuse_absent(path, key)
+    refuse_no_model(path, key)
+    return config_from_hf(_read_json(path / "config.json"))
+
+
+_SHAPE = {"vocab", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn"}
+"""Keys that every plan of a run that has begun says."""
+
+
+def shape_of(model: ModelConfig) -> ModelConfig:
+    """Return the model as the weights that it starts from have it.
+
+    The plan of a run that has begun says it itself, whatever became of the folder since.
+
+    Raises:
+        ConfigError, UnsupportedError: see `read_config`.
+    """
+    known = not model.pretrained or model.model_fields_set >= _SHAPE
+    return model if known else read_config(Path(model.pretrained))
+
+
+def load_pretrained(path: Path, key: str = "model.pretrained") -> tuple[ModelConfig, Source]:
     """The model in a folder, and a source of its weights by our names.
 
     The source gives fp32 tensors on the host, whatever the files hold.
+
+    Args:
+        path: the folder.
+        key: the plan's key that names it.
 
     Raises:
         ConfigError: a file is missing or damaged, or the tensors do not fit config.json.
         UnsupportedError: pickled or quantised weights, or a model that we do not compute exactly.
     """
-    refuse_hub_name(path)
-    config = config_from_hf(_read_json(path / "config.json"))
+    config = read_config(path, key)
     shapes, read = _open_tensors(path, *_weight_files(path))
     makers = from_hf(config, shapes, read)
 

@@ -118,7 +118,7 @@ def test_weights_keep_what_they_have_learned(
     theta: float | None, why: str | None, remedy: str | None,
 ) -> None:  # fmt: skip
     plan = tiny_plan("model={pretrained = 'there'}", ON)
-    monkeypatch.setattr(rope, "load_pretrained", lambda path: (found, None))
+    monkeypatch.setattr(rope, "shape_of", lambda model: found)
     answer = Rope(theta=theta).supports(make_context(plan, torch.device("cpu")))
     if why is None or remedy is None:
         assert isinstance(answer, Supported)

@@ -29,11 +29,12 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from headrace.core.errors import ConfigError
+from headrace.core.folders import Folder
 from headrace.core.ledger import Ledger, Line
 from headrace.core.model_config import ModelConfig
 from headrace.core.technique import Card, Context, Doubt, Evidence, Stage, Supported, Technique
-from headrace.data.pretrained import check_tokenizer
-from headrace.model.adapter import files_left_out, load_pretrained
+from headrace.data.pretrained import check_tokenizer, unchecked_tokenizer
+from headrace.model.adapter import files_left_out, load_pretrained, read_config
 from headrace.model.count import FP32, linear_parameters, total_parameters
 from headrace.model.decoder import Decoder, trunk_parts
 from headrace.model.head import IGNORED, Objective, Vocabulary, capped
@@ -99,7 +100,7 @@ def divergence(
 class Distillation(Technique[Build]):
     """Learn from a teacher's whole distribution beside the one token that came."""
 
-    teacher: str = ""
+    teacher: Folder = ""
     """A folder in Hugging Face format; without it the weights that this run starts from."""
     weight: float = Field(default=1.0, gt=0, le=1e6)
     """Of the divergence, beside cross-entropy at 1; tuner range 0.1 to 10."""
@@ -150,7 +151,7 @@ class Distillation(Technique[Build]):
         work, weights = ledger.flops["forward"], ledger.memory["parameters"].bytes / 4
         hidden = sizes["residual"]
         if self.teacher:
-            config, _ = load_pretrained(Path(self.teacher))
+            config = read_config(Path(self.teacher), f"techniques.{self.name()}.teacher")
             attention = 4 * config.layers * config.heads * config.resolved_head_dim
             work = 2.0 * linear_parameters(config) + attention * sizes["length"]
             weights = total_parameters(config)
@@ -184,23 +185,24 @@ class Distillation(Technique[Build]):
         """
         if not self.teacher:
             return build.config, build.source
-        path = Path(self.teacher)
-        if (path / "plan.toml").is_file():
-            raise ConfigError(
-                f"techniques.{self.name()}.teacher = {self.teacher!r} is a run, and a teacher is a "
-                "folder in Hugging Face format",
-                f"headrace export {self.teacher} --to hf, and its folder as the teacher",
-            )
-        config, source = load_pretrained(path)
+        path, key = Path(self.teacher), f"techniques.{self.name()}.teacher"
+        config, source = load_pretrained(path, key)
+        # What a run starts from decides its tokenizer; else the teacher may.
+        base = build.plan.model.pretrained
+        other = f"a teacher with the tokenizer of {base} (or --without {self.name()})" * bool(base)
         if config.vocab != build.config.vocab:
             raise ConfigError(
                 f"the teacher {self.teacher} has {config.vocab} vocabulary entries and the model "
                 f"{build.config.vocab}: their distributions are over different tokens",
-                f"data.tokenizer={path / 'tokenizer.json'} model.vocab={config.vocab}",
+                other or f"data.tokenizer={path} model.vocab={config.vocab}",
             )
-        check_tokenizer(build.prepared.tokenizer, self.teacher, f"techniques.{self.name()}.teacher")
-        if left_out := files_left_out(path):
-            build.tell(left_out)
+        check_tokenizer(build.prepared.tokenizer, self.teacher, key, config.vocab, other)
+        for line in (
+            files_left_out(path),
+            unchecked_tokenizer(build.plan.data.tokenizer, self.teacher, key),
+        ):
+            if line:
+                build.tell(line)
         return config, source
 
     def _term(self, teaching: Teaching) -> Objective:

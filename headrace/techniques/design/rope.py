@@ -15,7 +15,6 @@ Shapes: T places, P pairs of a head's features.
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -33,7 +32,7 @@ from headrace.core.technique import (
     Unsupported,
 )
 from headrace.model import position
-from headrace.model.adapter import load_pretrained
+from headrace.model.adapter import shape_of
 from headrace.model.attention import Attention
 from headrace.sockets import Build
 
@@ -77,10 +76,10 @@ class Rope(Technique[Build]):
 
     def supports(self, context: Context) -> Supported | Unsupported:
         """Random weights, or those that have learned these positions."""
-        path = context.plan.model.pretrained
-        if not path:
+        model = context.plan.model
+        if not model.pretrained:
             return Supported()
-        model, _ = load_pretrained(Path(path))
+        model = shape_of(model)
         if model.position != "rope":
             return Unsupported(
                 "the weights of model.pretrained have learned other positions", "leave it out"

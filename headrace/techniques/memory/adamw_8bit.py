@@ -15,7 +15,6 @@ codes.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -44,7 +43,7 @@ from headrace.kernels.blockwise_8bit import (
     blocks_of,
     levels,
 )
-from headrace.model.adapter import load_pretrained
+from headrace.model.adapter import shape_of
 from headrace.model.count import block_linears
 from headrace.parallel.layout import local_of
 from headrace.sockets import Build, Route
@@ -289,10 +288,7 @@ def _linears(plan: Plan) -> dict[str, tuple[int, int]]:
         part for other in plan.techniques.values() if other.equality != "exact"
         for part in other.claims
     }  # fmt: skip
-    model = plan.model
-    if model.pretrained:
-        model, _ = load_pretrained(Path(model.pretrained))
-    linears = block_linears(model).items()
+    linears = block_linears(shape_of(plan.model)).items()
     return {n: sizes for n, sizes in linears if f"parts.{n.split('.')[0]}" not in replaced}
 
 

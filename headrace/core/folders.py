@@ -1,0 +1,142 @@
+"""Folders of models and tokenizers that are not what was meant, and what comes nearest."""
+
+import re
+import shlex
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator
+
+from headrace.core.errors import ConfigError
+
+ALIKE = 0.6
+"""Similarity of two names, by difflib, from which one may be a mistyped other."""
+_HUB_PART = re.compile(r"[A-Za-z0-9][\w.-]*")
+"""A part of a model's name on the Hugging Face Hub: OWNER/NAME, or NAME alone for the oldest."""
+_PARTS_OF_TOKENIZERS = ("tokenizer.model", "vocab.json", "merges.txt")
+"""Files that transformers makes a tokenizer.json from."""
+
+
+def _from_home(path: str) -> str:
+    return str(Path(path).expanduser()) if path.startswith("~") else path
+
+
+Folder = Annotated[str, AfterValidator(_from_home)]
+"""A folder that a plan names; a shell leaves the ~ of `key=~/name` as it is."""
+
+
+def refuse_absent(path: Path, key: str, *, folder: bool = True) -> None:
+    """Refuse a path that is not there, and name the nearest that is, or how to download it.
+
+    Args:
+        path: what the plan names.
+        key: the plan's key that names it.
+        folder: whether it must be a folder.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    if _exists(path):
+        return
+    near = _nearest_path(path, folder=folder)
+    parts = path.parts
+    first_is_here = len(parts) > 1 and _exists(Path(parts[0]))
+    on_hub = len(parts) < 3 and all(map(_HUB_PART.fullmatch, parts)) and not first_is_here
+    told = f"{key} = {str(path)!r} does not exist"
+    if near is not None:
+        told += f"; the nearest path is {near}"
+    remedy = f"{key}={shlex.quote(str(near))}" if near is not None else f"{key}=PATH"
+    if on_hub:
+        told += (
+            f", and Headrace downloads nothing: {path} may be the name of a model on the Hugging "
+            "Face Hub"
+        )
+        download = f"hf download {path} --local-dir {path.name}, then {key}={path.name}"
+        remedy = download if near is None else f"{remedy}; or {download}"
+    elif near is None:
+        missing = next(one for one in (*reversed(path.parents), path) if not _exists(one))
+        told += f": {missing.parent.resolve()} has no {missing.name}"
+    raise ConfigError(told, remedy)
+
+
+def refuse_no_model(path: Path, key: str) -> None:
+    """Refuse a path that is no folder of a model, and name the folder that was probably meant.
+
+    Args:
+        path: what the plan names; it exists.
+        key: the plan's key that names it.
+
+    Raises:
+        ConfigError: it is a file, a run, or a folder that has no config.json.
+    """
+    if (path / "config.json").is_file():
+        return
+    told, meant = f"{key} = {str(path)!r} has no config.json", None
+    if path.is_file():
+        told = (
+            f"{key} = {str(path)!r} is a file, and a model is a folder of config.json and weights"
+        )
+        meant = path.parent if (path.parent / "config.json").is_file() else None
+    elif (path / "plan.toml").is_file():
+        told += ": it is a run, and its export is a folder of a model"
+        if not (path / "hf" / "config.json").is_file():
+            run = shlex.quote(str(path))
+            raise ConfigError(told, f"headrace export {run} --to hf, then {key}={path / 'hf'}")
+        meant = path / "hf"
+    else:
+        inside = [*path.glob("*/config.json"), *path.glob("snapshots/*/config.json")]
+        meant = max(inside, key=lambda file: file.stat().st_mtime).parent if inside else None
+    remedy = f"{key}={shlex.quote(str(meant))}" if meant is not None else (
+        f"{key}=FOLDER with config.json and *.safetensors, as save_pretrained writes it"
+    )  # fmt: skip
+    raise ConfigError(told + (f"; {meant} has one" if meant is not None else ""), remedy)
+
+
+def refuse_no_tokenizer(folder: Path, key: str) -> None:
+    """Refuse a folder that has no tokenizer.json, and say where to get one.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    if (folder / "tokenizer.json").is_file():
+        return
+    has = [name for name in _PARTS_OF_TOKENIZERS if (folder / name).is_file()]
+    where = repr(str(folder))
+    told = f"{key} = {where} has no tokenizer.json"
+    if has:
+        script = f"AutoTokenizer.from_pretrained({where}).save_pretrained({where})"
+        script = shlex.quote(f"from transformers import AutoTokenizer; {script}")
+        raise ConfigError(f"{told}; transformers makes one of its {has[0]}", f"python -c {script}")
+    raise ConfigError(
+        told,
+        "data.tokenizer=bpe, a path of a tokenizer.json, or tiktoken:NAME"
+        if key == "data.tokenizer"
+        else "data.tokenizer=PATH of the tokenizer.json that its weights were trained with",
+    )
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a name that is too long, or a folder that must not be read
+        return False
+
+
+def _nearest_path(path: Path, *, folder: bool) -> Path | None:
+    """Return the path that is there whose parts are most like those of `path`, or None."""
+    here = Path(path.anchor)
+    parts = path.parts[bool(path.anchor) :]
+    for number, part in enumerate(parts, start=1):
+        if not _exists(here / part):
+            inner = folder or number < len(parts)
+            try:
+                names = [one.name for one in here.iterdir() if one.is_dir() or not inner]
+            except OSError:
+                return None
+            close = get_close_matches(part, names, n=1, cutoff=ALIKE)
+            if not close:
+                return None
+            part = close[0]
+        here /= part
+    return here
