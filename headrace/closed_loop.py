@@ -26,7 +26,7 @@ from headrace.doctor import advice
 from headrace.doctor.run import TRACES
 from headrace.doctor.trace.facts import HEAD as KERNEL_HEAD
 from headrace.doctor.trace.facts import kernel_lines
-from headrace.load import read_plan, resolve_run, run_of
+from headrace.load import read_recorded_plan, resolve_run, run_of
 from headrace.planner import sweep
 from headrace.planner.ending import Curve
 from headrace.planner.foresight import after, foresee, told
@@ -61,7 +61,7 @@ def plan(
         measured = curve = None
         if after_ is not None:
             run = resolve_run(after_)
-            ran = read_plan(run, catalogue())
+            ran = read_recorded_plan(run, catalogue())
             try:
                 measured = after(run, catalogue(), context, machine)
             except UnsupportedError:  # the run's clock tells, where no time of a step is foreseen

@@ -1,5 +1,6 @@
 """A trained model out of its run's folder, for `eval`, `sample` and `export`."""
 
+import shlex
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import tomli_w
 from headrace.build import make_build
 from headrace.checkpoint import Saved, steps_in
 from headrace.context import choose_device
-from headrace.core.errors import ConfigError, nearest
+from headrace.core.errors import ConfigError, UnsupportedError, nearest
 from headrace.core.files import mend_plan, read_plan_text, recorded_plan, train_command
 from headrace.core.plan import MeshConfig, Plan
 from headrace.core.technique import Catalogue, Stage, Technique
@@ -81,6 +82,15 @@ def read_plan(folder: Path, catalogue: Catalogue) -> Plan:
         return Plan.read(text, catalogue)
     except ConfigError as error:
         raise ConfigError(f"{file}: {error.message}", mend or error.remedy) from None
+
+
+def read_recorded_plan(folder: Path, catalogue: Catalogue) -> Plan:
+    """The plan that a run was started with, whatever was written into its plan.toml since.
+
+    Raises:
+        ConfigError: it is damaged.
+    """
+    return Plan.read(read_plan_text(recorded_plan(folder)), catalogue)
 
 
 def plan_to_resume(
@@ -197,7 +207,7 @@ def open_model(
     if with_data:
         prepared = reopen(plan, RunFolder(folder).read_data(), folder)
     else:
-        tokenizer = Tokenizer.load(folder / "tokenizer.json")
+        tokenizer = _own_tokenizer(saved, folder)
         prepared = Prepared(folder, tokenizer, train=(), validation=None, fingerprint={})  # type: ignore[arg-type]
     until = Stage.STEP if with_data else Stage.MATERIALIZE
     build = make_build(plan, prepared, World(), choose_device(plan), until=until)
@@ -208,6 +218,40 @@ def open_model(
     for name, parameter in trained(build):
         saved.fill_(f"model/{name}", parameter)
     return build
+
+
+def _own_tokenizer(saved: Saved, folder: Path) -> Tokenizer:
+    """The run's tokenizer, which is the one that its checkpoint was trained with.
+
+    Raises:
+        ConfigError: it is damaged or another; with the command that brings it back, where the run's
+            shards still have it.
+    """
+    file, was = folder / "tokenizer.json", saved.values["fingerprint"].get("tokenizer")
+    try:
+        found = Tokenizer.load(file)
+    except (ConfigError, UnsupportedError) as error:
+        raise ConfigError(error.message, _kept_tokenizer(folder, was) or error.remedy) from None
+    mend = _kept_tokenizer(folder, was) if was and found.fingerprint != was else ""
+    if mend:
+        raise ConfigError(
+            f"{file} is not the tokenizer that the run was trained with "
+            f"(sha256 {str(was)[:12]} -> {found.fingerprint[:12]})", mend
+        )  # fmt: skip
+    return found
+
+
+def _kept_tokenizer(folder: Path, was: str | None) -> str:
+    """The command that brings a run's tokenizer back out of its shards; "" where they lack it."""
+    record = RunFolder(folder).read_data() or {}
+    for key in ("directory", "absolute"):
+        kept = Path(record.get(key, folder)) / "tokenizer.json"
+        try:
+            if key in record and Tokenizer.load(kept).fingerprint == was:
+                return shlex.join(["cp", str(kept), str(folder / "tokenizer.json")])
+        except (ConfigError, UnsupportedError):
+            continue  # it is gone or damaged there, too
+    return ""
 
 
 def _shapes(technique: Technique[Build] | type[Technique[Build]], *, with_data: bool) -> bool:
@@ -235,7 +279,7 @@ def _check_same_model(saved: Saved, plan: Plan, catalogue: Catalogue, *, with_da
         return
     mend = mend_plan(run)
     try:
-        mended = mend and not found(Plan.read(read_plan_text(recorded_plan(run)), catalogue))
+        mended = mend and not found(read_recorded_plan(run, catalogue))
     except ConfigError:
         mended = False
     words = [back(saved, key, pair) for key, pair in changes.items()]

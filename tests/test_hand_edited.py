@@ -102,6 +102,21 @@ def test_another_shape_in_the_plan_is_refused(home: Path, name: str, kept: bool)
         say_in(*verb)
 
 
+@pytest.mark.parametrize("content", ["{", None])
+def test_a_tokenizer_that_is_another_is_brought_back(home: Path, content: str | None) -> None:
+    file = home / "runs" / "tiny" / "tokenizer.json"
+    other = json.loads(file.read_text())
+    first, second = (e for e in other["model"]["vocab"] if other["model"]["vocab"][e] in (70, 71))
+    vocab = other["model"]["vocab"]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    before = say_in("sample", "tiny")
+    file.write_text(json.dumps(other) if content is None else content)
+    refused = say_in("sample", "tiny", code=2)
+    assert str(file.relative_to(home)) in refused["error"]
+    obey(refused["remedy"])
+    assert say_in("sample", "tiny") == before
+
+
 def test_a_report_is_of_the_plan_that_ran(home: Path) -> None:
     folder = home / "runs" / "tiny"
     page = folder / "report.html"
@@ -150,6 +165,15 @@ def test_damaged_shards_of_a_text_that_changed_are_not_to_be_removed(home: Path)
     refused = say_in("eval", "tiny", code=2)
     assert "rm -r" not in refused["remedy"]
     obey(refused["remedy"])
+    assert (home / "runs" / "NEW" / "report.json").is_file()
+
+
+def test_damaged_shards_of_a_text_that_is_gone_ask_for_another(home: Path) -> None:
+    damage(home, "damaged")
+    shutil.move(home / "text", home / "elsewhere")
+    refused = say_in("eval", "tiny", code=2)
+    assert "rm -r" not in refused["remedy"]
+    obey(refused["remedy"].replace("PATH", "elsewhere"))
     assert (home / "runs" / "NEW" / "report.json").is_file()
 
 

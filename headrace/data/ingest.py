@@ -184,15 +184,15 @@ def _rebuild_whole(plan: Plan, folder: Path) -> str:
 
 def _remade(plan: Plan, folder: Path, run: Path, *, older: bool) -> str:
     """The command behind damaged shards of a run; whether its text is what it was decides."""
+    words = ["name=NEW"]
     try:
-        same = older or _key(plan) == folder.name
+        if older or _key(plan) == folder.name:
+            return _rebuild_whole(plan, folder)
     except (ConfigError, OSError):  # what they were made from is gone
-        same = False
-    if same:
-        return _rebuild_whole(plan, folder)
+        words.append("data.sources=PATH")
     return (
-        f"{train_command(run, 'name=NEW')} for a new run: the text is not what these shards were "
-        f"made from any more, and only a copy of {folder} could take their place"
+        f"{train_command(run, *words)} for a new run: the text is not what these shards were made "
+        f"from any more, and only a copy of {folder} could take their place"
     )
 
 

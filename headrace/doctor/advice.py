@@ -22,7 +22,6 @@ from headrace.build import predict
 from headrace.changes import parse
 from headrace.context import elsewhere, make_context
 from headrace.core.errors import HeadraceError, RunError
-from headrace.core.files import read_plan_text, recorded_plan
 from headrace.core.machine import ANCHOR_PRODUCT, Machine
 from headrace.core.plan import Plan
 from headrace.core.symptoms import BOTTLENECKS, saves_memory
@@ -43,6 +42,7 @@ from headrace.doctor.remedies import BOUGHT, Remedy, remedies
 from headrace.doctor.run import diagnose_run, rows_of
 from headrace.doctor.trace import ABSTAINED
 from headrace.doctor.window import of_run
+from headrace.load import read_recorded_plan
 from headrace.planner.candidates import Asking
 from headrace.planner.foresight import IDLE, KINDS, LAUNCHES, Foresight, foresee
 from headrace.planner.intervals import MEASURED_ON, not_known_on
@@ -110,7 +110,7 @@ def advise(folder: Path, catalogue: Catalogue) -> Advice:
         return Advice(tuple(map(Advised, findings)), unknown=TOO_FEW)
     measured = Measured.of(of_run(report, rows_of(folder)))
     try:
-        plan = Plan.read(read_plan_text(recorded_plan(folder)), catalogue)
+        plan = read_recorded_plan(folder, catalogue)
         context, machine = place_of(plan, run.read("environment") or {})
         return advised(findings, plan, context, machine, catalogue, measured)
     except RunError:

@@ -320,7 +320,7 @@ def _sentence(asking: Asking, change: Words, first: str) -> str:
     if key == MICRO:
         before, value = asking.start.micro_rows, value if int(value) else "all"
         return f"Reads {value} rows at a time instead of {before}."
-    return f"Sets {key} to {value} instead of {word(before)}."
+    return f"Sets {key} to {value} instead of {'none' if before is None else word(before)}."
 
 
 def _costs(catalogue: Catalogue, first: str) -> str:

@@ -20,13 +20,13 @@ from typing import Any
 from headrace.build import predict, predict_each
 from headrace.context import check_supported
 from headrace.core.errors import ConfigError, UnsupportedError
-from headrace.core.files import read_plan_text, recorded_plan
 from headrace.core.ledger import DERIVED, WORDS, Ledger, Line
 from headrace.core.machine import Machine
 from headrace.core.plan import Plan
 from headrace.core.technique import Catalogue, Context
 from headrace.core.units import format_bytes, format_count, format_seconds
 from headrace.core.work import EDGE_S, StepTime
+from headrace.load import read_recorded_plan
 from headrace.planner import ranks
 from headrace.planner.calibration import Calibration, Measured, check_device
 from headrace.planner.ending import Curve, ending
@@ -235,7 +235,7 @@ def after(folder: Path, catalogue: Catalogue, context: Context, machine: Machine
     if not file.is_file():
         raise ConfigError(f"{folder} is not a run: it has no plan.toml", "headrace train PLAN")
     check_device(folder, context.device, context.device_name)
-    plan = Plan.read(read_plan_text(recorded_plan(folder)), catalogue)
+    plan = read_recorded_plan(folder, catalogue)
     return calibrated(plan, at(context, plan), machine, Measured.of_run(folder))
 
 

@@ -147,7 +147,8 @@ def locked(folder: Path, remedy: str) -> RunFolder:
         raise ConfigError(f"{folder} cannot be written: {error.strerror}", remedy) from None
     except ConfigError:
         raise ConfigError(
-            f"another process measures for {folder}", "wait until it ends, or name=ANOTHER"
+            f"another process measures for {folder}",
+            "the same command with name=NEW behind it, or once that process has ended",
         ) from None
     return files
 

@@ -45,3 +45,11 @@ def test_a_fork_that_is_refused_ends_every_rank_with_its_message(zygote: Any, ho
     assert [e.code for e in ended] == [2, 2]
     assert all("seed was 3 and is now 4" in e.err for e in ended)
     assert sorted(p.name for p in (home / "runs").iterdir()) == before
+
+
+def test_data_that_cannot_be_prepared_ends_every_rank_alike(zygote: Any, home: Path) -> None:
+    words = ("name=other", "data.sources=nowhere.txt", "mesh.data=2")
+    ended = zygote.ranks(2, home, "train", "tiny.toml", *words)
+    assert [e.code for e in ended] == [2, 2]
+    assert all("nowhere.txt" in e.err and "another rank" not in e.err for e in ended)
+    assert not (home / "runs/other").exists()
