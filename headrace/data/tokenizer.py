@@ -273,7 +273,8 @@ def open_tokenizer(spec: str, key: str = "data.tokenizer") -> Tokenizer:
     """
     if not spec.startswith("tiktoken:"):
         path = Path(spec).expanduser()
-        if spec in tiktoken.list_encoding_names() and not path.exists():
+        known = key == "data.tokenizer" and spec in tiktoken.list_encoding_names()
+        if known and not path.exists():
             raise ConfigError(f"{key} = {spec!r} does not exist", f"{key}=tiktoken:{spec}")
         refuse_absent(path, key, folder=False)
         if path.is_dir():

@@ -207,6 +207,16 @@ def test_what_is_no_folder_of_a_model_is_told_where_one_is(
     assert "no config.json" in error.message and "save_pretrained" in error.remedy
 
 
+@pytest.mark.parametrize("verb", [["data", "ingest"], ["explain"], ["train"]], ids=" ".join)
+def test_every_verb_tells_a_name_of_the_hub_alike(
+    here: Path, plan_file: Path, zygote: Any, verb: list[str]
+) -> None:
+    """`gpt2` is a tokenizer of tiktoken too, which is no folder of weights."""
+    ended = zygote.run(here, *verb, str(plan_file), "model.pretrained=gpt2")
+    assert ended.code == 2
+    assert "try: hf download gpt2 --local-dir gpt2, then model.pretrained=gpt2" in ended.err
+
+
 def test_a_tokenizer_of_tiktoken_is_told_by_its_name(refusal: Any) -> None:
     assert refusal("data.tokenizer=gpt2").remedy == "data.tokenizer=tiktoken:gpt2"
     assert "hf download org/chat" in refusal("data.tokenizer=org/chat").remedy
