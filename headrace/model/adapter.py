@@ -13,7 +13,9 @@ pickles, and a pickle can run code.
 import hashlib
 import json
 import re
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _OTHERS = (".safetensors", *_PICKLES, ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 """Ends of names of files that hold weights of some kind, or say where they lie."""
 _INDEX, _ADAPTERS = "model.safetensors.index.json", "adapter_model.safetensors"
+_LFS = b"version https://git-lfs"
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
 """Constants that older files store beside the weights."""
@@ -376,6 +379,12 @@ def _check_index(path: Path, placed: Mapping[str, str], holder: Mapping[str, str
         )
 
 
+def _begins(file: Path, text: bytes) -> bool:
+    with suppress(OSError), file.open("rb") as opened:
+        return opened.read(len(text)) == text
+    return False
+
+
 def _open_tensors(
     path: Path, files: list[Path], placed: Mapping[str, str] | None
 ) -> tuple[dict[str, tuple[int, ...]], Callable[[str], Tensor]]:
@@ -387,6 +396,11 @@ def _open_tensors(
         try:
             handle = safe_open(file, framework="pt")
         except (SafetensorError, OSError) as error:
+            if _begins(file, _LFS):
+                raise ConfigError(
+                    f"{file} is a pointer of Git LFS, and the weights were not fetched",
+                    f"git -C {shlex.quote(str(file.parent))} lfs pull",
+                ) from None
             raise ConfigError(f"{file} is damaged: {error}", "download it again") from None
         for name in handle.keys():  # noqa: SIM118  (a handle is no mapping)
             if name in shapes:

@@ -104,6 +104,14 @@ def test_what_is_not_read_is_told_in_a_line(sharded: Path) -> None:
     assert "read from model.safetensors, as" in told and f"{FILES[1]} and 3 more" in told
 
 
+def test_a_clone_without_its_large_files_is_told_how_to_fetch_them(sharded: Path) -> None:
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 4\n"
+    (sharded / "model.safetensors").write_bytes(pointer)
+    with pytest.raises(ConfigError, match="pointer of Git LFS") as caught:
+        load_pretrained(sharded)
+    assert caught.value.remedy == f"git -C {sharded} lfs pull"
+
+
 def test_a_folder_of_adapters_alone_is_no_model(sharded: Path) -> None:
     for name in (*FILES, INDEX):
         (sharded / name).unlink()
