@@ -171,6 +171,7 @@ def _table(file: TextFile, stream: Iterable[bytes], delimiter: str) -> Iterator[
     begins = 1
     try:
         header = next(rows, [])
+        _check_header(file, header, delimiter)
         if file.text_key not in header:
             raise no_field(file.text_key, header, header, file.name, file.without)
         place, begins = header.index(file.text_key), rows.line_num + 1
@@ -193,6 +194,28 @@ def _table(file: TextFile, stream: Iterable[bytes], delimiter: str) -> Iterator[
         ) from None
     finally:
         csv.field_size_limit(limit)
+
+
+def _check_header(file: TextFile, header: list[str], delimiter: str) -> None:
+    """Refuse a table whose columns are cut by another sign, or whose text is in two columns."""
+    other = next((sign for sign in ";\t|," if len(header) == 1 and sign in header[0]), "")
+    if other and file.text_key in header[0].split(other):
+        script = (
+            f"import csv, sys; csv.field_size_limit(1 << 31); r = csv.reader(sys.stdin, "
+            f"delimiter={other!r}); csv.writer(sys.stdout, delimiter={delimiter!r}).writerows(r)"
+        )
+        raise ConfigError(
+            f"{file.name} has no {delimiter!r} between its columns, but {other!r}",
+            file.through(f"python -c {shlex.quote(script)}"),
+        )
+    if (count := header.count(file.text_key)) > 1:
+        first = header.index(file.text_key)
+        names = delimiter.join([*header[:first], f"{file.text_key}_1", *header[first + 1 :]])
+        raise ConfigError(
+            f"{file.name} has {count} columns {file.text_key!r}; the command gives the first "
+            "another name",
+            file.through(f"sed {shlex.quote(f'1c {names}')}"),
+        )
 
 
 def _json_lines(file: TextFile, stream: Iterable[bytes]) -> Iterator[Found]:
@@ -233,6 +256,8 @@ def _parquet(file: TextFile, compression: str | None) -> Iterator[Found]:
             raise no_field(
                 file.text_key, [name for name, _ in fields], texts, file.name, file.without
             )
+        if (count := names.count(column)) > 1:
+            raise ConfigError(f"{file.name} has {count} columns {column!r}", file.without())
         number = 0
         for batch in table.iter_batches(columns=[column], batch_size=1024):
             if len(batch.schema.names) != 1:  # a name with dots that is also a path in another

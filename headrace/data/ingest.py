@@ -47,6 +47,7 @@ from headrace.data.heldout import (
     refused_split,
 )
 from headrace.data.left_out import Tally
+from headrace.data.listing import Asked
 from headrace.data.prepared import Prepared, check_same_data, open_prepared
 from headrace.data.shards import FORMAT, OtherFormat, ShardWriter, sync_file
 from headrace.data.sources import read_documents, source_signature
@@ -271,12 +272,17 @@ def _key(plan: Plan, listed: Tally | None = None) -> str:
         spec = open_tokenizer(spec, key).fingerprint
     held_out = data.validation
     if isinstance(held_out, str):
-        held_out = source_signature(held_out, listed)
-    signatures = [source_signature(source, listed) for source in plan.source_list]
+        held_out = source_signature(Asked(held_out, "data.validation"), listed)
+    signatures = [source_signature(asked, listed) for asked in _asked(plan)]
     facts: list[Any] = [FORMAT, RULE, signatures, spec, held_out, data.text_key]
     if data.lossy_tokenizer:  # what a strict plan would refuse is not taken from the cache
         facts.append("lossy")
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
+
+
+def _asked(plan: Plan) -> list[Asked]:
+    """The sources, each with those that the plan names beside it."""
+    return [Asked(source, beside=plan.source_list) for source in plan.source_list]
 
 
 @contextmanager
@@ -333,8 +339,8 @@ def _read_through(
     own = isinstance(asked, str)
     survey = _Survey(Weights(share or (0.0 if own else asked)))
     sampled = share is None and data.tokenizer == "bpe"
-    for number, source in enumerate(plan.source_list):
-        for document in read_documents(source, text_key=data.text_key, left_out=tally):
+    for number, asked_for in enumerate(_asked(plan)):
+        for document in read_documents(asked_for, text_key=data.text_key, left_out=tally):
             survey.add(document.text, keep_sample=sampled, source=number)
             progress("reading", survey.text_bytes, None)
     return survey
@@ -396,11 +402,11 @@ def _write(
 
     own, text_key = asked if isinstance(asked, str) else "", plan.data.text_key
     validation = writer("validation", own or ", ".join(plan.source_list))
-    for pieces in _batches(own, text_key, None, tally) if own else ():
+    for pieces in _batches(Asked(own, "data.validation"), text_key, None, tally) if own else ():
         for piece, ids in encoded(pieces):
             overlaps.add(piece.place, piece.text, add(validation, piece.text, ids))
-    for i, source in enumerate(plan.source_list):
-        train = writer(f"train-{i:02d}", source)
+    for i, source in enumerate(_asked(plan)):
+        train = writer(f"train-{i:02d}", source.source)
         for pieces in _batches(source, text_key, split):
             for piece, ids in encoded(pieces):
                 cut_documents += piece.is_end
@@ -424,7 +430,7 @@ class _Piece(NamedTuple):
 
 
 def _pieces(
-    source: str, text_key: str, split: Split | None, tally: Tally | None
+    source: Asked, text_key: str, split: Split | None, tally: Tally | None
 ) -> Iterator[_Piece]:
     """Yield the documents of a source, those that are cut as two."""
     for document in read_documents(source, text_key=text_key, left_out=tally):
@@ -438,7 +444,7 @@ def _pieces(
 
 
 def _batches(
-    source: str, text_key: str, split: Split | None, tally: Tally | None = None
+    source: Asked, text_key: str, split: Split | None, tally: Tally | None = None
 ) -> Iterator[list[_Piece]]:
     """Yield the pieces of a source in lists of about 8 MiB of text."""
     batch: list[_Piece] = []

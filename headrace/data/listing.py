@@ -6,12 +6,14 @@ of them is counted in a tally, with its reason.
 
 import errno
 import glob
+import json
 import os
 import shlex
 import stat
 import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -40,87 +42,110 @@ File = tuple[str, Path]
 """(Name to show, path)."""
 
 
+@dataclass(frozen=True)
+class Asked:
+    """A source as the plan names it.
+
+    Args:
+        source: what it names.
+        key: where.
+        beside: everything that it names there.
+    """
+
+    source: str
+    key: str = "data.sources"
+    beside: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.key} = '{printable(self.source)}'"
+
+    def to(self, other: str | Path) -> str:
+        """Return how the key names another source instead, and the rest as before."""
+        if len(self.beside) < 2:
+            return f"{self.key}={shell(other)}"
+        every = [str(other) if one == self.source else one for one in self.beside]
+        return f"{self.key}={shlex.quote(json.dumps(every, ensure_ascii=False))}"
+
+
 def kind_of(path: Path) -> tuple[str, str | None]:
     """(suffix without compression, compression), e.g. ('.jsonl', 'gzip')."""
     compression = COMPRESSION.get(path.suffix.lower())
     return Path(path.stem if compression else path.name).suffix.lower(), compression
 
 
-def list_files(source: str, tally: Tally) -> list[File]:
+def list_files(asked: Asked, tally: Tally) -> list[File]:
     """The readable files of a local source, sorted.
 
     Raises:
         ConfigError: there is none; says what is there instead.
     """
+    source = asked.source
     if source == "stdlib":
         return _standard_library()
     if not source:  # which pathlib takes for the current folder
-        raise ConfigError("data.sources names an empty path", "data.sources=PATH")
+        raise ConfigError(f"{asked.key} names an empty path", asked.to("PATH"))
     path = Path(source).expanduser()
     try:
         if path.is_dir():
-            return _folder(path, tally)
+            return _folder(path, asked, tally)
         if path.is_file():
-            return [(source, _readable(path))]
+            return [(source, _readable(path, asked))]
         if path.exists():  # a pipe, a socket, a device: a corpus is read more than once
             raise ConfigError(
-                f"data.sources = '{printable(source)}' is neither a file nor a folder, and text is "
-                "read twice",
-                f"cat {shell(source)} > TEXT.txt, and data.sources=TEXT.txt",
+                f"{asked} is neither a file nor a folder, and text is read twice",
+                f"cat {shell(source)} > TEXT.txt, and {asked.to('TEXT.txt')}",
             )
         if glob.has_magic(source):
-            return _matched(path, tally)
+            return _matched(path, asked, tally)
     except OSError as error:
         if is_out_of_memory(error):
             raise
+        closed = path if _is_folder(path) else path.parent
         raise ConfigError(
-            f"data.sources = '{printable(source)}' cannot be read: {error.strerror}",
-            f"chmod u+rx {shell(path.parent)}"
-            if error.errno == errno.EACCES
-            else "data.sources=PATH",
+            f"{asked} cannot be read: {error.strerror}",
+            f"chmod u+rx {shell(closed)}" if error.errno == errno.EACCES else asked.to("PATH"),
         ) from None
-    raise _missing(source, path)
+    raise _missing(path, asked)
 
 
-def _missing(source: str, path: Path) -> ConfigError:
+def _missing(path: Path, asked: Asked) -> ConfigError:
     siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     close = nearest(path.name, siblings) if siblings else ""
     hint = path.parent / close if close in siblings else None
     return ConfigError(
-        f"data.sources = '{printable(source)}' does not exist"
+        f"{asked} does not exist"
         + (f"; the nearest name there is {printable(hint)}" if hint else ""),
-        f"data.sources={shell(hint) if hint else 'PATH'}",
+        asked.to(hint or "PATH"),
     )
 
 
-def _readable(path: Path) -> Path:
+def _readable(path: Path, asked: Asked) -> Path:
     """Return a file that the user named, or raise what can be done about its kind."""
     kind, compression = kind_of(path)
     if kind in READABLE:
         return path
     packed = path.suffix if compression else ""
-    stem = path.name.removesuffix(packed)
-    as_text = f"{stem}.txt{packed}"
+    as_text = f"{path.name.removesuffix(packed)}.txt{packed}"
     unpack = next((c for end, c in ARCHIVES.items() if path.name.lower().find(end) > 0), None)
     raise ConfigError(
-        f"data.sources = '{printable(path)}' is not of a kind that can be read; {_KINDS}",
-        f"{unpack} {shell(path)}, and data.sources=FOLDER with what was in it"
+        f"{asked} is not of a kind that can be read; {_KINDS}",
+        f"{unpack} {shell(path)}, and {asked.to('FOLDER')} with what was in it"
         if unpack
-        else f"cp {shell(path)} {shell(as_text)}, and data.sources={shell(as_text)}, if it is text",
+        else f"cp {shell(path)} {shell(as_text)}, and {asked.to(as_text)}, if it is text",
     )
 
 
-def _folder(folder: Path, tally: Tally) -> list[File]:
+def _folder(folder: Path, asked: Asked, tally: Tally) -> list[File]:
     """Readable files under a folder; hidden ones and caches are left out."""
     found = sorted(_walk(folder, tally))
     endings: Counter[str] = Counter()
     files = _kept(found, tally, endings)
     if not files:
-        raise _nothing(f"data.sources = '{printable(folder)}' holds", folder, tally, endings)
+        raise _nothing(f"{asked} holds", folder, asked, tally, endings)
     return files
 
 
-def _matched(pattern: Path, tally: Tally) -> list[File]:
+def _matched(pattern: Path, asked: Asked, tally: Tally) -> list[File]:
     """Readable files that a glob matches."""
     paths = sorted(_expand(pattern, tally))
     folders = [p for p in paths if p.is_dir()]
@@ -135,8 +160,7 @@ def _matched(pattern: Path, tally: Tally) -> list[File]:
         parts = pattern.parts
         plain = next(i for i, part in enumerate(parts) if glob.has_magic(part))
         above = Path(*parts[:plain]) if plain else Path()
-        asked = f"data.sources = '{printable(pattern)}' matches no readable file:"
-        raise _nothing(asked, above, tally, endings)
+        raise _nothing(f"{asked} matches no readable file:", above, asked, tally, endings)
     return files
 
 
@@ -246,14 +270,16 @@ def _matches(names: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
     return bool(names) and fnmatch(names[0], pattern[0]) and _matches(names[1:], pattern[1:])
 
 
-def _nothing(asked: str, folder: Path, tally: Tally, endings: Counter[str]) -> ConfigError:
+def _nothing(
+    says: str, folder: Path, asked: Asked, tally: Tally, endings: Counter[str]
+) -> ConfigError:
     """Say what there is where no readable file was found."""
     kinds = [f"{n:,} {ending or 'without an ending'}" for ending, n in endings.most_common(SHOWN)]
     if more := sum(n for _, n in endings.most_common()[SHOWN:]):
         kinds.append(f"{more:,} of other kinds")
     others = [r.format() for r in tally.records if r.reason is not Reason.ENDING]
     found = ", ".join([*kinds, *others])
-    remedy = "data.sources=PATH"
+    remedy = asked.to("PATH")
     if endings:
         (ending, _), *_ = endings.most_common(1)
         name = f"-name {shlex.quote(f'*{ending}')}" if ending else "! -name '*.*'"
@@ -261,11 +287,11 @@ def _nothing(asked: str, folder: Path, tally: Tally, endings: Counter[str]) -> C
         remedy = (
             f"find {shell(folder)} -type f {name} -exec sh -c "
             f"""'{command} "$1" > "$1.txt"' _ {{}} ';', if these are text, """
-            f"and data.sources={shell(folder)}"
+            f"and {asked.to(folder)}"
         )
     elif any(r.reason is Reason.NO_PERMISSION for r in tally.records):
         remedy = f"chmod -R u+rX {shell(folder)}"
-    return ConfigError(f"{asked} {f'only {found}' if found else 'no files'}; {_KINDS}", remedy)
+    return ConfigError(f"{says} {f'only {found}' if found else 'no files'}; {_KINDS}", remedy)
 
 
 def _standard_library() -> list[File]:

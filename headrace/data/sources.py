@@ -14,6 +14,7 @@ that is on every machine, so that the first run needs no download.
 import hashlib
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,11 +25,11 @@ from headrace.core.errors import (
     UnsupportedError,
     is_out_of_memory,
 )
-from headrace.core.files import printable, shell
+from headrace.core.files import printable
 from headrace.data.fields import text_of
 from headrace.data.formats import read_file
 from headrace.data.left_out import Reason, Tally
-from headrace.data.listing import READABLE, kind_of, list_files
+from headrace.data.listing import READABLE, Asked, kind_of, list_files
 from headrace.data.text_file import Found, TextFile
 
 
@@ -40,12 +41,12 @@ class Document(NamedTuple):
 
 
 def read_documents(
-    source: str, *, text_key: str = "text", left_out: Tally | None = None
+    named: str | Asked, *, text_key: str = "text", left_out: Tally | None = None
 ) -> Iterator[Document]:
     """Every non-empty document of a source, in a fixed order.
 
     Args:
-        source: file, folder (recursive), glob, `stdlib` or `hf:PATH_OR_NAME[:CONFIG][@SPLIT]`.
+        named: file, folder (recursive), glob, `stdlib` or `hf:PATH_OR_NAME[:CONFIG][@SPLIT]`.
         text_key: the field that holds the text in .jsonl, .parquet and hf: sources.
         left_out: counts what gives no document, by reason.
 
@@ -53,11 +54,13 @@ def read_documents(
         ConfigError: nothing there, nothing readable, or a damaged or unexpected file.
         UnsupportedError: an `hf:` source without the `datasets` package.
     """
+    asked = Asked(named) if isinstance(named, str) else named
+    source = asked.source
     tally = Tally() if left_out is None or source == "stdlib" else left_out
     if source.startswith("hf:"):
-        found = _hugging_face(source, text_key)
+        found = _hugging_face(asked, text_key)
     else:
-        files = list_files(source, tally)
+        files = list_files(asked, tally)
         alone = None if len(files) != 1 else Path(source).expanduser()
         found = (
             row
@@ -78,17 +81,19 @@ def read_documents(
         yield Document(text, origin)
 
 
-def source_signature(source: str, left_out: Tally | None = None) -> str:
+def source_signature(named: str | Asked, left_out: Tally | None = None) -> str:
     """A cheap sha256 of what a source holds now: names, sizes and modification times.
 
     Good enough to name a cache; the prepared shards carry hashes of their content. `left_out`
     counts the files that are none of it.
     """
+    asked = Asked(named) if isinstance(named, str) else named
+    source = asked.source
     tally = Tally() if left_out is None or source.startswith("hf:") else left_out
     digest = hashlib.sha256()
     path = Path(_parse_hf(source)[0]) if source.startswith("hf:") else None
     if path is None or path.exists():
-        files = list_files(str(path) if path else source, tally)
+        files = list_files(replace(asked, source=str(path)) if path else asked, tally)
         for name, file in files:
             stat = file.stat()
             digest.update(os.fsencode(f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}\n"))
@@ -106,14 +111,16 @@ def _parse_hf(source: str) -> tuple[str, str | None, str]:
     return name, config or None, split or "train"
 
 
-def _hugging_face(source: str, text_key: str) -> Iterator[Found]:
+def _hugging_face(asked: Asked, text_key: str) -> Iterator[Found]:
     """Rows of a dataset by name or local path, streamed."""
+    source = asked.source
     name, config, split = _parse_hf(source)
+    local = Path(name).is_file() and kind_of(Path(name))[0] in READABLE
     try:
         import datasets
     except ImportError:
         raise UnsupportedError(
-            f"data.sources = {source!r} needs the package `datasets`, which is not installed",
+            f"{asked} needs the package `datasets`, which is not installed",
             "pip install 'headrace[hf]'",
         ) from None
     options: dict[str, Any] = {"split": split, "streaming": True}
@@ -127,13 +134,12 @@ def _hugging_face(source: str, text_key: str) -> Iterator[Found]:
         if is_out_of_memory(error):
             raise
         raise ConfigError(
-            f"data.sources = {source!r} cannot be opened: {error}",
-            "check name, config and split: hf:NAME[:CONFIG][@SPLIT]",
+            f"{asked} cannot be opened: {error}",
+            asked.to(name) if local else "check name, config and split: hf:NAME[:CONFIG][@SPLIT]",
         ) from None
     number = 0
-    remedy = "leave the source out of data.sources"
-    if Path(name).is_file() and kind_of(Path(name))[0] in READABLE:
-        remedy = f"data.sources={shell(name)}"  # is read by us, with a remedy for the row
+    # A file of a kind that we read has a remedy for its row.
+    remedy = asked.to(name) if local else f"leave the source out of {asked.key}"
     try:
         for row in rows:
             number += 1

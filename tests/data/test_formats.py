@@ -300,6 +300,25 @@ def test_columns_of_a_table_are_told(write: Any) -> None:
     assert mended(error, path) == ["one"]
 
 
+@pytest.mark.parametrize("sign", [";", "\t", "|"])
+def test_columns_that_another_sign_cuts_are_cut_by_it(write: Any, sign: str) -> None:
+    path = write("a.csv", f'id{sign}text\n1{sign}"one{sign} two, three"\n')
+    error = refused(path)
+    assert "between its columns" in error.message
+    assert mended(error, path) == [f"one{sign} two, three"]
+    error = refused(path := write("a.tsv", "id,text\n1,one\n"))
+    assert mended(error, path) == ["one"]
+
+
+def test_a_text_in_two_columns_is_refused(write: Any) -> None:
+    error = refused(path := write("a.csv", "n,text,text\n1,one,two\n"))
+    assert "has 2 columns 'text'" in error.message
+    assert mended(error, path) == ["two"]
+    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    pq.write_table(table, path := write("a.parquet", ""))
+    assert "has 2 columns 'text'" in refused(path).message
+
+
 def test_a_long_line_is_read(write: Any) -> None:
     long = "long " * (1 << 22)
     assert texts(write("a.jsonl", json.dumps({"text": long}))) == [long]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import pytest
 from headrace.core.errors import ConfigError
 from headrace.core.files import printable
 from headrace.core.plan import Plan
+from headrace.core.technique import installed
 from headrace.data import left_out
 from headrace.data.ingest import prepare, reopen
 from headrace.data.left_out import LeftOut, Reason, Tally
@@ -169,3 +171,20 @@ def test_a_name_that_is_not_utf_8_is_a_name(tmp_path: Path) -> None:
     os.rename(tmp_path / name, tmp_path / "cafe.txt")
     assert source_signature(str(tmp_path)) != first
     assert printable("caf\u00e9") == "caf\u00e9"
+
+
+def test_an_error_names_the_key_that_names_the_source(make_plan: MakePlan, tmp_path: Path) -> None:
+    for name in ("one.txt", "two words.txt"):
+        (tmp_path / name).write_text(f"{name} has some text, " * 40 + "\nand more of it\n")
+    one, two = str(tmp_path / "one.txt"), str(tmp_path / "two words.txt")
+    for wrong, kept in (
+        ({"sources": one, "validation": two + "t"}, {"sources": one}),
+        ({"sources": [one, two + "t"]}, {}),
+        ({"sources": two + "t"}, {}),
+    ):
+        with pytest.raises(ConfigError, match="does not exist; the nearest name") as caught:
+            prepare(make_plan(**wrong))
+        (word,) = shlex.split(caught.value.remedy)
+        plan = Plan.read("", installed(), overrides=["goal.steps=1", word])
+        mended = prepare(make_plan(**kept, **plan.data.model_dump(exclude_unset=True)))
+        assert len(mended.train) == (2 if isinstance(wrong["sources"], list) else 1)
