@@ -35,7 +35,7 @@ def utf_8_json(raw: bytes) -> Any:
 
 def test_a_run_tells_what_was_left_out(notes: Path, tiny_demo: list[str], tmp_path: Path) -> None:
     own = [*tiny_demo, "data.sources=notes", f"data.directory={tmp_path / 'prepared'}",
-           "goal.steps=2", f"directory={tmp_path / 'runs'}"]  # fmt: skip
+           "goal.steps=2", "guard=false", f"directory={tmp_path / 'runs'}"]  # fmt: skip
     line = "left out: 1 file of a kind that is not read (notes/\\xff<i>.png)"
     expected = [{
         "reason": "ending", "count": 1, "examples": ["notes/\\xff<i>.png"],
