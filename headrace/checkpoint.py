@@ -127,11 +127,14 @@ class Checkpoints:
                 raise error
             raise RunError(
                 f"saving a checkpoint in {self.folder} failed: {error}; {self._intact()}",
-                "free some space, then headrace train PLAN --resume",
+                f"free some space, then {self._go_on()}",
             ) from error
 
     def _check_space(self, step: int, need_bytes: int) -> None:
         check_space(self.folder, need_bytes, f"checkpoint step-{step}", self._intact())
+
+    def _go_on(self) -> str:
+        return f"headrace train {self.folder.parent / 'plan.toml'} --resume"
 
     def _intact(self) -> str:
         steps = self.steps()
@@ -346,7 +349,8 @@ class Saved:
             self.values: dict[str, Any] = json.loads((path / INDEX).read_text())
             if self.values["format"] != FORMAT:
                 raise ConfigError(
-                    f"{path} has format {self.values['format']}; this version reads {FORMAT}"
+                    f"{path} has format {self.values['format']}; this version reads {FORMAT}",
+                    "the version of Headrace that wrote it",
                 )
             if _sealed(self.values)["seal"] != self.values["seal"]:
                 raise self._damaged(INDEX, "its sha256 differs from the one saved")

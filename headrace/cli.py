@@ -140,7 +140,9 @@ def train(
     with exit_codes(json, together=True), ExitStack() as stack:
         read = named_plan(plan, overrides, with_, without)
         if checkpoint and not resume:
-            raise ConfigError("--checkpoint says where to resume from", "--resume --checkpoint ...")
+            raise ConfigError(
+                "--checkpoint says where to resume from", f"--resume --checkpoint {checkpoint}"
+            )
         Interrupts.tell = partial(tell_error, as_json=json)
         progress = make_progress(json)
         closing = stack.enter_context(Closing())
@@ -389,7 +391,8 @@ def explain(
             )
         elif what in known.techniques and graph:
             raise ConfigError(
-                f"--graph looks at a plan, and {what} is a technique", "a plan's name"
+                f"--graph looks at a plan, and {what} is a technique",
+                f"headrace explain demo --with {what} --graph",
             )
         elif what in known.techniques:
             value, text = explain_technique(known.techniques[what])

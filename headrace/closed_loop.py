@@ -133,7 +133,14 @@ def doctor(
         elif with_ or without:
             raise ConfigError(
                 f"--with and --without change a plan, and {first} is none",
-                "headrace doctor PLAN --with TECHNIQUE",
+                " ".join(
+                    (
+                        "headrace doctor",
+                        str(_plan_of(first)),
+                        *(f"--with {name}" for name in with_ or ()),
+                        *(f"--without {name}" for name in without or ()),
+                    )
+                ),
             )
         elif len(what) > 1 or (first.name.endswith(TRACES) and not first.is_dir()):
             found = advice.advise_loop(what, catalogue())
@@ -172,6 +179,12 @@ def _judged_run(what: Path) -> Path:
             raise
         message = f"{error.message}; the name of a trace ends with {' or '.join(TRACES)}"
         raise ConfigError(message, remedy) from None
+
+
+def _plan_of(what: Path) -> Path:
+    """The plan of a run, or one that is always there."""
+    found = (folder / "plan.toml" for folder in (what, Path("runs") / what))
+    return next((file for file in found if file.is_file()), Path("demo"))
 
 
 def _is_plan(what: Path) -> bool:

@@ -101,10 +101,11 @@ def check_supported(techniques: list[Technique[Any]], context: Context) -> None:
     for technique in techniques:
         answer = technique.supports(context)
         if isinstance(answer, Unsupported):
-            name = technique.name()
+            name, mesh = technique.name(), context.plan.mesh
+            split = [f"mesh.{axis}=1 " for axis in technique.axes if getattr(mesh, axis) > 1]
             raise UnsupportedError(
                 f"{name} was asked for and cannot run here: {answer.reason}",
-                f"{answer.remedy} (or --without {name})",
+                f"{answer.remedy} (or {''.join(split)}--without {name})",
             )
     if len(rest := sorted(t.name() for t in techniques if t.rest)) > 1:
         one, two = rest[:2]

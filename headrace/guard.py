@@ -182,7 +182,7 @@ def _meet(world: World, ready: list[bool]) -> None:
     """Hear that all have come so far."""
     ready.append(True)
     if world.any(False):
-        raise RunError("it does not run on another process")
+        raise RunError("it does not run on another process", "what that process says of it")
 
 
 def _together(engine: Engine, world: World, ready: list[bool]) -> Engine:

@@ -295,5 +295,11 @@ def _checkpoint(folder: Path, which: str | None) -> Path:
     for name in [which] if which else ["best", "latest"]:
         if (root / name).is_dir():
             return root / name
-    has = ", ".join(f"step-{n}" for n in steps_in(root)) or "none"
-    raise ConfigError(f"{root} has no checkpoint {which or 'best or latest'}; it has {has}")
+    steps = steps_in(root)
+    has = ", ".join(f"step-{n}" for n in steps) or "none"
+    raise ConfigError(
+        f"{root} has no checkpoint {which or 'best or latest'}; it has {has}",
+        f"--checkpoint step-{steps[-1]}"
+        if steps
+        else f"headrace train {folder / 'plan.toml'} --resume, which saves one",
+    )

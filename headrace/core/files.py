@@ -144,7 +144,7 @@ def read_plan_text(file: Path) -> str:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(
             f"{file} is no plan: it is not valid TOML: {error}",
-            ""
+            "mend what stands there, or leave that line out"
             if file.suffix == ".toml"
             else f"headrace train demo data.sources={file}, if it is text to train on",
         ) from None
@@ -280,8 +280,12 @@ def _not_utf_8(key: str, value: str) -> ConfigError:
 
 
 def _too_deep(what: str) -> ConfigError:
-    return ConfigError(f"{what} has tables or lists too deep inside each other to be read")
+    return ConfigError(
+        f"{what} has tables or lists too deep inside each other to be read", f"leave out {what}"
+    )
 
 
 def _too_long(what: str) -> ConfigError:
-    return ConfigError(f"{what} has a number of more than 64 bits", f"at most {2**63 - 1}")
+    return ConfigError(
+        f"{what} has a number of more than 64 bits", f"leave out {what}, or at most {2**63 - 1}"
+    )

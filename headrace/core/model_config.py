@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from headrace.core.folders import Folder
-from headrace.core.strict import Strict
+from headrace.core.strict import Strict, Wrong
 from headrace.core.units import largest_divisor
 
 WIDEST = 1 << 24
@@ -70,21 +70,24 @@ class ModelConfig(Strict):
         kv = self.kv_heads or self.heads
         if self.heads % kv:
             fit = largest_divisor(self.heads, kv)
-            raise ValueError(
+            raise Wrong(
                 f"heads = {self.heads} is not a multiple of kv_heads = {kv}; "
-                f"the nearest that fits is model.kv_heads={fit}"
+                f"the nearest that fits is model.kv_heads={fit}",
+                f"model.kv_heads={fit}",
             )
         if not self.head_dim and self.dim % self.heads:
             unit = self.heads * (2 if self.position == "rope" else 1)  # rope wants an even head_dim
             near = max(unit, round(self.dim / unit) * unit)
-            raise ValueError(
+            raise Wrong(
                 f"dim = {self.dim} is not a multiple of heads = {self.heads}; the nearest that "
-                f"fits is model.dim={near} (or give model.head_dim)"
+                f"fits is model.dim={near} (or give model.head_dim)",
+                f"model.dim={near}",
             )
         if self.position == "rope" and self.resolved_head_dim % 2:
-            raise ValueError(
+            raise Wrong(
                 f"rope needs an even head_dim, and it is {self.resolved_head_dim}; "
-                f"the nearest is model.head_dim={self.resolved_head_dim + 1}"
+                f"the nearest is model.head_dim={self.resolved_head_dim + 1}",
+                f"model.head_dim={self.resolved_head_dim + 1}",
             )
         return self
 

@@ -23,7 +23,7 @@ from pydantic import (
 from headrace.core.errors import ConfigError
 from headrace.core.files import check_values, toml_value, toml_values
 from headrace.core.model_config import WIDEST, ModelConfig
-from headrace.core.strict import READ, Strict, explained, field_at, read_table
+from headrace.core.strict import READ, Strict, Wrong, explained, field_at, read_table
 from headrace.core.technique import Catalogue, Technique, installed
 from headrace.core.units import largest_divisor
 
@@ -245,54 +245,65 @@ class Plan(Strict):
         unit = length * ranks
         if self.batch.tokens % unit:
             near = max(1, round(self.batch.tokens / unit)) * unit
-            raise ValueError(
+            raise Wrong(
                 f"batch.tokens = {self.batch.tokens} is not a multiple of data.sequence_length x "
-                f"mesh.data = {length} x {ranks} tokens; the nearest is batch.tokens={near}"
+                f"mesh.data = {length} x {ranks} tokens; the nearest is batch.tokens={near}",
+                f"batch.tokens={near}",
             )
         per_rank = self.rows_per_step // ranks
         if per_rank % self.micro_rows:
             fit = largest_divisor(per_rank, self.micro_rows)
-            raise ValueError(
+            raise Wrong(
                 f"batch.micro_sequences = {self.micro_rows} does not divide the {per_rank} rows "
-                f"of a rank; the nearest is batch.micro_sequences={fit}"
+                f"of a rank; the nearest is batch.micro_sequences={fit}",
+                f"batch.micro_sequences={fit}",
             )
         weights, sources = self.data.weights, self.source_list
         if weights and len(weights) != len(sources):
-            raise ValueError(
+            raise Wrong(
                 f"data.weights has {len(weights)} numbers for {len(sources)} data.sources; "
-                f"give one per source"
+                f"give one per source",
+                f"data.weights={[1] * len(sources)}".replace(" ", ""),
             )
         if not any(self.goal.model_dump().values()):
-            raise ValueError(
+            raise Wrong(
                 "the plan has no goal; give one, for example goal.steps=1000 "
-                "or goal.bits_per_byte=1.5 with goal.minutes=60"
+                "or goal.bits_per_byte=1.5 with goal.minutes=60",
+                "goal.steps=1000",
             )
         if self.goal.dollars and not self.hardware.dollars_per_hour:
-            raise ValueError("goal.dollars needs the price: hardware.dollars_per_hour=PRICE")
+            raise Wrong(
+                "goal.dollars needs the price: hardware.dollars_per_hour=PRICE",
+                "hardware.dollars_per_hour=2 where an hour of the run costs so much",
+            )
         if self.schedule.kind != "constant" and self.horizon_steps is None:
-            raise ValueError(
+            raise Wrong(
                 f"schedule.kind = {self.schedule.kind!r} must know where it ends; "
-                "give schedule.steps=N, goal.steps=N or goal.tokens=N, or schedule.kind=constant"
+                "give schedule.steps=N, goal.steps=N or goal.tokens=N, or schedule.kind=constant",
+                "schedule.steps=1000 or schedule.kind=constant",
             )
         owners = [n for n, t in self.techniques.items() if ATTENDS in t.claims]
         if self.attention == "measured" and owners:
-            raise ValueError(
+            raise Wrong(
                 f"attention = 'measured' chooses what computes attention, and {owners[0]} does so "
-                f"already; give attention=plan, or --without {owners[0]}"
+                f"already; give attention=plan, or --without {owners[0]}",
+                f"attention=plan or --without {owners[0]}",
             )
         taken = {axis for technique in self.techniques.values() for axis in technique.axes}
         for axis in ("tensor", "context", "pipeline"):
             size = getattr(self.mesh, axis)
             if size > 1 and axis not in taken:
-                raise ValueError(
+                raise Wrong(
                     f"mesh.{axis} = {size}, and no technique of the plan splits the model along "
-                    f"it; add one, as in --with {axis}_parallel, or mesh.{axis}=1"
+                    f"it; add one, as in --with {axis}_parallel, or mesh.{axis}=1",
+                    f"--with {axis}_parallel or mesh.{axis}=1",
                 )
         horizon = self.horizon_steps
         if horizon is not None and self.schedule.warmup_steps > horizon:
-            raise ValueError(
+            raise Wrong(
                 f"schedule.warmup_steps = {self.schedule.warmup_steps} is past the schedule's end "
-                f"at step {horizon}; the nearest is schedule.warmup_steps={horizon}"
+                f"at step {horizon}; the nearest is schedule.warmup_steps={horizon}",
+                f"schedule.warmup_steps={horizon}",
             )
         return self
 
@@ -347,7 +358,8 @@ class Plan(Strict):
         try:
             values = toml_values(text, "the plan")
         except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"the plan is not valid TOML: {error}") from None
+            told = f"the plan is not valid TOML: {error}"
+            raise ConfigError(told, "mend what stands there, or leave that line out") from None
         overrides = [*overrides]
         for item in overrides:
             _override(values, item)
@@ -473,5 +485,8 @@ def _override(values: dict[str, Any], item: str) -> None:
     for part in path:
         table = table.setdefault(part, {}) if isinstance(table, dict) else None
         if not isinstance(table, dict):
-            raise ConfigError(f"{key!r} goes through {part!r}, which is not a table")
+            whole = key.partition(part)[0] + part
+            raise ConfigError(
+                f"{key!r} goes through {part!r}, which is not a table", f"{whole}={raw}"
+            )
     table[last] = value

@@ -23,6 +23,19 @@ UNSET = ("null", "none", "nil", "unset", "")
 """What is written for a number where none is meant; TOML has no such value."""
 
 
+class Wrong(ValueError):
+    """What a check of a whole table finds: pydantic takes it, and `explained` keeps the remedy.
+
+    Args:
+        message: what was asked and what was found.
+        remedy: the keys that mend it, as they are typed.
+    """
+
+    def __init__(self, message: str, remedy: str) -> None:
+        super().__init__(message)
+        self.remedy = remedy
+
+
 class Strict(BaseModel):
     """A frozen table: unknown keys, wrong types, wrong ranges and infinite numbers are errors."""
 
@@ -125,7 +138,10 @@ def _explain(table: type[BaseModel], item: dict[str, Any], where: str) -> tuple[
             return f"the plan has no key {key!r}; {prefix} has no knobs", f"{prefix}={{}}"
         right = nearest(str(path[-1]), choices)
         if ", " in right:  # nothing is close
-            return f"the plan has no key {key!r}; {prefix or 'a plan'} has {right}", ""
+            return (
+                f"the plan has no key {key!r}; {prefix or 'a plan'} has {right}",
+                f"leave out {key}",
+            )
         hint = f"{prefix}.{right}" if prefix else right
         return f"the plan has no key {key!r}; did you mean {hint}?", _given(hint, item["input"])
     if item["type"] == "missing":
@@ -136,14 +152,19 @@ def _explain(table: type[BaseModel], item: dict[str, Any], where: str) -> tuple[
         right = close if close in expected else expected[0]
         return f"{key} = {item['input']!r} is not one of {', '.join(expected)}", f"{key}={right}"
     if item["type"] == "value_error":
-        return str(item["ctx"]["error"]) if not key else f"{key}: {item['ctx']['error']}", ""
+        error = item["ctx"]["error"]
+        remedy = getattr(error, "remedy", f"leave out {key}" if key else "")
+        return f"{key}: {error}" if key else str(error), remedy
     if item["type"] in ("int_parsing", "float_parsing") and str(item["input"]).lower() in UNSET:
         told = f"{key} = {item['input']!r} is no number, and nothing unsets a key that is written"
         return told, f"leave {key} out, of the plan's file where it stands there"
     said = item["msg"][:1].lower() + item["msg"][1:]  # a pattern in it keeps its capitals
     field = _table_at(table, path[:-1]).model_fields.get(str(path[-1])) if path else None
     near = _near(field, item)
-    return f"{key} = {item['input']!r}: {said}", "" if near is None else f"{key}={near}"
+    return (
+        f"{key} = {item['input']!r}: {said}",
+        f"leave out {key}" if near is None else f"{key}={near}",
+    )
 
 
 def _given(key: str, value: Any) -> str:

@@ -66,6 +66,12 @@ class Context:
     ranks: int
     precision: Literal["fp32", "bf16", "fp16"]
 
+    def whole(self, axis: str) -> str:
+        """Return the changes after which the model is split along no `axis` of the mesh."""
+        techniques = self.plan.techniques.items()
+        without = [f" --without {name}" for name, other in techniques if axis in other.axes]
+        return "".join((f"mesh.{axis}=1", *without))
+
     def lacks_triton(self) -> "Unsupported | None":
         """Why a kernel of Triton's cannot run here, if it cannot."""
         if self.device != "cuda":
@@ -262,19 +268,26 @@ def check_claims(techniques: Iterable[Technique[Any]]) -> None:
     """
     owners: dict[str, str] = {}
     active = list(techniques)
-    names = {t.name() for t in active}
+    names = {t.name(): t for t in active}
     for technique in active:
         for socket in technique.claims:
             if socket in owners:
                 first = owners[socket]
                 raise ConfigError(
                     f"{first} and {technique.name()} both own the socket {socket!r}",
-                    f"--without {first} or --without {technique.name()}",
+                    f"{_leaving(names[first])} or {_leaving(technique)}",
                 )
             owners[socket] = technique.name()
         for other, reason in technique.excludes.items():
             if other in names:
                 raise ConfigError(
                     f"{technique.name()} cannot stand beside {other}: {reason}",
-                    f"--without {other} or --without {technique.name()}",
+                    f"{_leaving(names[other])} or {_leaving(technique)}",
                 )
+
+
+def _leaving(technique: Technique[Any]) -> str:
+    """Return the changes that leave a technique out, and with it what it splits the model along."""
+    return " ".join(
+        [*(f"mesh.{axis}=1" for axis in technique.axes), f"--without {technique.name()}"]
+    )

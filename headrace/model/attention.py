@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.model_config import ModelConfig
+from headrace.core.plan import ATTENDS
 from headrace.core.technique import Context, Unsupported
 from headrace.model.mask import MaskSpec, Rows, dense
 from headrace.model.norm import RMSNorm
@@ -28,7 +29,7 @@ from headrace.model.position import Rotation, rotate
 
 COMMON = frozenset({"causal", "document", "window"})
 """What of the mask a backend knows, or refuses itself, if it does not say more in `knows`."""
-MASKED = "--with varlen_attention or --with flex_attention in its place"
+MASKED = "--without {0} --with varlen_attention or --without {0} --with flex_attention"
 """What a flash kernel gives way to."""
 
 
@@ -202,14 +203,17 @@ def lacks_mask(context: Context) -> Unsupported | None:
     for name, other in context.plan.techniques.items():
         if "mask" in other.composes:
             reason = f"{name} needs a dense mask, which flash has no kernel for"
-            return Unsupported(reason, MASKED)
+            on = (n for n, t in context.plan.techniques.items() if ATTENDS in t.claims)
+            return Unsupported(reason, MASKED.format(next(on, "flash_attention")))
     return None
 
 
 def check_plain(spec: MaskSpec) -> None:
     """Raise UnsupportedError where the causal flag does not say everything."""
     if not spec.is_plain_causal:
-        raise UnsupportedError(f"the flash kernel has no mask for {spec}", MASKED)
+        raise UnsupportedError(
+            f"the flash kernel has no mask for {spec}", MASKED.format("flash_attention")
+        )
 
 
 def equal_scores(

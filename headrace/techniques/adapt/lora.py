@@ -66,7 +66,8 @@ class Lora(Technique[Build]):
         """Runs everywhere but under tensor parallelism."""
         if context.plan.mesh.tensor > 1:
             return Unsupported(
-                "adapters do not say yet how they are split over tensor ranks", "mesh.tensor=1"
+                "adapters do not say yet how they are split over tensor ranks",
+                context.whole("tensor"),
             )
         return Supported()
 

@@ -84,7 +84,7 @@ class Qlora(Technique[Build]):
         if plan.mesh.tensor > 1:
             return Unsupported(
                 "adapters and quantized weights do not say yet how they are split over tensor "
-                "ranks", "mesh.tensor=1",
+                "ranks", context.whole("tensor"),
             )  # fmt: skip
         if not plan.model.pretrained and (bits := self._bits(plan)) >= 32:
             return Unsupported(

@@ -78,12 +78,12 @@ class Alibi(Technique[Build]):
         if plan.mesh.tensor > 1:
             return Unsupported(
                 f"each head has its own slope, and mesh.tensor = {plan.mesh.tensor} ranks do not "
-                "know which heads they hold", "mesh.tensor=1",
+                "know which heads they hold", context.whole("tensor"),
             )  # fmt: skip
         if plan.mesh.context > 1:
             return Unsupported(
                 f"the ring of mesh.context = {plan.mesh.context} ranks has no bias",
-                "mesh.context=1",
+                context.whole("context"),
             )
         return Supported()
 

@@ -272,7 +272,7 @@ class FlashAttention3(Technique[Build]):
             return Unsupported(
                 f"{self.release} is written for {needs.gpus}, and {context.device_name} has "
                 f"compute capability {found}",
-                "--with flash_attention or --with cudnn_attention in its place",
+                f"--without {self.name()} --with flash_attention",
             )
         lacks = self._lacks_head(context)  # first: of what is too wide it knows the nearest
         lacks = lacks or lacks_half(context, self.release, widest=WIDEST_HEAD)

@@ -210,7 +210,7 @@ class LinearAttention(Technique[Build]):
         if plan.mesh.context > 1:
             return Unsupported(
                 f"its state runs along whole rows, and mesh.context = {plan.mesh.context} cuts "
-                "them", "mesh.context=1",
+                "them", context.whole("context"),
             )  # fmt: skip
         return Supported() if self.kernels == "torch" else self._supports_fla(context)
 

@@ -67,7 +67,7 @@ class LogitSoftCap(Technique[Build]):
         if plan.mesh.context > 1:
             return Unsupported(
                 f"the ring of mesh.context = {plan.mesh.context} ranks has no cap",
-                "mesh.context=1",
+                context.whole("context"),
             )
         return Supported()
 

@@ -109,7 +109,7 @@ class PrefixLm(Technique[Build]):
             return Unsupported(
                 f"the ring of mesh.context = {plan.mesh.context} ranks has no prefix that sees "
                 "both ways",
-                "mesh.context=1",
+                context.whole("context"),
             )
         return Supported()
 

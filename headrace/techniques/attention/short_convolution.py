@@ -15,9 +15,10 @@ it cuts attention. Left out: biases, long filters, and rows that ranks share.
 Sources: arXiv 2511.23404 (LFM2); 2212.14052 (H3), 2302.10866 (Hyena), 2312.00752 (Mamba).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from json import dumps
 from math import gcd
 from typing import Any, ClassVar
 
@@ -144,7 +145,7 @@ class ShortConvolution(Technique[Build]):
         if plan.mesh.context > 1:
             return Unsupported(
                 f"a filter reads the tokens before, and mesh.context = {plan.mesh.context} puts "
-                "some of them on another rank", "mesh.context=1",
+                "some of them on another rank", context.whole("context"),
             )  # fmt: skip
         layers = plan.model.layers
         if self.between >= layers:
@@ -152,7 +153,7 @@ class ShortConvolution(Technique[Build]):
                 f"no layer of {layers} is attention after {self.between} with a convolution",
                 f"techniques.{self.name()}.between={layers - 1}"
                 if layers > 1
-                else "model.layers=2 or more",
+                else f"model.layers={self.between + 1}",
             )
         return self._beside(plan.techniques, layers)
 
@@ -169,11 +170,11 @@ class ShortConvolution(Technique[Build]):
                 )
         for name, other in techniques.items():
             for target in getattr(other, "targets", ()):
-                if target.startswith("mixer.") and target != "mixer.out":
+                if not _is_everywhere(target):
                     return Unsupported(
                         f"{name} adapts {target!r}, which some layers have and others do not, and "
                         "predicts adapters of all layers",
-                        f"techniques.{name}.targets without {target}",
+                        _without_mixers(name, other.targets),
                     )
         return Supported()
 
@@ -294,3 +295,13 @@ class ShortConvolution(Technique[Build]):
             f"{self.taps} taps: {how}",
             numbers={"layers": len(here), "tokens": tokens, "launched": sum(launched.values())},
         )
+
+
+def _without_mixers(name: str, targets: Sequence[str]) -> str:
+    """Return what leaves out the linears of attention, which not every layer has."""
+    kept = [target for target in targets if _is_everywhere(target)]
+    return f"techniques.{name}.targets={dumps(kept)}" if kept else f"--without {name}"
+
+
+def _is_everywhere(target: str) -> bool:
+    return target == "mixer.out" or not target.startswith("mixer.")

@@ -98,7 +98,7 @@ class SparseAttention(Technique[Build]):
         if plan.mesh.context > 1:
             return Unsupported(
                 f"the ring of mesh.context = {plan.mesh.context} ranks has no pattern of blocks",
-                "mesh.context=1",
+                context.whole("context"),
             )
         if self.pattern.density(length) == 1:
             known = self.local + self.first + self.random

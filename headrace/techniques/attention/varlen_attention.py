@@ -85,7 +85,8 @@ def window_of(spec: MaskSpec) -> tuple[int, int]:
     """
     if not replace(spec, causal=True, document=False, window=None).is_plain_causal:
         raise UnsupportedError(
-            f"varlen_attention has no mask for {spec}", "--with flex_attention in its place"
+            f"varlen_attention has no mask for {spec}",
+            "--without varlen_attention --with flex_attention",
         )
     reach = -1 if spec.window is None else spec.window - 1
     return reach, 0 if spec.causal else reach

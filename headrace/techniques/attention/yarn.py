@@ -129,6 +129,10 @@ class ScaledRope(Rope):
         return ((turns_P - low) / (high - low)).clamp(0, 1)
 
 
+MOST = 1e6
+"""The largest of any of its numbers of turns and factors."""
+
+
 class Yarn(Technique[Build]):
     """Turn far positions slower, so that a model of short rows reads long ones."""
 
@@ -138,13 +142,13 @@ class Yarn(Technique[Build]):
     """How many times longer rows become; tuner range 2 to 32."""
     original_length: int = Field(default=0, ge=0, le=1 << 24)
     """Tokens of a row that the model knows; 0 is data.sequence_length / factor."""
-    beta_fast: float = Field(default=32.0, gt=0, le=1e6)
+    beta_fast: float = Field(default=32.0, gt=0, le=MOST)
     """yarn: pairs with more turns than this within the original rows stay as they are."""
-    beta_slow: float = Field(default=1.0, gt=0, le=1e6)
+    beta_slow: float = Field(default=1.0, gt=0, le=MOST)
     """yarn: pairs with fewer turns than this turn `factor` times slower."""
-    low_frequency_factor: float = Field(default=1.0, gt=0, le=1e6)
+    low_frequency_factor: float = Field(default=1.0, gt=0, le=MOST)
     """llama3: pairs with fewer turns than this within the original rows turn slower by `factor`."""
-    high_frequency_factor: float = Field(default=4.0, gt=0, le=1e6)
+    high_frequency_factor: float = Field(default=4.0, gt=0, le=MOST)
     """llama3: pairs with more turns than this stay as they are."""
 
     timed: ClassVar[bool] = True
@@ -180,7 +184,9 @@ class Yarn(Technique[Build]):
                 return Unsupported(
                     f"{high} = {getattr(self, high):g} must be more than {low} = "
                     f"{getattr(self, low):g}",
-                    f"techniques.{name}.{high}={2 * getattr(self, low):g}",
+                    f"techniques.{name}.{high}={2 * getattr(self, low):g}"
+                    if 2 * getattr(self, low) <= MOST
+                    else f"techniques.{name}.{low}={getattr(self, high) / 2:g}",
                 )
         if self.kind == "ntk" and model.resolved_head_dim < 4:
             return Unsupported("a head with one pair has no slowest pair", "model.head_dim=4")

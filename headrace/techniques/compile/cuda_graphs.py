@@ -94,7 +94,7 @@ class CudaGraphs(Technique[Build]):
         if context.ranks > 1:
             return Unsupported(
                 f"collectives of {context.ranks} ranks inside of recordings are not proven here",
-                " ".join(f"mesh.{axis}=1" for axis, size in plan.mesh if size > 1),
+                " ".join(context.whole(axis) for axis, size in plan.mesh if size > 1),
             )
         if LENGTHS in on and BUCKETS not in on:
             return Unsupported(

@@ -95,7 +95,7 @@ class ShapeBuckets(Technique[Build]):
                 return Unsupported(
                     f"under mesh.{axis} = {getattr(plan.mesh, axis)} a rank has its part of each "
                     "micro-batch already, and cannot deal it out anew",
-                    f"mesh.{axis}=1",
+                    context.whole(axis),
                 )
         start = getattr(recutting[0], "start", None)
         if start is not None and start % self.multiple == 0:

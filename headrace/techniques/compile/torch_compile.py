@@ -15,6 +15,7 @@ import torch
 from pydantic import field_validator
 
 from headrace.core.ledger import Ledger, Line
+from headrace.core.strict import Wrong
 from headrace.core.technique import (
     Card,
     Context,
@@ -63,9 +64,10 @@ class TorchCompile(Technique[Build]):
         """Send who asks for torch's CUDA graphs to the technique that records them."""
         if mode in ("reduce-overhead", "max-autotune"):
             left = "max-autotune-no-cudagraphs" if mode == "max-autotune" else "default"
-            raise ValueError(
+            raise Wrong(
                 f"{mode!r} is {left!r} with CUDA graphs, which are a technique of their own here: "
-                f"cuda_graphs; write mode={left} and --with cuda_graphs"
+                f"cuda_graphs; write mode={left} and --with cuda_graphs",
+                f"--with cuda_graphs techniques.torch_compile.mode={left}",
             )
         return mode
 

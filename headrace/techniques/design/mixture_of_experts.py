@@ -22,6 +22,7 @@ from torch import Tensor
 
 from headrace.core.ledger import Ledger, Line, Matrix
 from headrace.core.model_config import ModelConfig
+from headrace.core.strict import Wrong
 from headrace.core.technique import (
     Card,
     Context,
@@ -75,9 +76,10 @@ class MixtureOfExperts(Technique[Build]):
     @model_validator(mode="after")
     def _check(self) -> "MixtureOfExperts":
         if self.top_k > self.experts:
-            raise ValueError(
+            raise Wrong(
                 f"top_k = {self.top_k} is more than experts = {self.experts}; the nearest is "
-                f"top_k={self.experts}"
+                f"top_k={self.experts}",
+                f"techniques.mixture_of_experts.top_k={self.experts}",
             )
         return self
 
@@ -97,7 +99,7 @@ class MixtureOfExperts(Technique[Build]):
         if plan.mesh.context > 1:
             return Unsupported(
                 f"its balance counts whole rows, and mesh.context = {plan.mesh.context} cuts them",
-                "mesh.context=1",
+                context.whole("context"),
             )
         if context.device == "cuda":
             return self._supports_gpu(context)

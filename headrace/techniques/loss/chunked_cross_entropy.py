@@ -150,7 +150,8 @@ class ChunkedCrossEntropy(Technique[Build]):
         if self.fused and context.lacks_triton():
             return Unsupported(
                 "fused = true needs an NVIDIA GPU and Triton",
-                "techniques.chunked_cross_entropy.fused=false, or pip install triton on a GPU",
+                "techniques.chunked_cross_entropy.fused=false"
+                + (", or pip install triton" if context.device == "cuda" else ""),
             )
         if self.fused and (why := _other_loss(context.plan)):
             return Unsupported(

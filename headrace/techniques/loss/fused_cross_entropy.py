@@ -108,7 +108,7 @@ class FusedCrossEntropy(Technique[Build]):
             return Unsupported(
                 "its kernels read all logits of a token, and under tensor parallelism a rank has "
                 "some of them",
-                "mesh.tensor=1",
+                context.whole("tensor"),
             )
         others = plan.techniques.values() if plan is not None else ()
         terms = [t.name() for t in others if "terms" in t.composes]

@@ -184,12 +184,12 @@ class DynamicBatch(Technique[Build]):
             return Unsupported(
                 f"a rank that runs out of memory leaves the other {context.ranks - 1} waiting in a "
                 "collective",
-                "one process, or batch.micro_sequences=N that is known to fit",
+                f"batch.micro_sequences=1 --without {self.name()}",
             )
         if context.device == "mps":
             return Unsupported(
                 "how much memory an Apple GPU has left, and how it runs out, is not proven here",
-                "batch.micro_sequences=N",
+                f"batch.micro_sequences=1 --without {self.name()}",
             )
         return Supported()
 

@@ -122,7 +122,7 @@ class OptimizerInBackward(Technique[Build]):
                 return Unsupported(
                     f"under mesh.{axis} = {getattr(mesh, axis)} gradients are complete only after "
                     "the backward pass",
-                    f"mesh.{axis}=1",
+                    context.whole(axis),
                 )
         ranks = mesh.data * mesh.context
         if ranks > 1 and not any("shard" in t.composes for t in plan.techniques.values()):

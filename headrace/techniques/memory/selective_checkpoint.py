@@ -32,6 +32,7 @@ from torch.utils.checkpoint import (
 
 from headrace.core.ledger import Ledger, Line
 from headrace.core.plan import ATTENDS, Plan
+from headrace.core.strict import Wrong
 from headrace.core.technique import (
     Card,
     Context,
@@ -145,9 +146,10 @@ class SelectiveCheckpoint(Technique[Build]):
     @model_validator(mode="after")
     def _check(self) -> "SelectiveCheckpoint":
         if self.every_matmul > 1 and not self.kept() & MATMULS:
-            raise ValueError(
+            raise Wrong(
                 f"every_matmul = {self.every_matmul} is a share of the products that are kept, and "
-                "this policy keeps none; the nearest is every_matmul=1"
+                "this policy keeps none; the nearest is every_matmul=1",
+                "techniques.selective_checkpoint.every_matmul=1",
             )
         return self
 

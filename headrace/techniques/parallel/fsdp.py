@@ -84,7 +84,8 @@ class Fsdp(Technique[Build]):
         if "bf16" in (self.gather, self.reduce) and context.precision != "bf16":
             return Unsupported(
                 f"the run computes in {context.precision}; gathering in bf16 would round it",
-                "model.precision=bf16, or fp32 for both knobs",
+                f"model.precision=bf16, or techniques.{self.name()}.gather=fp32 "
+                f"techniques.{self.name()}.reduce=fp32",
             )
         return Supported()
 

@@ -63,7 +63,7 @@ class Bf16Autocast(Technique[Build]):
             found = ".".join(map(str, capability or ("unknown",)))
             return Unsupported(
                 f"{context.device_name} has compute capability {found}, and bf16 products need 8.0",
-                "--with fp16_loss_scaling model.precision=fp16",
+                f"--without {self.name()} --with fp16_loss_scaling model.precision=fp16",
             )
         return Supported()
 

@@ -200,7 +200,8 @@ class Bf16Parameters(Technique[Build]):
         if self.fused and context.lacks_triton():
             return Unsupported(
                 "fused = true needs an NVIDIA GPU and Triton",
-                "techniques.bf16_parameters.fused=false, or pip install triton on a GPU",
+                "techniques.bf16_parameters.fused=false"
+                + (", or pip install triton" if context.device == "cuda" else ""),
             )
         for other, technique in context.plan.techniques.items():
             if other == self.name():

@@ -124,7 +124,7 @@ class SequenceLengthSchedule(Technique[Build]):
         if self.until <= 1 and plan.horizon_steps is None:
             return Unsupported(
                 f"until = {self.until:g} is a share of a schedule whose end the plan does not say",
-                f"schedule.steps=N, or techniques.{name}.until=STEP",
+                f"schedule.steps=1000, or techniques.{name}.until=100",
             )
         return Supported()
 

@@ -1,0 +1,434 @@
+"""What is asked for, and where, so that each refusal of a technique is made."""
+
+from places import Asked
+
+CASES: dict[str, Asked] = {
+    "model/attention:lacks_half#1": Asked((), ("cudnn_attention",)),
+    "model/attention:lacks_half#2": Asked((), ("cudnn_attention",), "V100"),
+    "model/attention:lacks_half#3": Asked(("model.precision=fp32",), ("cudnn_attention",), "H200"),
+    "model/attention:lacks_half#4": Asked(("model.head_dim=300",), ("flash_attention",), "H200"),
+    "model/attention:lacks_mask#1": Asked((), ("alibi", "flash_attention"), "H200"),
+    "techniques/adapt/lora:Lora.supports#1": Asked(("mesh.tensor=2",), ("lora", "tensor_parallel")),
+    "techniques/adapt/qlora:Qlora.supports#1": Asked(
+        ("mesh.tensor=2",), ("qlora", "tensor_parallel")
+    ),
+    "techniques/adapt/qlora:Qlora.supports#2": Asked(
+        ("model.dim=8", "model.heads=2", "model.ffn=8"), ("qlora",)
+    ),
+    "techniques/attention/alibi:Alibi.supports#1": Asked(("model.pretrained=x",), ("alibi",)),
+    "techniques/attention/alibi:Alibi.supports#2": Asked(
+        ("mesh.tensor=2",), ("alibi", "tensor_parallel")
+    ),
+    "techniques/attention/alibi:Alibi.supports#3": Asked(
+        ("mesh.context=2",), ("alibi", "context_parallel")
+    ),
+    "techniques/attention/cudnn_attention:CudnnAttention.supports#1": Asked(
+        ("model.precision=fp16",), ("cudnn_attention", "fp16_loss_scaling"), "H200"
+    ),
+    "techniques/attention/flash_attention_3:FlashAttention3.supports#1": Asked(
+        (), ("flash_attention_3",)
+    ),
+    "techniques/attention/flash_attention_3:FlashAttention3.supports#2": Asked(
+        (), ("flash_attention_3",), "V100"
+    ),
+    "techniques/attention/flash_attention_3:FlashAttention3._lacks_head#1": Asked(
+        (
+            "techniques.flash_attention_3.version=FA4",
+            "techniques.flash_attention_3.source=torch",
+            "model.head_dim=48",
+        ),
+        ("flash_attention_3",),
+        "H200",
+    ),
+    "techniques/attention/flash_attention_3:FlashAttention3._is_here#1": Asked(
+        (
+            "techniques.flash_attention_3.version=FA4",
+            "techniques.flash_attention_3.source=kernels",
+            "model.head_dim=64",
+        ),
+        ("flash_attention_3",),
+        "H200",
+    ),
+    "techniques/attention/flash_attention_3:FlashAttention3._is_here#2": Asked(
+        ("techniques.flash_attention_3.source=kernels",), ("flash_attention_3",), "H200"
+    ),
+    "techniques/attention/flash_attention_3:FlashAttention3._is_here#4": Asked(
+        (), ("flash_attention_3",), "H200"
+    ),
+    "techniques/attention/flex_attention:FlexAttention.supports#1": Asked((), ("flex_attention",)),
+    "techniques/attention/flex_attention:FlexAttention.supports#2": Asked(
+        (), ("flex_attention",), "V100"
+    ),
+    "techniques/attention/flex_attention:FlexAttention.supports#3": Asked(
+        (), ("flex_attention",), "bare H200"
+    ),
+    "techniques/attention/linear_attention:LinearAttention.supports#1": Asked(
+        ("model.pretrained=x",), ("linear_attention",)
+    ),
+    "techniques/attention/linear_attention:LinearAttention._supports_fla#2": Asked(
+        ("techniques.linear_attention.kernels=fla",), ("linear_attention",)
+    ),
+    "techniques/attention/linear_attention:LinearAttention._supports_fla#3": Asked(
+        ("techniques.linear_attention.kernels=fla",), ("linear_attention",), "bare H200"
+    ),
+    "techniques/attention/linear_attention:LinearAttention._supports_fla#6": Asked(
+        ("techniques.linear_attention.kernels=fla",), ("linear_attention",), "H200"
+    ),
+    "techniques/attention/logit_soft_cap:LogitSoftCap.supports#1": Asked(
+        ("mesh.context=2",), ("logit_soft_cap", "context_parallel")
+    ),
+    "techniques/attention/prefix_lm:PrefixLm.supports#1": Asked(
+        ("techniques.prefix_lm.tokens=256",), ("prefix_lm",)
+    ),
+    "techniques/attention/short_convolution:ShortConvolution.supports#1": Asked(
+        ("model.pretrained=x",), ("short_convolution",)
+    ),
+    "techniques/attention/short_convolution:ShortConvolution.supports#2": Asked(
+        ("model.bias=true",), ("short_convolution",)
+    ),
+    "techniques/attention/short_convolution:ShortConvolution.supports#3": Asked(
+        ("mesh.context=2",), ("short_convolution", "context_parallel")
+    ),
+    "techniques/attention/short_convolution:ShortConvolution.supports#4": Asked(
+        ("model.layers=1",), ("short_convolution",)
+    ),
+    "techniques/attention/short_convolution:ShortConvolution._beside#2": Asked(
+        ('techniques.lora.targets=["mixer.qkv"]',), ("short_convolution", "lora")
+    ),
+    "techniques/attention/sliding_window:SlidingWindow.supports#1": Asked((), ("sliding_window",)),
+    "techniques/attention/sparse_attention:SparseAttention.supports#1": Asked(
+        ("mesh.context=2",), ("sparse_attention", "context_parallel")
+    ),
+    "techniques/attention/sparse_attention:SparseAttention.supports#2": Asked(
+        (), ("sparse_attention",)
+    ),
+    "techniques/attention/yarn:Yarn.supports#1": Asked(("model.position=none",), ("yarn",)),
+    "techniques/attention/yarn:Yarn.supports#2": Asked(
+        ("techniques.yarn.beta_slow=1000000.0",), ("yarn",)
+    ),
+    "techniques/attention/yarn:Yarn.supports#4": Asked(
+        ("model.rope_theta=1", "model.head_dim=4"), ("yarn",)
+    ),
+    "techniques/attention/yarn:Yarn._within#1": Asked(
+        ("techniques.yarn.factor=1000000.0",), ("yarn",)
+    ),
+    "techniques/attention/yarn:Yarn._within#2": Asked(("model.head_dim=2",), ("yarn",)),
+    "techniques/compile/compile_cache:CompileCache.supports#1": Asked((), ("compile_cache",)),
+    "techniques/compile/compile_cache:CompileCache.supports#2": Asked(
+        ("techniques.torch_compile.backend=eager",), ("compile_cache", "torch_compile")
+    ),
+    "techniques/compile/compile_cache:CompileCache.supports#4": Asked(
+        ("techniques.compile_cache.directory=runs/cache",), ("compile_cache", "torch_compile")
+    ),
+    "techniques/compile/cuda_graphs:CudaGraphs.supports#1": Asked((), ("cuda_graphs",)),
+    "techniques/compile/cuda_graphs:CudaGraphs.supports#2": Asked((), ("cuda_graphs",), "H200"),
+    "techniques/compile/cuda_graphs:CudaGraphs.supports#3": Asked(
+        ("techniques.torch_compile.backend=eager",), ("cuda_graphs", "torch_compile"), "H200"
+    ),
+    "techniques/compile/cuda_graphs:CudaGraphs.supports#4": Asked(
+        ("mesh.data=2",), ("cuda_graphs", "torch_compile"), "H200"
+    ),
+    "techniques/compile/cuda_graphs:CudaGraphs.supports#5": Asked(
+        (), ("cuda_graphs", "torch_compile", "sequence_length_schedule"), "H200"
+    ),
+    "techniques/compile/cudnn_autotune:CudnnAutotune.supports#1": Asked((), ("cudnn_autotune",)),
+    "techniques/compile/cudnn_autotune:CudnnAutotune.supports#4": Asked(
+        (), ("cudnn_autotune",), "H200"
+    ),
+    "techniques/compile/cudnn_autotune:CudnnAutotune.supports#5": Asked(
+        (), ("cudnn_autotune", "short_convolution", "document_packing"), "H200"
+    ),
+    "techniques/compile/shape_buckets:ShapeBuckets.supports#1": Asked((), ("shape_buckets",)),
+    "techniques/compile/shape_buckets:ShapeBuckets.supports#2": Asked(
+        (), ("shape_buckets", "torch_compile")
+    ),
+    "techniques/compile/shape_buckets:ShapeBuckets.supports#3": Asked(
+        ("mesh.context=2",),
+        ("shape_buckets", "torch_compile", "sequence_length_schedule", "context_parallel"),
+    ),
+    "techniques/compile/shape_buckets:ShapeBuckets.supports#4": Asked(
+        ("techniques.shape_buckets.multiple=2", "techniques.sequence_length_schedule.start=64"),
+        ("shape_buckets", "torch_compile", "sequence_length_schedule"),
+    ),
+    "techniques/compile/torch_compile:TorchCompile.supports#1": Asked(
+        ("mesh.data=2",), ("torch_compile", "fsdp")
+    ),
+    "techniques/compile/torch_compile:TorchCompile.supports#2": Asked(
+        (), ("torch_compile",), "bare H200"
+    ),
+    "techniques/compile/torch_compile:TorchCompile.supports#3": Asked(
+        (), ("torch_compile",), "bare cpu"
+    ),
+    "techniques/compile/torch_compile:TorchCompile.supports#4": Asked(
+        (), ("torch_compile",), "mps"
+    ),
+    "techniques/data/loader_workers:LoaderWorkers.supports#1": Asked(
+        (), ("loader_workers", "sequence_length_schedule"), "H200"
+    ),
+    "techniques/design/gqa:Gqa.supports#1": Asked(("model.heads=1", "model.head_dim=64"), ("gqa",)),
+    "techniques/design/gqa:Gqa.supports#2": Asked(("techniques.gqa.queries_per_key=3",), ("gqa",)),
+    "techniques/design/mixture_of_experts:MixtureOfExperts.supports#1": Asked(
+        ("model.pretrained=x",), ("mixture_of_experts",)
+    ),
+    "techniques/design/mixture_of_experts:MixtureOfExperts.supports#2": Asked(
+        ("model.bias=true",), ("mixture_of_experts",)
+    ),
+    "techniques/design/mixture_of_experts:MixtureOfExperts.supports#3": Asked(
+        ("mesh.context=2",), ("mixture_of_experts", "context_parallel")
+    ),
+    "techniques/design/mixture_of_experts:MixtureOfExperts._supports_gpu#1": Asked(
+        (), ("mixture_of_experts",), "V100"
+    ),
+    "techniques/design/mixture_of_experts:MixtureOfExperts._supports_gpu#2": Asked(
+        ("model.precision=fp32",), ("mixture_of_experts",), "H200"
+    ),
+    "techniques/design/mixture_of_experts:MixtureOfExperts._supports_gpu#3": Asked(
+        ("techniques.mixture_of_experts.expert_ffn=1",), ("mixture_of_experts",), "H200"
+    ),
+    "techniques/design/mup:Mup.supports#1": Asked(("model.pretrained=x",), ("mup",)),
+    "techniques/design/mup:Mup.supports#2": Asked(("model.tied_embeddings=true",), ("mup",)),
+    "techniques/design/mup:Mup.supports#3": Asked(("model.head_dim=6",), ("mup",)),
+    "techniques/design/mup:Mup.supports#4": Asked((), ("muon", "mup")),
+    "techniques/design/stochastic_depth:StochasticDepth.supports#1": Asked(
+        ("model.layers=1",), ("stochastic_depth",)
+    ),
+    "techniques/design/stochastic_depth:StochasticDepth.supports#2": Asked(
+        (), ("stochastic_depth", "torch_compile")
+    ),
+    "techniques/fusion/fused_rms_norm:FusedRmsNorm.supports#1": Asked(
+        ("model.norm=layer_norm",), ("fused_rms_norm",)
+    ),
+    "techniques/fusion/fused_rope:FusedRope.supports#1": Asked(
+        ("model.position=none",), ("fused_rope",)
+    ),
+    "techniques/fusion/fused_swiglu:FusedSwiglu.supports#1": Asked(
+        ("model.activation=gelu",), ("fused_swiglu",)
+    ),
+    "techniques/fusion/liger_kernels:LigerKernels.supports#1": Asked(
+        ("model.norm=layer_norm",), ("liger_kernels",)
+    ),
+    "techniques/fusion/liger_kernels:LigerKernels.supports#2": Asked(
+        ("model.activation=gelu",), ("liger_kernels",)
+    ),
+    "techniques/fusion/liger_kernels:LigerKernels.supports#3": Asked(
+        (), ("liger_kernels",), "H200"
+    ),
+    "techniques/loss/chunked_cross_entropy:ChunkedCrossEntropy.supports#1": Asked(
+        ("techniques.chunked_cross_entropy.fused=true",), ("chunked_cross_entropy",)
+    ),
+    "techniques/loss/chunked_cross_entropy:ChunkedCrossEntropy.supports#2": Asked(
+        ("techniques.chunked_cross_entropy.fused=true",),
+        ("chunked_cross_entropy", "distillation"),
+        "H200",
+    ),
+    "techniques/loss/chunked_cross_entropy:ChunkedCrossEntropy.supports#3": Asked(
+        ("techniques.chunked_cross_entropy.native=true",), ("chunked_cross_entropy",), "H200"
+    ),
+    "techniques/loss/chunked_cross_entropy:ChunkedCrossEntropy.supports#4": Asked(
+        ("batch.tokens=512",), ("chunked_cross_entropy",)
+    ),
+    "techniques/loss/fused_cross_entropy:FusedCrossEntropy.supports#1": Asked(
+        (), ("fused_cross_entropy",), "V100"
+    ),
+    "techniques/loss/fused_cross_entropy:FusedCrossEntropy.supports#2": Asked(
+        ("mesh.tensor=2",), ("fused_cross_entropy", "tensor_parallel"), "H200"
+    ),
+    "techniques/loss/fused_cross_entropy:FusedCrossEntropy.supports#3": Asked(
+        (), ("distillation", "fused_cross_entropy"), "H200"
+    ),
+    "techniques/memory/activation_offload:ActivationOffload.supports#1": Asked(
+        (), ("activation_offload",)
+    ),
+    "techniques/memory/activation_offload:ActivationOffload.supports#2": Asked(
+        (), ("activation_offload", "torch_compile"), "H200"
+    ),
+    "techniques/memory/activation_offload:ActivationOffload.supports#3": Asked(
+        ("model.layers=1",), ("activation_offload",), "H200"
+    ),
+    "techniques/memory/adamw_8bit:Adamw8bit.supports#1": Asked(
+        ("techniques.adamw_8bit.compiled=true",), ("adamw_8bit",), "bare H200"
+    ),
+    "techniques/memory/adamw_8bit:Adamw8bit.supports#2": Asked(
+        ("techniques.adamw_8bit.compiled=true",), ("adamw_8bit",), "bare cpu"
+    ),
+    "techniques/memory/adamw_8bit:Adamw8bit.supports#3": Asked(
+        ("techniques.adamw_8bit.compiled=true",), ("adamw_8bit",), "mps"
+    ),
+    "techniques/memory/adamw_8bit:Adamw8bit.supports#4": Asked(
+        ("techniques.adamw_8bit.smallest=1000000000",), ("adamw_8bit", "lora")
+    ),
+    "techniques/memory/adamw_8bit:_unshared#1": Asked(
+        ("mesh.tensor=2",), ("adamw_8bit", "tensor_parallel")
+    ),
+    "techniques/memory/chunked_mlp:ChunkedMLP.supports#1": Asked((), ("chunked_mlp",)),
+    "techniques/memory/dynamic_batch:DynamicBatch.supports#1": Asked(
+        ("mesh.data=2",), ("dynamic_batch",)
+    ),
+    "techniques/memory/dynamic_batch:DynamicBatch.supports#2": Asked((), ("dynamic_batch",), "mps"),
+    "techniques/memory/expandable_segments:ExpandableSegments.supports#1": Asked(
+        (), ("expandable_segments",)
+    ),
+    "techniques/memory/memory_budget:MemoryBudget.supports#1": Asked((), ("memory_budget",)),
+    "techniques/memory/memory_budget:MemoryBudget.supports#2": Asked(
+        ("techniques.torch_compile.backend=eager",), ("memory_budget", "torch_compile")
+    ),
+    "techniques/memory/optimizer_in_backward:OptimizerInBackward.supports#1": Asked(
+        (), ("optimizer_in_backward",)
+    ),
+    "techniques/memory/optimizer_in_backward:OptimizerInBackward.supports#2": Asked(
+        ("batch.micro_sequences=1", "optimizer.clip_norm=0"), ("optimizer_in_backward",)
+    ),
+    "techniques/memory/optimizer_in_backward:OptimizerInBackward.supports#3": Asked(
+        ("mesh.tensor=2", "optimizer.clip_norm=0"), ("optimizer_in_backward", "tensor_parallel")
+    ),
+    "techniques/memory/optimizer_in_backward:OptimizerInBackward.supports#4": Asked(
+        ("mesh.data=2", "optimizer.clip_norm=0"), ("optimizer_in_backward",)
+    ),
+    "techniques/memory/optimizer_offload:OptimizerOffload.supports#1": Asked(
+        (), ("optimizer_offload",)
+    ),
+    "techniques/memory/selective_checkpoint:SelectiveCheckpoint.supports#1": Asked(
+        ("techniques.selective_checkpoint.save=attention",),
+        ("selective_checkpoint", "logit_soft_cap"),
+    ),
+    "techniques/memory/selective_checkpoint:SelectiveCheckpoint.supports#2": Asked(
+        (
+            "techniques.selective_checkpoint.save=attention",
+            "techniques.selective_checkpoint.wide_every=2",
+        ),
+        ("selective_checkpoint",),
+    ),
+    "techniques/optim/muon:Muon.supports#1": Asked((), ("lora", "muon", "sophia")),
+    "techniques/optim/sophia:Sophia.supports#1": Asked(
+        ("mesh.pipeline=2", "techniques.sophia.share=0.5"), ("sophia", "pipeline_parallel")
+    ),
+    "techniques/parallel/context_parallel:ContextParallel.supports#1": Asked(
+        (), ("context_parallel",)
+    ),
+    "techniques/parallel/context_parallel:ContextParallel.supports#2": Asked(
+        ("mesh.context=2",), ("context_parallel",), "mps"
+    ),
+    "techniques/parallel/context_parallel:ContextParallel.supports#4": Asked(
+        ("mesh.context=2",), ("context_parallel", "short_convolution")
+    ),
+    "techniques/parallel/fsdp:Fsdp.supports#1": Asked((), ("fsdp",)),
+    "techniques/parallel/fsdp:Fsdp.supports#2": Asked(("mesh.data=2",), ("fsdp",), "mps"),
+    "techniques/parallel/fsdp:Fsdp.supports#3": Asked(
+        ("techniques.fsdp.gather=bf16", "mesh.data=2"), ("fsdp",)
+    ),
+    "techniques/parallel/pipeline_parallel:PipelineParallel.supports#1": Asked(
+        ("techniques.pipeline_parallel.chunks=2",), ("pipeline_parallel",)
+    ),
+    "techniques/parallel/pipeline_parallel:PipelineParallel.supports#2": Asked(
+        (), ("pipeline_parallel",)
+    ),
+    "techniques/parallel/pipeline_parallel:PipelineParallel.supports#3": Asked(
+        ("mesh.pipeline=2",), ("pipeline_parallel",), "mps"
+    ),
+    "techniques/parallel/pipeline_parallel:PipelineParallel.supports#4": Asked(
+        ("mesh.pipeline=8",), ("pipeline_parallel",)
+    ),
+    "techniques/parallel/pipeline_parallel:PipelineParallel.supports#5": Asked(
+        (
+            "mesh.pipeline=2",
+            "techniques.pipeline_parallel.schedule=interleaved",
+            "techniques.pipeline_parallel.chunks=2",
+        ),
+        ("pipeline_parallel",),
+    ),
+    "techniques/parallel/tensor_parallel:TensorParallel.supports#1": Asked(
+        (), ("tensor_parallel",)
+    ),
+    "techniques/parallel/tensor_parallel:TensorParallel.supports#2": Asked(
+        ("mesh.tensor=3",), ("tensor_parallel",)
+    ),
+    "techniques/precision/bf16_autocast:Bf16Autocast.supports#1": Asked(
+        (), ("bf16_autocast",), "V100"
+    ),
+    "techniques/precision/bf16_parameters:Bf16Parameters.supports#1": Asked(
+        (), ("bf16_parameters",), "V100"
+    ),
+    "techniques/precision/bf16_parameters:Bf16Parameters.supports#2": Asked(
+        ("techniques.bf16_parameters.fused=true",), ("bf16_parameters",)
+    ),
+    "techniques/precision/bf16_parameters:Bf16Parameters.supports#3": Asked(
+        (), ("bf16_parameters", "mup")
+    ),
+    "techniques/precision/bf16_parameters:Bf16Parameters.supports#4": Asked(
+        (), ("bf16_parameters", "fsdp")
+    ),
+    "techniques/precision/float8_linear:Float8Linear.supports#2": Asked(
+        (), ("float8_linear",), "mps"
+    ),
+    "techniques/precision/float8_linear:Float8Linear.supports#3": Asked(
+        (), ("float8_linear",), "V100"
+    ),
+    "techniques/precision/float8_linear:Float8Linear.supports#4": Asked(
+        ("techniques.float8_linear.multiple_of=1",), ("float8_linear",), "H200"
+    ),
+    "techniques/precision/fp16_loss_scaling:Fp16LossScaling.supports#1": Asked(
+        (), ("fp16_loss_scaling",), "H200"
+    ),
+    "techniques/precision/tf32:Tf32.supports#1": Asked((), ("tf32",)),
+    "techniques/precision/tf32:Tf32.supports#2": Asked((), ("tf32",), "V100"),
+    "techniques/precision/tf32:Tf32.supports#3": Asked((), ("tf32",), "H200"),
+    "techniques/schedule/sequence_length_schedule:SequenceLengthSchedule.supports#1": Asked(
+        (
+            "data.sequence_length=2",
+            "batch.tokens=64",
+            "techniques.sequence_length_schedule.start=7",
+        ),
+        ("sequence_length_schedule",),
+    ),
+    "techniques/schedule/sequence_length_schedule:SequenceLengthSchedule.supports#2": Asked(
+        ("techniques.sequence_length_schedule.start=3",), ("sequence_length_schedule",)
+    ),
+    "core/technique:Context.lacks_triton#1": Asked((), ("fused_rope",)),
+    "core/technique:Context.lacks_triton#2": Asked((), ("fused_rope",), "bare H200"),
+    "techniques/attention/sliding_window:SlidingWindow.supports#2": Asked(
+        ("techniques.sliding_window.between=100", "techniques.sliding_window.window=16"),
+        ("sliding_window",),
+    ),
+    "techniques/attention/short_convolution:ShortConvolution._beside#1": Asked(
+        (
+            "techniques.sliding_window.window=16",
+            "techniques.sliding_window.between=1",
+            "techniques.short_convolution.between=1",
+        ),
+        ("short_convolution", "sliding_window"),
+    ),
+    "techniques/attention/yarn:Yarn.supports#3": Asked(
+        ("techniques.yarn.kind=ntk", "model.head_dim=2"), ("yarn",)
+    ),
+    "techniques/parallel/context_parallel:ContextParallel.supports#3": Asked(
+        ("mesh.context=2", "data.sequence_length=2"), ("context_parallel",)
+    ),
+    "techniques/schedule/sequence_length_schedule:SequenceLengthSchedule.supports#3": Asked(
+        (),
+        ("sequence_length_schedule",),
+        base=("goal.minutes=1", "device=cpu", "model.vocab=512", "schedule.kind=constant"),
+    ),
+}
+"""By the site of the refusal."""
+HUB, FLA = "techniques/attention/flash_attention_3", "techniques/attention/linear_attention"
+EXCUSED = {
+    f"{HUB}:FlashAttention3._is_here#3": "needs the package, in a torch that does not know it",
+    f"{FLA}:LinearAttention._supports_fla#1": "needs fla on a GPU",
+    f"{FLA}:LinearAttention._supports_fla#4": "needs fla on a GPU",
+    f"{FLA}:LinearAttention._supports_fla#5": "needs fla on a GPU",
+    f"{FLA}:LinearAttention._supports_fla#7": "needs fla and Triton of a version on Hopper",
+    f"{FLA}:LinearAttention._supports_fla#8": "needs an old fla",
+    "techniques/compile/compile_cache:CompileCache.supports#3": "needs Windows",
+    "techniques/compile/compile_cache:CompileCache.supports#5": "needs a folder of another user",
+    "techniques/compile/compile_cache:CompileCache.supports#6": "needs a user that is not root",
+    "techniques/compile/cudnn_autotune:CudnnAutotune.supports#2": "needs a torch without cuDNN",
+    "techniques/compile/cudnn_autotune:CudnnAutotune.supports#3": "needs a torch for AMD",
+    "techniques/fusion/liger_kernels:LigerKernels.supports#4": "needs an old liger-kernel",
+    "techniques/memory/expandable_segments:ExpandableSegments.supports#2": "needs Windows",
+    "techniques/precision/float8_linear:Float8Linear.supports#1": "needs torchao to be away",
+    "techniques/design/rope:Rope.supports#1": "needs a folder of weights; see test_rope_design",
+    "techniques/design/rope:Rope.supports#2": "needs a folder of weights; see test_rope_design",
+    "techniques/attention/prefix_lm:PrefixLm.supports#2": "that both own a socket is told first",
+    f"{FLA}:LinearAttention.supports#2": "that both own a socket is told first",
+}
+"""Refusals that nothing here can call for, and why."""
