@@ -29,13 +29,19 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from headrace.core.errors import ConfigError, RunError
+from headrace.core.errors import ConfigError, RunError, is_out_of_memory
 from headrace.core.files import hold_lock, publish, sync_path, write_whole
 from headrace.core.units import format_bytes
 from headrace.parallel.boxes import Box, Piece, piece_of
 
 FORMAT = 1
 INDEX = "checkpoint.json"
+KINDS = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool",
+    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "U16": "uint16",
+    "U32": "uint32", "U64": "uint64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+}  # fmt: skip
+"""How a safetensors file names the types of torch."""
 WAIT_FOR_RANKS_S = 600.0
 
 
@@ -401,18 +407,36 @@ class Saved:
             raise self._damaged(INDEX, f"{name} has no dtype of torch: {piece['dtype']!r}")
         return tuple(piece["shape"]), dtype
 
-    def fill_(self, name: str, tensor: Tensor | Piece) -> None:
+    def fill_(self, name: str, tensor: Tensor | Piece, *, converts: bool = False) -> None:
         """Copy the saved tensor `name` into `tensor`, whatever the layouts of both.
 
+        Args:
+            name: of the saved tensor.
+            tensor: what is filled.
+            converts: whether it may have been saved in another floating type than it has here.
+
         Raises:
-            RunError: it is not there, or has another shape.
+            RunError: it is not there, or has another shape or type.
         """
         local, wanted, box, _ = tensor if isinstance(tensor, Piece) else piece_of(tensor)
         if name not in self._where:
             raise self._damaged(INDEX, f"it holds no tensor {name!r}")
-        shape, _ = self.shape_of(name)
+        shape, dtype = self.shape_of(name)
         if shape != wanted:
-            raise RunError(f"{name} has shape {wanted}; {self.path} holds {shape}")
+            raise self._damaged(INDEX, f"{name} has shape {wanted}; it holds {shape}")
+        if dtype != local.dtype and not (converts and dtype.is_floating_point):
+            raise self._damaged(INDEX, f"{name} is {local.dtype}; it holds {dtype}")
+        try:
+            filled = self._copy(name, local, box)
+        except (ValueError, TypeError, KeyError, IndexError, RuntimeError) as error:
+            if is_out_of_memory(error):
+                raise
+            raise self._damaged(INDEX, f"{name} cannot be read ({error})") from None
+        if filled != local.numel():
+            raise self._damaged(INDEX, f"{name} covers {filled} of {local.numel()} numbers")
+
+    def _copy(self, name: str, local: Tensor, box: Box) -> int:
+        """Copy the pieces of a tensor that lie in a box; how many numbers that were."""
         filled = 0
         for file, piece in self._where[name]:
             piece_box = Box(tuple(piece["offset"]), tuple(piece["size"]))
@@ -421,6 +445,7 @@ class Saved:
                 continue
             try:
                 with safe_open(file, framework="pt") as opened:
+                    self._check_piece(name, opened.get_slice(name), piece)
                     saved = opened.get_slice(name) if box.shape else opened.get_tensor(name)
                     value = saved[common.within(piece_box)] if box.shape else saved
             except SafetensorError as error:
@@ -428,8 +453,16 @@ class Saved:
             with torch.no_grad():
                 local[common.within(box)].copy_(value)
             filled += value.numel()
-        if filled != local.numel():
-            raise self._damaged(INDEX, f"{name} covers {filled} of {local.numel()} numbers")
+        return filled
+
+    def _check_piece(self, name: str, found: Any, piece: Mapping[str, Any]) -> None:
+        """Compare what a file says of a piece with what the index does."""
+        shape, kind = found.get_shape(), found.get_dtype()
+        if len(piece["offset"]) != len(shape):
+            raise self._damaged(INDEX, f"{name} lies at {piece['offset']}, which is no place of it")
+        if shape != piece["size"] or KINDS.get(kind) != piece["dtype"]:
+            said = f"{piece['dtype']} {piece['size']}"
+            raise self._damaged(INDEX, f"{name} is {KINDS.get(kind, kind)} {shape}, not {said}")
 
     def _index(self) -> dict[str, list[tuple[Path, dict[str, Any]]]]:
         """Where the pieces of each tensor lie; of equal ones, such as a counter's, the first."""

@@ -71,7 +71,7 @@ def elsewhere(context: Context, device_name: str) -> Context:
     if (part := part_of(device_name)) is None:
         raise ConfigError(
             f"--device-name is of a GPU that is not here, and {device_name} is none",
-            "device=cpu in its place",
+            "device=cpu without --device-name",
         )
     precision = context.plan.model.precision
     return replace(

@@ -189,6 +189,8 @@ def open_model(
     """
     plan, path = read_plan(folder, catalogue), _checkpoint(folder, checkpoint)
     saved = Saved(path)
+    # Weights that a technique kept in another type were trained so; any others are not the run's.
+    converts = any("storage" in t.composes for t in plan.techniques.values())
     # An exact technique computes what the trunk computes: opened alone, a model needs none of them,
     # so a run that was trained on another device opens here. What scales a loss is no part of it
     # either, and fp16 is refused without.
@@ -216,7 +218,7 @@ def open_model(
     was = {thing: digest for thing, digest in saved.values["fingerprint"].items() if thing in now}
     check_same_data(was, now, f"data in {prepared.directory}", folder)
     for name, parameter in trained(build):
-        saved.fill_(f"model/{name}", parameter)
+        saved.fill_(f"model/{name}", parameter, converts=converts)
     return build
 
 

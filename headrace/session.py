@@ -151,7 +151,10 @@ class Session:
             )
         saved = Saved(path)
         changed = differences(saved, self.build.plan)
-        counters = Counters(**state.restore(self.build, saved))
+        try:
+            counters = Counters(**state.restore(self.build, saved))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise saved.damaged(f"what it says of the run is none ({error!r})") from None
         self._saved_step = counters.step
         self._begin_at(counters)
         self.resumed = {"checkpoint": str(saved.path), "changed": changed}

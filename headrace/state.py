@@ -69,6 +69,7 @@ def restore(build: Build, saved: Saved) -> dict[str, Any]:
     """
     check_same_run(saved, build)
     check_frozen(saved, build.plan, note_frozen(build))
+    _check_names(build, saved)
     for name, parameter in trained(build):
         saved.fill_(f"model/{name}", _piece(build, name, parameter))
     for route, optimizer in build.optimizers.items():
@@ -87,6 +88,43 @@ def restore(build: Build, saved: Saved) -> dict[str, Any]:
     return saved.values["counters"]
 
 
+def _check_names(build: Build, saved: Saved) -> None:
+    """Refuse a checkpoint with tensors that the run does not have.
+
+    Raises:
+        RunError: names the first.
+    """
+    known = {f"model/{name}" for name, _ in trained(build)}
+    states = tuple(f"optimizer/{name}/" for named in build.routed.values() for name in named)
+    for name in sorted(saved.names()):
+        kind = name.partition("/")[0]
+        ours = name in known if kind == "model" else name.startswith(states)
+        if kind != "technique" and not ours:
+            raise saved.damaged(f"it holds {name}, which this run does not have")
+
+
+ADAM = {"step", "exp_avg", "exp_avg_sq"}
+"""The state of a parameter that torch's AdamW updates."""
+
+
+def _check_adam(name: str, whole: tuple[int, ...], own: torch.dtype, saved: Saved) -> None:
+    """Refuse the state of AdamW that lacks a part, or has one of another shape or type.
+
+    Raises:
+        RunError: names it.
+    """
+    prefix = f"optimizer/{name}/"
+    kept = {full.removeprefix(prefix) for full in saved.names_under(prefix)}
+    if kept and kept != ADAM:
+        odd = [f"{prefix}{key}" for key in sorted(kept ^ ADAM)]
+        raise saved.damaged(f"{', '.join(odd)}: missing, or no state of AdamW")
+    for key in kept:
+        wanted = ((), torch.float32) if key == "step" else (whole, own)
+        if (found := saved.shape_of(f"{prefix}{key}")) != wanted:
+            raise saved.damaged(f"{prefix}{key} is {wanted[1]} {wanted[0]}; it holds "
+                                f"{found[1]} {found[0]}")  # fmt: skip
+
+
 def _restore_optimizer(
     build: Build, optimizer: Any, named: Mapping[str, torch.nn.Parameter], saved: Saved
 ) -> None:
@@ -94,6 +132,8 @@ def _restore_optimizer(
     for name, parameter in named.items():
         prefix, layout = f"optimizer/{name}/", build.layouts[name]
         whole = tuple(layout.shape)
+        if type(optimizer) is torch.optim.AdamW:
+            _check_adam(name, whole, parameter.dtype, saved)
         for full in saved.names_under(prefix):
             shape, dtype = saved.shape_of(full)
             if shape == whole:

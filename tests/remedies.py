@@ -21,6 +21,7 @@ from headrace.core.strict import Wrong
 from headrace.core.technique import Unsupported
 
 ROOT = Path(headrace.__file__).parent
+ERRORS = str(ROOT / "core" / "errors.py")
 REFUSAL = "Unsupported"
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
@@ -89,7 +90,7 @@ def recording() -> Iterator[list[tuple[str, Any]]]:
         def begin(self: Any, *given: Any, **named: Any) -> None:
             before(self, *given, **named)
             frame = sys._getframe(1)
-            while frame is not None and frame.f_code.co_name == "__init__":
+            while frame is not None and frame.f_code.co_filename in (ERRORS, __file__):
                 frame = frame.f_back
             if frame is not None:
                 name = site_at(frame.f_code.co_filename, frame.f_lineno)

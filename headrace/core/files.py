@@ -139,7 +139,7 @@ def read_plan_text(file: Path) -> str:
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{file} is no plan: it is not UTF-8, by its byte {error.start} ({error.reason})",
-            f"a TOML file; iconv -f LATIN1 -t UTF-8 {file} > NEW.toml, if it is in Latin-1",
+            f"iconv -f LATIN1 -t UTF-8 {file} > NEW.toml; NEW.toml in its place",
         ) from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(
@@ -287,5 +287,6 @@ def _too_deep(what: str) -> ConfigError:
 
 def _too_long(what: str) -> ConfigError:
     return ConfigError(
-        f"{what} has a number of more than 64 bits", f"leave out {what}, or at most {2**63 - 1}"
+        f"{what} has a number of more than 64 bits",
+        f"leave out {what}, or give at most {2**63 - 1}",
     )

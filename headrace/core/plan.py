@@ -369,7 +369,10 @@ class Plan(Strict):
         check_values(values)
         tables = values.setdefault("techniques", {})
         if not isinstance(tables, dict):
-            raise ConfigError("techniques must be tables", "[techniques.NAME]")
+            raise ConfigError(
+                "techniques must be tables",
+                "headrace list, whose names are tables as in [techniques.muon]",
+            )
         with_, without = [*with_], [*without]
         if both := sorted({*with_} & {*without}):
             raise ConfigError(f"{both[0]} is asked for and left out", f"--with {both[0]} alone")

@@ -10,7 +10,9 @@ Shapes: R rank.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from json import dumps
 from math import prod
+from shlex import quote
 from typing import Any, Literal
 
 import torch
@@ -121,7 +123,7 @@ def is_frozen(name: str) -> bool:
     return not name.endswith(ADAPTERS)
 
 
-def linears_of(model: nn.Module, targets: Sequence[str]) -> list[str]:
+def linears_of(model: nn.Module, targets: Sequence[str], owner: str = "lora") -> list[str]:
     """Full names of the blocks' linears that `targets` name by their ends; all without targets.
 
     Raises:
@@ -136,7 +138,7 @@ def linears_of(model: nn.Module, targets: Sequence[str]) -> list[str]:
         if target not in ends:
             raise ConfigError(
                 f"targets has {target!r}, and the blocks of this model have {', '.join(ends)}",
-                f"targets={nearest(target, ends)}",
+                targeted(owner, nearest(target, ends)),
             )
     return [name for name in names if not targets or name.split(".", 2)[2] in targets]
 
@@ -159,7 +161,7 @@ def adapted_ledger(
     """
     sizes, layers = ledger.sizes, int(ledger.sizes["layers"])
     linears = {n: m.shape for n, m in ledger.matrices.items() if _is_linear(n, m)}
-    chosen = _chosen(list(dict.fromkeys(_end(name) for name in linears)), targets)
+    chosen = _chosen(list(dict.fromkeys(_end(name) for name in linears)), targets, owner)
     ledger = ledger.with_linears(owner, chosen)
     taken = {name: shape for name, shape in linears.items() if _end(name) in chosen}
     adapters, held = rank * sum(map(sum, taken.values())), ledger.memory
@@ -222,14 +224,19 @@ def _end(name: str) -> str:
     return name.split(".", 2)[2].removesuffix(".weight")
 
 
-def _chosen(every: Sequence[str], targets: Sequence[str]) -> list[str]:
+def targeted(owner: str, *targets: str) -> str:
+    """Return the override that adapts these linears, as it is typed."""
+    return quote(f"techniques.{owner}.targets={dumps(targets)}")
+
+
+def _chosen(every: Sequence[str], targets: Sequence[str], owner: str) -> list[str]:
     """Of a block's linears those that are adapted, one at least."""
     chosen = [name for name in every if not targets or name in targets]
     if not chosen:
         raise ConfigError(
             f"none of targets = {list(targets)} is in a block of this model, which has "
             f"{', '.join(every)}",
-            f"targets={nearest(targets[0], every)}" if targets else "",
+            targeted(owner, nearest(targets[0], every)) if targets else f"--without {owner}",
         )
     return chosen
 

@@ -285,7 +285,10 @@ def _forward(
         return output, Held(x, None, [output, *losses])
     found, wanted = (output.dtype, *output.shape), (stages.dtype, *stages.shape(micro))
     if found != wanted:
-        raise RunError(f"a pipeline's stage made activations {found} where {wanted} were agreed")
+        raise RunError(
+            f"a pipeline's stage made activations {found} where {wanted} were agreed",
+            "mesh.pipeline=1 --without pipeline_parallel",
+        )
     edge = get_gradient_edge(output) if output.requires_grad else None
     return output.detach(), Held(x, edge, losses)
 

@@ -83,7 +83,7 @@ class Lora(Technique[Build]):
 
     def apply(self, build: Build) -> None:
         """Replace the chosen linears, and freeze all but the adapters."""
-        names = linears_of(build.model, self.targets)
+        names = linears_of(build.model, self.targets, self.name())
         build.replace_linears(
             self.name(), names, lambda old: LoraLinear(old, rank=self.rank, alpha=self.alpha)
         )

@@ -147,7 +147,7 @@ class Qlora(Technique[Build]):
 
     def apply(self, build: Build) -> None:
         """Replace the chosen linears, freeze all but the adapters, store the chosen weights."""
-        names = linears_of(build.model, self.targets)
+        names = linears_of(build.model, self.targets, self.name())
         weights = {f"{name}.weight" for name in names}
         build.replace_linears(
             self.name(), names, lambda old: LoraLinear(old, rank=self.rank, alpha=self.alpha)

@@ -18,7 +18,6 @@ Sources: arXiv 2511.23404 (LFM2); 2212.14052 (H3), 2302.10866 (Hyena), 2312.0075
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from json import dumps
 from math import gcd
 from typing import Any, ClassVar
 
@@ -43,6 +42,7 @@ from headrace.kernels.launches import since
 from headrace.model.attention import Shared
 from headrace.model.convolution import LAUNCH, CausalConvolution, libraries
 from headrace.model.count import FP32, held_in
+from headrace.model.lora import targeted
 from headrace.model.mask import MaskSpec
 from headrace.sockets import Build
 
@@ -300,7 +300,7 @@ class ShortConvolution(Technique[Build]):
 def _without_mixers(name: str, targets: Sequence[str]) -> str:
     """Return what leaves out the linears of attention, which not every layer has."""
     kept = [target for target in targets if _is_everywhere(target)]
-    return f"techniques.{name}.targets={dumps(kept)}" if kept else f"--without {name}"
+    return targeted(name, *kept) if kept else f"--without {name}"
 
 
 def _is_everywhere(target: str) -> bool:

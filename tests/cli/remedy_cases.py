@@ -1,0 +1,185 @@
+"""Commands that end in an error, by the site that makes it, and how its remedy is followed."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from shell import Case
+
+PLAN = "explain demo device=cpu"
+
+
+def write(name: str, text: str) -> Any:
+    """Write a file into the folder of the run."""
+    return lambda run: (run.parent.parent / name).write_text(text)
+
+
+def nothing(run: Path) -> None:
+    """What a remedy says in words is in the next command line."""
+
+
+PLANS = {
+    "core/plan:Plan._check#1": Case(f"{PLAN} batch.tokens=1000"),
+    "core/plan:Plan._check#2": Case(f"{PLAN} batch.micro_sequences=7"),
+    "core/plan:Plan._check#3": Case(f"{PLAN} 'data.weights=[1,2]'"),
+    "core/plan:Plan._check#4": Case("explain empty.toml", write("empty.toml", "")),
+    "core/plan:Plan._check#5": Case(f"{PLAN} goal.dollars=3"),
+    "core/plan:Plan._check#6": Case(
+        "explain timed.toml", write("timed.toml", "[goal]\nminutes = 1\n")
+    ),
+    "core/plan:Plan._check#7": Case(f"{PLAN} attention=measured --with varlen_attention"),
+    "core/plan:Plan._check#8": Case(f"{PLAN} mesh.tensor=2"),
+    "core/plan:Plan._check#9": Case(f"{PLAN} schedule.warmup_steps=50 schedule.steps=20"),
+    "core/plan:Plan.read#2": Case(
+        "explain list.toml",
+        write("list.toml", "techniques = 3\n[goal]\nsteps = 2\n"),
+    ),
+    "core/plan:Plan.read#3": Case(f"{PLAN} --with muon --without muon"),
+    "core/plan:Plan.with_keys#1": Case(f"{PLAN} model.kv_heads=4 --with gqa"),
+    "core/plan:_override#1": Case(
+        f"{PLAN} nonsense",
+        fills={"key=value, as in ": ""},
+        drops=("nonsense",),
+    ),
+    "core/plan:_override#2": Case(f"{PLAN} name.x=3"),
+    "core/strict:explained#1": Case(f"{PLAN} model.dim=-3"),
+    "core/technique:Catalogue.find#1": Case(f"{PLAN} --with muun"),
+    "core/technique:Catalogue.with_family#1": Case(f"{PLAN} model.family=llamma"),
+    "core/technique:check_claims#1": Case(
+        "train {tiny} --with flash_attention --with varlen_attention"
+    ),
+    "core/model_config:ModelConfig._check#1": Case(f"{PLAN} model.heads=4 model.kv_heads=3"),
+    "core/model_config:ModelConfig._check#2": Case(f"{PLAN} model.dim=66 model.heads=4"),
+    "core/model_config:ModelConfig._check#3": Case(f"{PLAN} model.head_dim=5"),
+    "core/files:_too_long#1": Case(
+        f"{PLAN} seed={2**70}", prose={f"give at most {2**63 - 1}": "a number that fits"}
+    ),
+    "core/files:_too_deep#1": Case(f"{PLAN} name=" + "[" * 2000 + "]" * 2000),
+    "core/files:read_plan_text#1": Case(
+        "explain latin.toml",
+        lambda run: (run.parent.parent / "latin.toml").write_bytes(b'name = "caf\xe9"\n'),
+        does={"NEW.toml in its place": nothing},
+        then="explain NEW.toml",
+    ),
+    "core/files:read_plan_text#2": Case(
+        "explain text.txt",
+        write("text.txt", "Once upon"),
+        fills={"headrace train demo data.sources=text.txt": "headrace train {tiny}"},
+    ),
+    "context:find_device#1": Case("explain demo device=mps"),
+    "context:elsewhere#1": Case("plan demo --device-name cpu"),
+    "context:check_supported#1": Case("train {tiny} goal.steps=1 model.precision=fp16"),
+    "context:check_supported#2": Case("train {tiny} goal.steps=1 --with tf32"),
+    "techniques/compile/torch_compile:TorchCompile._no_graphs#1": Case(
+        f"{PLAN} --with torch_compile techniques.torch_compile.mode=reduce-overhead"
+    ),
+    "techniques/design/mixture_of_experts:MixtureOfExperts._check#1": Case(
+        f"{PLAN} --with mixture_of_experts techniques.mixture_of_experts.top_k=64"
+    ),
+    "techniques/memory/selective_checkpoint:SelectiveCheckpoint._check#1": Case(
+        f"{PLAN} --with selective_checkpoint techniques.selective_checkpoint.save=attention "
+        "techniques.selective_checkpoint.every_matmul=2"
+    ),
+}
+"""Errors of a plan that is read."""
+
+
+def broken_report(run: Path) -> None:
+    """A report that is cut short."""
+    (run / "report.json").write_text('{"status"')
+
+
+def without(name: str) -> Any:
+    """Take a file of the run away."""
+    return lambda run: (run / name).unlink()
+
+
+def no_checkpoints(run: Path) -> None:
+    """Let the run have saved nothing."""
+    os.rename(run / "checkpoints", run / "kept")
+    (run / "checkpoints").mkdir()
+
+
+def full_folder(run: Path) -> None:
+    """Something stands where an export goes."""
+    Path("out").mkdir()
+    Path("out", "kept").touch()
+
+
+def two_runs(run: Path) -> None:
+    """Two runs, of which none is near to the name that is asked for."""
+    shutil.copytree(run, run.with_name("pair"), symlinks=True)
+
+
+def other_format(run: Path) -> None:
+    """A checkpoint of a later version."""
+    index = run / "checkpoints" / "step-6" / "checkpoint.json"
+    index.write_text(json.dumps({**json.loads(index.read_text()), "format": 99}))
+
+
+RUNS = {
+    "load:resolve_run#1": Case(
+        "eval nothing",
+        lambda run: os.rename(run.parent, "elsewhere"),
+        fills={"headrace train demo": "headrace train {tiny}"},
+    ),
+    "load:resolve_run#2": Case("eval dmeo", does={"runs/demo": nothing}, then="eval runs/demo"),
+    "load:resolve_run#3": Case(
+        "eval zzzzzz",
+        two_runs,
+        does={"one of them in its place": nothing},
+        then="eval pair",
+    ),
+    "load:read_plan#1": Case("eval demo", lambda run: (run / "plan.toml").write_text("[goal]\n")),
+    "load:_checkpoint#1": Case("eval demo --checkpoint step-999"),
+    "cli:Verbs._check_json#1": Case("sample demo --prompt --json", fills={"VALUE": "the"}),
+    "cli:_usage#1": Case("sample demo --nothing"),
+    "cli:train#1": Case("train runs/demo/plan.toml --checkpoint step-6"),
+    "cli:sample#2": Case(f"sample demo --seed {2**70}"),
+    "cli:explain#1": Case("explain"),
+    "cli:explain#2": Case("explain muon --graph"),
+    "cli:explain#3": Case("explain muun"),
+    "closed_loop:doctor#1": Case("doctor runs/demo --with muon"),
+    "closed_loop:_judged_run#1": Case(
+        "doctor trace", write("trace", ""), does={"runs/demo": nothing}, then="doctor runs/demo"
+    ),
+    "closed_loop:_judged_run#2": Case("doctor runs/demo/metrics.jsonl"),
+    "closed_loop:_judged_run#3": Case("doctor tracefile", write("tracefile", "{}")),
+    "recipes/__init__:read_recipe#1": Case("train runs/demo"),
+    "recipes/__init__:read_recipe#2": Case(
+        "train demmo.toml", fills={"headrace train demo": "headrace train {tiny}"}
+    ),
+    "run_folder:RunFolder.find#1": Case("train {tiny} name=never --resume"),
+    "run_folder:RunFolder.read#1": Case("doctor demo", broken_report),
+    "run_folder:RunFolder.read_report#1": Case("doctor demo", without("report.json")),
+    "sample:_check#1": Case("sample demo --top-p 0"),
+    "session:Session.restore#1": Case("train runs/demo/plan.toml --resume --checkpoint step-9"),
+    "checkpoint:Saved.__init__#2": Case(
+        "eval demo --checkpoint step-6",
+        other_format,
+        prose={"the version of Headrace that wrote it": "it is not here"},
+    ),
+    "checkpoint:Saved._damaged#1": Case(
+        "eval demo --checkpoint step-6",
+        lambda run: (run / "checkpoints/step-6/rank-00000.safetensors").write_bytes(b"x"),
+    ),
+    "export/run:export_run#1": Case("export demo --to gguff"),
+    "export/hf:export_hf#1": Case(
+        "export demo --to hf --output out",
+        full_folder,
+        prose={"an --output that is new": ""},
+        does={"delete it first": lambda run: shutil.rmtree("out")},
+    ),
+    "truth/page:write#1": Case("truth --page x.txt --results {receipts}"),
+    "truth/numbers:compute#1": Case("truth --results nothing", fills={"DIR": "{receipts}"}),
+}
+"""Errors of verbs and of the folder of a run."""
+SLOW = {
+    "catalogue/graphs:explain_graphs#1": Case("explain {tiny} --graph"),
+    "trials/ablation:trials_of#1": Case("ablate {tiny}", fills={"TECHNIQUE": "z_loss"}),
+    "trials/ablate:ablate_command#2": Case("ablate {tiny} --with z_loss --minutes -1"),
+}
+"""Errors whose remedy takes long."""
+CASES = PLANS | RUNS | SLOW

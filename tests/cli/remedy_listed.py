@@ -1,0 +1,56 @@
+"""Errors whose remedies no test runs as they are printed, by module, each with the reason."""
+
+GPU = "needs a GPU, or kernels that are not here"
+RANKS = "needs several ranks; tests/distributed and tests/test_guard_ranks.py raise them"
+DATA = "read by the tests of tests/data, which raise them; the text has to be mended by hand"
+PYTHON = "raised to a Python caller, who has no command line"
+MINUTES = "each remedy measures for minutes; tests/trials raise them"
+DEVICE = "rates of a device that is not here; told inside of a prediction"
+CUT_OFF = "a signal, a full disk or a rank that is gone; tests raise them in real processes"
+
+LISTED = {
+    "build": "given weights and steps that are not finite; tests/export and tests/cli raise them",
+    "catalogue/graphs": RANKS,
+    "checkpoint": CUT_OFF,
+    "choose": GPU,
+    "cli": "a name that is not UTF-8, which no Python test can type",
+    "context": "two optimizers that take the rest, of which only one is installed",
+    "core/errors": "memory and threads that ran out; tests/test_failures.py raises them",
+    "core/files": "a file system without locks, and a hub's name; tests/core raise them",
+    "core/ledger": "two techniques that replace one linear; tests/contract raise it",
+    "core/links": DEVICE,
+    "core/machine": DEVICE,
+    "core/plan": PYTHON,
+    "core/technique": "pairs that exclude each other; tests/contract raise them",
+    "core/work": DEVICE,
+    "data/": DATA,
+    "doctor/": "traces and files of a watched loop; tests/doctor and tests/cli raise them",
+    "evaluate": "a run that diverged; tests/cli/test_diverged.py runs these",
+    "export/": "a model that no format has; tests/export raise them",
+    "filled": "a technique that is not in force; tests/contract raise it",
+    "guard": RANKS,
+    "interrupts": CUT_OFF,
+    "model/": "given weights and masks; tests/model and tests/export raise them",
+    "parallel/": RANKS,
+    "planner/": DEVICE,
+    "probes/__init__": GPU,
+    "report/": "files of a run that are damaged; tests/report raise them",
+    "run_folder": CUT_OFF,
+    "sample": "weights that diverged, and learned positions; tests/cli raise them",
+    "session": CUT_OFF,
+    "state": "a resume with another plan; tests/test_resume.py runs these",
+    "techniques/": "found while a run is built on a GPU, on ranks or with given weights",
+    "track": "loggers that are not installed; tests/test_track.py raises them",
+    "trials/": MINUTES,
+    "truth/rows": "a damaged receipt of this repository",
+    "watch/": PYTHON,
+}
+"""Modules, or rooms that end with a slash, of which some errors are no case of a table."""
+BARE = {
+    "core/work": "said inside of a prediction that goes on without",
+    "core/machine": "said inside of a prediction that goes on without",
+    "data/": "the message names the file and the line that are to be mended",
+    "model/adapter": "the folder's index is damaged, and the message names it",
+    "core/errors": "the remedy is made with the error",
+}
+"""Where an error may have no remedy, and why."""

@@ -1,0 +1,93 @@
+"""The remedy of each error is run as it is printed, and leads to another state."""
+
+import ast
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from refusal_cases import CASES as REFUSED
+from refusal_cases import EXCUSED
+from remedies import sites
+from remedy_cases import CASES, PLANS, SLOW
+from remedy_listed import BARE, LISTED
+from shell import Case, follow, run, split
+
+ROOT = Path(__file__).parents[2]
+MADE = ("MemoryFull", "NoMoreThreads")
+"""Errors that make their own remedy."""
+
+
+@pytest.fixture
+def here(site: str, workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a copy of the run; the copy's folder."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs" / "demo"
+    if site not in PLANS:
+        shutil.copytree(workshop / "runs" / "demo", folder, symlinks=True)
+    else:
+        folder.mkdir(parents=True)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "site",
+    [pytest.param(s, marks=pytest.mark.slow) if s in SLOW else s for s in CASES],
+)
+def test_a_remedy_leads_on(site: str, here: Path, tiny_demo: list[str]) -> None:
+    case: Case = CASES[site]
+    known: Any = {"tiny": " ".join(tiny_demo), "receipts": ROOT / "results", "run": here}
+    case.before(here)
+    argv = split(case.argv, **known)
+    told = run(argv)
+    assert told.code and site in told.sites, told
+    assert told.remedy, f"no remedy: {told.message}"
+    ways = follow(case, argv, here, told.remedy, **known)
+    print(told.message, "| TRY:", told.remedy, "| THEN:", ways)
+    assert ways or case.prose
+    for way, then in ways:
+        assert then.message != told.message, f"{way!r} leads nowhere"
+        assert not then.code or not any(w in then.message for w in ("no key", "No such option"))
+
+
+def room_of(site: str, rooms: Mapping[str, str]) -> str | None:
+    """The line of a table that a site belongs to."""
+    module = site.partition(":")[0]
+    for room in rooms:
+        if module == room or (room.endswith("/") and module.startswith(room)):
+            return room
+    return None
+
+
+def test_every_error_is_run_or_listed() -> None:
+    known = {*CASES, *REFUSED, *EXCUSED}
+    assert known <= {*sites()}, "a table names an error that is no more"
+    left = [site for site in sites() if site not in known]
+    assert [site for site in left if room_of(site, LISTED) is None] == []
+    assert {room_of(site, LISTED) for site in left} == {*LISTED}, "a line of the list is stale"
+
+
+def test_no_error_is_without_a_remedy() -> None:
+    bare = [site for site, call in sites().items() if without_remedy(call)]
+    assert [site for site in bare if room_of(site, BARE) is None] == []
+
+
+def without_remedy(call: ast.Call) -> bool:
+    """Whether an error is made without a remedy, or with an empty one in some case."""
+    if getattr(call.func, "id", "") in MADE or any(isinstance(a, ast.Starred) for a in call.args):
+        return False
+    if len(call.args) < 2:
+        return not any(word.arg == "remedy" for word in call.keywords)
+    remedy = call.args[1]
+    ways = [remedy.body, remedy.orelse] if isinstance(remedy, ast.IfExp) else [remedy]
+    return any(isinstance(way, ast.Constant) and not way.value for way in ways)
+
+
+def test_an_empty_remedy_is_seen() -> None:
+    for text, bare in (
+        ("E('a')", True), ("E('a', '')", True), ("E('a', 'b' if c else '')", True),
+        ("E('a', 'b')", False), ("E('a', remedy='b')", False), ("E(*both)", False),
+    ):  # fmt: skip
+        call = ast.parse(text, mode="eval").body
+        assert isinstance(call, ast.Call) and without_remedy(call) is bare, text
