@@ -288,5 +288,5 @@ def _too_deep(what: str) -> ConfigError:
 def _too_long(what: str) -> ConfigError:
     return ConfigError(
         f"{what} has a number of more than 64 bits",
-        f"leave out {what}, or give at most {2**63 - 1}",
+        f"at most {2**63 - 1}, or leave out {what}",
     )
