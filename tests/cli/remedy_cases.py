@@ -132,7 +132,7 @@ RUNS = {
         does={"one of them in its place": nothing},
         then="eval pair",
     ),
-    "load:read_plan#1": Case("eval demo", lambda run: (run / "plan.toml").write_text("[goal]\n")),
+    "load:read_plan#2": Case("eval demo", lambda run: (run / "plan.toml").write_text("[goal]\n")),
     "load:_checkpoint#1": Case("eval demo --checkpoint step-999"),
     "cli:Verbs._check_json#1": Case("sample demo --prompt --json", fills={"VALUE": "the"}),
     "cli:_usage#1": Case("sample demo --nothing"),

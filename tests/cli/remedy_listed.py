@@ -9,12 +9,15 @@ DEVICE = "rates of a device that is not here; told inside of a prediction"
 CUT_OFF = "a signal, a full disk or a rank that is gone; tests raise them in real processes"
 
 LISTED = {
+    "arguments": "given weights; tests/export raise it",
     "build": "given weights and steps that are not finite; tests/export and tests/cli raise them",
     "catalogue/graphs": RANKS,
     "checkpoint": CUT_OFF,
     "choose": GPU,
     "cli": "a name that is not UTF-8, which no Python test can type",
     "context": "two optimizers that take the rest, of which only one is installed",
+    "core/doubts": "plans that mean nothing; tests raise each with its remedy",
+    "core/folders": "folders of weights that are none; tests/core and tests/export raise them",
     "core/errors": "memory and threads that ran out; tests/test_failures.py raises them",
     "core/files": "a file system without locks, and a hub's name; tests/core raise them",
     "core/ledger": "two techniques that replace one linear; tests/contract raise it",
@@ -29,7 +32,9 @@ LISTED = {
     "export/": "a model that no format has; tests/export raise them",
     "filled": "a technique that is not in force; tests/contract raise it",
     "guard": RANKS,
+    "identity": "a resume with another plan or other weights; tests of resumes run these",
     "interrupts": CUT_OFF,
+    "load": "a run whose files were changed; tests of resumes and of weights run these",
     "model/": "given weights and masks; tests/model and tests/export raise them",
     "parallel/": RANKS,
     "planner/": DEVICE,
@@ -38,7 +43,6 @@ LISTED = {
     "run_folder": CUT_OFF,
     "sample": "weights that diverged, and learned positions; tests/cli raise them",
     "session": CUT_OFF,
-    "state": "a resume with another plan; tests/test_resume.py runs these",
     "techniques/": "found while a run is built on a GPU, on ranks or with given weights",
     "track": "loggers that are not installed; tests/test_track.py raises them",
     "trials/": MINUTES,
