@@ -144,7 +144,7 @@ def read_plan_text(file: Path) -> str:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(
             f"{file} is no plan: it is not valid TOML: {error}",
-            "mend what stands there, or leave that line out"
+            ""
             if file.suffix == ".toml"
             else f"headrace train demo data.sources={file}, if it is text to train on",
         ) from None

@@ -282,6 +282,11 @@ class Plan(Strict):
                 "give schedule.steps=N, goal.steps=N or goal.tokens=N, or schedule.kind=constant",
                 "schedule.steps=1000 or schedule.kind=constant",
             )
+        self._check_techniques()
+        return self
+
+    def _check_techniques(self) -> None:
+        """Whether what techniques do fits the keys beside them, and the warmup the schedule."""
         owners = [n for n, t in self.techniques.items() if ATTENDS in t.claims]
         if self.attention == "measured" and owners:
             raise Wrong(
@@ -305,7 +310,6 @@ class Plan(Strict):
                 f"at step {horizon}; the nearest is schedule.warmup_steps={horizon}",
                 f"schedule.warmup_steps={horizon}",
             )
-        return self
 
     @model_validator(mode="wrap")  # behind `_check`, whose errors it explains too
     @classmethod

@@ -29,9 +29,13 @@ PLANS = {
     "core/plan:Plan._check#6": Case(
         "explain timed.toml", write("timed.toml", "[goal]\nminutes = 1\n")
     ),
-    "core/plan:Plan._check#7": Case(f"{PLAN} attention=measured --with varlen_attention"),
-    "core/plan:Plan._check#8": Case(f"{PLAN} mesh.tensor=2"),
-    "core/plan:Plan._check#9": Case(f"{PLAN} schedule.warmup_steps=50 schedule.steps=20"),
+    "core/plan:Plan._check_techniques#1": Case(
+        f"{PLAN} attention=measured --with varlen_attention"
+    ),
+    "core/plan:Plan._check_techniques#2": Case(f"{PLAN} mesh.tensor=2"),
+    "core/plan:Plan._check_techniques#3": Case(
+        f"{PLAN} schedule.warmup_steps=50 schedule.steps=20"
+    ),
     "core/plan:Plan.read#2": Case(
         "explain list.toml",
         write("list.toml", "techniques = 3\n[goal]\nsteps = 2\n"),

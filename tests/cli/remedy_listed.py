@@ -51,6 +51,7 @@ LISTED = {
 }
 """Modules, or rooms that end with a slash, of which some errors are no case of a table."""
 BARE = {
+    "core/files": "the message names the line and the column of a TOML file",
     "core/work": "said inside of a prediction that goes on without",
     "core/machine": "said inside of a prediction that goes on without",
     "data/": "the message names the file and the line that are to be mended",
