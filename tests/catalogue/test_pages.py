@@ -98,6 +98,7 @@ def test_rows_of_a_table_have_as_many_cells_as_its_head(pages: dict[str, str]) -
             assert len(counts) == 1, f"{path}: {table}"
 
 
+@pytest.mark.slow
 def test_mkdocs_builds_strictly(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -236,9 +236,12 @@ def test_a_compositions_memory(
     check_against_trace(*found, **model)
 
 
-@pytest.mark.parametrize(
+knobs_are_slow = pytest.mark.parametrize(
     "variant", [pytest.param(v, marks=[pytest.mark.slow] * v.turned) for v in CPU_VARIANTS], ids=str
 )
+
+
+@knobs_are_slow
 def test_a_small_batch_peaks_elsewhere_and_is_predicted(variant: Variant) -> None:
     """With one row the optimizer or the backward pass is the peak, not the loss."""
     small = traced(plan_of(variant, rows=1, vocab=307, dim=96, ffn=160, kv_heads=2))
@@ -261,7 +264,7 @@ def test_accumulation_holds_gradients_all_the_time() -> None:
     assert ledger.peak()[1] == pytest.approx(tracked.peak_bytes()["Total"], rel=PEAK_BAND)
 
 
-@pytest.mark.parametrize("variant", CPU_VARIANTS, ids=str)
+@knobs_are_slow
 def test_an_edit_has_the_measured_sign(variant: Variant) -> None:
     trunk, edited = traced(house.plan_without(variant, **sized())), traced(plan_of(variant))
     for measured, predicted in (
