@@ -34,7 +34,7 @@ from headrace.core.errors import (
     HeadraceError,
     at_a_limit,
 )
-from headrace.core.files import printable
+from headrace.core.files import encodable
 from headrace.progress import Lines, Progress, Several
 
 console = Console(stderr=True, highlight=False)
@@ -126,7 +126,7 @@ def _flush() -> None:
 
 def _fail(message: str, remedy: str, code: int, as_json: bool) -> NoReturn:
     """Tell an error once, whole, and end with its exit code."""
-    message, remedy = printable(message), printable(remedy)
+    message, remedy = encodable(message), encodable(remedy)
     with _uninterrupted():
         if is_teller():
             document = {"error": message, "remedy": remedy, "exit_code": code}

@@ -20,13 +20,20 @@ DEEPEST = 16
 """Tables and lists inside each other; no plan has more than five."""
 
 
-def printable(name: str | Path) -> str:
-    r"""Return a file's name as text that every file and terminal takes: `caf\xe9.txt`."""
+def encodable(text: str | Path) -> str:
+    r"""Return a text with what is not UTF-8 in it escaped: `caf\xe9.txt`."""
     try:
-        raw = os.fsencode(name)
+        raw = os.fsencode(text)
     except UnicodeEncodeError:  # no name of a file that is here
-        raw = str(name).encode(errors="backslashreplace")
+        raw = str(text).encode(errors="backslashreplace")
     return raw.decode(errors="backslashreplace")
+
+
+def printable(name: str | Path) -> str:
+    """Return a file's name on one line that every file and terminal takes."""
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode() for c in encodable(name)
+    )
 
 
 def shell(path: str | Path) -> str:

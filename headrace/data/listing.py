@@ -109,6 +109,11 @@ def list_files(asked: Asked, tally: Tally) -> list[File]:
 
 
 def _missing(path: Path, asked: Asked) -> ConfigError:
+    if path.is_symlink():
+        return ConfigError(
+            f"{asked} is a link that leads nowhere, to {printable(os.readlink(path))}",
+            asked.to("PATH"),
+        )
     siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     close = nearest(path.name, siblings) if siblings else ""
     hint = path.parent / close if close in siblings else None
@@ -208,31 +213,32 @@ def _look(path: Path) -> tuple[Reason | None, object]:
 def _walk(folder: Path, tally: Tally) -> Iterator[Path]:
     """Yield the files under a folder, through links too, each folder once."""
     seen: set[Path] = set()
-
-    def inside(folder: Path, above: frozenset[Path]) -> Iterator[Path]:
-        real = folder.resolve()
+    waiting: list[tuple[Path, frozenset[Path]]] = [(folder, frozenset())]
+    while waiting:
+        inside, above = waiting.pop()
+        real = inside.resolve()
         if real in seen:
-            tally.add(Reason.CIRCLE if real in above else Reason.TWICE, f"{folder}/")
-            return
+            tally.add(Reason.CIRCLE if real in above else Reason.TWICE, f"{inside}/")
+            continue
         seen.add(real)
         try:
-            names = sorted(folder.iterdir())
+            names = sorted(inside.iterdir())
         except PermissionError:
             if not above:
                 raise
-            tally.add(Reason.NO_PERMISSION, f"{folder}/")
-            return
+            tally.add(Reason.NO_PERMISSION, f"{inside}/")
+            continue
+        folders = []
         for path in names:
             if path.name.startswith("."):
                 tally.add(Reason.HIDDEN, path)
             elif path.name == "__pycache__":
                 tally.add(Reason.CACHE, f"{path}/")
             elif _is_folder(path):
-                yield from inside(path, above | {real})
+                folders.append((path, above | {real}))
             else:
                 yield path
-
-    yield from inside(folder, frozenset())
+        waiting += reversed(folders)
 
 
 def _is_folder(path: Path) -> bool:

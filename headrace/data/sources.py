@@ -95,7 +95,12 @@ def source_signature(named: str | Asked, left_out: Tally | None = None) -> str:
     if path is None or path.exists():
         files = list_files(replace(asked, source=str(path)) if path else asked, tally)
         for name, file in files:
-            stat = file.stat()
+            try:
+                stat = file.stat()
+            except FileNotFoundError:
+                raise ConfigError(
+                    f"{printable(name)} went away while {asked} was read", "the same command again"
+                ) from None
             digest.update(os.fsencode(f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}\n"))
     if path:
         digest.update(os.fsencode(source))

@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import socket
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -171,6 +172,7 @@ def test_a_name_that_is_not_utf_8_is_a_name(tmp_path: Path) -> None:
     os.rename(tmp_path / name, tmp_path / "cafe.txt")
     assert source_signature(str(tmp_path)) != first
     assert printable("caf\u00e9") == "caf\u00e9"
+    assert printable("two\nlines\x1b[31m") == r"two\nlines\x1b[31m"
 
 
 def test_an_error_names_the_key_that_names_the_source(make_plan: MakePlan, tmp_path: Path) -> None:
@@ -188,3 +190,23 @@ def test_an_error_names_the_key_that_names_the_source(make_plan: MakePlan, tmp_p
         plan = Plan.read("", installed(), overrides=["goal.steps=1", word])
         mended = prepare(make_plan(**kept, **plan.data.model_dump(exclude_unset=True)))
         assert len(mended.train) == (2 if isinstance(wrong["sources"], list) else 1)
+
+
+def test_folders_may_be_deep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for _ in range(1200):
+        os.mkdir("d")
+        os.chdir("d")
+    Path("a.txt").write_text("deep")
+    monkeypatch.chdir(tmp_path)
+    try:
+        assert [d.text for d in read_documents("d")] == ["deep"]
+    finally:
+        subprocess.run(["rm", "-r", "d"], check=True)  # deeper than Python's own removal goes
+
+
+def test_a_link_that_leads_nowhere_is_not_its_own_remedy(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").symlink_to("gone.txt")
+    with pytest.raises(ConfigError, match=r"is a link that leads nowhere, to gone.txt") as caught:
+        [*read_documents(str(tmp_path / "a.txt"))]
+    assert caught.value.remedy == "data.sources=PATH"
