@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.checkpoint import Saved
+from headrace.checkpoint import Saved, steps_in
+from headrace.core.errors import RunError
 from headrace.identity import check_frozen, check_same_run, note_frozen, trained
 from headrace.parallel.boxes import Piece, piece_of
 from headrace.sockets import Build
@@ -72,6 +73,7 @@ def restore(build: Build, saved: Saved) -> dict[str, Any]:
     _check_names(build, saved)
     for name, parameter in trained(build):
         saved.fill_(f"model/{name}", _piece(build, name, parameter))
+    _check_numbers(build, saved)
     for route, optimizer in build.optimizers.items():
         _restore_optimizer(build, optimizer, build.routed[route], saved)
     for who, keeper in build.state.items():
@@ -86,6 +88,28 @@ def restore(build: Build, saved: Saved) -> dict[str, Any]:
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise saved.damaged(f"the state of its random numbers is none ({error})") from None
     return saved.values["counters"]
+
+
+def _check_numbers(build: Build, saved: Saved) -> None:
+    """Refuse weights that are no numbers, which no learning rate mends.
+
+    Raises:
+        RunError: names the first tensor, and the newest checkpoint before.
+    """
+    parts = {n: _piece(build, n, p).local for n, p in trained(build) if p.is_floating_point()}
+    if not parts:
+        return
+    wrong = torch.stack([(~torch.isfinite(part)).sum() for part in parts.values()]).tolist()
+    found = [(name, count) for name, count in zip(parts, wrong, strict=True) if count]
+    if found:
+        name, count = found[0]
+        step = int(saved.values["step"])
+        before = [n for n in steps_in(saved.path.parent) if n < step]
+        raise RunError(
+            f"{saved.path} holds weights that are NaN or infinite: {count:,} numbers of "
+            f"{parts[name].numel():,} in model/{name}, and some in {len(found) - 1} other tensors",
+            f"--checkpoint step-{before[-1]}" if before else "name=ANOTHER without --resume",
+        )
 
 
 def _check_names(build: Build, saved: Saved) -> None:

@@ -171,3 +171,26 @@ def test_the_command_line_refuses_weights_of_another_type(
     assert ended.exit_code == told["exit_code"] == 1
     assert f"{name} is torch.float32; it holds torch.bfloat16" in told["error"]
     assert told["remedy"] == "--checkpoint step-1"
+
+
+def no_number(tensors: Tensors, part: Index) -> None:
+    """Two of the weights are no numbers, as a run that diverged would leave them."""
+    tensors["model/embed.weight"].view(-1)[:2] = torch.tensor([float("nan"), float("inf")])
+
+
+def test_weights_that_are_no_numbers_are_told_before_a_step(
+    trained: tuple[Path, Build], tmp_path: Path
+) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(trained[0], copy, symlinks=True)
+    resume = ["train", f"{copy}/plan.toml", "--resume", "goal.steps=3", "--json"]
+    for step, remedy in ((2, "--checkpoint step-1"), (1, "name=ANOTHER without --resume")):
+        resealed(copy / "checkpoints" / f"step-{step}", no_number)
+        chosen = [] if step == 2 else ["--checkpoint", "step-1"]
+        ended = CliRunner().invoke(app, [*resume, *chosen])
+        told = json.loads(ended.stdout)
+        assert ended.exit_code == 1 and told["remedy"] == remedy
+        assert "2 numbers of" in told["error"] and "model/embed.weight" in told["error"]
+        assert "lr" not in told["remedy"]
+    steps = [json.loads(line)["step"] for line in (copy / "metrics.jsonl").open()]
+    assert steps == [1, 2]

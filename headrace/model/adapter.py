@@ -237,6 +237,12 @@ def load_pretrained(path: Path, key: str = "model.pretrained") -> tuple[ModelCon
                 f"{name} is {list(tensor.shape)} in {path}, and {list(shape)} in the plan's model",
                 f"the model.* keys that {path / 'config.json'} describes, and its tokenizer",
             )
+        if wrong := int((~torch.isfinite(tensor)).sum()):
+            raise ConfigError(
+                f"{name} in {path} holds {wrong:,} numbers of {tensor.numel():,} that are NaN or "
+                "infinite: no learning rate mends given weights",
+                "weights that are whole, from where these come",
+            )
         return tensor.float()
 
     return config, source

@@ -43,6 +43,7 @@ LISTED = {
     "run_folder": CUT_OFF,
     "sample": "weights that diverged, and learned positions; tests/cli raise them",
     "session": CUT_OFF,
+    "state": "weights that are no numbers; tests/test_resealed.py raises it",
     "techniques/": "found while a run is built on a GPU, on ranks or with given weights",
     "track": "loggers that are not installed; tests/test_track.py raises them",
     "trials/": MINUTES,

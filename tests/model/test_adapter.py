@@ -127,6 +127,20 @@ def test_source_refuses_what_the_folder_lacks(
         source("head.weight", torch.Size([61, 24]))
 
 
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_given_weights_that_are_no_numbers_are_named(
+    wrong: float, gpt2: tuple[ModelConfig, dict[str, Tensor]], tmp_path: Path
+) -> None:
+    config, tensors = gpt2
+    name = next(n for n in tensors if n.endswith("wte.weight"))
+    changed = {**tensors, name: tensors[name].clone()}
+    changed[name].view(-1)[3:6] = wrong
+    _, source = load_pretrained(save(tmp_path, config, changed))
+    with pytest.raises(ConfigError, match=r"embed\.weight in .* holds 3 numbers of 1,464") as told:
+        source("embed.weight", torch.Size([61, 24]))
+    assert "lr" not in told.value.remedy
+
+
 def test_shards_are_read_by_their_index(
     gpt2: tuple[ModelConfig, dict[str, Tensor]], tmp_path: Path
 ) -> None:
