@@ -195,9 +195,6 @@ def conclude(folder: Path, closing: Closing | None = None) -> dict[str, Any]:
         report["narrowest"] = narrowest([f for f in found if f.bottleneck != ABSTAINED] or found)
         run.write("findings", advice_plain(advice))
 
-    def sample() -> None:
-        report["sample"] = _sample_of(folder)
-
     def page() -> None:
         from headrace.report import write_report  # its charts load matplotlib, which no step needs
 
@@ -205,7 +202,7 @@ def conclude(folder: Path, closing: Closing | None = None) -> dict[str, Any]:
 
     _optional("findings", missing, closing, findings)
     if (folder / "checkpoints" / "latest").exists() and report["status"] != "failed":
-        _optional("sample", missing, closing, sample)
+        _optional("sample", missing, closing, lambda: report.update(sample=_sample_of(folder)))
     _optional(
         "report with findings and sample", missing, Closing(), partial(run.write, "report", report)
     )
@@ -301,9 +298,7 @@ def evaluate_run(
         folder = resolve_run(run)
         build = open_model(folder, catalogue(), checkpoint=checkpoint, with_data=True)
         found = finite(evaluate(build, tokens), folder)
-        values = {"run": str(folder), **vars(found)}
-        if loses := build.prepared.loses:
-            values["tokenizer_loses"] = loses
+        values = {"run": str(folder), **vars(found), **build.prepared.told_losses}
         # Who asks for few of many targets knows it.
         counted = found.tokens if found.share == 1 else build.prepared.validation.tokens - 1
         told = doubts(build, None, counted, bits_per_byte=found.bits_per_byte)
@@ -463,11 +458,14 @@ def export(
             build, to, output or folder / to, sequence_length=plan.data.sequence_length,
             companions=companions or Companions(),
         )  # fmt: skip
+        told = build.prepared.told_losses
         if json:
             lost = [*LOST] if companions is None else []
-            show_json({"to": to, "folder": str(written), "not_kept": lost})
+            show_json({"to": to, "folder": str(written), "not_kept": lost, **told})
         else:
             print(written)
+            for loses in told.values():
+                print(f"the tokenizer loses text: {loses}", file=sys.stderr)
 
 
 @data_app.command()

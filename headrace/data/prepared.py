@@ -59,8 +59,13 @@ class Prepared:
 
     @property
     def _bytes(self) -> tuple[int, int]:
-        sets = [*self.train, self.validation]
+        sets = [s for s in (*self.train, self.validation) if s]  # a model alone has none
         return sum(s.text_bytes for s in sets), sum(s.manifest.counted_bytes for s in sets)
+
+    @property
+    def told_losses(self) -> dict[str, str]:
+        """What a verb adds to its answer; nothing where nothing is lost."""
+        return {"tokenizer_loses": self.loses} if self.loses else {}
 
     @property
     def about_tokenizer(self) -> dict[str, Any]:
@@ -78,7 +83,7 @@ class Prepared:
             "documents": sum(s.documents for s in self.train),
             **self.sides(asked).to_dict(),
             **{k if k == "mixture" else f"{k}_sha256": v for k, v in self.fingerprint.items()},
-            **({"tokenizer_loses": self.loses} if self.loses else {}),
+            **self.told_losses,
         }
 
     def record(self) -> dict[str, Any]:
