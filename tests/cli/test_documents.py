@@ -2,7 +2,9 @@
 
 import json
 import os
+import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -187,3 +189,44 @@ def test_the_runner_of_tests_sees_both_outputs() -> None:
     """What the others rest on: standard output alone is the document."""
     ended = CliRunner().invoke(app, ["eval", "nothing-here", "--json"])
     assert json.loads(ended.stdout)["exit_code"] == 2 and not ended.stderr
+
+
+@pytest.mark.parametrize("argv", [("eval", RUN), ("list",), ("eval", "nothing-here")])
+def test_a_reader_that_is_gone_is_no_traceback(
+    argv: tuple[str, ...], workshop: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """As under `headrace ... --json | head -0`."""
+    monkeypatch.chdir(workshop)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
+        patch.setattr(sys, "stdout", os.fdopen(writer, "w"))
+        app([*argv, "--json"], prog_name="headrace")
+    assert ended.value.code == (2 if argv[-1] == "nothing-here" else 1)
+    told = capsys.readouterr().err
+    assert "Traceback" not in told
+    assert told.count("error:") == (argv[-1] == "nothing-here")
+
+
+def test_a_folder_that_is_named_nearly_as_a_checkpoint_is_none(
+    workshop: Path, tmp_path: Path, call: Call
+) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(workshop / RUN, copy, symlinks=True)
+    for name in ("step-\u00b2", "step-\u0663", "step--1", "step-x", "step-"):
+        (copy / "checkpoints" / name).mkdir()
+    assert call("eval", str(copy))["exit_code"] == 0
+    told = call("eval", str(copy), "--checkpoint", "step-999", code=2)
+    assert "it has step-3, step-6" in told["error"] and told["remedy"] == "--checkpoint step-6"
+    again = call("train", str(copy / "plan.toml"), "--resume", "goal.steps=7")
+    assert again["steps"] == 7
+
+
+def test_the_largest_number_and_a_name_of_digits_are_answered(
+    call: Call, tiny_demo: list[str]
+) -> None:
+    key = "techniques.mixture_of_experts.expert_ffn"
+    told = call("explain", *tiny_demo, "--with", "mixture_of_experts", f"{key}={2**63 - 1}", code=2)
+    assert key in told["error"] and told["remedy"].startswith(f"{key}=")
+    assert call("explain", *tiny_demo, "name=2024")["exit_code"] == 0
