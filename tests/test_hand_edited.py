@@ -192,4 +192,4 @@ def test_weights_decide_against_the_plans_file_and_say_so(home: Path) -> None:
         refused = say_in(*words, key, code=2)
         assert message in refused["error"]
         (mended, *_) = refused["remedy"].split(" (or ")
-        say_in(*words, mended)
+        assert say_in("plan", *words[1:], mended)["fits"] == "yes"
