@@ -1,6 +1,7 @@
 """Sizes and habits that a reader relies on."""
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,12 @@ def _files(root: Path, *kinds: str) -> list[Path]:
     found += [p for kind in kinds for p in root.glob(f"*.{kind}")]
     assert found
     return sorted(found)
+
+
+def test_modules_of_tests_have_names_of_their_own(root: Path) -> None:
+    """Two of one name, in whatever folders, end the collection of all tests."""
+    counts = Counter(path.name for path in (root / "tests").rglob("*.py"))
+    assert [n for n, count in counts.items() if count > 1 and n != "conftest.py"] == []
 
 
 def test_files_are_short(root: Path) -> None:
