@@ -84,7 +84,7 @@ def list_files(asked: Asked, tally: Tally) -> list[File]:
         return _standard_library()
     if not source:  # which pathlib takes for the current folder
         raise ConfigError(f"{asked.key} names an empty path", asked.to("PATH"))
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))  # leaves a user alone who is not here
     try:
         if path.is_dir():
             return _folder(path, asked, tally)
@@ -97,6 +97,7 @@ def list_files(asked: Asked, tally: Tally) -> list[File]:
             )
         if glob.has_magic(source):
             return _matched(path, asked, tally)
+        raise _missing(path, asked)
     except OSError as error:
         if is_out_of_memory(error):
             raise
@@ -105,7 +106,6 @@ def list_files(asked: Asked, tally: Tally) -> list[File]:
             f"{asked} cannot be read: {error.strerror}",
             f"chmod u+rx {shell(closed)}" if error.errno == errno.EACCES else asked.to("PATH"),
         ) from None
-    raise _missing(path, asked)
 
 
 def _missing(path: Path, asked: Asked) -> ConfigError:
@@ -244,7 +244,7 @@ def _walk(folder: Path, tally: Tally) -> Iterator[Path]:
 def _is_folder(path: Path) -> bool:
     try:
         return path.is_dir()
-    except PermissionError:
+    except OSError:  # what it is then, is told of it as of a file
         return False
 
 

@@ -61,7 +61,7 @@ def read_documents(
         found = _hugging_face(asked, text_key)
     else:
         files = list_files(asked, tally)
-        alone = None if len(files) != 1 else Path(source).expanduser()
+        alone = None if len(files) != 1 else Path(os.path.expanduser(source))
         found = (
             row
             for name, path in files

@@ -208,5 +208,21 @@ def test_folders_may_be_deep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_link_that_leads_nowhere_is_not_its_own_remedy(tmp_path: Path) -> None:
     (tmp_path / "a.txt").symlink_to("gone.txt")
     with pytest.raises(ConfigError, match=r"is a link that leads nowhere, to gone.txt") as caught:
-        [*read_documents(str(tmp_path / "a.txt"))]
+        list(read_documents(str(tmp_path / "a.txt")))
     assert caught.value.remedy == "data.sources=PATH"
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("x" * 5000, "cannot be read: File name too long"),
+        ("~nobody-of-this-name/x", "does not exist"),
+        ("a\0b", r"= 'a\x00b' does not exist"),
+        ("[", "matches no readable file: no files"),
+    ],
+    ids=["long", "user", "zero", "glob"],
+)
+def test_no_name_ends_in_a_traceback(source: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        list(read_documents(source))
+    assert says in caught.value.message and caught.value.remedy == "data.sources=PATH"
