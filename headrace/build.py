@@ -28,7 +28,6 @@ from headrace.data.prepared import Prepared
 from headrace.data.pretrained import check_tokenizer, unchecked_tokenizer
 from headrace.data.rows import Cut, Packer
 from headrace.data.tokenizer import entries
-from headrace.evaluate import gentler
 from headrace.filled import fillers, record
 from headrace.materialize import freeze, materialize
 from headrace.model.adapter import files_left_out, load_pretrained, read_config
@@ -435,6 +434,5 @@ def _stop(build: Build, step: int, metrics: Mapping[str, float]) -> None:
     """The trunk's answer to a gradient that is not finite: end the run, weights untouched."""
     raise Diverged(
         f"the gradient of step {step} is not finite (loss {metrics['loss']}, "
-        f"norm {metrics['grad_norm']}); its update was not applied",
-        f"headrace train PLAN --resume {gentler(build.plan)}",
+        f"norm {metrics['grad_norm']}); its update was not applied"
     )

@@ -5,23 +5,23 @@ different tokenizers compare. The document token stands for no byte and counts a
 """
 
 import math
-from collections.abc import Iterator, Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from headrace.core.errors import ConfigError, Diverged, RunError
-from headrace.core.plan import OptimizerConfig, Plan
+from headrace.core.gentler import gentler
 from headrace.data.loader import validation_batches, validation_rows
 from headrace.data.sides import Doubt
 from headrace.model.head import IGNORED, cross_entropy
 from headrace.sockets import Build, Work
 
-FAR = 30
-"""Times the default rate above which a rate is taken for a mistake. Chosen, not measured."""
 TARGETS = "validation_targets"
 """Where a build keeps how many targets the run's evaluations count."""
 
@@ -38,41 +38,33 @@ class Validation:
     """Share of the validation text's targets that were evaluated."""
 
 
-def gentler(plan: Plan) -> str:
-    """Return the key that lets a diverged run learn, with a value that is far from its own.
-
-    Half of a rate helps where the rate is near to one that works. Where it, or the decay, is far
-    beyond what any run takes, the key's default does.
-    """
-    usual, lr = OptimizerConfig(), plan.optimizer.lr
-    if plan.optimizer.weight_decay * min(lr, usual.lr) >= 1:  # a step turns the weights around
-        return f"optimizer.weight_decay={usual.weight_decay:g}"
-    return f"optimizer.lr={usual.lr if lr > FAR * usual.lr else lr / 2:g}"
-
-
 def diverged(
-    found: Validation, step: int, sound: Sequence[int], plan: Plan, folder: Path
-) -> Diverged:
-    """What ends a run whose validation loss is no number.
+    build: Build, val: Sequence[Mapping[str, Any]], saved: Sequence[int], folder: Path,
+    message: str, other: str,
+) -> Diverged:  # fmt: skip
+    """Return what ends a run of which a number is none: what is left, and the command that learns.
+
+    It goes on from the last checkpoint after which a validation was better than a uniform guess.
 
     Args:
-        found: the evaluation.
-        step: after which.
-        sound: steps of checkpoints that an evaluation came after, and was fine.
-        plan: the run's.
+        build: the run.
+        val: its validations so far.
+        saved: steps of its checkpoints.
         folder: its own.
+        message: what is no number.
+        other: what may help as well.
     """
-    train = f"headrace train {folder / 'plan.toml'}"
-    lower = gentler(plan)
-    told = f"the validation loss after step {step} is {found.loss_nats}: the weights have diverged"
-    if not sound:
-        return Diverged(
-            f"{told}; no checkpoint is known to be sound", f"{train} name={plan.name}-again {lower}"
-        )
-    return Diverged(
-        f"{told}; step-{sound[-1]} is the last checkpoint known to be sound",
-        f"{train} --resume --checkpoint step-{sound[-1]} {lower}",
-    )
+    guess, plan = math.log(build.prepared.tokenizer.vocab), build.plan
+    learned = max((one["step"] for one in val if one["loss_nats"] < guess), default=-1)
+    sound = [f"step-{step}" for step in saved if step <= learned]
+    command, keys = f"headrace train {folder / 'plan.toml'}", shlex.join(gentler(plan))
+    if sound:
+        told = f"{sound[-1]} is the last checkpoint known to be sound"
+        command += f" --resume --checkpoint {sound[-1]} {keys}"
+    else:
+        told = "no checkpoint is known to be sound"
+        command += f" name={plan.name}-again {keys}"
+    return Diverged(f"{message}; {told}", f"{command}{other and f' (or {other})'}")
 
 
 def finite(found: Validation, folder: Path) -> Validation:

@@ -20,7 +20,7 @@ from headrace import start, state
 from headrace.bursts import Bursts
 from headrace.checkpoint import Checkpoints, RankGone, Saved
 from headrace.compile_time import compile_seconds
-from headrace.core.errors import ConfigError, HeadraceError, RunError, Stopped
+from headrace.core.errors import ConfigError, Diverged, HeadraceError, RunError, Stopped
 from headrace.core.technique import Evidence
 from headrace.core.units import part_of_text
 from headrace.data.loader import StepBatch
@@ -385,7 +385,16 @@ class Session:
             self.counters.saw(row["step"], row["loss"] if self.counted else None)
             if not finite:
                 self.counters.skipped_steps += 1
-                self.build.recover(self.build, row["step"], row)
+                try:
+                    self.build.recover(self.build, row["step"], row)
+                except Diverged as error:
+                    raise self._diverged(error.message, error.remedy) from None
+
+    def _diverged(self, message: str, other: str = "") -> Diverged:
+        """Return what ends the run, with a command that learns; `other` may help as well."""
+        self.checkpoints.wait()  # that a save failed is told first
+        saved, path = self.checkpoints.steps(), self.folder.path
+        return diverged(self.build, self.counters.val, saved, path, message, other)
 
     def _flush_rows(self) -> None:
         """Write and show complete rows."""
@@ -412,10 +421,10 @@ class Session:
         self.signals.spent("eval", spent_s - (self._compiled_s - compiled_s))
         counters = self.counters
         if not math.isfinite(found.loss_nats):
-            self.checkpoints.wait()  # that a save failed is told first
-            evaluated = counters.val[-1]["step"] if counters.val else 0
-            sound = [step for step in self.checkpoints.steps() if step <= evaluated]
-            raise diverged(found, counters.step, sound, self.build.plan, self.folder.path)
+            raise self._diverged(
+                f"the validation loss after step {counters.step} is {found.loss_nats}: the weights "
+                "have diverged"
+            )
         counters.wall_s = self._wall_s()
         value = {"loss_nats": found.loss_nats, "bits_per_byte": found.bits_per_byte}
         counters.val.append(

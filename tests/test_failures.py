@@ -216,7 +216,7 @@ def test_diverging_at_the_command_line(zygote: Any, plan_file: Path) -> None:
         "optimizer.clip_norm=0",
     )  # fmt: skip
     assert ended.code == 1
-    assert "is not finite" in ended.err and "--resume" in ended.err
+    assert "is not finite" in ended.err and "name=tiny-again" in ended.err
     assert "Traceback" not in ended.err
     run = plan_file.parent / "runs" / "tiny"
     findings = json.loads((run / "findings.json").read_text())

@@ -58,6 +58,19 @@ def usual_warmup(plan: Plan) -> int:
     return max(1, round(WARMUP_SHARE * lasts))
 
 
+def forgets(lr: float, weight_decay: float) -> bool:
+    """Return whether the decay takes more of the weights away than they learn."""
+    return lr * weight_decay > FADES and weight_decay > OptimizerConfig().weight_decay
+
+
+def misfits(betas: tuple[float, float]) -> bool:
+    """Return whether Adam's moments do not fit each other, or follow gradients of long ago.
+
+    Adam wants the first decay below the root of the second (arXiv 1412.6980, section 4).
+    """
+    return betas[0] >= LONG_MEMORY or betas[1] < betas[0] ** 2
+
+
 def _rate(plan: Plan) -> Iterator[Doubt]:
     """A rate that is far too high, or is there at once, or never."""
     rate, usual, warm = plan.optimizer.lr, OptimizerConfig().lr, plan.schedule.warmup_steps
@@ -65,7 +78,7 @@ def _rate(plan: Plan) -> Iterator[Doubt]:
     own = any("routes" in t.composes and t.equality == "learning" for t in plan.techniques.values())
     if rate > FAR * usual and not own:
         yield Doubt(
-            f"optimizer.lr = {rate:g} is {rate / usual:,.0f} times the default, and "
+            f"optimizer.lr = {rate:g} is {rate / usual:,.6g} times the default, and "
             "hardly any model learns with it",
             f"optimizer.lr={usual:g}",
         )
@@ -100,20 +113,17 @@ def _end_of_schedule(plan: Plan) -> Iterator[Doubt]:
 
 
 def _updates(plan: Plan) -> Iterator[Doubt]:
-    """An update that forgets the weights, or whose moments do not fit each other.
-
-    Adam wants the first decay below the root of the second (arXiv 1412.6980, section 4).
-    """
+    """An update that forgets the weights, or whose moments do not fit each other."""
     given, usual = plan.optimizer, OptimizerConfig()
-    fades = given.lr * given.weight_decay
-    if fades > FADES and given.weight_decay > usual.weight_decay:
+    if forgets(given.lr, given.weight_decay):
+        fades = given.lr * given.weight_decay
         yield Doubt(
             f"each step takes away {min(1.0, fades):.0%} of every weight (optimizer.lr x "
             f"optimizer.weight_decay = {fades:.2g}): they fade sooner than they learn",
             f"optimizer.weight_decay={usual.weight_decay:g}",
         )
     first, second = given.betas
-    if first >= LONG_MEMORY or second < first**2:
+    if misfits(given.betas):
         yield Doubt(
             f"optimizer.betas = [{first:g}, {second:g}] follow gradients of "
             f"{1 / (1 - first):,.0f} steps, divided by the size of those of "

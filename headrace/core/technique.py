@@ -102,11 +102,13 @@ class Doubt:
         reason: what is so, with numbers.
         remedy: keys or flags with which it means something.
         meaningless: nothing can come of it, so that no run begins with it.
+        changes: overrides that make a run learn which diverged for that reason.
     """
 
     reason: str
     remedy: str
     meaningless: bool = False
+    changes: tuple[str, ...] = ()
 
     @property
     def line(self) -> str:

@@ -10,6 +10,7 @@ A loop that is not Headrace's, watched or traced, has no plan: see loop.py for i
 """
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -367,7 +368,7 @@ def words_of(remedy: Remedy | LoopRemedy) -> str:
     """The change as `headrace train` takes it, or as the loop has it that is not Headrace's."""
     if isinstance(remedy, LoopRemedy):
         return "; ".join(remedy.change)
-    return " ".join(parse(remedy.change).command())
+    return shlex.join(parse(remedy.change).command())
 
 
 def gain_of(remedy: Remedy | LoopRemedy) -> str:

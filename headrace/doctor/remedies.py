@@ -10,18 +10,18 @@ so.
 
 Bottlenecks that the ledger does not price (waiting for data, for other ranks, padding) are forecast
 by their measured share. Learning (instability, recipe) is not forecast: seeds tell. Of an
-instability the keys that are its likely cause come before any technique: the rate, its warmup,
-clipping.
+instability all keys that are far off come first, together (core/gentler), before any technique.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from headrace.changes import word
+from headrace.changes import flat, word
 from headrace.core.errors import HeadraceError
+from headrace.core.gentler import gentler
 from headrace.core.machine import Machine
-from headrace.core.plan import OptimizerConfig, Plan
+from headrace.core.plan import Plan
 from headrace.core.statistics import Interval
 from headrace.core.symptoms import BOTTLENECKS, parse, saves_memory
 from headrace.core.technique import Catalogue, Context, Technique
@@ -37,41 +37,37 @@ SHARES = ("input", "interconnect", "wasted tokens", LEDGER_FIRST)
 """What a finding's share forecasts."""
 QUALITY = ("instability", "recipe", "silent no-op")
 """What no time of a step forecasts."""
-STEP, FAR, FAR_STEP = 3, 10, 10
-"""By what a rate that may be too high is divided; and where it is more than so many times the rate
-of a plan that gives none, by what then: no rule of the code tells more."""
+STEP = 3
+"""By what a rate that may be too high is divided, where it is tried alone."""
 CAUSES = ("instability",)
 """What keys of the plan cause, so that they come before techniques that bear with it."""
 MOST = 8
 """Remedies of one finding that are kept."""
 
 
-def _more_reading(plan: Plan) -> list[str]:
+def _more_reading(plan: Plan) -> list[Words]:
     workers, ahead = plan.data.workers, plan.data.prefetch
-    return [f"data.workers={max(2, 2 * workers)}", f"data.prefetch={2 * ahead}"]
+    return [(f"data.workers={max(2, 2 * workers)}",), (f"data.prefetch={2 * ahead}",)]
 
 
-def _gentler(plan: Plan) -> list[str]:
-    """The likeliest cause first."""
-    rate, usual = plan.optimizer.lr, OptimizerConfig().lr
-    lower = rate / (FAR_STEP if rate > FAR * usual else STEP)
-    found = [f"optimizer.lr={word(float(f'{lower:.2g}'))}"]
-    horizon, warm = plan.horizon_steps or 0, plan.schedule.warmup_steps
-    longer = max(2 * warm, horizon // 50)
-    if warm < longer <= horizon:
-        found.append(f"schedule.warmup_steps={longer}")
-    return found if plan.optimizer.clip_norm else [*found, "optimizer.clip_norm=1.0"]
+def _gentler(plan: Plan) -> list[Words]:
+    """All that is far off at once, which is what learns; then a lower rate alone, and clipping."""
+    lower = (f"optimizer.lr={word(float(f'{plan.optimizer.lr / STEP:.2g}'))}",)
+    found = [gentler(plan), lower]
+    if not plan.optimizer.clip_norm:
+        found.append(("optimizer.clip_norm=1.0",))
+    return found
 
 
-def _other_rates(plan: Plan) -> list[str]:
-    return [f"optimizer.lr={word(plan.optimizer.lr * factor)}" for factor in (2, 0.5)]
+def _other_rates(plan: Plan) -> list[Words]:
+    return [(f"optimizer.lr={word(plan.optimizer.lr * factor)}",) for factor in (2, 0.5)]
 
 
-def _half(plan: Plan) -> list[str]:
-    return ["model.precision=bf16"] if plan.model.precision == "fp32" else []
+def _half(plan: Plan) -> list[Words]:
+    return [("model.precision=bf16",)] if plan.model.precision == "fp32" else []
 
 
-KEYS: Mapping[str, Callable[[Plan], list[str]]] = {
+KEYS: Mapping[str, Callable[[Plan], list[Words]]] = {
     "input": _more_reading,
     "instability": _gentler,
     "recipe": _other_rates,
@@ -80,18 +76,21 @@ KEYS: Mapping[str, Callable[[Plan], list[str]]] = {
     "memory bandwidth": _half,
     "memory capacity": _half,
 }
-"""bottleneck -> keys of the plan that are worth a try, each alone."""
+"""bottleneck -> keys of the plan that are worth a try, together where they are given so."""
+OTHER_RUN = "another run: what was learned so far was learned at the old rate"
 KEY_COSTS: Mapping[str, str] = {
     "data.workers": "cores of the host", "data.prefetch": "memory of the host",
-    "optimizer.lr": "another run: what was learned so far was learned at the old rate",
+    "optimizer.lr": OTHER_RUN, "optimizer.betas": OTHER_RUN, "optimizer.weight_decay": OTHER_RUN,
+    "model.init_std": "another run, from other weights",
     "optimizer.clip_norm": "nothing in time (the norm is measured anyway); large gradients shrink",
     "schedule.warmup_steps": "steps at a low rate",
     "model.precision": "products of numbers of 8 significant bits",
     MICRO: "nothing in the gradients; rounding of their sum",
 }  # fmt: skip
 KEY_EQUALITY: Mapping[str, str] = {
-    "optimizer.lr": "learning", "optimizer.clip_norm": "learning",
-    "schedule.warmup_steps": "learning", "model.precision": "approximate",
+    "optimizer.lr": "learning", "optimizer.clip_norm": "learning", "optimizer.betas": "learning",
+    "optimizer.weight_decay": "learning", "schedule.warmup_steps": "learning",
+    "model.init_std": "learning", "model.precision": "approximate",
 }  # fmt: skip
 """Of those that do not keep the gradients."""
 BOUGHT = "what it bought: "
@@ -161,7 +160,7 @@ def remedies(
                 found.append(remedy)
     found = [one for one in found if not any(_does_it_all(other, one) for other in found)]
     learns, name = finding.bottleneck in QUALITY, finding.bottleneck
-    causes = [key.partition("=")[0] for key in KEYS[name](plan)] if name in CAUSES else []
+    causes = [_keys(words) for words in KEYS[name](plan)] if name in CAUSES else []
     return _best_rows(sorted(found, key=lambda remedy: _order(remedy, learns, causes)))[:MOST]
 
 
@@ -171,7 +170,7 @@ def candidates(bottleneck: str, asking: Asking, measured: Measured) -> Iterator[
     for words in asking.singles(plan):
         if _may_help(bottleneck, words, asking):
             yield words
-    yield from ((key,) for key in KEYS.get(bottleneck, lambda plan: [])(plan))
+    yield from KEYS.get(bottleneck, lambda plan: [])(plan)
     if bottleneck == "silent no-op":
         yield from ((f"-{name}",) for name in measured.inactive if name in plan.techniques)
 
@@ -271,7 +270,7 @@ def helps(bottleneck: str, remedy: Remedy) -> bool:
 
 
 def _order(
-    remedy: Remedy, learns: bool, causes: Sequence[str] = ()
+    remedy: Remedy, learns: bool, causes: Sequence[set[str]] = ()
 ) -> tuple[int, bool, bool, float, Words]:
     """What is forecast first, of that what keeps the gradients, of that the largest gain.
 
@@ -279,10 +278,15 @@ def _order(
     Before all of these the likely causes, in their order.
     """
     most = remedy.memory_bytes if remedy.gain is None else -remedy.gain.value
-    key = remedy.change[0].partition("=")[0]
-    cause = causes.index(key) if key in causes else len(causes)
+    keys = _keys(remedy.change)
+    cause = causes.index(keys) if keys in causes else len(causes)
     other = (remedy.equality == "learning") != learns
     return (cause, remedy.gain is None, other, most, remedy.change)
+
+
+def _keys(change: Words) -> set[str]:
+    """The keys that a change sets, and the techniques that it puts in or takes out."""
+    return {word.partition("=")[0] for word in change}
 
 
 def _does_it_all(other: Remedy, one: Remedy) -> bool:
@@ -315,12 +319,25 @@ def _sentence(asking: Asking, change: Words, first: str) -> str:
     if first[0] == "-":
         return f"Leaves out {first[1:]}, which is in the plan."
     key, _, value = first.partition("=")
-    table, _, leaf = key.partition(".")
-    before = getattr(getattr(asking.start, table), leaf)
     if key == MICRO:
-        before, value = asking.start.micro_rows, value if int(value) else "all"
-        return f"Reads {value} rows at a time instead of {before}."
-    return f"Sets {key} to {value} instead of {'none' if before is None else word(before)}."
+        value = value if int(value) else "all"
+        return f"Reads {value} rows at a time instead of {asking.start.micro_rows}."
+    values = dict(one.split("=", 1) for one in (first, *change) if "=" in one)
+    old = _values(asking.start)
+    sets = [
+        f"{key} to {value} instead of {word(old[key]) if key in old else 'none'}"
+        for key, value in values.items()
+    ]
+    return f"Sets {', '.join(sets)}."
+
+
+def _values(plan: Plan) -> dict[str, Any]:
+    """Every key that has a value, the knobs of techniques too."""
+    found = flat(plan)
+    for name, technique in plan.techniques.items():
+        knobs = technique.model_dump(mode="json", exclude_none=True)
+        found |= {f"techniques.{name}.{knob}": given for knob, given in knobs.items()}
+    return found
 
 
 def _costs(catalogue: Catalogue, first: str) -> str:

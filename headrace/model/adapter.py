@@ -218,7 +218,8 @@ def load_pretrained(path: Path, key: str = "model.pretrained") -> tuple[ModelCon
         key: the plan's key that names it.
 
     Raises:
-        ConfigError: a file is missing or damaged, or the tensors do not fit config.json.
+        ConfigError: a file is missing or damaged, or the tensors do not fit config.json; a weight
+            that is read is no number.
         UnsupportedError: pickled or quantised weights, or a model that we do not compute exactly.
     """
     config = read_config(path, key)

@@ -100,9 +100,9 @@ def sources(aim: Aim, context: Context, machine: Machine, catalogue: Catalogue) 
     def learning(plan: Plan) -> Sequence[Candidate]:
         asking = Asking(plan, context, machine, catalogue, learning=True)
         every = singles(asking, failed.__setitem__)
-        for key in KEYS["recipe"](plan):
+        for words in KEYS["recipe"](plan):
             with suppress(HeadraceError):
-                every.append(asking.answer(plan, (key,)))
+                every.append(asking.answer(plan, words))
         found = [c for c in every if kind_of(plan, c.plan) == "learning"]
         return sorted(found, key=lambda c: _learning_order(plan, c))
 

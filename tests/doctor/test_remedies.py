@@ -14,6 +14,7 @@ import torch
 from headrace.changes import parse
 from headrace.cli import catalogue
 from headrace.context import elsewhere, make_context
+from headrace.core.gentler import gentler
 from headrace.core.machine import Machine
 from headrace.core.plan import Plan
 from headrace.core.statistics import Interval
@@ -356,18 +357,18 @@ def test_all_rows_at_a_time_are_more_rows(rows: int, helps: str) -> None:
 
 def test_reading_without_workers_begins_with_two() -> None:
     plan: Any = SimpleNamespace(data=SimpleNamespace(workers=0, prefetch=2))
-    assert KEYS["input"](plan) == ["data.workers=2", "data.prefetch=4"]
+    assert KEYS["input"](plan) == [("data.workers=2",), ("data.prefetch=4",)]
     plan.data.workers = 3
-    assert KEYS["input"](plan)[0] == "data.workers=6"
+    assert KEYS["input"](plan)[0] == ("data.workers=6",)
 
 
-@pytest.mark.parametrize(
-    ("rate", "lower"), [(1e-4, "3.3e-05"), (9e-3, "0.003"), (2e-2, "0.002"), (3.0, "0.3")]
-)
-def test_a_rate_that_is_far_too_high_is_a_tenth_and_another_a_third(
-    tiny_plan: Callable[..., Plan], rate: float, lower: str
+def test_all_that_is_far_off_comes_first_and_then_a_third_of_the_rate(
+    tiny_plan: Callable[..., Plan],
 ) -> None:
-    assert KEYS["instability"](tiny_plan(f"optimizer.lr={rate}"))[0] == f"optimizer.lr={lower}"
+    plan = tiny_plan("optimizer.lr=3", "optimizer.clip_norm=0")
+    every, lower, clipped = KEYS["instability"](plan)
+    assert every == gentler(plan) and len(every) == 3
+    assert (lower, clipped) == (("optimizer.lr=1.0",), ("optimizer.clip_norm=1.0",))
 
 
 def test_the_cause_of_an_instability_is_told_before_what_bears_with_it(
@@ -378,10 +379,15 @@ def test_the_cause_of_an_instability_is_told_before_what_bears_with_it(
     first = advice.findings[0]
     assert first.finding.bottleneck == "instability"
     changes = [" ".join(remedy.change) for remedy in first.remedies]
-    likely = ["optimizer.lr=0.3", "schedule.warmup_steps=1", "optimizer.clip_norm=1.0"]
+    every = "optimizer.clip_norm=1.0 optimizer.lr=0.004 schedule.warmup_steps=6"
+    likely = [every, "optimizer.lr=1.0", "optimizer.clip_norm=1.0"]
     assert changes[:3] == likely and any("+sequence_length" in one for one in changes[3:])
     lines = told(advice).splitlines()
-    assert lines[2].startswith("  optimizer.lr=0.3: ") and "--with" not in "".join(lines[2:5])
+    assert first.remedies[0].what == (
+        "Sets optimizer.clip_norm to 1.0 instead of 0.0, optimizer.lr to 0.004 instead of 3.0, "
+        "schedule.warmup_steps to 6 instead of 0."
+    )
+    assert lines[2].startswith(f"  {every}: ") and "--with" not in "".join(lines[2:5])
 
 
 def test_the_narrowest_station_is_the_one_that_took_most(monkeypatch: pytest.MonkeyPatch) -> None:

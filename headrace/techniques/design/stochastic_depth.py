@@ -70,10 +70,12 @@ class StochasticDepth(Technique[Build]):
         """Tell of blocks that hardly ever run."""
         if self.rate <= 0.5:
             return None
+        usual = f"techniques.{self.name()}.rate=0.1"
         return Doubt(
             f"techniques.{self.name()}.rate = {self.rate:g} leaves out the last block in "
             f"{self.rate:.0%} of the steps: it learns from the others alone",
-            f"techniques.{self.name()}.rate=0.1",
+            usual,
+            changes=(usual,),
         )
 
     def supports(self, context: Context) -> Supported | Unsupported:

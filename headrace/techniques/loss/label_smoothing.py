@@ -58,10 +58,12 @@ class LabelSmoothing(Technique[Build]):
         """Tell of a target that is more noise than text."""
         if self.smoothing < 0.5:
             return None
+        usual = f"techniques.{self.name()}.smoothing=0.1"
         return Doubt(
             f"techniques.{self.name()}.smoothing = {self.smoothing:g} gives the token that came "
             f"{1 - self.smoothing:.0%} of the probability and all others the rest",
-            f"techniques.{self.name()}.smoothing=0.1",
+            usual,
+            changes=(usual,),
         )
 
     def supports(self, context: Context) -> Supported:

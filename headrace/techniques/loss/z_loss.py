@@ -64,10 +64,12 @@ class ZLoss(Technique[Build]):
         """Tell of a weight with which the normaliser is what is learned."""
         if self.weight <= STRONG:
             return None
+        usual = f"techniques.{self.name()}.weight=1e-4"
         return Doubt(
             f"techniques.{self.name()}.weight = {self.weight:g} is {self.weight / 1e-4:,.0f} times "
             "the usual: the term of the normaliser outweighs what the text teaches",
-            f"techniques.{self.name()}.weight=1e-4",
+            usual,
+            changes=(usual,),
         )
 
     def supports(self, context: Context) -> Supported:

@@ -137,8 +137,7 @@ class Fp16LossScaling(Technique[Build]):
             raise Diverged(
                 f"the gradients of {self.patience} steps in a row, up to step {step}, are not "
                 f"finite (loss {metrics['loss']}), at a loss scale of {float(state.scale):g}",
-                f"headrace train PLAN --resume optimizer.lr={build.plan.optimizer.lr / 2:g}, "
-                "or model.precision=fp32 for a new run",
+                f"model.precision=fp32 --without {self.name()} for a new run",
             )
 
     def active(self, build: Build) -> Evidence:
