@@ -65,10 +65,10 @@ def test_a_pickle_planted_in_any_file_never_runs(train: Train, tmp_path: Path, h
     run, boom = train(), tmp_path / "boom"
     bomb = pickle.dumps(Bomb(boom))
     step = run / "checkpoints" / "step-12"
-    planted = sorted(p for p in run.rglob("*") if p.is_file() and p.parent.name != "step-8")
+    planted = [p for p in run.rglob("*") if p.is_file() and p.parent.name != "step-8"]
     assert {p.name for p in planted} == {
         "checkpoint.json", "rank-00000.safetensors", "metrics.jsonl", "plan.toml", "report.json",
-        "tokenizer.json", "environment.json", "data.json", ".lock",
+        "tokenizer.json", "environment.json", "data.json", ".lock", ".plan.toml",
     }  # fmt: skip
     for path in planted:
         kept = path.read_bytes()
@@ -91,6 +91,8 @@ def test_a_pickle_planted_in_any_file_never_runs(train: Train, tmp_path: Path, h
         assert not boom.exists(), path
         path.write_bytes(kept)
         (step / "checkpoint.json").write_bytes(index)
+        for forked in {*run.parent.iterdir()} - {run}:  # a run that has gone on is the newest
+            shutil.rmtree(forked)
 
 
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}

@@ -268,6 +268,10 @@ class Overlap(Strict):
         return self.bytes / max(1, self.of_bytes)
 
 
+class RecordDamaged(ConfigError):
+    """The record of how the sides were made is no record."""
+
+
 class Record(Strict):
     """What prepared data keeps of how its sides were made."""
 
@@ -286,7 +290,7 @@ class Record(Strict):
         """Read it; None where an earlier version prepared the folder.
 
         Raises:
-            ConfigError: it is damaged.
+            RecordDamaged: it is no record; the shards stand without it.
         """
         try:
             return Record.model_validate_json((folder / FILE).read_bytes())
@@ -294,7 +298,7 @@ class Record(Strict):
             return None
         except ValidationError as error:
             told = error.errors()[0]["msg"].lower()
-            raise ConfigError(
+            raise RecordDamaged(
                 f"{folder / FILE} is damaged: {told}; it only tells how the sides were made",
                 f"rm {shlex.quote(str(folder / FILE))}",
             ) from None

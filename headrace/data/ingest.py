@@ -41,6 +41,7 @@ from headrace.data.heldout import (
     RULE,
     Overlaps,
     Record,
+    RecordDamaged,
     Split,
     Weights,
     check_share,
@@ -157,6 +158,8 @@ def reopen(
     if place is not None:
         try:
             found = open_prepared(plan, place)
+        except RecordDamaged:
+            raise
         except ConfigError as error:
             remedy = _remade(plan, place, run, older=isinstance(error, OtherFormat))
             raise ConfigError(error.message, remedy) from None
