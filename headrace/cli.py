@@ -347,7 +347,6 @@ def list_techniques(
 ) -> None:  # fmt: skip
     """Every technique in a line; or model families, or recipes."""
     with exit_codes(json):
-        what = "families" if families_ else "recipes" if recipes_ else "techniques"
         if families_:
             rows = [
                 {"family": name, "defaults": " ".join(f"{k}={v}" for k, v in values.items())}
@@ -358,7 +357,7 @@ def list_techniques(
         else:
             rows = catalogue_rows(catalogue())
         if json:
-            show_json({what: rows})
+            show_json(rows)
         else:
             show_table(list(rows[0]) if rows else [], [[str(v) for v in r.values()] for r in rows])
 

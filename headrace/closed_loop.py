@@ -148,7 +148,7 @@ def doctor(
             folder = _judged_run(first)
             found, kernels = advice.advise(folder, catalogue()), kernel_lines(folder)
         if json:
-            show_json({"findings": advice.plain(found)})
+            show_json(advice.plain(found))
             return
         print(advice.told(found))
         if kernels:

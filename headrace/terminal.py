@@ -164,15 +164,17 @@ def _uninterrupted() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def show_json(value: Mapping[str, Any], code: int = EXIT_DONE) -> None:
+def show_json(value: Mapping[str, Any] | list[Any], code: int = EXIT_DONE) -> None:
     """Print the one JSON document of a verb on standard output, by one rank.
 
     Args:
         value: what the verb found; numbers that are not finite become null.
-        code: with which it ends, which stands in the document as it does in that of an error.
+        code: with which it ends, which stands in an object as it does in that of an error; rows of
+            `list` and `doctor` are an array, and only success prints them.
     """
     if is_teller():
-        text = json.dumps({**value, "exit_code": code}, default=str)
+        whole = value if isinstance(value, list) else {**value, "exit_code": code}
+        text = json.dumps(whole, default=str)
         print(json.dumps(json.loads(text, parse_constant=lambda word: None), indent=1))
 
 

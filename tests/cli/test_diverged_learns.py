@@ -47,7 +47,7 @@ def test_the_printed_remedy_learns(
         assert told["remedy"].startswith("headrace train "), told
         words = shlex.split(told["remedy"])[1:]
     else:
-        found = json.loads(zygote.run(tmp_path, "doctor", "wild", "--json").out)["findings"]
+        found = json.loads(zygote.run(tmp_path, "doctor", "wild", "--json").out)
         assert found[0]["bottleneck"] == "instability", found[0]
         words = [*words, *found[0]["remedies"][0]["change"], "name=tame"]
     again = zygote.run(tmp_path, *words, "--json")

@@ -31,7 +31,7 @@ def test_train_prints_its_report(call: Callable[..., Any], tiny_demo: list[str])
     assert {"input", "forward", "backward", "optimizer", "communication_exposed", "checkpoint",
             "eval", "compile"} == set(told["phase_s"])  # fmt: skip
     assert {"allocated", "reserved", "predicted"} <= set(told["peak_memory_bytes"])
-    first = call("doctor", "demo")["findings"]
+    first = call("doctor", "demo")
     assert first[0]["bottleneck"] and told["narrowest"]["station"]
 
 
@@ -98,9 +98,9 @@ def test_a_seed_of_more_than_64_bits_is_one_message_and_2(call: Callable[..., An
 
 def test_list_has_every_technique_family_and_recipe(call: Callable[..., Any]) -> None:
     known = headrace.cli.catalogue()
-    assert [row["technique"] for row in call("list")["techniques"]] == list(known.techniques)
-    assert [row["family"] for row in call("list", "--families")["families"]] == list(known.families)
-    assert "demo" in [row["recipe"] for row in call("list", "--recipes")["recipes"]]
+    assert [row["technique"] for row in call("list")] == list(known.techniques)
+    assert [row["family"] for row in call("list", "--families")] == list(known.families)
+    assert "demo" in [row["recipe"] for row in call("list", "--recipes")]
 
 
 def test_list_shows_a_person_every_name(say: Callable[..., tuple[str, str]]) -> None:
@@ -170,15 +170,15 @@ def test_doctor_names_the_narrowest_first(
 ) -> None:
     """The run of that name, not the recipe; and what was not run by its file."""
     out, _ = say("doctor", "demo")
-    first = call("doctor", "demo")["findings"][0]
+    first = call("doctor", "demo")[0]
     assert out.startswith(f"{first['bottleneck']}: {first['sentence']}\n")
     saved = json.loads((workshop / "runs" / "demo" / "findings.json").read_text())
     assert saved[0]["bottleneck"] == first["bottleneck"] and first["remedies"] is not None
     file, on = "runs/demo/plan.toml", ("--device-name", "NVIDIA H200")
-    plan = call("doctor", file, *on)["findings"]
+    plan = call("doctor", file, *on)
     assert plan[0]["confidence"] == "inferred"
     more = ("batch.micro_sequences=1", "--with", "full_checkpoint")
-    other = call("doctor", file, *more, *on)["findings"]
+    other = call("doctor", file, *more, *on)
     named = "full_checkpoint trades time for memory"
     assert named in other[0]["sentence"] and named not in json.dumps(plan)
     assert "no key 'batch.nothing'" in call("doctor", file, "batch.nothing=1", code=2)["error"]

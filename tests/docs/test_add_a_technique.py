@@ -63,7 +63,7 @@ def _json(*arguments: str, code: int = 0) -> Any:
 
 
 def test_it_is_in_the_catalogue_with_its_card(max_z_loss: type[Any]) -> None:
-    (row,) = [r for r in _json("list")["techniques"] if r["technique"] == "max_z_loss"]
+    (row,) = [r for r in _json("list") if r["technique"] == "max_z_loss"]
     assert row["what"] == max_z_loss.line()
     card = _json("explain", "max_z_loss")
     assert card["composes"] == ["terms"]

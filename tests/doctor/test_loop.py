@@ -176,7 +176,7 @@ def test_a_watched_loop_is_told_what_to_do_and_what_was_not_seen(tmp_path: Path)
     report = watched(file)
     assert (report["autocast"], report["compiled"], report["trainer"]) == ("bfloat16", False, None)
     told = CliRunner().invoke(app, ["doctor", str(file), "--json"])
-    found = json.loads(told.stdout)["findings"]
+    found = json.loads(told.stdout)
     names = [row["bottleneck"] for row in found]
     assert names[0] == "input" and len({*names}) == len(names)
     assert "wait p50" in found[0]["evidence"]  # the station's
@@ -202,7 +202,7 @@ def test_of_too_few_steps_that_is_said_first_and_nothing_is_forecast(tmp_path: P
     report["rows"] = report["rows"][:5]  # of which three are steady
     file.write_text(json.dumps(report))
     told = CliRunner().invoke(app, ["doctor", str(file), "--json"])
-    found = json.loads(told.stdout)["findings"]
+    found = json.loads(told.stdout)
     assert found[0]["sentence"].startswith("Too few steady steps")
     assert found[0]["evidence"] == "3 of at least 8" and len(found) > 2
     assert all(not row["remedies"] for row in found)
