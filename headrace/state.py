@@ -113,18 +113,18 @@ def _check_numbers(build: Build, saved: Saved) -> None:
 
 
 def _check_names(build: Build, saved: Saved) -> None:
-    """Refuse a checkpoint with tensors that the run does not have.
+    """Refuse a checkpoint with tensors that the run does not have, on whatever stage.
 
     Raises:
         RunError: names the first.
     """
     known = {f"model/{name}" for name, _ in trained(build)}
     states = tuple(f"optimizer/{name}/" for named in build.routed.values() for name in named)
-    for name in sorted(saved.names()):
-        kind = name.partition("/")[0]
-        ours = name in known if kind == "model" else name.startswith(states)
-        if kind != "technique" and not ours:
-            raise saved.damaged(f"it holds {name}, which this run does not have")
+    names = [n for n in sorted(saved.names()) if n.partition("/")[0] != "technique"]
+    ours = [n in known if n.startswith("model/") else n.startswith(states) for n in names]
+    held = build.world.sum_(torch.tensor(ours, device=build.device).float(), "pipeline").tolist()
+    if strange := [name for name, stages in zip(names, held, strict=True) if not stages]:
+        raise saved.damaged(f"it holds {strange[0]}, which this run does not have")
 
 
 ADAM = {"step", "exp_avg", "exp_avg_sq"}

@@ -26,8 +26,12 @@ if not torch.cuda.is_available():  # read when triton is imported: its kernels r
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # pytest runs in a script's background
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+for number, usual in (
+    (signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL),
+    (signal.SIGTERM, signal.SIG_DFL),
+):  # fmt: skip
+    if signal.getsignal(number) == signal.SIG_IGN:  # pytest runs under nohup, or in a background
+        signal.signal(number, usual)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

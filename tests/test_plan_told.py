@@ -112,5 +112,5 @@ def test_a_tokenizer_that_is_brought_along_tells_the_head_its_size(tmp_path: Pat
     found, right = predict(plan, context), predict(given, context)
     assert found.sizes["vocab"] == right.sizes["vocab"] == padded and found.peak() == right.peak()
     plan, context = on_h200("model.vocab=0", f"data.tokenizer={tmp_path / 'other.json'}")
-    with pytest.raises(ConfigError, match=r"other\.json cannot be read"):
+    with pytest.raises(ConfigError, match=r"other\.json' does not exist"):
         predict(plan, context)

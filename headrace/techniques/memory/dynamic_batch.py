@@ -75,14 +75,14 @@ from headrace.core.plan import Plan
 from headrace.interrupts import Interrupts
 from headrace.progress import Progress
 
-Interrupts.patience_s = None  # its thread would reserve address space that the limit counts
+Interrupts.patience_s = None  # its thread has a stack that the limit counts
 plan, limit, held = Path(sys.argv[1]), int(sys.argv[2]), Path("/proc/self/statm")
 if sys.argv[3] == "cuda":
     whole = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, limit / whole))
 elif held.is_file():
-    limit += int(held.read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    limit += int(held.read_text().split()[5]) * resource.getpagesize()  # without mere reservations
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 train.run(Plan.read(plan.read_text(), catalogue()), progress=Progress())
 """
 """A run of a plan file, as any other, under a limit of bytes."""
