@@ -58,5 +58,6 @@ BARE = {
     "data/": "the message names the file and the line that are to be mended",
     "model/adapter": "the folder's index is damaged, and the message names it",
     "core/errors": "the remedy is made with the error",
+    "build": "the session adds what learns to a step that is not finite (test_diverged_learns)",
 }
 """Where an error may have no remedy, and why."""

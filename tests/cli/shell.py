@@ -37,6 +37,8 @@ def run(argv: list[str]) -> Told:
     if "--help" in argv:
         return Told(ended.exit_code)
     said = json.loads(ended.stdout)
+    if isinstance(said, list):  # rows, which only success prints
+        return Told(ended.exit_code, sites=tuple(name for name, _ in made))
     assert said["exit_code"] == ended.exit_code
     told = (said.get("error") or "", said.get("remedy") or "") if ended.exit_code else ("", "")
     return Told(ended.exit_code, *told, tuple(name for name, _ in made))
