@@ -73,12 +73,14 @@ class Verbs(TyperGroup):
         """What stands before the verb."""
         ctx.meta["json"] = "--json" in args
         self._check_json(args)
-        with _usage(ctx):
+        if not is_first() and {"--help", "--version"} & set(args):  # the first rank prints it
+            raise typer.Exit
+        with exit_codes(ctx.meta["json"], together=True), _usage(ctx):
             return super().parse_args(ctx, args)
 
     def invoke(self, ctx: typer.Context) -> Any:
         """The verb, once it takes what stands behind it."""
-        with _usage(ctx):
+        with exit_codes(ctx.meta["json"], together=True), _usage(ctx):
             return super().invoke(ctx)
 
     def _check_json(self, args: list[str]) -> None:

@@ -128,16 +128,20 @@ def test_reading_for_an_evaluation_is_no_wait_of_the_training() -> None:
     assert watched.report()["phase_s"]["input"] == 0.0
 
 
-@pytest.mark.parametrize("kind", ["tuple", "list", "mapping", "object"])
+@pytest.mark.parametrize(
+    "kind", ["tuple", "list", "mapping", "object", "scalar", "inside", "beside", "named"]
+)
 def test_a_loss_is_found_in_whatever_a_model_returns(kind: str) -> None:
     weight = torch.ones((), requires_grad=True)
     loss, logits = 2.0 * weight, torch.zeros(2, 3)
     output: Any = {
         "tuple": (logits, loss), "list": [loss, logits], "mapping": {"loss": loss},
-        "object": SimpleNamespace(loss=loss),
+        "object": SimpleNamespace(loss=loss), "scalar": loss, "inside": {"out": {"loss": loss}},
+        "beside": (logits, {"loss": loss}), "named": {"logits": logits, "lm_loss": loss},
     }[kind]  # fmt: skip
     assert loss_in(output) is loss
     assert loss_in((logits, torch.zeros(()))) is None and loss_in(logits) is None
+    assert loss_in(loss.reshape(1, 1)) is None and loss_in({"a_loss": loss, "b_loss": loss}) is None
 
 
 def test_ignored_targets_of_a_pair_are_padding() -> None:

@@ -163,8 +163,14 @@ def _explain(table: type[BaseModel], item: dict[str, Any], where: str) -> tuple[
     near = _near(field, item)
     return (
         f"{key} = {item['input']!r}: {said}",
-        f"leave out {key}" if near is None else f"{key}={near}",
+        f"leave out {_settable(key)}" if near is None else f"{key}={near}",
     )
+
+
+def _settable(key: str) -> str:
+    """The key that is written: an item of a list is written with the whole list."""
+    before, _, last = key.rpartition(".")
+    return before if last.isdigit() else key
 
 
 def _given(key: str, value: Any) -> str:

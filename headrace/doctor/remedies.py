@@ -19,7 +19,7 @@ from typing import Any
 
 from headrace.changes import flat, word
 from headrace.core.errors import HeadraceError
-from headrace.core.gentler import gentler
+from headrace.core.gentler import gentler, usual_rate
 from headrace.core.machine import Machine
 from headrace.core.plan import Plan
 from headrace.core.statistics import Interval
@@ -52,11 +52,18 @@ def _more_reading(plan: Plan) -> list[Words]:
 
 def _gentler(plan: Plan) -> list[Words]:
     """All that is far off at once, which is what learns; then a lower rate alone, and clipping."""
+    if _rate_is_far_off(plan):
+        return [gentler(plan)]
     lower = (f"optimizer.lr={word(float(f'{plan.optimizer.lr / STEP:.2g}'))}",)
     found = [gentler(plan), lower]
     if not plan.optimizer.clip_norm:
         found.append(("optimizer.clip_norm=1.0",))
     return found
+
+
+def _rate_is_far_off(plan: Plan) -> bool:
+    """Whether no single step makes the rate one that learns, so that nothing else alone helps."""
+    return plan.optimizer.lr > STEP**2 * usual_rate(plan)
 
 
 def _other_rates(plan: Plan) -> list[Words]:
@@ -167,7 +174,8 @@ def remedies(
 def candidates(bottleneck: str, asking: Asking, measured: Measured) -> Iterator[Words]:
     """Changes that are said to help, whether they can run or not."""
     plan = asking.start
-    for words in asking.singles(plan):
+    hopeless = bottleneck == "instability" and _rate_is_far_off(plan)
+    for words in () if hopeless else asking.singles(plan):
         if _may_help(bottleneck, words, asking):
             yield words
     yield from KEYS.get(bottleneck, lambda plan: [])(plan)

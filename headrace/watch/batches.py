@@ -68,18 +68,39 @@ def watch_loader(loader: Any, timed: Timed) -> tuple[Any, Callable[[], None]]:
 
 
 def loss_in(output: Any) -> Any:
-    """Return the loss that a model's output names or holds; None where there is none.
+    """Return the loss that a model's output is, names or holds; None where there is none.
 
-    A mapping or an object names it `loss`; in a tuple or list it is the only scalar that needs a
-    gradient, or the first of them.
+    It is the output itself where that is a scalar that needs a gradient. A mapping or an object
+    names it `loss`, or is one whose only name that ends so is a scalar, as `lm_loss`; in a tuple or
+    list it is the first scalar that needs a gradient. One level inside is looked at as well.
     """
+    if isinstance(output, Tensor) and output.ndim:  # as the score of one example is
+        return None
+    return _loss_in(output, deeper=True)
+
+
+def _loss_in(output: Any, *, deeper: bool) -> Any:
+    if isinstance(output, Tensor):
+        return output if output.numel() == 1 and output.requires_grad else None
     if isinstance(output, Mapping):
-        return output.get("loss")
-    named = getattr(output, "loss", None)
-    if named is not None or not isinstance(output, tuple | list):
-        return named
-    tensors = [item for item in output if isinstance(item, Tensor)]
-    return next((item for item in tensors if item.numel() == 1 and item.requires_grad), None)
+        if output.get("loss") is not None:
+            return output["loss"]
+        named = [value for key, value in output.items() if str(key).endswith("loss")]
+        if named:  # of several, nothing says which is the whole
+            return _loss_in(named[0], deeper=False) if len(named) == 1 else None
+        inside: list[Any] = list(output.values())
+    elif isinstance(output, tuple | list):
+        if getattr(output, "loss", None) is not None:  # a named tuple
+            return output.loss  # pyright: ignore[reportAttributeAccessIssue]
+        inside = [item for item in output if isinstance(item, Tensor)]
+        found = next((one for one in inside if _loss_in(one, deeper=False) is not None), None)
+        if found is not None:
+            return found
+        inside = [item for item in output if not isinstance(item, Tensor)]
+    else:
+        return getattr(output, "loss", None)
+    within = (_loss_in(item, deeper=False) for item in inside if not isinstance(item, Tensor))
+    return next((one for one in within if one is not None), None) if deeper else None
 
 
 def token_counts(batch: Any) -> dict[str, Any]:

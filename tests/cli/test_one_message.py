@@ -15,6 +15,7 @@ import pytest
 import typer
 from torch.distributed import TCPStore
 
+from headrace.cli import app
 from headrace.core.errors import ConfigError
 from headrace.terminal import exit_codes, show_json
 
@@ -108,6 +109,27 @@ def test_a_full_disk_is_one_message(
     told = capsys.readouterr().err
     assert told.count("error:") == 1
     assert ("a wrong plan" if wrong else "standard output: No space left") in told
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"]])
+def test_help_on_a_full_disk_is_one_message(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with full(monkeypatch), pytest.raises(SystemExit) as ended:
+        app(words, prog_name="headrace")
+    told = capsys.readouterr().err
+    assert ended.value.code == 1 and told.count("error:") == 1 and "Traceback" not in told
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["--version"]])
+def test_one_rank_prints_the_help(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit) as ended:
+        app(words, prog_name="headrace")
+    assert ended.value.code == 0 and not capsys.readouterr().out
 
 
 def test_a_name_that_is_no_utf_8_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,9 +1,12 @@
 """A well-known method that is not here is told as such."""
 
+from collections.abc import Callable
+
 import pytest
 
 from headrace.core.errors import ConfigError
 from headrace.core.known import KNOWN
+from headrace.core.plan import Plan
 from headrace.core.technique import installed
 
 
@@ -15,7 +18,17 @@ def test_every_nearest_name_exists_and_no_known_name_does() -> None:
 
 @pytest.mark.parametrize(
     ("name", "near"),
-    [("lion", "muon"), ("zero", "fsdp"), ("qat", "qlora"), ("Ring-Attention", "context_parallel")],
+    [
+        ("lion", "muon"),
+        ("zero", "fsdp"),
+        ("qat", "qlora"),
+        ("Ring-Attention", "context_parallel"),
+        ("mxfp8", "float8_linear"),
+        ("async_tp", "tensor_parallel"),
+        ("relora", "lora"),
+        ("sample_packing", "document_packing"),
+        ("rslora", "qlora"),
+    ],
 )
 def test_a_known_name_is_told_with_what_comes_nearest(name: str, near: str) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -27,3 +40,9 @@ def test_a_known_name_is_told_with_what_comes_nearest(name: str, near: str) -> N
 def test_what_nothing_comes_near_is_told_so() -> None:
     with pytest.raises(ConfigError, match="nothing here comes near it"):
         installed().find("ema")
+
+
+def test_a_wrong_item_of_a_list_is_mended_by_its_key(tiny_plan: Callable[..., Plan]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        tiny_plan("optimizer.betas=[1,1]")
+    assert caught.value.remedy == "leave out optimizer.betas"

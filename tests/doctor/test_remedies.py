@@ -365,10 +365,18 @@ def test_reading_without_workers_begins_with_two() -> None:
 def test_all_that_is_far_off_comes_first_and_then_a_third_of_the_rate(
     tiny_plan: Callable[..., Plan],
 ) -> None:
-    plan = tiny_plan("optimizer.lr=3", "optimizer.clip_norm=0")
+    plan = tiny_plan("optimizer.lr=0.03", "optimizer.clip_norm=0")
     every, lower, clipped = KEYS["instability"](plan)
     assert every == gentler(plan) and len(every) == 3
-    assert (lower, clipped) == (("optimizer.lr=1.0",), ("optimizer.clip_norm=1.0",))
+    assert (lower, clipped) == (("optimizer.lr=0.01",), ("optimizer.clip_norm=1.0",))
+
+
+@pytest.mark.parametrize("rate", ["0.04", "3", "1000000"])
+def test_where_the_rate_is_far_off_no_single_step_is_a_remedy(
+    rate: str, tiny_plan: Callable[..., Plan]
+) -> None:
+    plan = tiny_plan(f"optimizer.lr={rate}", "optimizer.clip_norm=0")
+    assert KEYS["instability"](plan) == [gentler(plan)]
 
 
 def test_the_cause_of_an_instability_is_told_before_what_bears_with_it(
@@ -380,14 +388,13 @@ def test_the_cause_of_an_instability_is_told_before_what_bears_with_it(
     assert first.finding.bottleneck == "instability"
     changes = [" ".join(remedy.change) for remedy in first.remedies]
     every = "optimizer.clip_norm=1.0 optimizer.lr=0.004 schedule.warmup_steps=6"
-    likely = [every, "optimizer.lr=1.0", "optimizer.clip_norm=1.0"]
-    assert changes[:3] == likely and any("+sequence_length" in one for one in changes[3:])
+    assert changes == [every]
     lines = told(advice).splitlines()
     assert first.remedies[0].what == (
         "Sets optimizer.clip_norm to 1.0 instead of 0.0, optimizer.lr to 0.004 instead of 3.0, "
         "schedule.warmup_steps to 6 instead of 0."
     )
-    assert lines[2].startswith(f"  {every}: ") and "--with" not in "".join(lines[2:5])
+    assert lines[2].startswith(f"  {every}: ") and "--with" not in lines[2]
 
 
 def test_the_narrowest_station_is_the_one_that_took_most(monkeypatch: pytest.MonkeyPatch) -> None:
