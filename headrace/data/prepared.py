@@ -125,9 +125,12 @@ def open_prepared(plan: Plan, target: Path) -> Prepared:
     train = tuple(Shards.open(target / f"train-{i:02d}") for i in range(len(plan.source_list)))
     validation = Shards.open(target / "validation")
     for shards in (*train, validation):
-        if shards.manifest.tokenizer != tokenizer.fingerprint:
+        m, ids = shards.manifest, (tokenizer.vocab, tokenizer.document_token)
+        if m.tokenizer != tokenizer.fingerprint or (m.vocab, m.document_token) != ids:
+            said = f" (vocab {m.vocab:,} and document_token {m.document_token:,}"
             raise ConfigError(
                 f"{target / 'tokenizer.json'} is not the tokenizer that wrote {shards.directory}"
+                f"{said}; it: {ids[0]:,} and {ids[1]:,})"
             )
     if sum(s.text_bytes for s in (*train, validation)) <= VERIFY_BYTES:
         for shards in (*train, validation):

@@ -169,6 +169,20 @@ def test_damage_is_found_before_training(make_plan: MakePlan, source: str) -> No
         prepare(plan)
 
 
+@pytest.mark.parametrize(("field", "value"), [("vocab", 301), ("document_token", 5)])
+def test_a_manifest_sealed_anew_that_is_not_of_its_tokenizer(
+    make_plan: MakePlan, source: str, field: str, value: int
+) -> None:
+    plan = make_plan(sources=source, vocab=300)
+    shards = prepare(plan).validation
+    other = shards.manifest.model_copy(update={field: value})
+    sealed = other.model_copy(update={"seal": other.digest})
+    (shards.directory / "manifest.json").write_text(sealed.model_dump_json())
+    with pytest.raises(ConfigError, match=rf"{field} {value}.*; it: 300 and 299\)") as error:
+        prepare(plan)
+    assert error.value.remedy.startswith(f"rm -r {shards.directory.parent} && ")
+
+
 @pytest.mark.parametrize("vocab", [300, 2048, 4096])
 def test_the_command_that_prepares_again_prepares_the_same(
     make_plan: MakePlan, source: str, vocab: int
