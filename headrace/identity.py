@@ -19,7 +19,7 @@ from headrace.core.files import train_command
 from headrace.core.plan import Plan
 from headrace.core.technique import Technique
 from headrace.data.prepared import check_same_data
-from headrace.model.adapter import weights_digest
+from headrace.model.adapter import load_pretrained, weights_digest
 from headrace.sockets import Build
 
 FROZEN = "frozen"
@@ -262,11 +262,34 @@ def without_base(plan: Plan, saved: Saved) -> Plan:
                 f"{train_command(saved.path.parent.parent, 'name=NEW', f'{key}=FOLDER')} for a new "
                 "run with others",
             )
-    if not plan.model.pretrained or reads_base(plan.techniques.values()):
+    if not plan.model.pretrained:
+        return plan
+    if reads_base(plan.techniques.values()):
+        _check_shape_of_base(plan, saved)
         return plan
     free = {*NOT_OF_WEIGHTS} - {"family", "precision"}
     said = {key: getattr(plan.model, key) for key in plan.model.model_fields_set - free}
     return plan.replaced(model={**saved.values["plan"]["model"], **said, "pretrained": ""})
+
+
+def _check_shape_of_base(plan: Plan, saved: Saved) -> None:
+    """Refuse a folder whose config.json no longer says what the checkpoint's model was made as.
+
+    Raises:
+        ConfigError: with the keys, and both values.
+    """
+    folder, was = plan.model.pretrained, saved.values["plan"]["model"]
+    found, _ = load_pretrained(Path(folder))
+    keys = [k for k in sorted(plan.model.model_fields_set - NOT_OF_WEIGHTS) if k in was]
+    changed = [k for k in keys if getattr(plan.model, k) == was[k] != getattr(found, k)]
+    if changed:
+        now = [f"model.{k}={getattr(found, k)}" for k in changed]
+        each = ", ".join(f"model.{k} {was[k]!r} -> {getattr(found, k)!r}" for k in changed)
+        raise ConfigError(
+            f"{Path(folder) / 'config.json'} changed since the run was trained ({each})",
+            f"put the config.json of then back into {folder}; or "
+            f"{train_command(saved.path.parent.parent, 'name=NEW', *now)} for a new run with this",
+        )
 
 
 def note_frozen(build: Build) -> dict[str, str]:

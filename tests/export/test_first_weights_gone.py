@@ -158,3 +158,18 @@ def test_a_teacher_is_needed_as_it_was_where_it_teaches(
     refused(zygote, here, resume, f"{key} = '{teacher}' is gone")
     assert zygote.run(here, "eval", "tuned", "--json").out == before.out
     assert zygote.run(here, "export", "tuned", "--to", "hf", "--output", "x").code == 0
+
+
+def test_a_frozen_base_with_another_config_is_told_with_what_mends_it(
+    here: Path, train: Callable[..., Path], zygote: Any
+) -> None:
+    train(*WORDS, *TAKES, "goal.steps=2", "techniques.lora.rank=2")
+    config = here / "one" / "config.json"
+    kept = config.read_text()
+    config.write_text(json.dumps({**json.loads(kept), "rms_norm_eps": 0.125}))
+    for verb in (["eval", "tuned"], ["train", "runs/tuned/plan.toml", "--resume", "goal.steps=3"]):
+        ended = zygote.run(here, *verb)
+        assert ended.code == 2 and "model.norm_eps 1e-05 -> 0.125" in ended.err
+        assert "runs/tuned/plan.toml name=NEW model.norm_eps=0.125 for a new run" in ended.err
+    config.write_text(kept)
+    assert zygote.run(here, "eval", "tuned").code == 0
