@@ -6,9 +6,13 @@ library it does not come to the next line, so the call runs on a thread of its o
 
 import os
 import sys
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
+
+from headrace.core.errors import HeadraceError
 
 T = TypeVar("T")
 LOOK_EVERY_S = 0.1
@@ -60,3 +64,31 @@ def exit_beside_native(code: object) -> None:
             if stream is not None:
                 stream.flush()
         os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+@contextmanager
+def silent_panics() -> Iterator[None]:
+    """Drop what a library wrote on standard error before an error of ours that says it in words.
+
+    Rust writes where it panicked before anybody can catch it. What is written there otherwise
+    comes a moment later. For short calls.
+    """
+    try:
+        kept = os.dup(2)
+    except OSError:  # there is no standard error
+        yield
+        return
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        told = False
+        try:
+            yield
+        except HeadraceError:
+            told = True
+            raise
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+            held.seek(0)
+            if not told and (said := held.read()):
+                os.write(2, said)

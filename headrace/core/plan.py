@@ -470,7 +470,7 @@ def left_to_weights(values: Mapping[str, Any], overrides: Iterable[str]) -> dict
 def _technique(name: str, knobs: Any) -> Technique[Any]:
     """The technique `name` with these knobs, or as it was made."""
     if not isinstance(knobs, Technique):
-        return read_table(installed().find(name), knobs, f"techniques.{name}")
+        return read_table(installed().find(str(name)), knobs, f"techniques.{name}")
     if knobs.name() != name:
         raise ConfigError(
             f"techniques has {knobs.name()} under the name {name!r}",

@@ -31,6 +31,7 @@ import tokenizers
 from headrace.core.errors import ConfigError, TextLost, UnsupportedError
 from headrace.core.files import write_whole
 from headrace.core.folders import refuse_absent, refuse_no_tokenizer
+from headrace.core.native import silent_panics
 from headrace.core.plan import DataConfig
 from headrace.data.lossless import (
     check_parts,
@@ -137,10 +138,11 @@ class Tokenizer:
         self._remedy = "data.tokenizer=bpe"
         added_tokens = [t["content"] for t in spec["added_tokens"]]
         if self.fingerprint not in _PROBED:
-            lost = example_of_loss(self._returned, added_tokens)
-            if lost is not None and self._fast is not None:
-                self._fast = None  # tiktoken drops what its pattern does not match
+            with silent_panics():  # as of a pattern that never ends
                 lost = example_of_loss(self._returned, added_tokens)
+                if lost is not None and self._fast is not None:
+                    self._fast = None  # tiktoken drops what its pattern does not match
+                    lost = example_of_loss(self._returned, added_tokens)
             _PROBED[self.fingerprint] = lost, self._fast is not None
         lost, is_fast = _PROBED[self.fingerprint]
         self._fast = self._fast if is_fast else None

@@ -60,7 +60,8 @@ def test_what_is_said_to_multiply_in_fp32_does(variant: house.Variant) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_no_other_technique_does_on_a_gpu(name: str) -> None:
     found = house.variants(name, "cuda")
-    if not found or house.compiles(found[0], "cuda"):
+    inside = name == "flex_attention"  # it compiles its own kernel
+    if not found or inside or house.compiles(found[0], "cuda"):
         pytest.skip("does not run here, or is compiled: no product of it passes by")
     if name == "tf32" or not house.fits(found[0], device="cuda", precision="bf16"):
         pytest.skip("takes another precision")

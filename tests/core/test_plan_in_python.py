@@ -46,3 +46,9 @@ def test_a_mistake_is_one_error_of_ours(tables: dict[str, Any], told: str, remed
 def test_a_family_gives_its_defaults() -> None:
     made = Plan(goal=GOAL, model={"family": "gpt2"})  # type: ignore[arg-type]
     assert made == Plan.read('goal = { steps = 4 }\nmodel = { family = "gpt2" }', installed())
+
+
+def test_a_technique_is_named_by_a_string() -> None:
+    for name in (1, None, ("muon",)):
+        with pytest.raises(ConfigError, match="there is no technique"):
+            Plan(techniques={name: {}})  # type: ignore[dict-item]
