@@ -157,9 +157,8 @@ class Tokenizer:
     def _returned(self, texts: list[str]) -> list[tuple[str, int]]:
         """What the ids of each text decode to, and the bytes that they stand for."""
         encoded = self.encode_batch(texts)
-        decoded = self._slow.decode_batch(
-            [ids.tolist() for ids in encoded], skip_special_tokens=False
-        )
+        every = [ids.tolist() for ids in encoded]
+        decoded = self._slow.decode_batch(every, skip_special_tokens=False)
         return list(zip(decoded, map(self.bytes_of, encoded), strict=True))
 
     def refuse_losses(self) -> None:
