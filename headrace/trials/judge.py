@@ -8,15 +8,17 @@ stays within twice the first plan's, with all that was kept before. Beyond that 
 the plan without it leaves a long run no room: the largest saving of a peak may cost four times the
 step, which nobody wants who has the memory.
 
-A change of execution may move losses by rounding alone. Both plans began with the same weights and
-read the same rows, so:
+A change of execution may move losses by rounding alone, and rounding grows from step to step: where
+two trainings went says nothing of a change that is exact. Both plans began with the same weights
+and read the same rows, so:
 
-- where all that differs is exact, the first loss and the norm of the first gradient lie within the
-  band that the guard of a run allows;
-- the mean of all losses lies within what another seed would move it. That noise is not trained for:
-  it is read off the first plan's own losses, whose scatter around their trend (second differences,
-  by their median) is what other rows bring. Two means of n losses differ by its root(2/n), and
-  twice that is allowed. Other initial weights would add to it, so this is the stricter limit.
+- where all that differs is exact, the loss and every gradient's norm of several batches, all at the
+  first weights, lie within the bands that the guard of a run allows. Nothing else is asked;
+- else the mean of all losses lies within what another seed would move it. That noise is not trained
+  for: it is read off the first plan's own losses, whose scatter around their trend (second
+  differences, by their median) is what other rows bring. Two means of n losses differ by its
+  root(2/n), and twice that is allowed. Other initial weights would add to it, so this is the
+  stricter limit.
 
 Equal losses after some dozen steps are no proof of equal learning. What is approximate is told as
 such, and a run compares its first step again (guard.py).
@@ -30,7 +32,7 @@ from typing import Any, Literal
 from headrace.core.plan import Plan
 from headrace.core.statistics import Interval, accept, paired_ratio
 from headrace.core.units import format_bytes
-from headrace.guard import BANDS
+from headrace.guard import ALL, BANDS, MEAN, apart
 from headrace.trials.kinds import Kind, kind_of
 from headrace.trials.pairs import Measure
 from headrace.trials.readings import NOT_DONE, Reading
@@ -301,18 +303,34 @@ def _losses(
     if a == b and one.norms[:n] == two.norms[:n]:
         return 0.0, seed_noise(a), ""
     band = BANDS.get(precision, BANDS["bf16"])
-    if kind == "exact":
-        if abs(b[0] - a[0]) > band / 10 * abs(a[0]):
-            return b[0] - a[0], None, f"its first loss is {b[0]:.6g} nats, and {a[0]:.6g}"
-        if one.norms and abs(two.norms[0] - one.norms[0]) > band * abs(one.norms[0]):
-            told = f"its first gradient has norm {two.norms[0]:.6g}, and {one.norms[0]:.6g}"
-            return b[0] - a[0], None, told
     off, noise = fmean(b) - fmean(a), seed_noise(a)
+    if kind == "exact":
+        return off, noise, _other_numbers(one, two)
     allowed = max(SEEDS_APART * noise, ROUNDING * band * abs(fmean(a)))
     if abs(off) <= allowed:
         return off, noise, ""
     told = f"its mean loss is off by {off:+.4g} nats, and another seed moves it by {allowed:.2g}"
     return off, noise, told
+
+
+def _other_numbers(one: Reading, two: Reading) -> str:
+    """What two plans that should compute the same do not, at the same weights; "" if they do."""
+    for batch, (wanted, found) in enumerate(zip(one.firsts, two.firsts, strict=False), start=1):
+        if not (isfinite(wanted.total) and isfinite(found.total)):  # fp16 before its scale is found
+            continue
+        shared = wanted.norms.keys() & found.norms.keys()  # an optimizer may have freed the others
+        wanted, found = (f._replace(norms={n: f.norms[n] for n in shared}) for f in (wanted, found))
+        off = apart(found, wanted)
+        share = {name: v / two.limits.get(name, two.limits[""]) for name, v in off.items()}
+        worst = MEAN if share[MEAN] > 1 else max(share, key=share.__getitem__)
+        if share[worst] <= 1:
+            continue
+        told = f"at the same weights its loss of batch {batch} is"
+        if worst == MEAN:
+            return f"{told} {found.loss:.6g} nats, and {wanted.loss:.6g}"
+        other, first = (f.total if worst == ALL else f.norms[worst] for f in (found, wanted))
+        return f"the gradient of {worst} has norm {other:.6g} in batch {batch}, and {first:.6g}"
+    return ""
 
 
 def seed_noise(losses: list[float]) -> float:

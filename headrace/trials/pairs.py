@@ -6,8 +6,10 @@ sees whether the second is worth all the steps. Where they do not fit, a process
 visit; where the next pair begins with the plan that the last one ended with, that visit serves
 both.
 
-Both begin with the same weights and read the same rows, so that their losses can be compared step
-by step; `judge.py` does, and says what came of a pair.
+Both begin with the same weights and read the same rows. Their first steps have a learning rate of
+0: each is another batch at the same weights, after some of them through whatever was compiled or
+recorded meanwhile. What they come to is compared as the guard of a run compares its first step;
+then both learn. `judge.py` says what came of a pair.
 
 Flags of the process are set around each plan's blocks. Left out: reserved memory of two plans in
 one process, which nothing can tell apart.
@@ -27,6 +29,7 @@ from headrace import train
 from headrace.core.plan import Plan
 from headrace.core.technique import Stage
 from headrace.filled import PATIENT_STEPS, evidence_after, newest
+from headrace.guard import limits_of, watch
 from headrace.trials.readings import (
     NOT_DONE,
     OUT_OF_MEMORY,
@@ -52,6 +55,8 @@ from headrace.trials.turns import (
 )
 from headrace.trials.worker import Worker
 
+SAME = 6
+"""Steps at the first weights: more than it takes until all is compiled and graphs are recorded."""
 HEAT_S = 3.0
 """A GPU's steps before the timed ones: its clock falls by 1 to 2% in the first seconds of work."""
 
@@ -155,11 +160,15 @@ class _Side:
         self.threads = torch.get_num_threads()
         with _blamed(found):
             self.build, self.micros = stack.enter_context(opened(plan, text=text, in_force=False))
+        found.limits, rate = limits_of(self.build), self.build.values["lr"]
+        self.build.values["lr"] = lambda index: 0.0 if index < SAME else rate(index - SAME)
 
     def warm(self, steps: int) -> None:
         """Steps before the timed ones; the first with targets is asked for techniques' proof."""
         told = None
-        while told is None or self.index < steps:
+        while told is None or self.index < max(steps, SAME):
+            if self.index < SAME:
+                watch(self.build, self.found.firsts.append)
             self.once()
             if told is None:
                 with self._own():

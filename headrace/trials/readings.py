@@ -31,6 +31,7 @@ from headrace.data.ingest import prepare
 from headrace.data.loader import Micro
 from headrace.data.prepared import Prepared
 from headrace.filled import PATIENT_STEPS, evidence_after, newest
+from headrace.guard import First
 from headrace.model.init import Source, random_source
 from headrace.parallel.world import World
 from headrace.sockets import Build
@@ -59,6 +60,10 @@ class Reading:
     """nats per token, one a step"""
     norms: list[float] = field(default_factory=list)
     """of the whole gradient, one a step, where two plans are timed in turn"""
+    firsts: list[First] = field(default_factory=list)
+    """what the first batches come to, each at the first weights, where two are timed in turn"""
+    limits: dict[str, float] = field(default_factory=dict)
+    """largest relative differences that the guard allows this plan's first step"""
     evidence: dict[str, str] = field(default_factory=dict)
     refused: str = ""
     poisoned: bool = False

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from headrace.core.plan import Plan
+from headrace.guard import First
 from headrace.run_folder import environment
 from headrace.trials.pairs import Measure
 from headrace.trials.readings import NOT_DONE, Reading
@@ -184,4 +185,5 @@ def plain(reading: Reading) -> dict[str, Any]:
 def read(row: dict[str, Any]) -> Reading:
     """A reading as `plain` wrote it."""
     beside = row.get("beside")
-    return Reading(**{**row, "beside": Reading(**beside) if beside else None})
+    firsts = [First(*first) for first in row.get("firsts", [])]
+    return Reading(**{**row, "firsts": firsts, "beside": read(beside) if beside else None})

@@ -12,6 +12,7 @@ from tiny import READ
 from headrace.changes import changed
 from headrace.cli import catalogue
 from headrace.core.plan import Plan
+from headrace.guard import ALL, MEAN, First
 from headrace.trials.pairs import time_pair
 from headrace.trials.proposals import Sources
 from headrace.trials.readings import NOT_DONE, OUT_OF_MEMORY, Reading
@@ -143,6 +144,8 @@ class Made:
         self.found = Reading(norms=[1.0 for _ in LOSSES], peak_bytes=self.peak)
         off = sum(machine.losses.get(name, 0.0) for name in plan.techniques)
         self.found.losses = [loss + off for loss in LOSSES]
+        self.found.firsts = [First(loss + off, 1.0, {}) for loss in LOSSES[:3]]
+        self.found.limits = {"": 1e-3, MEAN: 1e-4, ALL: 1e-3}
         if self.peak > machine.room_bytes:
             self.found.refused = f"{OUT_OF_MEMORY}: tried to allocate {self.peak:.0f} bytes"
         machine.now_s += machine.build_s
