@@ -98,11 +98,15 @@ def rewritten(plan: Plan) -> set[str]:
 
 def flat(plan: Plan) -> dict[str, Any]:
     """Every key of the plan itself that has a value, as table.key; techniques are left out."""
+    return flatten(plan.model_dump(mode="json", exclude_none=True, exclude={"techniques"}))
+
+
+def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value of nested tables."""
     found: dict[str, Any] = {}
-    tables = plan.model_dump(mode="json", exclude_none=True, exclude={"techniques"})
-    for table, values in tables.items():
-        inner = values if isinstance(values, Mapping) else None
-        found |= {table: values} if inner is None else {f"{table}.{k}": inner[k] for k in inner}
+    for key, value in table.items():
+        name = f"{prefix}{key}"
+        found |= flatten(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
     return found
 
 

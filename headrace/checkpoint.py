@@ -359,37 +359,41 @@ class Saved:
                     "the version of Headrace that wrote it",
                 )
             if _sealed(self.values)["seal"] != self.values["seal"]:
-                raise self._damaged(INDEX, "its sha256 differs from the one saved")
+                raise self.damaged("its sha256 differs from the one saved")
             self.parts: list[dict[str, Any]] = self.values["parts"]
             self._check_files(verify)
             self._where = self._index()
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise self._damaged(INDEX, f"it is not readable ({error})") from None
+            raise self.damaged(f"it is not readable ({error})") from None
 
     def _check_files(self, verify: bool) -> None:
         for part in self.parts:
             file = self.path / Path(part["file"]).name
             found = file.stat().st_size if file.is_file() else -1
             if found < 0:
-                raise self._damaged(file.name, "it is missing")
+                raise self.damaged("it is missing", file.name)
             if found != part["bytes"]:
-                raise self._damaged(file.name, f"it has {found} bytes of {part['bytes']}")
+                raise self.damaged(f"it has {found} bytes of {part['bytes']}", file.name)
         if not verify:
             return
         files = [self.path / Path(p["file"]).name for p in self.parts]
         with ThreadPoolExecutor() as pool:
             for part, digest in zip(self.parts, pool.map(_sha256, files), strict=True):
                 if digest != part["sha256"]:
-                    raise self._damaged(part["file"], "its sha256 differs from the one saved")
+                    raise self.damaged("its sha256 differs from the one saved", part["file"])
 
-    def damaged(self, how: str) -> RunError:
-        """Return the error of an index that has a seal and holds nonsense."""
-        return self._damaged(INDEX, how)
-
-    def _damaged(self, file: str, how: str) -> RunError:
+    def damaged(self, how: str, file: str = INDEX) -> RunError:
+        """Return the error of a file that is not what was saved, or of an index of nonsense."""
         others = [n for n in steps_in(self.path.parent) if f"step-{n}" != self.path.name]
-        remedy = f"--checkpoint step-{others[-1]}" if others else "a fresh run without --resume"
-        return RunError(f"the checkpoint {self.path} is damaged: {file}: {how}", remedy)
+        said = f"the checkpoint {self.path} is damaged: {file}: {how}"
+        return RunError(said, self.instead(others))
+
+    def instead(self, others: list[int]) -> str:
+        """Return what to add to the command: the newest of `others`, or a new run's name.
+
+        No path of its own run: a fork that cannot begin leaves none.
+        """
+        return f"--checkpoint step-{others[-1]}" if others else "name=NEW, without --resume"
 
     def names(self) -> set[str]:
         """The tensors that it holds."""
@@ -404,7 +408,7 @@ class Saved:
         _, piece = self._where[name][0]
         dtype = getattr(torch, str(piece["dtype"]), None)
         if not isinstance(dtype, torch.dtype):
-            raise self._damaged(INDEX, f"{name} has no dtype of torch: {piece['dtype']!r}")
+            raise self.damaged(f"{name} has no dtype of torch: {piece['dtype']!r}")
         return tuple(piece["shape"]), dtype
 
     def fill_(self, name: str, tensor: Tensor | Piece, *, converts: bool = False) -> None:
@@ -420,20 +424,20 @@ class Saved:
         """
         local, wanted, box, _ = tensor if isinstance(tensor, Piece) else piece_of(tensor)
         if name not in self._where:
-            raise self._damaged(INDEX, f"it holds no tensor {name!r}")
+            raise self.damaged(f"it holds no tensor {name!r}")
         shape, dtype = self.shape_of(name)
         if shape != wanted:
-            raise self._damaged(INDEX, f"{name} has shape {wanted}; it holds {shape}")
+            raise self.damaged(f"{name} has shape {wanted}; it holds {shape}")
         if dtype != local.dtype and not (converts and dtype.is_floating_point):
-            raise self._damaged(INDEX, f"{name} is {local.dtype}; it holds {dtype}")
+            raise self.damaged(f"{name} is {local.dtype}; it holds {dtype}")
         try:
             filled = self._copy(name, local, box)
         except (ValueError, TypeError, KeyError, IndexError, RuntimeError) as error:
             if is_out_of_memory(error):
                 raise
-            raise self._damaged(INDEX, f"{name} cannot be read ({error})") from None
+            raise self.damaged(f"{name} cannot be read ({error})") from None
         if filled != local.numel():
-            raise self._damaged(INDEX, f"{name} covers {filled} of {local.numel()} numbers")
+            raise self.damaged(f"{name} covers {filled} of {local.numel()} numbers")
 
     def _copy(self, name: str, local: Tensor, box: Box) -> int:
         """Copy the pieces of a tensor that lie in a box; how many numbers that were."""
@@ -449,7 +453,7 @@ class Saved:
                     saved = opened.get_slice(name) if box.shape else opened.get_tensor(name)
                     value = saved[common.within(piece_box)] if box.shape else saved
             except SafetensorError as error:
-                raise self._damaged(file.name, str(error)) from None
+                raise self.damaged(str(error), file.name) from None
             with torch.no_grad():
                 local[common.within(box)].copy_(value)
             filled += value.numel()
@@ -459,10 +463,10 @@ class Saved:
         """Compare what a file says of a piece with what the index does."""
         shape, kind = found.get_shape(), found.get_dtype()
         if len(piece["offset"]) != len(shape):
-            raise self._damaged(INDEX, f"{name} lies at {piece['offset']}, which is no place of it")
+            raise self.damaged(f"{name} lies at {piece['offset']}, which is no place of it")
         if shape != piece["size"] or KINDS.get(kind) != piece["dtype"]:
             said = f"{piece['dtype']} {piece['size']}"
-            raise self._damaged(INDEX, f"{name} is {KINDS.get(kind, kind)} {shape}, not {said}")
+            raise self.damaged(f"{name} is {KINDS.get(kind, kind)} {shape}, not {said}")
 
     def _index(self) -> dict[str, list[tuple[Path, dict[str, Any]]]]:
         """Where the pieces of each tensor lie; of equal ones, such as a counter's, the first."""

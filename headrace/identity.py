@@ -12,7 +12,7 @@ import torch
 from pydantic import BaseModel
 
 from headrace.build import NOT_OF_WEIGHTS
-from headrace.changes import override
+from headrace.changes import flatten, override
 from headrace.checkpoint import Saved
 from headrace.core.errors import ConfigError
 from headrace.core.files import train_command
@@ -49,7 +49,7 @@ def differences(saved: Saved, plan: Plan) -> Differences:
     }
     before["techniques"] = {name: had[name] for name in had if name in has}
     after["techniques"] = {name: has[name] for name in has if name in had}
-    old, new = flat(before), flat(after)
+    old, new = flatten(before), flatten(after)
     for key in sorted({*old, *new}):
         if key not in FOUND_BY and old.get(key) != new.get(key):
             found[key] = old.get(key), new.get(key)
@@ -83,15 +83,6 @@ def _defaults(kind: type[BaseModel]) -> dict[str, Any]:
         for key, field in kind.model_fields.items()
         if not field.is_required() and field.default is not None
     }
-
-
-def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value of nested tables."""
-    found: dict[str, Any] = {}
-    for key, value in table.items():
-        name = f"{prefix}{key}"
-        found |= flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
-    return found
 
 
 def told(changes: Differences) -> str:
@@ -307,7 +298,7 @@ def check_frozen(saved: Saved, plan: Plan, found: Mapping[str, str]) -> None:
     Raises:
         ConfigError: with the key, and both digests.
     """
-    was, folders = saved.values.get("frozen") or {}, flat(plan.dump())
+    was, folders = saved.values.get("frozen") or {}, flatten(plan.dump())
     for key, now in found.items():
         if was.get(key, now) != now:
             folder = folders.get(key)

@@ -8,6 +8,7 @@ from typing import Any
 import tomli_w
 
 from headrace.build import make_build
+from headrace.changes import flatten
 from headrace.checkpoint import Saved, steps_in
 from headrace.context import choose_device
 from headrace.core.errors import ConfigError, UnsupportedError, nearest
@@ -24,7 +25,6 @@ from headrace.identity import (
     back,
     check_frozen,
     differences,
-    flat,
     frozen_digests,
     told,
     trained,
@@ -125,10 +125,10 @@ def plan_to_resume(
     text = tomli_w.dumps(_laid_out_as(named, before))
     plan = Plan.read(text, catalogue, overrides=said, with_=with_, without=without)
     _tell_rate(before, plan, folder, checkpoint, tell)
-    kept = flat(plan.dump())
+    kept = flatten(plan.dump())
     other = {
         key: value
-        for key, value in flat(named.model_dump(mode="json", exclude_unset=True)).items()
+        for key, value in flatten(named.model_dump(mode="json", exclude_unset=True)).items()
         if key not in FOUND_BY and key in kept and kept[key] != value
     }
     if other:

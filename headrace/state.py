@@ -108,7 +108,7 @@ def _check_numbers(build: Build, saved: Saved) -> None:
         raise RunError(
             f"{saved.path} holds weights that are NaN or infinite: {count:,} numbers of "
             f"{parts[name].numel():,} in model/{name}, and some in {len(found) - 1} other tensors",
-            f"--checkpoint step-{before[-1]}" if before else "name=ANOTHER without --resume",
+            saved.instead(before),
         )
 
 

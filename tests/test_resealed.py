@@ -184,7 +184,7 @@ def test_weights_that_are_no_numbers_are_told_before_a_step(
     copy = tmp_path / "run"
     shutil.copytree(trained[0], copy, symlinks=True)
     resume = ["train", f"{copy}/plan.toml", "--resume", "goal.steps=3", "--json"]
-    for step, remedy in ((2, "--checkpoint step-1"), (1, "name=ANOTHER without --resume")):
+    for step, remedy in ((2, "--checkpoint step-1"), (1, "name=NEW, without --resume")):
         resealed(copy / "checkpoints" / f"step-{step}", no_number)
         chosen = [] if step == 2 else ["--checkpoint", "step-1"]
         ended = CliRunner().invoke(app, [*resume, *chosen])

@@ -315,11 +315,16 @@ def _losses(
 
 def _other_numbers(one: Reading, two: Reading) -> str:
     """What two plans that should compute the same do not, at the same weights; "" if they do."""
+    if not (one.firsts and two.firsts):
+        return "nothing was compared at the same weights"
+    freed = {*one.freed, *two.freed}
     for batch, (wanted, found) in enumerate(zip(one.firsts, two.firsts, strict=False), start=1):
-        if not (isfinite(wanted.total) and isfinite(found.total)):  # fp16 before its scale is found
+        if not (isfinite(wanted.total) and isfinite(found.total)):  # a skipped step is refused
             continue
-        shared = wanted.norms.keys() & found.norms.keys()  # an optimizer may have freed the others
-        wanted, found = (f._replace(norms={n: f.norms[n] for n in shared}) for f in (wanted, found))
+        wanted, found = (
+            f._replace(norms={n: v for n, v in f.norms.items() if n not in freed})
+            for f in (wanted, found)
+        )
         off = apart(found, wanted)
         share = {name: v / two.limits.get(name, two.limits[""]) for name, v in off.items()}
         worst = MEAN if share[MEAN] > 1 else max(share, key=share.__getitem__)
@@ -328,7 +333,9 @@ def _other_numbers(one: Reading, two: Reading) -> str:
         told = f"at the same weights its loss of batch {batch} is"
         if worst == MEAN:
             return f"{told} {found.loss:.6g} nats, and {wanted.loss:.6g}"
-        other, first = (f.total if worst == ALL else f.norms[worst] for f in (found, wanted))
+        other, first = (
+            f.total if worst == ALL else f.norms.get(worst, 0.0) for f in (found, wanted)
+        )
         return f"the gradient of {worst} has norm {other:.6g} in batch {batch}, and {first:.6g}"
     return ""
 

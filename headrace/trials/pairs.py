@@ -29,7 +29,7 @@ from headrace import train
 from headrace.core.plan import Plan
 from headrace.core.technique import Stage
 from headrace.filled import PATIENT_STEPS, evidence_after, newest
-from headrace.guard import limits_of, watch
+from headrace.guard import freed_by, limits_of, watch
 from headrace.trials.readings import (
     NOT_DONE,
     OUT_OF_MEMORY,
@@ -160,7 +160,8 @@ class _Side:
         self.threads = torch.get_num_threads()
         with _blamed(found):
             self.build, self.micros = stack.enter_context(opened(plan, text=text, in_force=False))
-        found.limits, rate = limits_of(self.build), self.build.values["lr"]
+        found.limits, found.freed = limits_of(self.build), sorted(freed_by(self.build))
+        rate = self.build.values["lr"]
         self.build.values["lr"] = lambda index: 0.0 if index < SAME else rate(index - SAME)
 
     def warm(self, steps: int) -> None:

@@ -62,6 +62,8 @@ class Reading:
     """of the whole gradient, one a step, where two plans are timed in turn"""
     firsts: list[First] = field(default_factory=list)
     """what the first batches come to, each at the first weights, where two are timed in turn"""
+    freed: list[str] = field(default_factory=list)
+    """parameters whose gradients an optimizer has used and freed by then"""
     limits: dict[str, float] = field(default_factory=dict)
     """largest relative differences that the guard allows this plan's first step"""
     evidence: dict[str, str] = field(default_factory=dict)

@@ -165,7 +165,7 @@ RUNS = {
         other_format,
         prose={"the version of Headrace that wrote it": "it is not here"},
     ),
-    "checkpoint:Saved._damaged#1": Case(
+    "checkpoint:Saved.damaged#1": Case(
         "eval demo --checkpoint step-6",
         lambda run: (run / "checkpoints/step-6/rank-00000.safetensors").write_bytes(b"x"),
     ),

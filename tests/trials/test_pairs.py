@@ -188,7 +188,8 @@ def test_where_two_trainings_went_says_nothing_of_an_exact_change() -> None:
      (First(6.0, 1.2, {"a": 0.6, "b": 0.8}), "all parameters has norm 1.2 in batch 3, and 1"),
      (First(6.0, 1.0, {"a": 0.6, "b": 0.5}), "gradient of b has norm 0.5 in batch 3, and 0.8"),
      (First(6.05, 1.05, {"a": 0.63, "b": 0.78}), ""),  # rounding
-     (First(6.0, 1.0, {"a": 0.6}), ""),  # an optimizer has freed the other by then
+     (First(6.0, 1.0, {"a": 0.6}), "gradient of b has norm 0 in batch 3, and 0.8"),
+     (First(6.0, 1.0, {"a": 0.6, "b": 0.8, "c": 0.5}), "gradient of c has norm 0.5"),
      (First(6.0, float("inf"), {"a": 0.6, "b": 0.8}), "")],  # fp16 looks for its scale
 )  # fmt: skip
 def test_an_exact_change_computes_the_same_from_the_same_weights(moved: First, told: str) -> None:
@@ -198,6 +199,23 @@ def test_an_exact_change_computes_the_same_from_the_same_weights(moved: First, t
     after.firsts[2] = moved
     found = judged(after, before)
     assert found.verdict == ("different" if told else "better") and told in found.reason
+
+
+def test_what_an_optimizer_has_freed_by_then_is_no_difference() -> None:
+    before, after = reading(firsts=firsts()), reading(0.5, firsts=firsts(), limits=LIMITS)
+    after.losses[0] += 1e-6
+    after.firsts = [First(6.0, 1.0, {"a": 0.6}) for _ in after.firsts]
+    assert judged(after, before).verdict == "different"
+    for one in (before, after):
+        one.freed = ["b"]
+        assert judged(after, before).verdict == "better"
+        one.freed = []
+
+
+def test_an_exact_change_of_which_nothing_was_compared_is_not_kept() -> None:
+    before, after = reading(firsts=firsts()), reading(0.5, off=1e-6)
+    found = judged(after, before)
+    assert found.verdict == "different" and "nothing was compared" in found.reason
 
 
 def test_drift_counts_only_where_it_could_be_why() -> None:
