@@ -3,12 +3,12 @@
 import shutil
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from headrace.core.assumed import CAPABILITIES, part_of
 from headrace.core.errors import ConfigError, UnsupportedError
+from headrace.core.hardware import BF16, NO_BF16, lookup
 from headrace.core.machine import Machine
 from headrace.core.plan import Plan
 from headrace.core.technique import Context, Technique, Unsupported, check_claims
@@ -43,21 +43,31 @@ def find_device(name: str) -> torch.device:
 def make_context(plan: Plan, device: torch.device) -> Context:
     """What techniques may ask about the place where the plan runs."""
     cuda = device.type == "cuda"
-    precision = plan.model.precision
-    if precision == "auto":
-        precision = "bf16" if cuda else "fp32"
+    capability = torch.cuda.get_device_capability(device) if cuda else None
     major, minor = torch.__version__.split(".")[:2]
     return Context(
         plan=plan,
         device=device.type,
         device_name=torch.cuda.get_device_name(device) if cuda else device.type,
-        capability=torch.cuda.get_device_capability(device) if cuda else None,
+        capability=capability,
         torch=(int(major), int(minor)),
         has_triton=find_spec("triton") is not None,
         has_compiler=_has_compiler(),
         ranks=plan.mesh.ranks,
-        precision=precision,
+        precision=precision_of(plan, capability),
     )
+
+
+def precision_of(plan: Plan, capability: tuple[int, int] | None) -> Literal["fp32", "bf16", "fp16"]:
+    """Return the plan's precision; "auto" is bf16 on a GPU that multiplies it, and else fp32.
+
+    Args:
+        plan: which asks.
+        capability: of the GPU; None where it runs on none of NVIDIA's.
+    """
+    if plan.model.precision != "auto":
+        return plan.model.precision
+    return "bf16" if capability is not None and capability >= BF16 else "fp32"
 
 
 def elsewhere(context: Context, device_name: str) -> Context:
@@ -68,16 +78,16 @@ def elsewhere(context: Context, device_name: str) -> Context:
         UnsupportedError: nothing is assumed of such a device.
     """
     Machine.assumed(device_name)
-    if (part := part_of(device_name)) is None:
+    found = lookup(device_name)
+    if not found.family:
         raise ConfigError(
             f"--device-name is of a GPU that is not here, and {device_name} is none",
             "device=cpu without --device-name",
         )
-    precision = context.plan.model.precision
     return replace(
-        context, device="cuda", device_name=device_name, capability=CAPABILITIES[part.family],
+        context, device="cuda", device_name=device_name, capability=found.capability,
         has_triton=True, has_compiler=True,
-        precision="bf16" if precision == "auto" else precision,
+        precision=precision_of(context.plan, found.capability),
     )  # fmt: skip
 
 
@@ -89,7 +99,8 @@ def check_supported(techniques: list[Technique[Any]], context: Context) -> None:
     """Ask every technique whether it can run here.
 
     Raises:
-        UnsupportedError: the first that cannot, with its reason and remedy.
+        UnsupportedError: the first that cannot, with its reason and remedy; or the GPU multiplies
+            no bf16, and the plan asks for it.
         ConfigError: two of them own one socket, exclude each other, or update all that is left.
     """
     check_claims(techniques)
@@ -107,6 +118,12 @@ def check_supported(techniques: list[Technique[Any]], context: Context) -> None:
                 f"{name} was asked for and cannot run here: {answer.reason}",
                 f"{answer.remedy} (or {''.join(split)}--without {name})",
             )
+    if context.precision == "bf16" and context.capability and context.capability < BF16:
+        raise UnsupportedError(
+            f"model.precision = 'bf16' and {context.device_name} "
+            f"{NO_BF16.format(*context.capability)}",
+            "model.precision=fp32 (or model.precision=fp16 --with fp16_loss_scaling)",
+        )
     if len(rest := sorted(t.name() for t in techniques if t.rest)) > 1:
         one, two = rest[:2]
         raise ConfigError(

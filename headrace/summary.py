@@ -22,6 +22,7 @@ from headrace.core.technique import Evidence
 from headrace.evaluate import TARGETS, doubts
 from headrace.goal import Counters, reached
 from headrace.model.count import model_flops_per_token
+from headrace.planner.reserved import WORKSPACE, as_held
 from headrace.run_folder import command_line
 from headrace.signals import STALL_SHARE, device_peak_bytes
 from headrace.sockets import Build
@@ -62,7 +63,8 @@ def summarize(
         waits_s: each step's wait for data.
     """
     plan, price = build.plan, build.plan.hardware.dollars_per_hour
-    ledger = predict(plan, build.context)
+    ledger, workspace = as_held(predict(plan, build.context), build.context)
+    owners = {**dict(ledger.owners()), **({WORKSPACE: workspace} if workspace else {})}
     step_s = plan.batch.tokens / rate if rate else None
     return {
         "format": 1,
@@ -76,8 +78,8 @@ def summarize(
         "wall_s": counters.wall_s,
         "steady_tokens_per_s": rate,
         "model_flops_utilization": _utilization(build, rate),
-        "peak_memory_bytes": _memory(build, ledger, tracked),
-        "memory_lines": [{"name": n, "bytes": b} for n, b in ledger.owners()],
+        "peak_memory_bytes": _memory(build, ledger, workspace, tracked),
+        "memory_lines": [{"name": name, "bytes": bytes} for name, bytes in owners.items()],
         "memory_measured": _measured(build, tracked),
         "phase_s": counters.phase_s,
         "start_s": begun.spent_s if (begun := build.notes.get(start.NOTE)) else None,
@@ -135,9 +137,12 @@ def _utilization(build: Build, rate: float | None) -> dict[str, Any]:
     }
 
 
-def _memory(build: Build, ledger: Ledger, tracked: Mapping[str, int] | None) -> dict[str, Any]:
+def _memory(
+    build: Build, ledger: Ledger, workspace: int, tracked: Mapping[str, int] | None
+) -> dict[str, Any]:
     """Peak bytes: the allocator's on a GPU, the tracker's and the process's on a CPU."""
-    instant, predicted = ledger.peak()
+    instant, held = ledger.peak()
+    predicted = held + workspace
     found = device_peak_bytes(build.device)
     if found is None:
         import resource  # which not every system has

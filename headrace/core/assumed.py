@@ -3,26 +3,27 @@
 One place for all of it, so that it can be doubted line by line. "Reached" is what one kernel
 reaches alone: a product of three sizes of 8,192, a copy of gigabytes, attention over 4 causal rows
 of 8,192 tokens with 32 heads of 128 features. Only the H200 was measured, and its numbers stand in
-for the H100: products and attention as they are on the same chip, copies by its own bandwidth.
+for the H100 and the GH200: products and attention as they are on the same chip, copies by their own
+bandwidth.
 Everything else is a round number from what such devices are known to reach;
 `headrace.probes.measure` puts measurements in its place.
 """
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 GB, GIB, MICROSECOND = 10**9, 2**30, 1e-6
 
 FACTORS: Mapping[str, tuple[str, float]] = {
-    "bf16": ("bf16", 1.0),
-    "fp16": ("bf16", 1.0),
-    "tf32": ("bf16", 0.5),
-    "fp8": ("bf16", 2.0),
+    "bf16": ("half", 1.0),
+    "fp16": ("half", 1.0),
+    "tf32": ("half", 0.5),
+    "fp8": ("half", 2.0),
     "fp32": ("fp32", 1.0),
 }
-"""precision -> (the published peak that it is told from, its multiple). The datasheets of A100,
-L40S, H100, H200 and B200 give dense rates in these ratios."""
+"""precision -> (the published peak that it is told from, its multiple). The datasheets of A10,
+A100, L4, L40S, H100, H200 and B200, and the whitepapers of GeForce cards with fp32 accumulation,
+give dense rates in these ratios."""
 
 
 @dataclass(frozen=True)
@@ -82,23 +83,6 @@ class Family:
     """attention that was measured on one of them, in place of shares"""
     relative: Mapping[str, tuple[str, float]] = field(default_factory=dict)
     """kernel -> (another that has rows, so many times its rates)"""
-
-
-CAPABILITIES = {"ampere": (8, 0), "ada": (8, 9), "hopper": (9, 0), "blackwell": (10, 0)}
-"""family -> compute capability"""
-
-
-@dataclass(frozen=True)
-class Part:
-    """One device of a family."""
-
-    key: str
-    """occurs in its name; the first that does counts"""
-    family: str
-    processors: int
-    """multiprocessors, by its datasheet"""
-    memory_bytes: int | None = None
-    """as its driver reports it, where that was seen; None is the datasheet's"""
 
 
 H200_ATTENTION = (
@@ -196,6 +180,65 @@ FAMILIES: Mapping[str, Family] = {
         link_s=10 * MICROSECOND,
         says="all shares are assumed: no such device was measured",
     ),
+    "ampere_rtx": Family(
+        products={"bf16": 0.82, "fp16": 0.82, "tf32": 0.8, "fp32": 0.85},
+        attention={
+            "cudnn": (0.55, 0.45),
+            "flash": (0.5, 0.4),
+            "flex": (0.45, 0.35),
+            "efficient": (0.4, 0.3),
+        },
+        traffic=0.85,
+        kernel_s=3 * MICROSECOND,
+        launch_s=7 * MICROSECOND,
+        graph_launch_s=15 * MICROSECOND,
+        context_bytes=int(0.5 * GIB),
+        link_bytes_per_s=24 * GB,
+        link_s=10 * MICROSECOND,
+        says="all shares are assumed, those of the A100's family but for flash attention, which "
+        "has less shared memory here; no such device was measured",
+    ),
+    "blackwell_rtx": Family(
+        products={"bf16": 0.8, "fp16": 0.8, "fp8": 0.75, "tf32": 0.8, "fp32": 0.7},
+        attention={
+            "cudnn": (0.6, 0.5),
+            "flash": (0.6, 0.5),
+            "flex": (0.5, 0.4),
+            "efficient": (0.45, 0.35),
+        },
+        traffic=0.88,
+        kernel_s=2.5 * MICROSECOND,
+        launch_s=6 * MICROSECOND,
+        graph_launch_s=12 * MICROSECOND,
+        context_bytes=int(0.5 * GIB),
+        link_bytes_per_s=52 * GB,
+        link_s=10 * MICROSECOND,
+        says="all shares are assumed, those of the Ada family: no such device was measured",
+    ),
+    "turing": Family(
+        products={"fp16": 0.75, "fp32": 0.8},
+        attention={"efficient": (0.3, 0.22)},
+        traffic=0.8,
+        kernel_s=3 * MICROSECOND,
+        launch_s=7 * MICROSECOND,
+        graph_launch_s=15 * MICROSECOND,
+        context_bytes=int(0.4 * GIB),
+        link_bytes_per_s=12 * GB,
+        link_s=10 * MICROSECOND,
+        says="all shares are assumed: no such device was measured, nor any without units for bf16",
+    ),
+    "volta": Family(
+        products={"fp16": 0.75, "fp32": 0.8},
+        attention={"efficient": (0.3, 0.22)},
+        traffic=0.8,
+        kernel_s=3 * MICROSECOND,
+        launch_s=7 * MICROSECOND,
+        graph_launch_s=15 * MICROSECOND,
+        context_bytes=int(0.4 * GIB),
+        link_bytes_per_s=12 * GB,
+        link_s=10 * MICROSECOND,
+        says="all shares are assumed: no such device was measured, nor any without units for bf16",
+    ),
     "cpu": Family(
         products={"fp32": 0.7, "bf16": 0.5},
         attention={"flash": (0.4, 0.3)},
@@ -210,42 +253,16 @@ FAMILIES: Mapping[str, Family] = {
     ),
 }
 
-PARTS = (
-    Part("H200", "hopper", 132, int(139.80 * GIB)),  # results/techniques.jsonl, "total capacity"
-    Part("H100 PCIe", "hopper", 114),
-    Part("H100", "hopper", 132),
-    Part("B200", "blackwell", 148),
-    Part("A100", "ampere", 108),
-    Part("L40S", "ada", 142),
-    Part("RTX 4090", "ada", 128),
-    Part("RTX 3090", "ampere", 82),
-)
-
-
-def part_of(device_name: str) -> Part | None:
-    """The part of that name, with the memory that the name tells; None for other ones.
-
-    A laptop's GPU and a chip with a name of its own around it, as GH200, are others.
-    """
-    if "laptop" in device_name.lower():
-        return None
-    words = r"(?<![A-Za-z0-9]){}(?![A-Za-z0-9])"
-    known = (p for p in PARTS if re.search(words.format(p.key), device_name, re.IGNORECASE))
-    part, told = next(known, None), re.search(r"(\d+)\s*GB", device_name)
-    if part is None or told is None or part.memory_bytes is not None:
-        return part
-    return replace(part, memory_bytes=int(told[1]) * GB)
-
 
 @dataclass(frozen=True)
 class Processor:
     """Peaks that stand in for those of an unknown CPU, for each core, and for its memory."""
 
-    bf16_flops: float
+    half_flops: float
     fp32_flops: float
     bandwidth_bytes_per_s: float
 
 
-CPU = Processor(bf16_flops=90e9, fp32_flops=90e9, bandwidth_bytes_per_s=20e9)
+CPU = Processor(half_flops=90e9, fp32_flops=90e9, bandwidth_bytes_per_s=20e9)
 """A core with 256-bit vectors: 2 units x 8 numbers x 2 operations x 2.8 GHz; two channels of DDR4.
 No matrix units are assumed, so bf16 is as fast as fp32."""

@@ -34,12 +34,16 @@ COMMUNICATORS = "communicators"
 DATASHEETS: Sequence[tuple[str, float, str]] = (
     # (in the device's name, bytes/s in one direction, source); the first that occurs counts
     ("H100 PCIe", 64 * GB, "PCIe 5.0, 16 lanes"),
+    ("V100-PCIe", 16 * GB, "PCIe 3.0, 16 lanes"),
     ("PCIe", 32 * GB, "PCIe 4.0, 16 lanes"),
     ("NVL", 64 * GB, "PCIe 5.0, 16 lanes; bridges join but two or four"),
     ("H200", 450 * GB, "NVLink 4, NVIDIA H200 SXM datasheet"),
     ("H100", 450 * GB, "NVLink 4, NVIDIA H100 SXM datasheet"),
     ("B200", 900 * GB, "NVLink 5, NVIDIA DGX B200 datasheet"),
     ("A100", 300 * GB, "NVLink 3, NVIDIA A100 SXM datasheet"),
+    ("V100", 150 * GB, "NVLink 2, NVIDIA V100 SXM2 datasheet"),
+    ("T4", 16 * GB, "PCIe 3.0, 16 lanes"),
+    ("RTX 50", 64 * GB, "PCIe 5.0, 16 lanes"),
     ("", 32 * GB, "PCIe 4.0, 16 lanes"),
 )
 SHARES: Mapping[Operation, float] = {

@@ -39,15 +39,12 @@ from headrace.core.assumed import (
     FACTORS,
     FAMILIES,
     H200_PEAK,
-    PARTS,
     Family,
-    Part,
     Row,
-    part_of,
 )
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.files import write_whole
-from headrace.core.hardware import Hardware, lookup
+from headrace.core.hardware import ASSUMED, Hardware, lookup, near
 from headrace.core.links import Link
 from headrace.core.rates import (
     BACKWARD,
@@ -301,16 +298,18 @@ class Machine:
             UnsupportedError: nothing is published here of such a device.
         """
         if device_name.lower() == "cpu":
-            return _assumed(lookup("cpu"), Part("cpu", "cpu", os.cpu_count() or 1))
+            cpu = replace(lookup("cpu"), family="cpu", processors=os.cpu_count() or 1)
+            return _assumed(cpu)
         found = lookup(device_name)
-        part = part_of(device_name)
-        if part is None or found.peak_bf16_flops is None:
+        if not found.family:
+            guess = near(device_name)
             raise UnsupportedError(
-                f"nothing is known of {device_name!r} before it is measured; rates are assumed "
-                f"for cpu, {', '.join(p.key for p in PARTS)}",
-                f"{PROBE} (on that machine)",
+                f"nothing is published here of {device_name!r}"
+                f"{f'; did you mean {guess!r}?' if guess else ''}; rates are assumed for cpu, "
+                f"{ASSUMED}",
+                f'--device-name "{guess}"' if guess else f"{PROBE} (on that machine)",
             )
-        return _assumed(found, part)
+        return _assumed(found)
 
 
 def _spot(length: int, features: int, causal: bool) -> tuple[float, ...]:
@@ -318,20 +317,23 @@ def _spot(length: int, features: int, causal: bool) -> tuple[float, ...]:
     return (*place(length, features**4), 2.0 * causal)
 
 
-def _assumed(found: Hardware, part: Part) -> Machine:
-    """The rates of a part whose peaks are published, or for a CPU assumed as well."""
-    family, cpu = FAMILIES[part.family], part.family == "cpu"
-    peaks = {"bf16": found.peak_bf16_flops or CPU.bf16_flops * part.processors,
-             "fp32": found.peak_fp32_flops or CPU.fp32_flops * part.processors}  # fmt: skip
+def _assumed(found: Hardware) -> Machine:
+    """The rates of a device whose peaks are published, or for a CPU assumed as well."""
+    family, cpu = FAMILIES[found.family], found.family == "cpu"
+    peaks = {"half": found.peak_half_flops or CPU.half_flops * found.processors,
+             "fp32": found.peak_fp32_flops or CPU.fp32_flops * found.processors}  # fmt: skip
     bandwidth = found.memory_bandwidth_bytes_per_s or CPU.bandwidth_bytes_per_s
     link = Stream(family.link_s, family.link_bytes_per_s)
+    low = "" if found.sustained == 1 else (
+        f"; of products {found.sustained:.0%} of that, for its low limit of power"
+    )  # fmt: skip
     m, n, k = ANCHOR_PRODUCT
     whole = Machine(
         name=found.name, kind="cpu" if cpu else "gpu", source="datasheet",
-        says=f"peaks: {found.source}; shares of them that are reached: {family.says}",
+        says=f"peaks: {found.source}; shares of them that are reached: {family.says}{low}",
         date="", torch="", driver="",
-        memory_bytes=part.memory_bytes or found.memory_bytes or host_memory_bytes(),
-        context_bytes=family.context_bytes, processors=part.processors,
+        memory_bytes=found.memory_bytes or host_memory_bytes(),
+        context_bytes=family.context_bytes, processors=found.processors,
         launch_s=family.launch_s, graph_launch_s=family.graph_launch_s,
         traffic=Stream(family.kernel_s, bandwidth * family.traffic), to_host=link, from_host=link,
         products=(), attention=(), absent=_absent(family),
@@ -339,13 +341,14 @@ def _assumed(found: Hardware, part: Part) -> Machine:
     products = []
     for precision, share in family.products.items():
         peak = peaks[FACTORS[precision][0]] * FACTORS[precision][1]
-        point = Product(m, n, k, 2 * m * n * k / (peak * share))
+        point = Product(m, n, k, 2 * m * n * k / (peak * share * found.sustained))
         products.append(Products(precision, peak, (point,)))  # type: ignore[arg-type]
+    half = peaks["half"] * found.sustained
     attention = [
-        Attention(kernel, backward, peaks["bf16"], points)  # type: ignore[arg-type]
-        for kernel, backward, points in _attention_points(family, peaks["bf16"])
+        Attention(kernel, backward, half, points)  # type: ignore[arg-type]
+        for kernel, backward, points in _attention_points(family, half)
     ]
-    rate = peaks["bf16"] * family.products["bf16"]
+    rate = half * family.products.get("bf16", family.products.get("fp16", 1.0))
     attention += [Attention("math", backward, rate) for backward in (False, True)]
     return replace(whole, products=tuple(products), attention=tuple(attention)).fitted()
 

@@ -233,7 +233,8 @@ def _idle(advised: Advised, timed: bool) -> bool:
 def _wide(plan: Plan, context: Context, machine: Machine) -> list[Finding]:
     """That products are of fp32 numbers, where a GPU has faster ones; a step's time is not told."""
     work = predict(plan, context).work.values() if context.device == "cuda" else ()
-    if not any(piece.kind == "product" and piece.precision == "fp32" for piece in work):
+    wide = any(piece.kind == "product" and piece.precision == "fp32" for piece in work)
+    if not wide or not any(known.precision == "bf16" for known in machine.products):
         return []
     wide_s, half_s = (machine.product_s(p, *ANCHOR_PRODUCT) for p in ("fp32", "bf16"))
     return [Finding(

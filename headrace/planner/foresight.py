@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from headrace.build import predict, predict_each
-from headrace.context import check_supported
+from headrace.context import check_supported, precision_of
 from headrace.core.errors import ConfigError, UnsupportedError
-from headrace.core.ledger import DERIVED, WORDS, Ledger, Line
+from headrace.core.ledger import DERIVED, WORDS, Ledger
 from headrace.core.machine import Machine
 from headrace.core.plan import Plan
 from headrace.core.technique import Catalogue, Context
@@ -31,7 +31,7 @@ from headrace.planner import ranks
 from headrace.planner.calibration import Calibration, Measured, check_device
 from headrace.planner.ending import Curve, ending
 from headrace.planner.intervals import STEP, Basis, Between, Tier, not_known_on, workload
-from headrace.planner.reserved import Reserved, reserve, workspace_bytes
+from headrace.planner.reserved import WORKSPACE, Reserved, as_held, reserve
 
 TIGHT = 0.93
 """Of the memory that is left beside the driver's: above it, pieces that nothing fits may decide."""
@@ -156,9 +156,8 @@ def foresee(
     """
     check_supported(list(plan.techniques.values()), context)
     each = predict_each(plan, context)
-    ledger = _with_scores(max(each, key=lambda one: one.peak()[1]), context)
+    ledger, workspace = as_held(max(each, key=lambda one: one.peak()[1]), context)
     cuda = context.device == "cuda"
-    workspace = workspace_bytes(context.capability) if cuda else 0
     instant, peak_bytes = ledger.peak()
     buffers = ranks.buffers_bytes(ledger) if cuda else 0
     left = machine.memory_bytes - machine.context_bytes - buffers
@@ -183,7 +182,8 @@ def foresee(
     return Foresight(
         device=machine.name, rates=machine.source, rates_say=machine.says,
         peak_bytes=peak_bytes + workspace, peak_at=instant,
-        owners={**dict(ledger.owners()), **_workspaces(workspace)}, capacity_bytes=left, fits=fits,
+        owners=dict(ledger.owners()) | ({WORKSPACE: workspace} if workspace else {}),
+        capacity_bytes=left, fits=fits,
         step_s=step_s, parts_s={} if time is None or step_s is None else _parts(time, step_s),
         tokens_per_s=None if step_s is None else plan.batch.tokens / step_s, hours=hours,
         dollars=None if hours is None or price is None else hours * price, unknown=unknown,
@@ -241,9 +241,7 @@ def after(folder: Path, catalogue: Catalogue, context: Context, machine: Machine
 
 def at(context: Context, plan: Plan) -> Context:
     """The same place for another plan."""
-    precision = plan.model.precision
-    if precision == "auto":
-        precision = "bf16" if context.device == "cuda" else "fp32"
+    precision = precision_of(plan, context.capability)
     return replace(context, plan=plan, ranks=plan.mesh.ranks, precision=precision)
 
 
@@ -270,28 +268,6 @@ def _room(
         return "yes", found.bytes
     fits = "yes" if allocated <= TIGHT * left and replayed(TIGHT * left).fits else "tight"
     return fits, replayed(left).bytes if found.bytes > left else found.bytes
-
-
-def _with_scores(ledger: Ledger, context: Context) -> Ledger:
-    """With the scores that torch's own attention keeps where no kernel of it can run.
-
-    In fp32 none knows groups of keys: two plans that were to fit were out of memory, asking for a
-    block's scores (rows 80 and 115 of techniques.jsonl).
-    """
-    sizes = ledger.sizes
-    chosen = any(w.kind == "attention" and not w.kernel for w in ledger.work.values())
-    grouped = sizes["heads"] != sizes["kv_heads"]
-    if context.device != "cuda" or context.precision != "fp32" or not (chosen and grouped):
-        return ledger
-    each = 4 * sizes["rows"] * sizes["heads"] * sizes["length"] ** 2
-    for layer in range(int(sizes["layers"])):
-        ledger = ledger.with_line(f"{layer}/scores", Line(each, ("loss", "turn"), layer))
-    return ledger
-
-
-def _workspaces(bytes: float) -> dict[str, float]:
-    """As owners of memory, where there are any."""
-    return {"library workspaces": bytes} if bytes else {}
 
 
 def _time(

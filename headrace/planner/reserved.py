@@ -24,8 +24,11 @@ from dataclasses import dataclass
 
 from headrace.core.allocator import Allocator, Block, OutOfMemory
 from headrace.core.ledger import Ledger, Line
+from headrace.core.technique import Context
 
 MIB = 2**20
+WORKSPACE = "library workspaces"
+"""How the libraries' workspaces are called as an owner of memory."""
 WORKSPACES = 2
 """cuBLAS has one for the thread that goes forward and one for autograd's."""
 ORDER = (
@@ -49,6 +52,34 @@ def workspace_bytes(capability: tuple[int, int] | None) -> int:
     """
     each = 32 * MIB if capability is not None and capability >= (9, 0) else 8 * MIB + 128 * 1024
     return WORKSPACES * each
+
+
+def as_held(ledger: Ledger, context: Context) -> tuple[Ledger, int]:
+    """Return the ledger of a plan with what torch keeps there, and the libraries' workspaces.
+
+    Args:
+        ledger: of the plan.
+        context: where it runs.
+    """
+    workspace = workspace_bytes(context.capability) if context.device == "cuda" else 0
+    return _with_scores(ledger, context), workspace
+
+
+def _with_scores(ledger: Ledger, context: Context) -> Ledger:
+    """Add the scores that torch's own attention keeps where no kernel of it can run.
+
+    In fp32 none knows groups of keys: two plans that were to fit were out of memory, asking for a
+    block's scores (rows 80 and 115 of techniques.jsonl).
+    """
+    sizes = ledger.sizes
+    chosen = any(w.kind == "attention" and not w.kernel for w in ledger.work.values())
+    grouped = sizes["heads"] != sizes["kv_heads"]
+    if context.device != "cuda" or context.precision != "fp32" or not (chosen and grouped):
+        return ledger
+    each = 4 * sizes["rows"] * sizes["heads"] * sizes["length"] ** 2
+    for layer in range(int(sizes["layers"])):
+        ledger = ledger.with_line(f"{layer}/scores", Line(each, ("loss", "turn"), layer))
+    return ledger
 
 
 @dataclass(frozen=True)

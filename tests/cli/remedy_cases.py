@@ -76,6 +76,8 @@ PLANS = {
     "context:elsewhere#1": Case("plan demo --device-name cpu"),
     "context:check_supported#1": Case("train {tiny} goal.steps=1 model.precision=fp16"),
     "context:check_supported#2": Case("train {tiny} goal.steps=1 --with tf32"),
+    "context:check_supported#3": Case("plan demo --device-name T4 model.precision=bf16"),
+    "core/machine:Machine.assumed#1": Case("plan demo --device-name '4090 Laptop'"),
     "techniques/compile/torch_compile:TorchCompile._no_graphs#1": Case(
         f"{PLAN} --with torch_compile techniques.torch_compile.mode=reduce-overhead"
     ),

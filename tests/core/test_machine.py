@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from headrace.core.errors import ConfigError, UnsupportedError
-from headrace.core.machine import Machine
+from headrace.core.hardware import NAMES, lookup
+from headrace.core.machine import PROBE, Machine
 from headrace.core.rates import Mixing, Moved, Product, Stream
 
 H200 = Machine.assumed("NVIDIA H200")
@@ -196,13 +197,66 @@ def test_what_a_device_lacks_is_refused_and_never_guessed() -> None:
     with pytest.raises(UnsupportedError, match="attention by flash4"):
         a100.attention_s("flash4", rows=1, heads=1, kv_heads=1, length=128, features=64,
                          causal=True, backward=False)  # fmt: skip
-    with pytest.raises(UnsupportedError, match="nothing is known of 'Tesla T4'"):
-        Machine.assumed("Tesla T4")
+    for name in ("Tesla T4", "Tesla V100-SXM2-32GB"):
+        with pytest.raises(UnsupportedError, match="no products in bf16: its datasheet"):
+            Machine.assumed(name).product_s("bf16", 512, 512, 512)
+    for name, near in {
+        "Riva TNT2": PROBE, "NVIDIA GeForce RTX 4090 Laptop GPU": "RTX 4090",
+        "4080 Supr": "4080 SUPER", "NVIDIA A100-SXM4-40GB MIG 1g.5gb": PROBE, "L4S": "L40S",
+    }.items():  # fmt: skip
+        with pytest.raises(UnsupportedError, match="nothing is published here of") as error:
+            Machine.assumed(name)
+        assert near in error.value.remedy, (name, error.value.remedy)
 
 
-def test_what_is_assumed_says_so() -> None:
-    for name in ("H200", "H100 PCIe", "H100", "B200", "A100", "L40S", "RTX 4090", "RTX 3090"):
-        machine = Machine.assumed(f"NVIDIA {name}")
-        assert machine.source == "datasheet" and "assumed" in machine.says
-        assert machine.memory_bytes > machine.context_bytes > 0
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_assumed_says_so(name: str) -> None:
+    machine = Machine.assumed(f"NVIDIA {name}")
+    assert machine.source == "datasheet" and "assumed" in machine.says
+    assert "datasheet" in machine.says or "whitepaper" in machine.says
+    assert machine.memory_bytes > machine.context_bytes > 0
+    assert machine.traffic_s(2**30) > 2**30 / (lookup(name).memory_bandwidth_bytes_per_s or 0)
+    for known in machine.products:
+        assert machine.product_s(known.precision, 4096, 4096, 4096) > 0
+    assert machine.kernels(False) and machine.kernels(False) == machine.kernels(True)
+
+
+def test_a_devices_row_is_found_by_the_name_that_its_driver_says() -> None:
+    bf16 = {
+        "NVIDIA H200": 989, "NVIDIA H200 NVL": 835.5, "NVIDIA GH200 480GB": 990,
+        "NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 PCIe": 756, "NVIDIA H100 NVL": 835.5,
+        "NVIDIA B200": 2250, "NVIDIA A100-SXM4-40GB": 312, "NVIDIA A100 80GB PCIe": 312,
+        "NVIDIA A10": 125, "NVIDIA A10G": 70, "NVIDIA L4": 121, "NVIDIA L40S": 362,
+        "NVIDIA RTX A6000": 154.8, "NVIDIA RTX 6000 Ada Generation": 364.2,
+        "NVIDIA GeForce RTX 3090": 71.2, "NVIDIA GeForce RTX 4070 Ti SUPER": 88.2,
+        "NVIDIA GeForce RTX 4090": 165.2, "NVIDIA GeForce RTX 5090": 209.6,
+    }  # fmt: skip
+    for name, teraflops in bf16.items():
+        assert lookup(name).peak_bf16_flops == pytest.approx(teraflops * 1e12), name
+    memory = {
+        "NVIDIA A100-SXM4-40GB": (1.555, 40), "NVIDIA A100 80GB PCIe": (1.935, 80),
+        "NVIDIA A100-SXM4-80GB": (2.039, 80), "Tesla V100-SXM2-32GB": (0.9, 32),
+        "Tesla V100-PCIE-16GB": (0.9, 16), "NVIDIA GH200 480GB": (4.0, 96),
+        "NVIDIA GH200 144G HBM3e": (4.9, 144), "NVIDIA H100 80GB HBM3": (3.35, 80),
+    }  # fmt: skip
+    for name, (rate, size) in memory.items():
+        found = lookup(name)
+        assert found.memory_bandwidth_bytes_per_s == pytest.approx(rate * 1e12), name
+        assert found.memory_bytes == size * 10**9, name
+    for other in ("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA L40", "NVIDIA A10-24Q", "A1000",
+                  "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA GeForce RTX 4060 Ti D"):  # fmt: skip
+        assert not lookup(other).family, other
+
+
+def test_only_devices_with_units_for_bf16_have_a_peak_of_it() -> None:
+    t4 = lookup("Tesla T4")
+    assert (t4.peak_flops("bf16"), t4.peak_flops("fp16"), t4.peak_flops("fp32")) == (
+        None, 65e12, 8.1e12,
+    )  # fmt: skip
+    assert all(
+        lookup(name).peak_bf16_flops for name in NAMES if not name.startswith(("T4", "V100"))
+    )
+
+
+def test_memory_of_an_h200_is_as_its_driver_reports_it() -> None:
     assert H200.memory_bytes == pytest.approx(139.8 * 2**30)

@@ -195,7 +195,7 @@ class Bf16Parameters(Technique[Build]):
         capability = context.capability
         if context.device == "cuda" and (capability is None or capability < (8, 0)):
             return Unsupported(
-                f"{context.device_name} has no bf16 products", "an Ampere GPU or newer"
+                f"{context.device_name} has no bf16 products", "--without bf16_parameters"
             )
         if self.fused and context.lacks_triton():
             return Unsupported(
