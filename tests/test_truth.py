@@ -32,19 +32,26 @@ from headrace.truth.pairs import retracted
 EXPECTED = {
     "doctor_top1": (2 / 4, 4),
     "doctor_false_alarms": (1 / 4, 4),
+    "doctor_first_remedy_near_best": (2 / 3, 3),
+    "doctor_healthy_wrong": (0, 3),
     "forecast_coverage": (2 / 3, 3),
     "forecast_median_error": (0.25, 3),
+    "forecast_natural_coverage": (1 / 2, 2),
     "overhead_always_on": (0.002, 2),
     "overhead_with_bursts": (0.004, 1),
     "step_time_error_no_gpu": (0.2, 2),  # 0.1 and 0.3
     "step_time_error_after_probes": (0.05, 1),
     "step_time_error_after_20_steps": (None, 0),
+    "cpu_step_time_error": (0.1, 1),
     "memory_allocated_error": (0.1, 3),  # 0.1, 0.25 and 0.01
     "memory_reserved_error": (0.495, 3),  # 0.45, 0.625 and 0.495
     "false_fits": (1, 7),  # a, b twice, c, d, f, and e, which nobody ran
     "pick_regret": ((0.1 + 0 + 0.4) / 3, 3),
     "kendall_tau": ((1 / 3 + 1 + 0) / 3, 3),
     "tuner_ratio": (1.01, 2),
+    "tuner_small_ratio": (1.03, 1),
+    "tuner_exact_rejected": (1, 2),
+    "tuner_losers_kept": (1, 1),
 }
 
 
@@ -150,7 +157,7 @@ def test_without_rows_nothing_is_said(tmp_path: Path) -> None:
     assert {(name, n["value"], n["n"]) for name, n in found.items()} == {
         (name, None, 0) for name in EXPECTED
     }
-    assert {row[-1] for row in table(found)} == {"not measured"}
+    assert {row[-1] for row in table(found)} == {"not measured yet"}
     only_said = [prediction("a", "no_gpu", 1.0, 1, True), prediction("b", "no_gpu", 1.0, 1, True)]
     assert compute(write(tmp_path, {"plans": only_said}))["false_fits"]["value"] is None
     with pytest.raises(ConfigError, match="there is no folder"):
@@ -275,7 +282,8 @@ def test_the_newest_try_of_each_workload_is_told_beside_the_mean(tmp_path: Path)
     newest = {key: value for key, value in facts.items() if key != "workload"}
     assert told["of"]["160m"] == {"value": 1.02, **newest}
     assert told["of"]["1b"]["value"] == 1.03
-    assert notes(found)[-1].endswith("worst 99%; newest of each: 160m 102%, 1b 103%")
+    (line,) = (line for line in notes(found) if line.startswith("tuned over the best row"))
+    assert line.endswith("worst 99%; newest of each: 160m 102%, 1b 103%")
 
 
 def _set(topic: str, at: int, **to: Any) -> Callable[[Topics], None]:

@@ -76,7 +76,7 @@ def test_the_table_says_what_must_be_beside_what_is(tmp_path: Path) -> None:
     assert rows["overhead_always_on"][2] == "<= 0.3% (0.1%)"
     assert rows["doctor_top1"][4] == "50% of 2"
     assert rows["step_time_error_after_20_steps"][1:] == [
-        "-", "<= 1.5% (1.9%)", "0/40", "-", "not measured",
+        "-", "<= 1.5% (1.9%)", "0/40", "-", "not measured yet",
     ]  # fmt: skip
     told = notes(found)
     left_out = "1 abstained; 1 more took under 10% of the step: not counted"

@@ -56,6 +56,47 @@ def pick(*times: tuple[float, float]) -> Row:
     return {"workload": "dense", "candidates": told}
 
 
+COMPILE, GRAPHS, ROWS = ["+torch_compile"], ["+cuda_graphs"], ["batch.micro_sequences=8"]
+"""Changes of natural runs."""
+
+
+def natural_said(
+    name: str, first: list[str] | None, said: float | None = None, *, healthy: bool = False,
+    **other: Any,
+) -> Row:  # fmt: skip
+    """What the doctor said of a run; `said` is the forecast of its first remedy, 20% wide."""
+    gain = None if said is None else {"low": said - 0.1, "value": said, "high": said + 0.1}
+    return {
+        "id": name, "device": "cuda", "hardware": "NVIDIA H100", "date": "2026-11-25",
+        "workload": "60m", "precision": "fp32", "compiled": False, "parameters": 60_000_000,
+        "plan_sha256": "1330a4f", "words": [], "verdict": None if healthy else "launch",
+        "share": 0.5, "said": "a sentence", "healthy": healthy,
+        "first": first and {"change": first, "gain": gain, "forecast_from": "measured"},
+        "remedies": [], **other,
+    }  # fmt: skip
+
+
+def natural(
+    name: str, first: list[str] | None, *measured: tuple[list[str], float | str], **other: Any
+) -> Row:
+    """What each change of a run gained, or why it was refused."""
+    told: list[Row] = [
+        {"change": change, "refused": gain} if isinstance(gain, str) else
+        {"change": change, "gain": {"low": gain - 0.01, "value": gain, "high": gain + 0.01, "n": 6}}
+        for change, gain in measured
+    ]  # fmt: skip
+    return {"id": name, "device": "cuda", "hardware": "NVIDIA H100", "date": "2026-11-25",
+            "before_s": 0.1, "steps": 54, "measured": told, "first_change": first,
+            **other}  # fmt: skip
+
+
+def trial(equality: str, verdict: str, *, for_loss: bool = False, **other: Any) -> Row:
+    return {"workload": "small", "hardware": "NVIDIA H100", "change": COMPILE,
+            "equality": equality, "verdict": verdict, "for_loss": for_loss,
+            "ratio": {"low": 1.0, "value": 1.1, "high": 1.2, "n": 6}, "nats": None, "steps": 0,
+            **other}  # fmt: skip
+
+
 def all_topics() -> Topics:
     gains = [
         forecast(0.1, 0.2, 0.3, 0.2),  # off by 0, as wide as the gain
@@ -95,6 +136,8 @@ def all_topics() -> Topics:
             outcome("c", None, None, False, risky=True),  # said to fit, and did not
             outcome("d", None, None, True),  # said not to fit, and did
             outcome("f", None, None, False, risky=True),  # said not to fit, and did not
+            {**prediction("g", "after_probes", 0.11, 104, None), "device": "cpu"},
+            {**outcome("g", 0.1, 100, None), "hardware": "Xeon, 2 cores"},
         ],
         "picks": [
             pick((1.0, 1.1), (2.0, 1.0), (3.0, 1.2)),  # 10% lost; one of three pairs is wrong
@@ -103,7 +146,30 @@ def all_topics() -> Topics:
         ],
         "tuner": [
             metric("ratio_to_best", 0.98, 0.99, 1.0, workload="160m"),
-            metric("ratio_to_best", 1.0, 1.03, 1.05, workload="1b"),
+            metric("ratio_to_best", 1.0, 1.03, 1.05, workload="1b", minutes=8.0),
+        ],
+        "natural_said": [
+            natural_said("near", COMPILE, 0.4),
+            natural_said("far", ROWS, 0.5, hardware="Xeon, 2 cores", workload="1m"),
+            natural_said("well", None, healthy=True),
+        ],
+        "natural": [
+            natural("near", COMPILE, (COMPILE, 0.41), (GRAPHS, 0.5), (ROWS, 0.1)),
+            natural(
+                "far",
+                ROWS,
+                (COMPILE, 1.0),
+                (ROWS, 0.2),
+                (GRAPHS, "no GPU"),
+                hardware="Xeon, 2 cores",
+            ),
+            natural("well", None, (COMPILE, 0.02), (ROWS, -0.3)),
+        ],
+        "tuner_trials": [
+            trial("exact", "kept"),
+            trial("exact", "rejected", for_loss=True),
+            trial("approximate", "kept", change=ROWS),
+            trial("approximate", "kept", change=ROWS, nats=0.02, steps=1000),
         ],
     }
 

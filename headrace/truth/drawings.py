@@ -1,4 +1,4 @@
-"""What the rows look like: the doctor's verdicts, forecasts of gains, predictions of plans.
+"""What the rows look like: verdicts on planted faults and natural runs, forecasts, predictions.
 
 Each function draws the rows that it is given, or says None when there is nothing to draw.
 """
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.core.symptoms import BOTTLENECKS
+from headrace.truth.natural import NEAR, Run
 from headrace.truth.numbers import MILD, QUIET, TIERS
 from headrace.truth.pairs import Pairs
 from headrace.truth.picture import Axis, Panel, Picture, Shape, around
@@ -131,6 +132,51 @@ def _cell(draw: Picture, left: float, top: float, one: Class, verdict: str) -> N
         draw.box(left + 2, top + 2, CELL - 4, 30, fill="grid", opacity=0.5)
 
 
+# --- natural runs ----------------------------------------------------------------------------
+
+
+def natural_runs(runs: Sequence[Run]) -> str | None:
+    """What each run's first remedy gained, against what the best measured change gained there."""
+    shown = [run for run in runs if run.measured]
+    if not shown:
+        return None
+    right = sum(run.right for run in shown)
+    draw = Picture(560, 490, f"Gains of the first remedy and of the best in {len(shown)} natural "
+                             f"runs; {right} verdicts were right")  # fmt: skip
+    draw.legend(60, 26, [
+        ("circle", "c0", f"right: {right}"), ("square", "c1", f"wrong: {len(shown) - right}"),
+        ("diamond", "c2", "no remedy, or healthy said"),
+    ])  # fmt: skip
+    best = [1 + _best_of(run) for run in shown]
+    first = [1 + _first_of(run) for run in shown]
+    panel = Panel(
+        draw, around(best, "what the best change gained", _gain, log=True),
+        around([*first, *best], "what the first remedy gained", _gain, log=True),
+        60, 74, 470, 350,
+    )  # fmt: skip
+    panel.draw()
+    panel.diagonal()
+    draw.text(16, 478, f"Right is at least {100 * NEAR:.0f}% of the best gain; the dashed line is "
+              "all of it.", colour="soft", size=12)  # fmt: skip
+    for run, x, y in sorted(zip(shown, best, first, strict=True), key=lambda one: not one[0].right):
+        silent = run.said.healthy or run.first is None
+        colour = "c0" if run.right else "c1"
+        shape: Shape = "diamond" if silent else "circle" if run.right else "square"
+        told = f"{run.said.id}, {run.said.hardware}: {run.why}; "
+        told += f"first {_gain(y)}, best {_gain(x)}"
+        draw.mark(*panel.at(x, y), shape, colour, told)
+    return draw.svg()
+
+
+def _best_of(run: Run) -> float:
+    return run.best.gain.value if run.best else 0.0
+
+
+def _first_of(run: Run) -> float:
+    """What was gained by doing as was said: nothing, where no remedy was said or it did not run."""
+    return 0.0 if run.said.healthy or run.first is None else run.first.value
+
+
 # --- forecasts -------------------------------------------------------------------------------
 
 
@@ -177,13 +223,20 @@ class Dot:
 
 def step_times(pairs: Pairs) -> str | None:
     """Predicted against measured seconds of a step, by what the planner knew."""
-    series = {NAMES[name]: _dots(pairs.tier(name), "step_s") for name in TIERS}
+    series = {NAMES[name]: _dots(pairs.on(cpu=False).tier(name), "step_s") for name in TIERS}
     return _against(series, "step time", _seconds)
+
+
+def step_times_cpu(pairs: Pairs) -> str | None:
+    """Predicted against measured seconds of a step on processors, after a probe."""
+    dots = _dots(pairs.on(cpu=True).tier("after_probes"), "step_s")
+    return _against({NAMES["after_probes"]: dots}, "step time on a CPU", _seconds)
 
 
 def memory(pairs: Pairs) -> str | None:
     """Predicted against measured peaks of all predictions, allocated and reserved."""
-    series = {what: _dots(pairs, f"{what}_bytes", GIB) for what in ("allocated", "reserved")}
+    gpu = pairs.on(cpu=False)
+    series = {what: _dots(gpu, f"{what}_bytes", GIB) for what in ("allocated", "reserved")}
     return _against(series, "peak memory, GiB", lambda v: f"{v:.3g}")
 
 
@@ -228,6 +281,11 @@ def _level_axis(off: Sequence[float]) -> Axis:
 
 def _percent(value: float) -> str:
     return f"{100 * value:.3g}%"
+
+
+def _gain(ratio: float) -> str:
+    """A gain by its ratio of times: 1.5 is +50%."""
+    return f"{100 * (ratio - 1):+.3g}%" if abs(ratio - 1) > 1e-9 else "0"
 
 
 def _off(value: float) -> str:

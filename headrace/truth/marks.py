@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from headrace.truth.rows import on_cpu
+
 Bounds = tuple[float, float]
 """From, to; both ends belong to it."""
 ANY = math.inf
@@ -49,6 +51,7 @@ FAULTS = {
     "held_out_faults": (3.0, ANY),
     "held_out_workloads": (2.0, ANY),
 }
+NATURAL = {"workloads": (8.0, ANY), "kinds": (4.0, ANY), "devices": (3.0, ANY)}
 CONFIGURATIONS = {"configurations": (40.0, ANY)}
 RISKY = {"risky_run": (1.0, ANY), "risky_not_run": (0.0, 0.0)}
 MARKS = {
@@ -61,6 +64,20 @@ MARKS = {
         "healthy runs blamed", "Of runs without a fault, those that a finding blames.",
         (0, 0.02), (0, 0.005), 100,
     ),
+    "doctor_first_remedy_near_best": Mark(
+        "first remedy near the best",
+        "Of natural runs, those whose first remedy gained at least four fifths of what the best "
+        "measured change gained there. Where no change gains more than 5%, saying healthy is "
+        "right, and so is a first remedy that loses no more than 1%. A first remedy that was "
+        "refused is wrong, and so is saying healthy where a change gains more than 5%. A run of "
+        "which fewer than two other changes were measured cannot be right, and does not count.",
+        (0.85, 1), (0.95, 1), 40, NATURAL, ahead=True,
+    ),
+    "doctor_healthy_wrong": Mark(
+        "healthy said wrongly",
+        "Of natural runs, those said to be healthy where some change gains more than 10%.",
+        (0, 0.02), (0, 0), 40, NATURAL, ahead=True,
+    ),
     "forecast_coverage": Mark(
         "gains in their interval",
         "Of remedies, those whose measured gain lies in the 80% interval that was forecast: of a "
@@ -70,6 +87,12 @@ MARKS = {
     "forecast_median_error": Mark(
         "error of a forecast gain", "Forecast less measured gain, as a share of it: the median.",
         (0, 0.25), (0, 0.15), 40,
+    ),
+    "forecast_natural_coverage": Mark(
+        "natural gains in their interval",
+        "Of first remedies of natural runs that had a forecast and ran, those whose measured gain "
+        "lies in the 80% interval. Beside it is the median error of the gain, as a share of it.",
+        (0.7, 0.9), (0.8, 0.9), 20, {"median_error": (0, 0.25)}, ahead=True,
     ),
     "overhead_always_on": Mark(
         "cost of watching",
@@ -93,6 +116,12 @@ MARKS = {
     "step_time_error_after_20_steps": Mark(
         "step time after 20 steps", "The same, once 20 steps of one plan were measured.",
         (0, 0.015), PUBLISHED, 40, ahead=True,
+    ),
+    "cpu_step_time_error": Mark(
+        "step time on a CPU",
+        "The same on processors, with rates that a probe measured there: the mean. Steps on a CPU "
+        "are in none of the three numbers before.",
+        (0, 0.10), (0, 0.05), 30, {"memory_error": (0, 0.01)}, ahead=True,
     ),
     "memory_allocated_error": Mark(
         "memory allocated", "Predicted less measured peak, as a share: the median.",
@@ -121,6 +150,24 @@ MARKS = {
         "have none, so there it is the shape's recipe.",
         (0.97, ANY), (1.02, ANY), 4, {"workloads": (4, ANY)},
     ),
+    "tuner_small_ratio": Mark(
+        "least of a short tuning",
+        "The smallest of the newest speeds over the best known plan's on a GPU: of `small` and "
+        "`demo` after 3 minutes, 160m after 5 and 1b after 8. Rows of longer tunings do not count.",
+        (0.95, ANY), (1.0, ANY), 4,
+    ),
+    "tuner_exact_rejected": Mark(
+        "exact changes rejected for their loss",
+        "Exact changes that went through the tuner's pair and judge, and were rejected for their "
+        "loss or gradients.",
+        (0, 0), None, 60, {"workloads": (5, ANY)}, share=False,
+    ),
+    "tuner_losers_kept": Mark(
+        "losers that were kept",
+        "Approximate changes that the judge kept, and that lose more than 0.01 nats beside the "
+        "plan without them after 1,000 steps of both.",
+        (0, 0), None, 1, {"untrained": (0, 0)}, share=False,
+    ),
 }  # fmt: skip
 """name -> mark; the order is that of the table."""
 
@@ -135,15 +182,17 @@ def judge(name: str, found: Mapping[str, Any]) -> str:
         found: what `compute` gives for it.
 
     Returns:
-        "not measured", "not met", "not met: ..." or "too few: ..." with what is missing, "met" or
-        "aim met".
+        "not measured yet", "not met", "not met: ..." or "too few: ..." with what is missing,
+        "met" or "aim met".
     """
     mark, value = MARKS[name], found["value"]
     if value is None:
-        return "not measured"
+        return "not measured yet"
     if not _within(value, mark.must):
         return "not met"
     for need, (low, high) in mark.needs.items():
+        if found[need] is None:
+            return f"too few: {NONE[need]}"
         if found[need] > high:
             told, most = _shown(found[need], mark.share), _shown(high, mark.share)
             return f"not met: {ABOVE[need].format(told=told, most=most)}"
@@ -173,7 +222,7 @@ def notes(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
         _, _, why = judge(name, number).partition(": ")
         told = [places(number), why]
         told += [words.format(_shown(number[key], mark.share))
-                 for key, words in VALUES.items() if key in number]  # fmt: skip
+                 for key, words in VALUES.items() if number.get(key) is not None]  # fmt: skip
         told += [f"{number[key]} {words}" for key, words in BESIDE.items() if number.get(key)]
         if part := number.get("with_retracted"):
             told.append(f"with them {_shown(part['value'], mark.share)} of {part['n']}")
@@ -192,7 +241,7 @@ def places(number: Mapping[str, Any]) -> str:
     n: Counter[str] = Counter()
     for name, part in number.get("by_hardware", {}).items():
         a = "an" if name[0] in "AEINO" else "a"
-        n["a CPU" if name.endswith(" cores") else f"{a} {name}"] += part["n"]
+        n["a CPU" if on_cpu(name) else f"{a} {name}"] += part["n"]
     return ", ".join(f"{count} on {where}" for where, count in n.most_common())
 
 
@@ -224,15 +273,23 @@ BELOW = {
     "configurations": "configurations",
     "risky_run": "runs of risky ones",
     "candidates": "candidates",
+    "kinds": "kinds of precision and compilation",
+    "devices": "kinds of devices",
 }
 """key of a number that is too low -> what it counts, for a reader."""
 ABOVE = {
     "width": "their median width, {told} of the gain, is above {most}",
     "high": "its upper end, {told}, is above {most}",
     "risky_not_run": "{told} of the risky ones not run",
+    "median_error": "the median error of the gain, {told}, is above {most}",
+    "memory_error": "the median error of its memory, {told}, is above {most}",
+    "untrained": "{told} that were kept were not trained for as long",
 }
 """key of a number that is too high -> that, for a reader."""
+NONE = {"memory_error": "its memory was not measured"}
+"""key of a number that nothing is known of -> that, for a reader."""
 VALUES = {
+    "median_error": "median error of the gain {}", "memory_error": "median error of memory {}",
     "p95": "19 of 20 within {}", "worst": "worst {}", "width": "median width {} of the gain",
 }  # fmt: skip
 """key of a number -> its value, for a reader."""
@@ -244,6 +301,9 @@ BESIDE = {
     "risky_run": "risky ones run",
     "open": "without an outcome yet",
     "late": "not written down before their outcome, and not counted",
+    "healthy_said": "said to be healthy",
+    "thin": "of which too few changes were measured, and not counted",
+    "untrained": "kept, and not trained yet",
     "refused": "refused",
     "retracted": "retracted, and not counted",
 }
@@ -264,7 +324,10 @@ def reached(name: str, number: Mapping[str, Any]) -> str:
 def wanted(mark: Mark) -> str:
     """What it must be, and in brackets what it should be."""
     must = _bounds(mark.must, mark.share)
-    return f"{must} ({_bounds(mark.aim, mark.share).split()[-1]})" if mark.aim else must
+    if mark.aim is None:
+        return must
+    aim = _bounds(mark.aim, mark.share)
+    return f"{must} ({aim if ' to ' in aim else aim.split()[-1]})"
 
 
 def _count(mark: Mark, n: int) -> str:

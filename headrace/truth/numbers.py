@@ -2,11 +2,13 @@
 
 Every standing row counts, whether it flatters or not. A prediction counts only when its row stands
 before its outcome's: files are appended to and never edited, so that order is the order of time.
-A forecast counts only when forecasts_said.jsonl holds the same one, of that day or before.
-Abstaining is not being right. What has no rows is null with n 0.
+A forecast counts only when forecasts_said.jsonl holds the same one, of that day or before; a
+natural run only when natural_said.jsonl does. Abstaining is not being right. What has no rows is
+null with n 0.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean, median
@@ -21,17 +23,23 @@ from headrace.core.statistics import (
     regret,
     wilson,
 )
+from headrace.truth.marks import MARKS
+from headrace.truth.natural import Run, natural
 from headrace.truth.pairs import Pairs, paired, retracted, said_ahead, taken
 from headrace.truth.rows import (
     DOCTOR,
     OVERHEAD,
     PICKS,
+    TRIALS,
     TUNER,
     Fault,
     Forecast,
     Healthy,
     Pick,
     Spread,
+    Trial,
+    Tuned,
+    on_cpu,
 )
 
 T = TypeVar("T", Fault, Healthy)
@@ -44,8 +52,14 @@ MILD = 0.10
 """Faults that take a smaller share of the step are counted beside, not in."""
 RUNS = 40
 """Forecasts of runs, from which those of plans alone are counted beside."""
+BUDGETS = {"small": 3.0, "demo": 3.0, "160m": 5.0, "1b": 8.0}
+"""workload -> minutes of tuning on one GPU after which it must be near the best plan."""
+LOSER_NATS, LOSER_STEPS = 0.01, 1000
+"""An approximate change that was kept is a loser when it loses more nats after as many steps."""
 NORMAL_95 = 1.96
 """Standard errors that half a 95% interval is."""
+NO_GAIN = 1e-9
+"""A measured gain that errors are a share of, at least."""
 LEAST_ERROR = 1e-9
 """A share of a step: the error of an interval without a width, where repeats are weighted."""
 
@@ -57,8 +71,9 @@ def compute(results: Path) -> dict[str, Found]:
         results: the folder of TOPIC.jsonl files. A topic's file may be missing.
 
     Returns:
-        Shares and errors as fractions (0.02 is 2%), false_fits as a count, kendall_tau from -1 to
-        1, tuner_ratio as a speed over another. Beside value and n stand, where they are known,
+        Shares and errors as fractions (0.02 is 2%), false_fits, tuner_exact_rejected and
+        tuner_losers_kept as counts, kendall_tau from -1 to 1, tuner_ratio and tuner_small_ratio as
+        a speed over another. Beside value and n stand, where they are known,
         `low` and `high` (95% by Wilson for shares), `p95` (19 of 20 are within it), `worst`,
         `by_hardware` (device -> the number over its rows alone), `retracted` and `with_retracted`
         (how many rows were, and the number with them), `of` (the number of a part), and what else
@@ -73,8 +88,9 @@ def compute(results: Path) -> dict[str, Found]:
             "of the installed package",
             "--results DIR, the folder results of a checkout",
         )
-    parts = (_doctor, _forecasts, _overhead, _plans, _picks, _tuner)
-    return {name: number for part in parts for name, number in part(results).items()}
+    parts = (_doctor, _natural, _forecasts, _overhead, _plans, _picks, _tuner, _trials)
+    found = {name: number for part in parts for name, number in part(results).items()}
+    return {name: found[name] for name in MARKS}
 
 
 def _number(value: float, n: int, **more: Any) -> Found:
@@ -153,6 +169,62 @@ def _by_hardware(rows: Sequence[T], hit: Callable[[T], bool]) -> dict[str, Found
     return {name: _share(sum(hits), len(hits)) for name, hits in ordered}
 
 
+def _natural(results: Path) -> dict[str, Found]:
+    """Natural runs: the first remedy near the best, healthy said wrongly, forecasts that held."""
+    told = natural(results)
+    runs = told.scored
+    beside = {"open": len(told.open), "late": len(told.late), "refused": told.refused,
+              "thin": len(told.thin)}  # fmt: skip
+    shares = {}
+    for name, hit in (("first_remedy_near_best", _near), ("healthy_wrong", _wronged)):
+        shares[f"doctor_{name}"] = _share(
+            sum(map(hit, runs)), len(runs),
+            workloads=len({run.said.workload for run in runs}),
+            kinds=len({(run.said.precision, run.said.compiled) for run in runs}),
+            devices=len({_kind(run.said.hardware) for run in runs}),
+            healthy_said=sum(run.said.healthy for run in runs),
+            by_hardware=_parts(runs, lambda own, h=hit: _share(sum(map(h, own)), len(own))),
+            **beside, **_with([hit(run) for run in told.retracted], [*map(hit, runs)]),
+        )  # fmt: skip
+    forecast = [run for run in [*runs, *told.thin] if run.forecast]
+    return {**shares, "forecast_natural_coverage": {
+        **_held(forecast), "by_hardware": _parts(forecast, _held),
+        "late": len(told.late), "retracted": sum(bool(run.forecast) for run in told.retracted),
+    }}  # fmt: skip
+
+
+def _near(run: Run) -> bool:
+    return run.right
+
+
+def _wronged(run: Run) -> bool:
+    return run.healthy_wrong
+
+
+def _kind(hardware: str) -> str:
+    """A GPU by its name; processors are one kind."""
+    return "CPU" if on_cpu(hardware) else hardware
+
+
+def _parts(runs: Sequence[Run], number: Callable[[list[Run]], Found]) -> dict[str, Found]:
+    """A number of each device's runs alone, most runs first."""
+    own: dict[str, list[Run]] = {}
+    for run in runs:
+        own.setdefault(run.said.hardware, []).append(run)
+    ordered = sorted(own.items(), key=lambda item: (-len(item[1]), item[0]))
+    return {name: number(those) for name, those in ordered}
+
+
+def _held(runs: Sequence[Run]) -> Found:
+    """First remedies whose gain lies in what was forecast, and the median error of the forecast."""
+    pairs = [run.forecast for run in runs if run.forecast]
+    if not pairs:
+        return _number(0, 0)
+    within = sum(said.low <= gain.value <= said.high for said, gain in pairs)
+    off = [abs(said.value - gain.value) / max(abs(gain.value), NO_GAIN) for said, gain in pairs]
+    return _share(within, len(pairs), median_error=median(off))
+
+
 def _forecasts(results: Path) -> dict[str, Found]:
     """Whether measured gains lie in their 80% intervals, how wide these are, how far off.
 
@@ -228,10 +300,14 @@ def _mean(told: list[Spread], worst: Callable[[list[float]], float], n: int, **m
 
 
 def _plans(results: Path) -> dict[str, Found]:
-    """Step time by tier, memory over all tiers, and plans that were said to fit and did not."""
-    pairs, refused = paired(results)
-    gone = Pairs([(p, o) for p, o, _ in retracted(results)])
-    found = {}
+    """Step time by tier, memory over all tiers, and plans that were said to fit and did not.
+
+    Steps on a CPU have a number of their own, after a probe.
+    """
+    every, refused = paired(results)
+    every_gone = Pairs([(p, o) for p, o, _ in retracted(results)])
+    pairs, gone = every.on(cpu=False), every_gone.on(cpu=False)
+    found = {"cpu_step_time_error": _on_cpu(every.on(cpu=True), every_gone.on(cpu=True))}
     for name in TIERS:
         tier = pairs.tier(name)
         found[f"step_time_error_{name}"] = _errors(
@@ -243,6 +319,22 @@ def _plans(results: Path) -> dict[str, Found]:
         errors = pairs.errors(f"{what}_bytes")
         found[f"memory_{what}_error"] = _errors(errors, median, configurations=len(plans))
     return {**found, "false_fits": _false_fits(pairs)}
+
+
+def _on_cpu(pairs: Pairs, gone: Pairs) -> Found:
+    """The error of steps on a CPU after a probe, and of their memory where it was measured."""
+    tier, name = pairs.tier("after_probes"), "step_s"
+    by: dict[str, list[float]] = {}
+    for prediction, outcome in tier.scored:
+        errors = Pairs([(prediction, outcome)]).errors(name)
+        by.setdefault(str(outcome.hardware), []).extend(errors)
+    memory = tier.errors("allocated_bytes")
+    return _errors(
+        tier.errors(name), fmean, open=len(tier.open), late=len(tier.late),
+        memory_error=median(memory) if memory else None, memory_n=len(memory),
+        by_hardware={where: _errors(errors, fmean) for where, errors in by.items() if errors},
+        **_with(gone.tier("after_probes").errors(name), tier.errors(name)),
+    )  # fmt: skip
 
 
 def _errors(errors: list[float], middle: Callable[[list[float]], float], **more: Any) -> Found:
@@ -311,4 +403,58 @@ def _tuner(results: Path) -> dict[str, Found]:
                    "commit": row.commit, "minutes": row.minutes} for name, row in newest.items()},
         **_with(gone, [ratio.value for ratio in ratios]),
     )  # fmt: skip
-    return {"tuner_ratio": number}
+    return {"tuner_ratio": number, "tuner_small_ratio": _small(told.rows)}
+
+
+def _small(rows: Sequence[Tuned]) -> Found:
+    """The smallest of the newest ratios on a GPU that were reached within a workload's minutes."""
+    within = [
+        row for row in rows
+        if not on_cpu(row.hardware) and row.minutes is not None
+        and row.minutes <= BUDGETS.get(row.workload, 0.0)
+    ]  # fmt: skip
+    newest = {row.workload: row for row in within}
+    if not newest:
+        return _number(0, 0)
+    least = min((row.metrics.ratio_to_best for row in newest.values()), key=lambda r: r.value)
+    by = Counter(str(row.hardware) for row in newest.values() if row.hardware)
+    return _number(
+        least.value, len(newest), low=least.low, high=least.high,
+        of={name: {"value": row.metrics.ratio_to_best.value, "date": row.date,
+                   "commit": row.commit, "minutes": row.minutes} for name, row in newest.items()},
+        by_hardware={name: {"n": n} for name, n in by.items()},
+    )  # fmt: skip
+
+
+def _trials(results: Path) -> dict[str, Found]:
+    """Exact changes that the tuner rejected for their loss, and approximate losers that it kept.
+
+    Every exact trial that came to a verdict counts, and every training of a change that was kept;
+    one that was kept and not trained for long enough is told, for it may be a loser.
+    """
+    told = TRIALS.read(results)
+    judged = [row for row in told.rows if row.verdict != "cut"]
+    exact = [row for row in judged if row.equality == "exact"]
+    kept = [row for row in judged if row.equality == "approximate" and row.verdict == "kept"]
+    trained = [row for row in kept if row.nats is not None and row.steps >= LOSER_STEPS]
+    waiting = {row.key for row in kept} - {row.key for row in trained}
+    return {
+        "tuner_exact_rejected": _counted(exact, lambda row: row.for_loss, refused=told.refused,
+                                         retracted=len(taken(TRIALS, results))),
+        "tuner_losers_kept": {
+            **_counted(trained, lambda row: (row.nats or 0.0) > LOSER_NATS),
+            "untrained": len(waiting),
+        },
+    }  # fmt: skip
+
+
+def _counted(rows: Sequence[Trial], hit: Callable[[Trial], bool], **more: Any) -> Found:
+    """How many of the trials, of how many workloads, and how many each device has."""
+    by: dict[str, list[Trial]] = {}
+    for row in rows:
+        by.setdefault(row.hardware, []).append(row)
+    return _number(
+        sum(map(hit, rows)), len(rows), workloads=len({row.workload for row in rows}),
+        by_hardware={name: _number(sum(map(hit, own)), len(own)) for name, own in by.items()},
+        **more,
+    )  # fmt: skip

@@ -7,7 +7,7 @@ to be not measured yet. The same rows give the same files.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -22,29 +22,38 @@ from headrace.truth.drawings import (
     confusion,
     forecasts,
     memory,
+    natural_runs,
     step_times,
+    step_times_cpu,
 )
 from headrace.truth.marks import MARKS, notes, table
-from headrace.truth.numbers import TIERS, compute
+from headrace.truth.natural import Change, Run, Runs, natural
+from headrace.truth.numbers import LOSER_NATS, LOSER_STEPS, TIERS, compute
 from headrace.truth.pairs import Pairs, paired, retracted, said_ahead
 from headrace.truth.rows import (
     PICKS,
+    TRIALS,
     TUNER,
     Outcome,
     Pick,
     Prediction,
+    Spread,
+    Trial,
     Tuned,
     standing,
 )
 
-PICTURES = ("confusion", "forecasts", "step_time", "memory")
+PICTURES = ("confusion", "natural", "forecasts", "step_time", "step_time_cpu", "memory")
 """Files that the page may show, NAME.svg under pictures/."""
 PROGRAMS = {
     "doctor": "benchmarks/faults.py",
+    "natural_said": "benchmarks/natural.py",
+    "natural": "benchmarks/natural.py",
     "forecasts": "benchmarks/forecasts.py",
     "plans": "benchmarks/foresight.py",
     "picks": "benchmarks/foresight.py",
     "tuner": "benchmarks/tuner.py",
+    "tuner_trials": "benchmarks/tuner_trials.py",
 }
 """topic -> what writes its rows."""
 NOT_YET = "Not measured yet."
@@ -58,7 +67,9 @@ rows in `results/` and from nothing else, by `python benchmarks/readme_table.py`
 later row retracts, whether it flatters or not; abstaining is not being right; and a prediction
 counts only when its row stands before the row of what came of it. What was said of a gain has a
 file of its own, `results/forecasts_said.jsonl`: a forecast counts only when the same one stands
-there, of that day or before.
+there, of that day or before. The doctor is scored by halves. Faults that were planted have a name
+that it must find. Natural runs have none: there it is scored by what the remedy that it named first
+gained, beside what the best of all changes that were measured gained.
 
 "Wanted" is what a release must reach, in brackets what it aims at. "Held out" is the same number
 over what was never used to set a threshold; "all" where every prediction was written down before
@@ -90,49 +101,85 @@ def render(results: Path) -> dict[str, str]:
     """
     found = compute(results)
     pairs, _ = paired(results)
-    said = classes(results)
-    gains, _ = said_ahead(results)
+    said, runs, (gains, _) = classes(results), natural(results), said_ahead(results)
     drawn = {
-        "confusion": confusion(said), "forecasts": forecasts(gains),
-        "step_time": step_times(pairs), "memory": memory(pairs),
+        "confusion": confusion(said), "natural": natural_runs([*runs.scored, *runs.thin]),
+        "forecasts": forecasts(gains), "step_time": step_times(pairs),
+        "step_time_cpu": step_times_cpu(pairs), "memory": memory(pairs),
     }  # fmt: skip
-    picks, tuned = PICKS.read(results).rows, TUNER.read(results).rows
-    beside = notes(found)
     parts = [
         OPENING,
         markdown(
             ("number", "reached", "wanted (aim)", "n", "held out", "so far"), table(found)
         ),
-        "".join(f"- {line}\n" for line in beside),
-        _section("The doctor's verdicts", drawn["confusion"], "confusion", _verdicts(said),
-                 "Of each planted fault, and of runs without one, what the first finding was. A "
-                 "frame is around what is right.", _source(results, "doctor")),
-        _section("Forecasts of gains", drawn["forecasts"], "forecasts", "",
-                 "A remedy's gain is the step's time before over after, less 1. On the dashed line "
-                 "a forecast is what was measured; four of five intervals should meet it."
-                 + _together(results, "forecasts"),
-                 _source(results, "forecasts")),
-        _section("Step time", drawn["step_time"], "step_time", "",
-                 "Seconds of a steady step, predicted before they were measured."
-                 + _together(results, "plans"),
-                 _source(results, "plans")),
-        _section("The planner, list by list", None, "", _lists(pairs, retracted(results)),
-                 "Each list was written down before any of it was run, and the later ones for a "
-                 "planner that the outcomes of the earlier ones changed. The numbers of step time "
-                 "above pool what stands of all lists. Here is each list alone: the mean error of "
-                 "the step time, the worst, and of how many predictions; also that of retracted "
-                 "ones, which is in no number above.", _source(results, "plans")),
-        _section("Memory", drawn["memory"], "memory", "",
-                 "The peak of a step, as torch counts it and as the device does.",
-                 _source(results, "plans")),
-        _section("Choices", None, "", _choices(picks, tuned),
-                 "What the planner chose, by what it knew, beside the fastest of all candidates; "
-                 "where the tuner ended beside the best row.", _source(results, "picks", "tuner")),
+        "".join(f"- {line}\n" for line in notes(found)),
+        *_of_doctor(results, drawn, said, runs),
+        *_of_planner(results, drawn, pairs),
+        *_of_tuner(results),
         "## How each is counted\n",
         "\n".join(f"- {mark.what} (`{name}`): {mark.says}" for name, mark in MARKS.items()),
     ]  # fmt: skip
     files = {f"pictures/{name}.svg": text for name, text in drawn.items() if text}
     return {"page": "\n".join(filter(None, parts)) + "\n", **files}
+
+
+Drawn = Mapping[str, str | None]
+"""Name of a picture -> the picture; None where there is nothing to draw."""
+
+
+def _of_doctor(results: Path, drawn: Drawn, said: Sequence[Class], runs: Runs) -> list[str]:
+    """What the doctor said of planted faults and of natural runs, and its forecasts."""
+    return [
+        _section("The doctor's verdicts on planted faults", drawn["confusion"], "confusion",
+                 _verdicts(said),
+                 "Of each planted fault, and of runs without one, what the first finding was. A "
+                 "frame is around what is right.", _source(results, "doctor")),
+        _section("The doctor's verdicts on natural runs", drawn["natural"], "natural", _runs(runs),
+                 "Of each run without a planted fault, the remedy that was named first and what it "
+                 "gained, beside the change that gained most of all that were measured there; the "
+                 "gain is the step's time before over after, less 1, with its 95% interval. The "
+                 "wrong ones stand first.", _source(results, "natural_said", "natural")),
+        _section("Forecasts of gains", drawn["forecasts"], "forecasts", "",
+                 "A remedy's gain is the step's time before over after, less 1. On the dashed line "
+                 "a forecast is what was measured; four of five intervals should meet it."
+                 + _together(results, "forecasts"),
+                 _source(results, "forecasts")),
+    ]  # fmt: skip
+
+
+def _of_planner(results: Path, drawn: Drawn, pairs: Pairs) -> list[str]:
+    """Predicted steps and peaks beside measured ones."""
+    source = _source(results, "plans")
+    return [
+        _section("Step time", drawn["step_time"], "step_time", "",
+                 "Seconds of a steady step, predicted before they were measured."
+                 + _together(results, "plans"), source),
+        _section("Step time on a CPU", drawn["step_time_cpu"], "step_time_cpu", "",
+                 "The same on processors, with the rates that a probe measured there.",
+                 source if drawn["step_time_cpu"] else f"Rows: {_about('plans')}."),
+        _section("The planner, list by list", None, "", _lists(pairs, retracted(results)),
+                 "Each list was written down before any of it was run, and the later ones for a "
+                 "planner that the outcomes of the earlier ones changed. The numbers of step time "
+                 "above pool what stands of all lists. Here is each list alone: the mean error of "
+                 "the step time, the worst, and of how many predictions; also that of retracted "
+                 "ones, which is in no number above.", source),
+        _section("Memory", drawn["memory"], "memory", "",
+                 "The peak of a step, as torch counts it and as the device does.", source),
+    ]  # fmt: skip
+
+
+def _of_tuner(results: Path) -> list[str]:
+    """What was chosen, and what the judge of pairs kept and rejected."""
+    picks, tuned = PICKS.read(results).rows, TUNER.read(results).rows
+    return [
+        _section("Choices", None, "", _choices(picks, tuned),
+                 "What the planner chose, by what it knew, beside the fastest of all candidates; "
+                 "where the tuner ended beside the best row.", _source(results, "picks", "tuner")),
+        _section("The tuner's judge", None, "", _judged(TRIALS.read(results).rows),
+                 "Each change went through the pair and the judge of `headrace tune`. An exact one "
+                 "must not be rejected for its loss, and an approximate one that was kept is "
+                 "trained beside the plan without it.", _source(results, "tuner_trials")),
+    ]  # fmt: skip
 
 
 def write(results: Path, page: Path) -> list[Path]:
@@ -192,7 +239,7 @@ def _source(results: Path, *topics: str) -> str:
     told = []
     for topic in topics:
         rows = _rows(results, topic)
-        about = f"`results/{topic}.jsonl`, written by `{PROGRAMS[topic]}`"
+        about = _about(topic)
         if rows:
             dates = sorted(str(r["date"]) for r in rows if "date" in r)
             newest = f", the newest of {dates[-1]}" if dates else ""
@@ -201,6 +248,10 @@ def _source(results: Path, *topics: str) -> str:
             )
         told.append(about)
     return f"Rows: {'; '.join(told)}."
+
+
+def _about(topic: str) -> str:
+    return f"`results/{topic}.jsonl`, written by `{PROGRAMS[topic]}`"
 
 
 def _together(results: Path, topic: str) -> str:
@@ -252,6 +303,69 @@ def _verdicts(said: Sequence[Class]) -> str:
         ))  # fmt: skip
     return markdown(("planted", "right verdict", "right", "severities", "held out", "said else"),
                     rows)  # fmt: skip
+
+
+def _runs(runs: Runs) -> str:
+    """Every natural run, the wrong ones first, and below how many count in no number."""
+    every = [*runs.scored, *runs.thin]
+    if not every:
+        return ""
+    rows = [
+        (
+            run.said.id, run.said.hardware, run.said.verdict or ABSTAINED, _first(run),
+            "-" if run.first is None else _gain(run.first), _best(run.best),
+            _gain(run.best.gain) if run.best else "-",
+            f"{run.why}{'; too few others' if not run.counts else ''}",
+        )
+        for run in sorted(every, key=lambda run: (run.right, run.said.hardware, run.said.id))
+    ]  # fmt: skip
+    wrong = sum(not run.right for run in every)
+    head = ("run", "on", "verdict", "first remedy", "gained", "best", "gained", "so it was")
+    told = f"The doctor was wrong first in {wrong} of {len(every)}.\n"
+    return "\n".join([told, markdown(head, rows)])
+
+
+def _first(run: Run) -> str:
+    """The remedy that was named first, and that healthy was said."""
+    words = f"`{' '.join(run.said.first.change)}`" if run.said.first else "none"
+    return f"healthy; {words}" if run.said.healthy else words
+
+
+def _best(change: Change | None) -> str:
+    return f"`{' '.join(change.words)}`" if change else "none"
+
+
+def _gain(gain: Spread) -> str:
+    value, low, high = (f"{100 * v:+.3g}%" for v in (gain.value, gain.low, gain.high))
+    return f"{value} ({low} to {high})"
+
+
+def _judged(trials: Sequence[Trial]) -> str:
+    """The trials of each workload, and below each exact one that was rejected and each loser."""
+    if not trials:
+        return ""
+    rows, told = [], list[str]()
+    for name, where in dict.fromkeys((t.workload, t.hardware) for t in trials):
+        own = [t for t in trials if (t.workload, t.hardware) == (name, where)]
+        judged = [t for t in own if t.verdict != "cut"]
+        exact = [t for t in judged if t.equality == "exact"]
+        rejected = [t for t in exact if t.for_loss]
+        kept = [t for t in judged if t.equality == "approximate" and t.verdict == "kept"]
+        trained = [t for t in kept if t.nats is not None and t.steps >= LOSER_STEPS]
+        losers = [t for t in trained if (t.nats or 0.0) > LOSER_NATS]
+        shown = sorted({t.nats for t in trained if t.nats is not None})
+        span = f"{shown[0]:+.3g} to {shown[-1]:+.3g}" if shown else "-"
+        rows.append((
+            name, where, str(len(exact)), str(len(rejected)), str(len({t.key for t in kept})),
+            str(len(trained)), str(len(losers)), span,
+        ))  # fmt: skip
+        told += [f"- {name}: `{' '.join(t.change)}` is exact, and was rejected for its loss\n"
+                 for t in rejected]  # fmt: skip
+        told += [f"- {name}: `{' '.join(t.change)}` was kept, and loses {t.nats:+.3g} nats\n"
+                 for t in losers]  # fmt: skip
+    head = ("workload", "on", "exact trials", "rejected for loss", "approximate kept", "trained",
+            "lose over 0.01 nats", "nats after training")  # fmt: skip
+    return "\n".join(filter(None, [markdown(head, rows), "".join(told)]))
 
 
 def _lists(pairs: Pairs, taken: Sequence[tuple[Prediction, Outcome, str]]) -> str:

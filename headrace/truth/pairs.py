@@ -66,6 +66,14 @@ class Pairs:
             [p for p in self.late if p.tier == name],
         )
 
+    def on(self, *, cpu: bool) -> "Pairs":
+        """Those whose outcome ran on a CPU, or on anything else; open ones by what they say."""
+        return Pairs(
+            [(p, o) for p, o in self.scored if o.on_cpu is cpu],
+            [p for p in self.open if p.for_cpu is cpu],
+            [p for p in self.late if p.for_cpu is cpu],
+        )
+
     def both(self, what: str) -> list[tuple[Id, float, float]]:
         """Plan, predicted and measured wherever both sides give a number for `what`."""
         told = [(p.id, getattr(p, what), getattr(o, what)) for p, o in self.scored]

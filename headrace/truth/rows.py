@@ -15,6 +15,14 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 
 from headrace.core.errors import ConfigError
 
+DAY = r"^\d{4}-\d\d-\d\d$"
+"""How a row writes a day; the order of such texts is that of the days."""
+
+
+def on_cpu(hardware: str | None) -> bool:
+    """Whether a row's hardware is a processor: those are named with their cores."""
+    return hardware is not None and hardware.endswith(" cores")
+
 
 class Row(BaseModel):
     """What a row must hold; whatever else it holds is left alone."""
@@ -85,7 +93,7 @@ class Gain(Row):
     forecast: Spread
     of: Literal["plan", "run"] = "plan"
     baseline_sha256: str
-    date: str = Field(pattern=r"^\d{4}-\d\d-\d\d$")
+    date: str = Field(pattern=DAY)
 
     def same(self, commit: str | None) -> tuple[Any, ...]:
         """What the row that says a forecast and the row of its outcome share."""
@@ -145,6 +153,8 @@ class Said(Row):
     reserved_bytes: float | None = Field(default=None, gt=0)
     fits: bool | None = None
     command: str = ""
+    hardware: str | None = None
+    device: str | None = None
 
     @property
     def held_out_list(self) -> str:
@@ -160,6 +170,12 @@ class Prediction(Said):
 
     kind: Literal["prediction"]
     tier: Tier
+    predicted_for: str | None = None
+
+    @property
+    def for_cpu(self) -> bool:
+        """Whether it is of a step on a CPU; predictions of a GPU are written on any machine."""
+        return self.device == "cpu" or on_cpu(self.predicted_for)
 
 
 class Outcome(Said):
@@ -167,6 +183,11 @@ class Outcome(Said):
 
     kind: Literal["outcome"]
     risky: bool
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether it ran on a CPU."""
+        return self.device == "cpu" or on_cpu(self.hardware)
 
 
 class Candidate(Row):
@@ -185,6 +206,85 @@ class Pick(Row):
     candidates: list[Candidate] = Field(min_length=2)
 
 
+class SaidRemedy(Row):
+    """A remedy that the doctor named: its words, and what it was forecast to gain."""
+
+    change: list[str] = Field(min_length=1)
+    gain: Spread | None = None
+
+
+class OfRun(Row):
+    """Which natural run a row is about: an id, unique on its hardware."""
+
+    id: str
+    device: Literal["cuda", "cpu"]
+    hardware: str
+    date: str = Field(pattern=DAY)
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What the row of what was said and that of the outcome share."""
+        return self.id, self.hardware
+
+
+class NaturalSaid(OfRun):
+    """What the doctor said of a run without a planted fault, before anything else was measured.
+
+    `healthy`: no remedy is said to gain more than a twentieth. `first`: the remedy that it names
+    first.
+    """
+
+    workload: str
+    precision: str
+    compiled: bool
+    verdict: str | None
+    healthy: bool
+    first: SaidRemedy | None
+
+
+class MeasuredChange(Row):
+    """A change of a natural run: what it gained, or why it did not run."""
+
+    change: list[str] = Field(min_length=1)
+    gain: Spread | None = None
+    refused: str | None = None
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> Self:
+        if (self.gain is None) == (self.refused is None):
+            raise ValueError("a change has either a gain or why it was refused")
+        return self
+
+
+class NaturalOutcome(OfRun):
+    """What each change of a natural run was measured to gain; `first_change`: as it was said."""
+
+    measured: list[MeasuredChange]
+    first_change: list[str] | None
+
+
+class Trial(Row):
+    """A change that went through the tuner's pair and judge.
+
+    `for_loss`: it was rejected for its loss or its gradients. `nats`: the loss after `steps` steps
+    less that of the plan without it, where both were trained; such a row repeats its trial's.
+    """
+
+    workload: str
+    hardware: str
+    change: list[str] = Field(min_length=1)
+    equality: Literal["exact", "approximate", "learning"]
+    verdict: Literal["kept", "lost", "rejected", "not shown", "cut"]
+    for_loss: bool
+    nats: float | None = None
+    steps: int = Field(default=0, ge=0)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What a trial and the row of its training share."""
+        return self.workload, self.hardware, tuple(self.change)
+
+
 class TunerMetrics(Row):
     """Of a row of tuning: a speed over that of the workload's best row."""
 
@@ -199,6 +299,7 @@ class Tuned(Row):
     date: str | None = None
     commit: str | None = None
     minutes: float | None = None
+    hardware: str | None = None
 
 
 T = TypeVar("T")
@@ -272,8 +373,11 @@ PLANS: Topic[Prediction | Outcome] = Topic(
 )
 PICKS = Topic("picks", TypeAdapter(Pick))
 TUNER = Topic("tuner", TypeAdapter(Tuned))
-NAMES = tuple(topic.name for topic in (DOCTOR, FORECASTS, OVERHEAD, PLANS, PICKS, TUNER))
-"""Of all topics that a number is made of."""
+NATURAL_SAID = Topic("natural_said", TypeAdapter(NaturalSaid))
+NATURAL = Topic("natural", TypeAdapter(NaturalOutcome))
+TRIALS = Topic("tuner_trials", TypeAdapter(Trial))
+NAMES = tuple(topic.name for topic in (DOCTOR, FORECASTS, OVERHEAD, PLANS, PICKS, TUNER, NATURAL))
+"""What the names of all topics begin with that a number is made of."""
 
 
 def standing(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -1,0 +1,204 @@
+"""What the doctor said of natural runs, beside what every change there was measured to gain.
+
+A natural run has no planted fault: its true bottleneck is the one whose best remedy gains most.
+What was said of a run stands in natural_said.jsonl before anything is measured; natural.jsonl has
+what each change came to. A gain is the time of a step before over after, less 1.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from headrace.truth.rows import (
+    NATURAL,
+    NATURAL_SAID,
+    NaturalOutcome,
+    NaturalSaid,
+    SaidRemedy,
+    Spread,
+    broken,
+)
+
+NEAR = 0.8
+"""Share of the best measured gain that a first remedy must reach to be right."""
+HEALTHY_GAIN = 0.05
+"""A run in which no change gains more is healthy."""
+WRONGED_GAIN = 0.10
+"""A run in which some change gains more was wrongly called healthy."""
+LOSS = -0.01
+"""A measured gain below this is a loss; less is what two readings of one plan differ by."""
+FEWEST_OTHERS = 2
+"""Changes beside the first remedy that must have run before the best of them means something."""
+
+Why = Literal[
+    "near the best", "healthy, and it is", "no loss where nothing gains", "healthy was said",
+    "no remedy was said", "the first remedy was refused", "the first remedy was not measured",
+    "the first remedy is a loss", "another gains more",
+]  # fmt: skip
+"""Why a run counts as right (the first three) or wrong, for a reader."""
+RIGHT: tuple[Why, ...] = ("near the best", "healthy, and it is", "no loss where nothing gains")
+
+
+class Change(NamedTuple):
+    """A change of a run, and what it was measured to gain."""
+
+    words: tuple[str, ...]
+    gain: Spread
+
+
+@dataclass(frozen=True)
+class Run:
+    """A natural run: what was said of it, and what came of every change.
+
+    Args:
+        said: before anything was measured.
+        came: what was measured.
+    """
+
+    said: NaturalSaid
+    came: NaturalOutcome
+
+    @property
+    def measured(self) -> list[Change]:
+        """The changes that ran, the one that gains most first."""
+        found = [Change(tuple(m.change), m.gain) for m in self.came.measured if m.gain is not None]
+        return sorted(found, key=lambda change: -change.gain.value)
+
+    @property
+    def best(self) -> Change | None:
+        """The change that gains most; None where none does better than leaving the run alone."""
+        found = self.measured
+        return found[0] if found and found[0].gain.value > 0 else None
+
+    @property
+    def first(self) -> Spread | None:
+        """What the first remedy gained; None where none was said, or it did not run."""
+        first = self.said.first
+        gains = {change.words: change.gain for change in self.measured}
+        return gains.get(tuple(first.change)) if first else None
+
+    @property
+    def others(self) -> int:
+        """How many changes ran beside the first remedy."""
+        return len(self.measured) - (self.first is not None)
+
+    @property
+    def why(self) -> Why:
+        """Whether the first remedy was near the best, in the words of a table."""
+        first, gain = self.said.first, self.first
+        best = self.best.gain.value if self.best else 0.0
+        gains = best > HEALTHY_GAIN
+        if self.said.healthy or first is None:
+            right: Why = "healthy, and it is"
+            return right if not gains else _silent(self.said)
+        if gain is None:
+            words = tuple(first.change)
+            refused = any(tuple(m.change) == words for m in self.came.measured)
+            return (
+                "the first remedy was refused" if refused else "the first remedy was not measured"
+            )
+        if gain.value < LOSS:
+            return "the first remedy is a loss"
+        if not gains:
+            return "no loss where nothing gains"
+        return "near the best" if gain.value >= NEAR * best else "another gains more"
+
+    @property
+    def right(self) -> bool:
+        """Whether the first remedy is near the best, or rightly none is asked for."""
+        return self.why in RIGHT
+
+    @property
+    def counts(self) -> bool:
+        """Whether enough was measured: a best of too few changes makes no verdict right."""
+        return not self.right or self.others >= FEWEST_OTHERS
+
+    @property
+    def healthy_wrong(self) -> bool:
+        """Whether healthy was said where some change gains more than a tenth."""
+        return self.said.healthy and bool(self.best and self.best.gain.value > WRONGED_GAIN)
+
+    @property
+    def forecast(self) -> tuple[Spread, Spread] | None:
+        """What the first remedy was forecast to gain, and what it gained; None without both."""
+        said, gain = self.said.first, self.first
+        return (said.gain, gain) if said and said.gain and gain else None
+
+
+def _silent(said: NaturalSaid) -> Why:
+    return "healthy was said" if said.healthy else "no remedy was said"
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Natural runs by whether they count.
+
+    Args:
+        scored: what was said of them stood before, and enough was measured.
+        thin: likewise, but too few changes were measured to call the verdict right.
+        late: outcomes of which nothing stands that was said by then.
+        open: said, and not measured yet.
+        retracted: outcomes that were retracted, with what was said of them.
+        refused: rows of runs that could not be measured at all.
+    """
+
+    scored: list[Run]
+    thin: list[Run]
+    late: list[NaturalOutcome]
+    open: list[NaturalSaid]
+    retracted: list[Run]
+    refused: int
+
+
+def natural(results: Path) -> Runs:
+    """Every natural run of a folder of rows.
+
+    An outcome counts only with a standing row of the same run and hardware, of that day or before,
+    whose first remedy is the one that the outcome tells: what was said may not change afterwards.
+
+    Raises:
+        ConfigError: a row is wrong, or a run has a second one that stands.
+    """
+    told, came = NATURAL_SAID.read(results), NATURAL.read(results)
+    said = {row.key: row for row in told.rows}
+    for standing in (told, came):
+        for key, times in Counter(row.key for row in standing.rows).items():
+            if times > 1:
+                keys = [row.key for row in standing.rows]
+                again = len(keys) - 1 - keys[::-1].index(key)
+                raise broken(standing.places[again], f"a second row of {' on '.join(key)!r}")
+    runs, late = list[Run](), list[NaturalOutcome]()
+    for row in came.rows:
+        before = said.get(row.key)
+        if before is not None and _ahead(before, row):
+            runs.append(Run(before, row))
+        else:
+            late.append(row)
+    measured = {row.key for row in came.rows}
+    return Runs(
+        [run for run in runs if run.counts], [run for run in runs if not run.counts], late,
+        [row for row in told.rows if row.key not in measured], _retracted(results), came.refused,
+    )  # fmt: skip
+
+
+def _ahead(said: NaturalSaid, came: NaturalOutcome) -> bool:
+    """Whether a row was written by the day of an outcome, and is what that was measured for."""
+    return said.date <= came.date and _words(said.first) == (
+        tuple(came.first_change) if came.first_change else None
+    )
+
+
+def _words(remedy: SaidRemedy | None) -> tuple[str, ...] | None:
+    return tuple(remedy.change) if remedy else None
+
+
+def _retracted(results: Path) -> list[Run]:
+    """Outcomes that were retracted, with a row of before that they were measured for."""
+    said = [row for row, _ in NATURAL_SAID.history(results)]
+    gone: Sequence[NaturalOutcome] = [r for r, why in NATURAL.history(results) if why is not None]
+    pairs = [
+        (next((s for s in said if s.key == row.key and _ahead(s, row)), None), row) for row in gone
+    ]
+    return [Run(before, row) for before, row in pairs if before is not None]
