@@ -203,7 +203,7 @@ def tune(
                      "(quality), else of a step (time)."),
     ] = None,
     minutes: Annotated[float, typer.Option(help="On the clock, at most.")] = MINUTES,
-    seeds: Annotated[int, typer.Option(min=5, help="Of a change of what is learned.")] = SEEDS,
+    seeds: Annotated[int, typer.Option(min=2, help="Of a change of learning, at most.")] = SEEDS,
     json: Json = False,
 ) -> None:  # fmt: skip
     """Try what is foreseen to help, measure it beside the best so far, keep what won."""

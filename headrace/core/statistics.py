@@ -8,9 +8,16 @@ The interval is Student's t over pairs of neighbouring blocks. A steady drift wi
 its middle where it is. A block that is off as a whole widens it too: then more blocks are needed,
 and the answer until then is "undecided".
 
+A change of learning is tested while its seeds come in, and stops at the first that shows it: a
+group-sequential test (Pocock 1977) whose error is shared among its looks by Bonferroni's rule, so
+it holds however they depend on each other.
+
 Left out: distributions fitted to step times, and bootstraps. With 4 to 12 blocks neither is better
 than t. Sequences that are empty, of two lengths or not positive where time is meant are errors of
 the caller (ValueError).
+
+Left out for seeds: e-values, of which two pairs give 35 at most for a gain of ten spreads, where an
+error of 1% needs 100; and spreads taken from earlier trainings, which would be a guess of this one.
 
 Sources: the t distribution's finite sums are Abramowitz and Stegun 26.7.3 and 26.7.4; the interval
 of a share is Wilson's (1927); tau-b is Kendall's (1945).
@@ -26,8 +33,6 @@ from typing import Literal
 
 Block = float | Sequence[float]
 """A block of steps: the seconds of each, or one number that stands for all."""
-NO_SPREAD = 1e-9
-"""Logarithms of times that are closer than this were read off a coarse clock."""
 
 
 @dataclass(frozen=True)
@@ -116,48 +121,151 @@ def break_even_steps(tuning_s: float, before_s: float, after_s: float) -> float:
 
 # --- seeds -----------------------------------------------------------------------------------
 
+LOOKS = {2: 0.4, 3: 0.25, 5: 0.1}
+"""Share of the error that the test after so many seeds may spend; the last test spends the rest."""
+SEED_SPREAD = 0.02
+"""The least that seeds are taken to move the logarithm of a time by, however close a few of them
+lie: two runs may end at the same evaluation by chance."""
+PAIRED_SEEDS = 5
+"""Seeds from which on a paired test stands beside that of two samples."""
+MOST_SEEDS = 99
+POWER = 0.8
+"""Probability with which as many seeds as are said to be enough would show the change."""
 
-def seeds_better(ours: Sequence[float], theirs: Sequence[float], level: float = 0.99) -> bool:
-    """Whether `ours` needs less time to the target than `theirs`, seed for seed.
 
-    A one-sided t test on the logarithms of the pairs' ratios. A failed run took infinitely long,
-    of which a t test knows nothing:
+def look_error(n: int, most: int, error: float) -> float:
+    """The share of `error` that the test after `n` of `most` seeds may spend; 0 is no test."""
+    if not 0 < n <= most:
+        raise ValueError(f"{n} of {most} seeds")
+    if n < most:
+        return error * LOOKS.get(n, 0.0)
+    return error * (1 - sum(share for k, share in LOOKS.items() if k < most))
 
-    - a seed with which only ours failed: not better, whatever the others say;
-    - both failed: the pair tells nothing and is left out;
-    - only theirs failed: a win without a size. The t test goes without the pair, a sign test over
-      all pairs stands beside it, and one of them must be sure at half of the error; with fewer
-      than two sizes the sign test is alone.
 
-    Ratios that are all the same, off a coarse clock, are left to the sign test. It needs 5 seeds
-    for a level of 0.95, and 7 for 0.99.
+def seeds_better(
+    ours: Sequence[float], theirs: Sequence[float], most: int, level: float = 0.99
+) -> bool:
+    """Whether `ours` is shown to need less time to the target, at the test after these seeds.
+
+    Ask after each seed, and stop at the first yes. The tests after 2, 3, 5 and all seeds share the
+    error among them (`LOOKS`), so that all together accept one change in a hundred that does
+    nothing, or fewer. Two seeds are enough for a change that halves the time, where runs of one
+    plan lie within 5% of each other.
 
     Args:
         ours: time to the target, inf for a failure; seconds, steps or dollars.
         theirs: likewise, with the same seeds in the same order.
-        level: 0.99 accepts one change in a hundred that does nothing.
+        most: seeds that are tried at most.
+        level: of all tests together.
     """
-    _same_length(ours, theirs)
     _check_level(level)
+    error = look_error(len(ours), most, 1 - level)
+    return error > 0 and seeds_error(ours, theirs) < error
+
+
+def seeds_error(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """The probability that times look at least as good where nothing was gained, one-sided.
+
+    A t test of two samples on logarithms: with two seeds it has two degrees of freedom, where a
+    test of pairs has one. What the runs of a pair have in common, as an hour in which the machine
+    was slow, only makes it stricter. From `PAIRED_SEEDS` on the test of pairs stands beside it, and
+    the better of the two counts at half of the error. A spread below `SEED_SPREAD` counts as that.
+
+    A failed run took infinitely long, of which a t test knows nothing:
+
+    - a seed with which only ours failed: the probability is 1, whatever the others say;
+    - both failed: the pair tells nothing and is left out;
+    - only theirs failed: a win without a size. The t test goes without the pair, a sign test over
+      all pairs stands beside it, and the better of the two counts at half of the error.
+    """
+    pairs = _finished(ours, theirs)
+    if any(o == math.inf for o, _ in pairs):
+        return 1.0
+    sized = [(o, t) for o, t in pairs if t != math.inf]
+    by_size = _size_error(sized) if len(sized) > 1 else 1.0
+    if len(sized) == len(pairs):
+        return by_size
+    wins = sum(o < t for o, t in pairs)
+    by_sign = sum(math.comb(len(pairs), k) for k in range(wins, len(pairs) + 1)) / 2 ** len(pairs)
+    return min(1.0, 2 * min(by_size, by_sign))
+
+
+def seeds_ratio(
+    ours: Sequence[float], theirs: Sequence[float], level: float = 0.95
+) -> Interval | None:
+    """Their time over ours: above 1, `ours` is sooner; None where no seed has both.
+
+    The interval is that of `seeds_error`'s test, over the seeds with which both came to the target;
+    one has the interval (0, inf).
+    """
+    _check_level(level)
+    sized = [pair for pair in _finished(ours, theirs) if math.inf not in pair]
+    if not sized:
+        return None
+    n, mean = len(sized), fmean(_gains(sized))
+    if n == 1:
+        return Interval(0.0, math.exp(mean), math.inf, 1)
+    tests = _tests(sized)
+    inside = 1 - (1 - level) / len(tests)
+    half = min(t_two_sided(inside, freedom) * error for error, freedom in tests)
+    return Interval(math.exp(mean - half), math.exp(mean), math.exp(mean + half), n)
+
+
+def seeds_enough(ours: Sequence[float], theirs: Sequence[float], level: float = 0.99) -> int | None:
+    """Seeds that would show a gain of this size and spread, four times of five.
+
+    None where nothing was gained, or more than `MOST_SEEDS` would be needed.
+    """
+    _check_level(level)
+    sized = [pair for pair in _finished(ours, theirs) if math.inf not in pair]
+    gain = fmean(_gains(sized)) if sized else 0.0
+    if gain <= 0:
+        return None
+    spread = _spread(sized) if len(sized) > 1 else SEED_SPREAD
+    lucky = NormalDist().inv_cdf(POWER)
+    for n in range(2, MOST_SEEDS + 1):
+        sure = t_two_sided(1 - 2 * look_error(n, n, 1 - level), 2 * n - 2)
+        if gain >= (sure + lucky) * spread * math.sqrt(2 / n):
+            return n
+    return None
+
+
+def _finished(ours: Sequence[float], theirs: Sequence[float]) -> list[tuple[float, float]]:
+    """Pairs of which one came to the target at least."""
+    _same_length(ours, theirs)
     for time in (*ours, *theirs):
         if time != math.inf:
             _log(time)
-    pairs = [(o, t) for o, t in zip(ours, theirs, strict=True) if min(o, t) != math.inf]
-    if any(o == math.inf for o, _ in pairs):
-        return False
-    sized = [_log(t) - _log(o) for o, t in pairs if t != math.inf]
-    failed, error = len(pairs) - len(sized), 1 - level
-    by_sign = _sign_error(failed + sum(gain > NO_SPREAD for gain in sized), len(pairs))
-    if len(sized) < 2 or stdev(sized) < NO_SPREAD:
-        return by_sign < error
-    t = fmean(sized) / (stdev(sized) / math.sqrt(len(sized)))
-    by_size = 0.5 - math.copysign(_inside(abs(t), len(sized) - 1), t) / 2
-    return min(by_size, by_sign) < error / 2 if failed else by_size < error
+    return [pair for pair in zip(ours, theirs, strict=True) if min(pair) != math.inf]
 
 
-def _sign_error(wins: int, n: int) -> float:
-    """The probability of that many wins or more of n when both sides are alike."""
-    return sum(math.comb(n, k) for k in range(wins, n + 1)) / 2**n
+def _gains(sized: Sequence[tuple[float, float]]) -> list[float]:
+    return [_log(theirs) - _log(ours) for ours, theirs in sized]
+
+
+def _spread(sized: Sequence[tuple[float, float]]) -> float:
+    """The standard deviation of a run's logarithm, of both plans together."""
+    both = [stdev(map(_log, side)) for side in zip(*sized, strict=True)]
+    return max(SEED_SPREAD, math.sqrt(fmean(s * s for s in both)))
+
+
+def _tests(sized: Sequence[tuple[float, float]]) -> list[tuple[float, int]]:
+    """The standard error of the mean gain, and its degrees of freedom, by each test in use."""
+    n = len(sized)
+    tests = [(_spread(sized) * math.sqrt(2 / n), 2 * n - 2)]
+    if n >= PAIRED_SEEDS:
+        own = max(SEED_SPREAD * math.sqrt(2), stdev(_gains(sized)))
+        tests.append((own / math.sqrt(n), n - 1))
+    return tests
+
+
+def _size_error(sized: Sequence[tuple[float, float]]) -> float:
+    mean, tests = fmean(_gains(sized)), _tests(sized)
+    found = []
+    for error, freedom in tests:
+        t = mean / error
+        found.append(0.5 - math.copysign(_inside(abs(t), freedom), t) / 2)
+    return min(1.0, len(tests) * min(found))
 
 
 # --- how right it was ------------------------------------------------------------------------

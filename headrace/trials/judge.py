@@ -38,7 +38,7 @@ from headrace.trials.pairs import Measure
 from headrace.trials.readings import NOT_DONE, Reading
 from headrace.trials.turns import DRIFT, Size, unsteady
 
-Verdict = Literal["better", "worse", "undecided", "different", "refused", "cut"]
+Verdict = Literal["better", "worse", "undecided", "not shown", "different", "refused", "cut"]
 Aim = Literal["time", "money", "memory", "quality"]
 ROUNDING = 0.01
 """Of the guard's band: by so much of itself rounding may move a mean loss, however quiet it is."""
@@ -62,8 +62,9 @@ class Compared:
     """What came of two plans.
 
     Args:
-        verdict: of the second beside the first; "different": it does not compute the same; "cut":
-            time was up.
+        verdict: of the second beside the first; "different": it does not compute the same; "not
+            shown": it looks better, and what was measured cannot show that it is, or that it learns
+            the same; "cut": time was up.
         reason: in words.
         ratio: seconds of a step, first over second: above 1 the second is faster.
         before_s, after_s: seconds of a step, the median of all blocks.
@@ -76,7 +77,9 @@ class Compared:
             that to be why.
         screened: a first look showed no gain, and was all.
         ready_s: seconds that building, compiling and warming took.
-        won: seeds with which the second was sooner at the target.
+        seeds: with which both went to the target.
+        won: those with which the second was sooner there.
+        enough: seeds that should show it; None is not known.
         rates: tokens per second of steady steps in runs to the target, of both.
     """
 
@@ -93,7 +96,9 @@ class Compared:
     drifted: bool = False
     screened: bool = False
     ready_s: float = 0.0
+    seeds: int = 0
     won: int = 0
+    enough: int | None = None
     rates: tuple[float | None, float | None] = (None, None)
 
     def plain(self) -> dict[str, Any]:

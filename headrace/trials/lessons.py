@@ -2,8 +2,9 @@
 
 What was kept of execution was judged by its steps alone. A run to the target also pays for what
 comes before its first step, as compiling: where two seeds of the first plan are sooner there than
-the same two with all those changes, they are undone before anything is learned on top of them.
-Without such runs they stay provisional.
+the same two with all those changes, or one is clearly, they are undone before anything is learned
+on top of them. Without such runs they stay provisional.
+A change that looks better and is not shown to be is not kept; it says which command should show it.
 The first run of all is the first plan's own: where the clock ends it before the target, no change
 of what is learned can be judged, none is tried, and how far that run came is told.
 At the end, where the time suffices, the first plan goes to the target beside the last one, with all
@@ -23,7 +24,7 @@ from headrace.trials.proposals import Proposal
 from headrace.trials.running import Run
 from headrace.trials.step import Step
 from headrace.trials.store import fingerprint
-from headrace.trials.target import GIVEN_UP, Train, learn
+from headrace.trials.target import FEWEST, GIVEN_UP, Train, learn
 
 
 def learning(run: Run, train: Train | None, seeds: int) -> None:
@@ -58,7 +59,7 @@ def _teach(run: Run, proposal: Proposal, train: Train, seeds: int) -> Compared:
     """One change of learning beside the best so far, over seeds."""
     assert run.pool is not None
     best, since_s = run.pool.best, run.store.spent_s
-    run.trying(proposal, f", {seeds} seeds to {run.first.goal.bits_per_byte:g}")
+    run.trying(proposal, f", at most {seeds} seeds to {run.first.goal.bits_per_byte:g}")
     found = _to_target(run, best.plan, proposal.plan, train, seeds)
     run.learning_s = run.store.spent_s - since_s
     run.note(proposal, found, "learning", since_s)
@@ -84,12 +85,14 @@ def _settle(run: Run, train: Train) -> None:
     if found.verdict == "cut":
         run.tell(f"       not done, the changes stay provisional: {found.reason}")
         return
-    _keep(run, found, GIVEN_UP)
+    _keep(run, found)
     if found.verdict != "worse" or found.won:
         return
     if found.ratio is not None and found.ratio.value * (1 + run.rules.margin) >= 1:
         return
-    run.undo(kept, f"the first plan is sooner at the target with {GIVEN_UP} of {GIVEN_UP} seeds")
+    run.undo(
+        kept, f"the first plan is sooner at the target with {found.seeds} of {found.seeds} seeds"
+    )
 
 
 def whole_way(run: Run, train: Train, seeds: int) -> None:
@@ -102,17 +105,17 @@ def whole_way(run: Run, train: Train, seeds: int) -> None:
         run.tell(f"       the first plan beside the last, not done: {found.reason}")
         return
     run.went_whole, run.target = True, None
-    _keep(run, found, seeds)
+    _keep(run, found)
     if found.ratio is None:
         run.tell(f"       {run.missed}")
 
 
-def _keep(run: Run, found: Compared, seeds: int) -> None:
+def _keep(run: Run, found: Compared) -> None:
     """What came of the first plan beside the best: a ratio, or words where none is known."""
     if found.ratio is None:
         run.missed = f"the first plan beside the last, to the target: {found.reason}"
         return
-    missed = seeds - found.ratio.n
+    missed = found.seeds - found.ratio.n
     better = found.verdict == "better"
     run.target = Target(found.ratio, True, found.before_s, found.after_s, missed, better)
 
@@ -126,20 +129,39 @@ def _to_target(run: Run, first: Plan, second: Plan, train: Train, seeds: int) ->
     )  # fmt: skip
     if found.before_s is not None and isfinite(found.before_s):
         run.run_s = found.before_s
+    if found.verdict == "not shown":
+        return replace(found, reason=f"{found.reason}: {_would_show(run, found, began_s, seeds)}")
     if found.verdict != "cut":
         return found
     run.unreached = run.run_s is None
     run_s, how = run.run_to_target_s()
-    runs_s, limit_s = 2 * seeds * (run_s or 0.0), max(limit_s, run.store.late_s)
+    runs_s, limit_s = 2 * FEWEST * (run_s or 0.0), max(limit_s, run.store.late_s)
     does = "would do" if run.run_s else "would do, or fewer where it takes less"
     known_s = (run_s or 0.0) if run.unreached else runs_s
     if known_s > limit_s:  # else it took longer than that
-        how = f"{how}, {2 * seeds} such runs would take {format_seconds(runs_s)}: "
+        how = f"{how}, {2 * FEWEST} such runs would take {format_seconds(runs_s)}: "
     else:
         how = f"{how}, and it took longer: " if how else ""
         runs_s, does = 2 * limit_s, "gives it twice as long"
+    minutes = _minutes(run, began_s, runs_s)
+    told = f"{found.reason}; {how}--minutes {minutes} {does}, and the same command goes on"
+    return replace(found, reason=told)
+
+
+def _would_show(run: Run, found: Compared, began_s: float, seeds: int) -> str:
+    """The command that should show what looks better, where one is known."""
+    if found.enough is None or found.before_s is None or found.after_s is None:
+        return "more seeds than anybody has"
+    pair_s = found.before_s + found.after_s
+    minutes = _minutes(run, began_s, found.enough * pair_s)
+    more = f"--seeds {found.enough} " if found.enough > seeds else ""
+    each = f"a seed of both takes {format_seconds(pair_s)}"
+    return f"{each}: {more}--minutes {minutes} should do, and the same command goes on"
+
+
+def _minutes(run: Run, began_s: float, runs_s: float) -> int:
+    """Whole minutes in which runs end that begin after so long and take so long; it is noted."""
     least_s = runs_s / (1 - run.share) if run.up and run.share < 1 else 0.0
     minutes = ceil(max(began_s + runs_s, least_s) / 60)
     run.needed.append(minutes)
-    told = f"{found.reason}; {how}--minutes {minutes} {does}, and the same command goes on"
-    return replace(found, reason=told)
+    return minutes

@@ -29,7 +29,8 @@ from headrace.report.words import NOT_MEASURED, dollars, seconds, whole
 from headrace.trials.path import PAGE, UNMEASURED, Tuned, command, named
 from headrace.trials.step import Step, told
 
-TONES = {"kept": "good", "reverted": "plain", "refused": "bad", "not tried": "plain"}
+TONES = {"kept": "good", "reverted": "plain", "not shown": "plain", "refused": "bad",
+         "not tried": "plain"}  # fmt: skip
 FOR = {"time": "the time of a step", "money": "money", "memory": "peak memory",
        "quality": "the time to a target"}  # fmt: skip
 STAGES = {"screen": "screened", "accept": "measured whole", "learning": "over seeds",
@@ -205,7 +206,7 @@ def _chart(tuned: Tuned) -> Safe:
         y_label=what,
     )  # fmt: skip
     marks = [(swatch("c0", "line"), "best so far"), (swatch("c2", "dot"), "kept"),
-             (swatch("c1", "dot"), "reverted")]  # fmt: skip
+             (swatch("c1", "dot"), "not kept")]  # fmt: skip
     return tag("div", figure("Each plan that was measured, when", chart), legend(marks))
 
 

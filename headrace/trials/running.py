@@ -34,7 +34,9 @@ with 0.6 of them (turns.FITS)."""
 SOONER = 0.5
 """Of the seconds that the first pair took before its timed steps may be enough for the next: then
 caches are warm, and a process runs. Later ones say it themselves."""
-VERDICTS: dict[str, Became] = {"better": "kept", "refused": "refused", "cut": "not tried"}
+VERDICTS: dict[str, Became] = {
+    "better": "kept", "not shown": "not shown", "refused": "refused", "cut": "not tried",
+}  # fmt: skip
 """What becomes of a plan; reverted, else."""
 MEASURED = ("ratio", "memory", "loss", "noise", "steps", "before_s", "after_s", "peak_bytes")
 """What a row has of what was compared."""

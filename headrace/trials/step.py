@@ -6,7 +6,7 @@ from typing import Literal
 from headrace.core.statistics import Interval
 from headrace.trials.kinds import Kind
 
-Became = Literal["kept", "reverted", "refused", "not tried"]
+Became = Literal["kept", "reverted", "not shown", "refused", "not tried"]
 Stage = Literal["screen", "accept", "learning", "none"]
 
 
@@ -17,7 +17,8 @@ class Step:
     Args:
         number: from 1.
         changes: that made it of the best so far, in words.
-        verdict: what became of it.
+        verdict: what became of it; "not shown" looked better, and is not kept: what was measured
+            could not show that it is, or that it learns the same.
         reason: why.
         stage: "screen" and "accept" were measured, "learning" was trained over seeds.
         equality: what it does to learning.

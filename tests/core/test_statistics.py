@@ -13,12 +13,16 @@ from headrace.core.statistics import (
     coverage,
     drifted,
     kendall_tau,
+    look_error,
     median_absolute_error,
     order_abba,
     paired_ratio,
     regret,
     relative_errors,
     seeds_better,
+    seeds_enough,
+    seeds_error,
+    seeds_ratio,
     t_two_sided,
     wilson,
 )
@@ -104,43 +108,125 @@ def test_tuning_is_paid_back() -> None:
 # --- seeds -----------------------------------------------------------------------------------
 
 
-def test_seeds_are_paired() -> None:
-    theirs = [100.0, 200.0, 50.0, 400.0, 80.0]
+def times(logs: object) -> list[float]:
+    """Seconds to the target of one plan, by their logarithms."""
+    return [10 * math.exp(log) for log in logs]  # type: ignore[attr-defined]
+
+
+def test_two_samples_of_two_seeds_have_two_degrees_of_freedom() -> None:
+    """The spread is 0.0707 of either side, so t is its gain over that; t(2) of 0.01 is 6.965."""
+    theirs = times([0.0, 0.1])
+    for gain, sure in ((0.49, False), (0.50, True)):
+        ours = times([-gain, 0.1 - gain])
+        assert (seeds_error(ours, theirs) < 0.01) == sure
+        assert seeds_better(ours, theirs, 2) == sure and not seeds_better(theirs, ours, 2)
+    found = seeds_ratio(times([-0.5, -0.4]), theirs)  # t(2) of 0.95 is 4.303
+    assert found is not None and found.n == 2
+    assert math.log(found.low) == pytest.approx(0.5 - 4.3027 * 0.0707107, rel=1e-4)
+
+
+def test_pairs_count_from_five_seeds_on() -> None:
+    theirs = [100.0, 200.0, 50.0, 400.0, 80.0]  # an hour in which the machine was slow
     ours = [90.0, 184.0, 45.5, 356.0, 72.0]  # each 8% to 11% less
-    assert seeds_better(ours, theirs)
-    assert not seeds_better(ours, theirs[::-1])  # the same numbers, other pairs
-    assert not seeds_better(theirs, ours)
-    # logs of 1.02, 1.02, 1.02, 1.02 / 1.05: t is 0.62, and t(3) 2.353
-    assert not seeds_better([1.0, 1.0, 1.0, 1.05], [1.02] * 4, 0.95)
+    assert seeds_better(ours, theirs, 5)
+    assert not seeds_better(ours, theirs[::-1], 5)  # the same numbers, other pairs
+    assert not seeds_better(theirs, ours, 5) and not seeds_better(ours[:4], theirs[:4], 4)
+    found = seeds_ratio(ours, theirs)
+    assert found is not None and 1.05 < found.low < found.value < found.high < 1.2
 
 
-def test_a_threshold_of_t() -> None:
-    gains = [0.0, 0.1, 0.2]  # t = 0.1 / (0.1 / sqrt 3) = 1.732; one side of t(2): 0.9 1.886
-    ours, theirs = [1.0] * 3, [math.exp(gain) for gain in gains]
-    assert not seeds_better(ours, theirs, 0.90) and seeds_better(ours, theirs, 0.88)
+def test_seeds_that_happen_to_lie_close_are_not_believed() -> None:
+    """Two runs may end at the same evaluation; 2% is the least that seeds are taken to differ."""
+    assert not seeds_better([9.0] * 2, [10.0] * 2, 2)  # t is 0.105 / 0.02
+    assert seeds_better([8.0] * 2, [10.0] * 2, 2)
+    assert seeds_better([9.0] * 3, [10.0] * 3, 3)
 
 
-def test_what_does_nothing_is_rarely_better() -> None:
-    draw, accepted = random.Random(1), 0
-    for _ in range(2000):
-        ours, theirs = ([draw.lognormvariate(0, 0.1) for _ in range(5)] for _ in range(2))
-        accepted += seeds_better(ours, theirs, 0.95)
-    assert 0.035 < accepted / 2000 < 0.065
+def test_the_looks_share_the_error() -> None:
+    for most in (1, 2, 3, 5, 7, 20):
+        shares = [look_error(n, most, 0.01) for n in range(1, most + 1)]
+        assert sum(shares) == pytest.approx(0.01) and shares[-1] > 0
+    assert [look_error(n, 7, 1.0) for n in range(1, 8)] == pytest.approx(
+        [0, 0.4, 0.25, 0, 0.1, 0, 0.25]
+    )
+
+
+def accepted_share(
+    draws: int, gain: float, ours: float, theirs: float, hour: float = 0.0
+) -> tuple[float, float]:
+    """The share of changes that seven seeds show, and the mean seeds that those took.
+
+    Args:
+        draws: changes.
+        gain: of each, the logarithm of the time before over after.
+        ours: standard deviation of a run's logarithm with the change.
+        theirs: without.
+        hour: of what both runs of a pair share.
+    """
+    draw, taken = random.Random(1), []
+    for _ in range(draws):
+        one: list[float] = []
+        two: list[float] = []
+        for seed in range(1, 8):
+            both = draw.gauss(0, hour)
+            one += times([both + draw.gauss(0, theirs)])
+            two += times([both + draw.gauss(-gain, ours)])
+            if seeds_better(two, one, 7):
+                taken.append(seed)
+                break
+    return len(taken) / draws, sum(taken) / max(1, len(taken))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "hour", "most"),
+    [(0.1, 0.1, 0.0, 0.01), (0.1, 0.05, 0.0, 0.01), (0.05, 0.05, 0.1, 0.01)],
+    ids=["alike", "twice as wide", "the machine drifts"],
+)  # fmt: skip
+def test_what_does_nothing_is_shown_once_in_a_hundred_at_most(
+    ours: float, theirs: float, hour: float, most: float
+) -> None:
+    """Of 4,000 changes that gain nothing; two standard errors of such a share are 0.003."""
+    share, _ = accepted_share(4000, 0.0, ours, theirs, hour)
+    assert share <= most + 0.003
+
+
+@pytest.mark.parametrize(
+    ("ratio", "spread", "least", "seeds"),
+    [(1.75, 0.04, 0.999, 2.3), (1.75, 0.08, 0.999, 3.1), (1.2, 0.04, 0.95, 4.5),
+     (1.1, 0.04, 0.6, 7.0)],
+)  # fmt: skip
+def test_few_seeds_show_a_large_effect(
+    ratio: float, spread: float, least: float, seeds: float
+) -> None:
+    share, taken = accepted_share(1000, math.log(ratio), spread, spread)
+    assert share >= least and taken <= seeds
+
+
+def test_the_seeds_that_should_show_a_gain() -> None:
+    """Simulated: with as many, four of five times it is shown at the last look."""
+    spread, gain = 0.05, 0.12
+    theirs = times([-spread / math.sqrt(2), spread / math.sqrt(2)])
+    enough = seeds_enough([t * math.exp(-gain) for t in theirs], theirs)
+    assert enough == 7
+    draw, shown = random.Random(1), 0
+    for _ in range(1000):
+        one, two = (times([draw.gauss(m, spread) for _ in range(enough)]) for m in (0, -gain))
+        shown += seeds_error(two, one) < look_error(enough, enough, 0.01)
+    assert 0.7 < shown / 1000 < 0.92
+    assert seeds_enough(theirs, theirs) is None and seeds_enough([9.99] * 2, [10.0] * 2) is None
 
 
 def test_failures_are_infinitely_slow() -> None:
     fine, slower = [1.0, 1.1, 0.9, 1.05, 0.95], [1.5, 1.7, 1.3, 1.6, 1.4]
-    assert seeds_better(fine, slower)
-    assert not seeds_better([*fine[:4], INF], slower)  # ours failed alone
-    assert seeds_better([*fine, INF], [*slower, INF])  # both: tells nothing
-    assert seeds_better(fine, [*slower[:4], INF])  # theirs alone: a win
-    assert not seeds_better(slower, [*fine[:4], INF])  # one win without a size, four losses
-    assert seeds_better(fine, [INF] * 5, 0.95)  # 1 of 32
-    assert not seeds_better(fine[:4], [INF] * 4, 0.95)  # 1 of 16
-    sized = [1.05, 1.35, INF, INF, INF, INF]  # t(1) is 1.3: the sign test's 1 of 64 decides
-    assert seeds_better([1.0] * 6, sized, 0.95) and not seeds_better([1.0] * 6, sized, 0.97)
-    assert not seeds_better([INF] * 5, [INF] * 5, 0.5)
-    assert not seeds_better([9.0] * 3, [10.0] * 3, 0.95)  # no spread: 1 of 8
+    assert seeds_better(fine, slower, 5)
+    assert seeds_error([*fine[:4], INF], slower) == 1  # ours failed alone
+    assert seeds_error([*fine, INF], [*slower, INF]) == seeds_error(fine, slower)  # tells nothing
+    assert seeds_error(fine, [*slower[:4], INF]) < 0.01  # theirs alone: a win
+    assert seeds_error(slower, [*fine[:4], INF]) > 0.1  # one win without a size, four losses
+    assert seeds_error(fine, [INF] * 5) == 2 / 32 and seeds_error([INF] * 5, [INF] * 5) == 1
+    sized = [1.05, 1.35, INF, INF, INF, INF]  # the sign test's 1 of 64 decides
+    assert seeds_error([1.0] * 6, sized) == 2 / 64
+    assert seeds_ratio([INF, 1.0], [1.0, INF]) is None
 
 
 # --- how right it was ------------------------------------------------------------------------
@@ -184,8 +270,9 @@ def test_regret_is_of_the_pick_and_luck_is_no_merit() -> None:
         lambda: paired_ratio([], []),
         lambda: paired_ratio([[1.0, 0.0, 0.0]], [[1.0]]),
         lambda: paired_ratio([1.0, 1.1], [1.0, 1.0], 95),
-        lambda: seeds_better([math.nan, 1.0], [INF, 1.0]),
-        lambda: seeds_better([1.0], [1.0], 1.0),
+        lambda: seeds_error([math.nan, 1.0], [INF, 1.0]),
+        lambda: seeds_better([1.0], [1.0], 1, 1.0),
+        lambda: seeds_better([1.0] * 3, [1.0] * 3, 2),
         lambda: relative_errors([1.0], [0.0]),
         lambda: wilson(3, 2),
         lambda: wilson(0, 0),

@@ -23,7 +23,7 @@ from headrace.trials.path import PAGE, PATH, PLAN, TRIALS, Tuned
 from headrace.trials.proposals import Pool
 from headrace.trials.readings import Reading
 from headrace.trials.store import Store
-from headrace.trials.target import SEEDS
+from headrace.trials.target import FEWEST
 from headrace.trials.tune import tune
 from headrace.trials.worker import Worker
 
@@ -289,7 +289,7 @@ def test_learning_is_compared_by_seeds_to_a_target_or_refused(
     def train(run: Plan, limit_s: float) -> Reading:
         trained.append(run)
         factor = 0.8 if "z_loss" in run.techniques else 1.3 if "muon" in run.techniques else 1.0
-        return Reading(seconds=[(10 + run.seed) * factor])
+        return Reading(seconds=[(10 + 0.1 * run.seed) * factor])
 
     sources = machine.sources([])
     both = [machine.proposal(p, None) for p in (worse, better)]
@@ -300,9 +300,9 @@ def test_learning_is_compared_by_seeds_to_a_target_or_refused(
     aimed = plan.replaced(goal=plan.goal.model_copy(update={"bits_per_byte": 2.0}))
     tuned = go(machine, aimed, sources=sources, aim="quality", train=train)
     assert [s.verdict for s in tuned.path] == ["reverted", "kept"]
-    assert len([r for r in trained if "muon" in r.techniques]) == 2  # given up after two
-    assert {r.seed for r in trained} == {*range(SEEDS)}
-    assert len([r for r in trained if not r.techniques]) == SEEDS  # the base once for each seed
+    assert len([r for r in trained if "muon" in r.techniques]) == 1  # clearly lost
+    assert {r.seed for r in trained} == {*range(FEWEST)}
+    assert len([r for r in trained if not r.techniques]) == FEWEST  # the base once for each seed
 
 
 def test_what_learning_kept_is_not_undone_by_what_comes_after(Machine: Any, plan: Plan) -> None:

@@ -19,7 +19,7 @@ from headrace.trials.page import write_tune_page
 from headrace.trials.path import TRIALS, Tuned, dumps
 from headrace.trials.readings import NOT_DONE, Reading
 from headrace.trials.store import Store
-from headrace.trials.target import SEEDS, judge_seeds, trimmed
+from headrace.trials.target import FEWEST, trimmed
 from headrace.trials.tune import tune
 
 FAST, LEARNS = "fused_rope", "z_loss"
@@ -66,13 +66,13 @@ def test_the_whole_way_to_the_target_is_measured_and_the_bill_is_in_runs(
     machine = Machine({FAST: 0.8})
     tuned = go(machine, plan, seconds_of(machine))
     assert {*tuned.plan.techniques} == {FAST, LEARNS} and tuned.target is not None
-    assert tuned.target.whole and tuned.target.ratio.n == SEEDS
+    assert tuned.target.whole and tuned.target.ratio.n == FEWEST
     assert tuned.target.ratio.value == pytest.approx(1 / 0.8 / 0.8)
-    saved_s = 0.36 * trimmed([10 * (1 + 0.01 * (seed % 3)) for seed in range(SEEDS)])
+    saved_s = 0.36 * trimmed([10 * (1 + 0.01 * (seed % 3)) for seed in range(FEWEST)])
     assert tuned.break_even_runs == pytest.approx(tuned.seconds / saved_s)
     assert tuned.break_even is None and tuned.seconds == pytest.approx(machine.now_s)
     said = tuned.sentence()
-    assert said.startswith("The target comes 1.56 times as soon (first plan beside last over 7 ")
+    assert said.startswith("The target comes 1.56 times as soon (first plan beside last over 2 ")
     assert "a step is 1.25 times as fast by the changes of execution" in said
     assert f"won back after {int(tuned.seconds / saved_s) + 1} such runs" in said
     told = json.loads(dumps(tuned))
@@ -99,14 +99,6 @@ def test_a_target_that_nothing_brings_sooner_has_no_bill_in_runs(Machine: Any, p
     machine = Machine({FAST: 1.2})
     tuned = go(machine, plan, lambda run: 10.0)
     assert not tuned.kept and tuned.target is None and tuned.break_even_runs is None
-
-
-def test_seeds_must_be_sure_to_one_in_a_hundred() -> None:
-    before = [10.0] * SEEDS
-    after = [9.0, 9.4, 9.9, 8.6, 9.9, 9.0, 9.5]
-    assert judge_seeds(before, after, SEEDS).verdict == "better"
-    assert judge_seeds(before[:5], [9.0, 9.4, 9.95, 8.4, 9.9], 5).verdict == "worse"  # 0.95 is not
-    assert trimmed([1.0, 2.0, 3.0, 4.0, float("inf")]) == 3.0
 
 
 def test_the_aim_is_told_first_and_follows_the_plan(
@@ -188,7 +180,7 @@ def test_what_was_kept_without_a_run_to_the_target_is_provisional_and_says_so(
         assert page.partition("Won back after")[2].partition("never")[1] == ""
         assert json.loads(dumps(tuned))["target_unmeasured"] and tuned.break_even_runs is None
     (told,) = (line for line in lines if "not done" in line)
-    assert "after 0 of 2 seeds, and no run has reached the target yet: the first plan's" in told
+    assert "before a seed of both, and no run has reached the target yet: the first plan's" in told
     assert "not done within 0.5 minutes; --minutes 1 gives it twice as long, and" in told
     assert second.untried == (f"+{LEARNS}",) and len(limits) == 1  # nothing to judge it by
     end = command.told(second, tmp_path)
@@ -196,7 +188,7 @@ def test_what_was_kept_without_a_run_to_the_target_is_provisional_and_says_so(
     machine = Machine({FAST: 0.74})
     store = Store(tmp_path / TRIALS, {}, machine.clock)
     enough = hurried(machine, plan, 12, late(machine, limits, 170.0), store=store)
-    assert not enough.unmeasured and enough.target is not None and enough.target.ratio.n == 2
+    assert not enough.unmeasured and enough.target is not None and enough.target.ratio.n >= 2
     assert not enough.kept[0].provisional
 
 
@@ -206,7 +198,7 @@ def test_one_trial_leaves_time_for_what_is_learned(
     """Of three minutes a plan that compiles for longer gets a half, and says what it needs."""
     limits: list[tuple[float, float]] = []
     machine = Machine({FAST: 0.8}, build_s=55.0)
-    cut = hurried(machine, plan, 3, late(machine, limits, 10.0))
+    cut = hurried(machine, plan, 3, late(machine, limits, 40.0))
     assert limits and limits[0][0] == pytest.approx(90.0) and machine.now_s <= 180
     row = cut.path[0]
     assert row.verdict == "not tried"
@@ -215,8 +207,8 @@ def test_one_trial_leaves_time_for_what_is_learned(
     again = hurried(Machine({FAST: 0.8}, build_s=55.0), plan, 6, late(machine, limits, 10.0))
     assert again.path[0].verdict == "kept"
     short = next(step for step in cut.path if step.stage == "learning")
-    assert "of 7 seeds; one run to 1.1 took 10.2 s, 14 such runs would take 2 min" in short.reason
-    assert "--minutes 5 would do" in short.reason and cut.wanted >= 6
+    assert short.verdict == "not shown" and "time was up after 1 of at most 7" in short.reason
+    assert "a seed of both takes 72.0 s: --minutes 5 should do" in short.reason and cut.wanted >= 6
 
 
 def test_what_a_run_to_the_target_takes_is_told_from_one_and_not_from_the_goals_minutes(
@@ -224,14 +216,14 @@ def test_what_a_run_to_the_target_takes_is_told_from_one_and_not_from_the_goals_
 ) -> None:
     """An hour is what it may take. The pilot's seconds tell, or else the goal's own steps."""
     cases: list[tuple[float, dict[str, Any], str]] = [
-        (60.0, {"minutes": 60},
-         "; one run to 1.1 took 60.0 s, 14 such runs would take 14 min: --minutes 28 would do"),
+        (80.0, {"minutes": 60},
+         "; one run to 1.1 took 80.0 s, 4 such runs would take 5 min: --minutes 11 would do"),
         (9e9, {"minutes": 60},
-         "seeds, and no run has reached the target yet: the first plan's was not done within 2.0 "
+         "of both, and no run has reached the target yet: the first plan's was not done within 2.0 "
          "minutes; --minutes 8 gives it twice as long,"),
         (9e9, {"minutes": 60, "steps": 6000},
-         "; the 6,000 steps of the goal take 10 min at 100 ms each, 14 such runs would take 2 h "
-         "20 min: --minutes 281 would do, or fewer"),
+         "; the 6,000 steps of the goal take 10 min at 100 ms each, 4 such runs would take 40 "
+         "min: --minutes 81 would do, or fewer"),
         (9e9, {"steps": 50},
          "; the 50 steps of the goal take 5.0 s at 100 ms each, and it took longer: "
          "--minutes 8 gives it twice as long,"),
@@ -245,7 +237,7 @@ def test_what_a_run_to_the_target_takes_is_told_from_one_and_not_from_the_goals_
         assert row.stage == "learning" and row.verdict == "not tried"
         assert says in row.reason, row.reason
         assert "1680" not in command.told(tuned, Path()) and tuned.wanted < 300
-        assert tuned.unreached == (run_s > 60)
+        assert tuned.unreached == (run_s > 80)
 
 
 # --- what was kept on few steps ---------------------------------------------------------------
