@@ -29,6 +29,7 @@ from headrace.trials.path import (
     write_plan,
 )
 from headrace.trials.proposals import sources
+from headrace.trials.step import length_of
 from headrace.trials.store import Store, here
 from headrace.trials.target import SEEDS, train_with
 from headrace.trials.tune import tune
@@ -165,7 +166,10 @@ def write(tuned: Tuned, folder: Path) -> None:
 def told(tuned: Tuned, folder: Path) -> str:
     """The end for a reader."""
     lines = [tuned.sentence()]
-    lines += [f"  {step.line()}" for step in tuned.kept]
+    for step in tuned.kept:
+        lines.append(f"  {step.line()}")
+        if bought := step.bought(length_of(tuned.first, step.after_s)):
+            lines.append(f"    it buys {bought}")
     short = []
     if tuned.up and (left := len(tuned.untried)):
         short.append(f"{'1 change was' if left == 1 else f'{left} changes were'} not tried")

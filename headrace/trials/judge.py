@@ -77,6 +77,7 @@ class Compared:
             that to be why.
         screened: a first look showed no gain, and was all.
         ready_s: seconds that building, compiling and warming took.
+        compile_s: by which the second's first steps took longer than as many steady ones.
         seeds: with which both went to the target.
         won: those with which the second was sooner there.
         enough: seeds that should show it; None is not known.
@@ -96,6 +97,7 @@ class Compared:
     drifted: bool = False
     screened: bool = False
     ready_s: float = 0.0
+    compile_s: float | None = None
     seeds: int = 0
     won: int = 0
     enough: int | None = None
@@ -204,7 +206,7 @@ def judge(reading: Reading, kind: Kind, rules: Rules) -> Compared:
         before_s=median(other.seconds), after_s=median(reading.seconds),
         memory=_memory(other, reading, rules), peak_bytes=reading.peak_bytes, loss=off, noise=noise,
         steps=reading.steps, drifted=unsteady(other.seconds, reading.seconds, limit),
-        screened=reading.screened, ready_s=reading.ready_s,
+        screened=reading.screened, ready_s=reading.ready_s, compile_s=reading.compile_s,
     )  # fmt: skip
     if why:
         return replace(found, verdict="different", reason=why)

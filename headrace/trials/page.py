@@ -27,7 +27,7 @@ from headrace.report.page import (
 )
 from headrace.report.words import NOT_MEASURED, dollars, seconds, whole
 from headrace.trials.path import PAGE, UNMEASURED, Tuned, command, named
-from headrace.trials.step import Step, told
+from headrace.trials.step import Step, length_of, told
 
 TONES = {"kept": "good", "reverted": "plain", "not shown": "plain", "refused": "bad",
          "not tried": "plain"}  # fmt: skip
@@ -163,6 +163,8 @@ def _rungs(tuned: Tuned) -> Safe:
         by = "" if step.ratio is None else f": {told(step.ratio)}"
         by += ", provisional" if step.provisional else ""
         by += " to the target" if step.stage == "learning" else ""
+        bought = step.bought(length_of(tuned.first, step.after_s))
+        by += f"; it buys {bought}" if bought else ""
         names.append(join((*_codes(step.changes), muted(f"trial {step.number}{by}"))))
     rows = [
         (name, f"{speed:.2f}", bar(speed / max(speeds), "c0"))

@@ -166,7 +166,7 @@ class _Side:
 
     def warm(self, steps: int) -> None:
         """Steps before the timed ones; the first with targets is asked for techniques' proof."""
-        told = None
+        told, began_s = None, time.monotonic()
         while told is None or self.index < max(steps, SAME):
             if self.index < SAME:
                 watch(self.build, self.found.firsts.append)
@@ -177,6 +177,8 @@ class _Side:
                     told = evidence_after(self.build, self.numbers[-1], last=last)
                 self.steady_s = time.monotonic()
         self.found.evidence = told
+        late_s = time.monotonic() - began_s - self.index * self.step_s
+        self.found.compile_s = max(0.0, late_s)
 
     def once(self) -> None:
         """A step that is not timed, but for what is planned with."""

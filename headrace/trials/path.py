@@ -13,7 +13,7 @@ from headrace.core.plan import Plan
 from headrace.core.statistics import Interval, break_even_steps
 from headrace.core.units import format_seconds
 from headrace.trials.judge import Aim
-from headrace.trials.step import Step, told
+from headrace.trials.step import Length, Step, length_of, told
 from headrace.trials.turns import ACCEPT
 
 PLAN, PATH, PAGE, TRIALS = "tuned.toml", "path.json", "tune.html", "trials.jsonl"
@@ -149,20 +149,9 @@ class Tuned:
         return break_even_steps(self.seconds, self.before_s, self.now_s)
 
     @property
-    def horizon(self) -> tuple[float, str] | None:
-        """Steps after which the tuned plan's own budgets end it, and that in words.
-
-        None where nothing but a target does. Dollars are hours at the plan's price.
-        """
-        goal, step_s = self.first.goal, self.now_s
-        price, ends = self.first.hardware.dollars_per_hour, []
-        if (steps := self.first.goal_steps) is not None:
-            ends.append((float(steps), f"{steps:,} steps"))
-        minutes = [(goal.minutes, f"{goal.minutes:g} minutes")] if goal.minutes else []
-        if goal.dollars and price:
-            minutes.append((60 * goal.dollars / price, f"${goal.dollars:,.2f}"))
-        ends += [(60 * long / step_s, told) for long, told in minutes if step_s]
-        return min(ends, default=None)
+    def length(self) -> Length | None:
+        """When a run of the tuned plan ends by its budgets or its schedule."""
+        return length_of(self.first, self.now_s)
 
     @property
     def break_even_runs(self) -> float | None:
@@ -229,9 +218,17 @@ class Tuned:
             "provisional": [list(step.changes) for step in self.provisional],
             "tuning_s": self.seconds, "tuning_dollars": self.dollars,
             "break_even_steps": self.break_even, "break_even_runs": self.break_even_runs,
-            "horizon_steps": None if self.horizon is None else self.horizon[0],
-            "path": [asdict(step) for step in self.path],
+            "horizon_steps": None if self.length is None else self.length.steps,
+            "path": [self._row(step) for step in self.path],
             "left": list(self.left), "time_was_up": self.up, "interrupted": self.interrupted,
+        }  # fmt: skip
+
+    def _row(self, step: Step) -> dict[str, Any]:
+        """A trial as JSON values, with what it bought where it was kept."""
+        length = length_of(self.first, step.after_s)
+        return {
+            **asdict(step), "saved_s": step.saved_s, "break_even_steps": step.break_even,
+            "worth": step.worth(length), "bought": step.bought(length),
         }  # fmt: skip
 
     @property
@@ -292,8 +289,8 @@ class Tuned:
     @property
     def beyond(self) -> str:
         """What the plan ends after, where that is before its own steps won the tuning time back."""
-        steps, ends = self.break_even, self.horizon
-        return "" if steps is None or ends is None or steps <= ends[0] else ends[1]
+        steps, ends = self.break_even, self.length
+        return "" if steps is None or ends is None or steps <= ends.steps else ends.ends
 
     @property
     def bill(self) -> str:

@@ -76,6 +76,8 @@ class Reading:
     ready_s: float = 0.0
     screened: bool = False
     """of a pair: steps timed of each, seconds before them, no gain at a first look"""
+    compile_s: float = 0.0
+    """by which a plan's first steps took longer than as many steady ones, where two are timed"""
     tokens_per_s: float | None = None
     """of a run, once it is steady"""
     by_host: bool = False

@@ -12,6 +12,7 @@ from statistics import median
 from headrace.changes import difference
 from headrace.core.plan import Plan
 from headrace.core.statistics import Interval
+from headrace.core.technique import Stage as Compile
 from headrace.core.units import format_seconds
 from headrace.trials.judge import Compared, Rules, compare
 from headrace.trials.kinds import kind_of
@@ -19,7 +20,7 @@ from headrace.trials.pairs import Measure
 from headrace.trials.path import UNMEASURED, Target, Tuned
 from headrace.trials.proposals import Pool, Proposal, Sources
 from headrace.trials.readings import why
-from headrace.trials.step import Became, Stage, Step
+from headrace.trials.step import Became, Stage, Step, length_of
 from headrace.trials.store import Store, fingerprint
 from headrace.trials.target import GIVEN_UP
 from headrace.trials.turns import ACCEPT, FITS, LOOK, PAIR_STEPS, Size
@@ -83,6 +84,8 @@ class Run:
         """likewise the time to the target, seed for seed"""
         self.went_whole = False
         """whether both went to it: what the kept changes multiply to tells nothing then"""
+        self.compile_s: dict[str, float] = {}
+        """fingerprint of a plan -> by which its first steps took longer than steady ones"""
         self.kept_of: dict[int, tuple[Proposal, Proposal]] = {}
         """number of a change that was kept -> the best before it, and with it"""
         self.sources: Sources
@@ -210,6 +213,7 @@ class Run:
         if kept:
             self.kept_of[len(self.path) + 1] = best, proposal
         told = {name: getattr(found, name) for name in MEASURED}
+        told["compile_s"] = self.compiled(best, proposal, found.compile_s)
         self.row(Step(
             len(self.path) + 1, difference(best.plan, proposal.plan),
             VERDICTS.get(found.verdict, "reverted"), reason, stage,
@@ -227,15 +231,33 @@ class Run:
             return None
         return proposal.foresight.peak_bytes / before
 
+    def compiled(self, best: Proposal, proposal: Proposal, compile_s: float | None) -> float | None:
+        """Seconds that a run with the change compiles longer than one without it.
+
+        What the plan before it takes is known where that compiles nothing, or was measured as the
+        second of a pair: the first of one finds in the process what the second compiled.
+        """
+        if compile_s is None:
+            return None
+        compiles = any(t.stage is Compile.COMPILE for t in best.plan.techniques.values())
+        before_s = self.compile_s.get(fingerprint(best.plan), None if compiles else 0.0)
+        self.compile_s.setdefault(fingerprint(proposal.plan), compile_s)
+        return None if before_s is None else max(0.0, compile_s - before_s)
+
     def row(self, step: Step) -> None:
         """It joins the path, and is told."""
         self.path.append(step)
+        self._line(step)
+
+    def _line(self, step: Step) -> None:
         self.tell(f"       {step.line()}")
+        if bought := step.bought(length_of(self.first, step.after_s)):
+            self.tell(f"       it buys {bought}")
 
     def again(self, step: Step) -> None:
         """A row of the path is another now, and is told."""
         self.path[step.number - 1] = step
-        self.tell(f"       {step.line()}")
+        self._line(step)
 
     def undo(self, steps: Sequence[Step], reason: str) -> None:
         """Changes that were kept last are not, and the plan before them is the best again."""

@@ -1,13 +1,18 @@
 """A plan that was tried, as a row of the tuner's way."""
 
 from dataclasses import dataclass
+from math import ceil, isfinite
 from typing import Literal
 
-from headrace.core.statistics import Interval
+from headrace.core.plan import Plan
+from headrace.core.statistics import Interval, break_even_steps
+from headrace.core.units import format_seconds
 from headrace.trials.kinds import Kind
 
 Became = Literal["kept", "reverted", "not shown", "refused", "not tried"]
 Stage = Literal["screen", "accept", "learning", "none"]
+COMPILES_S = 0.5
+"""Seconds of compiling from which a reader is told when they are won back."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,8 @@ class Step:
         before_s, after_s: seconds of a step (or to the target).
         peak_bytes: allocated.
         plan_sha256: of the plan that was tried.
+        compile_s: by which the first steps of a run take longer with the change than without it;
+            None is not known.
         provisional: kept on fewer steps than are wanted, for there was no time for more, or for a
             target that no run went to.
     """
@@ -62,11 +69,57 @@ class Step:
     provisional: bool = False
     predicted_speed: float | None = None
     predicted_memory: float | None = None
+    compile_s: float | None = None
 
     @property
     def foretold(self) -> float | None:
         """What was predicted in the unit of `ratio`; of a time to a target nothing is."""
         return None if self.stage == "learning" else self.predicted_speed
+
+    @property
+    def saved_s(self) -> float | None:
+        """Seconds that the change saves of each step; None where that was not measured."""
+        if self.stage == "learning" or self.ratio is None or self.before_s is None:
+            return None
+        return self.before_s * (1 - 1 / self.ratio.value)
+
+    @property
+    def break_even(self) -> float | None:
+        """Steps after which its compiling is won back; None where it saves or compiles nothing."""
+        if not self.saved_s or self.saved_s < 0 or self.compile_s is None:
+            return None
+        return break_even_steps(self.compile_s, self.saved_s, 0.0)
+
+    def worth(self, length: "Length | None") -> bool | None:
+        """Whether a run of that length wins its compiling back; None where that is not known."""
+        if self.break_even is None or length is None:
+            return None
+        return self.break_even <= length.steps
+
+    def bought(self, length: "Length | None") -> str:
+        """What a kept change buys, and when its compiling is won back; "" of one that bought none.
+
+        Args:
+            length: of a run of the plan with the change.
+        """
+        if self.verdict != "kept":
+            return ""
+        if self.stage == "learning":
+            one_s, two_s = self.before_s, self.after_s
+            if one_s is None or two_s is None or not (isfinite(one_s) and isfinite(two_s)):
+                return ""
+            return f"{format_seconds(two_s)} to the target, where {format_seconds(one_s)} were"
+        if not self.saved_s or self.saved_s < 0:
+            return ""
+        told = f"{format_seconds(self.saved_s)} of each step"
+        if self.break_even is None or self.compile_s is None or self.compile_s < COMPILES_S:
+            return told
+        told += f"; {format_seconds(self.compile_s)} of compiling are won back after "
+        told += f"{ceil(self.break_even):,} steps"
+        if length is None:
+            return told
+        worth = "worth it" if self.worth(length) else "not worth it for this run alone"
+        return f"{told}, and this run {length.words}: {worth}"
 
     def line(self) -> str:
         """It in a line; where memory is the aim the ratio of time is named."""
@@ -75,6 +128,43 @@ class Step:
         found = "" if self.ratio is None else f" {name}{told(self.ratio)}{said},"
         verdict = f"{self.verdict} provisionally" if self.provisional else self.verdict
         return f"{verdict}: {' '.join(self.changes)}:{found} {self.reason}".replace("\n", " ")
+
+
+@dataclass(frozen=True)
+class Length:
+    """How long a plan's run is.
+
+    Args:
+        steps: after which it ends at the latest.
+        words: what ends it, as the end of a sentence: "is 2,000 steps".
+        ends: likewise in few words: "2,000 steps".
+    """
+
+    steps: float
+    words: str
+    ends: str
+
+
+def length_of(plan: Plan, step_s: float | None) -> Length | None:
+    """When a plan's own budgets or its schedule end it; None where nothing but a target does.
+
+    Past the end of a schedule the rate falls no more, and what the plan describes is over.
+
+    Args:
+        plan: the run.
+        step_s: seconds of its step; without them budgets of time and money end nothing.
+    """
+    goal, price, ends = plan.goal, plan.hardware.dollars_per_hour, []
+    for steps in (plan.goal_steps, plan.schedule.steps if plan.schedule.kind != "constant" else 0):
+        if steps:
+            ends.append(Length(float(steps), f"is {steps:,} steps", f"{steps:,} steps"))
+    minutes = [(goal.minutes, f"{goal.minutes:g} minutes")] if goal.minutes else []
+    if goal.dollars and price:
+        minutes.append((60 * goal.dollars / price, f"${goal.dollars:,.2f}"))
+    for long, told in minutes if step_s else []:
+        steps = 60 * long / (step_s or 1.0)
+        ends.append(Length(steps, f"is {told}, some {steps:,.0f} steps", told))
+    return min(ends, key=lambda one: one.steps, default=None)
 
 
 def told(ratio: Interval) -> str:

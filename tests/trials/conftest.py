@@ -151,6 +151,7 @@ class Made:
         machine.now_s += machine.build_s
         for name in plan.techniques:
             machine.now_s += machine.compile_s.get(name, 0.0)
+            self.found.compile_s += machine.compile_s.get(name, 0.0)
             machine.compile_s[name] = machine.compile_s.get(name, 0.0) / 2
 
     def run(self, blocks: int, steps: int) -> None:

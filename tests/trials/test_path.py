@@ -1,6 +1,7 @@
 """The bill of a tuning: when it is won back, and what it cost."""
 
 import json
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def test_what_the_plan_ends_before_does_not_pay_for_it_alone(
     plan: Plan, goal: dict[str, float], ends: str, tmp_path: Path
 ) -> None:
     """Steps of half a second, 200 of which win 100 s back; an hour costs 60 dollars."""
-    run = plan.replaced(goal=goal, hardware={"dollars_per_hour": 60.0}, schedule={"steps": 9})
+    run = plan.replaced(goal=goal, hardware={"dollars_per_hour": 60.0}, schedule={"steps": 999})
     row = Step(1, ("+fused_rope",), "kept", "better", "accept", ratio=TWICE)
     found = tuned(run, path=(row,))
     said = f"The tuning does not pay for this plan alone, which ends after {ends}; it would be "
@@ -55,6 +56,35 @@ def test_what_the_plan_ends_before_does_not_pay_for_it_alone(
     page = write_tune_page(found, tmp_path).read_text()
     assert (f"; this plan alone ends after {ends}" in page) == bool(ends)
     assert ("this plan alone" in page) == bool(ends)
+
+
+def test_a_run_is_over_where_its_schedule_is(plan: Plan) -> None:
+    run = plan.replaced(goal={"minutes": 60}, schedule={"steps": 199})
+    assert tuned(run).beyond == "199 steps"
+    constant = run.schedule.model_copy(update={"kind": "constant"})
+    assert tuned(run.replaced(schedule=constant)).beyond == ""
+
+
+@pytest.mark.parametrize(
+    ("compile_s", "steps", "said"),
+    [(12.0, 2000, "12.0 s of compiling are won back after 24 steps, and this run is 2,000 steps: "
+      "worth it"),
+     (12.0, 23, "24 steps, and this run is 23 steps: not worth it for this run alone"),
+     (0.1, 2000, "500 ms of each step"), (None, 2000, "500 ms of each step")],
+)  # fmt: skip
+def test_a_kept_change_says_what_it_bought_and_whether_its_compiling_pays(
+    plan: Plan, compile_s: float | None, steps: int, said: str, tmp_path: Path
+) -> None:
+    run = plan.replaced(goal={"steps": steps}, schedule={"steps": steps})
+    row = Step(1, ("+torch_compile",), "kept", "better", "accept", ratio=TWICE, before_s=1.0,
+               after_s=0.5, compile_s=compile_s)  # fmt: skip
+    found = tuned(run, path=(row,))
+    assert row.bought(found.length).endswith(said)
+    assert "it buys 500 ms of each step" in write_tune_page(found, tmp_path).read_text()
+    (told,) = json.loads(dumps(found))["path"]
+    assert told["bought"] == row.bought(found.length) and told["saved_s"] == 0.5
+    assert told["worth"] == (None if compile_s is None else steps != 23)
+    assert not replace(row, verdict="reverted").bought(found.length)
 
 
 def test_a_tuning_costs_its_seconds_of_an_hour(plan: Plan) -> None:
