@@ -150,6 +150,9 @@ class Technique(Strict, Generic[B]):
     """Whether `predict` also says what it does to a step's time, or it does nothing to it."""
     symptoms: ClassVar[tuple[str, ...]] = ()
     """The doctor's findings that this technique is a remedy for, in the words of symptoms.py."""
+    token_share: ClassVar[float] = 1.0
+    """Share of the tokens to a loss that it needs by its card's source; 1 claims nothing. A tuner
+    tries first what promises most by it and by the time of a step."""
     settled: ClassVar[tuple[str, ...]] = ()
     """Knobs that no search turns, since they are for tests, or say what a user accepts."""
 

@@ -13,7 +13,7 @@ plenty, and what the clock has cut off takes all that shares a word with it to t
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from math import log
+from math import log, log2, prod
 from statistics import median
 from typing import Any, Protocol
 
@@ -48,8 +48,18 @@ ROUNDING = 0.2
 NO_TIME = ("memory capacity", "fragmentation", "instability", "recipe", "silent no-op")
 """Symptoms of what makes no steady step shorter where it fits anyway; so has `launch:compilation`,
 whose steps compile again."""
+HALF_BATCH = 0.8
+"""Share of the tokens to a loss that half of the batch should need: between 1, far below the
+critical batch, and 0.5, far above it (arXiv 1812.06162). Assumed, for the order alone."""
 LEARNS = ("recipe", "instability", "wasted tokens", "computation")
 """Symptoms of changes of learning, those first that come to a loss in fewer tokens."""
+
+
+NEAR = 0.01
+"""Promises that differ by no larger share are the same: the plan with fewer changes comes first."""
+GAINS, UNKNOWN, SMALL, CUT = range(4)
+"""In which order plans are tried: a foreseen gain of `SLACK` or more; of nothing foreseen; of less;
+cut off by the clock before."""
 
 
 class Proposal(Protocol):
@@ -100,11 +110,13 @@ def sources(aim: Aim, context: Context, machine: Machine, catalogue: Catalogue) 
     def learning(plan: Plan) -> Sequence[Candidate]:
         asking = Asking(plan, context, machine, catalogue, learning=True)
         every = singles(asking, failed.__setitem__)
-        for words in KEYS["recipe"](plan):
+        sooner = [c.changes for c in every if _tokens(plan, c.plan) < 1]
+        for words in (*KEYS["recipe"](plan), *with_batches(plan, sooner)):
             with suppress(HeadraceError):
                 every.append(asking.answer(plan, words))
         found = [c for c in every if kind_of(plan, c.plan) == "learning"]
-        return sorted(found, key=lambda c: _learning_order(plan, c))
+        start = asking.answer(plan)
+        return sorted(found, key=lambda c: learning_order(start, c, guess_s))
 
     def guess_s(plan: Plan) -> float | None:
         return Asking(plan, context, machine, catalogue).guess_s(plan)
@@ -112,13 +124,61 @@ def sources(aim: Aim, context: Context, machine: Machine, catalogue: Catalogue) 
     return Sources(whole, single, learning, guess_s, failed)
 
 
-def _learning_order(plan: Plan, candidate: Candidate) -> tuple[int, int, Words]:
-    """Keys of the recipe first, then what is said to help learning most, then few words."""
-    said = {parse(word)[0] for t in _put_in(plan, candidate.plan) for word in t.symptoms}
-    if not any(word[0] in "+-" for word in candidate.changes):
-        return (-1, len(candidate.changes), candidate.changes)
-    ranks = [i for i, name in enumerate(LEARNS) if name in said]
-    return (min(ranks, default=len(LEARNS)), len(candidate.changes), candidate.changes)
+def with_batches(plan: Plan, changes: Sequence[Words]) -> list[Words]:
+    """Half and twice the batch, alone and beside each of the changes, which need fewer tokens.
+
+    Half a batch keeps the schedule's steps at first, in half the tokens: a run that needs as many
+    tokens as before has them in the second variant. Twice the batch keeps the tokens.
+    """
+    found = []
+    for factor in (0.5, 2.0):
+        tokens, schedule = int(plan.batch.tokens * factor), plan.schedule
+        words = [f"batch.tokens={tokens}"]
+        if plan.batch.micro_sequences > tokens // plan.data.sequence_length:
+            words.append("batch.micro_sequences=0")
+        steps = {"schedule.steps": schedule.steps, "schedule.warmup_steps": schedule.warmup_steps,
+                 "goal.steps": plan.goal.steps}  # fmt: skip
+        as_long = [f"{key}={max(1, round(n / factor))}" for key, n in steps.items() if n]
+        variants = [words, [*words, *as_long]] if factor < 1 and as_long else [[*words, *as_long]]
+        found += [(*change, *more) for more in variants for change in (*changes, ())]
+    return found
+
+
+def learning_order(
+    before: Proposal, after: Candidate, guess_s: Callable[[Plan], float | None]
+) -> tuple[float, int, int, Words]:
+    """Return the place of a change of learning: what promises the target soonest comes first.
+
+    What promises nothing follows: keys of the recipe, what is said to help learning, few words.
+    """
+    promise, words = sooner(before, after, guess_s), after.changes
+    said = {parse(word)[0] for t in _put_in(before.plan, after.plan) for word in t.symptoms}
+    rank = min((i for i, name in enumerate(LEARNS) if name in said), default=len(LEARNS))
+    if not any(word[0] in "+-" for word in words):
+        rank = -1
+    return (-promise if promise != 1 else -1.0, rank, len(words), words)
+
+
+def sooner(before: Proposal, after: Proposal, guess_s: Callable[[Plan], float | None]) -> float:
+    """How many times as soon the target should come: 1 where nothing is known of its tokens.
+
+    The tokens that it should need, by what techniques say of themselves and by the batch, times
+    what a token takes, by predicted steps or else by the ledger alone.
+    """
+    tokens = _tokens(before.plan, after.plan)
+    if tokens == 1:
+        return 1.0
+    one_s, two_s = before.foresight.step_s, after.foresight.step_s
+    if not (one_s and two_s):
+        one_s, two_s = guess_s(before.plan), guess_s(after.plan)
+    faster = one_s / two_s if one_s and two_s else 1.0
+    return faster * (after.plan.batch.tokens / before.plan.batch.tokens) / tokens
+
+
+def _tokens(before: Plan, after: Plan) -> float:
+    """Share of the tokens to a loss that the second plan should need."""
+    halved = log2(before.batch.tokens / after.batch.tokens)
+    return prod((t.token_share for t in _put_in(before, after)), start=HALF_BATCH**halved)
 
 
 def _no_time(symptom: str) -> bool:
@@ -182,13 +242,25 @@ class Pool:
             self.waiting[key] = _Waiting(proposal, words, change, whole and timed)
             self.seen.add(key)
 
-    def take(self) -> Proposal | None:
-        """What promises most: a gain, then what nothing is known of, then a small loss."""
-        ranked = sorted(self.waiting, key=lambda key: self._place(self.waiting[key]))
+    def take(self, *, small: bool = True) -> Proposal | None:
+        """What promises most: a gain, then what nothing is known of, then what matters little.
+
+        Of promises that are nearly the same the fewest changes come first: the likely winner is
+        measured alone, and what stands beside it has to earn its own place.
+
+        Args:
+            small: also what is foreseen to gain less than `SLACK`, or to lose a little.
+        """
         least = LESS_MEMORY if self.memory else 1 - SLACK
-        if not ranked or self._rank(self.waiting[ranked[0]]) <= least:
+        ranks = {key: rank for key, w in self.waiting.items() if (rank := self._rank(w)) > least}
+        tiers = {key: self._tier(self.waiting[key], rank) for key, rank in ranks.items()}
+        first = min(tiers.values(), default=SMALL)
+        if not ranks or (first >= SMALL and not small):
             return None
-        return self.waiting.pop(ranked[0]).proposal
+        best = max(rank for key, rank in ranks.items() if tiers[key] == first)
+        near = [k for k, rank in ranks.items() if tiers[k] == first and rank * (1 + NEAR) >= best]
+        chosen = min(near, key=lambda key: (len(self.waiting[key].change), -ranks[key]))
+        return self.waiting.pop(chosen).proposal
 
     def keep(self, proposal: Proposal, step_s: float | None) -> None:
         """The best is another now; single changes of the one before wait no more."""
@@ -216,8 +288,16 @@ class Pool:
         words = frozenset(difference(self.first, proposal.plan))
         return self._promise(proposal, words)
 
-    def _place(self, one: _Waiting) -> tuple[float, int]:
-        return -self._rank(one), len(one.change)
+    def _tier(self, one: _Waiting, rank: float) -> int:
+        """Which comes first whatever the promise: a gain, the unknown, the small, what was cut."""
+        if self.cut & {*one.change}:
+            return CUT
+        if self.memory or one.proposal.foresight.step_s:
+            return GAINS if rank >= 1 + SLACK else SMALL
+        if one.change in self.lost:
+            return SMALL
+        guess = self.guess(one.proposal)
+        return UNKNOWN if guess is None else GAINS if guess >= 1 + SLACK else SMALL
 
     def _rank(self, one: _Waiting) -> float:
         if not self.memory and self._buys_no_time(one.proposal):

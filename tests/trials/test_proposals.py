@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from headrace.core.plan import Plan
-from headrace.trials.proposals import Pool, _learning_order
+from headrace.trials.proposals import Pool, learning_order, with_batches
 
 Change = Callable[..., Plan]
 A, B, C = "+fused_rope", "+fused_swiglu", "+fused_rms_norm"
@@ -188,16 +188,69 @@ def test_a_prediction_is_corrected_by_the_measured_plan_that_is_nearest(
     assert at.pool.promise(start) == pytest.approx(1 / 2), "the median of 2, 1 and 8"
 
 
-def test_the_recipes_keys_come_first_of_what_learns_otherwise(plan: Plan, change: Change) -> None:
-    """Then what comes to a loss in fewer tokens, and of those what changes less."""
+def ordered(plan: Plan, change: Change, machine: Any, every: list[str], step_s: Any) -> list[str]:
+    """Changes of learning as they are tried."""
 
     def candidate(words: str) -> Any:
         changes = tuple(words.split())
-        return SimpleNamespace(changes=changes, plan=change(plan, *changes))
+        made = machine.proposal(change(plan, *changes), None)
+        return SimpleNamespace(changes=changes, plan=made.plan, foresight=made.foresight)
 
-    every = [
-        candidate(words)
-        for words in ("+gqa", "+muon optimizer.lr=0.5", "+muon", "optimizer.lr=0.5")
-    ]
-    found = sorted(every, key=lambda one: _learning_order(plan, one))
-    assert [one.changes for one in found] == [one.changes for one in reversed(every)]
+    start = machine.proposal(plan, None)
+    found = sorted(map(candidate, every), key=lambda one: learning_order(start, one, step_s))
+    return [" ".join(one.changes) for one in found]
+
+
+def test_what_promises_the_target_soonest_comes_first_of_what_learns_otherwise(
+    Machine: Any, plan: Plan, change: Change
+) -> None:
+    """Then keys of the recipe, what comes to a loss in fewer tokens, and what changes less."""
+    half, twice = f"batch.tokens={plan.batch.tokens // 2}", f"batch.tokens={plan.batch.tokens * 2}"
+    rate = "optimizer.lr=0.5"
+    every = ["+gqa", "+z_loss", rate, twice, half, "+muon", f"+muon {half}", f"+muon {twice}"]
+
+    def bound_by_products(run: Plan) -> float:
+        return run.batch.tokens * (1.1 if "muon" in run.techniques else 1.0)
+
+    def bound_by_launches(run: Plan) -> float:
+        return 1.5 if "muon" in run.techniques else 1.0
+
+    found = ordered(plan, change, Machine({}), every, bound_by_products)
+    assert found[:5] == [f"+muon {half}", "+muon", half, f"+muon {twice}", rate]
+    assert found[-1] == twice
+    found = ordered(plan, change, Machine({}), every, bound_by_launches)
+    assert found[:2] == [twice, f"+muon {twice}"] and found[-1] == f"+muon {half}"
+    assert found.index(rate) < found.index("+gqa")
+
+
+def test_half_a_batch_comes_with_the_schedule_and_with_its_tokens(plan: Plan) -> None:
+    plan = plan.replaced(
+        goal={"minutes": 3}, schedule={"steps": 400, "warmup_steps": 20},
+        batch={"tokens": 64, "micro_sequences": plan.rows_per_step},
+    )  # fmt: skip
+    few = " batch.micro_sequences=0"
+    long = "schedule.steps=800 schedule.warmup_steps=40"
+    found = [" ".join(words) for words in with_batches(plan, [("+muon",)])]
+    assert found == [
+        f"+muon batch.tokens=32{few}", f"batch.tokens=32{few}",
+        f"+muon batch.tokens=32{few} {long}", f"batch.tokens=32{few} {long}",
+        "+muon batch.tokens=128 schedule.steps=200 schedule.warmup_steps=10",
+        "batch.tokens=128 schedule.steps=200 schedule.warmup_steps=10",
+    ]  # fmt: skip
+    plan = plan.replaced(goal={"tokens": 6400}, schedule={"steps": None}, batch={"tokens": 64})
+    assert with_batches(plan, []) == [("batch.tokens=32",), ("batch.tokens=128",)]
+
+
+def test_of_nearly_equal_promises_the_fewest_changes_come_first(made: Callable[..., Made]) -> None:
+    at = made()
+    two, one, _ = at.add(AB=0.5, A=0.504, C=0.52)
+    assert at.order()[:2] == [one, two]
+
+
+def test_what_matters_little_waits_for_what_nothing_is_known_of(
+    made: Callable[..., Made],
+) -> None:
+    at = made()
+    little, unknown, gains = at.add(A=0.99, B=None, C=0.9)
+    assert at.pool.take(small=False) is gains and at.pool.take(small=False) is unknown
+    assert at.pool.take(small=False) is None and at.pool.take() is little
