@@ -29,6 +29,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from headrace.core.command import train_command
 from headrace.core.errors import ConfigError, RunError, is_out_of_memory
 from headrace.core.files import hold_lock, publish, sync_path, write_whole
 from headrace.core.units import format_bytes
@@ -67,6 +68,7 @@ class Checkpoints:
         self._tell = tell
         self.folder, self.rank, self.ranks, self.keep_last = folder, rank, ranks, keep_last
         self._thread: threading.Thread | None = None
+        self.go_on = train_command(folder.parent, "--resume")
         self._error: BaseException | None = None
         folder.mkdir(parents=True, exist_ok=True)
         if rank == 0:
@@ -133,14 +135,12 @@ class Checkpoints:
                 raise error
             raise RunError(
                 f"saving a checkpoint in {self.folder} failed: {error}; {self._intact()}",
-                f"free some space, then {self._go_on()}",
+                f"free some space, then {self.go_on}",
             ) from error
 
     def _check_space(self, step: int, need_bytes: int) -> None:
-        check_space(self.folder, need_bytes, f"checkpoint step-{step}", self._intact())
-
-    def _go_on(self) -> str:
-        return f"headrace train {self.folder.parent / 'plan.toml'} --resume"
+        what = f"checkpoint step-{step}"
+        check_space(self.folder, need_bytes, what, self._intact(), self.go_on)
 
     def _intact(self) -> str:
         steps = self.steps()
@@ -188,19 +188,18 @@ class Checkpoints:
         """Another rank's part of the index, once it is there."""
         path = aside / f"rank-{rank:05d}.json"
         part = aside.name.removesuffix(".tmp")
-        resume = f"headrace train {self.folder.parent / 'plan.toml'} --resume"
         give_up = time.monotonic() + WAIT_FOR_RANKS_S
         while not path.exists():
             if time.monotonic() > give_up:
                 raise RunError(
                     f"rank {rank} did not finish its part of {part} in "
                     f"{WAIT_FOR_RANKS_S / 60:.0f} minutes; {self._intact()}",
-                    f"{resume}, once what holds up rank {rank} is mended",
+                    f"{self.go_on}, once what holds up rank {rank} is mended",
                 )
             if self._has_ended(rank) and not path.exists():
                 raise RankGone(
                     f"rank {rank} ended before its part of {part} was written; {self._intact()}",
-                    f"{resume}, once what ended rank {rank} is mended",
+                    f"{self.go_on}, once what ended rank {rank} is mended",
                 )
             time.sleep(0.01)
         return json.loads(path.read_text())
@@ -307,7 +306,7 @@ class Checkpoints:
         return self.folder / f"step-{steps[-1]}" if steps else None
 
 
-def check_space(folder: Path, need_bytes: int, what: str, intact: str) -> None:
+def check_space(folder: Path, need_bytes: int, what: str, intact: str, command: str) -> None:
     """Refuse to write what a disk has no room for.
 
     Args:
@@ -315,6 +314,7 @@ def check_space(folder: Path, need_bytes: int, what: str, intact: str) -> None:
         need_bytes: what it takes.
         what: is to be written, for the message.
         intact: what is not touched.
+        command: what is typed again, once there is room.
 
     Raises:
         RunError: with both sizes.
@@ -324,7 +324,7 @@ def check_space(folder: Path, need_bytes: int, what: str, intact: str) -> None:
         raise RunError(
             f"{what} needs {format_bytes(need_bytes)} and {folder} has {format_bytes(free)} free; "
             f"{intact}",
-            "free some space, then headrace train PLAN --resume",
+            f"free some space, then {command}",
         )
 
 

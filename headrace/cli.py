@@ -3,17 +3,16 @@
 It discovers the techniques, reads the plan with them, calls train, then writes findings and report.
 """
 
+import shlex
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from typer.core import TyperGroup
 
 from headrace import closed_loop
 from headrace import train as trainer
@@ -34,7 +33,8 @@ from headrace.catalogue.graphs import explain_graphs
 from headrace.catalogue.matrix import explain_matrix, read_matrix
 from headrace.catalogue.table import catalogue_rows
 from headrace.context import choose_device, make_context
-from headrace.core.errors import EXIT_PLAN, ConfigError, HeadraceError, nearest
+from headrace.core.command import again
+from headrace.core.errors import ConfigError, HeadraceError, nearest
 from headrace.core.plan import Plan
 from headrace.core.units import format_count, format_seconds, part_of_text
 from headrace.data.ingest import prepare
@@ -54,70 +54,13 @@ from headrace.sample import generate
 from headrace.terminal import (
     console,
     exit_codes,
-    is_first,
     make_progress,
     show_json,
     show_table,
     started_as,
     tell_error,
 )
-
-UsageError: Any = typer.BadParameter.__base__
-"""What typer raises where no verb takes the command line; it gives only this child a name."""
-
-
-class Verbs(TyperGroup):
-    """The verbs. With --json a command line that none of them takes is told as JSON, too."""
-
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
-        """What stands before the verb."""
-        ctx.meta["json"] = "--json" in args
-        self._check_json(args)
-        if not is_first() and {"--help", "--version"} & set(args):  # the first rank prints it
-            raise typer.Exit
-        with exit_codes(ctx.meta["json"], together=True), _usage(ctx):
-            return super().parse_args(ctx, args)
-
-    def invoke(self, ctx: typer.Context) -> Any:
-        """The verb, once it takes what stands behind it."""
-        with exit_codes(ctx.meta["json"], together=True), _usage(ctx):
-            return super().invoke(ctx)
-
-    def _check_json(self, args: list[str]) -> None:
-        """Refuse --json where an option would take it as its value."""
-        verb: Any = self
-        for word, after in pairwise(args):
-            if word == "--":
-                return
-            verb = getattr(verb, "commands", {}).get(word, verb)
-            takes = word.startswith("-") and any(
-                word in option.opts and not getattr(option, "is_flag", False)
-                for option in verb.params
-            )
-            if takes and after == "--json":
-                with exit_codes(as_json=True):
-                    raise ConfigError(
-                        f"{word} needs a value, and --json is none", f"{word} VALUE --json"
-                    )
-
-
-@contextmanager
-def _usage(ctx: typer.Context) -> Iterator[None]:
-    """With --json, an error of usage as one of ours; without, typer shows it."""
-    try:
-        yield
-    except UsageError as error:
-        if not is_first():  # which says the same
-            raise typer.Exit(EXIT_PLAN) from None
-        if not ctx.meta["json"]:
-            raise
-        where = error.ctx or ctx
-        remedy = f"{where.command_path} --help"
-        if where.parent is None:
-            remedy = f"{where.command_path} VERB ... --json; {remedy} has the verbs"
-        with exit_codes(as_json=True):
-            raise ConfigError(error.format_message(), remedy) from None
-
+from headrace.verbs import Verbs
 
 app = typer.Typer(
     cls=Verbs, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
@@ -327,7 +270,9 @@ def sample(
     """Continue a prompt with a trained run."""
     with exit_codes(json):
         if prompt != (text := prompt.encode(errors="replace").decode()):
-            raise ConfigError(f"the prompt is not UTF-8: {prompt!a}", f"--prompt {text!r}")
+            raise ConfigError(
+                f"the prompt is not UTF-8: {prompt!a}", f"--prompt {shlex.quote(text)}"
+            )
         if not -(2**63) <= seed < 2**63:
             raise ConfigError("--seed takes whole numbers of 64 bits", f"--seed {2**63 - 1}")
         build = open_model(resolve_run(run), catalogue(), checkpoint=checkpoint)
@@ -388,7 +333,7 @@ def explain(
         elif what in known.techniques and graph:
             raise ConfigError(
                 f"--graph looks at a plan, and {what} is a technique",
-                f"headrace explain demo --with {what} --graph",
+                again((what, "demo"), verb="explain") + f" --with {what}",
             )
         elif what in known.techniques:
             value, text = explain_technique(known.techniques[what])
@@ -400,7 +345,7 @@ def explain(
             raise ConfigError(
                 f"{what!r} is no plan, recipe or technique"
                 + (f"; the nearest is {near}" if near in names else ""),
-                f"headrace explain {near}"
+                again((what, near), verb="explain")
                 if near in names
                 else "headrace list for the techniques, headrace list --recipes for the recipes",
             )

@@ -20,8 +20,10 @@ from headrace.arguments import (
     place,
 )
 from headrace.context import find_device
+from headrace.core.command import again
 from headrace.core.doubts import doubts_of
 from headrace.core.errors import ConfigError, UnsupportedError
+from headrace.core.files import shell
 from headrace.doctor import advice
 from headrace.doctor.run import TRACES
 from headrace.doctor.trace.facts import HEAD as KERNEL_HEAD
@@ -133,14 +135,7 @@ def doctor(
         elif with_ or without:
             raise ConfigError(
                 f"--with and --without change a plan, and {first} is none",
-                " ".join(
-                    (
-                        "headrace doctor",
-                        str(_plan_of(first)),
-                        *(f"--with {name}" for name in with_ or ()),
-                        *(f"--without {name}" for name in without or ()),
-                    )
-                ),
+                again((first, _plan_of(first)), verb="doctor"),
             )
         elif len(what) > 1 or (first.name.endswith(TRACES) and not first.is_dir()):
             found = advice.advise_loop(what, catalogue())
@@ -169,12 +164,13 @@ def _judged_run(what: Path) -> Path:
             raise ConfigError(f"{what} is empty", error.remedy) from None
         if what.is_file() and (what.parent / "plan.toml").is_file():
             message = f"{what} is a file of a run, and a run is judged by its folder"
-            raise ConfigError(message, f"headrace doctor {what.parent}") from None
+            raise ConfigError(message, again((what, what.parent), verb="doctor")) from None
         if what.is_file():  # gzip is seen by what is in it
             named = f"{what}{TRACES[0]}"
-            remedy = f"mv {what} {named}, if it is one; headrace doctor {named}"
+            command = again((what, named), verb="doctor")
+            remedy = f"mv {shell(what)} {shell(named)}, if it is one; {command}"
         elif ending:
-            remedy = f"headrace doctor {what}/*{ending}"
+            remedy = f"headrace doctor {shell(what)}/*{ending}"
         else:
             raise
         message = f"{error.message}; the name of a trace ends with {' or '.join(TRACES)}"

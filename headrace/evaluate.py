@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headrace.core.command import train_command
 from headrace.core.errors import ConfigError, Diverged, RunError
 from headrace.core.gentler import gentler
 from headrace.data.loader import validation_batches, validation_rows
@@ -57,13 +58,14 @@ def diverged(
     guess, plan = math.log(build.prepared.tokenizer.vocab), build.plan
     learned = max((one["step"] for one in val if one["loss_nats"] < guess), default=-1)
     sound = [f"step-{step}" for step in saved if step <= learned]
-    command, keys = f"headrace train {folder / 'plan.toml'}", shlex.join(gentler(plan))
+    words = [shlex.quote(word) for word in gentler(plan)]
     if sound:
         told = f"{sound[-1]} is the last checkpoint known to be sound"
-        command += f" --resume --checkpoint {sound[-1]} {keys}"
+        words = ["--resume", "--checkpoint", sound[-1], *words]
     else:
         told = "no checkpoint is known to be sound"
-        command += f" name={plan.name}-again {keys}"
+        words = [f"name={plan.name}-again", *words]
+    command = train_command(folder, *words)
     return Diverged(f"{message}; {told}", f"{command}{other and f' (or {other})'}")
 
 
@@ -76,7 +78,7 @@ def finite(found: Validation, folder: Path) -> Validation:
     if not math.isfinite(found.loss_nats):
         raise RunError(
             f"the validation loss is {found.loss_nats}: the weights have diverged",
-            f"headrace eval {folder} --checkpoint step-N of an earlier step",
+            "--checkpoint step-N of an earlier step",
         )
     return found
 

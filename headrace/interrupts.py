@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar, Self
 
+from headrace.core.command import again
 from headrace.core.errors import (
     EXIT_HANGUP,
     EXIT_INTERRUPTED,
@@ -141,7 +142,7 @@ class Interrupts:
 
     def again(self) -> str:
         """Return what begins again what a signal ended before `hold`."""
-        return "headrace train PLAN starts it again; prepared data is kept"
+        return f"{again(verb='train PLAN')} starts it again; prepared data is kept"
 
     @property
     def exit_code(self) -> int:

@@ -11,8 +11,9 @@ from headrace.build import make_build
 from headrace.changes import flatten
 from headrace.checkpoint import Saved, steps_in
 from headrace.context import choose_device
+from headrace.core.command import again, train_command
 from headrace.core.errors import ConfigError, UnsupportedError, nearest
-from headrace.core.files import mend_plan, read_plan_text, recorded_plan, train_command
+from headrace.core.files import mend_plan, read_plan_text, recorded_plan
 from headrace.core.plan import MeshConfig, Plan
 from headrace.core.technique import Catalogue, Stage, Technique
 from headrace.data.ingest import reopen
@@ -55,7 +56,8 @@ def resolve_run(run: Path) -> Path:
         )
     near = nearest(run.name, names)
     if near in names:
-        raise ConfigError(f"{told}; the nearest is {near}", f"runs/{near}")
+        command = again((run, f"runs/{near}"), verb="eval")
+        raise ConfigError(f"{told}; the nearest is {near}", command)
     raise ConfigError(f"{told}; the runs are {near}", "one of them in its place")
 
 
@@ -303,5 +305,5 @@ def _checkpoint(folder: Path, which: str | None) -> Path:
         f"{root} has no checkpoint {which or 'best or latest'}; it has {has}",
         f"--checkpoint step-{steps[-1]}"
         if steps
-        else f"headrace train {folder / 'plan.toml'} --resume, which saves one",
+        else f"{train_command(folder, '--resume')}, which saves one",
     )

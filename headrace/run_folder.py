@@ -28,6 +28,7 @@ import torch
 from filelock import Timeout
 
 from headrace.checkpoint import Checkpoints, check_space
+from headrace.core.command import again, train_again, train_command
 from headrace.core.errors import ConfigError, RunError, at_a_limit
 from headrace.core.files import (
     RECORDED,
@@ -37,7 +38,6 @@ from headrace.core.files import (
     printable,
     publish,
     sync_path,
-    train_command,
     write_whole,
 )
 from headrace.core.plan import Plan
@@ -108,8 +108,8 @@ class RunFolder:
         made = RunFolder.create(plan)
         aside = RunFolder(made.path.with_name(f".{made.path.name}.partial"))
         try:
-            intact = f"{self.path} stays as it is"
-            check_space(made.path.parent, need, f"a new run from {step}", intact)
+            intact, go_on = f"{self.path} stays as it is", again(verb="train PLAN --resume")
+            check_space(made.path.parent, need, f"a new run from {step}", intact, go_on)
             shutil.rmtree(aside.path, ignore_errors=True)  # of a process that was killed
             shutil.copytree(checkpoint, aside.checkpoints / step)
             for path in files:
@@ -152,7 +152,7 @@ class RunFolder:
         except Timeout:
             raise ConfigError(
                 f"another process is training {self.path}",
-                f"{train_command(self.path, 'name=NEW')} for a new run, or wait until it ends",
+                f"{train_again(self.path, 'name=NEW')} for a new run, or wait until it ends",
             ) from None
 
     def unlock(self) -> None:
@@ -238,7 +238,7 @@ class RunFolder:
             what = "has no report.json" if report is None else "was resumed"
             raise ConfigError(
                 f"{self.path} {what}: the run has not ended",
-                f"headrace train {self.path / 'plan.toml'} --resume",
+                train_command(self.path, "--resume"),
             )
         return report
 
@@ -277,14 +277,14 @@ def in_words(error: BaseException | None, folder: Path) -> BaseException | None:
         return RunError(
             "another rank ended, and says itself why; this one waited for it in vain "
             f"({said.splitlines()[0][:200]})",
-            f"headrace train {folder / 'plan.toml'} --resume, once that is mended",
+            f"{train_command(folder, '--resume')}, once that is mended",
         )
     codes = (ENOSPC, EDQUOT, EIO, EROFS, ESTALE)
     if not isinstance(error, OSError) or error.errno not in codes:
         return error
     return RunError(
         f"{folder} cannot be written: {error}; the last complete checkpoint is intact",
-        f"free some space, then headrace train {folder / 'plan.toml'} --resume",
+        f"free some space, then {train_command(folder, '--resume')}",
     )
 
 

@@ -20,6 +20,7 @@ from headrace import start, state
 from headrace.bursts import Bursts
 from headrace.checkpoint import Checkpoints, RankGone, Saved
 from headrace.compile_time import compile_seconds
+from headrace.core.command import train_command
 from headrace.core.errors import ConfigError, Diverged, HeadraceError, RunError, Stopped
 from headrace.core.technique import Evidence
 from headrace.core.units import part_of_text
@@ -215,7 +216,7 @@ class Session:
         raise Stopped(
             f"{stop.name} ended the run at step {self.counters.step}; "
             + ("checkpoint saved" if saves else "checkpoint.every_steps = 0 saved nothing"),
-            f"headrace train {self.folder.path / 'plan.toml'} --resume",
+            train_command(self.folder.path, "--resume"),
             stop.exit_code,
         )
 
@@ -233,7 +234,7 @@ class Session:
                 self._write_report(
                     "interrupted", f"stopped by {name} while it compiled", alone=True
                 )
-        go_on = f"headrace train {self.folder.path / 'plan.toml'} --resume"
+        go_on = train_command(self.folder.path, "--resume")
         if not (steps := self.checkpoints.steps()):
             return f"of {self.folder.path} no checkpoint was saved yet", go_on
         lost = self.counters.step - steps[-1]
@@ -252,7 +253,7 @@ class Session:
             raise RunError(
                 f"{self.folder.path} is gone, or its metrics.jsonl: it was removed or moved while "
                 f"the run trained step {self.counters.step}",
-                f"put it back, then headrace train {self.folder.path / 'plan.toml'} --resume",
+                f"put it back, then {train_command(self.folder.path, '--resume')}",
             )
 
     def ended(self, stop: Interrupts) -> bool:

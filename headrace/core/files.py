@@ -124,16 +124,6 @@ def mend_plan(run: Path) -> str:
     return shlex.join(["cp", str(kept), str(run / "plan.toml")]) if kept.is_file() else ""
 
 
-def train_command(run: Path, *words: str) -> str:
-    """`headrace train` of a run's own plan, as it is typed in a shell.
-
-    Args:
-        run: its folder.
-        words: what stands behind the plan, each as a shell takes it.
-    """
-    return " ".join(["headrace train", shell(run / "plan.toml"), *words])
-
-
 def read_plan_text(file: Path) -> str:
     """The text of a plan.
 

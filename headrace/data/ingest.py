@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from headrace.core.command import train_again
 from headrace.core.errors import (
     ConfigError,
     MemoryFull,
@@ -31,7 +32,7 @@ from headrace.core.errors import (
     TextLost,
     is_out_of_memory,
 )
-from headrace.core.files import hold_lock, publish, train_command
+from headrace.core.files import hold_lock, publish
 from headrace.core.native import call_native
 from headrace.core.plan import DataConfig, Plan
 from headrace.core.units import format_bytes
@@ -170,7 +171,7 @@ def reopen(
             raise ConfigError(
                 f"the data of this run is gone: its shards are not in {places[1]} any more, and "
                 f"data.sources = {', '.join(plan.source_list)} cannot be prepared again",
-                f"{train_command(run, 'name=NEW', 'data.sources=PATH')} for a new run, or the "
+                f"{train_again(run, 'name=NEW', 'data.sources=PATH')} for a new run, or the "
                 f"shards back into {places[1]}, or the text where it was",
             ) from error
     text = {thing: digest for thing, digest in was.items() if thing != "mixture"}  # the plan's own
@@ -195,7 +196,7 @@ def _remade(plan: Plan, folder: Path, run: Path, *, older: bool) -> str:
     except (ConfigError, OSError):  # what they were made from is gone
         words.append("data.sources=PATH")
     return (
-        f"{train_command(run, *words)} for a new run: the text is not what these shards were made "
+        f"{train_again(run, *words)} for a new run: the text is not what these shards were made "
         f"from any more, and only a copy of {folder} could take their place"
     )
 

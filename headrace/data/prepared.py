@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headrace.core.command import train_again
 from headrace.core.errors import ConfigError
-from headrace.core.files import printable, train_command
+from headrace.core.files import printable
 from headrace.core.plan import Plan
 from headrace.data import left_out
 from headrace.data.heldout import Record
@@ -111,7 +112,7 @@ def check_same_data(was: Mapping[str, str], now: Mapping[str, str], where: str, 
         digests = ", ".join(f"{t} {was[t][:12]} -> {str(now.get(t))[:12]}" for t in changed)
         raise ConfigError(
             f"the {things} changed since the run was trained ({digests}); {where}",
-            f"{train_command(run, 'name=NEW')} for a new run, or the {things} of then in its place",
+            f"{train_again(run, 'name=NEW')} for a new run, or the {things} of then in its place",
         )
 
 

@@ -14,8 +14,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from headrace.core.command import again, train_command
 from headrace.core.errors import ConfigError, RunError
-from headrace.core.files import parse_object
+from headrace.core.files import parse_object, shell
 from headrace.core.units import format_seconds
 from headrace.doctor.findings import Finding, stations
 from headrace.doctor.judge import FEWEST_STEPS, judge
@@ -82,7 +83,7 @@ def diagnose_run(folder: Path) -> list[Finding]:
         RunError: a file of it is damaged.
     """
     report, file = RunFolder(folder).read_report(), folder / "report.json"
-    mend = f"mv {file} {file}.damaged; headrace train {folder / 'plan.toml'} --resume"
+    mend = f"mv {shell(file)} {shell(f'{file}.damaged')}; {train_command(folder, '--resume')}"
     return _judged(report, rows_of(folder), file, mend, slower_than_another)
 
 
@@ -105,7 +106,7 @@ def rows_of(folder: Path) -> list[dict[str, float | None]]:
         RunError: it is damaged.
     """
     file = folder / "metrics.jsonl"
-    aside = f"mv {file} {file}.damaged; headrace doctor {folder}"
+    aside = f"mv {shell(file)} {shell(f'{file}.damaged')}; {again((folder, folder), verb='doctor')}"
     try:
         return _numbers(read_rows(file), file, aside)
     except RunError as error:

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from headrace.core.command import again
 from headrace.core.errors import ConfigError
 from headrace.core.plan import MeshConfig
 
@@ -143,7 +144,7 @@ def open_world(mesh: MeshConfig, device: torch.device) -> Iterator[World]:
     if started != mesh.ranks:
         raise ConfigError(
             f"the plan's mesh wants {mesh.ranks} processes and {started} were started",
-            f"torchrun --nproc-per-node {mesh.ranks} -m headrace train ..."
+            again(verb="train PLAN", ranks=mesh.ranks)
             + (f" (or mesh.data={started})" if mesh.ranks == mesh.data else ""),
         )
     if mesh.ranks == 1 or dist.is_initialized():

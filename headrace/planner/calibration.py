@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
+from headrace.core.command import plan_again
 from headrace.core.errors import ConfigError
 from headrace.core.files import parse_json
 from headrace.core.work import EDGE_S, Phase, StepTime, Work
@@ -71,7 +72,7 @@ class Measured:
         except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError):
             raise ConfigError(
                 f"{folder} has no steady steps to calibrate by: 3 at least, beside those that "
-                "compile", "headrace train PLAN goal.steps=30",
+                "compile", plan_again("train", "goal.steps=30"),
             ) from None  # fmt: skip
         scale = step_s / sum(spent.values())  # the sums have steps in them that are not steady
         return cls(step_s, {p: scale * s for p, s in spent.items()}, steps)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from headrace.core.command import plan_again
 from headrace.core.errors import ConfigError
 from headrace.core.files import parse_json
 from headrace.core.plan import Plan
@@ -70,7 +71,7 @@ class Curve:
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise ConfigError(
                 f"{folder} has no report.json with validations, or a damaged one",
-                "headrace train PLAN",
+                plan_again("train"),
             ) from None
         return cls(folder.name, known, why_not, clock, otherwise)
 

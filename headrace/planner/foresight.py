@@ -19,6 +19,7 @@ from typing import Any
 
 from headrace.build import predict, predict_each
 from headrace.context import check_supported, precision_of
+from headrace.core.command import plan_again
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.ledger import DERIVED, WORDS, Ledger
 from headrace.core.machine import Machine
@@ -233,7 +234,7 @@ def after(folder: Path, catalogue: Catalogue, context: Context, machine: Machine
     """
     file = folder / "plan.toml"
     if not file.is_file():
-        raise ConfigError(f"{folder} is not a run: it has no plan.toml", "headrace train PLAN")
+        raise ConfigError(f"{folder} is not a run: it has no plan.toml", plan_again("train"))
     check_device(folder, context.device, context.device_name)
     plan = read_recorded_plan(folder, catalogue)
     return calibrated(plan, at(context, plan), machine, Measured.of_run(folder))

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from headrace.core.command import again
 from headrace.core.errors import ConfigError, nearest
 from headrace.core.files import read_plan_text
 
@@ -22,14 +23,16 @@ def read_recipe(name: str, verb: str = "train") -> str:
     if not (path := known.get(name, Path(name))).is_file():
         if (own := path / "plan.toml").is_file():
             run = (path / "environment.json").is_file()
-            goes_on = " --resume" * (run and verb == "train")
+            command = again((name, own), verb=verb)
+            if run and verb == "train" and "--resume" not in command:
+                command += " --resume"
             raise ConfigError(
                 f"{path} is a {'run' if run else 'folder'}, and its plan is {own}",
-                f"headrace {verb} {own}{goes_on}",
+                command,
             )
         near = nearest(name, known)
         raise ConfigError(
             f"{name!r} is neither a recipe nor a plan file; the nearest recipe is {near}",
-            f"headrace {verb} {near.split(', ')[0]}",
+            again((name, near.split(", ")[0]), verb=verb),
         )
     return read_plan_text(path)

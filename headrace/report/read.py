@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
+from headrace.core.command import again, train_command
 from headrace.core.errors import ConfigError, nearest
 from headrace.core.files import parse_json, parse_object, recorded_plan
 
@@ -304,24 +305,25 @@ def _check_is_run(directory: Path) -> None:
     if directory.is_file():
         raise ConfigError(
             f"{directory} is a file; a run is a folder that holds report.json",
-            f"headrace report {directory.parent}",
+            again((directory, directory.parent), verb="report"),
         )
     if not directory.exists():
         runs = [path.parent.name for path in directory.parent.glob("*/report.json")]
         near = nearest(directory.name, runs)
         found = f"; the nearest run in {directory.parent} is {near}" if runs else ""
         example = directory.parent / (near.split(", ")[0] if runs else "NAME")
-        raise ConfigError(f"{directory} does not exist{found}", f"headrace report {example}")
+        command = again((directory, example), verb="report")
+        raise ConfigError(f"{directory} does not exist{found}", command)
     names = sorted(path.name for path in directory.iterdir())
     found = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
     message = f"{directory} is not a run: it has no report.json (found: {found or 'nothing'})"
     beneath = _nearest_run(directory)
     if beneath:
         message += f"; the nearest run beneath it is {beneath}"
-        raise ConfigError(message, f"headrace report {beneath}")
+        raise ConfigError(message, again((directory, beneath), verb="report"))
     if "metrics.jsonl" in names:
         message += "; it has metrics.jsonl, so a run was started and has not ended"
-        raise ConfigError(message, f"headrace train {directory / 'plan.toml'} --resume")
+        raise ConfigError(message, train_command(directory, "--resume"))
     raise ConfigError(message, "headrace report runs/NAME")
 
 
@@ -344,7 +346,7 @@ def _read_text(path: Path) -> str:
 def _read_object(path: Path) -> dict[str, Any]:
     """A JSON object, or ConfigError with the place of the fault."""
     text = _read_text(path)
-    again = f"headrace train {path.parent / 'plan.toml'} --resume"
+    again = train_command(path.parent, "--resume")
     try:
         return parse_object(text)
     except ValueError as error:
@@ -366,7 +368,7 @@ def _read_report(path: Path) -> Report:
     lines += [
         f"{key} = {e['input']!r}: {e['msg'].lower()}" for key, e in faults if e["type"] != "missing"
     ]
-    again = f"headrace train {path.parent / 'plan.toml'} --resume"
+    again = train_command(path.parent, "--resume")
     raise ConfigError(f"{path} is not a complete report: " + "; ".join(lines), again)
 
 

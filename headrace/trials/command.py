@@ -1,11 +1,13 @@
 """`headrace tune`: a plan, minutes, and a folder that keeps what was measured."""
 
+import shlex
 from collections.abc import Callable
 from math import inf
 from pathlib import Path
 
 from headrace.changes import parse
 from headrace.context import choose_device
+from headrace.core.command import plan_again
 from headrace.core.errors import ConfigError, RunError, Stopped
 from headrace.core.machine import Machine
 from headrace.core.plan import Plan
@@ -91,7 +93,7 @@ def tune_command(
         except (OSError, RunError) as error:
             raise RunError(
                 f"{folder} cannot be written: {error}. {tuned.sentence()}",
-                " ".join(["headrace train PLAN", *parse(tuned.changes).command()]),
+                plan_again("train", *map(shlex.quote, parse(tuned.changes).command())),
             ) from None
     finally:
         files.unlock()

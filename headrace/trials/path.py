@@ -9,6 +9,7 @@ from math import ceil, inf, isfinite
 from pathlib import Path
 from typing import Any
 
+from headrace.core.files import shell
 from headrace.core.plan import Plan
 from headrace.core.statistics import Interval, break_even_steps
 from headrace.core.units import format_seconds
@@ -310,7 +311,7 @@ def _speed(ratio: float) -> str:
 
 def command(folder: Path) -> str:
     """What runs the result."""
-    return f"headrace train {folder / PLAN}"
+    return f"headrace train {shell(folder / PLAN)}"
 
 
 def named(tuned: Tuned) -> Plan:

@@ -11,7 +11,7 @@ FORBIDDEN_CALLS = {
     "dist.scatter_object_list", "dist.gather_object", "dist.recv_object_list",
 }  # fmt: skip
 FORBIDDEN_KEYWORDS = {"trust_remote_code", "allow_pickle", "shell"}
-LAUNCHER_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK"}
+LAUNCHER_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
 """What torchrun tells its processes: the only environment that is read."""
 
 

@@ -283,7 +283,7 @@ def test_json_is_no_options_value(argv: tuple[str, ...], call: Callable[..., Any
 def test_an_unknown_run_names_the_nearest_and_2(verb: str, call: Callable[..., Any]) -> None:
     told = call(verb, "dmeo", code=2)
     assert told["error"] == "dmeo is not a run; the nearest is demo"
-    assert told["remedy"] == "runs/demo"
+    assert told["remedy"] == f"headrace {verb} runs/demo"
 
 
 def test_where_no_run_was_made_an_unknown_run_says_so_and_what_makes_one(

@@ -170,6 +170,8 @@ def test_a_frozen_base_with_another_config_is_told_with_what_mends_it(
     for verb in (["eval", "tuned"], ["train", "runs/tuned/plan.toml", "--resume", "goal.steps=3"]):
         ended = zygote.run(here, *verb)
         assert ended.code == 2 and "model.norm_eps 1e-05 -> 0.125" in ended.err
-        assert "runs/tuned/plan.toml name=NEW model.norm_eps=0.125 for a new run" in ended.err
+        asked = "goal.steps=3 " * ("--resume" in verb)  # what else was asked for
+        words = f"runs/tuned/plan.toml {asked}name=NEW model.norm_eps=0.125 for a new run"
+        assert words in ended.err
     config.write_text(kept)
     assert zygote.run(here, "eval", "tuned").code == 0

@@ -1,0 +1,220 @@
+"""The command line that a user typed, and the commands that remedies make of it.
+
+A remedy that repeats a command keeps every word of it that the remedy does not change, and starts
+as many processes. `--json` alone is left out: it says how a command is told, not what it does.
+"""
+
+import os
+import shlex
+import tomllib
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headrace.core.files import printable, shell
+
+CHANGES = ("--with", "--without")
+"""Options that change a plan, as `key=value` does."""
+
+
+@dataclass
+class Typed:
+    """A command line of `headrace`, split into its words."""
+
+    words: list[str] = field(default_factory=list)
+    takes: Collection[str] = ()
+    """options that take the next word as their value"""
+
+    def pairs(self) -> Iterator[tuple[str, str]]:
+        """Each word as (option, value): a plain word has no option, a flag has no value."""
+        words, plain = iter(self.words), False
+        for word in words:
+            option, equals, value = word.partition("=")
+            if plain or not word.startswith("--"):
+                yield "", word
+            elif word == "--":
+                plain = True
+            elif equals:
+                yield option, value
+            else:
+                yield option, next(words, "") if option in self.takes else ""
+
+
+_TYPED = Typed()
+
+
+@contextmanager
+def typed(words: Iterable[str], takes: Collection[str]) -> Iterator[None]:
+    """Let remedies repeat this command line meanwhile.
+
+    Args:
+        words: what was typed behind `headrace`.
+        takes: options that take the next word as their value.
+    """
+    before = _TYPED.words, _TYPED.takes
+    _TYPED.words, _TYPED.takes = [*words], takes
+    try:
+        yield
+    finally:
+        _TYPED.words, _TYPED.takes = before
+
+
+def headrace(ranks: int | None = None) -> str:
+    """How Headrace is started with so many processes; as many as now without a number."""
+    if ranks is None:
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+        if here < ranks:
+            nodes = -(-ranks // here)
+            return f"torchrun --nnodes {nodes} --nproc-per-node {here} ... -m headrace"
+    return f"torchrun --nproc-per-node {ranks} -m headrace" if ranks > 1 else "headrace"
+
+
+def train_command(run: Path, *words: str) -> str:
+    """`headrace train` of a run's own plan, which holds all that was said to it.
+
+    Args:
+        run: its folder.
+        words: what stands behind the plan, each as a shell takes it.
+    """
+    return " ".join([f"{headrace()} train", shell(run / "plan.toml"), *words])
+
+
+def train_again(run: Path, *words: str) -> str:
+    """`headrace train` of a run's own plan with what the user typed and the plan does not say.
+
+    Args:
+        run: its folder.
+        words: what the remedy changes, each as a shell takes it. They come after the user's, and
+            take the place of those that say otherwise.
+    """
+    said = [*_said(_TYPED)] if _TYPED.words[:1] == ["train"] else []
+    new = shlex.split(" ".join(words), comments=False)
+    changed = {_key(pair) for pair in Typed(new, (*CHANGES, "--checkpoint")).pairs()}
+    resumes = "--resume" in changed
+    kept = [
+        pair
+        for pair in said
+        if not _replaced(pair, changed)
+        and not _is_said(pair, run)
+        and (pair[0] != "--checkpoint" or resumes)
+        and pair[0] != "--resume"
+    ]
+    return train_command(run, *(" ".join(_words(*pair)) for pair in kept), *words)
+
+
+def again(*instead: tuple[str | Path, str | Path], verb: str, ranks: int | None = None) -> str:
+    """The user's command with other words in the place of some.
+
+    Args:
+        instead: a word, or the path or the run that it names, and what stands in its place.
+        verb: the command without a command line, as for a caller in Python, which has the new words
+            alone.
+        ranks: how many processes it takes; as many as now without a number.
+    """
+    found, left = [*_verb(_TYPED)], [*instead]
+    for option, value in [*_TYPED.pairs()][len(found) :]:
+        match = next((pair for pair in left if not option and _names(value, pair[0])), None)
+        if match is not None:
+            left.remove(match)
+        if option != "--json":
+            found += [shell(match[1])] if match else _words(option, value)
+    if not _TYPED.words or left:
+        found = [verb, *(shell(new) for _, new in instead)]
+    return " ".join([headrace(ranks), *found])
+
+
+def plan_again(verb: str, *words: str) -> str:
+    """Another verb over the plan that the user named, with what was said to it.
+
+    Args:
+        verb: that verb.
+        words: what is added, each as a shell takes it; it takes the place of what says otherwise.
+    """
+    plain = [value for option, value in _TYPED.pairs() if not option][len(_verb(_TYPED)) :]
+    new = shlex.split(" ".join(words))
+    changed = {_key(pair) for pair in Typed(new, CHANGES).pairs()}
+    kept = [p for p in _said(_TYPED) if p[0] in ("", *CHANGES) and not _replaced(p, changed)]
+    said = [" ".join(_words(*pair)) for pair in kept]
+    return " ".join([headrace(), verb, shell(plain[0]) if plain else "PLAN", *said, *words])
+
+
+def _verb(command: Typed) -> list[str]:
+    return command.words[: 2 if command.words[:1] == ["data"] else 1]
+
+
+def _said(command: Typed) -> Iterator[tuple[str, str]]:
+    """What was typed behind the verb and its plan, but for `--json`."""
+    plain = len(_verb(command)) + 1
+    for option, value in command.pairs():
+        if option:
+            if option != "--json":
+                yield option, value
+        elif plain:
+            plain -= 1
+        else:
+            yield option, value
+
+
+def _words(option: str, value: str) -> list[str]:
+    """A word, or an option and its value, as a shell takes them."""
+    quoted = shlex.quote(value) if printable(value) == value else shell(value)
+    return [quoted] if not option else [option, quoted] if value else [option]
+
+
+def _names(word: str, thing: str | Path) -> bool:
+    """Whether a word is that one, or the path or the name of that run."""
+    if isinstance(thing, str):
+        return word == thing
+    return thing in (Path(word), Path("runs") / word)
+
+
+def _key(pair: tuple[str, str]) -> str:
+    """What a word decides: a key of the plan, or an option."""
+    option, value = pair
+    if option in CHANGES:
+        return f"{option} {value}"
+    return option or value.partition("=")[0].strip()
+
+
+def _replaced(pair: tuple[str, str], changed: Collection[str]) -> bool:
+    """Whether other words decide what this one does."""
+    key = _key(pair)
+    name = pair[1] if pair[0] in CHANGES else ""
+    if pair[0] == "--with" and f"--without {name}" in changed:
+        return True
+    if pair[0] == "--without":
+        mine = f"techniques.{name}"
+        switched = f"--with {name}" in changed
+        return switched or any(k == mine or k.startswith(f"{mine}.") for k in changed)
+    technique = key.split(".")[1] if key.startswith("techniques.") else ""
+    if technique and f"--without {technique}" in changed:
+        return True
+    return any(
+        key == other or key.startswith(f"{other}.") or other.startswith(f"{key}.")
+        for other in changed
+    )
+
+
+def _is_said(pair: tuple[str, str], run: Path) -> bool:
+    """Whether a run's own plan says what a word does."""
+    option, value = pair
+    try:
+        table: Any = tomllib.loads((run / "plan.toml").read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError):
+        return False
+    if option in CHANGES:
+        return (value in table.get("techniques", {})) == (option == "--with")
+    if option:
+        return False
+    key, _, raw = value.partition("=")
+    for part in key.strip().split("."):
+        if not isinstance(table, dict) or part not in table:
+            return False
+        table = table[part]
+    try:
+        return bool(table == tomllib.loads(f"x = {raw}")["x"])
+    except tomllib.TOMLDecodeError:
+        return bool(table == raw)
