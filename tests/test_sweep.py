@@ -280,7 +280,7 @@ def test_memory_is_saved_at_the_same_speed_first() -> None:
     assert as_fast == sorted(as_fast) and {"+frugal", "+quick"} <= set(found.ranked[0].changes)
 
 
-def test_a_cpu_ranks_nothing_and_lists_what_may_be_measured(
+def test_a_cpu_without_rates_ranks_nothing_and_lists_what_may_be_measured(
     tiny_plan: Callable[..., Plan],
 ) -> None:
     plan = tiny_plan()
@@ -289,7 +289,7 @@ def test_a_cpu_ranks_nothing_and_lists_what_may_be_measured(
     peaks = [c.foresight.peak_bytes for c in found.unknown]
     assert found.ranked == [] and peaks == sorted(peaks)
     assert ("+quick",) in [c.changes for c in found.unknown]
-    assert table(found)[0][-1] == "(the plan as it is)" and "on a GPU" in told(found)
+    assert table(found)[0][-1] == "(the plan as it is)" and "no rates of this CPU" in told(found)
 
 
 def test_a_start_that_cannot_run_is_an_error() -> None:

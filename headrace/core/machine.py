@@ -50,12 +50,16 @@ from headrace.core.rates import (
     BACKWARD,
     Absent,
     Attention,
+    Linear,
     Mixing,
+    Piece,
     Product,
     Products,
     Ratio,
     Shape,
+    Step,
     Stream,
+    Way,
     between,
     checked,
     met,
@@ -71,6 +75,10 @@ PROBE = "headrace probe"
 """The command that measures a machine and writes its file."""
 ANCHOR_PRODUCT = (8192, 8192, 8192)
 """The shape that a share of a peak is told for."""
+SQUARE = (256, 256, 256)
+"""The product that a CPU's precisions are compared at."""
+LATER = {"links": [], "linears": [], "pieces": [], "steps": []}
+"""Fields that files of before they were measured lack."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +115,12 @@ class Machine:
     """what the probes' time did not suffice for"""
     links: tuple[Link, ...] = ()
     """to other ranks, where several measured them; else core/links.py assumes them by the name"""
+    linears: tuple[Linear, ...] = ()
+    """of a CPU, a linear layer's products as a step lays them out; so are the next two its own"""
+    pieces: tuple[Piece, ...] = ()
+    """the other operations of a step, by the names of their work (model/work.py)"""
+    steps: tuple[Step, ...] = ()
+    """whole steps, by which the sum of their pieces is set right"""
 
     # --- what it tells ------------------------------------------------------------------------
 
@@ -164,6 +178,35 @@ class Machine:
     def link_s(self, bytes: float, to_host: bool) -> float:
         """Seconds of one copy between the device and pinned memory of the host."""
         return (self.to_host if to_host else self.from_host).seconds(bytes)
+
+    def linear_s(self, way: Way, precision: str, m: int, n: int, k: int) -> float:
+        """Seconds of one of a linear layer's products on a CPU.
+
+        A precision whose linears were not timed is as much slower as its square products are.
+
+        Raises:
+            UnsupportedError: the precision was not measured.
+        """
+        key = ("linear", way, precision, m, n, k)
+        if key not in self._memory:
+            known = {(one.way, one.precision): one for one in self.linears}
+            found, plain = known.get((way, precision)), known.get((way, "fp32"))  # type: ignore[arg-type]
+            if found is not None:
+                self._memory[key] = found.seconds(m, n, k, self.launch_s)
+            elif plain is None or precision == "fp32":
+                self._memory[key] = self.product_s(precision, m, n, k)
+            else:
+                slower = self.product_s(precision, *SQUARE) / self.product_s("fp32", *SQUARE)
+                self._memory[key] = slower * plain.seconds(m, n, k, self.launch_s)
+        return self._memory[key]
+
+    def piece(self, name: str) -> Piece | None:
+        """What was measured on a CPU of the work of this name."""
+        return self._pieces.get(name)
+
+    @cached_property
+    def _pieces(self) -> dict[str, Piece]:
+        return {one.name: one for one in self.pieces}
 
     def kernels(self, backward: bool) -> tuple[str, ...]:
         """Those that `attention_s` knows in this direction."""
@@ -287,7 +330,7 @@ class Machine:
         if type(told) is not dict or told.get("format") != FORMAT:
             found = told.get("format") if type(told) is dict else type(told).__name__
             raise ValueError(f"format {found!r}, and {FORMAT} is read here")
-        told = {"links": [], **told}  # a file of before they were measured has none
+        told = {**LATER, **told}
         return checked(cls, {key: value for key, value in told.items() if key != "format"}, "")
 
     @classmethod

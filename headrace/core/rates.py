@@ -152,6 +152,67 @@ class Attention:
         return self.kernel, self.backward
 
 
+Way = Literal["result", "input", "weight"]
+"""A linear layer's three products: its result, and the gradients of its input and its weight."""
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One of a linear layer's products on a CPU, as a step lays out its operands."""
+
+    way: Way
+    precision: Precision
+    points: tuple[Product, ...]
+
+    def seconds(self, m: int, n: int, k: int, floor_s: float) -> float:
+        """Of [m, k] times [k, n], by the rates of the points that lie near it.
+
+        Args:
+            m: rows of the result.
+            n: its columns.
+            k: terms of a sum.
+            floor_s: of any operation.
+        """
+        at = place(m, n, k)
+        per_s = between(self._rates, at)
+        return floor_s + 2.0 * m * n * k / per_s
+
+    @cached_property
+    def _rates(self) -> list[Ratio]:
+        return [(place(*p.sizes), math.log(p.flops / p.seconds)) for p in self.points]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One kind of a step's operations on a CPU: by the bytes that the ledger counts for it."""
+
+    name: str
+    whole: bool
+    """whether a compiler leaves it as it is"""
+    points: tuple[Moved, ...]
+
+    @cached_property
+    def stream(self) -> Stream:
+        """The points as a curve, from which larger ones go on at the largest one's rate."""
+        ordered = tuple(sorted(self.points, key=lambda p: p.bytes))
+        largest = ordered[-1]
+        return Stream(ordered[0].seconds, largest.bytes / largest.seconds, ordered)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A whole step of a small plain decoder, measured: what its pieces alone do not tell."""
+
+    dim: int
+    layers: int
+    heads: int
+    vocab: int
+    rows: int
+    length: int
+    compiled: bool
+    seconds: float
+
+
 @dataclass(frozen=True)
 class Absent:
     """Something that the device or its libraries do not have."""

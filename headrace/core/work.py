@@ -300,11 +300,13 @@ class StepTime:
     Args:
         device_s: by phase and kind of work, on the device, over all micro-batches; of collectives
             what no kernel hides, and what they make kernels slower.
-        host_s: what the host takes to launch it, and does besides.
+        host_s: what the host takes to launch it, and does besides; 0 where the host is the device.
+        edge_s: between two steps, in which nothing runs.
     """
 
     device_s: Mapping[tuple[Phase, Kind], float]
     host_s: float
+    edge_s: float = EDGE_S
 
     @property
     def by_host(self) -> bool:
@@ -314,7 +316,7 @@ class StepTime:
     @property
     def step_s(self) -> float:
         """The slower of both, and the edge between two steps."""
-        return max(sum(self.device_s.values()), self.host_s) + EDGE_S
+        return max(sum(self.device_s.values()), self.host_s) + self.edge_s
 
     @property
     def work_s(self) -> dict[str, float]:

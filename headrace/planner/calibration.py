@@ -16,7 +16,7 @@ from statistics import median
 from headrace.core.command import plan_again
 from headrace.core.errors import ConfigError
 from headrace.core.files import parse_json
-from headrace.core.work import EDGE_S, Phase, StepTime, Work
+from headrace.core.work import Phase, StepTime, Work
 
 ENOUGH = 20
 """Steps whose median counts."""
@@ -111,9 +111,9 @@ class Calibration:
         Raises:
             ConfigError: they are so far apart that something else was measured.
         """
-        waits_s = max(0.0, measured.phases_s.get("input", 0.0) - EDGE_S)
-        left_s = measured.step_s - waits_s - EDGE_S
-        slower_s = time.step_s - EDGE_S
+        waits_s = max(0.0, measured.phases_s.get("input", 0.0) - time.edge_s)
+        left_s = measured.step_s - waits_s - time.edge_s
+        slower_s = time.step_s - time.edge_s
         whole = left_s / slower_s
         host = whole if time.by_host else None
         factors = dict.fromkeys(PHASES, 1.0 if time.by_host else whole)

@@ -21,12 +21,13 @@ from headrace.build import predict, predict_each
 from headrace.context import check_supported, precision_of
 from headrace.core.command import plan_again
 from headrace.core.errors import ConfigError, UnsupportedError
+from headrace.core.host import UNPROBED
 from headrace.core.ledger import DERIVED, WORDS, Ledger
 from headrace.core.machine import Machine
 from headrace.core.plan import Plan
 from headrace.core.technique import Catalogue, Context
 from headrace.core.units import format_bytes, format_count, format_seconds
-from headrace.core.work import EDGE_S, StepTime
+from headrace.core.work import StepTime
 from headrace.load import read_recorded_plan
 from headrace.planner import ranks
 from headrace.planner.calibration import Calibration, Measured, check_device
@@ -41,10 +42,12 @@ REPLAYED = 256
 milliseconds a layer. Llama 3.1 405B has 126. Of a deeper one it is not said what it would hold."""
 KINDS = {"product": "matrix products", "attention": "attention", "stream": "memory traffic",
          "host link": "the host link", "collective": "exposed communication",
-         "wait": "waiting for other ranks' layers"}  # fmt: skip
+         "wait": "waiting for other ranks' layers",
+         "host": "Python between operations"}  # fmt: skip
 LAUNCHES, DATA, EDGE = "waiting for launches", "waiting for data", "the pause between steps"
 LAUNCHED = "it waits for launches, and so few such steps were measured that its error is not known"
 FP32 = "of fp32 two models were measured, by which its rates are set: of others it is not known"
+ON_CPU = "no prediction was compared with measured steps of a CPU yet"
 FEW = "too few steps of its kind were measured, or none, to know how far off it is"
 IDLE = (LAUNCHES, DATA, EDGE, KINDS["wait"])
 """Parts of a step in which the device does nothing."""
@@ -275,8 +278,10 @@ def _time(
     plan: Plan, context: Context, each: Sequence[Ledger], machine: Machine
 ) -> tuple[StepTime | None, str]:
     """The step's time, or why there is none."""
-    if context.device != "cuda":
-        return None, f"time is modelled on a GPU, not on {context.device}"
+    if context.device not in ("cuda", "cpu"):
+        return None, f"time is modelled on a GPU of NVIDIA and on a CPU, not on {context.device}"
+    if context.device == "cpu" and machine.source != "probes":
+        return None, UNPROBED
     silent = [name for name, technique in plan.techniques.items() if not technique.timed]
     if silent:
         return None, f"{', '.join(silent)} does not say yet what it does to a step's time"
@@ -292,6 +297,8 @@ def _no_interval(context: Context, ledger: Ledger, machine: Machine, time: StepT
         return ranks.UNMEASURED
     if ledger.sizes.get(DERIVED):
         return FEW
+    if context.device == "cpu":
+        return ON_CPU
     wide = context.precision == "fp32"
     return FP32 if wide else LAUNCHED if time.by_host else not_known_on(machine.name)
 
@@ -304,7 +311,8 @@ def _parts(time: StepTime, step_s: float) -> dict[str, float]:
     launches_s = max(0.0, time.host_s - sum(time.device_s.values()))
     waits = {LAUNCHES: launches_s, DATA: step_s - time.step_s}
     sent_s = time.device_s.get(("optimizer", "collective"), 0.0)
-    found = {"the update": time.of("optimizer") - sent_s, EDGE: EDGE_S}
+    found = {"the update": time.of("optimizer") - sent_s}
+    waits[EDGE] = time.edge_s
     found |= {name: spent_s for name, spent_s in waits.items() if spent_s > 0}
     for (phase, kind), spent_s in time.device_s.items():
         if phase != "optimizer" or kind == "collective":

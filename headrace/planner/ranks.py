@@ -11,6 +11,7 @@ from headrace.core.links import COMMUNICATOR_BYTES, COMMUNICATORS, says
 from headrace.core.machine import Machine
 from headrace.core.units import format_bytes
 from headrace.core.work import CONTENTION, IDLE, StepTime, step_time
+from headrace.planner import on_cpu
 
 UNMEASURED = (
     "no step of several GPUs was measured here, so how far off it is is not known: what is sent is "
@@ -29,6 +30,8 @@ def slowest(ledgers: Sequence[Ledger], machine: Machine) -> StepTime:
 
 def _time(ledger: Ledger, machine: Machine) -> StepTime:
     sizes = ledger.sizes
+    if machine.kind == "cpu":
+        return on_cpu.step_time(ledger, machine)
     return step_time(ledger.work, machine, sizes["micro_batches"], sizes.get(IDLE, 0.0))
 
 

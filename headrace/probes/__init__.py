@@ -18,7 +18,8 @@ steps do. For the same cause no load is probed: six seconds of nothing but produ
 Probes run in order of importance. One that its forerunners say would not end in time is left out
 and told in `Machine.skipped`; what the device or its libraries refuse is told in `Machine.absent`
 with their own words, and nothing is guessed in its place. An interrupt leaves nothing behind: the
-file is written at the end, under the name of the device, torch's version and the driver's.
+file is written at the end, under the name of the device, torch's version and the driver's, or of a
+CPU the model and the threads that torch uses. What a step is made of on a CPU: probes/host.py.
 
 Links to other ranks are measured by several together (probes/together.py).
 
@@ -41,7 +42,18 @@ import torch
 
 from headrace.core.errors import ConfigError, UnsupportedError, is_out_of_memory
 from headrace.core.machine import FORMAT, Machine, host_memory_bytes
-from headrace.core.rates import Absent, Attention, Kernel, Moved, Precision, Products, Shape, Stream
+from headrace.core.rates import (
+    Absent,
+    Attention,
+    Kernel,
+    Linear,
+    Moved,
+    Precision,
+    Products,
+    Shape,
+    Stream,
+)
+from headrace.probes import host
 from headrace.probes.clock import Clock
 from headrace.probes.points import Found, Probe, attention_probe, in_order, launches, product_probe
 from headrace.progress import Progress
@@ -184,6 +196,7 @@ def _run(
         index = torch.cuda.current_device() if device.index is None else device.index
         device = torch.device("cuda", index)
         here = torch.cuda.device(device)
+    every = in_order if device.type == "cuda" else host.in_order
     with here, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # kernels that refuse say so in many of them
         found = Found(Clock(device, budget_s), torch.Generator(device).manual_seed(0))
@@ -191,7 +204,7 @@ def _run(
             torch.set_float32_matmul_precision("highest")
             if choose is None:
                 launches(found)
-            _work_through(found, list((choose or in_order)(found)), progress or Progress())
+            _work_through(found, list((choose or every)(found)), progress or Progress())
         finally:
             torch.set_float32_matmul_precision(before)
             found.clock.release()
@@ -271,6 +284,9 @@ def _machine(found: Found) -> Machine:
         attention=attention,
         absent=_absences(found),
         skipped=_missed(found),
+        linears=tuple(Linear(way, "fp32", tuple(known)) for way, known in found.linears.items()),
+        pieces=host.pieces_of(found),
+        steps=tuple(found.steps),
     ).fitted()
 
 

@@ -22,7 +22,7 @@ from torch.nn.attention import (
     sdpa_kernel,
 )
 
-from headrace.core.rates import Kernel, Mixing, Moved, Precision, Product, Shape
+from headrace.core.rates import Kernel, Mixing, Moved, Precision, Product, Shape, Step, Way
 from headrace.probes.clock import REPEATS, Clock
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -45,7 +45,7 @@ GRIDS = {
         ((128, 512, 65536), (512, 4096, 16384)),
         ((4096, 16384), (1024, 3072, 6144, 12288)),
     ),
-    "cpu": (((64, 256, 1024), (128, 512)), ((16, 512, 2048), (256, 2048))),
+    "cpu": (((256, 1024), (128, 512)),),
 }
 """Tokens and widths of a layer's products, the important ones first; the others in bf16 alone."""
 HEADS = ((8192, 32768, 768), (32768, 128256, 2048), (128256, 2048, 32768), (32768, 768, 65536))
@@ -54,7 +54,8 @@ ROWS: dict[str, tuple[Shape, ...]] = {
     "cuda": ((8, 32, 8, 4096, 64), (4, 32, 8, 8192, 128), (32, 12, 12, 2048, 64),
              (64, 12, 12, 512, 64), (8, 16, 16, 2048, 128), (1, 32, 8, 32768, 128),
              (1, 32, 8, 32768, 64)),
-    "cpu": ((1, 4, 4, 256, 64), (2, 4, 4, 128, 32), (1, 4, 4, 512, 64), (1, 2, 2, 1024, 64)),
+    "cpu": ((32, 4, 4, 128, 32), (8, 4, 4, 256, 64), (4, 4, 4, 512, 64), (2, 4, 4, 1024, 32),
+            (16, 6, 6, 64, 64), (1, 2, 2, 2048, 64)),
 }  # fmt: skip
 SMALL_ROWS: Shape = (2, 12, 12, 1024, 64)
 """For kernels that keep every score, or whose shapes take long to compile."""
@@ -93,6 +94,9 @@ class Found:
     attention: dict[tuple[Kernel, bool], list[Mixing]] = field(default_factory=dict)
     traffic: list[Moved] = field(default_factory=list)
     links: dict[bool, list[Moved]] = field(default_factory=lambda: {True: [], False: []})
+    linears: dict[Way, list[Product]] = field(default_factory=dict)
+    pieces: dict[str, list[Moved]] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
     launch_s: float = 0.0
     graph_launch_s: float = 0.0
     kernel_s: float = 0.0
@@ -229,7 +233,7 @@ def _flex(clock: Clock, qkv: list[Tensor], gradient: Tensor, causal: bool) -> tu
     return forward_s, both_s - forward_s
 
 
-def _moving(found: Found, size: int) -> Probe:
+def moving(found: Found, size: int) -> Probe:
     """A copy on the device: half of the bytes read, half written."""
 
     def run() -> None:
@@ -240,7 +244,7 @@ def _moving(found: Found, size: int) -> Probe:
     return Probe("copies", f"{size} bytes", size, size, run)
 
 
-def _linking(found: Found, size: int, to_host: bool) -> Probe:
+def linking(found: Found, size: int, to_host: bool) -> Probe:
     """A copy between the device and pinned memory; on a CPU within its memory."""
 
     def run() -> None:
@@ -292,40 +296,34 @@ def _queueing(found: Found, queue: Callable[[], Any]) -> float:
 
 
 def in_order(found: Found) -> Iterator[Probe]:
-    """All probes, the most important first; what the device cannot have is noted as absent."""
+    """All probes of a GPU, the most important first; what it cannot have is noted as absent."""
     kind = found.device.type
-    main, *others = _precisions(found)
-    moved = [_moving(found, size) for size in MOVED[kind]]
-    linked = [_linking(found, size, way) for size in LINKED[kind] for way in (True, False)]
+    main, *others = precisions(found)
+    moved = [moving(found, size) for size in MOVED[kind]]
+    linked = [linking(found, size, way) for size in LINKED[kind] for way in (True, False)]
     squares = {
         p: [product_probe(found, p, n, n, n) for n in SQUARES[kind]] for p in (main, *others)
     }
-    kernels: list[Kernel] = ["cudnn", "flash", "efficient"] if kind == "cuda" else ["flash"]
+    kernels: list[Kernel] = ["cudnn", "flash", "efficient"]
     rows = [[attention_probe(found, kernel, one, True) for kernel in kernels] for one in ROWS[kind]]
     for probe in (*moved[:2], *linked[:4], squares[main][0]):
         probe.must = True
         yield probe
     yield from (squares[other][0] for other in others)
-    yield from (*rows[0], *rows[1], *moved[2:], *squares[main][1:], *_grid(found, main, 0))
+    yield from (*rows[0], *rows[1], *moved[2:], *squares[main][1:], *grid(found, main, 0))
     yield from (*linked[4:], *(probe for more in rows[2:] for probe in more))
     for other in others:
-        yield from (*squares[other][1:], *_grid(found, other, 0))
-    few = SMALL_ROWS if kind == "cuda" else ROWS[kind][0]
-    yield attention_probe(found, "math", few, True)
-    yield from (attention_probe(found, kernel, (8, *few[1:]), False) for kernel in kernels)
+        yield from (*squares[other][1:], *grid(found, other, 0))
+    yield attention_probe(found, "math", SMALL_ROWS, True)
+    yield from (attention_probe(found, kernel, (8, *SMALL_ROWS[1:]), False) for kernel in kernels)
     for level in range(1, len(GRIDS[kind])):
-        yield from _grid(found, main, level)
-    if kind == "cuda":
-        yield from (product_probe(found, main, *one) for one in HEADS)
-        yield from (attention_probe(found, "flash4", ROWS[kind][n], True) for n in (0, 1))
-        yield from (attention_probe(found, "flex", ROWS[kind][n], True) for n in (2, -1))
-    else:
-        gpus = (f"attention by {kernel}" for kernel in ("cudnn", "efficient", "flash4"))
-        found.absent |= dict.fromkeys(gpus, "a kernel of NVIDIA GPUs")
-        found.absent["attention by flex"] = "on a CPU it has no backward pass"
+        yield from grid(found, main, level)
+    yield from (product_probe(found, main, *one) for one in HEADS)
+    yield from (attention_probe(found, "flash4", ROWS[kind][n], True) for n in (0, 1))
+    yield from (attention_probe(found, "flex", ROWS[kind][n], True) for n in (2, -1))
 
 
-def _grid(found: Found, precision: Precision, level: int) -> Iterator[Probe]:
+def grid(found: Found, precision: Precision, level: int) -> Iterator[Probe]:
     """Products of a layer: forward and backward of the input, and of the weight."""
     kind = found.device.type
     tokens, widths = GRIDS[kind][level]
@@ -338,7 +336,7 @@ def _grid(found: Found, precision: Precision, level: int) -> Iterator[Probe]:
             yield product_probe(found, precision, n, k, max(tokens))
 
 
-def _precisions(found: Found) -> Iterator[Precision]:
+def precisions(found: Found) -> Iterator[Precision]:
     """Those that the device has, the most used first; the others are noted as absent."""
     if found.device.type == "cpu":
         yield from ("fp32", "bf16")

@@ -1,0 +1,371 @@
+"""What is measured of a CPU beside its rates: the operations of a small decoder's step.
+
+On a CPU a norm, an activation or a loss is bound by its arithmetic as often as by memory, and a
+small tensor stays in a cache. So the very modules of a decoder are timed, forward and backward, at
+the sizes that small models have there, each beside the bytes that the ledger counts for it. Whole
+steps of small decoders come last: what they take beyond their pieces (memory that the system hands
+out anew, caches that other operations have filled) sets the sum right. One of them is compiled.
+
+Shapes: B rows, T tokens, N = B x T, D features, V entries of the vocabulary.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headrace.core.model_config import ModelConfig
+from headrace.core.plan import OptimizerConfig
+from headrace.core.rates import Moved, Piece, Product, Step, Way
+from headrace.model.decoder import Decoder, trunk_parts
+from headrace.model.head import cross_entropy
+from headrace.model.mask import MaskSpec, Rows
+from headrace.model.mlp import SwiGLU
+from headrace.model.norm import RMSNorm
+from headrace.model.position import Rope, rotate
+from headrace.model.work import trunk_work
+from headrace.optim.adamw import clip_factor, gradient_norm, make_adamw, scale_gradients
+from headrace.probes.points import (
+    LINKED,
+    MOVED,
+    ROWS,
+    SQUARES,
+    Found,
+    Probe,
+    attention_probe,
+    grid,
+    linking,
+    moving,
+    precisions,
+    product_probe,
+)
+
+WAYS: tuple[Way, ...] = ("result", "input", "weight")
+LINEARS = (
+    (4096, 384, 128), (4096, 768, 256), (4096, 2048, 128), (1024, 128, 128), (4096, 128, 352),
+    (2048, 1152, 384), (512, 704, 128), (2048, 256, 704), (1024, 192, 64), (2048, 4096, 256),
+    (2048, 384, 1024), (512, 128, 512), (8192, 128, 128), (512, 2048, 384), (256, 256, 64),
+    (1024, 8192, 384),
+)  # fmt: skip
+"""Tokens, features out and features in of linear layers, the most telling first."""
+LEAST = (64, 96, 32)
+"""A linear of which little but its beginning is seen."""
+COMPILE_S = 8.0
+"""What compiling a small decoder takes, about; on two slow cores without a cache of headers it is
+longer, and the probe ends later than it was asked to."""
+WHOLE = ("embedding", "gradients", "clip", "update")
+"""Pieces that a compiler leaves as they are."""
+
+
+@dataclass(frozen=True)
+class Small:
+    """A small decoder and its micro-batch."""
+
+    dim: int
+    layers: int
+    heads: int
+    vocab: int
+    rows: int
+    length: int
+
+    @property
+    def config(self) -> ModelConfig:
+        """It, as the demo's family has it."""
+        return ModelConfig(
+            dim=self.dim, layers=self.layers, heads=self.heads, vocab=self.vocab, qk_norm=True
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch."""
+        return self.rows * self.length
+
+    def bytes_of(self, name: str) -> int:
+        """Bytes that the ledger counts for one of its pieces."""
+        times = {"rows": self.rows, "length": self.length, "precision": "fp32"}
+        return int(trunk_work(self.config, micro_batches=2.0, **times)[name].bytes)  # type: ignore[arg-type]
+
+
+SIZES = (
+    Small(128, 4, 4, 2048, 32, 128), Small(64, 2, 2, 512, 8, 64), Small(384, 6, 6, 6144, 16, 128),
+    Small(256, 4, 4, 1024, 8, 256),
+)  # fmt: skip
+"""At which each piece is timed."""
+STEPS = (
+    Small(128, 2, 4, 2048, 32, 128), Small(256, 2, 4, 4096, 8, 256), Small(64, 2, 2, 1024, 16, 64),
+    Small(384, 2, 6, 8192, 8, 128),
+)  # fmt: skip
+"""Whole steps; the first one is compiled too."""
+
+
+def in_order(found: Found) -> Iterator[Probe]:
+    """All probes of a CPU, the most important first: rates, and what a step is made of."""
+    main, *others = precisions(found)
+    gpus = (f"attention by {kernel}" for kernel in ("cudnn", "efficient", "flash4"))
+    found.absent |= dict.fromkeys(gpus, "a kernel of NVIDIA GPUs")
+    found.absent["attention by flex"] = "on a CPU it has no backward pass"
+    moved = [moving(found, size) for size in MOVED["cpu"]]
+    linked = [linking(found, size, way) for size in LINKED["cpu"] for way in (True, False)]
+    small, large = SQUARES["cpu"]
+    for probe in (*moved[:2], *linked, product_probe(found, main, small, small, small)):
+        probe.must = True
+        yield probe
+    yield from (product_probe(found, other, small, small, small) for other in others)
+    rows = [attention_probe(found, "flash", one, True) for one in ROWS["cpu"]]
+    yield from (rows[0], rows[1], *moved[2:])
+    yield from _of_a_step(found)
+    yield from rows[2:]
+    yield attention_probe(found, "flash", (8, *ROWS["cpu"][0][1:]), False)
+    yield attention_probe(found, "math", (8, *ROWS["cpu"][0][1:]), True)
+    yield from (product_probe(found, main, large, large, large), *grid(found, main, 0))
+    yield from (product_probe(found, other, large, large, large) for other in others)
+
+
+def _of_a_step(found: Found) -> Iterator[Probe]:
+    """Its products, pieces and wholes, the most important first."""
+    yield from linear_probes(found, *LINEARS[0])
+    yield from _piece_probes(found, SIZES[0])
+    yield _step_probe(found, STEPS[0], compiled=False)
+    for shape in (*LINEARS[1:8], LEAST):
+        yield from linear_probes(found, *shape)
+    for small in SIZES[1:]:
+        yield from _piece_probes(found, small)
+    for small in STEPS[1:]:
+        yield _step_probe(found, small, compiled=False)
+    yield _step_probe(found, STEPS[0], compiled=True)
+    for shape in LINEARS[8:]:
+        yield from linear_probes(found, *shape)
+
+
+# --- products --------------------------------------------------------------------------------
+
+
+def linear_probes(found: Found, tokens: int, outer: int, inner: int) -> Iterator[Probe]:
+    """The three products of a linear layer, each as autograd lays it out."""
+
+    def probe(way: Way, sizes: tuple[int, int, int]) -> Probe:
+        def run() -> None:
+            x, w = found.random(tokens, inner), found.random(outer, inner)
+            g = found.random(tokens, outer)
+            calls: dict[Way, Callable[[], Tensor]] = {
+                "result": lambda: F.linear(x, w),
+                "input": lambda: g @ w,
+                "weight": lambda: g.t() @ x,
+            }
+            seconds = found.clock.seconds(calls[way])
+            found.linears.setdefault(way, []).append(Product(*sizes, seconds))
+
+        work, needed = 2.0 * tokens * outer * inner, 8.0 * tokens * (outer + inner)
+        label = "x".join(map(str, sizes))
+        return Probe(f"linears' {way}s", label, work, needed, run)
+
+    yield probe("result", (tokens, outer, inner))
+    yield probe("input", (tokens, inner, outer))
+    yield probe("weight", (outer, inner, tokens))
+
+
+# --- pieces ----------------------------------------------------------------------------------
+
+
+def _piece_probes(found: Found, small: Small) -> Iterator[Probe]:
+    """Every kind of operation around the products, forward and backward."""
+    for name, make in MAKERS.items():
+
+        def run(name: str = name, make: Maker = make) -> None:
+            for phase, call in make(found, small).items():
+                moved = Moved(small.bytes_of(f"{name}/{phase}"), found.clock.seconds(call))
+                found.pieces.setdefault(f"{name}/{phase}", []).append(moved)
+
+        at = f"{small.tokens} tokens of {small.dim}, vocabulary {small.vocab}"
+        work = float(small.bytes_of(f"{name}/{PHASES.get(name, 'forward')}"))
+        yield Probe(f"steps' {name}", at, work, 4 * work, run)
+
+
+Calls = dict[str, Callable[[], Any]]
+"""phase -> what is timed"""
+Maker = Callable[[Found, Small], Calls]
+PHASES = {"gradients": "backward", "clip": "optimizer", "update": "optimizer"}
+"""Of pieces that have only one."""
+
+
+def _both(forward: Callable[[], Tensor], inputs: list[Tensor]) -> Calls:
+    """A forward pass that keeps what its backward pass needs, and that one alone."""
+    out = forward()
+    gradient = torch.randn_like(out)
+
+    def backward() -> object:
+        return torch.autograd.grad(out, inputs, gradient, retain_graph=True)
+
+    return {"forward": forward, "backward": backward}
+
+
+def _norms(found: Found, small: Small) -> Calls:
+    norm = _weighted(found, RMSNorm(small.dim, 1e-5))
+    x = found.random(small.rows, small.length, small.dim).requires_grad_()
+    return _both(lambda: norm(x), [x, norm.weight])
+
+
+def _qk_norm(found: Found, small: Small) -> Calls:
+    """Queries' and keys' in one, for they have as many heads."""
+    head = small.config.resolved_head_dim
+    norm = _weighted(found, RMSNorm(head, 1e-5))
+    x = found.random(small.rows, small.length, 2 * small.heads, head).requires_grad_()
+    return _both(lambda: norm(x), [x, norm.weight])
+
+
+def _residual(found: Found, small: Small) -> Calls:
+    """A sum; backwards that of the two gradients which meet there."""
+    x, delta = (found.random(small.tokens, small.dim) for _ in range(2))
+    return {"forward": lambda: x + delta, "backward": lambda: x + delta}
+
+
+def _rope(found: Found, small: Small) -> Calls:
+    """Both are cut out of one product's result, as in the mixer, and their gradients joined."""
+    config, B, T = small.config, small.rows, small.length
+    head, heads = config.resolved_head_dim, config.heads
+    grouped = found.random(B, T, heads, 3, head).requires_grad_()
+    rotation = Rope(config).prepare(torch.arange(T)[None])
+
+    def forward() -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = grouped.split([1, 1, 1], dim=3)
+        turned = rotate(q.reshape(B, T, -1, head), rotation)
+        return turned, rotate(k.squeeze(3), rotation), v.squeeze(3)
+
+    out = forward()
+    given = [torch.randn_like(x) for x in out]
+    return {
+        "forward": forward,
+        "backward": lambda: torch.autograd.grad(out, grouped, given, retain_graph=True),
+    }
+
+
+def _activation(found: Found, small: Small) -> Calls:
+    mlp = SwiGLU(small.config, 0)
+    mlp.gate_up, mlp.down = nn.Identity(), nn.Identity()  # type: ignore[assignment]
+    x = found.random(small.rows, small.length, 2 * small.config.resolved_ffn).requires_grad_()
+    return _both(lambda: mlp(x), [x])
+
+
+def _loss(found: Found, small: Small) -> Calls:
+    logits = found.random(small.tokens, small.vocab).requires_grad_()
+    targets = _ids(found, small, small.tokens)
+    return _both(lambda: F.cross_entropy(logits, targets, reduction="sum"), [logits])
+
+
+def _embedding(found: Found, small: Small) -> Calls:
+    weight = found.random(small.vocab, small.dim).requires_grad_()
+    ids = _ids(found, small, small.rows, small.length)
+    return _both(lambda: F.embedding(ids, weight), [weight])
+
+
+def _gradients(found: Found, small: Small) -> Calls:
+    """A later micro-batch's gradients are added to what there is."""
+    held = [found.random(*p.shape) for p in _decoder(found, small).parameters()]
+    more = [x.clone() for x in held]
+
+    def add() -> None:
+        for x, y in zip(held, more, strict=True):
+            x.add_(y)
+
+    return {"backward": add}
+
+
+def _clip(found: Found, small: Small) -> Calls:
+    held = [found.random(*p.shape) for p in _decoder(found, small).parameters()]
+    return {"optimizer": lambda: scale_gradients(held, clip_factor(gradient_norm(held), 1.0))}
+
+
+def _update(found: Found, small: Small) -> Calls:
+    model = _decoder(found, small)
+    for parameter in model.parameters():
+        parameter.grad = found.random(*parameter.shape)
+    return {"optimizer": make_adamw(OptimizerConfig(), dict(model.named_parameters())).step}
+
+
+MAKERS: dict[str, Maker] = {
+    "norms": _norms, "activation": _activation, "rope": _rope, "loss": _loss, "qk_norm": _qk_norm,
+    "residual": _residual, "update": _update, "clip": _clip, "embedding": _embedding,
+    "gradients": _gradients,
+}  # fmt: skip
+"""By the names of their work in model/work.py."""
+ALIKE = {"residual": "residual_out"}
+"""A piece that is priced as another one is."""
+
+
+def pieces_of(found: Found) -> tuple[Piece, ...]:
+    """What was measured, by name."""
+    points = dict(found.pieces)
+    for name, twin in ALIKE.items():
+        points |= {
+            f"{twin}/{phase}": points[f"{name}/{phase}"]
+            for phase in ("forward", "backward")
+            if f"{name}/{phase}" in points
+        }
+    return tuple(
+        Piece(name, name.partition("/")[0] in WHOLE, tuple(moved)) for name, moved in points.items()
+    )
+
+
+def _ids(found: Found, small: Small, *shape: int) -> Tensor:
+    """Tokens of its vocabulary."""
+    return torch.randint(small.vocab, shape, generator=found.draw)
+
+
+def _weighted(found: Found, module: Any) -> Any:
+    """A module whose parameters have values."""
+    for parameter in module.parameters():
+        parameter.data = 0.02 * found.random(*parameter.shape)
+    return module
+
+
+def _decoder(found: Found, small: Small) -> Decoder:
+    return _weighted(found, Decoder(small.config, trunk_parts(small.config), MaskSpec()))
+
+
+# --- whole steps -----------------------------------------------------------------------------
+
+
+def _step_probe(found: Found, small: Small, *, compiled: bool) -> Probe:
+    """A step of a plain trainer: forward, backward, clipping and the update."""
+
+    def run() -> None:
+        step = _plain_step(found, small, compiled)
+        try:
+            step()
+            seconds = found.clock.seconds(step)
+        finally:
+            if compiled:
+                torch.compiler.reset()
+        found.steps.append(Step(
+            small.dim, small.layers, small.heads, small.vocab, small.rows, small.length, compiled,
+            seconds,
+        ))  # fmt: skip
+
+    work = 6.0 * small.tokens * (12 * small.layers * small.dim + small.vocab) * small.dim
+    group = "compiled steps" if compiled else "steps"
+    label = f"{small.layers} layers of {small.dim}, {small.rows} rows of {small.length}"
+    needed = 16.0 * small.tokens * (16 * small.layers * small.dim + small.vocab)
+    return Probe(group, label, work, needed, run, COMPILE_S if compiled else 0.0)
+
+
+def _plain_step(found: Found, small: Small, compiled: bool) -> Callable[[], None]:
+    model = _decoder(found, small)
+    adamw = make_adamw(OptimizerConfig(lr=1e-5), dict(model.named_parameters()))
+    ids, targets = (_ids(found, small, small.rows, small.length) for _ in range(2))
+    rows, scale = Rows(torch.arange(small.length)[None]), torch.tensor(1.0 / small.tokens)
+    if compiled:
+        model.states = torch.compile(model.states, fullgraph=True, dynamic=False)  # type: ignore[method-assign]
+        model.loss = torch.compile(model.loss, fullgraph=True, dynamic=False)  # type: ignore[method-assign]
+
+    def step() -> None:
+        for parameter in model.parameters():
+            parameter.grad = None
+        model(ids, targets, rows, objective=cross_entropy, scale=scale).backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        scale_gradients(gradients, clip_factor(gradient_norm(gradients), 1.0))
+        adamw.step()
+
+    return step
