@@ -196,7 +196,7 @@ def tune(
     aim: Annotated[
         Aim | None,
         typer.Option("--for", help="What is to become less: of a plan with a target the time to it "
-                     "(quality), else of a step (time)."),
+                     "(quality) where runs fit into the minutes, else of a step (time)."),
     ] = None,
     minutes: Annotated[float, typer.Option(help="On the clock, at most.")] = MINUTES,
     seeds: Annotated[int, typer.Option(min=2, help="Of a change of learning, at most.")] = SEEDS,

@@ -56,7 +56,7 @@ def tune_command(
     Args:
         plan: the start.
         aim: what is to become less: "time" of a step, "money", "memory", "quality"; None is
-            "quality" where the plan has a target, else "time".
+            "quality" where the plan has a target and the minutes allow runs to it, else "time".
         minutes: on the clock, at most.
         catalogue: techniques that may be tried.
         context: where the plan runs.
@@ -73,6 +73,7 @@ def tune_command(
         RunError: the folder cannot be written; tells what was kept.
         Stopped: Ctrl-C came, or a scheduler's signal; the files of the best so far are written.
     """
+    chosen = aim is not None
     aim, why = aim_of(plan, aim)
     _check(plan, aim, minutes)
     folder = folder or folder_of(plan)
@@ -86,7 +87,7 @@ def tune_command(
                 measure_with(worker),
                 Rules(device=context.device, precision=context.precision),
                 store=Store(folder / TRIALS, here(choose_device(plan))), seeds=seeds,
-                train=train_with(worker, folder / "runs"), tell=tell,
+                train=train_with(worker, folder / "runs"), tell=tell, chosen=chosen,
             )  # fmt: skip
         try:
             write(tuned, folder)
@@ -113,8 +114,9 @@ def aim_of(plan: Plan, asked: Aim | None) -> tuple[Aim, str]:
         return asked, f"{plan.name}: for {asked}, as --for asks{f'; {NO_PRICE}' if free else ''}"
     if target is None:
         return "time", f"{plan.name}: for the time of a step, for the plan has no target"
-    told = f"{plan.name}: for the time to the plan's target, goal.bits_per_byte = {target:g}"
-    return "quality", f"{told}; --for time asks for faster steps alone"
+    told = f"{plan.name}: for the time to the plan's target, goal.bits_per_byte = {target:g}, where"
+    told += " two pairs of runs fit into the minutes, else for the time of a step"
+    return "quality", f"{told}; --for quality and --for time ask for one of them"
 
 
 def _check(plan: Plan, aim: Aim, minutes: float) -> None:

@@ -22,9 +22,16 @@ from headrace.trials.judge import Compared
 from headrace.trials.path import Target
 from headrace.trials.proposals import Proposal
 from headrace.trials.running import Run
-from headrace.trials.step import Step
+from headrace.trials.step import Step, length_of
 from headrace.trials.store import fingerprint
 from headrace.trials.target import FEWEST, GIVEN_UP, Train, learn
+
+PAIRS = 3.4
+"""Runs of the first plan that two pairs take: its own two, and two of a change that is 1.4 times as
+soon, which two seeds may show."""
+SETTLES = 6.0
+"""Runs for which there must be time to take what was kept to the target before anything is learned
+on it: two of the first plan, two of the best, and two of a change."""
 
 
 def learning(run: Run, train: Train | None, seeds: int) -> None:
@@ -37,8 +44,9 @@ def learning(run: Run, train: Train | None, seeds: int) -> None:
         run.row(Step(len(run.path) + 1, (what,), "refused", told, equality="learning"))
     if train is None:
         return
+    rival = run.pool.best
     if waiting:
-        _settle(run, train)
+        rival = _rival(run, train)
         waiting = list(run.sources.learning(run.pool.best.plan))
     tried: set[Any] = {fingerprint(run.first)}
     while waiting:
@@ -47,30 +55,92 @@ def learning(run: Run, train: Train | None, seeds: int) -> None:
         if {change, fingerprint(proposal.plan)} & tried:
             continue
         tried |= {change, fingerprint(proposal.plan)}
-        if run.left_s() <= run.learning_s or run.unreached:
+        if run.left_s() <= _least_s(run, rival) or run.unreached:
             rest = [difference(run.pool.best.plan, p.plan) for p in (proposal, *waiting)]
             run.unlearned, run.up = [" ".join(words) for words in rest], True
             return
-        if _teach(run, proposal, train, seeds).verdict == "better":
-            waiting = list(run.sources.learning(proposal.plan))
+        if _teach(run, rival, proposal, train, seeds).verdict == "better":
+            rival, waiting = proposal, list(run.sources.learning(proposal.plan))
 
 
-def _teach(run: Run, proposal: Proposal, train: Train, seeds: int) -> Compared:
-    """One change of learning beside the best so far, over seeds."""
+def longest_s(run: Run) -> float | None:
+    """Seconds after which a run of the first plan ends; None where nothing tells."""
+    step_s = run.first_s or run.start.foresight.step_s
+    length = length_of(run.first, step_s)
+    return None if length is None or not step_s else length.steps * step_s
+
+
+def allowed(run: Run) -> tuple[bool | None, str]:
+    """Whether the minutes allow two pairs of runs to the target, and that in words.
+
+    None where no step of the plan was timed or predicted yet. A plan that nothing but its target
+    ends is taken there: its first run tells.
+    """
+    step_s, target = run.first_s or run.start.foresight.step_s, run.first.goal.bits_per_byte
+    run_s, length = longest_s(run), length_of(run.first, step_s)
+    if run_s is None or length is None:
+        return (None if step_s is None else True), ""
+    told = f"a run to {target:g} takes {format_seconds(run_s)} at most ({length.ends} at "
+    told += f"{format_seconds(step_s or 0.0)} each)"
+    if run.left_s() >= PAIRS * run_s:
+        return True, f"{told}, so two pairs of runs fit: for the time to the target"
+    minutes = ceil((run.clock() - run.began_s + PAIRS * run_s) / 60)
+    return False, (
+        f"{told}, and two pairs of runs do not fit into {run.minutes_s / 60:g} min: for the time "
+        f"of a step; --minutes {minutes} goes for the target"
+    )
+
+
+def _least_s(run: Run, rival: Proposal) -> float:
+    """Seconds without which no change can be judged: two runs of it, those of its rival stand."""
+    if run.run_s is None or rival is run.start:
+        return run.learning_s
+    return min(run.learning_s, FEWEST * run.run_s)
+
+
+def _rival(run: Run, train: Train) -> Proposal:
+    """Return the plan that changes of learning are tried beside.
+
+    What compiles for longer than a run to the target wins back is undone by its bill. The rest
+    goes to the target first where the minutes allow that and a change of learning. Where they do
+    not, changes of learning stand on it and go beside the first plan, which judges both at once.
+    """
+    assert run.pool is not None
+    for step in run.kept:
+        if step.worth(length := length_of(run.first, step.before_s)) is False:
+            assert length is not None
+            undone = [one for one in run.kept if one.number >= step.number]
+            run.undo(undone, f"a run to the target {length.words}, too few to win compiling back")
+            break
+    run_s = longest_s(run)
+    if run_s is not None and run.kept and run.left_s() < SETTLES * run_s:
+        return run.start
+    _settle(run, train)
+    return run.pool.best
+
+
+def _teach(run: Run, rival: Proposal, proposal: Proposal, train: Train, seeds: int) -> Compared:
+    """One change of learning beside the best so far, or the first plan, over seeds."""
     assert run.pool is not None
     best, since_s = run.pool.best, run.store.spent_s
-    run.trying(proposal, f", at most {seeds} seeds to {run.first.goal.bits_per_byte:g}")
-    found = _to_target(run, best.plan, proposal.plan, train, seeds)
+    more = "" if rival is best else ", beside the first plan"
+    run.trying(proposal, f"{more}, at most {seeds} seeds to {run.first.goal.bits_per_byte:g}")
+    found = _to_target(run, rival.plan, proposal.plan, train, seeds)
     run.learning_s = run.store.spent_s - since_s
+    if rival is not best:
+        found = replace(found, reason=f"{found.reason}; beside the first plan, with all changes")
     run.note(proposal, found, "learning", since_s)
     if found.verdict == "better":
         before_s, after_s = (
             plan.batch.tokens / rate if rate else None
-            for plan, rate in zip((best.plan, proposal.plan), found.rates, strict=True)
+            for plan, rate in zip((rival.plan, proposal.plan), found.rates, strict=True)
         )
         run.pool.best, run.pool.best_s, run.target = proposal, after_s, None
-        if best is run.start and run.first_s is None:
-            run.first_s = before_s
+        if found.after_s is not None and isfinite(found.after_s):
+            run.run_s = found.after_s
+        if rival is run.start:
+            run.first_s = run.first_s or before_s
+            _keep(run, found)
     return found
 
 
@@ -96,9 +166,11 @@ def _settle(run: Run, train: Train) -> None:
 
 
 def whole_way(run: Run, train: Train, seeds: int) -> None:
-    """The first plan beside the best to the target, with all seeds."""
+    """The first plan beside the best to the target, with all seeds; not where that is known."""
     assert run.pool is not None
     if not run.kept or run.left_s() <= run.learning_s or run.unreached:
+        return
+    if run.target is not None and run.target.better:
         return
     found = _to_target(run, run.first, run.pool.best.plan, train, seeds)
     if found.verdict == "cut":

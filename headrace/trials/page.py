@@ -80,6 +80,7 @@ def _header(tuned: Tuned) -> Safe:
         tag("h1", tuned.first.name),
         tag("span", gain, class_=f"badge {'good' if good else 'plain'}"),
         tag("p", tuned.sentence(), class_="verdict"),
+        *([muted(f"{tuned.aim_why[0].upper()}{tuned.aim_why[1:]}.")] if tuned.aim_why else []),
         *([muted("Interrupted: this is as far as it came.")] if tuned.interrupted else []),
     )
 

@@ -103,6 +103,7 @@ class Tuned:
             it is known, or was not asked for.
         wanted: whole minutes that should do for what was not tried; 0 is not known.
         unreached: the clock ended the first run to the target, so how long one takes is not known.
+        aim_why: why it was for that, where the minutes decided; "" else.
     """
 
     aim: Aim
@@ -123,6 +124,7 @@ class Tuned:
     unmeasured: str = ""
     wanted: int = 0
     unreached: bool = False
+    aim_why: str = ""
 
     @property
     def now_s(self) -> float | None:
@@ -207,7 +209,8 @@ class Tuned:
     def plain(self) -> dict[str, Any]:
         """As JSON values."""
         return {
-            "aim": self.aim, "name": self.plan.name, "changes": list(self.changes),
+            "aim": self.aim, "aim_why": self.aim_why or None,
+            "name": self.plan.name, "changes": list(self.changes),
             "ratio": None if self.ratio is None else asdict(self.ratio), "whole": self.whole,
             "memory": self.memory, "memory_measured": self.counted,
             "before_s": self.before_s, "after_s": self.after_s,

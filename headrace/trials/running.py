@@ -72,6 +72,8 @@ class Run:
         """the least that was foreseen of a plan that ran out of memory"""
         self.failed: set[tuple[str, ...]] = set()
         """changes whose prediction failed"""
+        self.aim_why = ""
+        """why it is for what it is for, where the minutes decided that, in words"""
         self.up = False
         """the time is"""
         self.unlearned: list[str] = []
@@ -293,7 +295,7 @@ class Run:
             after_s=None if self.pool is None else self.pool.best_s,
             seconds=self.store.spent_s + max(0.0, planning_s),
             left=(*(" ".join(w.change) for w in waiting), *self.unlearned), up=self.up,
-            interrupted=interrupted, unmeasured=unmeasured,
+            interrupted=interrupted, unmeasured=unmeasured, aim_why=self.aim_why,
             wanted=0 if self.pool is None else self.wanted(), unreached=self.unreached,
         )  # fmt: skip
 

@@ -108,7 +108,7 @@ class Step:
             one_s, two_s = self.before_s, self.after_s
             if one_s is None or two_s is None or not (isfinite(one_s) and isfinite(two_s)):
                 return ""
-            return f"{format_seconds(two_s)} to the target, where {format_seconds(one_s)} were"
+            return f"a target in {format_seconds(two_s)} instead of {format_seconds(one_s)}"
         if not self.saved_s or self.saved_s < 0:
             return ""
         told = f"{format_seconds(self.saved_s)} of each step"

@@ -42,6 +42,7 @@ from headrace.trials.step import Stage, Step
 from headrace.trials.store import Store
 from headrace.trials.target import SEEDS, Train
 
+NO_LIMIT = -1
 EXECUTION_SHARE = 0.5
 """Of the minutes that changes of execution may take where changes of learning follow."""
 
@@ -50,6 +51,7 @@ def tune(
     plan: Plan, aim: Aim, minutes: float, sources: Sources, measure: Measure, rules: Rules, *,
     store: Store | None = None, train: Train | None = None, seeds: int = SEEDS,
     tell: Callable[[str], None] = lambda line: None, clock: Callable[[], float] = time.monotonic,
+    chosen: bool = True,
 ) -> Tuned:  # fmt: skip
     """Measure what is predicted to be better, and keep what is; Ctrl-C keeps the best so far.
 
@@ -65,6 +67,8 @@ def tune(
         seeds: of a change of learning.
         tell: takes a line for each plan that was tried.
         clock: seconds that go by.
+        chosen: the aim is asked for; else "quality" becomes "time" where the minutes allow no two
+            pairs of runs to the target.
     """
     run = _Loop(plan, replace(rules, aim=aim), minutes, measure, store or Store(None, {}, clock),
                 tell, clock)  # fmt: skip
@@ -73,9 +77,13 @@ def tune(
         learns = aim in ("money", "quality")
         able = train if learns and plan.goal.bits_per_byte else None
         run.share = EXECUTION_SHARE if able else 1.0
-        run.execution()
+        if able and not chosen and not run.allowed():
+            able, learns, run.share = None, False, 1.0
+        run.execution(small=able is None)
         if learns:
             lessons.learning(run, able, seeds)
+        if able and not run.learned:
+            run.execution()
         again.provisional(run)
         if able:
             lessons.whole_way(run, able, seeds)
@@ -114,17 +122,47 @@ class _Loop(Run):
                 self.failed.add(change)
                 self.row(Step(len(self.path) + 1, change, "refused", told))
 
-    def execution(self) -> None:
-        """Try changes that learn the same, the most promising first, until time or plans end."""
+    def allowed(self) -> bool:
+        """Whether runs to the target fit into the minutes; else the aim is a step's time.
+
+        Where no step is predicted, the most promising change is tried first, which times one.
+        """
+        may, told = lessons.allowed(self)
+        if may is None:
+            self.execution(most=1)
+            may, told = lessons.allowed(self)
+        if may is None:
+            may = not self.path  # nothing could be timed: the first run to the target tells
+            told = "" if may else "no step could be timed, so for the time of a step"
+        self.aim_why = told
+        if told:
+            self.tell(f"       {self.aim_why}")
+        if not may:
+            self.rules = replace(self.rules, aim="time")
+        return bool(may)
+
+    @property
+    def learned(self) -> bool:
+        """Whether a change of learning was kept."""
+        return any(step.stage == "learning" for step in self.kept)
+
+    def execution(self, *, small: bool = True, most: int = NO_LIMIT) -> None:
+        """Try changes that learn the same, the most promising first, until time or plans end.
+
+        Args:
+            small: also those that are foreseen to matter little.
+            most: as many at most.
+        """
         assert self.pool is not None
-        while not self.up:
+        while not self.up and most:
             if self.left_s(self.share) <= self.least_s:
                 self.up = bool(self.pool.waiting)
                 return
-            chosen = self.pool.take()
+            chosen = self.pool.take(small=small)
             if chosen is None:
                 return
             self.attempt(chosen)
+            most -= 1
 
     def attempt(self, proposal: Proposal) -> None:
         """Measure it, and keep or revert it."""

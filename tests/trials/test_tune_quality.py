@@ -111,7 +111,12 @@ def test_the_aim_is_told_first_and_follows_the_plan(
     how: Any = {"context": context, "machine": Rates.assumed("cpu"), "catalogue": KNOWN}
     cases: list[tuple[Plan, Aim | None, Aim, str]] = [
         (plan, None, "time", "for the time of a step, for the plan has no target"),
-        (aimed(plan), None, "quality", "to the plan's target, goal.bits_per_byte = 1.1; --for"),
+        (
+            aimed(plan),
+            None,
+            "quality",
+            "goal.bits_per_byte = 1.1, where two pairs of",
+        ),
         (aimed(plan), "time", "time", "for time, as --for asks"),
     ]
     for run, asked, aim, said in cases:
@@ -120,10 +125,66 @@ def test_the_aim_is_told_first_and_follows_the_plan(
         assert tuned.aim == aim and said in lines[0]
 
 
+def hasty(
+    machine: Any, plan: Plan, minutes: float, run_s: float, gain: float = 0.8, **how: Any
+) -> Tuned:
+    """Tune a plan of 1,000 steps for what the minutes allow, where a run takes so long."""
+    return hurried(
+        machine, plan, minutes, late(machine, [], run_s, gain), chosen=False,
+        goal={"minutes": 60, "steps": 1000}, schedule={"steps": 1000}, **how,
+    )  # fmt: skip
+
+
+def test_minutes_that_allow_no_two_pairs_of_runs_go_to_faster_steps(
+    Machine: Any, plan: Plan, tmp_path: Path
+) -> None:
+    """A run takes 100 s at most, by the first steps that were timed, or by predicted ones."""
+    lines: list[str] = []
+    tuned = hasty(Machine({FAST: 0.8}), plan, 3, 80.0, tell=lines.append)
+    assert tuned.aim == "time" and tuned.changes == (f"+{FAST}",) and tuned.target is None
+    said = (
+        "a run to 1.1 takes 100.1 s at most (1,000 steps at 100 ms each), and two pairs of runs do"
+    )
+    assert f"{said} not fit into 3 min: for the time of a step; --minutes 7 goes" in tuned.aim_why
+    assert any(tuned.aim_why in line for line in lines)
+    assert not tuned.kept[0].provisional and json.loads(dumps(tuned))["aim_why"] == tuned.aim_why
+    assert tuned.aim_why[1:] in write_tune_page(tuned, tmp_path).read_text()
+    tuned = hasty(Machine({FAST: 0.8}), plan, 10, 80.0)
+    assert tuned.aim == "quality" and "so two pairs of runs fit" in tuned.aim_why
+    assert hasty(Machine({}), plan, 3, 80.0, start_s=0.02, names=[]).aim == "quality"
+    assert hasty(Machine({}), plan, 3, 80.0, start_s=0.2, names=[]).aim == "time"
+
+
+def test_what_learns_goes_beside_the_first_plan_where_minutes_are_few(
+    Machine: Any, plan: Plan
+) -> None:
+    """With what was kept of execution in it, whose own way to the target is not measured apart."""
+    machine = Machine({FAST: 0.8})
+    tuned = hasty(machine, plan, 10, 90.0, gain=0.5)
+    assert {*tuned.plan.techniques} == {FAST, LEARNS} and tuned.target is not None
+    assert tuned.target.whole and tuned.target.better and tuned.target.ratio.n == 2
+    assert tuned.target.ratio.value == pytest.approx(2.0) and not tuned.unmeasured
+    assert "beside the first plan, with all changes" in tuned.kept[-1].reason
+    assert not any(step.provisional for step in tuned.kept) and machine.now_s < 600
+    assert "a target in 45.2 s instead of 90.5 s" in tuned.kept[-1].bought(tuned.length)
+
+
+def test_what_a_run_to_the_target_is_too_short_for_is_undone_by_its_bill(
+    Machine: Any, plan: Plan
+) -> None:
+    """Steps save 20 ms, and a thousand of them 20 s."""
+    machine = Machine({FAST: 0.8}, compile_s={FAST: 30.0})
+    tuned = hasty(machine, plan, 10, 90.0, gain=0.5)
+    assert {*tuned.plan.techniques} == {LEARNS}
+    assert "undone: a run to the target is 1,000 steps, too few to win" in tuned.path[0].reason
+
+
 # --- no time for the target -------------------------------------------------------------------
 
 
-def late(machine: Any, limits: list[tuple[float, float]], run_s: float) -> Callable[..., Reading]:
+def late(
+    machine: Any, limits: list[tuple[float, float]], run_s: float, gain: float = 0.8
+) -> Callable[..., Reading]:
     """Trains as `go` does, and is cut off where a run takes longer than it may."""
 
     def train(run: Plan, limit_s: float) -> Reading:
@@ -131,7 +192,7 @@ def late(machine: Any, limits: list[tuple[float, float]], run_s: float) -> Calla
         machine.now_s += min(run_s, limit_s)
         if run_s > limit_s:
             return Reading(refused=f"{NOT_DONE} {limit_s / 60:.1f} minutes")
-        sooner = 0.8 if LEARNS in run.techniques else 1.0
+        sooner = gain if LEARNS in run.techniques else 1.0
         return Reading(seconds=[run_s * sooner * (1 + 0.01 * run.seed)])
 
     return train
@@ -139,11 +200,12 @@ def late(machine: Any, limits: list[tuple[float, float]], run_s: float) -> Calla
 
 def hurried(machine: Any, plan: Plan, minutes: float, train: Any, **how: Any) -> Tuned:
     """Tune for quality in minutes, with changes of execution and one of learning."""
-    found = machine.sources([], names=how.pop("names", [FAST]))
+    found = machine.sources([], start_s=how.pop("start_s", None), names=how.pop("names", [FAST]))
     sources = type(found)(found.whole, found.single, lambda best: [
         machine.proposal(changed(best, [f"+{LEARNS}"], KNOWN), None)])  # fmt: skip
     goal = how.pop("goal", {"minutes": 3, "steps": 10**6})
-    aims = plan.replaced(goal={"bits_per_byte": 1.1, **goal}, schedule={"steps": 9})
+    schedule = how.pop("schedule", {"steps": 9})
+    aims = plan.replaced(goal={"bits_per_byte": 1.1, **goal}, schedule=schedule)
     return tune(aims, "quality", minutes, sources, machine.measure, CUDA, train=train,
                 clock=machine.clock, **how)  # fmt: skip
 
