@@ -136,6 +136,9 @@ def open_prepared(plan: Plan, target: Path) -> Prepared:
     if sum(s.text_bytes for s in (*train, validation)) <= VERIFY_BYTES:
         for shards in (*train, validation):
             shards.verify()
+            shards.verify_bytes(tokenizer.token_bytes)
+    if not plan.data.lossy_tokenizer:
+        _check_counts(*train, validation)
     parts = [s.fingerprint for s in (*train, validation)]
     weights = plan.data.weights
     fingerprint = {
@@ -148,6 +151,23 @@ def open_prepared(plan: Plan, target: Path) -> Prepared:
         target, tokenizer, train, validation, fingerprint, left_out.load(target),
         Record.load(target),
     )  # fmt: skip
+
+
+def _check_counts(*sets: Shards) -> None:
+    """Compare the bytes of a text with those that its tokens stand for, where none may be lost.
+
+    Bits per byte rests on both.
+
+    Raises:
+        ConfigError: with both.
+    """
+    for shards in sets:
+        m = shards.manifest
+        if m.text_bytes != m.counted_bytes:
+            raise ConfigError(
+                f"{shards.directory / 'manifest.json'} says text_bytes {m.text_bytes:,} and "
+                f"counted_bytes {m.counted_bytes:,}, and its tokenizer loses nothing"
+            )
 
 
 def _digest(parts: list[str]) -> str:

@@ -29,6 +29,8 @@ DIGESTED_AS = 2
 """The format under which runs keep the digest of a manifest: what it covers is the same since."""
 OFFSETS_AT_ONCE = 1 << 20
 """Offsets that are looked at together: 8 MiB, however many there are."""
+DOCUMENTS_AT_ONCE = TOKENS_AT_ONCE = 1 << 20
+"""Documents and tokens that are looked at together."""
 SHARD_TOKENS = 1 << 27
 OPEN_MAPS = 128
 _REBUILD = "headrace data ingest PLAN"
@@ -325,6 +327,36 @@ class Shards:
                     f"tokenizer has {self.manifest.vocab:,} entries",
                     _rebuild(self.directory, self.manifest),
                 )
+
+    def verify_bytes(self, token_bytes: np.ndarray) -> None:
+        """Compare the bytes that all ids stand for with those of the manifest.
+
+        Args:
+            token_bytes: [vocab], what each id stands for, as the tokenizer has it.
+
+        Raises:
+            ConfigError: with both.
+        """
+        offsets, counted = self._map("offsets.bin"), 0
+        ends = [*offsets[DOCUMENTS_AT_ONCE::DOCUMENTS_AT_ONCE].tolist(), self.tokens]
+        first = 0
+        for part, end in enumerate(ends):
+            starts = offsets[part * DOCUMENTS_AT_ONCE :][:DOCUMENTS_AT_ONCE].astype(np.int64)
+            sums = np.zeros(len(starts), dtype=np.int64)
+            for begin in range(first, end, TOKENS_AT_ONCE):
+                sizes = token_bytes[self.read(begin, min(TOKENS_AT_ONCE, end - begin))]
+                within = np.searchsorted(starts, begin + len(sizes))
+                at = int(np.searchsorted(starts, begin, side="right")) - 1
+                cuts = np.concatenate([[begin], starts[at + 1 : within]]) - begin
+                sums[at:within] += np.add.reduceat(sizes, cuts, dtype=np.int64)
+            counted += int(np.maximum(sums, 0).sum())  # as `add` counts a document
+            first = end
+        if counted != self.manifest.counted_bytes:
+            raise ConfigError(
+                f"the tokens in {self.directory} stand for {counted:,} bytes, and its manifest "
+                f"says counted_bytes {self.manifest.counted_bytes:,}",
+                _rebuild(self.directory, self.manifest),
+            )
 
     def _verify_content(self, path: Path, expected: str) -> None:
         with path.open("rb") as file:

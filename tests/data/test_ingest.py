@@ -183,6 +183,27 @@ def test_a_manifest_sealed_anew_that_is_not_of_its_tokenizer(
     assert error.value.remedy.startswith(f"rm -r {shards.directory.parent} && ")
 
 
+@pytest.mark.parametrize("lossy", [False, True])
+@pytest.mark.parametrize(
+    "changes", [{"text_bytes": 1}, {"counted_bytes": 1}, {"text_bytes": 9, "counted_bytes": 9}]
+)
+def test_bytes_sealed_anew_are_compared_with_the_tokens(
+    make_plan: MakePlan, source: str, lossy: bool, changes: dict[str, int]
+) -> None:
+    plan = make_plan(sources=source, vocab=300, lossy_tokenizer=lossy)
+    shards = prepare(plan).validation
+    more = {key: getattr(shards.manifest, key) + value for key, value in changes.items()}
+    other = shards.manifest.model_copy(update=more)
+    sealed = other.model_copy(update={"seal": other.digest})
+    (shards.directory / "manifest.json").write_text(sealed.model_dump_json())
+    if lossy and "counted_bytes" not in changes:  # tokens do not say what they lost
+        prepare(plan)
+        return
+    with pytest.raises(ConfigError, match="bytes") as error:
+        prepare(plan)
+    assert error.value.remedy.startswith(f"rm -r {shards.directory.parent} && ")
+
+
 @pytest.mark.parametrize("vocab", [300, 2048, 4096])
 def test_the_command_that_prepares_again_prepares_the_same(
     make_plan: MakePlan, source: str, vocab: int

@@ -228,3 +228,21 @@ def test_ten_thousand_files_open_at_once(
     assert (shards.read(0, 20_000) == whole([19_999], 1000, 1)).all()
     if before:
         assert len(os.listdir("/proc/self/fd")) <= before + OPEN_MAPS
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3, 7, 1 << 20])
+@pytest.mark.parametrize("added", [0, -1])
+def test_the_bytes_of_documents_are_summed_in_parts(
+    make_shards: Make, monkeypatch: pytest.MonkeyPatch, at_once: int, added: int
+) -> None:
+    monkeypatch.setattr(shards_module, "DOCUMENTS_AT_ONCE", at_once)
+    monkeypatch.setattr(shards_module, "TOKENS_AT_ONCE", at_once)
+    shards = make_shards([3, 1, 0, 250, 7, 1, 99, 1], shard_tokens=11)
+    token_bytes = np.full(1000, 2, dtype=np.int32)
+    token_bytes[0] = added
+    counted = sum(max(0, 2 * n + added) for n in (3, 1, 0, 250, 7, 1, 99, 1))
+    resealed(shards, counted_bytes=counted)
+    Shards.open(shards.directory).verify_bytes(token_bytes)
+    resealed(shards, counted_bytes=counted + 1)
+    with pytest.raises(ConfigError, match=f"stand for {counted:,} bytes"):
+        Shards.open(shards.directory).verify_bytes(token_bytes)
