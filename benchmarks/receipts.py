@@ -30,8 +30,11 @@ def spread(values: Sequence[float], unit: str) -> dict[str, Any]:
 
 def hardware() -> str:
     """The device that was measured on."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else processor()
+
+
+def processor() -> str:
+    """The machine's processor, with its cores."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

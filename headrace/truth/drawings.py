@@ -141,11 +141,11 @@ def natural_runs(runs: Sequence[Run]) -> str | None:
     if not shown:
         return None
     right = sum(run.right for run in shown)
-    draw = Picture(560, 490, f"Gains of the first remedy and of the best in {len(shown)} natural "
+    draw = Picture(560, 500, f"Gains of the first remedy and of the best in {len(shown)} natural "
                              f"runs; {right} verdicts were right")  # fmt: skip
     draw.legend(60, 26, [
         ("circle", "c0", f"right: {right}"), ("square", "c1", f"wrong: {len(shown) - right}"),
-        ("diamond", "c2", "no remedy, or healthy said"),
+        ("diamond", "soft", "no remedy, or healthy said"),
     ])  # fmt: skip
     best = [1 + _best_of(run) for run in shown]
     first = [1 + _first_of(run) for run in shown]
@@ -156,7 +156,7 @@ def natural_runs(runs: Sequence[Run]) -> str | None:
     )  # fmt: skip
     panel.draw()
     panel.diagonal()
-    draw.text(16, 478, f"Right is at least {100 * NEAR:.0f}% of the best gain; the dashed line is "
+    draw.text(16, 488, f"Right is at least {100 * NEAR:.0f}% of the best gain; the dashed line is "
               "all of it.", colour="soft", size=12)  # fmt: skip
     for run, x, y in sorted(zip(shown, best, first, strict=True), key=lambda one: not one[0].right):
         silent = run.said.healthy or run.first is None

@@ -271,6 +271,7 @@ class Trial(Row):
     """
 
     workload: str
+    base: str = ""
     hardware: str
     change: list[str] = Field(min_length=1)
     equality: Literal["exact", "approximate", "learning"]
@@ -282,7 +283,7 @@ class Trial(Row):
     @property
     def key(self) -> tuple[Any, ...]:
         """What a trial and the row of its training share."""
-        return self.workload, self.hardware, tuple(self.change)
+        return self.workload, self.base, self.hardware, tuple(self.change)
 
 
 class TunerMetrics(Row):

@@ -1,0 +1,380 @@
+"""Whether the tuner's judge rejects what is exact, and keeps what learns worse.
+
+    taskset -c 0-15 python benchmarks/tuner_trials.py --minutes 9 --part 1/6
+    taskset -c 0-1 python benchmarks/tuner_trials.py --device cpu --shapes demo 1m --minutes 30
+
+A trial is one change of a plan that learns the same: a technique or a knob alone, or a whole plan
+that the sweep ranks high. It goes through the tuner's own pair and judge (`trials/running.py`), and
+its row says what became of it, and whether it was rejected for its loss or gradients. An exact
+change never should be. Then what is approximate and was kept is trained beside the plan without it,
+with the same seeds and rows, and a second row of the trial says how many nats it loses: the mean of
+the last tenth of the steps.
+
+What has a row of the same plans on the same hardware is not tried again, and readings are kept in
+`--folder`, so a call that was cut off goes on. Several calls or GPUs take a part each; a part is
+found from the shapes and bases alone. A pair that a whole limit was too short for has a row too,
+which counts for nothing.
+"""
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import parts
+import receipts
+import torch
+
+from headrace import probes
+from headrace.changes import changed, difference
+from headrace.cli import catalogue
+from headrace.context import choose_device, make_context
+from headrace.core.machine import Machine
+from headrace.core.plan import Plan
+from headrace.core.technique import Context
+from headrace.data.ingest import prepare
+from headrace.trials.judge import Compared, Rules
+from headrace.trials.judge import Verdict as Judged
+from headrace.trials.kinds import kind_of
+from headrace.trials.pairs import measure_with
+from headrace.trials.proposals import Pool, Proposal, Sources, sources
+from headrace.trials.running import LONGEST, Run
+from headrace.trials.short import train_steps
+from headrace.trials.store import Store, fingerprint, here
+from headrace.trials.worker import Worker
+
+TOPIC = "tuner_trials"
+RECIPES = receipts.ROOT / "headrace" / "recipes"
+PLANS = receipts.PLANS
+LEARNS = "goal.steps=1000 optimizer.lr=1e-3 schedule.warmup_steps=50"
+SHAPES: dict[str, tuple[Path, str]] = {
+    "demo": (RECIPES / "demo.toml", ""),
+    "small": (RECIPES / "small.toml", ""),
+    "1m": (PLANS / "tiny.toml", ""),
+    "60m": (PLANS / "60m.toml", f"batch.tokens=16384 {LEARNS}"),
+    "160m": (PLANS / "160m.toml", f"batch.tokens=16384 {LEARNS}"),
+}
+"""Name -> its plan, and what is changed of it: batches that 1,000 steps of can be waited for."""
+ON_CPU = ("demo", "1m")
+"""Shapes whose trials a CPU can take."""
+BASES = {"eager": "", "compiled": "+torch_compile", "fp32": "model.precision=fp32"}
+"""What a shape's plan is without its techniques, and with what else -> where trials begin."""
+WHOLES = 3
+"""Whole plans of the sweep that are tried, of each kind; the rest differ from them in a knob."""
+FEWER_ROWS = 4
+"""A micro-batch of fewer than this share of the base's rows only takes longer."""
+LIMIT_S = 150.0
+"""Seconds that one pair may take, with building and compiling."""
+STEPS = 1000
+SEEDS = {"60m": 1, "160m": 1}
+"""Trainings of a plan that was kept, and of its base; `MORE_SEEDS` of the others, whose losses at
+the end are of fewer tokens."""
+MORE_SEEDS = 2
+READY_S = 60.0
+"""Seconds to allow for building and compiling a plan that is trained."""
+BECAME: dict[Judged, str] = {
+    "better": "kept", "worse": "lost", "undecided": "lost", "different": "rejected", "cut": "cut",
+    "refused": "refused",
+}  # fmt: skip
+"""The judge's verdict -> what a row says of it."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """A plan that changes are tried of.
+
+    Args:
+        shape, base: their names.
+        plan: of them.
+        context: where it runs.
+        sources: where its changes come from, as `tune` asks for them.
+    """
+
+    shape: str
+    base: str
+    plan: Plan
+    context: Context
+    sources: Sources
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A change of a start.
+
+    Args:
+        start: of which.
+        first: the start as a proposal.
+        second: the plan with the change.
+    """
+
+    start: Start
+    first: Proposal
+    second: Proposal
+
+    @property
+    def change(self) -> tuple[str, ...]:
+        """In words."""
+        return difference(self.first.plan, self.second.plan)
+
+    @property
+    def name(self) -> str:
+        """For a reader."""
+        return f"{self.start.shape} {self.start.base}: {' '.join(self.change)}"
+
+
+# --- what is tried ---------------------------------------------------------------------------
+
+
+def start_of(shape: str, base: str, args: argparse.Namespace) -> Start:
+    """A shape's plan without its techniques, as a base has it, on the device that is asked for."""
+    known = catalogue()
+    path, words = SHAPES[shape]
+    recipe = Plan.read(path.read_text(), known)
+    bare = [f"-{name}" for name in recipe.techniques if f"+{name}" not in BASES[base]]
+    added = [w for w in BASES[base].split() if w[1:] not in recipe.techniques]
+    where = [f"device={args.device}", f"data.directory={args.folder / 'data'}"]
+    plan = changed(recipe, [*bare, *added, *words.split(), *where, *args.set], known)
+    device = choose_device(plan)
+    context = make_context(plan, device)
+    machine = probes.cached(device) or Machine.assumed(context.device_name)
+    return Start(shape, base, plan, context, sources("time", context, machine, known))
+
+
+def trials_of(start: Start) -> list[Trial]:
+    """Its changes that learn the same, whole plans first; each once, and what must not fit left."""
+    first, wholes = start.sources.whole(start.plan)
+    rows = start.plan.micro_rows
+    found: dict[str, Trial] = {}
+    of_kind = {"exact": 0, "approximate": 0}
+    for proposal in [*wholes, *start.sources.single(start.plan)]:
+        kind = kind_of(start.plan, proposal.plan)
+        fewer = proposal.plan.micro_rows * FEWER_ROWS < rows
+        if kind == "learning" or proposal.foresight.fits == "no" or fewer:
+            continue
+        trial = Trial(start, first, proposal)
+        several = len(trial.change) - sum(w.startswith("techniques.") for w in trial.change) > 2
+        of_kind[kind] += several
+        if not several or of_kind[kind] <= WHOLES:
+            found.setdefault(fingerprint(proposal.plan), trial)
+    return list(found.values())
+
+
+def mine(trials: list[Trial], which: tuple[int, int]) -> list[Trial]:
+    """Those that fall to a part, whatever has been tried already."""
+    taken = parts.share({trial.name: 1.0 for trial in trials}, which)
+    return [trial for trial in trials if trial.name in taken]
+
+
+# --- trying ----------------------------------------------------------------------------------
+
+
+class Bench:
+    """Tries changes and trains what was kept, until its time is up."""
+
+    def __init__(self, args: argparse.Namespace, worker: Worker) -> None:
+        self.args, self.worker = args, worker
+        self.ends_s = time.monotonic() + 60 * args.minutes
+        args.folder.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left of the minutes."""
+        return self.ends_s - time.monotonic()
+
+    def run(self) -> None:
+        """Every start's trials, and then the trainings of what was kept."""
+        starts = [(s, b) for b in self.args.bases for s in self.args.shapes]
+        tried: list[Trial] = []
+        for shape, base in starts:
+            if self.left_s <= 0:
+                print(f"left: {shape} {base}", flush=True)
+                continue
+            start = start_of(shape, base, self.args)
+            prepare(start.plan)
+            tried += self.trials(mine(trials_of(start), self.args.part))
+        if self.args.train_steps:
+            for trial in tried:
+                self.train(trial)
+
+    def trials(self, trials: list[Trial]) -> list[Trial]:
+        """Try what has no row yet, and say what is left; all of them come back."""
+        known = self.known()
+        limit_s = self.args.limit_s
+        left = 0
+        for trial in trials:
+            row = known.get(self.key(trial))
+            if row and (row.get("verdict") != "cut" or row["limit_s"] >= limit_s):
+                continue
+            if self.left_s < min(limit_s, self.args.least_s):
+                left += 1
+                continue
+            self.attempt(trial, min(limit_s, self.left_s))
+        if left:
+            print(f"left: {left} of {trials[0].start.shape} {trials[0].start.base}", flush=True)
+        return trials
+
+    def attempt(self, trial: Trial, limit_s: float) -> None:
+        """One pair, as `tune` measures and judges it, and its row."""
+        start, began_s = trial.start, time.monotonic()
+        rules = Rules(device=start.context.device, precision=start.context.precision)
+        measure = measure_with(self.worker)
+        store = Store(None, here(choose_device(start.plan)))
+        run = Run(start.plan, rules, limit_s / LONGEST / 60, measure, store, _nobody,
+                  time.monotonic)  # fmt: skip
+        run.start, run.pool = trial.first, Pool(start.plan, trial.first)
+        found = run.pair(trial.first, trial.second, screen=True)
+        spent_s = time.monotonic() - began_s
+        if found.verdict == "cut" and limit_s < self.args.limit_s:
+            print(f"left: {trial.name}: {found.reason}", flush=True)
+            return
+        self.append(trial, found, spent_s)
+
+    def append(self, trial: Trial, found: Compared, spent_s: float) -> None:
+        """The row of a trial."""
+        verdict = BECAME[found.verdict]
+        facts = self.facts(trial) | {
+            "verdict": verdict, "for_loss": found.verdict == "different",
+            "reason": found.reason, "ratio": asdict(found.ratio) if found.ratio else None,
+            "nats": None, "steps": 0, "timed": found.steps, "loss_difference": found.loss,
+            "loss_noise": found.noise, "before_s": found.before_s, "after_s": found.after_s,
+            "seconds": spent_s, "limit_s": self.args.limit_s,
+        }  # fmt: skip
+        if verdict == "refused":
+            facts["refused"] = found.reason
+        receipts.append(TOPIC, {}, results=self.args.results, **facts)
+        ratio = f"{found.ratio.value:.3f}x" if found.ratio else "-"
+        print(f"{trial.name}: {verdict}, {ratio} ({spent_s:.0f} s): {found.reason}", flush=True)
+
+    # --- training what was kept --------------------------------------------------------------
+
+    def train(self, trial: Trial) -> None:
+        """The second row of what is approximate and was kept: the nats that it loses."""
+        row = self.known().get(self.key(trial))
+        if not row or row.get("verdict") != "kept" or row["equality"] != "approximate":
+            return
+        if row["steps"] >= self.args.train_steps:
+            return
+        off, began_s = [], time.monotonic()
+        for seed in range(SEEDS.get(trial.start.shape, MORE_SEEDS)):
+            ends = []
+            for plan, step_s in ((trial.first.plan, row["before_s"]),
+                                 (trial.second.plan, row["after_s"])):  # fmt: skip
+                losses, why = self.losses(plan, seed, step_s)
+                if why:
+                    print(f"left: {trial.name}: training: {why}", flush=True)
+                    return
+                ends.append(end_of(losses))
+            off.append(ends[1] - ends[0])
+        facts = {key: row[key] for key in ("verdict", "for_loss", "reason", "ratio", "before_s",
+                                           "after_s")}  # fmt: skip
+        nats = fmean(off)
+        receipts.append(
+            TOPIC, {}, results=self.args.results, **self.facts(trial), **facts, nats=nats,
+            steps=self.args.train_steps, nats_by_seed=off, seeds=list(range(len(off))),
+            seconds=time.monotonic() - began_s,
+        )  # fmt: skip
+        print(f"{trial.name}: {nats:+.4f} nats after {self.args.train_steps} steps", flush=True)
+
+    def losses(self, plan: Plan, seed: int, step_s: float | None) -> tuple[list[float], str]:
+        """Of every step of a training, from the folder where it was trained before; or why not."""
+        plan = plan.replaced(seed=seed)
+        steps = self.args.train_steps
+        store = Store(self.args.folder / "trainings.jsonl", here(choose_device(plan)))
+        what = {"train": fingerprint(plan), "steps": steps}
+        known = json.dumps([what, store.place], sort_keys=True) in store.found
+        needed_s = 1.3 * steps * (step_s or 0.0) + self.args.ready_s
+        if not known and self.left_s < needed_s:
+            return [], f"about {needed_s:.0f} s are needed, {max(0.0, self.left_s):.0f} s are left"
+        limit_s = max(self.left_s, 0.0)
+        found = store.once(
+            what, lambda: self.worker.ask(train_steps, plan, steps=steps, limit_s=limit_s),
+            limit_s=limit_s,
+        )  # fmt: skip
+        broken = "" if all(map(math.isfinite, found.losses)) else "a loss is not finite"
+        return found.losses, found.refused or broken
+
+    # --- rows --------------------------------------------------------------------------------
+
+    def facts(self, trial: Trial) -> dict[str, Any]:
+        """What both rows of a trial share."""
+        return {
+            "workload": trial.start.shape, "base": trial.start.base,
+            "hardware": hardware(trial.start.context), "threads": torch.get_num_threads(),
+            "precision": trial.start.context.precision, "change": list(trial.change),
+            "equality": kind_of(trial.first.plan, trial.second.plan),
+            "baseline_sha256": fingerprint(trial.first.plan),
+            "plan_sha256": fingerprint(trial.second.plan),
+        }  # fmt: skip
+
+    def key(self, trial: Trial) -> tuple[str, ...]:
+        """What tells a trial from the others."""
+        return _key(self.facts(trial))
+
+    def known(self) -> dict[tuple[str, ...], dict[str, Any]]:
+        """The newest row of each trial that no row retracts."""
+        return {_key(row): row for row in _rows(self.args.results)}
+
+
+def _key(row: dict[str, Any]) -> tuple[str, ...]:
+    told = (row[k] for k in ("workload", "base", "hardware"))
+    return (*told, " ".join(row["change"]))
+
+
+def _rows(results: Path) -> Iterator[dict[str, Any]]:
+    file = results / f"{TOPIC}.jsonl"
+    lines = file.read_text().splitlines() if file.is_file() else []
+    rows = [json.loads(line) for line in lines if line.strip()]
+    gone = {row.get("retracts") for row in rows}
+    yield from (row for n, row in enumerate(rows, 1) if n not in gone and "change" in row)
+
+
+def hardware(context: Context) -> str:
+    """The device that a plan runs on, as rows name it."""
+    return receipts.hardware() if context.device == "cuda" else receipts.processor()
+
+
+def end_of(losses: list[float]) -> float:
+    """Mean of the last tenth."""
+    return fmean(losses[-max(1, len(losses) // 10) :])
+
+
+def _nobody(line: str) -> None:
+    """Take a line that nobody reads."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The words of the command line."""
+    found = argparse.ArgumentParser(description=__doc__)
+    found.add_argument("--device", choices=("cuda", "cpu"),
+                       default="cuda" if torch.cuda.is_available() else "cpu")  # fmt: skip
+    found.add_argument("--shapes", nargs="+", choices=list(SHAPES), help="all that fit the device")
+    found.add_argument("--bases", nargs="+", choices=list(BASES), default=["eager"])
+    found.add_argument("--minutes", type=float, default=9.0, help="of all; nothing begins later")
+    found.add_argument("--part", type=parts.part, default=(1, 1), help="K/N of each list of trials")
+    found.add_argument("--limit-s", type=float, default=LIMIT_S, help="of one pair")
+    found.add_argument("--least-s", type=float, default=45.0, help="no pair begins with less left")
+    found.add_argument("--train-steps", type=int, default=STEPS, help="of what was kept; 0: none")
+    found.add_argument("--ready-s", type=float, default=READY_S, help="of a training, to allow for")
+    found.add_argument("--here", action="store_true", help="no process of its own, to debug")
+    found.add_argument("--folder", type=Path, default=Path("runs") / "tuner-trials",
+                       help="keeps data and trainings from one call to the next")  # fmt: skip
+    found.add_argument("--results", type=Path, default=receipts.ROOT / "results")
+    found.add_argument("--set", nargs="*", default=[], help="changes of every plan, in words")
+    return found
+
+
+def main() -> None:
+    args = parser().parse_args()
+    args.shapes = args.shapes or list(SHAPES if args.device == "cuda" else ON_CPU)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    with Worker(here=args.here, log=args.folder / "worker.log") as worker:
+        Bench(args, worker).run()
+
+
+if __name__ == "__main__":
+    main()
