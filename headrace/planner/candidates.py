@@ -31,6 +31,7 @@ from headrace.core.machine import Machine
 from headrace.core.plan import Plan
 from headrace.core.technique import Catalogue, Context, Technique
 from headrace.core.units import divisors
+from headrace.core.work import step_time
 from headrace.planner.calibration import Calibration
 from headrace.planner.foresight import Foresight, at, foresee
 from headrace.planner.layouts import layouts
@@ -153,10 +154,15 @@ class Asking:
         """Seconds of its step by the ledger, where no time is predicted too.
 
         The rates were never compared with measured steps there, so this is an order for whom
-        measures, and nothing to tell a reader. None where a piece has no rate.
+        measures, and nothing to tell a reader. A CPU that nobody probed has datasheet rates. None
+        where a piece has no rate.
         """
         try:
-            return slowest(predict_each(plan, at(self.context, plan)), self.machine).step_s
+            each = predict_each(plan, at(self.context, plan))
+            if self.context.device == "cpu" and self.machine.source != "probes":
+                one = each[0]
+                return step_time(one.work, self.machine, one.sizes["micro_batches"]).step_s
+            return slowest(each, self.machine).step_s
         except Exception:  # whatever it is, there is no guess; `foreseen` tells of bugs
             return None
 
