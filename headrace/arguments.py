@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from headrace import __version__, probes
+from headrace import __version__
 from headrace.build import NOT_OF_WEIGHTS
 from headrace.context import choose_device, elsewhere, make_context
 from headrace.core.errors import ConfigError, HeadraceError
@@ -15,8 +15,9 @@ from headrace.core.machine import Machine
 from headrace.core.plan import Plan, left_to_weights
 from headrace.core.technique import Catalogue, Context, installed
 from headrace.model.adapter import load_pretrained
+from headrace.probes.at_hand import rates
 from headrace.recipes import read_recipe
-from headrace.terminal import console, is_first
+from headrace.terminal import console, is_first, probe_progress
 
 
 def _tell_version(asked: bool) -> None:
@@ -101,7 +102,7 @@ def _weigh(plan: Plan, left: dict[str, Any], said: list[str]) -> None:
 
 
 def place(plan: Plan, device_name: str = "") -> tuple[Context, Machine]:
-    """Where a plan would run, and the rates there: probed, else assumed.
+    """Where a plan would run, and the rates there: probed, else assumed, else probed now.
 
     Raises:
         UnsupportedError: its device is not here, or nothing is known of `device_name`.
@@ -110,5 +111,13 @@ def place(plan: Plan, device_name: str = "") -> tuple[Context, Machine]:
         there = elsewhere(make_context(plan, torch.device("cpu")), device_name)
         return there, Machine.assumed(device_name)
     device = choose_device(plan)
-    context = make_context(plan, device)
-    return context, probes.cached(device) or Machine.assumed(context.device_name)
+    return make_context(plan, device), rates_here(device)
+
+
+def rates_here(device: torch.device) -> Machine:
+    """The rates of a device that is here, measured now where nothing else tells them.
+
+    Raises:
+        ConfigError: what was kept of it is damaged.
+    """
+    return rates(device, probe_progress)

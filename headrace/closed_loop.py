@@ -18,6 +18,7 @@ from headrace.arguments import (
     catalogue,
     named_plan,
     place,
+    rates_here,
 )
 from headrace.context import find_device
 from headrace.core.command import again
@@ -141,7 +142,8 @@ def doctor(
             found = advice.advise_loop(what, catalogue())
         else:
             folder = _judged_run(first)
-            found, kernels = advice.advise(folder, catalogue()), kernel_lines(folder)
+            found = advice.advise(folder, catalogue(), rates_here)
+            kernels = kernel_lines(folder)
         if json:
             show_json(advice.plain(found))
             return

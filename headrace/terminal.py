@@ -272,6 +272,11 @@ def make_progress(as_json: bool) -> Progress:
     return Several(BarProgress(), lines) if console.is_terminal else lines
 
 
+def probe_progress() -> Progress:
+    """Bars, or lines where there is no terminal, on standard error alone: results go elsewhere."""
+    return BarProgress() if console.is_terminal else Lines([sys.stderr])
+
+
 def _logs() -> list[TextIO]:
     """Standard error and output where they are no terminal, once if both go to one file."""
     found: list[TextIO] = [] if console.is_terminal else [sys.stderr]

@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import signal
+import site
 import socket
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from latecomer import fewer_bytes as fewer_bytes  # a fixture
-from tiny import PLAN, save_weights, write_corpus
+from tiny import PLAN, keep_rates, save_weights, write_corpus
 
 from headrace.cli import catalogue
 from headrace.core.plan import Plan
@@ -53,6 +54,49 @@ def real_text(request: pytest.FixtureRequest) -> Path:
 def one_thread() -> None:
     """The tests measure exactness, not speed, and share the machine."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def known_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's folder in which the rates of this processor are kept, as after a probe."""
+    home = tmp_path_factory.mktemp("home")
+    keep_rates(home)
+    return home
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_probes(one_thread: None, known_home: Path) -> Iterator[None]:
+    """No test measures a device for 20 s by accident, nor reads what the tester measured.
+
+    What other tools keep in the tester's own folder stays where it is.
+    """
+    own = Path.home()
+    kept = {
+        "TRITON_CACHE_DIR": own / ".triton" / "cache", "MPLCONFIGDIR": own / ".config/matplotlib",
+        "PYTHONUSERBASE": site.getuserbase(),
+    }  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        for name, folder in kept.items():
+            patch.setenv(name, os.environ.get(name, str(folder)))
+        patch.setenv("HOME", str(known_home))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def no_probe_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that would measure a device without being about that fails."""
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise AssertionError("this test measures a device: give it a HOME with `keep_rates`")
+
+    if "quick_probe" not in request.fixturenames:
+        monkeypatch.setattr("headrace.probes.at_hand.measured", refused)
+
+
+@pytest.fixture
+def quick_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a test measure, for a moment."""
+    monkeypatch.setattr("headrace.probes.at_hand.QUICK_S", {"cpu": 1e-9, "cuda": 1e-9})
 
 
 @pytest.fixture(scope="module", autouse=True)

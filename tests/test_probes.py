@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from headrace import probes
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.machine import Machine
 from headrace.core.rates import Product, Products
+from headrace.probes import at_hand
 from headrace.probes.clock import Clock
 from headrace.progress import Progress
 
@@ -134,6 +136,68 @@ def test_an_interrupt_leaves_nothing_and_restores_what_was_set(
     finally:
         torch.set_float32_matmul_precision("highest")
     assert not list(tmp_path.rglob("*.json*"))
+
+
+def test_rates_of_an_unknown_cpu_are_measured_once_told_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_probe: None
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert at_hand.rates(CPU).source == "datasheet", "nothing is measured unless it is asked for"
+    assert not list(tmp_path.rglob("*.json"))
+    tell = Progress()
+    machine = at_hand.rates(CPU, lambda: tell)
+    assert machine.source == "probes" and probes.cached(CPU) == machine
+    assert "nothing is known of this processor yet" in tell.notes[0]
+    assert str(probes.path(CPU)) in tell.notes[1]
+    assert at_hand.rates(CPU, not_again) == machine == at_hand.rates(CPU)
+
+
+def not_again() -> Progress:
+    """It is known."""
+    raise AssertionError("measured twice")
+
+
+def test_rates_that_cannot_be_kept_count_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_probe: None
+) -> None:
+    (tmp_path / ".cache").write_text("a file where a folder has to be")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    tell = Progress()
+    assert at_hand.rates(CPU, lambda: tell).source == "probes"
+    assert "could not be kept" in tell.notes[1]
+
+
+class Gpu(SimpleNamespace):
+    """What torch tells of a GPU that is not here."""
+
+    total_memory, multi_processor_count = 23 * 2**30, 59
+
+
+def test_a_gpu_at_hand_is_assumed_where_it_is_published_and_else_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    cuda, found = torch.device("cuda"), replace(Machine.assumed("L4"), source="probes")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Gpu())
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L4")
+    known = at_hand.rates(cuda, not_again)
+    assert (known.source, known.memory_bytes, known.processors) == ("datasheet", 23 * 2**30, 59)
+    budgets: list[float] = []
+
+    def measured(device: torch.device, *, budget_s: float, progress: Progress) -> Machine:
+        budgets.append(budget_s)
+        return found
+
+    monkeypatch.setattr("headrace.probes.at_hand.measured", measured)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA RTX 6000D")
+    with pytest.raises(UnsupportedError, match="nothing is known of 'NVIDIA RTX 6000D'"):
+        at_hand.rates(cuda)
+    assert at_hand.rates(cuda, Progress) == found and budgets == [40.0]
+
+
+def test_of_apples_gpus_the_memory_alone_is_known(tmp_path: Path) -> None:
+    machine = at_hand.rates(torch.device("mps"), not_again)
+    assert machine.name == "mps" and machine.memory_bytes == Machine.assumed("cpu").memory_bytes
 
 
 def test_other_devices_are_refused() -> None:

@@ -337,12 +337,15 @@ class Machine:
     def assumed(cls, device_name: str) -> "Machine":
         """A device that nobody probed, from its datasheet and the shares in `core/assumed.py`.
 
+        Of a CPU, and of Apple's GPU beside one ("mps"), the memory is the host's, and the rates
+        are guessed.
+
         Raises:
             UnsupportedError: nothing is published here of such a device.
         """
-        if device_name.lower() == "cpu":
-            cpu = replace(lookup("cpu"), family="cpu", processors=os.cpu_count() or 1)
-            return _assumed(cpu)
+        if device_name.lower() in ("cpu", "mps"):
+            unknown = lookup(device_name.lower())
+            return _assumed(replace(unknown, family="cpu", processors=os.cpu_count() or 1))
         found = lookup(device_name)
         if not found.family:
             guess = near(device_name)

@@ -11,14 +11,13 @@ A loop that is not Headrace's, watched or traced, has no plan: see loop.py for i
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from headrace import probes
 from headrace.build import predict
 from headrace.changes import parse
 from headrace.context import elsewhere, make_context
@@ -47,7 +46,8 @@ from headrace.load import read_recorded_plan
 from headrace.planner.candidates import Asking
 from headrace.planner.foresight import IDLE, KINDS, LAUNCHES, Foresight, foresee
 from headrace.planner.intervals import MEASURED_ON, not_known_on
-from headrace.run_folder import RunFolder
+from headrace.probes.at_hand import rates
+from headrace.run_folder import RunFolder, cpu_name
 
 TOLD = 3
 """Remedies of a finding that a reader is told."""
@@ -93,12 +93,15 @@ class Advice:
 # --- a run -----------------------------------------------------------------------------------
 
 
-def advise(folder: Path, catalogue: Catalogue) -> Advice:
+def advise(
+    folder: Path, catalogue: Catalogue, rates_here: Callable[[torch.device], Machine] = rates
+) -> Advice:
     """Findings of a run that has ended, and their remedies.
 
     Args:
         folder: the run's.
         catalogue: the techniques that there are.
+        rates_here: of a device that is here; by itself nothing is measured.
 
     Raises:
         ConfigError: the run has not ended.
@@ -112,7 +115,7 @@ def advise(folder: Path, catalogue: Catalogue) -> Advice:
     measured = Measured.of(of_run(report, rows_of(folder)))
     try:
         plan = read_recorded_plan(folder, catalogue)
-        context, machine = place_of(plan, run.read("environment") or {})
+        context, machine = place_of(plan, run.read("environment") or {}, rates_here)
         return advised(findings, plan, context, machine, catalogue, measured)
     except RunError:
         raise
@@ -121,7 +124,10 @@ def advise(folder: Path, catalogue: Catalogue) -> Advice:
         return Advice(tuple(map(Advised, findings)), unknown=f"no remedies are forecast: {told}")
 
 
-def place_of(plan: Plan, environment: Mapping[str, Any]) -> tuple[Context, Machine]:
+def place_of(
+    plan: Plan, environment: Mapping[str, Any],
+    rates_here: Callable[[torch.device], Machine] = rates,
+) -> tuple[Context, Machine]:  # fmt: skip
     """Where a run was, by its environment.json, and what is known of the device's rates.
 
     Raises:
@@ -129,11 +135,12 @@ def place_of(plan: Plan, environment: Mapping[str, Any]) -> tuple[Context, Machi
     """
     here, name = torch.device("cpu"), str(environment.get("device_name", ""))
     if environment.get("device") != "cuda":
-        context = make_context(plan, here)
-        return context, probes.cached(here) or Machine.assumed(context.device_name)
+        context = make_context(plan, torch.device(str(environment.get("device") or "cpu")))
+        same = context.device == "cpu" and environment.get("cpu") in (None, cpu_name())
+        return context, rates_here(here) if same else Machine.assumed(context.device_name)
     if torch.cuda.is_available() and torch.cuda.get_device_name() == name:
         here = torch.device("cuda")
-        return make_context(plan, here), probes.cached(here) or Machine.assumed(name)
+        return make_context(plan, here), rates_here(here)
     return elsewhere(make_context(plan, here), name), Machine.assumed(name)
 
 

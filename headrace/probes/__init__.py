@@ -27,7 +27,6 @@ Left out: what runs beside a kernel in a step, and transposed operands.
 """
 
 import os
-import platform
 import re
 import time
 import warnings
@@ -57,6 +56,7 @@ from headrace.probes import host
 from headrace.probes.clock import Clock
 from headrace.probes.points import Found, Probe, attention_probe, in_order, launches, product_probe
 from headrace.progress import Progress
+from headrace.run_folder import cpu_name
 
 T = TypeVar("T", Products, Attention)
 
@@ -94,7 +94,7 @@ def name_of(device: torch.device) -> str:
 def driver_of(device: torch.device) -> str:
     """The driver's version; of a CPU its model and the threads that torch uses."""
     if device.type == "cpu":
-        return f"{_model_of_cpu()}, {torch.get_num_threads()} threads"
+        return f"{cpu_name()}, {torch.get_num_threads()} threads"
     try:
         import pynvml
 
@@ -113,22 +113,32 @@ def _nvml_errors() -> tuple[type[Exception], ...]:
     return (pynvml.NVMLError,)
 
 
-def _model_of_cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())
-
-
 # --- the measuring ----------------------------------------------------------------------------
 
 
 def measure(
     device: torch.device, *, budget_s: float = 180.0, progress: Progress | None = None
 ) -> Machine:
-    """The rates of `device`, measured now and kept in `path(device)`.
+    """The rates of `device`, measured now and kept in `path(device)`; see `measured`."""
+    machine = measured(device, budget_s=budget_s, progress=progress)
+    keep(machine, device)
+    return machine
+
+
+def keep(machine: Machine, device: torch.device) -> Path:
+    """Write the rates of a device where predictions find them; return the file.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    machine.write(path(device))
+    return path(device)
+
+
+def measured(
+    device: torch.device, *, budget_s: float = 180.0, progress: Progress | None = None
+) -> Machine:
+    """The rates of `device`, measured now.
 
     Args:
         device: a CPU or a CUDA device.
@@ -145,7 +155,6 @@ def measure(
     with suppress(ConfigError):  # a damaged file, in whose place this one comes
         before = cached(device)
         machine = machine if before is None else replace(machine, links=before.links)
-    machine.write(path(device))
     return machine
 
 

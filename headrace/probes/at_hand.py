@@ -1,0 +1,79 @@
+"""The rates of the device that is here: as they were measured, published, or are measured now.
+
+What was measured on this device counts first. Of a GPU that has a datasheet's row the rates are
+assumed, at once, with the memory and the processors that its driver reports; `headrace probe`
+measures them. Nothing is assumed of a GPU without a row, and what could be guessed of a processor
+tells no time of a step: where a verb asks for rates of such a device, they are measured then, once,
+within `QUICK_S`, and kept as those of `headrace probe` are. The closing words of a run measure
+nothing: a user waits there for another answer.
+
+Apple's GPUs (MPS) have no rates: their memory is the host's, which is all that is foreseen there.
+No such device was at hand, so that nothing of it was tried.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from headrace.core.errors import UnsupportedError
+from headrace.core.hardware import lookup
+from headrace.core.machine import PROBE, Machine
+from headrace.probes import cached, keep, measured, name_of
+from headrace.progress import Progress
+
+QUICK_S = {"cuda": 40.0, "cpu": 20.0}
+"""Seconds after which no further probe begins; the most important ones come first. A GPU is known
+in under a minute, a CPU in about 20 s."""
+
+
+def rates(device: torch.device, tell: Callable[[], Progress] | None = None) -> Machine:
+    """Return the rates of a device that is here.
+
+    Args:
+        device: which.
+        tell: makes what is told how far the probes are, where they run; without it nothing is
+            measured, and of a CPU guessed rates are returned.
+
+    Raises:
+        ConfigError: the file of what was measured is damaged.
+        UnsupportedError: nothing is known of it, and it is not to be measured now.
+    """
+    if device.type == "mps":
+        return Machine.assumed(device.type)
+    if (found := cached(device)) is not None:
+        return found
+    name = name_of(device)
+    if device.type == "cuda" and lookup(name).family:
+        return of_its_driver(Machine.assumed(name), device)
+    if tell is not None:
+        return _measured_now(device, tell())
+    if device.type == "cpu":
+        return Machine.assumed(device.type)
+    raise UnsupportedError(f"nothing is known of {name!r} before it is measured", PROBE)
+
+
+def of_its_driver(machine: Machine, device: torch.device) -> Machine:
+    """Return assumed rates with the memory and the processors that the driver of a GPU reports."""
+    own = torch.cuda.get_device_properties(device)
+    return replace(
+        machine, memory_bytes=own.total_memory, processors=own.multi_processor_count
+    ).fitted()
+
+
+def _measured_now(device: torch.device, progress: Progress) -> Machine:
+    """Measure a device within `QUICK_S`, tell that, and keep what was found."""
+    budget_s = QUICK_S[device.type]
+    name = "this processor" if device.type == "cpu" else name_of(device)
+    try:
+        progress.note(
+            f"nothing is known of {name} yet: it is measured now, once, in about {budget_s:.0f} s"
+        )
+        machine = measured(device, budget_s=budget_s, progress=progress)
+        try:
+            progress.note(f"kept in {keep(machine, device)}; `{PROBE}` measures more")
+        except OSError as error:
+            progress.note(f"it could not be kept, and is measured again next time: {error}")
+    finally:
+        progress.close()
+    return machine
