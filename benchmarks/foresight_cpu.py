@@ -1,0 +1,207 @@
+"""The planner on a CPU: a probe, a prediction of every plan of a list, and what each took.
+
+    taskset -c 0,1 python benchmarks/foresight_cpu.py --minutes 9
+    python benchmarks/foresight_cpu.py --only mini-128x32/plain --results FOLDER
+
+First `headrace probe --device cpu --seconds 20` unless this processor has its file, then a row in
+results/plans.jsonl for every plan of `plans/cpu.toml`, and only then an outcome for each, from a
+fresh build in a process that takes readings. Torch takes as many threads as the process may use
+cores. A row is written as soon as it is known and never again, so that a command that was cut off
+can be given again and goes on. Rows say `device: cpu`; their hardware is the processor and the
+threads. Times are of steps on random tokens, fp32, without a loader or evaluation. Memory is the
+peak of all tensors of a step by torch's MemTracker, which does not stand beside a compiler.
+"""
+
+import argparse
+import os
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a GPU beside it is another device
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import receipts
+import torch
+from foresight import predicted
+from lists import Configuration, configurations
+from residuals import known
+
+from headrace import probes, train
+from headrace.context import make_context
+from headrace.core.machine import Machine
+from headrace.core.plan import Plan
+from headrace.planner.foresight import foresee
+from headrace.signals import TrackedMemory
+from headrace.trials.readings import Reading, opened, read
+from headrace.trials.worker import Worker
+
+CPU = torch.device("cpu")
+LIST = Path(__file__).parent / "plans" / "cpu.toml"
+WARM, LEAST, MOST = 2, 5, 40
+"""Steps before the timed ones, and how many these are at least and at most."""
+TIMED_S = 3.0
+"""Seconds of timed steps of a plan, about."""
+CHILD_S = 180.0
+"""After so long a plan is given up."""
+
+
+def hardware() -> str:
+    """The processor and the threads that torch uses of it."""
+    return probes.driver_of(CPU)
+
+
+def name_of(one: Configuration) -> str:
+    """A plan's name in the rows: another processor measures it under another one."""
+    return f"cpu {hardware()}: {one.id}"
+
+
+def facts(one: Configuration) -> dict[str, Any]:
+    """What each row of a plan says."""
+    return {
+        "id": name_of(one), "device": "cpu", "hardware": hardware(),
+        "threads": torch.get_num_threads(),
+        "command": "python benchmarks/foresight_cpu.py --list benchmarks/plans/cpu.toml",
+    }  # fmt: skip
+
+
+def rates(seconds: float) -> Machine:
+    """This processor's, probed now where they are not kept."""
+    return probes.cached(CPU) or probes.measure(CPU, budget_s=seconds)
+
+
+def predict(every: list[Configuration], results: Path, seconds: float) -> None:
+    """A row for each plan that has none."""
+    done = {row["id"] for row in known(results) if row["kind"] == "prediction"}
+    left = [one for one in every if name_of(one) not in done]
+    if not left:
+        return
+    machine = rates(seconds)
+    print(f"{machine.driver}: {machine.says}; left out: {'; '.join(machine.skipped) or 'nothing'}")
+    for one in left:
+        plan = one.plan
+        found = foresee(plan, make_context(plan, CPU), machine)
+        row = predicted(one, plan, found) | facts(one)
+        receipts.append(
+            "plans", {}, results=results, kind="prediction", tier="after_probes", **row,
+            parts_s=found.parts_s, rates_of=machine.date, calibrated_by="", predicted_for="cpu",
+        )  # fmt: skip
+
+
+def measure(every: list[Configuration], results: Path, ends_s: float, here: bool) -> None:
+    """An outcome for each plan that has a prediction and none."""
+    rows = known(results)
+    said = {row["id"]: row for row in rows if row["kind"] == "prediction"}
+    done = {row["id"] for row in rows if row["kind"] == "outcome"}
+    left = []
+    with Worker(here=here) as worker:
+        for one in every:
+            name = name_of(one)
+            if name in done or name not in said:
+                continue
+            spare_s = ends_s - time.monotonic()
+            if spare_s <= 0:
+                left.append(one.id)
+                continue
+            found = worker.ask(timed_steps, one.plan, limit_s=min(CHILD_S, spare_s))
+            if found.refused and spare_s < CHILD_S:  # it was cut off
+                left.append(one.id)
+                continue
+            write(one, said[name], found, results)
+    print(f"left: {', '.join(left) or 'none'}")
+
+
+def write(one: Configuration, said: dict[str, Any], found: Reading, results: Path) -> None:
+    """One outcome's row, and how far its prediction was off for who waits."""
+    if receipts.sha256(one.plan.dump()) != said["plan_sha256"]:
+        raise SystemExit(f"{one.id} is not the plan that was predicted: give it another name")
+    if found.refused:
+        receipts.append("plans", {}, results=results, kind="outcome", risky=False,
+                        refused=found.refused, **facts(one))  # fmt: skip
+        print(one.id, "refused:", found.refused[:200], flush=True)
+        return
+    step_s = median(found.seconds)
+    receipts.append(
+        "plans", {"step": receipts.spread(found.seconds, "s")}, results=results, kind="outcome",
+        risky=False, step_s=step_s, allocated_bytes=found.peak_bytes, reserved_bytes=None,
+        fits=True, out_of_memory="", choice=one.choice, shape=one.shape, warm=WARM,
+        timed=len(found.seconds), n=len(found.seconds), seeds=[one.plan.seed],
+        techniques=sorted(one.plan.techniques), plan_sha256=said["plan_sha256"],
+        evidence=found.evidence, **facts(one),
+    )  # fmt: skip
+    off = [f"step {step_s:.4f} s"]
+    pairs = (("", said["step_s"], step_s), (" memory", said["allocated_bytes"], found.peak_bytes))
+    off += [f"{what}{p / m - 1:+.1%}" for what, p, m in pairs if p and m]
+    print(one.id, *off, flush=True)
+
+
+def timed_steps(plan: Plan) -> Reading:
+    """Every timed step of a plan, and the peak of its tensors where nothing is compiled."""
+
+    def go(found: Reading) -> None:
+        with opened(plan) as (build, micros):
+            for index in range(WARM):
+                began_s = time.perf_counter()
+                train.step(build, micros(index), index)
+                once_s = time.perf_counter() - began_s
+            count = int(min(MOST, max(LEAST, TIMED_S / once_s)))
+            for index in range(WARM, WARM + count):
+                began_s = time.perf_counter()
+                train.step(build, micros(index), index)
+                found.seconds.append(time.perf_counter() - began_s)
+            if not build.compiled:
+                tracked = TrackedMemory(build.model, list(build.optimizers.values()))
+                build.model.zero_grad()
+                with tracked:
+                    train.step(build, micros(index + 1), index + 1)
+                found.peak_bytes = float(tracked.peak_bytes()["Total"])
+
+    return read(go)
+
+
+def errors(results: Path) -> Iterator[tuple[str, float, float | None]]:
+    """Of each plan of this processor that has both: its name, and how far step and memory are."""
+    rows = known(results)
+    said = {row["id"]: row for row in rows if row["kind"] == "prediction"}
+    for row in rows:
+        one = said.get(row["id"], {})
+        if row["kind"] == "outcome" and row["hardware"] == hardware() and one.get("step_s"):
+            held, seen = one["allocated_bytes"], row["allocated_bytes"]
+            yield row["id"], one["step_s"] / row["step_s"] - 1, held / seen - 1 if seen else None
+
+
+def summary(results: Path) -> str:
+    """The mean errors so far."""
+    found = list(errors(results))
+    if not found:
+        return "nothing was measured"
+    steps = [abs(step) for _, step, _ in found]
+    held = [abs(memory) for *_, memory in found if memory is not None]
+    text = f"{len(steps)} plans: steps {fmean(steps):.1%} off on average, {max(steps):.1%} at most"
+    if held:
+        text += f"; memory of {len(held)} {fmean(held):.2%}, {max(held):.1%} at most"
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--list", type=Path, default=LIST)
+    parser.add_argument("--only", default="", help="how names of plans begin")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of the probe")
+    parser.add_argument("--minutes", type=float, default=60.0, help="begin nothing later")
+    parser.add_argument("--predict", action="store_true", help="predict and measure nothing")
+    parser.add_argument("--here", action="store_true", help="no process of its own, to debug")
+    parser.add_argument("--results", type=Path, default=receipts.ROOT / "results")
+    args = parser.parse_args()
+    ends_s = time.monotonic() + 60 * args.minutes
+    every = [c for c in configurations([args.list]) if c.id.startswith(args.only)]
+    predict(every, args.results, args.seconds)
+    if not args.predict:
+        measure(every, args.results, ends_s, args.here)
+    print(summary(args.results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Plans of a CPU are predicted, written down and then measured, whatever cuts a command off."""
+
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from probed_cpu import probed_cpu
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "benchmarks"))
+cpu, lists = import_module("foresight_cpu"), import_module("lists")
+LIST = """
+[common]
+device = "cpu"
+goal = { steps = 4 }
+[shapes]
+least = { dim = 16, layers = 1, heads = 1, vocab = 64 }
+[sets]
+plain = ""
+halves = "batch.micro_sequences=1"
+[[choices]]
+shape = "least"
+length = 8
+rows = 2
+sets = ["plain", "halves"]
+"""
+
+
+@pytest.fixture
+def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Give the command and read what it wrote."""
+    file, results = tmp_path / "list.toml", tmp_path / "results"
+    file.write_text(LIST)
+    monkeypatch.setattr(cpu, "rates", lambda seconds: probed_cpu())
+    monkeypatch.setattr(cpu, "TIMED_S", 0.0)
+
+    def give(*words: str) -> list[dict[str, Any]]:
+        named = ["--list", str(file), "--results", str(results), "--here"]
+        monkeypatch.setattr(sys, "argv", ["foresight_cpu.py", *named, *words])
+        cpu.main()
+        return list(map(json.loads, (results / "plans.jsonl").read_text().splitlines()))
+
+    return give
+
+
+@pytest.mark.slow
+def test_all_predictions_stand_before_the_first_outcome(
+    rows: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert [r["kind"] for r in rows("--predict")] == ["prediction"] * 2
+    assert [r["kind"] for r in rows("--minutes", "0")] == ["prediction"] * 2
+    assert "left: least-8x2/plain, least-8x2/halves" in capsys.readouterr().out
+    found = rows()
+    assert [r["kind"] for r in found] == ["prediction"] * 2 + ["outcome"] * 2
+    assert rows() == found  # nothing is written twice
+    for said, came in zip(found[:2], found[2:], strict=True):
+        assert said["id"] == came["id"] and said["plan_sha256"] == came["plan_sha256"]
+        assert said["device"] == came["device"] == "cpu" and "threads" in came["hardware"]
+        assert said["hardware"] == came["hardware"] and said["tier"] == "after_probes"
+        assert came["n"] == cpu.LEAST and came["allocated_bytes"] > 0
+        assert said["step_s"] > 0 and sum(said["parts_s"].values()) == pytest.approx(said["step_s"])
+    assert "2 plans: steps " in capsys.readouterr().out
+
+
+def test_the_list_is_long_and_wide_enough() -> None:
+    every = list(lists.configurations([cpu.LIST]))
+    plans = [one.plan for one in every]
+    assert len({one.id for one in every}) == len(every) >= 30
+    assert {plan.device for plan in plans} == {"cpu"}
+    assert len({(p.model.dim, p.model.layers, p.model.vocab) for p in plans}) >= 8
+    assert len({p.data.sequence_length for p in plans}) >= 4
+    compiled = sum("torch_compile" in plan.techniques for plan in plans)
+    assert 8 <= compiled <= len(plans) - 15
