@@ -1,20 +1,26 @@
 """How near the tuner comes to the best plan that is known, from one that nobody tuned.
 
+    python benchmarks/tuner.py small demo --folder runs/tuner
     python benchmarks/tuner.py 160m 1b lora long --minutes 8
     python benchmarks/tuner.py mine --plan naive.toml --best best.toml
 
-A workload is a shape's plan with changes: the naive one, as a first script has it (eager kernels,
-small micro-batches, every block's activations computed again), and the best one that `results/` has
-a row of at that shape; for the LoRA fine-tune, which has none, the shape's recipe. Where the best
-needs a package that is not installed, it is the best without. The tuner knows nothing of it. When
-it has ended, its plan and the best are timed in turn in one call, on 50 steps or more, and the row
-tells the speed of the tuned plan over the best one's. torchtitan's rows at these shapes are slower
-than the best ones here (`results/peers.jsonl`).
+A workload is a recipe or a shape's plan with changes: the naive one, as a first script has it
+(eager kernels; at the shapes also small micro-batches, and every block's activations computed
+again), and candidates for the best one: what `results/` has the fastest rows of at that shape; for
+the LoRA fine-tune, which has none, the shape's recipe. The tuner knows nothing of them. When it has
+ended, its plan is timed in turn with each candidate that can run here, on 50 steps or more, and the
+row tells its speed over that of the candidate that is fastest beside it. torchtitan's rows at these
+shapes are slower than the best ones here (`results/peers.jsonl`).
+
+Where the tuner ended, and each candidate that was timed, is kept in `--folder`: the same command
+goes on where it was cut off, and tunes no second time.
 """
 
 import argparse
 import json
 import tempfile
+import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,46 +37,67 @@ from headrace.core.machine import Machine
 from headrace.core.plan import Plan
 from headrace.core.statistics import Interval
 from headrace.trials.command import MINUTES, tune_command
-from headrace.trials.judge import Compared, Rules, compare
+from headrace.trials.judge import Rules, compare
 from headrace.trials.pairs import ACCEPT, Size, measure_with
 from headrace.trials.path import Tuned
+from headrace.trials.store import fingerprint
 from headrace.trials.worker import Worker
+from headrace.truth.numbers import BUDGETS
 
 PLANS = Path(__file__).parent / "plans"
+RECIPES = receipts.ROOT / "headrace" / "recipes"
 RECIPE = "-torch_compile -cudnn_attention -fused_swiglu -fused_cross_entropy -bf16_parameters"
 LONG = "data.sequence_length=32768 batch.tokens=65536"
 FASTEST = KERNELS + FLASH4
 """At both shapes, beside the recipe's own techniques; for a machine that has FlashAttention 4."""
-WORKLOADS = {
-    "160m": ("160m", f"{RECIPE} batch.micro_sequences=8", (FASTEST, "")),
+GRAPHS = "+torch_compile +cuda_graphs"
+SMALL = (
+    GRAPHS, f"{GRAPHS} +fused_cross_entropy", f"{GRAPHS} +fused_cross_entropy +fused_swiglu",
+    f"{GRAPHS} +bf16_parameters", "+torch_compile",
+)  # fmt: skip
+"""Of the small recipes, whose steps wait for launches; the last is for a CPU, too."""
+WORKLOADS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "small": ("small", "", SMALL),
+    "demo": ("demo", "", SMALL),
+    "160m": ("160m", f"{RECIPE} batch.micro_sequences=8", (FASTEST, KERNELS, "")),
     "1b": (
         "1b", f"{RECIPE} +full_checkpoint batch.micro_sequences=1",
-        (f"+float8_linear {FASTEST}", "+float8_linear"),
+        (f"+float8_linear {FASTEST}", f"+float8_linear {KERNELS}", "+float8_linear"),
     ),
     "lora": ("1b", f"{RECIPE} +lora +full_checkpoint batch.micro_sequences=1", ("+lora",)),
     "long": ("1b", f"{LONG} {RECIPE} +full_checkpoint batch.micro_sequences=1",
              (f"{LONG} +float8_linear {FLASH4}", f"{LONG} +float8_linear")),
 }  # fmt: skip
-"""name -> (shape, changes that make it naive, those that make it the best, the best first)"""
-LIMIT_S = 600.0
-"""Of the last comparison."""
+"""name -> (recipe or shape, changes that make it naive, those that make each candidate)"""
+LIMIT_S = 240.0
+"""Of the comparison with one candidate."""
+KEPT = "beside.json"
+"""In a tuning folder: where the tuner ended, and each candidate that was timed beside it."""
 
 
-def plans_of(name: str, args: argparse.Namespace) -> tuple[Plan, Plan]:
-    """The naive plan and the best that can run here."""
+def plans_of(name: str, args: argparse.Namespace) -> tuple[Plan, dict[str, Plan]]:
+    """The naive plan, and the candidates that can run here by their changes."""
     if args.plan:
         if not args.best:
             raise SystemExit("--plan goes with --best")
         texts, naive, best = (args.plan.read_text(), args.best.read_text()), "", ("",)
     elif name in WORKLOADS:
         shape, naive, best = WORKLOADS[name]
-        texts = ((PLANS / f"{shape}.toml").read_text(),) * 2
+        texts = (file_of(shape).read_text(),) * 2
     else:
         raise SystemExit(f"no workload {name!r}; there are {', '.join(WORKLOADS)}, or --plan FILE")
     known = catalogue()
-    plans = [parse(words.split()).plan(texts[1], known, args.set) for words in best]
-    first = next((plan for plan in plans[:-1] if runs_here(plan)), plans[-1])
-    return parse(naive.split()).plan(texts[0], known, args.set), first
+    plans = {words: parse(words.split()).plan(texts[1], known, args.set) for words in best}
+    plans = {words: plan for words, plan in plans.items() if runs_here(plan)}
+    if not plans:
+        raise SystemExit(f"{name}: no candidate for the best plan can run here")
+    return parse(naive.split()).plan(texts[0], known, args.set), plans
+
+
+def file_of(shape: str) -> Path:
+    """The plan of a recipe or a shape."""
+    recipe = RECIPES / f"{shape}.toml"
+    return recipe if recipe.is_file() else PLANS / f"{shape}.toml"
 
 
 def runs_here(plan: Plan) -> bool:
@@ -82,68 +109,159 @@ def runs_here(plan: Plan) -> bool:
     return True
 
 
-def beside_best(tuned: Plan, best: Plan, args: argparse.Namespace) -> Compared:
-    """The tuned plan beside the best one: a ratio above 1 is a tuned plan that is faster."""
-    device = choose_device(best)
-    rules = Rules(device=device.type, precision=make_context(best, device).precision)
-    with Worker(here=args.here) as worker:
-        return compare(
-            best, tuned, measure_with(worker), rules, size=Size(steps=args.steps, rounds=3),
-            together=not args.apart, limit_s=LIMIT_S,
-        )  # fmt: skip
+class Kept:
+    """What a call left for the next: where the tuner ended, and candidates that were timed.
+
+    Args:
+        file: of it.
+        about: what it is of; what another plan, machine or commit left is not taken.
+    """
+
+    def __init__(self, file: Path, about: dict[str, Any]) -> None:
+        self.file = file
+        told = json.loads(file.read_text()) if file.is_file() else {}
+        told = told if told.get("about") == about else {}
+        self.about = about
+        self.tuned: dict[str, Any] = told.get("tuned", {})
+        self.beside: dict[str, dict[str, Any]] = told.get("beside", {})
+
+    def write(self) -> None:
+        """Keep it."""
+        told = {"about": self.about, "tuned": self.tuned, "beside": self.beside}
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        self.file.write_text(json.dumps(told, indent=1))
 
 
-def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Tune a workload's naive plan and write its row."""
-    naive, best = plans_of(name, args)
+def measure(name: str, args: argparse.Namespace) -> dict[str, Any] | None:
+    """Tune a workload's naive plan and write its row; None where candidates are left."""
+    naive, candidates = plans_of(name, args)
+    minutes = args.minutes or BUDGETS.get(name, MINUTES)
+    folder = args.folder / f"{name}-tune" if args.folder else Path(tempfile.mkdtemp())
+    kept = Kept(folder / KEPT, {
+        "plan": fingerprint(naive), "minutes": minutes, "hardware": receipts.hardware(),
+        "commit": receipts.commit(),
+    })  # fmt: skip
+    facts: dict[str, Any] = {
+        "workload": name, "shape": naive.name, "seeds": [naive.seed], "minutes": minutes,
+        "plan_sha256": receipts.sha256(naive.dump()),
+    }  # fmt: skip
+    if not kept.tuned:
+        try:
+            kept.tuned = tuned_facts(*tune(naive, minutes, folder, args))
+        except HeadraceError as error:
+            return receipts.append("tuner", {}, results=args.results, refused=str(error), n=0,
+                                   **facts)  # fmt: skip
+        kept.write()
+    tuned = Plan.read(kept.tuned["toml"], catalogue())
+    if left := beside_candidates(tuned, candidates, kept, args):
+        goes_on = "the same command" if args.folder else "a command with --folder FOLDER"
+        print(f"left: {name} beside {' and '.join(map(repr, left))}: {goes_on} goes on", flush=True)
+        return None
+    row = append(tuned, candidates, kept, facts, args)
+    kept.file.unlink()  # the next call tunes again
+    return row
+
+
+def tune(
+    naive: Plan, minutes: float, folder: Path, args: argparse.Namespace
+) -> tuple[Tuned, Machine]:
+    """Tune for the time of a step; the machine whose rates the planner had, too."""
     device = choose_device(naive)
     context = make_context(naive, device)
     machine = probes.cached(device)
     if machine is None and args.probe:
         machine = probes.measure(device)
     machine = machine or Machine.assumed(context.device_name)
-    folder = args.folder / f"{name}-tune" if args.folder else Path(tempfile.mkdtemp())
-    facts: dict[str, Any] = {
-        "workload": name, "shape": naive.name, "seeds": [naive.seed], "minutes": args.minutes,
-        "rates": machine.source, "plan_sha256": receipts.sha256(naive.dump()),
-        "baseline_sha256": receipts.sha256(best.dump()), "best": sorted(best.techniques),
-    }  # fmt: skip
-    try:
-        tuned = tune_command(
-            naive, aim="time", minutes=args.minutes, catalogue=catalogue(), context=context,
-            machine=machine, folder=folder, tell=lambda line: print(line, flush=True),
-            in_process=args.here,
-        )  # fmt: skip
-    except HeadraceError as error:
-        return receipts.append("tuner", {}, results=args.results, refused=str(error), n=0, **facts)
-    facts |= {
-        "techniques": sorted(tuned.plan.techniques), "changes": list(tuned.changes),
-        "tuned_sha256": receipts.sha256(tuned.plan.dump()),
+    return tune_command(
+        naive, aim="time", minutes=minutes, catalogue=catalogue(), context=context,
+        machine=machine, folder=folder, tell=lambda line: print(line, flush=True),
+        in_process=args.here,
+    ), machine  # fmt: skip
+
+
+def tuned_facts(tuned: Tuned, machine: Machine) -> dict[str, Any]:
+    """Where the tuner ended and how, as JSON values."""
+    return {
+        "toml": tuned.plan.to_toml(), "rates": machine.source, "changes": list(tuned.changes),
+        "seconds": tuned.seconds, "memory": tuned.memory,
+        "ratio": asdict(tuned.ratio) if tuned.ratio else None,
         "path": [{"changes": list(s.changes), "verdict": s.verdict, "predicted": s.predicted,
                   "ratio": None if s.ratio is None else asdict(s.ratio), "steps": s.steps,
                   "memory": s.memory, "seconds": s.seconds, "reason": s.reason}
                  for s in tuned.path],
     }  # fmt: skip
-    found = beside_best(tuned.plan, best, args)
-    if found.ratio is None or found.before_s is None:
-        why = f"the last comparison: {found.reason}"
+
+
+def beside_candidates(
+    tuned: Plan, candidates: Mapping[str, Plan], kept: Kept, args: argparse.Namespace
+) -> list[str]:
+    """Time the tuned plan beside each candidate that was not yet; those that are left.
+
+    A ratio above 1 is a tuned plan that is faster.
+    """
+    ends_s, left = time.monotonic() + 60 * args.best_minutes, []
+    with Worker(here=args.here) as worker:
+        for words, plan in candidates.items():
+            limit_s = min(LIMIT_S, ends_s - time.monotonic())
+            if words in kept.beside:
+                continue
+            device = choose_device(plan)
+            rules = Rules(device=device.type, precision=make_context(plan, device).precision)
+            found = compare(
+                plan, tuned, measure_with(worker), rules, size=Size(steps=args.steps, rounds=3),
+                together=not args.apart, limit_s=limit_s,
+            )  # fmt: skip
+            if found.verdict == "cut" and limit_s < LIMIT_S:
+                left.append(words)
+                continue
+            kept.beside[words] = {
+                "ratio": asdict(found.ratio) if found.ratio and found.after_s else None,
+                "reason": found.reason, "after_s": found.after_s, "steps": found.steps,
+                "loss_difference": found.loss,
+            }  # fmt: skip
+            kept.write()
+            told = f"{found.ratio.value:.4f}" if found.ratio else found.reason
+            print(f"{tuned.name} tuned over {words or 'the recipe'}: {told}", flush=True)
+    return left
+
+
+def append(
+    tuned: Plan, candidates: Mapping[str, Plan], kept: Kept, facts: dict[str, Any],
+    args: argparse.Namespace,
+) -> dict[str, Any]:  # fmt: skip
+    """The row: the tuned plan over the candidate that is fastest beside it."""
+    beside = {words: kept.beside[words] for words in candidates}
+    told = kept.tuned
+    facts |= {
+        "rates": told["rates"], "techniques": sorted(tuned.techniques),
+        "changes": told["changes"], "tuned_sha256": receipts.sha256(tuned.dump()),
+        "path": told["path"], "candidates": beside,
+    }  # fmt: skip
+    timed = {words: found for words, found in beside.items() if found["ratio"]}
+    if not timed:
+        why = "; ".join(f"beside {words!r}: {f['reason']}" for words, f in beside.items())
         return receipts.append("tuner", {}, results=args.results, refused=why, n=0, **facts)
-    facts |= {"n": found.ratio.n, "steps": found.steps, "loss_difference": found.loss}
-    return receipts.append("tuner", metrics(tuned, found), results=args.results, **facts)
+    words = min(timed, key=lambda words: timed[words]["ratio"]["value"])
+    best, found = candidates[words], timed[words]
+    facts |= {
+        "baseline_sha256": receipts.sha256(best.dump()), "best": sorted(best.techniques),
+        "best_changes": words, "n": found["ratio"]["n"], "steps": found["steps"],
+        "loss_difference": found["loss_difference"],
+    }  # fmt: skip
+    return receipts.append("tuner", metrics(tuned, told, found), results=args.results, **facts)
 
 
-def metrics(tuned: Tuned, found: Compared) -> dict[str, Any]:
+def metrics(tuned: Plan, told: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
     """Ratios with their intervals, and what tuning took."""
-    ratio, after_s = found.ratio, found.after_s
-    assert ratio is not None and after_s is not None, "both ran"
-    told = {
-        "ratio_to_best": interval(ratio),
-        "tuning": receipts.spread([tuned.seconds], "s"),
-        "tokens_per_s": receipts.spread([tuned.plan.batch.tokens / after_s], "tokens/s"),
+    rates = {
+        "ratio_to_best": interval(Interval(**found["ratio"])),
+        "tuning": receipts.spread([told["seconds"]], "s"),
+        "tokens_per_s": receipts.spread([tuned.batch.tokens / found["after_s"]], "tokens/s"),
     }
-    if tuned.memory is not None:
-        told["memory_ratio"] = receipts.spread([tuned.memory], "x")
-    return told if tuned.ratio is None else {**told, "speed_ratio": interval(tuned.ratio)}
+    if told["memory"] is not None:
+        rates["memory_ratio"] = receipts.spread([told["memory"]], "x")
+    ratio = told["ratio"]
+    return {**rates, "speed_ratio": interval(Interval(**ratio))} if ratio else rates
 
 
 def interval(ratio: Interval) -> dict[str, Any]:
@@ -157,7 +275,9 @@ def main() -> None:
     parser.add_argument("workloads", nargs="+", help=f"{', '.join(WORKLOADS)}, or a name")
     parser.add_argument("--plan", type=Path, help="a naive plan of your own")
     parser.add_argument("--best", type=Path, help="the best plan that is known for it")
-    parser.add_argument("--minutes", type=float, default=MINUTES)
+    parser.add_argument("--minutes", type=float,
+                        help="of tuning; what each workload is held to, or 8")  # fmt: skip
+    parser.add_argument("--best-minutes", type=float, default=8.0, help="of all candidates")
     parser.add_argument("--steps", type=int, default=ACCEPT.steps, help="of the last blocks")
     parser.add_argument("--apart", action="store_true", help="tuned and best do not fit together")
     parser.add_argument("--probe", action="store_true", help="measure the machine's rates first")
@@ -168,9 +288,12 @@ def main() -> None:
     args = parser.parse_args()
     for name in args.workloads:
         row = measure(name, args)
+        if row is None:
+            continue
         told = {n: round(m["value"], 4) for n, m in row["metrics"].items()}
         print(json.dumps({"workload": name, **told, "refused": row.get("refused", ""),
-                          "changes": row.get("changes", [])}), flush=True)  # fmt: skip
+                          "changes": row.get("changes", []),
+                          "best": row.get("best_changes", "")}), flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -230,8 +230,9 @@ def test_only_short_tunings_on_a_gpu_count_as_such(tmp_path: Path) -> None:
         row("small", 0.5, minutes=3.0),  # the newest stands
         row("small", 0.97, minutes=3.0), row("demo", 0.99, minutes=2.0),
         row("160m", 0.1, minutes=5.5), row("1b", 0.2), row("long", 0.3, minutes=1.0),
-        row("demo", 2.0, minutes=2.0, hardware="Xeon, 2 cores"),
+        row("demo", 2.0, minutes=2.0, hardware="Xeon, 2 cores"), row("1b", 0.4, minutes=8.0),
     ]  # fmt: skip
+    rows[-1]["metrics"]["tuning"] = {"low": 900.0, "value": 900.0, "high": 900.0}  # in two calls
     found = compute(write(tmp_path, {"tuner": rows}))["tuner_small_ratio"]
     assert (found["value"], found["n"], [*found["of"]]) == (0.97, 2, ["small", "demo"])
     assert judge("tuner_small_ratio", found) == "too few: 2 of 4 wanted"

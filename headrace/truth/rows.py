@@ -287,9 +287,10 @@ class Trial(Row):
 
 
 class TunerMetrics(Row):
-    """Of a row of tuning: a speed over that of the workload's best row."""
+    """Of a row of tuning: a speed over that of the workload's best row, and seconds of tuning."""
 
     ratio_to_best: Spread
+    tuning: Spread | None = None
 
 
 class Tuned(Row):

@@ -5,6 +5,7 @@ import json
 import sys
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +15,13 @@ from headrace.cli import catalogue
 from headrace.context import elsewhere, make_context
 from headrace.core.machine import Machine
 from headrace.core.plan import Plan
+from headrace.core.statistics import Interval
 from headrace.planner.foresight import foresee
 from headrace.techniques.attention import flash_attention_3
 from headrace.trials import command
+from headrace.trials.judge import Compared
 from headrace.trials.kinds import kind_of
+from headrace.trials.path import Tuned
 from headrace.trials.proposals import Sources, sources
 from headrace.truth import compute
 
@@ -65,7 +69,7 @@ def test_a_naive_plan_is_tuned_and_stands_beside_the_best(
 def test_workloads_are_plans(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash_attention_3, "is_installed", lambda module: True)
     shape, naive, best = tuner.WORKLOADS[name]
-    text, known = (tuner.PLANS / f"{shape}.toml").read_text(), catalogue()
+    text, known = tuner.file_of(shape).read_text(), catalogue()
     plans = [tuner.parse(words.split()).plan(text, known) for words in (naive, *best)]
     assert all(kind_of(plans[0], plan) != "learning" for plan in plans[1:])
     machine = Machine.assumed("NVIDIA H200")
@@ -74,10 +78,57 @@ def test_workloads_are_plans(name: str, monkeypatch: pytest.MonkeyPatch) -> None
         assert foresee(plan, there, machine).fits != "no"
 
 
-def test_the_best_is_the_first_that_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_candidates_are_those_that_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
     args = argparse.Namespace(plan=None, best=None, set=["device=cpu"])
-    taken = tuner.plans_of("160m", args)[1]
-    assert "flash_attention_3" not in taken.techniques, "no CPU runs it"
+    here = tuner.plans_of("small", args)[1]
+    assert [*here] == ["+torch_compile"], "no CPU records graphs"
     monkeypatch.setattr(tuner, "runs_here", lambda plan: True)
-    best = tuner.plans_of("160m", args)[1]
-    assert {"flash_attention_3", "fused_rope"} <= {*best.techniques}
+    every = tuner.plans_of("160m", args)[1]
+    assert {"flash_attention_3", "fused_rope"} <= {*every[tuner.FASTEST].techniques}
+    assert len(every) == 3
+    monkeypatch.setattr(tuner, "runs_here", lambda plan: False)
+    with pytest.raises(SystemExit, match="no candidate"):
+        tuner.plans_of("160m", args)
+
+
+def test_the_best_is_the_candidate_that_is_fastest_beside_the_tuned_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A call that was cut off goes on: it tunes no second time, and times what is left."""
+    plan = Plan.read(tuner.file_of("tiny").read_text(), catalogue())
+    tunings, asked = [], []
+
+    def tuned(first: Plan, **how: object) -> Tuned:
+        tunings.append(how["minutes"])
+        return Tuned("time", first, first, (), (), None, True, None, None, None, 170.0, (), True,
+                     False)  # fmt: skip
+
+    def compared(first: Plan, second: Plan, *rest: object, limit_s: float, **how: object) -> Any:
+        asked.append(sorted(first.techniques))
+        value = 0.9 + 0.05 * len(first.techniques)
+        if limit_s < tuner.LIMIT_S:
+            return Compared("cut", "not done within")
+        if "full_checkpoint" in first.techniques:
+            return Compared("refused", "no room")
+        return Compared("worse", "", ratio=Interval(value - 0.01, value, value + 0.01, 6),
+                        before_s=0.1, after_s=0.1, steps=54)  # fmt: skip
+
+    few = {"small": ("tiny", "", ("+chunked_cross_entropy", "", "+full_checkpoint"))}
+    monkeypatch.setattr(tuner, "WORKLOADS", few)
+    monkeypatch.setattr(tuner, "tune_command", tuned)
+    monkeypatch.setattr(tuner, "compare", compared)
+    words = ["tuner.py", "small", "--here", "--results", tmp_path, "--folder", tmp_path]
+    monkeypatch.setattr(sys, "argv", [*map(str, words), "--best-minutes", "3.9"])
+    tuner.main()
+    assert "left: small beside '+chunked_cross_entropy' and ''" in capsys.readouterr().out
+    assert not (tmp_path / "tuner.jsonl").exists() and tunings == [3.0]
+    monkeypatch.setattr(sys, "argv", [*map(str, words)])
+    tuner.main()
+    (row,) = [json.loads(line) for line in (tmp_path / "tuner.jsonl").read_text().splitlines()]
+    assert tunings == [3.0] and len(asked) == 6
+    assert row["metrics"]["ratio_to_best"]["value"] == 0.9 and row["best_changes"] == ""
+    assert row["best"] == sorted(plan.techniques) and row["minutes"] == 3.0
+    assert row["candidates"]["+full_checkpoint"]["reason"] == "no room"
+    assert not (tmp_path / "small-tune" / tuner.KEPT).exists(), "another call tunes again"
+    found = compute(tmp_path)["tuner_small_ratio"]
+    assert found["n"] == 0 and row["hardware"].endswith(" cores"), "it is of one GPU"
