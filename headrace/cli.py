@@ -38,10 +38,8 @@ from headrace.core.errors import ConfigError, HeadraceError, nearest
 from headrace.core.plan import Plan
 from headrace.core.units import format_count, format_seconds, part_of_text
 from headrace.data.ingest import prepare
-from headrace.doctor.advice import advise
+from headrace.doctor.advice import NOTHING_GAINS, advise, narrowest
 from headrace.doctor.advice import plain as advice_plain
-from headrace.doctor.run import narrowest
-from headrace.doctor.trace import ABSTAINED
 from headrace.evaluate import doubts, evaluate, finite
 from headrace.export.run import export_run
 from headrace.interrupts import Closing, Interrupts, Preparing
@@ -136,8 +134,7 @@ def conclude(folder: Path, closing: Closing | None = None) -> dict[str, Any]:
 
     def findings() -> None:
         advice = advise(folder, catalogue())
-        found = [one.finding for one in advice.findings]
-        report["narrowest"] = narrowest([f for f in found if f.bottleneck != ABSTAINED] or found)
+        report["narrowest"] = narrowest(advice)
         run.write("findings", advice_plain(advice))
 
     def page() -> None:
@@ -223,12 +220,22 @@ def _tell(folder: Path, report: dict[str, Any], *, on_its_own: bool) -> None:
         f"{part}{target} after "
         f"{format_count(report['tokens'])} tokens and {format_seconds(report['wall_s'])}, {rate}\n"
         + "".join(f"{one['sentence']}; try: {one['remedy']}\n" for one in report["data"]["doubts"])
-        + (f"{found['sentence']} ({found['evidence']})\n" if found else "")
+        + _verdict(found)
         + (f"sample: {report['sample']['text']}\n" if report["sample"] else "")
         + f"report: {folder / page}\n"
         f"next:   {started_as()} sample {folder}{prompt}" + yours * on_its_own,
         markup=False, soft_wrap=True,
     )  # fmt: skip
+
+
+def _verdict(found: dict[str, Any] | None) -> str:
+    """The doctor's verdict with its remedy, in lines; none where no finding could be made."""
+    if not found:
+        return ""
+    lines = f"{found['sentence']} ({found['evidence']})\n"
+    if found["healthy"]:
+        lines += f"healthy: {NOTHING_GAINS}\n"
+    return lines + (f"try first: {found['remedy']}: {found['gain']}\n" if found["remedy"] else "")
 
 
 @app.command("eval")

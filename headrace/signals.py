@@ -115,14 +115,16 @@ class Signals:
         rows = []
         while self._pending:
             pending = self._pending[0]
-            if self.cuda and keep is not None and len(self._pending) > keep:
+            if self.cuda and keep is not None and pending.end.query():
+                # Done before the host asked. To wait for it anyway gives other threads the
+                # interpreter, and the time until it comes back is no wait for the device.
+                pending.facts["slack_s"] = 0.0
+            elif self.cuda and keep is not None and len(self._pending) > keep:
                 began_s = time.perf_counter()
                 pending.end.synchronize()
                 pending.facts["slack_s"] = time.perf_counter() - began_s
             elif not pending.end.query():
                 break
-            elif self.cuda and keep is not None:
-                pending.facts["slack_s"] = 0.0  # it was done before the host asked
             rows.append(self._row(self._pending.popleft()))
         return rows
 

@@ -1,6 +1,7 @@
 """The doctor's whole answer: findings of a run or of a plan, and what to do about each.
 
-A run's findings come from what it measured; a plan that was not run has those that the ledger
+A run's findings come from what it measured; what binds its steps is told by how busy each resource
+is (physics.py), and a plan that was not run has findings that the ledger
 foresees: whether it fits, memory that is paid for in time and not needed, and what would take most
 of the step. Remedies are forecast with the rates of the device that the run was on: probed, if this
 is that device and it was, else its datasheet's. Of a GPU that nothing is known of there are
@@ -11,7 +12,7 @@ A loop that is not Headrace's, watched or traced, has no plan: see loop.py for i
 
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,15 @@ import torch
 
 from headrace.build import predict
 from headrace.changes import parse
-from headrace.context import elsewhere, make_context
+from headrace.core.command import train_command
 from headrace.core.errors import HeadraceError, RunError
 from headrace.core.machine import ANCHOR_PRODUCT, Machine
 from headrace.core.plan import Plan
 from headrace.core.symptoms import BOTTLENECKS, saves_memory
 from headrace.core.technique import Catalogue, Context
 from headrace.core.units import format_bytes, format_seconds
-from headrace.doctor.findings import Finding
-from headrace.doctor.forecast import SHARE_ENDS, Measured
+from headrace.doctor.findings import ABSTAINED, Finding
+from headrace.doctor.forecast import SHARE_ENDS, Measured, by_ledger
 from headrace.doctor.judge import UNUSED
 from headrace.doctor.loop import (
     LoopRemedy,
@@ -39,15 +40,14 @@ from headrace.doctor.loop import (
     without_repeats,
 )
 from headrace.doctor.remedies import BOUGHT, Remedy, remedies
-from headrace.doctor.run import diagnose_run, rows_of
-from headrace.doctor.trace import ABSTAINED
+from headrace.doctor.run import WRONG, diagnose_run, place_of, rows_of, use_of
 from headrace.doctor.window import of_run
 from headrace.load import read_recorded_plan
 from headrace.planner.candidates import Asking
 from headrace.planner.foresight import IDLE, KINDS, LAUNCHES, Foresight, foresee
 from headrace.planner.intervals import MEASURED_ON, not_known_on
 from headrace.probes.at_hand import rates
-from headrace.run_folder import RunFolder, cpu_name
+from headrace.run_folder import RunFolder
 
 TOLD = 3
 """Remedies of a finding that a reader is told."""
@@ -67,6 +67,13 @@ HOST_SHARE = 0.05
 """Of the step, in which the device would wait for launches, from which that is named."""
 
 
+HEALTHY = 0.05
+"""Gain that no remedy of a healthy run is forecast to exceed."""
+NOTHING_GAINS = f"no remedy is forecast to gain more than {HEALTHY:.0%}"
+BEFORE_TIME = (*WRONG, "memory capacity")
+"""Bottlenecks that are wrong whatever their remedies gain in time."""
+
+
 @dataclass(frozen=True)
 class Advised:
     """A finding with its remedies, the best first; none where nothing is known to help."""
@@ -83,11 +90,60 @@ class Advice:
         findings: the gravest first.
         rates: what the forecasts rest on.
         unknown: why there are no remedies, if no finding has one.
+        timed: whether the gain of a change can be forecast on this run.
+        run: the folder of the run whose plan a remedy changes; None of a plan or of a loop.
     """
 
     findings: tuple[Advised, ...]
     rates: str = ""
     unknown: str = ""
+    timed: bool = False
+    run: Path | None = None
+
+    @property
+    def verdict(self) -> Finding | None:
+        """The first finding: what is wrong, what binds the steps, or that it is not known."""
+        return next((one.finding for one in self.findings), None)
+
+    @property
+    def first(self) -> Remedy | LoopRemedy | None:
+        """The remedy to try first.
+
+        Of what is wrong it is the first of its own; else the one of any finding with the largest
+        forecast gain that does not change what is learned; else the verdict's first.
+        """
+        known = [remedy for one in self.findings for remedy in one.remedies]
+        if self.verdict is not None and self.verdict.bottleneck in BEFORE_TIME:
+            return next(iter(known), None)
+        gains = [
+            (remedy.gain.value, remedy) for remedy in known
+            if remedy.gain is not None and remedy.equality != "learning"
+        ]  # fmt: skip
+        best = max(gains, key=lambda one: one[0], default=None)
+        if best is not None and best[0] > 0:
+            return best[1]
+        return None if self.timed else next(iter(known), None)
+
+    @property
+    def healthy(self) -> bool | None:
+        """Whether nothing is wrong and no remedy is forecast to gain more than `HEALTHY`.
+
+        None where no gain is forecast at all, or too little was measured to judge.
+        """
+        if self.verdict is None or self.verdict.bottleneck in BEFORE_TIME:
+            return None if self.verdict is None else False
+        gains = [
+            remedy.gain.value for one in self.findings for remedy in one.remedies
+            if remedy.gain is not None and remedy.equality != "learning"
+        ]  # fmt: skip
+        if any(gain > HEALTHY for gain in gains):
+            return False
+        return True if self.timed else None
+
+    def command(self, remedy: Remedy | LoopRemedy) -> str:
+        """What applies a remedy: a command, or words where no plan can be run again."""
+        words = words_of(remedy)
+        return words if self.run is None else train_command(self.run, words)
 
 
 # --- a run -----------------------------------------------------------------------------------
@@ -109,39 +165,21 @@ def advise(
     """
     run = RunFolder(folder)
     report = run.read_report()
-    findings = unjudged_first(without_repeats(diagnose_run(folder), report))
+    use = use_of(folder, report, catalogue, rates_here)
+    findings = unjudged_first(without_repeats(diagnose_run(folder, use), report))
     if unjudged(findings):
         return Advice(tuple(map(Advised, findings)), unknown=TOO_FEW)
-    measured = Measured.of(of_run(report, rows_of(folder)))
+    measured = Measured.of(of_run(report, rows_of(folder)), use)
     try:
         plan = read_recorded_plan(folder, catalogue)
         context, machine = place_of(plan, run.read("environment") or {}, rates_here)
-        return advised(findings, plan, context, machine, catalogue, measured)
+        advice = advised(findings, plan, context, machine, catalogue, measured)
+        return replace(advice, run=folder)
     except RunError:
         raise
     except (HeadraceError, OSError) as error:
         told = error.message if isinstance(error, HeadraceError) else str(error)
         return Advice(tuple(map(Advised, findings)), unknown=f"no remedies are forecast: {told}")
-
-
-def place_of(
-    plan: Plan, environment: Mapping[str, Any],
-    rates_here: Callable[[torch.device], Machine] = rates,
-) -> tuple[Context, Machine]:  # fmt: skip
-    """Where a run was, by its environment.json, and what is known of the device's rates.
-
-    Raises:
-        UnsupportedError: nothing is known of it.
-    """
-    here, name = torch.device("cpu"), str(environment.get("device_name", ""))
-    if environment.get("device") != "cuda":
-        context = make_context(plan, torch.device(str(environment.get("device") or "cpu")))
-        same = context.device == "cpu" and environment.get("cpu") in (None, cpu_name())
-        return context, rates_here(here) if same else Machine.assumed(context.device_name)
-    if torch.cuda.is_available() and torch.cuda.get_device_name() == name:
-        here = torch.device("cuda")
-        return make_context(plan, here), rates_here(here)
-    return elsewhere(make_context(plan, here), name), Machine.assumed(name)
 
 
 def advised(
@@ -164,7 +202,9 @@ def advised(
         rates += f"; intervals as on an {MEASURED_ON}: {why}"
     none = bool(found) and not any(one.remedies for one in found)
     asking = Asking(plan, context, machine, catalogue)
-    return Advice(tuple(found), rates, _no_remedy(findings, asking) if none else "")
+    seen = asking.answer(plan).foresight
+    timed = by_ledger(seen, seen, measured).gain is not None
+    return Advice(tuple(found), rates, _no_remedy(findings, asking) if none else "", timed)
 
 
 def _worth(findings: Sequence[Finding]) -> list[tuple[Finding, bool]]:
@@ -308,7 +348,9 @@ def _slowest(seen: Foresight) -> Finding:
         key=lambda one: one[1],
     )
     said = f"Most of the step would be {name}: {share:.0%}."
-    what = "interconnect" if name == KINDS["collective"] else "computation"
+    computes = name in (KINDS["product"], KINDS["attention"])
+    what = "computation" if computes else "memory bandwidth"
+    what = "interconnect" if name == KINDS["collective"] else what
     return Finding(what, share, said, told, "inferred")
 
 
@@ -318,16 +360,43 @@ def _slowest(seen: Foresight) -> Finding:
 def plain(advice: Advice) -> list[dict[str, Any]]:
     """Findings as JSON values, each with its remedies; what findings.json holds.
 
-    Where no finding has a remedy, `unknown` of each says why.
+    The first is the verdict. Where no finding has a remedy, `unknown` of each says why. Each also
+    has what holds of the whole answer: `healthy`, null where no gain can be forecast, and `first`,
+    the remedy to try first with its `command`, or null.
     """
+    first = advice.first
+    whole = {
+        "unknown": advice.unknown, "healthy": advice.healthy,
+        "first": first and {**first.plain(), "command": advice.command(first)},
+    }  # fmt: skip
     return [
         {
             **asdict(one.finding),
-            "remedies": [remedy.plain() for remedy in one.remedies],
-            "unknown": advice.unknown,
+            "remedies": [
+                {**remedy.plain(), "command": advice.command(remedy)} for remedy in one.remedies
+            ],
+            **whole,
         }
         for one in advice.findings
     ]
+
+
+def narrowest(advice: Advice) -> dict[str, Any]:
+    """The verdict for report.json and a run's closing sentence, with the remedy to try first.
+
+    Where the verdict is that too little is known, the longest phase is told instead.
+    """
+    found = [one.finding for one in advice.findings]
+    shown = next((f for f in found if f.bottleneck != ABSTAINED), next(iter(found), None))
+    if shown is None:
+        return {"station": None, "share": None, "sentence": "No step was measured.", "evidence": "",
+                "healthy": None, "remedy": None, "gain": None}  # fmt: skip
+    first = None if advice.healthy else advice.first
+    return {
+        "station": shown.bottleneck, "share": shown.share, "sentence": shown.sentence,
+        "evidence": shown.evidence, "healthy": advice.healthy,
+        "remedy": first and advice.command(first), "gain": first and gain_of(first),
+    }  # fmt: skip
 
 
 def told(advice: Advice) -> str:
@@ -343,6 +412,10 @@ def told(advice: Advice) -> str:
         if (more := len(one.remedies) - TOLD) > 0:
             lines.append(f"  and {more} more: --json")
     lines += [line for line in (advice.unknown,) if line]
+    if advice.healthy:
+        lines.append(f"healthy: {NOTHING_GAINS}")
+    elif advice.run is not None and (first := advice.first) is not None:
+        lines.append(f"try first: {advice.command(first)}")
     if advice.rates and any(one.remedies for one in advice.findings):
         lines.append(f"forecasts for this run's step; {advice.rates}")
     return "\n".join(lines)

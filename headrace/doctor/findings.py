@@ -1,11 +1,11 @@
 """What a verdict is, and where a run's time went by its report.
 
-A station is a share of the wall clock with its evidence; what the signals do not separate is said,
-not guessed.
+A station is a phase's share of the wall clock with its evidence, and no verdict: what binds a step
+is in physics.py. What the signals do not separate is said, not guessed.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from headrace.core.units import format_bytes, format_seconds
@@ -32,8 +32,12 @@ class Finding:
     not_measured: str = ""
 
 
+ABSTAINED = "not measured"
+"""The bottleneck of a finding that names none."""
+PASSES = "forward and backward"
+"""The phase of both passes. It is no bottleneck: a device may do nothing in most of it."""
 STATIONS = {
-    "computation": ("forward", "backward"),
+    PASSES: ("forward", "backward"),
     "input": ("input",),
     "optimizer": ("optimizer",),
     "communication": ("communication_exposed",),
@@ -45,7 +49,7 @@ STATIONS = {
 
 
 def stations(report: Mapping[str, Any]) -> list[Finding]:
-    """Every station that took time, the narrowest first, then memory and wasted tokens."""
+    """Every phase that took time, the longest first, then memory and wasted tokens."""
     phase_s = report["phase_s"]
     total_s = sum(phase_s.values())
     found = []
@@ -54,10 +58,6 @@ def stations(report: Mapping[str, Any]) -> list[Finding]:
         if total_s and spent_s:
             found.append(_station(station, spent_s, total_s, report))
     found.sort(key=lambda f: -f.share)
-    for first in found[:1]:
-        took = first.sentence.partition(" took ")[2]
-        told = f"The narrowest station is {first.bottleneck}: it took {took}"
-        found[0] = replace(first, sentence=told)
     return [*found, *_memory(report), *_waste(report)]
 
 
@@ -70,15 +70,13 @@ def _station(station: str, spent_s: float, total_s: float, report: Mapping[str, 
     share = spent_s / total_s
     evidence = f"{format_seconds(spent_s)} of {format_seconds(total_s)} measured"
     missing = ""
-    if station == "computation":
-        phase_s, used = report["phase_s"], report["model_flops_utilization"]
+    if station == PASSES:
+        phase_s = report["phase_s"]
+        missing = "matrix products, attention and memory-bound work are not told apart"
         evidence += (
             f": forward {format_seconds(phase_s['forward'])}, "
             f"backward {format_seconds(phase_s['backward'])}"
         )
-        if used["value"] is not None:
-            evidence += f"; {used['value']:.1%} of the device's peak"
-        missing = "matrix products, attention and memory-bound work are not told apart"
     if station == "input" and report["input_wait"]["p99_s"] is not None:
         wait = report["input_wait"]
         evidence += (

@@ -3,8 +3,8 @@
 Each rule looks at one bottleneck of the taxonomy and answers with a finding, or with nothing. What
 is wrong stands first; then what takes time, by the share of a step that a remedy could win back at
 most, wasted tokens among it; then full memory; last what is known to be there and not what it
-costs, with a share of 0. Where no rule fires the verdict is computation, which is no fault; where
-too little was read there is none.
+costs, with a share of 0. Where no rule fires the verdict is the resource that binds the steps by
+how busy it is (physics.py), which is no fault; where too little was read there is none.
 
 A trace of some of the run's steps tells more than signals: its findings take the place of those of
 the same name, and a launch that signals only suspect is dropped where the trace does not see it.
@@ -19,20 +19,12 @@ from statistics import fmean, median, quantiles
 
 from headrace.core.errors import Diverged, MemoryFull
 from headrace.core.units import format_bytes, format_seconds
-from headrace.doctor.findings import Finding
+from headrace.doctor.findings import ABSTAINED, Finding
+from headrace.doctor.physics import INPUT_SHARE, UNKNOWN, Use, binding, late_launches
 from headrace.doctor.window import NEWEST_STEPS, Limits, Window, finite, jumps, relapsed, rises
 
 FEWEST_STEPS = 8
 """Steady steps below which nothing is judged."""
-INPUT_SHARE = 0.08
-"""Of a step, waiting for the loader, from which it is named: TraceML warns from 0.10, and a step of
-which a loader takes a tenth more than it should must not slip below by noise."""
-SLACK_SHARE = 0.02
-"""Of a step, in which the host waits for the device: below it the host is never ahead."""
-DRY_SHARE = 0.5
-"""Of the steps, at whose beginning the device has nothing to do, from which the host is late. Where
-it was read it decides: a device's queue holds some thousand launches, and the host of a step with
-more of them waits inside of the step and never behind it."""
 COMMUNICATION_SHARE = 0.05
 """Of a step, exposed (Megatron-Bridge: what is above a twentieth must be explained)."""
 LATE_SHARE = 0.05
@@ -76,32 +68,45 @@ BACK_STEPS = 3
 Rule = Callable[[Window], Finding | None]
 
 
-def judge(window: Window, trace: Sequence[Finding] = ()) -> list[Finding]:
-    """Findings, the gravest first; one that says so where nothing is wrong or known.
+def judge(window: Window, trace: Sequence[Finding] = (), use: Use = UNKNOWN) -> list[Finding]:
+    """Findings, the gravest first; one that says what binds the steps where nothing is wrong.
 
     Args:
         window: what signals say of the run's steady steps.
         trace: what traces of some of its steps say, where there are any.
+        use: what the work of a step takes of the device.
     """
-    traced = [f for f in trace if f.bottleneck not in ("computation", "not measured")]
+    return faults(window, trace, use) or [binding(window, use, busy_in(trace))]
+
+
+def faults(window: Window, trace: Sequence[Finding] = (), use: Use = UNKNOWN) -> list[Finding]:
+    """Findings without what binds the steps where nothing is wrong; none where nothing is."""
+    traced = [f for f in trace if f.bottleneck not in ("computation", ABSTAINED)]
     ended = _ended(window)
     if window.steps < FEWEST_STEPS and not traced:
         return [ended or Finding(
-            "not measured", 0.0, "Too few steady steps were measured to judge them.",
+            ABSTAINED, 0.0, "Too few steady steps were measured to judge them.",
             f"{window.steps} of at least {FEWEST_STEPS}", "measured", "everything",
         )]  # fmt: skip
     wrong, slow, full = (
         [finding for rule in rules if (finding := rule(window)) is not None]
         for rules in (WRONG, SLOW, MEMORY)
     )
-    if any(f.bottleneck != "not measured" for f in trace):
+    if (late := late_launches(window, use)) is not None:
+        slow.append(late)
+    if any(f.bottleneck != ABSTAINED for f in trace):
         slow, full = _with_trace(slow, full, traced)
     known = sorted((f for f in slow if f.share), key=lambda f: -f.share)
     found = [*sorted(wrong, key=lambda f: -f.share), *known, *full]
     found += [f for f in slow if not f.share and f.bottleneck not in {g.bottleneck for g in known}]
     if ended is not None:
         found = [ended, *(f for f in found if f.bottleneck != ended.bottleneck)]
-    return found or [_computation(window)]
+    return found
+
+
+def busy_in(trace: Sequence[Finding]) -> float | None:
+    """The share of a step in which kernels ran, where a trace found nothing else to tell."""
+    return next((f.share for f in trace if f.bottleneck == "computation"), None)
 
 
 def _with_trace(
@@ -123,16 +128,6 @@ def _with_trace(
         if f.bottleneck == "memory capacity" else f for f in traced
     ]  # fmt: skip
     return [*both, *kept], []
-
-
-def _computation(window: Window) -> Finding:
-    work = [a + b for a, b in zip(window.forward_s or (), window.backward_s or (), strict=False)]
-    return Finding(
-        "computation", window.share(work) or 1.0, "Nothing holds this up but its computation.",
-        f"median step {format_seconds(median(window.step_s))} over {window.steps} steps",
-        "measured", "kernels: memory bandwidth, kernel efficiency and matrix products are not told "
-        "apart without a trace",
-    )  # fmt: skip
 
 
 # --- what is wrong ---------------------------------------------------------------------------
@@ -308,23 +303,6 @@ def _breaks(window: Window) -> Finding | None:
     )  # fmt: skip
 
 
-def _host(window: Window) -> Finding | None:
-    """The host is never ahead; how much that costs only a trace tells, so the share is 0."""
-    slack = window.share(window.slack_s)
-    waits = (window.share(window.input_s) or 0.0) >= INPUT_SHARE
-    if window.device != "cuda" or slack is None or slack >= SLACK_SHARE or waits:
-        return None
-    told = f"the host waited for the device in {slack:.1%} of the time"
-    if window.dry:
-        if (dry := fmean(window.dry)) < DRY_SHARE:
-            return None
-        told += f", and {dry:.0%} of the steps began when the device had nothing left to do"
-    return Finding(
-        "launch", 0.0, "The host is never ahead of the device, which may wait for it.",
-        told, "inferred", "how long the device idles: a trace tells",
-    )  # fmt: skip
-
-
 def _wide(window: Window) -> Finding | None:
     """Products in a dtype that is wider than the plan's; twice as wide is half as fast at best."""
     work = [a + b for a, b in zip(window.forward_s or (), window.backward_s or (), strict=False)]
@@ -392,6 +370,6 @@ def _memory(window: Window) -> Finding | None:
 
 WRONG: tuple[Rule, ...] = (_no_op, _instability)
 SLOW: tuple[Rule, ...] = (
-    _input, _recompiles, _tiny, _breaks, _host, _interconnect, _straggler, _wide, _waste, _needless,
+    _input, _recompiles, _tiny, _breaks, _interconnect, _straggler, _wide, _waste, _needless,
 )  # fmt: skip
 MEMORY: tuple[Rule, ...] = (_memory,)

@@ -15,17 +15,19 @@ from typing import Any
 
 from headrace.core.statistics import Interval
 from headrace.core.technique import Catalogue
-from headrace.doctor.findings import Finding, stations
+from headrace.doctor.findings import ABSTAINED, Finding, stations
 from headrace.doctor.forecast import Forecast, Source, by_share
 from headrace.doctor.loop_words import BOTTLENECKS, COOLER, STATIONS, Change, Loop
 from headrace.doctor.run import HELD, LOOK_BYTES, WATCHED, diagnose, read_watched
-from headrace.doctor.trace import ABSTAINED
 from headrace.doctor.trace.host import host_families
 from headrace.doctor.trace.ranks import measure_traces
 
 SHARES = ("input", "wasted tokens")
 """What a finding's share forecasts."""
-LEAST_SHARE: Mapping[str, float] = {**dict.fromkeys(STATIONS, 0.05), "computation": 0.5}
+LEAST_SHARE: Mapping[str, float] = {
+    **dict.fromkeys(STATIONS, 0.05),
+    **dict.fromkeys(("forward and backward", "computation"), 0.5),
+}  # fmt: skip
 """Of the time, below which what is no fault has nothing to change."""
 NO_PLAN = "no plan is known of this loop"
 

@@ -402,15 +402,19 @@ def _kept_graphs(loop: Loop) -> list[Change]:
     )]  # fmt: skip
 
 
+def _less_work(loop: Loop) -> list[Change]:
+    return [*_narrower(loop), *_compile(loop, "memory bandwidth")]
+
+
 Table = Mapping[str, Callable[[Loop], list[Change]]]
 BOTTLENECKS: Table = {
     "input": _input, "wasted tokens": _wasted, "launch": _launch, "interconnect": _interconnect,
     "straggler": _straggler, "memory bandwidth": _bandwidth, "kernel efficiency": _kernels,
-    "computation": lambda loop: [*_narrower(loop), *_compile(loop, "memory bandwidth")],
-    "memory capacity": _memory, "fragmentation": _pieces, "instability": _unstable,
-    "silent no-op": _no_op,
+    "computation": _less_work, "memory capacity": _memory, "fragmentation": _pieces,
+    "instability": _unstable, "silent no-op": _no_op,
 }  # fmt: skip
 STATIONS: Table = {
+    "forward and backward": _less_work,
     "optimizer": _fused, "between steps": _between_steps, "evaluation": _rarer_evaluation,
     "checkpointing": _rarer_saves, "compilation": _kept_graphs,
 }  # fmt: skip

@@ -1,12 +1,14 @@
-"""What to change about a finding: candidates by their symptoms, ranked by forecast gain.
+"""What to change about a finding: candidates by their symptoms or the ledger, by forecast gain.
 
 No technique is known by name here. A technique is a candidate when its `symptoms` name the
 finding's bottleneck and it can run on this plan; what it cannot stand beside is taken out with it.
-Beside techniques there are a few keys of the plan, all in `KEYS`, the rows of a micro-batch, and
-for memory that nobody uses the techniques that trade time for it, taken out. Each is foreseen like
-a plan of its own. What the ledger says makes the step slower is no remedy for lost time, and what
-does not shrink the peak is none for full memory; what nothing foretells is listed last, and says
-so.
+Of what the ledger prices (`PRICED`) every single change that keeps what is learned is a candidate,
+whatever its symptoms. Where launches bind, so is the best pair: what is best on top of the best
+single change. Beside techniques there are a few keys of the plan, all in `KEYS`, the rows of a
+micro-batch, and for memory that nobody uses the techniques that trade time for it, taken out. Each
+is foreseen like a plan of its own. What the ledger says makes the step slower is no remedy for lost
+time, and what does not shrink the peak is none for full memory; what nothing foretells is listed
+last, and says so.
 
 Bottlenecks that the ledger does not price (waiting for data, for other ranks, padding) are forecast
 by their measured share. Learning (instability, recipe) is not forecast: seeds tell. Of an
@@ -15,6 +17,7 @@ instability all keys that are far off come first, together (core/gentler), befor
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from headrace.changes import flat, word
@@ -33,6 +36,10 @@ ALSO: Mapping[str, tuple[str, ...]] = {"computation": ("memory bandwidth", "kern
 """What a finding may be as well: without a trace these are not told apart."""
 LEDGER_FIRST = "launch"
 """The ledger prices launches; where it sees no change, the finding's share tells."""
+PRICED = (LEDGER_FIRST, "computation", "memory bandwidth", "kernel efficiency")
+"""Bottlenecks that anything which the ledger says is faster is a remedy for."""
+ON_TOP = 1.02
+"""Times the speed of the best single change that a pair must reach to be worth its second word."""
 SHARES = ("input", "interconnect", "wasted tokens", LEDGER_FIRST)
 """What a finding's share forecasts."""
 QUALITY = ("instability", "recipe", "silent no-op")
@@ -157,18 +164,69 @@ def remedies(
     if finding.bottleneck not in BOTTLENECKS:
         return []
     asking = Asking(plan, context, machine, catalogue, learning=True)
-    before = asking.answer(plan)
-    found = []
-    for words in candidates(finding.bottleneck, asking, measured):
-        after = _answered(asking, words)
-        if after is not None and after.foresight.fits != "no":
-            remedy = _remedy(finding, asking, before, after, measured, words)
-            if helps(finding.bottleneck, remedy):
-                found.append(remedy)
-    found = [one for one in found if not any(_does_it_all(other, one) for other in found)]
+    ask = _Asker(finding, asking, measured)
+    found = list(filter(None, map(ask.remedy, candidates(finding.bottleneck, asking, measured))))
+    if finding.bottleneck == LEDGER_FIRST:
+        found += ask.pairs(found)
+    timed = finding.bottleneck in PRICED
+    found = [
+        one for one in found if not any(_does_it_all(other, one, timed=timed) for other in found)
+    ]
     learns, name = finding.bottleneck in QUALITY, finding.bottleneck
     causes = [_keys(words) for words in KEYS[name](plan)] if name in CAUSES else []
     return _best_rows(sorted(found, key=lambda remedy: _order(remedy, learns, causes)))[:MOST]
+
+
+@dataclass(frozen=True)
+class _Asker:
+    """Asks what changes of one plan would do about one finding."""
+
+    finding: Finding
+    asking: Asking
+    measured: Measured
+
+    @cached_property
+    def before(self) -> Candidate:
+        """What is predicted of the plan as it is."""
+        return self.asking.answer(self.asking.start)
+
+    def remedy(self, words: Words, plan: Plan | None = None) -> Remedy | None:
+        """The remedy that a change is; None where it cannot run, does not fit or does not help.
+
+        Args:
+            words: the change.
+            plan: that it is a change of; the finding's own without it.
+        """
+        after = _answered(self.asking, words, plan)
+        if after is None or after.foresight.fits == "no" or not after.changes:
+            return None
+        found = _remedy(self.finding, self.asking, self.before, after, self.measured, words)
+        bottleneck = self.finding.bottleneck
+        if bottleneck in PRICED and found.gain is None and plan is None:
+            named = _is_said_to_help(bottleneck, words, self.asking) or words[0][0] not in "+-"
+            return found if named and helps(bottleneck, found) else None
+        return found if helps(bottleneck, found) else None
+
+    def pairs(self, found: Sequence[Remedy]) -> list[Remedy]:
+        """What is best on top of the best single change, if that gains more."""
+        known = [one for one in found if one.gain is not None and one.equality != "learning"]
+        if not known:
+            return []
+        best = max(known, key=lambda one: _gained(one))
+        plan = self.asking.answer(self.asking.start, best.change).plan
+        singles = replace(self.asking, learning=False).singles(plan)
+        more = [self.remedy(words, plan) for words in singles]
+        more = [one for one in more if one is not None and one.gain is not None]
+        top = max(more, key=_gained, default=None)
+        worth = top is not None and 1 + _gained(top) > ON_TOP * (1 + _gained(best))
+        if top is None or not worth:
+            return []
+        costs = "; ".join(dict.fromkeys(part for part in (best.costs, top.costs) if part))
+        return [replace(top, what=f"{best.what} {top.what}", costs=costs)]
+
+
+def _gained(remedy: Remedy) -> float:
+    return 0.0 if remedy.gain is None else remedy.gain.value
 
 
 def candidates(bottleneck: str, asking: Asking, measured: Measured) -> Iterator[Words]:
@@ -185,6 +243,18 @@ def candidates(bottleneck: str, asking: Asking, measured: Measured) -> Iterator[
 
 def _may_help(bottleneck: str, words: Words, asking: Asking) -> bool:
     """Whether a single change is one for this bottleneck."""
+    if _is_said_to_help(bottleneck, words, asking):
+        return True
+    return bottleneck in PRICED and _keeps(words, asking)
+
+
+def _keeps(words: Words, asking: Asking) -> bool:
+    """Whether a change keeps what is learned."""
+    return _equality(asking.catalogue, words) != "learning"
+
+
+def _is_said_to_help(bottleneck: str, words: Words, asking: Asking) -> bool:
+    """Whether a single change's symptoms, or what it is, name this bottleneck."""
     sign, name = words[0][0], words[0][1:]
     if sign == "+":
         return bool(_parts(asking.catalogue.find(name), bottleneck))
@@ -205,10 +275,10 @@ def _parts(technique: type[Technique[Any]], bottleneck: str) -> set[str]:
     return {part for name, part in said if name in wanted}
 
 
-def _answered(asking: Asking, words: Words) -> Candidate | None:
+def _answered(asking: Asking, words: Words, plan: Plan | None = None) -> Candidate | None:
     """The plan with a change, mended if need be; None where it cannot run."""
     try:
-        return asking.attempt(asking.start, words)
+        return asking.attempt(plan or asking.start, words)
     except HeadraceError:
         return None
 
@@ -252,13 +322,19 @@ def _forecast(
         return Forecast(None, "none", told)
     if bottleneck == "fragmentation":
         return Forecast(None, "none", "it gains memory that is reserved in pieces, not time")
-    moves = ledger.gain is not None and abs(ledger.gain.value) > NOTHING
-    left_out = words[0][0] == "-"  # of whose part in launches the ledger alone tells
-    if bottleneck not in SHARES or (bottleneck == LEDGER_FIRST and (moves or left_out)):
+    if bottleneck not in SHARES:
         return ledger
-    if words[0][0] == "+" and "" not in _parts(asking.catalogue.find(words[0][1:]), bottleneck):
-        part = ", ".join(sorted(_parts(asking.catalogue.find(words[0][1:]), bottleneck)))
-        return Forecast(None, "none", f"it helps as far as {part} is the cause")
+    moves = ledger.gain is not None and abs(ledger.gain.value) > NOTHING
+    if bottleneck == LEDGER_FIRST and (moves or words[0][0] != "+"):
+        return ledger  # which alone tells what a part of the plan, or a knob, does to launches
+    if words[0][0] == "+":
+        parts = _parts(asking.catalogue.find(words[0][1:]), bottleneck)
+        if parts and "" not in parts:
+            told = f"it helps as far as {', '.join(sorted(parts))} is the cause"
+            return Forecast(None, "none", told)
+        inferred = ledger.gain is not None and finding.confidence == "inferred"
+        if bottleneck == LEDGER_FIRST and (inferred or not parts):
+            return ledger
     if bottleneck == LEDGER_FIRST:
         ledger = replace(ledger, gain=None)
     return by_share(finding.share, ledger)
@@ -297,14 +373,22 @@ def _keys(change: Words) -> set[str]:
     return {word.partition("=")[0] for word in change}
 
 
-def _does_it_all(other: Remedy, one: Remedy) -> bool:
-    """Whether a part of a change is as good as the whole of it, or a shorter one is the same."""
+def _does_it_all(other: Remedy, one: Remedy, *, timed: bool = False) -> bool:
+    """Whether a part of a change is as good as the whole of it, or a shorter one is the same.
+
+    Args:
+        other: the shorter change.
+        one: the longer one.
+        timed: time is all that counts, and more words must be worth it.
+    """
     if other.gain is None or len(other.change) >= len(one.change):
         return False
     if not {*other.change} < {*one.change}:
         return (other.gain, other.memory_bytes, other.equality) == (
             one.gain, one.memory_bytes, one.equality
         )  # fmt: skip
+    if timed:
+        return 1 + _gained(one) <= ON_TOP * (1 + _gained(other))
     faster = one.gain is not None and one.gain.value > other.gain.value + NOTHING
     return not faster and other.memory_bytes <= one.memory_bytes
 

@@ -14,22 +14,31 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+
+from headrace.context import elsewhere, make_context
 from headrace.core.command import again, train_command
-from headrace.core.errors import ConfigError, RunError
+from headrace.core.errors import ConfigError, HeadraceError, RunError
 from headrace.core.files import parse_object, shell
+from headrace.core.machine import Machine
+from headrace.core.plan import Plan
+from headrace.core.technique import Catalogue, Context, installed
 from headrace.core.units import format_seconds
-from headrace.doctor.findings import Finding, stations
-from headrace.doctor.judge import FEWEST_STEPS, judge
+from headrace.doctor.findings import ABSTAINED, PASSES, Finding, stations
+from headrace.doctor.judge import FEWEST_STEPS, busy_in, faults
 from headrace.doctor.loop_words import PADDED
+from headrace.doctor.physics import UNKNOWN, Use, binding
 from headrace.doctor.recipe import slower_than_another
-from headrace.doctor.trace import ABSTAINED, computation, diagnose_trace
+from headrace.doctor.trace import computation, diagnose_trace
 from headrace.doctor.trace import judge as judge_trace
 from headrace.doctor.trace.facts import newest
 from headrace.doctor.trace.host import host_families
 from headrace.doctor.trace.ranks import measure_traces
 from headrace.doctor.window import Window, of_run, read_rows
-from headrace.load import resolve_run
-from headrace.run_folder import RunFolder
+from headrace.load import read_recorded_plan, resolve_run
+from headrace.planner.foresight import foresee
+from headrace.probes.at_hand import rates
+from headrace.run_folder import RunFolder, cpu_name
 
 TRACES = (".json", ".json.gz")
 """How the names of traces end."""
@@ -75,8 +84,12 @@ def diagnose(paths: Sequence[Path]) -> list[Finding]:
     return _judged(report, _numbers(report.get("rows", []), first, SAVE), first, SAVE)
 
 
-def diagnose_run(folder: Path) -> list[Finding]:
-    """Faults, the gravest first, then the stations by time.
+def diagnose_run(folder: Path, use: Use | None = None) -> list[Finding]:
+    """Faults, the gravest first, what binds the steps, then the phases by time.
+
+    Args:
+        folder: the run's.
+        use: what the work of its steps takes; read from its plan where it is not given.
 
     Raises:
         ConfigError: the run has not ended.
@@ -84,7 +97,52 @@ def diagnose_run(folder: Path) -> list[Finding]:
     """
     report, file = RunFolder(folder).read_report(), folder / "report.json"
     mend = f"mv {shell(file)} {shell(f'{file}.damaged')}; {train_command(folder, '--resume')}"
-    return _judged(report, rows_of(folder), file, mend, slower_than_another)
+    use = use_of(folder, report) if use is None else use
+    return _judged(report, rows_of(folder), file, mend, slower_than_another, use)
+
+
+def use_of(
+    folder: Path, report: Mapping[str, Any], catalogue: Catalogue | None = None,
+    rates_here: Callable[[torch.device], Machine] = rates,
+) -> Use:  # fmt: skip
+    """What the work of a run's steps takes of its device, by its plan and the device's rates.
+
+    Args:
+        folder: the run's.
+        report: its report.json.
+        catalogue: the techniques that there are; those of this package without it.
+        rates_here: of a device that is here; by itself nothing is measured.
+    """
+    told = report.get("model_flops_utilization")
+    reached = told.get("value") if isinstance(told, dict) else None
+    peak = reached if isinstance(reached, float) else None
+    try:
+        plan = read_recorded_plan(folder, catalogue or installed())
+        where = place_of(plan, RunFolder(folder).read("environment") or {}, rates_here)
+        return Use.of(foresee(plan, *where), peak)
+    except (HeadraceError, OSError) as error:
+        said = error.message if isinstance(error, HeadraceError) else str(error)
+        return Use(peak=peak, unknown=said)
+
+
+def place_of(
+    plan: Plan, environment: Mapping[str, Any],
+    rates_here: Callable[[torch.device], Machine] = rates,
+) -> tuple[Context, Machine]:  # fmt: skip
+    """Where a run was, by its environment.json, and what is known of the device's rates.
+
+    Raises:
+        UnsupportedError: nothing is known of it.
+    """
+    here, name = torch.device("cpu"), str(environment.get("device_name", ""))
+    if environment.get("device") != "cuda":
+        context = make_context(plan, torch.device(str(environment.get("device") or "cpu")))
+        same = context.device == "cpu" and environment.get("cpu") in (None, cpu_name())
+        return context, rates_here(here) if same else Machine.assumed(context.device_name)
+    if torch.cuda.is_available() and torch.cuda.get_device_name() == name:
+        here = torch.device("cuda")
+        return make_context(plan, here), rates_here(here)
+    return elsewhere(make_context(plan, here), name), Machine.assumed(name)
 
 
 def read_watched(file: Path) -> dict[str, Any]:
@@ -152,26 +210,34 @@ def _is_watched(file: Path) -> bool:
 def _judged(
     report: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], file: Path, mend: str,
     recipe: Callable[[Path, Mapping[str, Any]], Finding | None] = lambda folder, report: None,
+    use: Use = UNKNOWN,
 ) -> list[Finding]:  # fmt: skip
-    """What the judge finds, and of the recipe; then the stations; last what was not measured."""
+    """What the judge finds, and of the recipe; what binds; the phases; last what is not known."""
     try:
         slower = recipe(file.parent, report)
         window = of_run(report, rows)
         traced, split = _traced(report, window, file.parent)
         signals = report.get("signals") or {}
-        found = [_with_breaks(f, signals.get("graph_breaks")) for f in judge(window, traced)]
-        faults = [f for f in found if f.bottleneck not in ("computation", ABSTAINED)]
+        found = faults(window, traced, use)
+        wrong = [_with_breaks(f, signals.get("graph_breaks")) for f in found]
+        wrong = [f for f in wrong if f.bottleneck != ABSTAINED]
         prompts = _prompts(report)
-        faults = [f for f in faults if not (prompts and f.bottleneck == WASTED)]
-        faults = _placed(faults, _clock(signals.get("gpu")))
-        faults = _with_outcome(faults, report)
+        wrong = [f for f in wrong if not (prompts and f.bottleneck == WASTED)]
+        wrong = _placed(wrong, _clock(signals.get("gpu")))
+        wrong = _with_outcome(wrong, report)
         unread = [f for f in (*found, *traced) if f.bottleneck == ABSTAINED]
-        if faults and _unstable(faults[0]):  # which few steps are enough to tell
+        if wrong and _unstable(wrong[0]):  # which few steps are enough to tell
             unread = [f for f in unread if f.not_measured != "everything"]
+        binds: list[Finding] = []
+        if window.steps >= FEWEST_STEPS:
+            busy = busy_in([split] if split is not None and split.share else [])
+            binds = [binding(window, use, busy)]
+            named = {f.bottleneck for f in wrong} | ({ABSTAINED} if wrong else set())
+            binds = [f for f in binds if f.bottleneck not in named]
         told = [_told_apart(f, split, signals) for f in stations(report)]
         told = [replace(f, evidence=f"{f.evidence}{prompts}") if f.bottleneck == WASTED else f
                 for f in told]  # fmt: skip
-        return [*faults, *([slower] if slower else []), *told, *unread]
+        return [*wrong, *([slower] if slower else []), *binds, *told, *unread]
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         what = f"a value in it is of another kind ({error})"
         if isinstance(error, KeyError):
@@ -260,8 +326,8 @@ def _with_breaks(finding: Finding, breaks: int | None) -> Finding:
 
 
 def _told_apart(station: Finding, split: Finding | None, signals: Mapping[str, Any]) -> Finding:
-    """Computation as the trace tells it apart: products, attention, memory-bound work."""
-    if station.bottleneck != "computation":
+    """Both passes as a trace tells them apart: products, attention, memory-bound work."""
+    if station.bottleneck != PASSES:
         return station
     evidence, missing = station.evidence, station.not_measured
     if split is not None:
@@ -300,14 +366,3 @@ def _placed(faults: Sequence[Finding], one: Finding | None) -> list[Finding]:
     ahead = (n for n, f in enumerate(faults) if f.bottleneck not in WRONG and f.share < one.share)
     place = next(ahead, len(faults))
     return [*faults[:place], one, *faults[place:]]
-
-
-def narrowest(findings: list[Finding]) -> dict[str, Any]:
-    """The first of them, for report.json."""
-    if not findings:
-        return {"station": None, "share": None, "sentence": "No step was measured.", "evidence": ""}
-    first = findings[0]
-    return {
-        "station": first.bottleneck, "share": first.share, "sentence": first.sentence,
-        "evidence": first.evidence,
-    }  # fmt: skip

@@ -152,12 +152,15 @@ class FirstStep(Table):
 
 
 class Narrowest(Table):
-    """The station that held the run back."""
+    """The doctor's verdict, with the remedy to try first where one is known."""
 
     station: str
     share: Number = None
     sentence: str
     evidence: str = ""
+    healthy: bool | None = None
+    remedy: str | None = None
+    gain: str | None = None
 
 
 class Sample(Table):

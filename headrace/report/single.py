@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from headrace.core.units import part_of_text
+from headrace.doctor.advice import NOTHING_GAINS
 from headrace.report.advice import remedies
 from headrace.report.loss import loss_section
 from headrace.report.page import (
@@ -161,18 +162,24 @@ def _texts(report: Report) -> list[Safe]:
 
 
 def _narrowest(report: Report) -> Safe:
-    """The station that held the run back."""
+    """The doctor's verdict: what binds the run's steps, and the remedy to try first."""
     found = report.narrowest
     if found is None:
-        body = (muted(f"The narrowest station was {NOT_MEASURED}."),)
+        body = (muted(f"The bottleneck was {NOT_MEASURED}."),)
     else:
         share = f"{percent(found.share)} of the step." if found.share is not None else ""
         evidence = " ".join(part for part in (share, found.evidence) if part)
         body = (
             tag("p", found.sentence[:1].upper() + found.sentence[1:], class_="lead"),
             muted("Evidence: ", evidence or NOT_MEASURED),
+            *((muted("Healthy: ", NOTHING_GAINS, "."),) if found.healthy else ()),
+            *(
+                (tag("p", "Try first: ", tag("code", found.remedy), f": {found.gain}"),)
+                if found.remedy
+                else ()
+            ),
         )
-    title = f"Narrowest station: {found.station}" if found else "Narrowest station"
+    title = f"Bottleneck: {found.station}" if found else "Bottleneck"
     return tag("section", tag("h2", title), *body, class_="narrow")
 
 

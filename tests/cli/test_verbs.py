@@ -36,11 +36,15 @@ def test_train_prints_its_report(call: Callable[..., Any], tiny_demo: list[str])
 
 
 def test_train_tells_a_person_what_to_do_next(
-    say: Callable[..., tuple[str, str]], tiny_demo: list[str]
+    say: Callable[..., tuple[str, str]], tiny_demo: list[str], workshop: Path
 ) -> None:
     out, error = say("train", *tiny_demo, "name=told")
     assert out == ""
-    for said in ("bits per byte", "narrowest station", "sample:", "runs/told/report.html"):
+    report = json.loads((workshop / "runs" / "told" / "report.json").read_text())
+    found = json.loads((workshop / "runs" / "told" / "findings.json").read_text())
+    verdict = report["narrowest"]["sentence"]
+    assert verdict in [one["sentence"] for one in found], "the doctor's, and no second opinion"
+    for said in ("bits per byte", verdict, "sample:", "runs/told/report.html"):
         assert said in error
     assert error.count("headrace sample runs/told") == 1
     assert "data.sources=" not in error, "it is one's own already"

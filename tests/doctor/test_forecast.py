@@ -11,7 +11,7 @@ from headrace.changes import changed, parse
 from headrace.cli import catalogue
 from headrace.context import elsewhere, make_context
 from headrace.core.machine import Machine
-from headrace.core.work import EDGE_S, SLOW_HOST
+from headrace.core.work import EDGE_S, HOST_S, SLOW_HOST
 from headrace.doctor.forecast import DRIFT, ERROR, Measured, between, by_ledger, moved
 from headrace.doctor.window import Window
 from headrace.planner.foresight import Foresight, foresee
@@ -26,6 +26,11 @@ def seen(words: str, more: str = "") -> Foresight:
     plan = changed(plan, more.split(), catalogue())
     here = make_context(plan, torch.device("cpu"))
     return foresee(plan, elsewhere(here, "NVIDIA H200"), Machine.assumed("NVIDIA H200"))
+
+
+def paced(one: Foresight, pace: float) -> float:
+    """Seconds of a step whose launches take so many times as long as foreseen."""
+    return max(one.device_s, HOST_S + pace * (one.host_s - HOST_S)) + EDGE_S
 
 
 def test_an_interval_is_around_what_a_slow_host_would_make_of_it() -> None:
@@ -63,20 +68,21 @@ def test_a_run_that_waited_for_launches_is_scaled_by_its_host() -> None:
     out = words.replace("+full_checkpoint ", "")
     before, less, compiled = seen(words), seen(out), seen(words, "+torch_compile")
     assert before.step_s and not before.waits_for_launches and before.device_s > before.host_s
-    step_s = 2.4 * before.host_s + EDGE_S
+    step_s = paced(before, 2.4)
     run = Measured(step_s, by_host=True)
     gains = [by_ledger(before, after, run).gain for after in (less, compiled)]
     for after, gain in zip((less, compiled), gains, strict=True):
-        after_s = max(after.device_s, 2.4 * after.host_s) + EDGE_S
+        after_s = paced(after, 2.4)
         assert gain is not None and gain.value == pytest.approx(step_s / after_s - 1)
-        ratios = []
+        ratios = [log(step_s / after_s)]
         for pace in (2.4 * DRIFT, 2.4 / DRIFT):  # as quick as later, or as slow
-            steps_s = [max(x.device_s, pace * x.host_s) + EDGE_S for x in (before, after)]
-            ratios.append(log(steps_s[0] / steps_s[1]))
+            ratios.append(log(paced(before, pace) / paced(after, pace)))
+        pace = 2.4 - 1.4 * (1 - after.host_s / before.host_s)  # not slow at what it has not
+        ratios.append(log(step_s / paced(after, pace)))
+        whole = (step_s - EDGE_S) / before.host_s  # all of what the host does at one pace
+        ratios.append(log(step_s / (max(after.device_s, whole * after.host_s) + EDGE_S)))
         work = moved(before, after)
         assert gain.low == pytest.approx(between(min(ratios), moved=work).low)
-        pace = 2.4 - 1.4 * (1 - after.host_s / before.host_s)  # not slow at what it has not
-        ratios.append(log(step_s / (max(after.device_s, pace * after.host_s) + EDGE_S)))
         assert gain.high == pytest.approx(between(max(ratios), moved=work).high)
     blind = by_ledger(before, less, Measured(step_s)).gain
     assert blind is not None and gains[0] is not None and gains[0].value > 1.5 * blind.value
@@ -107,9 +113,9 @@ def test_a_host_s_pace_has_its_limits_and_waits_are_not_its() -> None:
         run = Measured(times * before.host_s + EDGE_S, by_host=True)
         assert (by_ledger(before, before, run).gain is not None) == known
     after = seen(f"{BARE} batch.micro_sequences=8")
-    step_s = 2.4 * before.host_s + EDGE_S
+    step_s = paced(before, 2.4)
     gain = by_ledger(before, after, Measured(step_s + 0.1, 0.1, by_host=True)).gain
-    after_s = max(after.device_s, 2.4 * after.host_s) + EDGE_S
+    after_s = paced(after, 2.4)
     assert gain is not None and gain.value == pytest.approx((step_s + 0.1) / (after_s + 0.1) - 1)
     norms = seen(f"{BARE} +full_checkpoint batch.micro_sequences=8 +fused_rms_norm")
     assert before.step_s

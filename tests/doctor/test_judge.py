@@ -3,15 +3,19 @@
 import json
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
 
 from headrace.core.errors import RunError
 from headrace.doctor.findings import Finding
-from headrace.doctor.judge import BACK_STEPS, JUMPS, LOSS_JUMP, judge
+from headrace.doctor.judge import BACK_STEPS, JUMPS, LOSS_JUMP
+from headrace.doctor.judge import judge as judge_by
+from headrace.doctor.physics import Use
 from headrace.doctor.window import (
     Window,
     deviation,
@@ -25,6 +29,14 @@ from headrace.doctor.window import (
 )
 
 STEPS, GIB = 64, 2**30
+
+
+def judge(window: Window, trace: Sequence[Finding] = ()) -> list[Finding]:
+    """What is said of steps whose work fills them, by the device's rates."""
+    usual_s = median(window.step_s or (1.0,))
+    waits = (window.share(window.input_s) or 0.0) + (window.share(window.communication_s) or 0.0)
+    work_s = (1 - min(0.9, waits)) * usual_s
+    return judge_by(window, trace, Use(0.7 * work_s, 0.26 * work_s, 0.2 * work_s))
 
 
 def healthy(seed: int = 0, device: str = "cuda") -> Window:

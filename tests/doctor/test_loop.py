@@ -226,7 +226,7 @@ def test_masked_prompts_are_no_fault(tmp_path: Path, padded: float | None, says:
     names = [one.bottleneck for one in found]
     assert (names.index("wasted tokens") == 0) is (not says) and names.count("wasted tokens") == 1
     if says:
-        assert names.index("wasted tokens") > names.index("computation")
+        assert names.index("wasted tokens") > names.index("forward and backward")
         told = CliRunner().invoke(app, ["doctor", str(file)]).stdout
         assert f"masked prompts are no waste, {says}" in told
     ours = {**report, "watched": False}

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from headrace.doctor import judge as rules
+from headrace.doctor import physics
 from headrace.doctor.judge import judge
+from headrace.doctor.physics import Use
 from headrace.doctor.window import Window
 
 STEPS, STEP_S, WHOLE = 64, 0.125, 2.0**37
@@ -19,6 +21,8 @@ EVEN = Window(
     reserved_bytes=WHOLE / 2, allocated_bytes=WHOLE / 2, capacity_bytes=WHOLE, device="cuda",
 )  # fmt: skip
 """Nothing is wrong in it, and nothing varies."""
+BUSY = Use(computes_s=0.75 * STEP_S, moves_s=0.1875 * STEP_S, host_s=STEP_S / 4)
+"""What its work takes of the device."""
 MORE, LESS = 1 + 2**-20, 1 - 2**-20
 
 
@@ -57,8 +61,8 @@ AT: dict[str, tuple[dict[str, Any], str | None]] = {
     "lost steps, one more": (lost(rules.LOST + 1), "instability"),
     "lost steps, the share that is allowed": (lost(8, 160), None),
     "lost steps, one more than the share": (lost(9, 160), "instability"),
-    "input, at the share": (of_a_step("input_s", rules.INPUT_SHARE * MORE), "input"),
-    "input, below": (of_a_step("input_s", rules.INPUT_SHARE * LESS), None),
+    "input, at the share": (of_a_step("input_s", physics.INPUT_SHARE * MORE), "input"),
+    "input, below": (of_a_step("input_s", physics.INPUT_SHARE * LESS), None),
     "communication, at the share": (
         of_a_step("communication_s", rules.COMMUNICATION_SHARE * MORE),
         "interconnect",
@@ -66,8 +70,8 @@ AT: dict[str, tuple[dict[str, Any], str | None]] = {
     "communication, below": (of_a_step("communication_s", rules.COMMUNICATION_SHARE * LESS), None),
     "a late rank": ({"late_s": rules.LATE_SHARE * STEP_S * MORE, "last": 1}, "straggler"),
     "a rank that is hardly late": ({"late_s": rules.LATE_SHARE * STEP_S * LESS, "last": 1}, None),
-    "host, ahead by just enough": (of_a_step("slack_s", rules.SLACK_SHARE * MORE), None),
-    "host, not ahead": (of_a_step("slack_s", rules.SLACK_SHARE * LESS), "launch"),
+    "host, ahead by just enough": (of_a_step("slack_s", physics.SLACK_SHARE * MORE), None),
+    "host, not ahead": (of_a_step("slack_s", physics.SLACK_SHARE * LESS), "launch"),
     "device dry in half of the steps": (
         {**of_a_step("slack_s", 0.0), "dry": (1.0, 0.0) * (STEPS // 2)},
         "launch",
@@ -104,11 +108,11 @@ AT: dict[str, tuple[dict[str, Any], str | None]] = {
 @pytest.mark.parametrize("case", AT)
 def test_at_its_threshold_a_rule_speaks_or_is_silent(case: str) -> None:
     changes, named = AT[case]
-    found = judge(replace(EVEN, **changes))[0]
+    found = judge(replace(EVEN, **changes), use=BUSY)[0]
     assert found.bottleneck == (named or "computation"), found
 
 
 @pytest.mark.parametrize(("times", "who"), [(1.0, "rank 3"), (LESS, "changing ranks")])
 def test_a_rank_is_named_from_the_share_on(times: float, who: str) -> None:
     late = {"late_s": STEP_S / 2, "last": 3, "last_share": rules.SAME_RANK * times}
-    assert who in judge(replace(EVEN, **late))[0].sentence
+    assert who in judge(replace(EVEN, **late), use=BUSY)[0].sentence

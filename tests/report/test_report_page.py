@@ -88,7 +88,7 @@ def test_sections_stand_in_the_order_of_a_readers_questions(make_run: MakeRun) -
     assert outline.headings == [
         "demo",
         "Key figures",
-        "Narrowest station: backward",
+        "Bottleneck: backward",
         "Loss",
         "Where the time went",
         "Memory at the peak",
@@ -199,7 +199,7 @@ def test_what_was_not_measured_is_said_and_never_zero(make_run: MakeRun) -> None
         "The loss was not measured: no step was recorded.",
         "Phases were not measured.",
         "Wasted tokens were not measured.",
-        "The narrowest station was not measured.",
+        "The bottleneck was not measured.",
         "No sample was written.",
         "not checked",
         "no evidence was recorded",

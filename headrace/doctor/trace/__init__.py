@@ -1,4 +1,4 @@
-"""Reads traces of torch.profiler from any trainer and says what the narrowest station is.
+"""Reads traces of torch.profiler from any trainer and names the bottleneck.
 
     torch.profiler.profile(activities=[CPU, CUDA], schedule=schedule(wait=1, warmup=2, active=5))
 
@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import median
 
 from headrace.core.units import format_seconds
-from headrace.doctor.findings import Finding
+from headrace.doctor.findings import ABSTAINED, Finding
 from headrace.doctor.trace.file import RECORD
 from headrace.doctor.trace.limits import (
     ALARM,
@@ -45,8 +45,6 @@ from headrace.doctor.trace.roofline import RoofTimes
 from headrace.doctor.trace.times import RankTimes
 
 NO_SHAPES = "efficiency of kernels: no shapes were recorded, or the device's rates are unknown"
-ABSTAINED = "not measured"
-"""the bottleneck of a finding that names none"""
 
 
 def diagnose_trace(paths: Sequence[Path]) -> list[Finding]:

@@ -1,0 +1,229 @@
+"""What binds a step, by how busy the device's resources are: small runs on an H100 and a grid."""
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.arguments import named_plan
+from headrace.cli import catalogue
+from headrace.context import elsewhere, make_context
+from headrace.core.machine import Machine
+from headrace.core.work import HOST_S
+from headrace.doctor.advice import Advice, advised, narrowest, plain, told
+from headrace.doctor.findings import Finding
+from headrace.doctor.forecast import Measured
+from headrace.doctor.judge import faults, judge
+from headrace.doctor.physics import (
+    DRY_SHARE,
+    LEAST_PEAK,
+    SLACK_SHARE,
+    SURE_PEAK,
+    Step,
+    Use,
+    binding,
+    host_binds,
+    lead,
+    slack_share,
+)
+from headrace.doctor.window import Window
+from headrace.planner.foresight import foresee
+
+H100 = "NVIDIA H100 80GB HBM3"
+STEPS = 40
+PAIR = ("+cuda_graphs", "+torch_compile")
+
+
+def steady(step_s: float, *, device: str = "cuda", **shares: float | None) -> Window:
+    """Equal steps; shares of a step by signal, and `dry` of the steps; None was not read."""
+
+    def series(name: str) -> tuple[float, ...] | None:
+        share = shares.get(name)
+        return None if share is None else (share * step_s,) * STEPS
+
+    dry = shares.get("dry")
+    return Window(
+        step_s=(step_s,) * STEPS, device=device, useful_share=1.0, input_s=series("input"),
+        communication_s=series("sent"), slack_s=series("slack"),
+        dry=None if dry is None else tuple(float(n < dry * STEPS) for n in range(STEPS)),
+    )  # fmt: skip
+
+
+def on_h100(
+    name: str, step_s: float, peak: float | None, *overrides: str, with_: tuple[str, ...] = (),
+    **shares: float | None,
+) -> Advice:  # fmt: skip
+    """What is said of a run of a recipe whose step was measured on an H100."""
+    plan = named_plan(name, list(overrides), list(with_))
+    context = elsewhere(make_context(plan, torch.device("cpu")), H100)
+    machine = Machine.assumed(H100)
+    use = Use.of(foresee(plan, context, machine), peak)
+    window = steady(step_s, **{"slack": 0.0, "dry": 1.0, "input": 0.03, **shares})
+    findings = judge(window, use=use)
+    return advised(findings, plan, context, machine, catalogue(), Measured.of(window, use))
+
+
+@pytest.fixture(scope="module")
+def small() -> Advice:
+    """The recipe `small` at 125k tokens a second, 1.0% of the peak."""
+    return on_h100("small", 0.0328, 0.0101)
+
+
+def test_a_small_run_waits_for_launches_and_is_told_of_both(small: Advice) -> None:
+    verdict, first = small.verdict, small.first
+    assert verdict is not None and verdict.bottleneck == "launch"
+    assert verdict.sentence == "Launch overhead: the GPU idles 83% of the step."
+    assert "1.0% of the device's peak" in verdict.evidence
+    assert first is not None and first.change == PAIR and small.healthy is False
+    assert first.gain is not None and first.gain.low < 2.2 < 2.81 < 1.4 * first.gain.high
+    rows = plain(small)
+    assert rows[0]["healthy"] is False and rows[0]["first"]["change"] == PAIR
+    assert "--with cuda_graphs --with torch_compile" in rows[0]["first"]["command"]
+    closing = narrowest(small)
+    assert closing["sentence"] == verdict.sentence and closing["remedy"] and closing["gain"]
+    assert "omputation" not in told(small) + closing["sentence"] + closing["evidence"]
+
+
+def test_compiling_alone_gains_less_than_with_graphs(small: Advice) -> None:
+    known = {one.change: one.gain for one in small.findings[0].remedies}
+    alone, both = known["+torch_compile",], known[PAIR]
+    assert alone is not None and both is not None and both.value > 3 * alone.value
+
+
+@pytest.mark.parametrize(
+    ("slack", "dry"), [(0.0, None), (0.06, 0.3), (0.0, 0.2), (0.3, 0.0), (None, None)]
+)  # fmt: skip
+def test_no_signal_makes_a_device_busy_that_has_nothing_to_do(
+    slack: float | None, dry: float | None
+) -> None:
+    found = on_h100("demo", 0.03, 0.001, slack=slack, dry=dry)
+    assert found.verdict is not None and found.verdict.bottleneck == "launch"
+    assert "idles 92%" in found.verdict.sentence
+    assert found.first is not None and found.first.change == PAIR
+
+
+def test_what_no_remedy_helps_is_healthy_though_it_waits() -> None:
+    found = on_h100("small", 0.0086, 0.04, with_=("torch_compile", "cuda_graphs"))
+    assert found.verdict is not None and found.verdict.bottleneck == "launch"
+    assert found.healthy is True and narrowest(found)["remedy"] is None
+    assert told(found).count("healthy: no remedy is forecast to gain more than 5%") == 1
+
+
+def test_a_host_that_is_slow_in_launches_is_not_in_all_that_it_does() -> None:
+    """Twice as long for each launch leaves the rest of a recorded step as it is predicted."""
+    found = on_h100("small", 0.0328, 0.0101).first
+    assert found is not None and found.gain is not None
+    after_s = 0.0328 / (1 + found.gain.value)
+    assert after_s == pytest.approx(HOST_S + 0.0025 + 0.0021 + 0.03 * 0.0328, rel=0.1)
+
+
+# --- a grid ----------------------------------------------------------------------------------
+
+GRID = [
+    (Use(computes, moves, host, peak), steady(0.1, slack=slack, dry=dry, input=wait, device=device))
+    for computes, moves, host, peak, slack, dry, wait, device in product(
+        (None, 0.0, 0.001, 0.03, 0.09, 0.3), (0.0, 0.01, 0.08), (0.0, 0.05, 0.3),
+        (None, 0.001, 0.01, 0.049, 0.1, 0.4), (None, 0.0, 0.1, 0.9), (None, 0.0, 1.0), (0.0, 0.3),
+        ("cuda", "cpu"),
+    )
+]  # fmt: skip
+
+
+def test_no_sentence_says_computation_of_a_device_that_computes_nothing() -> None:
+    said = 0
+    for use, window in GRID:
+        found = [*judge(window, use=use), binding(window, use), binding(window, use, busy=0.97)]
+        for one in found:
+            if "omputation" not in one.sentence and one.bottleneck != "computation":
+                continue
+            said += 1
+            assert use.peak is None or use.peak >= LEAST_PEAK, (use, window)
+            if use.computes_s is None:
+                assert use.peak is not None and use.peak >= SURE_PEAK, (use, window)
+            else:
+                step = Step.of(window, use)
+                assert step.computes >= max(step.moves, 0.25), (use, window)
+    assert said > 1000
+
+
+def test_shares_of_a_step_are_no_more_than_all_of_it() -> None:
+    for use, window in GRID:
+        step = Step.of(window, use)
+        waits = window.share(window.input_s) or 0.0
+        assert step.computes + step.moves + step.idle + waits <= 1 + 1e-9
+        for one in judge(window, use=use):
+            assert 0 <= one.share <= 1 and one.sentence and one.evidence
+
+
+def test_where_nothing_prices_the_work_and_the_peak_is_low_nothing_is_said() -> None:
+    for peak in (None, 0.01, 0.2):
+        (found,) = judge(steady(0.1, slack=0.5), use=Use(peak=peak, unknown="no rates"))
+        assert found.bottleneck == "not measured" and "no rates" in found.not_measured
+    (found,) = judge(steady(0.1, slack=0.5), use=Use(peak=0.4))
+    assert found.bottleneck == "computation" and "40% of its peak" in found.sentence
+
+
+@pytest.mark.parametrize(
+    ("use", "shares", "name"),
+    [
+        (Use(0.07, 0.02, 0.02, 0.4), {"slack": 0.8}, "computation"),
+        (Use(0.02, 0.07, 0.02, 0.1), {"slack": 0.8}, "memory bandwidth"),
+        (Use(0.02, 0.01, 0.02, 0.1), {"slack": 0.8}, "kernel efficiency"),
+        (Use(0.07, 0.02, 0.02, 0.01), {"slack": 0.8}, "kernel efficiency"),
+        (Use(0.02, 0.01, 0.08, 0.1), {"slack": 0.0, "dry": 1.0}, "launch"),
+        (Use(0.03, 0.02, 0.08, 0.1), {"slack": 0.0, "dry": 1.0, "input": 0.3}, "input"),
+        (Use(0.03, 0.01, 0.01), {"device": "cpu"}, "launch"),
+        (Use(0.06, 0.01, 0.01), {"device": "cpu"}, "computation"),
+        (Use(0.01, 0.06, 0.01), {"device": "cpu"}, "memory bandwidth"),
+    ],
+)
+def test_the_busiest_resource_is_named(use: Use, shares: dict[str, Any], name: str) -> None:
+    assert judge(steady(0.1, **shares), use=use)[0].bottleneck == name
+
+
+def test_a_trace_that_saw_the_device_busy_is_believed() -> None:
+    window, use = steady(0.1, slack=0.0, dry=1.0), Use(0.07, 0.02, 0.09, 0.4)
+    assert judge(window, use=use)[0].bottleneck == "launch"
+    calm = Finding("computation", 0.97, "", "", "measured")
+    assert judge(window, [calm], use)[0].bottleneck == "computation"
+    assert not faults(window, [calm], use)
+
+
+def test_the_host_is_ahead_by_the_median_step_and_the_share_of_dry_ones() -> None:
+    assert lead(steady(0.1)) is None and lead(steady(0.1, slack=0.0, device="cpu")) is None
+    assert lead(steady(0.1, slack=1.5 * SLACK_SHARE)) is True
+    assert lead(steady(0.1, slack=0.0)) is False
+    assert lead(steady(0.1, slack=0.0, dry=DRY_SHARE / 2)) is True
+    few = Window(step_s=(0.1,) * 9, slack_s=(0.0,) * 8 + (5.0,), device="cuda")
+    assert slack_share(few) == 0.0 and lead(few) is False, "one step that another thread held"
+    broken = Window(step_s=(0.1,) * 9, slack_s=(float("nan"),) * 9, device="cuda")
+    assert lead(broken) is None and not host_binds(Window(device="cuda"), Use(1.0, 1.0))
+
+
+# --- a run -----------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="it needs a GPU")
+def test_the_small_recipe_waits_for_launches_on_a_gpu(tmp_path: Path) -> None:
+    """Eager on any data-centre GPU: the whole way from a run's folder to the remedy."""
+    from headrace import train
+    from headrace.cli import conclude
+    from headrace.doctor.advice import advise
+    from headrace.progress import Progress
+
+    plan = named_plan(
+        "small",
+        [f"directory={tmp_path / 'runs'}", f"data.directory={tmp_path / 'data'}", "goal.steps=60",
+         "eval.every_steps=1000", "eval.tokens=4096", "checkpoint.every_steps=0"],
+    )  # fmt: skip
+    folder = train.run(plan, progress=Progress(), catalogue=catalogue())
+    assert folder is not None
+    found = advise(folder, catalogue())
+    assert found.verdict is not None and found.first is not None
+    assert found.verdict.bottleneck == "launch" and "the GPU idles" in found.verdict.sentence
+    assert found.verdict.share > 0.5 and found.healthy is False
+    assert {*PAIR} <= {*found.first.change}
+    assert conclude(folder)["narrowest"]["sentence"] == found.verdict.sentence
