@@ -1,0 +1,326 @@
+"""How right the doctor is on runs as people start them: its first remedy beside the best one.
+
+    python benchmarks/natural.py all --device cuda --minutes 9
+    taskset -c 0,1 python benchmarks/natural.py all --device cpu --minutes 9 --part 1/6 --results r1
+
+Nothing is planted into these runs (natural_runs.py). `say` trains each for some 30 to 60 steps and
+asks the doctor, and writes natural_said.jsonl: its verdict, every remedy that a reader is told of,
+and what will be measured. `measure` begins when all of the list are said, times each change beside
+the run's own plan, and writes natural.jsonl, a row a run. `all` is both. The doctor is right where
+its first remedy gains nearly what the best one does; docs/how-right.md has the score.
+
+A call may be cut off at any moment: what is said and measured is on disk at once, a second call
+goes on where the first ended (by id, hardware and plan), and each says what is left. A change that
+is measured lies in natural_parts.jsonl until its run is whole; `--close` writes rows of runs that
+are not, with what is `left`.
+
+On a GPU several processes compile at a time and one has the device (natural_gate.py). On a CPU
+there is one process, on the cores that it is given: pin it, and give each of several its part of
+the list, its own cores and its own folder of results.
+
+Text is Python's standard library, prepared once under `--work`, with the tokenizer of each size.
+"""
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import parts
+import receipts
+import torch
+from natural_gate import HOW, Crew, Gate, Task
+from natural_runs import RUNS, Run
+from natural_sides import BEGUN, SPARE_BYTES, STAGE, Said, awake, measure, say
+
+from headrace.context import choose_device, make_context
+from headrace.core.machine import Machine
+from headrace.data.ingest import prepare
+from headrace.planner.foresight import foresee
+from headrace.trials.readings import NOT_DONE
+from headrace.trials.worker import Worker
+
+SAID, PARTS, ROWS = "natural_said", "natural_parts", "natural"
+WORKERS = {"cuda": 8, "cpu": 1}
+COMPILERS = "3"
+"""Processes that each worker of a GPU compiles kernels with: there are several workers."""
+ROOM = 0.88
+"""Of a device's memory, for all processes; their contexts take the rest."""
+LIMIT_S, GRACE_S = 420.0, 15.0
+"""Seconds of one run's process at most, and those that it has after the end of the call."""
+TRIES = 3
+"""Processes that may die over one run's changes before the rest waits for another call."""
+
+
+@dataclass
+class Book:
+    """The rows of this hardware that are there, and those that are written.
+
+    Args:
+        results: the folder.
+        hardware: of this call.
+        how: what else each row says.
+    """
+
+    results: Path
+    hardware: str
+    how: dict[str, Any]
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def rows(self, topic: str) -> dict[str, dict[str, Any]]:
+        """The newest row of each run that its plan still is."""
+        return {row["id"]: row for row in self.lines(topic)}
+
+    def lines(self, topic: str) -> list[dict[str, Any]]:
+        """All lines of this hardware; a last one that was cut off is none."""
+        file, found = self.results / f"{topic}.jsonl", list[dict[str, Any]]()
+        for line in file.read_text().splitlines() if file.is_file() else []:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if row.get("hardware") == self.hardware:
+                found.append(row)
+        return found
+
+    def parts(self, run: Run) -> list[dict[str, Any]]:
+        """What was measured of a run's changes."""
+        key = (run.id, run.sha256)
+        return [row for row in self.lines(PARTS) if (row["id"], row["plan_sha256"]) == key]
+
+    def write(self, topic: str, run: Run, **facts: Any) -> None:
+        """One row of a run."""
+        with self._lock:
+            receipts.append(
+                topic, {}, results=self.results, id=run.id, device=run.device,
+                workload=run.shape, words=run.words.split(), seeds=[run.plan.seed],
+                plan_sha256=run.sha256,
+                **{**facts, "hardware": self.hardware, **self.how},
+            )  # fmt: skip
+
+
+@dataclass
+class Call:
+    """One call of the program: its runs, its processes, its end."""
+
+    runs: list[Run]
+    args: argparse.Namespace
+    book: Book
+    gate: Gate
+    ends_s: float
+    """on the clock of all processes"""
+
+    def crew(self, room_bytes: float) -> Crew:
+        """Processes for this device."""
+        ends_s = time.monotonic() + self.ends_s - time.time()
+        return Crew(self.args.workers, room_bytes, self.gate, ends_s, self.args.work / "logs",
+                    awake, self.args.here)  # fmt: skip
+
+    def limit_s(self) -> float:
+        """Seconds that a process may take."""
+        return max(1.0, min(LIMIT_S, self.ends_s - time.time() + GRACE_S))
+
+    # --- said ---
+
+    def unsaid(self) -> list[Run]:
+        """Runs of which the doctor was not asked, as their plans are now."""
+        said = self.book.rows(SAID)
+        return [run for run in self.runs if said.get(run.id, {}).get("plan_sha256") != run.sha256]
+
+    def say(self, crew: Crew, room_bytes: float) -> None:
+        """Train what is not said yet, and ask the doctor."""
+
+        def task(run: Run) -> Task:
+            taken = min(room_bytes, peak_bytes(run) + SPARE_BYTES)
+            return Task(run.id, taken, lambda worker: self._say(crew, worker, run, room_bytes))
+
+        crew.run([task(run) for run in self.unsaid()])
+
+    def _say(self, crew: Crew, worker: Worker, run: Run, room_bytes: float) -> None:
+        began_s, kept = time.monotonic(), self.args.keep
+        found = worker.ask(
+            say, run.plan, run.in_folder(self.args.work), self.gate, self.args.most, room_bytes,
+            kept / run.slug if kept else None, limit_s=self.limit_s(),
+        )  # fmt: skip
+        if crew.closed:
+            return
+        spent_s = time.monotonic() - began_s
+        if isinstance(found, Said) and not found.refused:
+            self.book.write(SAID, run, **found.facts)
+            first = found.facts["first"]
+            told = f"{found.facts['verdict']}; {' '.join(first['change']) if first else 'nothing'}"
+        elif found.refused.startswith(NOT_DONE):
+            told = f"{found.refused}, no row"
+        else:
+            self.book.write(SAID, run, refused=found.refused)
+            told = found.refused
+        print(f"said {run.id}: {told} ({spent_s:.0f} s)", flush=True)
+
+    # --- measured ---
+
+    def unmeasured(self) -> list[tuple[Run, dict[str, Any]]]:
+        """Runs that are said, can be measured, and have no row."""
+        said, done = self.book.rows(SAID), self.book.rows(ROWS)
+        return [(r, said[r.id]) for r in self.runs
+                if r.id in said and "refused" not in said[r.id]
+                and done.get(r.id, {}).get("plan_sha256") != said[r.id]["plan_sha256"]]  # fmt: skip
+
+    def measure(self, crew: Crew) -> None:
+        """Time what was said, beside the plans of which it was said."""
+        crew.run([
+            Task(run.id, said["bytes"], lambda worker, run=run, said=said:
+                 self._measure(crew, worker, run, said))
+            for run, said in self.unmeasured()
+        ])  # fmt: skip
+
+    def _measure(self, crew: Crew, worker: Worker, run: Run, said: dict[str, Any]) -> None:
+        began_s, about = time.monotonic(), {
+            "id": run.id, "hardware": self.book.hardware, "plan_sha256": said["plan_sha256"],
+        }  # fmt: skip
+        file = self.book.results / f"{PARTS}.jsonl"
+        for _ in range(TRIES):
+            left = self.left(run, said)
+            if not left or time.time() >= self.ends_s:
+                break
+            found = worker.ask(
+                measure, run.in_folder(self.args.work), left, self.gate, file, about, self.ends_s,
+                limit_s=self.limit_s(),
+            )  # fmt: skip
+            if crew.closed:
+                return
+            if found.refused.startswith(NOT_DONE):
+                break
+            stage = found.evidence.get(STAGE)
+            if stage == BEGUN:
+                print(f"{run.id}: its own plan cannot be timed: {found.refused}", flush=True)
+                break
+            if stage is None and self.left(run, said) == left:  # it died over the first of them
+                line = {**about, "change": list(left[0]), "refused": found.refused}
+                with file.open("a") as out:
+                    out.write(json.dumps(line) + "\n")
+        spent_s = time.monotonic() - began_s
+        self.finish(run, said, f"({spent_s:.0f} s)")
+
+    def left(self, run: Run, said: dict[str, Any]) -> list[tuple[str, ...]]:
+        """Changes of a run that are not measured."""
+        done = {tuple(row["change"]) for row in self.book.parts(run)}
+        return [tuple(words) for words in said["changes"] if tuple(words) not in done]
+
+    def finish(
+        self, run: Run, said: dict[str, Any], spent: str = "", *, close: bool = False
+    ) -> None:
+        """The row of a run whose changes are all measured."""
+        left, found = self.left(run, said), self.book.parts(run)
+        if left and not (close and found):
+            print(f"{run.id}: {len(found)} of {len(said['changes'])} measured {spent}", flush=True)
+            return
+        own = ("change", "gain", "refused", "equality", "before_s", "after_s", "quiet", "ready_s")
+        measured = [{key: row[key] for key in own if key in row} for row in found]
+        before = [row["before_s"] for row in measured if "before_s" in row]
+        first = said["first"]["change"] if said["first"] else None
+        self.book.write(
+            ROWS, run, precision=said["precision"], compiled=said["compiled"],
+            parameters=said["parameters"], said=said["commit"], verdict=said["verdict"],
+            healthy=said["healthy"], first_change=first, measured=measured, steps=said["steps"],
+            before_s=sorted(before)[len(before) // 2] if before else None,
+            left=[list(words) for words in left],
+        )  # fmt: skip
+        gains = {" ".join(row["change"]): row["gain"]["value"] for row in measured if "gain" in row}
+        best = max(gains, key=lambda name: gains[name], default="")
+        told = f"first {gains.get(' '.join(first), float('nan')):+.1%}, " if first else ""
+        told += f"best {gains[best]:+.1%} by {best}" if best else "nothing could be measured"
+        print(f"measured {run.id}: {told} {spent}", flush=True)
+
+
+def peak_bytes(run: Run) -> float:
+    """Bytes that a run is predicted to take of its device."""
+    context = make_context(run.plan, choose_device(run.plan))
+    return foresee(run.plan, context, Machine.assumed(context.device_name)).peak_bytes
+
+
+def prepare_text(runs: list[Run], work: Path) -> None:
+    """The text once for every tokenizer, before processes ask for it."""
+    plans = {run.plan.data.vocab: run.in_folder(work) for run in runs}
+    for vocab, plan in plans.items():
+        began_s = time.monotonic()
+        prepare(plan)
+        print(f"text with {vocab} entries ({time.monotonic() - began_s:.0f} s)", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("say", "measure", "all"))
+    parser.add_argument("--device", choices=tuple(WORKERS), required=True)
+    parser.add_argument("--minutes", type=float, default=9.0, help="all ends by then")
+    parser.add_argument("--part", type=parts.part, default=(1, 1), help="as 2/6: of the list")
+    parser.add_argument("--only", nargs="*", default=[], metavar="ID", help="runs by id")
+    parser.add_argument("--most", type=int, default=7, help="changes of a run that nobody said")
+    parser.add_argument("--workers", type=int, default=0, help="processes; 0: as the device has")
+    parser.add_argument(
+        "--work", type=Path, default=Path(tempfile.gettempdir()) / "headrace-natural"
+    )
+    parser.add_argument("--keep", type=Path, help="a folder for what the doctor reads of each run")
+    parser.add_argument("--close", action="store_true", help="also rows of runs that are not whole")
+    parser.add_argument("--here", action="store_true", help="no process of its own, to debug")
+    parser.add_argument("--results", type=Path, default=receipts.ROOT / "results")
+    args = parser.parse_args()
+    args.work, args.results = args.work.absolute(), args.results.absolute()
+    if args.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks: rows name the processor
+    else:
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", COMPILERS)
+    if not args.here:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an error: the crew ends too
+    cores = len(os.sched_getaffinity(0))
+    args.workers = args.workers or min(WORKERS[args.device], max(1, cores // 2))
+    args.results.mkdir(parents=True, exist_ok=True)
+    args.work.mkdir(parents=True, exist_ok=True)
+    asked = [run for run in RUNS if run.device == args.device]
+    mine = parts.share({run.id: run.cost for run in asked}, args.part)
+    runs = [run for run in asked if run.id in mine and (not args.only or run.id in args.only)]
+    sys.exit(go(runs, args, cores))
+
+
+def go(runs: list[Run], args: argparse.Namespace, cores: int) -> int:
+    """Say and measure what is asked for; the exit status is 1 where something is left."""
+    ends_s = time.time() + 60 * args.minutes - GRACE_S
+    gate = Gate(args.work / "gate.lock", os.getpid())
+    room_bytes = ROOM * (torch.cuda.mem_get_info()[1] if args.device == "cuda" else 1e12)
+    how = {
+        "how": HOW if args.workers > 1 else "one process",
+        "workers": args.workers,
+        "cores": cores,
+    }
+    call = Call(runs, args, Book(args.results, receipts.hardware(), how), gate, ends_s)
+    with call.crew(room_bytes) as crew:
+        if call.unsaid() or call.unmeasured():
+            prepare_text(runs, args.work)
+        if args.what != "measure":
+            call.say(crew, room_bytes)
+        unsaid = call.unsaid()
+        if args.what != "say" and unsaid:
+            print("nothing is measured before all is said", flush=True)
+        elif args.what != "say":
+            call.measure(crew)
+            for run, said in call.unmeasured():
+                call.finish(run, said, "until now", close=args.close)
+    for run in unsaid:
+        print(f"left: {run.id}: not said", flush=True)
+    unmeasured = call.unmeasured() if args.what != "say" else []
+    for run, said in unmeasured:
+        left = len(call.left(run, said))
+        print(f"left: {run.id}: {left} of {len(said['changes'])} changes", flush=True)
+    done = call.book.rows(ROWS).keys() & {run.id for run in runs}
+    print(f"{len(runs) - len(unsaid)} of {len(runs)} said, {len(done)} measured", flush=True)
+    return int(bool(unsaid or unmeasured))
+
+
+if __name__ == "__main__":
+    main()

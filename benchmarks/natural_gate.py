@@ -1,0 +1,195 @@
+"""One process at a time on the device, while the other processes of the program stand still.
+
+Compiling keeps a host's cores busy for minutes, and timing keeps the device busy for seconds. So a
+`Crew` of processes compiles as it likes, and who times enters the `Gate`: it takes a lock, stops
+every other process of the program (SIGSTOP, the compilers' own processes too), and waits until
+the device answers at once, which it does when nothing is left in its queue. Then neither the device
+nor the host's cores are shared while a step is timed. What a process stopped goes on when it leaves
+the gate. `Crew` also wakes what a process stopped that was killed inside.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from filelock import FileLock, Timeout
+
+from headrace.trials.worker import Worker
+
+HOW = "processes compile side by side; while one times, all others are stopped (SIGSTOP)"
+"""What a row says of it."""
+ANSWERS_S, CALM, QUIET_S = 3e-4, 5, 8.0
+"""Seconds in which an idle device has done next to nothing for who asks; how often in a row it must
+have; and seconds that are waited for it."""
+WAKE_S = 1.0
+"""Seconds between two looks for what a killed process has left stopped."""
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Who is inside has the device and the cores for itself.
+
+    Args:
+        file: the lock's.
+        program: the process whose descendants are stopped.
+    """
+
+    file: Path
+    program: int
+
+    @contextmanager
+    def alone(self) -> Iterator[bool]:
+        """Wait for the turn and stop the others; yields whether the device became quiet."""
+        with FileLock(self.file):
+            mine = {os.getpid(), *descendants(os.getpid())}
+            others = [pid for pid in descendants(self.program) if pid not in mine]
+            tell(others, signal.SIGSTOP)
+            try:
+                yield quiet()
+            finally:
+                tell(others, signal.SIGCONT)
+
+    def wake(self) -> None:
+        """Let everything go on, if nobody is inside."""
+        with suppress(Timeout), FileLock(self.file, timeout=0):
+            tell(descendants(self.program), signal.SIGCONT)
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the processes that a process began, and those that these began."""
+    children: dict[int, list[int]] = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            text = file.read_text()
+            parent = int(text.rpartition(")")[2].split()[1])  # behind a name in brackets
+            children.setdefault(parent, []).append(int(text.partition(" ")[0]))
+    found, waiting = list[int](), [pid]
+    while waiting:
+        begun = children.get(waiting.pop(), [])
+        found += begun
+        waiting += begun
+    return found
+
+
+def tell(processes: list[int], signal_: signal.Signals) -> None:
+    """Send a signal to all of them that are there."""
+    for pid in processes:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal_)
+
+
+def quiet() -> bool:
+    """Wait until a GPU does nothing for others; returns whether it came to that."""
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return True
+    one, calm, ends_s = torch.zeros(1, device="cuda"), 0, time.monotonic() + QUIET_S
+    while calm < CALM and time.monotonic() < ends_s:
+        torch.cuda.synchronize()
+        began_s = time.perf_counter()
+        one.add_(1.0)
+        torch.cuda.synchronize()
+        calm = calm + 1 if time.perf_counter() - began_s < ANSWERS_S else 0
+        time.sleep(2e-3)
+    return calm >= CALM
+
+
+# --- who works ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a process of the crew does, and the bytes of the device that it takes."""
+
+    name: str
+    bytes: float
+    do: Callable[[Worker], None]
+
+
+@dataclass
+class Crew:
+    """Processes that take tasks, the largest first, as many at a time as the device has memory for.
+
+    Args:
+        workers: processes.
+        bytes: of the device, for all of them.
+        gate: of the program.
+        ends_s: on the monotonic clock; no task begins later.
+        logs: where processes say what they say.
+        awake: what each does first, while others still prepare their work.
+        here: no process, to debug.
+    """
+
+    workers: int
+    bytes: float
+    gate: Gate
+    ends_s: float
+    logs: Path
+    awake: Callable[[], object] = os.getpid
+    here: bool = False
+    _waiting: list[Task] = field(default_factory=list)
+    _running: list[Task] = field(default_factory=list)
+    _turn: threading.Condition = field(default_factory=threading.Condition)
+
+    def __post_init__(self) -> None:
+        self.logs.mkdir(parents=True, exist_ok=True)
+        self.closed = False
+        """a process that died since was ended by this one"""
+        each = range(1 if self.here else self.workers)
+        self._crew = [Worker(here=self.here, log=self.logs / f"{n}.log") for n in each]
+        for worker in self._crew:
+            worker.begin(self.awake)
+
+    def run(self, tasks: list[Task]) -> None:
+        """Do them all, until the time is over."""
+        self._waiting = sorted(tasks, key=lambda task: -task.bytes)
+        if self.here:
+            self._work(self._crew[0])
+            return
+        threads = [
+            threading.Thread(target=self._work, args=(one,), daemon=True) for one in self._crew
+        ]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            time.sleep(WAKE_S)
+            self.gate.wake()
+
+    def _work(self, worker: Worker) -> None:
+        while (task := self._take()) is not None:
+            try:
+                task.do(worker)
+            finally:
+                with self._turn:
+                    self._running.remove(task)
+                    self._turn.notify_all()
+
+    def _take(self) -> Task | None:
+        """The largest that fits beside what runs; None where nothing may begin any more."""
+        with self._turn:
+            while self._waiting and time.monotonic() < self.ends_s and not self.closed:
+                left = self.bytes - sum(task.bytes for task in self._running)
+                fits = (t for t in self._waiting if t.bytes <= left or not self._running)
+                task = next(fits, None)
+                if task is not None:
+                    self._waiting.remove(task)
+                    self._running.append(task)
+                    return task
+                self._turn.wait(timeout=WAKE_S)
+        return None
+
+    def __enter__(self) -> "Crew":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.closed = True
+        begun = descendants(os.getpid()) if not self.here else []
+        tell(begun, signal.SIGCONT)
+        for worker in self._crew:
+            worker.close()
+        tell([pid for pid in begun if pid in descendants(os.getpid())], signal.SIGTERM)

@@ -1,0 +1,176 @@
+"""The doctor on natural runs: said before it is measured, and nothing measured is lost."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from programs import rows, run
+from tiny import READ
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "benchmarks"))
+natural, natural_gate, natural_runs, natural_sides = (
+    import_module(f"natural{part}") for part in ("", "_gate", "_runs", "_sides")
+)
+CHECKPOINTED = READ.replace("steps = 3", "steps = 12") + "[techniques.full_checkpoint]\n"
+Call = Callable[..., int]
+
+
+@pytest.fixture
+def call(
+    tmp_path: Path, corpus: Path, prepared_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> Call:
+    """The program in this process, on one run that nobody would tune; its exit status."""
+    plan = tmp_path / "tiny.toml"
+    plan.write_text(CHECKPOINTED.format(corpus=corpus, prepared=prepared_folder))
+    listed = natural_runs.Run("tiny checkpointed", "cpu", str(plan), "batch.tokens=128", 12)
+    pace = natural_sides.Pace(0.0, 1, 1, 1.0, 0.0)
+    monkeypatch.setattr(natural, "RUNS", (listed,))
+    monkeypatch.setattr(natural_sides, "PACES", {"cpu": pace})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("HOME", str(tmp_path))  # where nobody probed a machine
+
+    def go(*words: Any) -> int:
+        common = ("--device", "cpu", "--results", tmp_path, "--work", tmp_path / "work")
+        with pytest.raises(SystemExit) as ended:
+            run(monkeypatch, natural, *words, *common, "--most", "0")
+        return int(ended.value.code or 0)
+
+    return go
+
+
+def only(folder: Path, topic: str, **changed: Any) -> dict[str, Any]:
+    """The only row, which is also written again with other values."""
+    (row,) = rows(folder, topic)
+    if changed:
+        (folder / f"{topic}.jsonl").write_text(json.dumps(row | changed) + "\n")
+    return row
+
+
+def test_a_run_is_said_and_then_measured_where_a_call_ended(
+    tmp_path: Path, call: Call, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("measure") == 1 and "before all is said" in capsys.readouterr().out
+    assert call("say") == 0
+    changes = [["-full_checkpoint"], ["+cuda_graphs"], ["batch.micro_sequences=2"]]
+    said = only(tmp_path, "natural_said", changes=changes)
+    assert {"verdict", "share", "said", "healthy", "first", "remedies", "commit"} <= said.keys()
+    assert (said["id"], said["device"], said["precision"]) == ("tiny checkpointed", "cpu", "fp32")
+    assert said["parameters"] > 1000 and not said["compiled"] and said["steps"] == 12
+    key = {name: said[name] for name in ("id", "hardware", "plan_sha256")}
+    done = {**key, "change": changes[2], "gain": {"low": -0.2, "value": -0.1, "high": 0, "n": 4},
+            "before_s": 1.0}  # fmt: skip
+    cut = json.dumps(done) + '\n{"id": "tiny'  # as a call that was killed leaves it
+    (tmp_path / "natural_parts.jsonl").write_text(cut + "\n")
+    assert call("measure", "--minutes", "-1") == 1
+    assert "2 of 3 changes" in capsys.readouterr().out
+    assert call("all") == 0
+    assert len(rows_of_parts(tmp_path)) == 3
+    row = only(tmp_path, "natural")
+    found = {" ".join(one["change"]): one for one in row["measured"]}
+    assert row["left"] == [] and row["plan_sha256"] == said["plan_sha256"]
+    assert found["batch.micro_sequences=2"]["gain"] == done["gain"]
+    assert "CUDA graphs" in found["+cuda_graphs"]["refused"]
+    gain = found["-full_checkpoint"]["gain"]
+    assert gain["n"] >= 2 and gain["low"] <= gain["value"] <= gain["high"]
+    assert call("all") == 0 and len(rows(tmp_path, "natural")) == 1
+
+
+def rows_of_parts(folder: Path) -> list[str]:
+    """Lines that were written whole."""
+    lines = (folder / "natural_parts.jsonl").read_text().splitlines()
+    return [line for line in lines if line.endswith("}")]
+
+
+def test_the_list_is_of_plans_that_can_be_read() -> None:
+    runs = natural_runs.RUNS
+    assert len({run.id for run in runs}) == len(runs) >= 40
+    assert len({run.shape for run in runs}) >= 8
+    sizes = [run.parameters for run in runs if run.device == "cuda"]
+    assert min(sizes) < 2e6 and max(sizes) > 1e9
+    for device in ("cpu", "cuda"):
+        plans = [run.plan for run in runs if run.device == device]
+        assert {"torch_compile" in plan.techniques for plan in plans} == {True, False}
+        assert len({run.sha256 for run in runs if run.device == device}) == len(plans)
+
+
+def test_what_is_measured_beside_what_was_said() -> None:
+    """Nothing learns otherwise, few are of a kind, and the plan's own precision is no change."""
+    (listed,) = (run for run in natural_runs.RUNS if run.id == "5m bf16 eager micro")
+    asking = asked("NVIDIA H100 80GB HBM3", listed.plan)
+    found = natural_sides.to_measure(asking, [("+tied_embeddings",)], 9, 60e9)
+    words = [" ".join(change) for change in found["changes"]]
+    assert words[0] == "+tied_embeddings" and "+cuda_graphs +torch_compile" in words
+    assert "batch.micro_sequences=16" in words and "+bf16_autocast" not in words
+    assert sum("batch.micro_sequences" in one for one in words) == 2
+    assert sum("attention" in one for one in words) <= 2 and len(words) <= 10
+    assert 2e9 < found["bytes"] < 60e9
+
+
+def asked(device: str, plan: Any) -> Any:
+    """Who answers for a GPU that is not here."""
+    import torch
+
+    from headrace.cli import catalogue
+    from headrace.context import elsewhere, make_context
+    from headrace.core.machine import Machine
+    from headrace.planner.candidates import Asking
+
+    here = make_context(plan.replaced(device="cpu"), torch.device("cpu"))
+    return Asking(plan, elsewhere(here, device), Machine.assumed(device), catalogue())
+
+
+def state(process: "subprocess.Popen[bytes]") -> str:
+    """T where it is stopped."""
+    return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_who_is_alone_stops_the_others_and_lets_them_go_on(tmp_path: Path) -> None:
+    gate = natural_gate.Gate(tmp_path / "lock", os.getpid())
+    inside = (
+        f"import sys; sys.path.append({str(ROOT / 'benchmarks')!r}); import natural_gate as g\n"
+    )
+    inside += "from pathlib import Path\nimport time\n"
+    inside += f"gate = g.Gate(Path({str(gate.file)!r}), {os.getpid()})\n"
+    inside += f"with gate.alone(): Path({str(tmp_path / 'in')!r}).touch(); time.sleep(60)\n"
+    with (
+        subprocess.Popen(["sleep", "60"]) as other,
+        subprocess.Popen([sys.executable, "-c", inside], env=os.environ) as timing,
+    ):
+        try:
+            while not (tmp_path / "in").exists() and timing.poll() is None:
+                time.sleep(0.02)
+            assert state(other) == "T" and state(timing) != "T"
+            gate.wake()
+            assert state(other) == "T"  # somebody is inside
+            timing.kill()
+            timing.wait()
+            gate.wake()
+            assert state(other) != "T"
+        finally:
+            other.send_signal(signal.SIGCONT)
+            other.kill()
+            timing.kill()
+
+
+def test_a_crew_takes_the_largest_that_fits(tmp_path: Path) -> None:
+    taken: list[str] = []
+    gate = natural_gate.Gate(tmp_path / "lock", os.getpid())
+    tasks = [
+        natural_gate.Task(name, size, lambda worker, name=name: taken.append(name))
+        for name, size in (("small", 1.0), ("large", 9.0), ("too large", 99.0))
+    ]
+    with natural_gate.Crew(1, 10.0, gate, time.monotonic() + 60, tmp_path / "logs", True) as crew:
+        crew.run(tasks)
+        assert taken == ["too large", "large", "small"]
+    with natural_gate.Crew(1, 10.0, gate, time.monotonic() - 1, tmp_path / "logs", True) as crew:
+        crew.run(tasks)
+    assert len(taken) == 3
