@@ -78,8 +78,8 @@ MORE_SEEDS = 2
 READY_S = 60.0
 """Seconds to allow for building and compiling a plan that is trained."""
 BECAME: dict[Judged, str] = {
-    "better": "kept", "worse": "lost", "undecided": "lost", "different": "rejected", "cut": "cut",
-    "refused": "refused",
+    "better": "kept", "worse": "lost", "undecided": "lost", "not shown": "not shown",
+    "different": "rejected", "cut": "cut", "refused": "refused",
 }  # fmt: skip
 """The judge's verdict -> what a row says of it."""
 

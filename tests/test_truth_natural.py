@@ -239,7 +239,7 @@ def test_only_short_tunings_on_a_gpu_count_as_such(tmp_path: Path) -> None:
 
 
 def test_steps_on_a_cpu_have_a_number_of_their_own(tmp_path: Path) -> None:
-    cpu = {"hardware": "Xeon, 16 cores"}
+    cpu = {"hardware": "Xeon, 16 threads"}
     gpu = [prediction("a", "after_probes", 1.1, 110, True), outcome("a", 1.0, 100, True)]
     before = compute(write(tmp_path, {"plans": gpu}))
     rows = [
@@ -251,7 +251,7 @@ def test_steps_on_a_cpu_have_a_number_of_their_own(tmp_path: Path) -> None:
     after = compute(write(tmp_path, {"plans": [*gpu, *rows]}))
     found = after["cpu_step_time_error"]
     assert (found["value"], found["n"], found["open"], found["memory_error"]) == (1.0, 1, 1, 0)
-    assert found["by_hardware"]["Xeon, 16 cores"]["n"] == 1
+    assert found["by_hardware"]["Xeon, 16 threads"]["n"] == 1
     assert judge("cpu_step_time_error", {**found, "value": 0.08, "memory_error": None}) == (
         "too few: its memory was not measured"
     )

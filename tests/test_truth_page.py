@@ -12,7 +12,7 @@ from truth_rows import COMPILE, GRAPHS, natural, natural_said, trial
 
 from headrace.core.errors import ConfigError
 from headrace.truth.drawings import HEALTHY, classes
-from headrace.truth.page import NOT_YET, PICTURES, PROGRAMS, behind, render, write
+from headrace.truth.page import NOT_YET, ON_CPU, PICTURES, PROGRAMS, behind, render, write
 from headrace.truth.picture import SCHEMES, Axis, around
 from headrace.truth.rows import PLANS, Outcome
 
@@ -209,18 +209,21 @@ def test_the_list_that_a_row_tells_holds_its_configuration() -> None:
     ]  # fmt: skip
     assert timed
     held: dict[str, set[str]] = {}
-    for file in (ROOT / "benchmarks" / "plans").glob("held_out*.toml"):
+    plans = ROOT / "benchmarks" / "plans"
+    for file in (*plans.glob("held_out*.toml"), plans / "cpu.toml"):
         held[file.stem] = {
             f"{choice['shape']}-{choice['length']}x{choice['rows']}/{name}"
             for choice in tomllib.loads(file.read_text())["choices"]
             for name in choice["sets"]
         }
-    assert [row.id for row in timed if row.id not in held[row.held_out_list]] == []
+    where = {row.id: str(row.id).rpartition(": ")[2] for row in timed}  # CPU: PROCESSOR: NAME
+    assert [row.id for row in timed if where[row.id] not in held[row.held_out_list]] == []
 
 
 def test_every_program_that_wrote_rows_is_there() -> None:
     written = [topic for topic in PROGRAMS if (ROOT / "results" / f"{topic}.jsonl").is_file()]
     assert [topic for topic in written if not (ROOT / PROGRAMS[topic]).is_file()] == []
+    assert (ROOT / ON_CPU).is_file()
 
 
 def test_what_came_in_one_commit_with_its_outcomes_is_told_of_rows_that_are_there(

@@ -56,6 +56,8 @@ PROGRAMS = {
     "tuner_trials": "benchmarks/tuner_trials.py",
 }
 """topic -> what writes its rows."""
+ON_CPU = "benchmarks/foresight_cpu.py"
+"""What writes the rows of plans on a CPU."""
 NOT_YET = "Not measured yet."
 OPENING = """\
 # How right is it?
@@ -156,7 +158,7 @@ def _of_planner(results: Path, drawn: Drawn, pairs: Pairs) -> list[str]:
                  + _together(results, "plans"), source),
         _section("Step time on a CPU", drawn["step_time_cpu"], "step_time_cpu", "",
                  "The same on processors, with the rates that a probe measured there.",
-                 source if drawn["step_time_cpu"] else f"Rows: {_about('plans')}."),
+                 f"Rows: those of processors in `results/plans.jsonl`, written by `{ON_CPU}`."),
         _section("The planner, list by list", None, "", _lists(pairs, retracted(results)),
                  "Each list was written down before any of it was run, and the later ones for a "
                  "planner that the outcomes of the earlier ones changed. The numbers of step time "
@@ -239,7 +241,7 @@ def _source(results: Path, *topics: str) -> str:
     told = []
     for topic in topics:
         rows = _rows(results, topic)
-        about = _about(topic)
+        about = f"`results/{topic}.jsonl`, written by `{PROGRAMS[topic]}`"
         if rows:
             dates = sorted(str(r["date"]) for r in rows if "date" in r)
             newest = f", the newest of {dates[-1]}" if dates else ""
@@ -248,10 +250,6 @@ def _source(results: Path, *topics: str) -> str:
             )
         told.append(about)
     return f"Rows: {'; '.join(told)}."
-
-
-def _about(topic: str) -> str:
-    return f"`results/{topic}.jsonl`, written by `{PROGRAMS[topic]}`"
 
 
 def _together(results: Path, topic: str) -> str:

@@ -20,8 +20,8 @@ DAY = r"^\d{4}-\d\d-\d\d$"
 
 
 def on_cpu(hardware: str | None) -> bool:
-    """Whether a row's hardware is a processor: those are named with their cores."""
-    return hardware is not None and hardware.endswith(" cores")
+    """Whether a row's hardware is a processor: those are named with their cores or threads."""
+    return hardware is not None and hardware.endswith((" cores", " threads"))
 
 
 class Row(BaseModel):
