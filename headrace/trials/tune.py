@@ -76,9 +76,9 @@ def tune(
         run.begin(sources)
         learns = aim in ("money", "quality")
         able = train if learns and plan.goal.bits_per_byte else None
-        run.share = EXECUTION_SHARE if able else 1.0
         if able and not chosen and not run.allowed():
-            able, learns, run.share = None, False, 1.0
+            able, learns = None, False
+        run.share = EXECUTION_SHARE if able else 1.0
         run.execution(small=able is None)
         if learns:
             lessons.learning(run, able, seeds)
@@ -138,7 +138,7 @@ class _Loop(Run):
         if told:
             self.tell(f"       {self.aim_why}")
         if not may:
-            self.rules = replace(self.rules, aim="time")
+            self.rules, self.up = replace(self.rules, aim="time"), False
         return bool(may)
 
     @property
