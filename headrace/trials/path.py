@@ -260,6 +260,7 @@ class Tuned:
         if not kept and any(step.ratio and step.verdict == "not tried" for step in self.path):
             return f"No change was measured for long enough to be kept: {what}."
         if not kept:
+            what += self._nearest()
             return f"Nothing that was tried is better than the plan as it is: {what}."
         gains = [] if self.target is None else [self.target.sentence()]
         if self.ratio is not None:
@@ -272,6 +273,16 @@ class Tuned:
         said = " and ".join(gains) or "it runs now"
         said += f", but {self.unmeasured}" if self.unmeasured else ""
         return f"{said[0].upper()}{said[1:]}: {what}. {self.bill}".rstrip()
+
+    def _nearest(self) -> str:
+        """What came nearest to a gain where nothing was kept, and whether all was tried."""
+        timed = [s for s in self.path if s.ratio is not None and s.stage != "learning"]
+        best = max(timed, key=lambda s: s.ratio.value if s.ratio else 0.0, default=None)
+        if best is None or best.ratio is None:
+            return ""
+        rest = "" if self.up else ", and nothing else is foreseen to make a step shorter"
+        name, by = " ".join(best.changes), told(best.ratio)
+        return f"; the fastest of them, {name}, is {by} times as fast{rest}"
 
     def _provisionally(self) -> str:
         """How many of the kept changes are not sure, and why."""

@@ -10,22 +10,32 @@ first stands behind what is measured at once. What buys memory alone is left out
 plenty, and what the clock has cut off takes all that shares a word with it to the end.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import log, log2, prod
 from statistics import median
 from typing import Any, Protocol
+
+from pydantic import ValidationError
 
 from headrace.changes import difference
 from headrace.core.errors import HeadraceError
 from headrace.core.machine import Machine
 from headrace.core.plan import Plan
 from headrace.core.symptoms import parse
-from headrace.core.technique import Catalogue, Context, Stage, Technique
+from headrace.core.technique import (
+    Catalogue,
+    Context,
+    Stage,
+    Supported,
+    Technique,
+    Unsupported,
+)
 from headrace.doctor.remedies import KEYS
 from headrace.planner.candidates import Asking, Candidate, Words, singles
-from headrace.planner.foresight import Foresight
+from headrace.planner.foresight import Foresight, at
 from headrace.planner.sweep import sweep
 from headrace.trials.judge import Aim
 from headrace.trials.kinds import kind_of
@@ -57,9 +67,9 @@ LEARNS = ("recipe", "instability", "wasted tokens", "computation")
 
 NEAR = 0.01
 """Promises that differ by no larger share are the same: the plan with fewer changes comes first."""
-GAINS, UNKNOWN, SMALL, CUT = range(4)
+GAINS, UNKNOWN, SMALL, DOUBTED, CUT = range(5)
 """In which order plans are tried: a foreseen gain of `SLACK` or more; of nothing foreseen; of less;
-cut off by the clock before."""
+one that looked faster where noise was too large to tell; cut off by the clock before."""
 
 
 class Proposal(Protocol):
@@ -86,6 +96,7 @@ class Sources:
         learning: likewise, those that change what is learned.
         guess_s: seconds of a plan's step where no time is predicted, for the order.
         failed: changes whose prediction failed -> why; filled as plans are asked for.
+        lacking: of a plan: changes that nothing but a missing compiler forbids -> what to do.
     """
 
     whole: Callable[[Plan], tuple[Proposal, Sequence[Proposal]]]
@@ -93,6 +104,7 @@ class Sources:
     learning: Callable[[Plan], Sequence[Proposal]]
     guess_s: Callable[[Plan], float | None] = lambda plan: None
     failed: dict[Words, str] = field(default_factory=dict)
+    lacking: Callable[[Plan], dict[Words, str]] = lambda plan: {}
 
 
 def sources(aim: Aim, context: Context, machine: Machine, catalogue: Catalogue) -> Sources:
@@ -121,7 +133,25 @@ def sources(aim: Aim, context: Context, machine: Machine, catalogue: Catalogue) 
     def guess_s(plan: Plan) -> float | None:
         return Asking(plan, context, machine, catalogue).guess_s(plan)
 
-    return Sources(whole, single, learning, guess_s, failed)
+    def lacking(plan: Plan) -> dict[Words, str]:
+        return without_compiler(plan, context, catalogue)
+
+    return Sources(whole, single, learning, guess_s, failed, lacking)
+
+
+def without_compiler(plan: Plan, context: Context, catalogue: Catalogue) -> dict[Words, str]:
+    """Techniques that would run here if a compiler were installed, by why they cannot."""
+    here = at(context, plan)
+    there = replace(here, has_compiler=True, has_triton=True)
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for name, kind in catalogue.techniques.items():
+        if name in plan.techniques or kind.stage is not Stage.COMPILE:
+            continue
+        with suppress(ValidationError):  # knobs that have no default
+            answer, able = kind().supports(here), kind().supports(there)
+            if isinstance(answer, Unsupported) and isinstance(able, Supported):
+                found[f"{answer.reason}: {answer.remedy}"].append(f"+{name}")
+    return {tuple(names): why for why, names in found.items()}
 
 
 def with_batches(plan: Plan, changes: Sequence[Words]) -> list[Words]:
@@ -224,6 +254,8 @@ class Pool:
     lost: set[tuple[str, ...]] = field(default_factory=set)
     cut: set[str] = field(default_factory=set)
     """words of changes that the clock cut off"""
+    doubted: set[str] = field(default_factory=set)
+    """fingerprints of plans that are tried once more, for noise may have hidden their gain"""
     guesses: dict[str, float | None] = field(default_factory=dict)
     errors: list[tuple[frozenset[str], float]] = field(default_factory=list)
 
@@ -252,7 +284,10 @@ class Pool:
             small: also what is foreseen to gain less than `SLACK`, or to lose a little.
         """
         least = LESS_MEMORY if self.memory else 1 - SLACK
-        ranks = {key: rank for key, w in self.waiting.items() if (rank := self._rank(w)) > least}
+        ranks = {
+            key: rank for key, one in self.waiting.items()
+            if (rank := self._rank(one)) > least or key in self.doubted
+        }  # fmt: skip
         tiers = {key: self._tier(self.waiting[key], rank) for key, rank in ranks.items()}
         first = min(tiers.values(), default=SMALL)
         if not ranks or (first >= SMALL and not small):
@@ -273,6 +308,17 @@ class Pool:
         """The same change of another plan will promise less."""
         self.lost.add(difference(self.best.plan, proposal.plan))
 
+    def doubt(self, proposal: Proposal) -> None:
+        """Noise may have hidden its gain: it loses, and waits for one more trial after all else."""
+        key = fingerprint(proposal.plan)
+        self.lose(proposal)
+        if key in self.doubted:
+            return
+        self.doubted.add(key)
+        words = frozenset(difference(self.first, proposal.plan))
+        change = difference(self.best.plan, proposal.plan)
+        self.waiting[key] = _Waiting(proposal, words, change, whole=False)
+
     def late(self, proposal: Proposal) -> None:
         """The clock cut it off: what shares a word with it comes last."""
         self.cut |= {*difference(self.best.plan, proposal.plan)}
@@ -292,6 +338,8 @@ class Pool:
         """Which comes first whatever the promise: a gain, the unknown, the small, what was cut."""
         if self.cut & {*one.change}:
             return CUT
+        if fingerprint(one.proposal.plan) in self.doubted:
+            return DOUBTED
         if self.memory or one.proposal.foresight.step_s:
             return GAINS if rank >= 1 + SLACK else SMALL
         if one.change in self.lost:

@@ -35,7 +35,7 @@ from headrace.trials import again, lessons
 from headrace.trials.judge import Aim, Compared, Rules
 from headrace.trials.pairs import Measure
 from headrace.trials.path import Tuned
-from headrace.trials.proposals import Pool, Proposal, Sources
+from headrace.trials.proposals import SLACK, Pool, Proposal, Sources
 from headrace.trials.readings import OUT_OF_MEMORY
 from headrace.trials.running import Run
 from headrace.trials.step import Stage, Step
@@ -93,6 +93,11 @@ def tune(
     return run.tuned(interrupted=False)
 
 
+def _looks_faster(found: Compared) -> bool:
+    """Whether noise may hide a gain: the middle of the interval is one that matters."""
+    return found.ratio is not None and found.ratio.value >= 1 + SLACK
+
+
 class _Loop(Run):
     """Changes that learn the same, one after the other."""
 
@@ -112,6 +117,8 @@ class _Loop(Run):
             f"{self.minutes_s / 60:g} min"
             + ("; no time is predicted here, so the order is a guess" if unknown else "")
         )
+        for change, told in sources.lacking(self.first).items():
+            self.row(Step(len(self.path) + 1, change, "refused", told))
 
     def ask(self) -> None:
         """Ask for single changes of the best so far; what failed there is told once."""
@@ -185,10 +192,14 @@ class _Loop(Run):
         self.follow(proposal, found)
 
     def follow(self, proposal: Proposal, found: Compared) -> None:
-        """Correct predictions, and keep it where it is better; drift says nothing of a plan."""
+        """Correct predictions, and keep it where it is better; drift says nothing of a plan.
+
+        What looked faster on a device that others use too is tried once more, at the end.
+        """
         assert self.pool is not None
+        if found.drifted or (found.verdict == "undecided" and _looks_faster(found)):
+            self.pool.doubt(proposal)
         if found.drifted:
-            self.pool.lose(proposal)
             return
         if found.before_s is not None:
             if self.first_s is None:
