@@ -19,7 +19,7 @@ from headrace.core.work import EDGE_S, StepTime
 from headrace.data.tokenizer import train_tokenizer
 from headrace.planner.calibration import Calibration, Measured
 from headrace.planner.foresight import DATA, LAUNCHES, foresee, told
-from headrace.planner.intervals import not_known_on
+from headrace.planner.intervals import ASSUMED, PROBED, SAME_CHIP, STEP, STEPPED, widening
 from headrace.recipes import recipes
 
 ROOT = Path(__file__).parents[1]
@@ -45,22 +45,43 @@ def test_what_fits_into_minutes_is_told() -> None:
     assert found.steps == 24 and "room for" not in told(plan, found)
 
 
-def test_a_gpu_that_no_step_was_measured_on_has_no_interval() -> None:
+def test_intervals_are_wider_on_a_gpu_that_no_step_was_measured_on() -> None:
     plan, _ = on_h200("goal.minutes=30", "goal.steps=10000000")
     context = elsewhere(make_context(plan, torch.device("cpu")), "RTX 4090")
     machine = Machine.assumed("RTX 4090")
     found = foresee(plan, context, machine)
-    assert found.step_s and found.tokens_per_s and found.hours == 0.5 and not found.between
+    assert found.step_s and found.tokens_per_s and found.hours == 0.5 and not found.no_interval
+    ends, own = found.between["step_s"], STEP["no_gpu"]
+    assert found.widening.times == ASSUMED == 1.3
+    assert ends.low == pytest.approx(own.low / 1.3 * found.step_s)
+    assert ends.high == pytest.approx(own.high * 1.3 * found.step_s)
     text = told(plan, found)
-    assert "RTX 4090 is not known" in found.no_interval and found.no_interval in text
-    assert "80% of" not in text and "room for" in text
+    assert f"each end 1.3 times as far: {found.widening.why}" in text
+    assert "what RTX 4090 reaches of its datasheet's peaks is assumed" in text
+    assert "80% of" in text and "room for" in text
     plan, _ = on_h200("goal.minutes=30", "schedule.steps=99")
     plan = plan.replaced(goal={"minutes": 30})
     exact = foresee(plan, context, machine).between["hours"]
     assert exact.low == exact.high == 0.5  # minutes are minutes on any GPU
-    assert [not_known_on(name) == "" for name in ("NVIDIA H200", "h200", "NVIDIA H200 NVL")] == [
-        True, True, False,
-    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "basis", "times"),
+    [
+        ("NVIDIA H200", "datasheet", "no_gpu", 1.0), ("h200", "probes", "after_probes", 1.0),
+        ("NVIDIA H200 NVL", "datasheet", "no_gpu", SAME_CHIP),
+        ("NVIDIA H100 80GB HBM3", "datasheet", "no_gpu", SAME_CHIP),
+        ("NVIDIA H100 80GB HBM3", "probes", "after_probes", PROBED),
+        ("L4", "datasheet", "no_gpu", ASSUMED), ("L4", "probes", "after_20_steps", STEPPED),
+        ("cpu", "probes", "after_probes", PROBED),
+    ],
+)  # fmt: skip
+def test_an_interval_is_widened_by_what_is_not_known(
+    name: str, source: Any, basis: Any, times: float
+) -> None:
+    found = widening(replace(Machine.assumed(name), source=source), basis)
+    assert found.times == times and bool(found.why) == (times > 1)
+    assert times == 1 or name in found.why
 
 
 def test_a_prediction_is_told_in_words_of_everyday() -> None:

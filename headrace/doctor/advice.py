@@ -45,7 +45,7 @@ from headrace.doctor.window import of_run
 from headrace.load import read_recorded_plan
 from headrace.planner.candidates import Asking
 from headrace.planner.foresight import IDLE, KINDS, LAUNCHES, Foresight, foresee
-from headrace.planner.intervals import MEASURED_ON, not_known_on
+from headrace.planner.intervals import widening
 from headrace.probes.at_hand import rates
 from headrace.run_folder import RunFolder
 
@@ -198,8 +198,9 @@ def advised(
         found.append(Advised(finding, tuple(known)))
     words = {"probes": "measured by probes", "datasheet": "assumed from its datasheet"}
     rates = f"rates of {machine.name} {words[machine.source]}"
-    if machine.kind == "gpu" and (why := not_known_on(machine.name)):
-        rates += f"; intervals as on an {MEASURED_ON}: {why}"
+    wider = widening(machine, "after_probes" if machine.source == "probes" else "no_gpu")
+    if wider.why:
+        rates += f"; a rate may be {wider.times:g} times off: {wider.why}"
     none = bool(found) and not any(one.remedies for one in found)
     asking = Asking(plan, context, machine, catalogue)
     seen = asking.answer(plan).foresight

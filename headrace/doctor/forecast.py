@@ -21,7 +21,9 @@ grows with the work that a change adds and takes away, `ERROR.least + ERROR.shar
 as a share of the device's, but at least |log ratio|: a compiled block that computes half again is
 as hard to foretell as both, though they nearly cancel. `python benchmarks/forecast_error.py` fits
 it to what was said before and measured then (the least mean interval score: width, and distance
-outside of it). It is around what would be gained on a host of
+outside of it). On a device that no forecast was compared on, the rate of the work that is moved
+may be off as far as the ends of a step's interval are widened there (planner/intervals.py), and the
+interval is so much wider. It is around what would be gained on a host of
 the ledger's, and on one as slow as such hosts were seen. A host that is slow at one plan's code may
 be so at the other's or not: compiled code did not slow down with eager code (400m naive,
 forecasts.jsonl). The interval is around both, as far as the host's parts of the plans differ.
@@ -120,16 +122,19 @@ class Forecast:
     unknown: str = ""
 
 
-def between(log_ratio: float, *others: float, moved: float = 0.0) -> Interval:
+def between(log_ratio: float, *others: float, moved: float = 0.0, widened: float = 1.0) -> Interval:
     """The gain of a ratio that the ledger tells, and the ends of 80%.
 
     Args:
         log_ratio: of a step before over after.
         others: what it may be as well; the ends are around all of them.
         moved: see `moved`.
+        widened: how far off the rates of a device may be that no forecast was compared on: the
+            work that a change moves takes so many times as long, or as short.
     """
     every = (log_ratio, *others)
-    halves = [ERROR.least + ERROR.share * max(abs(one), moved) for one in every]
+    share = ERROR.share + log(widened)
+    halves = [ERROR.least + share * max(abs(one), moved) for one in every]
     low = min(one - half for one, half in zip(every, halves, strict=True))
     high = max(one + half for one, half in zip(every, halves, strict=True))
     return Interval(exp(low) - 1, exp(log_ratio) - 1, exp(high) - 1, ERROR.n)
@@ -185,7 +190,8 @@ def by_ledger(before: Foresight, after: Foresight, measured: Measured) -> Foreca
     waits_s = measured.waits_s
     ratios = [log((one_s + waits_s) / (other_s + waits_s)) for one_s, other_s in steps_s]
     work = moved(before, after) * left_s / measured.step_s
-    return Forecast(between(*ratios, moved=work), "ledger")
+    found = between(*ratios, moved=work, widened=before.widening.times)
+    return Forecast(found, "ledger")
 
 
 def _of_a_plan(before: Foresight, after: Foresight) -> Forecast:
@@ -196,7 +202,8 @@ def _of_a_plan(before: Foresight, after: Foresight) -> Forecast:
         (1.0, _differing(before, after, 1.0, SLOW_HOST)),
     )  # fmt: skip
     ratios = [log(_paced(before, one) / _paced(after, other)) for one, other in paces]
-    return Forecast(between(*ratios, moved=moved(before, after)), "ledger")
+    work, wider = moved(before, after), before.widening.times
+    return Forecast(between(*ratios, moved=work, widened=wider), "ledger")
 
 
 def _pace(before: Foresight, left_s: float) -> tuple[float, float]:

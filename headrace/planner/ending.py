@@ -121,7 +121,11 @@ class Curve:
 
 
 def ending(
-    plan: Plan, step_s: float | None, basis: Basis | None, curve: Curve | None = None
+    plan: Plan,
+    step_s: float | None,
+    basis: Basis | None,
+    curve: Curve | None = None,
+    times: float = 1.0,
 ) -> tuple[str, float | None, dict[str, Between]]:
     """What ends the run, hours until then, and the intervals of all that a step's time decides.
 
@@ -130,9 +134,10 @@ def ending(
         step_s: of a step.
         basis: what its interval rests on; None where it has none.
         curve: of a run that learned as this one would.
+        times: as far that the ends of a step's interval lie.
     """
     between: dict[str, Between] = {}
-    ends = None if step_s is None or basis is None else step_between(step_s, basis)
+    ends = None if step_s is None or basis is None else step_between(step_s, basis, times)
     scale = None if curve is None or step_s is not None else curve.steadiness()
     if ends is not None and step_s:
         between["step_s"], tokens = ends, plan.batch.tokens

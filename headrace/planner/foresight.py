@@ -7,7 +7,7 @@ number that leaves a part out would look like one.
 
 A plan fits when its tensors, replayed through the allocator's rules, find room in less than all of
 the memory. Times on the GPU that steps were measured on carry intervals that hold 80% of what was
-measured so far, by what they rest on; on others they say that there is none.
+measured so far, by what they rest on; on others these are wider, and say by how much and why.
 Steps of one plan that were measured (`calibrated`, or `after` a run) move the prediction of others.
 """
 
@@ -32,7 +32,16 @@ from headrace.load import read_recorded_plan
 from headrace.planner import ranks
 from headrace.planner.calibration import Calibration, Measured, check_device
 from headrace.planner.ending import Curve, ending
-from headrace.planner.intervals import STEP, Basis, Between, Tier, not_known_on, workload
+from headrace.planner.intervals import (
+    EXACT,
+    STEP,
+    Basis,
+    Between,
+    Tier,
+    Widening,
+    widening,
+    workload,
+)
 from headrace.planner.reserved import WORKSPACE, Reserved, as_held, reserve
 
 TIGHT = 0.93
@@ -78,6 +87,7 @@ class Foresight:
         tier, basis: what the time rests on, and what its intervals do.
         between: 80% intervals of step_s, tokens_per_s, hours and dollars where there are any.
         no_interval: why the step's time has none.
+        widening: how much wider intervals are than those of steps that were compared, and why.
         until: what ends the run, in words.
         steps: that fit until then, as `hours` counts them; None where that is not known.
         context_bytes: what the driver and libraries hold beside `capacity_bytes`.
@@ -108,6 +118,7 @@ class Foresight:
     basis: Basis = "no_gpu"
     between: dict[str, Between] = field(default_factory=dict)
     no_interval: str = ""
+    widening: Widening = EXACT
     until: str = ""
     steps: int | None = None
     context_bytes: float = 0.0
@@ -177,11 +188,11 @@ def foresee(
             tier = "after_20_steps"
             alike = calibration.workload == workload(plan, context, ledger)
             basis = "same_workload" if alike else tier
-    no_interval = "" if time is None else _no_interval(context, ledger, machine, time)
-    until, hours, between = ending(plan, step_s, None if no_interval else basis, curve)
-    price = plan.hardware.dollars_per_hour
-    if hours is not None and price is not None and "hours" in between:
-        ends = between["hours"]
+    no_interval = "" if time is None else _no_interval(context, ledger, time)
+    wider = widening(machine, basis)
+    known, price = None if no_interval else basis, plan.hardware.dollars_per_hour
+    until, hours, between = ending(plan, step_s, known, curve, wider.times)
+    if hours is not None and price is not None and (ends := between.get("hours")):
         between["dollars"] = Between(price * ends.low, price * ends.high)
     return Foresight(
         device=machine.name, rates=machine.source, rates_say=machine.says,
@@ -193,7 +204,7 @@ def foresee(
         dollars=None if hours is None or price is None else hours * price, unknown=unknown,
         instants={name: held + workspace for name, held in ledger.instants().items()},
         reserved_bytes=reserved, tier=tier, basis=basis, between=between,
-        no_interval=no_interval, until=until,
+        no_interval=no_interval, until=until, widening=wider,
         steps=None if hours is None or step_s is None else int(3600 * hours / step_s + 1e-6),
         context_bytes=machine.context_bytes, calibrated_by=set_by, buffers_bytes=buffers,
         between_ranks=ranks.told(plan.mesh.ranks, machine, buffers) if cuda else "",
@@ -291,7 +302,7 @@ def _time(
         return None, error.message
 
 
-def _no_interval(context: Context, ledger: Ledger, machine: Machine, time: StepTime) -> str:
+def _no_interval(context: Context, ledger: Ledger, time: StepTime) -> str:
     """Why a time has no interval; "" where it has one."""
     if ledger.sizes["world_ranks"] > 1:
         return ranks.UNMEASURED
@@ -300,7 +311,7 @@ def _no_interval(context: Context, ledger: Ledger, machine: Machine, time: StepT
     if context.device == "cpu":
         return ON_CPU
     wide = context.precision == "fp32"
-    return FP32 if wide else LAUNCHED if time.by_host else not_known_on(machine.name)
+    return FP32 if wide else LAUNCHED if time.by_host else ""
 
 
 def _parts(time: StepTime, step_s: float) -> dict[str, float]:
@@ -359,9 +370,17 @@ def told(plan: Plan, found: Foresight) -> str:
         said = [
             f"{time} a step ({format_seconds(ends.low)} to {format_seconds(ends.high)}), "
             f"{rate} tokens/s ({format_count(rates.low)} to {format_count(rates.high)})",
-            f"  in brackets: where 80% of {STEP[found.basis].n} {STEP[found.basis].says}",
+            f"  in brackets: where 80% of {STEP[found.basis].n} {STEP[found.basis].says}"
+            f"{_wider(found.widening)}",
         ]
     return "\n".join([*lines, *said, f"  where it goes: {parts}", *_end_told(plan, found)])
+
+
+def _wider(found: Widening) -> str:
+    """Say how much wider an interval is, and why."""
+    if found.times == 1:
+        return ""
+    return f", each end {found.times:g} times as far: {found.why}"
 
 
 def _end_told(plan: Plan, found: Foresight) -> list[str]:

@@ -5,15 +5,18 @@ datasheet, rates probed on this machine, or 20 measured steps of one plan, of an
 the same one. Widths come from rows of results/ and from nothing else:
 `python benchmarks/residuals.py` computes them, leaving out one shape at a time, so that they hold
 for a shape that was not looked at. They are ratios of measured to predicted, and not symmetric:
-what a model leaves out takes time. All of these rows are of one kind of GPU; on any other there is
-no interval, whatever its rates rest on.
+what a model leaves out takes time. All of these rows are of one kind of GPU. On any other each end
+lies some times as far (`widening`): those factors rest on no steps, but on how far apart the
+numbers are that are assumed there, and every answer says so.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from headrace.core.hardware import lookup
 from headrace.core.ledger import Ledger
+from headrace.core.machine import Machine
 from headrace.core.plan import Plan
 from headrace.core.technique import Context
 from headrace.core.work import Work
@@ -75,16 +78,56 @@ first candidate of each sets the model, by steps of the same GPU."""
 
 MEASURED_ON = "H200"
 """The GPU of these rows."""
+SAME_CHIP, ASSUMED, PROBED, STEPPED = 1.1, 1.3, 1.2, 1.1
+"""Times as far that each end lies on another device.
+
+SAME_CHIP: with the H200's chip, other memory and another limit of power. That limit is part of why
+products take 1.18 times as long in steps as alone (core/work.py); half of it is assumed to differ.
+ASSUMED: by a datasheet. What devices reach of their peaks in large products is assumed to be 0.65
+to 0.82 of it, family by family (core/assumed.py): 1.26 between the ends.
+PROBED: by its own probes. What steps take beyond kernels alone is the H200's: up to 1.18 times.
+STEPPED: set by steps of the device itself, after which shapes and techniques may differ from what
+they do on an H200.
+"""
 
 
-def not_known_on(device: str) -> str:
-    """Why a prediction on that device has no interval; "" where it has one."""
+@dataclass(frozen=True)
+class Widening:
+    """How much less is known of a device than of the one that steps were compared on.
+
+    Args:
+        times: as far that each end of an interval lies.
+        why: the reason, for a reader; "" where it is 1.
+    """
+
+    times: float = 1.0
+    why: str = ""
+
+
+EXACT = Widening()
+"""Of the device that steps were compared on."""
+
+
+def widening(machine: Machine, basis: Basis) -> Widening:
+    """Return how much wider the intervals of a device are, and why.
+
+    Args:
+        machine: the device's rates.
+        basis: what the prediction rests on.
+    """
+    device = machine.name
     if device.removeprefix("NVIDIA ").upper() == MEASURED_ON:
-        return ""
-    return (
-        f"predictions were compared with measured steps on {MEASURED_ON}s only, so how far off "
-        f"they are on {device} is not known"
-    )
+        return EXACT
+    known = f"predictions were compared with measured steps on {MEASURED_ON}s only"
+    if basis not in ("no_gpu", "after_probes"):
+        return Widening(STEPPED, f"{known}; steps of {device} set this one right")
+    if machine.source == "probes":
+        return Widening(
+            PROBED, f"{known}; what steps of {device} take beyond its kernels is assumed"
+        )
+    if lookup(device).family == "hopper":
+        return Widening(SAME_CHIP, f"{known}, which have the chip of {device}")
+    return Widening(ASSUMED, f"{known}; what {device} reaches of its datasheet's peaks is assumed")
 
 
 def workload(plan: Plan, context: Context, ledger: Ledger) -> Mapping[str, Work]:
@@ -103,7 +146,13 @@ def workload(plan: Plan, context: Context, ledger: Ledger) -> Mapping[str, Work]
     return trunk_work(model, rows=plan.rows_per_step, length=length, precision=precision)
 
 
-def step_between(step_s: float, basis: Basis) -> Between:
-    """Seconds that 80% of such plans take."""
+def step_between(step_s: float, basis: Basis, times: float = 1.0) -> Between:
+    """Return the seconds between which 80% of such plans take.
+
+    Args:
+        step_s: as predicted.
+        basis: what that rests on.
+        times: as far that each end lies, see `Widening`.
+    """
     width = STEP[basis]
-    return Between(width.low * step_s, width.high * step_s)
+    return Between(width.low / times * step_s, width.high * times * step_s)

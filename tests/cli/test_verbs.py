@@ -364,7 +364,7 @@ def test_the_clock_of_a_run_on_a_cpu_tells_of_its_plan_and_of_no_other(
     assert "no rates of this CPU" in told["error"]
     assert all(word in told["remedy"] for word in ("without --after", "a run on one GPU"))
     found = call("plan", *tiny_demo)
-    assert found["peak_bytes"] > 0 and found["fits"] == "yes" and "on a GPU" in found["unknown"]
+    assert found["peak_bytes"] > 0 and found["fits"] == "yes" and "this CPU" in found["unknown"]
 
 
 def test_steps_that_set_no_model_are_told_where_a_time_is_foreseen(
