@@ -1,7 +1,8 @@
 """What came of two plans that were timed in turn: which is better, and do they compute the same?
 
-The time is a ratio with its interval (core/statistics). Where the first and the last block of the
-first plan differ too much the device was not the same, and its blocks are taken once more.
+The time is a ratio with its interval (core/statistics), which a device that drifts makes wider.
+Only where the interval cannot decide is the drift told beside it, and no prediction is corrected by
+such a reading.
 
 For memory, less of the peak is better where it costs no larger share of the time, and where a step
 stays within twice the first plan's, with all that was kept before. Beyond that it is kept only if
@@ -30,13 +31,13 @@ from statistics import fmean, median
 from typing import Any, Literal
 
 from headrace.core.plan import Plan
-from headrace.core.statistics import Interval, accept, paired_ratio
+from headrace.core.statistics import Interval, accept, drifted
 from headrace.core.units import format_bytes
 from headrace.guard import ALL, BANDS, MEAN, apart
 from headrace.trials.kinds import Kind, kind_of
 from headrace.trials.pairs import Measure
 from headrace.trials.readings import NOT_DONE, Reading
-from headrace.trials.turns import DRIFT, Size, unsteady
+from headrace.trials.turns import MARGIN, Size, ratio_of
 
 Verdict = Literal["better", "worse", "undecided", "not shown", "different", "refused", "cut"]
 Aim = Literal["time", "money", "memory", "quality"]
@@ -46,12 +47,13 @@ SEEDS_APART = 2.0
 """Standard deviations of the noise between seeds that a mean loss may lie away."""
 NORMAL_MEDIAN = 0.6745
 """Median distance from the mean of a normal distribution, in standard deviations."""
-MARGIN = {"cuda": 0.005, "cpu": 0.02}
-"""The gain that counts, a share of the step or of the peak."""
+DRIFT = {"cuda": 0.015, "cpu": 0.15}
+"""Share by which the first plan's blocks at both ends may differ without a word."""
 FULL = 0.97
 """Of the device's memory beside the driver's: what is measured above it is not kept, for a long run
 meets longer rows and more fragments than a trial."""
 DRIFTED = "the device was not as fast at the end as at the beginning"
+"""What is told where that may be why nothing was decided."""
 DEAR = 2.0
 """Times as long as the first plan's a step may become for less memory, where the plan fits. Making
 all activations again adds a third to a step's products, so twice is room for more than one such."""
@@ -73,8 +75,7 @@ class Compared:
         loss: mean loss of the second less that of the first, in nats per token.
         noise: what another seed would move the mean loss by, likewise.
         steps: timed of each.
-        drifted: the device was not the same at both ends, and the ratio is near enough to 1 for
-            that to be why.
+        drifted: the interval cannot decide, and the device was not the same at both ends.
         screened: a first look showed no gain, and was all.
         ready_s: seconds that building, compiling and warming took.
         compile_s: by which the second's first steps took longer than as many steady ones.
@@ -155,7 +156,7 @@ class Gain:
     def __call__(self, reading: Reading) -> bool:
         """Whether the second plan may be better, and computes the same."""
         found = judge(reading, self.kind, self.rules)
-        if found.verdict not in ("better", "undecided") or found.ratio is None or found.drifted:
+        if found.verdict not in ("better", "undecided") or found.ratio is None:
             return False
         if self.aim == "memory":
             return found.verdict == "better"
@@ -198,26 +199,23 @@ def judge(reading: Reading, kind: Kind, rules: Rules) -> Compared:
         why = f"the plan before it cannot run: {other.refused}"
         return Compared("better", why, after_s=median(reading.seconds), steps=reading.steps,
                         peak_bytes=reading.peak_bytes, ready_s=reading.ready_s)  # fmt: skip
-    limit = DRIFT.get(rules.device, DRIFT["cpu"])
     off, noise, why = _losses(other, reading, kind, rules.precision)
-    ratio = paired_ratio(other.seconds, reading.seconds)
+    ratio = ratio_of(other.seconds, reading.seconds)
     found = Compared(
         "undecided", why, ratio=ratio,
         before_s=median(other.seconds), after_s=median(reading.seconds),
         memory=_memory(other, reading, rules), peak_bytes=reading.peak_bytes, loss=off, noise=noise,
-        steps=reading.steps, drifted=unsteady(other.seconds, reading.seconds, limit),
-        screened=reading.screened, ready_s=reading.ready_s, compile_s=reading.compile_s,
+        steps=reading.steps, screened=reading.screened, ready_s=reading.ready_s,
+        compile_s=reading.compile_s,
     )  # fmt: skip
     if why:
         return replace(found, verdict="different", reason=why)
-    if found.drifted:
-        slower = "slower: all of the interval lies below 1; and " if ratio.high < 1 else ""
-        return replace(found, verdict="undecided", reason=f"{slower}{DRIFTED}")
     if room := _no_room(reading, rules):
         return replace(found, verdict="refused", reason=f"it leaves a long run no room: {room}")
     if rules.aim == "memory":
         return _by_memory(found, rules, tight=_no_room(other, rules))
-    return _by_time(found, rules)
+    limit = DRIFT.get(rules.device, DRIFT["cpu"])
+    return _by_time(found, rules, drifted(other.seconds[0], other.seconds[-1], limit))
 
 
 def _no_room(reading: Reading, rules: Rules) -> str:
@@ -228,7 +226,8 @@ def _no_room(reading: Reading, rules: Rules) -> str:
     return f"{format_bytes(held)} of {format_bytes(most)}"
 
 
-def _by_time(found: Compared, rules: Rules) -> Compared:
+def _by_time(found: Compared, rules: Rules, moved: bool) -> Compared:
+    """By the interval alone; that the device moved is told where it cannot decide."""
     ratio = found.ratio
     assert ratio is not None, "both were timed"
     verdict = accept(ratio, rules.margin)
@@ -238,7 +237,9 @@ def _by_time(found: Compared, rules: Rules) -> Compared:
         "undecided": f"not all of the interval {ratio.low:.3f} to {ratio.high:.3f} lies above "
         f"{1 + rules.margin:.3f}",
     }  # fmt: skip
-    return replace(found, verdict=verdict, reason=told[verdict])
+    moved &= verdict == "undecided"
+    more = f", and {DRIFTED}" if moved else ""
+    return replace(found, verdict=verdict, reason=told[verdict] + more, drifted=moved)
 
 
 def _by_memory(found: Compared, rules: Rules, tight: str) -> Compared:

@@ -45,7 +45,7 @@ from headrace.trials.readings import (
 )
 from headrace.trials.turns import (
     ACCEPT,
-    DRIFT,
+    MARGIN,
     TIMED,
     Limit,
     Size,
@@ -85,8 +85,8 @@ def time_pair(
             one.beside_bytes, two.beside_bytes = own + held, _allocated() - held - own
             _heat(one, two)
             found.ready_s = limit.spent_s
-            drift = DRIFT.get(two.build.device.type, DRIFT["cpu"])
-            take_turns(one, two, size, limit.left_s, TIMED * limit.seconds, drift)
+            margin = MARGIN.get(two.build.device.type, MARGIN["cpu"])
+            take_turns(one, two, size, limit.left_s, TIMED * limit.seconds, margin)
             one.end()
             two.end()
 

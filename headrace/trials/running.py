@@ -23,10 +23,12 @@ from headrace.trials.readings import why
 from headrace.trials.step import Became, Stage, Step, length_of
 from headrace.trials.store import Store, fingerprint
 from headrace.trials.target import GIVEN_UP
-from headrace.trials.turns import ACCEPT, FITS, LOOK, PAIR_STEPS, Size
+from headrace.trials.turns import ACCEPT, FITS, LOOK, LOOK_ROUNDS, PAIR_STEPS, Size
 
-WANTED = Size(block_s=0.1)
-"""Of each plan; short steps are taken more often."""
+WANTED = Size(block_s=0.2)
+"""Of each plan; short steps are taken more often, for their host is noisy."""
+LOOK_BLOCKS = 4 * LOOK_ROUNDS
+"""Blocks of both plans that a look takes."""
 TOGETHER = 0.9
 """Of the memory that two plans may be foreseen to need together, in one process."""
 LONGEST = 0.75
@@ -196,7 +198,7 @@ class Run:
             return 0.0
         first_s, *later_s = self.ready_s
         ready_s = median(later_s) if later_s else SOONER * first_s
-        return ready_s + PAIR_STEPS * (self.pool.best_s or 0.0)
+        return ready_s + max(PAIR_STEPS * (self.pool.best_s or 0.0), LOOK_BLOCKS * WANTED.block_s)
 
     # --- what came of it ---------------------------------------------------------------------
 

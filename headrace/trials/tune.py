@@ -94,8 +94,14 @@ def tune(
 
 
 def _looks_faster(found: Compared) -> bool:
-    """Whether noise may hide a gain: the middle of the interval is one that matters."""
-    return found.ratio is not None and found.ratio.value >= 1 + SLACK
+    """Whether noise may hide a gain: nothing was decided, and one that matters may be there."""
+    ratio = found.ratio
+    return (
+        found.verdict == "undecided"
+        and ratio is not None
+        and ratio.value > 1
+        and ratio.high >= 1 + SLACK
+    )
 
 
 class _Loop(Run):
@@ -197,7 +203,7 @@ class _Loop(Run):
         What looked faster on a device that others use too is tried once more, at the end.
         """
         assert self.pool is not None
-        if found.drifted or (found.verdict == "undecided" and _looks_faster(found)):
+        if _looks_faster(found):
             self.pool.doubt(proposal)
         if found.drifted:
             return

@@ -4,7 +4,9 @@ Blocks of steady steps go A B B A, again and again; neighbouring blocks of a pla
 that only the first step of it is lost. After a first look (12 steps) a second plan that shows no
 gain is left; another goes on to all the steps that are wanted. Ending early only where nothing was
 gained makes no change look better than it is, so the look's blocks count among the others. Where
-the device drifted meanwhile the blocks are taken once more, of the plans as they stand there.
+all of them leave a gain undecided, as many are taken once more and count with the others: once, for
+each more time is another chance for luck. A device that drifts steadily moves no ratio of such
+pairs, and what it does to them is in their interval.
 
 Once both are warm the time of their steps is known, and fewer are taken where they would not end
 in time: first of a block, then of the rounds. Compiling cannot be cut short, so a part of the limit
@@ -23,7 +25,7 @@ from math import ceil
 from typing import Any, Protocol
 
 from headrace.core.plan import Plan
-from headrace.core.statistics import drifted, order_abba, paired_ratio
+from headrace.core.statistics import Interval, accept, order_abba, paired_ratio
 from headrace.trials.readings import NOT_DONE, Reading
 
 
@@ -84,10 +86,10 @@ PAIR_STEPS = 2 * LOOK + 2 * LOOK_ROUNDS + 1
 """Of two plans, that such a look takes: each run of blocks begins with one that is not timed."""
 LEAST_STEPS = 3
 """Of a block; where time is too short for as many, there are fewer rounds."""
-MOST_STEPS, SHORTEST_S = 100, 1e-6
+MOST_STEPS, SHORTEST_S = 200, 1e-6
 """Of a block of short steps; and seconds of a step, at least."""
-DRIFT = {"cuda": 0.015, "cpu": 0.15}
-"""Share by which the first plan's blocks at both ends may differ before all is measured again."""
+MARGIN = {"cuda": 0.005, "cpu": 0.02}
+"""The gain that counts, a share of the step or of the peak."""
 FITS = 0.8
 """Of its limit a reading plans to take; the rest is for a plan that was late."""
 TIMED = 0.3
@@ -127,7 +129,7 @@ class Side(Protocol):
 
 
 def take_turns(
-    one: Side, two: Side, size: Size, left_s: Callable[[], float], share_s: float, limit: float
+    one: Side, two: Side, size: Size, left_s: Callable[[], float], share_s: float, margin: float
 ) -> None:
     """Blocks of both into their readings: what is wanted, or what there is time for.
 
@@ -138,23 +140,36 @@ def take_turns(
         left_s: seconds that are left.
         share_s: seconds that timed steps may take where the second plan must be worth them; a look
             takes more where there are.
-        limit: of the drift.
+        margin: the gain that counts.
     """
     found, other = two.found, one.found
-    for _ in range(2):
-        began_s = left_s()
-        found.seconds, other.seconds, found.steps, found.screened = [], [], 0, False
-        ends_s = max(0.0, began_s - share_s) if size.worth else 0.0
-        if size.worth is not None:
-            _turns(one, two, size, LOOK_ROUNDS, LOOK_STEPS, left_s())
-            found.screened = _off(found, size, limit) or not size.worth(found)
-        if not found.screened:
-            rounds = max(1, size.rounds - (found.steps > 0))
-            steps = ceil((size.timed - found.steps) / (2 * rounds))
-            _turns(one, two, size, rounds, steps, left_s() - ends_s)
-        spent_s = began_s - left_s()
-        if not _off(found, size, limit) or left_s() < spent_s:
+    found.seconds, other.seconds, found.steps, found.screened = [], [], 0, False
+    began_s = left_s()
+    ends_s = max(0.0, began_s - share_s) if size.worth else 0.0
+    if size.worth is not None:
+        _turns(one, two, size, LOOK_ROUNDS, LOOK_STEPS, left_s())
+        found.screened = not size.worth(found)
+        if found.screened:
             return
+    rounds = max(1, size.rounds - (found.steps > 0))
+    steps = ceil((size.timed - found.steps) / (2 * rounds))
+    _turns(one, two, size, rounds, steps, left_s() - ends_s)
+    spent_s = began_s - left_s()
+    if _open(found, size, margin) and left_s() - ends_s >= spent_s:
+        _turns(one, two, size, size.rounds, size.steps, left_s() - ends_s)
+
+
+def ratio_of(one: Sequence[float], two: Sequence[float]) -> Interval:
+    """The time of a step of the first plan over the second's, from their blocks in turn."""
+    return paired_ratio(one, two, trimmed=True)
+
+
+def _open(found: Reading, size: Size, margin: float) -> bool:
+    """Whether a gain in time is asked for, was seen, and may be one or not."""
+    assert found.beside is not None
+    if size.worth is None or size.worth.aim == "memory" or not size.worth(found):
+        return False
+    return accept(ratio_of(found.beside.seconds, found.seconds), margin) == "undecided"
 
 
 def _turns(one: Side, two: Side, size: Size, rounds: int, steps: int, room_s: float) -> None:
@@ -177,22 +192,6 @@ def _turns(one: Side, two: Side, size: Size, rounds: int, steps: int, room_s: fl
     for name, run in groupby(order_abba(rounds)):
         (one if name == "A" else two).run(len(list(run)), steps)
     two.found.steps += 2 * rounds * steps
-
-
-def unsteady(one: Sequence[float], two: Sequence[float], limit: float) -> bool:
-    """Whether the first's blocks at both ends differ so that this may be why the two differ."""
-    ratio = paired_ratio(one, two)
-    beyond = ratio.low > 1 + 2 * limit or ratio.high < 1 / (1 + 2 * limit)
-    return not beyond and drifted(one[0], one[-1], limit)
-
-
-def _off(found: Reading, size: Size, limit: float) -> bool:
-    """Whether all should be taken again: not where a gain is asked for and none is near."""
-    assert found.beside is not None
-    one, two = found.beside.seconds, found.seconds
-    if size.worth is not None and paired_ratio(one, two).value < 1:
-        return False
-    return unsteady(one, two, limit)
 
 
 # --- two that take turns in visits -----------------------------------------------------------

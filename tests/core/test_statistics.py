@@ -2,7 +2,7 @@
 
 import math
 import random
-from statistics import fmean
+from statistics import fmean, stdev
 
 import pytest
 
@@ -51,6 +51,28 @@ def test_a_ratio_is_the_mean_of_the_pairs_logs() -> None:
     assert found.value == pytest.approx(2) and found.n == 2
     assert math.log(found.high / 2) == pytest.approx(half, rel=1e-4)
     assert math.log(2 / found.low) == pytest.approx(half, rel=1e-4)
+
+
+def test_a_trimmed_ratio_forgets_blocks_that_are_off() -> None:
+    """Tukey's and McLaughlin's interval: of 8 pairs 1 goes at both ends, so t(5) is 2.571."""
+    logs = [0.10, 0.11, 0.12, 0.09, 0.10, 0.11, 0.9, -0.5]
+    a, ones = [math.exp(log) for log in logs], [1.0] * 8
+    found = paired_ratio(a, ones, trimmed=True)
+    kept = [0.09, 0.09, 0.10, 0.10, 0.11, 0.11, 0.12, 0.12]
+    half = 2.5706 * stdev(kept) / (6 / 8) / math.sqrt(8)
+    assert math.log(found.value) == pytest.approx(0.105) and found.n == 8
+    assert math.log(found.high) - 0.105 == pytest.approx(half, rel=1e-4)
+    assert paired_ratio(a, ones).low < 0.85 < 1.08 < found.low
+    assert paired_ratio(a[:7], ones[:7], trimmed=True) == paired_ratio(a[:7], ones[:7])
+
+
+def test_a_trimmed_interval_holds_the_truth_as_often_as_it_says() -> None:
+    draw, held = random.Random(1), {8: 0, 10: 0, 14: 0}
+    for n in held:
+        for _ in range(1500):
+            a = [math.exp(draw.gauss(0, 0.01)) for _ in range(n)]
+            held[n] += paired_ratio(a, [1.0] * n, trimmed=True).holds(1.0)
+    assert all(0.92 < hits / 1500 < 0.97 for hits in held.values()), held
 
 
 def _timed(rounds: int, a_s: float, b_s: float, drift: float) -> dict[str, list[list[float]]]:

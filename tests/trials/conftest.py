@@ -16,7 +16,7 @@ from headrace.guard import ALL, MEAN, First
 from headrace.trials.pairs import time_pair
 from headrace.trials.proposals import Sources
 from headrace.trials.readings import NOT_DONE, OUT_OF_MEMORY, Reading
-from headrace.trials.turns import DRIFT, FITS, TIMED, Size, take_turns, visit_steps
+from headrace.trials.turns import FITS, MARGIN, TIMED, Size, take_turns, visit_steps
 
 PLAN = 'directory = "{runs}"\n' + READ
 KNOWN = catalogue()
@@ -47,6 +47,9 @@ class Machine:
         base_s: a step without any.
         build_s: that building and warming a plan takes.
         compile_s: technique -> seconds more; a half from then on, for caches.
+        drift: share by which each block that was ever timed makes the next one slower.
+        off: how many blocks are off as a whole, by half.
+        shaken: how many pairs have a block of four off by a tenth, on both sides.
     """
 
     costs: dict[str, float]
@@ -57,7 +60,10 @@ class Machine:
     compile_s: dict[str, float] = field(default_factory=dict)
     room_bytes: float = 1e9
     now_s: float = 0.0
-    drifts: int = 0
+    drift: float = 0.0
+    off: int = 0
+    shaken: int = 0
+    ran: int = 0
     asked: list[tuple[Plan, Plan, Size]] = field(default_factory=list)
     visits: list[Plan] = field(default_factory=list)
     interrupt_at: int | None = None
@@ -99,6 +105,9 @@ class Machine:
         limit, left_s = how["limit"], lambda: FITS * limit_s - (self.now_s - began_s)
         sides = [Made(self, plan) for plan in plans]
         sides[-1].found.ready_s = self.now_s - began_s
+        for place, side in enumerate(sides[: 2 if self.shaken else 0]):
+            side.slow = 1 + 2 * place
+        self.shaken = max(0, self.shaken - 1)
         found = sides[-1].found
         found.beside = None if visited else sides[0].found
         if all(not side.found.refused for side in sides) and self.now_s - began_s < limit_s:
@@ -109,8 +118,7 @@ class Machine:
                 found.steps *= how["blocks"]
                 self.visits.append(plans[0])
             else:
-                drift = DRIFT["cuda"]
-                take_turns(sides[0], sides[1], size, left_s, TIMED * limit_s, drift)
+                take_turns(sides[0], sides[1], size, left_s, TIMED * limit_s, MARGIN["cuda"])
         if self.now_s - began_s > limit_s:
             self.now_s = began_s + limit_s
             return Reading(refused=f"{NOT_DONE} {limit_s:.0f} s")
@@ -142,6 +150,7 @@ class Made:
     def __init__(self, machine: Machine, plan: Plan) -> None:
         self.machine, self.step_s, self.peak = machine, machine.step_s(plan), machine.peak(plan)
         self.found = Reading(norms=[1.0 for _ in LOSSES], peak_bytes=self.peak)
+        self.slow: int | None = None
         off = sum(machine.losses.get(name, 0.0) for name in plan.techniques)
         self.found.losses = [loss + off for loss in LOSSES]
         self.found.firsts = [First(loss + off, 1.0, {}) for loss in LOSSES[:3]]
@@ -159,9 +168,13 @@ class Made:
         self.machine.now_s += (1 + blocks * steps) * self.step_s
         for _ in range(blocks):
             noise = 0.001 * (len(self.found.seconds) % 3)
-            self.found.seconds.append(self.step_s * (1 + noise))
-        if self.machine.drifts and len(self.found.seconds) == 4 and blocks == 1:
-            self.machine.drifts -= 1
+            noise += 0.1 * (len(self.found.seconds) % 4 == self.slow)
+            self.machine.ran += 1
+            self.found.seconds.append(
+                self.step_s * (1 + noise + self.machine.drift * self.machine.ran)
+            )
+        if self.machine.off and len(self.found.seconds) == 4 and blocks == 1:
+            self.machine.off -= 1
             self.found.seconds[-1] *= 1.5
 
 
