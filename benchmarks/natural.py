@@ -40,8 +40,8 @@ from natural_gate import HOW, Crew, Gate, Task
 from natural_runs import RUNS, Run
 from natural_sides import BEGUN, SPARE_BYTES, STAGE, Said, awake, measure, say
 
-from headrace.context import choose_device, make_context
-from headrace.core.machine import Machine
+from headrace.arguments import rates_here
+from headrace.context import choose_device, find_device, make_context
 from headrace.data.ingest import prepare
 from headrace.planner.foresight import foresee
 from headrace.trials.readings import NOT_DONE
@@ -242,7 +242,7 @@ class Call:
 def peak_bytes(run: Run) -> float:
     """Bytes that a run is predicted to take of its device."""
     context = make_context(run.plan, choose_device(run.plan))
-    return foresee(run.plan, context, Machine.assumed(context.device_name)).peak_bytes
+    return foresee(run.plan, context, rates_here(choose_device(run.plan))).peak_bytes
 
 
 def prepare_text(runs: list[Run], work: Path) -> None:
@@ -299,6 +299,9 @@ def go(runs: list[Run], args: argparse.Namespace, cores: int) -> int:
         "cores": cores,
     }
     call = Call(runs, args, Book(args.results, receipts.hardware(), how), gate, ends_s)
+    if args.what != "measure" and call.unsaid():  # as the doctor does, before anything else runs
+        machine = rates_here(find_device(args.device))
+        print(f"rates of {machine.name} by {machine.source}", flush=True)
     with call.crew(room_bytes) as crew:
         if call.unsaid() or call.unmeasured():
             prepare_text(runs, args.work)

@@ -30,6 +30,7 @@ import torch
 from natural_gate import Gate
 
 from headrace import train
+from headrace.arguments import rates_here
 from headrace.changes import changed
 from headrace.cli import catalogue
 from headrace.context import choose_device
@@ -122,9 +123,10 @@ def _say(
     with drawn, turn_from_third_step(gate):
         path = train.run(work, progress=Progress())
     folder = resolve_run(path or Path(work.directory) / work.name)
-    advice, run = advise(folder, catalogue()), RunFolder(folder)
+    advice, run = advise(folder, catalogue(), rates_here), RunFolder(folder)
     report = run.read_report()
-    asking = Asking(plan, *place_of(plan, run.read("environment") or {}), catalogue())
+    place = place_of(plan, run.read("environment") or {}, rates_here)
+    asking = Asking(plan, *place, catalogue())
     spent_s = of_run(report, rows_of(folder)).step_s
     told = verdict(advice)
     if kept is not None:
@@ -409,8 +411,8 @@ def _measure(
         base = Timed(stack, plan, torch.get_num_threads())
         warm(base)
         found.evidence[STAGE] = READY
-        on_gpu, compiled = base.build.device.type == "cuda", bool(base.build.compiled)
-        best = 1.0
+        on_gpu, best = base.build.device.type == "cuda", 1.0
+        held = torch.cuda.memory_allocated() if on_gpu else 0
         for number, words in enumerate(changes, 1):
             if time.time() >= ends_s:
                 return
@@ -428,12 +430,21 @@ def _measure(
                     _append(parts, line)
                     raise
             two = after = None
-            if not compiled:
-                torch._dynamo.reset()
-            gc.collect()
-            if on_gpu:
-                torch.cuda.empty_cache()
             _append(parts, line)
+            _forget(base, held, on_gpu)
+
+
+def _forget(base: Timed, held: int, on_gpu: bool) -> None:
+    """Give back what a change took: its compiled code too, where that is not the base's or large."""
+    gc.collect()
+    large = on_gpu and torch.cuda.memory_allocated() > held + LEFT_BYTES
+    if large or not base.build.compiled:
+        torch._dynamo.reset()
+        gc.collect()
+    if on_gpu:
+        torch.cuda.empty_cache()
+    if large and base.build.compiled:
+        warm(base)
 
 
 def _append(file: Path, line: Mapping[str, Any]) -> None:

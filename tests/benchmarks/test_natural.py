@@ -36,7 +36,6 @@ def call(
     monkeypatch.setattr(natural, "RUNS", (listed,))
     monkeypatch.setattr(natural_sides, "PACES", {"cpu": pace})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv("HOME", str(tmp_path))  # where nobody probed a machine
 
     def go(*words: Any) -> int:
         common = ("--device", "cpu", "--results", tmp_path, "--work", tmp_path / "work")
