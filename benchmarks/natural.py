@@ -38,7 +38,8 @@ import receipts
 import torch
 from natural_gate import HOW, Crew, Gate, Task
 from natural_runs import RUNS, Run
-from natural_sides import BEGUN, SPARE_BYTES, STAGE, Said, awake, measure, say
+from natural_said import SPARE_BYTES, Said, say
+from natural_times import BEGUN, STAGE, awake, measure
 
 from headrace.arguments import rates_here
 from headrace.context import choose_device, find_device, make_context

@@ -17,8 +17,8 @@ from tiny import READ
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
-natural, natural_gate, natural_runs, natural_sides = (
-    import_module(f"natural{part}") for part in ("", "_gate", "_runs", "_sides")
+natural, natural_gate, natural_runs, natural_said, natural_times = (
+    import_module(f"natural{part}") for part in ("", "_gate", "_runs", "_said", "_times")
 )
 CHECKPOINTED = READ.replace("steps = 3", "steps = 12") + "[techniques.full_checkpoint]\n"
 Call = Callable[..., int]
@@ -32,9 +32,9 @@ def call(
     plan = tmp_path / "tiny.toml"
     plan.write_text(CHECKPOINTED.format(corpus=corpus, prepared=prepared_folder))
     listed = natural_runs.Run("tiny checkpointed", "cpu", str(plan), "batch.tokens=128", 12)
-    pace = natural_sides.Pace(0.0, 1, 1, 1.0, 0.0)
+    pace = natural_times.Pace(0.0, 1, 1, 1.0, 0.0)
     monkeypatch.setattr(natural, "RUNS", (listed,))
-    monkeypatch.setattr(natural_sides, "PACES", {"cpu": pace})
+    monkeypatch.setattr(natural_times, "PACES", {"cpu": pace})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
     def go(*words: Any) -> int:
@@ -105,7 +105,7 @@ def test_what_is_measured_beside_what_was_said() -> None:
     """Nothing learns otherwise, few are of a kind, and the plan's own precision is no change."""
     (listed,) = (run for run in natural_runs.RUNS if run.id == "5m bf16 eager micro")
     asking = asked("NVIDIA H100 80GB HBM3", listed.plan)
-    found = natural_sides.to_measure(asking, [("+tied_embeddings",)], 9, 60e9)
+    found = natural_said.to_measure(asking, [("+tied_embeddings",)], 9, 60e9)
     words = [" ".join(change) for change in found["changes"]]
     assert words[0] == "+tied_embeddings" and "+cuda_graphs +torch_compile" in words
     assert "batch.micro_sequences=16" in words and "+bf16_autocast" not in words
