@@ -165,7 +165,7 @@ def test_the_page_shows_every_run_and_the_wrong_ones_first(tmp_path: Path) -> No
     topics = {
         "natural_said": [natural_said("a <fine>", COMPILE, 0.4), natural_said("b lost", ROWS),
                          natural_said("c well", None, healthy=True)],
-        "natural": [natural("a <fine>", COMPILE, (COMPILE, 0.4), *MUCH),
+        "natural": [natural("a <fine>", COMPILE, (COMPILE, 0.4), *MUCH, left=[["+tf32"]]),
                     natural("b lost", ROWS, (COMPILE, 0.4), *MUCH),
                     natural("c well", None, *LITTLE)],
     }  # fmt: skip

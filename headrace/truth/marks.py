@@ -302,6 +302,7 @@ BESIDE = {
     "open": "without an outcome yet",
     "late": "not written down before their outcome, and not counted",
     "healthy_said": "said to be healthy",
+    "unfinished": "of which some changes were left",
     "thin": "of which too few changes were measured, and not counted",
     "untrained": "kept, and not trained yet",
     "refused": "refused",

@@ -185,6 +185,7 @@ def _natural(results: Path) -> dict[str, Found]:
             kinds=len({(run.said.precision, run.said.compiled) for run in runs}),
             devices=len({_kind(run.said.hardware) for run in runs}),
             healthy_said=sum(run.said.healthy for run in runs),
+            unfinished=sum(bool(run.came.left) for run in runs),
             by_hardware=_parts(runs, lambda own, h=hit: _share(sum(map(h, own)), len(own))),
             **beside, **_with([hit(run) for run in told.retracted], [*map(hit, runs)]),
         )  # fmt: skip

@@ -7,7 +7,7 @@ to be not measured yet. The same rows give the same files.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -313,7 +313,7 @@ def _runs(runs: Runs) -> str:
             run.said.id, run.said.hardware, run.said.verdict or ABSTAINED, _first(run),
             "-" if run.first is None else _gain(run.first), _best(run.best),
             _gain(run.best.gain) if run.best else "-",
-            f"{run.why}{'; too few others' if not run.counts else ''}",
+            "; ".join(_came(run)),
         )
         for run in sorted(every, key=lambda run: (run.right, run.said.hardware, run.said.id))
     ]  # fmt: skip
@@ -321,6 +321,15 @@ def _runs(runs: Runs) -> str:
     head = ("run", "on", "verdict", "first remedy", "gained", "best", "gained", "so it was")
     told = f"The doctor was wrong first in {wrong} of {len(every)}.\n"
     return "\n".join([told, markdown(head, rows)])
+
+
+def _came(run: Run) -> Iterator[str]:
+    """Why a run was right or wrong, and what was not measured of it."""
+    yield run.why
+    if not run.counts:
+        yield "too few others"
+    if left := len(run.came.left):
+        yield f"{left} change{'s were' if left > 1 else ' was'} left"
 
 
 def _first(run: Run) -> str:

@@ -257,10 +257,14 @@ class MeasuredChange(Row):
 
 
 class NaturalOutcome(OfRun):
-    """What each change of a natural run was measured to gain; `first_change`: as it was said."""
+    """What each change of a natural run was measured to gain; `first_change`: as it was said.
+
+    `left`: changes that were to be measured, and were not.
+    """
 
     measured: list[MeasuredChange]
     first_change: list[str] | None
+    left: list[list[str]] = []
 
 
 class Trial(Row):
