@@ -196,26 +196,25 @@ class Bench:
                 continue
             start = start_of(shape, base, self.args)
             prepare(start.plan)
-            tried += self.trials(mine(trials_of(start), self.args.part))
+            tried += self.trials(start)
         if self.args.train_steps:
             for trial in tried:
                 self.train(trial)
 
-    def trials(self, trials: list[Trial]) -> list[Trial]:
-        """Try what has no row yet, and say what is left; all of them come back."""
-        known = self.known()
-        limit_s = self.args.limit_s
-        left = 0
+    def trials(self, start: Start) -> list[Trial]:
+        """Try what has no row yet of this part's, and say what is left; all of them come back."""
+        known, limit_s = self.known(), self.args.limit_s
+        trials, waiting = mine(trials_of(start), self.args.part), list[Trial]()
         for trial in trials:
             row = known.get(self.key(trial))
-            if row and (row.get("verdict") != "cut" or row["limit_s"] >= limit_s):
-                continue
-            if self.left_s < min(limit_s, self.args.least_s):
-                left += 1
-                continue
-            self.attempt(trial, min(limit_s, self.left_s))
-        if left:
-            print(f"left: {left} of {trials[0].start.shape} {trials[0].start.base}", flush=True)
+            if row is None or (row.get("verdict") == "cut" and row["limit_s"] < limit_s):
+                waiting.append(trial)
+        name = f"{start.shape} {start.base}"
+        print(f"{name}: {len(waiting)} of {len(trials)} trials have no row yet", flush=True)
+        while waiting and self.left_s >= min(limit_s, self.args.least_s):
+            self.attempt(waiting.pop(0), min(limit_s, self.left_s))
+        if waiting:
+            print(f"left: {name}: {len(waiting)} trials", flush=True)
         return trials
 
     def attempt(self, trial: Trial, limit_s: float) -> None:

@@ -173,7 +173,8 @@ def test_the_page_shows_every_run_and_the_wrong_ones_first(tmp_path: Path) -> No
     _, _, part = files["page"].partition("## The doctor's verdicts on natural runs\n")
     lines = part.partition("\n## ")[0].splitlines()
     assert "The doctor was wrong first in 1 of 3." in lines
-    rows = [line for line in lines if line.startswith("| ")][1:]
+    _, by, _, *rows = (line for line in lines if line.startswith("| "))
+    assert by == "| NVIDIA H100 | 3 | 66.7% | 0% | 100% of 1 | 0% |"
     assert rows[0] == (
         "| b lost | NVIDIA H100 | launch | `batch.micro_sequences=8` | -20% (-21% to -19%) | "
         "`+torch_compile` | +40% (+39% to +41%) | the first remedy is a loss |"

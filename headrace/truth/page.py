@@ -115,7 +115,7 @@ def render(results: Path) -> dict[str, str]:
             ("number", "reached", "wanted (aim)", "n", "held out", "so far"), table(found)
         ),
         "".join(f"- {line}\n" for line in notes(found)),
-        *_of_doctor(results, drawn, said, runs),
+        *_of_doctor(results, drawn, said, _by_device(found) + _runs(runs)),
         *_of_planner(results, drawn, pairs),
         *_of_tuner(results),
         "## How each is counted\n",
@@ -129,14 +129,14 @@ Drawn = Mapping[str, str | None]
 """Name of a picture -> the picture; None where there is nothing to draw."""
 
 
-def _of_doctor(results: Path, drawn: Drawn, said: Sequence[Class], runs: Runs) -> list[str]:
+def _of_doctor(results: Path, drawn: Drawn, said: Sequence[Class], runs: str) -> list[str]:
     """What the doctor said of planted faults and of natural runs, and its forecasts."""
     return [
         _section("The doctor's verdicts on planted faults", drawn["confusion"], "confusion",
                  _verdicts(said),
                  "Of each planted fault, and of runs without one, what the first finding was. A "
                  "frame is around what is right.", _source(results, "doctor")),
-        _section("The doctor's verdicts on natural runs", drawn["natural"], "natural", _runs(runs),
+        _section("The doctor's verdicts on natural runs", drawn["natural"], "natural", runs,
                  "Of each run without a planted fault, the remedy that was named first and what it "
                  "gained, beside the change that gained most of all that were measured there; the "
                  "gain is the step's time before over after, less 1, with its 95% interval. The "
@@ -301,6 +301,24 @@ def _verdicts(said: Sequence[Class]) -> str:
         ))  # fmt: skip
     return markdown(("planted", "right verdict", "right", "severities", "held out", "said else"),
                     rows)  # fmt: skip
+
+
+def _by_device(found: Mapping[str, Mapping[str, Any]]) -> str:
+    """The numbers of natural runs on each device alone."""
+    near, wrong = (found[f"doctor_{n}"] for n in ("first_remedy_near_best", "healthy_wrong"))
+    held = found["forecast_natural_coverage"]["by_hardware"]
+    rows = []
+    for name, one in near["by_hardware"].items():
+        said = held.get(name)
+        rows.append((
+            name, str(one["n"]), f"{100 * one['value']:.3g}%",
+            f"{100 * wrong['by_hardware'][name]['value']:.3g}%",
+            f"{100 * said['value']:.3g}% of {said['n']}" if said else "-",
+            f"{100 * said['median_error']:.3g}%" if said else "-",
+        ))  # fmt: skip
+    head = ("on", "runs", "first remedy near the best", "healthy said wrongly",
+            "gains in their interval", "median error of a forecast gain")  # fmt: skip
+    return f"{markdown(head, rows)}\n" if rows else ""
 
 
 def _runs(runs: Runs) -> str:
