@@ -17,6 +17,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -25,6 +26,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from headrace.core.command import again
 from headrace.core.errors import ConfigError
@@ -129,6 +132,32 @@ class World:
             dist.barrier()
 
 
+@dataclass
+class _Meeting:
+    """Where the processes of a world find each other, for as long as they live.
+
+    A process that trains twice opens two worlds. With a store for each, the second rank may reach
+    the first store while it closes, and then both wait for ever. So one store serves all worlds,
+    and each world writes under a number of its own.
+    """
+
+    store: Store
+    rank: int
+    ranks: int
+    opened: int = 0
+
+    def next_store(self) -> Store:
+        """The store of one more world; every rank asks in the same order."""
+        self.opened += 1
+        return PrefixStore(f"headrace/{self.opened}", self.store)
+
+
+@cache
+def _meeting() -> _Meeting:
+    """The meeting that torchrun's variables name, made once."""
+    return _Meeting(*next(rendezvous("env://")))
+
+
 @contextmanager
 def open_world(mesh: MeshConfig, device: torch.device) -> Iterator[World]:
     """Join the other processes, or be alone; leave at the end.
@@ -150,7 +179,11 @@ def open_world(mesh: MeshConfig, device: torch.device) -> Iterator[World]:
     if mesh.ranks == 1 or dist.is_initialized():
         yield join(mesh, device)
         return
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    met = _meeting()
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=met.next_store(), rank=met.rank, world_size=met.ranks,
+    )  # fmt: skip
     try:
         yield join(mesh, device)
     finally:
