@@ -52,8 +52,8 @@ FASTEST = KERNELS + FLASH4
 """At both shapes, beside the recipe's own techniques; for a machine that has FlashAttention 4."""
 GRAPHS = "+torch_compile +cuda_graphs"
 SMALL = (
-    GRAPHS, f"{GRAPHS} +fused_cross_entropy", f"{GRAPHS} +fused_cross_entropy +fused_swiglu",
-    f"{GRAPHS} +bf16_parameters", "+torch_compile",
+    GRAPHS, f"{GRAPHS} +fused_cross_entropy", f"{GRAPHS} +cudnn_attention",
+    f"{GRAPHS} techniques.torch_compile.scope=block", "+torch_compile",
 )  # fmt: skip
 """Of the small recipes, whose steps wait for launches; the last is for a CPU, too."""
 WORKLOADS: dict[str, tuple[str, str, tuple[str, ...]]] = {
@@ -71,6 +71,8 @@ WORKLOADS: dict[str, tuple[str, str, tuple[str, ...]]] = {
 """name -> (recipe or shape, changes that make it naive, those that make each candidate)"""
 LIMIT_S = 240.0
 """Of the comparison with one candidate."""
+BLOCK_S = 0.2
+"""The least that a block of it lasts: short steps are taken more often."""
 KEPT = "beside.json"
 """In a tuning folder: where the tuner ended, and each candidate that was timed beside it."""
 
@@ -207,9 +209,10 @@ def beside_candidates(
                 continue
             device = choose_device(plan)
             rules = Rules(device=device.type, precision=make_context(plan, device).precision)
+            size = Size(steps=args.steps, rounds=3, block_s=BLOCK_S)
             found = compare(
-                plan, tuned, measure_with(worker), rules, size=Size(steps=args.steps, rounds=3),
-                together=not args.apart, limit_s=limit_s,
+                plan, tuned, measure_with(worker), rules, size=size, together=not args.apart,
+                limit_s=limit_s,
             )  # fmt: skip
             if found.verdict == "cut" and limit_s < LIMIT_S:
                 left.append(words)
