@@ -348,9 +348,7 @@ class Saved:
     def __init__(self, path: Path, *, verify: bool = True) -> None:
         self.path = path = path.with_name(path.resolve().name)  # not a link's name, in messages
         if not (path / INDEX).is_file():
-            raise ConfigError(
-                f"{path} is not a checkpoint: it has no {INDEX}", "checkpoints/step-N"
-            )
+            raise self.damaged("it is missing")
         try:
             self.values: dict[str, Any] = json.loads((path / INDEX).read_text())
             if self.values["format"] != FORMAT:

@@ -432,6 +432,8 @@ def ingest(plan: PlanName = "demo", overrides: Overrides = None, *, json: Json =
             told = prepared.sides(read.data.validation).doubts(read.data.sequence_length)
             for one in prepared.left_out:
                 progress.note(one.line())
+            if prepared.tokenizer.note:
+                progress.note(prepared.tokenizer.note)
             for doubt in told:
                 progress.note(doubt.line)
         finally:

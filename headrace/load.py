@@ -47,6 +47,9 @@ def resolve_run(run: Path) -> Path:
         if (folder / "plan.toml").is_file():
             return folder
     told = f"{run} is not a run"
+    for folder in (run, Path("runs") / run):
+        if command := mend_plan(folder):
+            raise ConfigError(f"{told}: its plan.toml is gone", command)
     if run.exists() or (Path("runs") / run).exists():
         told += ": it has no plan.toml"
     names = [p.parent.name for p in Path("runs").glob("*/plan.toml")]

@@ -233,6 +233,8 @@ def _tell_data(
         progress.note(one.line())
     if prepared.loses:
         progress.note(f"the tokenizer loses text: {prepared.loses}")
+    if prepared.tokenizer.note:
+        progress.note(prepared.tokenizer.note)
 
 
 def _look_at_validation(build: Build, progress: Progress) -> int:

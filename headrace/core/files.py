@@ -134,14 +134,16 @@ def read_plan_text(file: Path) -> str:
         text = file.read_text(encoding="utf-8-sig")  # tools of Windows put a mark before it
         toml_values(text, str(file))
     except UnicodeDecodeError as error:
+        kept = mend_plan(file.parent) if file.name == "plan.toml" else ""
         raise ConfigError(
             f"{file} is no plan: it is not UTF-8, by its byte {error.start} ({error.reason})",
-            f"iconv -f LATIN1 -t UTF-8 {file} > NEW.toml; NEW.toml in its place",
+            kept or f"iconv -f LATIN1 -t UTF-8 {file} > NEW.toml; NEW.toml in its place",
         ) from None
     except tomllib.TOMLDecodeError as error:
+        kept = mend_plan(file.parent) if file.name == "plan.toml" else ""
         raise ConfigError(
             f"{file} is no plan: it is not valid TOML: {error}",
-            ""
+            kept
             if file.suffix == ".toml"
             else f"headrace train demo data.sources={file}, if it is text to train on",
         ) from None

@@ -42,7 +42,13 @@ def refuse_absent(path: Path, key: str, *, folder: bool = True) -> None:
     near = _nearest_path(path, folder=folder)
     parts = path.parts
     first_is_here = len(parts) > 1 and _exists(Path(parts[0]))
-    on_hub = len(parts) < 3 and all(map(_HUB_PART.fullmatch, parts)) and not first_is_here
+    is_file = not folder and path.suffix == ".json"
+    on_hub = (
+        not is_file
+        and len(parts) < 3
+        and all(map(_HUB_PART.fullmatch, parts))
+        and not first_is_here
+    )
     told = f"{key} = {str(path)!r} does not exist"
     if near is not None:
         told += f"; the nearest path is {near}"

@@ -39,6 +39,24 @@ def find(row: Any, key: str) -> Any:
     return MISSING
 
 
+def once(key: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
+    """Return what makes an object of its fields, and refuses one that has its text twice.
+
+    JSON leaves open which of two equal fields counts; the other text would be lost.
+    """
+    parts = frozenset({key, *key.split(".")})
+
+    def made(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(fields)
+        if len(found) != len(fields):
+            for part in sorted(parts & {*found}):
+                if sum(name == part for name, _ in fields) > 1:
+                    raise ValueError(f"it has the field {part!r} twice")
+        return found
+
+    return made
+
+
 def top(key: str, columns: Sequence[str]) -> str | None:
     """Return the column of a table that a dotted key is in, or None."""
     if key in columns:

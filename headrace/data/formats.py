@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 from headrace.core.errors import ConfigError, is_out_of_memory
 from headrace.core.files import shell
-from headrace.data.fields import MISSING, find, lacks, no_field, top
+from headrace.data.fields import MISSING, find, lacks, no_field, once, top
 from headrace.data.json_values import fault, json_values
 from headrace.data.left_out import Reason
 from headrace.data.listing import JSON, LINES, TABLES, kind_of
@@ -219,14 +219,15 @@ def _check_header(file: TextFile, header: list[str], delimiter: str) -> None:
 
 
 def _json_lines(file: TextFile, stream: Iterable[bytes]) -> Iterator[Found]:
-    earlier = False
+    earlier, parts, made = False, file.text_key.split("."), once(file.text_key)
     for number, line in enumerate(_lines(file, stream), 1):
         origin = f"{file.name}:{number}"
         if not line.strip():
             file.tally.add(Reason.BLANK_LINE, origin)
             continue
         try:
-            row = json.loads(line)
+            again = any(line.count(f'"{part}"') > 1 for part in parts)
+            row = json.loads(line, object_pairs_hook=made) if again else json.loads(line)
         except (ValueError, RecursionError) as error:
             syntax = isinstance(error, json.JSONDecodeError)
             raise ConfigError(

@@ -271,7 +271,7 @@ def _key(plan: Plan, listed: Tally | None = None) -> str:
     if spec == "bpe":
         spec = f"bpe:{data.vocab}"
     elif not spec.startswith("tiktoken:"):
-        own = spec == plan.model.pretrained
+        own = bool(spec) and spec == plan.model.pretrained
         key = "model.pretrained" if own else "data.tokenizer"
         spec = open_tokenizer(spec, key).fingerprint
     held_out = data.validation

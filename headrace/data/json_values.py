@@ -14,7 +14,7 @@ from typing import IO, Any
 from headrace.core.errors import ConfigError
 from headrace.core.files import shell
 from headrace.core.units import format_bytes
-from headrace.data.fields import MISSING, find, lacks
+from headrace.data.fields import MISSING, find, lacks, once
 from headrace.data.left_out import Reason
 from headrace.data.listing import DECOMPRESS, JSON, kind_of
 from headrace.data.text_file import Found, TextFile
@@ -22,7 +22,6 @@ from headrace.data.text_file import Found, TextFile
 CHUNK_BYTES = 1 << 20
 MOST_VALUE_BYTES = 1 << 29
 """Size of the largest value in a .json file, which is held whole."""
-DECODER = json.JSONDecoder()
 NO_SPACE = re.compile(r"[^ \t\r\n]")
 
 
@@ -87,6 +86,7 @@ class _Values:
 
     def __init__(self, file: TextFile, stream: IO[bytes]) -> None:
         self._file, self._stream = file, stream
+        self._json = json.JSONDecoder(object_pairs_hook=once(file.text_key))
         self._decoder = codecs.getincrementaldecoder("utf-8")()
         self._text, self._at, self._ended, self._read_bytes = "", 0, False, 0
         self.line = self.first_line = 1
@@ -126,9 +126,9 @@ class _Values:
         self.first_line = self.line
         while True:
             try:
-                value, end = DECODER.raw_decode(self._text, self._at)
+                value, end = self._json.raw_decode(self._text, self._at)
             except (ValueError, RecursionError) as error:
-                if self._ended or isinstance(error, RecursionError):
+                if self._ended or not isinstance(error, json.JSONDecodeError):
                     raise self._error(fault(error)) from None
                 if len(self._text) - self._at > MOST_VALUE_BYTES:
                     raise self._too_large() from None

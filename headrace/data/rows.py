@@ -61,10 +61,11 @@ class Cut:
         self.units = tuple((s.tokens - 1) // sequence_length for s in self.shards)
         for part, units in zip(self.shards, self.units, strict=True):
             if units < 1:
+                fits = max(2, part.tokens - 1)  # a power of two divides most batches
                 raise ConfigError(
                     f"{part.source or part.directory} has {part.tokens} tokens, fewer than one row "
                     f"of data.sequence_length + 1 = {sequence_length + 1} tokens",
-                    f"data.sequence_length={max(2, part.tokens - 1)}, or more text",
+                    f"data.sequence_length={1 << fits.bit_length() - 1}, or more text",
                 )
 
     def row(self, source: int, unit: int) -> Row:

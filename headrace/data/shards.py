@@ -187,7 +187,10 @@ class ShardWriter:
         self._files.append(self._file.close())
         offsets = self._offsets.close()
         if not offsets.items:
-            raise ConfigError(f"{self._source or self.directory} gives no documents")
+            raise ConfigError(
+                f"{self._source or self.directory} gives no documents",
+                "data.validation=PATH of text, or a share, as data.validation=0.05",
+            )
         manifest = Manifest(
             dtype="uint16" if self._dtype.itemsize == 2 else "uint32",
             vocab=self.vocab,

@@ -112,7 +112,8 @@ def _parse_hf(source: str) -> tuple[str, str | None, str]:
     rest, _, split = source.removeprefix("hf:").partition("@")
     name, _, config = rest.partition(":")
     if not name:
-        raise ConfigError(f"data.sources = {source!r} names no dataset", "hf:NAME[:CONFIG][@SPLIT]")
+        told = f"data.sources = {source!r} names no dataset, as hf:NAME[:CONFIG][@SPLIT] does"
+        raise ConfigError(told, "data.sources=hf:NAME")
     return name, config or None, split or "train"
 
 

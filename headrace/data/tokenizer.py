@@ -28,11 +28,12 @@ import numpy as np
 import tiktoken
 import tokenizers
 
-from headrace.core.errors import ConfigError, TextLost, UnsupportedError
+from headrace.core.errors import ConfigError, TextLost, UnsupportedError, nearest
 from headrace.core.files import write_whole
 from headrace.core.folders import refuse_absent, refuse_no_tokenizer
 from headrace.core.native import silent_panics
 from headrace.core.plan import DataConfig
+from headrace.data.document_token import END_OF_TEXT, find_document_token
 from headrace.data.lossless import (
     check_parts,
     difference,
@@ -48,11 +49,6 @@ SPLIT_PATTERN = (
 )
 """GPT-4's, with numbers in twos: three cost too many entries of a small vocabulary (nanochat)."""
 _GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-END_OF_TEXT = "<|endoftext|>"
-_DOCUMENT_TOKENS = (
-    *(END_OF_TEXT, "<|begin_of_text|>", "<|startoftext|>", "<bos>", "<s>"),
-    *("</s>", "<eos>", "<|end_of_text|>", "<|im_end|>"),
-)
 _WHOLE_ALPHABET = (
     "data.tokenizer=bpe, or a tokenizer.json trained with the whole byte alphabet "
     "(initial_alphabet=pre_tokenizers.ByteLevel.alphabet())"
@@ -91,6 +87,7 @@ class Tokenizer:
             a space is put before every text (Llama 2, Mistral), the document token stands for -1
             byte, so that a document's tokens add up to its text.
         fingerprint: sha256 of the tokenizer.json.
+        note: what a user is told of it; "" for nothing.
         loses: an example of text that it does not give back, "" where it gives back all.
     """
 
@@ -111,8 +108,10 @@ class Tokenizer:
         ids = self._slow.get_vocab(with_added_tokens=True)
         check_parts(spec, ids, name)
         self.vocab = max(ids.values()) + 1
-        self.document_token = _document_token(spec, ids, name)
+        encode = self._encode_slowly
+        self.document_token, self.note = find_document_token(spec, ids, encode, name)
         self.token_bytes = _token_bytes(spec, ids, self.vocab, name)
+        self.token_bytes[self.document_token] = 0
         self._fast = _as_tiktoken(spec)
         self._hides_a_space = False
         added = self._bytes_of("a") - 1  # a space put before every text
@@ -205,7 +204,7 @@ class Tokenizer:
         path = Path(path).expanduser()
         path = path / "tokenizer.json" if path.is_dir() else path
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8-sig")  # tools of Windows put a mark before it
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"data.tokenizer: {path} cannot be read: {error}",
@@ -273,6 +272,10 @@ def open_tokenizer(spec: str, key: str = "data.tokenizer") -> Tokenizer:
         UnsupportedError: the bytes of its tokens cannot be told.
     """
     if not spec.startswith("tiktoken:"):
+        if spec.lower() == "bpe":
+            raise ConfigError(f"{key} = {spec!r} is none; bpe trains one", f"{key}=bpe")
+        if not spec:
+            raise ConfigError(f"{key} names an empty path", f"{key}=bpe")
         path = Path(spec).expanduser()
         known = key == "data.tokenizer" and spec in tiktoken.list_encoding_names()
         if known and not path.exists():
@@ -281,13 +284,19 @@ def open_tokenizer(spec: str, key: str = "data.tokenizer") -> Tokenizer:
         if path.is_dir():
             refuse_no_tokenizer(path, key)
         return Tokenizer.load(path)
-    name = spec.removeprefix("tiktoken:")
+    name, known = spec.removeprefix("tiktoken:"), tiktoken.list_encoding_names()
+    if name not in known:
+        near = nearest(name, known)
+        raise ConfigError(
+            f"{key} = {spec!r} is none of tiktoken's: {', '.join(known)}",
+            f"{key}=tiktoken:{near if near in known else known[-1]}",
+        )
     try:
         encoding = tiktoken.get_encoding(name)
-    except Exception as error:  # unknown name, or any of the network's failures
+    except Exception as error:  # any of the network's failures
         raise ConfigError(
             f"data.tokenizer = {spec!r} cannot be had: {error}",
-            f"one of {', '.join(tiktoken.list_encoding_names())}; without a network, run "
+            "without a network, run "
             f"`python -c \"import tiktoken; tiktoken.get_encoding('{name}')\"` where there is one "
             "and copy its TIKTOKEN_CACHE_DIR, or data.tokenizer=bpe",
         ) from None
@@ -379,18 +388,6 @@ def _parents(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes] | Non
         _, i = min(below)
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
     return (parts[0], parts[1]) if len(parts) == 2 else None
-
-
-def _document_token(spec: dict[str, Any], ids: dict[str, int], name: str) -> int:
-    special = [t["content"] for t in spec["added_tokens"] if t.get("special")]
-    found = next((t for t in _DOCUMENT_TOKENS if t in special), None)
-    if found is None:
-        raise ConfigError(
-            f"{name} has no special token to begin a document with; its special tokens are "
-            f"{', '.join(special[:8]) or 'none'}, known ones are {', '.join(_DOCUMENT_TOKENS)}",
-            "add one of them to its added_tokens, or data.tokenizer=bpe",
-        )
-    return ids[found]
 
 
 def _parts(node: dict[str, Any] | None) -> list[dict[str, Any]]:

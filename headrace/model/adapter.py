@@ -251,7 +251,7 @@ def load_pretrained(path: Path, key: str = "model.pretrained") -> tuple[ModelCon
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read: {error.strerror}",

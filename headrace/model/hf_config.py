@@ -177,7 +177,9 @@ def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
         value = values.get(theirs)
         ours[key] = kind.absent.get(key) if value is None else value
         if ours[key] is None:
-            raise ConfigError(f"config.json of a {kind.name} has no {theirs!r}", f"{theirs!r}: N")
+            raise ConfigError(
+                f"config.json of a {kind.name} has no {theirs!r}", f"{theirs!r}: N in it"
+            )
     if kind is GPT2:
         ours["activation"] = _gpt2_activation(values.get("activation_function", "gelu_new"))
         ours["ffn"] = ours["ffn"] or 4 * ours["dim"]
@@ -185,7 +187,16 @@ def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
         ours["rope_theta"] = _rope_theta(values)
     if kind is LLAMA:
         ours["bias"] = _llama_bias(values)
-    return read_table(ModelConfig, ours, "model")
+    try:
+        return read_table(ModelConfig, ours, "model")
+    except ConfigError as error:  # under our keys, and no key of a plan mends given weights
+        theirs = {f"model.{key}": name for key, name in kind.fields.items()}
+        name = next((name for key, name in theirs.items() if key in error.message.split()), "")
+        raise ConfigError(
+            f"config.json of a {kind.name} describes no model{f' ({name})' * bool(name)}: "
+            f"{error.message}",
+            "the config.json that was published with these weights",
+        ) from None
 
 
 def _named_architecture(values: Mapping[str, Any]) -> Architecture:

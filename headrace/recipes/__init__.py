@@ -4,7 +4,7 @@ from pathlib import Path
 
 from headrace.core.command import again
 from headrace.core.errors import ConfigError, nearest
-from headrace.core.files import read_plan_text
+from headrace.core.files import mend_plan, read_plan_text
 
 
 def recipes() -> dict[str, Path]:
@@ -30,6 +30,8 @@ def read_recipe(name: str, verb: str = "train") -> str:
                 f"{path} is a {'run' if run else 'folder'}, and its plan is {own}",
                 command,
             )
+        if path.name == "plan.toml" and (command := mend_plan(path.parent)):
+            raise ConfigError(f"{path} is gone; the run keeps a copy", command)
         near = nearest(name, known)
         raise ConfigError(
             f"{name!r} is neither a recipe nor a plan file; the nearest recipe is {near}",

@@ -17,7 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from headrace.core.command import again, train_command
 from headrace.core.errors import ConfigError, nearest
-from headrace.core.files import parse_json, parse_object, recorded_plan
+from headrace.core.files import parse_json, parse_object, recorded_plan, shell
 
 PHASES: tuple[str, ...] = (
     "input", "forward", "backward", "optimizer", "communication_exposed", "checkpoint", "eval",
@@ -342,18 +342,23 @@ def _read_text(path: Path) -> str:
     """A file as text, or ConfigError."""
     try:
         return path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}", f"ls -l {path}") from None
+    except UnicodeDecodeError as error:
+        aside = f"mv {shell(path)} {shell(f'{path}.damaged')}"
+        raise ConfigError(f"{path} is damaged: it is not UTF-8 ({error.reason})", aside) from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}", f"ls -l {shell(path)}") from None
 
 
 def _read_object(path: Path) -> dict[str, Any]:
     """A JSON object, or ConfigError with the place of the fault."""
     text = _read_text(path)
-    again = train_command(path.parent, "--resume")
+    mend = f"mv {shell(path)} {shell(f'{path}.damaged')}"
+    if path.name == "report.json":
+        mend += f"; {train_command(path.parent, '--resume')}"
     try:
         return parse_object(text)
     except ValueError as error:
-        raise ConfigError(f"{path} {error}", again) from None
+        raise ConfigError(f"{path} {error}", mend) from None
 
 
 def _read_report(path: Path) -> Report:
@@ -386,7 +391,7 @@ def _read_metrics(path: Path) -> dict[str, NDArray[np.float64]]:
             values = [math.nan if row.get(c) is None else float(row[c]) for c in COLUMNS]
         except (AttributeError, TypeError, ValueError):
             message = f"{path} line {number} is not a row of metrics: {line[:60]!r}"
-            raise ConfigError(message, f"sed -i {number}d {path}") from None
+            raise ConfigError(message, f"sed -i {number}d {shell(path)}") from None
         rows[values[0]] = values
     table = np.array([rows[step] for step in sorted(rows)], dtype=np.float64)
     return dict(zip(COLUMNS, table.reshape(-1, len(COLUMNS)).T, strict=True))

@@ -126,13 +126,13 @@ def other_format(run: Path) -> None:
 
 
 RUNS = {
-    "load:resolve_run#1": Case(
+    "load:resolve_run#2": Case(
         "eval nothing",
         lambda run: os.rename(run.parent, "elsewhere"),
         fills={"headrace train demo": "headrace train {tiny}"},
     ),
-    "load:resolve_run#2": Case("eval dmeo", does={"runs/demo": nothing}, then="eval runs/demo"),
-    "load:resolve_run#3": Case(
+    "load:resolve_run#3": Case("eval dmeo", does={"runs/demo": nothing}, then="eval runs/demo"),
+    "load:resolve_run#4": Case(
         "eval zzzzzz",
         two_runs,
         does={"one of them in its place": nothing},
@@ -154,7 +154,7 @@ RUNS = {
     "closed_loop:_judged_run#2": Case("doctor runs/demo/metrics.jsonl"),
     "closed_loop:_judged_run#3": Case("doctor tracefile", write("tracefile", "{}")),
     "recipes/__init__:read_recipe#1": Case("train runs/demo"),
-    "recipes/__init__:read_recipe#2": Case(
+    "recipes/__init__:read_recipe#3": Case(
         "train demmo.toml", fills={"headrace train demo": "headrace train {tiny}"}
     ),
     "run_folder:RunFolder.find#1": Case("train {tiny} name=never --resume"),
@@ -162,7 +162,7 @@ RUNS = {
     "run_folder:RunFolder.read_report#1": Case("doctor demo", without("report.json")),
     "sample:_check#1": Case("sample demo --top-p 0"),
     "session:Session.restore#1": Case("train runs/demo/plan.toml --resume --checkpoint step-9"),
-    "checkpoint:Saved.__init__#2": Case(
+    "checkpoint:Saved.__init__#1": Case(
         "eval demo --checkpoint step-6",
         other_format,
         prose={"the version of Headrace that wrote it": "it is not here"},

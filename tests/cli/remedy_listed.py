@@ -2,14 +2,13 @@
 
 GPU = "needs a GPU, or kernels that are not here"
 RANKS = "needs several ranks; tests/distributed and tests/test_guard_ranks.py raise them"
-DATA = "read by the tests of tests/data, which raise them; the text has to be mended by hand"
+DATA = "read by the tests of tests/data, which raise them and follow their commands"
 PYTHON = "raised to a Python caller, who has no command line"
 MINUTES = "each remedy measures for minutes; tests/trials raise them"
 DEVICE = "rates of a device that is not here; told inside of a prediction"
 CUT_OFF = "a signal, a full disk or a rank that is gone; tests raise them in real processes"
 
 LISTED = {
-    "arguments": "given weights; tests/export raise it",
     "build": "given weights and steps that are not finite; tests/export and tests/cli raise them",
     "catalogue/graphs": RANKS,
     "checkpoint": CUT_OFF,
@@ -20,6 +19,7 @@ LISTED = {
     "core/folders": "folders of weights that are none; tests/core and tests/export raise them",
     "core/errors": "memory and threads that ran out; tests/test_failures.py raises them",
     "core/files": "a file system without locks, and a hub's name; tests/core raise them",
+    "core/host": DEVICE,
     "core/ledger": "two techniques that replace one linear; tests/contract raise it",
     "core/links": DEVICE,
     "core/machine": DEVICE,
@@ -53,6 +53,7 @@ LISTED = {
 """Modules, or rooms that end with a slash, of which some errors are no case of a table."""
 BARE = {
     "core/files": "the message names the line and the column of a TOML file",
+    "core/host": "said inside of a prediction that goes on without",
     "core/work": "said inside of a prediction that goes on without",
     "core/machine": "said inside of a prediction that goes on without",
     "data/": "the message names the file and the line that are to be mended",

@@ -56,6 +56,7 @@ class Case:
         prose: ways of the remedy that need nothing to be typed, each with the reason.
         drops: words of the command line that the remedy takes the place of.
         then: the next command line, where a remedy says in words what becomes of it.
+        whole: the remedy is one command of the shell, before the command line is typed again.
     """
 
     argv: str
@@ -65,6 +66,7 @@ class Case:
     prose: Mapping[str, str] = field(default_factory=dict)
     drops: tuple[str, ...] = ()
     then: str = ""
+    whole: bool = False
 
 
 def after(argv: list[str], words: list[str]) -> list[str]:
@@ -114,6 +116,13 @@ def follow(
         assert name in remedy, f"{name!r} is not in {remedy!r}"
         remedy = remedy.replace(name, value.format(**known))
     found: list[tuple[str, Told]] = []
+    if case.whole:
+        for part in re.split(r"(?: && |; )(?=headrace )", remedy):
+            if part.startswith("headrace "):
+                found.append((part, run(shlex.split(part)[1:])))
+            else:
+                subprocess.run(["bash", "-ec", part], check=True, capture_output=True)
+        return [*found, (remedy, run(split(case.then, **known) if case.then else argv))]
     done = False
     for words, act in case.does.items():
         assert words in remedy, f"{words!r} is not in {remedy!r}"

@@ -11,8 +11,9 @@ from refusal_cases import CASES as REFUSED
 from refusal_cases import EXCUSED
 from remedies import sites
 from remedy_cases import CASES, PLANS, SLOW
+from remedy_inputs import INPUTS
 from remedy_listed import BARE, LISTED
-from shell import Case, follow, run, split
+from shell import Case, Told, follow, run, split
 
 ROOT = Path(__file__).parents[2]
 MADE = ("MemoryFull", "NoMoreThreads")
@@ -24,7 +25,7 @@ def here(site: str, workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """A folder with a copy of the run; the copy's folder."""
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "runs" / "demo"
-    if site not in PLANS:
+    if site not in PLANS or site in INPUTS:
         shutil.copytree(workshop / "runs" / "demo", folder, symlinks=True)
     else:
         folder.mkdir(parents=True)
@@ -36,7 +37,17 @@ def here(site: str, workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     [pytest.param(s, marks=pytest.mark.slow) if s in SLOW else s for s in CASES],
 )
 def test_a_remedy_leads_on(site: str, here: Path, tiny_demo: list[str]) -> None:
-    case: Case = CASES[site]
+    followed(CASES[site], site, here, tiny_demo)
+
+
+@pytest.mark.parametrize("site", INPUTS)
+def test_a_remedy_mends_what_was_brought(site: str, here: Path, tiny_demo: list[str]) -> None:
+    for way, then in followed(INPUTS[site], site, here, tiny_demo):
+        assert not then.code, f"{way!r} ends in {then.message!r}"
+
+
+def followed(case: Case, site: str, here: Path, tiny_demo: list[str]) -> list[tuple[str, Told]]:
+    """Every way of a remedy, and what came of it."""
     known: Any = {"tiny": " ".join(tiny_demo), "receipts": ROOT / "results", "run": here}
     case.before(here)
     argv = split(case.argv, **known)
@@ -49,6 +60,7 @@ def test_a_remedy_leads_on(site: str, here: Path, tiny_demo: list[str]) -> None:
     for way, then in ways:
         assert then.message != told.message, f"{way!r} leads nowhere"
         assert not then.code or not any(w in then.message for w in ("no key", "No such option"))
+    return ways
 
 
 def room_of(site: str, rooms: Mapping[str, str]) -> str | None:
@@ -61,7 +73,7 @@ def room_of(site: str, rooms: Mapping[str, str]) -> str | None:
 
 
 def test_every_error_is_run_or_listed() -> None:
-    known = {*CASES, *REFUSED, *EXCUSED}
+    known = {*CASES, *INPUTS, *REFUSED, *EXCUSED}
     assert known <= {*sites()}, "a table names an error that is no more"
     left = [site for site in sites() if site not in known]
     assert [site for site in left if room_of(site, LISTED) is None] == []

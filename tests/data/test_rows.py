@@ -33,4 +33,4 @@ def test_shorter_than_a_row(make_shards: Make) -> None:
     assert Cut([shards], 9).units == (1,)
     with pytest.raises(ConfigError, match=r"10 tokens, fewer than one row .* = 11 tokens") as error:
         Cut([shards], 10)
-    assert "data.sequence_length=9" in str(error.value)
+    assert "data.sequence_length=8" in str(error.value)

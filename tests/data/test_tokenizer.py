@@ -266,14 +266,13 @@ def test_a_pattern_that_leaves_text_out_goes_the_slow_way(tokenizer: Tokenizer) 
 
 
 def test_broken_files_are_one_error_each(tokenizer: Tokenizer) -> None:
-    for key in ("added_tokens", "pre_tokenizer"):
-        for null in (True, False):
-            spec = json.loads(tokenizer._text)
-            spec[key] = None
-            if not null:
-                del spec[key]
-            with pytest.raises(ConfigError):
-                Tokenizer(json.dumps(spec)).refuse_losses()
+    for null in (True, False):
+        spec = json.loads(tokenizer._text)
+        spec["pre_tokenizer"] = None
+        if not null:
+            del spec["pre_tokenizer"]
+        with pytest.raises(ConfigError):
+            Tokenizer(json.dumps(spec)).refuse_losses()
     for text in ("[]", "null", "3", '{"model": {}}', '{"model": {"type": "BPE"}}', "{", ""):
         with pytest.raises(ConfigError):
             Tokenizer(text)
@@ -305,6 +304,7 @@ def test_a_tiktoken_encoding_keeps_its_ids(
         "x", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=special
     )
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: encoding)
+    monkeypatch.setattr(tiktoken, "list_encoding_names", lambda: ["x"])
     ours = open_tokenizer("tiktoken:x")
     assert (ours.vocab, ours.document_token) == (614, 610)
     everything = [*AWKWARD, *texts]
@@ -328,5 +328,41 @@ def test_errors_name_the_remedy(
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"is not a tokenizer\.json"):
         open_tokenizer(str(tmp_path))
+    for name, near in (("gpt3", "gpt2"), ("o200k", "o200k_base")):
+        with pytest.raises(ConfigError, match="is none of tiktoken's: gpt2") as error:
+            open_tokenizer(f"tiktoken:{name}")
+        assert error.value.remedy == f"data.tokenizer=tiktoken:{near}"
+    for spec in ("", "BPE"):
+        with pytest.raises(ConfigError) as error:
+            open_tokenizer(spec)
+        assert error.value.remedy == "data.tokenizer=bpe"
+    (tmp_path / "tokenizer.json").write_text("\ufeff" + tokenizer.text)
+    assert open_tokenizer(str(tmp_path)).fingerprint == tokenizer.fingerprint
+
+
+def test_a_vocabulary_may_name_the_document_token(tokenizer: Tokenizer) -> None:
+    ours, own = altered(tokenizer, added_tokens=[]), tokenizer.document_token
+    assert ours.document_token == own and f"{END_OF_TEXT} (id {own})" in ours.note
+    assert not tokenizer.note and not ours.loses and ours.token_bytes[own] == 0
+    texts = [*AWKWARD, END_OF_TEXT, f"a {END_OF_TEXT}"]
+    assert listed(ours.encode_batch(texts)) == listed(tokenizer.encode_batch(texts))
+    assert [ours.bytes_of(ids) for ids in ours.encode_batch(texts)] == [
+        len(text.encode()) for text in texts
+    ]
+
+
+@pytest.mark.parametrize("why", ["two", "none", "text"])
+def test_a_vocabulary_that_leaves_the_document_token_open_is_refused(
+    tokenizer: Tokenizer, why: str
+) -> None:
+    vocab = dict(json.loads(tokenizer.text)["model"]["vocab"])
+    if why == "two":
+        vocab["</s>"] = len(vocab)
+    elif why == "none":
+        del vocab[END_OF_TEXT]
+    changes: dict[str, Any] = {"vocab": vocab, "added_tokens": []}
+    if why == "text":  # a text that is in the vocabulary as a whole is one token
+        whole = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+        changes |= {"ignore_merges": True, "pre_tokenizer": {**whole, "trim_offsets": True}}
     with pytest.raises(ConfigError, match="no special token to begin a document"):
-        altered(tokenizer, added_tokens=[])
+        altered(tokenizer, **changes)

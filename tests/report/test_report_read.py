@@ -75,7 +75,7 @@ def test_a_broken_report_tells_the_place(make_run: MakeRun, text: str, told: str
 def test_bytes_that_are_not_text_are_told(make_run: MakeRun) -> None:
     run = make_run()
     (run / "report.json").write_bytes(b"\xff\xfe\x00")
-    assert "cannot be read" in refused(run).message
+    assert "is damaged: it is not UTF-8" in refused(run).message
 
 
 def test_missing_and_wrong_keys_are_named_together(make_run: MakeRun) -> None:
