@@ -196,6 +196,7 @@ def advised(
         able = new and finding.bottleneck in BOTTLENECKS
         known = remedies(finding, plan, context, machine, catalogue, measured) if able else []
         found.append(Advised(finding, tuple(known)))
+    found = _by_gain(found)
     words = {"probes": "measured by probes", "datasheet": "assumed from its datasheet"}
     rates = f"rates of {machine.name} {words[machine.source]}"
     wider = widening(machine, "after_probes" if machine.source == "probes" else "no_gpu")
@@ -206,6 +207,23 @@ def advised(
     seen = asking.answer(plan).foresight
     timed = by_ledger(seen, seen, measured).gain is not None
     return Advice(tuple(found), rates, _no_remedy(findings, asking) if none else "", timed)
+
+
+def _by_gain(found: list[Advised]) -> list[Advised]:
+    """The findings, what is wrong first, then by what the best remedy of each gains.
+
+    A run's bottleneck is the one whose best remedy gains most. What has no forecast stays as it
+    stood, behind those that have one.
+    """
+    wrong = [one for one in found if one.finding.bottleneck in BEFORE_TIME]
+    rest = [one for one in found if one.finding.bottleneck not in BEFORE_TIME]
+    return [*wrong, *sorted(rest, key=lambda one: -_best_gain(one))]
+
+
+def _best_gain(one: Advised) -> float:
+    """The largest forecast gain of its remedies that keep what is learned; 0 without one."""
+    gains = [r.gain.value for r in one.remedies if r.gain is not None and r.equality != "learning"]
+    return max([0.0, *gains])
 
 
 def _worth(findings: Sequence[Finding]) -> list[tuple[Finding, bool]]:

@@ -41,8 +41,9 @@ LEAST_PEAK = 0.05
 SURE_PEAK = 0.25
 """Share of the peak from which a device is busy where nothing prices its work. Trained models reach
 0.3 to 0.5 of it in steps without waits."""
-COMPUTES, SENDS = ("product", "attention"), ("collective", "wait")
-"""Kinds of work that compute, and that wait for other ranks; the others move bytes."""
+COMPUTES, OTHER = ("product", "attention"), ("collective", "wait", "host")
+"""Kinds of work that compute, and that neither compute nor move bytes: what other ranks take, and
+what Python does between operations on a CPU."""
 UNREAD = "kernels: which of them take the time is told by a trace"
 
 
@@ -79,10 +80,10 @@ class Use:
         works: Mapping[str, float] = seen.work_s
         kinds = {name: name.partition(",")[0] for name in works}
         computes_s = sum(works[name] for name, kind in kinds.items() if kind in COMPUTES)
-        sends_s = sum(works[name] for name, kind in kinds.items() if kind in SENDS)
+        other_s = sum(works[name] for name, kind in kinds.items() if kind in OTHER)
         words = {"probes": "measured by probes", "datasheet": "assumed from its datasheet"}
         return Use(
-            computes_s, sum(works.values()) - computes_s - sends_s, seen.host_s, peak,
+            computes_s, sum(works.values()) - computes_s - other_s, seen.host_s, peak,
             f"rates of {seen.device} {words.get(seen.rates, seen.rates)}", "",
         )  # fmt: skip
 

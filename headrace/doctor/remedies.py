@@ -21,9 +21,9 @@ from functools import cached_property
 from typing import Any
 
 from headrace.changes import flat, word
-from headrace.core.errors import HeadraceError
+from headrace.core.errors import HeadraceError, UnsupportedError
 from headrace.core.gentler import gentler, usual_rate
-from headrace.core.machine import Machine
+from headrace.core.machine import SQUARE, Machine
 from headrace.core.plan import Plan
 from headrace.core.statistics import Interval
 from headrace.core.symptoms import BOTTLENECKS, parse, saves_memory
@@ -48,6 +48,8 @@ STEP = 3
 """By what a rate that may be too high is divided, where it is tried alone."""
 CAUSES = ("instability",)
 """What keys of the plan cause, so that they come before techniques that bear with it."""
+HALF = ("bf16", "fp16", "float8")
+"""Parts of words that name a precision which a processor may only emulate, many times as slowly."""
 MOST = 8
 """Remedies of one finding that are kept."""
 
@@ -190,6 +192,20 @@ class _Asker:
         """What is predicted of the plan as it is."""
         return self.asking.answer(self.asking.start)
 
+    @cached_property
+    def halves_are_slow(self) -> bool:
+        """Whether the device is a CPU that was not measured to multiply halves faster than fp32."""
+        machine = self.asking.machine
+        if self.asking.context.device != "cpu":
+            return False
+        if machine.source != "probes":
+            return True
+        try:
+            half_s, whole_s = (machine.product_s(p, *SQUARE) for p in ("bf16", "fp32"))
+        except UnsupportedError:
+            return True
+        return half_s >= whole_s
+
     def remedy(self, words: Words, plan: Plan | None = None) -> Remedy | None:
         """The remedy that a change is; None where it cannot run, does not fit or does not help.
 
@@ -199,6 +215,8 @@ class _Asker:
         """
         after = _answered(self.asking, words, plan)
         if after is None or after.foresight.fits == "no" or not after.changes:
+            return None
+        if self.halves_are_slow and any(half in word for word in after.changes for half in HALF):
             return None
         found = _remedy(self.finding, self.asking, self.before, after, self.measured, words)
         bottleneck = self.finding.bottleneck

@@ -1,5 +1,7 @@
 """What binds a step, by how busy the device's resources are: small runs on an H100 and a grid."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,10 @@ from headrace.arguments import named_plan
 from headrace.cli import catalogue
 from headrace.context import elsewhere, make_context
 from headrace.core.machine import Machine
+from headrace.core.plan import Plan
+from headrace.core.statistics import Interval
 from headrace.core.work import HOST_S
-from headrace.doctor.advice import Advice, advised, narrowest, plain, told
+from headrace.doctor.advice import Advice, Advised, _by_gain, advised, narrowest, plain, told
 from headrace.doctor.findings import Finding
 from headrace.doctor.forecast import Measured
 from headrace.doctor.judge import faults, judge
@@ -28,7 +32,9 @@ from headrace.doctor.physics import (
     lead,
     slack_share,
 )
+from headrace.doctor.remedies import Remedy, _Asker, remedies
 from headrace.doctor.window import Window
+from headrace.planner.candidates import Asking
 from headrace.planner.foresight import foresee
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -117,6 +123,44 @@ def test_a_host_that_is_slow_in_launches_is_not_in_all_that_it_does() -> None:
     assert found is not None and found.gain is not None
     after_s = 0.0328 / (1 + found.gain.value)
     assert after_s == pytest.approx(HOST_S + 0.0025 + 0.0021 + 0.03 * 0.0328, rel=0.1)
+
+
+def test_a_finding_whose_remedy_gains_more_stands_before_one_that_takes_more() -> None:
+    """And what is wrong before both; what has no forecast keeps its place behind them."""
+
+    def one(name: str, share: float, *gains: float | None, equality: str = "exact") -> Advised:
+        intervals = (None if g is None else Interval(g, g, g, 9) for g in gains)
+        known = [Remedy(("+a",), "", i, 0.0, "yes", "", equality, "ledger") for i in intervals]
+        return Advised(Finding(name, share, "", "", "measured"), tuple(known))
+
+    found = [
+        one("input", 0.4, 0.2), one("launch", 0.3, None, 0.9), one("evaluation", 0.2),
+        one("instability", 0.1, None), one("computation", 0.1, 3.0, equality="learning"),
+    ]  # fmt: skip
+    names = [advised.finding.bottleneck for advised in _by_gain(found)]
+    assert names == ["instability", "launch", "input", "evaluation", "computation"]
+    both = Advice(tuple(found[:3]), timed=True)
+    assert both.first is found[1].remedies[1] and both.healthy is False
+    assert Advice((one("launch", 0.3, 0.05),), timed=True).healthy is True
+    assert Advice((one("launch", 0.3, None),)).healthy is None
+    wrong = Advice((found[3], found[1]), timed=True)
+    assert wrong.healthy is False and wrong.first is found[3].remedies[0]
+    empty = Advice((one("launch", 0.3, None),), timed=True)
+    assert empty.first is None and empty.healthy is True, "nothing is known to gain"
+
+
+def test_no_half_precision_is_told_of_to_a_cpu_that_emulates_it(
+    tiny_plan: Callable[..., Plan],
+) -> None:
+    plan = tiny_plan()
+    context, guessed = make_context(plan, torch.device("cpu")), Machine.assumed("cpu")
+    finding = Finding("kernel efficiency", 0.5, "", "", "measured")
+    for machine, told_of in ((guessed, False), (Machine.assumed(H100), True)):
+        place = replace(context, device="cuda" if told_of else "cpu")
+        ask = _Asker(finding, Asking(plan, place, machine, catalogue()), Measured())
+        assert ask.halves_are_slow is not told_of
+    known = remedies(finding, plan, context, guessed, catalogue(), Measured())
+    assert not any("bf16" in word for one in known for word in one.change)
 
 
 # --- a grid ----------------------------------------------------------------------------------
