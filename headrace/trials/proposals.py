@@ -11,7 +11,7 @@ plenty, and what the clock has cut off takes all that shares a word with it to t
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import log, log2, prod
@@ -65,8 +65,9 @@ LEARNS = ("recipe", "instability", "wasted tokens", "computation")
 """Symptoms of changes of learning, those first that come to a loss in fewer tokens."""
 
 
-NEAR = 0.01
-"""Promises that differ by no larger share are the same: the plan with fewer changes comes first."""
+NEAR: Mapping[str, float] = {"cuda": 0.01, "cpu": 0.15}
+"""By device: promises that differ by no larger share are the same, and the plan with fewer changes
+comes first. On a CPU predictions have no interval yet, and one change is compiled in seconds."""
 GAINS, UNKNOWN, SMALL, DOUBTED, CUT = range(5)
 """In which order plans are tried: a foreseen gain of `SLACK` or more; of nothing foreseen; of less;
 one that looked faster where noise was too large to tell; cut off by the clock before."""
@@ -241,12 +242,14 @@ class Pool:
         best: so far.
         memory: the peak is to become less, not the time.
         guess_s: see Sources.
+        near: share by which promises differ that are the same.
     """
 
     first: Plan
     best: Proposal
     memory: bool = False
     guess_s: Callable[[Plan], float | None] = lambda plan: None
+    near: float = NEAR["cuda"]
     best_s: float | None = None
     """measured seconds of its step"""
     waiting: dict[str, _Waiting] = field(default_factory=dict)
@@ -293,7 +296,9 @@ class Pool:
         if not ranks or (first >= SMALL and not small):
             return None
         best = max(rank for key, rank in ranks.items() if tiers[key] == first)
-        near = [k for k, rank in ranks.items() if tiers[k] == first and rank * (1 + NEAR) >= best]
+        near = [
+            k for k, rank in ranks.items() if tiers[k] == first and rank * (1 + self.near) >= best
+        ]
         chosen = min(near, key=lambda key: (len(self.waiting[key].change), -ranks[key]))
         return self.waiting.pop(chosen).proposal
 

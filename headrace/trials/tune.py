@@ -35,7 +35,7 @@ from headrace.trials import again, lessons
 from headrace.trials.judge import Aim, Compared, Rules
 from headrace.trials.pairs import Measure
 from headrace.trials.path import Tuned
-from headrace.trials.proposals import SLACK, Pool, Proposal, Sources
+from headrace.trials.proposals import NEAR, SLACK, Pool, Proposal, Sources
 from headrace.trials.readings import OUT_OF_MEMORY
 from headrace.trials.running import Run
 from headrace.trials.step import Stage, Step
@@ -114,7 +114,8 @@ class _Loop(Run):
         self.sources = sources
         start, others = sources.whole(self.first)
         memory = self.rules.aim == "memory"
-        self.start, self.pool = start, Pool(self.first, start, memory, sources.guess_s)
+        near = NEAR.get(self.rules.device, NEAR["cpu"])
+        self.start, self.pool = start, Pool(self.first, start, memory, sources.guess_s, near)
         self.pool.add(others, whole=True)
         self.ask()
         unknown = start.foresight.step_s is None
@@ -138,10 +139,10 @@ class _Loop(Run):
     def allowed(self) -> bool:
         """Whether runs to the target fit into the minutes; else the aim is a step's time.
 
-        Where no step is predicted, the most promising change is tried first, which times one.
+        Where predicted steps do not say so, the most promising change is tried first: it times one.
         """
         may, told = lessons.allowed(self)
-        if may is None:
+        if not may:
             self.execution(most=1)
             may, told = lessons.allowed(self)
         if may is None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from headrace.core.plan import Plan
-from headrace.trials.proposals import Pool, learning_order, with_batches
+from headrace.trials.proposals import NEAR, Pool, learning_order, with_batches
 
 Change = Callable[..., Plan]
 A, B, C = "+fused_rope", "+fused_swiglu", "+fused_rms_norm"
@@ -245,6 +245,9 @@ def test_of_nearly_equal_promises_the_fewest_changes_come_first(made: Callable[.
     at = made()
     two, one, _ = at.add(AB=0.5, A=0.504, C=0.52)
     assert at.order()[:2] == [one, two]
+    at = made(near=NEAR["cpu"])
+    two, one, last = at.add(AB=0.5, A=0.55, C=0.6)
+    assert at.order() == [one, two, last], "a CPU's predictions are less sure"
 
 
 def test_what_matters_little_waits_for_what_nothing_is_known_of(

@@ -271,7 +271,10 @@ def _worked(ledger: Ledger, mine: float) -> Ledger:
             ("gram", short, long), ("squared", short, short), ("product", long, short)
         ):  # fmt: skip
             shapes = (many * short, columns, terms)
-            more[f"{name}/{what}"] = Work("optimizer", "product", STEPS, sizes=shapes)
+            more[f"{name}/{what}"] = Work(
+                "optimizer", "product", STEPS, sizes=shapes,
+                precision="bf16" if sizes["on_gpu"] else "fp32",
+            )  # fmt: skip
     if sizes.get("slices", 1.0) > 1:
         whole = FP32 * sum(prod(m.shape) for m in taken.values())
         more["gather"] = collective(
