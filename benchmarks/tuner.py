@@ -29,6 +29,7 @@ import receipts
 from variants import FLASH4, KERNELS
 
 from headrace import probes
+from headrace.arguments import rates_here
 from headrace.changes import parse
 from headrace.cli import catalogue
 from headrace.context import check_supported, choose_device, make_context
@@ -167,13 +168,10 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any] | None:
 def tune(
     naive: Plan, minutes: float, folder: Path, args: argparse.Namespace
 ) -> tuple[Tuned, Machine]:
-    """Tune for the time of a step; the machine whose rates the planner had, too."""
+    """Tune for the time of a step, as the verb does; the machine whose rates it had, too."""
     device = choose_device(naive)
     context = make_context(naive, device)
-    machine = probes.cached(device)
-    if machine is None and args.probe:
-        machine = probes.measure(device)
-    machine = machine or Machine.assumed(context.device_name)
+    machine = probes.measure(device) if args.probe else rates_here(device)
     return tune_command(
         naive, aim="time", minutes=minutes, catalogue=catalogue(), context=context,
         machine=machine, folder=folder, tell=lambda line: print(line, flush=True),

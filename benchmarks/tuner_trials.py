@@ -30,11 +30,10 @@ import parts
 import receipts
 import torch
 
-from headrace import probes
+from headrace.arguments import rates_here
 from headrace.changes import changed, difference
 from headrace.cli import catalogue
 from headrace.context import choose_device, make_context
-from headrace.core.machine import Machine
 from headrace.core.plan import Plan
 from headrace.core.technique import Context
 from headrace.data.ingest import prepare
@@ -141,8 +140,7 @@ def start_of(shape: str, base: str, args: argparse.Namespace) -> Start:
     plan = changed(recipe, [*bare, *added, *words.split(), *where, *args.set], known)
     device = choose_device(plan)
     context = make_context(plan, device)
-    machine = probes.cached(device) or Machine.assumed(context.device_name)
-    return Start(shape, base, plan, context, sources("time", context, machine, known))
+    return Start(shape, base, plan, context, sources("time", context, rates_here(device), known))
 
 
 def trials_of(start: Start) -> list[Trial]:

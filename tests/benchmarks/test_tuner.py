@@ -51,6 +51,7 @@ def test_a_naive_plan_is_tuned_and_stands_beside_the_best(
         return Sources(lambda p: (whole.whole(p)[0], []), cut, lambda p: [])  # type: ignore[arg-type]
 
     monkeypatch.setattr(command, "sources", few)
+    monkeypatch.setattr(tuner, "rates_here", lambda device: Machine.assumed("cpu"))
     words = ["mine", "--plan", files[0], "--best", files[1], "--minutes", 0.06, "--steps", 2,
              "--here", "--results", tmp_path, "--folder", tmp_path]  # fmt: skip
     monkeypatch.setattr(sys, "argv", ["tuner.py", *map(str, words)])
@@ -116,6 +117,7 @@ def test_the_best_is_the_candidate_that_is_fastest_beside_the_tuned_plan(
     few = {"small": ("tiny", "", ("+chunked_cross_entropy", "", "+full_checkpoint"))}
     monkeypatch.setattr(tuner, "WORKLOADS", few)
     monkeypatch.setattr(tuner, "tune_command", tuned)
+    monkeypatch.setattr(tuner, "rates_here", lambda device: Machine.assumed("cpu"))
     monkeypatch.setattr(tuner, "compare", compared)
     words = ["tuner.py", "small", "--here", "--results", tmp_path, "--folder", tmp_path]
     monkeypatch.setattr(sys, "argv", [*map(str, words), "--best-minutes", "3.9"])
