@@ -130,6 +130,56 @@ def break_even_steps(tuning_s: float, before_s: float, after_s: float) -> float:
     return tuning_s / saved_s if saved_s > 0 else math.inf
 
 
+@dataclass(frozen=True)
+class Equivalence:
+    """Whether a mean lies within a margin.
+
+    Args:
+        verdict: "equal" within, "different" outside, or neither was shown.
+        mean: of the differences.
+        half: of its interval, at twice the error of one test.
+        enough: differences that should show it, four times of five, if it is as small as it looks
+            or half the margin.
+    """
+
+    verdict: Literal["equal", "different", "not shown"]
+    mean: float
+    half: float
+    enough: int
+
+
+def equivalence(
+    differences: Sequence[float], margin: float, level: float = 0.95, batches: int = 8
+) -> Equivalence:
+    """Two one-sided tests (Schuirmann 1987) of a mean of differences in a row.
+
+    What lies near in time is alike, so the spread is that of the means of `batches` equal pieces
+    (batch means); what is left over at the beginning is left out.
+
+    Args:
+        differences: in order, as many as there are batches at least.
+        margin: within which the mean is as good as none.
+        level: of each of both tests.
+        batches: of which the spread is taken.
+    """
+    _check_level(level)
+    _check_numbers(*differences)
+    size = len(differences) // batches
+    if size < 1 or batches < 2 or margin <= 0:
+        raise ValueError(f"{len(differences)} differences in {batches} batches within {margin}")
+    kept = differences[len(differences) - size * batches :]
+    means = [fmean(kept[i : i + size]) for i in range(0, len(kept), size)]
+    mean, sure = fmean(means), t_two_sided(2 * level - 1, batches - 1)
+    error = stdev(means) / math.sqrt(batches)
+    half, off = sure * error, abs(mean)
+    room = max(margin - off, margin / 2)
+    enough = math.ceil(len(kept) * ((sure + NormalDist().inv_cdf(POWER)) * error / room) ** 2)
+    verdict = (
+        "equal" if off + half < margin else "different" if off - half > margin else "not shown"
+    )
+    return Equivalence(verdict, mean, half, enough)
+
+
 # --- seeds -----------------------------------------------------------------------------------
 
 LOOKS = {2: 0.4, 3: 0.25, 5: 0.1}

@@ -9,31 +9,18 @@ stays within twice the first plan's, with all that was kept before. Beyond that 
 the plan without it leaves a long run no room: the largest saving of a peak may cost four times the
 step, which nobody wants who has the memory.
 
-A change of execution may move losses by rounding alone, and rounding grows from step to step: where
-two trainings went says nothing of a change that is exact. Both plans began with the same weights
-and read the same rows, so:
-
-- where all that differs is exact, the loss and every gradient's norm of several batches, all at the
-  first weights, lie within the bands that the guard of a run allows. Nothing else is asked;
-- else the mean of all losses lies within what another seed would move it. That noise is not trained
-  for: it is read off the first plan's own losses, whose scatter around their trend (second
-  differences, by their median) is what other rows bring. Two means of n losses differ by its
-  root(2/n), and twice that is allowed. Other initial weights would add to it, so this is the
-  stricter limit.
-
-Equal losses after some dozen steps are no proof of equal learning. What is approximate is told as
-such, and a run compares its first step again (guard.py).
+Whether both compute the same is asked of equality.py. What is better and approximate, and could not
+be shown to learn the same, is "not shown": it is not kept.
 """
 
 from dataclasses import asdict, dataclass, replace
-from math import isfinite, sqrt
-from statistics import fmean, median
+from statistics import median
 from typing import Any, Literal
 
 from headrace.core.plan import Plan
 from headrace.core.statistics import Interval, accept, drifted
 from headrace.core.units import format_bytes
-from headrace.guard import ALL, BANDS, MEAN, apart
+from headrace.trials.equality import equality
 from headrace.trials.kinds import Kind, kind_of
 from headrace.trials.pairs import Measure
 from headrace.trials.readings import NOT_DONE, Reading
@@ -41,12 +28,6 @@ from headrace.trials.turns import MARGIN, Size, ratio_of
 
 Verdict = Literal["better", "worse", "undecided", "not shown", "different", "refused", "cut"]
 Aim = Literal["time", "money", "memory", "quality"]
-ROUNDING = 0.01
-"""Of the guard's band: by so much of itself rounding may move a mean loss, however quiet it is."""
-SEEDS_APART = 2.0
-"""Standard deviations of the noise between seeds that a mean loss may lie away."""
-NORMAL_MEDIAN = 0.6745
-"""Median distance from the mean of a normal distribution, in standard deviations."""
 DRIFT = {"cuda": 0.015, "cpu": 0.15}
 """Share by which the first plan's blocks at both ends may differ without a word."""
 FULL = 0.97
@@ -81,7 +62,8 @@ class Compared:
         compile_s: by which the second's first steps took longer than as many steady ones.
         seeds: with which both went to the target.
         won: those with which the second was sooner there.
-        enough: seeds that should show it; None is not known.
+        enough: seeds that should show it, or steps of a training; None is not known.
+        untrained_s: seconds that both would have had to train on for, so that it is shown.
         rates: tokens per second of steady steps in runs to the target, of both.
     """
 
@@ -102,6 +84,7 @@ class Compared:
     seeds: int = 0
     won: int = 0
     enough: int | None = None
+    untrained_s: float = 0.0
     rates: tuple[float | None, float | None] = (None, None)
 
     def plain(self) -> dict[str, Any]:
@@ -121,6 +104,7 @@ class Rules:
         peaks: predicted bytes of both plans, told beside what is measured, and all that is known
             on devices that do not count.
         slower: times as long as the first plan's a step of the plan before is, by what was kept.
+        shown: that it learns the same was shown before, or is not asked.
     """
 
     aim: Aim = "time"
@@ -129,6 +113,7 @@ class Rules:
     capacity_bytes: float | None = None
     peaks: tuple[float, float] | None = None
     slower: float = 1.0
+    shown: bool = False
 
     @property
     def margin(self) -> float:
@@ -156,11 +141,16 @@ class Gain:
     def __call__(self, reading: Reading) -> bool:
         """Whether the second plan may be better, and computes the same."""
         found = judge(reading, self.kind, self.rules)
-        if found.verdict not in ("better", "undecided") or found.ratio is None:
+        if found.verdict not in ("better", "undecided", "not shown") or found.ratio is None:
             return False
         if self.aim == "memory":
-            return found.verdict == "better"
+            return found.verdict != "undecided"
         return found.ratio.value > 1 and found.ratio.high > 1 + self.rules.margin
+
+    def train_to(self, reading: Reading) -> int:
+        """Steps that both should train in all so that a gain can be kept; 0 for no more."""
+        found = judge(reading, self.kind, self.rules)
+        return (found.enough or 0) if found.verdict == "not shown" else 0
 
 
 def compare(
@@ -199,23 +189,30 @@ def judge(reading: Reading, kind: Kind, rules: Rules) -> Compared:
         why = f"the plan before it cannot run: {other.refused}"
         return Compared("better", why, after_s=median(reading.seconds), steps=reading.steps,
                         peak_bytes=reading.peak_bytes, ready_s=reading.ready_s)  # fmt: skip
-    off, noise, why = _losses(other, reading, kind, rules.precision)
+    alike = equality(other, reading, kind)
     ratio = ratio_of(other.seconds, reading.seconds)
     found = Compared(
-        "undecided", why, ratio=ratio,
+        "undecided", alike.reason, ratio=ratio,
         before_s=median(other.seconds), after_s=median(reading.seconds),
-        memory=_memory(other, reading, rules), peak_bytes=reading.peak_bytes, loss=off, noise=noise,
+        memory=_memory(other, reading, rules), peak_bytes=reading.peak_bytes,
+        loss=alike.loss, noise=alike.noise,
         steps=reading.steps, screened=reading.screened, ready_s=reading.ready_s,
         compile_s=reading.compile_s,
     )  # fmt: skip
-    if why:
-        return replace(found, verdict="different", reason=why)
+    if alike.verdict == "different":
+        return replace(found, verdict="different")
     if room := _no_room(reading, rules):
         return replace(found, verdict="refused", reason=f"it leaves a long run no room: {room}")
     if rules.aim == "memory":
-        return _by_memory(found, rules, tight=_no_room(other, rules))
-    limit = DRIFT.get(rules.device, DRIFT["cpu"])
-    return _by_time(found, rules, drifted(other.seconds[0], other.seconds[-1], limit))
+        found = _by_memory(found, rules, tight=_no_room(other, rules))
+    else:
+        limit = DRIFT.get(rules.device, DRIFT["cpu"])
+        found = _by_time(found, rules, drifted(other.seconds[0], other.seconds[-1], limit))
+    if found.verdict != "better" or alike.verdict == "same" or rules.shown:
+        return found
+    told = f"{found.reason}, but {alike.reason}"
+    return replace(found, verdict="not shown", reason=told, enough=alike.enough,
+                   untrained_s=reading.untrained_s)  # fmt: skip
 
 
 def _no_room(reading: Reading, rules: Rules) -> str:
@@ -296,62 +293,3 @@ def _memory(one: Reading, two: Reading, rules: Rules) -> float | None:
     if one.reserved_bytes and two.reserved_bytes:
         return two.reserved_bytes / one.reserved_bytes
     return rules.peaks[1] / rules.peaks[0] if rules.peaks and rules.peaks[0] else None
-
-
-def _losses(
-    one: Reading, two: Reading, kind: Kind, precision: str
-) -> tuple[float | None, float | None, str]:
-    """Difference of the mean losses, the seeds' noise, and why they are not the same, if not."""
-    if not all(map(isfinite, two.losses)):
-        return None, None, "its loss is not finite"
-    n = min(len(one.losses), len(two.losses))  # steps that both took
-    a, b = one.losses[:n], two.losses[:n]
-    if not n:
-        return None, None, ""
-    if a == b and one.norms[:n] == two.norms[:n]:
-        return 0.0, seed_noise(a), ""
-    band = BANDS.get(precision, BANDS["bf16"])
-    off, noise = fmean(b) - fmean(a), seed_noise(a)
-    if kind == "exact":
-        return off, noise, _other_numbers(one, two)
-    allowed = max(SEEDS_APART * noise, ROUNDING * band * abs(fmean(a)))
-    if abs(off) <= allowed:
-        return off, noise, ""
-    told = f"its mean loss is off by {off:+.4g} nats, and another seed moves it by {allowed:.2g}"
-    return off, noise, told
-
-
-def _other_numbers(one: Reading, two: Reading) -> str:
-    """What two plans that should compute the same do not, at the same weights; "" if they do."""
-    if not (one.firsts and two.firsts):
-        return "nothing was compared at the same weights"
-    freed = {*one.freed, *two.freed}
-    for batch, (wanted, found) in enumerate(zip(one.firsts, two.firsts, strict=False), start=1):
-        if not (isfinite(wanted.total) and isfinite(found.total)):  # a skipped step is refused
-            continue
-        wanted, found = (
-            f._replace(norms={n: v for n, v in f.norms.items() if n not in freed})
-            for f in (wanted, found)
-        )
-        off = apart(found, wanted)
-        share = {name: v / two.limits.get(name, two.limits[""]) for name, v in off.items()}
-        worst = MEAN if share[MEAN] > 1 else max(share, key=share.__getitem__)
-        if share[worst] <= 1:
-            continue
-        told = f"at the same weights its loss of batch {batch} is"
-        if worst == MEAN:
-            return f"{told} {found.loss:.6g} nats, and {wanted.loss:.6g}"
-        other, first = (
-            f.total if worst == ALL else f.norms.get(worst, 0.0) for f in (found, wanted)
-        )
-        return f"the gradient of {worst} has norm {other:.6g} in batch {batch}, and {first:.6g}"
-    return ""
-
-
-def seed_noise(losses: list[float]) -> float:
-    """Standard deviation, in nats, of the mean losses' difference between two seeds; 0 for few."""
-    bends = [a - 2 * b + c for a, b, c in zip(losses, losses[1:], losses[2:], strict=False)]
-    if not bends:
-        return 0.0
-    scatter = median(map(abs, bends)) / NORMAL_MEDIAN / sqrt(6)
-    return scatter * sqrt(2 / len(losses))

@@ -47,10 +47,12 @@ from headrace.trials.turns import (
     ACCEPT,
     MARGIN,
     TIMED,
+    TRAINED,
     Limit,
     Size,
     take_turns,
     take_visits,
+    train_on,
     visit_steps,
 )
 from headrace.trials.worker import Worker
@@ -87,6 +89,7 @@ def time_pair(
             found.ready_s = limit.spent_s
             margin = MARGIN.get(two.build.device.type, MARGIN["cpu"])
             take_turns(one, two, size, limit.left_s, TIMED * limit.seconds, margin)
+            train_on(one, two, size, limit.left_s, TRAINED * limit.seconds)
             one.end()
             two.end()
 
@@ -203,6 +206,13 @@ class _Side:
             self.step_s = median(seconds)
             for i in range(0, len(seconds), steps):
                 self.found.seconds.append(median(seconds[i : i + steps]))
+            self.tell()
+
+    def train_to(self, steps: int) -> None:
+        """Untimed steps, until there were so many."""
+        with self._own():
+            while self.index < steps:
+                self.step()
             self.tell()
 
     def step(self) -> None:

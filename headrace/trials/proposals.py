@@ -38,7 +38,7 @@ from headrace.planner.candidates import Asking, Candidate, Words, singles
 from headrace.planner.foresight import Foresight, at
 from headrace.planner.sweep import sweep
 from headrace.trials.judge import Aim
-from headrace.trials.kinds import kind_of
+from headrace.trials.kinds import APPROXIMATE, kind_of
 from headrace.trials.store import fingerprint
 
 TOP = 12
@@ -327,6 +327,14 @@ class Pool:
     def late(self, proposal: Proposal) -> None:
         """The clock cut it off: what shares a word with it comes last."""
         self.cut |= {*difference(self.best.plan, proposal.plan)}
+
+    def unshown(self, proposal: Proposal) -> None:
+        """What rounds otherwise in it could not be shown to learn the same: that comes last."""
+        put_in = _put_in(self.best.plan, proposal.plan)
+        rounds = {f"+{t.name()}" for t in put_in if t.equality == "approximate"}
+        words = difference(self.best.plan, proposal.plan)
+        self.cut |= {w for w in words if w in rounds or w.partition("=")[0] in APPROXIMATE}
+        self.lose(proposal)
 
     def correct(self, proposal: Proposal, measured_s: float) -> None:
         """Remember how wrong its prediction was."""

@@ -78,6 +78,8 @@ class Reading:
     """of a pair: steps timed of each, seconds before them, no gain at a first look"""
     compile_s: float = 0.0
     """by which a plan's first steps took longer than as many steady ones, where two are timed"""
+    untrained_s: float = 0.0
+    """that both plans would have had to train on for to show that they learn the same"""
     tokens_per_s: float | None = None
     """of a run, once it is steady"""
     by_host: bool = False

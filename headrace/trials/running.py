@@ -23,7 +23,7 @@ from headrace.trials.readings import why
 from headrace.trials.step import Became, Stage, Step, length_of
 from headrace.trials.store import Store, fingerprint
 from headrace.trials.target import GIVEN_UP
-from headrace.trials.turns import ACCEPT, FITS, LOOK, LOOK_ROUNDS, PAIR_STEPS, Size
+from headrace.trials.turns import ACCEPT, FITS, LOOK, LOOK_ROUNDS, PAIR_STEPS, TRAINED, Size
 
 WANTED = Size(block_s=0.2)
 """Of each plan; short steps are taken more often, for their host is noisy."""
@@ -127,6 +127,7 @@ class Run:
         rules = replace(
             self.rules, capacity_bytes=two.foresight.capacity_bytes,
             peaks=(one.foresight.peak_bytes, two.foresight.peak_bytes), slower=self.slower(one),
+            shown=not screen,
         )  # fmt: skip
         try:
             found = compare(
@@ -143,6 +144,8 @@ class Run:
             told = f"better on {found.steps} steps, and {LOOK} are the least to keep it"
             step_s = ((found.before_s or 0.0) + (found.after_s or 0.0)) / 2
             limit_s = (found.ready_s + PAIR_STEPS * step_s) / FITS
+        elif found.verdict == "not shown":
+            return self._would_show(found, began_s, share)
         elif found.verdict == "cut":  # nothing is known of it
             limit_s = 2 * max(limit_s, self.store.late_s, self.least_s)
             more = " gives it twice as long"
@@ -151,6 +154,19 @@ class Run:
         self.needed.append(minutes := self.minutes_for(limit_s, began_s - self.began_s, share))
         told = f"{told}: --minutes {minutes}{more}, and the same command goes on"
         return replace(found, verdict="cut", reason=told)
+
+    def _would_show(self, found: Compared, began_s: float, share: float) -> Compared:
+        """What looks better, with what should show that it learns the same."""
+        more_s, took_s = found.untrained_s, self.clock() - began_s
+        if not more_s:
+            told = "no training goes on for it where both plans do not fit on the device at once"
+            return replace(found, reason=f"{found.reason}; {told}, so it is left to you")
+        limit_s = max((took_s + more_s) / FITS, more_s / TRAINED)
+        minutes = self.minutes_for(limit_s, began_s - self.began_s, share)
+        self.needed.append(minutes)
+        told = f"about {found.enough} steps of both should show it, {format_seconds(more_s)} more"
+        told += f": --minutes {minutes}, and the same command goes on"
+        return replace(found, reason=f"{found.reason}; {told}")
 
     def minutes_for(self, limit_s: float, after_s: float, share: float) -> int:
         """Whole minutes, more than now, in which a pair that begins after so long has so long."""

@@ -174,6 +174,8 @@ def stands(reading: Reading) -> bool:
     """Whether the clock let it say something."""
     if any(r.refused.startswith(NOT_DONE) for r in (reading, reading.beside) if r):
         return False
+    if reading.untrained_s:
+        return False
     return bool(reading.refused) or reading.steps >= LOOK or not reading.beside
 
 

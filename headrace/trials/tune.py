@@ -218,6 +218,8 @@ class _Loop(Run):
         if found.verdict == "better":
             self.pool.keep(proposal, found.after_s)
             self.ask()
+        elif found.verdict == "not shown":
+            self.pool.unshown(proposal)
         elif found.verdict == "cut":
             self.pool.late(proposal)
         else:

@@ -41,6 +41,10 @@ class Worth(Protocol):
         """Of a second plan's reading, with the first's beside it."""
         ...
 
+    def train_to(self, reading: Reading) -> int:
+        """Steps that both should train in all so that a gain can be kept; 0 for no more."""
+        ...
+
 
 @dataclass(frozen=True)
 class Size:
@@ -92,6 +96,10 @@ MARGIN = {"cuda": 0.005, "cpu": 0.02}
 """The gain that counts, a share of the step or of the peak."""
 FITS = 0.8
 """Of its limit a reading plans to take; the rest is for a plan that was late."""
+TRAINED = 0.5
+"""Of its limit that a training may take which goes on to show that a change learns the same."""
+TRAININGS = 2
+"""Times that it may go on: as far as a test needs at least, and as far as that says."""
 TIMED = 0.3
 """Of its limit that timed steps may take beyond a look where others wait: slow steps would leave no
 time."""
@@ -127,6 +135,10 @@ class Side(Protocol):
         """So many timed blocks, after one step that is not timed."""
         ...
 
+    def train_to(self, steps: int) -> None:
+        """Train on, untimed, until it took so many steps in all."""
+        ...
+
 
 def take_turns(
     one: Side, two: Side, size: Size, left_s: Callable[[], float], share_s: float, margin: float
@@ -157,6 +169,36 @@ def take_turns(
     spent_s = began_s - left_s()
     if _open(found, size, margin) and left_s() - ends_s >= spent_s:
         _turns(one, two, size, size.rounds, size.steps, left_s() - ends_s)
+
+
+def train_on(one: Side, two: Side, size: Size, left_s: Callable[[], float], most_s: float) -> None:
+    """Train both on until it is shown whether they learn the same, where that is asked.
+
+    What cannot be done in time by half is not begun; how many seconds are wanting is noted.
+
+    Args:
+        one: the first plan.
+        two: the second.
+        size: what is wanted; nothing is asked where a first look said no.
+        left_s: seconds that are left.
+        most_s: that it may take.
+    """
+    found, other, ends_s = two.found, one.found, max(0.0, left_s() - most_s)
+    if size.worth is None or found.screened:
+        return
+    pair_s = max(one.step_s, SHORTEST_S) + max(two.step_s, SHORTEST_S)
+    for _ in range(TRAININGS):
+        more = size.worth.train_to(found) - min(len(found.losses), len(other.losses))
+        fits = min(more, int((left_s() - ends_s) / pair_s))
+        if more <= 0 or fits < more / 2:
+            break
+        steps = min(len(found.losses), len(other.losses)) + fits
+        one.train_to(steps)
+        two.train_to(steps)
+        if fits < more:
+            break
+    more = size.worth.train_to(found) - min(len(found.losses), len(other.losses))
+    found.untrained_s = max(0, more) * pair_s
 
 
 def ratio_of(one: Sequence[float], two: Sequence[float]) -> Interval:
