@@ -15,6 +15,8 @@ import pytest
 from programs import rows, run
 from tiny import READ
 
+from headrace.truth import compute
+
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 natural, natural_gate, natural_runs, natural_said, natural_times = (
@@ -81,6 +83,8 @@ def test_a_run_is_said_and_then_measured_where_a_call_ended(
     gain = found["-full_checkpoint"]["gain"]
     assert gain["n"] >= 2 and gain["low"] <= gain["value"] <= gain["high"]
     assert call("all") == 0 and len(rows(tmp_path, "natural")) == 1
+    score = compute(tmp_path)["doctor_first_remedy_near_best"]
+    assert (score["n"] + score["thin"], score["late"], score["open"]) == (1, 0, 0)
 
 
 def rows_of_parts(folder: Path) -> list[str]:
