@@ -22,7 +22,7 @@ from headrace.core.technique import Evidence
 from headrace.evaluate import TARGETS, doubts
 from headrace.goal import Counters, reached
 from headrace.model.count import model_flops_per_token
-from headrace.planner.reserved import WORKSPACE, as_held
+from headrace.planner.reserved import Footprint, as_held
 from headrace.run_folder import command_line
 from headrace.signals import STALL_SHARE, device_peak_bytes
 from headrace.sockets import Build
@@ -63,8 +63,8 @@ def summarize(
         waits_s: each step's wait for data.
     """
     plan, price = build.plan, build.plan.hardware.dollars_per_hour
-    ledger, workspace = as_held(predict(plan, build.context), build.context)
-    owners = {**dict(ledger.owners()), **({WORKSPACE: workspace} if workspace else {})}
+    held = as_held(predict(plan, build.context), build.context)
+    ledger, owners = held.ledger, {**dict(held.ledger.owners()), **held.beside}
     step_s = plan.batch.tokens / rate if rate else None
     return {
         "format": 1,
@@ -78,7 +78,7 @@ def summarize(
         "wall_s": counters.wall_s,
         "steady_tokens_per_s": rate,
         "model_flops_utilization": _utilization(build, rate),
-        "peak_memory_bytes": _memory(build, ledger, workspace, tracked),
+        "peak_memory_bytes": _memory(build, held, tracked),
         "memory_lines": [{"name": name, "bytes": bytes} for name, bytes in owners.items()],
         "memory_measured": _measured(build, tracked),
         "phase_s": counters.phase_s,
@@ -137,12 +137,10 @@ def _utilization(build: Build, rate: float | None) -> dict[str, Any]:
     }
 
 
-def _memory(
-    build: Build, ledger: Ledger, workspace: int, tracked: Mapping[str, int] | None
-) -> dict[str, Any]:
+def _memory(build: Build, held: Footprint, tracked: Mapping[str, int] | None) -> dict[str, Any]:
     """Peak bytes: the allocator's on a GPU, the tracker's and the process's on a CPU."""
-    instant, held = ledger.peak()
-    predicted = held + workspace
+    instant, peak_bytes = held.ledger.peak()
+    predicted = peak_bytes + sum(held.beside.values())
     found = device_peak_bytes(build.device)
     if found is None:
         import resource  # which not every system has

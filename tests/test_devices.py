@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from headrace.build import predict
+from headrace.cli import catalogue
 from headrace.context import check_supported, elsewhere, make_context
 from headrace.core.errors import UnsupportedError
 from headrace.core.hardware import NAMES, lookup
@@ -16,7 +17,8 @@ from headrace.core.machine import Machine
 from headrace.core.plan import Plan
 from headrace.core.technique import Context
 from headrace.planner.foresight import foresee
-from headrace.planner.reserved import WORKSPACE, as_held
+from headrace.planner.reserved import RESTS, WORKSPACE, Footprint, as_held
+from headrace.recipes import read_recipe
 
 OLD = ("T4", "V100")
 """GPUs without units for bf16."""
@@ -56,17 +58,23 @@ def test_a_report_predicts_what_a_plan_does(
 ) -> None:
     plan = tiny_plan("device=auto")
     context = on(plan, "H100")
-    ledger, workspace = as_held(predict(plan, context), context)
-    assert workspace == 64 * 2**20
-    assert foresee(plan, context, Machine.assumed("H100")).peak_bytes == (
-        ledger.peak()[1] + workspace
-    )
+    held = as_held(predict(plan, context), context)
+    assert held.beside[WORKSPACE] == 64 * 2**20 and held.beside[RESTS] > 0
+    found = foresee(plan, context, Machine.assumed("H100"))
+    assert found.peak_bytes == pytest.approx(held.ledger.peak()[1] + sum(held.beside.values()))
 
-    def with_workspace(ledger: Any, context: Context) -> tuple[Any, int]:
-        return ledger, 7 * 2**20
+    def with_workspace(ledger: Any, context: Context) -> Footprint:
+        return Footprint(ledger, 7 * 2**20, None)
 
     monkeypatch.setattr("headrace.summary.as_held", with_workspace)
     report = json.loads((train("goal.steps=1") / "report.json").read_text())
     lines = {line["name"]: line["bytes"] for line in report["memory_lines"]}
     assert lines[WORKSPACE] == 7 * 2**20
     assert sum(lines.values()) == pytest.approx(report["peak_memory_bytes"]["predicted"])
+
+
+def test_the_small_recipe_on_an_h100_holds_what_was_measured() -> None:
+    plan = Plan.read(read_recipe("small", "plan"), catalogue(), overrides=["device=auto"])
+    found = foresee(plan, on(plan, "NVIDIA H100 80GB HBM3"), Machine.assumed("H100"))
+    assert found.peak_bytes == pytest.approx(985303552, rel=0.001)  # torch 2.11.0, 2026-11-25
+    assert sum(found.owners.values()) == pytest.approx(found.peak_bytes)

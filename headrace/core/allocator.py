@@ -36,11 +36,13 @@ class OutOfMemory(Exception):
 class Block:
     """A piece of a segment, used or free."""
 
-    __slots__ = ("after", "before", "free", "order", "size", "small")
+    __slots__ = ("after", "before", "free", "order", "size", "small", "spare")
 
     def __init__(self, size: int, small: bool, order: int) -> None:
         self.size, self.small, self.order = size, small, order
         self.free = False
+        self.spare = 0
+        """of a used block, bytes beyond its tensor's"""
         self.before: Block | None = None
         self.after: Block | None = None
 
@@ -57,6 +59,9 @@ class Allocator:
         self.capacity, self.expandable = capacity, expandable
         self.allocated = self.reserved = 0
         self.allocated_peak = self.reserved_peak = 0
+        self.spare = self.spare_at_peak = 0
+        """of what is allocated, bytes beyond those of tensors, which count as allocated too; and
+        how many they were when most was allocated"""
         self.retries = 0
         """times that everything free had to be given back first"""
         self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}
@@ -77,13 +82,17 @@ class Allocator:
         block = pool.pop(at)[2] if at < len(pool) else self._segment(size, small)
         block.free = False
         self._cut(block, size)
+        block.spare = block.size - math.ceil(bytes)
         self.allocated += block.size
-        self.allocated_peak = max(self.allocated_peak, self.allocated)
+        self.spare += block.spare
+        if self.allocated > self.allocated_peak:
+            self.allocated_peak, self.spare_at_peak = self.allocated, self.spare
         return block
 
     def release(self, block: Block) -> None:
         """A tensor has gone."""
         self.allocated -= block.size
+        self.spare -= block.spare
         for other in (block.before, block.after):
             if other is not None and other.free:
                 pool = self._free[other.small]

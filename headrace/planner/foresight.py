@@ -11,7 +11,6 @@ measured so far, by what they rest on; on others these are wider, and say by how
 Steps of one plan that were measured (`calibrated`, or `after` a run) move the prediction of others.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -42,13 +41,10 @@ from headrace.planner.intervals import (
     widening,
     workload,
 )
-from headrace.planner.reserved import WORKSPACE, Reserved, as_held, reserve
+from headrace.planner.reserved import Footprint, as_held
 
 TIGHT = 0.93
 """Of the memory that is left beside the driver's: above it, pieces that nothing fits may decide."""
-REPLAYED = 256
-"""Layers of the deepest model whose tensors are replayed through the allocator, which takes three
-milliseconds a layer. Llama 3.1 405B has 126. Of a deeper one it is not said what it would hold."""
 KINDS = {"product": "matrix products", "attention": "attention", "stream": "memory traffic",
          "host link": "the host link", "collective": "exposed communication",
          "wait": "waiting for other ranks' layers",
@@ -60,8 +56,6 @@ ON_CPU = "no prediction was compared with measured steps of a CPU yet"
 FEW = "too few steps of its kind were measured, or none, to know how far off it is"
 IDLE = (LAUNCHES, DATA, EDGE, KINDS["wait"])
 """Parts of a step in which the device does nothing."""
-EXPANDABLE = "expandable_segments"
-"""A size of the ledger that is not 0 where segments grow."""
 
 
 @dataclass(frozen=True)
@@ -171,12 +165,12 @@ def foresee(
     """
     check_supported(list(plan.techniques.values()), context)
     each = predict_each(plan, context)
-    ledger, workspace = as_held(max(each, key=lambda one: one.peak()[1]), context)
-    cuda = context.device == "cuda"
+    held = as_held(max(each, key=lambda one: one.peak()[1]), context)
+    ledger, cuda, more = held.ledger, context.device == "cuda", sum(held.beside.values())
     instant, peak_bytes = ledger.peak()
     buffers = ranks.buffers_bytes(ledger) if cuda else 0
     left = machine.memory_bytes - machine.context_bytes - buffers
-    fits, reserved = _room(ledger, peak_bytes + workspace, workspace, left, cuda)
+    fits, reserved = _room(held, left)
     time, unknown = _time(plan, context, each, machine)
     tier: Tier = "after_probes" if machine.source == "probes" else "no_gpu"
     basis: Basis = tier
@@ -196,13 +190,12 @@ def foresee(
         between["dollars"] = Between(price * ends.low, price * ends.high)
     return Foresight(
         device=machine.name, rates=machine.source, rates_say=machine.says,
-        peak_bytes=peak_bytes + workspace, peak_at=instant,
-        owners=dict(ledger.owners()) | ({WORKSPACE: workspace} if workspace else {}),
-        capacity_bytes=left, fits=fits,
+        peak_bytes=peak_bytes + more, peak_at=instant,
+        owners=dict(ledger.owners()) | held.beside, capacity_bytes=left, fits=fits,
         step_s=step_s, parts_s={} if time is None or step_s is None else _parts(time, step_s),
         tokens_per_s=None if step_s is None else plan.batch.tokens / step_s, hours=hours,
         dollars=None if hours is None or price is None else hours * price, unknown=unknown,
-        instants={name: held + workspace for name, held in ledger.instants().items()},
+        instants={name: bytes + more for name, bytes in ledger.instants().items()},
         reserved_bytes=reserved, tier=tier, basis=basis, between=between,
         no_interval=no_interval, until=until, widening=wider,
         steps=None if hours is None or step_s is None else int(3600 * hours / step_s + 1e-6),
@@ -260,29 +253,22 @@ def at(context: Context, plan: Plan) -> Context:
     return replace(context, plan=plan, ranks=plan.mesh.ranks, precision=precision)
 
 
-def _room(
-    ledger: Ledger, allocated: float, workspace: float, left: float, cuda: bool
-) -> tuple[str, float | None]:
+def _room(held: Footprint, left: float) -> tuple[str, float | None]:
     """Whether it fits, and what the allocator would hold at most.
 
     It fits where its tensors find room in `TIGHT` of what is left, though the allocator may have to
     give back what is free on the way; where they would hold more than there is, it does not.
     """
-    if not cuda or ledger.sizes["layers"] > REPLAYED:
+    allocated, found = held.ledger.peak()[1] + held.workspace, held.free
+    if found is None:
         fits = "no" if allocated > left else "tight" if allocated > TIGHT * left else "yes"
         return fits, None
-
-    def replayed(capacity: float) -> Reserved:
-        grows = bool(ledger.sizes.get(EXPANDABLE))
-        return reserve(ledger, capacity=capacity, workspace=workspace, expandable=grows)
-
-    found = replayed(math.inf)
     if allocated > left:
         return "no", found.bytes
     if found.bytes <= TIGHT * left:
         return "yes", found.bytes
-    fits = "yes" if allocated <= TIGHT * left and replayed(TIGHT * left).fits else "tight"
-    return fits, replayed(left).bytes if found.bytes > left else found.bytes
+    fits = "yes" if allocated <= TIGHT * left and held.replayed(TIGHT * left).fits else "tight"
+    return fits, held.replayed(left).bytes if found.bytes > left else found.bytes
 
 
 def _time(

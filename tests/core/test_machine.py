@@ -12,6 +12,7 @@ from headrace.core.hardware import NAMES, lookup
 from headrace.core.machine import PROBE, Machine
 from headrace.core.rates import Mixing, Moved, Product, Stream
 
+ROOT = Path(__file__).parents[2]
 H200 = Machine.assumed("NVIDIA H200")
 CPU = Machine.assumed("cpu")
 SIZES = (1, 16, 64, 100, 128, 129, 500, 512, 1000, 2048, 4097, 32768)
@@ -260,3 +261,21 @@ def test_only_devices_with_units_for_bf16_have_a_peak_of_it() -> None:
 
 def test_memory_of_an_h200_is_as_its_driver_reports_it() -> None:
     assert H200.memory_bytes == pytest.approx(139.8 * 2**30)
+
+
+def test_what_is_assumed_of_an_h100_is_near_what_its_probes_told() -> None:
+    probed = Machine.read(ROOT / "results" / "machines" / "h100-2026-11-25.json")
+    assumed = Machine.assumed(probed.name)
+    size = (8192, 2048, 32768)
+    for precision, off in {"bf16": 0.03, "fp8": 0.03, "tf32": 0.03, "fp32": 0.07}.items():
+        times = [one.product_s(precision, *size, plain=True) for one in (assumed, probed)]
+        assert times[0] == pytest.approx(times[1], rel=off), precision
+    assert assumed.traffic_s(2**31) == pytest.approx(probed.traffic_s(2**31), rel=0.03)
+    for known in probed.attention:
+        if known.kernel != "math":
+            ratios = [assumed.attention_s(
+                known.kernel, rows=p.rows, heads=p.heads, kv_heads=p.kv_heads, length=p.length,
+                features=p.features, causal=p.causal, backward=known.backward,
+            ) / p.seconds for p in known.points]  # fmt: skip
+            assert sum(ratios) / len(ratios) == pytest.approx(1, abs=0.06), known.what
+    assert assumed.context_bytes == probed.context_bytes
