@@ -65,12 +65,13 @@ LEARNS = ("recipe", "instability", "wasted tokens", "computation")
 """Symptoms of changes of learning, those first that come to a loss in fewer tokens."""
 
 
-NEAR: Mapping[str, float] = {"cuda": 0.01, "cpu": 0.15}
+NEAR: Mapping[str, float] = {"cuda": 0.01, "cpu": 1.0}
 """By device: promises that differ by no larger share are the same, and the plan with fewer changes
-comes first. On a CPU predictions have no interval yet, and one change is compiled in seconds."""
+comes first. On a CPU predictions have no interval yet, and one change is compiled in seconds, so
+each gain of its own is tried alone before several together that promise up to twice as much."""
 GAINS, UNKNOWN, SMALL, DOUBTED, CUT = range(5)
 """In which order plans are tried: a foreseen gain of `SLACK` or more; of nothing foreseen; of less;
-one that looked faster where noise was too large to tell; cut off by the clock before."""
+one that looked faster where noise was too large to tell; cut off by the clock, or refused."""
 
 
 class Proposal(Protocol):
@@ -257,6 +258,8 @@ class Pool:
     lost: set[tuple[str, ...]] = field(default_factory=set)
     cut: set[str] = field(default_factory=set)
     """words of changes that the clock cut off"""
+    refused: list[frozenset[str]] = field(default_factory=list)
+    """changes that could not run"""
     doubted: set[str] = field(default_factory=set)
     """fingerprints of plans that are tried once more, for noise may have hidden their gain"""
     guesses: dict[str, float | None] = field(default_factory=dict)
@@ -324,6 +327,10 @@ class Pool:
         change = difference(self.best.plan, proposal.plan)
         self.waiting[key] = _Waiting(proposal, words, change, whole=False)
 
+    def refuse(self, proposal: Proposal) -> None:
+        """It could not run: what has all of its changes comes last, for it will not either."""
+        self.refused.append(frozenset(difference(self.best.plan, proposal.plan)))
+
     def late(self, proposal: Proposal) -> None:
         """The clock cut it off: what shares a word with it comes last."""
         self.cut |= {*difference(self.best.plan, proposal.plan)}
@@ -349,7 +356,7 @@ class Pool:
 
     def _tier(self, one: _Waiting, rank: float) -> int:
         """Which comes first whatever the promise: a gain, the unknown, the small, what was cut."""
-        if self.cut & {*one.change}:
+        if self._failed(one):
             return CUT
         if fingerprint(one.proposal.plan) in self.doubted:
             return DOUBTED
@@ -369,7 +376,12 @@ class Pool:
         else:
             rank = self._guessed(one.proposal)
             rank = min(rank, LAST) if one.change in self.lost else rank
-        return min(rank, LAST) if self.cut & {*one.change} else rank
+        return min(rank, LAST) if self._failed(one) else rank
+
+    def _failed(self, one: _Waiting) -> bool:
+        """Whether the clock cut a part of it off, or it has all of what could not run."""
+        change = {*one.change}
+        return bool(self.cut & change) or any(words <= change for words in self.refused)
 
     def _guessed(self, proposal: Proposal) -> float:
         """A place for what no time is predicted of; 1 is in the middle, and 0 is left out."""

@@ -224,3 +224,6 @@ class _Loop(Run):
             self.pool.late(proposal)
         else:
             self.pool.lose(proposal)
+            short = found.reason.startswith(OUT_OF_MEMORY)  # what saves some may run beside it
+            if found.verdict == "refused" and found.ratio is None and not short:
+                self.pool.refuse(proposal)

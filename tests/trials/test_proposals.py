@@ -246,8 +246,8 @@ def test_of_nearly_equal_promises_the_fewest_changes_come_first(made: Callable[.
     two, one, _ = at.add(AB=0.5, A=0.504, C=0.52)
     assert at.order()[:2] == [one, two]
     at = made(near=NEAR["cpu"])
-    two, one, last = at.add(AB=0.5, A=0.55, C=0.6)
-    assert at.order() == [one, two, last], "a CPU's predictions are less sure"
+    two, one, other = at.add(AB=0.5, A=0.55, C=0.9)
+    assert at.order() == [one, other, two], "a CPU's predictions are less sure"
 
 
 def test_what_matters_little_waits_for_what_nothing_is_known_of(
@@ -257,3 +257,10 @@ def test_what_matters_little_waits_for_what_nothing_is_known_of(
     little, unknown, gains = at.add(A=0.99, B=None, C=0.9)
     assert at.pool.take(small=False) is gains and at.pool.take(small=False) is unknown
     assert at.pool.take(small=False) is None and at.pool.take() is little
+
+
+def test_what_has_all_that_could_not_run_comes_last(made: Callable[..., Made]) -> None:
+    at = made()
+    ab, abc, a = at.add(AB=0.5, ABC=0.4, A=0.9)
+    at.pool.refuse(ab)
+    assert at.order() == [a, ab, abc]
