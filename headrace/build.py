@@ -27,7 +27,7 @@ from headrace.data.order import make_order
 from headrace.data.prepared import Prepared
 from headrace.data.pretrained import check_tokenizer, unchecked_tokenizer
 from headrace.data.rows import Cut, Packer
-from headrace.data.tokenizer import entries
+from headrace.data.tokenizer import entries, open_tokenizer
 from headrace.filled import fillers, record
 from headrace.materialize import freeze, materialize
 from headrace.model.adapter import files_left_out, load_pretrained, read_config
@@ -190,8 +190,11 @@ def check_weights(plan: Plan) -> None:
     Raises:
         ConfigError, UnsupportedError: with the keys, or with what is wrong with the folder.
     """
-    if plan.model.pretrained:
-        _as_pretrained(plan.model)
+    if folder := plan.model.pretrained:
+        entries_there = _as_pretrained(plan.model).vocab
+        if plan.data.tokenizer not in ("bpe", folder):  # a new one is compared once it is trained
+            used = open_tokenizer(plan.data.tokenizer)
+            check_tokenizer(used, folder, "model.pretrained", entries_there)
 
 
 NOT_OF_WEIGHTS = {"family", "pretrained", "precision", "init_std", "output_init", "vocab_multiple"}

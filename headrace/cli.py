@@ -287,10 +287,13 @@ def sample(
             build, prompt, new_tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p,
             seed=seed,
         )  # fmt: skip
+        lost = build.prepared.told_losses
         if json:
-            show_json({"prompt": prompt, "text": text})
+            show_json({"prompt": prompt, "text": text, **lost})
         else:
             print(prompt + text)
+            for loses in lost.values():
+                print(f"the tokenizer loses text: {loses}", file=sys.stderr)
 
 
 @app.command("list")

@@ -77,7 +77,7 @@ def plan(
             parent = RunFolder(run).parent if (run := run_of(plan)) else None
             doubts = doubts_of(wanted)
             if json:
-                more = {"parent": parent, "doubts": [asdict(doubt) for doubt in doubts]}
+                more = {"parent": parent, "doubts": [doubt.to_dict() for doubt in doubts]}
                 show_json({**found.plain(), **more})
             else:
                 print("\n".join([told(wanted, found), *(f"note: {d.line}" for d in doubts)]))

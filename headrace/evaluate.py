@@ -18,8 +18,8 @@ from torch import Tensor
 from headrace.core.command import train_command
 from headrace.core.errors import ConfigError, Diverged, RunError
 from headrace.core.gentler import gentler
+from headrace.core.technique import Doubt
 from headrace.data.loader import validation_batches, validation_rows
-from headrace.data.sides import Doubt
 from headrace.model.head import IGNORED, cross_entropy
 from headrace.sockets import Build, Work
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from headrace.build import predict
+from headrace.build import check_weights, predict
 from headrace.context import check_supported
 from headrace.core.doubts import doubts_of
 from headrace.core.ledger import WORDS
@@ -60,6 +60,7 @@ def explain_plan(plan: Plan, context: Context) -> tuple[dict[str, Any], str]:
         socket: [t.name() for t in techniques if socket in (*t.claims, *t.composes)]
         for socket in SOCKETS
     }
+    check_weights(plan)
     ledger = predict(plan, context)
     instant, peak = ledger.peak()
     value = {
@@ -73,7 +74,7 @@ def explain_plan(plan: Plan, context: Context) -> tuple[dict[str, Any], str]:
         "peak_at": instant,
         "memory_lines": dict(ledger.owners()),
         "flops_per_token": ledger.flops,
-        "doubts": [asdict(doubt) for doubt in doubts_of(plan)],
+        "doubts": [doubt.to_dict() for doubt in doubts_of(plan)],
     }
     lines = [f"{plan.name} on {context.device} in {context.precision}", "", "sockets in order:"]
     for socket, names in fillers.items():

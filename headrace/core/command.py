@@ -18,6 +18,9 @@ from headrace.core.files import printable, shell
 CHANGES = ("--with", "--without")
 """Options that change a plan, as `key=value` does."""
 
+OF_PLANS = ("train", "plan", "tune", "ablate", "explain", "data")
+"""Verbs that take a plan, and not a run."""
+
 
 @dataclass
 class Typed:
@@ -138,7 +141,16 @@ def plan_again(verb: str, *words: str) -> str:
     changed = {_key(pair) for pair in Typed(new, CHANGES).pairs()}
     kept = [p for p in _said(_TYPED) if p[0] in ("", *CHANGES) and not _replaced(p, changed)]
     said = [" ".join(_words(*pair)) for pair in kept]
-    return " ".join([headrace(), verb, shell(plain[0]) if plain else "PLAN", *said, *words])
+    plan = shell(_plan_of(plain[0])) if plain else "PLAN"
+    return " ".join([headrace(), verb, plan, *said, *words])
+
+
+def _plan_of(word: str) -> Path:
+    """The plan that a word of the command line names; most verbs take a run."""
+    if _TYPED.words[0] in OF_PLANS:
+        return Path(word)
+    plans = (folder / "plan.toml" for folder in (Path(word), Path("runs") / word))
+    return next((plan for plan in plans if plan.is_file()), Path(word))
 
 
 def _verb(command: Typed) -> list[str]:

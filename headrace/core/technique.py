@@ -96,24 +96,38 @@ class Unsupported:
 
 @dataclass(frozen=True)
 class Doubt:
-    """Say why a plan that can run may not be what its user means.
+    """Say why a plan, or a loss that was measured, may not be what its user means.
 
     Args:
         reason: what is so, with numbers.
-        remedy: keys or flags with which it means something.
+        remedy: keys, flags or a command with which it means something.
         meaningless: nothing can come of it, so that no run begins with it.
         changes: overrides that make a run learn which diverged for that reason.
+        kind: of a validation loss, what makes it doubtful; "" of a plan.
+        numbers: those of the reason, by name.
     """
 
     reason: str
     remedy: str
     meaningless: bool = False
     changes: tuple[str, ...] = ()
+    kind: str = ""
+    numbers: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def line(self) -> str:
         """The doubt and its remedy in one line."""
         return f"{self.reason}; try: {self.remedy}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        if self.kind:
+            named = {"kind": self.kind, "sentence": self.reason, "remedy": self.remedy}
+            return {**named, **self.numbers}
+        return {
+            "reason": self.reason, "remedy": self.remedy, "meaningless": self.meaningless,
+            "changes": list(self.changes),
+        }  # fmt: skip
 
 
 @dataclass(frozen=True)

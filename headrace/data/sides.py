@@ -2,8 +2,10 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from headrace.core.command import plan_again
+from headrace.core.technique import Doubt
 from headrace.core.units import format_bytes
 from headrace.data.heldout import LEAST, LONG_LINE, Overlap, Record
 from headrace.data.shards import Shards
@@ -19,27 +21,6 @@ mean. Fitted to pieces of two held-out texts (plays and articles; dim 64, 2 laye
 14% at 50 targets, 9 to 10% at 200, 6 to 7% at 1,000. Neighbours are alike, so it falls slower than
 the root. Pieces of Python's standard library, whose files differ more, had 36%, 31% and 26%: the
 number is told as the least that is to be expected."""
-
-
-@dataclass(frozen=True)
-class Doubt:
-    """One reason to distrust a validation loss, told when a run starts and with every loss."""
-
-    kind: Literal["overlap", "overlap_unknown", "few_targets"]
-    sentence: str
-    remedy: str
-    numbers: dict[str, float]
-
-    @property
-    def line(self) -> str:
-        """The sentence with what mends it."""
-        return f"{self.sentence}; try: {self.remedy}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON values."""
-        return {
-            "kind": self.kind, "sentence": self.sentence, "remedy": self.remedy, **self.numbers
-        }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -124,11 +105,10 @@ class Sides:
             return None
         if self.record is None or self.overlap is None:
             return Doubt(
-                "overlap_unknown",
                 f"whether text of data.validation = {self.asked} is trained on too is not known: "
                 "an earlier version prepared these shards",
-                "name=ANOTHER for a new run, which prepares again",
-                {},
+                f"{plan_again('train', 'name=NEW')} for a new run, which prepares again",
+                kind="overlap_unknown",
             )
         overlap = self.overlap
         copied = overlap.lines_share >= COPIED
@@ -151,11 +131,11 @@ class Sides:
                 told += f", and {lines}"
         measures = "the loss measures" if whole else "their loss measures"
         return Doubt(
-            "overlap",
             f"{told}: {measures} memory, not what was learned",
             "data.validation=PATH of text that is in no source, or a share, as "
             "data.validation=0.05",
-            {
+            kind="overlap",
+            numbers={
                 "documents": overlap.documents,
                 "share": overlap.share,
                 "lines_share": overlap.lines_share,
@@ -176,11 +156,11 @@ class Sides:
             numbers["moves_by_bits_per_byte"] = moves * bits_per_byte
             by = f"{moves * bits_per_byte:.2g} ({by})"
         return Doubt(
-            "few_targets",
             f"validation has {_number(targets, 'target')}, {why}: from one such text to another, "
             f"bits per byte moves by about {by} or more",
             self._more(targets, share, enough, row_tokens, limit),
-            numbers,
+            kind="few_targets",
+            numbers=numbers,
         )
 
     def _more(self, targets: int, share: float, enough: int, row_tokens: int, limit: str) -> str:

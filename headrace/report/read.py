@@ -13,7 +13,14 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+)
 
 from headrace.core.command import again, train_command
 from headrace.core.errors import ConfigError, nearest
@@ -100,12 +107,12 @@ class Validation(Table):
     share: Number = None
 
 
-class Doubt(Table):
-    """One reason to distrust the validation loss."""
+class DoubtRecord(Table):
+    """Why the plan, or the validation loss, may not be what its user means, and what would be."""
 
-    kind: str
-    sentence: str
-    remedy: str
+    kind: str = ""
+    reason: str = Field(validation_alias=AliasChoices("reason", "sentence"))
+    remedy: str = ""
 
 
 class Texts(Table):
@@ -118,7 +125,7 @@ class Texts(Table):
     held_out_share: Number = None
     cut_documents: Count = None
     targets: Count = None
-    doubts: tuple[Doubt, ...] = ()
+    doubts: tuple[DoubtRecord, ...] = ()
 
 
 class TechniqueRecord(Table):
@@ -193,13 +200,6 @@ class Ended(Table):
     sentence: str = ""
 
 
-class Doubted(Table):
-    """Why the plan may not be what its user means, and what would be."""
-
-    reason: str
-    remedy: str = ""
-
-
 class Report(Table):
     """report.json."""
 
@@ -209,7 +209,7 @@ class Report(Table):
     message: str | None = None
     goal: Goal
     outcome: Ended | None = None
-    doubts: tuple[Doubted, ...] = ()
+    doubts: tuple[DoubtRecord, ...] = ()
     steps: Count = None
     tokens: Count
     wall_s: Number

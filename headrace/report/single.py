@@ -129,7 +129,7 @@ def _doubts(report: Report) -> list[Safe]:
         item
         for doubt in report.data.doubts
         for item in (
-            tag("p", doubt.sentence[:1].upper() + doubt.sentence[1:] + ".", class_="lead"),
+            tag("p", doubt.reason[:1].upper() + doubt.reason[1:] + ".", class_="lead"),
             muted("Try: ", doubt.remedy),
         )
     ]

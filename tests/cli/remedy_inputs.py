@@ -236,6 +236,12 @@ def config(**keys: Any) -> MAKE:
 FINE = "explain demo device=cpu model.pretrained=hf"
 
 
+def swapped(spec: dict[str, Any]) -> None:
+    """Let two ids of a tokenizer mean each other's text."""
+    vocab = spec["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+
+
 def kept(_: Path) -> None:
     """Bring config.json back."""
     shutil.copy("config.kept", "hf/config.json")
@@ -278,6 +284,10 @@ WEIGHTS = {
             " to read every *.safetensors of hf": "",
         },
         whole=True,
+    ),
+    "data/pretrained:check_tokenizer#2": Case(
+        f"{FINE} data.tokenizer=tok.json",
+        lambda folder: (weights(lambda _: None)(folder), spoiled(swapped)(folder)),
     ),
     "arguments:_weigh#1": Case(
         f"{FINE} data.vocab=300", weights(lambda folder: None), prose={"leave it out": "as FINE"}

@@ -84,7 +84,11 @@ def test_every_verb_tells_what_is_lost(here: Path, lossy: tuple[Path, list[str],
     about = report["tokenizer"]
     evaluated = spoken("eval", "lossy")
     ingested = spoken("data", "ingest", *lossy[1], SAID)
+    sampled = spoken("sample", "lossy", "--tokens", "4")
     loses = about["loses"]
+    by_probe = lossy[2].startswith("comes")  # a sample reads no text
+    assert bool(sampled.get("tokenizer_loses")) == by_probe
+    assert sampled.get("tokenizer_loses", "") in loses
     assert lossy[2] in loses and " bytes of a text of " in loses
     assert evaluated["tokenizer_loses"] == ingested["tokenizer_loses"] == loses
     raw = sum(file.stat().st_size for file in (here / "text").iterdir())
