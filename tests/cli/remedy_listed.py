@@ -39,6 +39,7 @@ LISTED = {
     "parallel/": RANKS,
     "planner/": DEVICE,
     "probes/__init__": GPU,
+    "probes/at_hand": DEVICE,
     "report/": "files of a run that are damaged; tests/report raise them",
     "run_folder": CUT_OFF,
     "sample": "weights that diverged, and learned positions; tests/cli raise them",
