@@ -10,7 +10,7 @@ from headrace.core.symptoms import BOTTLENECKS
 from headrace.doctor.run import diagnose
 
 ABSTAINED = "not measured"
-KEPT = ("report.json", "metrics.jsonl", "plan.toml")
+KEPT = ("report.json", "metrics.jsonl", "plan.toml", "environment.json")
 """What is read of a run's folder, beside its traces."""
 
 

@@ -67,7 +67,8 @@ from headrace.doctor.window import WARM_STEPS, read_rows
 SEVERITIES = (0.1, 0.2, 0.4)
 CHILD_LIMIT_S = 300
 JUDGE = tuple(
-    f"headrace/doctor/{name}.py" for name in ("judge", "window", "recipe", "run", "trace/limits")
+    f"headrace/doctor/{name}.py"
+    for name in ("judge", "physics", "window", "recipe", "run", "trace/limits")
 )
 """Where the doctor's thresholds stand, and what they are held against is computed."""
 SMOOTH = 5

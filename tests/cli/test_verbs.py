@@ -3,6 +3,8 @@
 import gzip
 import json
 import os
+import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -12,8 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import headrace.cli
+from headrace.cli import app
 from headrace.core.errors import UnsupportedError
 from headrace.report import compare_reports
 
@@ -184,9 +188,37 @@ def test_doctor_names_the_narrowest_first(
     more = ("batch.micro_sequences=1", "--with", "full_checkpoint")
     other = call("doctor", file, *more, *on)
     named = "full_checkpoint trades time for memory"
-    assert named in other[0]["sentence"] and named not in json.dumps(plan)
+    assert named in json.dumps(other) and named not in json.dumps(plan)
     assert "no key 'batch.nothing'" in call("doctor", file, "batch.nothing=1", code=2)["error"]
     assert "runs/demo is none" in call("doctor", "runs/demo", "--with", "muon", code=2)["error"]
+
+
+def test_a_remedy_is_a_command_that_works(
+    call: Callable[..., Any], workshop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a run whose step was measured, on a GPU by its report; the words are for its own plan."""
+    folder = workshop / "runs" / "demo"
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    report = json.loads((folder / "report.json").read_text())
+    ran = workshop / "runs" / "ran"
+    shutil.copytree(folder, ran)
+    report["signals"] |= {"device": "cuda"}
+    first = {**rows[-1], "step_s": 0.02, "slack_s": 0.0, "dry": 1, "input_s": 0.0, "compile_s": 0}
+    environment = json.loads((ran / "environment.json").read_text())
+    environment |= {"device": "cuda", "device_name": "NVIDIA H100 80GB HBM3"}
+    for name, told in (("report", report), ("environment", environment)):
+        (ran / f"{name}.json").write_text(json.dumps(told))
+    lines = [json.dumps({**first, "step": n}) + "\n" for n in range(1, 20)]
+    (ran / "metrics.jsonl").write_text("".join(lines))
+    found = call("doctor", "ran")
+    assert found[0]["bottleneck"] == "launch" and found[0]["healthy"] is False
+    words = shlex.split(found[0]["first"]["command"])
+    assert words[:3] == ["headrace", "train", "runs/ran/plan.toml"]
+    told: list[Any] = []
+    monkeypatch.setattr(headrace.cli.trainer, "run", lambda plan, **_: told.append(plan))
+    assert CliRunner().invoke(app, words[1:], prog_name="headrace").exit_code == 0
+    (plan,) = told
+    assert {*plan.techniques} == {"cuda_graphs", "torch_compile"}
 
 
 def test_truth_tells_what_was_not_measured(call: Callable[..., Any], workshop: Path) -> None:
