@@ -26,9 +26,14 @@ from headrace.trials.step import Step, length_of
 from headrace.trials.store import fingerprint
 from headrace.trials.target import FEWEST, GIVEN_UP, Train, learn
 
+LEAST_EXECUTION, MOST_EXECUTION = 0.25, 0.5
+"""Of the minutes that changes of execution may take where changes of learning follow."""
 PAIRS = 3.4
 """Runs of the first plan that two pairs take: its own two, and two of a change that is 1.4 times as
 soon, which two seeds may show."""
+REACHED = 0.25
+"""Share of a run's length in which what compiles has to be won back where the target is the aim:
+what learns better is there long before the run would end, and each of its runs compiles anew."""
 SETTLES = 6.0
 """Runs for which there must be time to take what was kept to the target before anything is learned
 on it: two of the first plan, two of the best, and two of a change."""
@@ -91,6 +96,12 @@ def allowed(run: Run) -> tuple[bool | None, str]:
     )
 
 
+def share_of_execution(run: Run) -> float:
+    """Share of the minutes for changes of execution: what three pairs of runs leave, if enough."""
+    left = 1 - 1.5 * PAIRS * (longest_s(run) or 0.0) / run.minutes_s
+    return min(MOST_EXECUTION, max(LEAST_EXECUTION, left))
+
+
 def _least_s(run: Run, rival: Proposal) -> float:
     """Seconds without which no change can be judged: two runs of it, those of its rival stand."""
     if run.run_s is None or rival is run.start:
@@ -107,10 +118,11 @@ def _rival(run: Run, train: Train) -> Proposal:
     """
     assert run.pool is not None
     for step in run.kept:
-        if step.worth(length := length_of(run.first, step.before_s)) is False:
-            assert length is not None
+        length, back = length_of(run.first, step.before_s), step.break_even
+        if length is not None and back is not None and back > REACHED * length.steps:
             undone = [one for one in run.kept if one.number >= step.number]
-            run.undo(undone, f"a run to the target {length.words}, too few to win compiling back")
+            told = f"its compiling is won back after {ceil(back):,} steps, and a run {length.words}"
+            run.undo(undone, f"{told} at most, a quarter of which may reach the target")
             break
     run_s = longest_s(run)
     if run_s is not None and run.kept and run.left_s() < SETTLES * run_s:

@@ -12,7 +12,7 @@ for each plan that was tried, with what was predicted, what was measured, what b
 - **Memory**: what is foreseen not to fit is refused; once a plan has run out of memory, so is
   everything that is foreseen to need as much.
 - **Time**: a reading fits itself to the minutes, and none gets more than a part of them, nor more
-  than is left of the half for execution where changes of learning follow. Where 54 steps do not
+  than is left of the share for execution where changes of learning follow. Where 54 steps do not
   fit, fewer are taken, and what is kept on them is provisional until the end, when it is timed
   again if it can be (again.py). On fewer than a look's 12 nothing is kept, but for a plan that runs
   where the one before it cannot. None begins where less time is left than plans took to be built,
@@ -43,8 +43,6 @@ from headrace.trials.store import Store
 from headrace.trials.target import SEEDS, Train
 
 NO_LIMIT = -1
-EXECUTION_SHARE = 0.5
-"""Of the minutes that changes of execution may take where changes of learning follow."""
 
 
 def tune(
@@ -78,7 +76,7 @@ def tune(
         able = train if learns and plan.goal.bits_per_byte else None
         if able and not chosen and not run.allowed():
             able, learns = None, False
-        run.share = EXECUTION_SHARE if able else 1.0
+        run.share = lessons.share_of_execution(run) if able else 1.0
         run.execution(small=able is None)
         if learns:
             lessons.learning(run, able, seeds)
