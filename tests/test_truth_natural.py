@@ -93,6 +93,7 @@ def test_a_best_of_too_few_changes_makes_nothing_right_and_hides_no_loss(tmp_pat
     "other",
     [
         {"date": "2026-11-26"}, {"hardware": "NVIDIA H200"}, {"id": "b"}, {"first": None},
+        {"commit": "def5678"},
         {"first": {"change": GRAPHS, "gain": None}},
     ],
     ids=str,

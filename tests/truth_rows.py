@@ -72,7 +72,7 @@ def natural_said(
         "plan_sha256": "1330a4f", "words": [], "verdict": None if healthy else "launch",
         "share": 0.5, "said": "a sentence", "healthy": healthy,
         "first": first and {"change": first, "gain": gain, "forecast_from": "measured"},
-        "remedies": [], **other,
+        "remedies": [], "commit": "abc1234", **other,
     }  # fmt: skip
 
 
@@ -87,7 +87,7 @@ def natural(
     ]  # fmt: skip
     return {"id": name, "device": "cuda", "hardware": "NVIDIA H100", "date": "2026-11-25",
             "before_s": 0.1, "steps": 54, "measured": told, "first_change": first,
-            **other}  # fmt: skip
+            "said": "abc1234", **other}  # fmt: skip
 
 
 def trial(equality: str, verdict: str, *, for_loss: bool = False, **other: Any) -> Row:

@@ -16,7 +16,6 @@ from headrace.truth.rows import (
     NATURAL_SAID,
     NaturalOutcome,
     NaturalSaid,
-    SaidRemedy,
     Spread,
     broken,
 )
@@ -185,13 +184,9 @@ def natural(results: Path) -> Runs:
 
 def _ahead(said: NaturalSaid, came: NaturalOutcome) -> bool:
     """Whether a row was written by the day of an outcome, and is what that was measured for."""
-    return said.date <= came.date and _words(said.first) == (
-        tuple(came.first_change) if came.first_change else None
-    )
-
-
-def _words(remedy: SaidRemedy | None) -> tuple[str, ...] | None:
-    return tuple(remedy.change) if remedy else None
+    same = came.said in (None, said.commit)
+    first = said.first.change if said.first else None
+    return same and said.date <= came.date and first == (came.first_change or None)
 
 
 def _retracted(results: Path) -> list[Run]:

@@ -240,6 +240,7 @@ class NaturalSaid(OfRun):
     verdict: str | None
     healthy: bool
     first: SaidRemedy | None
+    commit: str | None = None
 
 
 class MeasuredChange(Row):
@@ -259,12 +260,14 @@ class MeasuredChange(Row):
 class NaturalOutcome(OfRun):
     """What each change of a natural run was measured to gain; `first_change`: as it was said.
 
-    `left`: changes that were to be measured, and were not.
+    `said`: the commit whose code said it, where that is known. `left`: changes that were to be
+    measured, and were not.
     """
 
     measured: list[MeasuredChange]
     first_change: list[str] | None
     left: list[list[str]] = []
+    said: str | None = None
 
 
 class Trial(Row):
