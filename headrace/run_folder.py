@@ -17,8 +17,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from errno import EDQUOT, EIO, ENOSPC, EROFS, ESTALE
 from functools import cache
 from pathlib import Path
@@ -105,12 +105,14 @@ class RunFolder:
         index = (checkpoint / "checkpoint.json").read_bytes()
         parent = {"run": str(self.path), "step": int(step.removeprefix("step-"))}
         parent["sha256"] = hashlib.sha256(index).hexdigest()
+        remove_partial(Path(plan.directory))
         made = RunFolder.create(plan)
         aside = RunFolder(made.path.with_name(f".{made.path.name}.partial"))
         try:
+            aside.path.mkdir()
+            aside.lock()  # so that nobody takes it for what a kill left
             intact, go_on = f"{self.path} stays as it is", again(verb="train PLAN --resume")
             check_space(made.path.parent, need, f"a new run from {step}", intact, go_on)
-            shutil.rmtree(aside.path, ignore_errors=True)  # of a process that was killed
             shutil.copytree(checkpoint, aside.checkpoints / step)
             for path in files:
                 shutil.copyfile(path, aside.path / path.name)
@@ -121,6 +123,7 @@ class RunFolder:
             kept.amend(parent["step"], {"plan": named.dump()})
             aside.write_plan(named)
             aside.write("environment", {"parent": parent})
+            aside.unlock()
             publish(aside.path, made.path)
         except BaseException:
             shutil.rmtree(aside.path, ignore_errors=True)
@@ -268,17 +271,45 @@ def metrics_line(row: Mapping[str, Any]) -> str:
     return json.dumps(finite, allow_nan=False) + "\n"
 
 
+def remove_partial(root: Path) -> None:
+    """Remove the folders of forks that a kill left half copied; a run has nothing of theirs."""
+    for partial in root.glob(".*.partial"):
+        try:
+            lock = hold_lock(partial / ".lock", wait=False, key="directory")
+        except (Timeout, OSError):
+            continue  # a process copies it now, or has just ended
+        shutil.rmtree(partial, ignore_errors=True)
+        lock.release()
+        with suppress(OSError):  # it is no empty folder
+            partial.with_name(partial.name[1:].removesuffix(".partial")).rmdir()
+
+
+@contextmanager
+def telling_of_lost_ranks() -> Iterator[None]:
+    """Tell in words that another rank is gone, before there is a run that could tell it."""
+    try:
+        yield
+    except RuntimeError as error:
+        if any(sign in str(error) for sign in LOST):
+            raise _lost(error, again(verb="train PLAN")) from error
+        raise
+
+
+def _lost(error: RuntimeError, command: str) -> RunError:
+    said = re.sub(r"^\[\S+\] ", "", str(error)).partition(". ")[0]  # without the C++ source
+    return RunError(
+        "another rank ended, and says itself why; this one waited for it in vain "
+        f"({said.splitlines()[0][:200]})",
+        f"{command}, once that is mended",
+    )
+
+
 def in_words(error: BaseException | None, folder: Path) -> BaseException | None:
     """An error of a run as its user is told: of a full disk, a limit or a lost rank too."""
     if error is not None and (limit := at_a_limit(error)) is not None:
         return limit
     if isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST):
-        said = re.sub(r"^\[\S+\] ", "", str(error)).partition(". ")[0]  # without the C++ source
-        return RunError(
-            "another rank ended, and says itself why; this one waited for it in vain "
-            f"({said.splitlines()[0][:200]})",
-            f"{train_command(folder, '--resume')}, once that is mended",
-        )
+        return _lost(error, train_command(folder, "--resume"))
     codes = (ENOSPC, EDQUOT, EIO, EROFS, ESTALE)
     if not isinstance(error, OSError) or error.errno not in codes:
         return error

@@ -48,7 +48,7 @@ from headrace.model.head import IGNORED
 from headrace.parallel.layout import local_of
 from headrace.parallel.world import World, open_world
 from headrace.progress import Progress
-from headrace.run_folder import RunFolder
+from headrace.run_folder import RunFolder, telling_of_lost_ranks
 from headrace.session import Session
 from headrace.sockets import Build
 from headrace.start import NOTE as START
@@ -86,6 +86,7 @@ def run(
         first = plan.model.pretrained
         plan = _as_restored(plan, run_before, checkpoint) if run_before else plan
         world = stack.enter_context(open_world(plan.mesh, device))
+        stack.enter_context(telling_of_lost_ranks())
         device = _own_device(device, world)
         _check_plan(plan, device, progress, given=first, begins=not resume)
         prepared = prepare_together(plan, world, progress, run_before)
