@@ -136,7 +136,10 @@ def _teach(run: Run, rival: Proposal, proposal: Proposal, train: Train, seeds: i
     assert run.pool is not None
     best, since_s = run.pool.best, run.store.spent_s
     more = "" if rival is best else ", beside the first plan"
-    run.trying(proposal, f"{more}, at most {seeds} seeds to {run.first.goal.bits_per_byte:g}")
+    more += f", at most {seeds} seeds to {run.first.goal.bits_per_byte:g}"
+    run_s, _ = run.run_to_target_s()
+    more += f", one of both in about {format_seconds(2 * run_s)}" if run_s else ""
+    run.trying(proposal, more)
     found = _to_target(run, rival.plan, proposal.plan, train, seeds)
     run.learning_s = run.store.spent_s - since_s
     if rival is not best:

@@ -331,9 +331,11 @@ class Pool:
         """It could not run: what has all of its changes comes last, for it will not either."""
         self.refused.append(frozenset(difference(self.best.plan, proposal.plan)))
 
-    def late(self, proposal: Proposal) -> None:
-        """The clock cut it off: what shares a word with it comes last."""
-        self.cut |= {*difference(self.best.plan, proposal.plan)}
+    def late(self, proposal: Proposal) -> bool:
+        """The clock cut it off: what shares a word with it comes last; whether this one did."""
+        words = {*difference(self.best.plan, proposal.plan)}
+        was, self.cut = bool(self.cut & words), self.cut | words
+        return was
 
     def unshown(self, proposal: Proposal) -> None:
         """What rounds otherwise in it could not be shown to learn the same: that comes last."""

@@ -16,6 +16,7 @@ from headrace.core.technique import Stage as Compile
 from headrace.core.units import format_seconds
 from headrace.trials.judge import Compared, Rules, compare
 from headrace.trials.kinds import kind_of
+from headrace.trials.minutes import SOONER, Needs, compiles, needs
 from headrace.trials.pairs import Measure
 from headrace.trials.path import UNMEASURED, Target, Tuned
 from headrace.trials.proposals import Pool, Proposal, Sources
@@ -34,9 +35,6 @@ TOGETHER = 0.9
 LONGEST = 0.75
 """Of the minutes that one reading may take: a plan that compiles for longer is given up. It plans
 with 0.6 of them (turns.FITS)."""
-SOONER = 0.5
-"""Of the seconds that the first pair took before its timed steps may be enough for the next: then
-caches are warm, and a process runs. Later ones say it themselves."""
 VERDICTS: dict[str, Became] = {
     "better": "kept", "not shown": "not shown", "refused": "refused", "cut": "not tried",
 }  # fmt: skip
@@ -61,6 +59,8 @@ class Run:
         self.pool: Pool | None = None
         self.ready_s: list[float] = []
         """seconds that pairs took before their timed steps"""
+        self.ready_of: list[tuple[bool, float]] = []
+        """likewise, and whether the second plan compiles"""
         self.learning_s = 0.0
         """that the last change of learning took"""
         self.run_s: float | None = None
@@ -138,6 +138,7 @@ class Run:
             return Compared("refused", f"judging it failed: {why(error)}")
         if found.ready_s:
             self.ready_s.append(found.ready_s)
+            self.ready_of.append((compiles(two.plan), found.ready_s))
         beside_one = found.verdict == "better" and found.ratio is not None
         told, more = found.reason, ""
         if beside_one and found.steps < LOOK:
@@ -167,6 +168,26 @@ class Run:
         told = f"about {found.enough} steps of both should show it, {format_seconds(more_s)} more"
         told += f": --minutes {minutes}, and the same command goes on"
         return replace(found, reason=f"{found.reason}; {told}")
+
+    def needs(self, proposal: Proposal) -> Needs | None:
+        """What a trial of it beside the best takes; None where nothing tells."""
+        assert self.pool is not None
+        best = self.pool.best.plan
+        rounds = kind_of(best, proposal.plan) == "approximate"
+        return needs(
+            self.ready_of, compiles(proposal.plan), rounds, self.pool.best_s or self.first_s or 0.0
+        )
+
+    def too_late(self, seen: Needs | None) -> str:
+        """Why a trial does not begin whose verdict could not come any more; "" where it could."""
+        left_s = min(self.left_s(self.share), LONGEST * self.minutes_s)
+        if seen is None or seen.limit_s <= left_s:
+            return ""
+        minutes = self.minutes_for(seen.limit_s, self.clock() - self.began_s, self.share)
+        self.needed.append(minutes)
+        told = f"it needs about {format_seconds(seen.limit_s)} ({seen.words}), and a trial has"
+        told += f" {format_seconds(max(0.0, left_s))} now: --minutes {minutes}"
+        return f"{told}, and the same command goes on"
 
     def minutes_for(self, limit_s: float, after_s: float, share: float) -> int:
         """Whole minutes, more than now, in which a pair that begins after so long has so long."""

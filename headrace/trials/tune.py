@@ -30,7 +30,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from headrace.core.plan import Plan
-from headrace.core.units import format_bytes
+from headrace.core.units import format_bytes, format_seconds
 from headrace.trials import again, lessons
 from headrace.trials.judge import Aim, Compared, Rules
 from headrace.trials.pairs import Measure
@@ -179,13 +179,17 @@ class _Loop(Run):
     def attempt(self, proposal: Proposal) -> None:
         """Measure it, and keep or revert it."""
         assert self.pool is not None
-        spent_s, seen = self.store.spent_s, proposal.foresight
-        self.trying(proposal)
+        spent_s, seen, takes = self.store.spent_s, proposal.foresight, self.needs(proposal)
+        self.trying(proposal, f", about {format_seconds(takes.seconds)}" if takes else "")
         if seen.fits == "no" or seen.peak_bytes >= self.burst_bytes:
             least = min(self.burst_bytes, seen.capacity_bytes)
             what = "there are" if seen.fits == "no" else "a plan ran out of memory that was to need"
             told = f"{format_bytes(seen.peak_bytes)} are foreseen, and {what} {format_bytes(least)}"
             self.note(proposal, Compared("refused", told), "none", spent_s)
+            return
+        if told := self.too_late(takes):
+            self.up = self.pool.late(proposal)
+            self.note(proposal, Compared("cut", told), "none", spent_s)
             return
         found = self.pair(self.pool.best, proposal, screen=True, share=self.share)
         short = found.screened or found.ratio is None or found.verdict == "cut"
@@ -216,7 +220,7 @@ class _Loop(Run):
         if found.verdict == "better":
             self.pool.keep(proposal, found.after_s)
             self.ask()
-        elif found.verdict == "not shown":
+        elif found.verdict in ("not shown", "different"):
             self.pool.unshown(proposal)
         elif found.verdict == "cut":
             self.pool.late(proposal)
