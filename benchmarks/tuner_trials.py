@@ -35,8 +35,10 @@ from headrace.changes import changed, difference
 from headrace.cli import catalogue
 from headrace.context import choose_device, make_context
 from headrace.core.plan import Plan
+from headrace.core.statistics import Equivalence, equivalence
 from headrace.core.technique import Context
 from headrace.data.ingest import prepare
+from headrace.trials.equality import BATCHES
 from headrace.trials.judge import Compared, Rules
 from headrace.trials.judge import Verdict as Judged
 from headrace.trials.kinds import kind_of
@@ -46,6 +48,7 @@ from headrace.trials.running import LONGEST, Run
 from headrace.trials.short import train_steps
 from headrace.trials.store import Store, fingerprint, here
 from headrace.trials.worker import Worker
+from headrace.truth.numbers import LOSER_NATS, LOSER_STEPS
 
 TOPIC = "tuner_trials"
 RECIPES = receipts.ROOT / "headrace" / "recipes"
@@ -69,7 +72,6 @@ FEWER_ROWS = 4
 """A micro-batch of fewer than this share of the base's rows only takes longer."""
 LIMIT_S = 150.0
 """Seconds that one pair may take, with building and compiling."""
-STEPS = 1000
 SEEDS = {"60m": 1, "160m": 1}
 """Trainings of a plan that was kept, and of its base; `MORE_SEEDS` of the others, whose losses at
 the end are of fewer tokens."""
@@ -256,9 +258,9 @@ class Bench:
             return
         if row["steps"] >= self.args.train_steps:
             return
-        off, began_s = [], time.monotonic()
+        off, half, began_s = list[float](), list[float](), time.monotonic()
         for seed in range(SEEDS.get(trial.start.shape, MORE_SEEDS)):
-            ends = []
+            ends = list[list[float]]()
             for plan, step_s in ((trial.first.plan, row["before_s"]),
                                  (trial.second.plan, row["after_s"])):  # fmt: skip
                 losses, why = self.losses(plan, seed, step_s)
@@ -266,14 +268,16 @@ class Bench:
                     print(f"left: {trial.name}: training: {why}", flush=True)
                     return
                 ends.append(end_of(losses))
-            off.append(ends[1] - ends[0])
+            found = apart(*ends)
+            off.append(found.mean)
+            half.append(found.half)
         facts = {key: row[key] for key in ("verdict", "for_loss", "reason", "ratio", "before_s",
                                            "after_s")}  # fmt: skip
         nats = fmean(off)
         receipts.append(
             TOPIC, {}, results=self.args.results, **self.facts(trial), **facts, nats=nats,
-            steps=self.args.train_steps, nats_by_seed=off, seeds=list(range(len(off))),
-            seconds=time.monotonic() - began_s,
+            steps=self.args.train_steps, nats_by_seed=off, half_by_seed=half,
+            seeds=list(range(len(off))), seconds=time.monotonic() - began_s,
         )  # fmt: skip
         print(f"{trial.name}: {nats:+.4f} nats after {self.args.train_steps} steps", flush=True)
 
@@ -335,9 +339,14 @@ def hardware(context: Context) -> str:
     return receipts.hardware() if context.device == "cuda" else receipts.processor()
 
 
-def end_of(losses: list[float]) -> float:
-    """Mean of the last tenth."""
-    return fmean(losses[-max(1, len(losses) // 10) :])
+def end_of(losses: list[float]) -> list[float]:
+    """The last tenth, or as many as a test of them takes."""
+    return losses[-max(BATCHES, len(losses) // 10) :]
+
+
+def apart(one: list[float], two: list[float]) -> Equivalence:
+    """By how much the second loses more on the same batches, and half of the mean's interval."""
+    return equivalence([b - a for a, b in zip(one, two, strict=True)], LOSER_NATS, batches=BATCHES)
 
 
 def _nobody(line: str) -> None:
@@ -355,7 +364,9 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--part", type=parts.part, default=(1, 1), help="K/N of each list of trials")
     found.add_argument("--limit-s", type=float, default=LIMIT_S, help="of one pair")
     found.add_argument("--least-s", type=float, default=45.0, help="no pair begins with less left")
-    found.add_argument("--train-steps", type=int, default=STEPS, help="of what was kept; 0: none")
+    found.add_argument(
+        "--train-steps", type=int, default=LOSER_STEPS, help="of what was kept; 0: none"
+    )
     found.add_argument("--ready-s", type=float, default=READY_S, help="of a training, to allow for")
     found.add_argument("--here", action="store_true", help="no process of its own, to debug")
     found.add_argument("--folder", type=Path, default=Path("runs") / "tuner-trials",

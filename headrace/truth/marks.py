@@ -70,7 +70,7 @@ MARKS = {
         "measured change gained there. Where no change gains more than 5%, saying healthy is "
         "right, and so is a first remedy that loses no more than 1%. A first remedy that was "
         "refused is wrong, and so is saying healthy where a change gains more than 5%. A run of "
-        "which fewer than two other changes were measured cannot be right, and does not count.",
+        "which fewer than two other changes were measured counts only where it is wrong.",
         (0.85, 1), (0.95, 1), 40, NATURAL, ahead=True,
     ),
     "doctor_healthy_wrong": Mark(

@@ -84,21 +84,22 @@ def test_what_is_approximate_and_kept_is_trained_beside_its_base(
 
     monkeypatch.setattr(program.Run, "pair", pair)
     monkeypatch.setattr(program, "kind_of", lambda one, two: "approximate")
-    monkeypatch.setattr(numbers, "LOSER_STEPS", 3)
-    rows = _run(tiny, monkeypatch, "--train-steps", 3, "--ready-s", 900)
+    monkeypatch.setattr(numbers, "LOSER_STEPS", 8)
+    rows = _run(tiny, monkeypatch, "--train-steps", 8, "--ready-s", 900)
     assert [row["verdict"] for row in rows] == ["kept", "rejected"]
-    assert "left: tiny eager: batch.micro_sequences=1: training: about 900 s" in (
+    assert "left: tiny eager: batch.micro_sequences=1: training: about 901 s" in (
         capsys.readouterr().out
     )
     assert compute(tiny)["tuner_losers_kept"]["untrained"] == 1
-    *_, row = rows = _run(tiny, monkeypatch, "--train-steps", 3)
-    assert len(rows) == 3 and row["change"] == [MICRO[0]] and row["steps"] == 3
+    *_, row = rows = _run(tiny, monkeypatch, "--train-steps", 8)
+    assert len(rows) == 3 and row["change"] == [MICRO[0]] and row["steps"] == 8
     assert abs(row["nats"]) < 1e-3 and len(row["nats_by_seed"]) == 2
+    assert all(0 <= half < 1e-3 for half in row["half_by_seed"])
     trained = (tiny / "kept" / "trainings.jsonl").read_text().splitlines()
     assert len(trained) == 4, "two plans by two seeds"
     found = compute(tiny)["tuner_losers_kept"]
     assert (found["value"], found["n"], found["untrained"]) == (0, 1, 0)
-    assert len(_run(tiny, monkeypatch, "--train-steps", 3)) == 3
+    assert len(_run(tiny, monkeypatch, "--train-steps", 8)) == 3
 
 
 def test_a_cut_pair_has_a_row_only_of_a_whole_limit(
