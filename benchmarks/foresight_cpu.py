@@ -13,6 +13,7 @@ peak of all tensors of a step by torch's MemTracker, which does not stand beside
 """
 
 import argparse
+import math
 import os
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a GPU beside it is another device
@@ -27,7 +28,7 @@ import receipts
 import torch
 from foresight import predicted
 from lists import Configuration, configurations
-from residuals import known
+from residuals import known, quantiles
 
 from headrace import probes, train
 from headrace.context import make_context
@@ -44,6 +45,8 @@ WARM, LEAST, MOST = 2, 5, 40
 """Steps before the timed ones, and how many these are at least and at most."""
 TIMED_S = 3.0
 """Seconds of timed steps of a plan, about."""
+ENOUGH = 10
+"""Plans from which on it is told how wide their errors are."""
 CHILD_S = 180.0
 """After so long a plan is given up."""
 
@@ -182,6 +185,9 @@ def summary(results: Path) -> str:
     text = f"{len(steps)} plans: steps {fmean(steps):.1%} off on average, {max(steps):.1%} at most"
     if held:
         text += f"; memory of {len(held)} {fmean(held):.2%}, {max(held):.1%} at most"
+    if len(found) >= ENOUGH:  # as headrace/planner/intervals.py has it
+        low, high = quantiles([-math.log1p(step) for _, step, _ in found])
+        text += f"\n80% of them took {math.exp(low):.3f} to {math.exp(high):.3f} times as long"
     return text
 
 

@@ -13,10 +13,11 @@ from headrace.cli import catalogue
 from headrace.context import make_context
 from headrace.core.machine import Machine
 from headrace.core.plan import Plan
-from headrace.core.rates import Product, Products, Step
+from headrace.core.rates import Moved, Product, Products, Step
 from headrace.planner import sweep
 from headrace.planner.calibration import Measured
 from headrace.planner.foresight import Foresight, calibrated, foresee, told
+from headrace.planner.intervals import STEP, Width
 
 SMALL = """
 name = "small"
@@ -83,12 +84,12 @@ def test_whole_steps_set_the_sum_right() -> None:
     config = plan_of("model.qk_norm=true")
     own = foresee(config, make_context(config, torch.device("cpu")), probed_cpu())
     assert own.step_s
-    slower = probed_cpu(Step(**small, compiled=False, seconds=1.2 * own.step_s))
+    usual = {"keeps": False, "threads": 2}
+    slower = probed_cpu(Step(**small, **usual, compiled=False, seconds=1.2 * own.step_s))
     assert seen(machine=slower).step_s == pytest.approx(1.2 * plain.step_s)
     alone = seen("+torch_compile", machine=slower).step_s
-    quicker = replace(
-        slower, steps=(*slower.steps, Step(**small, compiled=True, seconds=0.5 * own.step_s))
-    )
+    quick = Step(**small, **usual, compiled=True, seconds=0.5 * own.step_s)
+    quicker = replace(slower, steps=(*slower.steps, quick))
     assert seen(machine=quicker).step_s == pytest.approx(1.2 * plain.step_s)
     assert seen("+torch_compile", machine=quicker).step_s != pytest.approx(alone)
 
@@ -149,3 +150,46 @@ def test_a_device_that_is_not_modelled_is_said(tiny_plan: Callable[..., Any]) ->
     plan = tiny_plan()
     context = replace(make_context(plan, torch.device("cpu")), device="mps")
     assert "not on mps" in foresee(plan, context, probed_cpu()).unknown
+
+
+def test_kept_memory_and_threads_are_priced_by_steps_that_had_them() -> None:
+    small = {"dim": 128, "layers": 2, "heads": 4, "vocab": 2048, "rows": 32, "length": 128}
+    usual: dict[str, Any] = {"compiled": False, "keeps": False, "threads": 2}
+    assert "no steps that keep their memory" in seen("+kept_memory").unknown
+    step = Step(**small, **usual, seconds=0.3)
+    machine = probed_cpu(
+        step,
+        replace(step, keeps=True, seconds=0.24),
+        replace(step, threads=1, seconds=0.5),
+    )
+    plain = seen(machine=machine).step_s
+    assert plain
+    kept = seen("+kept_memory", machine=machine)
+    assert kept.step_s == pytest.approx(0.8 * plain)
+    alone = seen("+cpu_threads", "techniques.cpu_threads.threads=1", machine=machine)
+    assert alone.step_s == pytest.approx(plain * 0.5 / 0.3)
+    other = replace(machine, processors=3)  # none of its own count was timed
+    unknown = seen("+cpu_threads", "techniques.cpu_threads.threads=1", machine=other)
+    assert "no steps at 1 threads (at 1, 2 they were) were timed" in unknown.unknown
+
+
+def test_other_norms_and_activations_are_priced_by_their_own() -> None:
+    machine = probed_cpu()
+    named = {piece.name: piece for piece in machine.pieces}
+    slow = tuple(Moved(p.bytes, 10 * p.seconds) for p in named["norms/forward"].points)
+    others = tuple(
+        replace(named["norms/forward"], name=f"{what}/{way}", points=slow)
+        for what in ("layer_norms", "plain_activation") for way in ("forward", "backward")
+    )  # fmt: skip
+    machine = replace(machine, pieces=(*machine.pieces, *others))
+    gated = seen(machine=machine).parts_s["memory traffic"]
+    keys = ("model.norm=layer_norm", "model.activation=gelu")
+    assert seen(*keys, machine=machine).parts_s["memory traffic"] > 2 * gated
+
+
+def test_a_width_of_a_cpu_is_told_once_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = Width(0.9, 1.2, 40, "measured steps of a CPU lay")
+    monkeypatch.setitem(STEP, "on_cpu", rows)
+    found = seen()
+    assert found.step_s and found.between["step_s"].high == pytest.approx(1.2 * found.step_s)
+    assert "where 80% of 40 measured steps of a CPU lay" in told(plan_of(), found)

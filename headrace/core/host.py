@@ -15,6 +15,8 @@ from headrace.core.rates import Way
 from headrace.core.work import Kind, Phase, StepTime, Work
 
 HALF = ("bf16", "fp16")
+KEEPS, THREADS = "keeps_memory", "threads"
+"""Sizes of a ledger: 1 where the process keeps what a step frees, and the threads that compute."""
 PROBE_CPU = f"{PROBE} --device cpu --seconds 20"
 """What measures all that is needed here."""
 UNPROBED = f"no rates of this CPU were measured, and guessed ones tell no time; `{PROBE_CPU}` does"

@@ -210,7 +210,15 @@ class Step:
     rows: int
     length: int
     compiled: bool
+    keeps: bool
+    """whether the process kept the memory that the step freed"""
+    threads: int
     seconds: float
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The decoder and its micro-batch."""
+        return self.dim, self.layers, self.heads, self.vocab, self.rows, self.length
 
 
 @dataclass(frozen=True)

@@ -173,7 +173,7 @@ def foresee(
     fits, reserved = _room(held, left)
     time, unknown = _time(plan, context, each, machine)
     tier: Tier = "after_probes" if machine.source == "probes" else "no_gpu"
-    basis: Basis = tier
+    basis: Basis = "on_cpu" if context.device == "cpu" else tier
     step_s, set_by = None if time is None else time.step_s, ""
     if calibration is not None and time is not None and calibration.tells(time):
         step_s, time = calibration.step_s(time), calibration.applied(time)
@@ -181,7 +181,8 @@ def foresee(
         if calibration.tells(time):  # else the device's rates decide now, and not these steps
             tier = "after_20_steps"
             alike = calibration.workload == workload(plan, context, ledger)
-            basis = "same_workload" if alike else tier
+            same: Basis = "same_workload" if alike else tier
+            basis = basis if context.device == "cpu" else same
     no_interval = "" if time is None else _no_interval(context, ledger, time)
     wider = widening(machine, basis)
     known, price = None if no_interval else basis, plan.hardware.dollars_per_hour
@@ -295,7 +296,7 @@ def _no_interval(context: Context, ledger: Ledger, time: StepTime) -> str:
     if ledger.sizes.get(DERIVED):
         return FEW
     if context.device == "cpu":
-        return ON_CPU
+        return "" if "on_cpu" in STEP else ON_CPU
     wide = context.precision == "fp32"
     return FP32 if wide else LAUNCHED if time.by_host else ""
 

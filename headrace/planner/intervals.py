@@ -2,10 +2,11 @@
 
 An interval holds 80% of what is measured. Its width stands for what the planner knew: rates of a
 datasheet, rates probed on this machine, or 20 measured steps of one plan, of another workload or of
-the same one. Widths come from rows of results/ and from nothing else:
-`python benchmarks/residuals.py` computes them, leaving out one shape at a time, so that they hold
-for a shape that was not looked at. They are ratios of measured to predicted, and not symmetric:
-what a model leaves out takes time. All of these rows are of one kind of GPU. On any other each end
+the same one; a probed CPU has a width of its own, once rows tell one. Widths come from rows of
+results/ and from nothing else: `python benchmarks/residuals.py` computes them, leaving out one
+shape at a time, so that they hold for a shape that was not looked at. They are ratios of measured
+to predicted, and not symmetric: what a model leaves out takes time. All of a GPU's rows are of one
+kind, and of a CPU `python benchmarks/foresight_cpu.py` tells the width. On any other GPU each end
 lies some times as far (`widening`): those factors rest on no steps, but on how far apart the
 numbers are that are assumed there, and every answer says so.
 """
@@ -23,8 +24,8 @@ from headrace.core.work import Work
 from headrace.model.work import trunk_work
 
 Tier = Literal["no_gpu", "after_probes", "after_20_steps"]
-Basis = Tier | Literal["same_workload"]
-"""What a width stands for: a tier, or 20 steps of a plan of the same `workload`."""
+Basis = Tier | Literal["same_workload", "on_cpu"]
+"""What a width stands for: a tier, 20 steps of a plan of the same `workload`, or a probed CPU."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def widening(machine: Machine, basis: Basis) -> Widening:
         basis: what the prediction rests on.
     """
     device = machine.name
-    if device.removeprefix("NVIDIA ").upper() == MEASURED_ON:
+    if basis == "on_cpu" or device.removeprefix("NVIDIA ").upper() == MEASURED_ON:
         return EXACT
     known = f"predictions were compared with measured steps on {MEASURED_ON}s only"
     if basis not in ("no_gpu", "after_probes"):

@@ -10,6 +10,7 @@ Shapes: B rows, T tokens, N = B x T, D features, V entries of the vocabulary.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headrace.core import cores, kept_memory
 from headrace.core.model_config import ModelConfig
 from headrace.core.plan import OptimizerConfig
 from headrace.core.rates import Moved, Piece, Product, Step, Way
@@ -24,7 +26,7 @@ from headrace.model.decoder import Decoder, trunk_parts
 from headrace.model.head import cross_entropy
 from headrace.model.mask import MaskSpec, Rows
 from headrace.model.mlp import SwiGLU
-from headrace.model.norm import RMSNorm
+from headrace.model.norm import LayerNorm, RMSNorm
 from headrace.model.position import Rope, rotate
 from headrace.model.work import trunk_work
 from headrace.optim.adamw import clip_factor, gradient_norm, make_adamw, scale_gradients
@@ -56,6 +58,8 @@ LEAST = (64, 96, 32)
 COMPILE_S = 8.0
 """What compiling a small decoder takes, about; on two slow cores without a cache of headers it is
 longer, and the probe ends later than it was asked to."""
+PLAIN = {"layer_norms": "norms", "plain_activation": "activation"}
+"""Pieces of other operations than the demo's -> the name that both have in a ledger."""
 WHOLE = ("embedding", "gradients", "clip", "update")
 """Pieces that a compiler leaves as they are."""
 
@@ -74,9 +78,14 @@ class Small:
     @property
     def config(self) -> ModelConfig:
         """It, as the demo's family has it."""
+        return self.with_()
+
+    def with_(self, **keys: Any) -> ModelConfig:
+        """It with other keys."""
         return ModelConfig(
-            dim=self.dim, layers=self.layers, heads=self.heads, vocab=self.vocab, qk_norm=True
-        )
+            dim=self.dim, layers=self.layers, heads=self.heads, vocab=self.vocab, qk_norm=True,
+            **keys,
+        )  # fmt: skip
 
     @property
     def tokens(self) -> int:
@@ -85,8 +94,13 @@ class Small:
 
     def bytes_of(self, name: str) -> int:
         """Bytes that the ledger counts for one of its pieces."""
-        times = {"rows": self.rows, "length": self.length, "precision": "fp32"}
-        return int(trunk_work(self.config, micro_batches=2.0, **times)[name].bytes)  # type: ignore[arg-type]
+        what, _, phase = name.partition("/")
+        plain = what == "plain_activation"
+        config = self.with_(activation="gelu") if plain else self.config
+        work = trunk_work(
+            config, rows=self.rows, length=self.length, precision="fp32", micro_batches=2.0
+        )
+        return int(work[f"{PLAIN.get(what, what)}/{phase}"].bytes)
 
 
 SIZES = (
@@ -128,16 +142,20 @@ def _of_a_step(found: Found) -> Iterator[Probe]:
     """Its products, pieces and wholes, the most important first."""
     yield from linear_probes(found, *LINEARS[0])
     yield from _piece_probes(found, SIZES[0])
-    yield _step_probe(found, STEPS[0], compiled=False)
+    yield _step_probe(found, STEPS[0])
     for shape in (*LINEARS[1:8], LEAST):
         yield from linear_probes(found, *shape)
     for small in SIZES[1:]:
         yield from _piece_probes(found, small)
     for small in STEPS[1:]:
-        yield _step_probe(found, small, compiled=False)
+        yield _step_probe(found, small)
     yield _step_probe(found, STEPS[0], compiled=True)
+    if kept_memory.CAN_KEEP:
+        yield from (_step_probe(found, small, keeps=True) for small in STEPS[:2])
     for shape in LINEARS[8:]:
         yield from linear_probes(found, *shape)
+    for threads in thread_counts():
+        yield _step_probe(found, STEPS[0], threads=threads)
 
 
 # --- products --------------------------------------------------------------------------------
@@ -203,9 +221,17 @@ def _both(forward: Callable[[], Tensor], inputs: list[Tensor]) -> Calls:
 
 
 def _norms(found: Found, small: Small) -> Calls:
-    norm = _weighted(found, RMSNorm(small.dim, 1e-5))
+    return _normed(found, small, RMSNorm(small.dim, 1e-5))
+
+
+def _layer_norms(found: Found, small: Small) -> Calls:
+    return _normed(found, small, LayerNorm(small.dim, 1e-5))
+
+
+def _normed(found: Found, small: Small, module: nn.Module) -> Calls:
+    norm = _weighted(found, module)
     x = found.random(small.rows, small.length, small.dim).requires_grad_()
-    return _both(lambda: norm(x), [x, norm.weight])
+    return _both(lambda: norm(x), [x, *norm.parameters()])
 
 
 def _qk_norm(found: Found, small: Small) -> Calls:
@@ -249,6 +275,12 @@ def _activation(found: Found, small: Small) -> Calls:
     return _both(lambda: mlp(x), [x])
 
 
+def _plain_activation(found: Found, small: Small) -> Calls:
+    """GPT-2's, which has no gate."""
+    x = found.random(small.rows, small.length, small.config.resolved_ffn).requires_grad_()
+    return _both(lambda: F.gelu(x), [x])
+
+
 def _loss(found: Found, small: Small) -> Calls:
     logits = found.random(small.tokens, small.vocab).requires_grad_()
     targets = _ids(found, small, small.tokens)
@@ -288,7 +320,7 @@ def _update(found: Found, small: Small) -> Calls:
 MAKERS: dict[str, Maker] = {
     "norms": _norms, "activation": _activation, "rope": _rope, "loss": _loss, "qk_norm": _qk_norm,
     "residual": _residual, "update": _update, "clip": _clip, "embedding": _embedding,
-    "gradients": _gradients,
+    "gradients": _gradients, "layer_norms": _layer_norms, "plain_activation": _plain_activation,
 }  # fmt: skip
 """By the names of their work in model/work.py."""
 ALIKE = {"residual": "residual_out"}
@@ -328,25 +360,47 @@ def _decoder(found: Found, small: Small) -> Decoder:
 # --- whole steps -----------------------------------------------------------------------------
 
 
-def _step_probe(found: Found, small: Small, *, compiled: bool) -> Probe:
-    """A step of a plain trainer: forward, backward, clipping and the update."""
+def thread_counts() -> list[int]:
+    """Powers of two up to the processor's cores, beside the count that torch uses now."""
+    most = len(cores.cores())
+    counts = {2**n for n in range(most.bit_length())} | {most}
+    return sorted(counts - {torch.get_num_threads()}, reverse=True)
+
+
+def _step_probe(
+    found: Found, small: Small, *, compiled: bool = False, keeps: bool = False, threads: int = 0
+) -> Probe:
+    """A step of a plain trainer: forward, backward, clipping and the update.
+
+    Args:
+        found: where it is written down.
+        small: the decoder.
+        compiled: torch compiles its blocks and its loss.
+        keeps: the process keeps what the step frees.
+        threads: that torch uses; 0 are as many as it does now.
+    """
+    before = torch.get_num_threads()
 
     def run() -> None:
-        step = _plain_step(found, small, compiled)
-        try:
+        with ExitStack() as stack:
+            stack.callback(torch.set_num_threads, before)
+            torch.set_num_threads(threads or before)
+            if keeps:
+                stack.enter_context(kept_memory.kept())
+            if compiled:
+                stack.callback(torch.compiler.reset)
+            step = _plain_step(found, small, compiled)
             step()
             seconds = found.clock.seconds(step)
-        finally:
-            if compiled:
-                torch.compiler.reset()
         found.steps.append(Step(
             small.dim, small.layers, small.heads, small.vocab, small.rows, small.length, compiled,
-            seconds,
+            keeps, threads or before, seconds,
         ))  # fmt: skip
 
     work = 6.0 * small.tokens * (12 * small.layers * small.dim + small.vocab) * small.dim
-    group = "compiled steps" if compiled else "steps"
+    group = "compiled steps" if compiled else "steps at other counts" if threads else "steps"
     label = f"{small.layers} layers of {small.dim}, {small.rows} rows of {small.length}"
+    label += ", memory kept" if keeps else f", {threads} threads" if threads else ""
     needed = 16.0 * small.tokens * (16 * small.layers * small.dim + small.vocab)
     return Probe(group, label, work, needed, run, COMPILE_S if compiled else 0.0)
 

@@ -268,6 +268,7 @@ CASES: dict[str, Asked] = {
     "techniques/memory/expandable_segments:ExpandableSegments.supports#1": Asked(
         (), ("expandable_segments",)
     ),
+    "techniques/memory/kept_memory:KeptMemory.supports#1": Asked((), ("kept_memory",), "H200"),
     "techniques/memory/memory_budget:MemoryBudget.supports#1": Asked((), ("memory_budget",)),
     "techniques/memory/memory_budget:MemoryBudget.supports#2": Asked(
         ("techniques.torch_compile.backend=eager",), ("memory_budget", "torch_compile")
@@ -301,6 +302,10 @@ CASES: dict[str, Asked] = {
     "techniques/optim/muon:Muon.supports#1": Asked((), ("lora", "muon", "sophia")),
     "techniques/optim/sophia:Sophia.supports#1": Asked(
         ("mesh.pipeline=2", "techniques.sophia.share=0.5"), ("sophia", "pipeline_parallel")
+    ),
+    "techniques/parallel/cpu_threads:CpuThreads.supports#1": Asked((), ("cpu_threads",), "H200"),
+    "techniques/parallel/cpu_threads:CpuThreads.supports#2": Asked(
+        ("techniques.cpu_threads.threads=1000",), ("cpu_threads",)
     ),
     "techniques/parallel/context_parallel:ContextParallel.supports#1": Asked(
         (), ("context_parallel",)
@@ -425,6 +430,8 @@ EXCUSED = {
     "techniques/compile/cudnn_autotune:CudnnAutotune.supports#3": "needs a torch for AMD",
     "techniques/fusion/liger_kernels:LigerKernels.supports#4": "needs an old liger-kernel",
     "techniques/memory/expandable_segments:ExpandableSegments.supports#2": "needs Windows",
+    "techniques/memory/kept_memory:KeptMemory.supports#2": "needs another C library",
+    "techniques/parallel/cpu_threads:CpuThreads.supports#3": "needs macOS or Windows",
     "techniques/precision/float8_linear:Float8Linear.supports#1": "needs torchao to be away",
     "techniques/design/rope:Rope.supports#1": "needs a folder of weights; see test_rope_design",
     "techniques/design/rope:Rope.supports#2": "needs a folder of weights; see test_rope_design",

@@ -1,0 +1,128 @@
+"""Compute with as many threads as pay on this processor, and keep them on cores of their own.
+
+torch takes a thread for each logical processor that it may use. Two of them may share one core,
+whose units of arithmetic a matmul fills alone; and a small decoder's operations are too short to be
+cut into many parts, since all threads wait for the slowest at each one's end. So `threads` is one a
+core where it is left open, and a search tries fewer. With `bind` no thread of the process leaves
+the first so many cores: none moves away from what its core has in its cache.
+
+A run beside other busy processes needs as few threads as there are idle cores: a thread that waits
+for a core makes all others wait, and these spin meanwhile. How long they spin, libgomp reads once,
+as it is loaded: OMP_WAIT_POLICY=passive before the command makes waiting threads sleep.
+
+Both hold while the run lasts and are put back after it. Evidence is what torch's thread pool and
+the system said as a step ended. Left out: threads between operations (`inter_op`), for a step has
+no two that could run at once.
+Source: docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html (CPU).
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from headrace.core import cores
+from headrace.core.host import THREADS
+from headrace.core.ledger import Ledger
+from headrace.core.technique import (
+    Card,
+    Context,
+    Evidence,
+    Stage,
+    Supported,
+    Technique,
+    Unsupported,
+)
+from headrace.sockets import Build
+
+
+class CpuThreads(Technique[Build]):
+    """Compute with as many threads as pay on this processor, and keep them on their cores."""
+
+    threads: int = Field(default=0, ge=0, le=1024)
+    """Threads of each operation; 0 is one for each core that the process may use; tuner range 1 to
+    the cores."""
+    bind: bool = False
+    """Keep the process on its first cores, as many as threads."""
+
+    timed: ClassVar[bool] = True
+    room: ClassVar[str] = "parallel"
+    stage: ClassVar[Stage] = Stage.STEP
+    composes: ClassVar[tuple[str, ...]] = ("runtime", "after_update")
+    symptoms: ClassVar[tuple[str, ...]] = ("computation", "launch")
+    card: ClassVar[Card] = Card(
+        buys="what threads of one core take from each other, and what many threads lose at the "
+        "ends of short operations: `headrace probe --device cpu` times a step at several counts",
+        costs="nothing; `bind` leaves the other cores to nobody of this process (derived)",
+        helps="small models on many cores, two hardware threads a core, a machine that other "
+        "processes use too",
+        hurts="data workers, which `bind` keeps on the same cores",
+        source="docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html",
+    )
+
+    def supports(self, context: Context) -> Supported | Unsupported:
+        """A CPU with so many cores, and for `bind` a system that lets a process choose them."""
+        if context.device != "cpu":
+            return Unsupported(
+                f"on {context.device} threads of the host compute nothing", "device=cpu"
+            )
+        here = len(cores.cores())
+        if self.threads > here:
+            return Unsupported(
+                f"{self.threads} threads were asked for, and this process may use {here} cores",
+                f"techniques.{self.name()}.threads={here}",
+            )
+        if self.bind and not cores.CAN_BIND:
+            return Unsupported(
+                "this system does not let a process choose its cores",
+                f"techniques.{self.name()}.bind=false",
+            )
+        return Supported()
+
+    @property
+    def count(self) -> int:
+        """Threads, with 0 resolved."""
+        return self.threads or len(cores.cores())
+
+    def predict(self, ledger: Ledger) -> Ledger:
+        """The same work at another count; how much longer it takes, a probe of that count knows."""
+        return replace(ledger, sizes={**ledger.sizes, THREADS: float(self.count)})
+
+    def apply(self, build: Build) -> None:
+        """Set both for the run, and read them in each step."""
+        seen = build.notes[self.name()] = {"threads": 0, "cores": 0}
+
+        def look(build: Build, finite: Tensor) -> None:
+            seen["threads"] = torch.get_num_threads()
+            seen["cores"] = len(os.sched_getaffinity(0)) if cores.CAN_BIND else 0
+
+        build.runtime.append(self._in_force)
+        build.after_update.append(look)
+
+    @contextmanager
+    def _in_force(self) -> Iterator[None]:
+        before = torch.get_num_threads()
+        torch.set_num_threads(self.count)
+        try:
+            if self.bind:
+                with cores.bound(cores.cores()[: self.count]):
+                    yield
+            else:
+                yield
+        finally:
+            torch.set_num_threads(before)
+
+    def active(self, build: Build) -> Evidence:
+        """Threads of torch's pool and cores of the process, as the last step ended."""
+        seen: dict[str, Any] = build.notes[self.name()]
+        right = seen["threads"] == self.count and (not self.bind or seen["cores"] == self.count)
+        return Evidence(
+            active=right,
+            detail=f"{seen['threads']} threads on {seen['cores'] or 'any'} logical processors",
+            numbers={"threads": seen["threads"], "processors": seen["cores"]},
+        )
