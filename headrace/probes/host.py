@@ -109,10 +109,10 @@ SIZES = (
 )  # fmt: skip
 """At which each piece is timed."""
 STEPS = (
-    Small(128, 2, 4, 2048, 32, 128), Small(256, 2, 4, 4096, 8, 256), Small(64, 2, 2, 1024, 16, 64),
-    Small(384, 2, 6, 8192, 8, 128),
+    Small(128, 2, 4, 2048, 32, 128), Small(256, 2, 4, 4096, 4, 256), Small(64, 2, 2, 1024, 16, 64),
+    Small(384, 2, 6, 4096, 4, 128),
 )  # fmt: skip
-"""Whole steps; the first one is compiled too."""
+"""Whole steps; the first and the third one are compiled too."""
 
 
 def in_order(found: Found) -> Iterator[Probe]:
@@ -129,33 +129,34 @@ def in_order(found: Found) -> Iterator[Probe]:
         yield probe
     yield from (product_probe(found, other, small, small, small) for other in others)
     rows = [attention_probe(found, "flash", one, True) for one in ROWS["cpu"]]
-    yield from (rows[0], rows[1], *moved[2:])
-    yield from _of_a_step(found)
-    yield from rows[2:]
+    yield from (rows[0], *moved[2:])
+    yield from _of_a_step(found, rows[1:])
     yield attention_probe(found, "flash", (8, *ROWS["cpu"][0][1:]), False)
     yield attention_probe(found, "math", (8, *ROWS["cpu"][0][1:]), True)
     yield from (product_probe(found, main, large, large, large), *grid(found, main, 0))
     yield from (product_probe(found, other, large, large, large) for other in others)
 
 
-def _of_a_step(found: Found) -> Iterator[Probe]:
-    """Its products, pieces and wholes, the most important first."""
+def _of_a_step(found: Found, attention: list[Probe]) -> Iterator[Probe]:
+    """Its products, attention, pieces and wholes, the most important first."""
     yield from linear_probes(found, *LINEARS[0])
     yield from _piece_probes(found, SIZES[0])
     yield _step_probe(found, STEPS[0])
     for shape in (*LINEARS[1:8], LEAST):
         yield from linear_probes(found, *shape)
+    yield from attention[:3]
     for small in SIZES[1:]:
         yield from _piece_probes(found, small)
     for small in STEPS[1:]:
         yield _step_probe(found, small)
     yield _step_probe(found, STEPS[0], compiled=True)
-    if kept_memory.CAN_KEEP:
-        yield from (_step_probe(found, small, keeps=True) for small in STEPS[:2])
+    keeping = STEPS[:2] if kept_memory.CAN_KEEP else ()
+    yield from (_step_probe(found, small, keeps=True) for small in keeping)
+    yield from (_step_probe(found, STEPS[0], threads=count) for count in thread_counts())
+    yield from attention[3:]
     for shape in LINEARS[8:]:
         yield from linear_probes(found, *shape)
-    for threads in thread_counts():
-        yield _step_probe(found, STEPS[0], threads=threads)
+    yield _step_probe(found, STEPS[2], compiled=True)
 
 
 # --- products --------------------------------------------------------------------------------
@@ -389,9 +390,7 @@ def _step_probe(
                 stack.enter_context(kept_memory.kept())
             if compiled:
                 stack.callback(torch.compiler.reset)
-            step = _plain_step(found, small, compiled)
-            step()
-            seconds = found.clock.seconds(step)
+            seconds = found.clock.seconds(_plain_step(found, small, compiled))
         found.steps.append(Step(
             small.dim, small.layers, small.heads, small.vocab, small.rows, small.length, compiled,
             keeps, threads or before, seconds,

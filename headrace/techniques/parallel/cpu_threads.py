@@ -2,9 +2,10 @@
 
 torch takes a thread for each logical processor that it may use. Two of them may share one core,
 whose units of arithmetic a matmul fills alone; and a small decoder's operations are too short to be
-cut into many parts, since all threads wait for the slowest at each one's end. So `threads` is one a
-core where it is left open, and a search tries fewer. With `bind` no thread of the process leaves
-the first so many cores: none moves away from what its core has in its cache.
+cut into many parts, since all threads wait for the slowest at each one's end. So there is one
+thread a core where nothing else is asked for, and a search tries a `share` of the cores. With
+`bind` no thread of the process leaves the first so many cores: none moves away from what its core
+has in its cache.
 
 A run beside other busy processes needs as few threads as there are idle cores: a thread that waits
 for a core makes all others wait, and these spin meanwhile. How long they spin, libgomp reads once,
@@ -20,7 +21,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -40,13 +41,17 @@ from headrace.core.technique import (
 )
 from headrace.sockets import Build
 
+PARTS = {"whole": 1, "half": 2, "quarter": 4}
+"""Into how many parts a share cuts the cores, of which it takes one."""
+
 
 class CpuThreads(Technique[Build]):
     """Compute with as many threads as pay on this processor, and keep them on their cores."""
 
     threads: int = Field(default=0, ge=0, le=1024)
-    """Threads of each operation; 0 is one for each core that the process may use; tuner range 1 to
-    the cores."""
+    """Threads of each operation; 0 is as many as `share` says."""
+    share: Literal["whole", "half", "quarter"] = "whole"
+    """How many of the cores that the process may use have a thread, where `threads` is 0."""
     bind: bool = False
     """Keep the process on its first cores, as many as threads."""
 
@@ -55,6 +60,7 @@ class CpuThreads(Technique[Build]):
     stage: ClassVar[Stage] = Stage.STEP
     composes: ClassVar[tuple[str, ...]] = ("runtime", "after_update")
     symptoms: ClassVar[tuple[str, ...]] = ("computation", "launch")
+    settled: ClassVar[tuple[str, ...]] = ("threads",)
     card: ClassVar[Card] = Card(
         buys="what threads of one core take from each other, and what many threads lose at the "
         "ends of short operations: `headrace probe --device cpu` times a step at several counts",
@@ -87,7 +93,7 @@ class CpuThreads(Technique[Build]):
     @property
     def count(self) -> int:
         """Threads, with 0 resolved."""
-        return self.threads or len(cores.cores())
+        return self.threads or max(1, len(cores.cores()) // PARTS[self.share])
 
     def predict(self, ledger: Ledger) -> Ledger:
         """The same work at another count; how much longer it takes, a probe of that count knows."""
