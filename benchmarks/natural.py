@@ -228,8 +228,9 @@ class Call:
         first = said["first"]["change"] if said["first"] else None
         self.book.write(
             ROWS, run, precision=said["precision"], compiled=said["compiled"],
-            parameters=said["parameters"], said=said["commit"], verdict=said["verdict"],
-            healthy=said["healthy"], first_change=first, measured=measured, steps=said["steps"],
+            parameters=said["parameters"], threads=said["threads"], said=said["commit"],
+            verdict=said["verdict"], healthy=said["healthy"], first_change=first,
+            measured=measured, steps=said["steps"],
             before_s=sorted(before)[len(before) // 2] if before else None,
             left=[list(words) for words in left],
         )  # fmt: skip

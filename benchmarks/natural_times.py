@@ -209,11 +209,8 @@ def beside(base: Timed, two: Timed, best: float, gate: Gate) -> dict[str, Any]:
     pace, ready_s = PACES[two.build.device.type], time.time() - began_s
     base.seconds, two.seconds = [], []
     with gate.alone() as quiet:
-        base.once()
-        two.once()
-        two.once()  # what the one before may have compiled or recorded is not of a step
-        if two.step_s > HOPELESS * base.step_s:
-            base.seconds, two.seconds = [base.step_s], [two.step_s]
+        if seconds := hopeless(base, two):
+            base.seconds, two.seconds = [seconds[0]], [seconds[1]]
         else:
             heat(base, two, pace.heat_s)
             in_turn(base, two, best, pace)
@@ -224,6 +221,20 @@ def beside(base: Timed, two: Timed, best: float, gate: Gate) -> dict[str, Any]:
         "before_s": median(base.seconds), "after_s": median(two.seconds), "quiet": quiet,
         "ready_s": ready_s,
     }  # fmt: skip
+
+
+def hopeless(base: Timed, two: Timed) -> tuple[float, float] | None:
+    """Seconds of a step of both, where the change's takes so long that no block is worth it."""
+    ones, others = list[float](), list[float]()
+    two.once()  # what it may still compile or record is not of a step
+    for _ in range(2):
+        base.once()
+        two.once()
+        ones.append(base.step_s)
+        others.append(two.step_s)
+        if min(others) <= HOPELESS * max(ones):
+            return None
+    return max(ones), min(others)
 
 
 def heat(base: Timed, two: Timed, heat_s: float) -> None:

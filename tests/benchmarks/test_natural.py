@@ -177,3 +177,40 @@ def test_a_crew_takes_the_largest_that_fits(tmp_path: Path) -> None:
     with natural_gate.Crew(1, 10.0, gate, time.monotonic() - 1, tmp_path / "logs", True) as crew:
         crew.run(tasks)
     assert len(taken) == 3
+
+
+@pytest.mark.slow
+def test_processes_that_take_turns_measure_a_list_to_its_end(
+    tmp_path: Path, corpus: Path, prepared_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three runs, two processes, and real turns: every row is there, and nothing stays stopped."""
+    plan = tmp_path / "tiny.toml"
+    plan.write_text(CHECKPOINTED.format(corpus=corpus, prepared=prepared_folder))
+    listed = [
+        natural_runs.Run(f"tiny {rows}", "cpu", str(plan), f"batch.tokens={16 * rows}", 12)
+        for rows in (2, 4, 8)
+    ]
+    monkeypatch.setattr(natural, "RUNS", tuple(listed))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    words = ["--device", "cpu", "--results", tmp_path, "--work", tmp_path / "work"]
+    words += ["--workers", "2", "--most", "0", "--minutes", "4"]
+    before = signal.getsignal(signal.SIGTERM)
+    for what in ("say", "measure"):
+        monkeypatch.setattr(sys, "argv", ["natural.py", what, *map(str, words)])
+        try:
+            with pytest.raises(SystemExit) as ended:
+                natural.main()
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        assert ended.value.code == 0
+        if what == "say":  # compiling takes long here
+            changes = [["-full_checkpoint"], ["batch.micro_sequences=1"]]
+            lines = [json.dumps(r | {"changes": changes}) for r in rows(tmp_path, "natural_said")]
+            (tmp_path / "natural_said.jsonl").write_text("\n".join(lines) + "\n")
+    said, measured = rows(tmp_path, "natural_said"), rows(tmp_path, "natural")
+    assert {row["id"] for row in measured} == {run.id for run in listed}
+    assert all("refused" not in row for row in said) and measured[0]["how"] == natural_gate.HOW
+    assert all(any("gain" in one for one in row["measured"]) for row in measured)
+    begun = natural_gate.descendants(os.getpid())
+    stats = [Path(f"/proc/{pid}/stat") for pid in begun]
+    assert not [file for file in stats if file.exists() and ") T " in file.read_text()]
