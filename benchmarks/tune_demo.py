@@ -73,7 +73,7 @@ def places(job: dict[str, Any]) -> list[str]:
 
 def write(job: dict[str, Any], part: str, metrics: dict[str, Any], **facts: Any) -> None:
     """One row of a tuning."""
-    named = {name: job[name] for name in ("tuning", "workload", "minutes", "cores")}
+    named = {name: job[name] for name in ("tuning", "workload", "minutes", "cores", "command")}
     row = receipts.append(
         TOPIC, metrics, results=Path(job["results"]), part=part, processor=receipts.processor(),
         **named, **facts,
@@ -185,7 +185,8 @@ def rows_of(results: Path) -> list[dict[str, Any]]:
 def jobs_of(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Tunings that are asked for; or of those in the file, the ones that were made here."""
     ends_s, stamp = time.time() + args.until, time.strftime("%m%d-%H%M%S")
-    given = {"results": str(args.results), "ends_s": ends_s, "only": args.only}
+    given = {"results": str(args.results), "ends_s": ends_s, "only": args.only,
+             "command": "python " + " ".join(sys.argv)}  # fmt: skip
     if args.measure:
         here = {"processor": receipts.processor(), "torch": receipts.torch.__version__}
         rows = [r for r in rows_of(args.results) if r["part"] == "tuned" and r.get("changes")]
@@ -229,7 +230,10 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         name = "target_ratio" if part == "target" else "speed_ratio"
         own = [row for row in rows if row["tuning"] == tuned["tuning"] and row["part"] == part]
         ratios = [row["metrics"][name]["value"] for row in own if name in row["metrics"]]
-        told = found.setdefault(f"{tuned['minutes']:g} min, {part}", {"ratios": [], "kept": []})
+        told = found.setdefault(
+            f"{tuned['minutes']:g} min, {part}", {"ratios": [], "kept": [], "interrupted": 0}
+        )
+        told["interrupted"] += bool(tuned.get("interrupted"))
         told["kept"].append(" ".join(tuned["changes"]))
         if not tuned["changes"]:
             told["ratios"].append(1.0)

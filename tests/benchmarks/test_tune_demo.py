@@ -34,13 +34,14 @@ def test_the_summary_counts_what_was_measured_apart() -> None:
         row("b", "tuned", "time", changes=[]),
         row("c", "tuned", "quality", 10.0, changes=["+muon"]),
         row("c", "target", "quality", 10.0, metrics=soon),
-        row("d", "tuned", "quality", 10.0, changes=["+muon"]),
+        row("d", "tuned", "quality", 10.0, changes=["+muon"], interrupted=True),
         row("d", "target", "quality", 10.0, metrics=soon), row("d", "target", "quality", 10.0),
         {"tuning": "e", "part": "tuned", "minutes": 3.0, "metrics": {}, "refused": "exit code 1"},
     ])  # fmt: skip
     three, ten = found["3 min, steps"], found["10 min, target"]
-    assert three == {"ratios": [1.3, 1.0], "kept": ["+torch_compile", ""], "enough": 1}
-    assert ten == {"ratios": [1.7], "kept": ["+muon", "+muon"], "enough": 1}
+    assert three == {"ratios": [1.3, 1.0], "kept": ["+torch_compile", ""], "interrupted": 0,
+                     "enough": 1}  # fmt: skip
+    assert ten == {"ratios": [1.7], "kept": ["+muon", "+muon"], "interrupted": 1, "enough": 1}
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ def job(tmp_path: Path, corpus: Path) -> dict[str, Any]:
     return {
         "tuning": "demo-3-0", "workload": "demo", "recipe": "demo", "set": words, "minutes": 3.0,
         "folder": str(tmp_path / "a"), "results": str(tmp_path), "cores": "0", "tunes": False,
-        "ends_s": 9e12, "only": False,
+        "ends_s": 9e12, "only": False, "command": "python tune_demo.py",
     }  # fmt: skip
 
 
