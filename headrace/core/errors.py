@@ -156,8 +156,10 @@ def at_a_limit(error: BaseException) -> UnsupportedError | None:
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """The choice closest to `word`, or all of them when none is close; of many, the first few."""
+    """The choice closest to `word` in any case, or all where none is; of many, the first few."""
     names = sorted(choices)
-    close = get_close_matches(word, names, n=1, cutoff=0.5)
+    folded = {name.casefold(): name for name in names}
+    close = [folded[n] for n in get_close_matches(word.casefold(), folded, n=1, cutoff=0.5)]
+    close = [word] if word in names else close
     more = f" and {len(names) - MANY} more" if len(names) > MANY + 1 else ""
     return close[0] if close else ", ".join(names[:MANY] if more else names) + more

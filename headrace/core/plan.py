@@ -191,7 +191,7 @@ class TrackConfig(Strict):
 class Plan(Strict):
     """A run. Keys are stable: other tools and recipes rely on them."""
 
-    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)
     """The run's folder under `directory`."""
     directory: str = "runs"
     """Where runs are kept; a run's folder is `directory`/`name`."""
@@ -482,7 +482,7 @@ def _technique(name: str, knobs: Any) -> Technique[Any]:
 def _override(values: dict[str, Any], item: str) -> None:
     """Write one `a.b=value` into nested tables."""
     key, equals, raw = item.partition("=")
-    if not equals or not key:
+    if not equals or not all(part.strip() for part in key.split(".")):
         raise ConfigError(f"{item!r} is not an override", "key=value, as in batch.tokens=16384")
     value = toml_value(raw, key)
     if isinstance(value, float) and field_at(Plan, key.strip().split(".")) is str:

@@ -2,13 +2,15 @@
 
 import ast
 import inspect
+import json
 import re
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import date, time
 from functools import cache
 from itertools import pairwise
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
@@ -122,7 +124,12 @@ def read_table(table: type[T], values: Mapping[str, Any], where: str = "") -> T:
 
 def explained(table: type[BaseModel], error: ValidationError, where: str = "") -> ConfigError:
     """Return what pydantic found as one error that names the keys."""
-    lines = [_explain(table, dict(item), where) for item in error.errors()]
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for item in error.errors():
+        path = _written(table, item["loc"])
+        whole = path == item["loc"]  # of the kinds that a value may have, the first tells why not
+        found.setdefault((*path, item["type"]) if whole else path, {**item, "loc": path})
+    lines = [_explain(table, item, where) for item in found.values()]
     messages = list(dict.fromkeys(message for message, _ in lines))
     return ConfigError("\n".join(messages), next((r for _, r in lines if r), ""))
 
@@ -144,6 +151,12 @@ def _explain(table: type[BaseModel], item: dict[str, Any], where: str) -> tuple[
             )
         hint = f"{prefix}.{right}" if prefix else right
         return f"the plan has no key {key!r}; did you mean {hint}?", _given(hint, item["input"])
+    if any(isinstance(part, int) for part in path):
+        return _explain_item(table, item, key, path)
+    if item["type"] == "tuple_type" and isinstance(item["input"], str):
+        given = json.dumps([item["input"]], ensure_ascii=False)
+        told = f"{key} = {item['input']!r}: input should be a list"
+        return told, shlex.quote(f"{key}={given}")
     if item["type"] == "missing":
         return f"the plan needs the key {key!r}", f"{key}=VALUE"
     if item["type"] == "literal_error" and isinstance(item["input"], str):
@@ -165,6 +178,41 @@ def _explain(table: type[BaseModel], item: dict[str, Any], where: str) -> tuple[
         f"{key} = {item['input']!r}: {said}",
         f"leave out {_settable(key)}" if near is None else f"{key}={near}",
     )
+
+
+def _explain_item(
+    table: type[BaseModel], item: dict[str, Any], key: str, path: tuple[int | str, ...]
+) -> tuple[str, str]:
+    """What is wrong with an item of a list, and the whole list to write instead."""
+    at = next(number for number, part in enumerate(path) if isinstance(part, int))
+    whole = key.rsplit(".", len(path) - at)[0]
+    field = _table_at(table, path[: at - 1]).model_fields.get(str(path[at - 1]))
+    said = item["msg"][:1].lower() + item["msg"][1:]
+    told = f"{key} = {item['input']!r}: {said}"
+    if item["type"] == "missing":
+        told = f"{whole} = {json.dumps(item['input'], default=str)} lacks an item"
+    if item["type"] == "literal_error":
+        expected = item["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
+        close = nearest(str(item["input"]), expected)
+        given = json.dumps([close if close in expected else expected[0]])
+        told = f"{key} = {item['input']!r} is not one of {', '.join(expected)}"
+        return told, shlex.quote(f"{whole}={given}")
+    if field is None or not isinstance(field.default, tuple) or not field.default:
+        return told, f"leave out {whole}"
+    return told, shlex.quote(f"{whole}={json.dumps(field.default)}")
+
+
+def _written(table: type[BaseModel], path: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """A path without the names of the kinds that a value may have, as `str` of `float | str`."""
+    for number, part in enumerate(path[:-1]):
+        field = None
+        if all(isinstance(one, str) for one in path[: number + 1]):
+            field = _table_at(table, path[:number]).model_fields.get(str(part))
+        if field is not None and get_origin(field.annotation) in (Union, UnionType):
+            kinds = [kind for kind in get_args(field.annotation) if kind is not NoneType]
+            if len(kinds) > 1 and isinstance(path[number + 1], str):
+                return path[: number + 1]
+    return path
 
 
 def _settable(key: str) -> str:

@@ -249,7 +249,8 @@ class Catalogue:
         if not isinstance(family, str) or family not in self.families:
             near = nearest(str(family), self.families)
             raise ConfigError(
-                f"there is no model family {family!r}; did you mean {near}?", f"model.family={near}"
+                f"there is no model family {family!r}; did you mean {near}?",
+                f"model.family={near if near in self.families else 'headrace'}",
             )
         return {**self.families[family], **model}
 
