@@ -233,6 +233,8 @@ def _verdict(found: dict[str, Any] | None) -> str:
     if not found:
         return ""
     lines = f"{found['sentence']} ({found['evidence']})\n"
+    if found["unknown"]:
+        lines += f"{found['unknown']}\n"
     if found["healthy"]:
         lines += f"healthy: {NOTHING_GAINS}\n"
     return lines + (f"try first: {found['remedy']}: {found['gain']}\n" if found["remedy"] else "")

@@ -188,8 +188,9 @@ def _idle_cores(run: RunFolder, advice: Advice) -> list[Finding]:
     """That torch computed on fewer than half of a processor's cores, which it does when told to."""
     told = run.read("environment") or {}
     threads, cores = told.get("threads"), told.get("cores")
-    here = told.get("device") == "cpu" and isinstance(threads, int) and isinstance(cores, int)
-    if not here or 2 * threads >= cores or advice.verdict is None:
+    if not isinstance(threads, int) or not isinstance(cores, int) or advice.verdict is None:
+        return []
+    if told.get("device") != "cpu" or 2 * threads >= cores:
         return []
     more = f"OMP_NUM_THREADS={cores // 2} {train_command(run.path)}"
     return [Finding(
@@ -426,13 +427,21 @@ def narrowest(advice: Advice) -> dict[str, Any]:
     shown = next((f for f in found if f.bottleneck != ABSTAINED), next(iter(found), None))
     if shown is None:
         return {"station": None, "share": None, "sentence": "No step was measured.", "evidence": "",
-                "healthy": None, "remedy": None, "gain": None}  # fmt: skip
+                "healthy": None, "remedy": None, "gain": None, "unknown": ""}  # fmt: skip
     first = None if advice.healthy else advice.first
     return {
         "station": shown.bottleneck, "share": shown.share, "sentence": shown.sentence,
         "evidence": shown.evidence, "healthy": advice.healthy,
         "remedy": first and advice.command(first), "gain": first and gain_of(first),
+        "unknown": _unknown(found[0]) if found[0] is not shown else "",
     }  # fmt: skip
+
+
+def _unknown(finding: Finding) -> str:
+    """What an abstaining finding says, with what would tell."""
+    if finding.not_measured in ("", "everything"):
+        return finding.sentence
+    return f"{finding.sentence} Not measured: {finding.not_measured}."
 
 
 def told(advice: Advice) -> str:

@@ -168,6 +168,7 @@ class Narrowest(Table):
     healthy: bool | None = None
     remedy: str | None = None
     gain: str | None = None
+    unknown: str = ""
 
 
 class Sample(Table):

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from headrace.core.symptoms import BOTTLENECKS
 from headrace.core.units import part_of_text
 from headrace.doctor.advice import NOTHING_GAINS
 from headrace.report.advice import remedies
@@ -172,6 +173,7 @@ def _narrowest(report: Report) -> Safe:
         body = (
             tag("p", found.sentence[:1].upper() + found.sentence[1:], class_="lead"),
             muted("Evidence: ", evidence or NOT_MEASURED),
+            *((muted(found.unknown),) if found.unknown else ()),
             *((muted("Healthy: ", NOTHING_GAINS, "."),) if found.healthy else ()),
             *(
                 (tag("p", "Try first: ", tag("code", found.remedy), f": {found.gain}"),)
@@ -179,7 +181,8 @@ def _narrowest(report: Report) -> Safe:
                 else ()
             ),
         )
-    title = f"Bottleneck: {found.station}" if found else "Bottleneck"
+    known = found is not None and found.station in BOTTLENECKS
+    title = f"Bottleneck: {found.station}" if found and known else "Bottleneck"
     return tag("section", tag("h2", title), *body, class_="narrow")
 
 

@@ -88,7 +88,7 @@ def test_sections_stand_in_the_order_of_a_readers_questions(make_run: MakeRun) -
     assert outline.headings == [
         "demo",
         "Key figures",
-        "Bottleneck: backward",
+        "Bottleneck: computation",
         "Loss",
         "Where the time went",
         "Memory at the peak",
