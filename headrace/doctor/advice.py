@@ -174,30 +174,12 @@ def advise(
         plan = read_recorded_plan(folder, catalogue)
         context, machine = place_of(plan, run.read("environment") or {}, rates_here)
         advice = advised(findings, plan, context, machine, catalogue, measured)
-        advice = replace(advice, run=folder)
-        more = [Advised(one) for one in _idle_cores(run, advice)]
-        return replace(advice, findings=(*advice.findings[:1], *more, *advice.findings[1:]))
+        return replace(advice, run=folder)
     except RunError:
         raise
     except (HeadraceError, OSError) as error:
         told = error.message if isinstance(error, HeadraceError) else str(error)
         return Advice(tuple(map(Advised, findings)), unknown=f"no remedies are forecast: {told}")
-
-
-def _idle_cores(run: RunFolder, advice: Advice) -> list[Finding]:
-    """That torch computed on fewer than half of a processor's cores, which it does when told to."""
-    told = run.read("environment") or {}
-    threads, cores = told.get("threads"), told.get("cores")
-    if not isinstance(threads, int) or not isinstance(cores, int) or advice.verdict is None:
-        return []
-    if told.get("device") != "cpu" or 2 * threads >= cores:
-        return []
-    more = f"OMP_NUM_THREADS={cores // 2} {train_command(run.path)}"
-    return [Finding(
-        "threads", 1 - threads / cores, f"Torch computed with {threads} of {cores} cores.",
-        "environment.json; by itself torch takes a thread for each core", "measured",
-        f"what more of them gain: {more}",
-    )]  # fmt: skip
 
 
 def advised(

@@ -3,8 +3,8 @@
 No technique is known by name here. A technique is a candidate when its `symptoms` name the
 finding's bottleneck and it can run on this plan; what it cannot stand beside is taken out with it.
 Of what the ledger prices (`PRICED`) every single change that keeps what is learned is a candidate,
-whatever its symptoms. Where launches bind, so is the best pair: what is best on top of the best
-single change. Beside techniques there are a few keys of the plan, all in `KEYS`, the rows of a
+whatever its symptoms. Where launches bind a GPU, so is the best pair: what is best on top of the
+best single change. Beside techniques there are a few keys of the plan, all in `KEYS`, the rows of a
 micro-batch, and for memory that nobody uses the techniques that trade time for it, taken out. Each
 is foreseen like a plan of its own. What the ledger says makes the step slower is no remedy for lost
 time, and what does not shrink the peak is none for full memory; what nothing foretells is listed
@@ -168,12 +168,9 @@ def remedies(
     asking = Asking(plan, context, machine, catalogue, learning=True)
     ask = _Asker(finding, asking, measured)
     found = list(filter(None, map(ask.remedy, candidates(finding.bottleneck, asking, measured))))
-    if finding.bottleneck == LEDGER_FIRST:
-        found += ask.pairs(found)
-    timed = finding.bottleneck in PRICED
-    found = [
-        one for one in found if not any(_does_it_all(other, one, timed=timed) for other in found)
-    ]
+    found = _without_needless(found, finding)
+    if finding.bottleneck == LEDGER_FIRST and context.device == "cuda":
+        found = _without_needless([*found, *ask.pairs(found)], finding)
     learns, name = finding.bottleneck in QUALITY, finding.bottleneck
     causes = [_keys(words) for words in KEYS[name](plan)] if name in CAUSES else []
     return _best_rows(sorted(found, key=lambda remedy: _order(remedy, learns, causes)))[:MOST]
@@ -235,7 +232,7 @@ class _Asker:
         singles = replace(self.asking, learning=False).singles(plan)
         more = [self.remedy(words, plan) for words in singles]
         more = [one for one in more if one is not None and one.gain is not None]
-        top = max(more, key=_gained, default=None)
+        top = max(_without_needless(more, self.finding), key=_gained, default=None)
         worth = top is not None and 1 + _gained(top) > ON_TOP * (1 + _gained(best))
         if top is None or not worth:
             return []
@@ -409,6 +406,14 @@ def _does_it_all(other: Remedy, one: Remedy, *, timed: bool = False) -> bool:
         return 1 + _gained(one) <= ON_TOP * (1 + _gained(other))
     faster = one.gain is not None and one.gain.value > other.gain.value + NOTHING
     return not faster and other.memory_bytes <= one.memory_bytes
+
+
+def _without_needless(found: list[Remedy], finding: Finding) -> list[Remedy]:
+    """The remedies of which no part, and no shorter one, does it all."""
+    timed = finding.bottleneck in PRICED
+    return [
+        one for one in found if not any(_does_it_all(other, one, timed=timed) for other in found)
+    ]
 
 
 def _best_rows(found: list[Remedy]) -> list[Remedy]:
