@@ -174,6 +174,7 @@ def told(tuned: Tuned, folder: Path) -> str:
         lines.append(f"  {step.line()}")
         if bought := step.bought(length_of(tuned.first, step.after_s)):
             lines.append(f"    it buys {bought}")
+    lines += [f"  {step.line()}" for step in tuned.not_shown]
     short = []
     if tuned.up and (left := len(tuned.untried)):
         short.append(f"{'1 change was' if left == 1 else f'{left} changes were'} not tried")

@@ -123,7 +123,7 @@ def _heat(one: "_Side", two: "_Side") -> None:
 
 def visit(
     plan: Plan, *, blocks: int, size: Size, share: float, limit: Limit | None = None,
-    text: bool = True,
+    text: bool = True, train: int = 0,
 ) -> Reading:  # fmt: skip
     """Blocks of one plan, from a process that holds nothing else.
 
@@ -134,6 +134,7 @@ def visit(
         share: of the seconds that are left, for timed steps.
         limit: of the pair.
         text: see `opened`.
+        train: steps that it trains on to, after them.
     """
     limit, began_s = limit or Limit(), time.time()
 
@@ -144,6 +145,7 @@ def visit(
             found.ready_s = time.time() - began_s
             found.steps = visit_steps(side.step_s, blocks, size, share * limit.left_s(), limit)
             side.run(blocks, found.steps)
+            side.train_to(train)
             found.steps *= blocks
             if side.build.device.type == "cuda":
                 found.reserved_bytes = float(torch.cuda.max_memory_reserved())
@@ -299,10 +301,10 @@ def measure_with(worker: Worker, *, text: bool = True) -> Measure:
                 return found
             before = []
 
-        def alone(plan: Plan, blocks: int, steps: int, share: float) -> Reading:
+        def alone(plan: Plan, blocks: int, steps: int, share: float, train: int) -> Reading:
             return worker.ask(
                 visit, plan, blocks=blocks, size=replace(size, steps=steps), share=share,
-                limit=limit, text=text, limit_s=max(0.0, limit_s - limit.spent_s),
+                limit=limit, text=text, train=train, limit_s=max(0.0, limit_s - limit.spent_s),
             )  # fmt: skip
 
         known = [r for plan, asked, r in before if (plan, asked.plain()) == (first, size.plain())]

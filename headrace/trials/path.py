@@ -179,6 +179,14 @@ class Tuned:
         return tuple(step for step in self.path if step.verdict == "kept")
 
     @property
+    def not_shown(self) -> tuple[Step, ...]:
+        """Changes that look better, and were not shown to be, or to learn the same, nor since."""
+        kept = {step.changes for step in self.kept}
+        return tuple(
+            step for step in self.path if step.verdict == "not shown" and step.changes not in kept
+        )
+
+    @property
     def learned(self) -> bool:
         """Whether a change of learning stayed."""
         return any(step.stage == "learning" for step in self.kept)
@@ -220,6 +228,7 @@ class Tuned:
             "target_unmeasured": self.unmeasured or None, "minutes_wanted": self.wanted or None,
             "target_unreached": self.unreached,
             "provisional": [list(step.changes) for step in self.provisional],
+            "not_shown": [list(step.changes) for step in self.not_shown],
             "tuning_s": self.seconds, "tuning_dollars": self.dollars,
             "break_even_steps": self.break_even, "break_even_runs": self.break_even_runs,
             "horizon_steps": None if self.length is None else self.length.steps,
@@ -249,6 +258,7 @@ class Tuned:
         """The end in words."""
         kept, spent = len(self.kept), format_seconds(self.seconds)
         what = f"{self.told_measured} in {spent}, {kept} kept"
+        what += f", {len(self.not_shown)} not shown" if self.not_shown else ""
         if not self.path and self.interrupted:
             return f"Nothing was measured in {spent}; the plan is as it was."
         if not self.path:
@@ -261,7 +271,8 @@ class Tuned:
             return f"No change was measured for long enough to be kept: {what}."
         if not kept:
             what += self._nearest()
-            return f"Nothing that was tried is better than the plan as it is: {what}."
+            shown = "could be shown to be" if self.not_shown else "is"
+            return f"Nothing that was tried {shown} better than the plan as it is: {what}."
         gains = [] if self.target is None else [self.target.sentence()]
         if self.ratio is not None:
             own = " by the changes of execution" if self.learned else ""

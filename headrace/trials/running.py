@@ -160,8 +160,7 @@ class Run:
         """What looks better, with what should show that it learns the same."""
         more_s, took_s = found.untrained_s, self.clock() - began_s
         if not more_s:
-            told = "no training goes on for it where both plans do not fit on the device at once"
-            return replace(found, reason=f"{found.reason}; {told}, so it is left to you")
+            return replace(found, reason=f"{found.reason}; it is left to you")
         limit_s = max((took_s + more_s) / FITS, more_s / TRAINED)
         minutes = self.minutes_for(limit_s, began_s - self.began_s, share)
         self.needed.append(minutes)

@@ -12,7 +12,9 @@ Once both are warm the time of their steps is known, and fewer are taken where t
 in time: first of a block, then of the rounds. Compiling cannot be cut short, so a part of the limit
 is kept for it (`FITS`), and a plan that was late is still timed by the fewest blocks.
 
-Two plans that do not fit together take turns in visits A B A, each of which builds its plan.
+Two plans that do not fit together take turns in visits A B A, each of which builds its plan. Where
+a training must show that they learn the same, the last visit goes on with it, and the second plan
+has one more.
 
 No torch here: what takes the steps is given.
 """
@@ -22,6 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from math import ceil
+from statistics import median
 from typing import Any, Protocol
 
 from headrace.core.plan import Plan
@@ -239,9 +242,9 @@ def _turns(one: Side, two: Side, size: Size, rounds: int, steps: int, room_s: fl
 # --- two that take turns in visits -----------------------------------------------------------
 
 
-Visit = Callable[[Plan, int, int, float], Reading]
-"""(plan, blocks, steps of each that are wanted, share of the seconds that are left for timed ones)
--> a reading of that plan alone."""
+Visit = Callable[[Plan, int, int, float, int], Reading]
+"""(plan, blocks, steps of each that are wanted, share of the seconds that are left for timed ones,
+steps that it trains to in all) -> a reading of that plan alone."""
 
 
 def visit_steps(step_s: float, blocks: int, size: Size, room_s: float, limit: Limit) -> int:
@@ -273,9 +276,9 @@ def take_visits(
     """
     blocks = min(2, size.rounds)
     steps = ceil(size.timed / (2 * blocks))
-    ones = [*known] or [visit(first, blocks, steps, 0.25)]
+    ones = [*known] or [visit(first, blocks, steps, 0.25, 0)]
     late = ones[0].refused.startswith(NOT_DONE)
-    two = ones[0] if late else visit(second, 2 * blocks, steps, 0.5)
+    two = ones[0] if late else visit(second, 2 * blocks, steps, 0.5, 0)
     found = _pair(ones, two)
     if two.refused or ones[0].refused:
         return found, []
@@ -284,10 +287,29 @@ def take_visits(
         return found, []
     if left_s() < ones[0].ready_s:  # no time to build it again
         return found, []
-    again = visit(first, blocks, steps, 1.0)
+    train, most_s = _visits_train(found, size)
+    if most_s > left_s():
+        train, found.untrained_s = 0, most_s
+    again = visit(first, blocks, steps, 0.25 if train else 1.0, train)
     if again.refused.startswith(NOT_DONE):
         return found, []
-    return _pair([*ones, again], two), [again] if not again.refused else []
+    if train and not again.refused:
+        own = visit(second, 1, LEAST_STEPS, 0.1, train)
+        if not own.refused:
+            two = replace(two, losses=own.losses, norms=own.norms)
+    late_s, found = found.untrained_s, _pair([*ones, again], two)
+    found.untrained_s = late_s or (0.0 if train else _visits_train(found, size)[1])
+    return found, [again] if not again.refused else []
+
+
+def _visits_train(found: Reading, size: Size) -> tuple[int, float]:
+    """Steps that both must train to in visits of their own, and the seconds of these; 0 of none."""
+    other = found.beside
+    steps = size.worth.train_to(found) if size.worth and other else 0
+    if not steps or other is None:
+        return 0, 0.0
+    both_s = median(other.seconds) + median(found.seconds)
+    return steps, found.ready_s + steps * both_s
 
 
 def _pair(ones: Sequence[Reading], two: Reading) -> Reading:

@@ -124,6 +124,7 @@ class Machine:
                 room_s = how["share"] * limit.left_s()
                 found.steps = visit_steps(sides[0].step_s, how["blocks"], size, room_s, limit)
                 sides[0].run(how["blocks"], found.steps)
+                sides[0].train_to(how["train"])
                 found.steps *= how["blocks"]
                 self.visits.append(plans[0])
             else:

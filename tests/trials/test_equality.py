@@ -1,6 +1,7 @@
 """Do two plans compute the same: at the same weights, and by what a training of both says."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +11,12 @@ from headrace.changes import changed
 from headrace.cli import catalogue
 from headrace.core.plan import Plan
 from headrace.guard import First
+from headrace.trials.command import told
 from headrace.trials.equality import LEAST_STEPS, NATS, WANTED_STEPS, equality, seed_noise
 from headrace.trials.judge import Compared, Gain, Rules, judge
 from headrace.trials.kinds import kind_of
 from headrace.trials.page import write_tune_page
+from headrace.trials.pairs import measure_with
 from headrace.trials.path import Tuned, dumps
 from headrace.trials.readings import Reading
 from headrace.trials.store import Store
@@ -227,6 +230,30 @@ def test_what_there_is_no_time_to_show_is_not_kept_and_says_what_should_do(
     assert not machine.asked and tuned.path[0].verdict == "not shown", "it would be the same"
     machine, tuned = call(35)
     assert machine.asked and tuned.path[0].verdict == "kept"
+
+
+def test_plans_that_do_not_fit_together_train_in_visits_of_their_own(
+    Machine: Any, plan: Plan
+) -> None:
+    """A B A, of which the last trains on, and B once more."""
+    machine = Machine({ROUNDS: 0.5}, losses={ROUNDS: 0.0002}, room_bytes=1.5e6, base_s=0.5)
+    measure = measure_with(machine)
+    sources = machine.sources([], names=[ROUNDS])
+    tuned = tune(plan, "time", 20, sources, measure, CUDA, clock=machine.clock)
+    (row,) = tuned.path
+    assert row.verdict == "kept", row.reason
+    assert [bool(run.techniques) for run in machine.visits] == [False, True, False, True]
+    slow = Machine({ROUNDS: 0.5}, losses={ROUNDS: 0.0002}, room_bytes=1.5e6, base_s=2.0)
+    sources = slow.sources([], names=[ROUNDS])
+    tuned = tune(plan, "time", 8, sources, measure_with(slow), CUDA, clock=slow.clock)
+    (row,) = tuned.path
+    assert row.verdict == "not shown" and "steps of both should show it" in row.reason
+    assert len(slow.visits) == 3 and slow.now_s < 480
+    said = told(tuned, Path())
+    assert (
+        "Nothing that was tried could be shown to be better than the plan as it is: 1 plan" in said
+    )
+    assert "  not shown: +bf16_autocast: 2.0" in said and "0 kept, 1 not shown" in said
 
 
 def test_what_is_left_unshown_comes_last_beside_other_plans(Machine: Any, plan: Plan) -> None:

@@ -18,6 +18,7 @@ from headrace.trials.turns import (
     Size,
     take_turns,
     take_visits,
+    train_on,
     visit_steps,
 )
 
@@ -30,6 +31,11 @@ class Clocked:
     def __init__(self, step_s: float, now: list[float], noise: float = 0.0) -> None:
         self.step_s, self.now, self.noise = step_s, now, noise
         self.found, self.runs = Reading(), list[tuple[int, int]]()
+
+    def train_to(self, steps: int) -> None:
+        """On the clock."""
+        self.now[0] += max(0, steps - len(self.found.losses)) * self.step_s
+        self.found.losses += [6.0] * (steps - len(self.found.losses))
 
     def run(self, blocks: int, steps: int) -> None:
         """On the clock; every other block is slower by `noise`."""
@@ -88,6 +94,25 @@ def test_what_a_gain_is_left_undecided_by_is_taken_once_more_without_a_new_build
     assert turns(1.0, 1.0, 600.0, worth=False, noise=0.02).found.steps == 54
 
 
+@pytest.mark.parametrize(
+    ("left_s", "most_s", "steps", "untrained_s"),
+    [(600.0, 600.0, 320, 0.0), (240.0, 600.0, 160, 240.0), (600.0, 240.0, 160, 240.0),
+     (200.0, 600.0, 0, 480.0), (600.0, 200.0, 0, 480.0), (-5.0, 600.0, 0, 480.0)],
+)  # fmt: skip
+def test_a_training_goes_on_where_half_of_it_fits(
+    left_s: float, most_s: float, steps: int, untrained_s: float
+) -> None:
+    """Of 320 steps of both, 1 s and 0.5 s each; what is wanting is noted."""
+    now = [0.0]
+    one, two = Clocked(1.0, now), Clocked(0.5, now)
+    two.found.beside = one.found
+    wants: Any = SimpleNamespace(train_to=lambda found: 320 if len(found.losses) < 320 else 0)
+    train_on(one, two, Size(worth=wants), lambda: left_s - now[0], most_s)
+    assert len(one.found.losses) == len(two.found.losses) == steps
+    assert two.found.untrained_s == pytest.approx(untrained_s)
+    assert now[0] <= max(0.0, left_s)
+
+
 def test_a_visit_fits_its_share() -> None:
     def steps(step_s: float, room_s: float, size: Size = ACCEPT) -> int:
         return visit_steps(step_s, 2, size, room_s, Limit(100.0))
@@ -109,7 +134,7 @@ def visits(left_s: float, *last: str) -> tuple[Reading, list[Reading]]:
     """Two plans in visits; what the last one of the first is refused for."""
     asked: list[str] = []
 
-    def visit(plan: Any, blocks: int, steps: int, share: float) -> Reading:
+    def visit(plan: Any, blocks: int, steps: int, share: float, train: int) -> Reading:
         asked.append(plan)
         first = plan == "first"
         if asked.count("first") == 2 and last:
@@ -120,7 +145,7 @@ def visits(left_s: float, *last: str) -> tuple[Reading, list[Reading]]:
         )  # fmt: skip
 
     plans: Any = ("first", "second")
-    return take_visits(visit, *plans, ACCEPT, lambda: left_s)
+    return take_visits(visit, plans[0], plans[1], ACCEPT, lambda: left_s)
 
 
 def test_the_first_plan_is_visited_again_where_there_is_time_to_build_it() -> None:
