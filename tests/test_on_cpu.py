@@ -18,6 +18,7 @@ from headrace.planner import sweep
 from headrace.planner.calibration import Measured
 from headrace.planner.foresight import Foresight, calibrated, foresee, told
 from headrace.planner.intervals import STEP, Width
+from headrace.probes.table import table
 
 SMALL = """
 name = "small"
@@ -193,3 +194,11 @@ def test_a_width_of_a_cpu_is_told_once_there_is_one(monkeypatch: pytest.MonkeyPa
     found = seen()
     assert found.step_s and found.between["step_s"].high == pytest.approx(1.2 * found.step_s)
     assert "where 80% of 40 measured steps of a CPU lay" in told(plan_of(), found)
+
+
+def test_the_probes_table_has_its_steps() -> None:
+    step = Step(128, 2, 4, 2048, 32, 128, True, False, 2, 0.25)
+    other = replace(step, threads=1, compiled=False)
+    rows = {what: reached for what, reached in table(probed_cpu(step, other))}
+    assert rows["a step of 2 layers of 128, 32 rows of 128, 2 threads, compiled"] == "250 ms"
+    assert "a step of 2 layers of 128, 32 rows of 128, 1 thread" in rows

@@ -10,7 +10,7 @@ Shapes: B rows, T tokens, N = B x T, D features, V entries of the vocabulary.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -389,7 +389,7 @@ def _step_probe(
             if keeps:
                 stack.enter_context(kept_memory.kept())
             if compiled:
-                stack.callback(torch.compiler.reset)
+                stack.enter_context(_compiling())
             seconds = found.clock.seconds(_plain_step(found, small, compiled))
         found.steps.append(Step(
             small.dim, small.layers, small.heads, small.vocab, small.rows, small.length, compiled,
@@ -402,6 +402,18 @@ def _step_probe(
     label += ", memory kept" if keeps else f", {threads} threads" if threads else ""
     needed = 16.0 * small.tokens * (16 * small.layers * small.dim + small.vocab)
     return Probe(group, label, work, needed, run, COMPILE_S if compiled else 0.0)
+
+
+@contextmanager
+def _compiling() -> Iterator[None]:
+    """Compile in this process: others would take the cores that are timed."""
+    from torch._inductor import config
+
+    try:
+        with config.patch(compile_threads=1):
+            yield
+    finally:
+        torch.compiler.reset()
 
 
 def _plain_step(found: Found, small: Small, compiled: bool) -> Callable[[], None]:

@@ -1,7 +1,7 @@
 """A machine's rates for a reader: of each kind the fastest that was measured or is assumed."""
 
 from headrace.core.machine import Machine
-from headrace.core.rates import BACKWARD
+from headrace.core.rates import BACKWARD, Step
 from headrace.core.units import format_bytes, format_seconds
 
 MANY_BYTES = 2**30
@@ -36,9 +36,17 @@ def table(machine: Machine) -> list[list[str]]:
         name = link.operation.replace("_", "-")
         rate = f"{link.stream.bytes_per_s / 1e9:.4g} GB/s a rank"
         rows.append([f"{name} over {link.ranks} ranks", rate])
+    rows += [[_what(step), format_seconds(step.seconds)] for step in machine.steps]
     rows += [[absent.what, f"none: {absent.why}"] for absent in machine.absent]
     rows += [[what, "no time left"] for what in machine.skipped]
     return rows
+
+
+def _what(step: Step) -> str:
+    """Which step of a small decoder was timed, and how."""
+    words = f"a step of {step.layers} layers of {step.dim}, {step.rows} rows of {step.length}"
+    how = f", {step.threads} thread{'s' if step.threads > 1 else ''}"
+    return words + how + ", compiled" * step.compiled + ", memory kept" * step.keeps
 
 
 def _work(shape: tuple[int, int, int, int, int], causal: bool, backward: bool) -> float:
