@@ -195,10 +195,12 @@ def sooner(before: Proposal, after: Proposal, guess_s: Callable[[Plan], float | 
     """How many times as soon the target should come: 1 where nothing is known of its tokens.
 
     The tokens that it should need, by what techniques say of themselves and by the batch, times
-    what a token takes, by predicted steps or else by the ledger alone.
+    what a token takes, by predicted steps or else by the ledger alone. Half a batch with all of
+    the schedule's tokens promises nothing: it is for a target that its sibling with half missed.
     """
-    tokens = _tokens(before.plan, after.plan)
-    if tokens == 1:
+    tokens, one, two = _tokens(before.plan, after.plan), before.plan, after.plan
+    long = (two.horizon_steps or 0) > (one.horizon_steps or 0)
+    if tokens == 1 or (two.batch.tokens < one.batch.tokens and long):
         return 1.0
     one_s, two_s = before.foresight.step_s, after.foresight.step_s
     if not (one_s and two_s):

@@ -6,7 +6,7 @@ from typing import Literal
 
 from headrace.core.plan import Plan
 from headrace.core.statistics import Interval, break_even_steps
-from headrace.core.units import format_seconds
+from headrace.core.units import format_bytes, format_seconds
 from headrace.trials.kinds import Kind
 
 Became = Literal["kept", "reverted", "not shown", "refused", "not tried"]
@@ -110,7 +110,9 @@ class Step:
                 return ""
             return f"a target in {format_seconds(two_s)} instead of {format_seconds(one_s)}"
         if not self.saved_s or self.saved_s < 0:
-            return ""
+            before = self.peak_bytes / self.memory if self.peak_bytes and self.memory else 0.0
+            less = before - (self.peak_bytes or 0.0)
+            return f"{format_bytes(less)} of the peak" if less > 0 else ""
         told = f"{format_seconds(self.saved_s)} of each step"
         if self.break_even is None or self.compile_s is None or self.compile_s < COMPILES_S:
             return told

@@ -85,6 +85,8 @@ def test_a_kept_change_says_what_it_bought_and_whether_its_compiling_pays(
     assert told["bought"] == row.bought(found.length) and told["saved_s"] == 0.5
     assert told["worth"] == (None if compile_s is None else steps != 23)
     assert not replace(row, verdict="reverted").bought(found.length)
+    small = replace(row, ratio=Interval(0.8, 0.9, 1.0, 9), memory=0.5, peak_bytes=2.0**30)
+    assert small.bought(found.length) == "1.0 GiB of the peak"
 
 
 def test_a_tuning_costs_its_seconds_of_an_hour(plan: Plan) -> None:

@@ -221,6 +221,10 @@ def test_what_promises_the_target_soonest_comes_first_of_what_learns_otherwise(
     found = ordered(plan, change, Machine({}), every, bound_by_launches)
     assert found[:2] == [twice, f"+muon {twice}"] and found[-1] == f"+muon {half}"
     assert found.index(rate) < found.index("+gqa")
+    plan = plan.replaced(schedule={"steps": 400})
+    long = f"+muon {half} schedule.steps=800"
+    found = ordered(plan, change, Machine({}), [long, "+muon", rate], bound_by_products)
+    assert found == ["+muon", rate, long]
 
 
 def test_half_a_batch_comes_with_the_schedule_and_with_its_tokens(plan: Plan) -> None:
