@@ -39,7 +39,7 @@ import torch
 from natural_gate import HOW, Crew, Gate, Task
 from natural_runs import RUNS, Run
 from natural_said import SPARE_BYTES, Said, say
-from natural_times import BEGUN, STAGE, awake, measure
+from natural_times import BEGUN, STAGE, STAYS, awake, measure
 
 from headrace.arguments import rates_here
 from headrace.context import choose_device, find_device, make_context
@@ -210,9 +210,10 @@ class Call:
         self.finish(run, said, f"({spent_s:.0f} s)")
 
     def left(self, run: Run, said: dict[str, Any]) -> list[tuple[str, ...]]:
-        """Changes of a run that are not measured."""
+        """Changes of a run that are not measured, in the order in which they will be."""
         done = {tuple(row["change"]) for row in self.book.parts(run)}
-        return [tuple(words) for words in said["changes"] if tuple(words) not in done]
+        left = [tuple(words) for words in said["changes"] if tuple(words) not in done]
+        return sorted(left, key=lambda words: any(word in STAYS for word in words))
 
     def finish(
         self, run: Run, said: dict[str, Any], spent: str = "", *, close: bool = False

@@ -158,8 +158,7 @@ def _measure(
         found.evidence[STAGE] = READY
         on_gpu, best = base.build.device.type == "cuda", 1.0
         held = torch.cuda.memory_allocated() if on_gpu else 0
-        ordered = sorted(changes, key=lambda words: any(word in STAYS for word in words))
-        for number, words in enumerate(ordered, 1):
+        for number, words in enumerate(changes, 1):
             if time.time() >= ends_s:
                 return
             line: dict[str, Any] = {**about, "change": list(words)}
