@@ -108,10 +108,10 @@ class RunFolder:
         remove_partial(Path(plan.directory))
         made = RunFolder.create(plan)
         aside = RunFolder(made.path.with_name(f".{made.path.name}.partial"))
+        intact, go_on = f"{self.path} stays as it is", again(verb="train PLAN --resume")
         try:
             aside.path.mkdir()
             aside.lock()  # so that nobody takes it for what a kill left
-            intact, go_on = f"{self.path} stays as it is", again(verb="train PLAN --resume")
             check_space(made.path.parent, need, f"a new run from {step}", intact, go_on)
             shutil.copytree(checkpoint, aside.checkpoints / step)
             for path in files:
@@ -125,11 +125,17 @@ class RunFolder:
             aside.write("environment", {"parent": parent})
             aside.unlock()
             publish(aside.path, made.path)
-        except BaseException:
+        except BaseException as error:
             shutil.rmtree(aside.path, ignore_errors=True)
             with suppress(OSError):
                 made.path.rmdir()
-            raise
+            if not isinstance(error, OSError):
+                raise
+            first = error.args[0][0][2] if isinstance(error, shutil.Error) else error
+            raise RunError(
+                f"a new run from {step} cannot be written: {first}; {intact}",
+                f"free some space, or directory=FOLDER that can be written; then {go_on}",
+            ) from None
         return made
 
     def drop_unbegun(self) -> None:

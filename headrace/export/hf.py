@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -81,10 +82,11 @@ def export_hf(
             _publish(aside, out)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
+        said = error.strerror if isinstance(error, OSError) else ""
         raise RunError(
-            f"{out} could not be written: {error.strerror or error}",
-            "a folder on a disk with room for the weights",
+            f"{out} could not be written: {said or error}",
+            "--output FOLDER on a disk with room for the weights",
         ) from None
 
 

@@ -5,10 +5,12 @@ Everything a user can name (runs, techniques, sources, generated text) reaches t
 """
 
 from collections.abc import Iterable, Sequence
+from errno import EDQUOT, EFBIG, ENOSPC
 from html import escape
 from pathlib import Path
 
 from headrace.core.errors import RunError
+from headrace.core.files import shell, write_whole
 from headrace.report.style import STYLE
 from headrace.report.words import NOT_MEASURED
 
@@ -148,7 +150,9 @@ def write_page(path: Path, text: str) -> Path:
     """
     try:
         # Text that a young model wrote may hold half a character.
-        path.write_text(text, encoding="utf-8", errors="replace")
+        write_whole(path, text.encode(errors="replace"))
     except OSError as error:
-        raise RunError(f"{path} cannot be written: {error}", f"ls -ld {path.parent}") from None
+        full = error.errno in (ENOSPC, EDQUOT, EFBIG)
+        remedy = f"{'df -h' if full else 'ls -ld'} {shell(path.parent)}"
+        raise RunError(f"{path} cannot be written: {error}", remedy) from None
     return path
