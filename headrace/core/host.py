@@ -15,6 +15,9 @@ from headrace.core.rates import Way
 from headrace.core.work import Kind, Phase, StepTime, Work
 
 HALF = ("bf16", "fp16")
+LAUNCH_S = 6.8e-6
+"""What Python does between operations is counted in launches of a GPU's empty kernel, each so long
+on the host of an H200 (core/assumed.py). On other hosts it is assumed to be as long."""
 KEEPS, THREADS = "keeps_memory", "threads"
 """Sizes of a ledger: 1 where the process keeps what a step frees, and the threads that compute."""
 PROBE_CPU = f"{PROBE} --device cpu --seconds 20"
@@ -53,7 +56,7 @@ def _seconds(name: str, piece: Work, machine: Machine) -> float:
     if piece.kind == "collective":
         raise UnsupportedError("what ranks on one processor send each other was not timed", "")
     if piece.kind == "host":
-        return piece.count * piece.launch * machine.launch_s
+        return piece.count * piece.launch * LAUNCH_S
     if piece.kind == "product":
         return piece.count * machine.linear_s(_way(name), piece.precision, *piece.sizes)
     if piece.kind == "attention":

@@ -52,7 +52,7 @@ class KeptMemory(Technique[Build]):
 
     timed: ClassVar[bool] = True
     room: ClassVar[str] = "memory"
-    stage: ClassVar[Stage] = Stage.STEP
+    stage: ClassVar[Stage] = Stage.SCHEDULE
     composes: ClassVar[tuple[str, ...]] = ("runtime", "after_update")
     symptoms: ClassVar[tuple[str, ...]] = ("memory bandwidth", "computation")
     card: ClassVar[Card] = Card(

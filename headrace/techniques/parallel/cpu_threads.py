@@ -57,7 +57,7 @@ class CpuThreads(Technique[Build]):
 
     timed: ClassVar[bool] = True
     room: ClassVar[str] = "parallel"
-    stage: ClassVar[Stage] = Stage.STEP
+    stage: ClassVar[Stage] = Stage.SCHEDULE
     composes: ClassVar[tuple[str, ...]] = ("runtime", "after_update")
     symptoms: ClassVar[tuple[str, ...]] = ("computation", "launch")
     settled: ClassVar[tuple[str, ...]] = ("threads",)
