@@ -203,6 +203,10 @@ class _Asker:
             return True
         return half_s >= whole_s
 
+    def acts_on_all(self, name: str) -> bool:
+        """Whether a technique acts on all of the bottleneck, and not on a part of it alone."""
+        return "" in _parts(self.asking.catalogue.find(name), self.finding.bottleneck)
+
     def remedy(self, words: Words, plan: Plan | None = None) -> Remedy | None:
         """The remedy that a change is; None where it cannot run, does not fit or does not help.
 
@@ -218,6 +222,9 @@ class _Asker:
         found = _remedy(self.finding, self.asking, self.before, after, self.measured, words)
         bottleneck = self.finding.bottleneck
         if bottleneck in PRICED and found.gain is None and plan is None:
+            if bottleneck == LEDGER_FIRST and self.finding.confidence == "inferred":
+                if words[0][0] == "+" and not self.acts_on_all(words[0][1:]):
+                    return None  # it is no step that compiles again
             named = _is_said_to_help(bottleneck, words, self.asking) or words[0][0] not in "+-"
             return found if named and helps(bottleneck, found) else None
         return found if helps(bottleneck, found) else None
@@ -347,7 +354,8 @@ def _forecast(
         if parts and "" not in parts:
             told = f"it helps as far as {', '.join(sorted(parts))} is the cause"
             return Forecast(None, "none", told)
-        inferred = ledger.gain is not None and finding.confidence == "inferred"
+        priced = before.foresight.step_s is not None  # and the share is what that left over
+        inferred = priced and finding.confidence == "inferred"
         if bottleneck == LEDGER_FIRST and (inferred or not parts):
             return ledger
     if bottleneck == LEDGER_FIRST:

@@ -110,6 +110,15 @@ def test_no_signal_makes_a_device_busy_that_has_nothing_to_do(
     assert found.first is not None and found.first.change == PAIR
 
 
+def test_a_share_that_the_ledger_left_over_forecasts_nothing_that_it_does_not() -> None:
+    """Of a step four times as long as the ledger can describe, no half of the rest is promised."""
+    found = on_h100("small", 0.4, 0.001)
+    assert found.verdict is not None and found.verdict.share > 0.9
+    known = found.findings[0].remedies
+    assert known and all(one.gain is None and one.unknown for one in known)
+    assert found.healthy is None, "nobody knows what a change gains there"
+
+
 def test_what_no_remedy_helps_is_healthy_though_it_waits() -> None:
     found = on_h100("small", 0.0086, 0.04, with_=("torch_compile", "cuda_graphs"))
     assert found.verdict is not None and found.verdict.bottleneck == "launch"
