@@ -80,7 +80,7 @@ def time_pair(
             between = _allocated()
             two = _Side(stack, second, found, text)
             if two.build.device.type == "cuda" and _compiled_otherwise(first, second):
-                two.threads += 1
+                two.more_threads = 1
             two.warm(size.warm)  # before the first's: what is compiled now is proof of it alone
             own = _allocated() - between
             one.warm(size.warm)
@@ -162,7 +162,7 @@ class _Side:
         self.numbers: list[Tensor] = []
         self.beside_bytes = 0
         self.step_s = self.steady_s = 0.0
-        self.threads = torch.get_num_threads()
+        self.more_threads = 0
         with _blamed(found):
             self.build, self.micros = stack.enter_context(opened(plan, text=text, in_force=False))
         found.limits, found.freed = limits_of(self.build), sorted(freed_by(self.build))
@@ -170,16 +170,20 @@ class _Side:
         self.build.values["lr"] = lambda index: 0.0 if index < SAME else rate(index - SAME)
 
     def warm(self, steps: int) -> None:
-        """Steps before the timed ones; the first with targets is asked for techniques' proof."""
+        """Steps before the timed ones; the first that learns is asked for techniques' proof.
+
+        One that keeps what half precision cannot hold shows nothing before weights have moved.
+        """
         told, began_s = None, time.monotonic()
         while told is None or self.index < max(steps, SAME):
             if self.index < SAME:
                 watch(self.build, self.found.firsts.append)
             self.once()
-            if told is None:
+            if told is None and self.index > SAME:
                 with self._own():
                     last = self.index >= PATIENT_STEPS
                     told = evidence_after(self.build, self.numbers[-1], last=last)
+            if told is None:
                 self.steady_s = time.monotonic()
         self.found.evidence = told
         late_s = time.monotonic() - began_s - self.index * self.step_s
@@ -225,13 +229,13 @@ class _Side:
     @contextmanager
     def _own(self) -> Iterator[None]:
         """Its flags are in force, its errors noted, and nobody else's compiled code is taken."""
-        before = torch.get_num_threads()
         with _blamed(self.found), flags_of(self.build):
-            torch.set_num_threads(self.threads)
+            own = torch.get_num_threads()  # which a technique may have set
+            torch.set_num_threads(own + self.more_threads)
             try:
                 yield
             finally:
-                torch.set_num_threads(before)
+                torch.set_num_threads(own)
 
     def tell(self) -> None:
         """What the steps computed, and the peak without what else the process holds."""
