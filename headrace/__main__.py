@@ -6,30 +6,45 @@ import signal
 import sys
 from types import FrameType
 
+CODES = {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129, "SIGUSR1": 75}
+"""Signals that end a run, and the exit codes that it has then (interrupts.py). They stand here as
+well, for what comes while the rest is imported."""
+
 
 def main() -> None:
-    """Run the command line. A Ctrl-C while it is imported is one message, as it is later."""
-    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if ours:
-        signal.signal(signal.SIGINT, _interrupted)
+    """Run the command line. A signal while it is imported is one message, as it is later."""
+    before = _caught()
     from headrace.cli import app
     from headrace.core.native import exit_beside_native
 
-    if ours:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number, handler in before.items():
+        signal.signal(number, handler)
     try:
         app(prog_name="headrace")
     except SystemExit as ended:
         exit_beside_native(ended.code)
         raise
     finally:
-        if ours:  # another one ends what is left to do, without a traceback
+        if signal.SIGINT in before:  # another one ends what is left to do, without a traceback
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def _interrupted(number: int, frame: FrameType | None) -> None:
+def _caught() -> dict[signal.Signals, signal.Handlers]:
+    """Catch the signals that nobody else does, as `nohup` ignores one; return what caught them."""
+    found = {}
+    for name in CODES:
+        number = getattr(signal, name, None)  # Windows lacks some
+        usual = signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL
+        if number is not None and signal.getsignal(number) is usual:
+            found[number] = signal.signal(number, _ended)
+    return found
+
+
+def _ended(number: int, frame: FrameType | None) -> None:
     """End at once: nothing was begun, and an import may catch what is raised in it."""
-    told, code = "interrupted before anything was begun", 130
+    name = signal.Signals(number).name
+    said = "interrupted" if name == "SIGINT" else f"{name} ended it"
+    told, code = f"{said} before anything was begun", CODES[name]
     if os.environ.get("RANK", "0") == "0":
         if "--json" in sys.argv:
             document = {"error": told, "remedy": "", "exit_code": code}

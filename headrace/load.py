@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ from headrace.build import make_build
 from headrace.changes import flatten
 from headrace.checkpoint import Saved, steps_in
 from headrace.context import choose_device
-from headrace.core.command import again, train_command
+from headrace.core.command import again, again_with, train_command
 from headrace.core.errors import ConfigError, UnsupportedError, nearest
-from headrace.core.files import mend_plan, read_plan_text, recorded_plan
+from headrace.core.files import mend_plan, read_plan_text, recorded_plan, shell
+from headrace.core.gentler import gentler
 from headrace.core.plan import MeshConfig, Plan
 from headrace.core.technique import Catalogue, Stage, Technique
 from headrace.data.ingest import reopen
@@ -35,6 +37,7 @@ from headrace.optim.schedule import learning_rate
 from headrace.parallel.world import World
 from headrace.run_folder import RunFolder
 from headrace.sockets import Build
+from headrace.state import refuse_wild
 
 
 def resolve_run(run: Path) -> Path:
@@ -224,7 +227,16 @@ def open_model(
     check_same_data(was, now, f"data in {prepared.directory}", folder)
     for name, parameter in trained(build):
         saved.fill_(f"model/{name}", parameter, converts=converts)
+    refuse_wild(saved, dict(trained(build)), partial(_instead_of_wild, folder, plan))
     return build
+
+
+def _instead_of_wild(folder: Path, plan: Plan, sound: int | None) -> str:
+    """The command that reads a sound checkpoint, or else trains the run again so that it learns."""
+    if sound is not None:
+        return again_with("--checkpoint", f"step-{sound}", verb=f"eval {shell(folder)}")
+    words = [shlex.quote(word) for word in gentler(plan)]
+    return train_command(folder, f"name={plan.name}-again", *words)
 
 
 def _own_tokenizer(saved: Saved, folder: Path) -> Tokenizer:

@@ -4,7 +4,8 @@ Tensors: `model/NAME`, `optimizer/NAME/KEY`, `technique/WHO/NAME`.
 Values: counters, the stream's place and hash, each rank's RNG, fingerprints of data and tokenizer.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headrace.checkpoint import Saved, steps_in
-from headrace.core.errors import RunError
+from headrace.core.errors import HeadraceError, RunError
 from headrace.identity import check_frozen, check_same_run, note_frozen, trained
 from headrace.parallel.boxes import Piece, piece_of
 from headrace.sockets import Build
@@ -91,25 +92,65 @@ def restore(build: Build, saved: Saved) -> dict[str, Any]:
 
 
 def _check_numbers(build: Build, saved: Saved) -> None:
-    """Refuse weights that are no numbers, which no learning rate mends.
+    """Refuse weights that are no numbers.
 
     Raises:
-        RunError: names the first tensor, and the newest checkpoint before.
+        RunError: names the first tensor, and the newest checkpoint before that is sound.
     """
-    parts = {n: _piece(build, n, p).local for n, p in trained(build) if p.is_floating_point()}
+    parts = {name: _piece(build, name, parameter).local for name, parameter in trained(build)}
+    refuse_wild(saved, parts, lambda sound: saved.instead([] if sound is None else [sound]))
+
+
+def refuse_wild(
+    saved: Saved, parts: Mapping[str, Tensor], mend: Callable[[int | None], str]
+) -> None:
+    """Refuse weights that are no numbers, which no learning rate mends.
+
+    Args:
+        saved: the checkpoint.
+        parts: the weights that were read of it, by name.
+        mend: the remedy, given the newest earlier step whose weights are numbers.
+
+    Raises:
+        RunError: names the first tensor, and whether there is a sound checkpoint.
+    """
+    parts = {name: part for name, part in parts.items() if part.is_floating_point()}
     if not parts:
         return
     wrong = torch.stack([(~torch.isfinite(part)).sum() for part in parts.values()]).tolist()
     found = [(name, count) for name, count in zip(parts, wrong, strict=True) if count]
-    if found:
-        name, count = found[0]
-        step = int(saved.values["step"])
-        before = [n for n in steps_in(saved.path.parent) if n < step]
-        raise RunError(
-            f"{saved.path} holds weights that are NaN or infinite: {count:,} numbers of "
-            f"{parts[name].numel():,} in model/{name}, and some in {len(found) - 1} other tensors",
-            saved.instead(before),
-        )
+    if not found:
+        return
+    (name, count), sound = found[0], _last_sound(saved)
+    told = "no earlier one is sound" if sound is None else f"step-{sound} is sound"
+    raise RunError(
+        f"{saved.path} holds weights that are NaN or infinite: {count:,} numbers of "
+        f"{parts[name].numel():,} in model/{name}, and some in {len(found) - 1} other tensors; "
+        f"{told}",
+        mend(sound),
+    )
+
+
+def _last_sound(saved: Saved) -> int | None:
+    """The newest earlier step of the run whose weights can be read and are numbers."""
+    root, step = saved.path.parent, int(saved.values["step"])
+    for earlier in reversed([n for n in steps_in(root) if n < step]):
+        with suppress(HeadraceError):
+            if _is_sound(Saved(root / f"step-{earlier}")):
+                return earlier
+    return None
+
+
+def _is_sound(saved: Saved) -> bool:
+    """Whether all weights of a checkpoint are numbers."""
+    for name in saved.names_under("model/"):
+        shape, dtype = saved.shape_of(name)
+        if dtype.is_floating_point:
+            whole = torch.empty(shape, dtype=dtype)
+            saved.fill_(name, whole)
+            if not bool(torch.isfinite(whole).all()):
+                return False
+    return True
 
 
 def _check_names(build: Build, saved: Saved) -> None:

@@ -76,8 +76,10 @@ def exit_codes(as_json: bool, *, together: bool = False) -> Iterator[None]:
             _fail(told, "the same command once that file or word is renamed", EXIT_PLAN, as_json)
         if not isinstance(error, OSError) or isinstance(error, BrokenPipeError):
             raise  # a reader that has seen enough, as head, is no error
-        where = f"{error.filename}: " if error.filename else ""
-        _fail(f"{where}{error.strerror or error}", "", EXIT_FAILED, as_json)
+        full = not error.filename and _is_full()
+        name = "standard output" if full else error.filename
+        told = f"{name}: " * bool(name) + (error.strerror or str(error))
+        _fail(told, "", EXIT_FAILED, as_json and not full)
 
 
 def tell_error(error: HeadraceError, *, as_json: bool) -> None:
@@ -109,6 +111,14 @@ def is_teller() -> bool:
         return store.add("headrace/told", 1) == 1
     except (RuntimeError, ValueError):  # the agent is gone, or tells no address
         return True
+
+
+def _is_full() -> bool:
+    """Whether standard output takes nothing more, as on a full disk.
+
+    An error of it has no name, and what could not be written is forgotten: so an empty line is.
+    """
+    return not _written("\n")
 
 
 def _flush() -> None:
@@ -144,7 +154,7 @@ def _fail(message: str, remedy: str, code: int, as_json: bool) -> NoReturn:
 def _written(line: str) -> bool:
     """Write a line on standard output; return False, and write no more there, where it is full."""
     try:
-        print(line, end="\n" if line else "", flush=True)
+        print(line, end="\n" if line.strip() else "", flush=True)
     except OSError:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the interpreter flushes it in the end
         return False

@@ -1,16 +1,19 @@
 """The tiny plan and its text, and what to compare of two runs."""
 
+import hashlib
 import json
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from headrace import probes
 from headrace.build import make_build
-from headrace.checkpoint import Saved
+from headrace.checkpoint import INDEX, Saved, _sealed
 from headrace.core.machine import Machine
 from headrace.core.plan import Plan
 from headrace.core.technique import Stage
@@ -168,6 +171,20 @@ def assert_same_run(one: Path, two: Path) -> None:
     assert without_times(reports[0]["val"]) == without_times(reports[1]["val"]) != []
     assert reports[0]["stream_sha256"] == reports[1]["stream_sha256"]
     assert reports[0]["status"] == reports[1]["status"] == "done"
+
+
+FILE = "rank-00000.safetensors"
+"""The tensors of a checkpoint that one process saved."""
+
+
+def resealed(step: Path, change: Callable[[dict[str, Any], dict[str, Any]], None]) -> None:
+    """Change a checkpoint, and make its hashes and its seal anew."""
+    tensors, index = load_file(step / FILE), json.loads((step / INDEX).read_text())
+    change(tensors, index["parts"][0])
+    save_file({name: t.contiguous() for name, t in tensors.items()}, step / FILE)
+    data = (step / FILE).read_bytes()
+    index["parts"][0] |= {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (step / INDEX).write_text(json.dumps(_sealed(index)))
 
 
 def keep_rates(home: Path) -> None:

@@ -129,6 +129,21 @@ def again(*instead: tuple[str | Path, str | Path], verb: str, ranks: int | None 
     return " ".join([headrace(ranks), *found])
 
 
+def again_with(option: str, value: str, *, verb: str) -> str:
+    """The user's command with an option that takes the place of one that was typed.
+
+    Args:
+        option: as "--checkpoint".
+        value: of it.
+        verb: the command without a command line.
+    """
+    found = [*_verb(_TYPED)]
+    for typed_option, given in [*_TYPED.pairs()][len(found) :]:
+        if typed_option not in (option, "--json"):
+            found += _words(typed_option, given)
+    return " ".join([headrace(), *(found or [verb]), *_words(option, value)])
+
+
 def plan_again(verb: str, *words: str) -> str:
     """Another verb over the plan that the user named, with what was said to it.
 

@@ -155,11 +155,15 @@ def at_a_limit(error: BaseException) -> UnsupportedError | None:
     return NoMoreThreads() if raised and str(error).startswith(NO_THREAD) else None
 
 
+ALIKE = 0.6
+"""Similarity of two names, by difflib, from which one may be a mistyped other."""
+
+
 def nearest(word: str, choices: Iterable[str]) -> str:
     """The choice closest to `word` in any case, or all where none is; of many, the first few."""
     names = sorted(choices)
     folded = {name.casefold(): name for name in names}
-    close = [folded[n] for n in get_close_matches(word.casefold(), folded, n=1, cutoff=0.5)]
+    close = [folded[n] for n in get_close_matches(word.casefold(), folded, n=1, cutoff=ALIKE)]
     close = [word] if word in names else close
     more = f" and {len(names) - MANY} more" if len(names) > MANY + 1 else ""
     return close[0] if close else ", ".join(names[:MANY] if more else names) + more

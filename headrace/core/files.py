@@ -286,6 +286,6 @@ def _too_deep(what: str) -> ConfigError:
 
 def _too_long(what: str) -> ConfigError:
     return ConfigError(
-        f"{what} has a number of more than 64 bits",
-        f"at most {2**63 - 1}, or leave out {what}",
+        f"{what} has a number of more than 64 bits: at most {2**63 - 1} can be kept",
+        f"leave out {what}",
     )

@@ -8,10 +8,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ALIKE, ConfigError
 
-ALIKE = 0.6
-"""Similarity of two names, by difflib, from which one may be a mistyped other."""
 _HUB_PART = re.compile(r"[A-Za-z0-9][\w.-]*")
 """A part of a model's name on the Hugging Face Hub: OWNER/NAME, or NAME alone for the oldest."""
 _PARTS_OF_TOKENIZERS = ("tokenizer.model", "vocab.json", "merges.txt")

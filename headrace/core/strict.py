@@ -150,7 +150,9 @@ def _explain(table: type[BaseModel], item: dict[str, Any], where: str) -> tuple[
                 f"leave out {key}",
             )
         hint = f"{prefix}.{right}" if prefix else right
-        return f"the plan has no key {key!r}; did you mean {hint}?", _given(hint, item["input"])
+        said = f"the plan has no key {key!r}; did you mean {hint}?"
+        value = _fitting(_table_at(table, path[:-1]), right, str(path[-1]), item["input"])
+        return said, f"leave out {key}" if value is None else _given(hint, value)
     if any(isinstance(part, int) for part in path):
         return _explain_item(table, item, key, path)
     if item["type"] == "tuple_type" and isinstance(item["input"], str):
@@ -221,12 +223,55 @@ def _settable(key: str) -> str:
     return before if last.isdigit() else key
 
 
+def _fitting(table: type[BaseModel], name: str, written: str, given: Any) -> Any:
+    """The first value near to the given one that a field takes; None where there is none.
+
+    Args:
+        table: of the field.
+        name: the field's.
+        written: what stood in its place: the digit of "beta2" tells which of two numbers it was.
+        given: the value that was written.
+    """
+    if isinstance(given, Mapping):
+        return given
+    field = table.model_fields[name]
+    whole = isinstance(given, float) and given.is_integer()
+    tried = [int(given), given] if whole else [given]
+    if isinstance(field.default, tuple) and type(given) in (int, float):
+        last = written[-1:]
+        at = min(int(last) - 1 if last.isdigit() and last != "0" else 0, len(field.default) - 1)
+        tried.append([*field.default[:at], given, *field.default[at + 1 :]])
+    for value in tried:
+        wrong = _refused(table, name, value)
+        if wrong is None:
+            return value
+        near = _near(field, wrong)
+        if near is not None and _refused(table, name, near) is None:
+            return near
+    default = [*field.default] if isinstance(field.default, tuple) else field.default
+    return default if type(default) in (int, float, str, bool, list) else None
+
+
+def _refused(table: type[BaseModel], name: str, value: Any) -> dict[str, Any] | None:
+    """What pydantic says against a value of one field; None where it takes it."""
+    try:
+        table.model_validate({name: value}, context=READ)
+    except ValidationError as error:
+        said = [dict(item) for item in error.errors() if item["loc"][:1] == (name,)]
+        return said[0] if said else None
+    return None
+
+
 def _given(key: str, value: Any) -> str:
     """The key with the value that was given, as it is typed; a table's key alone."""
     while isinstance(value, Mapping) and len(value) == 1:
         ((name, value),) = value.items()
         key = f"{key}.{name}"
-    return f"{key}={value}" if type(value) in (int, float, str) else key
+    if isinstance(value, bool):
+        return f"{key}={str(value).lower()}"
+    if isinstance(value, list):
+        return shlex.quote(f"{key}={str(value).replace(' ', '')}")
+    return shlex.quote(f"{key}={value}") if type(value) in (int, float, str) else key
 
 
 def _near(field: FieldInfo | None, item: dict[str, Any]) -> Any:

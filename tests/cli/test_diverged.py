@@ -1,11 +1,13 @@
 """Weights that have diverged: what is saved of them is told, and numbers that are none are."""
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tiny import resealed
 
 from headrace.core.errors import RunError
 from headrace.evaluate import Validation, finite
@@ -49,3 +51,35 @@ def test_the_last_checkpoint_that_was_evaluated_is_named(
     words = [wild if word.endswith("tame-2/plan.toml") else word for word in words]
     again = call(*[w for w in words if "lr=" not in w], "optimizer.lr=1e-3", "goal.steps=4")
     assert again["status"] == "done" and again["val"][-1]["loss_nats"] == pytest.approx(5, abs=2)
+
+
+def test_a_checkpoint_of_weights_that_are_no_numbers_is_named_with_the_last_sound_one(
+    call: Callable[..., Any], tiny_demo: list[str], workshop: Path
+) -> None:
+    steps = ("goal.steps=4", "checkpoint.every_steps=1", "checkpoint.keep_last=4")
+    call("train", *tiny_demo, *steps, "name=ends", "eval.every_steps=1000")
+    for step in (4, 3):  # as a run leaves them that diverged without being looked at
+        spoil(workshop / "runs" / "ends" / "checkpoints" / f"step-{step}")
+    for verb in (("eval", "ends"), ("sample", "ends", "--prompt", "river", "--tokens", "4")):
+        told = call(*verb, "--checkpoint", "step-4", code=1)
+        assert "step-4 holds weights that are NaN" in told["error"], told
+        assert "2 numbers of " in told["error"] and "in model/" in told["error"]
+        assert "step-2 is sound" in told["error"]
+        words = shlex.split(told["remedy"])
+        assert words[:3] == ["headrace", *verb[:2]] and words.count("--checkpoint") == 1
+        assert call(*words[1:])["exit_code"] == 0
+    for step in (2, 1):
+        spoil(workshop / "runs" / "ends" / "checkpoints" / f"step-{step}")
+    told = call("eval", "ends", "--checkpoint", "step-4", code=1)
+    assert "no earlier one is sound" in told["error"]
+    assert told["remedy"].startswith("headrace train ") and "name=ends-again" in told["remedy"]
+
+
+def spoil(checkpoint: Path) -> None:
+    """Make two numbers of a checkpoint's weights NaN, and its seals anew."""
+
+    def change(tensors: dict[str, Any], part: dict[str, Any]) -> None:
+        name = next(n for n in tensors if n.startswith("model/") and tensors[n].ndim == 2)
+        tensors[name][0, :2] = float("nan")
+
+    resealed(checkpoint, change)

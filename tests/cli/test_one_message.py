@@ -15,8 +15,10 @@ import pytest
 import typer
 from torch.distributed import TCPStore
 
+from headrace.__main__ import CODES as EARLY
 from headrace.cli import app
 from headrace.core.errors import ConfigError
+from headrace.interrupts import CODES
 from headrace.terminal import exit_codes, show_json
 
 
@@ -111,6 +113,17 @@ def test_a_full_disk_is_one_message(
     assert ("a wrong plan" if wrong else "standard output: No space left") in told
 
 
+@pytest.mark.parametrize("words", [["list"], ["list", "--json"], ["explain", "demo"]])
+def test_what_is_full_is_named_of_every_verb(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with full(monkeypatch), pytest.raises(SystemExit) as ended:
+        app(words, prog_name="headrace")
+    told = capsys.readouterr().err
+    assert ended.value.code == 1
+    assert told.count("error:") == 1 and "standard output: No space left on device" in told
+
+
 @pytest.mark.parametrize("words", [["--help"], ["train", "--help"]])
 def test_help_on_a_full_disk_is_one_message(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -153,8 +166,14 @@ def test_a_second_ctrl_c_changes_no_message(capsys: pytest.CaptureFixture[str]) 
     assert signal.getsignal(signal.SIGINT) is before
 
 
-@pytest.mark.parametrize("as_json", [False, True])
-def test_ctrl_c_during_imports_is_one_message(as_json: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "as_json"),
+    [(signal.SIGINT, False), (signal.SIGINT, True), (signal.SIGTERM, False),
+     (signal.SIGHUP, True), (signal.SIGUSR1, False)],
+)  # fmt: skip
+def test_a_signal_during_imports_is_one_message(
+    number: signal.Signals, as_json: bool, tmp_path: Path
+) -> None:
     """A package named torch that is slow stands for the true one."""
     (tmp_path / "torch.py").write_text(
         "print('importing', flush=True)\nimport time\ntime.sleep(60)"
@@ -166,10 +185,13 @@ def test_ctrl_c_during_imports_is_one_message(as_json: bool, tmp_path: Path) -> 
         command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as started:
         assert started.stdout and started.stdout.readline() == "importing\n"
-        started.send_signal(signal.SIGINT)
+        started.send_signal(number)
         out, err = started.communicate(timeout=20)
-    assert started.returncode == 130
+    assert started.returncode == EARLY[number.name] == CODES[number.name]
+    word = "interrupted" if number == signal.SIGINT else number.name
     if as_json:
-        assert json.loads(out)["exit_code"] == 130 and not err
+        told = json.loads(out)
+        assert told["exit_code"] == EARLY[number.name] and told["error"].startswith(word)
+        assert not err
     else:
-        assert err.count("\n") == 1 and err.startswith("error: interrupted")
+        assert err.count("\n") == 1 and err.startswith(f"error: {word}")

@@ -90,7 +90,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
     "no override": (("model.dim",), ("'model.dim' is not an override",), "key=value"),
     "more digits than Python reads": (
         (f"batch.tokens={'1' * 5000}",), ("batch.tokens has a number of more than 64 bits",),
-        f"at most {2**63 - 1}",
+        "leave out batch.tokens",
     ),
     "more bits than a number has": (("seed=0x8" + "0" * 5000,), ("seed has", "64 bits"), ""),
     "one bit more": ((f"optimizer.lr={2**63}",), ("optimizer.lr has", "64 bits"), ""),
