@@ -222,9 +222,9 @@ class _Asker:
         found = _remedy(self.finding, self.asking, self.before, after, self.measured, words)
         bottleneck = self.finding.bottleneck
         if bottleneck in PRICED and found.gain is None and plan is None:
-            if bottleneck == LEDGER_FIRST and self.finding.confidence == "inferred":
-                if words[0][0] == "+" and not self.acts_on_all(words[0][1:]):
-                    return None  # it is no step that compiles again
+            inferred = bottleneck == LEDGER_FIRST and self.finding.confidence == "inferred"
+            if inferred and words[0][0] == "+" and not self.acts_on_all(words[0][1:]):
+                return None  # it is no step that compiles again
             named = _is_said_to_help(bottleneck, words, self.asking) or words[0][0] not in "+-"
             return found if named and helps(bottleneck, found) else None
         return found if helps(bottleneck, found) else None
