@@ -1,5 +1,6 @@
 """What the verbs of the command line take: plans by name, techniques, overrides."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,6 +27,21 @@ def _tell_version(asked: bool) -> None:
         raise typer.Exit
 
 
+def _check_name(checkpoint: str | None) -> str | None:
+    """Refuse what names no checkpoint, as a path that leads elsewhere.
+
+    Raises:
+        ConfigError: it is none of the names.
+    """
+    if checkpoint is None or re.fullmatch("step-[0-9]+|latest|best", checkpoint):
+        return checkpoint
+    number = re.search("[0-9]+", checkpoint)
+    raise ConfigError(
+        f"--checkpoint {checkpoint!r} names none: they are step-N, latest and best",
+        f"--checkpoint {f'step-{int(number[0])}' if number else 'latest'}",
+    )
+
+
 Version = Annotated[
     bool,
     typer.Option("--version", callback=_tell_version, is_eager=True, help="Print the version."),
@@ -36,7 +52,9 @@ With = Annotated[list[str] | None, typer.Option("--with", help="Add a technique.
 Without = Annotated[list[str] | None, typer.Option("--without", help="Remove a technique.")]
 PlanName = Annotated[str, typer.Argument(help="A recipe's name or a TOML file.")]
 RunName = Annotated[Path, typer.Argument(help="A run: runs/NAME, or its NAME.")]
-Checkpoint = Annotated[str | None, typer.Option(help="step-N, latest or best.")]
+Checkpoint = Annotated[
+    str | None, typer.Option(help="step-N, latest or best.", callback=_check_name)
+]
 DeviceName = Annotated[
     str, typer.Option(help="A GPU that is not here, as NVIDIA H200; its rates are assumed.")
 ]

@@ -119,11 +119,13 @@ def again(*instead: tuple[str | Path, str | Path], verb: str, ranks: int | None 
     """
     found, left = [*_verb(_TYPED)], [*instead]
     for option, value in [*_TYPED.pairs()][len(found) :]:
-        match = next((pair for pair in left if not option and _names(value, pair[0])), None)
+        match = next((pair for pair in left if _names(value, pair[0])), None)
+        match = None if option and not value else match
         if match is not None:
             left.remove(match)
-        if option != "--json":
-            found += [shell(match[1])] if match else _words(option, value)
+            found += [*filter(None, [option]), shell(match[1])]
+        elif option != "--json":
+            found += _words(option, value)
     if not _TYPED.words or left:
         found = [verb, *(shell(new) for _, new in instead)]
     return " ".join([headrace(ranks), *found])

@@ -152,6 +152,11 @@ def write_page(path: Path, text: str) -> Path:
         # Text that a young model wrote may hold half a character.
         write_whole(path, text.encode(errors="replace"))
     except OSError as error:
+        if path.is_dir():
+            inside = shell(path / "comparison.html")
+            raise RunError(
+                f"{path} is a folder, and a page is a file", f"--output {inside}"
+            ) from None
         full = error.errno in (ENOSPC, EDQUOT, EFBIG)
         remedy = f"{'df -h' if full else 'ls -ld'} {shell(path.parent)}"
         raise RunError(f"{path} cannot be written: {error}", remedy) from None

@@ -123,6 +123,11 @@ def said(*argv: str) -> dict[str, Any]:
 def test_a_mistyped_run_keeps_the_options(call: Callable[..., Any]) -> None:
     told = call("eval", "dmeo", "--tokens", "64", code=2)
     assert told["remedy"] == "headrace eval runs/demo --tokens 64"
+    told = call("plan", "demo", "--after", "dmeo", "seed=3", code=2)
+    assert told["remedy"] == "headrace plan demo --after runs/demo seed=3"
+    for name, right in (("../step-6", "step-6"), ("2", "step-2"), ("", "latest"), (".", "latest")):
+        told = call("eval", "demo", "--checkpoint", name, code=2)
+        assert told["remedy"] == f"--checkpoint {right}"
     told = call("explain", "muun", "seed=3", "--graph", code=2)
     assert told["remedy"] == "headrace explain muon seed=3 --graph"
     told = call("train", "runs/demo", "goal.steps=9", "--with", "z_loss", code=2)
