@@ -3,7 +3,9 @@
 What was kept of execution was judged by its steps alone. A run to the target also pays for what
 comes before its first step, as compiling: where two seeds of the first plan are sooner there than
 the same two with all those changes, or one is clearly, they are undone before anything is learned
-on top of them. Without such runs they stay provisional.
+on top of them. Where the minutes are too few for that, changes of what is learned stand on them and
+go beside the first plan, which judges all at once; what compiles for longer than a part of such a
+run wins back is undone before. Without such runs they stay provisional.
 A change that looks better and is not shown to be is not kept; it says which command should show it.
 The first run of all is the first plan's own: where the clock ends it before the target, no change
 of what is learned can be judged, none is tried, and how far that run came is told.

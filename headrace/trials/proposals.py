@@ -4,6 +4,12 @@ A prediction is multiplied by measured over predicted of the measured plan that 
 the fewest words (of several, by the median). So a machine that is slower than its rates changes no
 order, and a technique that turns out slower than it said takes those with it that share it.
 
+What is foreseen to gain comes first, the fewest changes of nearly equal promises before the rest:
+on a CPU each gain alone. What nothing is foreseen of follows, then what is foreseen to matter
+little, what noise may have hidden, and what was cut off or could not run. Changes of learning come
+in the order of what they promise for the time to the target: tokens by what a technique says of
+itself (`token_share`) and by the batch, times what a token takes.
+
 Where no time is predicted (a CPU, single precision) the ledger still gives an order: the same sum
 of pieces over the machine's rates, which nobody compared with steps there. What must compile
 first stands behind what is measured at once. What buys memory alone is left out while there is
