@@ -221,6 +221,10 @@ def test_what_promises_the_target_soonest_comes_first_of_what_learns_otherwise(
     found = ordered(plan, change, Machine({}), every, bound_by_launches)
     assert found[:2] == [twice, f"+muon {twice}"] and found[-1] == f"+muon {half}"
     assert found.index(rate) < found.index("+gqa")
+    high, low = (f"optimizer.lr={plan.optimizer.lr * factor}" for factor in (2, 0.5))
+    every = [f"+muon {low}", "+muon", f"+muon {high}", f"+muon {half} {high}", high]
+    found = ordered(plan, change, Machine({}), every, bound_by_products)
+    assert found == [f"+muon {half} {high}", f"+muon {high}", "+muon", f"+muon {low}", high]
     plan = plan.replaced(schedule={"steps": 400})
     long = f"+muon {half} schedule.steps=800"
     found = ordered(plan, change, Machine({}), [long, "+muon", rate], bound_by_products)
