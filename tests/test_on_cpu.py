@@ -16,7 +16,7 @@ from headrace.core.plan import Plan
 from headrace.core.rates import Moved, Product, Products, Step
 from headrace.planner import sweep
 from headrace.planner.calibration import Measured
-from headrace.planner.foresight import Foresight, calibrated, foresee, told
+from headrace.planner.foresight import FEW, Foresight, calibrated, foresee, told
 from headrace.planner.intervals import STEP, Width
 from headrace.probes.table import table
 
@@ -194,6 +194,12 @@ def test_a_width_of_a_cpu_is_told_once_there_is_one(monkeypatch: pytest.MonkeyPa
     found = seen()
     assert found.step_s and found.between["step_s"].high == pytest.approx(1.2 * found.step_s)
     assert "where 80% of 40 measured steps of a CPU lay" in told(plan_of(), found)
+    products = tuple(
+        Products(precision, FLOPS, (Product(256, 256, 256, 1e-3),))
+        for precision in ("fp32", "bf16")
+    )  # fmt: skip
+    half = seen("model.precision=bf16", machine=replace(probed_cpu(), products=products))
+    assert half.step_s and half.no_interval == FEW and not half.between.get("step_s")
 
 
 def test_the_probes_table_has_its_steps() -> None:

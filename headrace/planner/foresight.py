@@ -296,7 +296,7 @@ def _no_interval(context: Context, ledger: Ledger, time: StepTime) -> str:
     if ledger.sizes.get(DERIVED):
         return FEW
     if context.device == "cpu":
-        return "" if "on_cpu" in STEP else ON_CPU
+        return ON_CPU if "on_cpu" not in STEP else FEW if context.precision != "fp32" else ""
     wide = context.precision == "fp32"
     return FP32 if wide else LAUNCHED if time.by_host else ""
 

@@ -55,7 +55,7 @@ LINEARS = (
 """Tokens, features out and features in of linear layers, the most telling first."""
 LEAST = (64, 96, 32)
 """A linear of which little but its beginning is seen."""
-COMPILE_S = 8.0
+COMPILE_S = 6.0
 """What compiling a small decoder takes, about; on two slow cores without a cache of headers it is
 longer, and the probe ends later than it was asked to."""
 PLAIN = {"layer_norms": "norms", "plain_activation": "activation"}
