@@ -51,6 +51,7 @@ from headrace.data.heldout import (
 from headrace.data.left_out import Tally
 from headrace.data.listing import Asked
 from headrace.data.prepared import Prepared, check_same_data, open_prepared
+from headrace.data.repeated import Seen
 from headrace.data.shards import FORMAT, OtherFormat, ShardWriter, sync_file
 from headrace.data.sources import read_documents, source_signature
 from headrace.data.tokenizer import Tokenizer, open_tokenizer, train_tokenizer
@@ -277,7 +278,8 @@ def _key(plan: Plan, listed: Tally | None = None) -> str:
     held_out = data.validation
     if isinstance(held_out, str):
         held_out = source_signature(Asked(held_out, "data.validation"), listed)
-    signatures = [source_signature(asked, listed) for asked in _asked(plan)]
+    seen = None if listed is None else Seen(listed)
+    signatures = [source_signature(asked, listed, seen) for asked in _asked(plan)]
     facts: list[Any] = [FORMAT, RULE, signatures, spec, held_out, data.text_key]
     if data.lossy_tokenizer:  # what a strict plan would refuse is not taken from the cache
         facts.append("lossy")

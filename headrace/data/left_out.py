@@ -32,6 +32,7 @@ class Reason(StrEnum):
     BROKEN_LINK = "broken_link"
     CIRCLE = "circle"
     TWICE = "twice"
+    READ_TWICE = "read_twice"
     SPECIAL = "special"
     FOLDER = "folder"
     NO_JSON = "no_json"
@@ -74,6 +75,10 @@ _WORDS = {
         "second name of a file or folder that is read",
         "second names of files or folders that are read",
     ),
+    Reason.READ_TWICE: (
+        "file that another of data.sources names too, and that is read twice",
+        "files that another of data.sources names too, and that are read twice",
+    ),
     Reason.SPECIAL: ("pipe, socket or device", "pipes, sockets or devices"),
     Reason.FOLDER: (
         "folder that a glob matches, and not what is in it",
@@ -104,7 +109,8 @@ class LeftOut(Strict):
 
     def line(self) -> str:
         """Return it as one line for a person."""
-        return f"left out: {self.format()}"
+        how = "not left out" if self.reason is Reason.READ_TWICE else "left out"
+        return f"{how}: {self.format()}"
 
     def format(self) -> str:
         """Return its count, its reason and its examples."""

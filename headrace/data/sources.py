@@ -30,6 +30,7 @@ from headrace.data.fields import text_of
 from headrace.data.formats import read_file
 from headrace.data.left_out import Reason, Tally
 from headrace.data.listing import READABLE, Asked, kind_of, list_files
+from headrace.data.repeated import Seen
 from headrace.data.text_file import Found, TextFile
 
 
@@ -81,11 +82,13 @@ def read_documents(
         yield Document(text, origin)
 
 
-def source_signature(named: str | Asked, left_out: Tally | None = None) -> str:
+def source_signature(
+    named: str | Asked, left_out: Tally | None = None, seen: Seen | None = None
+) -> str:
     """A cheap sha256 of what a source holds now: names, sizes and modification times.
 
     Good enough to name a cache; the prepared shards carry hashes of their content. `left_out`
-    counts the files that are none of it.
+    counts the files that are none of it, and `seen` knows those of the sources before.
     """
     asked = Asked(named) if isinstance(named, str) else named
     source = asked.source
@@ -101,6 +104,8 @@ def source_signature(named: str | Asked, left_out: Tally | None = None) -> str:
                 raise ConfigError(
                     f"{printable(name)} went away while {asked} was read", "the same command again"
                 ) from None
+            if seen is not None:
+                seen.add(source, name, file, stat)
             digest.update(os.fsencode(f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}\n"))
     if path:
         digest.update(os.fsencode(source))

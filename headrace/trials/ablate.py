@@ -29,6 +29,7 @@ import torch
 
 from headrace.build import predict
 from headrace.context import check_supported, choose_device, make_context
+from headrace.core.command import again_with
 from headrace.core.errors import ConfigError, RunError
 from headrace.core.plan import Plan
 from headrace.core.technique import Catalogue
@@ -108,7 +109,8 @@ def ablate_command(
     rules = Rules(device=context.device, precision=context.precision)
     folder = folder or folder_of(plan)
     found = Ablation(plan.name, tuple(plan.techniques), folder / FILE, rules.margin)
-    files = locked(folder, "--out FOLDER that can be written")
+    other = again_with("--out", "FOLDER", verb="ablate PLAN")
+    files = locked(folder, "--out FOLDER that can be written", other)
     try:
         # What the worker's process says goes to a file: this one's output may be one document.
         with AsCtrlC() as signals, Worker(here=in_process, log=folder / LOG) as worker:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from headrace.changes import parse
 from headrace.context import choose_device
-from headrace.core.command import plan_again
+from headrace.core.command import again, plan_again
 from headrace.core.errors import ConfigError, RunError, Stopped
 from headrace.core.machine import Machine
 from headrace.core.plan import Plan
@@ -77,7 +77,8 @@ def tune_command(
     aim, why = aim_of(plan, aim)
     _check(plan, aim, minutes)
     folder = folder or folder_of(plan)
-    files = locked(folder, "directory=FOLDER that can be written")
+    other = f"{again(verb='tune PLAN')} name=NEW"
+    files = locked(folder, "directory=FOLDER that can be written", other)
     tell(why)
     try:
         prepare(plan, progress=(progress or Progress()).task)  # on nobody's clock
@@ -134,12 +135,13 @@ def _check(plan: Plan, aim: Aim, minutes: float) -> None:
         raise ConfigError(f"{minutes} minutes are no time to measure in", f"--minutes {MINUTES:g}")
 
 
-def locked(folder: Path, remedy: str) -> RunFolder:
+def locked(folder: Path, remedy: str, other: str) -> RunFolder:
     """A folder of trials that no other process measures for; it would disturb this one's readings.
 
     Args:
         folder: made where it is not there.
         remedy: what helps where that cannot be.
+        other: the command that measures for another folder.
 
     Raises:
         ConfigError: one does, or nothing can be kept there.
@@ -153,7 +155,7 @@ def locked(folder: Path, remedy: str) -> RunFolder:
     except ConfigError:
         raise ConfigError(
             f"another process measures for {folder}",
-            "the same command with name=NEW behind it, or once that process has ended",
+            f"{other} (or the same command once that process has ended)",
         ) from None
     return files
 

@@ -226,3 +226,29 @@ def test_no_name_ends_in_a_traceback(source: str, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         list(read_documents(source))
     assert says in caught.value.message and caught.value.remedy == "data.sources=PATH"
+
+
+def test_a_file_that_two_sources_name_is_told(tmp_path: Path, tiny_plan: MakePlan) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    for folder in (one, two):
+        folder.mkdir()
+    text = "The mill wheel turns with the river. " * 400
+    (one / "a.txt").write_text(text)
+    (one / "b.txt").write_text(text[::-1])
+    (two / "copy.txt").write_text(text)
+    (two / "other.txt").write_text("x" + text[1:])  # as long, and another one
+    (two / "link.txt").symlink_to(one / "b.txt")
+
+    def told(*sources: Path) -> list[LeftOut]:
+        names = json.dumps([str(source) for source in sources])
+        prepared = prepare(tiny_plan(f"data.sources={names}", f"data.directory={tmp_path}/kept"))
+        return [one for one in prepared.left_out if one.reason is Reason.READ_TWICE]
+
+    for _ in range(2):  # while it is prepared, and of what is prepared
+        (found,) = told(one, two)
+        assert found.count == 2
+        assert {name.rpartition("/")[2] for name in found.examples} == {"copy.txt", "link.txt"}
+        assert found.line().startswith("not left out: 2 files that another of data.sources names")
+    (found,) = told(one, one / "a.txt")
+    assert found.count == 1 and "read twice" in found.line()
+    assert not told(one)

@@ -11,6 +11,7 @@ import pytest
 from tiny import READ
 
 from headrace.cli import catalogue
+from headrace.core.command import typed
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.plan import Plan
 from headrace.core.statistics import Interval
@@ -160,9 +161,13 @@ def test_a_folder_in_use_or_not_to_be_written_is_told_before_anything_is_measure
     with pytest.raises(ConfigError, match="file cannot be written") as told:
         run(made, folder=file)
     assert told.value.remedy.startswith("--out ")
-    other = locked(tmp_path, "")
-    with pytest.raises(ConfigError, match="another process measures"):
+    other = locked(tmp_path, "", "")
+    with (
+        pytest.raises(ConfigError, match="another process measures") as told,
+        typed(["ablate", "demo", "--pairs", "--out", "here", "seed=3", "--json"], ("--out",)),
+    ):
         run(made)
+    assert told.value.remedy.startswith("headrace ablate demo --pairs seed=3 --out FOLDER (or ")
     other.unlock()
     assert not made.asked and run(made).rows
 
