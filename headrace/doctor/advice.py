@@ -39,7 +39,7 @@ from headrace.doctor.loop import (
     unjudged_first,
     without_repeats,
 )
-from headrace.doctor.remedies import BOUGHT, Remedy, remedies
+from headrace.doctor.remedies import BOUGHT, HEALTHY, Remedy, remedies
 from headrace.doctor.run import WRONG, diagnose_run, place_of, rows_of, use_of
 from headrace.doctor.window import of_run
 from headrace.load import read_recorded_plan
@@ -67,8 +67,6 @@ HOST_SHARE = 0.05
 """Of the step, in which the device would wait for launches, from which that is named."""
 
 
-HEALTHY = 0.05
-"""Gain that no remedy of a healthy run is forecast to exceed."""
 NOTHING_GAINS = f"no remedy is forecast to gain more than {HEALTHY:.0%}"
 BEFORE_TIME = (*WRONG, "memory capacity")
 """Bottlenecks that are wrong whatever their remedies gain in time."""

@@ -48,6 +48,8 @@ STEP = 3
 """By what a rate that may be too high is divided, where it is tried alone."""
 CAUSES = ("instability",)
 """What keys of the plan cause, so that they come before techniques that bear with it."""
+HEALTHY = 0.05
+"""Gain that no remedy of a healthy run is forecast to exceed."""
 HALF = ("bf16", "fp16", "float8")
 """Parts of words that name a precision which a processor may only emulate, many times as slowly."""
 MOST = 8
@@ -371,8 +373,8 @@ def helps(bottleneck: str, remedy: Remedy) -> bool:
         sure = bottleneck not in ("computation", "unused memory")
         sure &= bottleneck != LEDGER_FIRST or remedy.change[0][0] != "-"
         return sure or remedy.change[0].partition("=")[0] in KEY_EQUALITY
-    if bottleneck == "computation":  # which is no fault: only what is sure is worth a word
-        return remedy.gain.low > 0
+    if bottleneck == "computation":  # which is no fault: what is sure, or large, is worth a word
+        return remedy.gain.low > 0 or remedy.gain.value > HEALTHY
     return remedy.gain.value > NOTHING
 
 

@@ -227,6 +227,9 @@ def test_where_nothing_prices_the_work_and_the_peak_is_low_nothing_is_said() -> 
         (Use(0.07, 0.02, 0.02, 0.01), {"slack": 0.8}, "kernel efficiency"),
         (Use(0.02, 0.01, 0.08, 0.1), {"slack": 0.0, "dry": 1.0}, "launch"),
         (Use(0.03, 0.02, 0.08, 0.1), {"slack": 0.0, "dry": 1.0, "input": 0.3}, "input"),
+        (Use(0.05, 0.02, 0.08, 0.1), {"slack": 0.0, "dry": 0.0}, "launch"),
+        (Use(0.07, 0.02, 0.08, 0.1), {"slack": 0.0, "dry": 0.0}, "computation"),
+        (Use(0.05, 0.02, 0.08, 0.1), {"slack": 0.1, "dry": 0.0}, "computation"),
         (Use(0.03, 0.01, 0.01), {"device": "cpu"}, "launch"),
         (Use(0.06, 0.01, 0.01), {"device": "cpu"}, "computation"),
         (Use(0.01, 0.06, 0.01), {"device": "cpu"}, "memory bandwidth"),
@@ -248,7 +251,7 @@ def test_the_host_is_ahead_by_the_median_step_and_the_share_of_dry_ones() -> Non
     assert lead(steady(0.1)) is None and lead(steady(0.1, slack=0.0, device="cpu")) is None
     assert lead(steady(0.1, slack=1.5 * SLACK_SHARE)) is True
     assert lead(steady(0.1, slack=0.0)) is False
-    assert lead(steady(0.1, slack=0.0, dry=DRY_SHARE / 2)) is True
+    assert lead(steady(0.1, slack=0.0, dry=DRY_SHARE / 2)) is None
     few = Window(step_s=(0.1,) * 9, slack_s=(0.0,) * 8 + (5.0,), device="cuda")
     assert slack_share(few) == 0.0 and lead(few) is False, "one step that another thread held"
     broken = Window(step_s=(0.1,) * 9, slack_s=(float("nan"),) * 9, device="cuda")

@@ -223,10 +223,12 @@ def test_what_is_not_known_is_not_forecast() -> None:
     assert [*asked("silent no-op", 1.0, "160m", measured=idle)] == ["-fused_swiglu"]
 
 
-def test_of_computation_only_what_is_sure_is_a_remedy() -> None:
+def test_of_computation_only_what_is_sure_or_large_is_a_remedy() -> None:
     sure = Remedy(("+a",), "", Interval(0.01, 0.02, 0.03, 9), 0.0, "yes", "", "exact", "ledger")
     maybe = replace(sure, gain=Interval(-0.01, 0.02, 0.03, 9))
     assert helps("computation", sure) and not helps("computation", maybe)
+    large = replace(sure, gain=Interval(-0.02, 0.08, 0.19, 9))
+    assert helps("computation", large), "else a run is said to be healthy that may gain 8%"
     assert helps("launch", maybe) and not helps("memory capacity", sure)
 
 
