@@ -360,7 +360,17 @@ def test_predictions_then_outcomes_then_picks(
     assert all(row["step_s"] and row["fits"] for row in outcomes)
     go("picks")
     go("picks")
-    found = compute(tmp_path)
+    gpu = tmp_path / "as_of_a_gpu"  # a CPU's rows are counted apart, and have no such tiers
+    gpu.mkdir()
+    for file in tmp_path.glob("*.jsonl"):
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        as_gpu = [
+            {**row, **{key: "a GPU" for key in ("hardware", "predicted_for") if row.get(key)},
+             **({"device": "cuda"} if "device" in row else {})} for row in rows
+        ]  # fmt: skip
+        (gpu / file.name).write_text("".join(json.dumps(row) + "\n" for row in as_gpu))
+    assert compute(tmp_path)["step_time_error_no_gpu"]["n"] == 0
+    found = compute(gpu)
     assert found["step_time_error_no_gpu"]["n"] == found["pick_regret"]["candidates"] == 2
     assert found["step_time_error_after_20_steps"]["n"] == 1
     assert found["false_fits"]["n"] == 5 and found["false_fits"]["value"] == 0

@@ -280,5 +280,5 @@ def test_a_hundred_thousand_rows_make_a_small_page(make_run: MakeRun) -> None:
 def test_a_folder_that_cannot_be_written_is_told(make_run: MakeRun) -> None:
     run = make_run()
     (run / "report.html").mkdir()
-    with pytest.raises(RunError, match="cannot be written"):
+    with pytest.raises(RunError, match="is a folder, and a page is a file"):
         write_report(run)
