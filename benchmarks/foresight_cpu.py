@@ -15,9 +15,6 @@ peak of all tensors of a step by torch's MemTracker, which does not stand beside
 import argparse
 import math
 import os
-
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a GPU beside it is another device
-
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -201,6 +198,7 @@ def main() -> None:
     parser.add_argument("--here", action="store_true", help="no process of its own, to debug")
     parser.add_argument("--results", type=Path, default=receipts.ROOT / "results")
     args = parser.parse_args()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a GPU beside it is another device
     ends_s = time.monotonic() + 60 * args.minutes
     every = [c for c in configurations([args.list]) if c.id.startswith(args.only)]
     predict(every, args.results, args.seconds)

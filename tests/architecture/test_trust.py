@@ -1,6 +1,7 @@
 """What the package never does: read code, or be configured behind the plan's back."""
 
 import ast
+from pathlib import Path
 
 import pytest
 
@@ -89,3 +90,17 @@ def test_nothing_that_is_read_can_execute(trees: dict[str, ast.Module]) -> None:
 def test_no_environment_variable_configures(trees: dict[str, ast.Module]) -> None:
     found = {module: set(_variables(tree)) - LAUNCHER_VARIABLES for module, tree in trees.items()}
     assert not {module: what for module, what in found.items() if what}
+
+
+def test_an_import_changes_no_environment_variable(root: Path) -> None:
+    """One that hides the GPU as it is imported hides it from every later test of the process."""
+    changed = [
+        str(file.relative_to(root))
+        for file in (*root.glob("headrace/**/*.py"), *root.glob("benchmarks/*.py"))
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.Assign | ast.Expr | ast.Delete)
+        and any(
+            isinstance(n, ast.Attribute) and n.attr in ("environ", "putenv") for n in ast.walk(node)
+        )
+    ]
+    assert changed == []
