@@ -5,14 +5,16 @@
 
 Nothing is planted into these runs (natural_runs.py). `say` trains each for some 30 to 60 steps and
 asks the doctor, and writes natural_said.jsonl: its verdict, every remedy that a reader is told of,
-and what will be measured. `measure` begins when all of the list are said, times each change beside
-the run's own plan, and writes natural.jsonl, a row a run. `all` is both. The doctor is right where
-its first remedy gains nearly what the best one does; docs/how-right.md has the score.
+and what will be measured. `measure` begins when this commit has said all of the list, times each
+change beside the run's own plan, and writes natural.jsonl, a row a run. `all` is both. The doctor
+is right where its first remedy gains nearly what the best one does; docs/how-right.md has the
+score.
 
 A call may be cut off at any moment: what is said and measured is on disk at once, a second call
-goes on where the first ended (by id, hardware and plan), and each says what is left. A change that
-is measured lies in natural_parts.jsonl until its run is whole; `--close` writes rows of runs that
-are not, with what is `left`.
+goes on where the first ended (by id, hardware, plan and commit), and each says what is left. A
+change that is measured lies in natural_parts.jsonl until its run has a row: when all are measured,
+or at the end when the first remedy and three others are; `--close` writes rows of fewer, too. What
+a row lacks it names as `left`. Small runs and large ones begin in turn, the smallest of each first.
 
 On a GPU several processes compile at a time and one has the device (natural_gate.py). On a CPU
 there is one process, on the cores that it is given: pin it, and give each of several its part of
@@ -30,6 +32,7 @@ import tempfile
 import threading
 import time
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +42,7 @@ import torch
 from natural_gate import HOW, Crew, Gate, Task
 from natural_runs import RUNS, Run
 from natural_said import SPARE_BYTES, Said, say
-from natural_times import BEGUN, STAGE, STAYS, awake, measure
+from natural_times import BEGUN, STAGE, STAYS, Wanted, awake, measure
 
 from headrace.arguments import rates_here
 from headrace.context import choose_device, find_device, make_context
@@ -50,14 +53,16 @@ from headrace.trials.worker import Worker
 
 SAID, PARTS, ROWS = "natural_said", "natural_parts", "natural"
 WORKERS = {"cuda": 8, "cpu": 1}
-COMPILERS = "3"
+COMPILERS = "2"
 """Processes that each worker of a GPU compiles kernels with: there are several workers."""
 ROOM = 0.88
 """Of a device's memory, for all processes; their contexts take the rest."""
 LIMIT_S, GRACE_S = 420.0, 15.0
 """Seconds of one run's process at most, and those that it has after the end of the call."""
-TRIES = 3
+TRIES = 4
 """Processes that may die over one run's changes before the rest waits for another call."""
+OTHERS = 3
+"""Changes beside the first remedy that make a run whole."""
 
 
 @dataclass
@@ -80,21 +85,31 @@ class Book:
         return {row["id"]: row for row in self.lines(topic)}
 
     def lines(self, topic: str) -> list[dict[str, Any]]:
-        """All lines of this hardware; a last one that was cut off is none."""
+        """All lines of this hardware that none retracts; a last one that was cut off is none."""
         file, found = self.results / f"{topic}.jsonl", list[dict[str, Any]]()
-        for line in file.read_text().splitlines() if file.is_file() else []:
+        for line in filter(str.strip, file.read_text().splitlines() if file.is_file() else []):
             try:
-                row = json.loads(line)
+                found.append(json.loads(line))
             except ValueError:
-                continue
-            if row.get("hardware") == self.hardware:
-                found.append(row)
-        return found
+                found.append({})
+        gone = {row.get("retracts") for row in found}
+        return [row for number, row in enumerate(found, 1)
+                if number not in gone and row.get("hardware") == self.hardware]  # fmt: skip
 
     def parts(self, run: Run) -> list[dict[str, Any]]:
-        """What was measured of a run's changes."""
-        key = (run.id, run.sha256)
-        return [row for row in self.lines(PARTS) if (row["id"], row["plan_sha256"]) == key]
+        """What this commit measured of a run's changes."""
+        about = self.about(run)
+        return [row for row in self.lines(PARTS) if about.items() <= row.items()]
+
+    def about(self, run: Run) -> dict[str, Any]:
+        """What is the same in all that belongs together."""
+        return {"id": run.id, "hardware": self.hardware, "plan_sha256": run.sha256,
+                "commit": receipts.commit()}  # fmt: skip
+
+    def said(self, run: Run) -> dict[str, Any] | None:
+        """What this commit said of a run as its plan is now."""
+        row = self.rows(SAID).get(run.id)
+        return row if row is not None and self.about(run).items() <= row.items() else None
 
     def write(self, topic: str, run: Run, **facts: Any) -> None:
         """One row of a run."""
@@ -131,9 +146,11 @@ class Call:
     # --- said ---
 
     def unsaid(self) -> list[Run]:
-        """Runs of which the doctor was not asked, as their plans are now."""
-        said = self.book.rows(SAID)
-        return [run for run in self.runs if said.get(run.id, {}).get("plan_sha256") != run.sha256]
+        """Runs of which this commit's doctor was not asked, those that compile longest first."""
+        left = [run for run in self.runs if self.book.said(run) is None]
+        return sorted(
+            left, key=lambda run: ("torch_compile" in run.plan.techniques, run.cost), reverse=True
+        )
 
     def say(self, crew: Crew, room_bytes: float) -> None:
         """Train what is not said yet, and ask the doctor."""
@@ -167,11 +184,15 @@ class Call:
     # --- measured ---
 
     def unmeasured(self) -> list[tuple[Run, dict[str, Any]]]:
-        """Runs that are said, can be measured, and have no row."""
-        said, done = self.book.rows(SAID), self.book.rows(ROWS)
-        return [(r, said[r.id]) for r in self.runs
-                if r.id in said and "refused" not in said[r.id]
-                and done.get(r.id, {}).get("plan_sha256") != said[r.id]["plan_sha256"]]  # fmt: skip
+        """Runs that are said, can be measured, and have no row: a small one, a large one, ..."""
+        done = self.book.rows(ROWS)
+        told = [(run, self.book.said(run)) for run in self.runs]
+        left = [(run, said) for run, said in told if said is not None and "refused" not in said
+                and not _of(done.get(run.id, {}), said)]  # fmt: skip
+        left.sort(key=lambda one: one[1]["bytes"])
+        half = (len(left) + 1) // 2
+        pairs = zip_longest(left[:half], left[half:])
+        return [one for pair in pairs for one in pair if one is not None]
 
     def measure(self, crew: Crew) -> None:
         """Time what was said, beside the plans of which it was said."""
@@ -182,16 +203,17 @@ class Call:
         ])  # fmt: skip
 
     def _measure(self, crew: Crew, worker: Worker, run: Run, said: dict[str, Any]) -> None:
-        began_s, about = time.monotonic(), {
-            "id": run.id, "hardware": self.book.hardware, "plan_sha256": said["plan_sha256"],
-        }  # fmt: skip
-        file = self.book.results / f"{PARTS}.jsonl"
-        for _ in range(TRIES):
+        began_s, about = time.monotonic(), self.book.about(run)
+        file, first = self.book.results / f"{PARTS}.jsonl", said["first"]
+        for attempt in range(TRIES):
             left = self.left(run, said)
             if not left or time.time() >= self.ends_s:
                 break
+            peaks = {tuple(w): b for w, b in zip(said["changes"], said["peaks"], strict=True)}
+            wanted = Wanted(left, [peaks[words] for words in left],
+                            tuple(first["change"]) if first else (), attempt > 0)  # fmt: skip
             found = worker.ask(
-                measure, run.in_folder(self.args.work), left, self.gate, file, about, self.ends_s,
+                measure, run.in_folder(self.args.work), wanted, self.gate, file, about, self.ends_s,
                 limit_s=self.limit_s(),
             )  # fmt: skip
             if crew.closed:
@@ -202,7 +224,7 @@ class Call:
             if stage == BEGUN:
                 print(f"{run.id}: its own plan cannot be timed: {found.refused}", flush=True)
                 break
-            if stage is None and self.left(run, said) == left:  # it died over the first of them
+            if stage is None and attempt and self.left(run, said) == left:  # over the first of them
                 line = {**about, "change": list(left[0]), "refused": found.refused}
                 with file.open("a") as out:
                     out.write(json.dumps(line) + "\n")
@@ -218,15 +240,18 @@ class Call:
     def finish(
         self, run: Run, said: dict[str, Any], spent: str = "", *, close: bool = False
     ) -> None:
-        """The row of a run whose changes are all measured."""
+        """The row of a run that is whole."""
         left, found = self.left(run, said), self.book.parts(run)
-        if left and not (close and found):
+        first = said["first"]["change"] if said["first"] else None
+        others = sum("gain" in row and row["change"] != first for row in found)
+        enough = others >= OTHERS and (first is None or first in [row["change"] for row in found])
+        if left and not enough and not (close and found):
             print(f"{run.id}: {len(found)} of {len(said['changes'])} measured {spent}", flush=True)
             return
-        own = ("change", "gain", "refused", "equality", "before_s", "after_s", "quiet", "ready_s")
+        own = ("change", "gain", "refused", "equality", "before_s", "after_s", "quiet", "others_s",
+               "ready_s", "turn_s", "together")  # fmt: skip
         measured = [{key: row[key] for key in own if key in row} for row in found]
         before = [row["before_s"] for row in measured if "before_s" in row]
-        first = said["first"]["change"] if said["first"] else None
         self.book.write(
             ROWS, run, precision=said["precision"], compiled=said["compiled"],
             parameters=said["parameters"], threads=said["threads"], said=said["commit"],
@@ -240,6 +265,11 @@ class Call:
         told = f"first {gains.get(' '.join(first), float('nan')):+.1%}, " if first else ""
         told += f"best {gains[best]:+.1%} by {best}" if best else "nothing could be measured"
         print(f"measured {run.id}: {told} {spent}", flush=True)
+
+
+def _of(row: dict[str, Any], said: dict[str, Any]) -> bool:
+    """Whether a run's row is of what was said."""
+    return (row.get("plan_sha256"), row.get("said")) == (said["plan_sha256"], said["commit"])
 
 
 def peak_bytes(run: Run) -> float:
@@ -264,7 +294,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=9.0, help="all ends by then")
     parser.add_argument("--part", type=parts.part, default=(1, 1), help="as 2/6: of the list")
     parser.add_argument("--only", nargs="*", default=[], metavar="ID", help="runs by id")
-    parser.add_argument("--most", type=int, default=7, help="changes of a run that nobody said")
+    parser.add_argument("--most", type=int, default=5, help="changes of a run")
     parser.add_argument("--workers", type=int, default=0, help="processes; 0: as the device has")
     parser.add_argument(
         "--work", type=Path, default=Path(tempfile.gettempdir()) / "headrace-natural"
@@ -273,7 +303,9 @@ def main() -> None:
     parser.add_argument("--close", action="store_true", help="also rows of runs that are not whole")
     parser.add_argument("--here", action="store_true", help="no process of its own, to debug")
     parser.add_argument("--results", type=Path, default=receipts.ROOT / "results")
+    parser.add_argument("--commit", help=receipts.TOLD)
     args = parser.parse_args()
+    receipts.told = args.commit
     args.work, args.results = args.work.absolute(), args.results.absolute()
     if args.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks: rows name the processor
@@ -282,7 +314,7 @@ def main() -> None:
     if not args.here:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an error: the crew ends too
     cores = len(os.sched_getaffinity(0))
-    args.workers = args.workers or min(WORKERS[args.device], max(1, cores // 2))
+    args.workers = args.workers or min(WORKERS[args.device], max(1, 2 * cores // 3))
     args.results.mkdir(parents=True, exist_ok=True)
     args.work.mkdir(parents=True, exist_ok=True)
     asked = [run for run in RUNS if run.device == args.device]
@@ -323,8 +355,9 @@ def go(runs: list[Run], args: argparse.Namespace, cores: int) -> int:
     for run, said in unmeasured:
         left = len(call.left(run, said))
         print(f"left: {run.id}: {left} of {len(said['changes'])} changes", flush=True)
-    done = call.book.rows(ROWS).keys() & {run.id for run in runs}
-    print(f"{len(runs) - len(unsaid)} of {len(runs)} said, {len(done)} measured", flush=True)
+    done, told = call.book.rows(ROWS), {run.id: call.book.said(run) for run in runs}
+    whole = sum(said is not None and _of(done.get(name, {}), said) for name, said in told.items())
+    print(f"{len(runs) - len(unsaid)} of {len(runs)} said, {whole} measured", flush=True)
     return int(bool(unsaid or unmeasured))
 
 

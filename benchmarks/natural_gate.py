@@ -31,6 +31,19 @@ WAKE_S = 1.0
 """Seconds between two looks for what a killed process has left stopped."""
 
 
+@dataclass
+class Calm:
+    """What else there was while a process was alone.
+
+    Args:
+        quiet: the device had nothing to do before.
+        others_s: seconds of the host's cores that others of the program used; 0 when all stood.
+    """
+
+    quiet: bool
+    others_s: float = 0.0
+
+
 @dataclass(frozen=True)
 class Gate:
     """Who is inside has the device and the cores for itself.
@@ -44,16 +57,19 @@ class Gate:
     program: int
 
     @contextmanager
-    def alone(self) -> Iterator[bool]:
-        """Wait for the turn and stop the others; yields whether the device became quiet."""
+    def alone(self) -> Iterator[Calm]:
+        """Wait for the turn and stop the others; yields how calm it is, whole at the end."""
         with FileLock(self.file):
-            mine = {os.getpid(), *descendants(os.getpid())}
-            others = [pid for pid in descendants(self.program) if pid not in mine]
-            tell(others, signal.SIGSTOP)
+            mine, stopped = {os.getpid(), *descendants(os.getpid())}, list[int]()
             try:
-                yield quiet()
+                while begun := {*descendants(self.program)} - mine - {*stopped}:
+                    stopped += begun
+                    tell([*begun], signal.SIGSTOP)  # one may have begun another before it stood
+                calm, before_s = Calm(quiet()), used_s(stopped)
+                yield calm
+                calm.others_s = used_s(stopped) - before_s
             finally:
-                tell(others, signal.SIGCONT)
+                tell(stopped, signal.SIGCONT)
 
     def wake(self) -> None:
         """Let everything go on, if nobody is inside."""
@@ -75,6 +91,16 @@ def descendants(pid: int) -> list[int]:
         found += begun
         waiting += begun
     return found
+
+
+def used_s(processes: list[int]) -> float:
+    """Seconds of the host's cores that processes have used so far."""
+    ticks = 0
+    for pid in processes:
+        with suppress(OSError):  # it has ended
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def tell(processes: list[int], signal_: signal.Signals) -> None:
@@ -113,7 +139,7 @@ class Task:
 
 @dataclass
 class Crew:
-    """Processes that take tasks, the largest first, as many at a time as the device has memory for.
+    """Processes that take tasks in their order, as many at a time as the device has memory for.
 
     Args:
         workers: processes.
@@ -147,7 +173,7 @@ class Crew:
 
     def run(self, tasks: list[Task]) -> None:
         """Do them all, until the time is over."""
-        self._waiting = sorted(tasks, key=lambda task: -task.bytes)
+        self._waiting = list(tasks)
         if self.here:
             self._work(self._crew[0])
             return
@@ -170,7 +196,7 @@ class Crew:
                     self._turn.notify_all()
 
     def _take(self) -> Task | None:
-        """The largest that fits beside what runs; None where nothing may begin any more."""
+        """The next that fits beside what runs; None where nothing may begin any more."""
         with self._turn:
             while self._waiting and time.monotonic() < self.ends_s and not self.closed:
                 left = self.bytes - sum(task.bytes for task in self._running)

@@ -3,21 +3,21 @@
 A run is trained as `headrace train` does, with its signals on. From its third step on it is alone
 on the device and on the host (natural_gate.py); what it waits for its turn lies between two steps,
 where no signal counts it. Then the doctor reads its folder as `headrace doctor RUN` does, and what
-is to be measured is written down: every remedy that a reader is told of, and every other single
-change that keeps what is learned and is not sure to lose. The ledger's order is used for that
-choice alone, and with a wide margin.
+is to be measured is written down: the two remedies that a reader is told first, compiling with
+graphs, and the changes that promise most of all that keep what is learned. The ledger's order is
+used for that choice alone, and with a wide margin.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from natural_gate import Gate
+from natural_times import TOGETHER_BYTES
 
 from headrace import train
 from headrace.arguments import rates_here
@@ -57,13 +57,14 @@ HOPE, SAME, LOSS, UNKNOWN = 0.75, 0.985, 0.9, 0.9
 technique is there for speed, where it is not, and where it is fewer rows on a CPU, whose caches no
 ledger knows; and what is taken for it where nothing is predicted. Predictions of launch-bound steps
 were off by a third."""
-ATTENDS, ALIKE = "parts.attend", 2
-"""The socket of what computes attention; and how many that do one thing are measured."""
+ATTENDS = "parts.attend"
+"""The socket of what computes attention."""
+GRAPHS = frozenset(("+torch_compile", "+cuda_graphs"))
+"""Words of the change that is always measured where it can run."""
 SLOW_TO_COMPILE = "max-autotune"
 """In the words of what compiles for minutes; it is measured where the doctor says it."""
 LARGE_BYTES = 12 << 30
-"""Of a plan, from which on half as many changes that nobody said are measured: few processes find
-room beside it."""
+"""Of a plan, from which on one change less is measured: few processes find room beside it."""
 SPARE_BYTES = 2 << 30
 """Of a device, what a process takes beside two plans."""
 
@@ -84,7 +85,7 @@ def say(
         plan: as the row names it.
         work: the same with its folders.
         gate: to the device.
-        most: changes that nobody said, at most.
+        most: changes that are measured, at most.
         room_bytes: of the device, for the run's plan and a changed one.
         kept: where the run's small files are copied to, if anywhere.
     """
@@ -181,37 +182,86 @@ def copy(folder: Path, kept: Path) -> None:
 # --- what is to be measured ------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Choice:
+    """A change that could be measured.
+
+    Args:
+        words: the change.
+        bytes: its peak of memory.
+        promise: predicted time of a step before over after; None where nothing is predicted.
+        kind: of those that do one thing, such as other attention, one is chosen; "" is none.
+        learns: it changes what is learned.
+    """
+
+    words: Words
+    bytes: float
+    promise: float | None = None
+    kind: str = ""
+    learns: bool = False
+
+    @property
+    def moves(self) -> bool:
+        """Whether it is foreseen to change a step at all, or nobody knows."""
+        return self.promise is None or abs(self.promise - 1) > 1e-4
+
+
 def to_measure(
     asking: Asking, said: Sequence[Words], most: int, room_bytes: float
 ) -> dict[str, Any]:
-    """What was said first, then what promises most; and the bytes that the largest pair takes."""
+    """The first two remedies, compiling with graphs, what promises most; and bytes for them.
+
+    What changes the learning is measured only where it is the first remedy: no such change may be
+    the best one.
+    """
     own_bytes = asking.answer(asking.start).foresight.peak_bytes
-    found: dict[frozenset[str], Words] = {frozenset(words): words for words in said}
-    peaks, others = [own_bytes], list[tuple[float, Candidate]]()
-    for words in said:
-        peaks.append(_peak(asking, words, own_bytes))
+    told = [_said(asking, words, own_bytes) for words in said]
+    more = [one for one in told[1:] if one.moves and not one.learns]
+    chosen = [*told[:1], *more[:1]]
+    known, others = {frozenset(words) for words in said}, more[1:]
     for candidate in singles(asking):
-        expected = _expected(asking, candidate.plan)
-        if frozenset(candidate.changes) not in found and worth(asking, candidate, expected):
-            others.append((UNKNOWN if expected is None else expected, candidate))
-    others.sort(key=lambda one: -one[0])
-    most = most if own_bytes < LARGE_BYTES else (most + 1) // 2
-    for _, candidate in [*_few_alike(others)][:most]:
-        peak = candidate.foresight.peak_bytes
-        if own_bytes + peak + SPARE_BYTES <= room_bytes:
-            found[frozenset(candidate.changes)] = candidate.changes
-            peaks.append(peak)
+        one = _choice(asking, candidate)
+        room = own_bytes + one.bytes + SPARE_BYTES <= room_bytes
+        fits = room and candidate.foresight.fits != "no"
+        if fits and "+cuda_graphs" in one.words and {*one.words} <= GRAPHS:
+            if not any("+cuda_graphs" in other.words for other in chosen):
+                chosen.append(one)
+        elif room and frozenset(one.words) not in known and worth(asking, candidate, one.promise):
+            others.append(one)
+    others.sort(key=lambda one: -(UNKNOWN if one.promise is None else one.promise))
+    taken = {frozenset(one.words) for one in chosen}
+    kinds = {one.kind for one in chosen if one.kind}
+    for one in others:
+        if frozenset(one.words) not in taken and one.kind not in kinds:
+            chosen.append(one)
+            kinds |= {one.kind} - {""}
+    chosen = chosen[: max(0, most - (own_bytes >= LARGE_BYTES))]
+    peaks = [one.bytes for one in chosen]
+    together = min(sum(peaks), max([TOGETHER_BYTES, *peaks]))
     return {
-        "changes": [list(words) for words in found.values()],
-        "bytes": min(room_bytes, own_bytes + max(peaks) + SPARE_BYTES),
+        "changes": [list(one.words) for one in chosen], "peaks": peaks,
+        "bytes": min(room_bytes, own_bytes + together + SPARE_BYTES),
     }  # fmt: skip
 
 
-def _peak(asking: Asking, words: Words, otherwise: float) -> float:
+def _said(asking: Asking, words: Words, otherwise: float) -> Choice:
+    """A remedy; as large as the plan itself where it cannot be foreseen: its measurement tells."""
     try:
-        return asking.answer(asking.start, words).foresight.peak_bytes
-    except HeadraceError:  # its measurement tells
-        return otherwise
+        candidate = asking.answer(asking.start, words)
+    except HeadraceError:
+        return Choice(words, otherwise)
+    return replace(_choice(asking, candidate), words=words)
+
+
+def _choice(asking: Asking, candidate: Candidate) -> Choice:
+    plan, words = candidate.plan, candidate.changes
+    kind = MICRO if words and all(word.startswith(f"{MICRO}=") for word in words) else ""
+    if any(w[0] == "+" and ATTENDS in plan.techniques[w[1:]].claims for w in words):
+        kind = ATTENDS
+    learns = kind_of(asking.start, plan) == "learning"
+    return Choice(
+        words, candidate.foresight.peak_bytes, _expected(asking, plan), kind, learns
+    )  # fmt: skip
 
 
 def _expected(asking: Asking, plan: Plan) -> float | None:
@@ -263,17 +313,3 @@ def _by_precision(asking: Asking, candidate: Candidate) -> bool | None:
         return there == "bf16" and any(units)
     sockets = {socket for t in kinds for socket in (*t.claims, *t.composes)}
     return False if sockets == {"config.precision"} else None
-
-
-def _few_alike(others: Sequence[tuple[float, Candidate]]) -> Iterator[tuple[float, Candidate]]:
-    """Of all sizes of a micro-batch, and of all that compute attention, two that promise most."""
-    seen: Counter[str] = Counter()
-    for one in others:
-        plan = one[1].plan
-        kind = MICRO if any(word.startswith(f"{MICRO}=") for word in one[1].changes) else ""
-        for word in one[1].changes:
-            if word[0] == "+" and ATTENDS in plan.techniques[word[1:]].claims:
-                kind = ATTENDS
-        seen[kind] += 1
-        if not kind or seen[kind] <= ALIKE:
-            yield one

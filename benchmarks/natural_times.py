@@ -1,15 +1,19 @@
-"""What natural.py measures: changes of a plan, each timed in turn with the plan, in one process.
+"""What natural.py measures: changes of a plan, timed in turn with the plan, in one process.
 
-Both are built and warm before the process takes its turn (natural_gate.py), blocks of steps go
-A B B A, and a change that is clearly behind the best one so far is left after a look at it.
+All that a device has memory for are built and warm before the process takes its turn
+(natural_gate.py), so that they are compared at one moment: the first remedy and the best change
+differ by no mood of the host. Blocks of steps go A B C C B A. After a look, what is clearly behind
+the best so far is left; the first remedy is timed to the end. A gain is the median of the ratios of
+neighbouring blocks, which a block that is off as a whole does not move.
 """
 
 import gc
 import json
 import math
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 from math import ceil
@@ -25,9 +29,9 @@ from headrace.changes import changed
 from headrace.cli import catalogue
 from headrace.core.errors import HeadraceError
 from headrace.core.plan import Plan
-from headrace.core.statistics import order_abba, paired_ratio
 from headrace.planner.candidates import Words
 from headrace.trials.kinds import kind_of
+from headrace.trials.readings import BEHIND as WAITED
 from headrace.trials.readings import (
     LEFT_BYTES,
     Clock,
@@ -46,20 +50,21 @@ class Pace:
 
     Args:
         block_s: that a block of steps lasts at least; a step that takes longer is a block.
-        look: rounds of A B B A before a change may be left.
-        more: rounds for those that are not.
-        slow_s: a step from which on both are one round.
+        look: rounds of two pairs before a change may be left.
+        rounds: of those that are not; half of them, after a look of one, of slow steps that no host
+            holds up.
+        slow_s: such a step lasts longer.
         heat_s: of untimed steps before.
     """
 
     block_s: float
     look: int
-    more: int
+    rounds: int
     slow_s: float
     heat_s: float
 
 
-PACES = {"cuda": Pace(0.06, 2, 2, 0.05, 0.15), "cpu": Pace(0.4, 2, 2, 1.0, 0.0)}
+PACES = {"cuda": Pace(0.15, 2, 4, 0.05, 0.15), "cpu": Pace(0.4, 2, 4, 1.0, 0.0)}
 FREE, HOPELESS = 3, 2.5
 """Steps of a plan before its turn, of which the first compile; and how many times as long as the
 run's own the last of them takes where a change is left at once."""
@@ -68,8 +73,15 @@ BEHIND = 0.97
 STAYS = ("+kept_memory",)
 """Words of what sets a process otherwise for good: glibc's limits are no longer its own choice when
 they are put back. They are measured last."""
+EDGE_PAIRS = 8
+"""Pairs from which on the outermost at both ends are left out of the interval; 8 pairs hold their
+median within it 93 times of 100, 4 pairs within all of them 87 times."""
+TOGETHER_BYTES = 10 << 30
+"""Of changes that are built side by side; one that is larger is built alone."""
 MOST_STEPS = 200
 """Of a block."""
+LAST_S = 30.0
+"""Before the end, in which no change is built beside others that are ready: it may take as long."""
 STAGE, BEGUN, READY = "stage", "begun", "ready"
 """The key of how far a process came, in a reading's evidence, where it did not die; and what it
 holds before the run's own plan is warm and after."""
@@ -88,8 +100,12 @@ class Timed:
 
     def __init__(self, stack: ExitStack, plan: Plan, threads: int) -> None:
         self.build, self.micros = stack.enter_context(opened(plan, text=True, in_force=False))
-        self.threads, self.index, self.step_s = threads, 0, math.inf
+        self.plan, self.threads, self.index, self.step_s = plan, threads, 0, math.inf
+        self.words: Words = ()
         self.seconds: list[float] = []
+        self.beside: list[float] = []
+        """of the run's own plan, the neighbours of these blocks"""
+        self.ready_s, self.by_host = 0.0, False
 
     def once(self) -> None:
         """A step that is not timed, but for what is planned with."""
@@ -110,6 +126,7 @@ class Timed:
                 clock.mark()
             seconds = clock.seconds()
         self.step_s = median(seconds)
+        self.by_host = clock.cuda and clock.behind_s < WAITED * self.step_s
         self.seconds += [median(seconds[i : i + steps]) for i in range(0, len(seconds), steps)]
 
     def _step(self) -> None:
@@ -128,55 +145,151 @@ class Timed:
             torch.set_num_threads(before)
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be measured of a run.
+
+    Args:
+        changes: of its plan.
+        peaks: bytes that each takes.
+        first: the first remedy.
+        alone: one change is built at a time, so that who ends the process is known.
+    """
+
+    changes: list[Words]
+    peaks: list[float]
+    first: Words
+    alone: bool = False
+
+    def groups(self, plan: Plan) -> list[list[Words]]:
+        """Changes that are built side by side: they fit, and one of them records graphs.
+
+        A build that records graphs drops what was recorded before, and on a CPU one plan could take
+        code that another compiled.
+        """
+        found, taken = list[list[Words]](), list[float]()
+        graphs = list[bool]()
+        for words, peak in zip(self.changes, self.peaks, strict=True):
+            records = "+cuda_graphs" in words or "cuda_graphs" in plan.techniques
+            single = self.alone or plan.device == "cpu" or any(word in STAYS for word in words)
+            room = (n for n, b in enumerate(taken)
+                    if b + peak <= TOGETHER_BYTES and not (records and graphs[n]))  # fmt: skip
+            if single or (at := next(room, None)) is None:
+                found.append([words])
+                taken.append(math.inf if single else peak)
+                graphs.append(records)
+            else:
+                found[at].append(words)
+                taken[at] += peak
+                graphs[at] |= records
+        return found
+
+
 def measure(
-    plan: Plan, changes: Sequence[Words], gate: Gate, parts: Path, about: Mapping[str, Any],
-    ends_s: float,
-) -> Reading:  # fmt: skip
+    plan: Plan, wanted: Wanted, gate: Gate, parts: Path, about: Mapping[str, Any], ends_s: float
+) -> Reading:
     """Time changes beside a plan; each that is done is a line of `parts` at once.
 
     Args:
         plan: the run's, with its folders.
-        changes: what is still to be measured.
+        wanted: what is still to be measured.
         gate: to the device.
         parts: the file.
         about: what each line begins with.
         ends_s: on the clock of all processes; no change begins later.
     """
-    return read(lambda found: _measure(plan, changes, gate, parts, about, ends_s, found))
+    return read(lambda found: _Measuring(plan, wanted, gate, parts, about, ends_s).go(found))
 
 
-def _measure(
-    plan: Plan, changes: Sequence[Words], gate: Gate, parts: Path, about: Mapping[str, Any],
-    ends_s: float, found: Reading,
-) -> None:  # fmt: skip
-    found.evidence[STAGE] = BEGUN
-    torch._dynamo.config.recompile_limit = ENTRIES
-    torch._dynamo.config.accumulated_recompile_limit = 8 * ENTRIES
-    with ExitStack() as stack:
-        base = Timed(stack, plan, torch.get_num_threads())
-        warm(base)
-        found.evidence[STAGE] = READY
-        on_gpu, best = base.build.device.type == "cuda", 1.0
-        held = torch.cuda.memory_allocated() if on_gpu else 0
-        for number, words in enumerate(changes, 1):
-            if time.time() >= ends_s:
-                return
-            line: dict[str, Any] = {**about, "change": list(words)}
+@dataclass
+class _Measuring:
+    """The measurement of one run in this process."""
+
+    plan: Plan
+    wanted: Wanted
+    gate: Gate
+    parts: Path
+    about: Mapping[str, Any]
+    ends_s: float
+    begun: int = 0
+    best: float = 1.0
+    """speed over the run's own, so far"""
+
+    def go(self, found: Reading) -> None:
+        """All groups, until the end."""
+        found.evidence[STAGE] = BEGUN
+        torch._dynamo.config.recompile_limit = ENTRIES
+        torch._dynamo.config.accumulated_recompile_limit = 8 * ENTRIES
+        with ExitStack() as stack:
+            base = Timed(stack, self.plan, torch.get_num_threads())
+            warm(base)
+            found.evidence[STAGE] = READY
+            on_gpu, waiting = base.build.device.type == "cuda", deque(self.wanted.groups(self.plan))
+            held = torch.cuda.memory_allocated() if on_gpu else 0
+            while waiting and time.time() < self.ends_s:
+                waiting.extendleft([words] for words in self.group(base, waiting.popleft())[::-1])
+                _forget(base, held, on_gpu)
+
+    def group(self, base: Timed, group: list[Words]) -> list[Words]:
+        """Build, time and write some changes; returns those that need all memory for themselves."""
+        sides, later = list[Timed](), list[Words]()
+        with ExitStack() as stack:
+            for words in group:
+                if sides and time.time() >= self.ends_s - LAST_S:  # what is ready is timed
+                    break
+                try:
+                    sides.append(self.ready(stack, base, words))
+                except Exception as error:
+                    if sides and isinstance(error, torch.OutOfMemoryError):
+                        later.append(words)
+                    else:
+                        self.refuse(words, error)
+            if not sides:
+                return later
             try:
-                after = changed(plan, words, catalogue())
-                line["equality"] = kind_of(plan, after)
-                with ExitStack() as own:
-                    two = Timed(own, after, base.threads + number * on_gpu)
-                    line |= beside(base, two, best, gate)
-                best = max(best, 1 + line["gain"]["value"])
-            except Exception as error:  # whatever it is, the row tells it
-                line["refused"] = why(error)
-                if not isinstance(error, HeadraceError | torch.OutOfMemoryError):
-                    _append(parts, line)
+                calm = turn(base, sides, self.wanted.first, self.best, self.gate)
+            except torch.OutOfMemoryError as error:
+                if len(sides) > 1:
+                    return [*(side.words for side in sides), *later]
+                self.refuse(sides[0].words, error)
+                return later
+            except Exception as error:
+                if len(sides) > 1:  # they are built one by one in another process
                     raise
-            two = after = None
-            _append(parts, line)
-            _forget(base, held, on_gpu)
+                self.refuse(sides[0].words, error)
+                return later
+            for side in sides:
+                gain = gain_of(side.beside, side.seconds)
+                self.best = max(self.best, 1 + gain["value"])
+                self.write(
+                    side.words, equality=kind_of(self.plan, side.plan), gain=gain,
+                    before_s=median(side.beside), after_s=median(side.seconds), **calm,
+                    ready_s=side.ready_s, together=len(sides),
+                )  # fmt: skip
+        return later
+
+    def ready(self, stack: ExitStack, base: Timed, words: Words) -> Timed:
+        """A change that is built and warm."""
+        began_s, on_gpu = time.time(), base.build.device.type == "cuda"
+        self.begun += on_gpu
+        with ExitStack() as own:
+            with kept_code() if on_gpu else nullcontext():
+                side = Timed(own, changed(self.plan, words, catalogue()), base.threads + self.begun)
+            warm(side, base.step_s)
+            stack.enter_context(own.pop_all())
+        side.words, side.ready_s = words, time.time() - began_s
+        return side
+
+    def refuse(self, words: Words, error: Exception) -> None:
+        """Write why a change cannot be measured; raises what may have harmed the process."""
+        self.write(words, refused=why(error))
+        if not isinstance(error, HeadraceError | torch.OutOfMemoryError):
+            raise error
+
+    def write(self, words: Words, **facts: Any) -> None:
+        """A line of a change."""
+        with self.parts.open("a") as out:
+            out.write(json.dumps({**self.about, "change": list(words), **facts}) + "\n")
 
 
 def _forget(base: Timed, held: int, on_gpu: bool) -> None:
@@ -192,11 +305,6 @@ def _forget(base: Timed, held: int, on_gpu: bool) -> None:
         warm(base)
 
 
-def _append(file: Path, line: Mapping[str, Any]) -> None:
-    with file.open("a") as out:
-        out.write(json.dumps(line) + "\n")
-
-
 def warm(one: Timed, than_s: float = math.inf) -> None:
     """Compile, and take two more steps; one that takes hopelessly long ends it."""
     for number in range(FREE):
@@ -205,24 +313,52 @@ def warm(one: Timed, than_s: float = math.inf) -> None:
             return
 
 
-def beside(base: Timed, two: Timed, best: float, gate: Gate) -> dict[str, Any]:
-    """What a change gains, by blocks in turn."""
-    began_s = time.time()
-    warm(two, base.step_s)
-    pace, ready_s = PACES[two.build.device.type], time.time() - began_s
-    base.seconds, two.seconds = [], []
-    with gate.alone() as quiet:
-        if seconds := hopeless(base, two):
-            base.seconds, two.seconds = [seconds[0]], [seconds[1]]
-        else:
-            heat(base, two, pace.heat_s)
-            in_turn(base, two, best, pace)
-    ratio = paired_ratio(base.seconds, two.seconds)
-    low, high = (ratio.value, ratio.value) if ratio.n < 2 else (ratio.low, ratio.high)
+def turn(
+    base: Timed, sides: Sequence[Timed], first: Words, best: float, gate: Gate
+) -> dict[str, Any]:
+    """Time plans beside the base in a turn; how calm it was."""
+    pace, running = PACES[base.build.device.type], list[Timed]()
+    gc.collect()
+    gc.freeze()  # what compilers left is not looked through in a timed step
+    try:
+        with gate.alone() as calm:
+            began_s = time.monotonic()
+            base.seconds = []
+            for side in sides:
+                side.seconds = []
+                if slow := hopeless(base, side):
+                    side.beside, side.seconds = [slow[0]], [slow[1]]
+                else:
+                    running.append(side)
+            if running:
+                heat([base, *running], pace.heat_s)
+                in_turn(base, running, first, best, pace)
+            turn_s = time.monotonic() - began_s
+    finally:
+        gc.unfreeze()
+    return {"quiet": calm.quiet, "others_s": calm.others_s, "turn_s": turn_s}
+
+
+@contextmanager
+def kept_code() -> Iterator[None]:
+    """A build inside leaves what others compiled; that they do not share it their threads see to.
+
+    Else the run's own plan would be compiled again beside every change, while all others wait.
+    """
+    before = torch.compiler.reset
+    torch.compiler.reset = lambda: None
+    try:
+        yield
+    finally:
+        torch.compiler.reset = before
+
+
+def gain_of(before: Sequence[float], after: Sequence[float]) -> dict[str, Any]:
+    """The median of the pairs' ratios less 1, and the ratios that it lies between."""
+    gains = sorted(a / b - 1 for a, b in zip(before, after, strict=True))
+    edge = len(gains) >= EDGE_PAIRS
     return {
-        "gain": {"low": low - 1, "value": ratio.value - 1, "high": high - 1, "n": ratio.n},
-        "before_s": median(base.seconds), "after_s": median(two.seconds), "quiet": quiet,
-        "ready_s": ready_s,
+        "low": gains[edge], "value": median(gains), "high": gains[-1 - edge], "n": len(gains),
     }  # fmt: skip
 
 
@@ -240,20 +376,35 @@ def hopeless(base: Timed, two: Timed) -> tuple[float, float] | None:
     return max(ones), min(others)
 
 
-def heat(base: Timed, two: Timed, heat_s: float) -> None:
+def heat(sides: Sequence[Timed], heat_s: float) -> None:
     """Steps in turn until the device's clock is that of work."""
     ends_s = time.monotonic() + heat_s
     while time.monotonic() < ends_s:
-        base.once()
-        two.once()
+        for side in sides:
+            side.once()
 
 
-def in_turn(base: Timed, two: Timed, best: float, pace: Pace) -> None:
-    """Blocks A B B A: a look, and more where the change is not clearly behind the best."""
-    slow = max(base.step_s, two.step_s) > pace.slow_s
-    for rounds in (1, 1) if slow else (pace.look, pace.more):
-        for name, run in groupby(order_abba(rounds)):
-            one = base if name == "A" else two
-            one.run(len(list(run)), max(1, min(MOST_STEPS, ceil(pace.block_s / one.step_s))))
-        if paired_ratio(base.seconds, two.seconds).value < BEHIND * best:
+def in_turn(
+    base: Timed, sides: Sequence[Timed], first: Words, best: float, pace: Pace
+) -> None:  # fmt: skip
+    """Blocks A B C C B A: a look, and more of the first remedy and of what may be the best."""
+    running, done = list(sides), 0
+    while running:
+        for one, blocks in groupby([base, *running, *running[::-1], base]):
+            one.run(len(list(blocks)), max(1, min(MOST_STEPS, ceil(pace.block_s / one.step_s))))
+        done += 1
+        for side in running:
+            side.beside = base.seconds[: len(side.seconds)]
+        all_of = (base, *running)
+        slow = max(o.step_s for o in all_of) > pace.slow_s and not any(o.by_host for o in all_of)
+        if done >= (max(1, pace.rounds // 2) if slow else pace.rounds):
             return
+        if done >= (1 if slow else pace.look):
+            speeds = {id(one): median_ratio(one) for one in running}
+            best = max(best, *speeds.values())
+            running = [o for o in running if o.words == first or speeds[id(o)] >= BEHIND * best]
+
+
+def median_ratio(side: Timed) -> float:
+    """The speed over that of the base so far."""
+    return 1 + gain_of(side.beside, side.seconds)["value"]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import date
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
@@ -16,6 +17,12 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 PLANS = Path(__file__).resolve().parent / "plans"
+CODE = ("headrace", "benchmarks")
+"""What a measurement runs."""
+told: str | None = None
+"""The commit that a program was told by `--commit`: of a copy whose checkout may be older."""
+TOLD = "commit of this code, where the checkout is older; rows tell it"
+"""The help of `--commit`."""
 
 
 def plan_file(shape: str) -> Path:
@@ -55,12 +62,27 @@ def installed(package: str) -> str | None:
 
 
 def commit() -> str | None:
-    """This checkout's commit; None outside of one."""
-    told = subprocess.run(
-        ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    return told.stdout.strip() or None
+    """The commit of the code that runs; None where nothing tells.
+
+    It is what was told, else this checkout's. `-dirty` follows where the checkout knows that commit
+    and its code differs.
+    """
+    return _commit(told)
+
+
+@cache
+def _commit(told: str | None) -> str | None:
+    short = _git("rev-parse", "--short", "--verify", "--quiet", f"{told or 'HEAD'}^{{commit}}")
+    if not short.stdout.strip():
+        return told
+    same = _git("diff", "--quiet", told or "HEAD", "--", *CODE).returncode == 0
+    return short.stdout.strip() + ("" if same else "-dirty")
+
+
+def _git(*words: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        ["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False
+    )
 
 
 def sha256(value: Any) -> str:

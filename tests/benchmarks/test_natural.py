@@ -62,11 +62,11 @@ def test_a_run_is_said_and_then_measured_where_a_call_ended(
     assert call("measure") == 1 and "before all is said" in capsys.readouterr().out
     assert call("say") == 0
     changes = [["-full_checkpoint"], ["+cuda_graphs"], ["batch.micro_sequences=2"]]
-    said = only(tmp_path, "natural_said", changes=changes)
+    said = only(tmp_path, "natural_said", changes=changes, peaks=[1e6] * 3)
     assert {"verdict", "share", "said", "healthy", "first", "remedies", "commit"} <= said.keys()
     assert (said["id"], said["device"], said["precision"]) == ("tiny checkpointed", "cpu", "fp32")
     assert said["parameters"] > 1000 and not said["compiled"] and said["steps"] == 12
-    key = {name: said[name] for name in ("id", "hardware", "plan_sha256")}
+    key = {name: said[name] for name in ("id", "hardware", "plan_sha256", "commit")}
     done = {**key, "change": changes[2], "gain": {"low": -0.2, "value": -0.1, "high": 0, "n": 4},
             "before_s": 1.0}  # fmt: skip
     cut = json.dumps(done) + '\n{"id": "tiny'  # as a call that was killed leaves it
@@ -83,6 +83,11 @@ def test_a_run_is_said_and_then_measured_where_a_call_ended(
     gain = found["-full_checkpoint"]["gain"]
     assert gain["n"] >= 2 and gain["low"] <= gain["value"] <= gain["high"]
     assert call("all") == 0 and len(rows(tmp_path, "natural")) == 1
+    assert call("measure", "--commit", "0ther") == 1  # whose doctor may say something else
+    with (tmp_path / "natural.jsonl").open("a") as file:
+        file.write('{"retracts": 1, "reason": "to be measured again"}\n')
+    assert call("measure", "--minutes", "-1") == 0 and len(rows(tmp_path, "natural")) == 3
+    (tmp_path / "natural.jsonl").write_text(json.dumps(row) + "\n")
     score = compute(tmp_path)["doctor_first_remedy_near_best"]
     assert (score["n"] + score["thin"], score["late"], score["open"]) == (1, 0, 0)
 
@@ -106,16 +111,73 @@ def test_the_list_is_of_plans_that_can_be_read() -> None:
 
 
 def test_what_is_measured_beside_what_was_said() -> None:
-    """Nothing learns otherwise, few are of a kind, and the plan's own precision is no change."""
+    """Nothing but a first remedy learns otherwise, and no two others are of a kind."""
     (listed,) = (run for run in natural_runs.RUNS if run.id == "5m bf16 eager micro")
     asking = asked("NVIDIA H100 80GB HBM3", listed.plan)
     found = natural_said.to_measure(asking, [("+tied_embeddings",)], 9, 60e9)
     words = [" ".join(change) for change in found["changes"]]
     assert words[0] == "+tied_embeddings" and "+cuda_graphs +torch_compile" in words
     assert "batch.micro_sequences=16" in words and "+bf16_autocast" not in words
-    assert sum("batch.micro_sequences" in one for one in words) == 2
-    assert sum("attention" in one for one in words) <= 2 and len(words) <= 10
-    assert 2e9 < found["bytes"] < 60e9
+    assert sum("batch.micro_sequences" in one for one in words) == 1
+    assert sum("attention" in one for one in words) <= 1 and len(words) <= 9
+    assert 2e9 < found["bytes"] < 60e9 and len(found["peaks"]) == len(words)
+    said = [("+cuda_graphs", "+torch_compile"), ("+stochastic_depth",), ("data.prefetch=8",)]
+    few = natural_said.to_measure(asking, said, 4, 60e9)["changes"]
+    assert few[0] == [*said[0]] and [*said[1]] not in few and len(few) == 4
+
+
+def test_changes_that_are_built_side_by_side() -> None:
+    """Graphs are recorded by one at a time, and what is too large or sets the process is alone."""
+    (plan,) = (run.plan for run in natural_runs.RUNS if run.id == "1m fp32 eager")
+    names = ["+tf32", "+cuda_graphs", "+torch_compile", "-cuda_graphs +cuda_graphs", "+kept_memory"]
+    changes, peaks = [tuple(name.split()) for name in names], [1e9, 1e9, 11 << 30, 1e9, 1e9]
+    wanted = natural_times.Wanted(changes, peaks, changes[0])
+    one, two, three, four, five = changes
+    assert wanted.groups(plan) == [[one, two], [three], [four], [five]]
+    assert natural_times.Wanted(changes, peaks, one, True).groups(plan) == [[c] for c in changes]
+    small = next(run.plan for run in natural_runs.RUNS if run.id == "1m eager")
+    assert wanted.groups(small) == [[c] for c in changes]
+
+
+def test_a_gain_is_the_middle_of_its_pairs() -> None:
+    gain = natural_times.gain_of([2.0, 2.0, 2.0, 9.0], [1.0, 1.0, 0.5, 1.0])
+    assert gain == {"low": 1.0, "value": 2.0, "high": 8.0, "n": 4}
+    gain = natural_times.gain_of([1.0] * 7 + [50.0], [1.0] * 8)
+    assert (gain["low"], gain["value"], gain["high"], gain["n"]) == (0.0, 0.0, 0.0, 8)
+
+
+class Sleeper:
+    """A plan whose steps take as long as it says."""
+
+    def __init__(self, name: str, step_s: float) -> None:
+        self.words, self.step_s, self.by_host = (name,), step_s, True
+        self.seconds: list[float] = []
+        self.beside: list[float] = []
+
+    def run(self, blocks: int, steps: int) -> None:
+        self.seconds += [self.step_s] * blocks
+
+
+def test_the_first_remedy_and_the_best_are_timed_to_the_end() -> None:
+    base = Sleeper("", 1.0)
+    sides = [Sleeper(name, s) for name, s in (("+first", 0.9), ("+best", 0.5), ("+other", 1.0))]
+    pace = natural_times.Pace(0.0, 2, 4, 0.1, 0.0)
+    natural_times.in_turn(base, sides, ("+first",), 1.0, pace)
+    assert [len(side.seconds) for side in sides] == [8, 8, 4]
+    assert [len(side.beside) for side in sides] == [8, 8, 4]
+
+
+def test_a_commit_is_told_where_the_checkout_does_not_know_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    receipts = natural.receipts
+    monkeypatch.setattr(receipts, "told", "f00dface")
+    assert receipts.commit() == "f00dface"
+    monkeypatch.setattr(receipts, "told", None)
+    here = receipts.commit()
+    first = receipts._git("rev-list", "--max-parents=0", "HEAD").stdout.split()[0]
+    monkeypatch.setattr(receipts, "told", first)
+    assert receipts.commit().endswith("-dirty") and here != receipts.commit()
 
 
 def asked(device: str, plan: Any) -> Any:
@@ -164,16 +226,16 @@ def test_who_is_alone_stops_the_others_and_lets_them_go_on(tmp_path: Path) -> No
             timing.kill()
 
 
-def test_a_crew_takes_the_largest_that_fits(tmp_path: Path) -> None:
+def test_a_crew_takes_the_next_that_fits(tmp_path: Path) -> None:
     taken: list[str] = []
     gate = natural_gate.Gate(tmp_path / "lock", os.getpid())
     tasks = [
         natural_gate.Task(name, size, lambda worker, name=name: taken.append(name))
-        for name, size in (("small", 1.0), ("large", 9.0), ("too large", 99.0))
+        for name, size in (("small", 1.0), ("too large", 99.0), ("large", 9.0))
     ]
     with natural_gate.Crew(1, 10.0, gate, time.monotonic() + 60, tmp_path / "logs", True) as crew:
         crew.run(tasks)
-        assert taken == ["too large", "large", "small"]
+        assert taken == ["small", "too large", "large"]
     with natural_gate.Crew(1, 10.0, gate, time.monotonic() - 1, tmp_path / "logs", True) as crew:
         crew.run(tasks)
     assert len(taken) == 3
@@ -205,7 +267,8 @@ def test_processes_that_take_turns_measure_a_list_to_its_end(
         assert ended.value.code == 0
         if what == "say":  # compiling takes long here
             changes = [["-full_checkpoint"], ["batch.micro_sequences=1"]]
-            lines = [json.dumps(r | {"changes": changes}) for r in rows(tmp_path, "natural_said")]
+            more = {"changes": changes, "peaks": [1e6] * 2}
+            lines = [json.dumps(r | more) for r in rows(tmp_path, "natural_said")]
             (tmp_path / "natural_said.jsonl").write_text("\n".join(lines) + "\n")
     said, measured = rows(tmp_path, "natural_said"), rows(tmp_path, "natural")
     assert {row["id"] for row in measured} == {run.id for run in listed}
