@@ -29,6 +29,7 @@ from equality import UNIT_FP32 as UNIT_FP32
 from equality import Result
 from equality import assert_equal as assert_equal
 from equality import at_the_update as at_the_update
+from equality import distances as distances
 from equality import flags_of as flags_of
 from equality import gradients_of as gradients_of
 from equality import reference as reference
