@@ -213,8 +213,8 @@ def test_what_is_not_priced_has_no_time(with_: list[str], overrides: list[str], 
 def test_a_cpu_has_no_time_before_a_probe(tiny_plan: Callable[..., Plan]) -> None:
     plan = tiny_plan()
     found = foresee(plan, make_context(plan, torch.device("cpu")), Machine.assumed("cpu"))
-    assert found.tokens_per_s is None and "no rates of this CPU were measured" in found.unknown
-    assert "`headrace probe --device cpu --seconds 20` does" in found.unknown
+    assert found.tokens_per_s is None and "this CPU's rates are not known" in found.unknown
+    assert "`headrace probe --device cpu --seconds 20` measures" in found.unknown
     sophia = tiny_plan("techniques.sophia={}")  # which is silent too, and not the reason here
     assert not sophia.techniques["sophia"].timed
     silent = foresee(sophia, make_context(sophia, torch.device("cpu")), Machine.assumed("cpu"))

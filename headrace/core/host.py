@@ -22,7 +22,7 @@ KEEPS, THREADS = "keeps_memory", "threads"
 """Sizes of a ledger: 1 where the process keeps what a step frees, and the threads that compute."""
 PROBE_CPU = f"{PROBE} --device cpu --seconds 20"
 """What measures all that is needed here."""
-UNPROBED = f"no rates of this CPU were measured, and guessed ones tell no time; `{PROBE_CPU}` does"
+UNPROBED = f"this CPU's rates are not known; `{PROBE_CPU}` measures them, once"
 """Why there is no time without a probe."""
 
 

@@ -271,9 +271,10 @@ def _by_the_peak(window: Window, use: Use) -> Finding:
         said = f"Computation: the device works at {use.peak:.0%} of its peak."
         return Finding("computation", use.peak, said, evidence, "measured", UNREAD)
     reached = "" if use.peak is None else f"; {use.peak:.1%} of the device's peak"
+    traced = "; a trace tells" if window.device == "cuda" else ""
     return Finding(
-        ABSTAINED, 0.0, "What the steps are bound by is not known.", f"{evidence}{reached}",
-        "measured", f"how busy the device is: {use.unknown}; a trace tells",
+        ABSTAINED, 0.0, "What binds the steps is not known yet.", f"{evidence}{reached}",
+        "measured", f"how busy the {_name(window)} is ({use.unknown}{traced})",
     )  # fmt: skip
 
 

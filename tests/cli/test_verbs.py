@@ -393,7 +393,7 @@ def test_the_clock_of_a_run_on_a_cpu_tells_of_its_plan_and_of_no_other(
     assert found["hours"] == pytest.approx(0.05) and found["until"].endswith("latest 3 minutes")
     assert "demo ran otherwise (batch.micro_sequences)" in found["until"]
     told = call("plan", *tiny_demo, "--sweep", "--after", "demo", code=3)
-    assert "no rates of this CPU" in told["error"]
+    assert "this CPU's rates are not known" in told["error"]
     assert all(word in told["remedy"] for word in ("without --after", "a run on one GPU"))
     found = call("plan", *tiny_demo)
     assert found["peak_bytes"] > 0 and found["fits"] == "yes" and "this CPU" in found["unknown"]

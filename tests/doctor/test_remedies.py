@@ -304,7 +304,7 @@ def test_what_is_not_foreseen_is_said_once(tiny_plan: Callable[..., Plan]) -> No
     plan, cpu = tiny_plan(), torch.device("cpu")
     advice = advise_plan(plan, make_context(plan, cpu), Machine.assumed("cpu"), catalogue())
     text = told(advice)
-    assert text.count("no rates of this CPU were measured") == 1
+    assert text.count("this CPU's rates are not known") == 1
     assert text.endswith("no remedy is forecast without it")
     seen = foresee(plan, make_context(plan, cpu), Machine.assumed("cpu"))
     owner, held = next(iter(seen.owners.items()))
@@ -317,7 +317,7 @@ def test_what_is_not_foreseen_is_said_once(tiny_plan: Callable[..., Plan]) -> No
     where = make_context(plan, cpu), Machine.assumed("cpu"), catalogue(), Measured()
     run = advised([finding], plan, *where)
     assert not run.findings[0].remedies
-    assert "no remedy is forecast: no rates of this CPU were measured" in told(run)
+    assert "no remedy is forecast: this CPU's rates are not known" in told(run)
 
 
 def test_intervals_of_another_gpu_are_wider_and_say_why() -> None:
