@@ -11,10 +11,11 @@ Every threshold of this file stands at its top.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, isnan, log
 from statistics import fmean, median
 
+from headrace.core.machine import PROBE
 from headrace.core.units import format_seconds
 from headrace.core.work import EDGE_S
 from headrace.doctor.findings import ABSTAINED, Finding
@@ -36,10 +37,13 @@ IDLE_SHARE = 0.05
 LEFT_SHARE = 0.15
 """Share of a step, in which its work by the rates leaves a device idle, from which the host is late
 where the signals do not tell. A step of 1b in single rows on an H100 had a quarter left, and gained
-82% by compiling (natural.jsonl); the rates are some 10% off."""
+82% by compiling (LOG.md); the rates are some 10% off."""
 HALF = 0.5
 """Share of a step that its work fills at least where the device is what binds it, by the rates; and
 the slack above which no rate says that the host is late."""
+TOO_SLOW = 2.0
+"""Times as long as the step that its work may take by the rates: beyond it they are not those of
+this device as the run had it. The forecast of a gain ends at the same (doctor/forecast.py)."""
 LEAST_PEAK = 0.05
 """Share of the device's peak below which no step is bound by its products, whatever they take."""
 SURE_PEAK = 0.25
@@ -208,6 +212,8 @@ def binding(window: Window, use: Use, busy: float | None = None) -> Finding:
         return late
     if step.times is None:
         return _by_the_peak(window, use)
+    if step.times < 1 / TOO_SLOW:
+        return _by_the_peak(window, replace(use, unknown=_too_slow(use, step)))
     if window.device != "cuda" and step.idle > max(step.computes, step.moves):
         return Finding(
             "launch", step.idle,
@@ -276,6 +282,15 @@ def _by_the_peak(window: Window, use: Use) -> Finding:
         ABSTAINED, 0.0, "What binds the steps is not known yet.", f"{evidence}{reached}",
         "measured", f"how busy the {_name(window)} is ({use.unknown}{traced})",
     )  # fmt: skip
+
+
+def _too_slow(use: Use, step: Step) -> str:
+    """Return that a step takes far less than its work does by the rates."""
+    return (
+        f"by {use.rates} its work takes {format_seconds(use.device_s or 0.0)}, and the step took "
+        f"{format_seconds(step.usual_s)}: the rates are of another device, or were measured while "
+        f"this one was busy; `{PROBE}` on a quiet machine measures them again"
+    )
 
 
 def _name(window: Window) -> str:

@@ -17,7 +17,7 @@ from headrace.core.plan import Plan
 from headrace.core.statistics import Interval
 from headrace.core.work import HOST_S
 from headrace.doctor.advice import Advice, Advised, _by_gain, advised, narrowest, plain, told
-from headrace.doctor.findings import Finding
+from headrace.doctor.findings import ABSTAINED, Finding
 from headrace.doctor.forecast import Measured
 from headrace.doctor.judge import faults, judge
 from headrace.doctor.physics import (
@@ -25,6 +25,7 @@ from headrace.doctor.physics import (
     LEAST_PEAK,
     SLACK_SHARE,
     SURE_PEAK,
+    TOO_SLOW,
     Step,
     Use,
     binding,
@@ -283,3 +284,16 @@ def test_the_small_recipe_waits_for_launches_on_a_gpu(tmp_path: Path) -> None:
     assert found.verdict.share > 0.5 and found.healthy is False
     assert {*PAIR} <= {*found.first.change}
     assert conclude(folder)["narrowest"]["sentence"] == found.verdict.sentence
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("times", [1.9, 2.1, 5.0])
+def test_rates_that_are_not_of_this_run_name_nothing(device: str, times: float) -> None:
+    """A probe of a busy machine says that a step's work takes longer than the step did."""
+    use = Use(computes_s=0.4 * times, moves_s=0.6 * times, rates="rates of a probe")
+    found = binding(steady(1.0, device=device, slack=0.5, dry=0.0), use)
+    if times < TOO_SLOW:
+        assert found.bottleneck == "memory bandwidth"
+    else:
+        assert found.bottleneck == ABSTAINED and found.share == 0.0
+        assert "`headrace probe`" in found.not_measured and "1.0 s" in found.not_measured
