@@ -46,6 +46,8 @@ QUALITY = ("instability", "recipe", "silent no-op")
 """What no time of a step forecasts."""
 STEP = 3
 """By what a rate that may be too high is divided, where it is tried alone."""
+OF_TIME = ("computation", "memory bandwidth", "kernel efficiency", LEDGER_FIRST)
+"""What a step's own time goes to."""
 CAUSES = ("instability",)
 """What keys of the plan cause, so that they come before techniques that bear with it."""
 HEALTHY = 0.05
@@ -175,7 +177,9 @@ def remedies(
         found = _without_needless([*found, *ask.pairs(found)], finding)
     learns, name = finding.bottleneck in QUALITY, finding.bottleneck
     causes = [_keys(words) for words in KEYS[name](plan)] if name in CAUSES else []
-    return _best_rows(sorted(found, key=lambda remedy: _order(remedy, learns, causes)))[:MOST]
+    timed = name in OF_TIME
+    found.sort(key=lambda remedy: _order(remedy, learns, causes, timed))
+    return _best_rows(found)[:MOST]
 
 
 @dataclass(frozen=True)
@@ -379,18 +383,20 @@ def helps(bottleneck: str, remedy: Remedy) -> bool:
 
 
 def _order(
-    remedy: Remedy, learns: bool, causes: Sequence[set[str]] = ()
-) -> tuple[int, bool, bool, float, Words]:
+    remedy: Remedy, learns: bool, causes: Sequence[set[str]] = (), timed: bool = False
+) -> tuple[int, bool, bool, bool, float, Words]:
     """What is forecast first, of that what keeps the gradients, of that the largest gain.
 
-    Where learning is what is wrong, what changes it; where no gain is known, what saves memory.
-    Before all of these the likely causes, in their order.
+    Where learning is what is wrong, what changes it; where no gain is known, what saves memory, and
+    of a step's time techniques before other keys. Before all of these the likely causes, in their
+    order.
     """
     most = remedy.memory_bytes if remedy.gain is None else -remedy.gain.value
     keys = _keys(remedy.change)
     cause = causes.index(keys) if keys in causes else len(causes)
     other = (remedy.equality == "learning") != learns
-    return (cause, remedy.gain is None, other, most, remedy.change)
+    last = timed and remedy.gain is None and remedy.change[0][0] != "+"
+    return (cause, remedy.gain is None, other, last, most, remedy.change)
 
 
 def _keys(change: Words) -> set[str]:
