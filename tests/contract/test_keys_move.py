@@ -87,6 +87,7 @@ ELSEWHERE: Mapping[str, tuple[str, str]] = {
     "bf16_parameters.fused": (GPU, "test_bf16_parameters"),
     "chunked_cross_entropy.fused": (GPU, "test_chunked_cross_entropy"),
     "compile_cache.directory": (RUN, "test_compile_cache"),
+    "cpu_threads.bind": (RUN, "test_cpu_runs"),
     "distillation.teacher": (RUN, "test_distillation"),
     "dynamic_batch.headroom": (RUN, "test_dynamic_batch"),
     "fp16_loss_scaling.patience": (RUN, "test_fp16_loss_scaling"),
