@@ -10,7 +10,7 @@ Everything else is a round number from what such devices are known to reach;
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 GB, GIB, MICROSECOND = 10**9, 2**30, 1e-6
 
@@ -125,6 +125,56 @@ HOPPER = Family(
     "reach the same shares",
 )  # fmt: skip
 
+AMPERE = Family(
+    products={"bf16": 0.82, "fp16": 0.82, "tf32": 0.8, "fp32": 0.85},
+    attention={
+        "cudnn": (0.55, 0.45),
+        "flash": (0.55, 0.45),
+        "flex": (0.45, 0.35),
+        "efficient": (0.4, 0.3),
+    },
+    traffic=0.85,
+    kernel_s=3 * MICROSECOND,
+    launch_s=7 * MICROSECOND,
+    graph_launch_s=15 * MICROSECOND,
+    context_bytes=int(0.5 * GIB),
+    link_bytes_per_s=24 * GB,
+    link_s=10 * MICROSECOND,
+    says="all shares are assumed; flash is near the lower end of what arXiv 2307.08691 "
+    "measured on an A100",
+)
+
+ADA = Family(
+    products={"bf16": 0.8, "fp16": 0.8, "fp8": 0.75, "tf32": 0.8, "fp32": 0.7},
+    attention={
+        "cudnn": (0.6, 0.5),
+        "flash": (0.6, 0.5),
+        "flex": (0.5, 0.4),
+        "efficient": (0.45, 0.35),
+    },
+    traffic=0.88,
+    kernel_s=2.5 * MICROSECOND,
+    launch_s=6 * MICROSECOND,
+    graph_launch_s=12 * MICROSECOND,
+    context_bytes=int(0.5 * GIB),
+    link_bytes_per_s=24 * GB,
+    link_s=10 * MICROSECOND,
+    says="all shares are assumed: no such device was measured",
+)
+
+TURING = Family(
+    products={"fp16": 0.75, "fp32": 0.8},
+    attention={"efficient": (0.3, 0.22)},
+    traffic=0.8,
+    kernel_s=3 * MICROSECOND,
+    launch_s=7 * MICROSECOND,
+    graph_launch_s=15 * MICROSECOND,
+    context_bytes=int(0.4 * GIB),
+    link_bytes_per_s=12 * GB,
+    link_s=10 * MICROSECOND,
+    says="all shares are assumed: no such device was measured, nor any without units for bf16",
+)
+
 FAMILIES: Mapping[str, Family] = {
     "hopper": HOPPER,
     "blackwell": Family(
@@ -145,100 +195,21 @@ FAMILIES: Mapping[str, Family] = {
         link_s=10 * MICROSECOND,
         says="all shares are assumed: no such device was measured",
     ),
-    "ampere": Family(
-        products={"bf16": 0.82, "fp16": 0.82, "tf32": 0.8, "fp32": 0.85},
-        attention={
-            "cudnn": (0.55, 0.45),
-            "flash": (0.55, 0.45),
-            "flex": (0.45, 0.35),
-            "efficient": (0.4, 0.3),
-        },
-        traffic=0.85,
-        kernel_s=3 * MICROSECOND,
-        launch_s=7 * MICROSECOND,
-        graph_launch_s=15 * MICROSECOND,
-        context_bytes=int(0.5 * GIB),
-        link_bytes_per_s=24 * GB,
-        link_s=10 * MICROSECOND,
-        says="all shares are assumed; flash is near the lower end of what arXiv 2307.08691 "
-        "measured on an A100",
-    ),
-    "ada": Family(
-        products={"bf16": 0.8, "fp16": 0.8, "fp8": 0.75, "tf32": 0.8, "fp32": 0.7},
-        attention={
-            "cudnn": (0.6, 0.5),
-            "flash": (0.6, 0.5),
-            "flex": (0.5, 0.4),
-            "efficient": (0.45, 0.35),
-        },
-        traffic=0.88,
-        kernel_s=2.5 * MICROSECOND,
-        launch_s=6 * MICROSECOND,
-        graph_launch_s=12 * MICROSECOND,
-        context_bytes=int(0.5 * GIB),
-        link_bytes_per_s=24 * GB,
-        link_s=10 * MICROSECOND,
-        says="all shares are assumed: no such device was measured",
-    ),
-    "ampere_rtx": Family(
-        products={"bf16": 0.82, "fp16": 0.82, "tf32": 0.8, "fp32": 0.85},
-        attention={
-            "cudnn": (0.55, 0.45),
-            "flash": (0.5, 0.4),
-            "flex": (0.45, 0.35),
-            "efficient": (0.4, 0.3),
-        },
-        traffic=0.85,
-        kernel_s=3 * MICROSECOND,
-        launch_s=7 * MICROSECOND,
-        graph_launch_s=15 * MICROSECOND,
-        context_bytes=int(0.5 * GIB),
-        link_bytes_per_s=24 * GB,
-        link_s=10 * MICROSECOND,
+    "ampere": AMPERE,
+    "ada": ADA,
+    "ampere_rtx": replace(
+        AMPERE,
+        attention={**AMPERE.attention, "flash": (0.5, 0.4)},
         says="all shares are assumed, those of the A100's family but for flash attention, which "
         "has less shared memory here; no such device was measured",
     ),
-    "blackwell_rtx": Family(
-        products={"bf16": 0.8, "fp16": 0.8, "fp8": 0.75, "tf32": 0.8, "fp32": 0.7},
-        attention={
-            "cudnn": (0.6, 0.5),
-            "flash": (0.6, 0.5),
-            "flex": (0.5, 0.4),
-            "efficient": (0.45, 0.35),
-        },
-        traffic=0.88,
-        kernel_s=2.5 * MICROSECOND,
-        launch_s=6 * MICROSECOND,
-        graph_launch_s=12 * MICROSECOND,
-        context_bytes=int(0.5 * GIB),
+    "blackwell_rtx": replace(
+        ADA,
         link_bytes_per_s=52 * GB,
-        link_s=10 * MICROSECOND,
         says="all shares are assumed, those of the Ada family: no such device was measured",
     ),
-    "turing": Family(
-        products={"fp16": 0.75, "fp32": 0.8},
-        attention={"efficient": (0.3, 0.22)},
-        traffic=0.8,
-        kernel_s=3 * MICROSECOND,
-        launch_s=7 * MICROSECOND,
-        graph_launch_s=15 * MICROSECOND,
-        context_bytes=int(0.4 * GIB),
-        link_bytes_per_s=12 * GB,
-        link_s=10 * MICROSECOND,
-        says="all shares are assumed: no such device was measured, nor any without units for bf16",
-    ),
-    "volta": Family(
-        products={"fp16": 0.75, "fp32": 0.8},
-        attention={"efficient": (0.3, 0.22)},
-        traffic=0.8,
-        kernel_s=3 * MICROSECOND,
-        launch_s=7 * MICROSECOND,
-        graph_launch_s=15 * MICROSECOND,
-        context_bytes=int(0.4 * GIB),
-        link_bytes_per_s=12 * GB,
-        link_s=10 * MICROSECOND,
-        says="all shares are assumed: no such device was measured, nor any without units for bf16",
-    ),
+    "turing": TURING,
+    "volta": TURING,
     "cpu": Family(
         products={"fp32": 0.7, "bf16": 0.5},
         attention={"flash": (0.4, 0.3)},

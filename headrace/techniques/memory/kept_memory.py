@@ -3,14 +3,13 @@
 On a CPU torch takes its tensors from the C library. glibc gives blocks of more than 32 MiB back to
 the system when they are freed, and the top of its heap when enough of that is free. So each step
 asks for the same activations and logits again: the system hands memory out in pages of 4 KiB, which
-it empties first, at each one's first touch. The demo's step of 4,096 tokens touches 37,000 new
-pages, and none with this technique (counted on two cores). Two settings of glibc's allocator keep
-what was freed (`core/kept_memory.py`); they hold while the run lasts and are put back after it.
+it empties first, at each one's first touch. Two settings of glibc's allocator keep what was freed
+(`core/kept_memory.py`); they hold while the run lasts and are put back after it.
 
 Evidence is a block larger than any that glibc keeps by itself: taken, filled and freed as the run
-begins, and taken and filled again. At last its pages are there already, as the system's own count
-of faults tells. Beside it, the pages that steps touched first. Left out: other allocators, which
-are loaded before a program starts, as jemalloc is.
+begins. A smaller one then finds its pages there already, as the system's own count of faults tells.
+Beside it, the pages that steps touched first. Left out: other allocators, which are loaded before a
+program starts, as jemalloc is.
 Source: man 3 mallopt (M_TRIM_THRESHOLD, M_MMAP_MAX).
 """
 
@@ -42,9 +41,9 @@ PAGE_BYTES = 4096
 """Of memory that the system hands out at once, or more."""
 BLOCK_BYTES = 33 << 20
 """More than 32 MiB, which is the largest block that glibc keeps by itself."""
-TIMES = 4
-"""An aligned block is taken from a free one that is a little larger, so that the first freed one
-serves only once others beside it are free too."""
+ROOM = 2
+"""Times as large is the block that is taken first: an aligned one of the same size need not fit
+into what was freed, since a small number may have been put beside it meanwhile."""
 
 
 class KeptMemory(Technique[Build]):
@@ -56,8 +55,8 @@ class KeptMemory(Technique[Build]):
     composes: ClassVar[tuple[str, ...]] = ("runtime", "after_update")
     symptoms: ClassVar[tuple[str, ...]] = ("memory bandwidth", "computation")
     card: ClassVar[Card] = Card(
-        buys="the time in which the system hands out memory page by page: the demo's step on two "
-        "cores touches 37,000 new pages, with it none (counted, see the module)",
+        buys="the time in which the system hands out memory page by page, a first touch for each 4 "
+        "KiB (derived)",
         costs="memory that is free stays the process's until the run ends (derived)",
         helps="training on a CPU, above all with large logits or activations",
         hurts="a machine whose memory other processes need between steps",
@@ -112,10 +111,10 @@ class KeptMemory(Technique[Build]):
 
 @contextmanager
 def _kept(seen: dict[str, Any]) -> Iterator[None]:
-    """The settings hold inside, and a block is taken twice."""
+    """Hold the settings inside; a block is taken out of the place that a larger one left."""
     with kept_memory.kept():
-        for _ in range(TIMES):
+        for size_bytes in (ROOM * BLOCK_BYTES, BLOCK_BYTES):
             before = pages_touched()
-            torch.empty(BLOCK_BYTES, dtype=torch.uint8).fill_(1)
+            torch.empty(size_bytes, dtype=torch.uint8).fill_(1)
             seen["again"] = pages_touched() - before
         yield
