@@ -164,6 +164,8 @@ class Crew:
 
     def __post_init__(self) -> None:
         self.logs.mkdir(parents=True, exist_ok=True)
+        self._before = {*descendants(os.getpid())}
+        """processes that are not the crew's"""
         self.closed = False
         """a process that died since was ended by this one"""
         each = range(1 if self.here else self.workers)
@@ -214,8 +216,8 @@ class Crew:
 
     def __exit__(self, *error: object) -> None:
         self.closed = True
-        begun = descendants(os.getpid()) if not self.here else []
-        tell(begun, signal.SIGCONT)
+        begun = {*descendants(os.getpid())} - self._before
+        tell([*begun], signal.SIGCONT)
         for worker in self._crew:
             worker.close()
-        tell([pid for pid in begun if pid in descendants(os.getpid())], signal.SIGTERM)
+        tell([*begun.intersection(descendants(os.getpid()))], signal.SIGTERM)

@@ -205,6 +205,7 @@ class Zygote:
     def ask(self, request: dict[str, Any]) -> int:
         """One request, one answer."""
         assert self._process.stdin and self._process.stdout
+        assert self._process.poll() is None, f"the zygote was ended: {self._process.returncode}"
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())

@@ -233,12 +233,25 @@ def test_a_crew_takes_the_next_that_fits(tmp_path: Path) -> None:
         natural_gate.Task(name, size, lambda worker, name=name: taken.append(name))
         for name, size in (("small", 1.0), ("too large", 99.0), ("large", 9.0))
     ]
-    with natural_gate.Crew(1, 10.0, gate, time.monotonic() + 60, tmp_path / "logs", True) as crew:
+    logs, now_s = tmp_path / "logs", time.monotonic()
+    with natural_gate.Crew(1, 10.0, gate, now_s + 60, logs, here=True) as crew:
         crew.run(tasks)
         assert taken == ["small", "too large", "large"]
-    with natural_gate.Crew(1, 10.0, gate, time.monotonic() - 1, tmp_path / "logs", True) as crew:
+    with natural_gate.Crew(1, 10.0, gate, now_s - 1, logs, here=True) as crew:
         crew.run(tasks)
     assert len(taken) == 3
+
+
+def test_a_crew_ends_what_it_began_and_nothing_else(tmp_path: Path) -> None:
+    gate = natural_gate.Gate(tmp_path / "lock", os.getpid())
+    with subprocess.Popen(["sleep", "60"]) as other:
+        try:
+            with natural_gate.Crew(1, 10.0, gate, time.monotonic(), tmp_path / "logs", here=True):
+                mine = subprocess.Popen(["sleep", "60"])
+            assert mine.wait(30) == -signal.SIGTERM
+            assert other.poll() is None
+        finally:
+            other.kill()
 
 
 @pytest.mark.slow
