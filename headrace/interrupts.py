@@ -142,7 +142,7 @@ class Interrupts:
 
     def again(self) -> str:
         """Return what begins again what a signal ended before `hold`."""
-        return f"{again(verb='train PLAN')} starts it again; prepared data is kept"
+        return f"{again(verb='train PLAN')}; prepared data is kept"
 
     @property
     def exit_code(self) -> int:

@@ -44,8 +44,15 @@ from headrace.core.plan import Plan
 from headrace.data.prepared import Prepared
 from headrace.model.companions import KEPT_IN
 
-LOST = ("closed by peer", "reset by peer", "NCCL error", "NCCL communicator was aborted")
-"""How gloo and NCCL say that a process which they were connected to is gone."""
+LOST = (
+    "closed by peer",
+    "reset by peer",
+    "was likely closed",
+    "Broken pipe",
+    "NCCL error",
+    "NCCL communicator was aborted",
+)
+"""How gloo, a store and NCCL say that a process which they were connected to is gone."""
 
 
 class RunFolder:

@@ -10,7 +10,6 @@ Stack at the gradient: cli.train -> train.run -> train.step -> engine -> backwar
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,14 +19,6 @@ from headrace.checkpoint import Saved, steps_in
 from headrace.choose import NOTE, choose_attention
 from headrace.context import check_supported, choose_device, make_context
 from headrace.core.doubts import check_meant, doubts_of
-from headrace.core.errors import (
-    EXIT_PLAN,
-    EXIT_UNSUPPORTED,
-    ConfigError,
-    HeadraceError,
-    RunError,
-    UnsupportedError,
-)
 from headrace.core.plan import Plan
 from headrace.core.technique import Catalogue
 from headrace.data.ingest import is_current, prepare, reopen
@@ -45,6 +36,7 @@ from headrace.identity import (
 )
 from headrace.interrupts import Interrupts
 from headrace.model.head import IGNORED
+from headrace.parallel.first import by_first
 from headrace.parallel.layout import local_of
 from headrace.parallel.world import World, open_world
 from headrace.progress import Progress
@@ -198,27 +190,6 @@ def prepare_together(
     prepared: list[Prepared] = []
     by_first(world, lambda: prepared.append(opened(progress.task)))
     return prepared[0] if prepared else opened()
-
-
-def by_first(world: World, make: Callable[[], Any]) -> Any:
-    """Return on every rank what the first one makes, as JSON, or raise there what it raised."""
-    made, failed = None, None
-    if world.rank == 0:
-        try:
-            made = make()
-        except HeadraceError as error:
-            if world.ranks == 1:
-                raise
-            failed = error
-    said = None if failed is None else [failed.exit_code, failed.message, failed.remedy]
-    made, said = world.gather([made, said])[0]
-    if failed is not None:
-        raise failed
-    if said is not None:
-        code, message, remedy = said
-        kinds = {EXIT_PLAN: ConfigError, EXIT_UNSUPPORTED: UnsupportedError}
-        raise kinds.get(code, RunError)(message, remedy)
-    return made
 
 
 def _tell_data(

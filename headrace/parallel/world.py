@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import count
 from math import prod
 from typing import Any
 
@@ -26,7 +27,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
 from headrace.core.command import again
@@ -36,6 +37,8 @@ from headrace.core.plan import MeshConfig
 BUCKET_BYTES = 25 * 2**20
 """Gradients are reduced in buckets of about this size (DDP's default, arXiv 2006.15704)."""
 AXES = ("pipeline", "data", "context", "tensor")
+_JOINED = count()
+"""Numbers of the worlds that this process has joined, which keep their words apart."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,10 @@ class World:
     """process groups of the axes that have several ranks"""
     mesh: DeviceMesh | None = None
     """pipeline x shard x tensor, for torch's own sharding; None alone"""
+    store: Store | None = None
+    """where ranks leave words for each other that nobody waits for together; None alone"""
+    made: Iterator[int] = field(default_factory=count, compare=False)
+    """numbers of what the first rank has made for all, the same on every rank"""
 
     def size(self, axis: str) -> int:
         """How many ranks an axis has."""
@@ -209,7 +216,8 @@ def join(mesh: MeshConfig, device: torch.device) -> World:
     for axis in ("data", "context", "ends"):
         if alone.size(axis) > 1:
             groups |= _new_groups(axis, worlds, rank)
-    return World(rank, mesh.ranks, local_rank, sizes, groups, torch_mesh)
+    store = PrefixStore(f"headrace/words/{next(_JOINED)}", _get_default_store())
+    return World(rank, mesh.ranks, local_rank, sizes, groups, torch_mesh, store)
 
 
 def _new_groups(axis: str, worlds: list[World], rank: int) -> dict[str, Any]:
