@@ -43,7 +43,7 @@ from headrace.doctor.advice import plain as advice_plain
 from headrace.evaluate import doubts, evaluate, finite
 from headrace.export.run import export_run
 from headrace.interrupts import Closing, Interrupts, Preparing
-from headrace.load import open_model, plan_to_resume, read_plan, resolve_run, run_of
+from headrace.load import computed, open_model, plan_to_resume, read_plan, resolve_run, run_of
 from headrace.model.companions import LOST, Companions, read_companions
 from headrace.model.zoo import families
 from headrace.recipes import recipes
@@ -251,7 +251,10 @@ def evaluate_run(
     with exit_codes(json):
         folder = resolve_run(run)
         build = open_model(folder, catalogue(), checkpoint=checkpoint, with_data=True)
-        found = finite(evaluate(build, tokens), folder)
+        found = computed(
+            lambda: finite(evaluate(build, tokens)), build, folder, catalogue(),
+            checkpoint=checkpoint,
+        )  # fmt: skip
         values = {"run": str(folder), **vars(found), **build.prepared.told_losses}
         # Who asks for few of many targets knows it.
         counted = found.tokens if found.share == 1 else build.prepared.validation.tokens - 1
@@ -284,10 +287,12 @@ def sample(
             )
         if not -(2**63) <= seed < 2**63:
             raise ConfigError("--seed takes whole numbers of 64 bits", f"--seed {2**63 - 1}")
-        build = open_model(resolve_run(run), catalogue(), checkpoint=checkpoint)
-        text = _generate(
-            build, prompt, new_tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p,
-            seed=seed,
+        folder = resolve_run(run)
+        build = open_model(folder, catalogue(), checkpoint=checkpoint)
+        how = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+        text = computed(
+            lambda: _generate(build, prompt, new_tokens=tokens, **how), build, folder, catalogue(),
+            checkpoint=checkpoint,
         )  # fmt: skip
         lost = build.prepared.told_losses
         if json:

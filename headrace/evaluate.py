@@ -5,19 +5,14 @@ different tokenizers compare. The document token stands for no byte and counts a
 """
 
 import math
-import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from headrace.core.command import train_command
-from headrace.core.errors import ConfigError, Diverged, RunError
-from headrace.core.gentler import gentler
+from headrace.core.errors import ConfigError, Diverged
 from headrace.core.technique import Doubt
 from headrace.data.loader import validation_batches, validation_rows
 from headrace.model.head import IGNORED, cross_entropy
@@ -39,46 +34,16 @@ class Validation:
     """Share of the validation text's targets that were evaluated."""
 
 
-def diverged(
-    build: Build, val: Sequence[Mapping[str, Any]], saved: Sequence[int], folder: Path,
-    message: str, other: str,
-) -> Diverged:  # fmt: skip
-    """Return what ends a run of which a number is none: what is left, and the command that learns.
-
-    It goes on from the last checkpoint after which a validation was better than a uniform guess.
-
-    Args:
-        build: the run.
-        val: its validations so far.
-        saved: steps of its checkpoints.
-        folder: its own.
-        message: what is no number.
-        other: what may help as well.
-    """
-    guess, plan = math.log(build.prepared.tokenizer.vocab), build.plan
-    learned = max((one["step"] for one in val if one["loss_nats"] < guess), default=-1)
-    sound = [f"step-{step}" for step in saved if step <= learned]
-    words = [shlex.quote(word) for word in gentler(plan)]
-    if sound:
-        told = f"{sound[-1]} is the last checkpoint known to be sound"
-        words = ["--resume", "--checkpoint", sound[-1], *words]
-    else:
-        told = "no checkpoint is known to be sound"
-        words = [f"name={plan.name}-again", *words]
-    command = train_command(folder, *words)
-    return Diverged(f"{message}; {told}", f"{command}{other and f' (or {other})'}")
-
-
-def finite(found: Validation, folder: Path) -> Validation:
-    """An evaluation of the run in `folder`.
+def finite(found: Validation) -> Validation:
+    """Return an evaluation whose loss is a number.
 
     Raises:
-        RunError: its loss is no number.
+        Diverged: it is none.
     """
     if not math.isfinite(found.loss_nats):
-        raise RunError(
-            f"the validation loss is {found.loss_nats}: the weights have diverged",
-            "--checkpoint step-N of an earlier step",
+        raise Diverged(
+            f"the validation loss is {found.loss_nats}",
+            "the weights of an earlier checkpoint in the model",
         )
     return found
 

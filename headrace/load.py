@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tomli_w
 
@@ -13,7 +13,7 @@ from headrace.changes import flatten
 from headrace.checkpoint import Saved, steps_in
 from headrace.context import choose_device
 from headrace.core.command import again, again_with, train_command
-from headrace.core.errors import ConfigError, UnsupportedError, nearest
+from headrace.core.errors import ConfigError, Diverged, RunError, UnsupportedError, nearest
 from headrace.core.files import mend_plan, read_plan_text, recorded_plan, shell
 from headrace.core.gentler import gentler
 from headrace.core.plan import MeshConfig, Plan
@@ -37,7 +37,9 @@ from headrace.optim.schedule import learning_rate
 from headrace.parallel.world import World
 from headrace.run_folder import RunFolder
 from headrace.sockets import Build
-from headrace.state import refuse_wild
+from headrace.state import largest, last_sound, refuse_wild
+
+T = TypeVar("T")
 
 
 def resolve_run(run: Path) -> Path:
@@ -197,8 +199,6 @@ def open_model(
     """
     plan, path = read_plan(folder, catalogue), _checkpoint(folder, checkpoint)
     saved = Saved(path)
-    # Weights that a technique kept in another type were trained so; any others are not the run's.
-    converts = any("storage" in t.composes for t in plan.techniques.values())
     # An exact technique computes what the trunk computes: opened alone, a model needs none of them,
     # so a run that was trained on another device opens here. What scales a loss is no part of it
     # either, and fp16 is refused without.
@@ -225,10 +225,54 @@ def open_model(
     now = {**prepared.fingerprint, "tokenizer": prepared.tokenizer.fingerprint}
     was = {thing: digest for thing, digest in saved.values["fingerprint"].items() if thing in now}
     check_same_data(was, now, f"data in {prepared.directory}", folder)
-    for name, parameter in trained(build):
-        saved.fill_(f"model/{name}", parameter, converts=converts)
+    _fill(build, saved, plan)
     refuse_wild(saved, dict(trained(build)), partial(_instead_of_wild, folder, plan))
     return build
+
+
+def _fill(build: Build, saved: Saved, plan: Plan) -> None:
+    """Fill an opened model from a checkpoint of the run whose plan that is."""
+    # Weights that a technique kept in another type were trained so; any others are not the run's.
+    converts = any("storage" in t.composes for t in plan.techniques.values())
+    for name, parameter in trained(build):
+        saved.fill_(f"model/{name}", parameter, converts=converts)
+
+
+def computed(
+    work: Callable[[], T], build: Build, folder: Path, catalogue: Catalogue, *,
+    checkpoint: str | None,
+) -> T:  # fmt: skip
+    """Return what an opened model computes, or say which of its weights are too large for that.
+
+    Args:
+        work: computes it with the model's weights as they are then.
+        build: the model, as `open_model` gave it.
+        folder: the run.
+        catalogue: techniques and families.
+        checkpoint: what `open_model` was asked for.
+
+    Raises:
+        RunError: the weights are numbers, and what they compute is none. Its remedy is a checkpoint
+            with which `work` was done.
+    """
+    try:
+        return work()
+    except Diverged as error:
+        message = error.message
+    plan, saved = read_plan(folder, catalogue), Saved(_checkpoint(folder, checkpoint))
+    name, size = largest((name, parameter.detach()) for name, parameter in trained(build))
+
+    def works(other: Saved) -> bool:
+        _fill(build, other, plan)
+        work()
+        return True
+
+    sound = last_sound(saved, works)
+    raise RunError(
+        f"{message}: the largest of the weights is {size:.3g}, in {name} of {saved.path}; "
+        f"{'no earlier checkpoint' if sound is None else f'step-{sound}'} is sound",
+        _instead_of_wild(folder, plan, sound),
+    )
 
 
 def _instead_of_wild(folder: Path, plan: Plan, sound: int | None) -> str:

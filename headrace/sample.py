@@ -12,7 +12,7 @@ Shapes: B rows, T tokens of the prompt, V vocabulary.
 import torch
 from torch import Tensor
 
-from headrace.core.errors import ConfigError, RunError
+from headrace.core.errors import ConfigError, Diverged
 from headrace.kernels.autocast import compute_dtype
 from headrace.model.attention import KVCache
 from headrace.model.decoder import Decoder
@@ -50,6 +50,7 @@ def generate(
 
     Raises:
         ConfigError: an argument is out of range, or learned positions do not reach that far.
+        Diverged: the model's logits are no numbers.
     """
     _check(model, ids_BT, new_tokens, temperature, top_k, top_p)
     B, T = ids_BT.shape
@@ -77,11 +78,15 @@ def generate(
 def draw(
     logits_BV: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator
 ) -> Tensor:
-    """One id per row [B]; see `generate` for the arguments."""
+    """Draw one id per row [B]; see `generate` for the arguments.
+
+    Raises:
+        Diverged: a row's largest logit is no finite number.
+    """
     if bool(logits_BV.amax(-1).isfinite().logical_not().any()):  # of a NaN too
-        raise RunError(
-            "the model's logits are no numbers: its weights have diverged",
-            "--checkpoint step-N of an earlier step, or --checkpoint best",
+        raise Diverged(
+            "the model's logits are no numbers",
+            "the weights of an earlier checkpoint in the model",
         )
     if temperature == 0:
         return logits_BV.argmax(-1)

@@ -25,7 +25,7 @@ from headrace.core.errors import ConfigError, Diverged, HeadraceError, RunError,
 from headrace.core.technique import Evidence
 from headrace.core.units import part_of_text
 from headrace.data.loader import StepBatch
-from headrace.evaluate import diverged, evaluate
+from headrace.evaluate import evaluate
 from headrace.filled import LastLook, check_active, last_look, note_own_attention
 from headrace.gauges import Gauges
 from headrace.goal import Counters, ended_by
@@ -389,13 +389,14 @@ class Session:
                 try:
                     self.build.recover(self.build, row["step"], row)
                 except Diverged as error:
-                    raise self._diverged(error.message, error.remedy) from None
+                    told = {"message": error.message, "other": error.remedy}
+                    raise self._diverged(at=row["step"] - 1, **told) from None
 
-    def _diverged(self, message: str, other: str = "") -> Diverged:
-        """Return what ends the run, with a command that learns; `other` may help as well."""
+    def _diverged(self, **told: Any) -> Diverged:
+        """Return what ends the run, with a command that learns; see `state.diverged`."""
         self.checkpoints.wait()  # that a save failed is told first
         saved, path = self.checkpoints.steps(), self.folder.path
-        return diverged(self.build, self.counters.val, saved, path, message, other)
+        return state.diverged(self.build, self.counters, saved, path, **told)
 
     def _flush_rows(self) -> None:
         """Write and show complete rows."""
@@ -422,10 +423,8 @@ class Session:
         self.signals.spent("eval", spent_s - (self._compiled_s - compiled_s))
         counters = self.counters
         if not math.isfinite(found.loss_nats):
-            raise self._diverged(
-                f"the validation loss after step {counters.step} is {found.loss_nats}: the weights "
-                "have diverged"
-            )
+            told = f"the validation loss after step {counters.step} is {found.loss_nats}"
+            raise self._diverged(at=counters.step, message=told)
         counters.wall_s = self._wall_s()
         value = {"loss_nats": found.loss_nats, "bits_per_byte": found.bits_per_byte}
         counters.val.append(

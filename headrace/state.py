@@ -4,18 +4,26 @@ Tensors: `model/NAME`, `optimizer/NAME/KEY`, `technique/WHO/NAME`.
 Values: counters, the stream's place and hash, each rank's RNG, fingerprints of data and tokenizer.
 """
 
-from collections.abc import Callable, Mapping
+import math
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from headrace.checkpoint import Saved, steps_in
-from headrace.core.errors import HeadraceError, RunError
+from headrace.core.command import train_command
+from headrace.core.errors import Diverged, HeadraceError, RunError
+from headrace.core.folders import fetched_again
+from headrace.core.gentler import gentler
+from headrace.goal import Counters
 from headrace.identity import check_frozen, check_same_run, note_frozen, trained
+from headrace.model.adapter import stored_weights
 from headrace.parallel.boxes import Piece, piece_of
 from headrace.sockets import Build
 
@@ -121,7 +129,7 @@ def refuse_wild(
     found = [(name, count) for name, count in zip(parts, wrong, strict=True) if count]
     if not found:
         return
-    (name, count), sound = found[0], _last_sound(saved)
+    (name, count), sound = found[0], last_sound(saved)
     told = "no earlier one is sound" if sound is None else f"step-{sound} is sound"
     raise RunError(
         f"{saved.path} holds weights that are NaN or infinite: {count:,} numbers of "
@@ -131,26 +139,99 @@ def refuse_wild(
     )
 
 
-def _last_sound(saved: Saved) -> int | None:
-    """The newest earlier step of the run whose weights can be read and are numbers."""
+def last_sound(saved: Saved, works: Callable[[Saved], bool] | None = None) -> int | None:
+    """Return the newest earlier step of the run whose weights can be read and are numbers.
+
+    Args:
+        saved: the checkpoint that is not sound.
+        works: says of a checkpoint whose weights are numbers whether they are of use, where a
+            HeadraceError says that they are not; all are without it.
+    """
     root, step = saved.path.parent, int(saved.values["step"])
     for earlier in reversed([n for n in steps_in(root) if n < step]):
         with suppress(HeadraceError):
-            if _is_sound(Saved(root / f"step-{earlier}")):
+            found = Saved(root / f"step-{earlier}")
+            numbers = all(bool(torch.isfinite(whole).all()) for _, whole in weights_of(found))
+            if numbers and (works is None or works(found)):
                 return earlier
     return None
 
 
-def _is_sound(saved: Saved) -> bool:
-    """Whether all weights of a checkpoint are numbers."""
+def diverged(
+    build: Build, counters: Counters, saved: Sequence[int], folder: Path, *, at: int, message: str,
+    other: str = "",
+) -> Diverged:  # fmt: skip
+    """Return what ends a run of which a number is none: what is left, and the command that learns.
+
+    It goes on from the last checkpoint after which a validation was better than a uniform guess.
+    The one with the very weights of which the number is none is not sound, whatever was measured
+    of it: the same weights and rows give the same again. Where no update was applied to given
+    weights, no rate mends them.
+
+    Args:
+        build: the run.
+        counters: how far it came; its skipped steps include the one that ends it.
+        saved: steps of its checkpoints.
+        folder: its own.
+        at: steps after which the weights are as they were then.
+        message: what is no number.
+        other: what may help as well.
+    """
+    plan = build.plan
+    if plan.model.pretrained and at < counters.skipped_steps:  # that is, all were skipped
+        given = Path(plan.model.pretrained)
+        command = f"{fetched_again(given)}; or model.pretrained=FOLDER of others"
+        return Diverged(
+            f"{message}; no step has changed the weights of model.pretrained = {str(given)!r} yet, "
+            f"so no learning rate is at fault{_largest_in(lambda: stored_weights(given))}",
+            f"{other}; or {command}" if other else command,
+        )
+    if at in saved:
+        path = folder / "checkpoints" / f"step-{at}"
+        message += f"; {path.name} holds these weights"
+        message += _largest_in(lambda: weights_of(Saved(path)))
+    guess = math.log(build.prepared.tokenizer.vocab)
+    learned = max((one["step"] for one in counters.val if one["loss_nats"] < guess), default=-1)
+    sound = [f"step-{step}" for step in saved if step <= learned and step < at]
+    words = [shlex.quote(word) for word in gentler(plan)]
+    if sound:
+        told = f"{sound[-1]} is the last checkpoint known to be sound"
+        words = ["--resume", "--checkpoint", sound[-1], *words]
+    else:
+        told = "no checkpoint is known to be sound"
+        words = [f"name={plan.name}-again", *words]
+    command = train_command(folder, *words)
+    return Diverged(f"{message}; {told}", f"{command}{other and f' (or {other})'}")
+
+
+def _largest_in(read: Callable[[], Iterable[tuple[str, Tensor]]]) -> str:
+    """Say how large the numbers of stored weights are; "" where they cannot be read."""
+    try:
+        name, size = largest(read())
+    except HeadraceError:
+        return ""
+    return f"; the largest number in them is {size:.3g}, in {name}"
+
+
+def weights_of(saved: Saved) -> Iterator[tuple[str, Tensor]]:
+    """Read the floating-point weights of a checkpoint one by one: each with the model's name."""
     for name in saved.names_under("model/"):
         shape, dtype = saved.shape_of(name)
         if dtype.is_floating_point:
             whole = torch.empty(shape, dtype=dtype)
             saved.fill_(name, whole)
-            if not bool(torch.isfinite(whole).all()):
-                return False
-    return True
+            yield name.removeprefix("model/"), whole
+
+
+def largest(weights: Iterable[tuple[str, Tensor]]) -> tuple[str, float]:
+    """Return the tensor with the number that is farthest from zero, and that number's size.
+
+    Args:
+        weights: finite tensors by name, one at least that is not empty.
+    """
+    sizes = {name: float(whole.abs().max()) for name, whole in weights if whole.numel()}
+    name = max(sizes, key=lambda name: sizes[name])
+    return name, sizes[name]
 
 
 def _check_names(build: Build, saved: Saved) -> None:

@@ -114,7 +114,7 @@ def alternatives(remedy: str) -> list[str]:
     """The ways that a remedy offers, each on its own; what stands in brackets is one more."""
     inner = re.findall(r"\((?:or |with )?([^()]*)\)", remedy)
     outer = re.sub(r"\s*\([^()]*\)", "", remedy)
-    parts = re.split(r",? or |; |, and ", outer)
+    parts = re.split(r"; or |,? or |; |, and ", outer)
     return [part.strip() for part in [*parts, *inner] if part.strip()]
 
 

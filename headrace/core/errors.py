@@ -66,6 +66,8 @@ class ConfigError(HeadraceError):
     """The plan or the input is wrong (exit code 2)."""
 
     exit_code = EXIT_PLAN
+    keys: tuple[str, ...] = ()
+    """Dotted keys of the table whose values it refuses; none where a table is wrong as a whole."""
 
 
 class TextLost(ConfigError):

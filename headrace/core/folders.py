@@ -120,6 +120,22 @@ def refuse_no_tokenizer(folder: Path, key: str) -> None:
     )
 
 
+def fetched_again(folder: Path) -> str:
+    """Return the command that writes a folder of a model anew: of a run's export, or of the Hub.
+
+    Args:
+        folder: whose files are damaged, or do not belong together.
+    """
+    run, there = folder.parent, shlex.quote(str(folder))
+    if (run / "plan.toml").is_file():
+        export = f"headrace export {shlex.quote(str(run))} --to hf --output {there}"
+        return f"rm -r {there} && {export}"
+    return (
+        f"hf download OWNER/NAME --local-dir {there}, with the name that the weights were "
+        "published under"
+    )
+
+
 def _exists(path: Path) -> bool:
     try:
         return path.exists()

@@ -123,7 +123,7 @@ def read_table(table: type[T], values: Mapping[str, Any], where: str = "") -> T:
 
 
 def explained(table: type[BaseModel], error: ValidationError, where: str = "") -> ConfigError:
-    """Return what pydantic found as one error that names the keys."""
+    """Return what pydantic found as one error that names the keys, and has them in `keys`."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for item in error.errors():
         path = _written(table, item["loc"])
@@ -131,7 +131,10 @@ def explained(table: type[BaseModel], error: ValidationError, where: str = "") -
         found.setdefault((*path, item["type"]) if whole else path, {**item, "loc": path})
     lines = [_explain(table, item, where) for item in found.values()]
     messages = list(dict.fromkeys(message for message, _ in lines))
-    return ConfigError("\n".join(messages), next((r for _, r in lines if r), ""))
+    refused = ConfigError("\n".join(messages), next((r for _, r in lines if r), ""))
+    paths = [".".join(map(str, item["loc"])) for item in found.values() if item["loc"]]
+    refused.keys = tuple(dict.fromkeys(paths))
+    return refused
 
 
 def _explain(table: type[BaseModel], item: dict[str, Any], where: str) -> tuple[str, str]:

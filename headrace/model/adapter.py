@@ -14,7 +14,7 @@ import hashlib
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headrace.core.errors import ConfigError, UnsupportedError
-from headrace.core.folders import refuse_absent, refuse_no_model
+from headrace.core.folders import fetched_again, refuse_absent, refuse_no_model
 from headrace.core.model_config import ModelConfig
 from headrace.model.decoder import Decoder, trunk_parts
 from headrace.model.fusion import Fusion, fusions
@@ -242,7 +242,7 @@ def load_pretrained(path: Path, key: str = "model.pretrained") -> tuple[ModelCon
             raise ConfigError(
                 f"{name} in {path} holds {wrong:,} numbers of {tensor.numel():,} that are NaN or "
                 "infinite: no learning rate mends given weights",
-                "weights that are whole, from where these come",
+                f"{fetched_again(path)}; or {key}=FOLDER of others",
             )
         return tensor.float()
 
@@ -277,6 +277,16 @@ def weights_digest(path: Path) -> str:
         with file.open("rb") as opened:
             digest.update(hashlib.file_digest(opened, "sha256").digest())
     return digest.hexdigest()
+
+
+def stored_weights(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """Read the tensors of a folder of weights one by one, as they are stored, with their names.
+
+    Raises:
+        ConfigError, UnsupportedError: it holds no weights that can be read.
+    """
+    shapes, read = _open_tensors(path, *_weight_files(path))
+    return ((name, read(name)) for name in shapes)
 
 
 def files_left_out(path: Path) -> str:

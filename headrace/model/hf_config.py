@@ -190,8 +190,7 @@ def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
     try:
         return read_table(ModelConfig, ours, "model")
     except ConfigError as error:  # under our keys, and no key of a plan mends given weights
-        theirs = {f"model.{key}": name for key, name in kind.fields.items()}
-        name = next((name for key, name in theirs.items() if key in error.message.split()), "")
+        name = next((kind.fields[key] for key in error.keys if key in kind.fields), "")
         raise ConfigError(
             f"config.json of a {kind.name} describes no model{f' ({name})' * bool(name)}: "
             f"{error.message}",

@@ -57,6 +57,7 @@ class Case:
         drops: words of the command line that the remedy takes the place of.
         then: the next command line, where a remedy says in words what becomes of it.
         whole: the remedy is one command of the shell, before the command line is typed again.
+        through: errors that are made on the way and told as this one, with its remedy.
     """
 
     argv: str
@@ -67,6 +68,7 @@ class Case:
     drops: tuple[str, ...] = ()
     then: str = ""
     whole: bool = False
+    through: tuple[str, ...] = ()
 
 
 def after(argv: list[str], words: list[str]) -> list[str]:

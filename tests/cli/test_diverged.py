@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from remedy_weights import MIXER, huge
 from tiny import resealed
 
-from headrace.core.errors import RunError
+from headrace.core.errors import Diverged
 from headrace.evaluate import Validation, finite
 from headrace.sample import draw
 
@@ -24,15 +25,15 @@ def test_a_checkpoint_that_diverged_unseen_is_no_place_to_go_on_from(
     assert "--resume" not in told["remedy"] and "name=wild-again" in told["remedy"]
 
 
-def test_numbers_that_are_none_are_one_message(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="validation loss is nan: the weights have diverged"):
-        finite(Validation(float("nan"), float("nan"), 1, 1), tmp_path)
-    assert finite(Validation(2.0, 1.0, 1, 1), tmp_path).loss_nats == 2
+def test_numbers_that_are_none_are_one_message() -> None:
+    with pytest.raises(Diverged, match="validation loss is nan"):
+        finite(Validation(float("nan"), float("nan"), 1, 1))
+    assert finite(Validation(2.0, 1.0, 1, 1)).loss_nats == 2
     logits = torch.zeros(2, 5)
     for wrong in (float("nan"), float("inf")):
         logits[1, 3] = wrong
         for temperature in (0.0, 1.0):
-            with pytest.raises(RunError, match="logits are no numbers"):
+            with pytest.raises(Diverged, match="logits are no numbers"):
                 draw(logits, temperature, 0, 1.0, torch.Generator())
     logits[1, 3] = -float("inf")  # an entry that is ruled out
     assert draw(logits, 0.0, 0, 1.0, torch.Generator()).tolist() == [0, 0]
@@ -51,6 +52,39 @@ def test_the_last_checkpoint_that_was_evaluated_is_named(
     words = [wild if word.endswith("tame-2/plan.toml") else word for word in words]
     again = call(*[w for w in words if "lr=" not in w], "optimizer.lr=1e-3", "goal.steps=4")
     assert again["status"] == "done" and again["val"][-1]["loss_nats"] == pytest.approx(5, abs=2)
+
+
+def test_weights_too_large_to_compute_with_are_named_with_a_checkpoint_that_was_tried(
+    call: Callable[..., Any], tiny_demo: list[str], workshop: Path
+) -> None:
+    steps = ("goal.steps=4", "checkpoint.every_steps=1", "checkpoint.keep_last=4")
+    call("train", *tiny_demo, *steps, "name=large", "eval.every_steps=1000")
+    run = workshop / "runs" / "large"
+    huge(3, 4)(run)  # numbers, so that only what is computed with them is none
+    for verb in (("eval", "large"), ("sample", "large", "--prompt", "river", "--tokens", "4")):
+        told = call(*verb, "--checkpoint", "step-4", code=1)
+        assert f"is 3e+38, in {MIXER} of " in told["error"] and "step-2 is sound" in told["error"]
+        words = shlex.split(told["remedy"])
+        assert words[:3] == ["headrace", *verb[:2]] and words[-2:] == ["--checkpoint", "step-2"]
+        assert call(*words[1:])["exit_code"] == 0
+    huge(1, 2)(run)
+    told = call("eval", "large", "--checkpoint", "step-4", code=1)
+    assert "no earlier checkpoint is sound" in told["error"]
+    assert told["remedy"].startswith("headrace train ") and "name=large-again" in told["remedy"]
+
+
+def test_a_run_does_not_go_on_from_the_weights_that_gave_no_number(
+    call: Callable[..., Any], tiny_demo: list[str], workshop: Path
+) -> None:
+    """They gave a sound validation before, and the same step again would end the same way."""
+    steps = ("eval.every_steps=1", "checkpoint.every_steps=1", "checkpoint.keep_last=4")
+    call("train", *tiny_demo, *steps, "goal.steps=3", "name=stuck")
+    plan = str(workshop / "runs" / "stuck" / "plan.toml")
+    huge(3)(workshop / "runs" / "stuck")
+    told = call("train", plan, "--resume", "goal.steps=5", code=1)
+    assert "step-3 holds these weights; the largest number in them is 3e+38" in told["error"]
+    assert "--checkpoint step-2 " in told["remedy"]
+    assert call(*shlex.split(told["remedy"])[1:])["status"] == "done"
 
 
 def test_a_checkpoint_of_weights_that_are_no_numbers_is_named_with_the_last_sound_one(

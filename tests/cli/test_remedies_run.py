@@ -13,9 +13,12 @@ from remedies import sites
 from remedy_cases import CASES, PLANS, SLOW
 from remedy_inputs import INPUTS
 from remedy_listed import BARE, LISTED
+from remedy_weights import TOO_LARGE
 from shell import Case, Told, follow, run, split
 
 ROOT = Path(__file__).parents[2]
+BROUGHT = INPUTS | TOO_LARGE
+"""What a user brings that is wrong: each way of these remedies ends in success."""
 MADE = ("MemoryFull", "NoMoreThreads")
 """Errors that make their own remedy."""
 
@@ -25,7 +28,7 @@ def here(site: str, workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """A folder with a copy of the run; the copy's folder."""
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "runs" / "demo"
-    if site not in PLANS or site in INPUTS:
+    if site not in PLANS or site in BROUGHT:
         shutil.copytree(workshop / "runs" / "demo", folder, symlinks=True)
     else:
         folder.mkdir(parents=True)
@@ -40,9 +43,9 @@ def test_a_remedy_leads_on(site: str, here: Path, tiny_demo: list[str]) -> None:
     followed(CASES[site], site, here, tiny_demo)
 
 
-@pytest.mark.parametrize("site", INPUTS)
+@pytest.mark.parametrize("site", BROUGHT)
 def test_a_remedy_mends_what_was_brought(site: str, here: Path, tiny_demo: list[str]) -> None:
-    for way, then in followed(INPUTS[site], site, here, tiny_demo):
+    for way, then in followed(BROUGHT[site], site, here, tiny_demo):
         assert not then.code, f"{way!r} ends in {then.message!r}"
 
 
@@ -53,6 +56,7 @@ def followed(case: Case, site: str, here: Path, tiny_demo: list[str]) -> list[tu
     argv = split(case.argv, **known)
     told = run(argv)
     assert told.code and site in told.sites, told
+    assert {*case.through} <= {*told.sites}, told
     assert told.remedy, f"no remedy: {told.message}"
     ways = follow(case, argv, here, told.remedy, **known)
     print(told.message, "| TRY:", told.remedy, "| THEN:", ways)
@@ -73,7 +77,9 @@ def room_of(site: str, rooms: Mapping[str, str]) -> str | None:
 
 
 def test_every_error_is_run_or_listed() -> None:
-    known = {*CASES, *INPUTS, *REFUSED, *EXCUSED}
+    cases = CASES | BROUGHT
+    through = [site for case in cases.values() for site in case.through]
+    known = {*cases, *through, *REFUSED, *EXCUSED}
     assert known <= {*sites()}, "a table names an error that is no more"
     left = [site for site in sites() if site not in known]
     assert [site for site in left if room_of(site, LISTED) is None] == []

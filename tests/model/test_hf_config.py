@@ -6,6 +6,7 @@ import pytest
 
 from headrace.core.errors import ConfigError, HeadraceError, UnsupportedError
 from headrace.core.model_config import ModelConfig
+from headrace.core.strict import read_table
 from headrace.model.hf_config import architecture, config_from_hf, config_to_hf
 
 LLAMA = {
@@ -114,8 +115,19 @@ def test_an_unknown_architecture_names_the_nearest() -> None:
     ],
 )
 def test_impossible_sizes_are_config_errors(change: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError) as caught:
         config_from_hf({**LLAMA, **change})
+    assert next(iter(change)) in caught.value.message or "heads = 5" in caught.value.message
+
+
+def test_a_refused_table_has_its_keys_in_a_field() -> None:
+    """Who words the error anew needs the keys, whatever the message says."""
+    with pytest.raises(ConfigError) as caught:
+        read_table(ModelConfig, {"dim": -3, "layers": 0, "heads": "many"}, "model")
+    assert {*caught.value.keys} == {"dim", "layers", "heads"}
+    with pytest.raises(ConfigError) as caught:
+        read_table(ModelConfig, {"dim": 66, "heads": 4}, "model")
+    assert caught.value.keys == ()
 
 
 NO_COUNTERPART = [
