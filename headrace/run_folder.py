@@ -37,6 +37,7 @@ from headrace.core.files import (
     parse_object,
     printable,
     publish,
+    shell,
     sync_path,
     write_whole,
 )
@@ -215,12 +216,19 @@ class RunFolder:
             RunError: it is damaged.
         """
         path = self.path / f"{name}.json"
-        if not path.is_file():
+        if not path.exists():
             return None
         try:
             return parse_object(path.read_bytes())
-        except ValueError as error:
-            raise RunError(f"{path} is damaged: it {error}", f"mv {path} {path}.damaged") from None
+        except (ValueError, OSError) as error:
+            what = f"it {error}" if isinstance(error, ValueError) else f"{error.strerror}"
+            raise RunError(f"{path} is damaged: {what}", self.mend(name)) from None
+
+    def mend(self, name: str) -> str:
+        """Return the command that puts a damaged NAME.json aside; a report is written anew."""
+        path = self.path / f"{name}.json"
+        aside = f"mv {shell(path)} {shell(f'{path}.damaged')}"
+        return f"{aside}; {train_command(self.path, '--resume')}" if name == "report" else aside
 
     def read_data(self) -> dict[str, Any] | None:
         """data.json, the record of the run's data; None in a run of before there were any.
@@ -238,7 +246,7 @@ class RunFolder:
             path = self.path / "data.json"
             raise RunError(
                 f"{path} is damaged: it names no folder of shards, or no digest of them",
-                f"mv {path} {path}.damaged, and the data is prepared as plan.toml says",
+                f"{self.mend('data')}, and the data is prepared as plan.toml says",
             )
         return found
 

@@ -1,5 +1,6 @@
 """Loggers beside metrics.jsonl, behind the `track` extra and off by default."""
 
+import json
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -96,7 +97,7 @@ def open_trackers(plan: Plan, folder: Path, step: int = 0) -> list[Tracker]:
         if find_spec(TRACKERS[name][0]) is None:
             raise UnsupportedError(
                 f"track.to asks for {name}, which is not installed",
-                "pip install 'headrace[track]' (or leave out track.to)",
+                "pip install 'headrace[track]', or 'track.to=[]'",
             )
     return [_opened(name, plan, folder, step) for name in plan.track.to]
 
@@ -107,9 +108,10 @@ def _opened(name: str, plan: Plan, folder: Path, step: int) -> Tracker:
             return TensorBoard(plan, folder, step)
         return TRACKERS[name][1](plan, folder)
     except Exception as error:  # whatever a client raises without a network or a login
+        rest = [other for other in plan.track.to if other != name]
         raise UnsupportedError(
             f"track.to asks for {name}, which does not start: {error}",
-            "leave out track.to, or set it up as its own documentation says",
+            f"'track.to={json.dumps(rest)}', or set {name} up as its documentation says",
         ) from error
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from headrace.context import elsewhere, make_context
-from headrace.core.command import again, train_command
+from headrace.core.command import again
 from headrace.core.errors import ConfigError, HeadraceError, RunError
 from headrace.core.files import parse_object, shell
 from headrace.core.machine import Machine
@@ -32,6 +32,7 @@ from headrace.doctor.recipe import slower_than_another
 from headrace.doctor.trace import computation, diagnose_trace
 from headrace.doctor.trace import judge as judge_trace
 from headrace.doctor.trace.facts import newest
+from headrace.doctor.trace.file import ENDINGS as TRACES
 from headrace.doctor.trace.host import host_families
 from headrace.doctor.trace.ranks import measure_traces
 from headrace.doctor.window import Window, of_run, read_rows
@@ -40,14 +41,16 @@ from headrace.planner.foresight import foresee
 from headrace.probes.at_hand import rates
 from headrace.run_folder import RunFolder, cpu_name
 
-TRACES = (".json", ".json.gz")
-"""How the names of traces end."""
+FORMAT = 1
+"""Of report.json, and of what a watch saves."""
 ALWAYS = ("step_s", "input_s")
 """Times that every row has."""
+ROUNDING_S = 1e-6
+"""How far below 0 a difference of two clocks may come by rounding."""
 WATCHED, LOOK_BYTES = re.compile(rb'"watched"\s*:\s*true'), 4096
 """What stands near the beginning of a file that `headrace.watch` saved."""
-SAVE = "watched.save(PATH) again"
-"""What mends such a file."""
+SAVE = "watched.save({!r}) again"
+"""What mends such a file, of which the path goes in."""
 HELD = ("thermal slowdown", "hardware slowdown", "power brake", "clocks that were set")
 """Why a clock is slow that need not be. A limit of power is how GPUs are built and not among it."""
 WRONG = ("silent no-op", "instability", "recipe")
@@ -70,7 +73,7 @@ def diagnose(paths: Sequence[Path]) -> list[Finding]:
     if not all(path.name.endswith(TRACES) and not path.is_dir() for path in paths):
         raise ConfigError(
             f"{', '.join(map(str, paths))}: one run is judged at a time, or its ranks' traces",
-            f"headrace doctor {first}",
+            f"headrace doctor {shell(first)}",
         )
     watched = [path for path in paths if _is_watched(path)]
     if not watched:
@@ -78,10 +81,11 @@ def diagnose(paths: Sequence[Path]) -> list[Finding]:
     if len(paths) > 1:
         raise ConfigError(
             f"{watched[0]} was saved by headrace.watch, and such files are judged one at a time",
-            f"headrace doctor {watched[0]}",
+            f"headrace doctor {shell(watched[0])}",
         )
-    report = read_watched(first)
-    return _judged(report, _numbers(report.get("rows", []), first, SAVE), first, SAVE)
+    report, save = read_watched(first), SAVE.format(str(first))
+    check_report(report, first, save)
+    return _judged(report, _numbers(report.get("rows", []), first, save), first, save)
 
 
 def diagnose_run(folder: Path, use: Use | None = None) -> list[Finding]:
@@ -95,8 +99,9 @@ def diagnose_run(folder: Path, use: Use | None = None) -> list[Finding]:
         ConfigError: the run has not ended.
         RunError: a file of it is damaged.
     """
-    report, file = RunFolder(folder).read_report(), folder / "report.json"
-    mend = f"mv {shell(file)} {shell(f'{file}.damaged')}; {train_command(folder, '--resume')}"
+    run = RunFolder(folder)
+    report, file, mend = run.read_report(), folder / "report.json", run.mend("report")
+    check_report(report, file, mend)
     use = use_of(folder, report) if use is None else use
     return _judged(report, rows_of(folder), file, mend, slower_than_another, use)
 
@@ -154,7 +159,7 @@ def read_watched(file: Path) -> dict[str, Any]:
     try:
         return parse_object(file.read_bytes())
     except ValueError as error:
-        raise RunError(f"{file} is damaged: it {error}", SAVE) from None
+        raise RunError(f"{file} is damaged: it {error}", SAVE.format(str(file))) from None
 
 
 def rows_of(folder: Path) -> list[dict[str, float | None]]:
@@ -165,12 +170,39 @@ def rows_of(folder: Path) -> list[dict[str, float | None]]:
     """
     file = folder / "metrics.jsonl"
     aside = f"mv {shell(file)} {shell(f'{file}.damaged')}; {again((folder, folder), verb='doctor')}"
-    try:
-        return _numbers(read_rows(file), file, aside)
-    except RunError as error:
-        raise RunError(error.message, aside) from None
-    except RecursionError:
-        raise RunError(f"{file} holds lists in lists too deep to be read", aside) from None
+    return _numbers(read_rows(file), file, aside)
+
+
+def check_report(report: Mapping[str, Any], file: Path, mend: str) -> None:
+    """Refuse a report that this version cannot judge.
+
+    Args:
+        report: what the file holds; of keys that it lacks `_judged` tells.
+        file: report.json, or what a watch saved.
+        mend: what is done about it.
+
+    Raises:
+        RunError: it has another format, or a time, a size or a share that can be none.
+    """
+    if (found := report.get("format", FORMAT)) != FORMAT:
+        told = f"{file} has format {found!r:.40}; this Headrace reads format {FORMAT}"
+        raise RunError(told, mend)
+    tables = {name: report.get(name) for name in ("phase_s", "peak_memory_bytes", "input_wait")}
+    shares = {name: report.get(name) for name in ("wasted_token_fraction", "padding_fraction")}
+    known = {name: report.get(name) for name in ("wall_s", "tokens", "steps", "parameters")} | {
+        f"{name}.{key}": value
+        for name, table in tables.items()
+        if isinstance(table, Mapping)
+        for key, value in table.items()
+    }
+    for name, value in {**known, **shares}.items():
+        if value is None and name.startswith("phase_s."):
+            raise RunError(f"{file} is damaged: {name} is no number", mend)
+        if not isinstance(value, int | float):
+            continue
+        if value < -ROUNDING_S or (name in shares and value > 1):
+            most = "between 0 and 1" if name in shares else "0 or more"
+            raise RunError(f"{file} is damaged: {name} is {value!r:.40}, and not {most}", mend)
 
 
 def _numbers(rows: Any, file: Path, mend: str) -> list[dict[str, float | None]]:
@@ -188,6 +220,9 @@ def _numbers(rows: Any, file: Path, mend: str) -> list[dict[str, float | None]]:
             wrong = value is not None and not isinstance(value, int | float)
             if wrong or (kept[key] is None and key in ALWAYS):
                 what = f"{key} of row {number} is {value!r:.40}, and no number"
+                raise RunError(f"{file} is damaged: {what}", mend)
+            if key.endswith("_s") and (kept[key] or 0.0) < -ROUNDING_S:
+                what = f"{key} of row {number} is {value!r:.40}, and no time is below 0"
                 raise RunError(f"{file} is damaged: {what}", mend)
         found.append(kept)
     return found

@@ -15,7 +15,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from headrace.core.command import again
 from headrace.core.errors import RunError
+from headrace.core.files import shell
 
 WARM_STEPS = 2
 """First steps of a session that are never steady: caches fill, and states are made."""
@@ -137,24 +139,27 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
     """Rows of a metrics.jsonl, without a last line that was cut off; none where it is not there.
 
     Raises:
-        RunError: a line before the last one is no JSON object.
+        RunError: a line before the last one is no JSON object, or it is no text.
     """
     rows: list[dict[str, Any]] = []
+    aside = f"mv {shell(file)} {shell(f'{file}.damaged')}"
+    mend = f"{aside}; {again((file.parent, file.parent), verb='doctor')}"
     try:
-        lines = [n for n in file.read_text().splitlines() if n.strip()] if file.is_file() else []
+        lines = [n for n in file.read_text().splitlines() if n.strip()] if file.exists() else []
     except (OSError, ValueError) as error:
-        raise RunError(
-            f"{file} cannot be read: {error}", "headrace doctor on another run"
-        ) from None
+        raise RunError(f"{file} cannot be read: {error}", mend) from None
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
         except ValueError:
             row = None
+        except RecursionError:
+            told = f"{file} line {number} holds lists in lists too deep to be read"
+            raise RunError(told, mend) from None
         if isinstance(row, dict):
             rows.append(row)
         elif number < len(lines):
-            raise RunError(f"{file} line {number} is damaged", "headrace doctor on another run")
+            raise RunError(f"{file} line {number} is damaged", mend)
     return rows
 
 

@@ -6,6 +6,7 @@ out. A row that a program wrote as refused measured nothing: it is counted, and 
 
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from headrace.core.errors import ConfigError
+from headrace.core.files import shell
 
 DAY = r"^\d{4}-\d\d-\d\d$"
 """How a row writes a day; the order of such texts is that of the days."""
@@ -410,12 +412,12 @@ def _told(file: Path) -> Iterator[tuple[str, dict[str, Any], str | None]]:
         try:
             row = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise broken(where, f"not JSON: {error}") from None
+            raise unread(where, f"not JSON: {error}") from None
         if not isinstance(row, dict):
-            raise broken(where, "not a JSON object")
+            raise unread(where, "not a JSON object")
         if "retracts" in row:
             if row["retracts"] not in range(1, len(rows) + 1):
-                raise broken(where, f"retracts {row['retracts']!r}, which is no row before it")
+                raise unread(where, f"retracts {row['retracts']!r}, which is no row before it")
             retracted[row["retracts"]] = str(row.get("reason") or "no reason given")
         rows.append((where, row))
     for number, (where, row) in enumerate(rows, 1):
@@ -424,6 +426,25 @@ def _told(file: Path) -> Iterator[tuple[str, dict[str, Any], str | None]]:
 
 
 def broken(where: str, what: str) -> ConfigError:
-    """The error of a row that is wrong."""
-    remedy = "a row that was written wrong is retracted by a later one: retracts, reason"
-    return ConfigError(f"{where}: {what}", remedy)
+    """The error of a row that is wrong, whose remedy retracts it.
+
+    Args:
+        where: FILE:LINE of the row.
+        what: is wrong with it, which is the reason of the retraction.
+    """
+    file, _, line = where.rpartition(":")
+    before = Path(file).read_bytes().splitlines()[: int(line)]
+    number = sum(bool(text.strip()) for text in before)
+    retracts = json.dumps({"retracts": number, "reason": what})
+    return ConfigError(f"{where}: {what}", f"echo {shlex.quote(retracts)} >> {shell(file)}")
+
+
+def unread(where: str, what: str) -> ConfigError:
+    """The error of a line that is no row, which no row can retract; its remedy takes it out.
+
+    Args:
+        where: FILE:LINE.
+        what: is wrong with it.
+    """
+    file, _, line = where.rpartition(":")
+    return ConfigError(f"{where}: {what}", f"sed -i {line}d {shell(file)}")

@@ -38,6 +38,7 @@ from typing import Any
 from torch import nn
 
 from headrace.core.errors import ConfigError
+from headrace.watch.clock import WATCH
 from headrace.watch.watched import Watched
 
 
@@ -64,11 +65,11 @@ def watch(
     if model is None or optimizer is None:
         missing = "a model" if model is None else "an optimizer"
         told = f"headrace.watch was given no {missing.split()[1]}, and a step cannot be seen"
-        raise ConfigError(f"{told} without {missing}", "headrace.watch(model, optimizer, loader)")
+        raise ConfigError(f"{told} without {missing}", WATCH)
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"headrace.watch was given a {type(model).__name__}, and its hooks need an nn.Module",
-            "headrace.watch(model, optimizer, loader)",
+            WATCH,
         )
     return Watched(trace).attach(model, optimizer, loader)
 

@@ -8,6 +8,8 @@ import torch
 from headrace.core.errors import ConfigError
 from headrace.signals import Pending, Signals
 
+WATCH = "headrace.watch(model, optimizer, loader)"
+"""How a loop is watched, with the model and the torch.optim.Optimizer that steps."""
 NUMBERS: tuple[str, ...] = ("loss", "grad_norm", "skipped", "targets", "padded")
 """What may stand on the device until its step is complete."""
 MOST_MARKS = 8192
@@ -98,5 +100,5 @@ def with_hooks(optimizer: Any) -> Any:
         inner = getattr(inner, "optimizer", None)
         if inner is None:
             told = f"headrace.watch cannot see the steps of a {type(optimizer).__name__}"
-            raise ConfigError(told, "give it the torch.optim.Optimizer that steps")
+            raise ConfigError(f"{told}, which is no torch.optim.Optimizer", WATCH)
     return inner

@@ -171,9 +171,11 @@ class Watched:
         """
         if not self._undo:
             return
-        if any(hasattr(value, "full_tensor") for value in (loss, grad_norm, targets)):
-            told = "headrace.watch was given a distributed tensor"
-            raise ConfigError(told, "note(grad_norm=norm.full_tensor())")
+        given = {"loss": loss, "grad_norm": grad_norm, "targets": targets}
+        if spread := [name for name, value in given.items() if hasattr(value, "full_tensor")]:
+            told = f"headrace.watch was given a distributed tensor as {', '.join(spread)}"
+            whole = ", ".join(f"{name}={name}.full_tensor()" for name in spread)
+            raise ConfigError(told, f"watched.note({whole})")
         if loss is not None:
             if not self._noted_loss:
                 self._forget("loss")  # what the model returned

@@ -90,11 +90,6 @@ PLANS = {
 """Errors of a plan that is read."""
 
 
-def broken_report(run: Path) -> None:
-    """A report that is cut short."""
-    (run / "report.json").write_text('{"status"')
-
-
 def without(name: str) -> Any:
     """Take a file of the run away."""
     return lambda run: (run / name).unlink()
@@ -156,7 +151,6 @@ RUNS = {
         "train demmo.toml", fills={"headrace train demo": "headrace train {tiny}"}
     ),
     "run_folder:RunFolder.find#1": Case("train {tiny} name=never --resume"),
-    "run_folder:RunFolder.read#1": Case("doctor demo", broken_report),
     "run_folder:RunFolder.read_report#1": Case("doctor demo", without("report.json")),
     "sample:_check#1": Case("sample demo --top-p 0"),
     "session:Session.restore#1": Case("train runs/demo/plan.toml --resume --checkpoint step-9"),

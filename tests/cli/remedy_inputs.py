@@ -209,7 +209,6 @@ RUN = {
     ),
     "arguments:_check_name#1": Case("sample demo --checkpoint ../checkpoints/step-06 --tokens 2"),
     "report/page:write_page#1": Case("report demo runs/demo --output runs", lambda folder: None),
-    "doctor/run:rows_of#1": Case("doctor demo", spoil("metrics.jsonl", b"\xe9\n"), whole=True),
 }
 """Files of a run that are damaged."""
 

@@ -27,7 +27,6 @@ LISTED = {
     "core/technique": "pairs that exclude each other; tests/contract raise them",
     "core/work": DEVICE,
     "data/": DATA,
-    "doctor/": "traces and files of a watched loop; tests/doctor and tests/cli raise them",
     "evaluate": "a run that diverged; tests/cli/test_diverged.py runs these",
     "export/": "a model that no format has; tests/export raise them",
     "filled": "a technique that is not in force; tests/contract raise it",
@@ -46,10 +45,7 @@ LISTED = {
     "session": CUT_OFF,
     "state": "weights that are no numbers; tests/test_resealed.py raises it",
     "techniques/": "found while a run is built on a GPU, on ranks or with given weights",
-    "track": "loggers that are not installed; tests/test_track.py raises them",
     "trials/": MINUTES,
-    "truth/rows": "a damaged receipt of this repository",
-    "watch/": PYTHON,
 }
 """Modules, or rooms that end with a slash, of which some errors are no case of a table."""
 BARE = {

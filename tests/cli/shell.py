@@ -6,6 +6,7 @@ import shlex
 import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ class Case:
 def after(argv: list[str], words: list[str]) -> list[str]:
     """The command line with the words of a remedy: a whole new one, or changed keys and options."""
     if words[0] == "headrace":
-        return words[1:]
+        return expanded(words[1:])
     found = [*argv]
     for number, word in enumerate(words):
         last = words[number - 1] if number else ""
@@ -104,6 +105,11 @@ def after(argv: list[str], words: list[str]) -> list[str]:
             if follows.startswith("--") and word not in found:
                 found.append(word)
     return found
+
+
+def expanded(words: list[str]) -> list[str]:
+    """Words with the files that a shell finds for those with a star in them."""
+    return [found for word in words for found in sorted(glob(word)) or [word]]
 
 
 def follow(
@@ -153,4 +159,4 @@ def follow(
 
 def split(argv: str, **known: Any) -> list[str]:
     """The words of a command line."""
-    return shlex.split(argv.format(**known))
+    return expanded(shlex.split(argv.format(**known)))

@@ -167,7 +167,7 @@ def test_a_damaged_watch_is_saved_again(saved: Any, tmp_path: Path, call: Call) 
     file.write_text(json.dumps(saved))
     told = call("doctor", str(file), code=1)
     assert f"{file} is damaged" in told["error"]
-    assert told["remedy"] == "watched.save(PATH) again"
+    assert told["remedy"] == f"watched.save({str(file)!r}) again"
 
 
 def test_a_mark_before_the_text_of_a_plan_is_read_over(

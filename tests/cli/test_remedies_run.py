@@ -11,13 +11,15 @@ from refusal_cases import CASES as REFUSED
 from refusal_cases import EXCUSED
 from remedies import sites
 from remedy_cases import CASES, PLANS, SLOW
+from remedy_doctor import DOCTOR
 from remedy_inputs import INPUTS
 from remedy_listed import BARE, LISTED
+from remedy_python import PYTHON
 from remedy_weights import TOO_LARGE
 from shell import Case, Told, follow, run, split
 
 ROOT = Path(__file__).parents[2]
-BROUGHT = INPUTS | TOO_LARGE
+BROUGHT = INPUTS | TOO_LARGE | DOCTOR
 """What a user brings that is wrong: each way of these remedies ends in success."""
 MADE = ("MemoryFull", "NoMoreThreads")
 """Errors that make their own remedy."""
@@ -79,7 +81,7 @@ def room_of(site: str, rooms: Mapping[str, str]) -> str | None:
 def test_every_error_is_run_or_listed() -> None:
     cases = CASES | BROUGHT
     through = [site for case in cases.values() for site in case.through]
-    known = {*cases, *through, *REFUSED, *EXCUSED}
+    known = {*cases, *through, *PYTHON, *REFUSED, *EXCUSED}
     assert known <= {*sites()}, "a table names an error that is no more"
     left = [site for site in sites() if site not in known]
     assert [site for site in left if room_of(site, LISTED) is None] == []

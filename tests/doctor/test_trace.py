@@ -1,5 +1,6 @@
 """Faults of known size in traces of a known making, and what the doctor calls them."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -209,7 +210,7 @@ def test_a_slow_rank_is_told_from_a_slow_link(cause: str, share: float, tmp_path
     (alone,) = diagnose_trace(paths[:1])
     assert alone.bottleneck == "interconnect" and alone.confidence == "inferred"
     with pytest.raises(ConfigError, match="2 of the 2 traces are of rank 0"):
-        diagnose_trace([paths[0], paths[0]])
+        diagnose_trace([paths[0], shutil.copy(paths[0], tmp_path / "twin.json")])
 
 
 def test_steps_without_marks_are_told_by_the_optimizer(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Reads traces of torch.profiler from any trainer and names the bottleneck.
 
-    torch.profiler.profile(activities=[CPU, CUDA], schedule=schedule(wait=1, warmup=2, active=5))
+    torch.profiler.profile(schedule=torch.profiler.schedule(wait=1, warmup=2, active=5),
+                           on_trace_ready=torch.profiler.tensorboard_trace_handler("traces"))
 
 records one; several ranks' files of one recording may be given together. file.py reads them,
 steps.py finds the steps, times.py shares out each step's time, ranks.py compares

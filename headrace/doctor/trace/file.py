@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headrace.core.errors import ConfigError
+from headrace.core.command import again
+from headrace.core.errors import ConfigError, nearest
 from headrace.core.files import no_json
 from headrace.core.units import format_bytes
 from headrace.doctor.trace.limits import MOST_BYTES
@@ -29,10 +30,18 @@ KINDS = {
 }  # fmt: skip
 """Kineto's categories, in lower case -> ours"""
 DEVICE = ("kernel", "copy", "set")
+ENDINGS = (".json", ".json.gz")
+"""How the names of traces end."""
 RECORD = (
-    "torch.profiler.profile(activities=[CPU, CUDA], schedule=schedule(wait=1, warmup=2, active=5))"
+    "torch.profiler.profile(schedule=torch.profiler.schedule(wait=1, warmup=2, active=5), "
+    "on_trace_ready=torch.profiler.tensorboard_trace_handler('traces'))"
 )
-"""how to record what the doctor can read"""
+"""How to record what the doctor can read, as Python runs it."""
+AGAIN = (
+    f"{RECORD} around the loop, with its step() behind each step; then "
+    "headrace doctor traces/*.json"
+)
+"""What a user types whose file is no trace, or no whole one."""
 
 LAUNCH = re.compile(r"Launch|Memcpy|Memset")
 SYNC = re.compile(r"Synchronize$|^(cuda|hip)Memcpy$|^hipMemcpyWithStream$|^cuMemcpy(DtoH|HtoD)_v2$")
@@ -141,13 +150,11 @@ def read_trace(path: Path) -> Trace:
         try:
             whole, sieve = _parsed(_mended(text))
         except (ValueError, RecursionError):
-            raise ConfigError(
-                f"{path} {no_json(text, error)}", "record it again, and let the profiler end"
-            ) from None
+            raise ConfigError(f"{path} {no_json(text, error)}", AGAIN) from None
     if isinstance(whole, list):  # Chrome allows the bare list
         whole = {"traceEvents": whole}
     of_run = (path.parent / "plan.toml").is_file()
-    remedy = f"headrace doctor {path.parent}" if of_run else RECORD
+    remedy = again((path, path.parent), verb="doctor") if of_run else AGAIN
     if not isinstance(whole, dict) or not isinstance(whole.get("traceEvents"), list):
         raise ConfigError(f"{path} is JSON, but no trace: it has no list 'traceEvents'", remedy)
     if not any(c.lower() in KINDS for c in sieve.counts):
@@ -201,15 +208,19 @@ def text_of(path: Path) -> str:
         with gzip.open(path) if packed else path.open("rb") as stream:
             found = stream.read(MOST_BYTES + 1)
     except FileNotFoundError:
-        raise ConfigError(
-            f"There is no trace {path}", "give the path of a .json or .json.gz"
-        ) from None
+        there = [file.name for ending in ENDINGS for file in path.parent.glob(f"*{ending}")]
+        near = nearest(path.name, there)
+        told = f"There is no trace {path}"
+        if near in there:
+            command = again((path, path.parent / near), verb="doctor")
+            raise ConfigError(f"{told}; the nearest is {path.parent / near}", command) from None
+        raise ConfigError(told, AGAIN) from None
     except (OSError, EOFError, zlib.error) as error:
-        raise ConfigError(f"{path} cannot be read: {error}", "record or copy it again") from None
+        raise ConfigError(f"{path} cannot be read: {error}", AGAIN) from None
     if len(found) > MOST_BYTES:
         raise ConfigError(
             f"{path} holds more than {format_bytes(MOST_BYTES)} of JSON, the most that is read",
-            "record fewer steps (active=5), without with_stack and record_shapes",
+            AGAIN,
         )
     return found.decode("utf-8-sig", errors="replace")  # tools of Windows put a mark before it
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 
 from headrace.core.errors import ConfigError
+from headrace.core.files import shell
 from headrace.doctor.trace.file import read_trace
 from headrace.doctor.trace.times import RankTimes, StepTimes, measure
 
@@ -73,10 +74,14 @@ def measure_traces(paths: Sequence[Path]) -> TraceNumbers:
     """The numbers of one run's traces, one file a rank, read one after the other.
 
     Raises:
-        ConfigError: a file cannot be read, none was given or one twice, or two are of one rank.
+        ConfigError: a file cannot be read or was given twice, or two are of one rank.
     """
-    if not paths:
-        raise ConfigError("No trace was given", "give the path of a .json or .json.gz")
+    assert paths, "at least one trace"
+    twice = [path for path, n in Counter(path.absolute() for path in paths).items() if n > 1]
+    if twice:
+        left = [*dict.fromkeys(path.absolute() for path in paths)]
+        kept = [next(path for path in paths if path.absolute() == one) for one in left]
+        raise ConfigError(f"{twice[0]} was given twice", _command(kept))
     found = [_measured(path) for path in paths]
     told = {rank.rank for rank, tells in found if tells}
     free = (number for number in itertools.count() if number not in told)
@@ -84,14 +89,19 @@ def measure_traces(paths: Sequence[Path]) -> TraceNumbers:
     often, count = Counter(r.rank for r in ranks).most_common(1)[0]
     if count > 1:
         names = ", ".join(r.path for r in ranks if r.rank == often)
+        newest = sorted(zip(paths, ranks, strict=True), key=lambda one: one[0].stat().st_mtime)
+        kept = {rank.rank: path for path, rank in newest}
         raise ConfigError(
-            f"{count} of the {len(ranks)} traces are of rank {often}: {names}",
-            "give one file of each rank, all of one recording",
+            f"{count} of the {len(ranks)} traces are of rank {often}: {names}; one recording has "
+            "one of each rank",
+            _command([kept[rank] for rank in sorted(kept)]),
         )
-    twice = [path for path, n in Counter(path.absolute() for path in paths).items() if n > 1]
-    if twice:
-        raise ConfigError(f"{twice[0]} was given twice", "give one file of each rank")
     return TraceNumbers(ranks, _compare(ranks))
+
+
+def _command(paths: Sequence[Path]) -> str:
+    """The command that judges these traces."""
+    return " ".join(["headrace doctor", *map(shell, paths)])
 
 
 def _measured(path: Path) -> tuple[RankTimes, bool]:

@@ -1,0 +1,21 @@
+"""Remedies that a caller in Python is given are carried out, and lead on."""
+
+from pathlib import Path
+
+import pytest
+from remedies import recording
+from remedy_python import PYTHON
+
+from headrace.core.errors import HeadraceError
+
+
+@pytest.mark.parametrize("site", PYTHON)
+def test_a_remedy_in_python_leads_on(
+    site: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with recording() as made, monkeypatch.context() as patch, pytest.raises(HeadraceError) as told:
+        PYTHON[site].fails(patch)
+    assert site in [name for name, _ in made], told.value
+    assert told.value.remedy
+    PYTHON[site].mends(told.value.remedy)
