@@ -246,7 +246,7 @@ def _parquet(file: TextFile, compression: str | None) -> Iterator[Found]:
     if compression:
         raise ConfigError(
             f"{file.name} is compressed as a whole, and parquet is compressed within",
-            f"{UNPACK[compression]} {shell(file.path)}",
+            file.replaced(f"{UNPACK[compression]} {shell(file.path)}", file.path.with_suffix("")),
         )
     with file.path.open("rb") as raw, pq.ParquetFile(raw) as table:
         names = table.schema_arrow.names
@@ -258,7 +258,10 @@ def _parquet(file: TextFile, compression: str | None) -> Iterator[Found]:
                 file.text_key, [name for name, _ in fields], texts, file.name, file.without
             )
         if (count := names.count(column)) > 1:
-            raise ConfigError(f"{file.name} has {count} columns {column!r}", file.without())
+            raise ConfigError(
+                f"{file.name} has {count} columns {column!r}; the command numbers the others",
+                _numbered(file),
+            )
         number = 0
         for batch in table.iter_batches(columns=[column], batch_size=1024):
             if len(batch.schema.names) != 1:  # a name with dots that is also a path in another
@@ -300,6 +303,17 @@ def _not_utf_8(file: TextFile, number: int, column: str, error: UnicodeDecodeErr
     )
 
 
+def _numbered(file: TextFile) -> str:
+    """The command that writes a parquet file again with no name of a column twice."""
+    script = (
+        "import pyarrow.parquet as pq, sys; t = pq.ParquetFile(sys.argv[1]).read(); "
+        "n = t.column_names; m = [x if x not in n[:i] else f'{x}_{i}' for i, x in enumerate(n)]; "
+        "pq.write_table(t.rename_columns(m), sys.argv[2])"
+    )
+    bad = shell(f"{file.path}.bad")
+    return f"{file.aside()} && python -c {shlex.quote(script)} {bad} {shell(file.path)}"
+
+
 def _replaced(file: TextFile, column: str) -> str:
     """The command that writes a parquet file again with valid text in a column."""
     script = (
@@ -311,7 +325,7 @@ def _replaced(file: TextFile, column: str) -> str:
     )
     bad = shell(f"{file.path}.bad")
     command = f"python -c {shlex.quote(script)} {bad} {shell(file.path)} {shlex.quote(column)}"
-    return f"{file.without()} && {command}"
+    return f"{file.aside()} && {command}"
 
 
 def _fields(fields: Iterable[Any], before: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:

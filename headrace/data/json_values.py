@@ -37,7 +37,7 @@ def json_values(file: TextFile, stream: IO[bytes]) -> Iterator[Found]:
     """
     values = _Values(file, stream)
     rows = iter(values)
-    by_chance = not file.asked_for and kind_of(file.path)[0] in JSON
+    by_chance = file.asked is None and kind_of(file.path)[0] in JSON
     try:
         first = next(rows)
     except StopIteration:
@@ -175,15 +175,23 @@ class _Values:
 
     def _too_large(self) -> ConfigError:
         path, compression = self._file.path, kind_of(self._file.path)[1]
-        stem = path.name.removesuffix(path.suffix if compression else "")
-        lines = shell(path.with_name(f"{stem}.jsonl"))
+        plain = path.with_suffix("") if compression else path
+        lines = plain.with_suffix(".jsonl")
         unpack = DECOMPRESS[compression] if compression else "cat"
-        script = shlex.quote("import json, sys; print(json.dumps(json.load(sys.stdin)))")
+        rows = "r" if self.in_array else "[r]"
+        script = shlex.quote(
+            f"import json, sys; r = json.load(sys.stdin); print(*map(json.dumps, {rows}), "
+            r"sep='\n')"
+        )
         return ConfigError(
             f"{self._file.name}: value {self.number:,} at line {self.first_line:,} is larger than "
             f"{format_bytes(MOST_VALUE_BYTES)}, the most of one value in .json; a line of .jsonl "
             "has no limit",
-            f"{unpack} < {shell(path)} | python -c {script} > {lines} && {self._file.without()}",
+            self._file.replaced(
+                f"{unpack} < {shell(path)} | python -c {script} > {shell(lines)} "
+                f"&& {self._file.aside()}",
+                lines,
+            ),
         )
 
 

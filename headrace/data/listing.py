@@ -66,6 +66,13 @@ class Asked:
         every = [str(other) if one == self.source else one for one in self.beside]
         return f"{self.key}={shlex.quote(json.dumps(every, ensure_ascii=False))}"
 
+    def without(self) -> str:
+        """Return the key without this source; it names another where there is none beside it."""
+        others = [one for one in self.beside if one != self.source]
+        if len(others) > 1:
+            return f"{self.key}={shlex.quote(json.dumps(others, ensure_ascii=False))}"
+        return f"{self.key}={shell(others[0]) if others else 'PATH'}"
+
 
 def kind_of(path: Path) -> tuple[str, str | None]:
     """(suffix without compression, compression), e.g. ('.jsonl', 'gzip')."""

@@ -1,6 +1,7 @@
 """What a tokenizer loses of a text, shown by example, and texts that no trainer chokes on."""
 
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -39,6 +40,15 @@ def guarded(call: Callable[[], Result], what: str) -> Result:
         raise ConfigError(f"{what}: {error}", "data.tokenizer=bpe") from None
 
 
+def _without_dropout(name: str) -> str:
+    """The command that writes a tokenizer.json again without dropout."""
+    script = (
+        "import json, sys; s = json.load(open(sys.argv[1])); s['model']['dropout'] = None; "
+        "json.dump(s, open(sys.argv[1], 'w'))"
+    )
+    return f"python -c {shlex.quote(script)} {shlex.quote(name)}"
+
+
 def check_parts(spec: dict[str, Any], ids: dict[str, int], name: str) -> None:
     """Refuse vocabularies that are none, and encodings that differ from time to time.
 
@@ -63,7 +73,7 @@ def check_parts(spec: dict[str, Any], ids: dict[str, int], name: str) -> None:
     if dropout:
         raise ConfigError(
             f"{name} has dropout = {dropout}: the same text gets other ids each time",
-            f"set model.dropout to null in {name}",
+            _without_dropout(name),
         )
 
 

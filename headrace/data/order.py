@@ -101,6 +101,12 @@ class UniformOrder:
         return source, place - begins[source]
 
 
+def _raised(weights: Sequence[float]) -> list[float]:
+    """The weights, with those that are too small at the least that is possible."""
+    least = sum(weights) * SMALLEST_SHARE
+    return [w if w >= 1.01 * least else float(f"{1.02 * least:.3g}") for w in weights]
+
+
 class MixtureOrder:
     """Sources by weight, exactly in the long run; each source in epochs of its own.
 
@@ -116,7 +122,7 @@ class MixtureOrder:
             raise ConfigError(
                 f"data.weights gives one source a share of {float(smallest):.2g}, "
                 f"the smallest possible is {SMALLEST_SHARE:.2g}",
-                f"a weight of at least {float(total) * SMALLEST_SHARE:.3g}, or without that source",
+                f"'data.weights={_raised(weights)}'",
             )
         self._cumulative = [sum(shares[: i + 1], Fraction(0)) / total for i in range(len(shares))]
         # Two rows a period at least, or rounding could hand a small source a negative quota.

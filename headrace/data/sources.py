@@ -67,7 +67,7 @@ def read_documents(
             row
             for name, path in files
             for row in read_file(
-                TextFile(path, printable(name), text_key, tally, asked_for=path == alone)
+                TextFile(path, printable(name), text_key, tally, asked if path == alone else None)
             )
         )
     for text, origin in found:

@@ -13,7 +13,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.files import shell
 from headrace.data.fields import text_of
 from headrace.data.left_out import Tally
-from headrace.data.listing import DECOMPRESS, kind_of
+from headrace.data.listing import DECOMPRESS, Asked, kind_of
 
 Found = tuple[str | None, str]
 """(A row's text or its null, where it came from)."""
@@ -29,18 +29,26 @@ class TextFile:
         name: what it is called in messages.
         text_key: the field that holds the text.
         tally: counts the rows that give none.
-        asked_for: the user named this very file, not a folder that holds it.
+        asked: what names this very file, not a folder that holds it.
     """
 
     path: Path
     name: str
     text_key: str
     tally: Tally
-    asked_for: bool
+    asked: Asked | None = None
 
     def without(self) -> str:
-        """Return the command that takes the file out of its folder's text."""
+        """Return what takes the file out of the text: a command, or a key where it is named."""
+        return self.asked.without() if self.asked else self.aside()
+
+    def aside(self) -> str:
+        """Return the command that gives the file a name that is not read."""
         return f"mv {shell(self.path)} {shell(f'{self.path}.bad')}"
+
+    def replaced(self, command: str, other: Path) -> str:
+        """Return a command that writes the text into another file, and the key that names that."""
+        return f"{command}, and {self.asked.to(other)}" if self.asked else command
 
     def through(self, command: str) -> str:
         """Return the command that writes the file again through a filter, and keeps the old one."""

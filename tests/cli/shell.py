@@ -10,12 +10,14 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
+import pytest
 from remedies import KEY, alternatives, recording, words_of
 from typer.testing import CliRunner
 
 from headrace.cli import app
 
-SHELL = re.compile(r"(mv|rm|cp|cat|ls|sed|chmod|iconv) \S")
+SHELL = re.compile(r"(mv|rm|cp|cat|ln|ls|sed|chmod|iconv|gzip) \S")
+AND_KEY = re.compile(r", and [a-z_]+\.[a-z_.]+=\S+$")
 USAGE = ("no key", "is not an override", "nput should be", "is not one of", "No such option",
          "Missing argument", "no such verb", "needs a value")  # fmt: skip
 
@@ -59,6 +61,8 @@ class Case:
         then: the next command line, where a remedy says in words what becomes of it.
         whole: the remedy is one command of the shell, before the command line is typed again.
         through: errors that are made on the way and told as this one, with its remedy.
+        fake: facts of another machine, which hold for every command of the case.
+        lifted: they end where the remedy begins, since it is what changes them.
     """
 
     argv: str
@@ -70,6 +74,8 @@ class Case:
     then: str = ""
     whole: bool = False
     through: tuple[str, ...] = ()
+    fake: Callable[[pytest.MonkeyPatch], Any] = lambda patch: None
+    lifted: bool = False
 
 
 def after(argv: list[str], words: list[str]) -> list[str]:
@@ -125,12 +131,14 @@ def follow(
         remedy = remedy.replace(name, value.format(**known))
     found: list[tuple[str, Told]] = []
     if case.whole:
+        remedy, _, key = remedy.rpartition(", and ") if AND_KEY.search(remedy) else (remedy, "", "")
         for part in re.split(r"(?: && |; )(?=headrace )", remedy):
             if part.startswith("headrace "):
                 found.append((part, run(shlex.split(part)[1:])))
             else:
                 subprocess.run(["bash", "-ec", part], check=True, capture_output=True)
-        return [*found, (remedy, run(split(case.then, **known) if case.then else argv))]
+        argv = split(case.then, **known) if case.then else argv
+        return [*found, (remedy, run(after(argv, words_of(key)) if key else argv))]
     done = False
     for words, act in case.does.items():
         assert words in remedy, f"{words!r} is not in {remedy!r}"

@@ -55,6 +55,10 @@ def mended(error: ConfigError, source: Path, **options: Any) -> list[str]:
     if remedy.startswith("data.text_key="):
         key = subprocess.run(["bash", "-c", f"printf %s {remedy}"], capture_output=True, text=True)
         return texts(source, text_key=key.stdout.removeprefix("data.text_key=").strip('"'))
+    command, named, other = remedy.rpartition("data.sources=")
+    if named:  # the file is the source, and another stands in its place
+        run(command.removesuffix(", and ") or "true")
+        return texts(source / "b.txt" if other == "PATH" else Path(other), **options)
     run(remedy)
     return texts(source, **options)
 
@@ -336,7 +340,7 @@ def test_compressed_streams_are_read_to_their_end(write: Any, suffix: str) -> No
     }  # fmt: skip
     for how, raw in damaged.items():
         path.write_bytes(raw)
-        error = refused(path)
+        error = refused(path.parent)
         assert f"{path} cannot be read" in error.message, how
         (path.parent / "b.txt").write_text("other")
         assert mended(error, path.parent) == ["other"]

@@ -1,0 +1,189 @@
+"""Text and prepared shards that are wrong, beside those of remedy_inputs."""
+
+import gzip
+import hashlib
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from remedy_inputs import GOOD, INGEST, MAKE, TOKENIZER, spoiled, text
+from shell import Case
+
+from headrace.data.shards import Manifest
+
+ROWS = [json.loads(line)["text"] for line in GOOD.splitlines()]
+
+
+def parquet(name: str, columns: list[pa.Array], names: list[str], *, packed: bool = False) -> MAKE:
+    """Write a table."""
+    pq.write_table(pa.Table.from_arrays(columns, names=names), buffer := io.BytesIO())
+    raw = buffer.getvalue()
+    return text(name, gzip.compress(raw) if packed else raw)
+
+
+def not_utf_8() -> pa.Array:
+    """Texts of which one is Latin-1."""
+    raw = pa.array([*(row.encode() for row in ROWS), b"caf\xe9"], pa.binary())
+    return pa.Array.from_buffers(pa.string(), len(raw), raw.buffers())
+
+
+def small_values(patch: pytest.MonkeyPatch) -> None:
+    """Let no value be as large as ours."""
+    patch.setattr("headrace.data.json_values.MOST_VALUE_BYTES", 30)
+    patch.setattr("headrace.data.json_values.CHUNK_BYTES", 16)
+
+
+FORMATS = {
+    "data/formats:_parquet#1": Case(
+        f"{INGEST}parquet.gz",
+        parquet("x.parquet.gz", [pa.array(ROWS)], ["text"], packed=True),
+    ),
+    "data/formats:_parquet#2": Case(
+        f"{INGEST}parquet",
+        parquet("x.parquet", [pa.array(ROWS)] * 2, ["text"] * 2),
+        whole=True,
+    ),
+    "data/formats:_not_utf_8#1": Case(
+        f"{INGEST}parquet", parquet("x.parquet", [not_utf_8()], ["text"]), whole=True
+    ),
+    "data/formats:read_file#2 named": Case(
+        f"{INGEST}jsonl.gz",
+        lambda _: (
+            Path("x.jsonl.gz").write_bytes(gzip.compress(GOOD.encode())[:-30]),
+            Path("y.jsonl").write_text(GOOD),
+        ),
+        fills={"PATH": "y.jsonl"},
+    ),
+    "data/json_values:_Values._too_large#1": Case(
+        f"{INGEST}json",
+        text("x.json", json.dumps([{"text": row} for row in ROWS])),
+        fake=small_values,
+        whole=True,
+    ),
+    "data/json_values:_Values._too_large#1 one": Case(
+        f"{INGEST}json",
+        text("x.json", json.dumps({"text": " ".join(ROWS)})),
+        fake=small_values,
+        whole=True,
+    ),
+    "data/heldout:refused_split#2": Case(
+        f"{INGEST}txt",
+        lambda _: (Path("x.txt").write_text("a"), Path("y.jsonl").write_text(GOOD)),
+        fills={"PATH of a text of its own": "y.jsonl"},
+        prose={"more text": "no command"},
+    ),
+    "data/order:MixtureOrder.__init__#1": Case(
+        'train {tiny} goal.steps=1 \'data.sources=["x.jsonl","y.jsonl"]\' '
+        "'data.weights=[1,0.0000001]'",
+        lambda _: (Path("x.jsonl").write_text(GOOD), Path("y.jsonl").write_text(GOOD)),
+    ),
+    "data/lossless:check_parts#1": Case(
+        TOKENIZER,
+        spoiled(lambda s: (s.update(added_tokens=[]), s["model"].update(vocab={}, merges=[]))),
+        prose={"mend the file": "an edit by hand"},
+    ),
+    "data/lossless:check_parts#4": Case(
+        TOKENIZER, spoiled(lambda s: s["model"].update(dropout=0.1)), whole=True
+    ),
+}
+
+
+def shards(change: MAKE) -> MAKE:
+    """Copy the shards of the run into `prepared`, and spoil those."""
+
+    def make(run: Path) -> None:
+        kept = Path(json.loads((run / "data.json").read_text())["absolute"])
+        shutil.copytree(kept, folder := Path("prepared", kept.name))
+        change(folder)
+
+    return make
+
+
+def changed(name: str, change: Callable[[bytes], bytes]) -> MAKE:
+    """Change a file of the shards."""
+
+    def make(folder: Path) -> None:
+        (folder / name).write_bytes(change((folder / name).read_bytes()))
+
+    return make
+
+
+def sealed(change: Callable[[dict[str, Any], Path], Any]) -> MAKE:
+    """Change what validation holds or says of itself, and seal that anew."""
+
+    def make(folder: Path) -> None:
+        side = folder / "validation"
+        values = json.loads((side / "manifest.json").read_text())
+        change(values, side)
+        for entry, file in [
+            (values["offsets"], "offsets.bin"),
+            *((e, f"tokens-{n:05d}.bin") for n, e in enumerate(values["files"])),
+        ]:
+            entry["sha256"] = hashlib.sha256((side / file).read_bytes()).hexdigest()
+        values["seal"] = Manifest.model_validate(values).digest
+        (side / "manifest.json").write_text(json.dumps(values))
+
+    return make
+
+
+def first_ids(value: int) -> Callable[[dict[str, Any], Path], Any]:
+    """Write an id over the first one."""
+
+    def change(values: dict[str, Any], side: Path) -> None:
+        with (side / "tokens-00000.bin").open("r+b") as file:
+            file.write(value.to_bytes(2, "little"))
+
+    return change
+
+
+def spoiled_shards(change: MAKE) -> Case:
+    """Shards that are wrong where a plan finds them; the remedy makes them again."""
+    return Case("data ingest {tiny} data.directory=prepared", shards(change), whole=True)
+
+
+MANIFEST = "validation/manifest.json"
+SHARDS = {
+    "data/ingest:_prepare#1": spoiled_shards(lambda f: (f / "tokenizer.json").unlink()),
+    "data/shards:Shards.open#1": spoiled_shards(lambda f: (f / MANIFEST).unlink()),
+    "data/shards:Shards.open#2": spoiled_shards(changed(MANIFEST, lambda raw: raw[:-30])),
+    "data/shards:Shards.open#3": spoiled_shards(
+        changed(MANIFEST, lambda raw: raw.replace(b"corpus", b"campus"))
+    ),
+    "data/shards:Shards.verify#1": spoiled_shards(
+        changed("validation/tokens-00000.bin", lambda raw: raw[:-2])
+    ),
+    "data/shards:Shards._verify_content#1": spoiled_shards(
+        changed("validation/tokens-00000.bin", lambda raw: b"\x01" + raw[1:])
+    ),
+    "data/shards:Shards._verify_offsets#1": spoiled_shards(
+        sealed(lambda values, side: changed("offsets.bin", lambda r: b"\x01" + r[1:])(side))
+    ),
+    "data/shards:Shards._verify_ids#1": spoiled_shards(sealed(first_ids(300))),
+    "data/shards:Shards.verify_bytes#1": spoiled_shards(
+        sealed(lambda values, _: values.update(counted_bytes=values["counted_bytes"] + 1))
+    ),
+    "data/shards:_check_format#1": spoiled_shards(
+        changed(MANIFEST, lambda raw: raw.replace(b'"format": ', b'"format": 9'))
+    ),
+    "data/prepared:open_prepared#1": spoiled_shards(
+        changed("tokenizer.json", lambda raw: raw + b"\n")
+    ),
+    "data/prepared:_check_counts#1": spoiled_shards(
+        sealed(lambda values, _: values.update(text_bytes=values["text_bytes"] + 1))
+    ),
+    "data/left_out:load#1": spoiled_shards(lambda f: (f / "left_out.json").write_text("{")),
+    "data/heldout:Record.load#1": Case(
+        "data ingest {tiny} data.directory=prepared",
+        shards(lambda f: (f / "held-out.json").write_text("{")),
+        whole=True,
+    ),
+}
+"""Prepared shards that are damaged."""
+DATA = FORMATS | SHARDS
+PREPARED: dict[str, Case] = {}
