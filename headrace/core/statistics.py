@@ -184,11 +184,14 @@ def equivalence(
 
 LOOKS = {2: 0.4, 3: 0.25, 5: 0.1}
 """Share of the error that the test after so many seeds may spend; the last test spends the rest."""
-SPENT = 0.8
-"""Of the error is spent in all: the two plans' times may scatter unlike each other, for which the
-tests were not made. Simulated on 300,000 changes that gain nothing, seven seeds accept 0.7% of them
-at most where both scatter alike, 0.9% where one scatters by 13% and the other by 3%, and 1.0% at
-30% and 10%; at 30% and 5% it is 1.7%."""
+SPENT = 0.4
+"""Of the error is given to the looks in all. Two plans' times may scatter unlike each other, for
+which a pooled t test is not made, and two or three seeds cannot tell whether they do. Simulated on
+a million changes that gain nothing (runs of one plan by so many percent, of the other by so many),
+seven seeds accept 0.3% at 30% and 30%, 0.5% at 13% and 3%, 0.5% at 30% and 10%, and 0.9% at 30%
+and 5%. Where one scatters 15 times as widely as the other (30% and 2%) it is 1.4%. With 0.8 it was
+1.7% at 30% and 5%. Welch's degrees of freedom hold 1% everywhere, but with two seeds they show
+half as many gains where both plans scatter alike."""
 SEED_SPREAD = 0.02
 """The least that seeds are taken to move the logarithm of a time by, however close a few of them
 lie: two runs may end at the same evaluation by chance."""
@@ -215,8 +218,10 @@ def seeds_better(
 
     Ask after each seed, and stop at the first yes. The tests after 2, 3, 5 and all seeds share the
     error among them (`LOOKS`), so that all together accept one change in a hundred that does
-    nothing, or fewer. A change that halves the time is shown by two seeds in 71% and by three in
-    all of 60,000 simulated, where a run's time scatters by 5%.
+    nothing, or fewer, where one plan scatters up to six times as widely as the other (`SPENT`). A
+    change that halves the time is shown by two seeds in 46% and by three in all of 100,000
+    simulated, where a run's time scatters by 5%; one that is 1.75 times as soon by three seeds in
+    66%, where the runs of one plan scatter by 13% and of the other by 3%.
 
     Args:
         ours: time to the target, inf for a failure; seconds, steps or dollars.

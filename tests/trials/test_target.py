@@ -46,7 +46,7 @@ def test_a_run_that_the_clock_ended_tells_how_far_it_came(plan: Plan, tmp_path: 
         (10.0, 20.0, 2, "worse", "with 0 of 1 seeds: given up as lost"),
         (10.0, 10.5, 4, "worse", "with 0 of 2 seeds: given up as lost"),
         (10.0, 5.0, 4, "better", "with 2 of 2 seeds, which is sure at p < 0.01"),
-        (10.0, 9.0, 6, "better", "with 3 of 3 seeds, which is sure at p < 0.01"),
+        (10.0, 8.8, 6, "better", "with 3 of 3 seeds, which is sure at p < 0.01"),
         (10.0, inf, 2, "worse", "with 0 of 1 seeds: it missed the target with a seed, or took over "
          "1.25 times as long"),
         (inf, 5.0, 4, "refused", "the plan before it misses the target itself"),
@@ -119,10 +119,10 @@ def test_a_gain_that_the_seeds_cannot_show_says_how_many_would(plan: Plan) -> No
     found, asked = asked_of(plan, seconds, 700.0, seeds=5)
     assert found.verdict == "not shown" and len(asked) == 10 and found.seeds == 5
     assert found.reason == (
-        "sooner at the target with 5 of 5 seeds, which is not shown at p < 0.01; about 16 seeds "
+        "sooner at the target with 5 of 5 seeds, which is not shown at p < 0.01; about 18 seeds "
         "should show such a gain"
     )
-    assert found.enough == 16
+    assert found.enough == 18
     missed, asked = asked_of(plan, lambda run: seconds(run) + (run.seed == 2), 700.0)
     assert missed.verdict == "worse" and len(asked) == 6 and "as small" in missed.reason
 
