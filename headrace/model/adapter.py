@@ -93,7 +93,10 @@ def links(config: ModelConfig) -> list[Link]:
 
 
 def from_hf(
-    config: ModelConfig, shapes: Mapping[str, Sequence[int]], read: Callable[[str], Tensor]
+    config: ModelConfig,
+    shapes: Mapping[str, Sequence[int]],
+    read: Callable[[str], Tensor],
+    path: Path | None = None,
 ) -> dict[str, Callable[[], Tensor]]:
     """Their state dict as ours: checks everything now, and makes each tensor when it is called for.
 
@@ -101,6 +104,7 @@ def from_hf(
         config: the model.
         shapes: their tensors' shapes by stored name.
         read: gives one of their tensors by stored name.
+        path: the folder that they lie in, where they lie in one.
 
     Raises:
         ConfigError: a tensor is missing, unexpected, or has another shape.
@@ -113,14 +117,15 @@ def from_hf(
         if not torch.equal(read(copy), read(embed)):
             raise ConfigError(
                 f"config.json says that embeddings are tied, but {copy} differs from {embed}",
-                '"tie_word_embeddings": false in config.json',
+                f'"tie_word_embeddings": false in {(path or Path()) / "config.json"}',
             )
     expected: dict[str, tuple[int, ...]] = {}
     for link in every:
         theirs = link.to_theirs(torch.empty(link.shape, device="meta"))
         expected |= {name: tuple(tensor.shape) for name, tensor in theirs.items()}
     found = {name: tuple(shapes[at]) for name, at in stored.items()}
-    _compare(expected, found, kind.name)
+    again = fetched_again(path) if path is not None else ""
+    _compare(expected, found, kind.name, again)
 
     def maker(link: Link) -> Callable[[], Tensor]:
         return lambda: link.to_ours([read(stored[name]) for name in link.theirs])
@@ -152,7 +157,10 @@ def _canonical(kind: Architecture, names: Iterable[str]) -> dict[str, str]:
 
 
 def _compare(
-    expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], owner: str
+    expected: Mapping[str, tuple[int, ...]],
+    found: Mapping[str, tuple[int, ...]],
+    owner: str,
+    again: str = "",
 ) -> None:
     """Equal names and shapes, or a ConfigError that lists what differs."""
     missing = [name for name in expected if name not in found]
@@ -167,7 +175,7 @@ def _compare(
     if lines:
         raise ConfigError(
             f"the tensors do not fit {owner}: " + "; ".join(lines),
-            "tensors and a config that belong together",
+            again or "tensors and a config that belong together",
         )
 
 
@@ -189,7 +197,7 @@ def read_config(path: Path, key: str = "model.pretrained") -> ModelConfig:
     """
     refuse_absent(path, key)
     refuse_no_model(path, key)
-    return config_from_hf(_read_json(path / "config.json"))
+    return config_from_hf(_read_json(path / "config.json"), key)
 
 
 _SHAPE = {"vocab", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn"}
@@ -223,21 +231,13 @@ def load_pretrained(path: Path, key: str = "model.pretrained") -> tuple[ModelCon
         UnsupportedError: pickled or quantised weights, or a model that we do not compute exactly.
     """
     config = read_config(path, key)
-    shapes, read = _open_tensors(path, *_weight_files(path))
-    makers = from_hf(config, shapes, read)
+    shapes, read = _open_tensors(path, *_weight_files(path, key), key)
+    makers = from_hf(config, shapes, read, path)
 
     def source(name: str, shape: torch.Size) -> Tensor:
-        if name not in makers:
-            raise ConfigError(
-                f"the plan's model has {name}, which {path} lacks",
-                f"the model.* keys that {path / 'config.json'} describes",
-            )
+        assert name in makers, f"{name} is not in {path}: what adds it must refuse given weights"
         tensor = makers[name]()
-        if tensor.shape != shape:
-            raise ConfigError(
-                f"{name} is {list(tensor.shape)} in {path}, and {list(shape)} in the plan's model",
-                f"the model.* keys that {path / 'config.json'} describes, and its tokenizer",
-            )
+        assert tensor.shape == shape, f"{name} is {list(tensor.shape)} in {path}, not {list(shape)}"
         if wrong := int((~torch.isfinite(tensor)).sum()):
             raise ConfigError(
                 f"{name} in {path} holds {wrong:,} numbers of {tensor.numel():,} that are NaN or "
@@ -254,13 +254,12 @@ def _read_json(path: Path) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be read: {error.strerror}",
-            "a folder with config.json and safetensors, as `save_pretrained` writes it",
+            f"{path} cannot be read: {error.strerror}", fetched_again(path.parent)
         ) from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}", "download it again") from None
+        raise ConfigError(f"{path} is not JSON: {error}", fetched_again(path.parent)) from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds no JSON object", "download it again")
+        raise ConfigError(f"{path} holds no JSON object", fetched_again(path.parent))
     return values
 
 
@@ -309,7 +308,9 @@ def files_left_out(path: Path) -> str:
     )
 
 
-def _weight_files(path: Path) -> tuple[list[Path], dict[str, str] | None]:
+def _weight_files(
+    path: Path, key: str = "model.pretrained"
+) -> tuple[list[Path], dict[str, str] | None]:
     """Return the files that `transformers` reads: one file, else those of the index, and the index.
 
     Without both every safetensors file is read but adapters.
@@ -327,33 +328,57 @@ def _weight_files(path: Path) -> tuple[list[Path], dict[str, str] | None]:
     if (path / _ADAPTERS).is_file():
         raise UnsupportedError(
             f"{path} has {_ADAPTERS} and no model: adapters stand on the weights of another folder",
-            "the model with its adapters merged, by peft's merge_and_unload and save_pretrained",
+            _by_transformers(
+                "from peft import AutoPeftModelForCausalLM as M; "
+                f"M.from_pretrained({str(path)!r}).merge_and_unload()",
+                f"{path}-merged",
+                key,
+            ),
         )
     pickles = sorted(file.name for file in path.iterdir() if file.suffix in _PICKLES)
     if pickles:
         raise UnsupportedError(
             f"{path} has {pickles[0]} and no safetensors; that file is a pickle, which can run "
             "code when it is opened, so Headrace never opens one",
-            "the safetensors version from the publisher, or convert it with transformers' "
-            "save_pretrained on a machine where you trust it",
+            _by_transformers(
+                "from transformers import AutoModelForCausalLM as M; "
+                f"M.from_pretrained({str(path)!r})",
+                f"{path}-safe",
+                key,
+            )
+            + f", where you trust the file; or {fetched_again(path)}",
         )
-    raise ConfigError(f"{path} has no *.safetensors", "a folder that holds the weights")
+    raise ConfigError(f"{path} has no *.safetensors", fetched_again(path))
+
+
+def _by_transformers(load: str, made: str, key: str) -> str:
+    """Return the command that loads a model and saves it in a new folder, and what names that."""
+    script = shlex.quote(f"{load}.save_pretrained({made!r})")
+    return f"python -c {script}, then {key}={shlex.quote(made)}"
 
 
 def _read_index(index: Path) -> dict[str, str]:
     """Return the file of each tensor by an index; every file is there, beside it."""
     placed = _read_json(index).get("weight_map")
+    aside = _without_index(index)
     if not isinstance(placed, dict) or not placed:
-        raise ConfigError(f"{index} has no weight_map of names to files", "download it again")
+        raise ConfigError(f"{index} has no weight_map of names to files", aside)
     for tensor, name in placed.items():
         if not isinstance(name, str) or Path(name).name != name:
             raise ConfigError(
-                f"{index} names {name} for {tensor}, which is not a file beside it",
-                "download it again",
+                f"{index} names {name} for {tensor}, which is not a file beside it", aside
             )
         if not (index.parent / name).is_file():
-            raise ConfigError(f"{index} names {name}, which is not there", "download it again")
+            raise ConfigError(
+                f"{index} names {name}, which is not there", fetched_again(index.parent)
+            )
     return placed
+
+
+def _without_index(index: Path) -> str:
+    """Return what to do about an index that is wrong: fetch it again, or read all files."""
+    moved = f"mv {shlex.quote(str(index))} {shlex.quote(f'{index}.wrong')}"
+    return f"{moved}, if its files are whole; or {fetched_again(index.parent)}"
 
 
 def _numbered_alike(path: Path, placed: Mapping[str, str]) -> set[str]:
@@ -389,11 +414,7 @@ def _check_index(path: Path, placed: Mapping[str, str], holder: Mapping[str, str
             fault = f"leaves out {tensor}, which {has} has"
         else:
             fault = f"places {tensor} in {said}, and it is in {has}"
-        raise ConfigError(
-            f"{index} {fault}",
-            f"download it and its files again, or mv {index} {index}.wrong to read every "
-            f"*.safetensors of {path}",
-        )
+        raise ConfigError(f"{index} {fault}", _without_index(index))
 
 
 def _begins(file: Path, text: bytes) -> bool:
@@ -403,7 +424,10 @@ def _begins(file: Path, text: bytes) -> bool:
 
 
 def _open_tensors(
-    path: Path, files: list[Path], placed: Mapping[str, str] | None
+    path: Path,
+    files: list[Path],
+    placed: Mapping[str, str] | None,
+    key: str = "model.pretrained",
 ) -> tuple[dict[str, tuple[int, ...]], Callable[[str], Tensor]]:
     """Every tensor's shape, and a function that reads one by name."""
     shapes: dict[str, tuple[int, ...]] = {}
@@ -418,19 +442,19 @@ def _open_tensors(
                     f"{file} is a pointer of Git LFS, and the weights were not fetched",
                     f"git -C {shlex.quote(str(file.parent))} lfs pull",
                 ) from None
-            raise ConfigError(f"{file} is damaged: {error}", "download it again") from None
+            raise ConfigError(f"{file} is damaged: {error}", fetched_again(path)) from None
         for name in handle.keys():  # noqa: SIM118  (a handle is no mapping)
             if name in shapes:
+                first = file.parent / where[name]
                 raise ConfigError(
-                    f"{name} stands twice in {file.parent}: in {file.name} and in another of "
-                    f"{', '.join(other.name for other in files if other != file)}",
-                    f"leave one set of weights in {file.parent}",
+                    f"{name} stands twice in {file.parent}: in {first.name} and in {file.name}",
+                    f"mv {shlex.quote(str(first))} {shlex.quote(f'{first}.aside')}",
                 )
             view = handle.get_slice(name)
             if view.get_dtype() not in _FLOATS:
                 raise UnsupportedError(
                     f"{name} in {file} is {view.get_dtype()}; Headrace reads {', '.join(_FLOATS)}",
-                    "the version of this checkpoint that is not quantised",
+                    f"{key}=FOLDER of the version that is not quantised",
                 )
             shapes[name], holder[name] = tuple(view.get_shape()), handle
             where[name] = file.name

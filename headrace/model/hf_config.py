@@ -162,31 +162,35 @@ def _toml(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
+def config_from_hf(values: Mapping[str, Any], key: str = "model.pretrained") -> ModelConfig:
     """The model that a config.json describes.
+
+    Args:
+        values: of the file.
+        key: the plan's key that names its folder.
 
     Raises:
         UnsupportedError: another architecture, or a field that changes the mathematics in a way
             that we do not model.
         ConfigError: a size is missing or cannot be.
     """
-    kind = _named_architecture(values)
-    _refuse_other_mathematics(kind, values)
+    kind = _named_architecture(values, key)
+    _refuse_other_mathematics(kind, values, key)
     ours: dict[str, Any] = {key: fit[0] for key, fit in kind.implies.items()}
-    for key, theirs in kind.fields.items():
+    for name, theirs in kind.fields.items():
         value = values.get(theirs)
-        ours[key] = kind.absent.get(key) if value is None else value
-        if ours[key] is None:
+        ours[name] = kind.absent.get(name) if value is None else value
+        if ours[name] is None:
             raise ConfigError(
                 f"config.json of a {kind.name} has no {theirs!r}", f"{theirs!r}: N in it"
             )
     if kind is GPT2:
-        ours["activation"] = _gpt2_activation(values.get("activation_function", "gelu_new"))
+        ours["activation"] = _gpt2_activation(values.get("activation_function", "gelu_new"), key)
         ours["ffn"] = ours["ffn"] or 4 * ours["dim"]
     else:
-        ours["rope_theta"] = _rope_theta(values)
+        ours["rope_theta"] = _rope_theta(values, key)
     if kind is LLAMA:
-        ours["bias"] = _llama_bias(values)
+        ours["bias"] = _llama_bias(values, key)
     try:
         return read_table(ModelConfig, ours, "model")
     except ConfigError as error:  # under our keys, and no key of a plan mends given weights
@@ -198,7 +202,7 @@ def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
         ) from None
 
 
-def _named_architecture(values: Mapping[str, Any]) -> Architecture:
+def _named_architecture(values: Mapping[str, Any], key: str) -> Architecture:
     by_type = {kind.model_type: kind.name for kind in ARCHITECTURES.values()}
     model_type = str(values.get("model_type", ""))
     name = str((values.get("architectures") or [by_type.get(model_type, model_type)])[0])
@@ -207,42 +211,42 @@ def _named_architecture(values: Mapping[str, Any]) -> Architecture:
         raise UnsupportedError(
             f"config.json is of a {name or 'nameless architecture'}; Headrace reads "
             f"{', '.join(ARCHITECTURES)}, the nearest is {near}",
-            "a checkpoint of one of these architectures",
+            f"{key}=FOLDER of a model of one of these architectures",
         )
     return ARCHITECTURES[name]
 
 
-def _refuse(field: str, value: Any, wanted: str) -> UnsupportedError:
+def _refuse(field: str, value: Any, wanted: str, key: str) -> UnsupportedError:
     return UnsupportedError(
         f"config.json has {field} = {value!r}, which Headrace does not model; it reads {wanted}",
-        f"a checkpoint with {wanted}",
+        f"{key}=FOLDER of a model with {wanted}",
     )
 
 
-def _refuse_other_mathematics(kind: Architecture, values: Mapping[str, Any]) -> None:
-    for key, only in kind.fixed.items():
-        if values.get(key, only) != only:
-            raise _refuse(key, values[key], f"{key} = {only!r}")
-    for key in ("quantization_config", "auto_map"):
-        if values.get(key) is not None:
-            raise _refuse(key, values[key], f"configs without {key}")
+def _refuse_other_mathematics(kind: Architecture, values: Mapping[str, Any], key: str) -> None:
+    for name, only in kind.fixed.items():
+        if values.get(name, only) != only:
+            raise _refuse(name, values[name], f"{name} = {only!r}", key)
+    for name in ("quantization_config", "auto_map"):
+        if values.get(name) is not None:
+            raise _refuse(name, values[name], f"a config.json without {name}", key)
     if "sliding_attention" in (values.get("layer_types") or ()):
-        raise _refuse("layer_types", "sliding_attention", "layers of full_attention")
+        raise _refuse("layer_types", "sliding_attention", "layers of full_attention", key)
 
 
-def _rope_theta(values: Mapping[str, Any]) -> float:
+def _rope_theta(values: Mapping[str, Any], key: str) -> float:
     """From a table (transformers 5) or a field (4), if nothing scales or shortens the rotation."""
     theta = values.get("rope_theta")
-    for key in ("rope_parameters", "rope_scaling"):
-        table = values.get(key) or {}
+    for name in ("rope_parameters", "rope_scaling"):
+        table = values.get(name) or {}
         kind = table.get("rope_type", table.get("type", "default"))
         if kind != "default":
-            raise _scaled(key, kind, table)
+            raise _scaled(name, kind, table, key)
         theta = table.get("rope_theta", theta)
     for table in (values, values.get("rope_parameters") or {}):
         part = table.get("partial_rotary_factor")
         if part not in (None, 1.0):
-            raise _refuse("partial_rotary_factor", part, "partial_rotary_factor = 1.0")
+            raise _refuse("partial_rotary_factor", part, "partial_rotary_factor = 1.0", key)
     return 10_000.0 if theta is None else theta
 
 
@@ -254,9 +258,9 @@ _SCALINGS = {
 """What a scaled rotation is made of, and the knobs of the technique that makes it here."""
 
 
-def _scaled(key: str, kind: str, table: Mapping[str, Any]) -> UnsupportedError:
+def _scaled(name: str, kind: str, table: Mapping[str, Any], key: str) -> UnsupportedError:
     """The refusal of a scaled rotation: a plan says it, where it can be said."""
-    refusal = _refuse(f"{key}.rope_type", kind, "rope_type = 'default' (no scaling)")
+    refusal = _refuse(f"{name}.rope_type", kind, "rope_type = 'default', which is no scaling", key)
     given = {k: value for k, value in table.items() if value is not None}
     wanted = {"linear": {"factor"}}.get(kind, {"factor", "original_max_position_embeddings"})
     other = given.keys() - {*_SCALINGS, "rope_type", "type", "rope_theta", "attention_factor"}
@@ -273,18 +277,18 @@ def _scaled(key: str, kind: str, table: Mapping[str, Any]) -> UnsupportedError:
     )
 
 
-def _llama_bias(values: Mapping[str, Any]) -> bool:
+def _llama_bias(values: Mapping[str, Any], key: str) -> bool:
     attention, mlp = bool(values.get("attention_bias")), bool(values.get("mlp_bias"))
     if attention != mlp:
         raise _refuse(
-            "attention_bias", attention, f"attention_bias equal to mlp_bias, which is {mlp}"
+            "attention_bias", attention, f"attention_bias equal to mlp_bias, which is {mlp}", key
         )
     return attention
 
 
-def _gpt2_activation(name: str) -> str:
+def _gpt2_activation(name: str, key: str) -> str:
     if name not in _GPT2_ACTIVATIONS:
-        raise _refuse("activation_function", name, " or ".join(_GPT2_ACTIVATIONS))
+        raise _refuse("activation_function", name, "one of " + ", ".join(_GPT2_ACTIVATIONS), key)
     return _GPT2_ACTIVATIONS[name]
 
 

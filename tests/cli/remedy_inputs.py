@@ -234,6 +234,7 @@ def config(**keys: Any) -> MAKE:
     return weights(change)
 
 
+FETCH = "hf download OWNER/NAME --local-dir hf, with the name that the weights were published under"
 FINE = "explain demo device=cpu model.pretrained=hf"
 
 
@@ -266,7 +267,7 @@ WEIGHTS = {
                 (folder / "config.json").write_text("{"),
             )
         ),
-        does={"download it again": kept},
+        does={FETCH: kept},
         then=FINE,
     ),
     "model/adapter:_check_index#1": Case(
@@ -279,12 +280,7 @@ WEIGHTS = {
                 ),
             )
         ),
-        prose={"download it and its files again": "no network"},
-        fills={
-            "download it and its files again, or ": "",
-            " to read every *.safetensors of hf": "",
-        },
-        whole=True,
+        prose={FETCH: "no network"},
     ),
     "data/pretrained:check_tokenizer#2": Case(
         f"{FINE} data.tokenizer=tok.json",

@@ -1,11 +1,12 @@
 """Weights that are numbers and of no use, and folders of weights that are damaged."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from remedy_inputs import GOOD, weights
+from remedy_inputs import FETCH, FINE, GOOD, weights
 from safetensors.torch import load_file, save_file
 from shell import Case, run
 from tiny import resealed
@@ -49,7 +50,6 @@ def whole(_: Path) -> None:
     shutil.copy("weights.kept", "hf/model.safetensors")
 
 
-FETCH = "hf download OWNER/NAME --local-dir hf, with the name that the weights were published under"
 OTHERS = {"FOLDER of others": "good"}
 
 
@@ -74,7 +74,7 @@ TOO_LARGE = {
     "state:diverged#2": Case(
         "train runs/demo/plan.toml --resume goal.steps=8", huge(6), through=("build:_stop#1",)
     ),
-    "model/adapter:load_pretrained.source#3": Case(
+    "model/adapter:load_pretrained.source#1": Case(
         f"{TRAIN} model.pretrained=hf",
         beside(given(float("nan"))),
         does={FETCH: whole},
@@ -82,3 +82,163 @@ TOO_LARGE = {
     ),
 }
 """Weights that no loss can be computed with."""
+
+INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def broken(change: Callable[[Path], Any]) -> Callable[[Path], Any]:
+    """Export the run into `hf`, keep a copy in `kept`, and spoil the first."""
+    return weights(lambda folder: (shutil.copytree(folder, "kept"), change(folder)))
+
+
+def sound(_: Path) -> None:
+    """Bring the folder back, as a download does."""
+    shutil.rmtree("hf")
+    shutil.copytree("kept", "hf")
+
+
+def fetched(change: Callable[[Path], Any]) -> Case:
+    """A folder that only its publisher can mend."""
+    return Case(FINE, broken(change), does={FETCH: sound}, then=FINE)
+
+
+def another(change: Callable[[Path], Any], words: str) -> Case:
+    """A folder that Headrace does not read, where another is named."""
+    return Case(FINE, broken(change), fills={words: "kept"})
+
+
+def says(**keys: Any) -> Callable[[Path], Any]:
+    """Write other values into config.json."""
+
+    def change(folder: Path) -> None:
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | keys))
+
+    return change
+
+
+def indexed(weight_map: Any) -> Callable[[Path], Any]:
+    """Give the weights another name, and an index that says this."""
+
+    def change(folder: Path) -> None:
+        (folder / WHOLE).rename(folder / "a.safetensors")
+        (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+    return change
+
+
+def without_index(weight_map: Any) -> Case:
+    """An index that is nonsense beside files that are whole."""
+    return Case(FINE, broken(indexed(weight_map)), prose={FETCH: "no network"})
+
+
+def unreadable(folder: Path) -> None:
+    """Let config.json be a file that no read succeeds on, for an administrator too."""
+    (folder / "config.json").unlink()
+    (folder / "config.json").symlink_to("/proc/self/mem")
+
+
+def whole_numbers(folder: Path) -> None:
+    """Store one tensor as 8-bit numbers, as a quantised model has them."""
+    tensors = load_file(folder / WHOLE)
+    name = next(iter(tensors))
+    tensors[name] = tensors[name].char()
+    save_file(tensors, folder / WHOLE, metadata={"format": "pt"})
+
+
+def untied(folder: Path) -> None:
+    """Tie embeddings in config.json alone."""
+    says(tie_word_embeddings=True)(folder)
+
+
+def pickled(folder: Path) -> None:
+    """Leave a pickle where the weights were."""
+    (folder / WHOLE).rename(folder / "pytorch_model.bin")
+
+
+def adapters(folder: Path) -> None:
+    """Leave adapters where the weights were."""
+    (folder / WHOLE).rename(folder / "adapter_model.safetensors")
+
+
+def made(name: str) -> Callable[[Path], Any]:
+    """Save a whole model under another name, as transformers does."""
+    return lambda _: shutil.copytree("kept", name)
+
+
+def in_the_run(folder: Path) -> None:
+    """Cut the weights of an export short that lies in the run."""
+    assert run(["export", "demo", "--to", "hf"]).code == 0
+    (folder / "hf" / WHOLE).write_bytes(b"x")
+
+
+SCALED = {"rope_type": "linear", "factor": 2.0}
+FOLDERS = {
+    "model/adapter:_read_json#1": fetched(unreadable),
+    "model/adapter:_read_json#3": fetched(lambda hf: (hf / "config.json").write_text("[]")),
+    "model/adapter:_compare#1": fetched(says(num_hidden_layers=2)),
+    "model/adapter:from_hf#1": Case(
+        FINE,
+        broken(untied),
+        does={'"tie_word_embeddings": false in hf/config.json': sound},
+        then=FINE,
+    ),
+    "model/adapter:_weight_files#1": Case(
+        FINE,
+        broken(adapters),
+        does={
+            "python -c 'from peft import AutoPeftModelForCausalLM as M; M.from_pretrained('\"'\"'hf"
+            "'\"'\"').merge_and_unload().save_pretrained('\"'\"'hf-merged'\"'\"')'": made(
+                "hf-merged"
+            )
+        },
+    ),
+    "model/adapter:_weight_files#2": Case(
+        FINE,
+        broken(pickled),
+        does={
+            "python -c 'from transformers import AutoModelForCausalLM as M; M.from_pretrained("
+            "'\"'\"'hf'\"'\"').save_pretrained('\"'\"'hf-safe'\"'\"')'": made("hf-safe")
+        },
+        prose={FETCH: "no network"},
+    ),
+    "model/adapter:_weight_files#3": fetched(lambda hf: (hf / WHOLE).unlink()),
+    "model/adapter:_read_index#1": without_index({}),
+    "model/adapter:_read_index#2": without_index({"model.norm.weight": "../a.safetensors"}),
+    "model/adapter:_read_index#3": fetched(indexed({"model.norm.weight": "b.safetensors"})),
+    "model/adapter:_open_tensors#1": Case(
+        FINE,
+        broken(lambda hf: (hf / WHOLE).write_text("version https://git-lfs.github.com/spec/v1\n")),
+        does={"git -C hf lfs pull": sound},
+        then=FINE,
+    ),
+    "model/adapter:_open_tensors#2": Case(
+        FINE.replace("=hf", "=runs/demo/hf"), in_the_run, whole=True
+    ),
+    "model/adapter:_open_tensors#3": Case(
+        FINE,
+        broken(
+            lambda hf: (
+                (hf / WHOLE).rename(hf / "a.safetensors"),
+                shutil.copy(hf / "a.safetensors", hf / "b.safetensors"),
+            )
+        ),
+    ),
+    "model/adapter:_open_tensors#4": another(
+        whole_numbers, "FOLDER of the version that is not quantised"
+    ),
+    "model/hf_config:_named_architecture#1": another(
+        says(architectures=["MambaForCausalLM"]),
+        "FOLDER of a model of one of these architectures",
+    ),
+    "model/hf_config:_refuse#1": another(
+        says(hidden_act="gelu"), "FOLDER of a model with hidden_act = 'silu'"
+    ),
+    "model/hf_config:_scaled#1": Case(
+        FINE,
+        broken(says(rope_parameters=SCALED)),
+        does={"rope_type = 'default' in config.json, and ": sound},
+    ),
+}
+"""Folders of weights that are damaged, or none of those that Headrace reads."""
+GIVEN = TOO_LARGE | FOLDERS

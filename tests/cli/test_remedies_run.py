@@ -16,13 +16,13 @@ from remedy_doctor import DOCTOR
 from remedy_inputs import INPUTS
 from remedy_listed import BARE, LISTED
 from remedy_python import PYTHON
-from remedy_weights import TOO_LARGE
+from remedy_weights import GIVEN
 from shell import Case, Told, follow, run, split
 
 ROOT = Path(__file__).parents[2]
 LEADS = CASES | PREPARED
 """Commands whose remedies lead to another state."""
-BROUGHT = INPUTS | TOO_LARGE | DOCTOR | DATA
+BROUGHT = INPUTS | GIVEN | DOCTOR | DATA
 """What a user brings that is wrong: each way of these remedies ends in success."""
 MADE = ("MemoryFull", "NoMoreThreads")
 """Errors that make their own remedy."""

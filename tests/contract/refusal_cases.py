@@ -167,6 +167,7 @@ CASES: dict[str, Asked] = {
     ),
     "techniques/design/gqa:Gqa.supports#1": Asked(("model.heads=1", "model.head_dim=64"), ("gqa",)),
     "techniques/design/gqa:Gqa.supports#2": Asked(("techniques.gqa.queries_per_key=3",), ("gqa",)),
+    "techniques/design/gqa:Gqa.supports#3": Asked(("model.pretrained=x",), ("gqa",)),
     "techniques/design/mixture_of_experts:MixtureOfExperts.supports#1": Asked(
         ("model.pretrained=x",), ("mixture_of_experts",)
     ),

@@ -66,6 +66,8 @@ class Gqa(Technique[Build]):
                 f"{self.queries_per_key}",
                 f"techniques.gqa.queries_per_key={near}",
             )
+        if model.pretrained:
+            return Unsupported("the weights of model.pretrained have their heads", "leave it out")
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
