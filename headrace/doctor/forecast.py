@@ -34,10 +34,10 @@ from math import exp, isfinite, log, nan, prod, sqrt
 from typing import Literal
 
 from headrace.core.statistics import Interval
-from headrace.core.work import EDGE_S, HOST_S, SLOW_HOST
+from headrace.core.work import HOST_S, SLOW_HOST
 from headrace.doctor.physics import UNKNOWN, Use, host_binds, priced_idle
 from headrace.doctor.window import Window
-from headrace.planner.foresight import FEW, Foresight
+from headrace.planner.foresight import EDGE, FEW, Foresight
 
 Source = Literal["ledger", "share", "none"]
 APART = 2.0
@@ -47,6 +47,9 @@ HOST_APART = 4.0
 DRIFT = 1.15
 """Times as long as minutes ago that a host takes for the same launches: chosen by two plans, 60m
 naive went from 202 to 235 ms, 160m naive from 348 to 317 (forecasts_run.jsonl, forecasts.jsonl)."""
+SHORTEST_S = 2.5e-3
+"""Least seconds that a host's part is divided by: a shorter part decides no step, and a CPU, whose
+host is the device, has none."""
 NOTHING = 1e-4
 """Of a step: a change that the ledger says is smaller does nothing to its time."""
 LEAST_TAKEN, MOST_TAKEN = 0.5, 1.0
@@ -161,12 +164,12 @@ def by_ledger(before: Foresight, after: Foresight, measured: Measured) -> Foreca
         return Forecast(None, "none", FEW)
     if measured.step_s is None:
         return _of_a_plan(before, after)
-    left_s = measured.step_s - measured.waits_s
+    left_s, edge_s = measured.step_s - measured.waits_s, _edge_s(before)
     if measured.by_host and before.host_s:
-        whole = (left_s - EDGE_S) / before.host_s
+        whole = (left_s - edge_s) / before.host_s
         if unlike := _unlike(whole, HOST_APART, "of what this run's host takes"):
             return unlike
-        quick = min(1.0, (left_s - EDGE_S) / before.device_s)  # it was done when the host was
+        quick = min(1.0, (left_s - edge_s) / before.device_s)  # it was done when the host was
         pace, base = _pace(before, left_s)
         paces = [(one, one, base) for one in (pace, DRIFT * pace, pace / DRIFT)]
         paces += [(pace, _differing(before, after, pace, 1.0), base), (whole, whole, whole)]
@@ -181,10 +184,10 @@ def by_ledger(before: Foresight, after: Foresight, measured: Measured) -> Foreca
         alike = before.waits_for_launches == after.waits_for_launches
         after_s = scale * after.step_s if alike else _paced(after, 1.0, scale)
         # No host is slower than any that was seen, or takes longer than it ran ahead.
-        pace = (left_s - measured.slack_s - EDGE_S) / max(before.host_s, EDGE_S)
+        pace = (left_s - measured.slack_s - edge_s) / max(before.host_s, SHORTEST_S)
         late = DRIFT * min(SLOW_HOST, pace)
         steps_s = [(left_s, after_s)] + [
-            (max(left_s, late * before.host_s + EDGE_S), max(after_s, one * after.host_s + EDGE_S))
+            (max(left_s, late * before.host_s + edge_s), max(after_s, one * after.host_s + edge_s))
             for one in (late, _differing(before, after, late, 1.0))
         ]  # fmt: skip
     waits_s = measured.waits_s
@@ -213,9 +216,9 @@ def _pace(before: Foresight, left_s: float) -> tuple[float, float]:
     recorded took 8.6 ms a step on an H100, 8.5 foreseen, where as they were their launches took
     twice as long as foreseen. Where launches are few, both are at one pace.
     """
-    launches_s = before.host_s - HOST_S
-    pace = (left_s - EDGE_S - HOST_S) / launches_s if launches_s > HOST_S else 0.0
-    whole = (left_s - EDGE_S) / before.host_s
+    launches_s, left_s = before.host_s - HOST_S, left_s - _edge_s(before)
+    pace = (left_s - HOST_S) / launches_s if launches_s > HOST_S else 0.0
+    whole = left_s / before.host_s
     return (pace, 1.0) if pace > 0 else (whole, whole)
 
 
@@ -225,13 +228,18 @@ def _paced(
     """Seconds of a step whose launches, device and rest of the host take so many times as long."""
     rest_s = min(HOST_S, one.host_s)
     host_s = (pace if base is None else base) * rest_s + pace * (one.host_s - rest_s)
-    return max(device * one.device_s, host_s) + EDGE_S
+    return max(device * one.device_s, host_s) + _edge_s(one)
 
 
 def _differing(before: Foresight, after: Foresight, pace: float, other: float) -> float:
     """The host's pace at the second plan, if what the first has not is at another pace."""
     least, most = sorted((before.host_s, after.host_s))
-    return pace + (1 - least / max(most, EDGE_S)) * (other - pace)
+    return pace + (1 - least / max(most, SHORTEST_S)) * (other - pace)
+
+
+def _edge_s(one: Foresight) -> float:
+    """Return the seconds between two steps in which the device has nothing to do; 0 on a CPU."""
+    return one.parts_s.get(EDGE, 0.0)
 
 
 def _unlike(times: float, apart: float, what: str) -> Forecast | None:

@@ -1,0 +1,75 @@
+"""Remedies and forecasts of a run on a CPU, whose rates are made up."""
+
+from dataclasses import replace
+from math import exp, log
+from typing import Any
+
+import pytest
+import torch
+from probed_cpu import probed_cpu
+
+from headrace.cli import catalogue
+from headrace.context import make_context
+from headrace.core.machine import Machine
+from headrace.core.plan import Plan
+from headrace.core.rates import Step
+from headrace.doctor.findings import Finding
+from headrace.doctor.forecast import Measured, by_ledger
+from headrace.doctor.remedies import Remedy, remedies
+from headrace.planner.foresight import Foresight, foresee
+
+TINY: dict[str, Any] = {
+    "name": "tiny",
+    "model": {"dim": 64, "layers": 1, "heads": 4, "vocab": 512},
+    "data": {"sources": ["made-up.txt"], "sequence_length": 32},
+    "batch": {"tokens": 64},
+    "goal": {"steps": 10},
+}
+
+
+def plan_of(**tables: Any) -> Plan:
+    """The tiny plan, with tables in the place of its own."""
+    return Plan.model_validate({**TINY, **tables}, context={"catalogue": catalogue()})
+
+
+def foreseen(plan: Plan, machine: Machine) -> Foresight:
+    return foresee(plan, make_context(plan, torch.device("cpu")), machine)
+
+
+def test_no_pause_of_a_gpu_stands_between_steps_of_a_cpu() -> None:
+    """A step of a tenth of a GPU's pause gains what its ledger says, of a plan and of a run."""
+    machine = probed_cpu()
+    plan = plan_of()
+    before = foreseen(plan, machine)
+    assert before.step_s is not None and before.step_s < 2e-3
+    half = replace(before, step_s=before.step_s / 2, parts_s={"matrix products": before.step_s / 2})
+    assert half.device_s == pytest.approx(before.step_s / 2)
+    for measured in (Measured(), Measured(before.step_s)):
+        gain = by_ledger(before, half, measured).gain
+        assert gain is not None and gain.value == pytest.approx(1.0)
+        assert gain.low < 1.0 < gain.high < exp(log(2) + 0.3) - 1
+
+
+def remedies_of(machine: Machine, plan: Plan) -> list[Remedy]:
+    finding = Finding("computation", 0.9, "", "made up", "measured")
+    context = make_context(plan, torch.device("cpu"))
+    return remedies(finding, plan, context, machine, catalogue(), Measured())
+
+
+def test_two_techniques_together_are_a_remedy_on_a_cpu() -> None:
+    """Compiling and kept memory gain more together than each; neither is known by name."""
+    small = {"dim": 128, "layers": 2, "heads": 4, "vocab": 2048, "rows": 32, "length": 128}
+    step = Step(**small, compiled=False, keeps=False, threads=2, seconds=0.3)
+    machine = probed_cpu(step, replace(step, keeps=True, seconds=0.24))
+    plan = plan_of(model={"dim": 128, "layers": 2, "heads": 4, "vocab": 2048},
+                   data={"sources": ["made-up.txt"], "sequence_length": 128},
+                   batch={"tokens": 4096})  # fmt: skip
+    found = remedies_of(machine, plan)
+    gains = {one.change: one.gain.value for one in found if one.gain is not None}
+    pair = ("+kept_memory", "+torch_compile")
+    alone = gains[("+torch_compile",)]
+    assert next(iter(gains)) == pair, gains
+    assert gains[pair] > 1.02 * (1 + alone) - 1
+    both = next(one for one in found if one.change == pair)
+    for name in ("torch_compile", "kept_memory"):
+        assert catalogue().find(name).line() in both.what
