@@ -3,12 +3,12 @@
 No technique is known by name here. A technique is a candidate when its `symptoms` name the
 finding's bottleneck and it can run on this plan; what it cannot stand beside is taken out with it.
 Of what the ledger prices (`PRICED`) every single change that keeps what is learned is a candidate,
-whatever its symptoms. Where launches bind a GPU, so is the best pair: what is best on top of the
-best single change. Beside techniques there are a few keys of the plan, all in `KEYS`, the rows of a
-micro-batch, and for memory that nobody uses the techniques that trade time for it, taken out. Each
-is foreseen like a plan of its own. What the ledger says makes the step slower is no remedy for lost
-time, and what does not shrink the peak is none for full memory; what nothing foretells is listed
-last, and says so.
+whatever its symptoms. Where launches bind a GPU, and for a step's own time on a CPU, so is the best
+pair (`PAIRED`): what is best on top of the best single change. Beside techniques there are a few
+keys of the plan, all in `KEYS`, the rows of a micro-batch, and for memory that nobody uses the
+techniques that trade time for it, taken out. Each is foreseen like a plan of its own. What the
+ledger says makes the step slower is no remedy for lost time, and what does not shrink the peak is
+none for full memory; what nothing foretells is listed last, and says so.
 
 Bottlenecks that the ledger does not price (waiting for data, for other ranks, padding) are forecast
 by their measured share. Learning (instability, recipe) is not forecast: seeds tell. Of an
@@ -48,6 +48,10 @@ STEP = 3
 """By what a rate that may be too high is divided, where it is tried alone."""
 OF_TIME = ("computation", "memory bandwidth", "kernel efficiency", LEDGER_FIRST)
 """What a step's own time goes to."""
+PAIRED: Mapping[str, tuple[str, ...]] = {"cuda": (LEDGER_FIRST,), "cpu": OF_TIME}
+"""By device: bottlenecks for which the best pair of changes is a remedy too. On a GPU compiling and
+graphs lessen launches together. On a CPU, where each is foreseen in milliseconds, compiling stands
+beside kept memory, threads or a loss in chunks, which act on different parts of a step."""
 CAUSES = ("instability",)
 """What keys of the plan cause, so that they come before techniques that bear with it."""
 HEALTHY = 0.05
@@ -173,7 +177,7 @@ def remedies(
     ask = _Asker(finding, asking, measured)
     found = list(filter(None, map(ask.remedy, candidates(finding.bottleneck, asking, measured))))
     found = _without_needless(found, finding)
-    if finding.bottleneck == LEDGER_FIRST and context.device == "cuda":
+    if finding.bottleneck in PAIRED.get(context.device, ()):
         found = _without_needless([*found, *ask.pairs(found)], finding)
     learns, name = finding.bottleneck in QUALITY, finding.bottleneck
     causes = [_keys(words) for words in KEYS[name](plan)] if name in CAUSES else []
