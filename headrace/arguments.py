@@ -12,8 +12,9 @@ from headrace.build import NOT_OF_WEIGHTS
 from headrace.context import choose_device, elsewhere, make_context
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.files import toml_values
+from headrace.core.layers import left_to_weights
 from headrace.core.machine import Machine
-from headrace.core.plan import Plan, left_to_weights
+from headrace.core.plan import Plan
 from headrace.core.technique import Catalogue, Context, installed
 from headrace.model.adapter import load_pretrained
 from headrace.probes.at_hand import rates

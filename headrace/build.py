@@ -227,7 +227,7 @@ def _trunk(
     techniques: list[Technique[Any]],
 ) -> Build:  # fmt: skip
     """A Build whose every owned socket holds the trunk's filler."""
-    if folder := plan.model.pretrained:
+    if (folder := plan.model.pretrained) and not prepared.has_begun:
         entries_there = read_config(Path(folder)).vocab
         check_tokenizer(prepared.tokenizer, folder, "model.pretrained", entries_there)
     config = _model_config(plan, prepared.tokenizer.vocab)

@@ -12,7 +12,7 @@ import torch
 from pydantic import BaseModel
 
 from headrace.build import NOT_OF_WEIGHTS
-from headrace.changes import flatten, override
+from headrace.changes import flatten, override, rewritten
 from headrace.checkpoint import Saved
 from headrace.core.command import train_again
 from headrace.core.errors import ConfigError
@@ -133,7 +133,8 @@ def check_same_run(saved: Saved, build: Build, *, fork: bool = False) -> None:
     """
     plan, run = build.plan, saved.path.parent.parent
     changes, exact = differences(saved, plan), _exact(saved, plan)
-    fixed = [key for table in MUST_STAY for key in changes if among(key, [table])]
+    made = rewritten(plan)  # by techniques, which are looked at themselves
+    fixed = [key for t in MUST_STAY for key in changes if among(key, [t]) and key not in made]
     switched = [key for key in changes if _switched(key) and key.split(".")[1] not in exact]
     learned, shapes = changed_knobs(saved, plan), _reshaped(saved, build)
     words = [back(saved, key, changes[key]) for key in (*fixed, *switched, *learned)]

@@ -218,7 +218,8 @@ def open_model(
         prepared = reopen(plan, RunFolder(folder).read_data(), folder)
     else:
         tokenizer = _own_tokenizer(saved, folder)
-        prepared = Prepared(folder, tokenizer, train=(), validation=None, fingerprint={})  # type: ignore[arg-type]
+        none: Any = None  # a model alone reads no validation
+        prepared = Prepared(folder, tokenizer, (), none, fingerprint={}, has_begun=True)
     until = Stage.STEP if with_data else Stage.MATERIALIZE
     build = make_build(plan, prepared, World(), choose_device(plan), until=until)
     check_frozen(saved, plan, frozen_digests(plan))

@@ -139,6 +139,32 @@ def test_what_is_learned_otherwise_is_refused_and_its_commands_work(
     assert new["restarts"] == 0 and report(folder)["steps"] == 5
 
 
+MAKES = {
+    "rope": ("{theta = 5000.0}", "theta=500.0"),
+    "gqa": ("{queries_per_key = 2}", "queries_per_key=4"),
+}
+"""A technique that makes keys of the model, and another value of its knob."""
+
+
+@pytest.mark.parametrize("technique", MAKES)
+def test_a_knob_that_makes_keys_of_the_model_is_told_by_its_own_name(
+    say: Say, home: Path, technique: str
+) -> None:
+    """The keys that it makes were never typed, so no remedy can ask to leave them out."""
+    knobs, change = MAKES[technique]
+    table = f"techniques.{technique}"
+    say("train", "tiny.toml", *SHORT, "name=makes", "model.heads=4", f"{table}={knobs}")
+    again = say("train", "tiny.toml", "name=makes", "--resume", "goal.steps=5")
+    assert again["resumed"]["changed"] == {"goal.steps": [4, 5]}
+    words = ("name=makes", "--resume", f"{table}.{change}")
+    refused = say("train", "tiny.toml", *words, code=2)
+    assert refused["error"].startswith(f"cannot resume: {table}.{change.partition('=')[0]} was ")
+    assert "model." not in refused["error"].partition(": ")[2].partition("learned")[0]
+    back, other = commands(refused["remedy"])
+    assert say(*back)["resumed"]["changed"] == {}
+    assert say(*other, "goal.steps=6")["steps"] == 6
+
+
 def test_a_technique_that_was_switched_off_is_refused_and_its_commands_work(say: Say) -> None:
     words = ("name=moe", "--resume", "--without", "mixture_of_experts")
     refused = say("train", "tiny.toml", *words, code=2)

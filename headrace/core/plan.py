@@ -22,6 +22,7 @@ from pydantic import (
 
 from headrace.core.errors import ConfigError
 from headrace.core.files import check_values, toml_value, toml_values
+from headrace.core.layers import left_to_techniques, left_to_weights
 from headrace.core.model_config import WIDEST, ModelConfig
 from headrace.core.strict import READ, Strict, Wrong, explained, field_at, read_table
 from headrace.core.technique import Catalogue, Technique, installed
@@ -367,9 +368,13 @@ class Plan(Strict):
         overrides = [*overrides]
         for item in overrides:
             _override(values, item)
-        for key in left_to_weights(values, overrides):
+        with_, without = [*with_], [*without]
+        made = left_to_techniques(
+            values, overrides, without, lambda: Plan.read(text, catalogue).made()
+        )
+        for key in (*left_to_weights(values, overrides), *made):
             table, _, leaf = key.partition(".")
-            del values[table][leaf]
+            values[table].pop(leaf, None)
         check_values(values)
         tables = values.setdefault("techniques", {})
         if not isinstance(tables, dict):
@@ -377,7 +382,6 @@ class Plan(Strict):
                 "techniques must be tables",
                 "headrace list, whose names are tables as in [techniques.muon]",
             )
-        with_, without = [*with_], [*without]
         if both := sorted({*with_} & {*without}):
             raise ConfigError(f"{both[0]} is asked for and left out", f"--with {both[0]} alone")
         for name in with_:
@@ -394,6 +398,10 @@ class Plan(Strict):
         if isinstance(values.get("model", {}), dict):
             values["model"] = catalogue.with_family(values.get("model", {}))
         return read_table(Plan, values).with_keys(given)
+
+    def made(self) -> dict[str, Mapping[str, Any]]:
+        """Return what each technique makes of which key."""
+        return {name: technique.keys(self) for name, technique in self.techniques.items()}
 
     def with_keys(self, given: Mapping[str, Any]) -> "Plan":
         """The plan with the keys that its techniques rewrite, and the tokenizer of given weights.
@@ -440,31 +448,6 @@ class Plan(Strict):
     def to_toml(self) -> str:
         """The resolved plan; reading it back gives an equal plan."""
         return tomli_w.dumps(self.dump())
-
-
-def left_to_weights(values: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """Return what a file says of the model and its tokenizer where an override names weights.
-
-    The folder has the model's shape and its tokenizer, and the later layer wins.
-
-    Args:
-        values: the file's tables.
-        overrides: the command line's.
-    """
-    said = {item.partition("=")[0].strip() for item in overrides}
-    if "model.pretrained" not in said:
-        return {}
-    decided = {
-        "model": {*ModelConfig.model_fields} - {"pretrained", "precision"},
-        "data": {"tokenizer", "vocab"},
-    }
-    return {
-        f"{table}.{key}": found[key]
-        for table, keys in decided.items()
-        if isinstance(found := values.get(table), Mapping)
-        for key in sorted(keys & {*found})
-        if f"{table}.{key}" not in said
-    }
 
 
 def _technique(name: str, knobs: Any) -> Technique[Any]:

@@ -152,7 +152,8 @@ def reopen(
         RunError, MemoryFull: see `prepare`.
     """
     if record is None:
-        return _prepare_again(plan, run / "tokenizer.json", progress)
+        found = _prepare_again(plan, run / "tokenizer.json", progress)
+        return replace(found, has_begun=True)
     was = record["fingerprint"]
     places = [Path(record[key]) for key in ("directory", "absolute")]
     places.append(Path(plan.data.directory).expanduser() / places[0].name)
@@ -180,7 +181,7 @@ def reopen(
     if place is None:
         where += ", made now, as theirs are gone; an older version may have held out other text"
     check_same_data(text, found.fingerprint, where, run)
-    return found
+    return replace(found, has_begun=True)
 
 
 def _rebuild_whole(plan: Plan, folder: Path) -> str:

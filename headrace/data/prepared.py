@@ -37,6 +37,9 @@ class Prepared:
     """What of the sources is no text in it, by reason."""
     split: Record | None = None
     """How the sides were made; None where an earlier version made them."""
+    has_begun: bool = False
+    """Whether a run that has begun opened it: the run's record says what its tokenizer is, and not
+    what lies beside its first weights now."""
 
     def sides(self, asked: float | str) -> Sides:
         """Return both sides in numbers; `asked` is `data.validation`."""

@@ -330,6 +330,23 @@ class Shards:
                     f"tokenizer has {self.manifest.vocab:,} entries",
                     _rebuild(self.directory, self.manifest),
                 )
+        self._verify_starts()
+
+    def _verify_starts(self) -> None:
+        """Look at the token on which every offset falls: it begins a document."""
+        m = self.manifest
+        for number in range(len(m.files)):
+            begin = number * m.shard_tokens
+            starts = self.document_starts(begin, begin + m.shard_tokens)
+            others = self._map(_file_name(number))[starts - begin] != m.document_token
+            if others.any():
+                place = int(starts[others.argmax()])
+                raise ConfigError(
+                    f"{self.directory / 'offsets.bin'} lets {int(others.sum()):,} of its documents "
+                    f"begin where none does, the first at token {place:,}: document_token "
+                    f"{m.document_token:,} is not there",
+                    _rebuild(self.directory, m),
+                )
 
     def verify_bytes(self, token_bytes: np.ndarray) -> None:
         """Compare the bytes that all ids stand for with those of the manifest.

@@ -191,6 +191,23 @@ def test_nonsense_with_hashes_made_again_is_refused(make_shards: Make) -> None:
     assert "holds the id 65,535" in damaged(shards, at_open=False)
 
 
+@pytest.mark.parametrize("shard_tokens", [7, 1 << 20])
+def test_an_offset_falls_on_a_document_token_or_is_refused(
+    make_shards: Make, shard_tokens: int
+) -> None:
+    """A hash may be made again around an offset that rises as it should and cuts a document."""
+    shards = make_shards([4, 9, 3, 12], shard_tokens=shard_tokens)
+    path = shards.directory / "offsets.bin"
+    raw = path.read_bytes()
+    for place in (1, 2, 3):
+        offsets = np.frombuffer(raw, dtype="<u8").copy()
+        offsets[place] += 2
+        path.write_bytes(offsets.tobytes())
+        resealed(shards)
+        told = f"begin where none does, the first at token {offsets[place]}:"
+        assert told in damaged(shards, at_open=False)
+
+
 @pytest.mark.parametrize("place", range(len(LENGTHS)))
 @pytest.mark.parametrize("at_once", [1, 2, 3, 1 << 20])
 def test_every_offset_is_looked_at_whatever_the_parts(

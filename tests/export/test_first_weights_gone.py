@@ -175,3 +175,32 @@ def test_a_frozen_base_with_another_config_is_told_with_what_mends_it(
         assert words in ended.err
     config.write_text(kept)
     assert zygote.run(here, "eval", "tuned").code == 0
+
+
+@pytest.mark.parametrize("technique", ["lora", "distillation", ""])
+def test_another_tokenizer_beside_the_first_weights_is_not_the_run(
+    here: Path, plan_file: Path, zygote: Any, technique: str
+) -> None:
+    """A run that has begun has its own tokenizer, so none that lies there now is in its way."""
+    chosen = ["--with", technique] if technique else []
+    words = [str(plan_file), *WORDS, *TAKES[1:]]
+    assert zygote.run(here, "train", *words, "goal.steps=2", *chosen).code == 0
+    before = zygote.run(here, "eval", "tuned", "--json")
+    file = here / "one" / "tokenizer.json"
+    spec = json.loads(file.read_text())
+    ids = spec["model"]["vocab"]
+    one, two = [token for token, number in ids.items() if number in (280, 281)]
+    ids[one], ids[two] = ids[two], ids[one]
+    file.write_text(json.dumps(spec))
+    ended = zygote.run(here, "eval", "tuned", "--json")
+    assert ended.code == 0, ended.err
+    assert json.loads(ended.out) == json.loads(before.out)
+    for verb in (
+        ["sample", "tuned", "--tokens", "2"],
+        ["export", "tuned", "--to", "hf", "--output", "out"],
+        ["train", *words, "goal.steps=3", "--resume"],
+    ):
+        ended = zygote.run(here, *verb)
+        assert ended.code == 0, ended.out + ended.err
+    own = (here / "runs" / "tuned" / "tokenizer.json").read_text()
+    assert (here / "out" / "tokenizer.json").read_text() == own
