@@ -86,7 +86,7 @@ def refuse_no_model(path: Path, key: str) -> None:
         told += ": it is a run, and its export is a folder of a model"
         if not (path / "hf" / "config.json").is_file():
             run = shlex.quote(str(path))
-            raise ConfigError(told, f"headrace export {run} --to hf, then {key}={path / 'hf'}")
+            raise ConfigError(told, f"headrace export {run} --to hf, then {key}={run}/hf")
         meant = path / "hf"
     else:
         inside = [*path.glob("*/config.json"), *path.glob("snapshots/*/config.json")]

@@ -108,11 +108,27 @@ def list_files(asked: Asked, tally: Tally) -> list[File]:
     except OSError as error:
         if is_out_of_memory(error):
             raise
-        closed = path if _is_folder(path) else path.parent
-        raise ConfigError(
-            f"{asked} cannot be read: {error.strerror}",
-            f"chmod u+rx {shell(closed)}" if error.errno == errno.EACCES else asked.to("PATH"),
-        ) from None
+        if error.errno == errno.EACCES:
+            raise _closed(path, asked) from None
+        raise ConfigError(f"{asked} cannot be read: {error.strerror}", asked.to("PATH")) from None
+
+
+def _closed(path: Path, asked: Asked) -> ConfigError:
+    """Name the first folder on the way that is closed; those beneath may be closed too."""
+    way = [*reversed(path.parents), *([path] if _is_folder(path) else [])]
+    first = next((n for n, one in enumerate(way) if _is_closed(one)), -1)
+    return ConfigError(
+        f"{asked} cannot be read: this user may not look into {printable(way[first])}",
+        f"chmod u+rx {' '.join(map(shell, way[first:]))}",
+    )
+
+
+def _is_closed(folder: Path) -> bool:
+    try:
+        os.stat(os.path.join(folder, "."))
+    except PermissionError:
+        return True
+    return False
 
 
 def _missing(path: Path, asked: Asked) -> ConfigError:

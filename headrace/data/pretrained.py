@@ -1,6 +1,7 @@
 """The tokenizer that given weights were trained with: another gives their embeddings other text."""
 
 import json
+import shlex
 from pathlib import Path
 
 from headrace.core.errors import ConfigError
@@ -30,8 +31,8 @@ def check_tokenizer(used: Tokenizer, folder: str, key: str, entries: int, remedy
             f"{key} = {folder!r} has no tokenizer.json; its weights have {entries} vocabulary "
             f"entries and the run's tokenizer has {used.vocab}, so it is not known to be theirs",
             remedy
-            or f"data.tokenizer=PATH of a tokenizer.json with {entries} entries, or a copy of the "
-            f"one that these weights were trained with in {folder}",
+            or f"cp PATH {shlex.quote(str(file))}, where PATH is the tokenizer.json that these "
+            f"weights were trained with, and data.tokenizer={shlex.quote(folder)}",
         )
     own = Tokenizer.load(file)
     if own.fingerprint != used.fingerprint and _meaning(own) != _meaning(used):

@@ -146,11 +146,11 @@ def _hugging_face(asked: Asked, text_key: str) -> Iterator[Found]:
             raise
         raise ConfigError(
             f"{asked} cannot be opened: {error}",
-            asked.to(name) if local else "check name, config and split: hf:NAME[:CONFIG][@SPLIT]",
+            asked.to(name if local else "hf:NAME[:CONFIG][@SPLIT]"),
         ) from None
     number = 0
     # A file of a kind that we read has a remedy for its row.
-    remedy = asked.to(name) if local else f"leave the source out of {asked.key}"
+    remedy = asked.to(name) if local else asked.without()
     try:
         for row in rows:
             number += 1

@@ -18,6 +18,7 @@ ids.
 import hashlib
 import json
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -294,11 +295,12 @@ def open_tokenizer(spec: str, key: str = "data.tokenizer") -> Tokenizer:
     try:
         encoding = tiktoken.get_encoding(name)
     except Exception as error:  # any of the network's failures
+        fetch = f"import tiktoken; tiktoken.get_encoding({name!r})"
         raise ConfigError(
             f"data.tokenizer = {spec!r} cannot be had: {error}",
-            "without a network, run "
-            f"`python -c \"import tiktoken; tiktoken.get_encoding('{name}')\"` where there is one "
-            "and copy its TIKTOKEN_CACHE_DIR, or data.tokenizer=bpe",
+            f"TIKTOKEN_CACHE_DIR=kept python -c {shlex.quote(fetch)} where there is a network, and "
+            "a copy of kept here, with TIKTOKEN_CACHE_DIR=kept before the same command; or "
+            "data.tokenizer=bpe",
         ) from None
     ranks = encoding._mergeable_ranks
     return Tokenizer(_to_json(ranks, encoding._pat_str, encoding._special_tokens), name=spec)

@@ -154,7 +154,8 @@ def follow(
             gone = leave[1]
             found.append((way, run([w for w in argv if w.partition("=")[0] != gone])))
         elif SHELL.match(way):
-            subprocess.run(way.partition(", if")[0], shell=True, check=True, capture_output=True)
+            typed = re.split(", (if|where) ", way)[0]
+            subprocess.run(["bash", "-ec", typed], check=True, capture_output=True)
             done = True
         elif words := words_of(way):
             found.append((way, run(after(argv, words))))

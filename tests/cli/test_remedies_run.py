@@ -15,6 +15,7 @@ from remedy_data import DATA, PREPARED
 from remedy_doctor import DOCTOR
 from remedy_inputs import INPUTS
 from remedy_listed import BARE, LISTED
+from remedy_places import PLACES
 from remedy_python import PYTHON
 from remedy_weights import GIVEN
 from shell import Case, Told, follow, run, split
@@ -22,7 +23,7 @@ from shell import Case, Told, follow, run, split
 ROOT = Path(__file__).parents[2]
 LEADS = CASES | PREPARED
 """Commands whose remedies lead to another state."""
-BROUGHT = INPUTS | GIVEN | DOCTOR | DATA
+BROUGHT = INPUTS | GIVEN | DOCTOR | DATA | PLACES
 """What a user brings that is wrong: each way of these remedies ends in success."""
 MADE = ("MemoryFull", "NoMoreThreads")
 """Errors that make their own remedy."""
