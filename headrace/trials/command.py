@@ -38,6 +38,8 @@ from headrace.trials.tune import tune
 from headrace.trials.worker import Worker
 
 MINUTES = 8.0
+NAMED = 3
+"""Changes without a foreseen gain that a line names; the page names more."""
 
 
 def folder_of(plan: Plan) -> Path:
@@ -185,4 +187,8 @@ def told(tuned: Tuned, folder: Path) -> str:
     if short:
         more = f"{tuned.more}, and the same command goes on"
         lines.append(f"time was up; {' and '.join(short)}: {more}")
+    if tuned.no_gain:
+        first, rest = tuned.no_gain[:NAMED], len(tuned.no_gain) - NAMED
+        more = f" and {rest} more" if rest > 0 else ""
+        lines.append(f"not tried: no gain foreseen: {', '.join(first)}{more}")
     return "\n".join([*lines, f"page: {folder / PAGE}", f"next: {command(folder)}"])

@@ -277,14 +277,18 @@ def _why(step: Step) -> str:
 
 
 def _left(tuned: Tuned) -> Safe:
-    if not tuned.left:
+    if not tuned.left and not tuned.no_gain:
         return Safe("")
-    why = "Foreseen to lose time, or to change nothing"
-    if tuned.interrupted:
-        why = "Interrupted before"
+    why = "Interrupted before" if tuned.interrupted else "Left"
     if tuned.up:
         why = f"Time was up; {tuned.more}" + ("" if tuned.unreached else " for all of these")
-    names = [tag("li", tag("code", change)) for change in tuned.left[:MOST_LEFT]]
-    rest = len(tuned.left) - MOST_LEFT
+    lists = [*_named(why, tuned.left), *_named("No gain is foreseen", tuned.no_gain)]
+    return section("Not tried", *lists)
+
+
+def _named(why: str, changes: Sequence[str]) -> list[Safe]:
+    """Changes in a list under why they were not tried; nothing where there are none."""
+    names = [tag("li", tag("code", change)) for change in changes[:MOST_LEFT]]
+    rest = len(changes) - MOST_LEFT
     more = [tag("li", f"and {rest} more")] if rest > 0 else []
-    return section("Not tried", muted(f"{why}:"), tag("ul", *names, *more, class_="legend"))
+    return [muted(f"{why}:"), tag("ul", *names, *more, class_="legend")] if changes else []

@@ -95,6 +95,7 @@ class Tuned:
         before_s, after_s: seconds of a step; after a change of learning those of its runs.
         seconds: that tuning took, earlier calls of the same folder too.
         left: changes that were not begun.
+        no_gain: changes that were not tried, for nothing is foreseen to be gained by them.
         up: the time was, before all was tried.
         interrupted: by Ctrl-C.
         target: the time to the target; None where no change of learning was kept, and no run went
@@ -118,6 +119,7 @@ class Tuned:
     after_s: float | None
     seconds: float
     left: tuple[str, ...] = ()
+    no_gain: tuple[str, ...] = ()
     up: bool = False
     interrupted: bool = False
     target: Target | None = None
@@ -233,7 +235,8 @@ class Tuned:
             "break_even_steps": self.break_even, "break_even_runs": self.break_even_runs,
             "horizon_steps": None if self.length is None else self.length.steps,
             "path": [self._row(step) for step in self.path],
-            "left": list(self.left), "time_was_up": self.up, "interrupted": self.interrupted,
+            "left": list(self.left), "no_gain_foreseen": list(self.no_gain),
+            "time_was_up": self.up, "interrupted": self.interrupted,
         }  # fmt: skip
 
     def _row(self, step: Step) -> dict[str, Any]:

@@ -5,8 +5,8 @@ the fewest words (of several, by the median). So a machine that is slower than i
 order, and a technique that turns out slower than it said takes those with it that share it.
 
 What is foreseen to gain comes first, the fewest changes of nearly equal promises before the rest:
-on a CPU each gain alone. What nothing is foreseen of follows, then what is foreseen to matter
-little, what noise may have hidden, and what was cut off or could not run. Changes of learning come
+on a CPU each gain alone. What nothing is foreseen of follows, then what is foreseen to gain little,
+what noise may have hidden, and what was cut off or could not run. Changes of learning come
 in the order of what they promise for the time to the target: tokens by what a technique says of
 itself (`token_share`) and by the batch, times what a token takes.
 
@@ -51,6 +51,9 @@ TOP = 12
 """Whole plans of the sweep that may be measured; the rest differ from them in trifles."""
 SLACK = 0.03
 """What is predicted to lose more than this share is not measured: predictions err by less."""
+LEAST_GAIN = 1.005
+"""Times the speed that a plan must be foreseen at to be measured for it, where a time is predicted:
+what would be told as a gain of 1.00 is none, and no device's steps are this still."""
 LESS_MEMORY = 1.005
 """What must be foreseen to save as much of the peak to be measured for it: peaks are sure."""
 LOST_BEFORE = 0.985
@@ -303,13 +306,9 @@ class Pool:
         measured alone, and what stands beside it has to earn its own place.
 
         Args:
-            small: also what is foreseen to gain less than `SLACK`, or to lose a little.
+            small: also what is foreseen to gain less than `SLACK`.
         """
-        least = LESS_MEMORY if self.memory else 1 - SLACK
-        ranks = {
-            key: rank for key, one in self.waiting.items()
-            if (rank := self._rank(one)) > least or key in self.doubted
-        }  # fmt: skip
+        ranks = self.worth()
         tiers = {key: self._tier(self.waiting[key], rank) for key, rank in ranks.items()}
         first = min(tiers.values(), default=SMALL)
         if not ranks or (first >= SMALL and not small):
@@ -320,6 +319,26 @@ class Pool:
         ]
         chosen = min(near, key=lambda key: (len(self.waiting[key].change), -ranks[key]))
         return self.waiting.pop(chosen).proposal
+
+    def worth(self) -> dict[str, float]:
+        """Return the rank of each waiting plan that is worth a trial, by its fingerprint.
+
+        The others are foreseen to gain nothing. What looked faster in noise is worth another look.
+        """
+        least = LESS_MEMORY if self.memory else 1 - SLACK
+        return {
+            key: rank
+            for key, one in self.waiting.items()
+            for rank in [self._rank(one)]
+            if key in self.doubted or (rank > least and not self._idle(one))
+        }
+
+    def _idle(self, one: _Waiting) -> bool:
+        """Whether its steps are predicted, and no shorter than those of the best so far."""
+        if self.memory or not one.proposal.foresight.step_s:
+            return False
+        promise = self._promise(one.proposal, one.words)
+        return promise is not None and promise < LEAST_GAIN
 
     def keep(self, proposal: Proposal, step_s: float | None) -> None:
         """The best is another now; single changes of the one before wait no more."""

@@ -217,7 +217,7 @@ class Run:
         assert self.pool is not None
         took_s = [s.seconds for s in self.path if s.stage in ("screen", "accept") and s.seconds]
         cut = [s for s in self.path if s.verdict == "not tried" and s.stage != "learning"]
-        execution_s = (len(self.pool.waiting) + len(cut)) * median(took_s) if took_s else 0.0
+        execution_s = (len(self.pool.worth()) + len(cut)) * median(took_s) if took_s else 0.0
         run_s, _ = self.run_to_target_s()
         runs_s = 2 * GIVEN_UP * (run_s or 0.0)
         taught_s = runs_s if self.unreached else self.learning_s or runs_s
@@ -319,7 +319,9 @@ class Run:
     def tuned(self, *, interrupted: bool) -> Tuned:
         """What it all came to."""
         plan = self.first if self.pool is None else self.pool.best.plan
-        waiting = [] if self.pool is None else list(self.pool.waiting.values())
+        waiting = {} if self.pool is None else self.pool.waiting
+        worth = {} if self.pool is None else self.pool.worth()
+        words = {key: " ".join(one.change) for key, one in waiting.items()}
         ratios = [s.ratio for s in self.kept if s.ratio is not None and s.stage != "learning"]
         peaks = [s.memory for s in self.kept if s.memory is not None]
         planning_s = self.clock() - self.began_s - self.store.fresh_s
@@ -332,7 +334,8 @@ class Run:
             memory=prod(peaks) if peaks else None, target=self.to_target(), before_s=self.first_s,
             after_s=None if self.pool is None else self.pool.best_s,
             seconds=self.store.spent_s + max(0.0, planning_s),
-            left=(*(" ".join(w.change) for w in waiting), *self.unlearned), up=self.up,
+            left=(*(words[key] for key in worth), *self.unlearned), up=self.up,
+            no_gain=tuple(dict.fromkeys(words[key] for key in words if key not in worth)),
             interrupted=interrupted, unmeasured=unmeasured, aim_why=self.aim_why,
             wanted=0 if self.pool is None else self.wanted(), unreached=self.unreached,
         )  # fmt: skip

@@ -168,7 +168,7 @@ class _Loop(Run):
         assert self.pool is not None
         while not self.up and most:
             if self.left_s(self.share) <= self.least_s:
-                self.up = bool(self.pool.waiting)
+                self.up = bool(self.pool.worth())
                 return
             chosen = self.pool.take(small=small)
             if chosen is None:

@@ -57,10 +57,10 @@ def test_what_learns_otherwise_and_what_was_seen_does_not_wait(made: Callable[..
     assert len(at.pool.waiting) == 1
 
 
-def test_a_small_loss_is_measured_and_a_sure_one_is_not(made: Callable[..., Made]) -> None:
+def test_a_small_gain_is_measured_and_none_is_not(made: Callable[..., Made]) -> None:
     at = made()
-    a, b, _ = at.add(A=1.02, B=0.9, C=1.05)
-    assert at.order() == [b, a] and len(at.pool.waiting) == 1
+    a, b, _, _, _ = at.add(A=0.99, B=0.9, C=1.05, AB=1.02, BC=0.998)
+    assert at.order() == [b, a] and len(at.pool.waiting) == 3 and not at.pool.worth()
     at = made(memory=True, machine=None)
     at.machine.bytes = {"fused_rope": 0.999, "fused_swiglu": 0.9}
     _, b = at.add(A=0.5, B=1.0)

@@ -36,12 +36,35 @@ def go(machine: Any, plan: Plan, *names: str, minutes: float) -> Tuned:
 def test_the_end_says_what_time_was_too_short_for(Machine: Any, plan: Plan) -> None:
     machine = Machine({FAST: 0.8, **dict.fromkeys(SLOW, 1.1)}, build_s=20.0)
     tuned = go(machine, plan, FAST, *SLOW, "activation_offload", "chunked_mlp", minutes=2)
-    assert tuned.up and len(tuned.left) == 3
+    assert tuned.up and tuned.left == (f"+{SLOW[1]}",)
     end = command.told(tuned, Path("tuned")).splitlines()
-    told = "time was up; 3 changes were not tried: --minutes 3 should do, and the same"
+    told = "time was up; 1 change was not tried: --minutes 3 should do, and the same"
     assert f"{told} command goes on" in end
+    assert "not tried: no gain foreseen: +activation_offload, +chunked_mlp" in end
     tuned = go(Machine({FAST: 0.8}), plan, FAST, minutes=60)
     assert "not tried" not in command.told(tuned, Path("tuned"))
+
+
+def test_what_is_foreseen_to_gain_nothing_is_neither_tried_nor_advised_for(
+    Machine: Any, plan: Plan, change: Any, tmp_path: Path
+) -> None:
+    """Plenty of time, or none: it is told in one line, and no minutes are asked for it."""
+    idle = ("fused_rms_norm", "fused_swiglu", "chunked_mlp")
+    for minutes in (60.0, 4.0):
+        machine = Machine({FAST: 0.8}, build_s=20.0)
+        whole = [machine.proposal(change(plan, f"+{name}"), 1.0) for name in idle]
+        gains = machine.proposal(change(plan, f"+{FAST}"), 0.8)
+        sources = machine.sources([gains, *whole], start_s=1.0)
+        tuned = tune(plan, "time", minutes, sources, machine.measure, CUDA, clock=machine.clock)
+        assert not tuned.up and not tuned.left and not tuned.untried
+        assert {*tuned.no_gain} == {f"+{name}" for name in idle}
+        assert [step.changes for step in tuned.path] == [(f"+{FAST}",)]
+        end = command.told(tuned, Path("tuned"))
+        assert "--minutes" not in end and "time was up" not in end
+        (line,) = [line for line in end.splitlines() if line.startswith("not tried")]
+        assert line.startswith("not tried: no gain foreseen: +")
+        assert "No gain is foreseen" in write_tune_page(tuned, tmp_path).read_text()
+        assert {*tuned.plain()["no_gain_foreseen"]} == {*tuned.no_gain}
 
 
 def test_minutes_are_told_as_they_were_given(Machine: Any, plan: Plan) -> None:
