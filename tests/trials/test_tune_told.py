@@ -38,7 +38,7 @@ def test_the_end_says_what_time_was_too_short_for(Machine: Any, plan: Plan) -> N
     tuned = go(machine, plan, FAST, *SLOW, "activation_offload", "chunked_mlp", minutes=2)
     assert tuned.up and tuned.left == (f"+{SLOW[1]}",)
     end = command.told(tuned, Path("tuned")).splitlines()
-    told = "time was up; 1 change was not tried: --minutes 3 should do, and the same"
+    told = "time was up; 1 change was not tried: --minutes 1 should do, and the same"
     assert f"{told} command goes on" in end
     assert "not tried: no gain foreseen: +activation_offload, +chunked_mlp" in end
     tuned = go(Machine({FAST: 0.8}), plan, FAST, minutes=60)
