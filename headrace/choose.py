@@ -40,6 +40,7 @@ from headrace.core.technique import Catalogue, Stage, Technique, Unsupported, ch
 from headrace.data.loader import collate
 from headrace.data.prepared import Prepared
 from headrace.model.attention import attending, check_mask, kernels_of
+from headrace.parallel.first import by_first
 from headrace.parallel.world import World
 from headrace.progress import Progress
 from headrace.sockets import Build, Work
@@ -73,15 +74,17 @@ def choose_attention(
     if catalogue is None:
         raise ConfigError(
             "attention = 'measured' chooses among techniques, and none were given",
-            "train.run(plan, catalogue=...), or attention=plan",
+            "train.run(plan, progress=progress, catalogue=catalogue()), or attention=plan",
         )
     plans, refused = candidates(plan, catalogue, device)
-    found = None
-    if world.rank == 0:
+
+    def find() -> dict[str, Any]:
         found = _find(plans, prepared, device, progress)
         found["refused"] = {**refused, **found["refused"]}
         progress.note(told(found))
-    found = world.gather(found)[0]
+        return found
+
+    found = by_first(world, find)
     return plans[found["chosen"]], found
 
 
@@ -246,7 +249,7 @@ def measure(
     trials: dict[str, Trial] = {}
     refused: dict[str, str] = {}
     times: dict[str, list[float]] = {}
-    tensors = _tensors(build, work)
+    tensors, rows = _tensors(build, work), work.ids_BT.size(0)
     try:
         for name, plan in plans.items():
             try:
@@ -262,7 +265,7 @@ def measure(
             raise UnsupportedError(
                 "no attention backend could run: "
                 + "; ".join(f"{name}: {why}" for name, why in refused.items()),
-                "attention=plan and --with flex_attention, or smaller micro-batches",
+                f"attention=plan; or batch.micro_sequences={max(1, rows // 2)}",
             )
         if len(trials) > 1:
             times = _take_turns(trials, progress)

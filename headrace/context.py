@@ -70,6 +70,17 @@ def precision_of(plan: Plan, capability: tuple[int, int] | None) -> Literal["fp3
     return "bf16" if capability is not None and capability >= BF16 else "fp32"
 
 
+def on_one_process(plan: Plan) -> str:
+    """Return the changes after which a plan runs in one process."""
+    sizes = [f"mesh.{axis}=1" for axis, size in plan.mesh if size > 1]
+    spread = [
+        name
+        for name, technique in plan.techniques.items()
+        if technique.axes or "shard" in technique.composes
+    ]
+    return " ".join([*sizes, *(f"--without {name}" for name in spread)])
+
+
 def elsewhere(context: Context, device_name: str) -> Context:
     """The same on an NVIDIA GPU that is not here, with Triton and a compiler.
 

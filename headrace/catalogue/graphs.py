@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from headrace.build import make_build
-from headrace.context import check_supported, choose_device, make_context
+from headrace.context import check_supported, choose_device, make_context, on_one_process
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.plan import Plan
 from headrace.core.technique import Technique
@@ -81,7 +81,7 @@ def explain_graphs(plan: Plan, progress: Progress | None = None) -> tuple[dict[s
     if plan.mesh.ranks > 1:
         raise UnsupportedError(
             f"--graph looks at one process, and the plan's mesh has {plan.mesh.ranks}",
-            " ".join(f"mesh.{axis}=1" for axis, size in plan.mesh if size > 1),
+            on_one_process(plan),
         )
     device = choose_device(plan)
     check_supported(list(plan.techniques.values()), make_context(plan, device))

@@ -65,7 +65,8 @@ def interleaved(ranks: int, rank: int, micros: int, chunks: int) -> list[Action]
         raise ConfigError(
             f"an interleaved pipeline of {ranks} ranks takes its micro-batches in groups of "
             f"{ranks}, and there are {micros}; the nearest is {near}",
-            "techniques.pipeline_parallel.schedule=1f1b takes any number",
+            "techniques.pipeline_parallel.schedule=1f1b techniques.pipeline_parallel.chunks=1, "
+            "which takes any number",
         )
     forwards = forward_only(ranks, micros, chunks)
     backwards = [Action("backward", chunks - 1 - a.chunk, a.micro) for a in forwards]

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from headrace.build import predict
-from headrace.context import check_supported, choose_device, make_context
+from headrace.context import check_supported, choose_device, make_context, on_one_process
 from headrace.core.command import again_with
 from headrace.core.errors import ConfigError, RunError
 from headrace.core.plan import Plan
@@ -97,7 +97,7 @@ def ablate_command(
     if plan.mesh.ranks > 1:
         raise ConfigError(
             f"an ablation measures one device, and the plan has {plan.mesh.ranks} ranks",
-            "mesh.data=1, for what techniques are worth on one",
+            f"{on_one_process(plan)}, for what techniques are worth on one",
         )
     if not minutes >= 0:
         raise ConfigError(f"{minutes} minutes are no time to measure in", "--minutes 30")

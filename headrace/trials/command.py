@@ -6,7 +6,7 @@ from math import inf
 from pathlib import Path
 
 from headrace.changes import parse
-from headrace.context import choose_device
+from headrace.context import choose_device, on_one_process
 from headrace.core.command import again, plan_again
 from headrace.core.errors import ConfigError, RunError, Stopped
 from headrace.core.machine import Machine
@@ -131,7 +131,7 @@ def _check(plan: Plan, aim: Aim, minutes: float) -> None:
     if plan.mesh.ranks > 1:
         raise ConfigError(
             f"the tuner measures one device, and the plan has {plan.mesh.ranks} ranks",
-            "mesh.data=1, to tune what one device does",
+            f"{on_one_process(plan)}, to tune what one device does",
         )
     if not 0 < minutes < inf:
         raise ConfigError(f"{minutes} minutes are no time to measure in", f"--minutes {MINUTES:g}")

@@ -4,13 +4,11 @@ GPU = "needs a GPU, or kernels that are not here"
 RANKS = "needs several ranks; tests/distributed and tests/test_guard_ranks.py raise them"
 DATA = "read by the tests of tests/data, which raise them and follow their commands"
 PYTHON = "raised to a Python caller, who has no command line"
-MINUTES = "each remedy measures for minutes; tests/trials raise them"
 DEVICE = "rates of a device that is not here; told inside of a prediction"
 CUT_OFF = "a signal, a full disk or a rank that is gone; tests raise them in real processes"
 
 LISTED = {
     "build": "given weights and steps that are not finite; tests/export and tests/cli raise them",
-    "catalogue/graphs": RANKS,
     "checkpoint": CUT_OFF,
     "choose": GPU,
     "context": "two optimizers that take the rest, of which only one is installed",
@@ -29,10 +27,10 @@ LISTED = {
     "filled": "a technique that is not in force; tests/contract raise it",
     "guard": RANKS,
     "identity": "a resume with another plan or other weights; tests of resumes run these",
-    "interrupts": CUT_OFF,
+    "interrupts:Interrupts._cut_off#1": CUT_OFF,
     "load": "a run whose files were changed; tests of resumes and of weights run these",
     "model/": "given weights and masks; tests/model and tests/export raise them",
-    "parallel/": RANKS,
+    "parallel/pipeline": RANKS,
     "planner/": DEVICE,
     "probes/__init__": GPU,
     "probes/at_hand": DEVICE,
@@ -42,7 +40,7 @@ LISTED = {
     "session": CUT_OFF,
     "state": "weights that are no numbers; tests/test_resealed.py raises it",
     "techniques/": "found while a run is built on a GPU, on ranks or with given weights",
-    "trials/": MINUTES,
+    "trials/command:locked#2": "another process that measures; tests/cli/test_tune_elsewhere.py",
 }
 """Modules, or rooms that end with a slash, of which some errors are no case of a table."""
 BARE = {

@@ -16,12 +16,14 @@ from remedy_doctor import DOCTOR
 from remedy_inputs import INPUTS
 from remedy_listed import BARE, LISTED
 from remedy_places import PLACES
+from remedy_processes import PROCESSES
 from remedy_python import PYTHON
+from remedy_trials import SLOW_TRIALS, TRIALS
 from remedy_weights import GIVEN
 from shell import Case, Told, follow, run, split
 
 ROOT = Path(__file__).parents[2]
-LEADS = CASES | PREPARED
+LEADS = CASES | PREPARED | TRIALS | SLOW_TRIALS
 """Commands whose remedies lead to another state."""
 BROUGHT = INPUTS | GIVEN | DOCTOR | DATA | PLACES
 """What a user brings that is wrong: each way of these remedies ends in success."""
@@ -43,7 +45,7 @@ def here(site: str, workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     "site",
-    [pytest.param(s, marks=pytest.mark.slow) if s in SLOW else s for s in LEADS],
+    [pytest.param(s, marks=pytest.mark.slow) if s in SLOW | SLOW_TRIALS else s for s in LEADS],
 )
 def test_a_remedy_leads_on(site: str, here: Path, tiny_demo: list[str]) -> None:
     followed(LEADS[site], site, here, tiny_demo)
@@ -58,6 +60,7 @@ def test_a_remedy_mends_what_was_brought(site: str, here: Path, tiny_demo: list[
 def followed(case: Case, site: str, here: Path, tiny_demo: list[str]) -> list[tuple[str, Told]]:
     """Every way of a remedy, and what came of it; a word after a site tells cases of it apart."""
     known: Any = {"tiny": " ".join(tiny_demo), "receipts": ROOT / "results", "run": here}
+    known["keys"] = " ".join(tiny_demo[1:])
     case.before(here)
     argv = split(case.argv, **known)
     with pytest.MonkeyPatch.context() as patch:
@@ -89,11 +92,16 @@ def test_every_error_is_run_or_listed() -> None:
     cases = LEADS | BROUGHT
     through = [site for case in cases.values() for site in case.through]
     run_here = {site.split()[0] for site in cases}
-    known = {*run_here, *through, *PYTHON, *REFUSED, *EXCUSED}
+    known = {*run_here, *through, *PYTHON, *PROCESSES, *REFUSED, *EXCUSED}
     assert known <= {*sites()}, "a table names an error that is no more"
     left = [site for site in sites() if site not in known]
     assert [site for site in left if room_of(site, LISTED) is None] == []
     assert {room_of(site, LISTED) for site in left} == {*LISTED}, "a line of the list is stale"
+
+
+@pytest.mark.parametrize(("file", "test"), sorted({*PROCESSES.values()}))
+def test_a_remedy_that_processes_run_has_its_test(file: str, test: str) -> None:
+    assert f"\ndef {test}(" in (ROOT / "tests" / file).read_text()
 
 
 def test_no_error_is_without_a_remedy() -> None:

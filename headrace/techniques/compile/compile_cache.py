@@ -175,7 +175,7 @@ def kept_in(folder: Path, seen: dict[str, Any]) -> Iterator[None]:
         key = f"techniques.{CompileCache.name()}.directory"
         raise ConfigError(
             f"{folder} cannot be made: {error.strerror or error}",
-            f"{key}=a folder that you can write into",
+            f"{key}=FOLDER that you can write into",
         ) from error
     if wrong := what_is_wrong(folder):  # it may have been made by another in between
         raise ConfigError(wrong, f"chmod 700 {folder}")

@@ -326,7 +326,10 @@ def split(layers: int, stages: int) -> list[int]:
     if layers < stages:
         raise ConfigError(
             f"{layers} layers are too few for {stages} stages of a pipeline",
-            f"mesh.pipeline={layers}",
+            f"mesh.pipeline={layers} techniques.pipeline_parallel.schedule=1f1b "
+            "techniques.pipeline_parallel.chunks=1"
+            if layers > 1
+            else "mesh.pipeline=1 --without pipeline_parallel",
         )
     each, over = divmod(layers, stages)
     return [each + (stages - 1 - over <= stage < stages - 1) for stage in range(stages)]

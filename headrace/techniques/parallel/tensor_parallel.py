@@ -60,6 +60,8 @@ from headrace.parallel.tensor import (
 from headrace.sockets import Build
 
 AXIS = "tensor"
+WHOLE = "mesh.tensor=1 --without tensor_parallel"
+"""What leaves the model uncut."""
 COLUMNS: Mapping[str, int] = {"weight": 0, "bias": 0}
 ROWS: Mapping[str, int] = {"weight": 1}
 """Along which dimension a plain linear's parameters are cut, by output or by input features; one
@@ -216,9 +218,10 @@ class TensorParallel(Technique[Build]):
         units = getattr(part, "units", 1)
         if not cut or units % ranks:
             found = f"has {units} groups of features" if cut else "does not say how it is split"
+            fits = gcd(units, ranks) if cut else 1
             raise ConfigError(
                 f"mesh.tensor = {ranks}, and {name} ({type(part).__name__}) {found}",
-                f"mesh.tensor={gcd(units, ranks)} (or --without {self.name()})",
+                f"mesh.tensor={fits}; or {WHOLE}" if fits > 1 else WHOLE,
             )
         biases = [f"{row}.bias" for row in getattr(part, "rows", ())]
         for key, _ in part.named_parameters():
@@ -244,7 +247,7 @@ class TensorParallel(Technique[Build]):
             elif place[0] not in ("position", "blocks"):
                 raise ConfigError(
                     f"{self.name()} does not know how the parameter {name!r} is used",
-                    f"--without {self.name()}",
+                    WHOLE,
                 )
 
     def active(self, build: Build) -> Evidence:
@@ -281,7 +284,7 @@ def _cuts(name: str, part: nn.Module) -> Iterator[tuple[str, int]]:
                 raise ConfigError(
                     f"{name}.{child} ({type(linear).__name__}) does not say how its parameters "
                     "are split over mesh.tensor",
-                    "mesh.tensor=1",
+                    WHOLE,
                 )
             for key, dim in getattr(linear, attribute, usual).items():
                 yield f"{child}.{key}", dim

@@ -1,0 +1,22 @@
+"""Errors whose remedies a test of real processes carries out, each with its file and its test."""
+
+SIGNALS = "distributed/test_interrupted_preparation.py"
+PROCESSES = {
+    "interrupts:Interrupts._caught#1": (
+        SIGNALS,
+        "test_a_signal_is_one_message_and_the_same_command_starts_again",
+    ),
+    "parallel/first:_wait#1": (
+        SIGNALS,
+        "test_a_signal_is_one_message_and_the_same_command_starts_again",
+    ),
+    "parallel/world:open_world#1": (
+        "distributed/test_remedies_of_ranks.py",
+        "test_another_number_of_processes_than_the_mesh_has",
+    ),
+    "trials/command:tune_command#2": (
+        "trials/test_tune.py",
+        "test_an_interruption_keeps_the_files_and_a_second_call_measures_nothing_twice",
+    ),
+}
+"""By the site of the error."""
