@@ -136,11 +136,11 @@ def no_field(
     )
 
 
-def lacks(key: str, row: Any, origin: str, remedy: str) -> ConfigError:
-    """Say that a row has no such field, and that rows before it have one."""
+def lacks(key: str, row: Any, origin: str, remedy: str, where: str = "before") -> ConfigError:
+    """Say that a row has no such field, and that rows before it, or behind it, have one."""
     return ConfigError(
-        f"{origin} has no field {key!r}; its fields are {_listed([*leaves(row)])}; rows before it "
-        "have one",
+        f"{origin} has no field {key!r}; its fields are {_listed([*leaves(row)])}; rows {where} "
+        "it have one",
         remedy,
     )
 

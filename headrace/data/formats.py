@@ -14,6 +14,8 @@ import lzma
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,14 +24,17 @@ import pyarrow.parquet as pq
 
 from headrace.core.errors import ConfigError, is_out_of_memory
 from headrace.core.files import shell
+from headrace.data.contents import PARQUET, is_text, other_kind, packed_as
 from headrace.data.fields import MISSING, find, lacks, no_field, once, top
-from headrace.data.json_values import fault, json_values
+from headrace.data.json_values import NO_SPACE, fault, json_values
 from headrace.data.left_out import Reason
-from headrace.data.listing import JSON, LINES, TABLES, kind_of
+from headrace.data.listing import DECOMPRESS, JSON, LINES, TABLES, kind_of
 from headrace.data.text_file import Found, TextFile
 
 CHUNK_BYTES = 1 << 20
 SNIFFED_BYTES = 1 << 12
+LOOKED_BEHIND = 1000
+"""Lines in which a field is looked for that the first row lacks."""
 NUL_SHARE = 0.1
 """Share of zero bytes above which a file is no text; text in UTF-16 has about a half."""
 UNPACK = {"gzip": "gzip -d", "zstd": "zstd -d --rm", "bz2": "bzip2 -d", "xz": "xz -d"}
@@ -64,6 +69,7 @@ def read_file(file: TextFile) -> Iterator[Found]:
 
 def _read(file: TextFile) -> Iterator[Found]:
     kind, compression = kind_of(file.path)
+    _check_packing(file, kind, compression)
     if kind == ".parquet":
         yield from _parquet(file, compression)
         return
@@ -125,9 +131,52 @@ def _open(path: Path, compression: str | None) -> io.BufferedReader:
     return io.BufferedReader(pa.input_stream(raw, compression=compression))  # type: ignore[arg-type]
 
 
+def _check_packing(file: TextFile, kind: str, compression: str | None) -> None:
+    """Refuse a file that is compressed otherwise than its name says.
+
+    Raises:
+        ConfigError: with the command that writes it as its name says.
+    """
+    with file.path.open("rb") as raw:
+        begins = raw.read(SNIFFED_BYTES)
+    found = packed_as(begins)
+    if not begins or found == compression or (compression and not found and not is_text(begins)):
+        return  # what is damaged is told where it is read
+    if kind == ".parquet" and compression:
+        return
+    says = f"compressed with {compression}" if compression else f"a plain {kind}"
+    raise ConfigError(
+        f"{file.name} is by its name {says}, and by its first bytes "
+        + (f"compressed with {found}" if found else "not compressed"),
+        file.unpacked(found),
+    )
+
+
+def _check_kind(file: TextFile, begins: bytes) -> None:
+    """Refuse what is no plain text by its first bytes.
+
+    Raises:
+        ConfigError: with the command that makes it readable, or else takes it out.
+    """
+    if packed := packed_as(begins):
+        raise ConfigError(
+            f"{file.name} is compressed twice, within with {packed}",
+            file.through(DECOMPRESS[packed]),
+        )
+    if begins.startswith(PARQUET):
+        other = file.path.with_name(f"{file.path.name}.parquet")
+        raise ConfigError(
+            f"{file.name} is a table of parquet by its first bytes",
+            file.replaced(f"mv {shell(file.path)} {shell(other)}", other),
+        )
+    if what := other_kind(begins):
+        raise ConfigError(f"{file.name} is {what} by its first bytes, and no text", file.without())
+
+
 def _check_text(file: TextFile, stream: io.BufferedReader) -> bytes:
     """Return the first bytes of a file, or refuse it where they are no text in UTF-8."""
     begins = stream.peek(SNIFFED_BYTES)[:SNIFFED_BYTES]
+    _check_kind(file, begins)
     encoding = next((name for mark, name in MARKS if begins.startswith(mark)), "")
     nuls = begins.count(0)
     if not encoding and nuls > NUL_SHARE * len(begins):
@@ -219,27 +268,75 @@ def _check_header(file: TextFile, header: list[str], delimiter: str) -> None:
 
 
 def _json_lines(file: TextFile, stream: Iterable[bytes]) -> Iterator[Found]:
+    """Yield the rows of JSON lines.
+
+    Several values on a line are as many rows: an old Macintosh ends lines in a carriage return
+    alone, and some writers end none. What files that were put together have before a line is none
+    of it: a mark of UTF-8, or the sign with which a JSON text sequence begins a record.
+    """
     earlier, parts, made = False, file.text_key.split("."), once(file.text_key)
-    for number, line in enumerate(_lines(file, stream), 1):
+    lines = enumerate(_lines(file, stream), 1)
+    for number, line in lines:
         origin = f"{file.name}:{number}"
+        line = line.lstrip("\ufeff\x1e")
         if not line.strip():
             file.tally.add(Reason.BLANK_LINE, origin)
             continue
         try:
             again = any(line.count(f'"{part}"') > 1 for part in parts)
-            row = json.loads(line, object_pairs_hook=made) if again else json.loads(line)
+            rows = _values(line, made if again else None)
         except (ValueError, RecursionError) as error:
             syntax = isinstance(error, json.JSONDecodeError)
             raise ConfigError(
                 f"{origin} is not JSON: {fault(error)} at column {error.colno}"
                 if syntax
                 else f"{origin} is not JSON that can be read: {error}",
-                file.without_lines(number),
+                _without_row(file, number, line),
             ) from None
-        if earlier and isinstance(row, dict) and find(row, file.text_key) is MISSING:
-            raise lacks(file.text_key, row, origin, file.without_lines(number))
-        yield file.text_of(row, origin, lambda number=number: file.without_lines(number)), origin
-        earlier = True
+        for row in rows:
+            lacking = isinstance(row, dict) and find(row, file.text_key) is MISSING
+            if lacking and (earlier or _follows(file.text_key, lines)):
+                out, where = _without_row(file, number, line), "before" if earlier else "behind"
+                raise lacks(file.text_key, row, origin, out, where)
+            remedy = partial(_without_row, file, number, line)
+            yield file.text_of(row, origin, remedy), origin
+            earlier = True
+
+
+def _values(line: str, made: Callable[[Any], Any] | None) -> list[Any]:
+    """The values of JSON on a line, mostly one.
+
+    Raises:
+        ValueError, RecursionError: it is no JSON.
+    """
+    try:
+        return [json.loads(line, object_pairs_hook=made)]
+    except json.JSONDecodeError as error:
+        if error.msg != "Extra data":
+            raise
+    decoder, values, at = json.JSONDecoder(object_pairs_hook=made), [], 0
+    while found := NO_SPACE.search(line, at):
+        value, at = decoder.raw_decode(line, found.start())
+        values.append(value)
+    return values
+
+
+def _without_row(file: TextFile, number: int, line: str) -> str:
+    """The command that takes a line out; first, where it holds many, the one that parts them."""
+    if "\r" in line.rstrip("\r\n"):
+        return file.through("tr '\\r' '\\n'")
+    return file.without_lines(number)
+
+
+def _follows(key: str, lines: Iterable[tuple[int, str]]) -> bool:
+    """Whether one of the next lines has a field."""
+    for _, line in islice(lines, LOOKED_BEHIND):
+        try:
+            if any(find(row, key) is not MISSING for row in _values(line, None)):
+                return True
+        except (ValueError, RecursionError):
+            continue
+    return False
 
 
 def _parquet(file: TextFile, compression: str | None) -> Iterator[Found]:
@@ -310,7 +407,7 @@ def _numbered(file: TextFile) -> str:
         "n = t.column_names; m = [x if x not in n[:i] else f'{x}_{i}' for i, x in enumerate(n)]; "
         "pq.write_table(t.rename_columns(m), sys.argv[2])"
     )
-    bad = shell(f"{file.path}.bad")
+    bad = shell(file.kept())
     return f"{file.aside()} && python -c {shlex.quote(script)} {bad} {shell(file.path)}"
 
 
@@ -323,7 +420,7 @@ def _replaced(file: TextFile, column: str) -> str:
         "t = t.set_column(t.column_names.index(name), name, pa.array(texts, 'string')); "
         "pq.write_table(t, good)"
     )
-    bad = shell(f"{file.path}.bad")
+    bad = shell(file.kept())
     command = f"python -c {shlex.quote(script)} {bad} {shell(file.path)} {shlex.quote(column)}"
     return f"{file.aside()} && {command}"
 

@@ -48,6 +48,13 @@ def json_values(file: TextFile, stream: IO[bytes]) -> Iterator[Found]:
         file.tally.add(Reason.NO_JSON, file.name)
         return
     if not isinstance(first, str) and find(first, file.text_key) is MISSING:
+        out = _without_value(file, values)
+        try:
+            follows = any(isinstance(r, str) or find(r, file.text_key) is not MISSING for r in rows)
+        except NotJson:
+            follows = False
+        if follows:
+            raise lacks(file.text_key, first, f"{file.name}:1", out, "behind")
         if by_chance:
             file.tally.add(Reason.NO_FIELD, file.name)
             return

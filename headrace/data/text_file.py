@@ -11,6 +11,7 @@ from typing import Any
 
 from headrace.core.errors import ConfigError
 from headrace.core.files import shell
+from headrace.data.contents import guess
 from headrace.data.fields import text_of
 from headrace.data.left_out import Tally
 from headrace.data.listing import DECOMPRESS, Asked, kind_of
@@ -38,13 +39,18 @@ class TextFile:
     tally: Tally
     asked: Asked | None = None
 
+    def kept(self) -> Path:
+        """Return the name under which a command keeps the file, which no other has."""
+        names = (Path(f"{self.path}.bad{number}") for number in ("", *range(2, 1000)))
+        return next(path for path in names if not path.exists())
+
     def without(self) -> str:
         """Return what takes the file out of the text: a command, or a key where it is named."""
         return self.asked.without() if self.asked else self.aside()
 
     def aside(self) -> str:
         """Return the command that gives the file a name that is not read."""
-        return f"mv {shell(self.path)} {shell(f'{self.path}.bad')}"
+        return f"mv {shell(self.path)} {shell(self.kept())}"
 
     def replaced(self, command: str, other: Path) -> str:
         """Return a command that writes the text into another file, and the key that names that."""
@@ -52,12 +58,24 @@ class TextFile:
 
     def through(self, command: str) -> str:
         """Return the command that writes the file again through a filter, and keeps the old one."""
-        file, bad = shell(self.path), shell(f"{self.path}.bad")
+        file, bad = shell(self.path), shell(self.kept())
         compression = kind_of(self.path)[1]
         if compression is None:
             return f"mv {file} {bad} && {command} < {bad} > {file}"
         unpack, pack = DECOMPRESS[compression], COMPRESS[compression]
         return f"mv {file} {bad} && {unpack} < {bad} | {command} | {pack} > {file}"
+
+    def unpacked(self, packed: str | None) -> str:
+        """Return the command that writes the file again as its name says that it is compressed.
+
+        Args:
+            packed: how its bytes are compressed.
+        """
+        file, bad = shell(self.path), shell(self.kept())
+        says = kind_of(self.path)[1]
+        steps = [DECOMPRESS[packed]] if packed else []
+        first, *others = [*steps, COMPRESS[says]] if says else steps
+        return f"mv {file} {bad} && {' | '.join([f'{first} < {bad}', *others])} > {file}"
 
     def without_lines(self, first: int, last: int | None = None) -> str:
         """Return the command that takes lines out."""
@@ -77,9 +95,9 @@ class TextFile:
         try:
             return raw.decode()
         except UnicodeDecodeError as error:
-            offset = before_bytes + error.start
+            found, offset = guess(raw, error.start), before_bytes + error.start
             raise ConfigError(
-                f"{where} is not UTF-8: byte 0x{raw[error.start]:02x} at offset {offset:,}; the "
-                "command takes it for Latin-1, the older encoding of Western Europe",
-                self.through("iconv -f LATIN1 -t UTF-8"),
+                f"{where} is not UTF-8: byte 0x{raw[error.start]:02x} at offset {offset:,}; "
+                f"{found.told}",
+                self.through(found.script) if found.script else self.without(),
             ) from None

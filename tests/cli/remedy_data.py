@@ -60,6 +60,24 @@ FORMATS = {
         ),
         fills={"PATH": "y.jsonl"},
     ),
+    "data/formats:_check_packing#1": Case(
+        f"{INGEST}jsonl", text("x.jsonl", gzip.compress(GOOD.encode())), whole=True
+    ),
+    "data/formats:_check_kind#1": Case(
+        f"{INGEST}jsonl.gz",
+        text("x.jsonl.gz", gzip.compress(gzip.compress(GOOD.encode()))),
+        whole=True,
+    ),
+    "data/formats:_check_kind#2": Case(
+        f"{INGEST}jsonl",
+        parquet("x.jsonl", [pa.array(ROWS)], ["text"]),
+        does={"mv x.jsonl x.jsonl.parquet": lambda _: Path("x.jsonl").rename("x.jsonl.parquet")},
+    ),
+    "data/formats:_check_kind#3": Case(
+        f"{INGEST}txt",
+        lambda _: (Path("x.txt").write_bytes(b"%PDF-1.7"), Path("y.jsonl").write_text(GOOD)),
+        fills={"PATH": "y.jsonl"},
+    ),
     "data/json_values:_Values._too_large#1": Case(
         f"{INGEST}json",
         text("x.json", json.dumps([{"text": row} for row in ROWS])),
