@@ -10,7 +10,7 @@ import typer
 from headrace import __version__
 from headrace.build import NOT_OF_WEIGHTS
 from headrace.context import choose_device, elsewhere, make_context
-from headrace.core.errors import ConfigError, HeadraceError
+from headrace.core.errors import ConfigError, HeadraceError, nearest
 from headrace.core.files import toml_values
 from headrace.core.layers import left_to_weights
 from headrace.core.machine import Machine
@@ -37,9 +37,10 @@ def _check_name(checkpoint: str | None) -> str | None:
     if checkpoint is None or re.fullmatch("step-[0-9]+|latest|best", checkpoint):
         return checkpoint
     number = re.search("[0-9]+", checkpoint)
+    near = "best" if nearest(checkpoint, ("best", "latest")) == "best" else "latest"
     raise ConfigError(
         f"--checkpoint {checkpoint!r} names none: they are step-N, latest and best",
-        f"--checkpoint {f'step-{int(number[0])}' if number else 'latest'}",
+        f"--checkpoint {f'step-{int(number[0])}' if number else near}",
     )
 
 

@@ -276,7 +276,7 @@ def sample(
     tokens: Annotated[int, typer.Option(min=1, help="Most tokens to add.")] = 200,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="0 is all.")] = 50,
-    top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
+    top_p: Annotated[float, typer.Option(max=1, help="Above 0; 1 is all.")] = 1.0,
     seed: int = 0, checkpoint: Checkpoint = None, json: Json = False,
 ) -> None:  # fmt: skip
     """Continue a prompt with a trained run."""

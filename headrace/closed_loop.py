@@ -3,7 +3,7 @@
 import math
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -96,13 +96,15 @@ def plan(
 
 def probe(
     *,
-    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    device: Annotated[
+        Literal["auto", "cpu", "cuda", "mps"], typer.Option(help="auto, cuda or cpu.")
+    ] = "auto",
     seconds: Annotated[float, typer.Option(min=1, help="No probe begins after so long.")] = 180.0,
     json: Json = False,
 ) -> None:
     """Measure what this machine reaches, and keep it for predictions."""
     with exit_codes(json, together=True):
-        where = find_device(device)
+        where = find_device(device, "--device auto")
         machine = measure_together(where, budget_s=seconds, progress=make_progress(json))
         if machine is None:  # the first rank tells
             return

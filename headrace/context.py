@@ -19,8 +19,12 @@ def choose_device(plan: Plan) -> torch.device:
     return find_device(plan.device)
 
 
-def find_device(name: str) -> torch.device:
+def find_device(name: str, remedy: str = "device=auto") -> torch.device:
     """The device of that name, or for "auto" the best that is here.
+
+    Args:
+        name: as a plan says it.
+        remedy: what asks for the best that is here.
 
     Raises:
         UnsupportedError: the device that is asked for is not here.
@@ -35,7 +39,7 @@ def find_device(name: str) -> torch.device:
     if not here.get(name):
         raise UnsupportedError(
             f"device = {name!r} was asked for and torch {torch.__version__} finds none here",
-            "device=auto",
+            remedy,
         )
     return torch.device(name)
 

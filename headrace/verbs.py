@@ -1,19 +1,25 @@
 """The verbs of the command line: how its words are read, and how a wrong one is told."""
 
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from itertools import pairwise
-from typing import Any
+from math import isfinite
+from typing import Any, get_args
 
 import typer
 from typer.core import TyperGroup
 
 from headrace.core.command import typed
-from headrace.core.errors import EXIT_PLAN, ConfigError
+from headrace.core.errors import EXIT_PLAN, ConfigError, nearest
 from headrace.terminal import exit_codes, is_first
 
 UsageError: Any = typer.BadParameter.__base__
 """What typer raises where no verb takes the command line; it gives only this child a name."""
+
+MISTYPED = 0.85
+"""Similarity of two options, by difflib, from which one is the other mistyped."""
 
 
 class Verbs(TyperGroup):
@@ -75,8 +81,59 @@ def _usage(ctx: typer.Context) -> Iterator[None]:
         if not ctx.meta["json"]:
             raise
         where = error.ctx or ctx
-        remedy = f"{where.command_path} --help"
-        if where.parent is None:
-            remedy = f"{where.command_path} VERB ... --json; {remedy} has the verbs"
+        remedy = _mended(error, where, ctx.meta["words"]) or f"{where.command_path} --help"
         with exit_codes(as_json=True):
             raise ConfigError(error.format_message(), remedy) from None
+
+
+def _mended(error: Any, where: Any, words: list[str]) -> str:
+    """Return the command line with the word that was probably meant; "" where none is near.
+
+    Args:
+        error: what typer raises.
+        where: the context of the verb, or of the group of verbs, that does not take the words.
+        words: behind `headrace`.
+    """
+    wrong, right = "", ""
+    if name := getattr(error, "option_name", ""):
+        options = [one for option in where.command.params for one in option.opts]
+        near = get_close_matches(name.casefold(), options, n=1, cutoff=MISTYPED)
+        wrong, right = name, next(iter(near), "")
+    elif verbs := getattr(where.command, "commands", None):
+        depth = len(where.command_path.split()) - 1
+        wrong = words[depth] if depth < len(words) else ""
+        near = nearest(wrong, verbs) if wrong else ""
+        right = near if near in verbs else ""
+    elif (option := getattr(error, "param", None)) is not None:
+        at = [n for n, word in enumerate(words[:-1]) if word in option.opts]
+        if at:
+            value = _value(option, words[at[-1] + 1])
+            found = [*words[: at[-1] + 1], *([value] if value else []), *words[at[-1] + 2 :]]
+            return _command(found) if value else ""
+    if not right or wrong not in words:
+        return ""
+    at = words.index(wrong)
+    return _command([*words[:at], right, *words[at + 1 :]])
+
+
+def _value(option: Any, given: str) -> str:
+    """Return the value of an option that is nearest to what was given; "" where nothing tells."""
+    descriptor = getattr(option, "type_descriptor", None)
+    choices = [str(one) for one in get_args(getattr(descriptor, "annotation", None))]
+    if choices:
+        near = nearest(given, choices)
+        return near if near in choices else choices[0]
+    try:
+        number = float(given)
+    except ValueError:
+        return str(option.default) if type(option.default) in (int, float) else ""
+    if option.min is not None and number < option.min:
+        return f"{option.min:g}"
+    if option.max is not None and number > option.max:
+        return f"{option.max:g}"
+    return f"{round(number)}" if type(option.default) is int and isfinite(number) else ""
+
+
+def _command(words: list[str]) -> str:
+    """Return these words as a shell takes them, as they are typed for a person."""
+    return shlex.join(["headrace", *(word for word in words if word != "--json")])

@@ -146,6 +146,39 @@ def again_with(option: str, value: str, *, verb: str) -> str:
     return " ".join([headrace(), *(found or [verb]), *_words(option, value)])
 
 
+def renamed(technique: str, other: str) -> str:
+    """The user's command with another technique in the place of one; "" where no word names it.
+
+    Args:
+        technique: the name that was typed, behind --with or --without or in a key.
+        other: the name in its place.
+    """
+    found, before, met = [*_verb(_TYPED)], f"techniques.{technique}", False
+    for option, value in [*_TYPED.pairs()][len(found) :]:
+        key = _key((option, value))
+        if option in CHANGES and value == technique:
+            value, met = other, True
+        elif not option and (key == before or key.startswith(f"{before}.")):
+            value, met = f"techniques.{other}{value.strip()[len(before) :]}", True
+        if option != "--json":
+            found += _words(option, value)
+    return " ".join([headrace(), *found]) if met else ""
+
+
+def again_without(option: str, *, verb: str) -> str:
+    """The user's command without an option and its value.
+
+    Args:
+        option: as "--after".
+        verb: the command without a command line.
+    """
+    found = [*_verb(_TYPED)]
+    for typed_option, given in [*_TYPED.pairs()][len(found) :]:
+        if typed_option not in (option, "--json"):
+            found += _words(typed_option, given)
+    return " ".join([headrace(), *(found or [verb])])
+
+
 def plan_again(verb: str, *words: str) -> str:
     """Another verb over the plan that the user named, with what was said to it.
 

@@ -161,11 +161,18 @@ ALIKE = 0.6
 """Similarity of two names, by difflib, from which one may be a mistyped other."""
 
 
+def _folded(name: str) -> str:
+    return name.casefold().replace("-", "_")
+
+
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """The choice closest to `word` in any case, or all where none is; of many, the first few."""
+    """The choice closest to `word`, in any case and with any dashes, or all where none is.
+
+    Of many choices that are all far, the first few are given.
+    """
     names = sorted(choices)
-    folded = {name.casefold(): name for name in names}
-    close = [folded[n] for n in get_close_matches(word.casefold(), folded, n=1, cutoff=ALIKE)]
+    folded = {_folded(name): name for name in names}
+    close = [folded[n] for n in get_close_matches(_folded(word), folded, n=1, cutoff=ALIKE)]
     close = [word] if word in names else close
     more = f" and {len(names) - MANY} more" if len(names) > MANY + 1 else ""
     return close[0] if close else ", ".join(names[:MANY] if more else names) + more

@@ -50,9 +50,22 @@ KNOWN: dict[str, tuple[str, ...]] = {
 """Each name with the techniques that serve the same end; none where there is nothing like it."""
 
 
+def near_to(name: str) -> str | None:
+    """Return the technique that comes nearest in meaning to a well-known name; None of any other.
+
+    It is "" where nothing here comes near.
+    """
+    near = KNOWN.get(_folded(name))
+    return None if near is None else next(iter(near), "")
+
+
+def _folded(name: str) -> str:
+    return name.lower().replace("-", "_")
+
+
 def told_of(name: str) -> str | None:
     """Return what a user is told of a well-known `name` that is not here; None of any other."""
-    key = name.lower().replace("-", "_")
+    key = _folded(name)
     if key not in KNOWN:
         return None
     near = " or ".join(KNOWN[key])

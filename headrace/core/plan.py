@@ -8,6 +8,7 @@ mistake becomes one ConfigError here and nowhere else.
 import json
 import tomllib
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import tomli_w
@@ -21,10 +22,11 @@ from pydantic import (
 )
 
 from headrace.core.errors import ConfigError
-from headrace.core.files import check_values, toml_value, toml_values
+from headrace.core.files import check_values, toml_values
 from headrace.core.layers import left_to_techniques, left_to_weights
 from headrace.core.model_config import WIDEST, ModelConfig
-from headrace.core.strict import READ, Strict, Wrong, explained, field_at, read_table
+from headrace.core.overrides import settle, write_override
+from headrace.core.strict import READ, Strict, Wrong, explained, read_table
 from headrace.core.technique import Catalogue, Technique, installed
 from headrace.core.units import largest_divisor
 
@@ -33,6 +35,7 @@ MOST = 10**15
 RANKS = 1 << 20
 """Largest number of processes along one axis."""
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Share = Annotated[float, Field(gt=0, lt=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 ATTENDS = "parts.attend"
 """The socket whose owner computes attention."""
@@ -45,7 +48,7 @@ class DataConfig(Strict):
     """File, folder, glob, `hf:NAME`, `stdlib` (the Python standard library), or a list of them."""
     weights: tuple[Annotated[float, Field(gt=0, le=1e12)], ...] | None = None
     """One share per source; without it every source counts by its tokens."""
-    validation: Fraction | str = 0.05
+    validation: Share | str = 0.05
     """The share of the text that is held out, by hash of its documents; or a path of its own."""
     text_key: str = "text"
     """The field that holds the text of a row; dots lead into it, as in `messages.0.content`."""
@@ -274,8 +277,8 @@ class Plan(Strict):
             )
         if self.goal.dollars and not self.hardware.dollars_per_hour:
             raise Wrong(
-                "goal.dollars needs the price: hardware.dollars_per_hour=PRICE",
-                "hardware.dollars_per_hour=2 where an hour of the run costs so much",
+                "goal.dollars needs the price of an hour of the run, hardware.dollars_per_hour",
+                "hardware.dollars_per_hour=2",
             )
         if self.schedule.kind != "constant" and self.horizon_steps is None:
             raise Wrong(
@@ -360,15 +363,25 @@ class Plan(Strict):
         Raises:
             ConfigError: a wrong key, type, range or combination, with the nearest right one.
         """
+        said, with_, without = [*overrides], [*with_], [*without]
+        try:
+            return Plan._read(text, catalogue, said, with_, without)
+        except ConfigError as error:
+            read = partial(Plan._read, text, catalogue, with_=with_, without=without)
+            raise settle(error, lambda more: read([*said, *more])) from None
+
+    @staticmethod
+    def _read(
+        text: str, catalogue: Catalogue, overrides: list[str], with_: list[str], without: list[str]
+    ) -> "Plan":
+        """Read once; as `read`."""
         try:
             values = toml_values(text, "the plan")
         except tomllib.TOMLDecodeError as error:
             told = f"the plan is not valid TOML: {error}"
             raise ConfigError(told, "mend what stands there, or leave that line out") from None
-        overrides = [*overrides]
         for item in overrides:
-            _override(values, item)
-        with_, without = [*with_], [*without]
+            write_override(values, item, Plan)
         made = left_to_techniques(
             values, overrides, without, lambda: Plan.read(text, catalogue).made()
         )
@@ -460,23 +473,3 @@ def _technique(name: str, knobs: Any) -> Technique[Any]:
             f"Plan(techniques={{{knobs.name()!r}: ...}})",
         )
     return knobs
-
-
-def _override(values: dict[str, Any], item: str) -> None:
-    """Write one `a.b=value` into nested tables."""
-    key, equals, raw = item.partition("=")
-    if not equals or not all(part.strip() for part in key.split(".")):
-        raise ConfigError(f"{item!r} is not an override", "key=value, as in batch.tokens=16384")
-    value = toml_value(raw, key)
-    if isinstance(value, float) and field_at(Plan, key.strip().split(".")) is str:
-        value = raw  # 1e5 is a name, too
-    *path, last = key.strip().split(".")
-    table: Any = values
-    for part in path:
-        table = table.setdefault(part, {}) if isinstance(table, dict) else None
-        if not isinstance(table, dict):
-            whole = key.partition(part)[0] + part
-            raise ConfigError(
-                f"{key!r} goes through {part!r}, which is not a table", f"{whole}={raw}"
-            )
-    table[last] = value

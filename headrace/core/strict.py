@@ -270,6 +270,8 @@ def _given(key: str, value: Any) -> str:
     while isinstance(value, Mapping) and len(value) == 1:
         ((name, value),) = value.items()
         key = f"{key}.{name}"
+    if value == {}:
+        return shlex.quote(f"{key}={{}}")
     if isinstance(value, bool):
         return f"{key}={str(value).lower()}"
     if isinstance(value, list):

@@ -13,8 +13,9 @@ from enum import IntEnum
 from types import ModuleType
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
+from headrace.core.command import renamed
 from headrace.core.errors import ConfigError, nearest
-from headrace.core.known import told_of
+from headrace.core.known import near_to, told_of
 from headrace.core.ledger import Ledger
 from headrace.core.strict import Strict
 
@@ -237,10 +238,16 @@ class Catalogue:
             ConfigError: there is none; names the nearest.
         """
         if name not in self.techniques:
-            near = nearest(name, self.techniques) or "none installed"
-            guess = f"there is no technique {name!r}; did you mean {near}?"
-            message = told_of(name) or guess
-            raise ConfigError(message, "headrace list")
+            if (message := told_of(name)) is not None:
+                near = near_to(name)
+                raise ConfigError(message, f"headrace explain {near}" if near else "headrace list")
+            near = nearest(name, self.techniques)
+            if near not in self.techniques:
+                raise ConfigError(f"there is no technique {name!r}", "headrace list")
+            raise ConfigError(
+                f"there is no technique {name!r}; did you mean {near}?",
+                renamed(name, near) or f"[techniques.{near}] in place of [techniques.{name}]",
+            )
         return self.techniques[name]
 
     def with_family(self, model: Mapping[str, Any]) -> dict[str, Any]:

@@ -209,20 +209,6 @@ def _unit(place: int, natural: int, shift: int) -> int:
     return place >> shift << 1 | (place >= natural)
 
 
-def check_share(share: float) -> None:
-    """Refuse a share that leaves one side without text.
-
-    Raises:
-        ConfigError: it is 0 or 1.
-    """
-    if not 0 < share < 1:
-        side = "be evaluated" if not share else "train on"
-        raise ConfigError(
-            f"data.validation = {share:g} leaves no text to {side}",
-            f"data.validation={0.5 if share else 0.05}",
-        )
-
-
 def refused_split(weights: Weights, sources: str, weigh: Callable[[float], Weights]) -> ConfigError:
     """Return the error of a share that no split comes near to, with the nearest that works.
 

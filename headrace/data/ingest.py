@@ -45,7 +45,6 @@ from headrace.data.heldout import (
     RecordDamaged,
     Split,
     Weights,
-    check_share,
     refused_split,
 )
 from headrace.data.left_out import Tally
@@ -230,8 +229,6 @@ def is_current(plan: Plan, prepared: Prepared) -> bool:
 def _prepare(plan: Plan, progress: Progress | None) -> Prepared:
     progress = progress or (lambda description, done, total: None)
     root = Path(plan.data.directory).expanduser()
-    if isinstance(plan.data.validation, float):
-        check_share(plan.data.validation)
     name = _key(plan, listed := Tally())
     target = root / name
     try:

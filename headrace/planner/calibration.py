@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
-from headrace.core.command import plan_again
+from headrace.core.command import again_without, plan_again
 from headrace.core.errors import ConfigError
 from headrace.core.files import parse_json
 from headrace.core.work import Phase, StepTime, Work
@@ -127,7 +127,7 @@ class Calibration:
             raise ConfigError(
                 f"a step of {plan} took {measured.step_s:.4g} s, and its model says "
                 f"{time.step_s:.4g} s: too far apart to be the same plan on the same device",
-                "headrace plan PLAN, without --after",
+                again_without("--after", verb="plan demo"),
             )
         return cls(factors, waits_s, plan, measured.steps, host=host)
 
@@ -163,7 +163,7 @@ def check_device(run: Path, device: str, name: str) -> None:
     if ran != device or (ran == "cuda" and its != name):
         raise ConfigError(
             f"{run} ran on {its}, and its steps tell nothing of {name}",
-            "headrace plan PLAN without --after, or --after a run on that device",
+            again_without("--after", verb="plan demo"),
         )
 
 

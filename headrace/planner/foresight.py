@@ -18,8 +18,8 @@ from typing import Any
 
 from headrace.build import predict, predict_each
 from headrace.context import check_supported, precision_of
-from headrace.core.command import plan_again
-from headrace.core.errors import ConfigError, UnsupportedError
+from headrace.core.command import again_without
+from headrace.core.errors import UnsupportedError
 from headrace.core.host import UNPROBED
 from headrace.core.ledger import DERIVED, WORDS, Ledger
 from headrace.core.machine import Machine
@@ -27,7 +27,7 @@ from headrace.core.plan import Plan
 from headrace.core.technique import Catalogue, Context
 from headrace.core.units import format_bytes, format_count, format_seconds
 from headrace.core.work import StepTime
-from headrace.load import read_recorded_plan
+from headrace.load import read_recorded_plan, resolve_run
 from headrace.planner import ranks
 from headrace.planner.calibration import Calibration, Measured, check_device
 from headrace.planner.ending import Curve, ending
@@ -220,8 +220,7 @@ def calibrated(plan: Plan, context: Context, machine: Machine, measured: Measure
     if time is None:
         raise UnsupportedError(
             f"{plan.name} cannot calibrate other plans: its own time is not predicted: {unknown}",
-            "headrace plan PLAN without --after, or --after a run on one GPU, of "
-            "techniques that say what they do to a step's time",
+            again_without("--after", verb="plan demo"),
         )
     found = Calibration.of(time, measured, plan.name)
     return replace(found, workload=workload(plan, context, ledger))
@@ -240,9 +239,7 @@ def after(folder: Path, catalogue: Catalogue, context: Context, machine: Machine
         ConfigError: it is no run with steady steps, or was measured on another device.
         UnsupportedError: no time of its plan is predicted.
     """
-    file = folder / "plan.toml"
-    if not file.is_file():
-        raise ConfigError(f"{folder} is not a run: it has no plan.toml", plan_again("train"))
+    folder = resolve_run(folder)
     check_device(folder, context.device, context.device_name)
     plan = read_recorded_plan(folder, catalogue)
     return calibrated(plan, at(context, plan), machine, Measured.of_run(folder))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.core.errors import ConfigError
+from headrace.core.files import shell
 from headrace.report.loss import loss_section
 from headrace.report.page import (
     Safe,
@@ -29,6 +30,8 @@ from headrace.report.read import Report, Run, read_run
 from headrace.report.single import plain
 from headrace.report.words import bits, count, dollars, percent, seconds, size, verdict, whole
 
+DEFAULT_NAME = "comparison.html"
+"""The page's name where the user gives none."""
 LIMIT = 8
 """Runs on one page: as many as there are colours that can be told apart."""
 
@@ -65,7 +68,9 @@ def compare_reports(run_directories: Sequence[Path], output: Path) -> Path:
     """
     if not 2 <= len(run_directories) <= LIMIT:
         message = f"a comparison takes 2 to {LIMIT} runs; {len(run_directories)} were given"
-        raise ConfigError(message, "headrace report RUN_A RUN_B")
+        given = " ".join(map(shell, run_directories[:LIMIT])) or "runs/*"
+        to = "" if output.name == DEFAULT_NAME else f" --output {shell(output)}"
+        raise ConfigError(message, f"headrace report {given}{to}")
     runs = [read_run(Path(directory)) for directory in run_directories]
     names = _labels(runs)
     text = page(

@@ -36,20 +36,22 @@ PLANS = {
     "core/plan:Plan._check_techniques#3": Case(
         f"{PLAN} schedule.warmup_steps=50 schedule.steps=20"
     ),
-    "core/plan:Plan.read#2": Case(
+    "core/plan:Plan._read#2": Case(
         "explain list.toml",
         write("list.toml", "techniques = 3\n[goal]\nsteps = 2\n"),
     ),
-    "core/plan:Plan.read#3": Case(f"{PLAN} --with muon --without muon"),
+    "core/plan:Plan._read#3": Case(f"{PLAN} --with muon --without muon"),
     "core/plan:Plan.with_keys#1": Case(f"{PLAN} model.kv_heads=4 --with gqa"),
-    "core/plan:_override#1": Case(
+    "core/overrides:write_override#1": Case(
         f"{PLAN} nonsense",
         fills={"key=value, as in ": ""},
         drops=("nonsense",),
     ),
-    "core/plan:_override#2": Case(f"{PLAN} name.x=3"),
+    "core/overrides:write_override#2": Case(f"{PLAN} name.x=3"),
     "core/strict:explained#1": Case(f"{PLAN} model.dim=-3"),
-    "core/technique:Catalogue.find#1": Case(f"{PLAN} --with muun"),
+    "core/technique:Catalogue.find#1": Case(f"{PLAN} --with lion"),
+    "core/technique:Catalogue.find#2": Case(f"{PLAN} --with xxxxxxxx"),
+    "core/technique:Catalogue.find#3": Case(f"{PLAN} --with muun"),
     "core/technique:Catalogue.with_family#1": Case(f"{PLAN} model.family=llamma"),
     "core/technique:check_claims#1": Case(
         "train {tiny} --with flash_attention --with varlen_attention"

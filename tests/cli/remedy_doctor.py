@@ -201,4 +201,42 @@ BESIDE = {
     ),
 }
 """Receipts and loggers."""
-DOCTOR = RUNS | LOOPS | BESIDE
+AFTER = {
+    "planner/calibration:check_device#1": Case(
+        "plan demo --after runs/demo --device-name H200", lambda run: None
+    ),
+    "planner/foresight:calibrated#1": Case("plan {tiny} --after demo --sweep", lambda run: None),
+    "planner/calibration:Measured._of_report#1": Case(
+        "plan demo --after runs/demo --device-name H200",
+        lambda run: (
+            rewritten("environment.json", lambda e: e.update(device="cuda", device_name="H200"))(
+                run
+            ),
+            rewritten("metrics.jsonl", lambda row: row.clear())(run),
+            rewritten("report.json", lambda r: r.update(steady_tokens_per_s=None))(run),
+        ),
+        fills={"headrace train demo": "headrace train {tiny} name=more"},
+    ),
+    "planner/calibration:Calibration.of#1": Case(
+        "plan demo --after runs/demo --device-name H200",
+        lambda run: (
+            rewritten("environment.json", lambda e: e.update(device="cuda", device_name="H200"))(
+                run
+            ),
+            rewritten("metrics.jsonl", lambda row: row.update(step_s=1e6))(run),
+        ),
+    ),
+    "planner/ending:Curve.of#1": Case(
+        "plan demo --after runs/demo --device-name H200 goal.bits_per_byte=2",
+        lambda run: (
+            rewritten("environment.json", lambda e: e.update(device="cuda", device_name="H200"))(
+                run
+            ),
+            (run / "report.json").unlink(),
+        ),
+        fills={"headrace train demo": "headrace train {tiny} name=more"},
+    ),
+    "report/compare:compare_reports#1": Case(f"report{' demo' * 9}", lambda run: None),
+}
+"""Runs that tell nothing of a plan, and more runs than a page has room for."""
+DOCTOR = RUNS | LOOPS | BESIDE | AFTER

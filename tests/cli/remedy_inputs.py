@@ -108,7 +108,6 @@ TEXT = {
         lambda _: (Path("empty").mkdir(), Path("x.jsonl").write_text(GOOD)),
         fills={"PATH": "x.jsonl"},
     ),
-    "data/heldout:check_share#1": Case("data ingest {tiny} data.validation=1.0"),
     "data/heldout:refused_split#1": Case(
         f"{INGEST}jsonl data.validation=1e-6",
         text("x.jsonl", GOOD),

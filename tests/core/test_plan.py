@@ -33,7 +33,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
     ),
     "a wrong device": (("device=gpu",), ("device = 'gpu'", "cuda"), "device="),
     "a wrong family": (("model.family=lama3",), ("'lama3'", "llama3"), "model.family=llama3"),
-    "a wrong technique": (("techniques.muno.lr=0.1",), ("'muno'", "muon"), "headrace list"),
+    "a wrong technique": (("techniques.muno.lr=0.1",), ("'muno'", "muon"), "[techniques.muon]"),
     "a wrong knob": (
         ("techniques.muon.momentun=0.1",), ("'techniques.muon.momentun'",),
         "techniques.muon.momentum",

@@ -1,0 +1,82 @@
+"""Overrides, `key=value`: written into a plan's tables, and offered by an error that they mend."""
+
+import re
+import shlex
+from collections.abc import Callable
+from typing import Any
+
+from pydantic import BaseModel
+
+from headrace.core.errors import ConfigError
+from headrace.core.files import toml_value
+from headrace.core.strict import field_at
+
+MOST = 4
+"""How many values that an error offers are tried before what works is given up."""
+
+
+def write_override(values: dict[str, Any], item: str, plan: type[BaseModel]) -> None:
+    """Write one `a.b=value` into nested tables.
+
+    Args:
+        values: the tables, which are changed.
+        item: the override.
+        plan: the class of the whole table, which tells what kind of value a key takes.
+
+    Raises:
+        ConfigError: it is no override, or its key leads through what is no table.
+    """
+    key, equals, raw = item.partition("=")
+    if not equals or not all(part.strip() for part in key.split(".")):
+        raise ConfigError(f"{item!r} is not an override", "key=value, as in batch.tokens=16384")
+    value = toml_value(raw, key)
+    if isinstance(value, float) and field_at(plan, key.strip().split(".")) is str:
+        value = raw  # 1e5 is a name, too
+    *path, last = key.strip().split(".")
+    table: Any = values
+    for part in path:
+        table = table.setdefault(part, {}) if isinstance(table, dict) else None
+        if not isinstance(table, dict):
+            whole = key.partition(part)[0] + part
+            raise ConfigError(
+                f"{key!r} goes through {part!r}, which is not a table", f"{whole}={raw}"
+            )
+    table[last] = value
+
+
+def settle(error: ConfigError, read: Callable[[list[str]], object]) -> ConfigError:
+    """Return the error with a remedy that is not refused in its turn, where one is found.
+
+    A value that is offered may itself be refused: for its own key another is offered then, and a
+    key that must change with it is said beside it.
+
+    Args:
+        error: of a plan; only a remedy that is one `key=value` is followed.
+        read: reads the same plan with more overrides.
+    """
+    first = found = _override(error.remedy)
+    offered: dict[str, str] = {}
+    while found is not None and len(offered) < MOST and found not in offered.values():
+        offered[found.partition("=")[0]] = found
+        try:
+            read([*offered.values()])
+        except ConfigError as other:
+            found = _override(other.remedy)
+            if first and other.remedy == f"leave out {first.partition('=')[0]}":
+                error.remedy = other.remedy
+                break
+        else:
+            if [*offered.values()] != [first]:
+                error.remedy = " ".join(map(shlex.quote, offered.values()))
+            break
+    return error
+
+
+def _override(remedy: str) -> str | None:
+    """Return the override that a remedy is; None where it is anything else."""
+    try:
+        words = shlex.split(remedy)
+    except ValueError:
+        return None
+    one = len(words) == 1 and re.match(r"[a-z_]+(\.\w+)*=(?!=)", words[0])
+    return words[0] if one else None
