@@ -78,6 +78,8 @@ def _predict_on(plan: Plan, context: Context, pipeline_rank: int) -> Ledger:
     ranks["pipeline_rank"] = float(pipeline_rank)
     ranks["micro_batches"] = plan.rows_per_step / mesh.data / plan.micro_rows
     ranks["other_loss"] = float(any("terms" in t.composes for t in plan.techniques.values()))
+    others = any("objective" in t.composes for t in plan.techniques.values())
+    ranks["other_objective"] = float(others or bool(model.logit_cap))
     work = trunk_work(
         model, rows=plan.micro_rows, length=plan.data.sequence_length,
         precision=context.precision, micro_batches=ranks["micro_batches"],

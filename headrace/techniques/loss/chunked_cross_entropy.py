@@ -11,7 +11,7 @@ compiles. Both cap the logits where `model.logit_cap` asks for it. Plain cross-e
 torch's own from 2.13 on (`native`), on a CPU unasked: it was the quickest there.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -41,6 +41,8 @@ from headrace.kernels.launches import COUNTS, since
 from headrace.model.head import IGNORED, Head, Objective, Vocabulary, capped, cross_entropy
 from headrace.sockets import Build
 
+FP32 = 4
+"""Bytes of a number in fp32."""
 ADDED = 6
 """Bytes of each number of a sum in fp32 that a product adds to, beyond a result in bf16."""
 
@@ -193,8 +195,7 @@ class ChunkedCrossEntropy(Technique[Build]):
         """Logits shrink to one chunk; the output matrix's gradient is there at the loss.
 
         A chunk's logits stay as the leaf of its own backward pass, beside the trunk's tensors.
-        torch's own holds a chunk once. Where it is not asked for by name an objective that is not
-        told here may rule it out, so that what is predicted is autograd's.
+        torch's own holds a chunk once; on a CPU it runs unasked wherever it knows the objective.
         """
         sizes, logits = ledger.sizes, ledger.memory.get("logits")
         if logits is None or "logits_per_token" not in sizes:
@@ -204,15 +205,26 @@ class ChunkedCrossEntropy(Technique[Build]):
         fused = sizes["logits_fused"] * held / sizes["tokens"]
         plain = not sizes.get("other_loss") and sizes.get("tensor_ranks", 1) == 1
         by_kernels = self._by_kernels(bool(sizes["on_gpu"])) and plain
-        if by_kernels or self.native:  # in place
+        native = self._runs_native(sizes)
+        copy = sizes["head_gradients"] if native else 0  # scaled into others in the backward pass
+        if by_kernels or native:  # in place
             each, leaf = sizes["vocab"] * sizes["activation_bytes"], 0
             fused = held * each
-        ledger = ledger.with_line("logits", Line(held * (each + leaf), ("loss",)))
+        ledger = ledger.with_line("logits", Line(max(held * (each + leaf), copy), ("loss",)))
         ledger = ledger.with_line("head_gradients", Line(sizes["head_gradients"], ("loss",)))
         facts = {"logits_fused": fused, "logits_per_token": each, "loss_forward": 1.0}
         facts |= {"logits_leaf": leaf, "loss_by_kernels": float(by_kernels)}
         ledger = replace(ledger, sizes={**sizes, **facts})
         return self._worked(ledger, int(held), by_kernels)
+
+    def _runs_native(self, sizes: Mapping[str, float]) -> bool:
+        """Return whether torch's own would compute it, asked for or not."""
+        if self.native is not None:
+            return self.native
+        other = sizes.get("other_loss") or sizes.get("other_objective")
+        plain = not other and sizes.get("tensor_ranks", 1) == 1
+        half = sizes["activation_bytes"] != FP32
+        return has_native() and not sizes["on_gpu"] and plain and not half
 
     def _worked(self, ledger: Ledger, held: int, by_kernels: bool) -> Ledger:
         """All of the head goes forward, a chunk at a time; its matrix's gradient is added up."""
