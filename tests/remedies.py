@@ -22,6 +22,8 @@ from headrace.core.technique import Unsupported
 
 ROOT = Path(headrace.__file__).parent
 ERRORS = str(ROOT / "core" / "errors.py")
+MADE_BY = ((ERRORS, "__init__"), (__file__, "begin"))
+"""Files and functions that an error passes while it is made."""
 REFUSAL = "Unsupported"
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
@@ -90,7 +92,7 @@ def recording() -> Iterator[list[tuple[str, Any]]]:
         def begin(self: Any, *given: Any, **named: Any) -> None:
             before(self, *given, **named)
             frame = sys._getframe(1)
-            while frame is not None and frame.f_code.co_filename in (ERRORS, __file__):
+            while frame is not None and (frame.f_code.co_filename, frame.f_code.co_name) in MADE_BY:
                 frame = frame.f_back
             if frame is not None:
                 name = site_at(frame.f_code.co_filename, frame.f_lineno)

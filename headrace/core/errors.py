@@ -126,9 +126,9 @@ class NoMoreThreads(UnsupportedError):
         super().__init__(
             "the system would start no more threads: this user's limit of threads and processes "
             f"(ulimit -u) is {told}, and a container may have a lower one (pids)",
-            "raise that limit, or end other processes; fewer are started with OMP_NUM_THREADS=1 "
-            "RAYON_NUM_THREADS=1 before the command and data.workers=0 in it "
-            "(techniques.loader_workers.workers=1 where that is on)",
+            "data.workers=0, and OMP_NUM_THREADS=1 RAYON_NUM_THREADS=1 before the command, to "
+            "start fewer (--without loader_workers, where that is on); or raise that limit, or "
+            "end other processes",
         )
 
 

@@ -76,7 +76,8 @@ def check_free(first: str | None, owner: str, name: str) -> None:
     """
     if first is not None:
         raise ConfigError(
-            f"{owner} and {first} both replace the linear {name!r}", f"--without {owner}"
+            f"{owner} and {first} both replace the linear {name!r}",
+            f"--without {owner} or --without {first}",
         )
 
 

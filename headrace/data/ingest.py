@@ -197,8 +197,8 @@ def _remade(plan: Plan, folder: Path, run: Path, *, older: bool) -> str:
     except (ConfigError, OSError):  # what they were made from is gone
         words.append("data.sources=PATH")
     return (
-        f"{train_again(run, *words)} for a new run: the text is not what these shards were made "
-        f"from any more, and only a copy of {folder} could take their place"
+        f"{train_again(run, *words)} for a new run, since the text is not what these shards were "
+        f"made from any more; or a copy of {folder} in its place"
     )
 
 

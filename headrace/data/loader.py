@@ -174,8 +174,7 @@ class Loader:
             raise ConfigError(
                 f"the checkpoint read {before:g} rows a step, the plan asks for "
                 f"{self.rows_per_step} rows a step",
-                "batch.tokens as it was "
-                f"(batch.tokens={int(before) * self.packer.sequence_length})",
+                f"batch.tokens={int(before) * self.packer.sequence_length}",
             )
         self._base_hash, self.local_hash = int(str(state["stream_hash"]), 16), 0
         self.seek(step)

@@ -53,6 +53,12 @@ PLANS = {
     "core/technique:Catalogue.find#2": Case(f"{PLAN} --with xxxxxxxx"),
     "core/technique:Catalogue.find#3": Case(f"{PLAN} --with muun"),
     "core/technique:Catalogue.with_family#1": Case(f"{PLAN} model.family=llamma"),
+    "core/plan:Plan.with_keys#2": Case(f"{PLAN} --with alibi --with rope"),
+    "core/technique:check_claims#2": Case(
+        f"{PLAN} --with full_checkpoint --with selective_checkpoint"
+    ),
+    "core/ledger:check_free#1": Case(f"{PLAN} --with lora --with qlora"),
+    "context:check_supported#4": Case(f"{PLAN} --with sophia --with adamw_8bit"),
     "core/technique:check_claims#1": Case(
         "train {tiny} --with flash_attention --with varlen_attention"
     ),

@@ -183,6 +183,7 @@ SHARDS = {
         sealed(lambda values, side: changed("offsets.bin", lambda r: b"\x01" + r[1:])(side))
     ),
     "data/shards:Shards._verify_ids#1": spoiled_shards(sealed(first_ids(300))),
+    "data/shards:Shards._verify_starts#1": spoiled_shards(sealed(first_ids(1))),
     "data/shards:Shards.verify_bytes#1": spoiled_shards(
         sealed(lambda values, _: values.update(counted_bytes=values["counted_bytes"] + 1))
     ),
@@ -204,4 +205,3 @@ SHARDS = {
 }
 """Prepared shards that are damaged."""
 DATA = FORMATS | SHARDS
-PREPARED: dict[str, Case] = {}

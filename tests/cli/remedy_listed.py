@@ -2,8 +2,6 @@
 
 GPU = "needs a GPU, or kernels that are not here"
 RANKS = "needs several ranks; tests/distributed and tests/test_guard_ranks.py raise them"
-DATA = "read by the tests of tests/data, which raise them and follow their commands"
-PYTHON = "raised to a Python caller, who has no command line"
 DEVICE = "rates of a device that is not here; told inside of a prediction"
 CUT_OFF = "a signal, a full disk or a rank that is gone; tests raise them in real processes"
 
@@ -11,17 +9,10 @@ LISTED = {
     "build": "given weights and steps that are not finite; tests/export and tests/cli raise them",
     "checkpoint": CUT_OFF,
     "choose": GPU,
-    "context": "two optimizers that take the rest, of which only one is installed",
-    "core/doubts": "plans that mean nothing; tests raise each with its remedy",
-    "core/errors": "memory and threads that ran out; tests/test_failures.py raises them",
     "core/host": DEVICE,
-    "core/ledger": "two techniques that replace one linear; tests/contract raise it",
     "core/links": DEVICE,
     "core/machine": DEVICE,
-    "core/plan": PYTHON,
-    "core/technique": "pairs that exclude each other; tests/contract raise them",
     "core/work": DEVICE,
-    "data/": DATA,
     "evaluate": "a run that diverged; tests/cli/test_diverged.py runs these",
     "export/": "a model that no format has; tests/export raise them",
     "filled": "a technique that is not in force; tests/contract raise it",

@@ -1,5 +1,6 @@
 """Errors that a caller in Python meets, and how each remedy is carried out."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -13,8 +14,13 @@ from remedy_doctor import rank, record
 from torch import nn
 
 import headrace
+from headrace.arguments import catalogue
+from headrace.core.plan import Goal, Plan
+from headrace.data.loader import Loader
+from headrace.data.tokenizer import train_tokenizer
 from headrace.doctor.run import diagnose
 from headrace.doctor.trace import file
+from headrace.techniques.adapt.lora import Lora
 from headrace.watch import trainer
 
 
@@ -92,6 +98,51 @@ def recorded(remedy: str) -> None:
     assert diagnose([*Path("traces").glob("*.json")])
 
 
+def without_line(remedy: str) -> None:
+    """Leave the line out that the message names."""
+    assert remedy.endswith("leave that line out")
+    assert Plan.read('name = "a"\n[goal]\nsteps = 1\n', catalogue()).name == "a"
+
+
+def as_plan(remedy: str) -> None:
+    """Make the plan that the remedy spells, whose dots stand for what was given."""
+    names = {"Plan": lambda **tables: Plan(goal=Goal(steps=1), **tables)}
+    assert eval(remedy.replace("...", "lora"), {**names, "lora": Lora()}).techniques["lora"]
+
+
+def go_on(*, batch_tokens: int) -> None:
+    """Go on behind a step of 8 rows of 16 tokens."""
+    rows = SimpleNamespace(sequence_length=16, units=(64,))
+    loader = Loader(rows, rows_per_step=batch_tokens // 16, micro_rows=2)  # pyright: ignore
+    loader.load_state({"step": 1, "rows": 8, "stream_hash": "0"})
+    assert loader.state()["rows"] == 8
+
+
+def with_tokens(remedy: str) -> None:
+    """Go on with the batch that the remedy names."""
+    key, _, tokens = remedy.partition("=")
+    assert key == "batch.tokens"
+    go_on(batch_tokens=int(tokens))
+
+
+def with_vocab(remedy: str) -> None:
+    """Train a tokenizer as large as the remedy says."""
+    key, _, vocab = remedy.partition("=")
+    assert key == "data.vocab" and train_tokenizer(["the mill"], vocab=int(vocab)).vocab == 257
+
+
+def without_rustbpe(patch: pytest.MonkeyPatch) -> None:
+    """Ask for a trainer that is not installed."""
+    patch.setitem(sys.modules, "rustbpe", None)
+    train_tokenizer(["the mill"], vocab=300, trainer="rustbpe")
+
+
+def installs_rustbpe(remedy: str) -> None:
+    """Let be installed what the remedy installs; train again, now that it is there."""
+    assert remedy == "pip install rustbpe" and find_spec("rustbpe")
+    assert train_tokenizer(["the mill"], vocab=300, trainer="rustbpe").vocab > 256
+
+
 PYTHON = {
     "watch/__init__:watch#1": Call(lambda patch: headrace.watch(nn.Linear(4, 1)), as_python),
     "watch/__init__:watch#2": Call(
@@ -104,5 +155,16 @@ PYTHON = {
     "watch/watched:Watched.note#1": Call(note_spread, noted),
     "watch/trainer:trainer_callback#1": Call(without_transformers, installs),
     "doctor/trace/file:text_of#4": Call(too_large, recorded),
+    "core/plan:Plan.read#1": Call(
+        lambda patch: Plan.read('name = "a"\nseed = [\n', catalogue()), without_line
+    ),
+    "core/plan:_technique#1": Call(
+        lambda patch: Plan(goal=Goal(steps=1), techniques={"muon": Lora()}), as_plan
+    ),
+    "data/loader:Loader.load_state#1": Call(lambda patch: go_on(batch_tokens=64), with_tokens),
+    "data/tokenizer:train_tokenizer#1": Call(
+        lambda patch: train_tokenizer(["the mill"], vocab=100), with_vocab
+    ),
+    "data/tokenizer:train_tokenizer#2": Call(without_rustbpe, installs_rustbpe),
 }
 """Each error by its site."""

@@ -127,6 +127,7 @@ def follow(
         at = argv.index(gone[1])
         argv = argv[:at] + argv[at + 2 :]
     for name, value in case.fills.items():
+        name = name.replace("{here}", str(folder.parent.parent))
         assert name in remedy, f"{name!r} is not in {remedy!r}"
         remedy = remedy.replace(name, value.format(**known))
     found: list[tuple[str, Told]] = []

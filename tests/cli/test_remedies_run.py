@@ -11,11 +11,11 @@ from refusal_cases import CASES as REFUSED
 from refusal_cases import EXCUSED
 from remedies import sites
 from remedy_cases import CASES, PLANS, SLOW
-from remedy_data import DATA, PREPARED
+from remedy_data import DATA
 from remedy_doctor import DOCTOR
 from remedy_inputs import INPUTS
 from remedy_listed import BARE, LISTED
-from remedy_places import PLACES
+from remedy_places import MEANT, PLACES
 from remedy_processes import PROCESSES
 from remedy_python import PYTHON
 from remedy_trials import SLOW_TRIALS, TRIALS
@@ -23,7 +23,7 @@ from remedy_weights import GIVEN
 from shell import Case, Told, follow, run, split
 
 ROOT = Path(__file__).parents[2]
-LEADS = CASES | PREPARED | TRIALS | SLOW_TRIALS
+LEADS = CASES | MEANT | TRIALS | SLOW_TRIALS
 """Commands whose remedies lead to another state."""
 BROUGHT = INPUTS | GIVEN | DOCTOR | DATA | PLACES
 """What a user brings that is wrong: each way of these remedies ends in success."""
