@@ -137,7 +137,7 @@ def read_plan_text(file: Path) -> str:
         kept = mend_plan(file.parent) if file.name == "plan.toml" else ""
         raise ConfigError(
             f"{file} is no plan: it is not UTF-8, by its byte {error.start} ({error.reason})",
-            kept or f"iconv -f LATIN1 -t UTF-8 {file} > NEW.toml; NEW.toml in its place",
+            kept or f"iconv -f LATIN1 -t UTF-8 {shell(file)} > NEW.toml; NEW.toml in its place",
         ) from None
     except tomllib.TOMLDecodeError as error:
         kept = mend_plan(file.parent) if file.name == "plan.toml" else ""
@@ -145,7 +145,7 @@ def read_plan_text(file: Path) -> str:
             f"{file} is no plan: it is not valid TOML: {error}",
             kept
             if file.suffix == ".toml"
-            else f"headrace train demo data.sources={file}, if it is text to train on",
+            else f"headrace train demo data.sources={shell(file)}, if it is text to train on",
         ) from None
     return text
 

@@ -21,7 +21,7 @@ import numpy as np
 from pydantic import Field, ValidationError, model_validator
 
 from headrace.core.errors import ConfigError
-from headrace.core.files import write_whole
+from headrace.core.files import shell, write_whole
 from headrace.core.strict import Strict
 
 FORMAT = 3
@@ -433,7 +433,7 @@ def _check_format(directory: Path, raw: bytes) -> None:
         command = rebuild if isinstance(rebuild, str) else _REBUILD
         raise OtherFormat(
             f"{directory} has shard format {found}, this version reads {FORMAT}",
-            f"rm -r {directory} && {command}",
+            f"rm -r {shell(directory)} && {command}",
         )
 
 
@@ -443,4 +443,4 @@ def _file_name(index: int) -> str:
 
 def _rebuild(directory: Path, manifest: Manifest | None = None) -> str:
     command = manifest.rebuild if manifest else _REBUILD
-    return f"rm -r {directory} && {command}"
+    return f"rm -r {shell(directory)} && {command}"
