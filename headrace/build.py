@@ -6,6 +6,7 @@ a socket that it did not declare is a bug in the technique.
 """
 
 import json
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import prod
@@ -157,14 +158,16 @@ def _model_config(plan: Plan, vocab: int) -> ModelConfig:
     if model.pretrained:
         model = _as_pretrained(model)
     if model.pretrained and model.vocab < vocab:
-        folder, learned = model.pretrained, plan.data.tokenizer == "bpe"
+        folder = model.pretrained
+        load = (
+            "from transformers import AutoModelForCausalLM as M; "
+            f"m = M.from_pretrained({folder!r}); m.resize_token_embeddings({vocab}); "
+            f"m.save_pretrained({folder!r})"
+        )
         raise ConfigError(
             f"the tokenizer has {vocab} entries and the weights of model.pretrained = {folder!r} "
             f"have {model.vocab}",
-            f"data.tokenizer={folder}"
-            if learned
-            else f"a folder whose weights have {vocab} entries, by transformers' "
-            f"resize_token_embeddings({vocab}) and save_pretrained",
+            f"python -c {shlex.quote(load)}",
         )
     if model.vocab and model.vocab < vocab:
         fit = -(-vocab // model.vocab_multiple) * model.vocab_multiple

@@ -418,7 +418,8 @@ def export(
             folder, plan.model.pretrained, lambda line: print(line, file=sys.stderr)
         )
         written = export_run(
-            build, to, output or folder / to, sequence_length=plan.data.sequence_length,
+            build, to, output or folder / to, run=folder,
+            sequence_length=plan.data.sequence_length,
             companions=companions or Companions(),
         )  # fmt: skip
         told = build.prepared.told_losses

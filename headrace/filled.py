@@ -87,7 +87,7 @@ def evidence_after(
         names = ", ".join(technique.name() for technique in build.techniques)
         raise RunError(
             f"no step counted a target so far, so that nothing shows whether {names} is in force",
-            "data whose first steps have targets",
+            "data.sources=PATH of text whose first steps have targets",
         )
     return None
 

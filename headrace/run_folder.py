@@ -142,7 +142,7 @@ class RunFolder:
             first = error.args[0][0][2] if isinstance(error, shutil.Error) else error
             raise RunError(
                 f"a new run from {step} cannot be written: {first}; {intact}",
-                f"free some space, or directory=FOLDER that can be written; then {go_on}",
+                f"free some space, then {go_on}; or {go_on} directory=FOLDER that can be written",
             ) from None
         return made
 

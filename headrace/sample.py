@@ -135,5 +135,7 @@ def _check(
     room = context - length
     raise ConfigError(
         f"{asked} positions, and this model learned {context}",
-        f"--tokens {room}" if room > 0 else f"a prompt of at most {context - 1} tokens",
+        f"--tokens {room}"
+        if room > 0
+        else f"--prompt TEXT --tokens 1, where TEXT has at most {context - 2} tokens",
     )

@@ -1,13 +1,17 @@
 """A run's model to another tool's format."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
+from headrace.core.command import train_command
 from headrace.core.errors import ConfigError, UnsupportedError, nearest
+from headrace.core.files import shell
 from headrace.export.hf import export_hf
 from headrace.model.attention import Attention
 from headrace.model.companions import Companions
+from headrace.model.hf_config import architecture
 from headrace.model.lora import merged_state
+from headrace.model.mask import MaskSpec
 from headrace.model.mlp import PlainMLP, SwiGLU
 from headrace.sockets import Build
 
@@ -15,7 +19,7 @@ FORMATS = ("hf",)
 
 
 def export_run(
-    build: Build, to: str, output: Path, *, sequence_length: int,
+    build: Build, to: str, output: Path, *, run: Path, sequence_length: int,
     companions: Companions = Companions(),  # noqa: B008  (it is frozen)
 ) -> Path:  # fmt: skip
     """Write the model of an opened run; returns the folder.
@@ -24,6 +28,7 @@ def export_run(
         build: the run.
         to: the format.
         output: the new folder.
+        run: the run's folder.
         sequence_length: tokens of a row in training.
         companions: the small files that came with the weights that the run began with.
 
@@ -42,14 +47,22 @@ def export_run(
             raise UnsupportedError(
                 f"layer {name} of this model {does} {owner} ({kind.__name__}), and no "
                 "exported family does: its config.json would describe another model",
-                f"headrace sample {build.plan.name}, which computes it as it was trained",
+                f"headrace sample {shell(run)}, which computes it as it was trained",
             )
-    if not replace(build.model.mask, document=False).is_plain_causal:
+    mask, causal = replace(build.model.mask, document=False), MaskSpec()
+    if not mask.is_plain_causal:
+        other = {f.name: getattr(mask, f.name) for f in fields(mask)}
+        own = [f"{name} = {v}" for name, v in other.items() if v != getattr(causal, name)]
         raise UnsupportedError(
-            f"this model's attention is {build.model.mask}, and no exported family says so: its "
+            f"the mask of this model has {', '.join(own)}, and no exported family says so: its "
             "config.json would describe another model",
-            f"headrace sample {build.plan.name}, which computes it as it was trained",
+            f"headrace sample {shell(run)}, which computes it as it was trained",
         )
+    try:
+        architecture(build.config)
+    except UnsupportedError as error:
+        again = train_command(run, f"name={build.plan.name}-{to}", error.remedy)
+        raise UnsupportedError(error.message, again) from None
     state = merged_state(build.model)
     tokenizer = build.prepared.directory / "tokenizer.json"
     export_hf(

@@ -231,7 +231,7 @@ def load_pretrained(path: Path, key: str = "model.pretrained") -> tuple[ModelCon
         UnsupportedError: pickled or quantised weights, or a model that we do not compute exactly.
     """
     config = read_config(path, key)
-    shapes, read = _open_tensors(path, *_weight_files(path, key), key)
+    shapes, read = _open_tensors(path, *_weight_files(path), key)
     makers = from_hf(config, shapes, read, path)
 
     def source(name: str, shape: torch.Size) -> Tensor:
@@ -308,9 +308,7 @@ def files_left_out(path: Path) -> str:
     )
 
 
-def _weight_files(
-    path: Path, key: str = "model.pretrained"
-) -> tuple[list[Path], dict[str, str] | None]:
+def _weight_files(path: Path) -> tuple[list[Path], dict[str, str] | None]:
     """Return the files that `transformers` reads: one file, else those of the index, and the index.
 
     Without both every safetensors file is read but adapters.
@@ -331,8 +329,7 @@ def _weight_files(
             _by_transformers(
                 "from peft import AutoPeftModelForCausalLM as M; "
                 f"M.from_pretrained({str(path)!r}).merge_and_unload()",
-                f"{path}-merged",
-                key,
+                path,
             ),
         )
     pickles = sorted(file.name for file in path.iterdir() if file.suffix in _PICKLES)
@@ -343,18 +340,16 @@ def _weight_files(
             _by_transformers(
                 "from transformers import AutoModelForCausalLM as M; "
                 f"M.from_pretrained({str(path)!r})",
-                f"{path}-safe",
-                key,
+                path,
             )
             + f", where you trust the file; or {fetched_again(path)}",
         )
     raise ConfigError(f"{path} has no *.safetensors", fetched_again(path))
 
 
-def _by_transformers(load: str, made: str, key: str) -> str:
-    """Return the command that loads a model and saves it in a new folder, and what names that."""
-    script = shlex.quote(f"{load}.save_pretrained({made!r})")
-    return f"python -c {script}, then {key}={shlex.quote(made)}"
+def _by_transformers(load: str, path: Path) -> str:
+    """Return the command that loads a model and saves its safetensors into its own folder."""
+    return f"python -c {shlex.quote(f'{load}.save_pretrained({str(path)!r})')}"
 
 
 def _read_index(index: Path) -> dict[str, str]:

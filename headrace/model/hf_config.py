@@ -142,7 +142,7 @@ def architecture(config: ModelConfig) -> Architecture:
     raise UnsupportedError(
         f"no architecture of transformers matches this model: {found} has no counterpart in "
         f"{best}, the nearest of {', '.join(ARCHITECTURES)}",
-        f"train with {wanted}",
+        wanted,
     )
 
 

@@ -138,7 +138,7 @@ def linears_of(model: nn.Module, targets: Sequence[str], owner: str = "lora") ->
         if target not in ends:
             raise ConfigError(
                 f"targets has {target!r}, and the blocks of this model have {', '.join(ends)}",
-                targeted(owner, nearest(target, ends)),
+                targeted(owner, *nearest(target, ends).split(", ")),
             )
     return [name for name in names if not targets or name.split(".", 2)[2] in targets]
 
@@ -236,7 +236,9 @@ def _chosen(every: Sequence[str], targets: Sequence[str], owner: str) -> list[st
         raise ConfigError(
             f"none of targets = {list(targets)} is in a block of this model, which has "
             f"{', '.join(every)}",
-            targeted(owner, nearest(targets[0], every)) if targets else f"--without {owner}",
+            targeted(owner, *nearest(targets[0], every).split(", "))
+            if targets
+            else f"--without {owner}",
         )
     return chosen
 

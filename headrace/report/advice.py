@@ -7,7 +7,7 @@ from pydantic import Field
 
 from headrace.changes import parse
 from headrace.core.errors import ConfigError
-from headrace.core.files import parse_json
+from headrace.core.files import parse_json, shell
 from headrace.doctor.forecast import SHARE_ENDS
 from headrace.report.page import Safe, join, muted, section, table, tag
 from headrace.report.read import Table
@@ -99,5 +99,6 @@ def _read(file: Path) -> list[Finding]:
         return [Finding.model_validate(row) for row in rows]
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
-            f"{file} is damaged: {str(error).splitlines()[0]}", f"headrace doctor {file.parent}"
+            f"{file} is damaged: {str(error).splitlines()[0]}",
+            f"mv {shell(file)} {shell(f'{file}.damaged')}",
         ) from None

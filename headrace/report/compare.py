@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.core.errors import ConfigError
-from headrace.core.files import shell
+from headrace.core.files import recorded_plan, shell
 from headrace.report.loss import loss_section
 from headrace.report.page import (
     Safe,
@@ -85,7 +85,7 @@ def compare_reports(run_directories: Sequence[Path], output: Path) -> Path:
         _key_figures(runs, names),
         loss_section(runs, names),
         _time(runs, names),
-        _differences("Plan keys that differ", [_plan(run) for run in runs], names),
+        _differences("Plan keys that differ", [_plan(run, runs) for run in runs], names),
         _differences("Environment that differs", [_environment(run) for run in runs], names),
     )
     return write_page(Path(output), text)
@@ -151,8 +151,12 @@ def _time(runs: list[Run], names: list[str]) -> Safe:
     return section("Where the time went", *bars, marks, muted("Bars share one scale."))
 
 
-def _plan(run: Run) -> dict[str, str]:
+def _plan(run: Run, runs: list[Run]) -> dict[str, str]:
     """The plan's keys and values, flat.
+
+    Args:
+        run: whose plan it is.
+        runs: all that are compared.
 
     Raises:
         ConfigError: plan.toml is not TOML.
@@ -160,8 +164,15 @@ def _plan(run: Run) -> dict[str, str]:
     try:
         return _flat(tomllib.loads(run.plan_toml))
     except tomllib.TOMLDecodeError as error:
-        path = run.directory / "plan.toml"
-        raise ConfigError(f"{path} is not valid TOML: {error}", f"headrace train {path}") from None
+        path = recorded_plan(run.directory)
+        others = [shell(r.directory) for r in runs if r.directory != run.directory]
+        aside = f"mv {shell(path)} {shell(f'{path}.damaged')}"
+        raise ConfigError(
+            f"{path} is not valid TOML: {error}",
+            aside
+            if path != run.directory / "plan.toml"
+            else " ".join(["headrace report", *(others or ["RUN"])]),
+        ) from None
 
 
 def _environment(run: Run) -> dict[str, str]:

@@ -9,6 +9,7 @@ from errno import EDQUOT, EFBIG, ENOSPC
 from html import escape
 from pathlib import Path
 
+from headrace.core.command import again
 from headrace.core.errors import RunError
 from headrace.core.files import shell, write_whole
 from headrace.report.style import STYLE
@@ -157,7 +158,11 @@ def write_page(path: Path, text: str) -> Path:
             raise RunError(
                 f"{path} is a folder, and a page is a file", f"--output {inside}"
             ) from None
-        full = error.errno in (ENOSPC, EDQUOT, EFBIG)
-        remedy = f"{'df -h' if full else 'ls -ld'} {shell(path.parent)}"
+        if error.errno in (ENOSPC, EDQUOT, EFBIG):
+            remedy = f"free some space in {shell(path.parent)}, then {again(verb='report RUN')}"
+        elif not path.parent.exists():
+            remedy = f"mkdir -p {shell(path.parent)}"
+        else:
+            remedy = f"chmod u+w {shell(path.parent)}"
         raise RunError(f"{path} cannot be written: {error}", remedy) from None
     return path

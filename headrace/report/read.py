@@ -341,13 +341,14 @@ def _nearest_run(directory: Path) -> Path | None:
 
 def _read_text(path: Path) -> str:
     """A file as text, or ConfigError."""
+    aside = f"mv {shell(path)} {shell(f'{path}.damaged')}"
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        aside = f"mv {shell(path)} {shell(f'{path}.damaged')}"
         raise ConfigError(f"{path} is damaged: it is not UTF-8 ({error.reason})", aside) from None
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error}", f"ls -l {shell(path)}") from None
+        mend = f"chmod u+r {shell(path)}" if isinstance(error, PermissionError) else aside
+        raise ConfigError(f"{path} cannot be read: {error}", mend) from None
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -367,7 +368,9 @@ def _read_report(path: Path) -> Report:
     values = _read_object(path)
     if values.get("format", 1) != 1:
         message = f"{path} has format {values['format']!r}; this Headrace reads format 1"
-        raise ConfigError(message, "the version of Headrace that wrote it")
+        aside = f"mv {shell(path)} {shell(f'{path}.newer')}"
+        other = f"{aside}; {train_command(path.parent, '--resume')}"
+        raise ConfigError(message, f"the version of Headrace that wrote it; or {other}")
     try:
         return Report.model_validate(values)
     except ValidationError as error:

@@ -155,7 +155,7 @@ PYTHON = {
     "watch/watched:Watched.note#1": Call(note_spread, noted),
     "watch/trainer:trainer_callback#1": Call(without_transformers, installs),
     "doctor/trace/file:text_of#4": Call(too_large, recorded),
-    "core/plan:Plan.read#1": Call(
+    "core/plan:Plan._read#1": Call(
         lambda patch: Plan.read('name = "a"\nseed = [\n', catalogue()), without_line
     ),
     "core/plan:_technique#1": Call(

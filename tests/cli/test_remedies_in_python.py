@@ -5,17 +5,20 @@ from pathlib import Path
 import pytest
 from remedies import recording
 from remedy_python import PYTHON
+from remedy_python_model import MODEL
 
 from headrace.core.errors import HeadraceError
 
+CALLS = PYTHON | MODEL
 
-@pytest.mark.parametrize("site", PYTHON)
+
+@pytest.mark.parametrize("site", CALLS)
 def test_a_remedy_in_python_leads_on(
     site: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with recording() as made, monkeypatch.context() as patch, pytest.raises(HeadraceError) as told:
-        PYTHON[site].fails(patch)
+        CALLS[site].fails(patch)
     assert site in [name for name, _ in made], told.value
     assert told.value.remedy
-    PYTHON[site].mends(told.value.remedy)
+    CALLS[site].mends(told.value.remedy)

@@ -18,12 +18,14 @@ from remedy_listed import BARE, LISTED
 from remedy_places import MEANT, PLACES
 from remedy_processes import PROCESSES
 from remedy_python import PYTHON
+from remedy_python_model import MODEL
+from remedy_runs import RUNS
 from remedy_trials import SLOW_TRIALS, TRIALS
 from remedy_weights import GIVEN
 from shell import Case, Told, follow, run, split
 
 ROOT = Path(__file__).parents[2]
-LEADS = CASES | MEANT | TRIALS | SLOW_TRIALS
+LEADS = CASES | MEANT | RUNS | TRIALS | SLOW_TRIALS
 """Commands whose remedies lead to another state."""
 BROUGHT = INPUTS | GIVEN | DOCTOR | DATA | PLACES
 """What a user brings that is wrong: each way of these remedies ends in success."""
@@ -92,7 +94,7 @@ def test_every_error_is_run_or_listed() -> None:
     cases = LEADS | BROUGHT
     through = [site for case in cases.values() for site in case.through]
     run_here = {site.split()[0] for site in cases}
-    known = {*run_here, *through, *PYTHON, *PROCESSES, *REFUSED, *EXCUSED}
+    known = {*run_here, *through, *PYTHON, *MODEL, *PROCESSES, *REFUSED, *EXCUSED}
     assert known <= {*sites()}, "a table names an error that is no more"
     left = [site for site in sites() if site not in known]
     assert [site for site in left if room_of(site, LISTED) is None] == []

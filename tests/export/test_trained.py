@@ -112,14 +112,14 @@ def test_a_mask_that_no_family_has_is_not_exported_as_another_model(
     window = ["--with", "sliding_window", "techniques.sliding_window.window=5", "goal.steps=1"]
     assert zygote.run(tmp_path, "train", str(plan_file), *window, "name=w").code == 0
     told = zygote.run(tmp_path, "export", "w", "--to", "hf", "--output", "out")
-    assert told.code == 3 and "window=5" in told.err
+    assert told.code == 3 and "window = 5" in told.err
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        (["techniques.prefix_lm.tokens=5"], "prefix=True"),
+        (["techniques.prefix_lm.tokens=5"], "prefix = True"),
         (["techniques.short_convolution.between=1", "model.layers=2"], "GatedConvolution"),
         (["techniques.mixture_of_experts.experts=2"], "MixtureOfExperts"),
     ],
@@ -132,5 +132,5 @@ def test_a_model_that_no_family_computes_is_not_exported(
     build = make_build(plan, prepare(plan), World(), torch.device("cpu"))
     build.loader.close()
     with pytest.raises(UnsupportedError, match=why):
-        export_run(build, "hf", tmp_path / "out", sequence_length=16)
+        export_run(build, "hf", tmp_path / "out", run=tmp_path, sequence_length=16)
     assert not (tmp_path / "out").exists()

@@ -122,5 +122,5 @@ def test_learned_positions_end(make_decoder: MakeDecoder) -> None:
     assert caught.value.remedy == "--tokens 14"
     with pytest.raises(ConfigError) as caught:
         generate(model, torch.zeros(1, 25, dtype=torch.long), new_tokens=1)
-    assert caught.value.remedy == "a prompt of at most 18 tokens"
+    assert caught.value.remedy == "--prompt TEXT --tokens 1, where TEXT has at most 17 tokens"
     assert generate(make_decoder(), PROMPTS, new_tokens=20).size(1) == 25
