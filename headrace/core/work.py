@@ -206,14 +206,21 @@ class Work:
     def _mixing_s(self, machine: Machine) -> float:
         """One kernel of attention, the mean of those with and without a mask."""
         if self.masked and self.reach > 1:
-            raise UnsupportedError("a mask over rows of which ranks hold parts was not timed", "")
+            raise UnsupportedError(
+                "a mask over rows of which ranks hold parts was not timed",
+                "mesh.context=1 --without context_parallel",
+            )
         kernel = self.kernel or self._trunks(machine)
         if self.capped and kernel not in SKIPPING:
-            raise UnsupportedError("a soft cap over plain products was not timed", "")
+            raise UnsupportedError(
+                "a soft cap over plain products was not timed", "--with flex_attention"
+            )
         plain_s = self._scores_s(machine, SKIPPING.get(kernel, kernel), self.causal)
         rows, heads, _, length, features = self.sizes
         if self.precision in WIDE and kernel in SKIPPING:
-            raise UnsupportedError(f"{kernel} attention was not timed in fp32", "")
+            raise UnsupportedError(
+                f"{kernel} attention was not timed in fp32", "model.precision=bf16"
+            )
         if kernel in SKIPPING:
             masked_s = self._skipping_s(machine, kernel, plain_s) if self.masked else plain_s
             more = 1 + (self.extra + CAP * self.capped) / (features + SOFTMAX)
@@ -229,7 +236,8 @@ class Work:
         """One kernel that computes the blocks that a mask leaves, by the seconds of all causal."""
         if self.seen is None:
             raise UnsupportedError(
-                f"what {kernel} attention skips under this mask is not known before it runs", ""
+                f"what {kernel} attention skips under this mask is not known before it runs",
+                f"--without {kernel}_attention",
             )
         rows, heads, kv_heads, length, features = self.sizes
         count, starts = math.ceil(length / TILE), START / (features + SOFTMAX)

@@ -283,7 +283,7 @@ def _time(
     try:
         return ranks.slowest(each, machine), ""
     except UnsupportedError as error:
-        return None, error.message
+        return None, f"{error.message}; try: {error.remedy}" if error.remedy else error.message
 
 
 def _no_interval(context: Context, ledger: Ledger, time: StepTime) -> str:

@@ -16,6 +16,7 @@ from remedy_doctor import DOCTOR
 from remedy_inputs import INPUTS
 from remedy_listed import BARE, LISTED
 from remedy_places import MEANT, PLACES
+from remedy_predictions import PREDICTIONS
 from remedy_processes import PROCESSES
 from remedy_python import PYTHON
 from remedy_python_model import MODEL
@@ -94,7 +95,8 @@ def test_every_error_is_run_or_listed() -> None:
     cases = LEADS | BROUGHT
     through = [site for case in cases.values() for site in case.through]
     run_here = {site.split()[0] for site in cases}
-    known = {*run_here, *through, *PYTHON, *MODEL, *PROCESSES, *REFUSED, *EXCUSED}
+    in_python = {*PYTHON, *MODEL, *PREDICTIONS}
+    known = {*run_here, *through, *in_python, *PROCESSES, *REFUSED, *EXCUSED}
     assert known <= {*sites()}, "a table names an error that is no more"
     left = [site for site in sites() if site not in known]
     assert [site for site in left if room_of(site, LISTED) is None] == []

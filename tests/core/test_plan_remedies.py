@@ -36,7 +36,7 @@ def outcome(*overrides: str) -> ConfigError | None:
         ("track.to=tensorboard", 'track.to=["tensorboard"]'),
         ("track.to=['Tensorboard']", 'track.to=["tensorboard"]'),
         ("data.validation=nan", "data.validation=0.05"),
-        ("data.validation=-0.1", "data.validation=0.0"),
+        ("data.validation=-0.1", "data.validation=0.05"),
         ("data.sources=[3]", None),
         ("name=" + "x" * 300, "name=run"),
     ],
