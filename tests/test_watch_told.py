@@ -152,3 +152,53 @@ def test_ignored_targets_of_a_pair_are_padding() -> None:
         counts = token_counts(pair)
         assert (counts["tokens"], int(counts["padded"]), int(counts["targets"])) == (10, 3, 7)
     assert token_counts((ids.float(), targets)) == {} and token_counts((ids, targets[:1])) == {}
+
+
+def test_the_whole_of_several_losses_is_taken_by_its_name_or_not_at_all() -> None:
+    weight = torch.ones((), requires_grad=True)
+    loss, part = 2.0 * weight, 1.0 * weight
+
+    class Output:
+        def __init__(self) -> None:
+            self.lm_loss, self.aux_loss = part, part
+
+        @property
+        def loss(self) -> torch.Tensor:
+            return loss
+
+    for output in (
+        {"total_loss": loss, "ce_loss": part}, {"loss_total": loss}, {"Loss": loss, "a_loss": part},
+        SimpleNamespace(total_loss=loss, lm_loss=part), SimpleNamespace(lm_loss=loss), Output(),
+    ):  # fmt: skip
+        assert loss_in(output) is loss, output
+    assert loss_in((part, loss)) is None  # nothing says which of them is trained by
+    assert loss_in((loss, part.detach())) is loss
+
+
+MASKED = torch.arange(5).expand(2, 5) < 3
+
+
+@pytest.mark.parametrize("names", [("x", "y"), ("inputs", "targets"), ("input_ids", "label")])
+def test_targets_are_counted_under_the_names_that_they_have(names: tuple[str, str]) -> None:
+    ids = torch.arange(10).reshape(2, 5)
+    targets = ids.where(MASKED, -100)
+    for batch in (dict(zip(names, (ids, targets), strict=True)), {"batch": {names[0]: ids,
+                  names[1]: targets}}):  # fmt: skip
+        counts = token_counts(batch)
+        assert (counts["tokens"], int(counts["targets"])) == (10, 6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
+@pytest.mark.parametrize("place", [1, 2])
+def test_a_mask_beside_inputs_and_targets_says_what_is_padding(
+    dtype: torch.dtype, place: int
+) -> None:
+    ids = torch.arange(10).reshape(2, 5)
+    batch = [ids, ids.where(torch.arange(5).expand(2, 5) < 2, -100)]
+    batch.insert(place, MASKED.to(dtype))
+    counts = token_counts(tuple(batch))
+    assert [int(counts[name]) for name in ("tokens", "padded", "targets")] == [10, 4, 4]
+    assert token_counts((ids, torch.zeros_like(ids), ids)) == {}
+    flat = token_counts((ids, batch[3 - place].flatten()))
+    assert int(flat["targets"]) == 4
+    assert token_counts((ids, torch.zeros(2, dtype=torch.long))) == {}  # classes of rows

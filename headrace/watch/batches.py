@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 IGNORED = -100
@@ -67,12 +68,21 @@ def watch_loader(loader: Any, timed: Timed) -> tuple[Any, Callable[[], None]]:
     return loader, undo
 
 
+WHOLE = ("loss", "total_loss", "loss_total")
+"""Names of the loss that a model is trained by, where others stand beside it; in any case."""
+TARGETS = ("labels", "targets", "label", "target", "y", "label_ids", "lm_labels")
+INPUTS = ("input_ids", "inputs", "ids", "tokens", "x", "input")
+MASKS = ("attention_mask", "mask")
+"""Names of what a batch holds."""
+
+
 def loss_in(output: Any) -> Any:
     """Return the loss that a model's output is, names or holds; None where there is none.
 
-    It is the output itself where that is a scalar that needs a gradient. A mapping or an object
-    names it `loss`, or is one whose only name that ends so is a scalar, as `lm_loss`; in a tuple or
-    list it is the first scalar that needs a gradient. One level inside is looked at as well.
+    It is the output itself where that is a scalar that needs a gradient. A mapping, a dataclass or
+    a named tuple names it as one of WHOLE, or has only one name that ends in "loss" and is a
+    scalar, as `lm_loss`; in a tuple or list it is the only scalar that needs a gradient. Of several
+    nothing says which is the whole. One level inside is looked at as well.
     """
     if isinstance(output, Tensor) and output.ndim:  # as the score of one example is
         return None
@@ -82,49 +92,100 @@ def loss_in(output: Any) -> Any:
 def _loss_in(output: Any, *, deeper: bool) -> Any:
     if isinstance(output, Tensor):
         return output if output.numel() == 1 and output.requires_grad else None
-    if isinstance(output, Mapping):
-        if output.get("loss") is not None:
-            return output["loss"]
-        named = [value for key, value in output.items() if str(key).endswith("loss")]
-        if named:  # of several, nothing says which is the whole
-            return _loss_in(named[0], deeper=False) if len(named) == 1 else None
-        inside: list[Any] = list(output.values())
-    elif isinstance(output, tuple | list):
-        if getattr(output, "loss", None) is not None:  # a named tuple
-            return output.loss  # pyright: ignore[reportAttributeAccessIssue]
-        inside = [item for item in output if isinstance(item, Tensor)]
-        found = next((one for one in inside if _loss_in(one, deeper=False) is not None), None)
-        if found is not None:
-            return found
-        inside = [item for item in output if not isinstance(item, Tensor)]
+    inside: list[Any]
+    if isinstance(output, tuple | list) and not hasattr(output, "_fields"):
+        inside = [*output]
+        scalars = [one for one in inside if isinstance(one, Tensor) and _is_loss(one)]
+        if scalars:
+            return scalars[0] if len(scalars) == 1 else None
     else:
-        return getattr(output, "loss", None)
+        fields = _fields(output)
+        by_name = {str(key).lower(): value for key, value in fields.items()}
+        whole = next((by_name[n] for n in WHOLE if by_name.get(n) is not None), None)
+        if whole is not None and not isinstance(whole, Mapping):
+            return whole
+        named = [v for key, v in by_name.items() if key.endswith("loss") and v is not None]
+        if named:
+            return _loss_in(named[0], deeper=False) if len(named) == 1 else None
+        inside = [*fields.values()]
     within = (_loss_in(item, deeper=False) for item in inside if not isinstance(item, Tensor))
     return next((one for one in within if one is not None), None) if deeper else None
+
+
+def _is_loss(value: Tensor) -> bool:
+    return value.numel() == 1 and value.requires_grad
+
+
+def _fields(output: Any) -> Mapping[Any, Any]:
+    """What an output names: the keys of a mapping, or the attributes of an object."""
+    if isinstance(output, Mapping):
+        return output
+    if hasattr(output, "_fields"):
+        return dict(zip(output._fields, output, strict=True))
+    found = {k: v for k, v in getattr(output, "__dict__", {}).items() if not k.startswith("_")}
+    return found | {name: getattr(output, name, None) for name in WHOLE}
 
 
 def token_counts(batch: Any) -> dict[str, Any]:
     """Return how many slots a batch has, and how many are padding and targets.
 
-    A batch names `input_ids`, or is a pair of integer tensors of one shape: inputs and targets.
-    "tokens" is an int; "padded" and "targets" are tensors where the batch is. `attention_mask` says
-    what is padding and `labels` what is a target; in a pair, an ignored target is padding.
+    A batch names its inputs, targets and mask as INPUTS, TARGETS and MASKS have them, or is a tuple
+    or list of integer tensors of one size: inputs and targets, and perhaps a mask among them. One
+    batch alone in a tuple, or in a mapping of one name, is looked at inside.
+
+    "tokens" is an int; "padded" and "targets" are tensors where the batch is. A mask says what is
+    padding; where a pair has none, an ignored target is padding.
     """
-    if isinstance(batch, tuple | list) and len(batch) == 2:
-        ids, labels = batch
-        both = isinstance(ids, Tensor) and isinstance(labels, Tensor)
-        if not both or ids.shape != labels.shape or ids.ndim < 2:
-            return {}
-        if any(item.is_floating_point() or item.is_complex() for item in (ids, labels)):
-            return {}
-        ignored = (labels == IGNORED).sum()
-        return {"tokens": ids.numel(), "padded": ignored, "targets": ids.numel() - ignored}
-    if not isinstance(batch, Mapping) or not isinstance(ids := batch.get("input_ids"), Tensor):
+    if isinstance(batch, Mapping):
+        names = {str(key).lower(): value for key, value in batch.items()}
+        ids, labels, mask = (_named(names, kinds) for kinds in (INPUTS, TARGETS, MASKS))
+        if ids is None:
+            only = [value for value in batch.values() if isinstance(value, Mapping | tuple | list)]
+            return token_counts(only[0]) if len(batch) == len(only) == 1 else {}
+        return _counts(ids, labels, mask) if "input_ids" in names or labels is not None else {}
+    if not isinstance(batch, tuple | list):
         return {}
+    if len(batch) == 1:
+        return token_counts(batch[0]) if isinstance(batch[0], Mapping) else {}
+    if not 2 <= len(batch) <= 3 or not all(_is_whole(item) for item in batch):
+        return {}
+    ids, rest = batch[0], batch[1:]
+    if ids.ndim < 2 or any(item.numel() != ids.numel() for item in rest):
+        return {}
+    masks = [item for item in rest if len(rest) > 1 and _is_mask(item)]
+    labels = [item for item in rest if not any(item is mask for mask in masks)]
+    if len(labels) != 1:
+        return {}
+    counts = _counts(ids, labels[0], masks[0] if masks else None)
+    return counts if masks else {**counts, "padded": (labels[0] == IGNORED).sum()}
+
+
+def _named(names: Mapping[str, Any], kinds: tuple[str, ...]) -> Tensor | None:
+    found = next((names[name] for name in kinds if name in names), None)
+    return found if _is_whole(found) else None
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether it is a tensor of integers or of yes and no."""
+    return isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
+
+
+def _is_mask(value: Tensor) -> bool:
+    """Whether it says yes or no of each slot; of integers only where that costs no wait.
+
+    Zeros alone are kinds of tokens (`token_type_ids`): a batch of nothing but padding is none.
+    """
+    if value.dtype == torch.bool:
+        return True
+    if value.device.type != "cpu" or not value.numel():
+        return False
+    return int(value.min()) >= 0 and int(value.max()) == 1
+
+
+def _counts(ids: Tensor, labels: Tensor | None, mask: Tensor | None) -> dict[str, Any]:
     found: dict[str, Any] = {"tokens": ids.numel()}
-    mask, labels = batch.get("attention_mask"), batch.get("labels")
-    if isinstance(mask, Tensor) and mask.shape == ids.shape:
+    if mask is not None and mask.numel() == ids.numel():
         found["padded"] = (mask == 0).sum()
-    if isinstance(labels, Tensor) and labels.shape == ids.shape:
+    if labels is not None and labels.numel() == ids.numel():
         found["targets"] = (labels != IGNORED).sum()
     return found
