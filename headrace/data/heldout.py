@@ -266,6 +266,8 @@ class Record(Strict):
     """Documents whose end is held out."""
     overlap: Overlap | None = None
     """None where a share is held out: equal documents are on one side."""
+    loses: str = ""
+    """What a tokenizer that was accepted as one that loses text loses of the held-out side."""
 
     def save(self, folder: Path) -> None:
         """Write it beside the shards."""

@@ -380,7 +380,7 @@ def _write(
 ) -> None:
     """The second pass: encode every document and add it to its side."""
     rebuild, asked = _rebuild_command(plan.data), plan.data.validation
-    overlaps, cut_documents, done_bytes = Overlaps(), 0, 0
+    overlaps, cut_documents, done_bytes, lost = Overlaps(), 0, 0, ""
 
     def writer(name: str, source: str) -> ShardWriter:
         return ShardWriter(
@@ -394,8 +394,12 @@ def _write(
 
     def add(side: ShardWriter, text: str, ids: np.ndarray) -> int:
         """Add a document, and return the bytes of its text."""
+        nonlocal lost
+        is_held = side is validation
         if not plan.data.lossy_tokenizer:
-            tokenizer.check_document(text, ids)
+            tokenizer.check_document(text, ids, is_held=is_held)
+        elif is_held and not lost:
+            lost = tokenizer.lost_of(text, ids, is_held=True)
         size = len(text.encode())
         side.add(ids, text_bytes=size, counted_bytes=tokenizer.bytes_of(ids))
         return size
@@ -419,7 +423,8 @@ def _write(
             progress("encoding", done_bytes, total_bytes)
         train.close()
     validation.close()
-    Record(cut_documents=cut_documents, overlap=overlaps.result() if own else None).save(folder)
+    overlap = overlaps.result() if own else None
+    Record(cut_documents=cut_documents, overlap=overlap, loses=lost).save(folder)
 
 
 class _Piece(NamedTuple):

@@ -59,7 +59,8 @@ class Prepared:
         """What the tokenizer loses: an example, and the share of this text; "" for nothing."""
         raw, counted = self._bytes
         told = f"its tokens stand for {counted:,} bytes of a text of {raw:,}"
-        return "; ".join(filter(None, (self.tokenizer.loses, told if counted != raw else "")))
+        example = self.tokenizer.loses or (self.split.loses if self.split else "")
+        return "; ".join(filter(None, (example, told if counted != raw else "")))
 
     @property
     def _bytes(self) -> tuple[int, int]:

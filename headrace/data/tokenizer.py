@@ -17,7 +17,6 @@ ids.
 
 import hashlib
 import json
-import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -43,6 +42,18 @@ from headrace.data.lossless import (
     in_short_runs,
     vanishing,
 )
+from headrace.data.spelling import (
+    ALPHABET,
+    BYTE_OF,
+    is_byte_level,
+    make_decoder,
+    missing_bytes,
+    rewrites,
+    spell,
+    steps_of,
+    token_bytes,
+    unspell,
+)
 
 SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,2}"
@@ -57,25 +68,6 @@ _WHOLE_ALPHABET = (
 Trainer = Literal["auto", "rustbpe", "tokenizers"]
 _PROBED: dict[str, tuple[str | None, bool]] = {}
 """By fingerprint what a tokenizer was found to lose, and whether tiktoken does as it does."""
-
-
-def _byte_alphabet() -> list[str]:
-    """GPT-2's printable character for each byte, by byte."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    rest = iter(range(256, 512))
-    return [chr(b) if b in printable else chr(next(rest)) for b in range(256)]
-
-
-_CHARACTER = _byte_alphabet()
-_BYTE = {character: byte for byte, character in enumerate(_CHARACTER)}
-
-
-def _spell(raw: bytes) -> str:
-    return "".join(_CHARACTER[byte] for byte in raw)
-
-
-def _unspell(token: str) -> bytes:
-    return bytes(_BYTE[character] for character in token)
 
 
 class Tokenizer:
@@ -93,9 +85,10 @@ class Tokenizer:
     """
 
     def __init__(self, text: str, *, name: str = "tokenizer.json") -> None:
-        self._slow = guarded(
-            lambda: tokenizers.Tokenizer.from_str(text), f"{name} is not a tokenizer.json"
-        )
+        with silent_panics():
+            self._slow = guarded(
+                lambda: tokenizers.Tokenizer.from_str(text), f"{name} is not a tokenizer.json"
+            )
         spec = json.loads(text)
         for key in ("normalizer", "pre_tokenizer", "decoder"):
             spec.setdefault(key, None)
@@ -111,7 +104,8 @@ class Tokenizer:
         self.vocab = max(ids.values()) + 1
         encode = self._encode_slowly
         self.document_token, self.note = find_document_token(spec, ids, encode, name)
-        self.token_bytes = _token_bytes(spec, ids, self.vocab, name)
+        self._rewrites = rewrites(spec)
+        self.token_bytes = token_bytes(spec, ids, self.vocab, name)
         self.token_bytes[self.document_token] = 0
         self._fast = _as_tiktoken(spec)
         self._hides_a_space = False
@@ -120,8 +114,8 @@ class Tokenizer:
         if added == 1:
             self.token_bytes[self.document_token] = -1
         if spec["decoder"] is None:
-            self._slow.decoder = _decoder(_is_byte_level(spec), strip=added == 1)
-        self.loses, self._remedy = vanishing(_missing_bytes(spec, ids)), _WHOLE_ALPHABET
+            self._slow.decoder = make_decoder(is_byte_level(spec), strip=added == 1)
+        self.loses, self._remedy = vanishing(missing_bytes(spec, ids)), _WHOLE_ALPHABET
         if not self.loses:
             self._find_losses(spec)
 
@@ -147,7 +141,7 @@ class Tokenizer:
         lost, is_fast = _PROBED[self.fingerprint]
         self._fast = self._fast if is_fast else None
         if lost is not None:
-            kinds = [part["type"] for part in _parts(spec["normalizer"])]
+            kinds = [part["type"] for part in steps_of(spec["normalizer"])]
             changes = [k for k in kinds if k not in ("Replace", "Prepend", "ByteLevel")]
             change = "a tokenizer.json that gives back every text"
             if changes:
@@ -173,21 +167,38 @@ class Tokenizer:
                 f"data.lossy_tokenizer=true, which every report tells; {self._remedy}",
             )
 
-    def check_document(self, text: str, ids: np.ndarray) -> None:
-        """Compare a document's bytes with those that its ids stand for.
+    def check_document(self, text: str, ids: np.ndarray, *, is_held: bool = False) -> None:
+        """Compare a document with what its ids give back.
+
+        Args:
+            text: the document.
+            ids: what `encode_batch` made of it.
+            is_held: it is evaluated, so its text is compared and not only its bytes.
 
         Raises:
-            TextLost: they differ, so the tokenizer lost some of the text.
+            TextLost: the tokenizer lost some of the text.
         """
-        raw, kept = len(text.encode()), self.bytes_of(ids)
-        if raw != kept and text:
-            returned = self.decode(ids)
-            example = f", {difference(text, returned)}" if returned != text else ""
+        if lost := self.lost_of(text, ids, is_held=is_held):
             raise TextLost(
-                f"{self._name} loses text: a document that begins {text[:40]!a} has {raw:,} bytes, "
-                f"its tokens stand for {kept:,}{example}",
+                f"{self._name} loses text: {lost}",
                 "data.lossy_tokenizer=true, which every report tells; data.tokenizer=bpe",
             )
+
+    def lost_of(self, text: str, ids: np.ndarray, *, is_held: bool = False) -> str:
+        """Return what of a document is lost, as `check_document` looks for it; "" for nothing.
+
+        A normalizer may put other characters of as many bytes in the place of some.
+        """
+        raw, kept = len(text.encode()), self.bytes_of(ids)
+        if not text or (raw == kept and not (is_held or self._rewrites)):
+            return ""
+        returned = self.decode(ids)
+        if raw == kept and returned == text:
+            return ""
+        told = f"a document that begins {text[:40]!a}"
+        if raw != kept:
+            told += f" has {raw:,} bytes, its tokens stand for {kept:,}"
+        return told + (f", {difference(text, returned)}" if returned != text else "")
 
     def bytes_of(self, ids: np.ndarray) -> int:
         """UTF-8 bytes that a document's ids stand for."""
@@ -341,12 +352,12 @@ def _train_with_tokenizers(texts: Iterable[str], vocab: int) -> dict[bytes, int]
     learner.train_from_iterator(
         in_short_runs(texts),
         tokenizers.trainers.BpeTrainer(
-            vocab_size=vocab - 1, initial_alphabet=_CHARACTER, show_progress=False
+            vocab_size=vocab - 1, initial_alphabet=ALPHABET, show_progress=False
         ),
     )
     model = json.loads(learner.to_str())["model"]
     tokens = [bytes([byte]) for byte in range(256)]
-    tokens += [_unspell(left + right) for left, right in _pairs(model["merges"])]
+    tokens += [unspell(left + right) for left, right in _pairs(model["merges"])]
     return {token: rank for rank, token in enumerate(dict.fromkeys(tokens))}
 
 
@@ -366,10 +377,10 @@ def _pairs(merges: Iterable[str | Sequence[str]]) -> Iterator[tuple[str, str]]:
 def _to_json(ranks: dict[bytes, int], pattern: str, special: dict[str, int]) -> str:
     """A tokenizer.json from tiktoken's way of writing the same thing."""
     merges = [_parents(token, ranks) for token in sorted(ranks, key=ranks.__getitem__)]
-    vocab = {_spell(token): rank for token, rank in ranks.items()}
+    vocab = {spell(token): rank for token, rank in ranks.items()}
     model = tokenizers.models.BPE(
         vocab=vocab | special,  # listed here too, so that ids with gaps stay as they are
-        merges=[(_spell(pair[0]), _spell(pair[1])) for pair in merges if pair],
+        merges=[(spell(pair[0]), spell(pair[1])) for pair in merges if pair],
     )
     built = tokenizers.Tokenizer(model)
     built.pre_tokenizer = _splitter(pattern)
@@ -392,67 +403,6 @@ def _parents(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes] | Non
     return (parts[0], parts[1]) if len(parts) == 2 else None
 
 
-def _parts(node: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The steps of a normalizer, pre-tokenizer or decoder, sequences flattened."""
-    if node is None:
-        return []
-    for key in ("normalizers", "pretokenizers", "decoders"):
-        if node["type"] == "Sequence" and key in node:
-            return [part for inner in node[key] for part in _parts(inner)]
-    return [node]
-
-
-def _token_bytes(spec: dict[str, Any], ids: dict[str, int], vocab: int, name: str) -> np.ndarray:
-    """UTF-8 bytes that each id stands for, or a refusal."""
-    added = {t["content"]: t.get("special", False) for t in spec["added_tokens"]}
-    byte_level = _is_byte_level(spec)
-    if not byte_level and not spec["model"].get("byte_fallback"):
-        raise UnsupportedError(
-            f"{name} is a {spec['model']['type']} tokenizer, neither byte-level nor with byte "
-            "fallback: its tokens have no exact length in bytes, so bits per byte could not be "
-            "told",
-            "data.tokenizer=bpe, or a byte-level tokenizer.json (GPT-2, Llama 3, Qwen)",
-        )
-    out = np.zeros(vocab, dtype=np.int32)
-    for token, i in ids.items():
-        if token in added:
-            out[i] = 0 if added[token] else len(token.encode())
-        elif byte_level:
-            out[i] = len(token)
-        elif re.fullmatch("<0x[0-9A-F]{2}>", token):
-            out[i] = 1
-        else:
-            out[i] = len(token.replace("\u2581", " ").encode())
-    return out
-
-
-def _missing_bytes(spec: dict[str, Any], ids: dict[str, int]) -> list[int]:
-    """The bytes of UTF-8 that no token stands for."""
-    byte_level = _is_byte_level(spec)
-    every = set(bytes(range(0xC0))) | set(range(0xC2, 0xF5))  # what UTF-8 is made of
-    spelled = {b: _CHARACTER[b] if byte_level else f"<0x{b:02X}>" for b in every}
-    return [b for b in sorted(every) if spelled[b] not in ids and not _ascii(b, ids, byte_level)]
-
-
-def _decoder(byte_level: bool, *, strip: bool) -> tokenizers.decoders.Decoder:
-    """What turns tokens back into text, for a file that leaves it out."""
-    kinds = tokenizers.decoders
-    if byte_level:
-        return kinds.ByteLevel()
-    steps = [kinds.Replace("\u2581", " "), kinds.ByteFallback(), kinds.Fuse()]
-    return kinds.Sequence([*steps, kinds.Strip(" ", 1, 0)] if strip else steps)
-
-
-def _is_byte_level(spec: dict[str, Any]) -> bool:
-    parts = [*_parts(spec["decoder"]), *_parts(spec["pre_tokenizer"]), *_parts(spec["normalizer"])]
-    return any(part["type"] == "ByteLevel" for part in parts)
-
-
-def _ascii(byte: int, ids: dict[str, int], byte_level: bool) -> bool:
-    """Whether a character of one byte is a token itself, where bytes are a fallback."""
-    return not byte_level and byte < 128 and chr(byte) in ids
-
-
 def _as_tiktoken(spec: dict[str, Any]) -> tiktoken.Encoding | None:
     """The same encoding in tiktoken, or None where it is not certain to be the same."""
     model, pattern = spec["model"], _pattern(spec)
@@ -465,12 +415,12 @@ def _as_tiktoken(spec: dict[str, Any]) -> tiktoken.Encoding | None:
         spec["normalizer"] is not None
         or any(model.get(key) for key in odd)
         or len(special) != len(spec["added_tokens"])
-        or not all(character in plain for character in _CHARACTER)
-        or not all(character in _BYTE for token in plain for character in token)
+        or not all(character in plain for character in ALPHABET)
+        or not all(character in BYTE_OF for token in plain for character in token)
         or not _rebuilds(plain, model["merges"])
     ):
         return None
-    ranks = {_unspell(token): i for token, i in plain.items()}
+    ranks = {unspell(token): i for token, i in plain.items()}
     return tiktoken.Encoding(
         "headrace", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
     )
@@ -478,7 +428,7 @@ def _as_tiktoken(spec: dict[str, Any]) -> tiktoken.Encoding | None:
 
 def _pattern(spec: dict[str, Any]) -> str | None:
     """The split pattern where the pre-tokenizer is one of the two usual shapes."""
-    match _parts(spec["pre_tokenizer"]):
+    match steps_of(spec["pre_tokenizer"]):
         case [{"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}]:
             return _GPT2_PATTERN
         case [

@@ -303,7 +303,7 @@ TOKENIZERS = {
         fake=no_network,
         fills={f"{ELSEWHERE}; or ": ""},
     ),
-    "data/tokenizer:_token_bytes#1": Case(
+    "data/spelling:token_bytes#1": Case(
         TOKENIZER,
         words,
         prose={"a byte-level tokenizer.json": "there is none", "GPT-2, Llama 3, Qwen": "examples"},

@@ -1,14 +1,18 @@
 """Tokenizers that others made: what they give back, what they lose, and what hides in the file."""
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from test_tokenizer import AWKWARD, fallback_tokenizer, listed, metaspace_tokenizer
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from headrace.core.errors import TextLost
+from headrace.core.plan import Plan
 from headrace.data import tokenizer as ours
+from headrace.data.ingest import prepare
 from headrace.data.lossless import difference
 
 
@@ -102,3 +106,40 @@ def test_a_tokenizer_is_probed_once_a_process(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_difference_that_nobody_could_see_is_spelled_out() -> None:
     assert difference("cafe\u0301", "caf\u00e9") == r"'cafe\u0301' comes back as 'caf\xe9'"
+
+
+def test_bytes_that_are_marked_as_special_are_bytes_all_the_same() -> None:
+    """As whoever trains one with its bytes among the `special_tokens` gets them."""
+    theirs = fallback_tokenizer(prefix=False)
+    theirs.add_special_tokens([f"<0x{b:02X}>" for b in range(256)])
+    found = ours.Tokenizer(theirs.to_str())
+    found.refuse_losses()
+    for text in ("b", "a \u4e2d", *AWKWARD[6:]):
+        (ids,) = found.encode_batch([text])
+        assert found.decode(ids) == text and found.bytes_of(ids) == len(text.encode())
+
+
+ALIKE = {
+    "normalizer": normalizers.Replace("mill", "lime"),
+    "decoder": decoders.Sequence([decoders.ByteLevel(), decoders.Replace("mill", "lime")]),
+}
+"""Parts that put as many bytes in the place of some, which no count of bytes shows."""
+
+
+@pytest.mark.parametrize("part", ALIKE)
+def test_text_that_comes_back_as_other_text_of_its_length_is_refused_or_told(
+    make_plan: Callable[..., Plan], tmp_path: Path, part: str
+) -> None:
+    theirs = Tokenizer.from_str(ours.train_tokenizer(["the mill and the weir"], vocab=290).text)
+    setattr(theirs, part, ALIKE[part])
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    rows = [json.dumps({"text": f"day {n} at the mill by the weir"}) for n in range(80)]
+    (tmp_path / "a.jsonl").write_text("\n".join(rows))
+    keys = {"sources": str(tmp_path / "a.jsonl"), "tokenizer": str(tmp_path / "tokenizer.json")}
+    with pytest.raises(TextLost, match=r"'.*mill.*' comes back as '.*lime.*'"):
+        prepare(make_plan(**keys))
+    for _ in range(2):  # made, and found again
+        found = prepare(make_plan(**keys, lossy_tokenizer=True))
+        assert "mill" in found.loses and "lime" in found.loses
+        assert found.told_losses == {"tokenizer_loses": found.loses}
+        assert found.about_tokenizer["loses"] == found.loses

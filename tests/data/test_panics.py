@@ -28,6 +28,25 @@ def test_a_pattern_that_never_ends_is_one_message(
     assert said.err == "" and said.out == ""
 
 
+PARTS = {
+    "model": {"continuing_subword_prefix": "##"},
+    "normalizer": {"type": "Precompiled", "precompiled_charsmap": ""},
+}
+"""Parts over which the library panics while it reads the file."""
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_file_that_cannot_be_read_is_one_message(
+    part: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    spec = json.loads(train_tokenizer(["one two three four"] * 9, vocab=300).text)
+    spec[part] = {**(spec[part] or {}), **PARTS[part]}
+    with pytest.raises(ConfigError, match=r"is not a tokenizer\.json"):
+        Tokenizer(json.dumps(spec))
+    said = capfd.readouterr()
+    assert said.err == "" and said.out == ""
+
+
 def test_what_is_no_panic_is_still_said(capfd: pytest.CaptureFixture[str]) -> None:
     with silent_panics():
         os.write(2, b"a warning\n")
