@@ -110,6 +110,8 @@ def first_of_the_trunk(build: Build, step: Step, *, draw: int = 0) -> First | st
         found = _first(build, step, draw, ready)
     except HeadraceError as error:
         why = f"the plain model cannot run here: {error}"
+    except _ElsewhereError:
+        why = "the plain model does not run on another process, which says why"
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -178,11 +180,15 @@ def _gather(plain: Build, cut: Mapping[str, Any], world: World, ready: list[bool
             own[name].data.copy_(whole)
 
 
+class _ElsewhereError(Exception):
+    """The plain model does not run on another process, which says why itself."""
+
+
 def _meet(world: World, ready: list[bool]) -> None:
     """Hear that all have come so far."""
     ready.append(True)
     if world.any(False):
-        raise RunError("it does not run on another process", "what that process says of it")
+        raise _ElsewhereError
 
 
 def _together(engine: Engine, world: World, ready: list[bool]) -> Engine:

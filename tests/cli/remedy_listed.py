@@ -1,26 +1,15 @@
 """Errors whose remedies no test runs as they are printed, by module, each with the reason."""
 
-GPU = "needs a GPU, or kernels that are not here"
-RANKS = "needs several ranks; tests/distributed and tests/test_guard_ranks.py raise them"
 DEVICE = "rates of a device that is not here; told inside of a prediction"
-CUT_OFF = "a signal, a full disk or a rank that is gone; tests raise them in real processes"
 
 LISTED = {
-    "choose": GPU,
     "core/host": "rates of a CPU that was probed, which tests/probed_cpu.py stands for in tests",
     "core/links": "ranks of several machines, where its remedy is a probe",
     "core/machine:Machine._lacks#1": DEVICE,
     "core/machine:Machine.read#1": "a damaged file of rates, where the remedy takes minutes",
     "core/work:Work.seconds#1": "what was not counted of a technique: nothing can be typed",
-    "guard": RANKS,
-    "interrupts:Interrupts._cut_off#1": CUT_OFF,
-    "parallel/pipeline": RANKS,
     "planner/candidates": "a technique's own code that fails in a sweep: our bug, to be reported",
     "planner/on_cpu": "steps of a CPU that no probe timed, where its remedy is a probe",
-    "probes/__init__": GPU,
-    "probes/at_hand": DEVICE,
-    "techniques/": "found while a run is built on a GPU, on ranks or with given weights",
-    "trials/command:locked#2": "another process that measures; tests/cli/test_tune_elsewhere.py",
 }
 """Modules, or rooms that end with a slash, of which some errors are no case of a table."""
 BARE = {

@@ -6,6 +6,10 @@ PROCESSES = {
         SIGNALS,
         "test_a_signal_is_one_message_and_the_same_command_starts_again",
     ),
+    "interrupts:Interrupts._cut_off#1": (
+        "cli/test_cut_off.py",
+        "test_a_run_that_is_cut_off_in_a_compiler_goes_on_as_it_is_told",
+    ),
     "parallel/first:_wait#1": (
         SIGNALS,
         "test_a_signal_is_one_message_and_the_same_command_starts_again",

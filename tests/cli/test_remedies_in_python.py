@@ -6,10 +6,11 @@ import pytest
 from remedies import recording
 from remedy_python import PYTHON
 from remedy_python_model import MODEL
+from remedy_python_techniques import TECHNIQUES
 
 from headrace.core.errors import HeadraceError
 
-CALLS = PYTHON | MODEL
+CALLS = PYTHON | MODEL | TECHNIQUES
 
 
 @pytest.mark.parametrize("site", CALLS)

@@ -20,13 +20,15 @@ from remedy_predictions import PREDICTIONS
 from remedy_processes import PROCESSES
 from remedy_python import PYTHON
 from remedy_python_model import MODEL
+from remedy_python_techniques import TECHNIQUES as IN_PYTHON
 from remedy_runs import RUNS
+from remedy_techniques import TECHNIQUES
 from remedy_trials import SLOW_TRIALS, TRIALS
 from remedy_weights import GIVEN
 from shell import Case, Told, follow, run, split
 
 ROOT = Path(__file__).parents[2]
-LEADS = CASES | MEANT | RUNS | TRIALS | SLOW_TRIALS
+LEADS = CASES | MEANT | RUNS | TRIALS | SLOW_TRIALS | TECHNIQUES
 """Commands whose remedies lead to another state."""
 BROUGHT = INPUTS | GIVEN | DOCTOR | DATA | PLACES
 """What a user brings that is wrong: each way of these remedies ends in success."""
@@ -95,7 +97,7 @@ def test_every_error_is_run_or_listed() -> None:
     cases = LEADS | BROUGHT
     through = [site for case in cases.values() for site in case.through]
     run_here = {site.split()[0] for site in cases}
-    in_python = {*PYTHON, *MODEL, *PREDICTIONS}
+    in_python = {*PYTHON, *MODEL, *IN_PYTHON, *PREDICTIONS}
     known = {*run_here, *through, *in_python, *PROCESSES, *REFUSED, *EXCUSED}
     assert known <= {*sites()}, "a table names an error that is no more"
     left = [site for site in sites() if site not in known]

@@ -120,6 +120,13 @@ CASES: dict[str, Asked] = {
     "techniques/compile/compile_cache:CompileCache.supports#4": Asked(
         ("techniques.compile_cache.directory=runs/cache",), ("compile_cache", "torch_compile")
     ),
+    "techniques/compile/compile_cache:CompileCache.supports#5": Asked(
+        ("techniques.compile_cache.directory=/usr",), ("torch_compile", "compile_cache")
+    ),
+    "techniques/compile/compile_cache:CompileCache.supports#6": Asked(
+        ("techniques.compile_cache.directory=/etc/passwd/cache",),
+        ("torch_compile", "compile_cache"),
+    ),
     "techniques/compile/cuda_graphs:CudaGraphs.supports#1": Asked((), ("cuda_graphs",)),
     "techniques/compile/cuda_graphs:CudaGraphs.supports#2": Asked((), ("cuda_graphs",), "H200"),
     "techniques/compile/cuda_graphs:CudaGraphs.supports#3": Asked(
@@ -425,8 +432,7 @@ EXCUSED = {
     f"{FLA}:LinearAttention._supports_fla#7": "needs fla and Triton of a version on Hopper",
     f"{FLA}:LinearAttention._supports_fla#8": "needs an old fla",
     "techniques/compile/compile_cache:CompileCache.supports#3": "needs Windows",
-    "techniques/compile/compile_cache:CompileCache.supports#5": "needs a folder of another user",
-    "techniques/compile/compile_cache:CompileCache.supports#6": "needs a user that is not root",
+    "techniques/compile/compile_cache:CompileCache.supports#7": "needs a user that is not root",
     "techniques/compile/cudnn_autotune:CudnnAutotune.supports#2": "needs a torch without cuDNN",
     "techniques/compile/cudnn_autotune:CudnnAutotune.supports#3": "needs a torch for AMD",
     "techniques/fusion/liger_kernels:LigerKernels.supports#4": "needs an old liger-kernel",

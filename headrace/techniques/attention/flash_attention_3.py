@@ -182,7 +182,7 @@ def fetch(revision: str) -> Callable[..., Any]:
         raise UnsupportedError(
             f"{REPOSITORY} ({', '.join(f'{k} {v}' for k, v in which.items())}) cannot be loaded "
             f"beside torch {torch.__version__}: {error}",
-            f"{FETCHER_INSTALL} -U (or techniques.flash_attention_3.source=torch)",
+            f"{FETCHER_INSTALL} -U (or --without flash_attention_3)",
         ) from error
 
 

@@ -131,7 +131,9 @@ class VarlenBackend(Sdpa):
             raise RunError(
                 f"a micro-batch holds {documents:,} documents, and varlen_attention takes "
                 f"{MOST_DOCUMENTS:,}",
-                f"batch.micro_sequences={max(1, len(rows.segments_BT) // 2)}",
+                f"batch.micro_sequences={len(rows.segments_BT) // 2}"
+                if len(rows.segments_BT) > 1
+                else "--without varlen_attention",
             )
         self.room = min(MOST_DOCUMENTS, max(self.room, power_of_two(documents)))
         self.longest = max(self.longest, power_of_two(int(starts_S1.diff().max())))

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -102,12 +103,15 @@ class CompileCache(Technique[Build]):
             )
         wrong = what_is_wrong(folder)
         if wrong:
-            return Unsupported(wrong, f"chmod 700 {folder}, or {key}=another folder of yours")
+            return Unsupported(wrong, _instead(folder))
         above = next(p for p in (folder, *folder.parents) if os.path.exists(p))
+        if not above.is_dir():
+            return Unsupported(f"{above} is no folder, so that {folder} cannot be", _instead(above))
         if not os.access(above, os.W_OK | os.X_OK):
             return Unsupported(
                 f"nothing can be written into {above}",
-                f"chmod u+wx {above} if it is yours, or {key}=a folder that you can write into",
+                f"chmod u+wx {quote(str(above))} if it is yours, or {key}=a folder that you can "
+                "write into",
             )
         return Supported()
 
@@ -157,6 +161,13 @@ def what_is_wrong(folder: Path) -> str:
     return ""
 
 
+def _instead(path: Path) -> str:
+    """What makes a folder that code may be run from: its own mode, or another beside it."""
+    own = path.is_dir() and path.stat().st_uid == os.getuid()
+    other = f"techniques.{CompileCache.name()}.directory={quote(f'{path}-{os.getuid()}')}"
+    return f"chmod 700 {quote(str(path))} (or {other})" if own else other
+
+
 @contextmanager
 def kept_in(folder: Path, seen: dict[str, Any]) -> Iterator[None]:
     """What is compiled while it lasts is looked for in `folder`, and kept there.
@@ -169,16 +180,16 @@ def kept_in(folder: Path, seen: dict[str, Any]) -> Iterator[None]:
     from torch._inductor.runtime.cache_dir_utils import cache_dir, temporary_cache_dir
     from torch._inductor.utils import _set_env
 
+    key = f"techniques.{CompileCache.name()}.directory"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        key = f"techniques.{CompileCache.name()}.directory"
         raise ConfigError(
             f"{folder} cannot be made: {error.strerror or error}",
             f"{key}=FOLDER that you can write into",
         ) from error
     if wrong := what_is_wrong(folder):  # it may have been made by another in between
-        raise ConfigError(wrong, f"chmod 700 {folder}")
+        raise ConfigError(wrong, _instead(folder))
     with ExitStack() as settings:
         settings.enter_context(temporary_cache_dir(str(folder)))
         settings.enter_context(_set_env("TRITON_CACHE_DIR", str(folder / "triton")))

@@ -278,7 +278,7 @@ def _unshared(rows: Mapping[str, int], ranks: int) -> Unsupported | None:
     return Unsupported(
         f"mesh.tensor = {ranks} gives each rank {columns / ranks:g} of the {columns} columns of "
         f"{names[0]}, and its blocks are of {BLOCK}: a rank needs a multiple of that",
-        f"mesh.tensor={fit}",
+        f"mesh.tensor={fit}" if fit > 1 else "mesh.tensor=1 --without tensor_parallel",
     )
 
 

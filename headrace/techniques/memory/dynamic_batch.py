@@ -64,7 +64,10 @@ CERTAIN, HOPELESS = 0.5, 2.0
 the second does not. The ledger is held to 10% (tests/contract/test_predicts), uncompiled."""
 KILLED = -9
 """How a child ends that the system's own watch over memory kills."""
-REMEDY = "--with full_checkpoint --with chunked_cross_entropy, which need less"
+CHUNKED, CHUNK = "chunked_cross_entropy", 2048
+"""What cuts a row's logits, and into how many tokens where nothing else is asked for."""
+LESS = ("full_checkpoint", CHUNKED)
+"""Techniques whose rows need less memory."""
 CHILD = """
 import resource, sys
 from pathlib import Path
@@ -95,10 +98,11 @@ class Size:
         rows: to begin with.
         length: tokens of a row in the plan.
         too_large: sizes that were found too large before.
+        less: options after which a row needs less memory; empty where there is none.
     """
 
-    def __init__(self, rows: int, length: int, too_large: int) -> None:
-        self.rows, self.length, self.shrinks = rows, length, 0
+    def __init__(self, rows: int, length: int, too_large: int, less: str = "") -> None:
+        self.rows, self.length, self.shrinks, self.less = rows, length, 0, less
         self.numbers: dict[str, float] = {
             "rows": rows, "began_with": rows, "too_large": too_large, "shrinks": 0,
             "micro_batches": 0, "too_long": 0,
@@ -123,7 +127,8 @@ class Size:
         if rows == 1:
             raise RunError(
                 f"a micro-batch of one row of {self.length} tokens does not fit: {asked}",
-                f"{REMEDY}, and --resume; or data.sequence_length={self.length // 2} in a new run",
+                f"{self.less} --resume; or " * bool(self.less)
+                + f"data.sequence_length={max(1, self.length // 2)} name=NEW",
             )
         self._become([*halves(rows)][1], self.shrinks + 1)
 
@@ -201,7 +206,7 @@ class DynamicBatch(Technique[Build]):
         """Find the rows to begin with, write them into the plan, and guard the engine."""
         rows, too_large = self.first_rows(build)
         build.plan = with_rows(build.plan, rows)
-        size = Size(rows, build.plan.data.sequence_length, too_large)
+        size = Size(rows, build.plan.data.sequence_length, too_large, less(build.plan))
         build.notes[self.name()] = build.state[self.name()] = size
         build.engine = guarded(size, build.engine)
 
@@ -228,7 +233,8 @@ class DynamicBatch(Technique[Build]):
         raise UnsupportedError(
             f"a micro-batch of one row of {plan.data.sequence_length} tokens does not fit into "
             f"{format_bytes(room)}; {format_bytes(need)} are predicted",
-            f"{REMEDY}, or data.sequence_length={plan.data.sequence_length // 2}",
+            f"{less(plan)}; or " * bool(less(plan))
+            + f"data.sequence_length={max(1, plan.data.sequence_length // 2)}",
         )
 
     def active(self, build: Build) -> Evidence:
@@ -291,6 +297,15 @@ def trial(plan: Plan, name: str, rows: int) -> Plan:
         track=TrackConfig(),
         techniques={n: t for n, t in plan.techniques.items() if n != name},
     )
+
+
+def less(plan: Plan) -> str:
+    """Options after which a row needs less memory: of the techniques that are not on."""
+    words = [f"--with {name}" for name in LESS if name not in plan.techniques]
+    length = plan.data.sequence_length
+    if CHUNKED not in plan.techniques and length <= CHUNK:
+        words.append(f"techniques.{CHUNKED}.chunk_tokens={max(1, length // 2)}")
+    return " ".join(words)
 
 
 def fits(plan: Plan, limit: int, device: torch.device) -> bool:
