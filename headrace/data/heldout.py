@@ -15,6 +15,7 @@ document that was cut has become small beside the whole and is no longer cut.
 """
 
 import math
+import re
 import shlex
 import zlib
 from collections.abc import Callable, Iterator
@@ -43,6 +44,10 @@ ones than this, neighbours by hash share one."""
 
 LONG_LINE = 32
 """Characters from which on a line that two texts share is no accident in prose."""
+SENTENCES = 240
+"""Characters of a line above which its sentences are compared: text without ends of lines is one
+line, of which a part is never equal."""
+_SENTENCE = re.compile(r"(?<=[.!?])\s+|(?<=[\u3002\uff01\uff1f])|\s*[\u2028\u2029]\s*")
 COMPARED = 1024
 """Characters of a line that are compared."""
 MOST_LINES = 1 << 16
@@ -340,9 +345,10 @@ class Overlaps:
 
 def _long_lines(text: str) -> Iterator[str]:
     """Yield the lines of a text that are long enough to be no accident, as they are compared."""
-    for line in text.splitlines():
-        if len(line) >= LONG_LINE and len(line := line.strip()) >= LONG_LINE:
-            yield line[:COMPARED]
+    for whole in text.splitlines():
+        for line in _SENTENCE.split(whole) if len(whole) > SENTENCES else (whole,):
+            if len(line) >= LONG_LINE and len(line := line.strip()) >= LONG_LINE:
+                yield line[:COMPARED]
 
 
 def _hash(line: str) -> int:

@@ -47,7 +47,7 @@ from headrace.data.heldout import (
     Weights,
     refused_split,
 )
-from headrace.data.left_out import Tally
+from headrace.data.left_out import Reason, Tally
 from headrace.data.listing import Asked
 from headrace.data.prepared import Prepared, check_same_data, open_prepared
 from headrace.data.repeated import Seen
@@ -344,20 +344,26 @@ def _read_through(
     survey = _Survey(Weights(share or (0.0 if own else asked)))
     sampled = share is None and data.tokenizer == "bpe"
     for number, asked_for in enumerate(_asked(plan)):
-        for document in read_documents(asked_for, text_key=data.text_key, left_out=tally):
+        before, met = survey.weights.documents, Tally()
+        for document in read_documents(asked_for, text_key=data.text_key, left_out=met):
             survey.add(document.text, keep_sample=sampled, source=number)
             progress("reading", survey.text_bytes, None)
+        if survey.weights.documents == before and len(asked_for.beside) > 1:
+            raise _without_text(f"the files of {asked_for}", met, asked_for.without())
+        if tally is not None:
+            tally.take(met, *Reason)
     return survey
+
+
+def _without_text(source: str, tally: Tally, remedy: str) -> ConfigError:
+    why = "; ".join(record.format() for record in tally.records)
+    return ConfigError(f"{source} give no text" + (why and f": {why}"), remedy)
 
 
 def _split(plan: Plan, survey: _Survey, tally: Tally) -> Split | None:
     """Decide what is held out; None where validation has a text of its own."""
     if not survey.weights.documents:
-        why = "; ".join(record.format() for record in tally.records)
-        raise ConfigError(
-            f"data.sources = {[*plan.source_list]} give no text" + (why and f": {why}"),
-            "data.sources=PATH",
-        )
+        raise _without_text(f"data.sources = {[*plan.source_list]}", tally, "data.sources=PATH")
     if isinstance(plan.data.validation, str):
         return None
     if (split := survey.weights.split()) is not None:

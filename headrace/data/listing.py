@@ -8,6 +8,7 @@ import errno
 import glob
 import json
 import os
+import re
 import shlex
 import stat
 import sysconfig
@@ -102,7 +103,7 @@ def list_files(asked: Asked, tally: Tally) -> list[File]:
                 f"{asked} is neither a file nor a folder, and text is read twice",
                 f"cat {shell(source)} > TEXT.txt, and {asked.to('TEXT.txt')}",
             )
-        if glob.has_magic(source):
+        if glob.has_magic(source) and (glob.glob(str(path)) or not _meant(asked)):
             return _matched(path, asked, tally)
         raise _missing(path, asked)
     except OSError as error:
@@ -137,6 +138,8 @@ def _missing(path: Path, asked: Asked) -> ConfigError:
             f"{asked} is a link that leads nowhere, to {printable(os.readlink(path))}",
             asked.to("PATH"),
         )
+    if way := _meant(asked):
+        return _not_one(asked, *way)
     siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     close = nearest(path.name, siblings) if siblings else ""
     hint = path.parent / close if close in siblings else None
@@ -145,6 +148,52 @@ def _missing(path: Path, asked: Asked) -> ConfigError:
         + (f"; the nearest name there is {printable(hint)}" if hint else ""),
         asked.to(hint or "PATH"),
     )
+
+
+def _several(source: str) -> list[str]:
+    """Return the sources that a text names with commas, blanks or braces; none if it names none.
+
+    All of them are there, so nothing of what was meant is left out.
+    """
+    if found := re.fullmatch(r"(.*)\{([^{}]*,[^{}]*)\}(.*)", source):
+        before, inside, behind = found.groups()
+        each = [f"{before}{part}{behind}" for part in inside.split(",")]
+        return [one for one in each if glob.glob(os.path.expanduser(one))]
+    for sign in (r"\s*[,;]\s*", r"\s+", ":"):
+        each = [one for one in re.split(sign, source) if one]
+        if len(each) > 1 and all(glob.glob(os.path.expanduser(one)) for one in each):
+            return each
+    return []
+
+
+def _meant(asked: Asked) -> tuple[str, str] | None:
+    """What a source is that is no path, and what names it; None where nothing tells."""
+    source, own = asked.source, asked.key == "data.validation"
+    if own and (share := re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", source)):
+        return "is a share of a hundred", f"{asked.key}={float(share[1]) / 100:g}"
+    if others := _several(source):
+        if len(others) == 1:
+            return "has braces, of which one part is there", asked.to(others[0])
+        if own:
+            folder = f"mkdir held-out && cp -r {' '.join(map(shell, others))} held-out"
+            return "names several, and a folder does so", f"{folder}, and {asked.to('held-out')}"
+        before = asked.beside or (source,)
+        every = [new for one in before for new in (others if one == source else [one])]
+        named = shlex.quote(json.dumps(every, ensure_ascii=False))
+        return "names several, and a list does so", f"{asked.key}={named}"
+    scheme, _, rest = source.partition("://")
+    if not rest:
+        return None
+    if scheme == "file":
+        return "is an address, and a path is read", asked.to(rest)
+    name = rest.rstrip("/").rpartition("/")[2] or "PATH"
+    fetch = f"curl -LO {shell(source)}, and {asked.to(name)}"
+    web = scheme in ("http", "https")
+    return "is an address, and files of this machine are read", fetch if web else asked.to("PATH")
+
+
+def _not_one(asked: Asked, what: str, remedy: str) -> ConfigError:
+    return ConfigError(f"{asked} does not exist: it {what}", remedy)
 
 
 def _readable(path: Path, asked: Asked) -> Path:

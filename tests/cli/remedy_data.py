@@ -78,6 +78,17 @@ FORMATS = {
         lambda _: (Path("x.txt").write_bytes(b"%PDF-1.7"), Path("y.jsonl").write_text(GOOD)),
         fills={"PATH": "y.jsonl"},
     ),
+    "data/listing:_not_one#1": Case(
+        f"{INGEST}jsonl,y.jsonl",
+        lambda _: (Path("x.jsonl").write_text(GOOD), Path("y.jsonl").write_text(GOOD)),
+    ),
+    "data/ingest:_without_text#1": Case(
+        """data ingest {tiny} 'data.sources=["x.jsonl","y.jsonl"]'""",
+        lambda _: (
+            Path("x.jsonl").write_text(GOOD),
+            Path("y.jsonl").write_text('{"text": null}\n'),
+        ),
+    ),
     "data/json_values:_Values._too_large#1": Case(
         f"{INGEST}json",
         text("x.json", json.dumps([{"text": row} for row in ROWS])),

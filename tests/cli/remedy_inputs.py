@@ -113,7 +113,7 @@ TEXT = {
         text("x.jsonl", GOOD),
         prose={"more text": "no command"},
     ),
-    "data/ingest:_split#1": Case(
+    "data/ingest:_without_text#1 all": Case(
         f"{INGEST}txt", two("x.txt", "", "y.jsonl"), fills={"PATH": "y.jsonl"}
     ),
     "data/shards:ShardWriter.close#1": Case(

@@ -18,6 +18,7 @@ from headrace.core.technique import installed
 from headrace.data import left_out
 from headrace.data.ingest import prepare, reopen
 from headrace.data.left_out import LeftOut, Reason, Tally
+from headrace.data.listing import Asked
 from headrace.data.sources import read_documents, source_signature
 
 MakePlan = Callable[..., Plan]
@@ -252,3 +253,58 @@ def test_a_file_that_two_sources_name_is_told(tmp_path: Path, tiny_plan: MakePla
     (found,) = told(one, one / "a.txt")
     assert found.count == 1 and "read twice" in found.line()
     assert not told(one)
+
+
+SEVERAL = {
+    "a.jsonl,b.txt": ["a.jsonl", "b.txt"], "a.jsonl b.txt": ["a.jsonl", "b.txt"],
+    "[ab].{jsonl,txt}": ["[ab].jsonl", "[ab].txt"], "*.{jsonl,csv}": "*.jsonl",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("typed", SEVERAL)
+def test_several_sources_in_one_are_named_without_leaving_one_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
+    (tmp_path / "b.txt").write_text("two")
+    with pytest.raises(ConfigError, match="does not exist: it") as caught:
+        [*read_documents(typed)]
+    key, _, named = shlex.split(caught.value.remedy)[0].partition("=")
+    assert key == "data.sources"
+    expected = SEVERAL[typed]
+    assert named == expected if isinstance(expected, str) else json.loads(named) == expected
+
+
+@pytest.mark.parametrize("name", ["a.txt,b.txt", "a.txt b.txt", "a.{txt,md}.txt", "a:b.txt"])
+def test_a_file_whose_name_looks_like_several_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for each in ("a.txt", "b.txt", "a", name):
+        (tmp_path / each).write_text(each)
+    assert [d.text for d in read_documents(name)] == [name]
+    assert [d.text for d in read_documents(f"{name[:-3]}*")] == [name]
+
+
+MEANT = {
+    "data.validation": {"5%": "data.validation=0.05", "12.5 %": "data.validation=0.125",
+                        "a.txt,b.txt": "mkdir held-out && cp -r a.txt b.txt held-out, and "
+                                       "data.validation=held-out"},
+    "data.sources": {"file:///x/a.txt": "data.sources=/x/a.txt", "s3://b/a": "data.sources=PATH",
+                     "https://example.com/a.txt?x=1":
+                         "curl -LO 'https://example.com/a.txt?x=1', and "
+                         "data.sources='a.txt?x=1'"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "typed"), [(k, t) for k, each in MEANT.items() for t in each])
+def test_what_is_no_path_is_told_as_what_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, typed: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("text")
+    with pytest.raises(ConfigError, match="does not exist: it") as caught:
+        [*read_documents(Asked(typed, key))]
+    assert caught.value.remedy.replace("'", "") == MEANT[key][typed].replace("'", "")
