@@ -206,7 +206,7 @@ def test_too_many_documents_are_an_error() -> None:
     segments = torch.arange(varlen_attention.MOST_DOCUMENTS + 1)[None]
     for rows, remedy in ((1, "--without varlen_attention"), (3, "batch.micro_sequences=1")):
         ids_BT = segments.view(1, -1).expand(rows, -1)
-        with pytest.raises(RunError, match="takes 65,536") as caught:
+        with pytest.raises(RunError, match="takes 65,535") as caught:
             VarlenBackend().prepare(MaskSpec(document=True), Rows(ids_BT, ids_BT), 65_536)
         assert caught.value.remedy == remedy, "one row cannot be halved"
 
