@@ -28,14 +28,19 @@ from headrace.arguments import (
     catalogue,
     named_plan,
 )
-from headrace.catalogue.explain import explain_plan, explain_technique
+from headrace.catalogue.explain import (
+    check_explained,
+    explain_plan,
+    explain_technique,
+    nothing_to_explain,
+)
 from headrace.catalogue.graphs import explain_graphs
 from headrace.catalogue.matrix import explain_matrix, read_matrix
 from headrace.catalogue.table import catalogue_rows
 from headrace.context import choose_device, make_context
-from headrace.core.command import again
-from headrace.core.errors import ConfigError, HeadraceError, nearest
-from headrace.core.plan import Plan
+from headrace.core.errors import ConfigError, HeadraceError
+from headrace.core.model_config import WIDEST
+from headrace.core.plan import MOST, Plan
 from headrace.core.units import format_count, format_seconds, part_of_text
 from headrace.data.ingest import prepare
 from headrace.doctor.advice import NOTHING_GAINS, advise, narrowest
@@ -63,6 +68,8 @@ from headrace.verbs import Verbs
 app = typer.Typer(
     cls=Verbs, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
+MOST_NEW = 1_000_000
+"""Most tokens that a sample adds; each of them takes a forward pass."""
 data_app = typer.Typer(no_args_is_help=True, help="Prepare data.")
 app.add_typer(data_app, name="data")
 
@@ -244,7 +251,8 @@ def _verdict(found: dict[str, Any] | None) -> str:
 def evaluate_run(
     run: RunName, *, checkpoint: Checkpoint = None,
     tokens: Annotated[int | None, typer.Option(
-        min=1, help="At most this many, spread evenly over the text; all without it.")] = None,
+        min=1, max=MOST,
+        help="At most this many, spread evenly over the text; all without it.")] = None,
     json: Json = False,
 ) -> None:  # fmt: skip
     """Validation loss of a run's checkpoint over all its text, in nats and bits per byte."""
@@ -273,9 +281,9 @@ def evaluate_run(
 def sample(
     run: RunName, *,
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
-    tokens: Annotated[int, typer.Option(min=1, help="Most tokens to add.")] = 200,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.8,
-    top_k: Annotated[int, typer.Option(min=0, help="0 is all.")] = 50,
+    tokens: Annotated[int, typer.Option(min=1, max=MOST_NEW, help="Most tokens to add.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0, max=1e6, help="0 is greedy.")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, max=WIDEST, help="0 is all.")] = 50,
     top_p: Annotated[float, typer.Option(max=1, help="Above 0; 1 is all.")] = 1.0,
     seed: int = 0, checkpoint: Checkpoint = None, json: Json = False,
 ) -> None:  # fmt: skip
@@ -311,6 +319,11 @@ def list_techniques(
 ) -> None:  # fmt: skip
     """Every technique in a line; or model families, or recipes."""
     with exit_codes(json):
+        if families_ and recipes_:
+            raise ConfigError(
+                "list prints one table, and --families and --recipes ask for two",
+                "headrace list --families; headrace list --recipes",
+            )
         if families_:
             rows = [
                 {"family": name, "defaults": " ".join(f"{k}={v}" for k, v in values.items())}
@@ -337,6 +350,8 @@ def explain(
     """A technique's card; or a plan's sockets in order, who fills each, and what it will cost."""
     with exit_codes(json):
         known = catalogue()
+        changes = bool(overrides or with_ or without)
+        check_explained(what, known, matrix=matrix, graph=graph, changes=changes)
         if matrix:
             value = read_matrix()
             text = explain_matrix(value)
@@ -347,25 +362,12 @@ def explain(
                 "headrace explain demo; headrace list has the techniques by room, "
                 "headrace list --recipes the recipes",
             )
-        elif what in known.techniques and graph:
-            raise ConfigError(
-                f"--graph looks at a plan, and {what} is a technique",
-                again((what, "demo"), verb="explain") + f" --with {what}",
-            )
         elif what in known.techniques:
             value, text = explain_technique(known.techniques[what])
         elif what not in recipes() and not (
             Path(what).is_file() or Path(what, "plan.toml").is_file()
         ):
-            names = [*known.techniques, *recipes()]
-            near = nearest(what, names)
-            raise ConfigError(
-                f"{what!r} is no plan, recipe or technique"
-                + (f"; the nearest is {near}" if near in names else ""),
-                again((what, near), verb="explain")
-                if near in names
-                else "headrace list for the techniques, headrace list --recipes for the recipes",
-            )
+            raise nothing_to_explain(what, known, recipes())
         else:
             plan = named_plan(what, overrides, with_, without, verb="explain")
             value, text = (
@@ -388,14 +390,19 @@ def _graphs(plan: Plan, json: bool) -> tuple[dict[str, Any], str]:
 
 @app.command()
 def report(runs: Annotated[list[Path], typer.Argument(help="One run, or several to compare.")], *,
-           output: Annotated[Path, typer.Option(help="Where a comparison goes.")] = Path(
-               "comparison.html"), json: Json = False) -> None:  # fmt: skip
+           output: Annotated[Path | None, typer.Option(
+               help="Where the page goes: into the run, or comparison.html, without it.")] = None,
+           json: Json = False) -> None:  # fmt: skip
     """Write a run's page again, or lay runs side by side on one page."""
     from headrace.report import compare_reports, write_report
 
     with exit_codes(json):
         folders = [resolve_run(r) for r in runs]
-        page = write_report(folders[0]) if len(folders) == 1 else compare_reports(folders, output)
+        alone = len(folders) == 1
+        page = (
+            write_report(folders[0], output) if alone
+            else compare_reports(folders, output or Path("comparison.html"))
+        )  # fmt: skip
         if json:
             show_json({"page": str(page)})
         else:

@@ -25,6 +25,7 @@ from headrace.core.command import again
 from headrace.core.doubts import doubts_of
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.files import shell
+from headrace.core.plan import MOST
 from headrace.doctor import advice
 from headrace.doctor.run import TRACES
 from headrace.doctor.trace.facts import HEAD as KERNEL_HEAD
@@ -99,7 +100,9 @@ def probe(
     device: Annotated[
         Literal["auto", "cpu", "cuda", "mps"], typer.Option(help="auto, cuda or cpu.")
     ] = "auto",
-    seconds: Annotated[float, typer.Option(min=1, help="No probe begins after so long.")] = 180.0,
+    seconds: Annotated[
+        float, typer.Option(min=1, max=86_400, help="No probe begins after so long.")
+    ] = 180.0,
     json: Json = False,
 ) -> None:
     """Measure what this machine reaches, and keep it for predictions."""
@@ -203,7 +206,8 @@ def tune(
                      "(quality) where runs fit into the minutes, else of a step (time)."),
     ] = None,
     minutes: Annotated[float, typer.Option(help="On the clock, at most.")] = MINUTES,
-    seeds: Annotated[int, typer.Option(min=2, help="Of a change of learning, at most.")] = SEEDS,
+    seeds: Annotated[
+        int, typer.Option(min=2, max=100, help="Of a change of learning, at most.")] = SEEDS,
     json: Json = False,
 ) -> None:  # fmt: skip
     """Try what is foreseen to help, measure it beside the best so far, keep what won."""
@@ -229,7 +233,8 @@ def ablate(
     with_: With = None, without: Without = None,
     pairs: Annotated[bool, typer.Option("--pairs", help="Two at a time, too.")] = False,
     minutes: Annotated[float, typer.Option(help="On the clock, at most.")] = math.inf,
-    loss_steps: Annotated[int, typer.Option(min=0, help="Also compare losses after so many.")] = 0,
+    loss_steps: Annotated[int, typer.Option(
+        min=0, max=MOST, help="Also compare losses after so many.")] = 0,
     output: Annotated[Path | None, typer.Option("--out", help="Where the rows go.")] = None,
     json: Json = False,
 ) -> None:  # fmt: skip

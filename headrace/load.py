@@ -13,7 +13,7 @@ from headrace.changes import flatten
 from headrace.checkpoint import Saved, steps_in
 from headrace.context import choose_device
 from headrace.core.command import again, again_with, train_command
-from headrace.core.errors import ConfigError, Diverged, RunError, UnsupportedError, nearest
+from headrace.core.errors import ConfigError, Diverged, RunError, UnsupportedError, alike, nearest
 from headrace.core.files import mend_plan, read_plan_text, recorded_plan, shell
 from headrace.core.gentler import gentler
 from headrace.core.plan import MeshConfig, Plan
@@ -55,6 +55,9 @@ def resolve_run(run: Path) -> Path:
     for folder in (run, Path("runs") / run):
         if command := mend_plan(folder):
             raise ConfigError(f"{told}: its plan.toml is gone", command)
+    for folder in run.parents:
+        if (folder / "plan.toml").is_file() and (folder / "environment.json").is_file():
+            raise _inside(run, folder)
     if run.exists() or (Path("runs") / run).exists():
         told += ": it has no plan.toml"
     names = [p.parent.name for p in Path("runs").glob("*/plan.toml")]
@@ -62,11 +65,25 @@ def resolve_run(run: Path) -> Path:
         raise ConfigError(
             f"{told}; no run was made here yet", "headrace train demo, which makes one"
         )
-    near = nearest(run.name, names)
-    if near in names:
+    near = alike(run.name, names) or (names[0] if len(names) == 1 else None)
+    if near is not None:
         command = again((run, f"runs/{near}"), verb="eval")
         raise ConfigError(f"{told}; the nearest is {near}", command)
-    raise ConfigError(f"{told}; the runs are {near}", "one of them in its place")
+    newest = max(names, key=lambda name: Path("runs", name, "plan.toml").stat().st_mtime)
+    raise ConfigError(
+        f"{told}; the runs are {nearest(run.name, names)}",
+        f"{again((run, f'runs/{newest}'), verb='eval')}, which is the newest",
+    )
+
+
+def _inside(path: Path, run: Path) -> ConfigError:
+    """What is told of a path that lies in a run, as a checkpoint."""
+    command, told = again((path, run), verb="eval"), f"{path} is a part of the run {run}"
+    if path.parent.name == "checkpoints" and path.is_dir():
+        return ConfigError(
+            f"{told}: a checkpoint is named behind it", f"{command} --checkpoint {path.name}"
+        )
+    return ConfigError(told, command)
 
 
 def run_of(plan: str) -> Path | None:

@@ -1,17 +1,22 @@
 """`headrace explain`: a technique's card, or a plan's sockets in order and what they will cost."""
 
+from collections.abc import Iterable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from headrace.build import check_weights, predict
 from headrace.context import check_supported
+from headrace.core.command import again
 from headrace.core.doubts import doubts_of
+from headrace.core.errors import ConfigError, alike
+from headrace.core.known import told_of
 from headrace.core.ledger import WORDS
 from headrace.core.plan import Plan
 from headrace.core.strict import meanings
-from headrace.core.technique import Context, Technique
+from headrace.core.technique import Catalogue, Context, Technique
 from headrace.core.units import format_bytes, format_count
 from headrace.sockets import COMPOSED, SOCKETS
 
@@ -88,3 +93,58 @@ def explain_plan(plan: Plan, context: Context) -> tuple[dict[str, Any], str]:
     lines += ["", f"FLOPs per token: {work}"]
     lines += [f"note: {doubt.line}" for doubt in doubts_of(plan)]
     return value, "\n".join(lines)
+
+
+def check_explained(
+    what: str, known: Catalogue, *, matrix: bool, graph: bool, changes: bool
+) -> None:
+    """Refuse words of `explain` that change nothing of what it would print.
+
+    Args:
+        what: what is to be explained.
+        known: every technique.
+        matrix: whether the table of all techniques is asked for.
+        graph: whether the graphs of a plan are.
+        changes: whether there are words that change a plan.
+
+    Raises:
+        ConfigError: some would be ignored.
+    """
+    if matrix and (what or graph or changes):
+        raise ConfigError(
+            "--matrix is of all techniques, and takes nothing beside it",
+            "headrace explain --matrix",
+        )
+    if what not in known.techniques:
+        return
+    if graph:
+        raise ConfigError(
+            f"--graph looks at a plan, and {what} is a technique",
+            again((what, "demo"), verb="explain") + f" --with {what}",
+        )
+    if changes:
+        raise ConfigError(
+            f"what stands behind {what} changes a plan, and {what} is a technique",
+            again((what, "demo"), verb="explain") + f" --with {what}",
+        )
+
+
+def nothing_to_explain(what: str, known: Catalogue, plans: Iterable[str]) -> ConfigError:
+    """Return what is told of a word that is neither a plan nor a technique."""
+    run = Path("runs", what, "plan.toml")
+    told = f"{what!r} is no plan, recipe or technique"
+    if what and run.is_file():
+        return ConfigError(f"{told}; it is a run", again((what, run), verb="explain"))
+    near = alike(what, [*known.techniques, *plans])
+    if method := told_of(what):
+        message, first = method
+        near = first if first in known.techniques else ""
+        told = message
+    elif near:
+        told += f"; the nearest is {near}"
+    return ConfigError(
+        told,
+        again((what, near), verb="explain")
+        if near
+        else "headrace list for the techniques, headrace list --recipes for the recipes",
+    )

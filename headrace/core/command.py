@@ -146,23 +146,26 @@ def again_with(option: str, value: str, *, verb: str) -> str:
     return " ".join([headrace(), *(found or [verb]), *_words(option, value)])
 
 
-def renamed(technique: str, other: str) -> str:
+def renamed(technique: str, other: str, *words: str) -> str:
     """The user's command with another technique in the place of one; "" where no word names it.
 
     Args:
         technique: the name that was typed, behind --with or --without or in a key.
-        other: the name in its place.
+        other: the name in its place; "" leaves the word out.
+        words: what is added, each as a shell takes it.
     """
     found, before, met = [*_verb(_TYPED)], f"techniques.{technique}", False
     for option, value in [*_TYPED.pairs()][len(found) :]:
         key = _key((option, value))
         if option in CHANGES and value == technique:
             value, met = other, True
+            if not other:
+                continue
         elif not option and (key == before or key.startswith(f"{before}.")):
             value, met = f"techniques.{other}{value.strip()[len(before) :]}", True
         if option != "--json":
             found += _words(option, value)
-    return " ".join([headrace(), *found]) if met else ""
+    return " ".join([headrace(), *found, *words]) if met else ""
 
 
 def again_without(option: str, *, verb: str) -> str:

@@ -165,14 +165,22 @@ def _folded(name: str) -> str:
     return name.casefold().replace("-", "_")
 
 
+def alike(word: str, choices: Iterable[str]) -> str | None:
+    """Return the closest choice, in any case and with any dashes; None where all are far."""
+    names = sorted(choices)
+    if word in names:
+        return word
+    folded = {_folded(name): name for name in names}
+    close = get_close_matches(_folded(word), folded, n=1, cutoff=ALIKE)
+    return folded[close[0]] if close else None
+
+
 def nearest(word: str, choices: Iterable[str]) -> str:
     """The choice closest to `word`, in any case and with any dashes, or all where none is.
 
     Of many choices that are all far, the first few are given.
     """
     names = sorted(choices)
-    folded = {_folded(name): name for name in names}
-    close = [folded[n] for n in get_close_matches(_folded(word), folded, n=1, cutoff=ALIKE)]
-    close = [word] if word in names else close
     more = f" and {len(names) - MANY} more" if len(names) > MANY + 1 else ""
-    return close[0] if close else ", ".join(names[:MANY] if more else names) + more
+    listed = ", ".join(names[:MANY] if more else names) + more
+    return alike(word, names) or listed

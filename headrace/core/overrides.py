@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from pydantic import BaseModel
@@ -44,6 +44,21 @@ def write_override(values: dict[str, Any], item: str, plan: type[BaseModel]) -> 
     table[last] = value
 
 
+def known_of(overrides: Iterable[str], plan: type[BaseModel]) -> list[str]:
+    """Return the overrides whose key the plan has; what is offered takes the place of the others.
+
+    Args:
+        overrides: `key=value` strings; a technique's own are returned too.
+        plan: the class of the whole table.
+    """
+    keys = {item: item.partition("=")[0].strip().split(".") for item in overrides}
+    return [
+        item
+        for item, key in keys.items()
+        if key[0] == "techniques" or field_at(plan, key) is not None
+    ]
+
+
 def settle(error: ConfigError, read: Callable[[list[str]], object]) -> ConfigError:
     """Return the error with a remedy that is not refused in its turn, where one is found.
 
@@ -56,7 +71,9 @@ def settle(error: ConfigError, read: Callable[[list[str]], object]) -> ConfigErr
     """
     first = found = _override(error.remedy)
     offered: dict[str, str] = {}
-    while found is not None and len(offered) < MOST and found not in offered.values():
+    for _ in range(MOST):
+        if found is None or found in offered.values():
+            break
         offered[found.partition("=")[0]] = found
         try:
             read([*offered.values()])

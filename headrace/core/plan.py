@@ -25,7 +25,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.files import check_values, toml_values
 from headrace.core.layers import left_to_techniques, left_to_weights
 from headrace.core.model_config import WIDEST, ModelConfig
-from headrace.core.overrides import settle, write_override
+from headrace.core.overrides import known_of, settle, write_override
 from headrace.core.strict import READ, Strict, Wrong, explained, read_table
 from headrace.core.technique import Catalogue, Technique, installed
 from headrace.core.units import largest_divisor
@@ -368,7 +368,8 @@ class Plan(Strict):
             return Plan._read(text, catalogue, said, with_, without)
         except ConfigError as error:
             read = partial(Plan._read, text, catalogue, with_=with_, without=without)
-            raise settle(error, lambda more: read([*said, *more])) from None
+            kept = known_of(said, Plan)
+            raise settle(error, lambda more: read([*kept, *more])) from None
 
     @staticmethod
     def _read(
@@ -398,10 +399,10 @@ class Plan(Strict):
         if both := sorted({*with_} & {*without}):
             raise ConfigError(f"{both[0]} is asked for and left out", f"--with {both[0]} alone")
         for name in with_:
-            catalogue.find(name)
+            catalogue.find(name, "--with")
             tables.setdefault(name, {})
         for name in without:
-            catalogue.find(name)
+            catalogue.find(name, "--without")
             tables.pop(name, None)
         values["techniques"] = {
             name: read_table(catalogue.find(name), knobs, f"techniques.{name}")

@@ -16,13 +16,19 @@ from typing import Any, TypeVar, Union, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 
-from headrace.core.errors import ConfigError, nearest
+from headrace.core.errors import ConfigError, alike
+from headrace.core.foreign import Meant, meant_by
+from headrace.core.guess import choice, guesses
 
 T = TypeVar("T", bound=BaseModel)
 READ = {"read": True}
 """The validation context of `read_table`, whose caller has resolved every name."""
 UNSET = ("null", "none", "nil", "unset", "")
 """What is written for a number where none is meant; TOML has no such value."""
+
+
+SHARE = 0.01
+"""Default from which on a number of at most 1 is one that people write as so many of a hundred."""
 
 
 class Wrong(ValueError):
@@ -142,32 +148,20 @@ def _explain(table: type[BaseModel], item: dict[str, Any], where: str) -> tuple[
     path = tuple(item["loc"])
     key = ".".join([where, *map(str, path)] if where else map(str, path))
     if item["type"] == "extra_forbidden":
-        choices = _table_at(table, path[:-1]).model_fields
-        prefix = key.rpartition(".")[0]
-        if not choices:
-            return f"the plan has no key {key!r}; {prefix} has no knobs", f"{prefix}={{}}"
-        right = nearest(str(path[-1]), choices)
-        if ", " in right:  # nothing is close
-            return (
-                f"the plan has no key {key!r}; {prefix or 'a plan'} has {right}",
-                f"leave out {key}",
-            )
-        hint = f"{prefix}.{right}" if prefix else right
-        said = f"the plan has no key {key!r}; did you mean {hint}?"
-        value = _fitting(_table_at(table, path[:-1]), right, str(path[-1]), item["input"])
-        return said, f"leave out {key}" if value is None else _given(hint, value)
+        return _unknown(table, item["input"], key, path)
     if any(isinstance(part, int) for part in path):
         return _explain_item(table, item, key, path)
     if item["type"] == "tuple_type" and isinstance(item["input"], str):
-        given = json.dumps([item["input"]], ensure_ascii=False)
+        whole = _guess(table, path, item)
+        given = json.dumps(whole or [item["input"]], ensure_ascii=False)
         told = f"{key} = {item['input']!r}: input should be a list"
         return told, shlex.quote(f"{key}={given}")
     if item["type"] == "missing":
         return f"the plan needs the key {key!r}", f"{key}=VALUE"
     if item["type"] == "literal_error" and isinstance(item["input"], str):
         expected = item["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
-        close = nearest(item["input"], expected)
-        right = close if close in expected else expected[0]
+        meant = choice(item["input"], expected)
+        right = meant or alike(item["input"], expected) or expected[0]
         return f"{key} = {item['input']!r} is not one of {', '.join(expected)}", f"{key}={right}"
     if item["type"] == "value_error":
         error = item["ctx"]["error"]
@@ -178,11 +172,59 @@ def _explain(table: type[BaseModel], item: dict[str, Any], where: str) -> tuple[
         return told, f"leave {key} out, of the plan's file where it stands there"
     said = item["msg"][:1].lower() + item["msg"][1:]  # a pattern in it keeps its capitals
     field = _table_at(table, path[:-1]).model_fields.get(str(path[-1])) if path else None
-    near = _near(field, item)
+    near = _guess(table, path, item)
+    near = _near(field, item) if near is None else near
+    if isinstance(near, list):
+        return f"{key} = {item['input']!r}: {said}", _given(key, near)
     return (
         f"{key} = {item['input']!r}: {said}",
         f"leave out {_settable(key)}" if near is None else f"{key}={near}",
     )
+
+
+def _unknown(
+    table: type[BaseModel], given: Any, key: str, path: tuple[Any, ...]
+) -> tuple[str, str]:
+    """What is wrong with a key that is not there, and the one to write instead."""
+    owner, prefix = _table_at(table, path[:-1]), key.rpartition(".")[0]
+    choices, whole, value = owner.model_fields, key, given
+    while isinstance(value, Mapping) and len(value) == 1:  # one key of a table that is not there
+        ((name, value),) = value.items()
+        whole = f"{whole}.{name}"
+    near = alike(str(path[-1]), choices)
+    placed = near is not None and _refused(owner, near, given) is None
+    meant = meant_by(whole, choices, value)
+    if meant is not None and not (placed and whole != key):
+        return _foreign(table, owner, meant, whole, value)
+    if not choices:
+        return f"the plan has no key {key!r}; {prefix} has no knobs", f"{prefix}={{}}"
+    if near is None:
+        known = ", ".join(sorted(choices))
+        told = f"the plan has no key {key!r}; {prefix or 'a plan'} has {known}"
+        return told, f"leave out {whole}"
+    hint = f"{prefix}.{near}" if prefix else near
+    fits = _fitting(owner, near, str(path[-1]), given)
+    told = f"the plan has no key {key!r}; did you mean {hint}?"
+    return told, f"leave out {whole}" if fits is None else _given(hint, fits)
+
+
+def _foreign(
+    table: type[BaseModel], beside: type[BaseModel], meant: Meant, key: str, given: Any
+) -> tuple[str, str]:
+    """What is told of a key that other trainers have, and what to write instead."""
+    told = f"the plan has no key {key!r}; "
+    if meant.unlike:
+        return f"{told}the nearest is {meant.key}, {meant.unlike}", f"leave out {key}"
+    if meant.option:
+        off = given is False or str(given).lower() in (*UNSET, "no", "off", "0")
+        return f"{told}the nearest is {meant.option}", f"leave out {key}" if off else meant.option
+    *above, name = meant.key.split(".")
+    inside = meant.key.rpartition(".")[0] == key.rpartition(".")[0]
+    owner, value = beside if inside else _table_at(table, tuple(above)), given
+    if name in owner.model_fields and (inside or len(above) < 2):
+        value = _fitting(owner, name, key, given)
+    remedy = f"leave out {key}" if value is None else _given(meant.key, value)
+    return f"{told}did you mean {meant.key}?", remedy
 
 
 def _explain_item(
@@ -198,8 +240,8 @@ def _explain_item(
         told = f"{whole} = {json.dumps(item['input'], default=str)} lacks an item"
     if item["type"] == "literal_error":
         expected = item["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
-        close = nearest(str(item["input"]), expected)
-        given = json.dumps([close if close in expected else expected[0]])
+        meant = choice(str(item["input"]), expected)
+        given = json.dumps([meant or alike(str(item["input"]), expected) or expected[0]])
         told = f"{key} = {item['input']!r} is not one of {', '.join(expected)}"
         return told, shlex.quote(f"{whole}={given}")
     if field is None or not isinstance(field.default, tuple) or not field.default:
@@ -236,7 +278,7 @@ def _fitting(table: type[BaseModel], name: str, written: str, given: Any) -> Any
         given: the value that was written.
     """
     if isinstance(given, Mapping):
-        return given
+        return given if _refused(table, name, given) is None else None
     field = table.model_fields[name]
     whole = isinstance(given, float) and given.is_integer()
     tried = [int(given), given] if whole else [given]
@@ -244,7 +286,7 @@ def _fitting(table: type[BaseModel], name: str, written: str, given: Any) -> Any
         last = written[-1:]
         at = min(int(last) - 1 if last.isdigit() and last != "0" else 0, len(field.default) - 1)
         tried.append([*field.default[:at], given, *field.default[at + 1 :]])
-    for value in tried:
+    for value in (*tried, *guesses(given, name)):
         wrong = _refused(table, name, value)
         if wrong is None:
             return value
@@ -253,6 +295,20 @@ def _fitting(table: type[BaseModel], name: str, written: str, given: Any) -> Any
             return near
     default = [*field.default] if isinstance(field.default, tuple) else field.default
     return default if type(default) in (int, float, str, bool, list) else None
+
+
+def _guess(table: type[BaseModel], path: tuple[Any, ...], item: dict[str, Any]) -> Any:
+    """What was likely meant by a value and is taken; None where nothing is."""
+    owner, name = _table_at(table, path[:-1]), str(path[-1]) if path else ""
+    field, limits = owner.model_fields.get(name), item.get("ctx", {})
+    if field is None:
+        return None
+    usual = field.default if type(field.default) is float else 0.0
+    share = limits.get("le", limits.get("lt")) == 1 and usual >= SHARE
+    for value in guesses(item["input"], name, share=share):
+        if value != item["input"] and _refused(owner, name, value) is None:
+            return value
+    return None
 
 
 def _refused(table: type[BaseModel], name: str, value: Any) -> dict[str, Any] | None:
@@ -284,8 +340,6 @@ def _near(field: FieldInfo | None, item: dict[str, Any]) -> Any:
     given, limits, kind = item["input"], item.get("ctx", {}), item["type"]
     if kind == "string_pattern_mismatch":
         return re.sub("[^A-Za-z0-9._-]+", "-", given).strip(".-_") or None
-    if kind in ("int_parsing", "float_parsing") and (number := re.match("[0-9]+", str(given))):
-        return number[0]
     if (bound := next((limits[k] for k in ("ge", "le") if k in limits), None)) is not None:
         return bound
     default = None if field is None else field.default

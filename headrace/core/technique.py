@@ -7,6 +7,8 @@ module knows no torch: `Technique` is generic over the Build.
 
 import importlib
 import pkgutil
+import re
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -14,8 +16,8 @@ from types import ModuleType
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from headrace.core.command import renamed
-from headrace.core.errors import ConfigError, nearest
-from headrace.core.known import near_to, told_of
+from headrace.core.errors import ConfigError, alike
+from headrace.core.known import told_of
 from headrace.core.ledger import Ledger
 from headrace.core.strict import Strict
 
@@ -224,6 +226,10 @@ class Technique(Strict, Generic[B]):
         raise NotImplementedError
 
 
+LIST = "headrace list"
+"""The command that prints every technique."""
+
+
 @dataclass(frozen=True)
 class Catalogue:
     """Every technique by name, and every model family as defaults for `model.*`."""
@@ -231,33 +237,50 @@ class Catalogue:
     techniques: Mapping[str, type[Technique[Any]]]
     families: Mapping[str, Mapping[str, Any]]
 
-    def find(self, name: str) -> type[Technique[Any]]:
+    def find(self, name: str, option: str = "") -> type[Technique[Any]]:
         """The technique called `name`.
+
+        Args:
+            name: as it was written.
+            option: what it stood behind, as --with; nothing where it is a table's name.
 
         Raises:
             ConfigError: there is none; names the nearest.
         """
-        if name not in self.techniques:
-            if (message := told_of(name)) is not None:
-                near = near_to(name)
-                raise ConfigError(message, f"headrace explain {near}" if near else "headrace list")
-            near = nearest(name, self.techniques)
-            if near not in self.techniques:
-                raise ConfigError(f"there is no technique {name!r}", "headrace list")
-            raise ConfigError(
-                f"there is no technique {name!r}; did you mean {near}?",
-                renamed(name, near) or f"[techniques.{near}] in place of [techniques.{name}]",
-            )
-        return self.techniques[name]
+        if name in self.techniques:
+            return self.techniques[name]
+        known, told = told_of(name), f"there is no technique {name!r}"
+        if known is not None:
+            message, near = known
+            if "=" in near:
+                raise ConfigError(
+                    message, renamed(name, "", shlex.quote(near)) or shlex.quote(near)
+                )
+            raise ConfigError(message, f"headrace explain {near}" if near else LIST)
+        words = [word.strip() for word in re.split(r"[,;\s]+", name)]
+        parts = [word.removeprefix("techniques.").partition("=")[0].lower() for word in words]
+        found = [part.replace("-", "_") for part in parts if part]
+        if not found or not {*found} <= {*self.techniques}:
+            near = alike(name, self.techniques)
+            found = [near] if near else []
+        if not found:
+            raise ConfigError(f"{told}, nor one of a like name", LIST)
+        first, *others = found
+        more = [f"{option} {one}" for one in others]
+        raise ConfigError(
+            f"{told}; did you mean {' and '.join(found)}?",
+            renamed(name, first, *more) or f"[techniques.{first}] in place of [techniques.{name}]",
+        )
 
     def with_family(self, model: Mapping[str, Any]) -> dict[str, Any]:
         """`model` over its family's defaults."""
         family = model.get("family", "headrace")
         if not isinstance(family, str) or family not in self.families:
-            near = nearest(str(family), self.families)
+            near = alike(str(family), self.families)
+            hint = f"did you mean {near}?" if near else f"there are {', '.join(self.families)}"
             raise ConfigError(
-                f"there is no model family {family!r}; did you mean {near}?",
-                f"model.family={near if near in self.families else 'headrace'}",
+                f"there is no model family {family!r}; {hint}",
+                f"model.family={near or 'headrace'}",
             )
         return {**self.families[family], **model}
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-from headrace.core.errors import ConfigError, is_out_of_memory, nearest
+from headrace.core.errors import ConfigError, alike, is_out_of_memory
 from headrace.core.files import printable, shell
 from headrace.data.left_out import Reason, Tally
 
@@ -141,8 +141,8 @@ def _missing(path: Path, asked: Asked) -> ConfigError:
     if way := _meant(asked):
         return _not_one(asked, *way)
     siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-    close = nearest(path.name, siblings) if siblings else ""
-    hint = path.parent / close if close in siblings else None
+    close = alike(path.name, siblings)
+    hint = path.parent / close if close else None
     return ConfigError(
         f"{asked} does not exist"
         + (f"; the nearest name there is {printable(hint)}" if hint else ""),

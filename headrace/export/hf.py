@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from headrace.core.errors import ConfigError, RunError
-from headrace.core.files import publish
+from headrace.core.files import publish, shell
 from headrace.core.model_config import ModelConfig
 from headrace.data.tokenizer import Tokenizer
 from headrace.model.adapter import Link, check_ours
@@ -66,7 +66,7 @@ def export_hf(
     values["torch_dtype"] = str(dtype).removeprefix("torch.")
     files = _split(check_ours(config, model_state), dtype.itemsize, shard_bytes)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} exists already", "an --output that is new, or delete it first")
+        raise ConfigError(f"{out} exists already", f"--output {shell(_unused(out))}")
     document = tokenizer.decode([end])
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -163,3 +163,11 @@ def _publish(aside: Path, out: Path) -> None:
     """Make `aside` durable and call it `out`."""
     aside.chmod(0o755)
     publish(aside, out)
+
+
+def _unused(out: Path) -> Path:
+    """The first folder beside `out` that is not there, as NAME-2."""
+    number = 2
+    while (found := out.with_name(f"{out.name or 'hf'}-{number}")).exists():
+        number += 1
+    return found

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from headrace.core.command import again
-from headrace.core.errors import ConfigError, nearest
+from headrace.core.errors import ConfigError, alike
 from headrace.core.files import mend_plan, read_plan_text
 
 
@@ -21,20 +21,23 @@ def read_recipe(name: str, verb: str = "train") -> str:
     """
     known = recipes()
     if not (path := known.get(name, Path(name))).is_file():
-        if (own := path / "plan.toml").is_file():
-            run = (path / "environment.json").is_file()
+        folders = (path, Path("runs", name))
+        own = next((p for p in (f / "plan.toml" for f in folders) if p.is_file()), None)
+        if own is not None:
+            run = (own.parent / "environment.json").is_file()
             command = again((name, own), verb=verb)
             if run and verb == "train" and "--resume" not in command:
                 command += " --resume"
             raise ConfigError(
-                f"{path} is a {'run' if run else 'folder'}, and its plan is {own}",
+                f"{name} is a {'run' if run else 'folder'}, and its plan is {own}",
                 command,
             )
         if path.name == "plan.toml" and (command := mend_plan(path.parent)):
             raise ConfigError(f"{path} is gone; the run keeps a copy", command)
-        near = nearest(name, known)
+        near = alike(name, known)
+        hint = f"the nearest recipe is {near}" if near else f"the recipes are {', '.join(known)}"
         raise ConfigError(
-            f"{name!r} is neither a recipe nor a plan file; the nearest recipe is {near}",
-            again((name, near.split(", ")[0]), verb=verb),
+            f"{name!r} is neither a recipe nor a plan file; {hint}",
+            again((name, near or next(iter(known))), verb=verb),
         )
     return read_plan_text(path)

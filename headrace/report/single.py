@@ -38,12 +38,13 @@ EDITED = "plan.toml was edited since; this is the plan that ran, as the run kept
 """What a page says of a plan that is not what stands in its file any more."""
 
 
-def write_report(run_directory: Path) -> Path:
-    """Write `report.html` into a run's folder from the files that lie there.
+def write_report(run_directory: Path, output: Path | None = None) -> Path:
+    """Write the page of a run from the files that lie there.
 
     Args:
         run_directory: a folder that holds `report.json`; `metrics.jsonl`, `environment.json` and
             `plan.toml` are read when they are there.
+        output: where the page goes; `report.html` in the run's folder without it.
 
     Returns:
         The page's path.
@@ -72,7 +73,7 @@ def write_report(run_directory: Path) -> Path:
         _environment(run),
         _repeat(run),
     )
-    return write_page(run.directory / "report.html", text)
+    return write_page(output or run.directory / "report.html", text)
 
 
 def _header(report: Report) -> Safe:

@@ -49,9 +49,12 @@ PLANS = {
     ),
     "core/overrides:write_override#2": Case(f"{PLAN} name.x=3"),
     "core/strict:explained#1": Case(f"{PLAN} model.dim=-3"),
-    "core/technique:Catalogue.find#1": Case(f"{PLAN} --with lion"),
-    "core/technique:Catalogue.find#2": Case(f"{PLAN} --with xxxxxxxx"),
-    "core/technique:Catalogue.find#3": Case(f"{PLAN} --with muun"),
+    "core/technique:Catalogue.find#1": Case(f"{PLAN} --with cosine"),
+    "core/technique:Catalogue.find#2": Case(f"{PLAN} --with lion"),
+    "core/technique:Catalogue.find#2 none": Case(f"{PLAN} --with ema"),
+    "core/technique:Catalogue.find#3": Case(f"{PLAN} --with xxxxxxxx"),
+    "core/technique:Catalogue.find#4": Case(f"{PLAN} --with muun"),
+    "core/technique:Catalogue.find#4 both": Case(f"{PLAN} --with muon,z-loss"),
     "core/technique:Catalogue.with_family#1": Case(f"{PLAN} model.family=llamma"),
     "core/plan:Plan.with_keys#2": Case(f"{PLAN} --with alibi --with rope"),
     "core/technique:check_claims#2": Case(
@@ -115,6 +118,11 @@ def full_folder(run: Path) -> None:
     Path("out", "kept").touch()
 
 
+def copied(name: str) -> Any:
+    """Stand the run there under another name."""
+    return lambda run: shutil.copytree(run, run.with_name(name), symlinks=True)
+
+
 def two_runs(run: Path) -> None:
     """Two runs, of which none is near to the name that is asked for."""
     shutil.copytree(run, run.with_name("pair"), symlinks=True)
@@ -136,9 +144,10 @@ RUNS = {
     "load:resolve_run#4": Case(
         "eval zzzzzz",
         two_runs,
-        does={"one of them in its place": nothing},
-        then="eval pair",
+        prose={"which is the newest": "it tells which one it took"},
     ),
+    "load:_inside#1": Case("eval runs/demo/checkpoints/step-3"),
+    "load:_inside#2": Case("eval runs/demo/plan.toml"),
     "load:read_plan#2": Case("eval demo", lambda run: (run / "plan.toml").write_text("[goal]\n")),
     "load:_checkpoint#1": Case("eval demo --checkpoint step-999"),
     "verbs:Verbs._check_json#1": Case("sample demo --prompt --json", fills={"VALUE": "the"}),
@@ -146,8 +155,12 @@ RUNS = {
     "cli:train#1": Case("train runs/demo/plan.toml --checkpoint step-6"),
     "cli:sample#2": Case(f"sample demo --seed {2**70}"),
     "cli:explain#1": Case("explain"),
-    "cli:explain#2": Case("explain muon --graph"),
-    "cli:explain#3": Case("explain muun"),
+    "cli:list_techniques#1": Case("list --families --recipes"),
+    "catalogue/explain:check_explained#1": Case("explain muon --matrix"),
+    "catalogue/explain:check_explained#2": Case("explain muon --graph"),
+    "catalogue/explain:check_explained#3": Case("explain muon --with z_loss"),
+    "catalogue/explain:nothing_to_explain#1": Case("explain demo-1", copied("demo-1")),
+    "catalogue/explain:nothing_to_explain#2": Case("explain muun"),
     "closed_loop:doctor#1": Case("doctor runs/demo --with muon"),
     "closed_loop:_judged_run#1": Case(
         "doctor trace", write("trace", ""), does={"runs/demo": nothing}, then="doctor runs/demo"
@@ -175,8 +188,6 @@ RUNS = {
     "export/hf:export_hf#1": Case(
         "export demo --to hf --output out",
         full_folder,
-        prose={"an --output that is new": ""},
-        does={"delete it first": lambda run: shutil.rmtree("out")},
     ),
     "truth/page:write#1": Case("truth --page x.txt --results {receipts}"),
     "truth/numbers:compute#1": Case("truth --results nothing", fills={"DIR": "{receipts}"}),

@@ -249,7 +249,7 @@ def test_ingest_prepares_without_training(call: Callable[..., Any], tiny_demo: l
 
 
 PLAN_MISTAKES = [
-    ("optimizer.learning_rate=1e-3", "'optimizer.learning_rate'", "lr, weight_decay"),
+    ("optimizer.learning_rate=1e-3", "'optimizer.learning_rate'", "optimizer.lr=0.001"),
     ("optimizer.weightdecay=0.1", "'optimizer.weightdecay'", "optimizer.weight_decay"),
     ("modle.dim=8", "modle", "model"),
     ("batch.tokens=100", "100 is not a multiple", "batch.tokens="),

@@ -28,9 +28,9 @@ def keys() -> list[str]:
     return found
 
 
-def refusal(override: str) -> ConfigError | None:
+def refusal(*overrides: str) -> ConfigError | None:
     try:
-        read(override)
+        read(*overrides)
     except ConfigError as error:
         return error
     return None
@@ -43,9 +43,9 @@ def test_what_is_offered_for_a_mistyped_key_is_taken(value: str) -> None:
         error = refusal(f"{key}x={value}")
         assert error is not None and "has no key" in error.message, key
         if not error.remedy.startswith("leave out"):
-            (way,) = shlex.split(error.remedy)
-            again = refusal(way)  # by a whole plan it may be, as a batch that is no rows
-            assert again is None or not re.search(r"= \S+: |no key", again.message), (key, way)
+            ways = shlex.split(error.remedy)
+            again = refusal(*ways)  # by a whole plan it may be, as a batch that is no rows
+            assert again is None or not re.search(r"= \S+: |no key", again.message), (key, ways)
             tried += 1
     assert tried > 20
 

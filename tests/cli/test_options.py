@@ -1,0 +1,181 @@
+"""Words of a command line that would be left out, beyond every bound, or name a part of a run."""
+
+import json
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from headrace.cli import app
+
+Call = Callable[..., Any]
+RUN = "runs/demo"
+
+
+def numbers() -> Iterator[str]:
+    """Every option of a verb that takes a number, behind its verb."""
+
+    def walk(group: typer.Typer) -> Iterator[str]:
+        for command in group.registered_commands:
+            verb = command.callback
+            assert verb is not None
+            for name, kind in get_type_hints(verb).items():
+                if {int, float} & {kind, *get_args(kind)}:
+                    yield f"{command.name or verb.__name__} {name}"
+        for inner in group.registered_groups:
+            assert inner.typer_instance is not None
+            yield from walk(inner.typer_instance)
+
+    return walk(app)
+
+
+@pytest.mark.parametrize(
+    ("verb", "option"),
+    [
+        (("sample", RUN), "--tokens"),
+        (("sample", RUN), "--top-k"),
+        (("sample", RUN), "--temperature"),
+        (("sample", RUN), "--top-p"),
+        (("sample", RUN), "--seed"),
+        (("eval", RUN), "--tokens"),
+        (("probe",), "--seconds"),
+        (("tune", "demo"), "--seeds"),
+        (("tune", "demo"), "--minutes"),
+        (("ablate", "demo", "--with", "z_loss"), "--loss-steps"),
+        (("ablate", "demo", "--with", "z_loss"), "--minutes"),
+    ],
+)
+def test_a_number_beyond_every_bound_is_refused(
+    call: Call, verb: tuple[str, ...], option: str
+) -> None:
+    for value in ("99999999999999999999", "-99999999999999999999", "nan"):
+        if (option, value) in {("--minutes", "99999999999999999999")}:
+            continue  # an endless time is none too many
+        told = call(*verb, option, value, code=2)
+        assert told["exit_code"] == 2 and told["error"]
+
+
+def follow(remedy: str) -> Any:
+    """The document of each command of a remedy."""
+    for way in remedy.partition(", which")[0].split("; "):
+        words = shlex.split(way)
+        assert words[0] == "headrace"
+        ended = CliRunner().invoke(app, [*words[1:], "--json"], prog_name="headrace")
+        assert ended.exit_code == 0, ended.output
+        yield json.loads(ended.stdout)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("explain", "muon", "demo"), "muon is a technique"),
+        (("explain", "muon", "batch.tokens=512"), "muon is a technique"),
+        (("explain", "muon", "--with", "z_loss"), "muon is a technique"),
+        (("explain", "muon", "--matrix"), "takes nothing beside it"),
+        (("explain", "--matrix", "--graph"), "takes nothing beside it"),
+        (("list", "--families", "--recipes"), "ask for two"),
+    ],
+)
+def test_words_that_would_be_left_out_are_refused(
+    call: Call, argv: tuple[str, ...], words: str
+) -> None:
+    told = call(*argv, code=2)
+    assert words in told["error"]
+    if "demo" not in argv:  # where it would be a plan and an override
+        assert [*follow(told["remedy"])]
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("lion", "muon"), ("ZeRO-3", "fsdp"), ("mamba2", "linear_attention"), ("muno", "muon")],
+)
+def test_a_known_method_is_explained_by_what_comes_nearest(
+    call: Call, name: str, near: str
+) -> None:
+    told = call("explain", name, code=2)
+    assert told["remedy"] == f"headrace explain {near}" and near in told["error"]
+    assert "not built here" in told["error"] or name == "muno"
+
+
+def test_the_page_of_one_run_goes_where_it_is_asked_to(call: Call, tmp_path: Path) -> None:
+    output = tmp_path / "one.html"
+    before = Path(RUN, "report.html").stat().st_mtime_ns
+    assert call("report", RUN, "--output", str(output))["page"] == str(output)
+    assert output.read_text().startswith("<!") and "demo" in output.read_text()
+    assert Path(RUN, "report.html").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    ("part", "more"),
+    [
+        ("plan.toml", ""),
+        ("report.json", ""),
+        ("checkpoints", ""),
+        ("checkpoints/step-3", " --checkpoint step-3"),
+        ("checkpoints/latest", " --checkpoint latest"),
+    ],
+)
+def test_a_part_of_a_run_leads_to_the_run(call: Call, part: str, more: str) -> None:
+    for verb in ("eval", "sample"):
+        told = call(verb, f"{RUN}/{part}", code=2)
+        assert f"a part of the run {RUN}" in told["error"]
+        assert told["remedy"] == f"headrace {verb} {RUN}{more}"
+        assert [*follow(told["remedy"])]
+
+
+def test_the_name_of_a_run_in_the_place_of_a_plan_leads_to_its_plan(
+    call: Call, monkeypatch: pytest.MonkeyPatch, tiny_demo: list[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    argv = ["train", *tiny_demo, "name=mine", "goal.steps=1", "--json"]
+    assert CliRunner().invoke(app, argv, prog_name="headrace").exit_code == 0
+    for verb in ("train", "plan", "explain", "data ingest"):
+        told = call_here(*verb.split(), "mine")
+        assert told["error"].endswith("runs/mine/plan.toml") or "it is a run" in told["error"]
+        assert told["remedy"].startswith(f"headrace {verb} runs/mine/plan.toml")
+        assert verb == "train" or [*follow(told["remedy"])]
+
+
+def call_here(*argv: str) -> Any:
+    ended = CliRunner().invoke(app, [*argv, "--json"], prog_name="headrace")
+    assert ended.exit_code == 2, ended.output
+    return json.loads(ended.stdout)
+
+
+def test_a_guess_is_only_made_where_a_name_is_near(
+    monkeypatch: pytest.MonkeyPatch, tiny_demo: list[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs").mkdir()
+    told = call_here("train", *tiny_demo, "data.validation=5%", "name=x")
+    assert told["remedy"] == "data.validation=0.05" and "runs" not in told["error"]
+    told = call_here("train", *tiny_demo, "data.validation=qqq", "name=x")
+    assert "nearest" not in told["error"]
+    told = call_here("train", "qqq")
+    assert "the recipes are demo" in told["error"] and told["remedy"] == "headrace train demo"
+
+
+def test_a_device_that_is_not_here_is_told_with_the_option(call: Call) -> None:
+    assert call("probe", "--device", "mps", code=3)["remedy"] == "--device auto"
+
+
+def test_a_second_export_is_led_to_a_folder_of_its_own(call: Call, tmp_path: Path) -> None:
+    output = str(tmp_path / "model")
+    argv = ("export", RUN, "--to", "hf")
+    call(*argv, "--output", output)
+    for number in (2, 3):
+        told = call(*argv, "--output", output, code=2)
+        assert told["remedy"] == f"--output {output}-{number}"
+        assert call(*argv, *told["remedy"].split())["folder"] == f"{output}-{number}"
+
+
+def test_every_number_that_an_option_takes_is_looked_at() -> None:
+    assert {*numbers()} == {
+        "sample tokens", "sample temperature", "sample top_k", "sample top_p", "sample seed",
+        "eval tokens", "probe seconds", "tune seeds", "tune minutes", "ablate minutes",
+        "ablate loss_steps",
+    }  # fmt: skip
