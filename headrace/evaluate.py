@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headrace.core.doubts import BYTE_BITS
 from headrace.core.errors import ConfigError, Diverged
 from headrace.core.technique import Doubt
 from headrace.data.loader import validation_batches, validation_rows
@@ -78,10 +79,28 @@ def doubts(
         limit: the key or option that `tokens` comes from.
         bits_per_byte: the loss, where it is known.
     """
-    return build.prepared.sides(build.plan.data.validation).doubts(
+    found = build.prepared.sides(build.plan.data.validation).doubts(
         build.plan.data.sequence_length, targets=targets, share=_share(build, tokens),
         limit=limit, bits_per_byte=bits_per_byte,
     )  # fmt: skip
+    return [*found, *_guessed(build)]
+
+
+def _guessed(build: Build) -> Iterator[Doubt]:
+    """Tell of a target that a model meets which knows nothing."""
+    held, target = build.prepared.validation, build.plan.goal.bits_per_byte
+    entries = build.prepared.tokenizer.vocab
+    if target is None or not held.text_bytes:
+        return
+    guess = math.log2(entries) * (held.tokens - 1) / held.text_bytes
+    if guess <= target <= BYTE_BITS:  # what is more is told of any text
+        yield Doubt(
+            f"goal.bits_per_byte = {target:g} is reached before anything is learned: a uniform "
+            f"guess of the tokenizer's {entries:,} entries has {guess:.3g} on this text",
+            f"goal.bits_per_byte={guess / 2:.2g}",
+            kind="guess",
+            numbers={"bits_per_byte": guess, "target": target},
+        )
 
 
 @torch.no_grad()

@@ -6,9 +6,11 @@ the rest of the plan, as adapters of random weights. A doubt is told in one line
 report; what cannot mean anything is refused when a run begins.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 
 from headrace.core.errors import ConfigError
+from headrace.core.model_config import ModelConfig
 from headrace.core.plan import OptimizerConfig, Plan
 from headrace.core.technique import Doubt
 
@@ -27,6 +29,16 @@ weights fade sooner than they learn: half is gone after 14 steps. Chosen, not me
 LONG_MEMORY = 0.99
 """Decay of the first moment from which on it follows a gradient of 100 steps ago. Chosen; every
 recipe known to us has 0.8 to 0.95."""
+LITTLE = 1e-3
+"""Share of the size of initial weights that a run must be able to move them by. Adam moves a weight
+by about the rate at most in a step (arXiv 1412.6980, section 2.1), so that a smaller product of
+rate and steps changes nothing that can be seen. Chosen, not measured."""
+HEAVY_EPS = 1e-4
+"""optimizer.eps above which it outweighs the roots of most second moments, and an update is the
+gradient again. Recipes known to us have 1e-5 at most."""
+WILD_LOGITS = 3.0
+"""Deviation of the first logits, model.init_std x the root of model.dim, above which a run begins
+far above a uniform guess: by 4.5 nats at 3 (half the variance, as the mean of e^x of a normal)."""
 TRIAL = 8
 """Steps of a run that is a trial of something else, of which no interval is told."""
 BYTE_BITS = 8.0
@@ -89,6 +101,13 @@ def _rate(plan: Plan) -> Iterator[Doubt]:
             "ends at a lower loss)",
             f"schedule.warmup_steps={usual_warmup(plan)}",
         )
+    reach = rate * min((n for n in (lasts, plan.horizon_steps) if n), default=1000)
+    if not own and reach < LITTLE * ModelConfig().init_std:
+        yield Doubt(
+            f"the run's steps move a weight by {reach:.2g} at most (optimizer.lr = {rate:g}), and "
+            f"weights begin with {ModelConfig().init_std:g}: it learns nothing",
+            f"optimizer.lr={usual:g}",
+        )
     if lasts and 2 * warm > lasts:
         top = min(1.0, lasts / (warm + 1))
         yield Doubt(
@@ -122,6 +141,18 @@ def _updates(plan: Plan) -> Iterator[Doubt]:
             f"optimizer.weight_decay = {fades:.2g}): they fade sooner than they learn",
             f"optimizer.weight_decay={usual.weight_decay:g}",
         )
+    if given.eps > HEAVY_EPS:
+        yield Doubt(
+            f"optimizer.eps = {given.eps:g} outweighs the size of gradients, which AdamW divides "
+            "by: its steps are far shorter than the rate",
+            f"optimizer.eps={usual.eps:g}",
+        )
+    if 0 < given.clip_norm < HEAVY_EPS:
+        yield Doubt(
+            f"optimizer.clip_norm = {given.clip_norm:g} makes gradients so small that "
+            f"optimizer.eps = {given.eps:g} outweighs them: nothing is learned",
+            f"optimizer.clip_norm={usual.clip_norm:g}",
+        )
     first, second = given.betas
     if misfits(given.betas):
         yield Doubt(
@@ -152,5 +183,32 @@ def _goal(plan: Plan) -> Iterator[Doubt]:
             )
 
 
-RULES: tuple[Callable[[Plan], Iterator[Doubt]], ...] = (_rate, _end_of_schedule, _updates, _goal)
+def _first_logits(plan: Plan) -> Iterator[Doubt]:
+    """Weights that begin far above a guess, and logits that can say nothing."""
+    model, usual = plan.model, ModelConfig()
+    wild = model.init_std * math.sqrt(model.dim)
+    if wild > WILD_LOGITS and not model.pretrained:
+        yield Doubt(
+            f"model.init_std = {model.init_std:g} lets the first logits of {model.dim} features "
+            f"scatter by {wild:.3g}: the run begins far above a uniform guess, and unlearns that "
+            "first",
+            f"model.init_std={usual.init_std:g}",
+        )
+    entries = model.vocab or plan.data.vocab
+    best = 1 / (1 + (entries - 1) * math.exp(-2 * model.logit_cap))
+    if model.logit_cap and best < 0.5:
+        yield Doubt(
+            f"model.logit_cap = {model.logit_cap:g} leaves no token more than {best:.2g} of the "
+            f"probability among {entries:,} entries",
+            f"model.logit_cap={max(15, math.ceil(math.log(entries))):g}",
+        )
+
+
+RULES: tuple[Callable[[Plan], Iterator[Doubt]], ...] = (
+    _rate,
+    _end_of_schedule,
+    _updates,
+    _first_logits,
+    _goal,
+)
 """What is asked of the plan's own keys."""

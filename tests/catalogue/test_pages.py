@@ -78,7 +78,7 @@ def test_every_family_and_recipe_is_there(pages: dict[str, str]) -> None:
         ("device", "`auto` or `cpu` or `cuda` or `mps`", '`"auto"`'),
         ("goal.bits_per_byte", "number, > 0, <= 64", "not set"),
         ("data.sources", "text or list of text", '`"stdlib"`'),
-        ("data.validation", "number, >= 0, <= 1 or text", "`0.05`"),
+        ("data.validation", "number, > 0, < 1 or text", "`0.05`"),
         ("data.weights", "list of number, > 0, <= 1000000000000.0", "not set"),
         ("optimizer.betas", "list of number, >= 0, < 1", "`[0.9, 0.95]`"),
         ("track.to", "list of `tensorboard` or `wandb` or `mlflow`", "`[]`"),

@@ -131,6 +131,19 @@ def test_equal_copies_in_validation_are_counted_each(invoke: Run, tmp_path: Path
     assert (overlap["documents"], overlap["of_documents"], overlap["bytes"]) == (3, 12, 15)
 
 
+def test_a_target_that_a_guess_meets_is_told(invoke: Run, tmp_path: Path) -> None:
+    """A tokenizer of few long pieces needs few bits per byte without knowing anything."""
+    (tmp_path / "a.txt").write_text("river water mill\n" * 3_000)
+    words = ("data.sources=a.txt", "goal.bits_per_byte=4", "--json")
+    report = json.loads(invoke("train", *words).stdout)
+    (doubt,) = [one for one in report["data"]["doubts"] if one["kind"] == "guess"]
+    assert doubt["bits_per_byte"] <= doubt["target"] == 4
+    assert "before anything is learned" in "".join(report["told"])
+    (key,) = shlex.split(doubt["remedy"])
+    less = json.loads(invoke("train", *words, key, "name=less").stdout)
+    assert "guess" not in [one["kind"] for one in less["data"]["doubts"]]
+
+
 def test_a_few_targets_are_told_with_what_mends_it(invoke: Run, tmp_path: Path) -> None:
     """The share that is printed gives an evaluation enough."""
     lines(tmp_path / "a.jsonl", texts(0, 120))

@@ -45,8 +45,26 @@ DUBIOUS = {
     "the normaliser alone": (["techniques.z_loss.weight=1"], "10,000 times the usual"),
     "noise for a target": (["techniques.label_smoothing.smoothing=0.9"], "10% of the probability"),
     "blocks that do not run": (["techniques.stochastic_depth.rate=0.9"], "in 90% of the steps"),
+    "a rate that moves nothing": (["optimizer.lr=1e-12"], "it learns nothing"),
+    "an eps for a rate": (["optimizer.eps=1"], "outweighs the size of gradients"),
+    "gradients beside eps": (["optimizer.clip_norm=1e-9"], "nothing is learned"),
+    "wild weights": (["model.init_std=1"], "scatter by 16"),
+    "logits without a word": (["model.logit_cap=0.01"], "of the probability among 4,096"),
+    "attention to all": (["techniques.logit_soft_cap.cap=0.01"], "at most 1.02 times as much"),
+    "attention to itself": (["techniques.sliding_window.window=1"], "a token itself alone"),
+    "experts without a choice": (
+        ["techniques.mixture_of_experts={experts = 4, top_k = 4}"], "to all 4 experts",
+    ),
     "no whole row": (["techniques.sequence_length_schedule.until=100"], "no step sees the 256"),
 }  # fmt: skip
+AT_THE_BORDER = (
+    "optimizer.lr=5.01e-7", "optimizer.eps=1e-4", "optimizer.clip_norm=1e-4",
+    "model.init_std=0.1875",
+    "model.logit_cap=4.16", "techniques.logit_soft_cap.cap=1", "techniques.sliding_window.window=2",
+    "techniques.sliding_window={window = 1, between = 1}",
+    "techniques.mixture_of_experts={experts = 4, top_k = 3}",
+)  # fmt: skip
+"""What is just as much as is not told."""
 MEANINGLESS = ("lora", "qlora", "distillation")
 
 
@@ -67,6 +85,11 @@ def test_what_is_dubious_is_told_and_its_remedy_ends_the_doubt(keys: list[str], 
     mend = first.removesuffix(" where it has")
     if "FOLDER" not in mend:
         assert told not in "".join(one.line for one in doubts_of(read(*keys, mend)))
+
+
+@pytest.mark.parametrize("key", AT_THE_BORDER)
+def test_what_is_at_a_border_is_not_doubted(key: str) -> None:
+    assert not doubts_of(read(key))
 
 
 @pytest.mark.parametrize("name", MEANINGLESS)

@@ -13,8 +13,8 @@ rows whole. Source: Gemma 2 (arXiv 2408.00118, section 2).
 """
 
 from dataclasses import replace
-from math import log, tanh
-from typing import ClassVar
+from math import exp, log, tanh
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -23,6 +23,7 @@ from headrace.core.ledger import Ledger, Line
 from headrace.core.technique import (
     Card,
     Context,
+    Doubt,
     Evidence,
     Stage,
     Supported,
@@ -37,6 +38,10 @@ from headrace.sockets import Build
 
 LARGEST = 60.0
 """A score whose inverse exponential bf16 still holds; fp16 is asked about two that are nearer."""
+
+LOW = 1.0
+"""Cap below which attention is told to be nearly even. Chosen, not measured: at 1 the largest
+weight is 7.4 times the least; published caps are 30 and 50."""
 
 
 class LogitSoftCap(Technique[Build]):
@@ -60,6 +65,18 @@ class LogitSoftCap(Technique[Build]):
         hurts="memory and time under SDPA; model.qk_norm bounds scores too and keeps every kernel",
         source="arXiv 2408.00118, section 2",
     )
+
+    def doubt(self, plan: Any) -> Doubt | None:
+        """Tell of a cap that lets no token look more at one than at another."""
+        if self.cap >= LOW:
+            return None
+        usual = f"techniques.{self.name()}.cap=50"
+        return Doubt(
+            f"techniques.{self.name()}.cap = {self.cap:g} lets a token look at most "
+            f"{exp(2 * self.cap):.3g} times as much at one as at another",
+            usual,
+            changes=(usual,),
+        )
 
     def supports(self, context: Context) -> Supported | Unsupported:
         """Where whole rows are on one rank."""

@@ -10,7 +10,7 @@ Source: arXiv 1904.10509; Mistral 7B (arXiv 2310.06825, section 2); Gemma 2 (arX
 """
 
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -20,6 +20,7 @@ from headrace.core.ledger import Ledger, Line
 from headrace.core.technique import (
     Card,
     Context,
+    Doubt,
     Evidence,
     Stage,
     Supported,
@@ -67,6 +68,18 @@ class SlidingWindow(Technique[Build]):
         hurts="short rows, and SDPA, which computes what it masks",
         source="arXiv 1904.10509; arXiv 2310.06825",
     )
+
+    def doubt(self, plan: Any) -> Doubt | None:
+        """Tell of a window in which a token sees itself alone."""
+        if self.window > 1 or self.between:
+            return None
+        usual = f"techniques.{self.name()}.window={max(2, plan.data.sequence_length // 4)}"
+        return Doubt(
+            f"techniques.{self.name()}.window = 1 shows a token itself alone: no layer passes "
+            "anything from one token to another",
+            usual,
+            changes=(usual,),
+        )
 
     def supports(self, context: Context) -> Supported | Unsupported:
         """Where rows are longer than the window."""

@@ -14,7 +14,7 @@ Source: arXiv 2101.03961 (Switch), 2211.15841 (MegaBlocks), 2412.19437 (DeepSeek
 
 from dataclasses import replace
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field, model_validator
@@ -26,6 +26,7 @@ from headrace.core.strict import Wrong
 from headrace.core.technique import (
     Card,
     Context,
+    Doubt,
     Evidence,
     Stage,
     Supported,
@@ -86,6 +87,18 @@ class MixtureOfExperts(Technique[Build]):
     def multiplies_fp32(self) -> bool:
         """Return True: the router's scores."""
         return True
+
+    def doubt(self, plan: Any) -> Doubt | None:
+        """Tell of a router that has nothing to choose."""
+        if self.top_k < self.experts:
+            return None
+        fewer = f"techniques.{self.name()}.top_k={max(1, self.experts // 4)}"
+        return Doubt(
+            f"techniques.{self.name()}.top_k = {self.top_k} sends every token to all "
+            f"{self.experts} experts: a dense MLP for the price of a router",
+            fewer,
+            changes=(fewer,),
+        )
 
     def supports(self, context: Context) -> Supported | Unsupported:
         """Random weights without biases, whole rows; on a GPU Hopper or later in bf16."""
