@@ -247,13 +247,15 @@ class Session:
         """Tell at once that the run's folder is gone: nothing of the run could be kept any more.
 
         Raises:
-            RunError: it was removed or moved.
+            RunError: it, or what is written into, was removed or moved.
         """
-        if self.first and not (self.folder.path / "metrics.jsonl").exists():
+        run, saved = self.folder.path, self.folder.checkpoints
+        whole = (run / "metrics.jsonl").exists()
+        if self.first and not (whole and saved.is_dir()):
+            lost = f"{saved} is no folder any more" if whole else f"{run} is gone, or its metrics"
             raise RunError(
-                f"{self.folder.path} is gone, or its metrics.jsonl: it was removed or moved while "
-                f"the run trained step {self.counters.step}",
-                f"put it back, then {train_command(self.folder.path, '--resume')}",
+                f"{lost}: it was removed or moved while the run trained step {self.counters.step}",
+                f"put it back, then {train_command(run, '--resume')}",
             )
 
     def ended(self, stop: Interrupts) -> bool:

@@ -37,7 +37,19 @@ from headrace.core.errors import (
 from headrace.core.files import encodable
 from headrace.progress import Lines, Progress, Several
 
-console = Console(stderr=True, highlight=False)
+
+class Aside(Console):
+    """Standard error: what cannot be written there, as on a full disk, ends nothing."""
+
+    def print(self, *objects: Any, **how: Any) -> None:
+        """Print as `Console` does; forget what nobody takes."""
+        try:
+            super().print(*objects, **how)
+        except (OSError, ValueError):  # full, or shut
+            self._buffer.clear()
+
+
+console = Aside(stderr=True, highlight=False)
 WIDE = 100
 """Columns of a terminal that has room for long bars."""
 ENDLESS = 10**6

@@ -383,3 +383,25 @@ def test_a_folder_that_vanishes_is_told_at_the_next_step(
     with pytest.raises(RunError, match=r"runs/tiny is gone.*trained step 6") as told:
         train("guard=false", "checkpoint.every_steps=100")
     assert max(asked) == 5 and "--resume" in told.value.remedy
+
+
+@pytest.mark.parametrize("how", ["removed", "a file"])
+def test_checkpoints_that_vanish_are_told_at_the_next_step(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Not when the next one is saved, by the error of a disk."""
+    whole, asked = Loader.step, []
+
+    def step(loader: Loader, index: int) -> StepBatch:
+        asked.append(index)
+        if index == 5:
+            saved = tmp_path / "runs" / "tiny" / "checkpoints"
+            shutil.rmtree(saved)
+            if how == "a file":
+                saved.touch()
+        return whole(loader, index)
+
+    monkeypatch.setattr(Loader, "step", step)
+    with pytest.raises(RunError, match=r"checkpoints is no folder any more.*step 6") as told:
+        train("guard=false", "checkpoint.every_steps=100")
+    assert max(asked) == 5 and "--resume" in told.value.remedy

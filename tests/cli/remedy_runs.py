@@ -339,6 +339,18 @@ ENDED = {
     "session:Session.finish#1": Case(
         OTHER, fake=at_step(lambda: os.kill(os.getpid(), signal.SIGTERM)), lifted=True
     ),
+    "session:Session._check_folder#1 checkpoints": Case(
+        OTHER,
+        fake=at_step(lambda: os.rename("runs/other/checkpoints", "elsewhere")),
+        does={"put it back": lambda _: os.rename("elsewhere", "runs/other/checkpoints")},
+        lifted=True,
+    ),
+    "session:Session._check_folder#1 deleted": Case(
+        OTHER,
+        fake=at_step(lambda: shutil.rmtree("runs/other/checkpoints")),
+        does={"put it back": lambda _: Path("runs/other/checkpoints").mkdir()},
+        lifted=True,
+    ),
     "session:Session._check_folder#1": Case(
         OTHER,
         fake=at_step(lambda: os.rename("runs/other", "elsewhere")),

@@ -1,5 +1,6 @@
 """A run that has trained is done: what is made afterwards may be missing, and says so."""
 
+import io
 import json
 import os
 import signal
@@ -53,6 +54,28 @@ def test_what_cannot_be_made_is_told_and_the_rest_is_there(
     assert (ended / "report.html").is_file()
     cli._tell(ended, report, on_its_own=True)
     assert "report.html" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shut", [False, True])
+@pytest.mark.parametrize("as_json", [False, True])
+def test_messages_that_nobody_takes_fail_no_run(
+    workshop: Path, tiny_demo: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    as_json: bool, shut: bool,
+) -> None:  # fmt: skip
+    """As under `2> log` on a disk that is full, or where standard error is shut."""
+    monkeypatch.chdir(tmp_path)
+    taken: Any = open("/dev/full", "w")  # noqa: SIM115 - it cannot be flushed, and so not closed
+    if shut:
+        taken = io.StringIO()
+        taken.close()
+    monkeypatch.setattr(sys, "stderr", taken)
+    argv = ["train", *tiny_demo, "name=quiet", "goal.steps=1", *["--json"] * as_json]
+    with pytest.raises(SystemExit) as left:
+        cli.app(argv, prog_name="headrace")
+    assert not left.value.code
+    report = json.loads(Path("runs/quiet/report.json").read_text())
+    assert report["status"] == "done" and report["not_made"] == {}
+    assert Path("runs/quiet/report.html").is_file()
 
 
 def signalled(number: signal.Signals) -> Callable[..., Any]:
