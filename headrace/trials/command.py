@@ -9,6 +9,7 @@ from headrace.changes import parse
 from headrace.context import choose_device, on_one_process
 from headrace.core.command import again, plan_again
 from headrace.core.errors import ConfigError, RunError, Stopped
+from headrace.core.files import write_whole
 from headrace.core.machine import Machine
 from headrace.core.plan import Plan
 from headrace.core.technique import Catalogue, Context
@@ -167,7 +168,7 @@ def write(tuned: Tuned, folder: Path) -> None:
     from headrace.trials.page import write_tune_page  # its chart loads matplotlib
 
     write_plan(tuned, folder)
-    (folder / PATH).write_text(dumps(tuned))
+    write_whole(folder / PATH, dumps(tuned))
     write_tune_page(tuned, folder)
 
 

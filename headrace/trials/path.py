@@ -9,7 +9,7 @@ from math import ceil, inf, isfinite
 from pathlib import Path
 from typing import Any
 
-from headrace.core.files import shell
+from headrace.core.files import shell, write_whole
 from headrace.core.plan import Plan
 from headrace.core.statistics import Interval, break_even_steps
 from headrace.core.units import format_seconds
@@ -353,7 +353,7 @@ def write_plan(tuned: Tuned, folder: Path) -> Path:
     head += [f"# {step.line()}" for step in tuned.kept]
     path = folder / PLAN
     text = "\n".join(head).encode("ascii", "replace").decode()
-    path.write_text(f"{text}\n\n{named(tuned).to_toml()}")
+    write_whole(path, f"{text}\n\n{named(tuned).to_toml()}")
     return path
 
 

@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from headrace.core.errors import ConfigError
+from headrace.core.files import write_whole
 from headrace.truth.drawings import (
     ABSTAINED,
     HEALTHY,
@@ -198,7 +199,7 @@ def write(results: Path, page: Path) -> list[Path]:
     files = {_path(page, name): text for name, text in render(results).items()}
     for path, text in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        write_whole(path, text)
     for gone in _pictures(page) - files.keys():
         gone.unlink(missing_ok=True)
     return list(files)

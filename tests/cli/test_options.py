@@ -11,6 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from headrace.cli import app
+from headrace.core.errors import HeadraceError
 
 Call = Callable[..., Any]
 RUN = "runs/demo"
@@ -179,3 +180,49 @@ def test_every_number_that_an_option_takes_is_looked_at() -> None:
         "eval tokens", "probe seconds", "tune seeds", "tune minutes", "ablate minutes",
         "ablate loss_steps",
     }  # fmt: skip
+
+
+ARRIVES = [
+    (f"eval {RUN}", "cli.open_model", "--checkpoint", "checkpoint", "step-3"),
+    (f"sample {RUN}", "cli.open_model", "--checkpoint", "checkpoint", "step-3"),
+    (f"export {RUN} --to hf", "cli.open_model", "--checkpoint", "checkpoint", "step-3"),
+    (f"sample {RUN}", "cli.generate", "--tokens", "new_tokens", 7),
+    (f"sample {RUN}", "cli.generate", "--temperature", "temperature", 0.31),
+    (f"sample {RUN}", "cli.generate", "--top-k", "top_k", 7),
+    (f"sample {RUN}", "cli.generate", "--top-p", "top_p", 0.31),
+    (f"sample {RUN}", "cli.generate", "--seed", "seed", 7),
+    ("probe", "closed_loop.measure_together", "--seconds", "budget_s", 7.0),
+    ("tune TINY", "closed_loop.tune_command", "--seeds", "seeds", 9),
+    ("tune TINY", "closed_loop.tune_command", "--minutes", "minutes", 7.0),
+    ("tune TINY", "closed_loop.tune_command", "--for", "aim", "memory"),
+    ("ablate TINY --with z_loss", "closed_loop.ablate_command", "--loss-steps", "loss_steps", 7),
+    ("ablate TINY --with z_loss", "closed_loop.ablate_command", "--minutes", "minutes", 7.0),
+    ("ablate TINY --with z_loss", "closed_loop.ablate_command", "--pairs", "pairs", True),
+    ("ablate TINY --with z_loss", "closed_loop.ablate_command", "--out", "folder", Path("seven")),
+]
+"""Command line, what it calls, the option, and the argument as which its value arrives."""
+
+
+class ArrivedError(HeadraceError):
+    """Ends a verb once it has called what is looked at."""
+
+
+@pytest.mark.parametrize(("words", "called", "option", "name", "value"), ARRIVES)
+def test_the_value_of_an_option_arrives(
+    words: str, called: str, option: str, name: str, value: Any, call: Call,
+    tiny_demo: list[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Whatever the default is: what is typed is another value."""
+    seen: dict[str, Any] = {}
+
+    def look(*given: Any, **named: Any) -> None:
+        seen.update(named)
+        raise ArrivedError("it has arrived")
+
+    monkeypatch.setattr(f"headrace.{called}", look)
+    argv = [w for word in words.split() for w in (tiny_demo if word == "TINY" else [word])]
+    typed = [option] if value is True else [option, str(value)]
+    assert call(*argv, code=1)["error"] == "it has arrived"
+    usual = seen.get(name)
+    assert call(*argv, *typed, code=1)["error"] == "it has arrived"
+    assert seen[name] == value != usual

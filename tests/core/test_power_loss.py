@@ -14,13 +14,22 @@ import pytest
 import torch
 from tiny import PLAN, write_corpus
 
+import headrace
 from headrace.checkpoint import Checkpoints
 from headrace.cli import catalogue
 from headrace.core import files
 from headrace.core.errors import ConfigError
-from headrace.core.files import hold_lock, write_whole
+from headrace.core.files import hold_lock, recorded_plan, write_whole
+from headrace.core.machine import Machine
+from headrace.core.model_config import ModelConfig
 from headrace.core.plan import Plan
 from headrace.data.ingest import prepare
+from headrace.data.tokenizer import train_tokenizer
+from headrace.export.hf import export_hf
+from headrace.model.companions import keep_companions
+from headrace.model.decoder import Decoder, trunk_parts
+from headrace.model.mask import MaskSpec
+from headrace.report.page import page, write_page
 from headrace.run_folder import RunFolder
 
 
@@ -153,6 +162,72 @@ def test_a_fork_of_a_run(disk: Disk, tmp_path: Path) -> None:
     assert names == [".plan.toml", "checkpoints", "environment.json", "metrics.jsonl", "plan.toml"]
     assert forked.parent is not None and forked.parent["step"] == 2
     assert [p.name for p in (tmp_path / "runs").glob(".*")] == []
+
+
+def _companions(folder: Path) -> None:
+    weights = folder / "weights"
+    weights.mkdir()
+    (weights / "generation_config.json").write_text("{}")
+    (folder / "run").mkdir()
+    keep_companions(weights, folder / "run", print)
+
+
+def _watched(folder: Path) -> None:
+    layer = torch.nn.Linear(2, 2)
+    loader = [torch.ones(2, 2)]
+    with headrace.watch(layer, torch.optim.SGD(layer.parameters()), loader) as watched:
+        for batch in watched.loader:
+            layer(batch).sum().backward()
+    watched.save(folder / "watched.json")
+
+
+def _exported(folder: Path) -> None:
+    config = ModelConfig(vocab=320, dim=32, layers=1, heads=2)
+    model = Decoder(config, trunk_parts(config), MaskSpec())
+    train_tokenizer(["the mill grinds " * 20], vocab=270).save(file := folder / "tokenizer.json")
+    state = {name: p.detach() for name, p in model.named_parameters()}
+    export_hf(state, config, file, folder / "exported", sequence_length=16)
+
+
+def _page(folder: Path) -> None:
+    write_page(folder / "page.html", page("a run"))
+
+
+MADE = {
+    "pretrained": _companions,
+    "watched.json": _watched,
+    "exported": _exported,
+    "page.html": _page,
+    "cpu.json": lambda folder: Machine.assumed("NVIDIA H100").write(folder / "cpu.json"),
+}
+"""What else is made current, by its name, and what makes it."""
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_whatever_is_made_current_is_on_the_disk_first(
+    disk: Disk, tmp_path: Path, name: str
+) -> None:
+    MADE[name](tmp_path)
+    assert disk.published[-1] == name
+
+
+def test_a_kill_between_both_copies_of_a_plan_leaves_the_one_that_mends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`cp .plan.toml plan.toml` is the remedy, so the copy is the one that is new."""
+    plan = Plan.read(PLAN.format(corpus=tmp_path, prepared=tmp_path), catalogue())
+    folder = RunFolder.create(plan.replaced(directory=str(tmp_path / "runs")))
+    folder.write_plan(plan)
+
+    def killed(path: Path, content: str) -> None:
+        write_whole(path, content)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("headrace.run_folder.write_whole", killed)
+    with pytest.raises(KeyboardInterrupt):
+        folder.write_plan(plan.replaced(seed=7))
+    assert "seed = 7" in recorded_plan(folder.path).read_text()
+    assert "seed = 3" in (folder.path / "plan.toml").read_text()
 
 
 @pytest.mark.parametrize("code", ["ENOSYS", "ENOLCK", "EOPNOTSUPP"])
