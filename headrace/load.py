@@ -214,8 +214,8 @@ def open_model(
         ConfigError: not a run, or no such checkpoint.
         RunError: the checkpoint is damaged.
     """
-    plan, path = read_plan(folder, catalogue), _checkpoint(folder, checkpoint)
-    saved = Saved(path)
+    recorded, path = read_plan(folder, catalogue), _checkpoint(folder, checkpoint)
+    plan, saved = recorded, Saved(path)
     # An exact technique computes what the trunk computes: opened alone, a model needs none of them,
     # so a run that was trained on another device opens here. What scales a loss is no part of it
     # either, and fp16 is refused without.
@@ -243,7 +243,7 @@ def open_model(
     now = {**prepared.fingerprint, "tokenizer": prepared.tokenizer.fingerprint}
     was = {thing: digest for thing, digest in saved.values["fingerprint"].items() if thing in now}
     check_same_data(was, now, f"data in {prepared.directory}", folder)
-    _fill(build, saved, plan)
+    _fill(build, saved, recorded)
     refuse_wild(saved, dict(trained(build)), partial(_instead_of_wild, folder, plan))
     return build
 

@@ -264,7 +264,8 @@ class Catalogue:
             near = alike(name, self.techniques)
             found = [near] if near else []
         if not found:
-            raise ConfigError(f"{told}, nor one of a like name", LIST)
+            like = "nor one of a like name" if self.techniques else "and none installed"
+            raise ConfigError(f"{told}, {like}", LIST)
         first, *others = found
         more = [f"{option} {one}" for one in others]
         raise ConfigError(

@@ -134,8 +134,11 @@ def test_a_torch_without_its_own_says_so(
 def test_torchs_own_is_foreseen_to_hold_a_chunk_once(make_tiny: Make) -> None:
     asked = f"{ON}=64", "techniques.chunked_cross_entropy.fused=false"
     build = make_tiny(*asked)
-    plain = predict(build.plan, build.context)
-    head = build.plan.techniques["chunked_cross_entropy"].model_copy(update={"native": True})
-    own = predict(build.plan.replaced(techniques={head.name(): head}), build.context)
+    given = build.plan.techniques["chunked_cross_entropy"]
+    heads = [given.model_copy(update={"native": native}) for native in (False, True)]
+    plain, own = (
+        predict(build.plan.replaced(techniques={head.name(): head}), build.context)
+        for head in heads
+    )
     vocab = plain.sizes["vocab"]
     assert own.memory["logits"].bytes == 64 * vocab * 4 < plain.memory["logits"].bytes
