@@ -15,12 +15,12 @@ from typing import Any
 import receipts
 from kernel_gaps import parser, plan_from
 
-from headrace.choose import ROUNDS, choose_attention, told
-from headrace.cli import catalogue
-from headrace.context import choose_device
+from headrace.assemble.autotune import ROUNDS, choose_attention, told
+from headrace.cli.app import catalogue
+from headrace.assemble.context import choose_device
 from headrace.data.ingest import prepare
 from headrace.parallel.world import World
-from headrace.progress import Progress
+from headrace.core.progress import Progress
 
 
 def main() -> None:

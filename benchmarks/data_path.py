@@ -10,8 +10,8 @@ from pathlib import Path
 
 import receipts
 
-from headrace.cli import catalogue
-from headrace.core.plan import Plan
+from headrace.cli.app import catalogue
+from headrace.plan.plan import Plan
 from headrace.data.ingest import prepare
 from headrace.data.loader import Loader
 from headrace.data.rows import Cut

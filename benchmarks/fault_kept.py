@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.core.errors import HeadraceError
-from headrace.core.symptoms import BOTTLENECKS
+from headrace.plan.symptoms import BOTTLENECKS
 from headrace.doctor.run import diagnose
 
 ABSTAINED = "not measured"

@@ -15,7 +15,7 @@ from fault_hooks import Case, Facts, built
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from headrace.sockets import Build
+from headrace.assemble.sockets import Build
 
 
 @contextmanager

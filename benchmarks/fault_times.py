@@ -21,7 +21,7 @@ from torch import Tensor
 from headrace.data.loader import Loader, Micro, StepBatch
 from headrace.model.decoder import Block
 from headrace.parallel.world import World
-from headrace.sockets import Build
+from headrace.assemble.sockets import Build
 
 STALLED = 5
 """Of so many steps a loader that stalls does it in one."""

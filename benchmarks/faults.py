@@ -22,7 +22,7 @@ where an earlier call ended. Cases of one workload share its healthy runs and wh
 112 healthy runs of seven workloads on a CPU and 77 on a GPU: 8 variants of each, and those that
 faults are held against. On an H200 a case takes 13 to 20 s, more with larger steps.
 
-Each run is `headrace.train.run` in a process of its own, then `headrace doctor` reads its folder
+Each run is `headrace.train.train.run` in a process of its own, then `headrace doctor` reads its folder
 and its first finding is the verdict. A fault is planted from outside (faults_planted.py) at the
 severity that is asked for; the row has the severity that was reached, against a healthy run of the
 same workload in the same call. That run has a row too, as a healthy one, unless it has two ranks,

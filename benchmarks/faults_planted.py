@@ -1,6 +1,6 @@
 """Faults that are planted into a run from outside, and the process that trains with one.
 
-A fault is a context manager around `headrace.train.run`: it replaces a function for as long as it
+A fault is a context manager around `headrace.train.train.run`: it replaces a function for as long as it
 is entered, and the run knows nothing of it. It yields what it did, which the row then tells. Those
 that take time are in fault_times.py and fault_products.py, how much of them a step is given in
 fault_doses.py, and the loop that is not ours in fault_foreign.py.
@@ -22,16 +22,16 @@ from fault_hooks import MARGIN, Case, Facts, Fault, before_steps
 from fault_products import wide_products
 from torch import Tensor
 
-from headrace import train
+from headrace.train import train
 from headrace.core.errors import HeadraceError
-from headrace.core.plan import Plan
+from headrace.plan.plan import Plan
 from headrace.data.loader import Micro
 from headrace.model.attention import Sdpa
 from headrace.model.head import IGNORED
 from headrace.model.mask import MaskSpec
-from headrace.progress import Progress
-from headrace.sockets import Build
-from headrace.trials.readings import device_weights
+from headrace.core.progress import Progress
+from headrace.assemble.sockets import Build
+from headrace.tuner.readings import device_weights
 
 FROM_STEP = {"cpu": 44, "cuda": 24}
 """Where faults begin that need healthy steps before them; a GPU's steps learn more."""

@@ -30,16 +30,16 @@ import receipts
 import torch
 from residuals import DEVICE, PLANS, standing
 
-from headrace.changes import changed, parse
-from headrace.cli import catalogue
-from headrace.context import elsewhere, make_context
+from headrace.plan.changes import changed, parse
+from headrace.cli.app import catalogue
+from headrace.assemble.context import elsewhere, make_context
 from headrace.core.errors import HeadraceError
-from headrace.core.plan import Plan
-from headrace.core.technique import Context
-from headrace.core.work import SLOW_HOST
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Context
+from headrace.costs.work import SLOW_HOST
 from headrace.doctor.forecast import DRIFT, NOTHING, moved
-from headrace.planner.candidates import Asking
-from headrace.planner.foresight import Foresight
+from headrace.predict.candidates import Asking
+from headrace.predict.foresight import Foresight
 
 CATALOGUE, RESULTS = catalogue(), receipts.ROOT / "results"
 LEVEL = 0.85

@@ -40,12 +40,12 @@ import torch
 from lists import LISTS, Configuration, configurations, firsts
 from residuals import known, on_device
 
-from headrace.core.machine import Machine
-from headrace.core.plan import Plan
-from headrace.planner.calibration import ENOUGH, Measured
-from headrace.planner.foresight import Foresight, calibrated, foresee
-from headrace.trials.readings import OUT_OF_MEMORY, Reading, time_steps
-from headrace.trials.worker import Worker
+from headrace.costs.machine import Machine
+from headrace.plan.plan import Plan
+from headrace.predict.calibration import ENOUGH, Measured
+from headrace.predict.foresight import Foresight, calibrated, foresee
+from headrace.tuner.readings import OUT_OF_MEMORY, Reading, time_steps
+from headrace.tuner.worker import Worker
 
 DEVICE = "NVIDIA H200"
 WARM, TIMED = 3, 8

@@ -27,14 +27,15 @@ from foresight import predicted
 from lists import Configuration, configurations
 from residuals import known, quantiles
 
-from headrace import probes, train
-from headrace.context import make_context
-from headrace.core.machine import Machine
-from headrace.core.plan import Plan
-from headrace.planner.foresight import foresee
-from headrace.signals import TrackedMemory
-from headrace.trials.readings import Reading, opened, read
-from headrace.trials.worker import Worker
+from headrace import probes
+from headrace.train import train
+from headrace.assemble.context import make_context
+from headrace.costs.machine import Machine
+from headrace.plan.plan import Plan
+from headrace.predict.foresight import foresee
+from headrace.observe.signals import TrackedMemory
+from headrace.tuner.readings import Reading, opened, read
+from headrace.tuner.worker import Worker
 
 CPU = torch.device("cpu")
 LIST = Path(__file__).parent / "plans" / "cpu.toml"
@@ -182,7 +183,7 @@ def summary(results: Path) -> str:
     text = f"{len(steps)} plans: steps {fmean(steps):.1%} off on average, {max(steps):.1%} at most"
     if held:
         text += f"; memory of {len(held)} {fmean(held):.2%}, {max(held):.1%} at most"
-    if len(found) >= ENOUGH:  # as headrace/planner/intervals.py has it
+    if len(found) >= ENOUGH:  # as headrace/predict/intervals.py has it
         low, high = quantiles([-math.log1p(step) for _, step, _ in found])
         text += f"\n80% of them took {math.exp(low):.3f} to {math.exp(high):.3f} times as long"
     return text

@@ -2,7 +2,7 @@
 
 Rows of `kernel_table.py` tell milliseconds by family of kernels. The plan's ledger tells the work:
 FLOPs of products and attention, bytes of the update and of everything else that streams. A ceiling
-is what one kernel reaches alone, as headrace/core/assumed.py has it of the device: products at
+is what one kernel reaches alone, as headrace/costs/assumed.py has it of the device: products at
 8,192 cubed in each precision, a copy of gigabytes, attention of the plan's own kernel at the plan's
 own shape. (Its 795 TFLOP/s in bf16 were probed after the 774 in LOG.md, and are stricter.) What a
 family takes above its work at the ceiling is lost to it; of a family without work, that is all.
@@ -23,15 +23,15 @@ from typing import Any
 import receipts
 import torch
 
-from headrace.build import predict
-from headrace.cli import catalogue
-from headrace.context import elsewhere, make_context
+from headrace.assemble.build import predict
+from headrace.cli.app import catalogue
+from headrace.assemble.context import elsewhere, make_context
 from headrace.core.errors import ConfigError, UnsupportedError
-from headrace.core.machine import ANCHOR_PRODUCT, Machine
-from headrace.core.plan import Plan
-from headrace.core.rates import BACKWARD
-from headrace.core.technique import Context
-from headrace.core.work import SKIPPING, TRUNKS, Work
+from headrace.costs.machine import ANCHOR_PRODUCT, Machine
+from headrace.plan.plan import Plan
+from headrace.costs.rates import BACKWARD
+from headrace.plan.technique import Context
+from headrace.costs.work import SKIPPING, TRUNKS, Work
 
 PLANS = Path(__file__).parent / "plans"
 SINCE = (("trace",), ("model", "logit_cap"), ("data", "lossy_tokenizer"))
@@ -325,7 +325,7 @@ def ceilings(hardware: str) -> str:
     rates = {p: 2e-12 * m * n * k / machine.product_s(p, m, n, k) for p in PRECISIONS}
     products = " and ".join(f"{rate:,.0f} TFLOP/s in {p}" for p, rate in rates.items())
     return (
-        f"Ceilings of {hardware} (`headrace/core/assumed.py` says where they are from): products "
+        f"Ceilings of {hardware} (`headrace/costs/assumed.py` says where they are from): products "
         f"{products}, {machine.traffic.bytes_per_s / 1e12:.3g} TB/s, attention of the plan's "
         "kernel at the plan's shape."
     )

@@ -21,15 +21,15 @@ import receipts
 import torch
 from kernel_gaps import parser, plan_from, work_of
 
-from headrace import train
-from headrace.context import make_context
+from headrace.train import train
+from headrace.assemble.context import make_context
 from headrace.core.errors import UnsupportedError
-from headrace.core.plan import Plan
+from headrace.plan.plan import Plan
 from headrace.data.loader import Micro
 from headrace.doctor.trace.kernels import family_of
 from headrace.doctor.trace.steps import Union
-from headrace.sockets import Build
-from headrace.trials.readings import opened
+from headrace.assemble.sockets import Build
+from headrace.tuner.readings import opened
 
 STEPS = 3
 WAYS = ("HtoD", "DtoH")

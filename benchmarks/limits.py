@@ -34,15 +34,15 @@ import receipts
 import torch
 from variants import VARIANTS, Variant
 
-from headrace.build import make_context, predict
-from headrace.context import check_supported, choose_device, elsewhere
+from headrace.assemble.build import make_context, predict
+from headrace.assemble.context import check_supported, choose_device, elsewhere
 from headrace.core.errors import EXIT_INTERRUPTED, HeadraceError
-from headrace.core.hardware import lookup
-from headrace.core.plan import Plan
-from headrace.core.technique import Context
-from headrace.model.count import linear_parameters, model_flops_per_token, total_parameters
-from headrace.trials.readings import Reading, time_long_row, time_steps
-from headrace.trials.worker import Worker
+from headrace.costs.hardware import lookup
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Context
+from headrace.costs.count import linear_parameters, model_flops_per_token, total_parameters
+from headrace.tuner.readings import Reading, time_long_row, time_steps
+from headrace.tuner.worker import Worker
 
 PLANS = Path(__file__).parent / "plans"
 GIB = 2**30

@@ -12,9 +12,9 @@ from typing import Any
 
 import tomli_w
 
-from headrace.changes import parse
-from headrace.cli import catalogue
-from headrace.core.plan import Plan
+from headrace.plan.changes import parse
+from headrace.cli.app import catalogue
+from headrace.plan.plan import Plan
 
 LISTS = sorted((Path(__file__).parent / "plans").glob("held_out*.toml"))
 

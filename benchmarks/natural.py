@@ -44,12 +44,12 @@ from natural_runs import RUNS, Run
 from natural_said import SPARE_BYTES, Said, say
 from natural_times import BEGUN, STAGE, STAYS, Wanted, awake, measure
 
-from headrace.arguments import rates_here
-from headrace.context import choose_device, find_device, make_context
+from headrace.cli.arguments import rates_here
+from headrace.assemble.context import choose_device, find_device, make_context
 from headrace.data.ingest import prepare
-from headrace.planner.foresight import foresee
-from headrace.trials.readings import NOT_DONE
-from headrace.trials.worker import Worker
+from headrace.predict.foresight import foresee
+from headrace.tuner.readings import NOT_DONE
+from headrace.tuner.worker import Worker
 
 SAID, PARTS, ROWS = "natural_said", "natural_parts", "natural"
 WORKERS = {"cuda": 8, "cpu": 1}

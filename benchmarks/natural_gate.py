@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from filelock import FileLock, Timeout
 
-from headrace.trials.worker import Worker
+from headrace.tuner.worker import Worker
 
 HOW = "processes compile side by side; while one times, all others are stopped (SIGSTOP)"
 """What a row says of it."""

@@ -19,25 +19,25 @@ import torch
 from natural_gate import Gate
 from natural_times import TOGETHER_BYTES
 
-from headrace import train
-from headrace.arguments import rates_here
-from headrace.cli import catalogue
-from headrace.context import choose_device
+from headrace.train import train
+from headrace.cli.arguments import rates_here
+from headrace.cli.app import catalogue
+from headrace.assemble.context import choose_device
 from headrace.core.errors import HeadraceError
-from headrace.core.plan import Plan
-from headrace.core.symptoms import BOTTLENECKS, parse, saves_memory
+from headrace.plan.plan import Plan
+from headrace.plan.symptoms import BOTTLENECKS, parse, saves_memory
 from headrace.doctor.advice import TOLD, Advice, advise, place_of
 from headrace.doctor.run import rows_of
 from headrace.doctor.trace import ABSTAINED
 from headrace.doctor.window import WARM_STEPS, of_run
-from headrace.load import resolve_run
-from headrace.planner.candidates import MICRO, Asking, Candidate, Words, singles
-from headrace.planner.foresight import at
-from headrace.progress import Progress
-from headrace.run_folder import RunFolder
-from headrace.session import Session
-from headrace.trials.kinds import kind_of
-from headrace.trials.readings import (
+from headrace.inference.load import resolve_run
+from headrace.predict.candidates import MICRO, Asking, Candidate, Words, singles
+from headrace.predict.foresight import at
+from headrace.core.progress import Progress
+from headrace.train.run_folder import RunFolder
+from headrace.train.session import Session
+from headrace.tuner.kinds import kind_of
+from headrace.tuner.readings import (
     Reading,
     device_weights,
     read,

@@ -24,15 +24,15 @@ from typing import Any
 import torch
 from natural_gate import Gate
 
-from headrace import train
-from headrace.changes import changed
-from headrace.cli import catalogue
+from headrace.train import train
+from headrace.plan.changes import changed
+from headrace.cli.app import catalogue
 from headrace.core.errors import HeadraceError
-from headrace.core.plan import Plan
-from headrace.planner.candidates import Words
-from headrace.trials.kinds import kind_of
-from headrace.trials.readings import BEHIND as WAITED
-from headrace.trials.readings import (
+from headrace.plan.plan import Plan
+from headrace.predict.candidates import Words
+from headrace.tuner.kinds import kind_of
+from headrace.tuner.readings import BEHIND as WAITED
+from headrace.tuner.readings import (
     LEFT_BYTES,
     Clock,
     Reading,

@@ -27,16 +27,16 @@ from typing import Any
 
 import receipts
 
-from headrace import train
-from headrace.bursts import FIRST, Bursts
-from headrace.cli import catalogue
-from headrace.core.plan import Plan
+from headrace.train import train
+from headrace.observe.profiler import FIRST, Bursts
+from headrace.cli.app import catalogue
+from headrace.plan.plan import Plan
 from headrace.core.statistics import Interval, order_abba, paired_ratio, t_two_sided
 from headrace.data.loader import Micro
-from headrace.gauges import EVERY_S, Gauges
-from headrace.signals import Signals
-from headrace.sockets import Build
-from headrace.trials.readings import opened, wait
+from headrace.observe.gauges import EVERY_S, Gauges
+from headrace.observe.signals import Signals
+from headrace.assemble.sockets import Build
+from headrace.tuner.readings import opened, wait
 
 OFTEN = 10
 """Times as often as in a run, the gauges are read."""

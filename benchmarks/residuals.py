@@ -6,8 +6,8 @@
 A receipt of a step becomes its plan again, by the rule that wrote it, and is predicted with the
 rates of the datasheet, or with those that `headrace probe` kept. With the datasheet's, so is what
 came of the lists that were written down before (`lists.py`): each of their choices is a shape, all
-of it measured on one GPU. The widths that it prints stand in headrace/planner/intervals.py,
-and hold for a shape that was left out: those constants of core/work.py that are from steps are
+of it measured on one GPU. The widths that it prints stand in headrace/predict/intervals.py,
+and hold for a shape that was left out: those constants of costs/work.py that are from steps are
 fitted anew to the other shapes' rows, and so are quantiles of their errors; both ends are moved out
 until 80% of what was left out lies inside, every shape counted alike. Those after 20 steps come of
 pairs of rows of different shapes: one sets the model, the other is predicted. Those of the same
@@ -28,14 +28,14 @@ import numpy as np
 import torch
 from lists import configurations, firsts
 
-from headrace.build import predict
-from headrace.cli import catalogue
-from headrace.context import elsewhere, make_context
+from headrace.assemble.build import predict
+from headrace.cli.app import catalogue
+from headrace.assemble.context import elsewhere, make_context
 from headrace.core.errors import UnsupportedError
-from headrace.core.machine import Machine
-from headrace.core.plan import Plan
-from headrace.core.technique import Context
-from headrace.core.work import (
+from headrace.costs.machine import Machine
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Context
+from headrace.costs.work import (
     BESIDE,
     EDGE_S,
     IN_STEP,
@@ -45,7 +45,7 @@ from headrace.core.work import (
     Work,
     step_time,
 )
-from headrace.planner.foresight import FEW, FP32, foresee
+from headrace.predict.foresight import FEW, FP32, foresee
 
 ROOT = Path(__file__).resolve().parents[1]
 PLANS = ROOT / "benchmarks" / "plans"
@@ -64,7 +64,7 @@ OTHERS = {
 
 
 CONSTANTS = np.array([BESIDE, IN_STEP, UNFUSED])
-"""Of core/work.py, from steps."""
+"""Of costs/work.py, from steps."""
 NEUTRAL = np.array([1.0, 1.0, 1.0])
 """What they are before anything was measured."""
 

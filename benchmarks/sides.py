@@ -13,15 +13,15 @@ from statistics import mean
 
 import torch
 
-from headrace import train
-from headrace.build import make_context
-from headrace.cli import catalogue
-from headrace.context import check_supported, choose_device
+from headrace.train import train
+from headrace.assemble.build import make_context
+from headrace.cli.app import catalogue
+from headrace.assemble.context import check_supported, choose_device
 from headrace.core.errors import HeadraceError
-from headrace.core.plan import Plan
-from headrace.filled import OWN, check_active, note_own_attention
-from headrace.trials.readings import Clock, Reading, counted, opened, peak, read
-from headrace.trials.short import of_length
+from headrace.plan.plan import Plan
+from headrace.assemble.filled import OWN, check_active, note_own_attention
+from headrace.tuner.readings import Clock, Reading, counted, opened, peak, read
+from headrace.tuner.short import of_length
 
 ATTENTION = "attention"
 """The key of what `attention_of` tells in a reading's evidence."""

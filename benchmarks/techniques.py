@@ -43,10 +43,10 @@ from typing import Any
 import receipts
 from sides import ATTENTION, GRAPHS, Side, attention_of, run_whole, short, sides
 
-from headrace.cli import catalogue
-from headrace.trials.readings import Reading, time_steps
-from headrace.trials.short import train_steps
-from headrace.trials.worker import Worker
+from headrace.cli.app import catalogue
+from headrace.tuner.readings import Reading, time_steps
+from headrace.tuner.short import train_steps
+from headrace.tuner.worker import Worker
 
 BASES = ("trunk", "recipe")
 GROUP = 8

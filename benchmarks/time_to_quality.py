@@ -18,12 +18,12 @@ from typing import Any
 
 import receipts
 
-from headrace import train
-from headrace.cli import catalogue
-from headrace.core.plan import Plan
+from headrace.train import train
+from headrace.cli.app import catalogue
+from headrace.plan.plan import Plan
 from headrace.data.ingest import prepare
-from headrace.progress import Progress
-from headrace.run_folder import RunFolder
+from headrace.core.progress import Progress
+from headrace.train.run_folder import RunFolder
 
 PLAN = Path(__file__).parent / "plans" / "novels.toml"
 LENGTH = 1024

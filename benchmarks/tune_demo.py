@@ -34,19 +34,19 @@ from typing import Any
 import receipts
 from tuner import file_of, interval
 
-from headrace.changes import changed, parse
-from headrace.cli import catalogue
-from headrace.context import choose_device, make_context
-from headrace.core.plan import Plan
+from headrace.plan.changes import changed, parse
+from headrace.cli.app import catalogue
+from headrace.assemble.context import choose_device, make_context
+from headrace.plan.plan import Plan
 from headrace.core.statistics import Interval
 from headrace.data.ingest import prepare
-from headrace.trials.command import folder_of
-from headrace.trials.judge import Rules, compare
-from headrace.trials.pairs import measure_with
-from headrace.trials.path import PATH
-from headrace.trials.running import WANTED
-from headrace.trials.target import train_with
-from headrace.trials.worker import Worker
+from headrace.tuner.command import folder_of
+from headrace.tuner.judge import Rules, compare
+from headrace.tuner.pairs import measure_with
+from headrace.tuner.path import PATH
+from headrace.tuner.running import WANTED
+from headrace.tuner.target import train_with
+from headrace.tuner.worker import Worker
 
 TOPIC = "tune_demo"
 SEEDS = (100, 101)

@@ -29,20 +29,20 @@ import receipts
 from variants import FLASH4, KERNELS
 
 from headrace import probes
-from headrace.arguments import rates_here
-from headrace.changes import parse
-from headrace.cli import catalogue
-from headrace.context import check_supported, choose_device, make_context
+from headrace.cli.arguments import rates_here
+from headrace.plan.changes import parse
+from headrace.cli.app import catalogue
+from headrace.assemble.context import check_supported, choose_device, make_context
 from headrace.core.errors import HeadraceError, UnsupportedError
-from headrace.core.machine import Machine
-from headrace.core.plan import Plan
+from headrace.costs.machine import Machine
+from headrace.plan.plan import Plan
 from headrace.core.statistics import Interval
-from headrace.trials.command import MINUTES, tune_command
-from headrace.trials.judge import Rules, compare
-from headrace.trials.pairs import ACCEPT, Size, measure_with
-from headrace.trials.path import Tuned
-from headrace.trials.store import fingerprint
-from headrace.trials.worker import Worker
+from headrace.tuner.command import MINUTES, tune_command
+from headrace.tuner.judge import Rules, compare
+from headrace.tuner.pairs import ACCEPT, Size, measure_with
+from headrace.tuner.path import Tuned
+from headrace.tuner.store import fingerprint
+from headrace.tuner.worker import Worker
 from headrace.truth.numbers import BUDGETS
 
 PLANS = Path(__file__).parent / "plans"

@@ -4,7 +4,7 @@
     taskset -c 0-1 python benchmarks/tuner_trials.py --device cpu --shapes demo 1m --minutes 30
 
 A trial is one change of a plan that learns the same: a technique or a knob alone, or a whole plan
-that the sweep ranks high. It goes through the tuner's own pair and judge (`trials/running.py`), and
+that the sweep ranks high. It goes through the tuner's own pair and judge (`tuner/running.py`), and
 its row says what became of it, and whether it was rejected for its loss or gradients. An exact
 change never should be. Then what is approximate and was kept is trained beside the plan without it,
 with the same seeds and rows, and a second row of the trial says how many nats it loses: the mean of
@@ -30,24 +30,24 @@ import parts
 import receipts
 import torch
 
-from headrace.arguments import rates_here
-from headrace.changes import changed, difference
-from headrace.cli import catalogue
-from headrace.context import choose_device, make_context
-from headrace.core.plan import Plan
+from headrace.cli.arguments import rates_here
+from headrace.plan.changes import changed, difference
+from headrace.cli.app import catalogue
+from headrace.assemble.context import choose_device, make_context
+from headrace.plan.plan import Plan
 from headrace.core.statistics import Equivalence, equivalence
-from headrace.core.technique import Context
+from headrace.plan.technique import Context
 from headrace.data.ingest import prepare
-from headrace.trials.equality import BATCHES
-from headrace.trials.judge import Compared, Rules
-from headrace.trials.judge import Verdict as Judged
-from headrace.trials.kinds import kind_of
-from headrace.trials.pairs import measure_with
-from headrace.trials.proposals import Pool, Proposal, Sources, sources
-from headrace.trials.running import LONGEST, Run
-from headrace.trials.short import train_steps
-from headrace.trials.store import Store, fingerprint, here
-from headrace.trials.worker import Worker
+from headrace.tuner.equality import BATCHES
+from headrace.tuner.judge import Compared, Rules
+from headrace.tuner.judge import Verdict as Judged
+from headrace.tuner.kinds import kind_of
+from headrace.tuner.pairs import measure_with
+from headrace.tuner.proposals import Pool, Proposal, Sources, sources
+from headrace.tuner.running import LONGEST, Run
+from headrace.tuner.short import train_steps
+from headrace.tuner.store import Store, fingerprint, here
+from headrace.tuner.worker import Worker
 from headrace.truth.numbers import LOSER_NATS, LOSER_STEPS
 
 TOPIC = "tuner_trials"

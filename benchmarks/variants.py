@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.changes import Changes, parse
-from headrace.cli import catalogue
-from headrace.core.plan import Plan
+from headrace.plan.changes import Changes, parse
+from headrace.cli.app import catalogue
+from headrace.plan.plan import Plan
 
 KERNELS = "+fused_rms_norm +fused_rope "
 FLASH4 = "-cudnn_attention +flash_attention_3 techniques.flash_attention_3.version=FA4 "

@@ -14,7 +14,7 @@ well, for what comes while the rest is imported."""
 def main() -> None:
     """Run the command line. A signal while it is imported is one message, as it is later."""
     before = _caught()
-    from headrace.cli import app
+    from headrace.cli.app import app
     from headrace.core.native import exit_beside_native
 
     for number, handler in before.items():

@@ -19,9 +19,9 @@ import torch
 from latecomer import fewer_bytes as fewer_bytes  # a fixture
 from tiny import PLAN, keep_rates, save_weights, write_corpus
 
-from headrace.cli import catalogue
-from headrace.core.plan import Plan
-from headrace.progress import Progress
+from headrace.cli.app import catalogue
+from headrace.plan.plan import Plan
+from headrace.core.progress import Progress
 
 if not torch.cuda.is_available():  # read when triton is imported: its kernels run on the host
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -157,7 +157,7 @@ def given(tiny_plan: Callable[..., Plan], tmp_path: Path) -> Callable[..., str]:
 @pytest.fixture
 def train(tiny_plan: Callable[..., Plan]) -> Callable[..., Path]:
     """Train the tiny plan in this process; returns the run's folder."""
-    from headrace import train as trainer
+    from headrace.train import train as trainer
 
     def run(*overrides: str, resume: bool = False, checkpoint: str | None = None) -> Path:
         plan = tiny_plan(*overrides)

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from headrace import run_folder
-from headrace.cli import app
+from headrace.train import run_folder
+from headrace.cli.app import app
 from headrace.core import files
 
 

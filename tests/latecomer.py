@@ -13,9 +13,9 @@ NEW = '''
 
 from typing import ClassVar
 
-from headrace.core.ledger import Ledger
-from headrace.core.technique import Card, Context, Evidence, Stage, Supported, Technique
-from headrace.sockets import Build
+from headrace.costs.ledger import Ledger
+from headrace.plan.technique import Card, Context, Evidence, Stage, Supported, Technique
+from headrace.assemble.sockets import Build
 
 
 class FewerBytes(Technique[Build]):

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from headrace.data.loader import Micro
 from headrace.parallel.ring import Ring
-from headrace.sockets import Build
-from headrace.train import step
+from headrace.assemble.sockets import Build
+from headrace.train.train import step
 
 
 def qkv(length: int, width: int = 8, device: str = "cpu", *, rows: int = 2) -> list[Tensor]:

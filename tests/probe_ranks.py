@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from headrace.core.links import OPERATIONS, sent
-from headrace.core.machine import Machine
-from headrace.core.plan import MeshConfig
+from headrace.costs.links import OPERATIONS, sent
+from headrace.costs.machine import Machine
+from headrace.plan.plan import MeshConfig
 from headrace.parallel.world import open_world
 from headrace.probes import path
 from headrace.probes.together import measure_links, measure_together

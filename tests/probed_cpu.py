@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from headrace.core.machine import Machine
-from headrace.core.rates import (
+from headrace.costs.machine import Machine
+from headrace.costs.rates import (
     Absent,
     Attention,
     Linear,

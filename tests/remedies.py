@@ -18,7 +18,7 @@ import pytest
 import headrace
 from headrace.core.errors import HeadraceError
 from headrace.core.strict import Wrong
-from headrace.core.technique import Unsupported
+from headrace.plan.technique import Unsupported
 
 ROOT = Path(headrace.__file__).parent
 ERRORS = str(ROOT / "core" / "errors.py")

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
-from headrace.checkpoint import Checkpoints, Saved
+from headrace.train.checkpoint import Checkpoints, Saved
 
 SHAPES = {"odd": (7, 5), "thin": (1, 3), "line": (13,), "cube": (4, 3, 5), "long": (5, 9)}
 LAYOUTS: dict[int, list[tuple[tuple[int, ...], list[Placement]]]] = {

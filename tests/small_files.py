@@ -4,7 +4,7 @@ import resource
 import signal
 import sys
 
-from headrace.cli import app
+from headrace.cli.app import app
 
 
 def run(*, limit: int, argv: list[str]) -> None:

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headrace import probes
-from headrace.build import make_build
-from headrace.checkpoint import INDEX, Saved, _sealed
-from headrace.core.machine import Machine
-from headrace.core.plan import Plan
-from headrace.core.technique import Stage
+from headrace.assemble.build import make_build
+from headrace.train.checkpoint import INDEX, Saved, _sealed
+from headrace.costs.machine import Machine
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Stage
 from headrace.data.ingest import prepare
 from headrace.export.hf import export_hf
 from headrace.parallel.world import World

@@ -21,7 +21,7 @@ import torch._inductor.compile_fx
 import torch.distributed._tools.mem_tracker
 import torch.distributed.pipelining
 
-from headrace.cli import app, catalogue
+from headrace.cli.app import app, catalogue
 
 
 def child(request: dict) -> int:

@@ -7,18 +7,18 @@ from typing import Any
 
 import torch
 
-from headrace.build import check_weights, predict
-from headrace.context import check_supported
+from headrace.assemble.build import check_weights, predict
+from headrace.assemble.context import check_supported
 from headrace.core.command import again
-from headrace.core.doubts import doubts_of
+from headrace.plan.doubts import doubts_of
 from headrace.core.errors import ConfigError, alike
 from headrace.core.known import told_of
-from headrace.core.ledger import WORDS
-from headrace.core.plan import Plan
+from headrace.costs.ledger import WORDS
+from headrace.plan.plan import Plan
 from headrace.core.strict import meanings
-from headrace.core.technique import Catalogue, Context, Technique
+from headrace.plan.technique import Catalogue, Context, Technique
 from headrace.core.units import format_bytes, format_count
-from headrace.sockets import COMPOSED, SOCKETS
+from headrace.assemble.sockets import COMPOSED, SOCKETS
 
 
 def explain_technique(technique: type[Technique[Any]]) -> tuple[dict[str, Any], str]:

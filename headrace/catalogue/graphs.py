@@ -22,18 +22,18 @@ from typing import Any
 
 import torch
 
-from headrace.build import make_build
-from headrace.context import check_supported, choose_device, make_context, on_one_process
+from headrace.assemble.build import make_build
+from headrace.assemble.context import check_supported, choose_device, make_context, on_one_process
 from headrace.core.errors import ConfigError, UnsupportedError
-from headrace.core.plan import Plan
-from headrace.core.technique import Technique
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Technique
 from headrace.core.units import format_seconds
 from headrace.data.ingest import prepare
-from headrace.evaluate import evaluate
+from headrace.train.evaluate import evaluate
 from headrace.parallel.world import World
-from headrace.progress import Progress
-from headrace.sockets import Build
-from headrace.train import step
+from headrace.core.progress import Progress
+from headrace.assemble.sockets import Build
+from headrace.train.train import step
 
 MOST_ROWS = 2
 """Rows of the batch that is tried: their number changes shapes, and not what is traced."""

@@ -16,9 +16,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from headrace.core.plan import Plan
+from headrace.plan.plan import Plan
 from headrace.core.strict import meanings
-from headrace.core.technique import Catalogue, Technique
+from headrace.plan.technique import Catalogue, Technique
 
 KINDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
 SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}

@@ -1,6 +1,6 @@
 """The catalogue as rows."""
 
-from headrace.core.technique import Catalogue
+from headrace.plan.technique import Catalogue
 
 
 def catalogue_rows(catalogue: Catalogue) -> list[dict[str, str]]:

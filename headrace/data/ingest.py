@@ -34,7 +34,7 @@ from headrace.core.errors import (
 )
 from headrace.core.files import hold_lock, publish
 from headrace.core.native import call_native
-from headrace.core.plan import DataConfig, Plan
+from headrace.plan.plan import DataConfig, Plan
 from headrace.core.units import format_bytes
 from headrace.data import left_out
 from headrace.data.heldout import (

@@ -10,7 +10,7 @@ from typing import Any
 from headrace.core.command import train_again
 from headrace.core.errors import ConfigError
 from headrace.core.files import printable
-from headrace.core.plan import Plan
+from headrace.plan.plan import Plan
 from headrace.data import left_out
 from headrace.data.heldout import Record
 from headrace.data.left_out import LeftOut

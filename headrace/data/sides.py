@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.core.command import plan_again
-from headrace.core.technique import Doubt
+from headrace.plan.technique import Doubt
 from headrace.core.units import format_bytes
 from headrace.data.heldout import LEAST, LONG_LINE, Overlap, Record
 from headrace.data.shards import Shards

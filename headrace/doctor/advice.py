@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 
-from headrace.build import predict
-from headrace.changes import parse
+from headrace.assemble.build import predict
+from headrace.plan.changes import parse
 from headrace.core.command import train_command
 from headrace.core.errors import HeadraceError, RunError
-from headrace.core.machine import ANCHOR_PRODUCT, Machine
-from headrace.core.plan import Plan
-from headrace.core.symptoms import BOTTLENECKS, saves_memory
-from headrace.core.technique import Catalogue, Context
+from headrace.costs.machine import ANCHOR_PRODUCT, Machine
+from headrace.plan.plan import Plan
+from headrace.plan.symptoms import BOTTLENECKS, saves_memory
+from headrace.plan.technique import Catalogue, Context
 from headrace.core.units import format_bytes, format_seconds
 from headrace.doctor.findings import ABSTAINED, Finding
 from headrace.doctor.forecast import SHARE_ENDS, Measured, by_ledger
@@ -42,12 +42,12 @@ from headrace.doctor.loop import (
 from headrace.doctor.remedies import BOUGHT, HEALTHY, Remedy, remedies
 from headrace.doctor.run import WRONG, diagnose_run, place_of, rows_of, use_of
 from headrace.doctor.window import of_run
-from headrace.load import read_recorded_plan
-from headrace.planner.candidates import Asking
-from headrace.planner.foresight import IDLE, KINDS, LAUNCHES, Foresight, foresee
-from headrace.planner.intervals import widening
+from headrace.inference.load import read_recorded_plan
+from headrace.predict.candidates import Asking
+from headrace.predict.foresight import IDLE, KINDS, LAUNCHES, Foresight, foresee
+from headrace.predict.intervals import widening
 from headrace.probes.at_hand import rates
-from headrace.run_folder import RunFolder
+from headrace.train.run_folder import RunFolder
 
 TOLD = 3
 """Remedies of a finding that a reader is told."""

@@ -22,7 +22,7 @@ as a share of the device's, but at least |log ratio|: a compiled block that comp
 as hard to foretell as both, though they nearly cancel. `python benchmarks/forecast_error.py` fits
 it to what was said before and measured then (the least mean interval score: width, and distance
 outside of it). On a device that no forecast was compared on, the rate of the work that is moved
-may be off as far as the ends of a step's interval are widened there (planner/intervals.py), and the
+may be off as far as the ends of a step's interval are widened there (predict/intervals.py), and the
 interval is so much wider. It is around what would be gained on a host of
 the ledger's, and on one as slow as such hosts were seen. A host that is slow at one plan's code may
 be so at the other's or not: compiled code did not slow down with eager code (400m naive,
@@ -34,10 +34,10 @@ from math import exp, isfinite, log, nan, prod, sqrt
 from typing import Literal
 
 from headrace.core.statistics import Interval
-from headrace.core.work import HOST_S, SLOW_HOST
+from headrace.costs.work import HOST_S, SLOW_HOST
 from headrace.doctor.physics import UNKNOWN, Use, host_binds, priced_idle
 from headrace.doctor.window import Window
-from headrace.planner.foresight import EDGE, FEW, Foresight
+from headrace.predict.foresight import EDGE, FEW, Foresight
 
 Source = Literal["ledger", "share", "none"]
 APART = 2.0

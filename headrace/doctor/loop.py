@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.core.statistics import Interval
-from headrace.core.technique import Catalogue
+from headrace.plan.technique import Catalogue
 from headrace.doctor.findings import ABSTAINED, Finding, stations
 from headrace.doctor.forecast import Forecast, Source, by_share
 from headrace.doctor.loop_words import BOTTLENECKS, COOLER, STATIONS, Change, Loop

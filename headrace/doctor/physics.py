@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from math import inf, isnan, log
 from statistics import fmean, median
 
-from headrace.core.machine import PROBE
+from headrace.costs.machine import PROBE
 from headrace.core.units import format_seconds
-from headrace.core.work import EDGE_S
+from headrace.costs.work import EDGE_S
 from headrace.doctor.findings import ABSTAINED, Finding
 from headrace.doctor.window import Window
-from headrace.planner.foresight import Foresight
+from headrace.predict.foresight import Foresight
 
 INPUT_SHARE = 0.08
 """Share of a step spent waiting for the loader from which it is named. TraceML warns from 0.10, and

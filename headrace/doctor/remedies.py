@@ -12,7 +12,7 @@ none for full memory; what nothing foretells is listed last, and says so.
 
 Bottlenecks that the ledger does not price (waiting for data, for other ranks, padding) are forecast
 by their measured share. Learning (instability, recipe) is not forecast: seeds tell. Of an
-instability all keys that are far off come first, together (core/gentler), before any technique.
+instability all keys that are far off come first, together (plan/gentler), before any technique.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,17 +20,17 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from headrace.changes import flat, word
+from headrace.plan.changes import flat, word
 from headrace.core.errors import HeadraceError, UnsupportedError
-from headrace.core.gentler import gentler, usual_rate
-from headrace.core.machine import SQUARE, Machine
-from headrace.core.plan import Plan
+from headrace.plan.gentler import gentler, usual_rate
+from headrace.costs.machine import SQUARE, Machine
+from headrace.plan.plan import Plan
 from headrace.core.statistics import Interval
-from headrace.core.symptoms import BOTTLENECKS, parse, saves_memory
-from headrace.core.technique import Catalogue, Context, Technique
+from headrace.plan.symptoms import BOTTLENECKS, parse, saves_memory
+from headrace.plan.technique import Catalogue, Context, Technique
 from headrace.doctor.findings import Finding
 from headrace.doctor.forecast import NOTHING, Forecast, Measured, Source, by_ledger, by_share
-from headrace.planner.candidates import MICRO, Asking, Candidate, Words
+from headrace.predict.candidates import MICRO, Asking, Candidate, Words
 
 ALSO: Mapping[str, tuple[str, ...]] = {"computation": ("memory bandwidth", "kernel efficiency")}
 """What a finding may be as well: without a trace these are not told apart."""
@@ -126,7 +126,7 @@ class Remedy:
     """A change of the plan against a finding.
 
     Args:
-        change: words, as `headrace.changes` reads them.
+        change: words, as `headrace.plan.changes` reads them.
         what: one sentence.
         gain: time before over after, less 1, on this run, between its ends; None where it is not
             forecast.

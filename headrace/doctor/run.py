@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from headrace.context import elsewhere, make_context
+from headrace.assemble.context import elsewhere, make_context
 from headrace.core.command import again
 from headrace.core.errors import ConfigError, HeadraceError, RunError
 from headrace.core.files import parse_object, shell
-from headrace.core.machine import Machine
-from headrace.core.plan import Plan
-from headrace.core.technique import Catalogue, Context, installed
+from headrace.costs.machine import Machine
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Catalogue, Context, installed
 from headrace.core.units import format_seconds
 from headrace.doctor.findings import ABSTAINED, PASSES, Finding, stations
 from headrace.doctor.judge import FEWEST_STEPS, busy_in, faults
@@ -36,10 +36,10 @@ from headrace.doctor.trace.file import ENDINGS as TRACES
 from headrace.doctor.trace.host import host_families
 from headrace.doctor.trace.ranks import measure_traces
 from headrace.doctor.window import Window, of_run, read_rows
-from headrace.load import read_recorded_plan, resolve_run
-from headrace.planner.foresight import foresee
+from headrace.inference.load import read_recorded_plan, resolve_run
+from headrace.predict.foresight import foresee
 from headrace.probes.at_hand import rates
-from headrace.run_folder import RunFolder, cpu_name
+from headrace.train.run_folder import RunFolder, cpu_name
 
 FORMAT = 1
 """Of report.json, and of what a watch saves."""

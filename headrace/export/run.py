@@ -13,7 +13,7 @@ from headrace.model.hf_config import architecture
 from headrace.model.lora import merged_state
 from headrace.model.mask import MaskSpec
 from headrace.model.mlp import PlainMLP, SwiGLU
-from headrace.sockets import Build
+from headrace.assemble.sockets import Build
 
 FORMATS = ("hf",)
 

@@ -21,8 +21,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.model_config import ModelConfig
-from headrace.core.plan import ATTENDS
-from headrace.core.technique import Context, Unsupported
+from headrace.plan.plan import ATTENDS
+from headrace.plan.technique import Context, Unsupported
 from headrace.model.mask import MaskSpec, Rows, dense
 from headrace.model.norm import RMSNorm
 from headrace.model.position import Rotation, rotate

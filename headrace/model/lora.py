@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headrace.core.errors import ConfigError, nearest
-from headrace.core.ledger import Ledger, Line, Matrix
+from headrace.costs.ledger import Ledger, Line, Matrix
 from headrace.core.model_config import ModelConfig
-from headrace.core.technique import Doubt
+from headrace.plan.technique import Doubt
 from headrace.kernels.quantized_weight import QuantizedWeight
 from headrace.parallel.layout import local_of
 

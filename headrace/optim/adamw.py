@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from headrace.core.plan import OptimizerConfig
+from headrace.plan.plan import OptimizerConfig
 from headrace.parallel.world import World
 
 

@@ -32,7 +32,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from headrace.core.command import again
 from headrace.core.errors import ConfigError
-from headrace.core.plan import MeshConfig
+from headrace.plan.plan import MeshConfig
 
 BUCKET_BYTES = 25 * 2**20
 """Gradients are reduced in buckets of about this size (DDP's default, arXiv 2006.15704)."""

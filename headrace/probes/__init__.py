@@ -3,7 +3,7 @@
 Products in every precision that the device has, over shapes of a transformer's layers; attention
 by kernel, forward and backward; copies from a few KiB to GiB, whose small end is the least time of
 a kernel; what queueing an operation costs the host, eagerly and as a captured graph; the link to
-pinned memory of the host, both ways; and what CUDA's context takes. `headrace.core.machine` makes
+pinned memory of the host, both ways; and what CUDA's context takes. `headrace.costs.machine` makes
 times of any shape from these points.
 
 A time is a median. On a GPU it is read from CUDA events, after a kernel that empties the L2 cache
@@ -40,8 +40,8 @@ from typing import Any, TypeVar
 import torch
 
 from headrace.core.errors import ConfigError, UnsupportedError, is_out_of_memory
-from headrace.core.machine import FORMAT, Machine, host_memory_bytes
-from headrace.core.rates import (
+from headrace.costs.machine import FORMAT, Machine, host_memory_bytes
+from headrace.costs.rates import (
     Absent,
     Attention,
     Kernel,
@@ -55,8 +55,8 @@ from headrace.core.rates import (
 from headrace.probes import host
 from headrace.probes.clock import Clock
 from headrace.probes.points import Found, Probe, attention_probe, in_order, launches, product_probe
-from headrace.progress import Progress
-from headrace.run_folder import cpu_name
+from headrace.core.progress import Progress
+from headrace.train.run_folder import cpu_name
 
 T = TypeVar("T", Products, Attention)
 

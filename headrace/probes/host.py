@@ -20,15 +20,15 @@ from torch import Tensor, nn
 
 from headrace.core import cores, kept_memory
 from headrace.core.model_config import ModelConfig
-from headrace.core.plan import OptimizerConfig
-from headrace.core.rates import Moved, Piece, Product, Step, Way
+from headrace.plan.plan import OptimizerConfig
+from headrace.costs.rates import Moved, Piece, Product, Step, Way
 from headrace.model.decoder import Decoder, trunk_parts
 from headrace.model.head import cross_entropy
 from headrace.model.mask import MaskSpec, Rows
 from headrace.model.mlp import SwiGLU
 from headrace.model.norm import LayerNorm, RMSNorm
 from headrace.model.position import Rope, rotate
-from headrace.model.work import trunk_work
+from headrace.costs.decoder_work import trunk_work
 from headrace.optim.adamw import clip_factor, gradient_norm, make_adamw, scale_gradients
 from headrace.probes.points import (
     LINKED,
@@ -323,7 +323,7 @@ MAKERS: dict[str, Maker] = {
     "residual": _residual, "update": _update, "clip": _clip, "embedding": _embedding,
     "gradients": _gradients, "layer_norms": _layer_norms, "plain_activation": _plain_activation,
 }  # fmt: skip
-"""By the names of their work in model/work.py."""
+"""By the names of their work in costs/decoder_work.py."""
 ALIKE = {"residual": "residual_out"}
 """A piece that is priced as another one is."""
 

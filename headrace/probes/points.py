@@ -22,7 +22,7 @@ from torch.nn.attention import (
     sdpa_kernel,
 )
 
-from headrace.core.rates import Kernel, Mixing, Moved, Precision, Product, Shape, Step, Way
+from headrace.costs.rates import Kernel, Mixing, Moved, Precision, Product, Shape, Step, Way
 from headrace.probes.clock import REPEATS, Clock
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30

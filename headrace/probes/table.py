@@ -1,7 +1,7 @@
 """A machine's rates for a reader: of each kind the fastest that was measured or is assumed."""
 
-from headrace.core.machine import Machine
-from headrace.core.rates import BACKWARD, Step
+from headrace.costs.machine import Machine
+from headrace.costs.rates import BACKWARD, Step
 from headrace.core.units import format_bytes, format_seconds
 
 MANY_BYTES = 2**30

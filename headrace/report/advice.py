@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from headrace.changes import parse
+from headrace.plan.changes import parse
 from headrace.core.errors import ConfigError
 from headrace.core.files import parse_json, shell
 from headrace.doctor.forecast import SHARE_ENDS

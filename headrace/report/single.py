@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from headrace.core.symptoms import BOTTLENECKS
+from headrace.plan.symptoms import BOTTLENECKS
 from headrace.core.units import part_of_text
 from headrace.doctor.advice import NOTHING_GAINS
 from headrace.report.advice import remedies

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.core.symptoms import BOTTLENECKS
+from headrace.plan.symptoms import BOTTLENECKS
 from headrace.truth.natural import NEAR, Run
 from headrace.truth.numbers import MILD, QUIET, TIERS
 from headrace.truth.pairs import Pairs

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from headrace.core.errors import ConfigError
-from headrace.signals import Pending, Signals
+from headrace.observe.signals import Pending, Signals
 
 WATCH = "headrace.watch(model, optimizer, loader)"
 """How a loop is watched, with the model and the torch.optim.Optimizer that steps."""

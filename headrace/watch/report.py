@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from headrace.compile_time import compile_seconds, graph_breaks
-from headrace.signals import STALL_SHARE
+from headrace.observe.compile_time import compile_seconds, graph_breaks
+from headrace.observe.signals import STALL_SHARE
 from headrace.watch.clock import Clock
 
 LEADS = ("dry_before_input", "dry_after_input", "dry_at_forward")

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-import headrace.cli
-import headrace.train
-from headrace.core.technique import Stage
-from headrace.sockets import SOCKETS, Build
+import headrace.cli.app
+import headrace.train.train
+from headrace.plan.technique import Stage
+from headrace.assemble.sockets import SOCKETS, Build
 
 MOST_FRAMES = 4
 
@@ -22,7 +22,7 @@ class FromTheGradient(Exception):
 
 
 def test_four_frames_at_most(plan_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real: Callable[..., Build] = headrace.train.make_build
+    real: Callable[..., Build] = headrace.train.train.make_build
 
     def hooked(*args: Any, **kwargs: Any) -> Build:
         build = real(*args, **kwargs)
@@ -33,14 +33,14 @@ def test_four_frames_at_most(plan_file: Path, monkeypatch: pytest.MonkeyPatch) -
         build.model.embed.weight.register_hook(stop)
         return build
 
-    monkeypatch.setattr(headrace.train, "make_build", hooked)
+    monkeypatch.setattr(headrace.train.train, "make_build", hooked)
     monkeypatch.chdir(plan_file.parent)
     with pytest.raises(FromTheGradient) as caught:
-        headrace.cli.train(str(plan_file), json=True)
+        headrace.cli.app.train(str(plan_file), json=True)
     stack = [frame for frame, _ in traceback.walk_tb(caught.tb)]
     ours = [f for f in stack if f.f_globals["__name__"].startswith("headrace.")]
     names = [f"{f.f_globals['__name__']}.{f.f_code.co_name}" for f in ours]
-    assert names[:3] == ["headrace.cli.train", "headrace.train.run", "headrace.train.step"]
+    assert names[:3] == ["headrace.cli.app.train", "headrace.train.train.run", "headrace.train.train.step"]
     assert len(names) <= MOST_FRAMES, names
     assert stack[-1].f_code.co_name == "stop"
 

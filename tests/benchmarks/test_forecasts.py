@@ -11,8 +11,8 @@ import pytest
 from programs import rows
 from tiny import READ
 
-from headrace.planner.foresight import foresee
-from headrace.trials.readings import Reading
+from headrace.predict.foresight import foresee
+from headrace.tuner.readings import Reading
 from headrace.truth import compute
 
 ROOT = Path(__file__).parents[2]

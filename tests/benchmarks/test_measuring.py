@@ -14,12 +14,12 @@ import pytest
 import torch
 from programs import rows, run
 
-import headrace.build
+import headrace.assemble.build
 from headrace.core.errors import EXIT_INTERRUPTED
 from headrace.core.model_config import ModelConfig
-from headrace.start import Start, process_age_s
-from headrace.trials import readings
-from headrace.trials.worker import Worker
+from headrace.train.start import Start, process_age_s
+from headrace.tuner import readings
+from headrace.tuner.worker import Worker
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -224,16 +224,16 @@ def test_utilization_of_a_gpu_counts_attention_whole_and_half(
 
 def test_weights_drawn_on_a_device_have_the_trunks_spread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readings, "LARGE", 1)
-    plain, shape = headrace.build.random_source, torch.Size((256, 128))
+    plain, shape = headrace.assemble.build.random_source, torch.Size((256, 128))
     config = ModelConfig(dim=32, layers=2, heads=2)
     with readings.device_weights(torch.device("cpu")):
-        drawn = headrace.build.random_source(config, 3)
+        drawn = headrace.assemble.build.random_source(config, 3)
         for name in ("blocks.0.mlp.down.weight", "embed.weight"):
             value, right = drawn(name, shape), plain(config, 3)(name, shape)
             assert value.std() == pytest.approx(float(right.std()), rel=0.05)
             assert torch.equal(value, drawn(name, shape))
         assert bool((drawn("norm.weight", torch.Size((64,))) == 1).all())
-    assert headrace.build.random_source is plain
+    assert headrace.assemble.build.random_source is plain
 
 
 def test_a_start_is_told_part_by_part() -> None:

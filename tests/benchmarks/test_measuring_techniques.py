@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from programs import rows, run
 
-import headrace.train
-from headrace.trials import readings
+import headrace.train.train
+from headrace.tuner import readings
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -51,13 +51,13 @@ def test_a_loss_is_read_alone_by_a_schedule_as_long_as_the_training(
     words = ["--shapes", plan, "--loss-steps", 9, "--only-loss", "--noise-seeds", 2]
     words += ["--results", tmp_path, "--missing", tmp_path]
     rates: list[float] = []
-    step = headrace.train.step
+    step = headrace.train.train.step
 
     def watched(build: Any, micros: Any, index: int) -> Any:
         rates.append(build.values["lr"](index))
         return step(build, micros, index)
 
-    monkeypatch.setattr(headrace.train, "step", watched)
+    monkeypatch.setattr(headrace.train.train, "step", watched)
     run(monkeypatch, techniques, "z_loss", "selective_checkpoint", *words)
     found = {(r["technique"], r["base"]): r for r in rows(tmp_path, "techniques")}
     assert len(found) == 3, "what is put into the recipe computes what it does in the trunk"

@@ -184,10 +184,10 @@ def asked(device: str, plan: Any) -> Any:
     """Who answers for a GPU that is not here."""
     import torch
 
-    from headrace.cli import catalogue
-    from headrace.context import elsewhere, make_context
-    from headrace.core.machine import Machine
-    from headrace.planner.candidates import Asking
+    from headrace.cli.app import catalogue
+    from headrace.assemble.context import elsewhere, make_context
+    from headrace.costs.machine import Machine
+    from headrace.predict.candidates import Asking
 
     here = make_context(plan.replaced(device="cpu"), torch.device("cpu"))
     return Asking(plan, elsewhere(here, device), Machine.assumed(device), catalogue())

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from headrace.context import elsewhere, make_context
+from headrace.assemble.context import elsewhere, make_context
 
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "readme_table.py"
 sys.path.insert(0, str(PROGRAM.parent))

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from headrace.core.statistics import Interval
-from headrace.trials.judge import Compared
-from headrace.trials.readings import Reading
+from headrace.tuner.judge import Compared
+from headrace.tuner.readings import Reading
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 tune_demo = import_module("tune_demo")

@@ -11,18 +11,18 @@ import pytest
 import torch
 from tiny import READ
 
-from headrace.cli import catalogue
-from headrace.context import elsewhere, make_context
-from headrace.core.machine import Machine
-from headrace.core.plan import Plan
+from headrace.cli.app import catalogue
+from headrace.assemble.context import elsewhere, make_context
+from headrace.costs.machine import Machine
+from headrace.plan.plan import Plan
 from headrace.core.statistics import Interval
-from headrace.planner.foresight import foresee
+from headrace.predict.foresight import foresee
 from headrace.techniques.attention import flash_attention_3
-from headrace.trials import command
-from headrace.trials.judge import Compared
-from headrace.trials.kinds import kind_of
-from headrace.trials.path import Tuned
-from headrace.trials.proposals import Sources, sources
+from headrace.tuner import command
+from headrace.tuner.judge import Compared
+from headrace.tuner.kinds import kind_of
+from headrace.tuner.path import Tuned
+from headrace.tuner.proposals import Sources, sources
 from headrace.truth import compute
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))

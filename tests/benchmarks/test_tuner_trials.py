@@ -9,11 +9,11 @@ from typing import Any, get_args
 import pytest
 from tiny import READ
 
-from headrace.core.machine import Machine
+from headrace.costs.machine import Machine
 from headrace.core.statistics import Interval
-from headrace.trials.judge import Compared, Verdict
-from headrace.trials.proposals import Sources, sources
-from headrace.trials.turns import Size
+from headrace.tuner.judge import Compared, Verdict
+from headrace.tuner.proposals import Sources, sources
+from headrace.tuner.turns import Size
 from headrace.truth import compute, numbers
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -42,7 +42,7 @@ def tiny(
 
     monkeypatch.setattr(program, "SHAPES", {"tiny": (file, "")})
     monkeypatch.setattr(program, "sources", few)
-    monkeypatch.setattr("headrace.trials.running.WANTED", Size(warm=1, steps=1, rounds=1))
+    monkeypatch.setattr("headrace.tuner.running.WANTED", Size(warm=1, steps=1, rounds=1))
     return tmp_path
 
 

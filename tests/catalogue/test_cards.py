@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace.cli import catalogue
+from headrace.cli.app import catalogue
 from headrace.doctor.advice import cost_of
 from headrace.doctor.remedies import BOUGHT, Remedy, _costs
 

@@ -10,8 +10,8 @@ import pytest
 from pydantic import BaseModel
 
 from headrace.catalogue.pages import card_path, reference
-from headrace.cli import catalogue
-from headrace.core.plan import Plan
+from headrace.cli.app import catalogue
+from headrace.plan.plan import Plan
 from headrace.core.strict import meanings
 from headrace.recipes import recipes
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from headrace.cli import app
+from headrace.cli.app import app
 
 
 @pytest.fixture(scope="session")

@@ -21,27 +21,27 @@ def nothing(run: Path) -> None:
 
 
 PLANS = {
-    "core/plan:Plan._check#1": Case(f"{PLAN} batch.tokens=1000"),
-    "core/plan:Plan._check#2": Case(f"{PLAN} batch.micro_sequences=7"),
-    "core/plan:Plan._check#3": Case(f"{PLAN} 'data.weights=[1,2]'"),
-    "core/plan:Plan._check#4": Case("explain empty.toml", write("empty.toml", "")),
-    "core/plan:Plan._check#5": Case(f"{PLAN} goal.dollars=3"),
-    "core/plan:Plan._check#6": Case(
+    "plan/plan:Plan._check#1": Case(f"{PLAN} batch.tokens=1000"),
+    "plan/plan:Plan._check#2": Case(f"{PLAN} batch.micro_sequences=7"),
+    "plan/plan:Plan._check#3": Case(f"{PLAN} 'data.weights=[1,2]'"),
+    "plan/plan:Plan._check#4": Case("explain empty.toml", write("empty.toml", "")),
+    "plan/plan:Plan._check#5": Case(f"{PLAN} goal.dollars=3"),
+    "plan/plan:Plan._check#6": Case(
         "explain timed.toml", write("timed.toml", "[goal]\nminutes = 1\n")
     ),
-    "core/plan:Plan._check_techniques#1": Case(
+    "plan/plan:Plan._check_techniques#1": Case(
         f"{PLAN} attention=measured --with varlen_attention"
     ),
-    "core/plan:Plan._check_techniques#2": Case(f"{PLAN} mesh.tensor=2"),
-    "core/plan:Plan._check_techniques#3": Case(
+    "plan/plan:Plan._check_techniques#2": Case(f"{PLAN} mesh.tensor=2"),
+    "plan/plan:Plan._check_techniques#3": Case(
         f"{PLAN} schedule.warmup_steps=50 schedule.steps=20"
     ),
-    "core/plan:Plan._read#2": Case(
+    "plan/plan:Plan._read#2": Case(
         "explain list.toml",
         write("list.toml", "techniques = 3\n[goal]\nsteps = 2\n"),
     ),
-    "core/plan:Plan._read#3": Case(f"{PLAN} --with muon --without muon"),
-    "core/plan:Plan.with_keys#1": Case(f"{PLAN} model.kv_heads=4 --with gqa"),
+    "plan/plan:Plan._read#3": Case(f"{PLAN} --with muon --without muon"),
+    "plan/plan:Plan.with_keys#1": Case(f"{PLAN} model.kv_heads=4 --with gqa"),
     "core/overrides:write_override#1": Case(
         f"{PLAN} nonsense",
         fills={"key=value, as in ": ""},
@@ -49,20 +49,20 @@ PLANS = {
     ),
     "core/overrides:write_override#2": Case(f"{PLAN} name.x=3"),
     "core/strict:explained#1": Case(f"{PLAN} model.dim=-3"),
-    "core/technique:Catalogue.find#1": Case(f"{PLAN} --with cosine"),
-    "core/technique:Catalogue.find#2": Case(f"{PLAN} --with lion"),
-    "core/technique:Catalogue.find#2 none": Case(f"{PLAN} --with ema"),
-    "core/technique:Catalogue.find#3": Case(f"{PLAN} --with xxxxxxxx"),
-    "core/technique:Catalogue.find#4": Case(f"{PLAN} --with muun"),
-    "core/technique:Catalogue.find#4 both": Case(f"{PLAN} --with muon,z-loss"),
-    "core/technique:Catalogue.with_family#1": Case(f"{PLAN} model.family=llamma"),
-    "core/plan:Plan.with_keys#2": Case(f"{PLAN} --with alibi --with rope"),
-    "core/technique:check_claims#2": Case(
+    "plan/technique:Catalogue.find#1": Case(f"{PLAN} --with cosine"),
+    "plan/technique:Catalogue.find#2": Case(f"{PLAN} --with lion"),
+    "plan/technique:Catalogue.find#2 none": Case(f"{PLAN} --with ema"),
+    "plan/technique:Catalogue.find#3": Case(f"{PLAN} --with xxxxxxxx"),
+    "plan/technique:Catalogue.find#4": Case(f"{PLAN} --with muun"),
+    "plan/technique:Catalogue.find#4 both": Case(f"{PLAN} --with muon,z-loss"),
+    "plan/technique:Catalogue.with_family#1": Case(f"{PLAN} model.family=llamma"),
+    "plan/plan:Plan.with_keys#2": Case(f"{PLAN} --with alibi --with rope"),
+    "plan/technique:check_claims#2": Case(
         f"{PLAN} --with full_checkpoint --with selective_checkpoint"
     ),
-    "core/ledger:check_free#1": Case(f"{PLAN} --with lora --with qlora"),
-    "context:check_supported#4": Case(f"{PLAN} --with sophia --with adamw_8bit"),
-    "core/technique:check_claims#1": Case(
+    "costs/ledger:check_free#1": Case(f"{PLAN} --with lora --with qlora"),
+    "assemble/context:check_supported#4": Case(f"{PLAN} --with sophia --with adamw_8bit"),
+    "plan/technique:check_claims#1": Case(
         "train {tiny} --with flash_attention --with varlen_attention"
     ),
     "core/model_config:ModelConfig._check#1": Case(f"{PLAN} model.heads=4 model.kv_heads=3"),
@@ -81,12 +81,12 @@ PLANS = {
         write("my text.txt", "Once upon"),
         fills={"headrace train demo data.sources='my text.txt'": "headrace train {tiny}"},
     ),
-    "context:find_device#1": Case("explain demo device=mps"),
-    "context:elsewhere#1": Case("plan demo --device-name cpu"),
-    "context:check_supported#1": Case("train {tiny} goal.steps=1 model.precision=fp16"),
-    "context:check_supported#2": Case("train {tiny} goal.steps=1 --with tf32"),
-    "context:check_supported#3": Case("plan demo --device-name T4 model.precision=bf16"),
-    "core/machine:Machine.assumed#1": Case("plan demo --device-name '4090 Laptop'"),
+    "assemble/context:find_device#1": Case("explain demo device=mps"),
+    "assemble/context:elsewhere#1": Case("plan demo --device-name cpu"),
+    "assemble/context:check_supported#1": Case("train {tiny} goal.steps=1 model.precision=fp16"),
+    "assemble/context:check_supported#2": Case("train {tiny} goal.steps=1 --with tf32"),
+    "assemble/context:check_supported#3": Case("plan demo --device-name T4 model.precision=bf16"),
+    "costs/machine:Machine.assumed#1": Case("plan demo --device-name '4090 Laptop'"),
     "techniques/compile/torch_compile:TorchCompile._no_graphs#1": Case(
         f"{PLAN} --with torch_compile techniques.torch_compile.mode=reduce-overhead"
     ),
@@ -135,52 +135,52 @@ def other_format(run: Path) -> None:
 
 
 RUNS = {
-    "load:resolve_run#2": Case(
+    "inference/load:resolve_run#2": Case(
         "eval nothing",
         lambda run: os.rename(run.parent, "elsewhere"),
         fills={"headrace train demo": "headrace train {tiny}"},
     ),
-    "load:resolve_run#3": Case("eval dmeo", does={"runs/demo": nothing}, then="eval runs/demo"),
-    "load:resolve_run#4": Case(
+    "inference/load:resolve_run#3": Case("eval dmeo", does={"runs/demo": nothing}, then="eval runs/demo"),
+    "inference/load:resolve_run#4": Case(
         "eval zzzzzz",
         two_runs,
         prose={"which is the newest": "it tells which one it took"},
     ),
-    "load:_inside#1": Case("eval runs/demo/checkpoints/step-3"),
-    "load:_inside#2": Case("eval runs/demo/plan.toml"),
-    "load:read_plan#2": Case("eval demo", lambda run: (run / "plan.toml").write_text("[goal]\n")),
-    "load:_checkpoint#1": Case("eval demo --checkpoint step-999"),
-    "verbs:Verbs._check_json#1": Case("sample demo --prompt --json", fills={"VALUE": "the"}),
-    "verbs:_usage#1": Case("sample demo --nothing"),
-    "cli:train#1": Case("train runs/demo/plan.toml --checkpoint step-6"),
-    "cli:sample#2": Case(f"sample demo --seed {2**70}"),
-    "cli:explain#1": Case("explain"),
-    "cli:list_techniques#1": Case("list --families --recipes"),
+    "inference/load:_inside#1": Case("eval runs/demo/checkpoints/step-3"),
+    "inference/load:_inside#2": Case("eval runs/demo/plan.toml"),
+    "inference/load:read_plan#2": Case("eval demo", lambda run: (run / "plan.toml").write_text("[goal]\n")),
+    "inference/load:_checkpoint#1": Case("eval demo --checkpoint step-999"),
+    "cli/verbs:Verbs._check_json#1": Case("sample demo --prompt --json", fills={"VALUE": "the"}),
+    "cli/verbs:_usage#1": Case("sample demo --nothing"),
+    "cli/app:train#1": Case("train runs/demo/plan.toml --checkpoint step-6"),
+    "cli/app:sample#2": Case(f"sample demo --seed {2**70}"),
+    "cli/app:explain#1": Case("explain"),
+    "cli/app:list_techniques#1": Case("list --families --recipes"),
     "catalogue/explain:check_explained#1": Case("explain muon --matrix"),
     "catalogue/explain:check_explained#2": Case("explain muon --graph"),
     "catalogue/explain:check_explained#3": Case("explain muon --with z_loss"),
     "catalogue/explain:nothing_to_explain#1": Case("explain demo-1", copied("demo-1")),
     "catalogue/explain:nothing_to_explain#2": Case("explain muun"),
-    "closed_loop:doctor#1": Case("doctor runs/demo --with muon"),
-    "closed_loop:_judged_run#1": Case(
+    "cli/closed_loop:doctor#1": Case("doctor runs/demo --with muon"),
+    "cli/closed_loop:_judged_run#1": Case(
         "doctor trace", write("trace", ""), does={"runs/demo": nothing}, then="doctor runs/demo"
     ),
-    "closed_loop:_judged_run#2": Case("doctor runs/demo/metrics.jsonl"),
-    "closed_loop:_judged_run#3": Case("doctor tracefile", write("tracefile", "{}")),
+    "cli/closed_loop:_judged_run#2": Case("doctor runs/demo/metrics.jsonl"),
+    "cli/closed_loop:_judged_run#3": Case("doctor tracefile", write("tracefile", "{}")),
     "recipes/__init__:read_recipe#1": Case("train runs/demo"),
     "recipes/__init__:read_recipe#3": Case(
         "train demmo.toml", fills={"headrace train demo": "headrace train {tiny}"}
     ),
-    "run_folder:RunFolder.find#1": Case("train {tiny} name=never --resume"),
-    "run_folder:RunFolder.read_report#1": Case("doctor demo", without("report.json")),
-    "sample:_check#1": Case("sample demo --top-p 0"),
-    "session:Session.restore#1": Case("train runs/demo/plan.toml --resume --checkpoint step-9"),
-    "checkpoint:Saved.__init__#1": Case(
+    "train/run_folder:RunFolder.find#1": Case("train {tiny} name=never --resume"),
+    "train/run_folder:RunFolder.read_report#1": Case("doctor demo", without("report.json")),
+    "inference/sample:_check#1": Case("sample demo --top-p 0"),
+    "train/session:Session.restore#1": Case("train runs/demo/plan.toml --resume --checkpoint step-9"),
+    "train/checkpoint:Saved.__init__#1": Case(
         "eval demo --checkpoint step-6",
         other_format,
         prose={"the version of Headrace that wrote it": "it is not here"},
     ),
-    "checkpoint:Saved.damaged#1": Case(
+    "train/checkpoint:Saved.damaged#1": Case(
         "eval demo --checkpoint step-6",
         lambda run: (run / "checkpoints/step-6/rank-00000.safetensors").write_bytes(b"x"),
     ),
@@ -195,8 +195,8 @@ RUNS = {
 """Errors of verbs and of the folder of a run."""
 SLOW = {
     "catalogue/graphs:explain_graphs#1": Case("explain {tiny} --graph"),
-    "trials/ablation:trials_of#1": Case("ablate {tiny}", fills={"TECHNIQUE": "z_loss"}),
-    "trials/ablate:ablate_command#2": Case("ablate {tiny} --with z_loss --minutes -1"),
+    "tuner/ablation:trials_of#1": Case("ablate {tiny}", fills={"TECHNIQUE": "z_loss"}),
+    "tuner/ablate:ablate_command#2": Case("ablate {tiny} --with z_loss --minutes -1"),
 }
 """Errors whose remedy takes long."""
 CASES = PLANS | RUNS | SLOW

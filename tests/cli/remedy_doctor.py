@@ -146,7 +146,7 @@ RUNS = {
     "doctor/window:read_rows#3": Case(
         "doctor demo", spoiled("metrics.jsonl", '{"step": 1\n{}\n'), whole=True
     ),
-    "run_folder:RunFolder.read#1": Case("doctor demo", a_folder("report.json"), whole=True),
+    "train/run_folder:RunFolder.read#1": Case("doctor demo", a_folder("report.json"), whole=True),
 }  # fmt: skip
 """Files of a run."""
 LOOPS = {
@@ -190,23 +190,23 @@ BESIDE = {
     "truth/rows:unread#1": Case(
         "truth --results receipts", receipts(TUNED, "{", TUNED), whole=True
     ),
-    "track:_opened#1": Case(
+    "train/track:_opened#1": Case(
         "train runs/demo/plan.toml --resume 'track.to=[\"tensorboard\"]' goal.steps=7",
         spoiled("tensorboard", ""),
         prose={"set tensorboard up as its documentation says": "no command"},
     ),
-    "track:open_trackers#1": Case(
+    "train/track:open_trackers#1": Case(
         "train {tiny} 'track.to=[\"mlflow\"]' goal.steps=1",
         prose={"pip install 'headrace[track]'": "it is not installed here"},
     ),
 }
 """Receipts and loggers."""
 AFTER = {
-    "planner/calibration:check_device#1": Case(
+    "predict/calibration:check_device#1": Case(
         "plan demo --after runs/demo --device-name H200", lambda run: None
     ),
-    "planner/foresight:calibrated#1": Case("plan {tiny} --after demo --sweep", lambda run: None),
-    "planner/calibration:Measured._of_report#1": Case(
+    "predict/foresight:calibrated#1": Case("plan {tiny} --after demo --sweep", lambda run: None),
+    "predict/calibration:Measured._of_report#1": Case(
         "plan demo --after runs/demo --device-name H200",
         lambda run: (
             rewritten("environment.json", lambda e: e.update(device="cuda", device_name="H200"))(
@@ -217,7 +217,7 @@ AFTER = {
         ),
         fills={"headrace train demo": "headrace train {tiny} name=more"},
     ),
-    "planner/calibration:Calibration.of#1": Case(
+    "predict/calibration:Calibration.of#1": Case(
         "plan demo --after runs/demo --device-name H200",
         lambda run: (
             rewritten("environment.json", lambda e: e.update(device="cuda", device_name="H200"))(
@@ -226,7 +226,7 @@ AFTER = {
             rewritten("metrics.jsonl", lambda row: row.update(step_s=1e6))(run),
         ),
     ),
-    "planner/ending:Curve.of#1": Case(
+    "predict/ending:Curve.of#1": Case(
         "plan demo --after runs/demo --device-name H200 goal.bits_per_byte=2",
         lambda run: (
             rewritten("environment.json", lambda e: e.update(device="cuda", device_name="H200"))(

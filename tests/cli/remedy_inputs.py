@@ -185,28 +185,28 @@ def beneath(folder: Path) -> None:
 
 
 RUN = {
-    "load:resolve_run#1": Case("eval demo", gone("plan.toml"), whole=True),
+    "inference/load:resolve_run#1": Case("eval demo", gone("plan.toml"), whole=True),
     "recipes/__init__:read_recipe#2": Case(
         "train runs/demo/plan.toml --resume goal.steps=7", gone("plan.toml"), whole=True
     ),
     "core/files:read_plan_text#2": Case(
         "train runs/demo/plan.toml --resume goal.steps=7", spoil("plan.toml", "x = ["), whole=True
     ),
-    "load:read_plan#1": Case("eval demo", spoil("plan.toml", "x = ["), whole=True),
-    "load:_own_tokenizer#1": Case("sample demo", spoil("tokenizer.json", "{"), whole=True),
-    "checkpoint:Saved.damaged#1": Case("sample demo", gone("checkpoints/step-6/checkpoint.json")),
+    "inference/load:read_plan#1": Case("eval demo", spoil("plan.toml", "x = ["), whole=True),
+    "inference/load:_own_tokenizer#1": Case("sample demo", spoil("tokenizer.json", "{"), whole=True),
+    "train/checkpoint:Saved.damaged#1": Case("sample demo", gone("checkpoints/step-6/checkpoint.json")),
     "report/read:_read_text#1": Case("report demo", spoil("metrics.jsonl", b"\xe9\n"), whole=True),
     "report/read:_read_object#1": Case("report demo", spoil("environment.json", "{"), whole=True),
     "report/read:_read_report#2": Case("report demo", spoil("report.json", "{}"), whole=True),
     "report/read:_read_metrics#1": Case("report demo", spoil("metrics.jsonl", "[]\n"), whole=True),
     "report/read:_check_is_run#3": Case("report demo", beneath),
     "report/read:_check_is_run#4": Case("report demo", gone("report.json"), whole=True),
-    "run_folder:RunFolder.read_data#1": Case(
+    "train/run_folder:RunFolder.read_data#1": Case(
         "eval demo",
         spoil("data.json", "{}"),
         prose={"the data is prepared as plan.toml says": "what the next command does"},
     ),
-    "arguments:_check_name#1": Case("sample demo --checkpoint ../checkpoints/step-06 --tokens 2"),
+    "cli/arguments:_check_name#1": Case("sample demo --checkpoint ../checkpoints/step-06 --tokens 2"),
     "report/page:write_page#1": Case("report demo runs/demo --output runs", lambda folder: None),
 }
 """Files of a run that are damaged."""
@@ -285,10 +285,10 @@ WEIGHTS = {
         f"{FINE} data.tokenizer=tok.json",
         lambda folder: (weights(lambda _: None)(folder), spoiled(swapped)(folder)),
     ),
-    "arguments:_weigh#1": Case(
+    "cli/arguments:_weigh#1": Case(
         f"{FINE} data.vocab=300", weights(lambda folder: None), prose={"leave it out": "as FINE"}
     ),
-    "build:_as_pretrained#1": Case(
+    "assemble/build:_as_pretrained#1": Case(
         "train demo device=cpu data.sources=x.jsonl data.sequence_length=16 batch.tokens=128 "
         "goal.steps=1 eval.tokens=64 schedule.warmup_steps=0 model.pretrained=hf model.layers=7",
         weights(lambda _: Path("x.jsonl").write_text(GOOD)),

@@ -22,7 +22,7 @@ from shell import Case
 from shell import run as run_command
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from headrace import train as training
+from headrace.train import train as training
 from headrace.data import ingest, sources, tokenizer
 
 OVERRIDES, SEARCHES = 1 << 1, 1 << 2
@@ -282,7 +282,7 @@ SHARED = {
     "core/files:_not_utf_8#1": Case(
         f"{INGEST}caf\udce9.jsonl", lambda _: Path("x.caf\udce9.jsonl").write_text(GOOD)
     ),
-    "cli:sample#1": Case("sample demo --tokens 2 --prompt caf\udce9"),
+    "cli/app:sample#1": Case("sample demo --tokens 2 --prompt caf\udce9"),
 }
 """Files, disks and packages."""
 FETCH = shlex.quote("import tiktoken; tiktoken.get_encoding('gpt2')")
@@ -528,7 +528,7 @@ STEPS = {
 """Text and memory that a run meets while it goes on."""
 PLACES = SHARED | TOKENIZERS | FOLDERS | RUNS | STEPS
 MEANT = {
-    "core/doubts:check_meant#1": Case(
+    "plan/doubts:check_meant#1": Case(
         "train {tiny} name=full goal.steps=1 --with lora",
         weights(lambda _: None),
         fills={"FOLDER of a trained model in Hugging Face format": "hf"},

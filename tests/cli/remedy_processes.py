@@ -2,11 +2,11 @@
 
 SIGNALS = "distributed/test_interrupted_preparation.py"
 PROCESSES = {
-    "interrupts:Interrupts._caught#1": (
+    "train/interrupts:Interrupts._caught#1": (
         SIGNALS,
         "test_a_signal_is_one_message_and_the_same_command_starts_again",
     ),
-    "interrupts:Interrupts._cut_off#1": (
+    "train/interrupts:Interrupts._cut_off#1": (
         "cli/test_cut_off.py",
         "test_a_run_that_is_cut_off_in_a_compiler_goes_on_as_it_is_told",
     ),
@@ -18,8 +18,8 @@ PROCESSES = {
         "distributed/test_remedies_of_ranks.py",
         "test_another_number_of_processes_than_the_mesh_has",
     ),
-    "trials/command:tune_command#2": (
-        "trials/test_tune.py",
+    "tuner/command:tune_command#2": (
+        "tuner/test_tune.py",
         "test_an_interruption_keeps_the_files_and_a_second_call_measures_nothing_twice",
     ),
 }

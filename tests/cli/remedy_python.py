@@ -14,8 +14,8 @@ from remedy_doctor import rank, record
 from torch import nn
 
 import headrace
-from headrace.arguments import catalogue
-from headrace.core.plan import Goal, Plan
+from headrace.cli.arguments import catalogue
+from headrace.plan.plan import Goal, Plan
 from headrace.data.loader import Loader
 from headrace.data.tokenizer import train_tokenizer
 from headrace.doctor.run import diagnose
@@ -155,10 +155,10 @@ PYTHON = {
     "watch/watched:Watched.note#1": Call(note_spread, noted),
     "watch/trainer:trainer_callback#1": Call(without_transformers, installs),
     "doctor/trace/file:text_of#4": Call(too_large, recorded),
-    "core/plan:Plan._read#1": Call(
+    "plan/plan:Plan._read#1": Call(
         lambda patch: Plan.read('name = "a"\nseed = [\n', catalogue()), without_line
     ),
-    "core/plan:_technique#1": Call(
+    "plan/plan:_technique#1": Call(
         lambda patch: Plan(goal=Goal(steps=1), techniques={"muon": Lora()}), as_plan
     ),
     "data/loader:Loader.load_state#1": Call(lambda patch: go_on(batch_tokens=64), with_tokens),

@@ -12,8 +12,8 @@ from shell import run
 
 from headrace.core.errors import ConfigError
 from headrace.core.model_config import ModelConfig
-from headrace.core.technique import Evidence
-from headrace.filled import evidence_after
+from headrace.plan.technique import Evidence
+from headrace.assemble.filled import evidence_after
 from headrace.model.attention import check_plain
 from headrace.model.decoder import Decoder, trunk_parts
 from headrace.model.mask import MaskSpec
@@ -113,6 +113,6 @@ MODEL = {
     "report/read:_check_is_run#1": Call(read("runs/demo/report.json"), reads),
     "report/read:_check_is_run#2": Call(read("runs/dmeo"), reads),
     "report/read:_check_is_run#5": Call(read("empty"), reads),
-    "filled:evidence_after#1": Call(no_target, with_targets),
+    "assemble/filled:evidence_after#1": Call(no_target, with_targets),
 }
 """Each error by its site."""

@@ -19,19 +19,21 @@ from remedy_python import Call
 from shell import after, run
 from torch import nn
 
-from headrace import choose, probes, train
-from headrace.arguments import catalogue
-from headrace.core.machine import Machine
+from headrace import probes
+from headrace.assemble import autotune as choose
+from headrace.train import train
+from headrace.cli.arguments import catalogue
+from headrace.costs.machine import Machine
 from headrace.core.model_config import ModelConfig
-from headrace.core.plan import OptimizerConfig, Plan
+from headrace.plan.plan import OptimizerConfig, Plan
 from headrace.model.attention import Attention, Sdpa
 from headrace.model.decoder import Decoder, trunk_parts
 from headrace.model.mask import MaskSpec, Rows
 from headrace.parallel import pipeline
 from headrace.parallel.layout import Layout
 from headrace.probes import at_hand
-from headrace.progress import Progress
-from headrace.sockets import Work
+from headrace.core.progress import Progress
+from headrace.assemble.sockets import Work
 from headrace.techniques.attention import flash_attention_3, linear_attention, varlen_attention
 from headrace.techniques.compile import compile_cache
 from headrace.techniques.memory.adamw_8bit import Adamw8bit
@@ -281,7 +283,7 @@ RING = "techniques/parallel/context_parallel:RingAttend"
 CUT = "techniques/parallel/tensor_parallel"
 CACHE = "techniques/compile/compile_cache:kept_in"
 TECHNIQUES = {
-    "choose:choose_attention#1": Call(
+    "assemble/autotune:choose_attention#1": Call(
         lambda patch: choose.choose_attention(chosen("attention=measured"), None, *nothing()),
         measures,
     ),

@@ -18,12 +18,13 @@ from safetensors.torch import load_file, save_file
 from shell import Case, run
 from tiny import resealed
 
-from headrace import checkpoint, session
-from headrace.checkpoint import Checkpoints
+from headrace.train import checkpoint
+from headrace.train import session
+from headrace.train.checkpoint import Checkpoints
 from headrace.core.files import hold_lock
-from headrace.core.technique import Evidence
+from headrace.plan.technique import Evidence
 from headrace.export import hf
-from headrace.signals import Signals
+from headrace.observe.signals import Signals
 from headrace.techniques.loss.z_loss import ZLoss
 
 MAKE = Callable[[Path], Any]
@@ -124,7 +125,7 @@ def without_pretrained(words: str) -> str:
 
 BACK, NEW, RUN = "put the weights back into hf", {"NEW": "again"}, "runs/demo/plan.toml"
 FILES = {
-    "build:_model_config#1": Case(
+    "assemble/build:_model_config#1": Case(
         without_pretrained(""),
         broken(lambda folder: (fewer_entries(folder), Path("x.jsonl").write_text(GOOD))),
         does={
@@ -133,9 +134,9 @@ FILES = {
             "m.save_pretrained('\"'\"'hf'\"'\"')'": sound
         },
     ),
-    "build:_model_config#2": Case("train {tiny} model.vocab=100", prose={"leave it out": "320"}),
-    "build:_model_config#3": Case("train {tiny} model.position=learned model.context=8"),
-    "evaluate:_summed#1": Case(
+    "assemble/build:_model_config#2": Case("train {tiny} model.vocab=100", prose={"leave it out": "320"}),
+    "assemble/build:_model_config#3": Case("train {tiny} model.position=learned model.context=8"),
+    "train/evaluate:_summed#1": Case(
         "train {tiny} data.validation=own.jsonl --with prefix_lm techniques.prefix_lm.tokens=15 "
         "seed=1",
         lambda _: (
@@ -162,44 +163,44 @@ FILES = {
         fills={"FOLDER on a disk with room for the weights": "out"},
         lifted=True,
     ),
-    "identity:check_same_run#1": Case(f"train {RUN} --resume goal.steps=7 seed=5", fills=NEW),
-    "identity:check_same_run#1 rate": Case(f"train {RUN} --resume goal.steps=7 optimizer.lr=0.1"),
-    "identity:check_same_run#1 technique": Case(
+    "train/identity:check_same_run#1": Case(f"train {RUN} --resume goal.steps=7 seed=5", fills=NEW),
+    "train/identity:check_same_run#1 rate": Case(f"train {RUN} --resume goal.steps=7 optimizer.lr=0.1"),
+    "train/identity:check_same_run#1 technique": Case(
         f"train {RUN} --resume goal.steps=7 --with muon", fills=NEW
     ),
-    "identity:without_base#1": Case(
+    "train/identity:without_base#1": Case(
         "eval tuned",
         tuned(shutil.rmtree),
         fills={**NEW, "FOLDER": "kept"},
         prose={BACK: "tried below"},
     ),
-    "identity:without_base#1 back": Case(
+    "train/identity:without_base#1 back": Case(
         "eval tuned",
         tuned(shutil.rmtree),
         does={BACK: lambda _: shutil.copytree("kept", "hf")},
         fills={**NEW, "FOLDER": "kept"},
     ),
-    "identity:_check_shape_of_base#1": Case(
+    "train/identity:_check_shape_of_base#1": Case(
         "eval tuned",
         tuned(says(rms_norm_eps=0.5)),
         fills=NEW,
         prose={"put the config.json of then back into hf": "tried below"},
     ),
-    "identity:_check_shape_of_base#1 back": Case(
+    "train/identity:_check_shape_of_base#1 back": Case(
         "eval tuned",
         tuned(says(rms_norm_eps=0.5)),
         does={"put the config.json of then back into hf": sound},
         fills=NEW,
     ),
-    "identity:check_frozen#1": Case(
+    "train/identity:check_frozen#1": Case(
         "eval tuned", tuned(other_weights), fills=NEW, prose={BACK: "tried below"}
     ),
-    "identity:check_frozen#1 back": Case(
+    "train/identity:check_frozen#1 back": Case(
         "eval tuned", tuned(other_weights), does={BACK: sound}, fills=NEW
     ),
-    "load:_own_tokenizer#2": Case("sample demo", other_tokenizer, whole=True),
-    "load:_check_same_model#1": Case("eval demo", edited("dim = 16", "dim = 32"), whole=True),
-    "load:_check_same_model#1 copy": Case("eval demo", edited("dim = 16", "dim = 32", copy=True)),
+    "inference/load:_own_tokenizer#2": Case("sample demo", other_tokenizer, whole=True),
+    "inference/load:_check_same_model#1": Case("eval demo", edited("dim = 16", "dim = 32"), whole=True),
+    "inference/load:_check_same_model#1 copy": Case("eval demo", edited("dim = 16", "dim = 32", copy=True)),
     "model/lora:linears_of#1": Case(
         without_pretrained("--with lora 'techniques.lora.targets=[\"foo\"]'"),
         broken(lambda _: Path("x.jsonl").write_text(GOOD)),
@@ -218,16 +219,16 @@ FILES = {
     "report/read:_read_report#1": Case(
         "report demo", newer, prose={"the version of Headrace that wrote it": "it is not here"}
     ),
-    "sample:_check#2": Case(
+    "inference/sample:_check#2": Case(
         "sample other --tokens 100", trained("model.position=learned name=other")
     ),
-    "sample:_check#2 prompt": Case(
+    "inference/sample:_check#2 prompt": Case(
         "sample other --prompt '" + "the mill " * 40 + "'",
         trained("model.position=learned name=other"),
         fills={"TEXT --tokens 1, where TEXT has at most 14 tokens": "mill --tokens 1"},
     ),
-    "state:refuse_wild#1": Case("eval demo", no_numbers),
-    "filled:check_active#1": Case(
+    "train/state:refuse_wild#1": Case("eval demo", no_numbers),
+    "assemble/filled:check_active#1": Case(
         "train {tiny} goal.steps=2 --with z_loss",
         fake=lambda patch: patch.setattr(ZLoss, "active", lost),
         lifted=True,
@@ -292,66 +293,66 @@ def locked(folder: Path) -> None:
 ROOM = {"free some space": lambda _: None}
 OTHER = "train {tiny} name=other"
 ENDED = {
-    "checkpoint:Checkpoints.wait#1": Case(
+    "train/checkpoint:Checkpoints.wait#1": Case(
         OTHER,
         fake=lambda patch: patch.setattr(checkpoint, "save_file", full),
         does=ROOM,
         lifted=True,
     ),
-    "checkpoint:check_space#1": Case(
+    "train/checkpoint:check_space#1": Case(
         OTHER,
         fake=lambda patch: patch.setattr(
-            "headrace.checkpoint.shutil.disk_usage", lambda _: shutil._ntuple_diskusage(9, 9, 0)
+            "headrace.train.checkpoint.shutil.disk_usage", lambda _: shutil._ntuple_diskusage(9, 9, 0)
         ),
         does=ROOM,
         lifted=True,
     ),
-    "checkpoint:Checkpoints._read_part#1": Case(
+    "train/checkpoint:Checkpoints._read_part#1": Case(
         OTHER, fake=partial(two_ranks, waits=True), lifted=True
     ),
-    "checkpoint:Checkpoints._read_part#2": Case(
+    "train/checkpoint:Checkpoints._read_part#2": Case(
         OTHER, fake=partial(two_ranks, waits=False), lifted=True
     ),
-    "run_folder:RunFolder.create#1": Case(
+    "train/run_folder:RunFolder.create#1": Case(
         "train {tiny} directory=file/runs",
         lambda _: Path("file").touch(),
         fills={"FOLDER that can be written": "out"},
     ),
-    "run_folder:RunFolder.fork#1": Case(
+    "train/run_folder:RunFolder.fork#1": Case(
         f"train {RUN} --resume --checkpoint step-3 optimizer.lr=0.001",
-        fake=lambda patch: patch.setattr("headrace.run_folder.shutil.copytree", full),
+        fake=lambda patch: patch.setattr("headrace.train.run_folder.shutil.copytree", full),
         does={"free some space": lambda _: None},
         fills={"FOLDER that can be written": "out"},
         lifted=True,
     ),
-    "run_folder:RunFolder.lock#1": Case(
+    "train/run_folder:RunFolder.lock#1": Case(
         f"train {RUN} --resume goal.steps=7",
         locked,
         fills=NEW,
         prose={"wait until it ends": "no command"},
     ),
-    "run_folder:_lost#1": Case(
+    "train/run_folder:_lost#1": Case(
         OTHER,
         fake=at_step(raises(RuntimeError("[gloo] Connection closed by peer [::1]:9"))),
         lifted=True,
     ),
-    "run_folder:in_words#1": Case(OTHER, fake=at_step(full), does=ROOM, lifted=True),
-    "session:Session.finish#1": Case(
+    "train/run_folder:in_words#1": Case(OTHER, fake=at_step(full), does=ROOM, lifted=True),
+    "train/session:Session.finish#1": Case(
         OTHER, fake=at_step(lambda: os.kill(os.getpid(), signal.SIGTERM)), lifted=True
     ),
-    "session:Session._check_folder#1 checkpoints": Case(
+    "train/session:Session._check_folder#1 checkpoints": Case(
         OTHER,
         fake=at_step(lambda: os.rename("runs/other/checkpoints", "elsewhere")),
         does={"put it back": lambda _: os.rename("elsewhere", "runs/other/checkpoints")},
         lifted=True,
     ),
-    "session:Session._check_folder#1 deleted": Case(
+    "train/session:Session._check_folder#1 deleted": Case(
         OTHER,
         fake=at_step(lambda: shutil.rmtree("runs/other/checkpoints")),
         does={"put it back": lambda _: Path("runs/other/checkpoints").mkdir()},
         lifted=True,
     ),
-    "session:Session._check_folder#1": Case(
+    "train/session:Session._check_folder#1": Case(
         OTHER,
         fake=at_step(lambda: os.rename("runs/other", "elsewhere")),
         does={"put it back": lambda _: os.rename("elsewhere", "runs/other")},

@@ -8,11 +8,11 @@ import pytest
 import torch
 from shell import Case, run
 
-from headrace import choose
+from headrace.assemble import autotune as choose
 from headrace.techniques.loss.chunked_cross_entropy import ChunkedHead
 from headrace.techniques.memory import dynamic_batch
 from headrace.techniques.precision.fp16_loss_scaling import Fp16LossScaling
-from headrace.trials.command import locked
+from headrace.tuner.command import locked
 
 ONE = "train {tiny} name=own goal.steps=1"
 SIZED = f"{ONE} guard=false --with dynamic_batch"
@@ -101,8 +101,8 @@ HELD: list[Any] = []
 """Locks of folders that another process would hold."""
 
 TECHNIQUES = {
-    "choose:measure#1": Case(f"{ONE} attention=measured", fake=four_rows),
-    "guard:compare#1": Case(f"{ONE} {CHUNKED}", fake=twice_the_loss),
+    "assemble/autotune:measure#1": Case(f"{ONE} attention=measured", fake=four_rows),
+    "train/guard:compare#1": Case(f"{ONE} {CHUNKED}", fake=twice_the_loss),
     "techniques/precision/fp16_loss_scaling:Fp16LossScaling._recover#1": Case(
         f"{ONE} guard=false model.precision=fp16 --with fp16_loss_scaling "
         "techniques.fp16_loss_scaling.patience=1",
@@ -121,7 +121,7 @@ TECHNIQUES = {
         "techniques.bf16_parameters.rounding=stochastic",
         rounded,
     ),
-    "trials/command:locked#2": Case(
+    "tuner/command:locked#2": Case(
         "tune {tiny} --minutes 0.01",
         lambda _: HELD.append(locked(Path("runs/demo-tune"), "", "")),
         prose={"the same command once that process has ended": "a process"},

@@ -5,8 +5,8 @@ from typing import Any
 
 from shell import Case
 
-from headrace.trials import command
-from headrace.trials.path import PLAN
+from headrace.tuner import command
+from headrace.tuner.path import PLAN
 
 SOON = "--minutes 0.01"
 """Of a tuning that is over before it measures anything."""
@@ -30,34 +30,34 @@ TRIALS = {
         "explain {tiny} --with torch_compile techniques.torch_compile.backend=eager "
         "mesh.tensor=2 --with tensor_parallel --graph"
     ),
-    "trials/ablate:ablate_command#1": Case(
+    "tuner/ablate:ablate_command#1": Case(
         "ablate {tiny} --with z_loss --with tensor_parallel mesh.tensor=2 --minutes 0"
     ),
-    "trials/command:_check#1": Case(
+    "tuner/command:_check#1": Case(
         f"tune own.toml {{keys}} --for quality {SOON}",
         lambda _: Path("own.toml").write_text(OWN),
         fills={"TARGET": "9"},
     ),
-    "trials/command:_check#2": Case(f"tune {{tiny}} --with fsdp mesh.data=2 {SOON}"),
-    "trials/command:locked#1": Case(
+    "tuner/command:_check#2": Case(f"tune {{tiny}} --with fsdp mesh.data=2 {SOON}"),
+    "tuner/command:locked#1": Case(
         "ablate {tiny} --with z_loss --minutes 0 --out file/x",
         lambda _: Path("file").touch(),
         fills={"FOLDER that can be written": "out"},
     ),
-    "trials/command:tune_command#1": Case(
+    "tuner/command:tune_command#1": Case(
         f"tune {{tiny}} {SOON}", lambda _: Path("runs/demo-tune", PLAN).mkdir(parents=True)
     ),
     "techniques/precision/float8_linear:Float8Linear._nothing_fits#1": Case(
         "train {tiny} goal.steps=1 --with float8_linear"
     ),
-    "trials/command:_check#3": Case(
+    "tuner/command:_check#3": Case(
         "tune {tiny} --minutes 0",
         fake=lambda patch: patch.setattr(command, "MINUTES", 0.01),
     ),
 }
 """Of commands that end soon."""
 SLOW_TRIALS = {
-    "trials/ablate:Bench._append#1": Case(
+    "tuner/ablate:Bench._append#1": Case(
         "ablate {tiny} --with z_loss --minutes 1",
         full_disk,
         does={", or the same command when there is room": room},

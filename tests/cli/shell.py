@@ -14,7 +14,7 @@ import pytest
 from remedies import KEY, alternatives, recording, words_of
 from typer.testing import CliRunner
 
-from headrace.cli import app
+from headrace.cli.app import app
 
 SHELL = re.compile(r"(mv|rm|cp|cat|ln|ls|sed|chmod|iconv|gzip) \S")
 AND_KEY = re.compile(r", and [a-z_]+\.[a-z_.]+=\S+$")

@@ -9,9 +9,9 @@ from remedies import recording
 from shell import run
 from typer.testing import CliRunner
 
-from headrace import interrupts
-from headrace.cli import app
-from headrace.interrupts import Interrupts
+from headrace.train import interrupts
+from headrace.cli.app import app
+from headrace.train.interrupts import Interrupts
 
 
 class Left(BaseException):
@@ -43,7 +43,7 @@ def test_a_run_that_is_cut_off_in_a_compiler_goes_on_as_it_is_told(
         patch.setattr(interrupts, "end_children", lambda: None)
         patch.setattr(interrupts.os, "_exit", leave)
         CliRunner().invoke(app, ["train", *tiny_demo, "name=own", "guard=false"])
-    ((_, error),) = [told for told in made if told[0] == "interrupts:Interrupts._cut_off#1"]
+    ((_, error),) = [told for told in made if told[0] == "train/interrupts:Interrupts._cut_off#1"]
     assert kept in error.message
     words = shlex.split(error.remedy)
     assert words[0] == "headrace"

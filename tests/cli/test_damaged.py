@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headrace.core.errors import RunError
-from headrace.run_folder import RunFolder
+from headrace.train.run_folder import RunFolder
 
 DEEP = b"[" * 100_000
 """Lists in lists beyond what Python reads."""

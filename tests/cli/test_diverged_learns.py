@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from headrace.arguments import catalogue
-from headrace.core.gentler import gentler, usual_rate
-from headrace.core.plan import Plan
+from headrace.cli.arguments import catalogue
+from headrace.plan.gentler import gentler, usual_rate
+from headrace.plan.plan import Plan
 
 TINY = (
     "model={dim = 64, layers = 2, heads = 2}", "data.sequence_length=64", "data.vocab=512",

@@ -14,15 +14,16 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from headrace import closed_loop
-from headrace.arguments import catalogue
-from headrace.changes import changed
-from headrace.cli import app
-from headrace.core.plan import Plan
-from headrace.trials import ablate, command
-from headrace.trials.proposals import Sources
-from headrace.trials.readings import Reading
-from headrace.trials.worker import Worker
+from headrace.cli import closed_loop
+from headrace.cli.arguments import catalogue
+from headrace.plan.changes import changed
+from headrace.cli.app import app
+from headrace.plan.plan import Plan
+from headrace.tuner import ablate
+from headrace.tuner import command
+from headrace.tuner.proposals import Sources
+from headrace.tuner.readings import Reading
+from headrace.tuner.worker import Worker
 
 Call = Callable[..., Any]
 RUN = "runs/demo"
@@ -161,13 +162,13 @@ def test_an_interruption_of_anything_is_one_document(
     def interrupted(*given: Any, **how: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("headrace.cli.resolve_run", interrupted)
+    monkeypatch.setattr("headrace.cli.app.resolve_run", interrupted)
     for argv in (("eval", RUN), ("sample", RUN), ("report", RUN), ("export", RUN, "--to", "hf")):
         assert call(*argv, code=130)["exit_code"] == 130
 
 
 def test_numbers_that_are_none_are_null(capsys: pytest.CaptureFixture[str]) -> None:
-    from headrace.terminal import show_json
+    from headrace.cli.terminal import show_json
 
     show_json({"loss": float("nan"), "rates": [float("inf")]})
     assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {

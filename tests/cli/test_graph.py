@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace import build as building
-from headrace.core.technique import Stage
-from headrace.sockets import Build
+from headrace.assemble import build as building
+from headrace.plan.technique import Stage
+from headrace.assemble.sockets import Build
 
 COMPILED = ("--with", "torch_compile", "techniques.torch_compile.backend=aot_eager")
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from headrace.cli import app
+from headrace.cli.app import app
 from headrace.core.errors import ConfigError
-from headrace.core.plan import DataConfig, Plan
+from headrace.plan.plan import DataConfig, Plan
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from typer.testing import CliRunner
 
-from headrace.cli import app
+from headrace.cli.app import app
 
 SAID = "data.lossy_tokenizer=true"
 

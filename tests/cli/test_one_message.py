@@ -16,10 +16,10 @@ import typer
 from torch.distributed import TCPStore
 
 from headrace.__main__ import CODES as EARLY
-from headrace.cli import app
+from headrace.cli.app import app
 from headrace.core.errors import ConfigError
-from headrace.interrupts import CODES
-from headrace.terminal import exit_codes, show_json
+from headrace.train.interrupts import CODES
+from headrace.cli.terminal import exit_codes, show_json
 
 
 @pytest.fixture(scope="module")

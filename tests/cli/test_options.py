@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from headrace.cli import app
+from headrace.cli.app import app
 from headrace.core.errors import HeadraceError
 
 Call = Callable[..., Any]
@@ -183,22 +183,34 @@ def test_every_number_that_an_option_takes_is_looked_at() -> None:
 
 
 ARRIVES = [
-    (f"eval {RUN}", "cli.open_model", "--checkpoint", "checkpoint", "step-3"),
-    (f"sample {RUN}", "cli.open_model", "--checkpoint", "checkpoint", "step-3"),
-    (f"export {RUN} --to hf", "cli.open_model", "--checkpoint", "checkpoint", "step-3"),
-    (f"sample {RUN}", "cli.generate", "--tokens", "new_tokens", 7),
-    (f"sample {RUN}", "cli.generate", "--temperature", "temperature", 0.31),
-    (f"sample {RUN}", "cli.generate", "--top-k", "top_k", 7),
-    (f"sample {RUN}", "cli.generate", "--top-p", "top_p", 0.31),
-    (f"sample {RUN}", "cli.generate", "--seed", "seed", 7),
-    ("probe", "closed_loop.measure_together", "--seconds", "budget_s", 7.0),
-    ("tune TINY", "closed_loop.tune_command", "--seeds", "seeds", 9),
-    ("tune TINY", "closed_loop.tune_command", "--minutes", "minutes", 7.0),
-    ("tune TINY", "closed_loop.tune_command", "--for", "aim", "memory"),
-    ("ablate TINY --with z_loss", "closed_loop.ablate_command", "--loss-steps", "loss_steps", 7),
-    ("ablate TINY --with z_loss", "closed_loop.ablate_command", "--minutes", "minutes", 7.0),
-    ("ablate TINY --with z_loss", "closed_loop.ablate_command", "--pairs", "pairs", True),
-    ("ablate TINY --with z_loss", "closed_loop.ablate_command", "--out", "folder", Path("seven")),
+    (f"eval {RUN}", "cli.app.open_model", "--checkpoint", "checkpoint", "step-3"),
+    (f"sample {RUN}", "cli.app.open_model", "--checkpoint", "checkpoint", "step-3"),
+    (f"export {RUN} --to hf", "cli.app.open_model", "--checkpoint", "checkpoint", "step-3"),
+    (f"sample {RUN}", "cli.app.generate", "--tokens", "new_tokens", 7),
+    (f"sample {RUN}", "cli.app.generate", "--temperature", "temperature", 0.31),
+    (f"sample {RUN}", "cli.app.generate", "--top-k", "top_k", 7),
+    (f"sample {RUN}", "cli.app.generate", "--top-p", "top_p", 0.31),
+    (f"sample {RUN}", "cli.app.generate", "--seed", "seed", 7),
+    ("probe", "cli.closed_loop.measure_together", "--seconds", "budget_s", 7.0),
+    ("tune TINY", "cli.closed_loop.tune_command", "--seeds", "seeds", 9),
+    ("tune TINY", "cli.closed_loop.tune_command", "--minutes", "minutes", 7.0),
+    ("tune TINY", "cli.closed_loop.tune_command", "--for", "aim", "memory"),
+    (
+        "ablate TINY --with z_loss",
+        "cli.closed_loop.ablate_command",
+        "--loss-steps",
+        "loss_steps",
+        7,
+    ),
+    ("ablate TINY --with z_loss", "cli.closed_loop.ablate_command", "--minutes", "minutes", 7.0),
+    ("ablate TINY --with z_loss", "cli.closed_loop.ablate_command", "--pairs", "pairs", True),
+    (
+        "ablate TINY --with z_loss",
+        "cli.closed_loop.ablate_command",
+        "--out",
+        "folder",
+        Path("seven"),
+    ),
 ]
 """Command line, what it calls, the option, and the argument as which its value arrives."""
 

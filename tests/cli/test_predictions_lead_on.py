@@ -9,7 +9,7 @@ from remedy_predictions import PREDICTIONS
 from shell import after
 from typer.testing import CliRunner
 
-from headrace.cli import app
+from headrace.cli.app import app
 
 
 @pytest.mark.parametrize("site", PREDICTIONS)

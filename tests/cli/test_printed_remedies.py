@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.arguments import catalogue
+from headrace.cli.arguments import catalogue
 from headrace.core.errors import ConfigError
-from headrace.core.plan import Plan
+from headrace.plan.plan import Plan
 from headrace.data.sources import read_documents
 from headrace.truth import compute
 

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from headrace import cli, session
+from headrace.cli import app as cli
+from headrace.train import session
 from headrace.core.files import write_whole
 from headrace.core.outcome import outcome_of
-from headrace.interrupts import Closing
-from headrace.run_folder import RunFolder
-from headrace.track import Trackers
+from headrace.train.interrupts import Closing
+from headrace.train.run_folder import RunFolder
+from headrace.train.track import Trackers
 
 Say = Callable[..., tuple[str, str]]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from headrace.cli import app
+from headrace.cli.app import app
 from headrace.core.command import again, headrace, plan_again, train_again, typed
 
 TAKES = {"--with", "--without", "--checkpoint", "--minutes", "--output"}

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from headrace.trials.command import locked
+from headrace.tuner.command import locked
 
 
 def test_a_tuning_that_goes_on_elsewhere_leads_to_a_new_one_with_every_word(

@@ -16,8 +16,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import headrace.cli
-from headrace.cli import app
+import headrace.cli.app
+from headrace.cli.app import app
 from headrace.core.errors import UnsupportedError
 from headrace.report import compare_reports
 
@@ -105,7 +105,7 @@ def test_a_seed_of_more_than_64_bits_is_one_message_and_2(call: Callable[..., An
 
 
 def test_list_has_every_technique_family_and_recipe(call: Callable[..., Any]) -> None:
-    known = headrace.cli.catalogue()
+    known = headrace.cli.app.catalogue()
     assert [row["technique"] for row in call("list")] == list(known.techniques)
     assert [row["family"] for row in call("list", "--families")] == list(known.families)
     assert "demo" in [row["recipe"] for row in call("list", "--recipes")]
@@ -113,7 +113,7 @@ def test_list_has_every_technique_family_and_recipe(call: Callable[..., Any]) ->
 
 def test_list_shows_a_person_every_name(say: Callable[..., tuple[str, str]]) -> None:
     out, _ = say("list")
-    for name in headrace.cli.catalogue().techniques:
+    for name in headrace.cli.app.catalogue().techniques:
         assert name in out
 
 
@@ -124,7 +124,7 @@ def test_explain_a_plan(call: Callable[..., Any], tiny_demo: list[str]) -> None:
     assert sum(told["memory_lines"].values()) == pytest.approx(told["peak_memory_bytes"])
 
 
-@pytest.mark.parametrize("name", headrace.cli.catalogue().techniques)
+@pytest.mark.parametrize("name", headrace.cli.app.catalogue().techniques)
 def test_explain_a_technique(
     name: str, call: Callable[..., Any], say: Callable[..., tuple[str, str]]
 ) -> None:
@@ -215,7 +215,7 @@ def test_a_remedy_is_a_command_that_works(
     words = shlex.split(found[0]["first"]["command"])
     assert words[:3] == ["headrace", "train", "runs/ran/plan.toml"]
     told: list[Any] = []
-    monkeypatch.setattr(headrace.cli.trainer, "run", lambda plan, **_: told.append(plan))
+    monkeypatch.setattr(headrace.cli.app.trainer, "run", lambda plan, **_: told.append(plan))
     assert CliRunner().invoke(app, words[1:], prog_name="headrace").exit_code == 0
     (plan,) = told
     assert {*plan.techniques} == {"cuda_graphs", "torch_compile"}
@@ -405,7 +405,7 @@ def test_steps_that_set_no_model_are_told_where_a_time_is_foreseen(
     def silent(*_: Any) -> Any:
         raise UnsupportedError("its steps are those of several ranks", "without --after")
 
-    monkeypatch.setattr("headrace.closed_loop.after", silent)
+    monkeypatch.setattr("headrace.cli.closed_loop.after", silent)
     here = [word for word in tiny_demo if word != "device=cpu"]
     told = call("plan", *here, "--after", "demo", "--device-name", "NVIDIA H200", code=3)
     assert "several ranks" in told["error"]
@@ -434,7 +434,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(workshop: Path) -> None:
 def test_python_m_headrace_is_headrace() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert project["scripts"] == {"headrace": "headrace.__main__:main"}
-    script = "import sys; from headrace.cli import app; sys.argv[0] = 'headrace'; app()"
+    script = "import sys; from headrace.cli.app import app; sys.argv[0] = 'headrace'; app()"
     told = [
         subprocess.run([sys.executable, *how, "--help"], capture_output=True, text=True, check=True)
         for how in (["-c", script], ["-m", "headrace"])

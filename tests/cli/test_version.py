@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 import headrace
-from headrace.cli import app
+from headrace.cli.app import app
 
 
 @pytest.mark.parametrize("argv", [["--version"], ["--version", "list"]])

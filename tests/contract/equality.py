@@ -11,8 +11,8 @@ from torch import Tensor
 from headrace.data.rows import IGNORE, Row
 from headrace.model.head import Vocabulary, cross_entropy
 from headrace.model.mask import Rows
-from headrace.sockets import Build, Pass
-from headrace.train import step
+from headrace.assemble.sockets import Build, Pass
+from headrace.train.train import step
 
 TOLERANCE_FP32 = 1e-5
 """Largest difference of any number of a gradient, over the gradient's largest number."""

@@ -43,10 +43,10 @@ from torch import Tensor
 from toys import toy as toy
 
 import headrace.techniques
-from headrace.build import make_build, make_context
-from headrace.core.doubts import doubts_of
-from headrace.core.plan import MeshConfig, Plan
-from headrace.core.technique import (
+from headrace.assemble.build import make_build, make_context
+from headrace.plan.doubts import doubts_of
+from headrace.plan.plan import MeshConfig, Plan
+from headrace.plan.technique import (
     Catalogue,
     Context,
     Stage,
@@ -60,8 +60,8 @@ from headrace.data.prepared import Prepared
 from headrace.data.rows import Row
 from headrace.model.zoo import families
 from headrace.parallel.world import World
-from headrace.signals import Signals
-from headrace.sockets import Build
+from headrace.observe.signals import Signals
+from headrace.assemble.sockets import Build
 
 CATALOGUE = Catalogue(discover(headrace.techniques), families())
 PACKING, COMPILE = "document_packing", "torch_compile"

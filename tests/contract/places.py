@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from remedies import words_of
 
-from headrace.arguments import catalogue
-from headrace.context import check_supported, make_context
+from headrace.cli.arguments import catalogue
+from headrace.assemble.context import check_supported, make_context
 from headrace.core.errors import HeadraceError
-from headrace.core.plan import Plan
-from headrace.core.technique import Context
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Context
 
 H200: dict[str, Any] = {"device": "cuda", "device_name": "NVIDIA H200", "capability": (9, 0),
                         "has_triton": True, "has_compiler": True}  # fmt: skip

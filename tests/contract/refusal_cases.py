@@ -396,8 +396,8 @@ CASES: dict[str, Asked] = {
     "techniques/schedule/sequence_length_schedule:SequenceLengthSchedule.supports#2": Asked(
         ("techniques.sequence_length_schedule.start=3",), ("sequence_length_schedule",)
     ),
-    "core/technique:Context.lacks_triton#1": Asked((), ("fused_rope",)),
-    "core/technique:Context.lacks_triton#2": Asked((), ("fused_rope",), "bare H200"),
+    "plan/technique:Context.lacks_triton#1": Asked((), ("fused_rope",)),
+    "plan/technique:Context.lacks_triton#2": Asked((), ("fused_rope",), "bare H200"),
     "techniques/attention/sliding_window:SlidingWindow.supports#2": Asked(
         ("techniques.sliding_window.between=100", "techniques.sliding_window.window=16"),
         ("sliding_window",),

@@ -16,8 +16,8 @@ import pytest
 import headrace
 import headrace.techniques
 from headrace.core.errors import ConfigError
-from headrace.core.plan import Plan
-from headrace.core.technique import Catalogue, discover
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Catalogue, discover
 from headrace.model.zoo import families
 
 ROOT = Path(headrace.__path__[0])
@@ -33,15 +33,15 @@ class Hidden:
             raise ImportError(f"{name} is hidden")
 
 sys.meta_path.insert(0, Hidden())
-from headrace.core.plan import Plan
-from headrace.core.technique import Catalogue, Stage
-from headrace.evaluate import evaluate
-from headrace.load import open_model
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Catalogue, Stage
+from headrace.train.evaluate import evaluate
+from headrace.inference.load import open_model
 from headrace.model.zoo import families
-from headrace.progress import Progress
+from headrace.core.progress import Progress
 from headrace.report import write_report
-from headrace.run_folder import RunFolder
-from headrace import train
+from headrace.train.run_folder import RunFolder
+from headrace.train import train
 
 catalogue = Catalogue({}, families())
 plan = Plan.read(Path(sys.argv[1]).read_text(), catalogue)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from headrace.data.loader import Micro, collate
 from headrace.data.rows import IGNORE, Row
-from headrace.train import step
+from headrace.train.train import step
 
 ADDS = {"objective", "terms", "auxiliary"}
 """Sockets of what a loss has beside cross-entropy."""

@@ -27,7 +27,7 @@ from house import COMPILE, PACKING, SHAPES, Result, Technique, Variant
 from torch import Tensor
 
 from headrace.core.errors import ConfigError
-from headrace.core.technique import check_claims
+from headrace.plan.technique import check_claims
 
 AFTER_THE_GRADIENT = {"routes", "after_update", "values", "state", "weights_for_eval", "mask"}
 """Sockets that leave the trunk's gradients as they are, and the mask, which the reference knows."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headrace.train import step
+from headrace.train.train import step
 
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 SAID = [

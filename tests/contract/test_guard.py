@@ -12,10 +12,10 @@ import torch
 from house import Variant, toy
 
 from headrace.core.errors import RunError
-from headrace.core.technique import Stage
-from headrace.guard import NOTE, First, compare, guard
-from headrace.sockets import Build
-from headrace.train import step
+from headrace.plan.technique import Stage
+from headrace.train.guard import NOTE, First, compare, guard
+from headrace.assemble.sockets import Build
+from headrace.train.train import step
 
 
 def first_step(*techniques: Any, **keys: Any) -> Build:

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from headrace.core.plan import OptimizerConfig, Plan, ScheduleConfig
-from headrace.train import step
+from headrace.plan.plan import OptimizerConfig, Plan, ScheduleConfig
+from headrace.train.train import step
 
 STEPS = 3
 TURNED: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {

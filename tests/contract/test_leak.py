@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headrace.data.rows import IGNORE, Row
-from headrace.sockets import Build, place
+from headrace.assemble.sockets import Build, place
 
 KERNELS = {
     "cpu": (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION),

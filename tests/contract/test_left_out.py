@@ -9,7 +9,7 @@ import house
 import pytest
 import torch
 
-from headrace.core.technique import Supported, Unsupported
+from headrace.plan.technique import Supported, Unsupported
 from headrace.techniques.attention import flash_attention_3
 
 MESHED = {"context_parallel", "fsdp", "pipeline_parallel", "tensor_parallel"}

@@ -20,15 +20,15 @@ from house import Variant
 from torch.utils.flop_counter import FlopCounterMode
 from uncounted import UNCOUNTED
 
-from headrace.build import predict
+from headrace.assemble.build import predict
 from headrace.core.errors import ConfigError
-from headrace.core.ledger import INSTANTS, Ledger
-from headrace.core.plan import Batch, Plan
+from headrace.costs.ledger import INSTANTS, Ledger
+from headrace.plan.plan import Batch, Plan
 from headrace.data.rows import Row
-from headrace.model.count import trunk_ledger
-from headrace.signals import TrackedMemory, memory_tracker
-from headrace.sockets import place
-from headrace.train import step
+from headrace.costs.count import trunk_ledger
+from headrace.observe.signals import TrackedMemory, memory_tracker
+from headrace.assemble.sockets import place
+from headrace.train.train import step
 
 SLOPE_BAND = 0.01
 """Relative error of what a layer keeps; the masks and statistics of one token are not lines."""

@@ -12,10 +12,10 @@ import torch
 from typer.testing import CliRunner
 
 import headrace.techniques
-from headrace.build import make_build
-from headrace.cli import app
+from headrace.assemble.build import make_build
+from headrace.cli.app import app
 from headrace.core.errors import EXIT_UNSUPPORTED, UnsupportedError
-from headrace.core.technique import Context, Stage, Supported, Unsupported
+from headrace.plan.technique import Context, Stage, Supported, Unsupported
 from headrace.parallel.world import World
 
 NAMES = list(house.CATALOGUE.techniques)
@@ -51,7 +51,7 @@ def test_refuses_with_a_reason_and_a_remedy(name: str, monkeypatch: pytest.Monke
     plan = house.make_plan(house.CATALOGUE.find(name)())
     prepared, device = house.prepared_of(plan), torch.device("cpu")
     for context, answer in refusals(name):
-        monkeypatch.setattr("headrace.build.make_context", lambda *_, c=context: c)
+        monkeypatch.setattr("headrace.assemble.build.make_context", lambda *_, c=context: c)
         with pytest.raises(UnsupportedError) as caught:
             make_build(plan, prepared, World(), device, until=Stage.DESIGN)
         assert answer.reason and answer.reason in caught.value.message
@@ -65,7 +65,7 @@ def test_refuses_through_the_command_line(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     context, answer = refusals(name)[0]
-    monkeypatch.setattr("headrace.build.make_context", lambda *_: context)
+    monkeypatch.setattr("headrace.assemble.build.make_context", lambda *_: context)
     file = tmp_path / "plan.toml"
     file.write_text(house.make_plan(directory=str(tmp_path / "runs")).to_toml())
     ended = CliRunner().invoke(app, ["train", str(file), "--with", name, "--json"])

@@ -3,7 +3,7 @@
 import house
 import pytest
 
-from headrace.core.symptoms import BOTTLENECKS, parse, saves_memory
+from headrace.plan.symptoms import BOTTLENECKS, parse, saves_memory
 
 
 def test_every_technique_speaks_the_doctors_words() -> None:

@@ -7,10 +7,10 @@ from house import Variant, toy
 from torch import Tensor, nn
 
 from headrace.core.errors import ConfigError
-from headrace.core.technique import Stage, Technique
+from headrace.plan.technique import Stage, Technique
 from headrace.model.decoder import Block
 from headrace.model.lora import ADAPTERS
-from headrace.sockets import COMPOSED, OWNED, PARTS, Build
+from headrace.assemble.sockets import COMPOSED, OWNED, PARTS, Build
 
 OTHER_MODELS = ("config.", "parts.mlp", "parts.mixer")
 """Claims of what makes another model, whose parameters have other names."""

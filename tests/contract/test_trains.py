@@ -12,15 +12,15 @@ import house
 import pytest
 from house import Variant
 
-from headrace import train
-from headrace.cli import catalogue
+from headrace.train import train
+from headrace.cli.app import catalogue
 from headrace.core.errors import RunError
-from headrace.core.plan import Plan
-from headrace.filled import check_active
-from headrace.load import open_model
-from headrace.progress import Progress
-from headrace.run_folder import RunFolder
-from headrace.train import step
+from headrace.plan.plan import Plan
+from headrace.assemble.filled import check_active
+from headrace.inference.load import open_model
+from headrace.core.progress import Progress
+from headrace.train.run_folder import RunFolder
+from headrace.train.train import step
 
 SHORT = {
     "eval": {"every_steps": 2, "tokens": 4 * house.LENGTH},

@@ -8,7 +8,7 @@ from house import Variant
 from tiny_rows import make_micros, make_rows
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headrace.train import step
+from headrace.train.train import step
 
 WAITS = {"optimizer_offload"}
 """Techniques whose update is the host's arithmetic: it waits for the gradients by design, once."""

@@ -16,11 +16,11 @@ from headrace.core.errors import (
     at_a_limit,
     nearest,
 )
-from headrace.core.hardware import lookup
-from headrace.core.ledger import Ledger, Line, Matrix
-from headrace.core.technique import Card, Catalogue, Stage, Technique, check_claims
+from headrace.costs.hardware import lookup
+from headrace.costs.ledger import Ledger, Line, Matrix
+from headrace.plan.technique import Card, Catalogue, Stage, Technique, check_claims
 from headrace.core.units import format_bytes, format_count, format_seconds
-from headrace.terminal import exit_codes
+from headrace.cli.terminal import exit_codes
 
 LEDGER = Ledger(
     {

@@ -6,8 +6,8 @@ import pytest
 
 from headrace.core.errors import ConfigError
 from headrace.core.known import KNOWN
-from headrace.core.plan import Plan
-from headrace.core.technique import installed
+from headrace.plan.plan import Plan
+from headrace.plan.technique import installed
 
 
 def test_every_nearest_name_exists_and_no_known_name_does() -> None:

@@ -15,14 +15,14 @@ import torch
 from tiny import PLAN, write_corpus
 
 import headrace
-from headrace.checkpoint import Checkpoints
-from headrace.cli import catalogue
+from headrace.train.checkpoint import Checkpoints
+from headrace.cli.app import catalogue
 from headrace.core import files
 from headrace.core.errors import ConfigError
 from headrace.core.files import hold_lock, recorded_plan, write_whole
-from headrace.core.machine import Machine
+from headrace.costs.machine import Machine
 from headrace.core.model_config import ModelConfig
-from headrace.core.plan import Plan
+from headrace.plan.plan import Plan
 from headrace.data.ingest import prepare
 from headrace.data.tokenizer import train_tokenizer
 from headrace.export.hf import export_hf
@@ -30,7 +30,7 @@ from headrace.model.companions import keep_companions
 from headrace.model.decoder import Decoder, trunk_parts
 from headrace.model.mask import MaskSpec
 from headrace.report.page import page, write_page
-from headrace.run_folder import RunFolder
+from headrace.train.run_folder import RunFolder
 
 
 class Disk:
@@ -223,7 +223,7 @@ def test_a_kill_between_both_copies_of_a_plan_leaves_the_one_that_mends_it(
         write_whole(path, content)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("headrace.run_folder.write_whole", killed)
+    monkeypatch.setattr("headrace.train.run_folder.write_whole", killed)
     with pytest.raises(KeyboardInterrupt):
         folder.write_plan(plan.replaced(seed=7))
     assert "seed = 7" in recorded_plan(folder.path).read_text()

@@ -9,8 +9,8 @@ import pytest
 from pydantic import BaseModel
 
 from headrace.core.errors import ConfigError
-from headrace.core.plan import Plan
-from headrace.core.technique import installed
+from headrace.plan.plan import Plan
+from headrace.plan.technique import installed
 from headrace.recipes import read_recipe
 
 CATALOGUE, TEXT = installed(), read_recipe("demo")

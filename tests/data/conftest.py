@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.core.plan import Plan
+from headrace.plan.plan import Plan
 from headrace.core.strict import read_table
 from headrace.data.shards import Shards, ShardWriter
 

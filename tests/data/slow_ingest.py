@@ -6,10 +6,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from headrace import cli
+from headrace.cli import app as cli
 from headrace.data import ingest
 from headrace.data.tokenizer import Tokenizer
-from headrace.progress import Progress
+from headrace.core.progress import Progress
 
 LONG = 200_000_000
 """Rounds of a hash; its library takes minutes for them, and listens to nobody."""

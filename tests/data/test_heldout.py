@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.core.errors import ConfigError
-from headrace.core.plan import Plan
+from headrace.plan.plan import Plan
 from headrace.data import heldout
 from headrace.data.heldout import LEAST, MOST, Record, Split, Weights, cut_at
 from headrace.data.ingest import _key, prepare, reopen

@@ -17,9 +17,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from headrace.arguments import named_plan
+from headrace.cli.arguments import named_plan
 from headrace.core.errors import ConfigError, MemoryFull, RunError
-from headrace.core.plan import Plan
+from headrace.plan.plan import Plan
 from headrace.data import formats, ingest
 from headrace.data.heldout import Weights
 from headrace.data.ingest import prepare
@@ -252,7 +252,7 @@ def test_the_sample_is_bounded_and_spread(monkeypatch: pytest.MonkeyPatch) -> No
 
 SCRIPT = """
 import sys, time
-from headrace.core.plan import Plan
+from headrace.plan.plan import Plan
 from headrace.core.strict import read_table
 from headrace.data.ingest import prepare
 

@@ -13,8 +13,8 @@ import pytest
 
 from headrace.core.errors import ConfigError
 from headrace.core.files import printable
-from headrace.core.plan import Plan
-from headrace.core.technique import installed
+from headrace.plan.plan import Plan
+from headrace.plan.technique import installed
 from headrace.data import left_out
 from headrace.data.ingest import prepare, reopen
 from headrace.data.left_out import LeftOut, Reason, Tally

@@ -12,12 +12,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headrace.build import make_build, predict
-from headrace.core.plan import MeshConfig
+from headrace.assemble.build import make_build, predict
+from headrace.plan.plan import MeshConfig
 from headrace.data.ingest import prepare
-from headrace.model.count import FP32
+from headrace.costs.count import FP32
 from headrace.parallel.world import join
-from headrace.train import step
+from headrace.train.train import step
 
 
 def count(corpus: str, prepared: str, micro_rows: Sequence[int], layers: int) -> None:

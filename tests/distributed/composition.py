@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from headrace.build import make_build
-from headrace.core.plan import Plan
+from headrace.assemble.build import make_build
+from headrace.plan.plan import Plan
 from headrace.data.ingest import prepare
 from headrace.data.loader import Micro, collate
 from headrace.data.rows import IGNORE, Row
 from headrace.parallel.layout import local_of
 from headrace.parallel.world import World
-from headrace.sockets import Build
-from headrace.train import step
+from headrace.assemble.sockets import Build
+from headrace.train.train import step
 
 STEPS = 5
 ROWS = 8

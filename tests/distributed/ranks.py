@@ -16,8 +16,8 @@ from composition import Composition, run
 from safetensors.torch import save_file
 
 from headrace.core.errors import HeadraceError
-from headrace.core.plan import MeshConfig
-from headrace.filled import check_active
+from headrace.plan.plan import MeshConfig
+from headrace.assemble.filled import check_active
 from headrace.parallel.world import World, join
 
 PATIENCE_S = 60

@@ -16,7 +16,7 @@ from tiny import PLAN, report
 from torch.distributed import TCPStore
 
 from headrace.core.errors import UnsupportedError
-from headrace.core.plan import MeshConfig
+from headrace.plan.plan import MeshConfig
 from headrace.parallel.first import by_first
 from headrace.parallel.world import join
 

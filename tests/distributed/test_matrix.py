@@ -19,9 +19,9 @@ from composition import Composition, run
 from test_compositions import assert_inside_the_band, beyond
 
 from headrace.catalogue.matrix import explain_matrix, read_matrix
-from headrace.context import check_supported, make_context
+from headrace.assemble.context import check_supported, make_context
 from headrace.core.errors import HeadraceError
-from headrace.core.technique import Supported, check_claims
+from headrace.plan.technique import Supported, check_claims
 from headrace.parallel.world import World
 
 NAMES = sorted(house.CATALOGUE.techniques)

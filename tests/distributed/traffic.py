@@ -12,13 +12,13 @@ from composition import Composition, batches, micros_of
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headrace.build import make_build, predict_each
-from headrace.core.ledger import Ledger
-from headrace.core.links import sent
-from headrace.core.plan import MeshConfig
+from headrace.assemble.build import make_build, predict_each
+from headrace.costs.ledger import Ledger
+from headrace.costs.links import sent
+from headrace.plan.plan import MeshConfig
 from headrace.data.ingest import prepare
 from headrace.parallel.world import World, join
-from headrace.train import step
+from headrace.train.train import step
 
 KINDS = {
     "allreduce_": "all_reduce", "_allgather_base_": "all_gather", "allgather_": "all_gather",

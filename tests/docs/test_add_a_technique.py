@@ -19,7 +19,7 @@ from snippets import ROOT, blocks_of
 from typer.testing import CliRunner
 
 from headrace.catalogue.pages import reference
-from headrace.cli import app, catalogue
+from headrace.cli.app import app, catalogue
 from headrace.model.head import IGNORED, Vocabulary
 from headrace.recipes import recipes
 

@@ -17,7 +17,7 @@ import typer
 from snippets import PAGES, ROOT, blocks_of
 from typer.testing import CliRunner
 
-from headrace.cli import app
+from headrace.cli.app import app
 from headrace.recipes import recipes
 
 TINY = (

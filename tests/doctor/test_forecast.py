@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from headrace.changes import changed, parse
-from headrace.cli import catalogue
-from headrace.context import elsewhere, make_context
-from headrace.core.machine import Machine
-from headrace.core.work import EDGE_S, HOST_S, SLOW_HOST
+from headrace.plan.changes import changed, parse
+from headrace.cli.app import catalogue
+from headrace.assemble.context import elsewhere, make_context
+from headrace.costs.machine import Machine
+from headrace.costs.work import EDGE_S, HOST_S, SLOW_HOST
 from headrace.doctor.forecast import DRIFT, ERROR, Measured, between, by_ledger, moved
 from headrace.doctor.window import Window
-from headrace.planner.foresight import Foresight, foresee
+from headrace.predict.foresight import Foresight, foresee
 
 SHAPES = Path(__file__).parents[2] / "benchmarks" / "plans"
 BARE = "-torch_compile -cudnn_attention -fused_swiglu -fused_cross_entropy -bf16_parameters"

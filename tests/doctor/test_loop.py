@@ -12,10 +12,10 @@ import torch
 from typer.testing import CliRunner
 
 import headrace
-from headrace.changes import flat
-from headrace.cli import app, catalogue
-from headrace.core.plan import Plan
-from headrace.core.symptoms import BOTTLENECKS as KNOWN
+from headrace.plan.changes import flat
+from headrace.cli.app import app, catalogue
+from headrace.plan.plan import Plan
+from headrace.plan.symptoms import BOTTLENECKS as KNOWN
 from headrace.doctor.findings import STATIONS as STATION_NAMES
 from headrace.doctor.findings import Finding, stations
 from headrace.doctor.forecast import Forecast, by_share

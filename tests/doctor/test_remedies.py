@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.changes import parse
-from headrace.cli import catalogue
-from headrace.context import elsewhere, make_context
-from headrace.core.gentler import gentler
-from headrace.core.machine import Machine
-from headrace.core.plan import Plan
+from headrace.plan.changes import parse
+from headrace.cli.app import catalogue
+from headrace.assemble.context import elsewhere, make_context
+from headrace.plan.gentler import gentler
+from headrace.costs.machine import Machine
+from headrace.plan.plan import Plan
 from headrace.core.statistics import Interval
-from headrace.core.symptoms import BOTTLENECKS
+from headrace.plan.symptoms import BOTTLENECKS
 from headrace.core.units import format_bytes
 from headrace.doctor import findings
 from headrace.doctor.advice import advise, advise_plan, advised, plain, told
@@ -37,7 +37,7 @@ from headrace.doctor.remedies import (
     remedies,
 )
 from headrace.doctor.window import Window
-from headrace.planner.foresight import FEW, foresee
+from headrace.predict.foresight import FEW, foresee
 
 ROOT = Path(__file__).parents[2]
 H200 = Machine.assumed("NVIDIA H200")

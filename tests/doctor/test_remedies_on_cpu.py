@@ -8,15 +8,15 @@ import pytest
 import torch
 from probed_cpu import probed_cpu
 
-from headrace.cli import catalogue
-from headrace.context import make_context
-from headrace.core.machine import Machine
-from headrace.core.plan import Plan
-from headrace.core.rates import Step
+from headrace.cli.app import catalogue
+from headrace.assemble.context import make_context
+from headrace.costs.machine import Machine
+from headrace.plan.plan import Plan
+from headrace.costs.rates import Step
 from headrace.doctor.findings import Finding
 from headrace.doctor.forecast import Measured, by_ledger
 from headrace.doctor.remedies import Remedy, remedies
-from headrace.planner.foresight import Foresight, foresee
+from headrace.predict.foresight import Foresight, foresee
 
 TINY: dict[str, Any] = {
     "name": "tiny",

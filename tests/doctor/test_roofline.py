@@ -7,7 +7,7 @@ import pytest
 from recorded import GEMM, NETWORK, POINTWISE, REDUCE, TO_HOST, Recorder
 from test_trace import healthy, record
 
-from headrace.core.machine import Machine
+from headrace.costs.machine import Machine
 from headrace.doctor.trace import diagnose_trace
 from headrace.doctor.trace.facts import kernel_lines, newest
 from headrace.doctor.trace.file import Operation

@@ -12,7 +12,7 @@ from headrace.export.hf import export_hf
 from headrace.model.decoder import Decoder, trunk_parts
 from headrace.model.init import random_source
 from headrace.model.mask import MaskSpec, Rows
-from headrace.sample import generate
+from headrace.inference.sample import generate
 
 transformers = pytest.importorskip("transformers")
 

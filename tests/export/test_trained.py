@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.build import make_build
+from headrace.assemble.build import make_build
 from headrace.core.errors import UnsupportedError
 from headrace.data.ingest import prepare
 from headrace.export.run import export_run

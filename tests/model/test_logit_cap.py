@@ -12,19 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace import sample
-from headrace.build import predict
+from headrace.inference import sample
+from headrace.assemble.build import predict
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.model_config import ModelConfig
-from headrace.core.plan import Plan
-from headrace.evaluate import evaluate
+from headrace.plan.plan import Plan
+from headrace.train.evaluate import evaluate
 from headrace.export.hf import export_hf
-from headrace.filled import check_active
+from headrace.assemble.filled import check_active
 from headrace.model.head import Head, cross_entropy
 from headrace.model.hf_config import config_from_hf, config_to_hf
 from headrace.model.mask import Rows
-from headrace.sockets import Build
-from headrace.train import step
+from headrace.assemble.sockets import Build
+from headrace.train.train import step
 
 CAP = 2.0
 
@@ -106,7 +106,7 @@ def test_validation_and_text_are_of_capped_logits(monkeypatch: pytest.MonkeyPatc
         return cross_entropy(bent(logits), *given)
 
     found = evaluate(capped)
-    monkeypatch.setattr("headrace.evaluate.cross_entropy", by_hand)
+    monkeypatch.setattr("headrace.train.evaluate.cross_entropy", by_hand)
     wanted, again = evaluate(plain), evaluate(plain)
     assert wanted == again
     assert found.loss_nats == pytest.approx(wanted.loss_nats, rel=1e-6)

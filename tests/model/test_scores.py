@@ -13,7 +13,7 @@ from headrace.core.model_config import ModelConfig
 from headrace.model.attention import Sdpa, check_mask, weights
 from headrace.model.decoder import Decoder
 from headrace.model.mask import BlockPattern, MaskSpec, Rows, allowed
-from headrace.sample import generate
+from headrace.inference.sample import generate
 
 B, H, G, K = 2, 4, 2, 6
 SLOPES = (1 / 4, 1 / 16, 1 / 64, 1 / 256)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.core.model_config import ModelConfig
-from headrace.core.plan import OptimizerConfig
+from headrace.plan.plan import OptimizerConfig
 from headrace.model.fusion import fusions
 from headrace.optim.adamw import clip_factor, gradient_norm, make_adamw, scale_gradients
 from headrace.techniques.optim.muon import MuonOptimizer

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from headrace.core.plan import ScheduleConfig
+from headrace.plan.plan import ScheduleConfig
 from headrace.optim.schedule import learning_rate
 
 

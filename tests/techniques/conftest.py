@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.build import make_build
-from headrace.core.plan import Plan
+from headrace.assemble.build import make_build
+from headrace.plan.plan import Plan
 from headrace.data.ingest import prepare
 from headrace.data.loader import Micro
 from headrace.parallel.world import World
-from headrace.sockets import Build
-from headrace.train import step
+from headrace.assemble.sockets import Build
+from headrace.train.train import step
 
 STATE_LINES = ("parameters", "gradients", "optimizer")
 

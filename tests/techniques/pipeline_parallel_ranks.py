@@ -19,15 +19,15 @@ import house
 import pytest
 from house import CATALOGUE, Result, assert_equal, make_plan, make_rows
 
-from headrace.build import make_build
-from headrace.core.plan import MeshConfig, Plan
+from headrace.assemble.build import make_build
+from headrace.plan.plan import MeshConfig, Plan
 from headrace.data.ingest import prepare
-from headrace.evaluate import evaluate
-from headrace.filled import check_active
+from headrace.train.evaluate import evaluate
+from headrace.assemble.filled import check_active
 from headrace.parallel.layout import local_of
 from headrace.parallel.world import join
-from headrace.sockets import Build
-from headrace.train import step
+from headrace.assemble.sockets import Build
+from headrace.train.train import step
 
 CPU = torch.device("cpu")
 LAYERS = 5

@@ -17,13 +17,13 @@ from house import (
     take_step,
 )
 
-from headrace.build import make_build
-from headrace.core.plan import Plan
+from headrace.assemble.build import make_build
+from headrace.plan.plan import Plan
 from headrace.data.ingest import prepare
-from headrace.evaluate import evaluate
-from headrace.filled import check_active
+from headrace.train.evaluate import evaluate
+from headrace.assemble.filled import check_active
 from headrace.parallel.world import World, open_world
-from headrace.sockets import Build
+from headrace.assemble.sockets import Build
 
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "grouped": {"dim": 24, "heads": 8, "head_dim": 6, "kv_heads": 4, "ffn": 20, "vocab": 307},

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.context import make_context
+from headrace.assemble.context import make_context
 from headrace.core.errors import ConfigError
-from headrace.core.technique import Supported, Unsupported
+from headrace.plan.technique import Supported, Unsupported
 from headrace.data.loader import Micro
 from headrace.model.mask import MaskSpec, Rows, dense
-from headrace.sample import generate
-from headrace.sockets import Build
+from headrace.inference.sample import generate
+from headrace.assemble.sockets import Build
 from headrace.techniques.attention.alibi import Alibi
 
 ON = "techniques.alibi={}"

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from headrace.core.errors import ConfigError
-from headrace.core.plan import Plan
-from headrace.core.technique import Context, Supported, Unsupported
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Context, Supported, Unsupported
 from headrace.data.loader import Micro
-from headrace.filled import check_active
-from headrace.sockets import Build
+from headrace.assemble.filled import check_active
+from headrace.assemble.sockets import Build
 from headrace.techniques.precision.bf16_autocast import Bf16Autocast
-from headrace.train import step
+from headrace.train.train import step
 
 Make = Callable[..., Build]
 ON = "techniques.bf16_autocast={}"

@@ -10,18 +10,18 @@ import pytest
 import torch
 from torch import nn
 
-from headrace.checkpoint import Saved
+from headrace.train.checkpoint import Saved
 from headrace.core.errors import ConfigError, UnsupportedError
-from headrace.core.technique import Context, Supported, Unsupported
+from headrace.plan.technique import Context, Supported, Unsupported
 from headrace.data.loader import Micro
-from headrace.evaluate import evaluate
-from headrace.filled import check_active
+from headrace.train.evaluate import evaluate
+from headrace.assemble.filled import check_active
 from headrace.kernels.adamw import KERNEL, Noise
 from headrace.kernels.bf16_weight import joined, keys_of, places
 from headrace.kernels.launches import COUNTS
-from headrace.sockets import Build
+from headrace.assemble.sockets import Build
 from headrace.techniques.precision.bf16_parameters import Bf16AdamW, Bf16Parameters
-from headrace.train import step
+from headrace.train.train import step
 
 Make = Callable[..., Build]
 ON = "techniques.bf16_parameters.rounding={}"

@@ -16,14 +16,14 @@ import torch.nn.functional as F
 from house import Result, Variant
 from torch import Tensor
 
-from headrace.core.plan import Plan
-from headrace.core.technique import Supported
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Supported
 from headrace.data.rows import Row
-from headrace.evaluate import evaluate
-from headrace.filled import check_active
+from headrace.train.evaluate import evaluate
+from headrace.assemble.filled import check_active
 from headrace.kernels.launches import COUNTS
 from headrace.model.head import IGNORED
-from headrace.sockets import Build
+from headrace.assemble.sockets import Build
 from headrace.techniques.loss.fused_cross_entropy import FusedCrossEntropy
 
 pytest.importorskip("triton")

@@ -8,15 +8,15 @@ from typing import cast
 import pytest
 import torch
 
-from headrace.build import predict
+from headrace.assemble.build import predict
 from headrace.core.errors import UnsupportedError
-from headrace.core.technique import Supported, Unsupported
+from headrace.plan.technique import Supported, Unsupported
 from headrace.data.loader import Micro
 from headrace.kernels.chunked_loss import has_native
-from headrace.sockets import Build
+from headrace.assemble.sockets import Build
 from headrace.techniques.loss import chunked_cross_entropy
 from headrace.techniques.loss.chunked_cross_entropy import ChunkedCrossEntropy
-from headrace.train import step
+from headrace.train.train import step
 
 Make = Callable[..., Build]
 Batch = Callable[[Build], list[Micro]]

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from headrace.build import predict
-from headrace.cli import catalogue
-from headrace.context import make_context
-from headrace.core.ledger import Ledger
-from headrace.core.plan import Plan
+from headrace.assemble.build import predict
+from headrace.cli.app import catalogue
+from headrace.assemble.context import make_context
+from headrace.costs.ledger import Ledger
+from headrace.plan.plan import Plan
 from headrace.kernels.chunked_loss import has_native, native_loss
 
 TOKENS, CHUNK = 256, 128

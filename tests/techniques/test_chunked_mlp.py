@@ -10,9 +10,9 @@ from torch import Tensor
 
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.data.loader import Micro
-from headrace.filled import check_active
-from headrace.sockets import Build
-from headrace.train import step
+from headrace.assemble.filled import check_active
+from headrace.assemble.sockets import Build
+from headrace.train.train import step
 
 Make = Callable[..., Build]
 Batch = Callable[[Build], list[Micro]]

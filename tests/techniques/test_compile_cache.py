@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.context import make_context
+from headrace.assemble.context import make_context
 from headrace.core.errors import ConfigError, UnsupportedError
-from headrace.core.technique import Supported, Unsupported
-from headrace.sockets import Build
+from headrace.plan.technique import Supported, Unsupported
+from headrace.assemble.sockets import Build
 from headrace.techniques.compile.compile_cache import CompileCache, kept_in, what_is_wrong
 
 COMPILE = "techniques.torch_compile={}"

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from headrace.core import cores, kept_memory
-from headrace.core.technique import Context, Supported, Unsupported
-from headrace.sockets import Build
+from headrace.plan.technique import Context, Supported, Unsupported
+from headrace.assemble.sockets import Build
 from headrace.techniques.memory.kept_memory import KeptMemory
 from headrace.techniques.parallel.cpu_threads import CpuThreads
-from headrace.train import step
+from headrace.train.train import step
 
 Make = Callable[..., Build]
 needs_affinity = pytest.mark.skipif(not cores.CAN_BIND, reason="no cores to choose here")

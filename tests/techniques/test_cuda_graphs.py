@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from headrace.core.errors import ConfigError, UnsupportedError
-from headrace.core.plan import Plan
-from headrace.core.technique import Context, Supported, Unsupported
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Context, Supported, Unsupported
 from headrace.data.loader import Micro
-from headrace.evaluate import evaluate
-from headrace.sockets import Build
+from headrace.train.evaluate import evaluate
+from headrace.assemble.sockets import Build
 from headrace.techniques.compile.cuda_graphs import CudaGraphs, counts, skips
-from headrace.train import step
+from headrace.train.train import step
 
 Make = Callable[..., Build]
 Batch = Callable[[Build], list[Micro]]

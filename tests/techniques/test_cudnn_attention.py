@@ -11,8 +11,8 @@ from torch import Tensor
 
 from headrace.core.errors import ConfigError
 from headrace.core.model_config import ModelConfig
-from headrace.core.plan import Plan
-from headrace.core.technique import Context, Supported, Unsupported
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Context, Supported, Unsupported
 from headrace.model.attention import Sdpa, check_mask
 from headrace.model.mask import BlockPattern, MaskSpec, Rows
 from headrace.techniques.attention.cudnn_attention import CudnnAttention, CudnnSdpa

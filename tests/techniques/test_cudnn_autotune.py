@@ -9,13 +9,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from headrace.core.errors import UnsupportedError
-from headrace.core.technique import Context, Supported, Unsupported
-from headrace.filled import check_active
+from headrace.plan.technique import Context, Supported, Unsupported
+from headrace.assemble.filled import check_active
 from headrace.model.convolution import CUDNN
-from headrace.sockets import Build
+from headrace.assemble.sockets import Build
 from headrace.techniques.compile import cudnn_autotune
 from headrace.techniques.compile.cudnn_autotune import CudnnAutotune, timed_algorithms
-from headrace.train import step
+from headrace.train.train import step
 
 Make = Callable[..., Build]
 SHORT, ON = "techniques.short_convolution.between=1", "techniques.cudnn_autotune={}"

@@ -12,11 +12,11 @@ from torch import Tensor
 from headrace.core.errors import ConfigError
 from headrace.data.loader import Micro
 from headrace.export.hf import export_hf
-from headrace.filled import check_active
+from headrace.assemble.filled import check_active
 from headrace.model.head import IGNORED, Vocabulary
-from headrace.sockets import Build
+from headrace.assemble.sockets import Build
 from headrace.techniques.adapt.distillation import divergence
-from headrace.train import step
+from headrace.train.train import step
 
 NAME = "distillation"
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from headrace.data.loader import collate
 from headrace.data.rows import Row
 from headrace.model.mask import Rows
-from headrace.sockets import Build, place
+from headrace.assemble.sockets import Build, place
 
 LENGTH = 16
 STARTS = ([3, 4, 11], [], [0, 1], [LENGTH - 1, LENGTH])

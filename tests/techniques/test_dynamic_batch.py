@@ -11,22 +11,22 @@ import torch
 from tiny import report, tensors
 from torch import Tensor
 
-from headrace import train as trainer
-from headrace.build import make_build, predict
-from headrace.context import make_context
+from headrace.train import train as trainer
+from headrace.assemble.build import make_build, predict
+from headrace.assemble.context import make_context
 from headrace.core.errors import RunError, UnsupportedError
-from headrace.core.plan import MeshConfig, Plan
-from headrace.core.technique import Unsupported
+from headrace.plan.plan import MeshConfig, Plan
+from headrace.plan.technique import Unsupported
 from headrace.data.ingest import prepare
 from headrace.data.loader import Micro
-from headrace.filled import check_active
+from headrace.assemble.filled import check_active
 from headrace.model.mask import Rows
 from headrace.parallel.world import World
-from headrace.progress import Progress
-from headrace.sockets import Build
+from headrace.core.progress import Progress
+from headrace.assemble.sockets import Build
 from headrace.techniques.memory import dynamic_batch
 from headrace.techniques.memory.dynamic_batch import DynamicBatch, Size, cut, halves
-from headrace.train import step
+from headrace.train.train import step
 
 NAME = "dynamic_batch"
 ON = f"techniques.{NAME}={{}}"

@@ -13,7 +13,7 @@ from pieces import bare, left
 import headrace.techniques.memory.expandable_segments as segments
 from headrace.core.model_config import ModelConfig
 from headrace.kernels import fla
-from headrace.sockets import Build
+from headrace.assemble.sockets import Build
 from headrace.techniques.attention import (
     flex_attention,
     linear_attention,
@@ -31,7 +31,7 @@ from headrace.techniques.memory.chunked_mlp import ChunkedMLP
 from headrace.techniques.memory.expandable_segments import ExpandableSegments
 from headrace.techniques.memory.optimizer_offload import OptimizerOffload
 from headrace.techniques.optim.sophia import Sophia
-from headrace.train import step
+from headrace.train.train import step
 
 
 @pytest.mark.parametrize(

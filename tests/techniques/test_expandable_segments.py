@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from headrace.core.errors import UnsupportedError
-from headrace.core.technique import Unsupported
+from headrace.plan.technique import Unsupported
 from headrace.data.loader import Micro
-from headrace.filled import check_active
-from headrace.sockets import Build
+from headrace.assemble.filled import check_active
+from headrace.assemble.sockets import Build
 from headrace.techniques.memory import expandable_segments as module
-from headrace.train import step
+from headrace.train.train import step
 
 Make = Callable[..., Build]
 Batch = Callable[[Build], list[Micro]]

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
 from headrace.core.errors import ConfigError
-from headrace.core.technique import Context, Supported, Unsupported
+from headrace.plan.technique import Context, Supported, Unsupported
 from headrace.data.loader import Micro
-from headrace.filled import check_active
-from headrace.sockets import Build
+from headrace.assemble.filled import check_active
+from headrace.assemble.sockets import Build
 from headrace.techniques.precision.float8_linear import Float8Linear
-from headrace.train import step
+from headrace.train.train import step
 
 pytest.importorskip("torchao")
 Make = Callable[..., Build]

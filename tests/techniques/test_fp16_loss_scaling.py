@@ -8,15 +8,15 @@ import pytest
 import torch
 from tiny import tensors
 
-from headrace import train as trainer
-from headrace.checkpoint import Saved
+from headrace.train import train as trainer
+from headrace.train.checkpoint import Saved
 from headrace.core.errors import RunError
-from headrace.core.plan import Plan
+from headrace.plan.plan import Plan
 from headrace.data.loader import Micro
-from headrace.progress import Progress
-from headrace.sockets import Build
+from headrace.core.progress import Progress
+from headrace.assemble.sockets import Build
 from headrace.techniques.precision.fp16_loss_scaling import LARGEST, Scale
-from headrace.train import step
+from headrace.train.train import step
 
 GOOD, BAD = torch.ones(()), torch.zeros(())
 NAME = "fp16_loss_scaling"

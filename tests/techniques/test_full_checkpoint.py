@@ -9,12 +9,12 @@ from pieces import gradients
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from headrace.build import predict
+from headrace.assemble.build import predict
 from headrace.core.errors import ConfigError
 from headrace.data.loader import Micro
-from headrace.filled import check_active
-from headrace.sockets import Build
-from headrace.train import step
+from headrace.assemble.filled import check_active
+from headrace.assemble.sockets import Build
+from headrace.train.train import step
 
 Make = Callable[..., Build]
 Batch = Callable[[Build], list[Micro]]

@@ -11,18 +11,18 @@ import torch.nn.functional as F
 from house import Variant
 from torch import Tensor
 
-from headrace.build import predict
-from headrace.context import check_supported
+from headrace.assemble.build import predict
+from headrace.assemble.context import check_supported
 from headrace.core.errors import ConfigError
-from headrace.core.plan import MeshConfig, Plan
-from headrace.core.technique import Context, Supported, Unsupported
-from headrace.evaluate import evaluate
-from headrace.filled import check_active
+from headrace.plan.plan import MeshConfig, Plan
+from headrace.plan.technique import Context, Supported, Unsupported
+from headrace.train.evaluate import evaluate
+from headrace.assemble.filled import check_active
 from headrace.kernels.launches import COUNTS
 from headrace.model.head import IGNORED
-from headrace.signals import TrackedMemory
+from headrace.observe.signals import TrackedMemory
 from headrace.techniques.loss.fused_cross_entropy import FusedCrossEntropy
-from headrace.train import step
+from headrace.train.train import step
 
 pytest.importorskip("triton")
 

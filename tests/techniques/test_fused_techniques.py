@@ -10,21 +10,21 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.build import make_build
-from headrace.core.plan import Plan
-from headrace.core.technique import Context, Supported, Unsupported
+from headrace.assemble.build import make_build
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Context, Supported, Unsupported
 from headrace.data.ingest import prepare
 from headrace.kernels.launches import COUNTS
 from headrace.model.attention import Shared
 from headrace.model.position import Rotation
 from headrace.parallel.world import World
-from headrace.sockets import Build
+from headrace.assemble.sockets import Build
 from headrace.techniques.fusion import liger_kernels
 from headrace.techniques.fusion.fused_rms_norm import FusedRmsNorm
 from headrace.techniques.fusion.fused_rope import FusedRope
 from headrace.techniques.fusion.fused_swiglu import FusedSwiglu
 from headrace.techniques.fusion.liger_kernels import LigerKernels
-from headrace.train import step
+from headrace.train.train import step
 
 KINDS = (FusedRmsNorm, FusedRope, FusedSwiglu, LigerKernels)
 OURS = pytest.mark.parametrize("kind", (FusedRmsNorm, FusedRope, FusedSwiglu))
@@ -172,7 +172,7 @@ def test_liger_refuses_without_its_package(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("kind", (FusedRmsNorm, LigerKernels))
 def test_predicts_what_a_norm_keeps(kind: Any, tiny_plan: Callable[..., Plan]) -> None:
     """Two norms of a block: input and result in bf16, and one fp32 number per row of each."""
-    from headrace.model.count import trunk_ledger
+    from headrace.costs.count import trunk_ledger
 
     plan = tiny_plan("model.vocab=300")
     trunk = trunk_ledger(plan.model, rows=2, length=16, precision="bf16", device="cuda")

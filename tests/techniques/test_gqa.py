@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.context import make_context
+from headrace.assemble.context import make_context
 from headrace.core.errors import ConfigError
-from headrace.core.technique import Unsupported
-from headrace.sockets import Build
+from headrace.plan.technique import Unsupported
+from headrace.assemble.sockets import Build
 from headrace.techniques.design.gqa import Gqa
 
 HALF = "techniques.gqa.queries_per_key=2"

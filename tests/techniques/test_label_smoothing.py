@@ -13,17 +13,17 @@ import test_predicts as traced
 import torch
 import torch.nn.functional as F
 
-from headrace.build import predict
+from headrace.assemble.build import predict
 from headrace.core.errors import ConfigError
-from headrace.core.ledger import Ledger
-from headrace.core.plan import Plan
+from headrace.costs.ledger import Ledger
+from headrace.plan.plan import Plan
 from headrace.data.loader import Micro
-from headrace.evaluate import evaluate
+from headrace.train.evaluate import evaluate
 from headrace.model.head import IGNORED, Vocabulary, cross_entropy
-from headrace.sockets import Build
+from headrace.assemble.sockets import Build
 from headrace.techniques.loss.label_smoothing import LabelSmoothing
 from headrace.techniques.loss.z_loss import ZLoss
-from headrace.train import step
+from headrace.train.train import step
 
 SMOOTHED = "techniques.label_smoothing.smoothing=0.3"
 TERMED = "techniques.z_loss.weight=0.5"

@@ -9,17 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.context import make_context
+from headrace.assemble.context import make_context
 from headrace.core.errors import ConfigError
 from headrace.core.model_config import ModelConfig
-from headrace.core.technique import Unsupported
-from headrace.filled import check_active
+from headrace.plan.technique import Unsupported
+from headrace.assemble.filled import check_active
 from headrace.kernels import gated_delta, linear_attention
 from headrace.model.attention import Shared
 from headrace.model.mask import MaskSpec, Rows
 from headrace.model.position import POSITIONS
-from headrace.sample import generate
-from headrace.sockets import Build
+from headrace.inference.sample import generate
+from headrace.assemble.sockets import Build
 from headrace.techniques.attention.linear_attention import (
     TEMPERATURE,
     DeltaMixer,
@@ -28,7 +28,7 @@ from headrace.techniques.attention.linear_attention import (
     LinearMixer,
     Mix,
 )
-from headrace.train import step
+from headrace.train.train import step
 
 CHUNK = "techniques.linear_attention.chunk_tokens=4"
 DELTA = "techniques.linear_attention.rule=gated_delta"

@@ -17,15 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.build import make_build
-from headrace.core.plan import Plan
-from headrace.core.technique import Context, Supported, Unsupported
+from headrace.assemble.build import make_build
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Context, Supported, Unsupported
 from headrace.data.ingest import prepare
 from headrace.kernels import fla, gated_delta, linear_attention
 from headrace.parallel.world import World
 from headrace.techniques.attention import linear_attention as technique
 from headrace.techniques.attention.linear_attention import LinearAttention
-from headrace.train import step
+from headrace.train.train import step
 
 B, T, G, P, K = 2, 7, 2, 3, 4
 RULES = {

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from headrace.core.errors import ConfigError
-from headrace.core.technique import Unsupported
+from headrace.plan.technique import Unsupported
 from headrace.data.tuned_loader import TunedLoader
-from headrace.filled import check_active
-from headrace.sockets import Build
+from headrace.assemble.filled import check_active
+from headrace.assemble.sockets import Build
 from headrace.techniques.data.loader_workers import LoaderWorkers
-from headrace.train import step
+from headrace.train.train import step
 
 Make = Callable[..., Build]
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.context import make_context
-from headrace.core.technique import Supported, Unsupported
+from headrace.assemble.context import make_context
+from headrace.plan.technique import Supported, Unsupported
 from headrace.model.mask import MaskSpec, Rows
-from headrace.sockets import Build
+from headrace.assemble.sockets import Build
 from headrace.techniques.attention.logit_soft_cap import LogitSoftCap
 
 ON = "techniques.logit_soft_cap.cap=0.5"

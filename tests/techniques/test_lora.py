@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.checkpoint import Saved
+from headrace.train.checkpoint import Saved
 from headrace.core.errors import ConfigError
-from headrace.core.technique import Unsupported
+from headrace.plan.technique import Unsupported
 from headrace.data.loader import Micro
-from headrace.filled import check_active
-from headrace.model.count import trunk_ledger
+from headrace.assemble.filled import check_active
+from headrace.costs.count import trunk_ledger
 from headrace.model.lora import LoraLinear, adapted_ledger, linears_of
-from headrace.sockets import Build
+from headrace.assemble.sockets import Build
 from headrace.techniques.adapt.lora import Lora
-from headrace.train import step
+from headrace.train.train import step
 
 Make = Callable[..., Build]
 Batch = Callable[[Build], list[Micro]]

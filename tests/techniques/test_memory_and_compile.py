@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from headrace.core.errors import RunError
-from headrace.core.technique import Stage
+from headrace.plan.technique import Stage
 from headrace.data.loader import Micro
-from headrace.filled import check_active
-from headrace.sockets import Build
-from headrace.train import step
+from headrace.assemble.filled import check_active
+from headrace.assemble.sockets import Build
+from headrace.train.train import step
 
 Make = Callable[..., Build]
 Batch = Callable[[Build], list[Micro]]
@@ -79,7 +79,7 @@ class Breaking(torch.nn.Identity):
 def test_a_graph_break_is_told_and_with_fullgraph_an_error(
     make_tiny: Make, batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from headrace import build as building
+    from headrace.assemble import build as building
 
     def with_break(build: Build) -> None:
         build.parts = building.trunk_parts(build.config)

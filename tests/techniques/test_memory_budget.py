@@ -6,15 +6,15 @@ import pytest
 import torch
 from pieces import gradients
 
-from headrace.arguments import catalogue
-from headrace.build import predict
+from headrace.cli.arguments import catalogue
+from headrace.assemble.build import predict
 from headrace.core.errors import ConfigError, RunError, UnsupportedError
-from headrace.core.machine import Machine
+from headrace.costs.machine import Machine
 from headrace.data.loader import Micro
-from headrace.filled import check_active
-from headrace.planner.candidates import Asking
-from headrace.sockets import Build
-from headrace.train import step
+from headrace.assemble.filled import check_active
+from headrace.predict.candidates import Asking
+from headrace.assemble.sockets import Build
+from headrace.train.train import step
 
 Make = Callable[..., Build]
 Batch = Callable[[Build], list[Micro]]

@@ -8,15 +8,15 @@ import pytest
 import torch
 from pieces import gradients
 
-from headrace.context import make_context
+from headrace.assemble.context import make_context
 from headrace.core.errors import ConfigError
-from headrace.core.technique import Supported, Unsupported
-from headrace.filled import check_active
+from headrace.plan.technique import Supported, Unsupported
+from headrace.assemble.filled import check_active
 from headrace.model.head import IGNORED
 from headrace.model.mask import Rows
-from headrace.sockets import Build, auxiliary_loss
+from headrace.assemble.sockets import Build, auxiliary_loss
 from headrace.techniques.design.mixture_of_experts import MixtureOfExperts
-from headrace.train import step
+from headrace.train.train import step
 
 NAME = "techniques.mixture_of_experts"
 CHECKPOINT = "techniques.selective_checkpoint.every=1"

@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from headrace.build import predict
-from headrace.context import make_context
+from headrace.assemble.build import predict
+from headrace.assemble.context import make_context
 from headrace.core.errors import UnsupportedError
 from headrace.core.model_config import ModelConfig
-from headrace.core.plan import Plan
+from headrace.plan.plan import Plan
 from headrace.kernels.orthogonalize import orthogonalize, reference_orthogonalize
 from headrace.model.decoder import Decoder, trunk_parts
 from headrace.model.fusion import fusions
 from headrace.model.mask import MaskSpec
-from headrace.sockets import Build
+from headrace.assemble.sockets import Build
 from headrace.techniques.optim.muon import MuonOptimizer
 
 GROUPS, QUERIES, HEAD, FFN, DIM = 2, 3, 4, 10, 14

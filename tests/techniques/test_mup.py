@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.context import make_context
+from headrace.assemble.context import make_context
 from headrace.core.model_config import ModelConfig
-from headrace.core.technique import Supported, Unsupported
+from headrace.plan.technique import Supported, Unsupported
 from headrace.model.decoder import Decoder, trunk_parts
 from headrace.model.init import random_source
 from headrace.model.mask import MaskSpec, Rows
-from headrace.sockets import Build
+from headrace.assemble.sockets import Build
 from headrace.techniques.design.mup import Mup, is_slow
-from headrace.train import step
+from headrace.train.train import step
 
 BASE = "techniques.mup.base_dim=8"
 WIDTHS = (32, 64, 128, 256)

@@ -8,17 +8,17 @@ import pytest
 import torch
 from tiny import assert_same_run
 
-from headrace import train
-from headrace.context import check_supported, make_context
+from headrace.train import train
+from headrace.assemble.context import check_supported, make_context
 from headrace.core.errors import ConfigError, UnsupportedError
-from headrace.core.plan import MeshConfig, Plan
-from headrace.core.technique import Supported, Unsupported
+from headrace.plan.plan import MeshConfig, Plan
+from headrace.plan.technique import Supported, Unsupported
 from headrace.data.loader import Micro
-from headrace.filled import check_active
-from headrace.progress import Progress
-from headrace.sockets import Build
+from headrace.assemble.filled import check_active
+from headrace.core.progress import Progress
+from headrace.assemble.sockets import Build
 from headrace.techniques.memory.optimizer_in_backward import OptimizerInBackward
-from headrace.train import step
+from headrace.train.train import step
 
 NAME = "optimizer_in_backward"
 WITH = (f"techniques.{NAME}={{}}", "optimizer.clip_norm=0")

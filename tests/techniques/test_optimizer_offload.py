@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from headrace.build import predict
-from headrace.context import make_context
-from headrace.core.ledger import DERIVED
-from headrace.core.plan import OptimizerConfig
+from headrace.assemble.build import predict
+from headrace.assemble.context import make_context
+from headrace.costs.ledger import DERIVED
+from headrace.plan.plan import OptimizerConfig
 from headrace.optim.adamw import make_adamw
 from headrace.techniques.memory.optimizer_offload import (
     HOSTED,
@@ -22,7 +22,7 @@ from headrace.techniques.memory.optimizer_offload import (
     HostState,
     OptimizerOffload,
 )
-from headrace.train import step
+from headrace.train.train import step
 
 CONFIG = OptimizerConfig(lr=0.03, weight_decay=0.2, eps=1e-6)
 SHAPES = {"a": (7, 9), "b": (5,), "c": (13, 3), "d": (1,), "e": (31,)}

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.build import predict
-from headrace.context import elsewhere, make_context
+from headrace.assemble.build import predict
+from headrace.assemble.context import elsewhere, make_context
 from headrace.core.errors import ConfigError
-from headrace.core.ledger import Ledger
-from headrace.core.plan import MeshConfig, Plan
-from headrace.core.technique import Supported, Unsupported
-from headrace.sockets import Build
+from headrace.costs.ledger import Ledger
+from headrace.plan.plan import MeshConfig, Plan
+from headrace.plan.technique import Supported, Unsupported
+from headrace.assemble.sockets import Build
 from headrace.techniques.memory.selective_checkpoint import SelectiveCheckpoint
 from headrace.techniques.parallel.pipeline_parallel import (
     PipelineParallel,

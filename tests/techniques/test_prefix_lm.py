@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.build import predict
-from headrace.context import make_context
+from headrace.assemble.build import predict
+from headrace.assemble.context import make_context
 from headrace.core.errors import ConfigError
-from headrace.core.technique import Supported, Unsupported
+from headrace.plan.technique import Supported, Unsupported
 from headrace.data.loader import Micro, validation_batches
-from headrace.evaluate import evaluate
+from headrace.train.evaluate import evaluate
 from headrace.model.attention import Sdpa
 from headrace.model.head import IGNORED
 from headrace.model.mask import MaskSpec, Rows, allowed
-from headrace.sample import generate
-from headrace.sockets import Build, Work
+from headrace.inference.sample import generate
+from headrace.assemble.sockets import Build, Work
 from headrace.techniques.attention.flex_attention import FlexBackend, mask_mod
 from headrace.techniques.attention.prefix_lm import PrefixLm, prefixes, with_prefix
 

@@ -5,17 +5,17 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from headrace.build import predict
-from headrace.context import make_context
+from headrace.assemble.build import predict
+from headrace.assemble.context import make_context
 from headrace.core.errors import UnsupportedError
-from headrace.core.ledger import Ledger
-from headrace.core.plan import Plan
+from headrace.costs.ledger import Ledger
+from headrace.plan.plan import Plan
 from headrace.data.loader import Micro
-from headrace.filled import check_active
+from headrace.assemble.filled import check_active
 from headrace.kernels.quantized_weight import QuantizedWeight, quantize
 from headrace.model.lora import LoraLinear
-from headrace.sockets import Build
-from headrace.train import step
+from headrace.assemble.sockets import Build
+from headrace.train.train import step
 
 Make = Callable[..., Build]
 Batch = Callable[[Build], list[Micro]]

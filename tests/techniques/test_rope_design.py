@@ -7,19 +7,19 @@ import pytest
 import torch
 from pieces import left
 
-from headrace.changes import changed, difference
-from headrace.cli import catalogue
-from headrace.context import make_context
+from headrace.plan.changes import changed, difference
+from headrace.cli.app import catalogue
+from headrace.assemble.context import make_context
 from headrace.core.errors import ConfigError
 from headrace.core.model_config import ModelConfig
-from headrace.core.plan import Plan
-from headrace.core.technique import Supported, Unsupported, check_claims
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Supported, Unsupported, check_claims
 from headrace.model import position
-from headrace.sockets import Build
+from headrace.assemble.sockets import Build
 from headrace.techniques.attention.alibi import Alibi
 from headrace.techniques.design import rope
 from headrace.techniques.design.rope import Rope
-from headrace.train import step
+from headrace.train.train import step
 
 ON = "techniques.rope={}"
 Make = Callable[..., Build]

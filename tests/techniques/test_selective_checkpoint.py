@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from headrace.build import predict
+from headrace.assemble.build import predict
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.data.loader import Micro
-from headrace.filled import check_active
+from headrace.assemble.filled import check_active
 from headrace.kernels import grouped_linear
-from headrace.model.count import block_linears
+from headrace.costs.count import block_linears
 from headrace.parallel import ring
-from headrace.sockets import Build
+from headrace.assemble.sockets import Build
 from headrace.techniques.memory.selective_checkpoint import (
     MATMULS,
     SAVED,
@@ -23,7 +23,7 @@ from headrace.techniques.memory.selective_checkpoint import (
     operation_of,
     widening,
 )
-from headrace.train import step
+from headrace.train.train import step
 
 Make = Callable[..., Build]
 Batch = Callable[[Build], list[Micro]]

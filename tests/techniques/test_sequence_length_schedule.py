@@ -10,19 +10,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.context import make_context
-from headrace.core.plan import MeshConfig, Plan
-from headrace.core.technique import Supported, Unsupported
+from headrace.assemble.context import make_context
+from headrace.plan.plan import MeshConfig, Plan
+from headrace.plan.technique import Supported, Unsupported
 from headrace.data.loader import Micro, collate
 from headrace.data.rows import Row
-from headrace.sockets import Build
+from headrace.assemble.sockets import Build
 from headrace.techniques.schedule.sequence_length_schedule import (
     SequenceLengthSchedule,
     cut,
     length_at,
     lengths_to,
 )
-from headrace.train import step
+from headrace.train.train import step
 
 NAME = "sequence_length_schedule"
 

@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.build import predict
+from headrace.assemble.build import predict
 from headrace.core.errors import ConfigError, RunError, UnsupportedError
-from headrace.core.plan import Plan
-from headrace.evaluate import evaluate
-from headrace.filled import check_active
+from headrace.plan.plan import Plan
+from headrace.train.evaluate import evaluate
+from headrace.assemble.filled import check_active
 from headrace.model.head import IGNORED
 from headrace.model.mask import Rows
-from headrace.sockets import Build, Work
+from headrace.assemble.sockets import Build, Work
 from headrace.techniques.compile.shape_buckets import deal
-from headrace.train import step
+from headrace.train.train import step
 
 Make = Callable[..., Build]
 NAME = "shape_buckets"

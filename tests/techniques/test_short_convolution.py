@@ -9,18 +9,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headrace.context import make_context
+from headrace.assemble.context import make_context
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.model_config import ModelConfig
-from headrace.core.technique import Unsupported
+from headrace.plan.technique import Unsupported
 from headrace.kernels.launches import since
 from headrace.model.attention import Attention, KVCache, Shared
 from headrace.model.convolution import LAUNCH, CausalConvolution, libraries
 from headrace.model.mask import Rows
-from headrace.sample import generate
-from headrace.sockets import Build
+from headrace.inference.sample import generate
+from headrace.assemble.sockets import Build
 from headrace.techniques.attention.short_convolution import GatedConvolution, ShortConvolution
-from headrace.train import step
+from headrace.train.train import step
 
 ON = "techniques.short_convolution.between=1"
 B, T, D, K = 2, 11, 24, 4

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.build import predict
-from headrace.context import make_context
-from headrace.core.technique import Supported, Unsupported
+from headrace.assemble.build import predict
+from headrace.assemble.context import make_context
+from headrace.plan.technique import Supported, Unsupported
 from headrace.model.mask import MaskSpec, Rows, allowed
-from headrace.sample import generate
-from headrace.sockets import Build
+from headrace.inference.sample import generate
+from headrace.assemble.sockets import Build
 from headrace.techniques.attention.sliding_window import SlidingWindow
 
 WINDOW = "techniques.sliding_window.window=3"

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from headrace.data.loader import Micro
 from headrace.model.head import IGNORED, Vocabulary
 from headrace.optim.sophia import SophiaOptimizer
-from headrace.sockets import Build
+from headrace.assemble.sockets import Build
 from headrace.techniques.optim.sophia import against_draws, draw, gumbel, mix, noise_keys
-from headrace.train import step
+from headrace.train.train import step
 
 LR, BETAS, RHO, DECAY, TARGETS = 0.05, (0.9, 0.8), 0.04, 0.2, 37
 SHAPES = {"w": (7, 5), "v": (5,)}

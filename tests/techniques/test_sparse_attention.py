@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.context import make_context
-from headrace.core.technique import Supported, Unsupported
+from headrace.assemble.context import make_context
+from headrace.plan.technique import Supported, Unsupported
 from headrace.model.mask import BlockPattern, MaskSpec, Rows, allowed
-from headrace.sample import generate
-from headrace.sockets import Build
+from headrace.inference.sample import generate
+from headrace.assemble.sockets import Build
 from headrace.techniques.attention.sparse_attention import SparseAttention
 
 KNOBS = {"block": 2, "local": 1, "stride": 3, "first": 1, "random": 1, "seed": 4}

@@ -7,17 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.arguments import catalogue
-from headrace.build import predict
-from headrace.context import make_context
+from headrace.cli.arguments import catalogue
+from headrace.assemble.build import predict
+from headrace.assemble.context import make_context
 from headrace.core.errors import UnsupportedError
-from headrace.core.ledger import Ledger
-from headrace.core.machine import Machine
+from headrace.costs.ledger import Ledger
+from headrace.costs.machine import Machine
 from headrace.model.mask import Rows
-from headrace.planner.candidates import Asking
-from headrace.sockets import Build
+from headrace.predict.candidates import Asking
+from headrace.assemble.sockets import Build
 from headrace.techniques.design.stochastic_depth import StochasticDepth, is_kept
-from headrace.train import step
+from headrace.train.train import step
 
 RATE = "techniques.stochastic_depth.rate=0.6"
 DEEP = ("model.layers=4", RATE)

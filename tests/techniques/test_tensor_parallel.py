@@ -13,7 +13,7 @@ from torch import nn
 
 from headrace.core.errors import ConfigError
 from headrace.core.model_config import ModelConfig
-from headrace.core.technique import Supported, Unsupported
+from headrace.plan.technique import Supported, Unsupported
 from headrace.model.attention import Attention, Sdpa
 from headrace.parallel.layout import Layout
 from headrace.techniques.parallel.tensor_parallel import TensorParallel

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from headrace.core.errors import UnsupportedError
-from headrace.core.technique import Context, Supported, Unsupported
-from headrace.filled import check_active
-from headrace.sockets import Build
+from headrace.plan.technique import Context, Supported, Unsupported
+from headrace.assemble.filled import check_active
+from headrace.assemble.sockets import Build
 from headrace.techniques.attention.linear_attention import LinearAttention
 from headrace.techniques.design.mixture_of_experts import MixtureOfExperts
 from headrace.techniques.precision.tf32 import SIZE, Tf32, probe, tf32_products
-from headrace.train import step
+from headrace.train.train import step
 
 Make = Callable[..., Build]
 ON = "techniques.tf32={}"

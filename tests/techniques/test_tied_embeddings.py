@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.build import make_build
-from headrace.cli import catalogue
+from headrace.assemble.build import make_build
+from headrace.cli.app import catalogue
 from headrace.core.errors import ConfigError
-from headrace.core.plan import Plan
+from headrace.plan.plan import Plan
 from headrace.data.ingest import prepare
 from headrace.parallel.world import World
-from headrace.sockets import Build
+from headrace.assemble.sockets import Build
 from headrace.techniques.design.tied_embeddings import TiedEmbeddings
-from headrace.train import step
+from headrace.train.train import step
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from torch.nn.attention import varlen
 
 from headrace.core.errors import RunError, UnsupportedError
 from headrace.core.model_config import ModelConfig
-from headrace.core.plan import Plan
-from headrace.core.technique import Context, Supported, Unsupported
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Context, Supported, Unsupported
 from headrace.model.attention import Sdpa
 from headrace.model.mask import MaskSpec, Rows, allowed
 from headrace.techniques.attention import varlen_attention

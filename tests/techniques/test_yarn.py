@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.context import make_context
+from headrace.assemble.context import make_context
 from headrace.core.errors import UnsupportedError
 from headrace.core.model_config import ModelConfig
-from headrace.core.technique import Supported, Unsupported
+from headrace.plan.technique import Supported, Unsupported
 from headrace.model.hf_config import config_from_hf, config_to_hf
 from headrace.model.position import Rope
-from headrace.sample import generate
-from headrace.sockets import Build
+from headrace.inference.sample import generate
+from headrace.assemble.sockets import Build
 from headrace.techniques.attention.yarn import ScaledRope, Yarn
 
 KINDS = ("yarn", "ntk", "linear", "llama3")
@@ -208,8 +208,8 @@ def test_an_exported_run_computes_the_same_in_transformers(
     assert ended.code == 0, ended.err
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").float()
-    from headrace.cli import catalogue
-    from headrace.load import open_model
+    from headrace.cli.app import catalogue
+    from headrace.inference.load import open_model
     from headrace.model.mask import Rows
 
     ours = open_model(tmp_path / "runs" / "far", catalogue()).model

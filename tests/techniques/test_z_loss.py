@@ -11,13 +11,13 @@ import pytest
 import test_predicts as traced
 import torch
 
-from headrace.build import predict
+from headrace.assemble.build import predict
 from headrace.data.loader import Micro
-from headrace.evaluate import evaluate
+from headrace.train.evaluate import evaluate
 from headrace.model.head import IGNORED, Vocabulary
-from headrace.sockets import Build
+from headrace.assemble.sockets import Build
 from headrace.techniques.loss.z_loss import ZLoss
-from headrace.train import step
+from headrace.train.train import step
 
 FUNCTIONS = Path(__file__).with_name("z_loss_ranks.py")
 WEIGHT = "techniques.z_loss.weight=0.5"

@@ -7,11 +7,11 @@ import house
 import test_predicts as traced
 import torch
 
-from headrace.build import make_build
-from headrace.core.plan import Plan
+from headrace.assemble.build import make_build
+from headrace.plan.plan import Plan
 from headrace.data.ingest import prepare
 from headrace.parallel.world import open_world
-from headrace.sockets import Build
+from headrace.assemble.sockets import Build
 
 DEVICE = torch.device("cpu")
 

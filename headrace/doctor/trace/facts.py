@@ -5,7 +5,7 @@ The verdicts of the same traces are `headrace.doctor.trace.judge`'s; here is no 
 
 from pathlib import Path
 
-from headrace.bursts import traces
+from headrace.observe.profiler import traces
 from headrace.core.errors import ConfigError
 from headrace.core.units import format_seconds
 from headrace.doctor.trace.ranks import measure_traces

@@ -8,7 +8,7 @@ the roof it would take the longest of FLOPs over the highest rate, bytes over th
 kernel's floor. Which of the three it is, is its bound.
 
 The rates are a `Machine`'s: probed here, or from the datasheet and the shares of it that
-`core/assumed.py` states. Beside the roof stands `best_s`: what the machine reaches at that very
+`costs/assumed.py` states. Beside the roof stands `best_s`: what the machine reaches at that very
 shape. A product of small or odd sizes is far below the roof and may still be at its best, and only
 what lies above its best is called inefficient.
 
@@ -26,7 +26,7 @@ import torch
 
 from headrace import probes
 from headrace.core.errors import UnsupportedError
-from headrace.core.machine import ANCHOR_PRODUCT, Machine
+from headrace.costs.machine import ANCHOR_PRODUCT, Machine
 from headrace.doctor.trace.file import Event, Operation
 from headrace.doctor.trace.kernels import FASTER, family_of
 from headrace.doctor.trace.limits import NEAR_ROOF, WELL

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from headrace.core.ledger import Ledger
-from headrace.core.technique import (
+from headrace.costs.ledger import Ledger
+from headrace.plan.technique import (
     Card,
     Context,
     Doubt,
@@ -32,8 +32,8 @@ from headrace.model.lora import (
     linears_of,
     over_random_weights,
 )
-from headrace.model.work import adapted
-from headrace.sockets import Build
+from headrace.costs.decoder_work import adapted
+from headrace.assemble.sockets import Build
 
 
 class Lora(Technique[Build]):

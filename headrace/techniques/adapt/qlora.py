@@ -16,9 +16,9 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 from torch import Tensor
 
-from headrace.core.ledger import DERIVED, Ledger
-from headrace.core.plan import Plan
-from headrace.core.technique import (
+from headrace.costs.ledger import DERIVED, Ledger
+from headrace.plan.plan import Plan
+from headrace.plan.technique import (
     Card,
     Context,
     Doubt,
@@ -28,9 +28,9 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
-from headrace.core.work import Phase, Work
+from headrace.costs.work import Phase, Work
 from headrace.kernels.quantized_weight import QuantizedWeight, quantize, quantized_bytes
-from headrace.model.count import block_linears
+from headrace.costs.count import block_linears
 from headrace.model.lora import (
     LoraLinear,
     adapted_ledger,
@@ -39,8 +39,8 @@ from headrace.model.lora import (
     linears_of,
     over_random_weights,
 )
-from headrace.model.work import adapted
-from headrace.sockets import Build
+from headrace.costs.decoder_work import adapted
+from headrace.assemble.sockets import Build
 
 WHOLE: Mapping[str, tuple[float, int, float]] = {"int8": (11.0, 2, 3.0), "nf4": (22.5, 4, 2.5)}
 """Bytes that making one number whole moves, in how many kernels, and when fused: code, fp32 and

@@ -19,8 +19,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from headrace.core.ledger import Ledger, Line
-from headrace.core.technique import (
+from headrace.costs.ledger import Ledger, Line
+from headrace.plan.technique import (
     Card,
     Context,
     Evidence,
@@ -31,8 +31,8 @@ from headrace.core.technique import (
 )
 from headrace.model.attention import weights
 from headrace.model.mask import MaskSpec, Rows, slopes
-from headrace.model.work import masked
-from headrace.sockets import Build
+from headrace.costs.decoder_work import masked
+from headrace.assemble.sockets import Build
 
 BAND = 0.05
 """Relative distance of a measured slope from its own: a weight in bf16 has 8 bits, and a slope is

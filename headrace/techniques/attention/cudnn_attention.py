@@ -10,8 +10,8 @@ from typing import ClassVar
 import torch
 from torch.nn.attention import SDPBackend
 
-from headrace.core.ledger import Ledger
-from headrace.core.technique import (
+from headrace.costs.ledger import Ledger
+from headrace.plan.technique import (
     Card,
     Context,
     Evidence,
@@ -21,7 +21,7 @@ from headrace.core.technique import (
     Unsupported,
 )
 from headrace.model.attention import OneKernelSdpa, equal_scores, kernels_of, lacks_half
-from headrace.sockets import Build
+from headrace.assemble.sockets import Build
 
 OLDEST = (8, 0)
 """cuDNN's fused attention begins with Ampere."""

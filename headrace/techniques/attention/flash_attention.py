@@ -15,8 +15,8 @@ from typing import ClassVar
 import torch
 from torch.nn.attention import SDPBackend
 
-from headrace.core.ledger import Ledger
-from headrace.core.technique import (
+from headrace.costs.ledger import Ledger
+from headrace.plan.technique import (
     Card,
     Context,
     Evidence,
@@ -34,7 +34,7 @@ from headrace.model.attention import (
     lacks_mask,
 )
 from headrace.model.mask import MaskSpec, Rows
-from headrace.sockets import Build
+from headrace.assemble.sockets import Build
 
 OLDEST = (8, 0)
 """torch's flash kernels begin with Ampere."""

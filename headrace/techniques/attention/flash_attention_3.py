@@ -42,8 +42,8 @@ from torch.nn.attention import (
 )
 
 from headrace.core.errors import UnsupportedError
-from headrace.core.ledger import Ledger
-from headrace.core.technique import (
+from headrace.costs.ledger import Ledger
+from headrace.plan.technique import (
     Card,
     Context,
     Evidence,
@@ -62,7 +62,7 @@ from headrace.model.attention import (
     lacks_mask,
 )
 from headrace.model.mask import MaskSpec, Rows
-from headrace.sockets import Build
+from headrace.assemble.sockets import Build
 
 WIDEST_HEAD = 256
 """Features of a head that its kernels take (flash-attention's hopper/flash_api.cpp)."""

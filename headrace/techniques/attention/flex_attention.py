@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from headrace.core.ledger import Ledger
-from headrace.core.technique import (
+from headrace.costs.ledger import Ledger
+from headrace.plan.technique import (
     Card,
     Context,
     Evidence,
@@ -36,7 +36,7 @@ from headrace.core.technique import (
 )
 from headrace.model.attention import Sdpa, equal_scores, kernels_of
 from headrace.model.mask import MaskSpec, Rows, slopes
-from headrace.sockets import Build
+from headrace.assemble.sockets import Build
 
 OLDEST = (8, 0)
 """Its generated kernels are tested by torch from Ampere on."""

@@ -34,9 +34,9 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from headrace.core.errors import ConfigError
-from headrace.core.ledger import Ledger, Line, Matrix
+from headrace.costs.ledger import Ledger, Line, Matrix
 from headrace.core.model_config import ModelConfig
-from headrace.core.technique import (
+from headrace.plan.technique import (
     Card,
     Context,
     Evidence,
@@ -48,12 +48,12 @@ from headrace.core.technique import (
 from headrace.kernels import fla, gated_delta, linear_attention
 from headrace.kernels.launches import since
 from headrace.model.attention import Attend, Attention, Shared
-from headrace.model.chunk_work import chunk_flops, chunked
-from headrace.model.count import FP32, held_in
+from headrace.costs.chunk_work import chunk_flops, chunked
+from headrace.costs.count import FP32, held_in
 from headrace.model.lora import ALONE, GATES
 from headrace.model.mask import MaskSpec, Rows
 from headrace.model.position import rotate
-from headrace.sockets import Build
+from headrace.assemble.sockets import Build
 
 TEMPERATURE = 16.0
 """A gate of 0.5 keeps 0.958 per token (arXiv 2312.06635, section 4.4)."""

@@ -19,8 +19,8 @@ from typing import Any, ClassVar
 import torch
 from pydantic import Field
 
-from headrace.core.ledger import Ledger, Line
-from headrace.core.technique import (
+from headrace.costs.ledger import Ledger, Line
+from headrace.plan.technique import (
     Card,
     Context,
     Doubt,
@@ -31,10 +31,10 @@ from headrace.core.technique import (
     Unsupported,
 )
 from headrace.model.attention import weights
-from headrace.model.count import FP32, held_in
+from headrace.costs.count import FP32, held_in
 from headrace.model.mask import MaskSpec, Rows
-from headrace.model.work import capped
-from headrace.sockets import Build
+from headrace.costs.decoder_work import capped
+from headrace.assemble.sockets import Build
 
 LARGEST = 60.0
 """A score whose inverse exponential bf16 still holds; fp16 is asked about two that are nearer."""

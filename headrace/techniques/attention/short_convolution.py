@@ -26,9 +26,9 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from headrace.core.ledger import Ledger, Line, Matrix
+from headrace.costs.ledger import Ledger, Line, Matrix
 from headrace.core.model_config import ModelConfig
-from headrace.core.technique import (
+from headrace.plan.technique import (
     Card,
     Context,
     Evidence,
@@ -37,14 +37,14 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
-from headrace.core.work import CUSTOM, Phase, Work
+from headrace.costs.work import CUSTOM, Phase, Work
 from headrace.kernels.launches import since
 from headrace.model.attention import Shared
 from headrace.model.convolution import LAUNCH, CausalConvolution, libraries
-from headrace.model.count import FP32, held_in
+from headrace.costs.count import FP32, held_in
 from headrace.model.lora import targeted
 from headrace.model.mask import MaskSpec
-from headrace.sockets import Build
+from headrace.assemble.sockets import Build
 
 GATES: Mapping[Phase, tuple[float, float, float]] = {"forward": (8, 3, 6), "backward": (22, 8, 14)}
 """Streams of the model's width that gates and zeros before a row read and write: by eager torch, in

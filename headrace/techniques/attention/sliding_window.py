@@ -16,8 +16,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from headrace.core.ledger import Ledger, Line
-from headrace.core.technique import (
+from headrace.costs.ledger import Ledger, Line
+from headrace.plan.technique import (
     Card,
     Context,
     Doubt,
@@ -27,13 +27,13 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
-from headrace.core.work import TILE
+from headrace.costs.work import TILE
 from headrace.data.loader import Micro
 from headrace.model.attention import Attention
-from headrace.model.count import held_in
+from headrace.costs.count import held_in
 from headrace.model.mask import MaskSpec
-from headrace.model.work import masked
-from headrace.sockets import Build
+from headrace.costs.decoder_work import masked
+from headrace.assemble.sockets import Build
 
 
 def share_of_causal(window: int, length: int) -> float:

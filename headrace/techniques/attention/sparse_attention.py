@@ -19,8 +19,8 @@ from typing import ClassVar
 import torch
 from pydantic import Field
 
-from headrace.core.ledger import Ledger, Line
-from headrace.core.technique import (
+from headrace.costs.ledger import Ledger, Line
+from headrace.plan.technique import (
     Card,
     Context,
     Evidence,
@@ -29,12 +29,12 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
-from headrace.core.work import TILE
+from headrace.costs.work import TILE
 from headrace.model.attention import weights
-from headrace.model.count import held_in
+from headrace.costs.count import held_in
 from headrace.model.mask import BlockPattern, Rows
-from headrace.model.work import masked
-from headrace.sockets import Build
+from headrace.costs.decoder_work import masked
+from headrace.assemble.sockets import Build
 
 
 def skipped(pattern: BlockPattern, length: int) -> tuple[float | None, int]:

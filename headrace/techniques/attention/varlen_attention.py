@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.core.errors import RunError, UnsupportedError
-from headrace.core.ledger import Ledger
-from headrace.core.technique import (
+from headrace.costs.ledger import Ledger
+from headrace.plan.technique import (
     Card,
     Context,
     Evidence,
@@ -37,7 +37,7 @@ from headrace.core.technique import (
 )
 from headrace.model.attention import Sdpa, equal_scores, kernels_of, lacks_half
 from headrace.model.mask import MaskSpec, Rows
-from headrace.sockets import Build
+from headrace.assemble.sockets import Build
 
 OLDEST = (8, 0)
 """torch's flash kernels begin with Ampere."""

@@ -30,9 +30,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from headrace.core.ledger import Ledger
+from headrace.costs.ledger import Ledger
 from headrace.core.model_config import ModelConfig
-from headrace.core.technique import (
+from headrace.plan.technique import (
     Card,
     Context,
     Doubt,
@@ -43,7 +43,7 @@ from headrace.core.technique import (
     Unsupported,
 )
 from headrace.model.position import Rope, Rotation
-from headrace.sockets import Build
+from headrace.assemble.sockets import Build
 
 CHANGED = 1e-5
 """Relative change of a frequency that is more than rounding."""

@@ -28,8 +28,8 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from headrace.core.errors import ConfigError
-from headrace.core.ledger import Ledger
-from headrace.core.technique import (
+from headrace.costs.ledger import Ledger
+from headrace.plan.technique import (
     Card,
     Context,
     Evidence,
@@ -38,7 +38,7 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
-from headrace.sockets import Build
+from headrace.assemble.sockets import Build
 
 KEEPING = "inductor"
 """The backend whose results are kept."""

@@ -25,8 +25,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from headrace.core.ledger import Ledger, Line
-from headrace.core.technique import (
+from headrace.costs.ledger import Ledger, Line
+from headrace.plan.technique import (
     Card,
     Context,
     Evidence,
@@ -35,7 +35,7 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
-from headrace.sockets import Build
+from headrace.assemble.sockets import Build
 
 RECORDING = "inductor"
 """The backend that records what it compiles."""

@@ -20,8 +20,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from headrace.core.ledger import Ledger
-from headrace.core.technique import (
+from headrace.costs.ledger import Ledger
+from headrace.plan.technique import (
     Card,
     Context,
     Evidence,
@@ -32,7 +32,7 @@ from headrace.core.technique import (
 )
 from headrace.kernels.launches import since
 from headrace.model.convolution import CUDNN, LAUNCH, CausalConvolution, libraries
-from headrace.sockets import Build
+from headrace.assemble.sockets import Build
 
 CONVOLVING, MASKING = "short_convolution", "document_packing"
 

@@ -27,8 +27,8 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from headrace.core.ledger import Ledger, Line
-from headrace.core.technique import (
+from headrace.costs.ledger import Ledger, Line
+from headrace.plan.technique import (
     Card,
     Context,
     Evidence,
@@ -39,7 +39,7 @@ from headrace.core.technique import (
 )
 from headrace.model.head import IGNORED
 from headrace.model.mask import Rows
-from headrace.sockets import Build, Work
+from headrace.assemble.sockets import Build, Work
 
 
 class ShapeBuckets(Technique[Build]):

@@ -14,9 +14,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from pydantic import field_validator
 
-from headrace.core.ledger import Ledger, Line
+from headrace.costs.ledger import Ledger, Line
 from headrace.core.strict import Wrong
-from headrace.core.technique import (
+from headrace.plan.technique import (
     Card,
     Context,
     Evidence,
@@ -25,9 +25,9 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
-from headrace.core.work import REGION
-from headrace.model.count import FP32
-from headrace.sockets import Build
+from headrace.costs.work import REGION
+from headrace.costs.count import FP32
+from headrace.assemble.sockets import Build
 
 
 class TorchCompile(Technique[Build]):

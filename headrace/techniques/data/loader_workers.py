@@ -28,8 +28,8 @@ from typing import Any, ClassVar
 import torch
 from pydantic import Field
 
-from headrace.core.ledger import Ledger
-from headrace.core.technique import (
+from headrace.costs.ledger import Ledger
+from headrace.plan.technique import (
     Card,
     Context,
     Evidence,
@@ -41,7 +41,7 @@ from headrace.core.technique import (
 from headrace.data.loader import Loader
 from headrace.data.rows import Packer
 from headrace.data.tuned_loader import TunedLoader
-from headrace.sockets import Build
+from headrace.assemble.sockets import Build
 
 MOST_THREADS = 32
 """That a run takes by itself, however many cores there are."""

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from headrace.core.ledger import Ledger
-from headrace.core.technique import (
+from headrace.costs.ledger import Ledger
+from headrace.plan.technique import (
     Card,
     Context,
     Evidence,
@@ -22,7 +22,7 @@ from headrace.core.technique import (
     Unsupported,
 )
 from headrace.core.units import divisors
-from headrace.sockets import Build
+from headrace.assemble.sockets import Build
 
 
 class Gqa(Technique[Build]):

@@ -20,10 +20,10 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from headrace.core.ledger import Ledger, Line, Matrix
+from headrace.costs.ledger import Ledger, Line, Matrix
 from headrace.core.model_config import ModelConfig
 from headrace.core.strict import Wrong
-from headrace.core.technique import (
+from headrace.plan.technique import (
     Card,
     Context,
     Doubt,
@@ -34,9 +34,9 @@ from headrace.core.technique import (
     Unsupported,
 )
 from headrace.kernels.grouped_linear import OLDEST
-from headrace.model.count import FP32, held_in
+from headrace.costs.count import FP32, held_in
 from headrace.model.moe import MixtureOfExperts as Layer
-from headrace.sockets import Build
+from headrace.assemble.sockets import Build
 
 UNIT = 8
 """Hidden features come in multiples of 8: 16 bytes of bf16, what the grouped product asks for."""

@@ -23,9 +23,9 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from headrace.core.ledger import Ledger
+from headrace.costs.ledger import Ledger
 from headrace.core.model_config import ModelConfig
-from headrace.core.technique import (
+from headrace.plan.technique import (
     Card,
     Context,
     Doubt,
@@ -37,7 +37,7 @@ from headrace.core.technique import (
 )
 from headrace.model.zoo import families
 from headrace.optim.adamw import make_adamw
-from headrace.sockets import Build, Optimizer, Route
+from headrace.assemble.sockets import Build, Optimizer, Route
 
 FINITE_OUTPUTS = ("head.weight", ".router.weight")
 """Matrices whose output does not widen with the model."""

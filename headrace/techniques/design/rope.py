@@ -21,8 +21,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from headrace.core.ledger import Ledger
-from headrace.core.technique import (
+from headrace.costs.ledger import Ledger
+from headrace.plan.technique import (
     Card,
     Context,
     Evidence,
@@ -34,7 +34,7 @@ from headrace.core.technique import (
 from headrace.model import position
 from headrace.model.adapter import shape_of
 from headrace.model.attention import Attention
-from headrace.sockets import Build
+from headrace.assemble.sockets import Build
 
 PLACES = (0, 1, 2, 5)
 """Where angles are measured: from the second on each is a multiple of the second's."""

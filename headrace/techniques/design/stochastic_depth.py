@@ -19,8 +19,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from headrace.core.ledger import Ledger
-from headrace.core.technique import (
+from headrace.costs.ledger import Ledger
+from headrace.plan.technique import (
     Card,
     Context,
     Doubt,
@@ -31,7 +31,7 @@ from headrace.core.technique import (
     Unsupported,
 )
 from headrace.model.mask import Rows
-from headrace.sockets import Build, Forward
+from headrace.assemble.sockets import Build, Forward
 
 OUTSIDE = (
     "embedding", "head", "loss", "gradients", "clip", "update", "reduce", "count", "border",

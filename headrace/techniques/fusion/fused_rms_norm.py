@@ -28,9 +28,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from headrace.core.ledger import Ledger
+from headrace.costs.ledger import Ledger
 from headrace.core.model_config import ModelConfig
-from headrace.core.technique import (
+from headrace.plan.technique import (
     Card,
     Context,
     Evidence,
@@ -41,9 +41,9 @@ from headrace.core.technique import (
 )
 from headrace.kernels.launches import since
 from headrace.kernels.rms_norm import rms_norm, rms_norm_add
-from headrace.model.count import FP32
+from headrace.costs.count import FP32
 from headrace.model.norm import RMSNorm
-from headrace.sockets import Build
+from headrace.assemble.sockets import Build
 
 KERNELS = (
     "rms_norm_forward", "rms_norm_backward", "rms_norm_add_forward", "rms_norm_add_backward",

@@ -32,8 +32,8 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from headrace.core.ledger import Ledger
-from headrace.core.technique import (
+from headrace.costs.ledger import Ledger
+from headrace.plan.technique import (
     Card,
     Context,
     Evidence,
@@ -42,12 +42,12 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
-from headrace.core.work import CUSTOM
+from headrace.costs.work import CUSTOM
 from headrace.kernels.launches import since
 from headrace.kernels.rope import rope, rope_norm
 from headrace.model.norm import RMSNorm
 from headrace.model.position import Normalise, as_is
-from headrace.sockets import Build, Forward
+from headrace.assemble.sockets import Build, Forward
 
 KERNELS = ("rope_turn", "rope_back", "rope_norm_turn", "rope_norm_back")
 

@@ -17,9 +17,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from headrace.core.ledger import Ledger
+from headrace.costs.ledger import Ledger
 from headrace.core.model_config import ModelConfig
-from headrace.core.technique import (
+from headrace.plan.technique import (
     Card,
     Context,
     Evidence,
@@ -31,7 +31,7 @@ from headrace.core.technique import (
 from headrace.kernels.launches import since
 from headrace.kernels.swiglu import swiglu
 from headrace.model.mlp import SwiGLU
-from headrace.sockets import Build
+from headrace.assemble.sockets import Build
 
 KERNELS = ("swiglu_forward", "swiglu_backward")
 

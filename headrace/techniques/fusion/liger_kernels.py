@@ -20,9 +20,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from headrace.core.ledger import Ledger
+from headrace.costs.ledger import Ledger
 from headrace.core.model_config import ModelConfig
-from headrace.core.technique import (
+from headrace.plan.technique import (
     Card,
     Context,
     Evidence,
@@ -31,13 +31,13 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
-from headrace.core.work import EAGER
+from headrace.costs.work import EAGER
 from headrace.kernels.launches import since
 from headrace.kernels.liger import rms_norm, silu_mul
-from headrace.model.count import FP32
+from headrace.costs.count import FP32
 from headrace.model.mlp import SwiGLU
 from headrace.model.norm import RMSNorm
-from headrace.sockets import Build
+from headrace.assemble.sockets import Build
 
 OLDEST = (0, 8, 5)
 """The release that these calls were written for."""

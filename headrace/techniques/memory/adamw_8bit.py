@@ -22,9 +22,9 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from headrace.core.errors import ConfigError
-from headrace.core.ledger import Ledger
-from headrace.core.plan import Plan
-from headrace.core.technique import (
+from headrace.costs.ledger import Ledger
+from headrace.plan.plan import Plan
+from headrace.plan.technique import (
     Card,
     Context,
     Evidence,
@@ -34,7 +34,7 @@ from headrace.core.technique import (
     Unsupported,
 )
 from headrace.core.units import divisors
-from headrace.core.work import Work
+from headrace.costs.work import Work
 from headrace.kernels.blockwise_8bit import (
     BLOCK,
     SLICE_NUMBERS,
@@ -44,9 +44,9 @@ from headrace.kernels.blockwise_8bit import (
     levels,
 )
 from headrace.model.adapter import shape_of
-from headrace.model.count import block_linears
+from headrace.costs.count import block_linears
 from headrace.parallel.layout import local_of
-from headrace.sockets import Build, Route
+from headrace.assemble.sockets import Build, Route
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 TEMPORARIES = 6

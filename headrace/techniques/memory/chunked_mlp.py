@@ -32,8 +32,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from headrace.core.ledger import Ledger, Line
-from headrace.core.technique import (
+from headrace.costs.ledger import Ledger, Line
+from headrace.plan.technique import (
     Card,
     Context,
     Evidence,
@@ -42,9 +42,9 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
-from headrace.core.work import Work
-from headrace.model.count import holds_casts
-from headrace.sockets import Build
+from headrace.costs.work import Work
+from headrace.costs.count import holds_casts
+from headrace.assemble.sockets import Build
 
 RECOMPUTED_LINES = ("gate_up", "activation")
 """Ledger lines of a block that are as wide as the hidden features."""

@@ -43,9 +43,9 @@ from pydantic import Field
 from torch import Tensor
 
 from headrace.core.errors import NO_MEMORY, RunError, UnsupportedError, is_out_of_memory
-from headrace.core.ledger import Ledger
-from headrace.core.plan import Batch, Goal, Plan, TrackConfig
-from headrace.core.technique import (
+from headrace.costs.ledger import Ledger
+from headrace.plan.plan import Batch, Goal, Plan, TrackConfig
+from headrace.plan.technique import (
     Card,
     Context,
     Evidence,
@@ -57,7 +57,7 @@ from headrace.core.technique import (
 from headrace.core.units import format_bytes, largest_divisor
 from headrace.model.head import Objective
 from headrace.model.mask import Rows
-from headrace.sockets import Build, Engine, Work
+from headrace.assemble.sockets import Build, Engine, Work
 
 CERTAIN, HOPELESS = 0.5, 2.0
 """Shares of the free memory: a size that is predicted to need less than the first fits, more than
@@ -72,11 +72,11 @@ CHILD = """
 import resource, sys
 from pathlib import Path
 import torch
-from headrace import train
-from headrace.cli import catalogue
-from headrace.core.plan import Plan
-from headrace.interrupts import Interrupts
-from headrace.progress import Progress
+from headrace.train import train
+from headrace.cli.app import catalogue
+from headrace.plan.plan import Plan
+from headrace.train.interrupts import Interrupts
+from headrace.core.progress import Progress
 
 Interrupts.patience_s = None  # its thread has a stack that the limit counts
 plan, limit, held = Path(sys.argv[1]), int(sys.argv[2]), Path("/proc/self/statm")

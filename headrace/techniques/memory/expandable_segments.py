@@ -26,8 +26,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from headrace.core.ledger import Ledger
-from headrace.core.technique import (
+from headrace.costs.ledger import Ledger
+from headrace.plan.technique import (
     Card,
     Context,
     Evidence,
@@ -37,7 +37,7 @@ from headrace.core.technique import (
     Unsupported,
 )
 from headrace.parallel.layout import local_of
-from headrace.sockets import Build
+from headrace.assemble.sockets import Build
 
 SETTING = "expandable_segments"
 LARGE_BYTES = 20 * 2**20

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from headrace.core import kept_memory
-from headrace.core.host import KEEPS
+from headrace.costs.host import KEEPS
 from headrace.core.kept_memory import pages_touched
-from headrace.core.ledger import Ledger
-from headrace.core.technique import (
+from headrace.costs.ledger import Ledger
+from headrace.plan.technique import (
     Card,
     Context,
     Evidence,
@@ -35,7 +35,7 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
-from headrace.sockets import Build
+from headrace.assemble.sockets import Build
 
 PAGE_BYTES = 4096
 """Of memory that the system hands out at once, or more."""

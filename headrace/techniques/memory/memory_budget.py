@@ -23,8 +23,8 @@ from typing import Any, ClassVar
 from pydantic import Field
 from torch import Tensor
 
-from headrace.core.ledger import Ledger, Line
-from headrace.core.technique import (
+from headrace.costs.ledger import Ledger, Line
+from headrace.plan.technique import (
     Card,
     Context,
     Evidence,
@@ -33,8 +33,8 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
-from headrace.model.count import trunk_ledger
-from headrace.sockets import Build
+from headrace.costs.count import trunk_ledger
+from headrace.assemble.sockets import Build
 
 COMPILED = "CompiledFunctionBackward"
 """What autograd calls a compiled graph."""

@@ -21,9 +21,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from headrace.core.ledger import Ledger, Line
-from headrace.core.plan import OptimizerConfig
-from headrace.core.technique import (
+from headrace.costs.ledger import Ledger, Line
+from headrace.plan.plan import OptimizerConfig
+from headrace.plan.technique import (
     Card,
     Context,
     Evidence,
@@ -34,7 +34,7 @@ from headrace.core.technique import (
 )
 from headrace.optim.adamw import make_adamw
 from headrace.parallel.layout import local_of
-from headrace.sockets import Build, Pass, Route
+from headrace.assemble.sockets import Build, Pass, Route
 
 
 class BackwardAdamW(torch.optim.Optimizer):

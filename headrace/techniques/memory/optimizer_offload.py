@@ -25,9 +25,9 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from headrace.core.ledger import DERIVED, Ledger
-from headrace.core.plan import OptimizerConfig
-from headrace.core.technique import (
+from headrace.costs.ledger import DERIVED, Ledger
+from headrace.plan.plan import OptimizerConfig
+from headrace.plan.technique import (
     Card,
     Context,
     Evidence,
@@ -36,10 +36,10 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
-from headrace.core.work import Work
+from headrace.costs.work import Work
 from headrace.optim.adamw import make_adamw
 from headrace.parallel.layout import local_of
-from headrace.sockets import Build, Route
+from headrace.assemble.sockets import Build, Route
 
 FP32 = 4
 HOSTED = 28.0

@@ -30,10 +30,10 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from headrace.core.ledger import Ledger, Line
-from headrace.core.plan import ATTENDS, Plan
+from headrace.costs.ledger import Ledger, Line
+from headrace.plan.plan import ATTENDS, Plan
 from headrace.core.strict import Wrong
-from headrace.core.technique import (
+from headrace.plan.technique import (
     Card,
     Context,
     Evidence,
@@ -42,10 +42,10 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
-from headrace.core.work import CHOSEN
-from headrace.model.count import block_linears, holds_casts
+from headrace.costs.work import CHOSEN
+from headrace.costs.count import block_linears, holds_casts
 from headrace.model.lora import LAST, adapters_again
-from headrace.sockets import Build, Forward
+from headrace.assemble.sockets import Build, Forward
 
 Operation = Literal[
     "mm", "bmm", "addmm", "scaled_mm", "grouped_mm", "convolution", "attention"

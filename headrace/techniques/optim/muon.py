@@ -19,8 +19,8 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from headrace.core.ledger import DERIVED, Ledger
-from headrace.core.technique import (
+from headrace.costs.ledger import DERIVED, Ledger
+from headrace.plan.technique import (
     Card,
     Context,
     Evidence,
@@ -29,11 +29,11 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
-from headrace.core.work import Work, collective
+from headrace.costs.work import Work, collective
 from headrace.kernels.orthogonalize import STEPS, orthogonalize
 from headrace.model.fusion import Fusion, fusions
 from headrace.parallel.layout import local_of
-from headrace.sockets import Build, Route
+from headrace.assemble.sockets import Build, Route
 
 FP32, BF16 = 4, 2
 ITERATED = ((2, 4), (3, 2), (4, 1))

@@ -27,8 +27,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from headrace.core.ledger import Ledger
-from headrace.core.technique import (
+from headrace.costs.ledger import Ledger
+from headrace.plan.technique import (
     Card,
     Context,
     Evidence,
@@ -40,7 +40,7 @@ from headrace.core.technique import (
 from headrace.model.head import IGNORED, Vocabulary
 from headrace.optim.sophia import SophiaOptimizer
 from headrace.parallel.layout import local_of
-from headrace.sockets import Build, Pass, Route, Work
+from headrace.assemble.sockets import Build, Pass, Route, Work
 
 WORD = 0xFFFFFFFF
 CHUNK_TOKENS = 32

@@ -25,9 +25,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from headrace.core.errors import ConfigError, UnsupportedError
-from headrace.core.ledger import Ledger, Line
-from headrace.core.links import COMMUNICATORS
-from headrace.core.technique import (
+from headrace.costs.ledger import Ledger, Line
+from headrace.costs.links import COMMUNICATORS
+from headrace.plan.technique import (
     Card,
     Context,
     Evidence,
@@ -36,12 +36,12 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
-from headrace.core.work import Phase, collective
-from headrace.core.work import Work as Piece
-from headrace.model.count import FP32
+from headrace.costs.work import Phase, collective
+from headrace.costs.work import Work as Piece
+from headrace.costs.count import FP32
 from headrace.model.mask import MaskSpec, Rows
 from headrace.parallel.ring import Ring, RingMask, ring_attention
-from headrace.sockets import Build, Work
+from headrace.assemble.sockets import Build, Work
 
 AXIS = "context"
 WEIGHT_LINES = ("weight_cast",)

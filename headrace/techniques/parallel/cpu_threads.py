@@ -28,9 +28,9 @@ from pydantic import Field
 from torch import Tensor
 
 from headrace.core import cores
-from headrace.core.host import THREADS
-from headrace.core.ledger import Ledger
-from headrace.core.technique import (
+from headrace.costs.host import THREADS
+from headrace.costs.ledger import Ledger
+from headrace.plan.technique import (
     Card,
     Context,
     Evidence,
@@ -39,7 +39,7 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
-from headrace.sockets import Build
+from headrace.assemble.sockets import Build
 
 PARTS = {"whole": 1, "half": 2, "quarter": 4}
 """Into how many parts a share cuts the cores, of which it takes one."""

@@ -20,9 +20,9 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from headrace.core.ledger import Instant, Ledger, Line
-from headrace.core.links import Operation
-from headrace.core.technique import (
+from headrace.costs.ledger import Instant, Ledger, Line
+from headrace.costs.links import Operation
+from headrace.plan.technique import (
     Card,
     Context,
     Evidence,
@@ -31,10 +31,10 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
-from headrace.core.work import Beside, Phase, Work, collective
-from headrace.model.count import FP32
+from headrace.costs.work import Beside, Phase, Work, collective
+from headrace.costs.count import FP32
 from headrace.parallel.layout import is_dtensor
-from headrace.sockets import Build
+from headrace.assemble.sockets import Build
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy

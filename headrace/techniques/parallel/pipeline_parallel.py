@@ -23,9 +23,9 @@ from pydantic import Field
 from torch import Tensor
 
 from headrace.core.errors import ConfigError
-from headrace.core.ledger import Ledger, Line, Matrix
-from headrace.core.links import COMMUNICATORS
-from headrace.core.technique import (
+from headrace.costs.ledger import Ledger, Line, Matrix
+from headrace.costs.links import COMMUNICATORS
+from headrace.plan.technique import (
     Card,
     Context,
     Evidence,
@@ -35,14 +35,14 @@ from headrace.core.technique import (
     Unsupported,
 )
 from headrace.core.units import divisors
-from headrace.core.work import IDLE, collective
-from headrace.core.work import Work as Piece
-from headrace.model.count import FP32, held_in
+from headrace.costs.work import IDLE, collective
+from headrace.costs.work import Work as Piece
+from headrace.costs.count import FP32, held_in
 from headrace.model.decoder import Decoder, Part
 from headrace.model.head import Objective
-from headrace.model.work import LEARNED
+from headrace.costs.decoder_work import LEARNED
 from headrace.parallel import pipeline
-from headrace.sockets import Build, Work, auxiliary_loss
+from headrace.assemble.sockets import Build, Work, auxiliary_loss
 
 STATES: Mapping[str, Callable[[Matrix], float]] = {
     "parameters": lambda m: m.stored * m.numbers,

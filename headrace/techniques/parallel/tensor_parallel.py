@@ -30,10 +30,10 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from headrace.core.errors import ConfigError
-from headrace.core.ledger import Ledger
-from headrace.core.links import COMMUNICATORS
+from headrace.costs.ledger import Ledger
+from headrace.costs.links import COMMUNICATORS
 from headrace.core.model_config import ModelConfig
-from headrace.core.technique import (
+from headrace.plan.technique import (
     Card,
     Context,
     Evidence,
@@ -43,9 +43,9 @@ from headrace.core.technique import (
     Unsupported,
 )
 from headrace.core.units import divisors
-from headrace.model.count import FP32
+from headrace.costs.count import FP32
 from headrace.model.sharded_vocabulary import ShardedVocabulary
-from headrace.model.split_work import split_work
+from headrace.costs.split_work import split_work
 from headrace.parallel.layout import share
 from headrace.parallel.tensor import (
     Peers,
@@ -57,7 +57,7 @@ from headrace.parallel.tensor import (
     split_sequence,
     sum_forward,
 )
-from headrace.sockets import Build
+from headrace.assemble.sockets import Build
 
 AXIS = "tensor"
 WHOLE = "mesh.tensor=1 --without tensor_parallel"

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.core.ledger import Ledger
-from headrace.core.technique import (
+from headrace.costs.ledger import Ledger
+from headrace.plan.technique import (
     Card,
     Context,
     Evidence,
@@ -26,7 +26,7 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
-from headrace.sockets import Build
+from headrace.assemble.sockets import Build
 
 AMPERE = (8, 0)
 """Compute capability of the first GPUs that multiply bf16."""

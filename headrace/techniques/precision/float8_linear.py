@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from torch._guards import TracingContext
 
 from headrace.core.errors import ConfigError
-from headrace.core.ledger import Ledger
-from headrace.core.technique import (
+from headrace.costs.ledger import Ledger
+from headrace.plan.technique import (
     Card,
     Context,
     Evidence,
@@ -38,9 +38,9 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
-from headrace.core.work import Phase, Work
-from headrace.model.count import holds_casts
-from headrace.sockets import Build
+from headrace.costs.work import Phase, Work
+from headrace.costs.count import holds_casts
+from headrace.assemble.sockets import Build
 
 MULTIPLE = 16
 """Sizes of a fp8 product on a GPU must be multiples of this (torch._scaled_mm)."""

@@ -20,8 +20,8 @@ from pydantic import Field
 from torch import Tensor
 
 from headrace.core.errors import Diverged
-from headrace.core.ledger import Ledger
-from headrace.core.technique import (
+from headrace.costs.ledger import Ledger
+from headrace.plan.technique import (
     Card,
     Context,
     Evidence,
@@ -30,7 +30,7 @@ from headrace.core.technique import (
     Technique,
     Unsupported,
 )
-from headrace.sockets import Build
+from headrace.assemble.sockets import Build
 
 LARGEST = 2.0**24
 """Apex's and Megatron's bound: above it fp16's own largest number, 65,504, is what ends growth."""

@@ -20,8 +20,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from headrace.core.ledger import Ledger
-from headrace.core.technique import (
+from headrace.costs.ledger import Ledger
+from headrace.plan.technique import (
     Card,
     Context,
     Doubt,
@@ -33,7 +33,7 @@ from headrace.core.technique import (
 )
 from headrace.core.units import divisors
 from headrace.data.loader import Micro
-from headrace.sockets import Build
+from headrace.assemble.sockets import Build
 
 
 def lengths_to(whole: int, start: int) -> list[int]:

@@ -1,0 +1,394 @@
+"""The attention backend that is fastest at a run's own shapes, found by timing it.
+
+Which kernel wins depends on the GPU, the versions, the length of rows, the heads and the mask, and
+no rule says it. A plan with `attention = "measured"` has every exact backend of the catalogue that
+can run it timed beside the trunk's: one micro-batch of its own rows, its mask, its heads and its
+precision, compiled where the plan compiles. One time is what a micro-batch spends in attention: the
+mask once, then forward and backward for every layer. Backends take turns, and medians count.
+
+The fastest is written into the plan as if it had been asked for: plan.toml names it, and repeats it
+without timing anything. The report keeps every time, who was refused and why, and the kernels that
+the winner launches, for the trunk's backend is torch's own choice among several. What was found is
+kept for the user's other runs in a JSON file, under everything that it depends on.
+
+Left out: knobs of a backend, which keep their defaults; flags of the process that other techniques
+set; and what lies around attention.
+"""
+
+import gc
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from headrace.assemble.build import make_build
+from headrace.assemble.context import make_context
+from headrace.core.errors import ConfigError, HeadraceError, UnsupportedError
+from headrace.core.files import write_whole
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Catalogue, Stage, Technique, Unsupported, check_claims
+from headrace.data.loader import collate
+from headrace.data.prepared import Prepared
+from headrace.model.attention import attending, check_mask, kernels_of
+from headrace.parallel.first import by_first
+from headrace.parallel.world import World
+from headrace.core.progress import Progress
+from headrace.assemble.sockets import Build, Work
+
+NOTE = "attention"
+"""Where a build keeps what was measured; the report has it under the same name."""
+TRUNK = "trunk"
+"""The trunk's own backend among the candidates."""
+WARMUP, ROUNDS, CALLS = 2, 7, 3
+"""Untimed calls, which compile; timed turns of each backend; calls of a turn."""
+PATIENCE_S, LONG_S = 20.0, 1.0
+"""No new turn begins after so long; where a micro-batch takes longer, a turn is one call."""
+FORMAT = 1
+"""Of the file that keeps results; another one's are not read."""
+
+
+def choose_attention(
+    plan: Plan, catalogue: Catalogue | None, prepared: Prepared, world: World,
+    device: torch.device, progress: Progress,
+) -> tuple[Plan, dict[str, Any] | None]:  # fmt: skip
+    """The plan with the fastest backend written in, and what was measured for the report.
+
+    A plan that leaves the choice to its techniques comes back as it is, with None.
+
+    Raises:
+        ConfigError: there is no catalogue to choose from.
+        UnsupportedError: no backend could run.
+    """
+    if plan.attention == "plan":
+        return plan, None
+    if catalogue is None:
+        raise ConfigError(
+            "attention = 'measured' chooses among techniques, and none were given",
+            "train.run(plan, progress=progress, catalogue=catalogue()), or attention=plan",
+        )
+    plans, refused = candidates(plan, catalogue, device)
+
+    def find() -> dict[str, Any]:
+        found = _find(plans, prepared, device, progress)
+        found["refused"] = {**refused, **found["refused"]}
+        progress.note(told(found))
+        return found
+
+    found = by_first(world, find)
+    return plans[found["chosen"]], found
+
+
+def candidates(
+    plan: Plan, catalogue: Catalogue, device: torch.device
+) -> tuple[dict[str, Plan], dict[str, str]]:
+    """The plan with each backend that can run it, by name, and why the others cannot."""
+    plan, refused = plan.replaced(attention="plan"), {}
+    plans = {TRUNK: plan}
+    for name, kind in catalogue.techniques.items():
+        attends = "parts.attend" in kind.claims and "parts.mixer" not in kind.claims
+        if not attends or kind.axes or kind.equality != "exact":
+            continue
+        try:
+            technique = kind()
+            one = plan.replaced(techniques={**plan.techniques, name: technique}).with_keys({})
+            check_claims(one.techniques.values())
+        except ConfigError as error:
+            refused[name] = _first_line(error)
+            continue
+        answer = technique.supports(make_context(one, device))
+        if isinstance(answer, Unsupported):
+            refused[name] = answer.reason
+        else:
+            plans[name] = one
+    return plans, refused
+
+
+def told(found: Mapping[str, Any]) -> str:
+    """What was found, in a line."""
+    times = sorted(found["milliseconds"].items(), key=lambda item: item[1]["median"])
+    shown = ", ".join(f"{name} {time['median']:.3g} ms" for name, time in times)
+    how = f"{'known from before' if found['cached'] else 'measured'}: {shown}"
+    left = f"; not {', '.join(found['refused'])}" if found["refused"] else ""
+    return f"attention by {found['chosen']} ({how if shown else 'no other runs here'}{left})"
+
+
+# --- what is asked, and what is known of it ---------------------------------------------------
+
+
+def cache_file() -> Path:
+    """Where results are kept between runs."""
+    return Path.home() / ".cache" / "headrace" / "attention.json"
+
+
+def _find(
+    plans: Mapping[str, Plan], prepared: Prepared, device: torch.device, progress: Progress
+) -> dict[str, Any]:  # fmt: skip
+    """The stored result for these circumstances, or a new one."""
+    build = make_build(plans[TRUNK], prepared, World(), device, until=Stage.PARTS)
+    work = _first_rows(build)
+    at = _circumstances(build, work, plans)
+    key, known = json.dumps(at, sort_keys=True), _read()
+    if _is_whole(old := known.get(key), plans):
+        return {**old, "at": at, "cached": True}
+    found = measure(build, work, plans, progress)
+    _write({**known, key: found})
+    return {**found, "at": at, "cached": False}
+
+
+def _is_whole(old: Any, plans: Mapping[str, Plan]) -> TypeGuard[dict[str, Any]]:
+    """Whether a kept entry has all that `measure` returns, and chooses one of `plans`."""
+    kinds = {"chosen": str, "kernels": list, "milliseconds": dict, "refused": dict}
+    if not isinstance(old, dict) or any(type(old.get(n)) is not kinds[n] for n in kinds):
+        return False
+    times = [time if type(time) is dict else {} for time in old["milliseconds"].values()]
+    numbers = [type(time.get(n)) for time in times for n in ("median", "low", "high")]
+    texts = all(type(text) is str for text in (*old["kernels"], *old["refused"].values()))
+    return old["chosen"] in plans and texts and {*numbers} <= {int, float}
+
+
+def _first_rows(build: Build) -> Work:
+    """A micro-batch of the run's own text."""
+    packer = build.pack(build, build.prepared.train)
+    rows = [packer.row(0, n % packer.units[0]) for n in range(build.plan.micro_rows)]
+    return build.place(build, collate(rows, segments=build.mask.document))
+
+
+def _circumstances(build: Build, work: Work, plans: Mapping[str, Plan]) -> dict[str, Any]:
+    """Everything that the times depend on."""
+    plan, config, segments_BT = build.plan, build.config, work.rows.segments_BT
+    documents = 0 if segments_BT is None else int((segments_BT[:, -1] + 1).sum())
+    return {
+        "device": build.context.device_name,
+        "torch": torch.__version__,
+        "cudnn": torch.backends.cudnn.version(),
+        "rows": plan.micro_rows,
+        "tokens_of_a_row": plan.data.sequence_length,
+        "documents": documents,
+        "layers": len(attending(config, build.parts.mixer, build.parts.attend)),
+        "heads": _share(config.heads, build),
+        "kv_heads": _share(config.resolved_kv_heads, build),
+        "head_dim": config.resolved_head_dim,
+        "precision": build.context.precision,
+        "mask": repr(build.mask),
+        "compiled_by": _compiler(plan),
+        "candidates": {n: repr(p.techniques.get(n, "")) for n, p in plans.items()},
+    }
+
+
+def _share(heads: int, build: Build) -> int:
+    """Of them, what one tensor rank holds."""
+    return max(1, heads // build.plan.mesh.tensor)
+
+
+def _compiler(plan: Plan) -> str:
+    """What compiles the model's code; empty where nothing does."""
+    compiling = [t for t in plan.techniques.values() if "compiled" in t.composes]
+    return getattr(compiling[0], "backend", "inductor") if compiling else ""
+
+
+def _read() -> dict[str, Any]:
+    """All results that are kept; none where the file is damaged or of another format."""
+    try:
+        kept = json.loads(cache_file().read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    if not isinstance(kept, dict) or kept.get("format") != FORMAT:
+        return {}
+    return kept["found"] if isinstance(kept.get("found"), dict) else {}
+
+
+def _write(found: Mapping[str, Any]) -> None:
+    """Keep results, aside and renamed; a disk that cannot is no reason to end a run."""
+    path = cache_file()
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_whole(path, json.dumps({"format": FORMAT, "found": found}, indent=1))
+
+
+# --- the clock -------------------------------------------------------------------------------
+
+
+@dataclass
+class Trial:
+    """One backend on the run's rows."""
+
+    build: Build
+    """with this backend in its parts"""
+    parts: list[tuple[int, Callable[[], Any]]]
+    """(how often a micro-batch does it, what)"""
+    launched: Callable[[], list[str]]
+    """names of the kernels of a call"""
+
+    def seconds(self, calls: int) -> float:
+        """Of a micro-batch's attention, from so many calls."""
+        with ExitStack() as flags:
+            for enter in self.build.runtime:
+                flags.enter_context(enter())
+            device = self.build.device
+            return sum(count * _seconds(device, what, calls) for count, what in self.parts)
+
+
+def measure(
+    build: Build, work: Work, plans: Mapping[str, Plan], progress: Progress
+) -> dict[str, Any]:
+    """Times of each backend, who could not run, and the fastest.
+
+    Raises:
+        UnsupportedError: none could run.
+    """
+    trials: dict[str, Trial] = {}
+    refused: dict[str, str] = {}
+    times: dict[str, list[float]] = {}
+    tensors, rows = _tensors(build, work), work.ids_BT.size(0)
+    try:
+        for name, plan in plans.items():
+            try:
+                trials[name] = _trial(build, work, plan.techniques.get(name), tensors)
+                for _ in range(WARMUP if len(plans) > 1 else 0):
+                    trials[name].seconds(1)
+            except (HeadraceError, RuntimeError, ValueError) as error:
+                trials.pop(name, None)
+                refused[name] = _first_line(error)
+            if name in refused:
+                _clean(build.device)  # it may have run out of memory
+        if not trials:
+            raise UnsupportedError(
+                "no attention backend could run: "
+                + "; ".join(f"{name}: {why}" for name, why in refused.items()),
+                f"attention=plan; or batch.micro_sequences={max(1, rows // 2)}",
+            )
+        if len(trials) > 1:
+            times = _take_turns(trials, progress)
+        fastest = min(trials, key=lambda name: median(times.get(name, [0.0])))
+        kernels = trials[fastest].launched()
+    finally:
+        trials.clear()
+        _clean(build.device)
+    return {
+        "chosen": fastest,
+        "kernels": kernels,
+        "milliseconds": {
+            name: {"median": median(seen), "low": min(seen), "high": max(seen)}
+            for name, seen in times.items()
+        },
+        "refused": refused,
+    }
+
+
+def _take_turns(trials: Mapping[str, Trial], progress: Progress) -> dict[str, list[float]]:
+    """Milliseconds of each turn of each backend."""
+    began_s, calls = time.perf_counter(), 1
+    times: dict[str, list[float]] = {name: [] for name in trials}
+    for turn in range(ROUNDS):
+        progress.task("attention backends", turn, ROUNDS)
+        for name, trial in trials.items():
+            times[name].append(1000 * trial.seconds(calls))
+        if turn == 0 and max(seen[0] for seen in times.values()) < 1000 * LONG_S:
+            calls = CALLS
+        if time.perf_counter() - began_s > PATIENCE_S:
+            break
+    return times
+
+
+def _tensors(build: Build, work: Work) -> list[Tensor]:
+    """Random queries, keys, values and a gradient of the result, in the run's shapes."""
+    config, (B, T) = build.config, work.ids_BT.shape
+    draw = torch.Generator(build.device).manual_seed(0)
+    heads, groups = _share(config.heads, build), _share(config.resolved_kv_heads, build)
+    q, k, v, gradient = (
+        torch.randn(B, T, n, config.resolved_head_dim, device=build.device, generator=draw)
+        .to(build.dtype)
+        .requires_grad_()
+        for n in (heads, groups, groups, heads)
+    )
+    return [q, k, v, gradient.detach()]
+
+
+def _trial(
+    build: Build, work: Work, technique: Technique[Any] | None, tensors: list[Tensor]
+) -> Trial:
+    """A backend with what a micro-batch asks of it.
+
+    Raises:
+        ConfigError, UnsupportedError: it does not know the run's mask.
+    """
+    own = replace(build, parts=copy(build.parts), runtime=[*build.runtime], notes={}, filled={})
+    if technique is not None:
+        technique.apply(own)
+    attend, config = own.parts.attend, own.config
+    check_mask(config, attend, own.mask)
+    (*given, gradient), length = tensors, work.ids_BT.size(1)
+    call: Callable[..., Tensor] = attend.__call__
+    if compiler := _compiler(own.plan):
+        call = torch.compile(call, backend=compiler, dynamic=False)
+
+    def prepare(spec: Any) -> Any:
+        with own.autocast():
+            return attend.prepare(spec, work.rows, length)
+
+    def both_ways(mask: Any) -> None:
+        with own.autocast():
+            mixed = call(*given, mask)
+        torch.autograd.grad(mixed, given, gradient.to(mixed.dtype))
+
+    parts: list[tuple[int, Callable[[], Any]]] = []
+    masks = []
+    with ExitStack() as flags:
+        for enter in own.runtime:
+            flags.enter_context(enter())
+        layers_of = Counter(map(own.mask.of_layer, attending(config, own.parts.mixer, attend)))
+        for spec, layers in layers_of.items():
+            masks.append(prepare(spec))
+            parts += [(1, partial(prepare, spec)), (layers, partial(both_ways, masks[-1]))]
+    return Trial(own, parts, partial(_kernels, own, given, masks[0]))
+
+
+def _kernels(build: Build, given: list[Tensor], mask: Any) -> list[str]:
+    """What the backend launches: kernels of a GPU, or torch's operations of attention."""
+    (q, k, v), cuda = given, build.device.type == "cuda"
+    with build.autocast(), ExitStack() as flags:
+        for enter in build.runtime:
+            flags.enter_context(enter())
+        names = kernels_of(build.parts.attend, q, k, v, mask, only="CUDA" if cuda else "")
+    return names if cuda else [name for name in names if "attention" in name]
+
+
+def _seconds(device: torch.device, what: Callable[[], Any], calls: int) -> float:
+    """Of one call, from a few in a row: by the GPU's own clock, or by the host's."""
+    if device.type == "cuda":
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(calls):
+            what()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1000 / calls
+    began_s = time.perf_counter()
+    for _ in range(calls):
+        what()
+    if device.type == "mps":
+        torch.mps.synchronize()
+    return (time.perf_counter() - began_s) / calls
+
+
+def _clean(device: torch.device) -> None:
+    """Give back what was held; the run's own peak begins after this."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _first_line(error: BaseException) -> str:
+    """What went wrong, without torch's pages."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,446 @@
+"""Plan -> Build: one visible loop over the stages.
+
+At each stage the trunk does its part, then the techniques of that stage act, in name order. What a
+technique touched is found by comparing the sockets before and after, not by believing it; touching
+a socket that it did not declare is a bug in the technique.
+"""
+
+import json
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headrace.assemble.context import check_supported, make_context
+from headrace.core.errors import ConfigError, Diverged
+from headrace.costs.ledger import Ledger
+from headrace.costs.links import COMMUNICATORS
+from headrace.core.model_config import ModelConfig
+from headrace.plan.plan import MeshConfig, Plan
+from headrace.plan.technique import Context, Stage, Technique
+from headrace.data.loader import Loader
+from headrace.data.order import make_order
+from headrace.data.prepared import Prepared
+from headrace.data.pretrained import check_tokenizer, unchecked_tokenizer
+from headrace.data.rows import Cut, Packer
+from headrace.data.tokenizer import entries, open_tokenizer
+from headrace.assemble.filled import fillers, record
+from headrace.assemble.materialize import freeze, materialize
+from headrace.model.adapter import files_left_out, load_pretrained, read_config
+from headrace.costs.count import trunk_ledger
+from headrace.model.decoder import Decoder, trunk_parts
+from headrace.model.head import with_terms
+from headrace.model.init import adding, random_source
+from headrace.costs.decoder_work import shared_work, trunk_work
+from headrace.optim.adamw import clip_factor, gradient_norm, make_adamw, scale_gradients
+from headrace.optim.schedule import learning_rate
+from headrace.parallel.layout import Layout, local_of
+from headrace.parallel.world import AXES, World
+from headrace.assemble.sockets import Build, Pass, Route, auxiliary_loss, place
+
+
+def predict(plan: Plan, context: Context) -> Ledger:
+    """The trunk's ledger with every technique's edits, in stage order. Pure.
+
+    Of a pipeline's ranks, that of the one that needs most memory when all have edited. An optimizer
+    takes its parameters when all that learns is known, and the rest when others have.
+
+    Raises:
+        ConfigError: the plan names a tokenizer that is not there.
+    """
+    return max(predict_each(plan, context), key=lambda ledger: ledger.peak()[1])
+
+
+def predict_each(plan: Plan, context: Context) -> list[Ledger]:
+    """Likewise of each of a pipeline's ranks: the slowest may be another."""
+    return [_predict_on(plan, context, rank) for rank in range(plan.mesh.pipeline)]
+
+
+def _predict_on(plan: Plan, context: Context, pipeline_rank: int) -> Ledger:
+    model = plan.model
+    if not model.vocab:  # not resolved yet by a run
+        told = model.pretrained and plan.data.tokenizer != "bpe"  # by the weights
+        model = _model_config(plan, 0 if told else entries(plan.data))
+    ledger = trunk_ledger(
+        model,
+        rows=plan.micro_rows,
+        length=plan.data.sequence_length,
+        precision=context.precision,
+        device=context.device,
+        accumulates=plan.micro_rows * plan.mesh.data < plan.rows_per_step,
+    )
+    mesh = plan.mesh
+    ranks = _ranks(mesh)
+    ranks["pipeline_rank"] = float(pipeline_rank)
+    ranks["micro_batches"] = plan.rows_per_step / mesh.data / plan.micro_rows
+    ranks["other_loss"] = float(any("terms" in t.composes for t in plan.techniques.values()))
+    others = any("objective" in t.composes for t in plan.techniques.values())
+    ranks["other_objective"] = float(others or bool(model.logit_cap))
+    work = trunk_work(
+        model, rows=plan.micro_rows, length=plan.data.sequence_length,
+        precision=context.precision, micro_batches=ranks["micro_batches"],
+    )  # fmt: skip
+    work |= shared_work(model, ranks)
+    ledger = replace(ledger, sizes={**ledger.sizes, **ranks}, work=work)
+    for technique in sorted(plan.techniques.values(), key=_when_predicted):
+        ledger = technique.predict(ledger)
+    return ledger
+
+
+def _ranks(mesh: MeshConfig) -> dict[str, float]:
+    """Ranks along each axis, how far apart the first and last of them are, and communicators."""
+    sizes = {axis: getattr(mesh, axis) for axis in AXES}
+    sizes |= {"shard": mesh.data * mesh.context, "world": mesh.ranks}
+    reach = {a: prod(getattr(mesh, b) for b in AXES[AXES.index(a) :]) for a in AXES}
+    reach |= {"shard": reach["data"], "world": mesh.ranks}
+    found = {f"{axis}_ranks": float(count) for axis, count in sizes.items()}
+    found |= {f"{axis}_reach": float(count) for axis, count in reach.items()}
+    mine = ("shard", "pipeline", "world")
+    found[COMMUNICATORS] = float(sum(sizes[axis] > 1 for axis in mine))
+    return found
+
+
+def _when_predicted(technique: Technique[Any]) -> tuple[int, bool, int, str]:
+    routes = "routes" in technique.composes
+    when = max(technique.stage, Stage.OPTIMIZER) if routes else technique.stage
+    return when, technique.rest, technique.stage, technique.name()
+
+
+def make_build(
+    plan: Plan, prepared: Prepared, world: World, device: torch.device,
+    *, until: Stage = Stage.STEP, tell: Callable[[str], None] | None = None,
+    given: Mapping[str, Tensor] | None = None,
+) -> Build:  # fmt: skip
+    """Fill every socket, stage by stage, and make the model, optimizers and loader.
+
+    Args:
+        plan: the run.
+        prepared: its tokenizer and shards.
+        world: this process's place.
+        device: where the weights live.
+        until: the last stage; a model alone ends at MATERIALIZE.
+        tell: takes a line that is worth reading, now and while the run goes.
+        given: values of parameters by name, copied in the place of drawing or reading them.
+
+    Raises:
+        UnsupportedError, ConfigError: see `check_supported` and each stage.
+    """
+    context = make_context(plan, device)
+    techniques = sorted(plan.techniques.values(), key=lambda t: (t.stage, t.name()))
+    check_supported(techniques, context)
+    build = _trunk(plan, prepared, world, device, context, techniques)
+    build.tell, build.given = tell or build.tell, given or {}
+    for stage in Stage:
+        TRUNK.get(stage, _nothing)(build)
+        for technique in techniques:
+            if technique.stage == stage:
+                before = fillers(build)
+                technique.apply(build)
+                record(build, technique, before)
+        FINISH.get(stage, _nothing)(build)
+        if stage == until:
+            break
+    return build
+
+
+def _model_config(plan: Plan, vocab: int) -> ModelConfig:
+    """`model.*` with everything known that data and weights decide.
+
+    Raises:
+        ConfigError: a key contradicts the tokenizer, the sequence length or the weights.
+    """
+    model = plan.model
+    if model.pretrained:
+        model = _as_pretrained(model)
+    if model.pretrained and model.vocab < vocab:
+        folder = model.pretrained
+        load = (
+            "from transformers import AutoModelForCausalLM as M; "
+            f"m = M.from_pretrained({folder!r}); m.resize_token_embeddings({vocab}); "
+            f"m.save_pretrained({folder!r})"
+        )
+        raise ConfigError(
+            f"the tokenizer has {vocab} entries and the weights of model.pretrained = {folder!r} "
+            f"have {model.vocab}",
+            f"python -c {shlex.quote(load)}",
+        )
+    if model.vocab and model.vocab < vocab:
+        fit = -(-vocab // model.vocab_multiple) * model.vocab_multiple
+        raise ConfigError(
+            f"model.vocab = {model.vocab} is smaller than the tokenizer's {vocab} entries",
+            f"model.vocab={fit} (or leave it out)",
+        )
+    sizes: dict[str, Any] = {}
+    if not model.vocab:
+        sizes["vocab"] = -(-vocab // model.vocab_multiple) * model.vocab_multiple
+    if model.position == "learned":
+        sizes["context"] = context = model.context or plan.data.sequence_length
+        if context < plan.data.sequence_length:
+            raise ConfigError(
+                f"data.sequence_length = {plan.data.sequence_length} is longer than the "
+                f"{context} positions of model.context",
+                f"data.sequence_length={context}",
+            )
+    return model.model_copy(update=sizes)
+
+
+def check_weights(plan: Plan) -> None:
+    """Refuse a plan that says otherwise than the weights which it starts from.
+
+    Raises:
+        ConfigError, UnsupportedError: with the keys, or with what is wrong with the folder.
+    """
+    if folder := plan.model.pretrained:
+        entries_there = _as_pretrained(plan.model).vocab
+        if plan.data.tokenizer not in ("bpe", folder):  # a new one is compared once it is trained
+            used = open_tokenizer(plan.data.tokenizer)
+            check_tokenizer(used, folder, "model.pretrained", entries_there)
+
+
+NOT_OF_WEIGHTS = {"family", "pretrained", "precision", "init_std", "output_init", "vocab_multiple"}
+"""Keys of a model that say nothing of given weights: names, arithmetic, and how others begin."""
+
+
+def _as_pretrained(model: ModelConfig) -> ModelConfig:
+    """The shape of the weights to start from; keys that the plan gives must agree with it."""
+    found, _ = load_pretrained(Path(model.pretrained))
+    pairs = {
+        key: (getattr(model, key), getattr(found, key))
+        for key in sorted(model.model_fields_set - NOT_OF_WEIGHTS)
+    }
+    other = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+    if other:
+        each = [f"model.{key} = {asked!r} (it: {have!r})" for key, (asked, have) in other.items()]
+        raise ConfigError(
+            f"the plan says otherwise than the weights of {model.pretrained}: {', '.join(each)}",
+            " ".join(
+                f"model.{key}={have if isinstance(have, str) else json.dumps(have)}"
+                for key, (_, have) in other.items()
+            ),
+        )
+    kept = {k: getattr(model, k) for k in ("family", "pretrained", "precision")}
+    return found.model_copy(update=kept)
+
+
+def _trunk(
+    plan: Plan, prepared: Prepared, world: World, device: torch.device, context: Context,
+    techniques: list[Technique[Any]],
+) -> Build:  # fmt: skip
+    """A Build whose every owned socket holds the trunk's filler."""
+    if (folder := plan.model.pretrained) and not prepared.has_begun:
+        entries_there = read_config(Path(folder)).vocab
+        check_tokenizer(prepared.tokenizer, folder, "model.pretrained", entries_there)
+    config = _model_config(plan, prepared.tokenizer.vocab)
+    assert plan.with_keys({}) == plan, "a technique's keys were not written into the plan"
+    build = Build(
+        plan=plan.replaced(model=config),
+        context=context,
+        world=world,
+        device=device,
+        techniques=techniques,
+        prepared=prepared,
+        config=config,
+        parts=trunk_parts(config),
+        source=random_source(config, plan.seed),
+        engine=local_engine,
+        sync=lambda build, last: None,
+        reduce=_sum_gradients,
+        loss_scale=lambda build: None,
+        clip=_clip,
+        passes=_one_pass,
+        pack=lambda build, shards: Cut(shards, build.plan.data.sequence_length),
+        order=lambda build, packer: make_order(
+            packer.units, seed=build.plan.seed, weights=build.plan.data.weights
+        ),
+        transport=_threads,
+        place=place,
+        recover=_stop,
+        predicted=lambda plan: predict(plan, context),
+    )
+    build.values["step"] = float
+    build.values["lr"] = learning_rate(plan.schedule, plan.horizon_steps)
+    return build
+
+
+# --- what the trunk does at each stage -------------------------------------------------------
+
+
+def _nothing(build: Build) -> None:
+    """This stage is the techniques' alone."""
+
+
+def _parts(build: Build) -> None:
+    """The design is final: parts and initial values follow the config as it is now."""
+    build.parts = trunk_parts(build.config)
+    build.source = random_source(build.config, build.plan.seed)
+    if build.config.pretrained:
+        _, stored = load_pretrained(Path(build.config.pretrained))
+        build.source = adding(stored, build.source)
+        folder, spec = build.config.pretrained, build.plan.data.tokenizer
+        for line in (
+            files_left_out(Path(folder)),
+            unchecked_tokenizer(spec, folder, "model.pretrained"),
+        ):
+            if line:
+                build.tell(line)
+
+
+def _meta_model(build: Build) -> None:
+    """The model without storage: splits and wraps see names and shapes before any byte is held."""
+    with torch.device("meta"):
+        build.model = Decoder(build.config, build.parts, build.mask)
+    if build.context.precision == "bf16":
+        build.model.residual_dtype = torch.bfloat16
+    _note_layouts(build)
+
+
+def _note_layouts(build: Build) -> None:
+    """Every parameter is held whole by every rank until a technique says otherwise."""
+    for name, parameter in build.model.named_parameters():
+        build.layouts.setdefault(name, Layout(parameter.shape))
+
+
+def _linears(build: Build) -> None:
+    for name, (_, make) in build.linear.items():
+        parent, _, child = name.rpartition(".")
+        linear = build.model.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        setattr(build.model.get_submodule(parent), child, make(linear))
+    _note_layouts(build)
+
+
+def _optimizers(build: Build) -> None:
+    """Each route takes its parameters; AdamW takes the rest."""
+    rest = {n: p for n, p in build.model.named_parameters() if p.requires_grad}
+    trunk = Route("adamw", lambda n, p: True, lambda named: make_adamw(build.plan.optimizer, named))
+    for route in [*sorted(build.routes, key=lambda route: route.rest), trunk]:
+        taken = {n: p for n, p in rest.items() if route.takes(n, p)}
+        rest = {n: p for n, p in rest.items() if n not in taken}
+        if taken:
+            build.optimizers[route.name] = optimizer = route.make(taken)
+            build.routed[route.name] = taken
+            for group in optimizer.param_groups:
+                group["initial_lr"] = group["lr"]
+
+
+def _data(build: Build) -> None:
+    build.loader = build.transport(build, build.pack(build, build.prepared.train))
+
+
+def _objective(build: Build) -> None:
+    """One function from here on: a new closure every step would be compiled every step."""
+    build.objective = with_terms(build.objective, build.terms)
+
+
+TRUNK: Mapping[Stage, Callable[[Build], None]] = {
+    Stage.PARTS: _parts,
+    Stage.MODEL: _meta_model,
+}
+"""What the trunk does before the techniques of a stage act."""
+
+FINISH: Mapping[Stage, Callable[[Build], None]] = {
+    Stage.LINEAR: _linears,
+    Stage.FREEZE: freeze,
+    Stage.MATERIALIZE: materialize,
+    Stage.OPTIMIZER: _optimizers,
+    Stage.DATA: _data,
+    Stage.STEP: _objective,
+}
+"""What the trunk does with the sockets once the techniques of a stage have filled them."""
+
+
+# --- the trunk's fillers ---------------------------------------------------------------------
+
+
+def local_engine(build: Build, micros: Any, objective: Any, scale: Tensor) -> Tensor:
+    """Forward and backward of each micro-batch in turn; returns the scaled loss sum, detached."""
+    total = torch.zeros((), device=build.device)
+    for index, micro in enumerate(micros):
+        build.sync(build, index == len(micros) - 1)
+        build.phases.mark("forward")
+        with build.autocast():
+            loss = build.model(
+                micro.ids_BT, micro.targets_BT, micro.rows,
+                objective=objective, scale=scale, extras=micro.extras,
+            )  # fmt: skip
+        if torch.is_grad_enabled():
+            auxiliary = auxiliary_loss(build)
+            loss = loss if auxiliary is None else loss + auxiliary * scale
+            build.phases.mark("backward")
+            loss.backward()
+        total += loss.detach()
+    return total
+
+
+def _sum_gradients(build: Build) -> None:
+    """Add up what is partial, axis by axis."""
+    held = [(build.layouts[n], p) for n, p in build.model.named_parameters() if p.grad is not None]
+    for axis in ("shard", "tensor", "ends"):
+        partial = [local_of(p.grad) for layout, p in held if axis in layout.partial]  # type: ignore[arg-type]
+        build.world.sum_gradients_(partial, axis)
+
+
+def _clip(build: Build, max_norm: float) -> Tensor:
+    """One norm over all ranks, each number counted once; 0 only measures it.
+
+    An optimizer with a `gradient_factor` multiplies as it reads; for the rest it is done here.
+    """
+    gradients: dict[str, Tensor] = {}
+    copies = []
+    for name, parameter in build.model.named_parameters():
+        if parameter.grad is not None:
+            gradients[name] = local_of(parameter.grad)
+            copies.append(build.layouts[name].copies(build.world, parameter))
+    norm = gradient_norm(list(gradients.values()), copies, build.world)
+    factor = clip_factor(norm, max_norm) if max_norm > 0 else None
+    later: set[str] = set()
+    for route, optimizer in build.optimizers.items():
+        if hasattr(optimizer, "gradient_factor"):
+            optimizer.gradient_factor = factor  # type: ignore[attr-defined]
+            later |= build.routed[route].keys()
+    if factor is not None:
+        scale_gradients([g for name, g in gradients.items() if name not in later], factor)
+    return norm
+
+
+def _one_pass(build: Build, step: int) -> list[Pass]:
+    """Plain training: all micro-batches once, absorbed by every optimizer."""
+    limit = build.plan.optimizer.clip_norm
+    return [Pass("update", build.objective, lambda works: works, absorb, max_norm=limit)]
+
+
+def absorb(build: Build, finite: Tensor) -> None:
+    """Every optimizer's update, masked on the device where the gradient was not finite."""
+    for optimizer in build.optimizers.values():
+        optimizer.found_inf = 1.0 - finite  # type: ignore[attr-defined]
+        optimizer.step()
+
+
+def _threads(build: Build, packer: Packer) -> Loader:
+    """The trunk's transport: reader threads, pinned memory for a GPU."""
+    plan = build.plan
+    return Loader(
+        packer,
+        rows_per_step=plan.rows_per_step,
+        micro_rows=plan.micro_rows,
+        rank=build.world.place("data"),
+        ranks=build.world.size("data"),
+        workers=plan.data.workers,
+        prefetch=plan.data.prefetch,
+        order=build.order(build, packer),
+        segments=build.mask.document,
+        pin=build.device.type == "cuda",
+    )
+
+
+def _stop(build: Build, step: int, metrics: Mapping[str, float]) -> None:
+    """The trunk's answer to a gradient that is not finite: end the run, weights untouched."""
+    raise Diverged(
+        f"the gradient of step {step} is not finite (loss {metrics['loss']}, "
+        f"norm {metrics['grad_norm']}); its update was not applied"
+    )

@@ -1,0 +1,147 @@
+"""Where a plan would run, and whether its techniques can run there."""
+
+import shutil
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+
+from headrace.core.errors import ConfigError, UnsupportedError
+from headrace.costs.hardware import BF16, NO_BF16, lookup
+from headrace.costs.machine import Machine
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Context, Technique, Unsupported, check_claims
+
+
+def choose_device(plan: Plan) -> torch.device:
+    """The plan's device, or the best that is here; see `find_device`."""
+    return find_device(plan.device)
+
+
+def find_device(name: str, remedy: str = "device=auto") -> torch.device:
+    """The device of that name, or for "auto" the best that is here.
+
+    Args:
+        name: as a plan says it.
+        remedy: what asks for the best that is here.
+
+    Raises:
+        UnsupportedError: the device that is asked for is not here.
+    """
+    here = {
+        "cpu": True,
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+    }
+    if name == "auto":
+        name = next(d for d in ("cuda", "mps", "cpu") if here[d])
+    if not here.get(name):
+        raise UnsupportedError(
+            f"device = {name!r} was asked for and torch {torch.__version__} finds none here",
+            remedy,
+        )
+    return torch.device(name)
+
+
+def make_context(plan: Plan, device: torch.device) -> Context:
+    """What techniques may ask about the place where the plan runs."""
+    cuda = device.type == "cuda"
+    capability = torch.cuda.get_device_capability(device) if cuda else None
+    major, minor = torch.__version__.split(".")[:2]
+    return Context(
+        plan=plan,
+        device=device.type,
+        device_name=torch.cuda.get_device_name(device) if cuda else device.type,
+        capability=capability,
+        torch=(int(major), int(minor)),
+        has_triton=find_spec("triton") is not None,
+        has_compiler=_has_compiler(),
+        ranks=plan.mesh.ranks,
+        precision=precision_of(plan, capability),
+    )
+
+
+def precision_of(plan: Plan, capability: tuple[int, int] | None) -> Literal["fp32", "bf16", "fp16"]:
+    """Return the plan's precision; "auto" is bf16 on a GPU that multiplies it, and else fp32.
+
+    Args:
+        plan: which asks.
+        capability: of the GPU; None where it runs on none of NVIDIA's.
+    """
+    if plan.model.precision != "auto":
+        return plan.model.precision
+    return "bf16" if capability is not None and capability >= BF16 else "fp32"
+
+
+def on_one_process(plan: Plan) -> str:
+    """Return the changes after which a plan runs in one process."""
+    sizes = [f"mesh.{axis}=1" for axis, size in plan.mesh if size > 1]
+    spread = [
+        name
+        for name, technique in plan.techniques.items()
+        if technique.axes or "shard" in technique.composes
+    ]
+    return " ".join([*sizes, *(f"--without {name}" for name in spread)])
+
+
+def elsewhere(context: Context, device_name: str) -> Context:
+    """The same on an NVIDIA GPU that is not here, with Triton and a compiler.
+
+    Raises:
+        ConfigError: it is none.
+        UnsupportedError: nothing is assumed of such a device.
+    """
+    Machine.assumed(device_name)
+    found = lookup(device_name)
+    if not found.family:
+        raise ConfigError(
+            f"--device-name is of a GPU that is not here, and {device_name} is none",
+            "device=cpu without --device-name",
+        )
+    return replace(
+        context, device="cuda", device_name=device_name, capability=found.capability,
+        has_triton=True, has_compiler=True,
+        precision=precision_of(context.plan, found.capability),
+    )  # fmt: skip
+
+
+def _has_compiler() -> bool:
+    return any(shutil.which(c) for c in ("c++", "g++", "clang++", "cl"))
+
+
+def check_supported(techniques: list[Technique[Any]], context: Context) -> None:
+    """Ask every technique whether it can run here.
+
+    Raises:
+        UnsupportedError: the first that cannot, with its reason and remedy; or the GPU multiplies
+            no bf16, and the plan asks for it.
+        ConfigError: two of them own one socket, exclude each other, or update all that is left.
+    """
+    check_claims(techniques)
+    if context.precision == "fp16" and not any("loss_scale" in t.claims for t in techniques):
+        raise ConfigError(
+            "model.precision = 'fp16' loses small gradients when the loss is not scaled",
+            "--with fp16_loss_scaling (or model.precision=bf16)",
+        )
+    for technique in techniques:
+        answer = technique.supports(context)
+        if isinstance(answer, Unsupported):
+            name, mesh = technique.name(), context.plan.mesh
+            split = [f"mesh.{axis}=1 " for axis in technique.axes if getattr(mesh, axis) > 1]
+            raise UnsupportedError(
+                f"{name} was asked for and cannot run here: {answer.reason}",
+                f"{answer.remedy} (or {''.join(split)}--without {name})",
+            )
+    if context.precision == "bf16" and context.capability and context.capability < BF16:
+        raise UnsupportedError(
+            f"model.precision = 'bf16' and {context.device_name} "
+            f"{NO_BF16.format(*context.capability)}",
+            "model.precision=fp32 (or model.precision=fp16 --with fp16_loss_scaling)",
+        )
+    if len(rest := sorted(t.name() for t in techniques if t.rest)) > 1:
+        one, two = rest[:2]
+        raise ConfigError(
+            f"{one} and {two} both take the place of the trunk's AdamW",
+            f"--without {one} or --without {two}",
+        )

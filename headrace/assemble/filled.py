@@ -1,0 +1,186 @@
+"""Who filled which socket, and whether what was asked for is in force.
+
+Neither believes a technique: what it touched is found by comparing the sockets before and after it,
+and its evidence is read from the run. Attention that nobody filled is torch's own choice among
+several kernels, and so is looked at too.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.core.errors import RunError
+from headrace.plan.technique import Evidence, Technique
+from headrace.model.attention import Attention, kernels_of, operations_of
+from headrace.model.mask import MaskSpec, Rows
+from headrace.assemble.sockets import COMPOSED, OWNED, Build
+
+OWN = "own_attention"
+"""Where a build notes what torch chose."""
+PATIENT_STEPS = 32
+"""Steps that a trial takes for one with targets, before it gives up."""
+
+
+def fillers(build: Build) -> dict[str, Any]:
+    """What stands in every socket now, as something that compares."""
+    now: dict[str, Any] = {name: getattr(build, name) for name in OWNED}
+    now |= {f"parts.{key}": value for key, value in vars(build.parts).items()}
+    now |= {f"config.{key}": value for key, value in build.config}
+    for name in COMPOSED:
+        value = getattr(build, name)
+        now[name] = value.copy() if isinstance(value, list | dict) else value
+    now["layouts"] = {name: repr(layout) for name, layout in build.layouts.items()}
+    return now
+
+
+def record(build: Build, technique: Technique[Any], before: dict[str, Any]) -> None:
+    """Note which sockets `technique` touched since `before`; an undeclared one is a bug."""
+    after = fillers(build)
+    touched = [n for n in after if after[n] is not before[n] and after[n] != before[n]]
+    undeclared = set(touched) - set(technique.claims) - set(technique.composes)
+    assert not undeclared, f"{technique.name()} touched undeclared sockets {sorted(undeclared)}"
+    for name in touched:
+        build.filled.setdefault(name, []).append(technique.name())
+
+
+def check_active(build: Build) -> dict[str, Any]:
+    """After a step that counted a target: every technique's evidence, on ranks that can have some.
+
+    Raises:
+        RunError: one that was asked for is not in force.
+    """
+    found = {}
+    for technique in build.techniques:
+        evidence = technique.active(build)
+        told = build.world.gather((evidence.active, evidence.detail))
+        wrong = [detail for active, detail in told if active is False]
+        if wrong or all(active is None for active, _ in told):
+            raise RunError(
+                f"{technique.name()} was asked for and is not in force: {(wrong or told[0])[-1]}",
+                f"--without {technique.name()}",
+            )
+        found[technique.name()] = evidence
+    return found
+
+
+def evidence_after(
+    build: Build, numbers: Sequence[float] | Tensor, *, last: bool = False
+) -> dict[str, str] | None:
+    """Every technique's evidence in words, or None where the step counted no target.
+
+    Such a step sends a gradient to nothing, so that what is healthy looks as if it were lost.
+
+    Args:
+        build: the run.
+        numbers: of the step, as `train.step` returns them; the device is waited for.
+        last: nobody will ask again.
+
+    Raises:
+        RunError: a technique is not in force, or the last step to show it counted no target.
+    """
+    if float(numbers[3]) > 0 or not build.techniques:
+        return {name: found.detail for name, found in check_active(build).items()}
+    if last:
+        names = ", ".join(technique.name() for technique in build.techniques)
+        raise RunError(
+            f"no step counted a target so far, so that nothing shows whether {names} is in force",
+            "data.sources=PATH of text whose first steps have targets",
+        )
+    return None
+
+
+@dataclass(frozen=True)
+class LastLook:
+    """What techniques show at a run's end.
+
+    Args:
+        lost: that were in force and are not any more, by their evidence on any rank.
+        unseen: that showed nothing, as after a step without targets, and why.
+        evidence: of those that this rank sees in force, with what they counted until then.
+    """
+
+    lost: list[str]
+    unseen: dict[str, str]
+    evidence: Mapping[str, Evidence]
+
+
+def last_look(build: Build, counted: bool) -> LastLook:
+    """Ask every technique again. A trained run must not be lost by a look at it.
+
+    Args:
+        build: the run, at its end.
+        counted: whether its last step counted a target.
+    """
+    lost, unseen, seen = [], {}, {}
+    for technique in build.techniques:
+        try:
+            evidence = technique.active(build)
+            active: bool | str | None = evidence.active
+            if active:
+                seen[technique.name()] = evidence
+        except Exception as error:
+            active = f"nobody could look: {error}"
+        told = build.world.gather(active)
+        failed = [active for active in told if isinstance(active, str)]
+        missing = False in told or all(active is None for active in told)
+        if missing and counted:
+            lost.append(technique.name())
+        elif missing:
+            unseen[technique.name()] = "the last step counted no target"
+        elif failed:
+            unseen[technique.name()] = failed[0]
+    return LastLook(lost, unseen, seen)
+
+
+def newest(build: Build) -> dict[str, str]:
+    """Evidence in words of what is in force now, with what it has counted until now."""
+    return {name: seen.detail for name, seen in last_look(build, True).evidence.items()}
+
+
+def note_own_attention(build: Build) -> None:
+    """After one step: note, and tell, which kernels torch's own choice of attention launches.
+
+    The model's backend is called again for each of its masks, in the run's shapes, precision and
+    flags, as the first rank holds them and outside of compiled code. A technique that fills
+    attention has evidence of its own, and nothing is noted.
+    """
+    layers = [m.layer for m in build.model.modules() if isinstance(m, Attention)]
+    if "parts.attend" in build.filled or build.world.rank or not layers:
+        return
+    attend, on_gpu = build.model.attend, build.device.type == "cuda"
+    operations: dict[str, None] = {}
+    kernels: dict[str, None] = {}
+    why = ""
+    try:
+        with build.autocast(), torch.enable_grad():
+            for spec in dict.fromkeys(map(build.mask.of_layer, layers)):
+                q, k, mask = _asked(build, spec)
+                operations |= dict.fromkeys(operations_of(attend(q, k, k, mask)))
+                if on_gpu:
+                    kernels |= dict.fromkeys(kernels_of(attend, q, k, k, mask, only="CUDA"))
+    except Exception as error:  # a run must not be lost by a look at it
+        why = f" ({(str(error).strip() or type(error).__name__).splitlines()[0]})"
+    found = kernels if on_gpu else operations
+    told = f"torch ran {', '.join(operations)}" if operations else "what torch ran was not seen"
+    unseen = ", whose kernels were not seen" if operations and not found else ""
+    build.notes[OWN] = {"kernels": [*found], "detail": told + unseen + why}
+    build.tell(f"attention: {told}{unseen}{why}")
+
+
+def _asked(build: Build, spec: MaskSpec) -> tuple[Tensor, Tensor, Any]:
+    """Zeros as the run's queries [B, T, H, K] and keys [B, T, G, K], and the backend's mask."""
+    config, plan, device = build.config, build.plan, build.device
+    B, T, ranks = plan.micro_rows, plan.data.sequence_length, build.world.size("tensor")
+    half = torch.is_autocast_enabled(device.type)
+    dtype = torch.get_autocast_dtype(device.type) if half else torch.float32
+    like = torch.zeros(B, T, 1, config.resolved_head_dim, device=device, dtype=dtype)
+    q_BTHK, k_BTGK = (
+        like.repeat(1, 1, max(1, heads // ranks), 1).requires_grad_()
+        for heads in (config.heads, config.resolved_kv_heads)
+    )
+    places_BT = torch.arange(T, device=device).expand(B, T)
+    rows = Rows(places_BT, torch.zeros_like(places_BT) if spec.document else None)
+    return q_BTHK, k_BTGK, build.model.attend.prepare(spec, rows, T)

@@ -1,0 +1,312 @@
+"""What the command line shows: bars, tables, one clear error, exit codes."""
+
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.progress import Progress as Bars
+from rich.table import Column, Table
+from rich.text import Text
+
+from headrace.core.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_PLAN,
+    HeadraceError,
+    at_a_limit,
+)
+from headrace.core.files import encodable
+from headrace.core.progress import Lines, Progress, Several
+
+
+class Aside(Console):
+    """Standard error: what cannot be written there, as on a full disk, ends nothing."""
+
+    def print(self, *objects: Any, **how: Any) -> None:
+        """Print as `Console` does; forget what nobody takes."""
+        try:
+            super().print(*objects, **how)
+        except (OSError, ValueError):  # full, or shut
+            self._buffer.clear()
+
+
+console = Aside(stderr=True, highlight=False)
+WIDE = 100
+"""Columns of a terminal that has room for long bars."""
+ENDLESS = 10**6
+"""Columns of a file."""
+
+
+@contextmanager
+def exit_codes(as_json: bool, *, together: bool = False) -> Iterator[None]:
+    """Turn errors that a user can mend into one message and their exit code.
+
+    Args:
+        as_json: whether the message is a JSON document on standard output.
+        together: whether the ranks that torchrun started do the verb's work together. If not, the
+            first does it, and the others end at once, in silence.
+
+    Raises:
+        typer.Exit: with the exit code.
+    """
+    if not together and not is_first():
+        raise typer.Exit
+    if isinstance(sys.stdout, TextIOWrapper):  # a name may hold bytes that are no UTF-8
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        yield
+        _flush()
+    except HeadraceError as error:
+        _fail(error.message, error.remedy, error.exit_code, as_json)
+    except KeyboardInterrupt:
+        _fail("interrupted; checkpoints that were complete are kept", "", EXIT_INTERRUPTED, as_json)
+    except BaseException as error:  # what Rust raises is no Exception
+        if (limit := at_a_limit(error)) is not None:
+            _fail(limit.message, limit.remedy, limit.exit_code, as_json)
+        if isinstance(error, UnicodeEncodeError):
+            name = error.object[max(0, error.start - 80) : error.end + 80]
+            told = f"a name or a text is not {error.encoding.upper()}: {name!a}"
+            _fail(told, "the same command once that file or word is renamed", EXIT_PLAN, as_json)
+        if not isinstance(error, OSError) or isinstance(error, BrokenPipeError):
+            raise  # a reader that has seen enough, as head, is no error
+        full = not error.filename and _is_full()
+        name = "standard output" if full else error.filename
+        told = f"{name}: " * bool(name) + (error.strerror or str(error))
+        _fail(told, "", EXIT_FAILED, as_json and not full)
+
+
+def tell_error(error: HeadraceError, *, as_json: bool) -> None:
+    """Tell an error as `exit_codes` does, for a process that ends by itself."""
+    with suppress(typer.Exit):
+        _fail(error.message, error.remedy, error.exit_code, as_json)
+
+
+def is_first() -> bool:
+    """Return whether this process is the first rank of its world, or alone."""
+    return os.environ.get("RANK", "0") == "0" or os.environ.get("WORLD_SIZE", "1") == "1"
+
+
+def is_teller() -> bool:
+    """Return whether this rank is the one that says how a verb ended: the first one that asks.
+
+    They agree through the store that torchrun's agent keeps. Where there is none, an end that only
+    one rank has must not be lost, so that every rank tells its own.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        return True
+    from torch import distributed  # which most ends need not wait for
+
+    if not distributed.is_torchelastic_launched():
+        return True
+    try:
+        found = distributed.rendezvous("env://", timeout=timedelta(seconds=10))  # pyright: ignore
+        store, _, _ = next(found)
+        return store.add("headrace/told", 1) == 1
+    except (RuntimeError, ValueError):  # the agent is gone, or tells no address
+        return True
+
+
+def _is_full() -> bool:
+    """Whether standard output takes nothing more, as on a full disk.
+
+    An error of it has no name, and what could not be written is forgotten: so an empty line is.
+    """
+    return not _written("\n")
+
+
+def _flush() -> None:
+    """Write what was printed, while its failure can still be told."""
+    if sys.stdout is None:
+        return
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        error.filename = "standard output"
+        raise
+
+
+def _fail(message: str, remedy: str, code: int, as_json: bool) -> NoReturn:
+    """Tell an error once, whole, and end with its exit code."""
+    message, remedy = encodable(message), encodable(remedy)
+    with _uninterrupted():
+        if is_teller():
+            document = {"error": message, "remedy": remedy, "exit_code": code}
+            if not (as_json and _written(json.dumps(document))):
+                with suppress(OSError):
+                    console.print(
+                        f"error: {message}", style="bold red", markup=False, soft_wrap=True
+                    )
+                    if remedy:
+                        console.print(f"  try: {remedy}", markup=False, soft_wrap=True)
+            _written("")
+    raise typer.Exit(code)
+
+
+def _written(line: str) -> bool:
+    """Write a line on standard output; return False, and write no more there, where it is full."""
+    try:
+        print(line, end="\n" if line.strip() else "", flush=True)
+    except OSError:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the interpreter flushes it in the end
+        return False
+    return True
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ignore Ctrl-C meanwhile."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def show_json(value: Mapping[str, Any] | list[Any], code: int = EXIT_DONE) -> None:
+    """Print the one JSON document of a verb on standard output, by one rank.
+
+    Args:
+        value: what the verb found; numbers that are not finite become null.
+        code: with which it ends, which stands in an object as it does in that of an error; rows of
+            `list` and `doctor` are an array, and only success prints them.
+    """
+    if is_teller():
+        whole = value if isinstance(value, list) else {**value, "exit_code": code}
+        text = json.dumps(whole, default=str)
+        print(json.dumps(json.loads(text, parse_constant=lambda word: None), indent=1))
+
+
+def show_table(head: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
+    """A table on standard output, of which nothing is cut.
+
+    What is too wide for a terminal goes on in its next line; to a file or a pipe a row is one line.
+    """
+    columns = [Column(head[0], no_wrap=True)] if head else []
+    columns += [Column(name, overflow="fold") for name in head[1:]]
+    table = Table(*columns, title=title or None, title_justify="left", box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*row)
+    out = Console(highlight=False, markup=False, soft_wrap=False)
+    if not out.is_terminal:
+        out.width = out.measure(table, options=out.options.update(width=ENDLESS)).maximum
+    out.print(table)
+
+
+class Facts(TextColumn):
+    """The column that gives way where a terminal is narrow: it stays one line, and is cut."""
+
+    def render(self, task: Task) -> Text:
+        """Return the facts as text that does not wrap."""
+        text = super().render(task)
+        text.no_wrap, text.overflow = True, "ellipsis"
+        return text
+
+
+class BarProgress(Progress):
+    """rich progress bars on standard error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        whole: Any = {"table_column": Column(no_wrap=True)}
+        self._bars = Bars(
+            TextColumn("{task.description}", **whole),
+            BarColumn(bar_width=24 if console.width >= WIDE else 12, **whole),
+            TextColumn("{task.percentage:>3.0f}%", **whole),
+            TimeElapsedColumn(**whole),
+            TimeRemainingColumn(**whole),
+            Facts("{task.fields[facts]}", table_column=Column()),
+            console=console,
+            refresh_per_second=4,
+        )
+        self._tasks: dict[str, Any] = {}
+        self._facts: dict[str, str] = {}
+        try:
+            self._bars.start()
+        except RuntimeError:  # no thread to draw them: give the terminal back
+            self._bars.stop()
+            raise
+
+    def task(self, description: str, done: float, total: float | None) -> None:
+        """Draw or advance the bar of this description."""
+        if description not in self._tasks:
+            for task in self._bars.tasks:  # what had no known end has ended by now
+                if task.total is None:
+                    self._bars.update(task.id, total=1, completed=1)
+            self._tasks[description] = self._bars.add_task(description, total=total, facts="")
+        self._bars.update(self._tasks[description], completed=done, total=total)
+
+    def note(self, text: str) -> None:
+        """A line above the bars."""
+        self._bars.console.print(text, markup=False, soft_wrap=True)
+
+    def row(self, row: dict[str, Any], total_steps: int | None, **facts: float | None) -> None:
+        """Advance the training bar."""
+        self._facts["loss"] = f"loss {row['loss']:.3f}"
+        self._facts["speed"] = f"{row['tokens_per_s']:,.0f} tok/s"
+        if "val_bits_per_byte" in row:
+            self._facts["val"] = f"{row['val_bits_per_byte']:.3f} bits/byte"
+        self.task("training", row["step"], total_steps)
+        told = "  ".join(self._facts.values())
+        self._bars.update(self._tasks["training"], facts=told)
+
+    def close(self) -> None:
+        """Leave the bars as they are."""
+        self._bars.stop()
+
+
+def started_as() -> str:
+    """How this process was started, to be typed again."""
+    script = sys.argv[0]
+    if script.endswith("__main__.py") or not Path(script).is_file():
+        return "python -m headrace"
+    return "headrace" if shutil.which("headrace") else script
+
+
+def make_progress(as_json: bool) -> Progress:
+    """Bars in a terminal and lines in a log, of the first rank; silence otherwise."""
+    if as_json or os.environ.get("RANK", "0") != "0":
+        return Progress()
+    lines = Lines(_logs())
+    return Several(BarProgress(), lines) if console.is_terminal else lines
+
+
+def probe_progress() -> Progress:
+    """Bars, or lines where there is no terminal, on standard error alone: results go elsewhere."""
+    return BarProgress() if console.is_terminal else Lines([sys.stderr])
+
+
+def _logs() -> list[TextIO]:
+    """Standard error and output where they are no terminal, once if both go to one file."""
+    found: list[TextIO] = [] if console.is_terminal else [sys.stderr]
+    try:
+        out, error = (os.fstat(stream.fileno()) for stream in (sys.stdout, sys.stderr))
+        same = bool(found) and (out.st_dev, out.st_ino) == (error.st_dev, error.st_ino)
+        if not same and not sys.stdout.isatty():
+            found.append(sys.stdout)
+    except (OSError, ValueError, AttributeError):  # it is no file, or shut
+        pass
+    return found

@@ -1,0 +1,139 @@
+"""The verbs of the command line: how its words are read, and how a wrong one is told."""
+
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+from itertools import pairwise
+from math import isfinite
+from typing import Any, get_args
+
+import typer
+from typer.core import TyperGroup
+
+from headrace.core.command import typed
+from headrace.core.errors import EXIT_PLAN, ConfigError, nearest
+from headrace.cli.terminal import exit_codes, is_first
+
+UsageError: Any = typer.BadParameter.__base__
+"""What typer raises where no verb takes the command line; it gives only this child a name."""
+
+MISTYPED = 0.85
+"""Similarity of two options, by difflib, from which one is the other mistyped."""
+
+
+class Verbs(TyperGroup):
+    """The verbs. With --json a command line that none of them takes is told as JSON, too."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        """What stands before the verb."""
+        ctx.meta["json"] = "--json" in args
+        ctx.meta["words"] = [*args]
+        self._check_json(args)
+        if not is_first() and {"--help", "--version"} & set(args):  # the first rank prints it
+            raise typer.Exit
+        with exit_codes(ctx.meta["json"], together=True), _usage(ctx):
+            return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: typer.Context) -> Any:
+        """The verb, once it takes what stands behind it."""
+        words = ctx.meta["words"]
+        with (
+            typed(words, self._takes(words)),
+            exit_codes(ctx.meta["json"], together=True),
+            _usage(ctx),
+        ):
+            return super().invoke(ctx)
+
+    def _takes(self, words: list[str]) -> set[str]:
+        """The options of the verb of a command line that take the next word as their value."""
+        verb: Any = self
+        for word in words[:2]:
+            verb = getattr(verb, "commands", {}).get(word, verb)
+        return {
+            name
+            for option in verb.params
+            if option.param_type_name == "option" and not getattr(option, "is_flag", False)
+            for name in option.opts
+        }
+
+    def _check_json(self, args: list[str]) -> None:
+        """Refuse --json where an option would take it as its value."""
+        takes = self._takes(args)
+        for word, after in pairwise(args):
+            if word == "--":
+                return
+            if word in takes and after == "--json":
+                with exit_codes(as_json=True):
+                    raise ConfigError(
+                        f"{word} needs a value, and --json is none", f"{word} VALUE --json"
+                    )
+
+
+@contextmanager
+def _usage(ctx: typer.Context) -> Iterator[None]:
+    """With --json, an error of usage as one of ours; without, typer shows it."""
+    try:
+        yield
+    except UsageError as error:
+        if not is_first():  # which says the same
+            raise typer.Exit(EXIT_PLAN) from None
+        if not ctx.meta["json"]:
+            raise
+        where = error.ctx or ctx
+        remedy = _mended(error, where, ctx.meta["words"]) or f"{where.command_path} --help"
+        with exit_codes(as_json=True):
+            raise ConfigError(error.format_message(), remedy) from None
+
+
+def _mended(error: Any, where: Any, words: list[str]) -> str:
+    """Return the command line with the word that was probably meant; "" where none is near.
+
+    Args:
+        error: what typer raises.
+        where: the context of the verb, or of the group of verbs, that does not take the words.
+        words: behind `headrace`.
+    """
+    wrong, right = "", ""
+    if name := getattr(error, "option_name", ""):
+        options = [one for option in where.command.params for one in option.opts]
+        near = get_close_matches(name.casefold(), options, n=1, cutoff=MISTYPED)
+        wrong, right = name, next(iter(near), "")
+    elif verbs := getattr(where.command, "commands", None):
+        depth = len(where.command_path.split()) - 1
+        wrong = words[depth] if depth < len(words) else ""
+        near = nearest(wrong, verbs) if wrong else ""
+        right = near if near in verbs else ""
+    elif (option := getattr(error, "param", None)) is not None:
+        at = [n for n, word in enumerate(words[:-1]) if word in option.opts]
+        if at:
+            value = _value(option, words[at[-1] + 1])
+            found = [*words[: at[-1] + 1], *([value] if value else []), *words[at[-1] + 2 :]]
+            return _command(found) if value else ""
+    if not right or wrong not in words:
+        return ""
+    at = words.index(wrong)
+    return _command([*words[:at], right, *words[at + 1 :]])
+
+
+def _value(option: Any, given: str) -> str:
+    """Return the value of an option that is nearest to what was given; "" where nothing tells."""
+    descriptor = getattr(option, "type_descriptor", None)
+    choices = [str(one) for one in get_args(getattr(descriptor, "annotation", None))]
+    if choices:
+        near = nearest(given, choices)
+        return near if near in choices else choices[0]
+    try:
+        number = float(given)
+    except ValueError:
+        return str(option.default) if type(option.default) in (int, float) else ""
+    if option.min is not None and number < option.min:
+        return f"{option.min:g}"
+    if option.max is not None and number > option.max:
+        return f"{option.max:g}"
+    return f"{round(number)}" if type(option.default) is int and isfinite(number) else ""
+
+
+def _command(words: list[str]) -> str:
+    """Return these words as a shell takes them, as they are typed for a person."""
+    return shlex.join(["headrace", *(word for word in words if word != "--json")])

@@ -1,0 +1,264 @@
+"""What the trunk costs, counted from shapes: the ledger that techniques edit.
+
+Memory is counted for the eager trunk, line by line, as autograd keeps it. `s` is the bytes of an
+activation (4 in fp32, 2 under bf16). FLOPs count a multiply-add as two.
+
+Shapes: N = rows x length tokens, D features, L layers, H x K query features, G x K key features.
+"""
+
+from headrace.costs.ledger import Instant, Ledger, Line, Matrix
+from headrace.core.model_config import ModelConfig
+
+FP32 = 4
+
+
+def linear_parameters(config: ModelConfig) -> int:
+    """Weights of all matrices that a token is multiplied with, the output matrix included."""
+    heads, kv, width = config.heads, config.resolved_kv_heads, config.resolved_head_dim
+    attention = config.dim * width * (heads + 2 * kv) + heads * width * config.dim
+    mlp = config.dim * config.resolved_ffn * (3 if config.activation == "swiglu" else 2)
+    return config.layers * (attention + mlp) + config.dim * config.vocab
+
+
+def block_linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """(features in, features out) of each linear of a block, by the end of its name."""
+    heads, width = config.heads, config.resolved_head_dim
+    dim, ffn = config.dim, config.resolved_ffn
+    gated = config.activation == "swiglu"
+    return {
+        "mixer.qkv": (dim, (heads + 2 * config.resolved_kv_heads) * width),
+        "mixer.out": (heads * width, dim),
+        "mlp.gate_up" if gated else "mlp.up": (dim, (2 if gated else 1) * ffn),
+        "mlp.down": (ffn, dim),
+    }
+
+
+def matrices_of(config: ModelConfig) -> dict[str, Matrix]:
+    """All parameters of two dimensions by name."""
+    found = {"embed.weight": Matrix((config.vocab, config.dim))}
+    if config.position == "learned":
+        found["position.weight"] = Matrix((config.context, config.dim))
+    for layer in range(config.layers):
+        for name, (inner, outer) in block_linears(config).items():
+            found[f"blocks.{layer}.{name}.weight"] = Matrix((outer, inner))
+    if not config.tied_embeddings:
+        found["head.weight"] = found["embed.weight"]
+    return found
+
+
+def total_parameters(config: ModelConfig) -> int:
+    """Every trained number."""
+    count = linear_parameters(config)
+    if not config.tied_embeddings:
+        count += config.dim * config.vocab
+    if config.position == "learned":
+        count += config.context * config.dim
+    norm = config.dim * (2 if config.norm == "layer_norm" else 1)
+    count += norm * (2 * config.layers + 1)
+    if config.qk_norm:
+        count += 2 * config.layers * config.resolved_head_dim
+    if config.bias:
+        heads = config.heads + 2 * config.resolved_kv_heads
+        gates = 2 if config.activation == "swiglu" else 1
+        per_layer = heads * config.resolved_head_dim + 2 * config.dim + gates * config.resolved_ffn
+        count += config.layers * per_layer
+    return count
+
+
+def model_flops_per_token(config: ModelConfig, length: int) -> float:
+    """6 N + 12 L d T, the PaLM formula (arXiv 2204.02311, appendix B): the model's own work.
+
+    N counts the matrices with the output matrix and without the embedding; recomputation is not
+    counted, and attention is counted whole, causal or not.
+    """
+    attention = 12 * config.layers * config.heads * config.resolved_head_dim * length
+    return 6.0 * linear_parameters(config) + attention
+
+
+def trunk_ledger(
+    config: ModelConfig, *, rows: int, length: int, precision: str, device: str,
+    accumulates: bool = False,
+) -> Ledger:  # fmt: skip
+    """The plain trunk's costs for one micro-batch of `rows` x `length` tokens.
+
+    Args:
+        config: the decoder.
+        rows: rows of the micro-batch.
+        length: tokens of a row.
+        precision: "fp32", "bf16" or "fp16".
+        device: "cpu" keeps what its kernels keep.
+        accumulates: a step has several micro-batches, so that gradients are held in all but the
+            first one's forward pass.
+    """
+    config = config.model_copy(update={"context": config.context or length})
+    parameters = total_parameters(config)
+    tokens = rows * length
+    size = FP32 if precision == "fp32" else 2
+    memory = {
+        "parameters": Line(FP32 * parameters, ("always",)),
+        "gradients": Line(
+            FP32 * parameters, ("always",) if accumulates else ("backward", "optimizer")
+        ),
+        "optimizer": Line(2 * FP32 * parameters, ("always",)),
+    }
+    matrices = linear_parameters(config) - config.dim * config.vocab
+    for layer in range(config.layers):
+        kept = held_in(layer)
+        for name, count in _block_activations(config, tokens, size, device).items():
+            memory[f"{layer}/{name}"] = Line(count, kept, layer)
+        if size != FP32:  # autocast's copies of fp32 weights are kept for the backward pass
+            memory[f"{layer}/weight_cast"] = Line(2 * matrices / config.layers, kept, layer)
+    memory["final_norm"] = Line(_final_norm_bytes(config, tokens, size, device), ("loss",))
+    memory["logits"] = Line(_logits_bytes(config, tokens), ("loss",))
+    if size != FP32:
+        memory["head_cast"] = Line(size * config.dim * config.vocab, ("loss",))
+    if config.position == "rope" and device == "cuda":  # cosine and sine, shared by all blocks
+        angles = FP32 * tokens * config.resolved_head_dim
+        memory["rotation"] = Line(angles, ("loss", "turn", "backward"))
+    if device == "cuda":
+        memory["work"] = Line(_work_bytes(config, tokens, size), ("turn", "backward"))
+        if not accumulates:
+            table = FP32 * config.dim * config.vocab
+            memory["head_weight_gradient"] = Line(table, ("turn",))
+    forward = 2.0 * linear_parameters(config) + _attention_flops(config, length)
+    sizes = _sizes(config, rows, length, size, device)
+    sizes["stream_bytes"] = FP32 if precision == "fp16" else size
+    flops = {"forward": forward, "backward": 2 * forward}
+    return Ledger(memory, flops, sizes, matrices=matrices_of(config))
+
+
+def _sizes(config: ModelConfig, rows: int, length: int, size: int, device: str) -> dict[str, float]:
+    """Facts that techniques make their edits from."""
+    tokens, matrices = rows * length, linear_parameters(config) - config.dim * config.vocab
+    queries_and_keys = (config.heads + config.resolved_kv_heads) * config.resolved_head_dim
+    learned = config.position == "learned"
+    host = device != "cuda"  # where an RMS norm is composed of operations
+    composed = host and config.norm == "rms_norm"
+    hidden = FP32 if host else size
+    sizes = {
+        "layers": config.layers,
+        "norm_products": 2 * size * tokens * config.dim if composed else 0,
+        "qk_norm_products": FP32 * tokens * queries_and_keys if config.qk_norm and host else 0,
+        "residual": size * tokens * config.dim,
+        "logits_per_token": _logits_bytes(config, 1),
+        "logits_fused": 3 * size * tokens * config.vocab,
+        "head_gradients": FP32 * config.dim * config.vocab + hidden * config.dim * tokens,
+        "rows": rows,
+        "length": length,
+        "tokens": tokens,
+        "dim": config.dim,
+        "vocab": config.vocab,
+        "capped": float(config.logit_cap > 0),
+        "heads": config.heads,
+        "kv_heads": config.resolved_kv_heads,
+        "head_dim": config.resolved_head_dim,
+        "ffn": config.resolved_ffn,
+        "activation_bytes": size,
+        "embedding": config.dim * config.vocab,
+        "tables": config.dim * (config.vocab + (config.context if learned else 0)),
+        "unsplit": _unsplit_parameters(config),
+        "final_norm": config.dim * (2 if config.norm == "layer_norm" else 1),
+        "tied": float(config.tied_embeddings),
+        "block_flops": 2.0 * matrices,
+        "down_flops": 2.0 * config.layers * config.dim * config.resolved_ffn,
+        "attention_flops": _attention_flops(config, length),
+        "mask": rows * length**2,
+        # A CPU's kernel keeps a mask of flags as fp32 numbers, a GPU's in the run's precision.
+        "mask_copy": (FP32 if device == "cpu" else size) * rows * length**2,
+        "on_gpu": float(device == "cuda"),
+    }
+    for name, (inner, outer) in block_linears(config).items():
+        sizes |= {f"{name}/in": inner, f"{name}/out": outer}
+    return sizes
+
+
+def _unsplit_parameters(config: ModelConfig) -> int:
+    """What tensor parallelism leaves whole: norms, positions, biases that are added once."""
+    norm = config.dim * (2 if config.norm == "layer_norm" else 1)
+    count = norm * (2 * config.layers + 1)
+    count += config.context * config.dim if config.position == "learned" else 0
+    count += 2 * config.layers * config.resolved_head_dim if config.qk_norm else 0
+    return count + (2 * config.layers * config.dim if config.bias else 0)
+
+
+def _attention_flops(config: ModelConfig, length: int) -> float:
+    return 4.0 * config.layers * config.heads * config.resolved_head_dim * length
+
+
+def held_in(layer: int) -> tuple[Instant, ...]:
+    """When a block's activations are held: the backward pass has let go of all but the first's."""
+    return ("loss", "turn", "backward") if layer == 0 else ("loss", "turn")
+
+
+def _logits_bytes(config: ModelConfig, tokens: int) -> float:
+    """In fp32: log-probabilities, their gradient and the logits'; where those are capped, the tanh.
+
+    Under bf16 the product's own have left by then, and come back when log-probabilities have.
+    """
+    return tokens * config.vocab * (4 if config.logit_cap else 3) * FP32
+
+
+def holds_casts(ledger: Ledger) -> bool:
+    """Whether autocast holds the weights' casts at the head, for blocks that would not keep them.
+
+    It does until the forward pass ends. A GPU's peak at the head comes after, unless the head makes
+    its gradients while it goes forward.
+    """
+    return not ledger.sizes["on_gpu"] or "loss_forward" in ledger.sizes
+
+
+def _work_bytes(config: ModelConfig, tokens: int, size: int) -> float:
+    """What a block's backward pass has at its widest: the stream's gradient and gate_up's.
+
+    The activation's gradient is there too, in the place of the activation.
+    """
+    gates = 2 if config.activation == "swiglu" else 1
+    return size * tokens * (config.dim + gates * config.resolved_ffn)
+
+
+def _final_norm_bytes(config: ModelConfig, tokens: int, size: int, device: str) -> float:
+    """Its input, in fp32 where one kernel reads it, and its result.
+
+    Composed of operations, an RMS norm keeps the normalised values too, and under bf16 their fp32
+    product. A rank of many, which holds a part of all else, notices.
+    """
+    if config.norm == "rms_norm" and device != "cuda":
+        return (3 * size + (FP32 if size != FP32 else 0)) * tokens * config.dim
+    return (FP32 + size) * tokens * config.dim
+
+
+def _block_activations(
+    config: ModelConfig, tokens: int, size: int, device: str
+) -> dict[str, float]:
+    """Bytes that one block keeps for its backward pass, by what they are."""
+    width = config.resolved_head_dim
+    q, kv, ffn = config.heads * width, config.resolved_kv_heads * width, config.resolved_ffn
+    row = tokens * size
+    gates = 2 if config.activation == "swiglu" else 1
+    # An RMS norm is a product of its input, its statistics and its weight: autograd keeps the
+    # normalised values beside the result. Layer norm, and on a GPU both, is one kernel that keeps
+    # its statistics. Under bf16 both keep an fp32 copy of their input in place of the input.
+    alone = (config.norm == "layer_norm" or device == "cuda") and size == FP32
+    norms = 2 * row * config.dim if alone else 4 * row * config.dim
+    # A CPU composes an RMS norm of operations, and under bf16 their fp32 product is kept as well.
+    composed = FP32 * tokens if device == "cpu" and size != FP32 else 0
+    if config.norm == "rms_norm":
+        norms += 2 * composed * config.dim
+    lines = {
+        "residual": 2 * row * config.dim,
+        "norm": norms + 4 * FP32 * tokens,
+        "qkv": row * (q + 2 * kv),
+        "attention": row * q + tokens * config.heads * FP32,
+        "gate_up": row * ffn * gates,
+        "activation": row * ffn * gates,
+    }
+    # Queries that lie between the keys of several groups are copied out of the fused product.
+    copied = q if 1 < config.resolved_kv_heads < config.heads else 0
+    changed = config.position == "rope" or config.qk_norm
+    lines["attention_input"] = row * (q + kv if changed else copied)
+    if config.qk_norm:
+        statistics = FP32 * tokens * (config.heads + config.resolved_kv_heads)
+        kept_copy = row * copied if size == FP32 else 0
+        wide = 0 if device == "cuda" and size == FP32 else FP32 * tokens + composed
+        lines["qk_norm"] = wide * (q + kv) + kept_copy + statistics
+    return {name: float(count) for name, count in lines.items()}

@@ -1,0 +1,255 @@
+"""What one step of the trunk computes, piece by piece: the time model's lines before techniques.
+
+Counted for eager torch on a GPU. Bytes follow the operations that eager torch runs under autocast,
+and beside them stands what one fused kernel reads and writes. Small pieces are left out: statistics
+of norms, the embedding's lookup, counters.
+
+Shapes: N = rows x length tokens, D features, L layers, Q and G features of queries and of keys, F
+hidden features, V entries of the vocabulary, P parameters.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from headrace.costs.ledger import Ledger
+from headrace.core.model_config import ModelConfig
+from headrace.costs.rates import SCORE_BYTES
+from headrace.costs.work import HALVES, UNFUSED, Phase, Work, collective
+from headrace.costs.count import FP32, block_linears, linear_parameters, total_parameters
+from headrace.parallel.world import BUCKET_BYTES
+
+FROZEN = ("weight_cast/backward", "head_cast/backward", "embedding/backward")
+"""Pieces that frozen weights do not need, beside their gradients' products and sums."""
+LEARNED = ("gradients/", "clip/", "update/", "reduce/")
+"""How pieces begin whose bytes are those of what learns."""
+NARROW = {"bf16": 2, "fp16": 2}
+"""bytes of an activation; 4 in other precisions"""
+
+
+def trunk_work(
+    config: ModelConfig, *, rows: int, length: int, precision: str, micro_batches: float = 1.0
+) -> dict[str, Work]:
+    """Pieces by name for one micro-batch, and the update.
+
+    Args:
+        config: the decoder.
+        rows: of the micro-batch.
+        length: tokens of a row.
+        precision: of its products.
+        micro_batches: of a step, whose gradients are added up.
+    """
+    tokens, size = rows * length, NARROW.get(precision, FP32)
+    work = _products(config, tokens, precision) | _attention(config, rows, length, precision)
+    for name, (count, forward, backward) in _streams(config, tokens, size).items():
+        for phase, (bytes, kernels, fused) in (("forward", forward), ("backward", backward)):
+            if bytes:
+                loose = (
+                    HALVES if name == "activation" and config.activation == "swiglu" else UNFUSED
+                )
+                work[f"{name}/{phase}"] = Work(
+                    phase, "stream", count, bytes, kernels, fused, loose  # type: ignore[arg-type]
+                )  # fmt: skip
+    parameters = total_parameters(config)
+    if micro_batches > 1:
+        share = (micro_batches - 1) / micro_batches
+        work["gradients/backward"] = Work("backward", "stream", share, 3 * FP32 * parameters)
+    work["clip/optimizer"] = Work("optimizer", "stream", 1, 3 * FP32 * parameters, 2)
+    work["update/optimizer"] = Work("optimizer", "stream", 1, 7 * FP32 * parameters)
+    return work
+
+
+def shared_work(config: ModelConfig, sizes: Mapping[str, float]) -> dict[str, Work]:
+    """What the trunk's ranks send each other in a step: gradients, in buckets, and three numbers.
+
+    Args:
+        config: the decoder.
+        sizes: of the ledger, which tell the ranks of each axis.
+    """
+    found, gradients = {}, FP32 * total_parameters(config)
+    for axis, name, bytes in (
+        ("shard", "targets", 8), ("shard", "loss", FP32), ("pipeline", "loss_of_stages", FP32),
+        ("world", "norm", FP32),
+    ):  # fmt: skip
+        if sizes[f"{axis}_ranks"] > 1:
+            found[f"count/{name}"] = collective(sizes, axis, "optimizer", "all_reduce", bytes)
+    if sizes["shard_ranks"] > 1:
+        buckets = -(-gradients // BUCKET_BYTES)
+        found["reduce/gradients"] = collective(
+            sizes, "shard", "optimizer", "all_reduce", gradients, kernels=buckets
+        )
+        # Into buckets and back out of them.
+        found["reduce/copy"] = Work("optimizer", "stream", 1, 4 * gradients, 2 * buckets)
+    return found
+
+
+def _products(config: ModelConfig, tokens: int, precision: str) -> dict[str, Work]:
+    """Of each linear: its result, and the gradients of its input and its weight."""
+    linears = {name: (config.layers, *pair) for name, pair in block_linears(config).items()}
+    linears["head"] = (1, config.dim, config.vocab)
+    work = {}
+    for name, (count, inner, outer) in linears.items():
+        shapes: tuple[tuple[str, Phase, tuple[int, int, int]], ...] = (
+            ("result", "forward", (tokens, outer, inner)),
+            ("input", "backward", (tokens, inner, outer)),
+            ("weight", "backward", (outer, inner, tokens)),
+        )
+        for what, phase, sizes in shapes:
+            work[f"{name}/{what}"] = Work(
+                phase, "product", count, sizes=sizes, precision=precision
+            )  # fmt: skip
+    return work
+
+
+def _attention(config: ModelConfig, rows: int, length: int, precision: str) -> dict[str, Work]:
+    """Scores and mixing, causal; in fp32 with the bytes of a score where products make it."""
+    sizes = (rows, config.heads, config.resolved_kv_heads, length, config.resolved_head_dim)
+    phases: tuple[Phase, ...] = ("forward", "backward")
+    work = {f"attention/{p}": Work(p, "attention", config.layers, sizes=sizes) for p in phases}
+    if precision in NARROW:
+        return work
+    return {
+        name: replace(piece, precision=precision, bytes=2 * half, fused=half)
+        for (name, piece), half in zip(work.items(), SCORE_BYTES, strict=True)
+    }
+
+
+Stream = tuple[float, float, float | None]
+"""bytes of eager torch, its kernels, and bytes when fused; None where fusing changes nothing"""
+
+
+def _streams(
+    config: ModelConfig, tokens: int, size: int
+) -> dict[str, tuple[float, Stream, Stream]]:
+    """What is read and written around the products: name -> how many, forward, backward."""
+    N, D, L, V = tokens, config.dim, config.layers, config.vocab
+    width = config.resolved_head_dim
+    Q, G, F = config.heads * width, config.resolved_kv_heads * width, config.resolved_ffn
+    x, half = size * N, size != FP32
+    turn = (FP32 + size) * N if half else 0  # a cast between the precisions
+    wide = FP32 * N  # norms and rotations run in fp32
+    turned = N * (Q + G)
+    grouped = 1 < config.resolved_kv_heads < config.heads
+    copied = 2 * x * (Q + 2 * G)
+    weights = (linear_parameters(config) - D * V) / L
+    cast = (FP32 + size) * weights if half else 0.0
+    head_cast = (FP32 + size) * D * V if half else 0.0
+    rope = 9 * wide / N * turned + 2 * turn / N * turned
+    gates = 2 if config.activation == "swiglu" else 1
+    cap = int(config.logit_cap > 0)  # a quotient, its tanh and a product; and their gradients
+    return {
+        "norms": (
+            2 * L + 1, (2 * turn * D + 2 * wide * D, 3 if half else 1, 2 * x * D),
+            (2 * turn * D + 3 * wide * D, 4 if half else 2, 3 * x * D),
+        ),
+        "residual": (L, (3 * x * D, 1, 2 * x * D), (3 * x * D, 1, x * D)),
+        "residual_out": (L, (3 * x * D, 1, 2 * x * D), (3 * x * D, 1, x * D)),  # a block's last
+        "rope": (
+            L if config.position == "rope" else 0, (rope, 18, 2 * x * (Q + G)),
+            # Turned back, and then joined with the values' gradient: no compiler makes them one.
+            (rope + wide / N * turned, 20, 2 * x * (Q + G) + copied),
+        ),
+        "qk_norm": (
+            L if config.qk_norm else 0,
+            (2 * (turn + wide) / N * turned, 6 if half else 2, 2 * x * (Q + G)),
+            ((2 * turn + 3 * wide) / N * turned, 8 if half else 4, 3 * x * (Q + G)),
+        ),
+        "queries": (L if grouped else 0, (2 * x * Q, 1, 0.0), (copied, 1, 0.0)),
+        "activation": (
+            L, ((3 * gates - 1) * x * F, gates, (gates + 1) * x * F),
+            ((6 * gates + 1) * x * F, 2 * gates, 5 * gates * x * F),
+        ),
+        "weight_cast": (L, (cast, 4, None), (cast, 4, None)),
+        "head_cast": (1, (head_cast, 1, None), (head_cast, 1, None)),
+        "loss": (
+            1, (turn * V + (2 + 6 * cap) * wide * V, 2 + 3 * cap, 3 * x * V),
+            (turn * V + (4 + 7 * cap) * wide * V, 4 + 3 * cap, 3 * x * V),
+        ),
+        "embedding": (1, (2 * wide * D + turn * D, 2, None), (FP32 * D * V + wide * D, 2, None)),
+    }  # fmt: skip
+
+
+def masked(
+    ledger: Ledger, layers: float, seen: float | None, *, column: int = 0, extra: float = 0.0
+) -> Ledger:
+    """The ledger with a mask of attention that a causal flag cannot say.
+
+    Args:
+        ledger: before.
+        layers: share of the layers that have it.
+        seen: share of causal scores that it leaves there; None where nothing tells.
+        column: of a pattern of blocks, the most blocks of queries that see one of keys.
+        extra: what a kernel that makes the mask computes more for each score, in features of a head
+            that would take as long.
+    """
+
+    def edit(_: str, piece: Work) -> Work:
+        if piece.kind != "attention":
+            return piece
+        left = None if seen is None or piece.seen is None else seen * piece.seen
+        return replace(
+            piece, masked=max(piece.masked, layers), seen=left, column=max(piece.column, column),
+            extra=piece.extra + extra,
+        )  # fmt: skip
+
+    return ledger.reworked(edit)
+
+
+def capped(ledger: Ledger) -> Ledger:
+    """The ledger with a soft cap on every score of attention."""
+    return ledger.reworked(
+        lambda _, piece: replace(piece, capped=True) if piece.kind == "attention" else piece
+    )
+
+
+def offloaded(ledger: Ledger, sent: float) -> Ledger:
+    """The ledger with so many bytes sent to the host in the forward pass, and back after it."""
+    phases: tuple[Phase, ...] = ("forward", "backward")
+    more = {f"offload/{phase}": Work(phase, "host link", bytes=sent) for phase in phases}
+    return replace(ledger, work={**ledger.work, **more})
+
+
+def adapted(ledger: Ledger, targets: Sequence[str], rank: int, share: float) -> Ledger:
+    """The ledger's work where adapters of `rank` learn beside frozen weights.
+
+    Args:
+        ledger: before, of weights that all learn.
+        targets: ends of names of the adapted linears; all without targets.
+        rank: of the adapters.
+        share: adapters' numbers over all that would learn without them.
+    """
+    sizes, more = ledger.sizes, dict[str, Work]()
+    tokens, layers = int(sizes["tokens"]), sizes["layers"]
+    row = sizes["activation_bytes"] * tokens
+    precision = next((p.precision for p in ledger.work.values() if p.kind == "product"), "bf16")
+    every = [key[:-3] for key in sizes if key.endswith("/in")]
+    for name in (n for n in every if not targets or n in targets):
+        inner, outer = int(sizes[f"{name}/in"]), int(sizes[f"{name}/out"])
+        products: dict[str, tuple[Phase, tuple[int, int, int]]] = {
+            "down": ("forward", (tokens, rank, inner)),
+            "up": ("forward", (tokens, outer, rank)),
+            "up_input": ("backward", (tokens, rank, outer)),
+            "up_weight": ("backward", (outer, rank, tokens)),
+            "down_input": ("backward", (tokens, inner, rank)),
+            "down_weight": ("backward", (rank, inner, tokens)),
+        }
+        for what, (phase, shape) in products.items():
+            more[f"{name}/adapter_{what}"] = Work(
+                phase, "product", layers, sizes=shape, precision=precision
+            )
+        # Both results are added up, and so are both gradients of the input.
+        sums: dict[Phase, float] = {"forward": row * outer, "backward": row * inner}
+        for phase, bytes in sums.items():
+            piece = Work(phase, "stream", layers, 3 * bytes, fused=bytes)
+            more[f"{name}/adapter_{phase}"] = piece
+
+    def edit(name: str, piece: Work) -> Work | None:
+        if name.endswith(("/weight", "/sum")) or name in FROZEN:
+            return None
+        if name.startswith(LEARNED):
+            return replace(piece, bytes=share * piece.bytes)
+        if name == "mixer.qkv/input":  # nothing before the first block learns
+            return replace(piece, count=piece.count - 1)
+        return piece
+
+    ledger = ledger.reworked(edit)
+    return replace(ledger, work={**ledger.work, **more})

@@ -1,0 +1,109 @@
+"""The time of a step on a CPU, from the same pieces of work as on a GPU (costs/work.py).
+
+There the host is the device: operations run one after another, and what it costs to begin one is
+part of its time. So each piece is priced by what was measured of the very operations that it stands
+for, in the layout and precision that a step has, by the bytes or sizes that the ledger counts
+(`Machine.linears`, `Machine.pieces`). What a compiler fuses has no such operation any more: it goes
+by the bytes that it moves, at the rate of a copy. Nothing is priced by guessed rates.
+"""
+
+from collections.abc import Mapping
+
+from headrace.core.errors import UnsupportedError
+from headrace.costs.machine import PROBE, Machine
+from headrace.costs.rates import Way
+from headrace.costs.work import Kind, Phase, StepTime, Work
+
+HALF = ("bf16", "fp16")
+LAUNCH_S = 6.8e-6
+"""What Python does between operations is counted in launches of a GPU's empty kernel, each so long
+on the host of an H200 (costs/assumed.py). On other hosts it is assumed to be as long."""
+KEEPS, THREADS = "keeps_memory", "threads"
+"""Sizes of a ledger: 1 where the process keeps what a step frees, and the threads that compute."""
+PROBE_CPU = f"{PROBE} --device cpu --seconds 20"
+"""What measures all that is needed here."""
+UNPROBED = f"this CPU's rates are not known; `{PROBE_CPU}` measures them, once"
+"""Why there is no time without a probe."""
+
+
+def step_time(work: Mapping[str, Work], machine: Machine, micro_batches: float) -> StepTime:
+    """The time of a step on a CPU from its pieces.
+
+    Args:
+        work: pieces by name.
+        machine: its rates.
+        micro_batches: of a step.
+
+    Raises:
+        UnsupportedError: the machine's rates do not tell.
+    """
+    if machine.source != "probes":
+        raise UnsupportedError(UNPROBED, PROBE_CPU)
+    device_s: dict[tuple[Phase, Kind], float] = {}
+    for name, piece in work.items():
+        times = 1.0 if piece.phase == "optimizer" or piece.last else micro_batches
+        key = (piece.phase, piece.kind)
+        device_s[key] = device_s.get(key, 0.0) + times * _seconds(name, piece, machine)
+    return StepTime(device_s, host_s=0.0, edge_s=0.0)
+
+
+def _seconds(name: str, piece: Work, machine: Machine) -> float:
+    """All kernels of one piece in a micro-batch or an update."""
+    if not piece.count:
+        return 0.0
+    if piece.unknown:
+        raise UnsupportedError(piece.unknown, "")
+    if piece.kind == "collective":
+        raise UnsupportedError("what ranks on one processor send each other was not timed", "")
+    if piece.kind == "host":
+        return piece.count * piece.launch * LAUNCH_S
+    if piece.kind == "product":
+        return piece.count * machine.linear_s(_way(name), piece.precision, *piece.sizes)
+    if piece.kind == "attention":
+        return piece.count * _mixing_s(piece, machine)
+    if piece.kind == "stream":
+        return piece.count * _stream_s(name, piece, machine)
+    return piece.count * machine.link_s(piece.bytes, to_host=piece.phase == "forward")
+
+
+def _way(name: str) -> Way:
+    """Which product of its linear a piece is, by the end of its name."""
+    end = name.removesuffix("/again").rpartition("/")[2].rpartition("_")[2]
+    return "input" if end == "input" else "weight" if end == "weight" else "result"
+
+
+def _stream_s(name: str, piece: Work, machine: Machine) -> float:
+    """One of what is read and written: as it was measured, or where it is fused by its bytes."""
+    known = machine.piece(name.removesuffix("/again"))
+    if known is not None and (piece.fused is not None or known.whole):
+        return known.stream.seconds(piece.bytes)
+    loose = 1.0 if piece.fused is None else piece.loose
+    return loose * piece.kernels * machine.traffic_s(piece.bytes / piece.kernels)
+
+
+def _mixing_s(piece: Work, machine: Machine) -> float:
+    """One kernel of attention: torch's for a CPU, which computes all that a mask forbids."""
+    if piece.capped:
+        raise UnsupportedError("a soft cap over plain products was not timed", "")
+    if piece.kernel not in ("", "flash", "math"):
+        raise UnsupportedError(f"{piece.kernel} attention was not timed on a CPU", "")
+
+    def scores_s(causal: bool) -> float:
+        rows, heads, kv_heads, length, features = piece.sizes
+        return machine.attention_s(
+            piece.kernel or "flash", rows=rows, heads=heads, kv_heads=kv_heads, length=length,
+            features=features, causal=causal, backward=piece.phase == "backward",
+        )  # fmt: skip
+
+    found = scores_s(piece.causal)
+    if piece.masked:
+        found += piece.masked * (scores_s(False) - found)
+    if piece.precision in HALF:  # it was timed in fp32: slower as products are
+        found *= machine.linear_s("result", piece.precision, *SIZES) / machine.linear_s(
+            "result", "fp32", *SIZES
+        )
+    return found
+
+
+SIZES = (512, 256, 256)
+"""The product at which two precisions are compared."""

@@ -1,0 +1,232 @@
+"""The cost model: named lines that techniques edit.
+
+A technique's `predict` takes a ledger and returns another. Because it edits *lines* and not totals,
+interactions come out of which lines remain: chunked cross-entropy removes `logits`, checkpointing
+moves a block's lines to recompute. Totals are read at named instants of a step.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Literal
+
+from headrace.core.errors import ConfigError
+from headrace.costs.work import AROUND, CUSTOM, Work
+
+Instant = Literal["always", "backward", "loss", "turn", "optimizer"]
+INSTANTS: tuple[Instant, ...] = ("backward", "loss", "turn", "optimizer")
+WORDS = {
+    "forward": "before the loss", "loss": "at the loss", "turn": "as the backward pass begins",
+    "backward": "as the backward pass ends", "optimizer": "in the update",
+}  # fmt: skip
+"""An instant, and "forward", for a reader."""
+DERIVED = "derived"
+"""A size that is not 0 where a piece of work was derived, or set by too few steps to tell how far
+off it is: the step's time has no interval."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One named cost.
+
+    Args:
+        bytes: bytes that are held.
+        instants: when they are held. "always" is every instant; "loss" is the peak at the head,
+            with all activations kept; "turn" is the last block's backward pass, with all of them
+            and its work; "backward" is the end of the backward pass, with all gradients and the
+            first block's work; "optimizer" is the update.
+        layer: the block it belongs to, or None.
+        opaque: one operation made it whose parts a compiler does not see, so it does not choose to
+            make it again.
+    """
+
+    bytes: float
+    instants: tuple[Instant, ...]
+    layer: int | None = None
+    opaque: bool = False
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A parameter of two or more dimensions.
+
+    Args:
+        shape: of the whole.
+        by: whose optimizer updates it: "adamw" is the trunk's, "" is nobody's.
+        share: of it that a rank holds, before slices.
+        stored: bytes of a number.
+    """
+
+    shape: tuple[int, ...]
+    by: str = "adamw"
+    share: float = 1.0
+    stored: float = 4.0
+
+    @property
+    def numbers(self) -> float:
+        """Numbers of it that a rank holds, before slices."""
+        return self.share * prod(self.shape)
+
+
+def check_free(first: str | None, owner: str, name: str) -> None:
+    """A linear has one owner at most.
+
+    Raises:
+        ConfigError: it has another one already.
+    """
+    if first is not None:
+        raise ConfigError(
+            f"{owner} and {first} both replace the linear {name!r}",
+            f"--without {owner} or --without {first}",
+        )
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Memory lines by name, and FLOPs per trained token by phase ("forward", "backward", ...)."""
+
+    memory: dict[str, Line]
+    flops: dict[str, float]
+    sizes: dict[str, float] = field(default_factory=dict)
+    """Facts that edits are made from, such as bytes of logits per token."""
+    work: dict[str, Work] = field(default_factory=dict)
+    """Pieces of a step by name, which a machine's rates price."""
+    linears: dict[str, str] = field(default_factory=dict)
+    """Linears of a block by name -> the technique that replaces them."""
+    matrices: dict[str, Matrix] = field(default_factory=dict)
+    """By the names of their parameters; what techniques add and freeze is here too."""
+
+    def with_matrices(self, found: Mapping[str, Matrix]) -> "Ledger":
+        """The same with matrices added or replaced."""
+        return replace(self, matrices={**self.matrices, **found})
+
+    def updated_by(self, owner: str, takes: Callable[[str, Matrix], bool]) -> "Ledger":
+        """The same with an optimizer for what it takes of what the trunk's would update."""
+        taken = {n: m for n, m in self.updates("adamw").items() if takes(n, m)}
+        return self.with_matrices({n: replace(m, by=owner) for n, m in taken.items()})
+
+    def updates(self, *owners: str) -> dict[str, Matrix]:
+        """The matrices that these optimizers update; without owners, all that learn."""
+        return {n: m for n, m in self.matrices.items() if m.by and (not owners or m.by in owners)}
+
+    def with_linears(self, owner: str, names: Iterable[str]) -> "Ledger":
+        """The same with linears that a technique replaces.
+
+        Raises:
+            ConfigError: another technique already owns one of them.
+        """
+        names = list(names)
+        for name in names:
+            check_free(self.linears.get(name), owner, name)
+        return replace(self, linears={**self.linears, **dict.fromkeys(names, owner)})
+
+    def with_line(self, name: str, line: Line) -> "Ledger":
+        """The same ledger with one line added or replaced."""
+        return replace(self, memory={**self.memory, name: line})
+
+    def updating(self, bytes: float) -> "Ledger":
+        """The same with what an optimizer makes while it updates; they update in turn."""
+        before = self.memory.get("update", Line(0.0, ()))
+        return self.with_line("update", Line(max(bytes, before.bytes), ("optimizer",)))
+
+    def without(self, names: Iterable[str]) -> "Ledger":
+        """The same ledger without the named lines."""
+        drop = set(names)
+        return replace(self, memory={k: v for k, v in self.memory.items() if k not in drop})
+
+    def scaled(self, match: Callable[[str], bool], factor: float) -> "Ledger":
+        """Every matching line's bytes multiplied by `factor`."""
+        edit = {
+            k: replace(v, bytes=v.bytes * factor) if match(k) else v for k, v in self.memory.items()
+        }
+        return replace(self, memory=edit)
+
+    def made_whole(self, name: str, held: Callable[[float], float]) -> "Ledger":
+        """Every block's line `name` holds `held(bytes)`, made by one operation without parts."""
+        edit = {
+            k: replace(v, bytes=held(v.bytes), opaque=True) if k.endswith(f"/{name}") else v
+            for k, v in self.memory.items()
+        }
+        return replace(self, memory=edit)
+
+    def with_flops(self, phase: str, per_token: float) -> "Ledger":
+        """The same ledger with `per_token` FLOPs added to a phase."""
+        return replace(self, flops={**self.flops, phase: self.flops.get(phase, 0.0) + per_token})
+
+    def reworked(self, edit: Callable[[str, Work], Work | None]) -> "Ledger":
+        """Every piece of work as `edit` makes it; without those that it makes None."""
+        edited = {name: edit(name, piece) for name, piece in self.work.items()}
+        return replace(self, work={n: piece for n, piece in edited.items() if piece is not None})
+
+    def again(self, share: Callable[[str], float]) -> "Ledger":
+        """The same with pieces of the blocks' forward pass computed once more in the backward pass.
+
+        Args:
+            share: name of a piece -> the share of its kernels that run again.
+        """
+        more = {
+            f"{name}/again": replace(piece, phase="recompute", count=piece.count * part)
+            for name, piece in self.work.items()
+            if piece.phase == "forward"
+            and piece.kind != "host"
+            and not name.startswith(AROUND)
+            and (part := share(name))
+        }
+        return replace(self, work={**self.work, **more})
+
+    def with_host(self, name: str, count: float, launch: float) -> "Ledger":
+        """The same with so much of the host in each micro-batch, each as long as `launch`."""
+        waited = Work("forward", "host", count, launch=launch)
+        return replace(self, work={**self.work, name: waited})
+
+    def made_one(
+        self, name: str, *, forward: float = 1.0, backward: float = 1.0, launch: float = CUSTOM
+    ) -> "Ledger":
+        """The streams `name` each as one kernel, of so much of what a fused one moves.
+
+        With a `launch` of 0 they are part of a kernel that counts elsewhere.
+        """
+        share = {f"{name}/forward": forward, f"{name}/backward": backward}
+        return self.reworked(
+            lambda key, piece: piece.whole(share[key] * piece.fused, launch)
+            if key in share and piece.fused is not None else piece
+        )  # fmt: skip
+
+    def attended(self, kernel: str) -> "Ledger":
+        """The same with attention by this kernel of costs/machine.py."""
+        return self.reworked(
+            lambda _, piece: replace(piece, kernel=kernel) if piece.kind == "attention" else piece
+        )
+
+    def at(self, instant: Instant) -> float:
+        """Bytes held at one instant."""
+        return sum(
+            v.bytes for v in self.memory.values() if instant in v.instants or "always" in v.instants
+        )
+
+    def instants(self) -> dict[str, float]:
+        """Bytes held at the end of the forward pass before the head, and at every instant."""
+        through = {"loss", "turn"}
+        forward = sum(
+            v.bytes for v in self.memory.values()
+            if "always" in v.instants or through <= set(v.instants)
+        )  # fmt: skip
+        return {"forward": forward, **{instant: self.at(instant) for instant in INSTANTS}}
+
+    def peak(self) -> tuple[Instant, float]:
+        """The instant that needs most, and its bytes."""
+        return max(((i, self.at(i)) for i in INSTANTS), key=lambda pair: pair[1])
+
+    def owners(self) -> list[tuple[str, float]]:
+        """The lines held at the peak, summed over layers, largest first."""
+        instant, _ = self.peak()
+        sums: dict[str, float] = {}
+        for name, line in self.memory.items():
+            if instant in line.instants or "always" in line.instants:
+                key = name.split("/")[-1] if line.layer is not None else name
+                sums[key] = sums.get(key, 0.0) + line.bytes
+        return sorted(sums.items(), key=lambda pair: -pair[1])
+
+    def flops_per_token(self) -> float:
+        """FLOPs of a training step per token, recomputation included."""
+        return sum(self.flops.values())

@@ -1,0 +1,133 @@
+"""What ranks send each other and how fast: ring formulas, links measured, and links assumed.
+
+A collective is counted by the bytes that each rank sends, as a ring sends them: that is the least
+there is, and what NCCL's and gloo's large calls come to. How long so many bytes take is a link's
+answer, and is only known for as many neighbouring ranks as it was measured over: between nodes
+nothing is assumed. Assumed rates are a datasheet's, one direction, and a share of them that is a
+guess: no collective of GPUs was measured here.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from headrace.core.errors import UnsupportedError
+from headrace.costs.rates import Stream
+
+Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+OPERATIONS: tuple[Operation, ...] = get_args(Operation)
+GB, MICROSECOND, MIB = 10**9, 1e-6, 2**20
+NODE = 8
+"""GPUs of a node for which a datasheet's rates are assumed: those that one board or host joins."""
+REACHED = 0.8
+"""Of a datasheet's NVLink rate in one direction, what a large collective is assumed to reach."""
+REACHED_PCIE = 0.6
+"""Likewise of PCIe's, whose switches and host memory ranks share."""
+CALL_S = 15 * MICROSECOND
+"""Assumed of the smallest collective of a node's GPUs."""
+COMMUNICATOR_BYTES = 2 * 24 * 4 * MIB
+"""Assumed of each communicator of NCCL's on a GPU: a buffer of 4 MiB, its documented default
+(NCCL_BUFFSIZE), for each direction of 24 channels. It lies outside of torch's allocator."""
+COMMUNICATORS = "communicators"
+"""The size of a ledger that counts them."""
+
+DATASHEETS: Sequence[tuple[str, float, str]] = (
+    # (in the device's name, bytes/s in one direction, source); the first that occurs counts
+    ("H100 PCIe", 64 * GB, "PCIe 5.0, 16 lanes"),
+    ("V100-PCIe", 16 * GB, "PCIe 3.0, 16 lanes"),
+    ("PCIe", 32 * GB, "PCIe 4.0, 16 lanes"),
+    ("NVL", 64 * GB, "PCIe 5.0, 16 lanes; bridges join but two or four"),
+    ("H200", 450 * GB, "NVLink 4, NVIDIA H200 SXM datasheet"),
+    ("H100", 450 * GB, "NVLink 4, NVIDIA H100 SXM datasheet"),
+    ("B200", 900 * GB, "NVLink 5, NVIDIA DGX B200 datasheet"),
+    ("A100", 300 * GB, "NVLink 3, NVIDIA A100 SXM datasheet"),
+    ("V100", 150 * GB, "NVLink 2, NVIDIA V100 SXM2 datasheet"),
+    ("T4", 16 * GB, "PCIe 3.0, 16 lanes"),
+    ("RTX 50", 64 * GB, "PCIe 5.0, 16 lanes"),
+    ("", 32 * GB, "PCIe 4.0, 16 lanes"),
+)
+SHARES: Mapping[Operation, float] = {
+    "all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0,
+}  # fmt: skip
+"""Of a tensor, what (n - 1) / n is multiplied with: a sum goes round twice."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """How long one kind of collective takes.
+
+    Args:
+        operation: which.
+        ranks: neighbouring ones that it was measured, or is assumed, over.
+        stream: seconds by the bytes that each rank sends; its floor is that of the smallest call.
+    """
+
+    operation: Operation
+    ranks: int
+    stream: Stream
+
+
+def sent(operation: Operation, bytes: float, ranks: int) -> float:
+    """Bytes that each of so many ranks sends.
+
+    Args:
+        operation: which.
+        bytes: of the whole tensor: what is summed, gathered of all, or scattered to all; of a
+            message what it holds.
+        ranks: that take part.
+    """
+    if operation == "send":
+        return bytes
+    return SHARES[operation] * (ranks - 1) / ranks * bytes
+
+
+def assumed(device_name: str) -> tuple[Link, ...]:
+    """Links of a node of such devices, by a datasheet."""
+    _, rate, _ = _datasheet(device_name)
+    share = REACHED_PCIE if "PCIe" in _datasheet(device_name)[2] else REACHED
+    stream = Stream(CALL_S, share * rate)
+    return tuple(Link(operation, NODE, stream) for operation in OPERATIONS)
+
+
+def says(links: Sequence[Link], device_name: str) -> str:
+    """Where the rates between ranks are from, and how large they are."""
+    known = links or assumed(device_name)
+    rate = next(x for x in known if x.operation == "all_reduce").stream.bytes_per_s / GB
+    if links:
+        most = max(link.ranks for link in links)
+        return f"{rate:.3g} GB/s a rank in sums, measured over {most} ranks"
+    _, peak, source = _datasheet(device_name)
+    share = known[0].stream.bytes_per_s / peak
+    return f"{rate:.3g} GB/s a rank, assumed: {share:.0%} of {peak / GB:.3g} GB/s ({source})"
+
+
+def collective_s(
+    links: Sequence[Link], device_name: str, operation: Operation, bytes: float, reach: int
+) -> float:
+    """Seconds of one call in which each rank sends `bytes`.
+
+    Args:
+        links: that were measured; without any, the device's datasheet tells.
+        device_name: of every rank.
+        operation: which.
+        bytes: that each rank sends.
+        reach: from the first rank of those that take part to the last, both counted.
+
+    Raises:
+        UnsupportedError: nothing is known of ranks that far apart.
+    """
+    known = [x for x in links or assumed(device_name) if x.operation == operation]
+    near = [x for x in known if x.ranks >= reach]
+    if not near:
+        most = max((x.ranks for x in known), default=1)
+        how = "measured" if links else "assumed"
+        raise UnsupportedError(
+            f"how fast {reach} ranks of {device_name} are joined is not known: it is {how} for "
+            f"{most}, and of a network nothing is assumed",
+            f"torchrun --nproc-per-node {reach} -m headrace probe (on those machines)",
+        )
+    return min(near, key=lambda x: x.ranks).stream.seconds(bytes)
+
+
+def _datasheet(device_name: str) -> tuple[str, float, str]:
+    return next(one for one in DATASHEETS if one[0].lower() in device_name.lower())

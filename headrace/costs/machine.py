@@ -1,0 +1,442 @@
+"""The rates of one device: how long a product, attention, a stream of bytes or a copy takes there.
+
+A rate depends on the shape, so every time has two factors. The first is a plain formula. Of a
+product: its result is cut into tiles, the processors work on as many tiles at once as there are of
+them, and a last round that is not full costs as much as a full one; a tile costs its FLOPs and a
+fixed share for its beginning and end, which is why short sums (small k) are slower; cutting the sum
+helps where tiles are few, and costs a pass over the partial results. Bytes bound it from below. Of
+attention: scores in tiles, of which a causal mask spares those above the diagonal, the softmax
+counted as `SOFTMAX` features more, and a tile of queries costs `START` features for its beginning
+and end; too few rows and heads leave processors idle. Of a stream: bytes over the bandwidth. A
+kernel's floor is added to each.
+
+The second factor is what was measured beside the formula. With points the formula's one rate is
+fitted to the fastest of them, and at a point the answer is its time exactly. Elsewhere the ratios
+of neighbours count by the fourth power of their closeness in log size; beyond the outermost points
+the nearest ratio holds, so that the formula extrapolates. Streams are interpolated in log size
+between their points, which are made to rise.
+
+Layouts (which operand is transposed) are not told apart, nor what runs beside a kernel: clocks and
+caches of a step differ from those of a loop over one kernel, and correcting for that is the
+reader's. Measured steps say that the formula alone tells products in them better than points do
+(`plain`), likely since the limit of power slows the fastest most. A `Machine` comes from
+`headrace.probes.measure`, or from `assumed`: datasheet peaks and the shares of them that
+`headrace.costs.assumed` states. Files are JSON, checked value by value.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from headrace.costs.assumed import (
+    ANCHOR_ATTENTION,
+    CPU,
+    FACTORS,
+    FAMILIES,
+    H200_PEAK,
+    Family,
+    Row,
+)
+from headrace.core.errors import ConfigError, UnsupportedError
+from headrace.core.files import write_whole
+from headrace.costs.hardware import ASSUMED, Hardware, lookup, near
+from headrace.costs.links import Link
+from headrace.costs.rates import (
+    BACKWARD,
+    Absent,
+    Attention,
+    Linear,
+    Mixing,
+    Piece,
+    Product,
+    Products,
+    Ratio,
+    Shape,
+    Step,
+    Stream,
+    Way,
+    between,
+    checked,
+    met,
+    place,
+    plain_attention,
+    plain_product,
+)
+
+FORMAT = 3
+"""Of the file; another one's are refused. Times in the first had what timing them took in them, and
+the second had the slowdown of a load of nothing but products, which no step has."""
+PROBE = "headrace probe"
+"""The command that measures a machine and writes its file."""
+ANCHOR_PRODUCT = (8192, 8192, 8192)
+"""The shape that a share of a peak is told for."""
+SQUARE = (256, 256, 256)
+"""The product that a CPU's precisions are compared at."""
+LATER = {"links": [], "linears": [], "pieces": [], "steps": []}
+"""Fields that files of before they were measured lack."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The rates of one device."""
+
+    name: str
+    kind: Literal["gpu", "cpu"]
+    source: Literal["datasheet", "probes"]
+    says: str
+    """what is assumed, or how it was measured"""
+    date: str
+    """of the probes, YYYY-MM-DD; empty for a datasheet, as the next two"""
+    torch: str
+    driver: str
+    memory_bytes: int
+    context_bytes: int
+    """of it, what CUDA's context and the libraries take before the first tensor"""
+    processors: int
+    """multiprocessors of a GPU, threads of a CPU"""
+    launch_s: float
+    """host seconds of one eager operation, without waiting for the device; on a CPU it is part of
+    each operation's time and not beside it"""
+    graph_launch_s: float
+    """host seconds of one replay of a captured graph, however many kernels are in it"""
+    traffic: Stream
+    """one kernel that reads and writes so many bytes in all; its floor is every kernel's"""
+    to_host: Stream
+    from_host: Stream
+    products: tuple[Products, ...]
+    attention: tuple[Attention, ...]
+    absent: tuple[Absent, ...] = ()
+    skipped: tuple[str, ...] = ()
+    """what the probes' time did not suffice for"""
+    links: tuple[Link, ...] = ()
+    """to other ranks, where several measured them; else costs/links.py assumes them by the name"""
+    linears: tuple[Linear, ...] = ()
+    """of a CPU, a linear layer's products as a step lays them out; so are the next two its own"""
+    pieces: tuple[Piece, ...] = ()
+    """the other operations of a step, by the names of their work (costs/decoder_work.py)"""
+    steps: tuple[Step, ...] = ()
+    """whole steps, by which the sum of their pieces is set right"""
+
+    # --- what it tells ------------------------------------------------------------------------
+
+    def product_s(self, precision: str, m: int, n: int, k: int, *, plain: bool = False) -> float:
+        """Seconds of one product [m, k] x [k, n].
+
+        With `plain` by the formula alone, at the rate of the point that is long in every direction.
+
+        Raises:
+            UnsupportedError: the device has no such products, or they were not measured.
+        """
+        key = (precision, m, n, k, plain)
+        if key not in self._memory:
+            known = (self._anchored if plain else self._products).get(precision)
+            if known is None:
+                raise self._lacks(f"products in {precision}")
+            ratio = 1.0 if plain else between(self._product_ratios(known), place(m, n, k))
+            self._memory[key] = ratio * self._plain_product(known, m, n, k)
+        return self._memory[key]
+
+    def attention_s(
+        self, kernel: str, *, rows: int, heads: int, kv_heads: int, length: int, features: int,
+        causal: bool, backward: bool,
+    ) -> float:  # fmt: skip
+        """Seconds of one forward pass, or with `backward` of one backward pass alone.
+
+        Args:
+            kernel: "cudnn", "flash", "flash4", "flex", "efficient" or "math".
+            rows: sequences.
+            heads: of queries.
+            kv_heads: of keys and values.
+            length: tokens of a row.
+            features: of a head.
+            causal: whether a token sees only those before it.
+            backward: which of the two passes.
+
+        Raises:
+            UnsupportedError: the device has no such kernel, or it was not measured.
+        """
+        shape = (rows, heads, kv_heads, length, features)
+        key = (kernel, backward, causal, *shape)
+        if key not in self._memory:
+            known = self._kernels.get((kernel, backward))
+            if known is None:
+                way = "backward" if backward else "forward"
+                raise self._lacks(f"attention by {kernel} ({way})")
+            ratio = between(self._attention_ratios(known), _spot(length, features, causal))
+            self._memory[key] = ratio * self._plain_attention(known, shape, causal)
+        return self._memory[key]
+
+    def traffic_s(self, bytes: float) -> float:
+        """Seconds of one streaming kernel that reads and writes `bytes` in all."""
+        return self.traffic.seconds(bytes)
+
+    def link_s(self, bytes: float, to_host: bool) -> float:
+        """Seconds of one copy between the device and pinned memory of the host."""
+        return (self.to_host if to_host else self.from_host).seconds(bytes)
+
+    def linear_s(self, way: Way, precision: str, m: int, n: int, k: int) -> float:
+        """Seconds of one of a linear layer's products on a CPU.
+
+        A precision whose linears were not timed is as much slower as its square products are.
+
+        Raises:
+            UnsupportedError: the precision was not measured.
+        """
+        key = ("linear", way, precision, m, n, k)
+        if key not in self._memory:
+            known = {(one.way, one.precision): one for one in self.linears}
+            found, plain = known.get((way, precision)), known.get((way, "fp32"))  # type: ignore[arg-type]
+            if found is not None:
+                self._memory[key] = found.seconds(m, n, k, self.launch_s)
+            elif plain is None or precision == "fp32":
+                self._memory[key] = self.product_s(precision, m, n, k)
+            else:
+                slower = self.product_s(precision, *SQUARE) / self.product_s("fp32", *SQUARE)
+                self._memory[key] = slower * plain.seconds(m, n, k, self.launch_s)
+        return self._memory[key]
+
+    def piece(self, name: str) -> Piece | None:
+        """What was measured on a CPU of the work of this name."""
+        return self._pieces.get(name)
+
+    @cached_property
+    def _pieces(self) -> dict[str, Piece]:
+        return {one.name: one for one in self.pieces}
+
+    def kernels(self, backward: bool) -> tuple[str, ...]:
+        """Those that `attention_s` knows in this direction."""
+        return tuple(a.kernel for a in self.attention if a.backward == backward)
+
+    def _plain_product(self, known: Products, m: int, n: int, k: int) -> float:
+        """The formula's seconds."""
+        return plain_product(known, self.kind, self.processors, self.traffic, m, n, k)
+
+    def _plain_attention(self, known: Attention, shape: Shape, causal: bool) -> float:
+        """The formula's seconds."""
+        return plain_attention(known, self.kind, self.processors, self.traffic, shape, causal)
+
+    # --- what was measured beside them --------------------------------------------------------
+
+    def fitted(self) -> "Machine":
+        """The same with each rate set so that the formula meets its fastest point."""
+
+        def attention(known: Attention) -> Attention:
+            best = min(known.points, key=lambda p: p.seconds / self._plain(known, p))
+            return met(known, best.seconds, lambda a: self._plain(a, best))
+
+        return replace(
+            self,
+            products=tuple(self._at(p, lambda p: p.flops / p.seconds) for p in self.products),
+            attention=tuple(attention(a) if a.points else a for a in self.attention),
+        )
+
+    def _plain(self, known: Attention, point: Mixing) -> float:
+        return self._plain_attention(known, point.shape, point.causal)
+
+    def _at(self, known: Products, best: Callable[[Product], float]) -> Products:
+        if not known.points:
+            return known
+        point = max(known.points, key=best)
+        return met(known, point.seconds, lambda p: self._plain_product(p, *point.sizes))
+
+    @cached_property
+    def _memory(self) -> dict[tuple[Any, ...], float]:
+        """What was asked before: a planner asks for the same shapes a thousand times."""
+        return {}
+
+    @cached_property
+    def _products(self) -> dict[str, Products]:
+        return {p.what: p for p in self.products}
+
+    @cached_property
+    def _anchored(self) -> dict[str, Products]:
+        """As `_products`, each with the rate of one point."""
+        return {p.what: self._at(p, lambda p: min(p.sizes)) for p in self.products}
+
+    @cached_property
+    def _kernels(self) -> dict[tuple[str, bool], Attention]:
+        return {a.what: a for a in self.attention}
+
+    @cached_property
+    def _ratios(self) -> dict[Any, list[Ratio]]:
+        """By precision, or kernel and direction: where points lie, and their logarithmic ratios."""
+        return {}
+
+    def _product_ratios(self, known: Products) -> list[Ratio]:
+        if known.what not in self._ratios:
+            self._ratios[known.what] = [
+                (place(*p.sizes), math.log(p.seconds / self._plain_product(known, *p.sizes)))
+                for p in known.points
+            ]
+        return self._ratios[known.what]
+
+    def _attention_ratios(self, known: Attention) -> list[Ratio]:
+        if known.what not in self._ratios:
+            self._ratios[known.what] = [
+                (_spot(p.length, p.features, p.causal), math.log(p.seconds / self._plain(known, p)))
+                for p in known.points
+            ]
+        return self._ratios[known.what]
+
+    def _lacks(self, what: str) -> UnsupportedError:
+        """Why `what` is not known of this device."""
+        words = what.partition(" (")[0]
+        why = next((a.why for a in self.absent if a.what in (what, words)), "")
+        how = "its probes" if self.source == "probes" else "what is assumed of its kind"
+        return UnsupportedError(
+            f"{self.name} has no {what}: {why}" if why else f"{how} tell no {what} of {self.name}",
+            PROBE if not why else "",
+        )
+
+    # --- files --------------------------------------------------------------------------------
+
+    def to_json(self) -> str:
+        """Everything, as a text that people can read too."""
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
+
+    def write(self, path: Path) -> None:
+        """Keep it as a file, aside and renamed, so that a reader finds a whole one."""
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_whole(path, self.to_json())
+
+    @classmethod
+    def read(cls, path: Path) -> "Machine":
+        """What `write` kept.
+
+        Raises:
+            ConfigError: it is not there, damaged, or not a machine's; with what was found.
+        """
+        try:
+            return cls.from_json(path.read_text())
+        except OSError as error:
+            found = error.strerror or str(error)
+        except (ValueError, RecursionError) as error:
+            found = str(error)
+        raise ConfigError(f"{path} does not hold a machine's rates: {found}", PROBE)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Machine":
+        """What `to_json` made.
+
+        Raises:
+            ValueError: it did not make this; with what was found.
+        """
+        told = json.loads(text)
+        if type(told) is not dict or told.get("format") != FORMAT:
+            found = told.get("format") if type(told) is dict else type(told).__name__
+            raise ValueError(f"format {found!r}, and {FORMAT} is read here")
+        told = {**LATER, **told}
+        return checked(cls, {key: value for key, value in told.items() if key != "format"}, "")
+
+    @classmethod
+    def assumed(cls, device_name: str) -> "Machine":
+        """A device that nobody probed, from its datasheet and the shares in `costs/assumed.py`.
+
+        Of a CPU, and of Apple's GPU beside one ("mps"), the memory is the host's, and the rates
+        are guessed.
+
+        Raises:
+            UnsupportedError: nothing is published here of such a device.
+        """
+        if device_name.lower() in ("cpu", "mps"):
+            unknown = lookup(device_name.lower())
+            return _assumed(replace(unknown, family="cpu", processors=os.cpu_count() or 1))
+        found = lookup(device_name)
+        if not found.family:
+            guess = near(device_name)
+            raise UnsupportedError(
+                f"nothing is published here of {device_name!r}"
+                f"{f'; did you mean {guess!r}?' if guess else ''}; rates are assumed for cpu, "
+                f"{ASSUMED}",
+                f'--device-name "{guess}"' if guess else f"{PROBE} (on that machine)",
+            )
+        return _assumed(found)
+
+
+def _spot(length: int, features: int, causal: bool) -> tuple[float, ...]:
+    """Where attention lies: what a length changes the formula tells, of features it does not."""
+    return (*place(length, features**4), 2.0 * causal)
+
+
+def _assumed(found: Hardware) -> Machine:
+    """The rates of a device whose peaks are published, or for a CPU assumed as well."""
+    family, cpu = FAMILIES[found.family], found.family == "cpu"
+    peaks = {"half": found.peak_half_flops or CPU.half_flops * found.processors,
+             "fp32": found.peak_fp32_flops or CPU.fp32_flops * found.processors}  # fmt: skip
+    bandwidth = found.memory_bandwidth_bytes_per_s or CPU.bandwidth_bytes_per_s
+    link = Stream(family.link_s, family.link_bytes_per_s)
+    low = "" if found.sustained == 1 else (
+        f"; of products {found.sustained:.0%} of that, for its low limit of power"
+    )  # fmt: skip
+    m, n, k = ANCHOR_PRODUCT
+    whole = Machine(
+        name=found.name, kind="cpu" if cpu else "gpu", source="datasheet",
+        says=f"peaks: {found.source}; shares of them that are reached: {family.says}{low}",
+        date="", torch="", driver="",
+        memory_bytes=found.memory_bytes or host_memory_bytes(),
+        context_bytes=family.context_bytes, processors=found.processors,
+        launch_s=family.launch_s, graph_launch_s=family.graph_launch_s,
+        traffic=Stream(family.kernel_s, bandwidth * family.traffic), to_host=link, from_host=link,
+        products=(), attention=(), absent=_absent(family),
+    )  # fmt: skip
+    products = []
+    for precision, share in family.products.items():
+        peak = peaks[FACTORS[precision][0]] * FACTORS[precision][1]
+        point = Product(m, n, k, 2 * m * n * k / (peak * share * found.sustained))
+        products.append(Products(precision, peak, (point,)))  # type: ignore[arg-type]
+    half = peaks["half"] * found.sustained
+    attention = [
+        Attention(kernel, backward, half, points)  # type: ignore[arg-type]
+        for kernel, backward, points in _attention_points(family, half)
+    ]
+    rate = half * family.products.get("bf16", family.products.get("fp16", 1.0))
+    attention += [Attention("math", backward, rate) for backward in (False, True)]
+    return replace(whole, products=tuple(products), attention=tuple(attention)).fitted()
+
+
+def _attention_points(
+    family: Family, peak: float
+) -> Iterator[tuple[str, bool, tuple[Mixing, ...]]]:
+    """Per kernel and direction: rows that were measured on a like device, or the one assumed."""
+    rows: dict[str, list[tuple[Row, tuple[float, float]]]] = {}
+    for row in family.rows:
+        like = peak / H200_PEAK * 1e12
+        for kernel, rates in row.rates.items():
+            rows.setdefault(kernel, []).append((row, (like * rates[0], like * rates[1])))
+    for kernel, (other, ratio) in family.relative.items():
+        rows[kernel] = [(row, (ratio * f, ratio * b)) for row, (f, b) in rows[other]]
+    for kernel, (forward, backward) in family.attention.items():
+        rows[kernel] = [(ANCHOR_ATTENTION, (peak * forward, peak * backward))]
+    for kernel, known in rows.items():
+        for backward in (False, True):
+            yield (
+                kernel,
+                backward,
+                tuple(
+                    Mixing(
+                        *row.shape,
+                        True,
+                        row.flops * (BACKWARD if backward else 1) / rates[backward],
+                    )
+                    for row, rates in known
+                ),
+            )
+
+
+def _absent(family: Family) -> tuple[Absent, ...]:
+    """What no device of the family has, as far as its datasheets tell."""
+    return tuple(
+        Absent(f"products in {precision}", "its datasheet names no such rate")
+        for precision in FACTORS
+        if precision not in family.products
+    )
+
+
+def host_memory_bytes() -> int:
+    """Of the machine that this runs on."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,360 @@
+"""Points that were measured of a device, the formulas beside them, and how both are read.
+
+`headrace.costs.machine` tells the whole.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, is_dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+Precision = Literal["bf16", "fp16", "fp32", "tf32", "fp8"]
+Kernel = Literal["cudnn", "flash", "flash4", "flex", "efficient", "math"]
+Ratio = tuple[tuple[float, ...], float]
+"""Where a point lies, in log size, and the logarithm of its time over the formula's."""
+Shape = tuple[int, int, int, int, int]
+"""Of attention: rows, query heads, key-value heads, tokens of a row, features of a head."""
+OPERAND_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "tf32": 4, "fp8": 1}
+RESULT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "tf32": 4, "fp8": 2}
+
+TILES = {
+    "gpu": ((256, 128, 1.0), (128, 256, 1.0), (192, 128, 0.98), (128, 128, 0.9), (64, 128, 0.7),
+            (64, 64, 0.5)),
+    "cpu": ((32, 64, 1.0),),
+}  # fmt: skip
+"""Rows and columns of a product's tile, and the share of the rate that it reaches."""
+SPLITS = (1, 2, 4, 8, 16)
+"""Into so many parts a product's sum may be cut."""
+EDGE = {"gpu": 64, "cpu": 16}
+"""A tile's beginning and end cost as much as so many terms of its sum."""
+QUERIES = {"gpu": 128, "cpu": 32}
+"""Queries of a tile of attention."""
+SOFTMAX = 32
+"""A score's exponential and its scaling cost as much as so many features of a head."""
+START = 150
+"""Beginning and ending a tile of queries costs as much as so many features of one tile of scores,
+so that short rows are slower. Of 7 rows by cudnn, flash and efficient, the others tell the time of
+one that is left out 6% off, and 9% without this (probes of two H200s)."""
+BACKWARD = 2.5
+"""Products of attention's backward pass for each of the forward pass: 5 for 2."""
+SCORE_BYTES = (20, 30)
+"""Traffic of one score where scores are kept in memory ("math"), forward and backward."""
+SAME = 1e-9
+"""A squared distance in log size below which two shapes are one."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """So many bytes took so long."""
+
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Stream:
+    """How long bytes take: what was measured, or a floor and a bandwidth."""
+
+    floor_s: float
+    bytes_per_s: float
+    points: tuple[Moved, ...] = ()
+
+    @cached_property
+    def _rising(self) -> list[tuple[float, float]]:
+        """Logarithms of bytes and seconds, by size; a larger one is never faster."""
+        by_size = sorted((p.bytes, p.seconds) for p in self.points)
+        slowest = accumulate((seconds for _, seconds in by_size), max)
+        return [(math.log(b), math.log(s)) for (b, _), s in zip(by_size, slowest, strict=True)]
+
+    def seconds(self, count: float) -> float:
+        """Of moving `count` bytes."""
+        if not self.points:
+            return self.floor_s + count / self.bytes_per_s
+        known, at = self._rising, math.log(max(count, 1))
+        if at <= known[0][0]:
+            return math.exp(known[0][1])
+        for (x0, y0), (x1, y1) in pairwise(known):
+            if at <= x1:
+                return math.exp(y0 + (y1 - y0) * (at - x0) / (x1 - x0))
+        return math.exp(known[-1][1]) + (count - math.exp(known[-1][0])) / self.bytes_per_s
+
+
+@dataclass(frozen=True)
+class Product:
+    """One measured product: [m, k] times [k, n]."""
+
+    m: int
+    n: int
+    k: int
+    seconds: float
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Without the time."""
+        return self.m, self.n, self.k
+
+    @property
+    def flops(self) -> float:
+        """Multiplications and additions."""
+        return 2.0 * self.m * self.n * self.k
+
+
+@dataclass(frozen=True)
+class Products:
+    """Products in one precision."""
+
+    precision: Precision
+    flops_per_s: float
+    """of full tiles with long sums"""
+    points: tuple[Product, ...] = ()
+
+    @property
+    def what(self) -> str:
+        """What tells it from the others of a machine."""
+        return self.precision
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """One measured pass of attention, of the forward or the backward direction."""
+
+    rows: int
+    heads: int
+    kv_heads: int
+    length: int
+    features: int
+    causal: bool
+    seconds: float
+
+    @property
+    def shape(self) -> Shape:
+        """Everything but the mask and the time."""
+        return self.rows, self.heads, self.kv_heads, self.length, self.features
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One kernel in one direction."""
+
+    kernel: Kernel
+    backward: bool
+    flops_per_s: float
+    """of full tiles, the softmax counted as `SOFTMAX` features of each head"""
+    points: tuple[Mixing, ...] = ()
+
+    @property
+    def what(self) -> tuple[str, bool]:
+        """What tells it from the others of a machine."""
+        return self.kernel, self.backward
+
+
+Way = Literal["result", "input", "weight"]
+"""A linear layer's three products: its result, and the gradients of its input and its weight."""
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One of a linear layer's products on a CPU, as a step lays out its operands."""
+
+    way: Way
+    precision: Precision
+    points: tuple[Product, ...]
+
+    def seconds(self, m: int, n: int, k: int, floor_s: float) -> float:
+        """Of [m, k] times [k, n], by the rates of the points that lie near it.
+
+        Args:
+            m: rows of the result.
+            n: its columns.
+            k: terms of a sum.
+            floor_s: of any operation.
+        """
+        at = place(m, n, k)
+        per_s = between(self._rates, at)
+        return floor_s + 2.0 * m * n * k / per_s
+
+    @cached_property
+    def _rates(self) -> list[Ratio]:
+        return [(place(*p.sizes), math.log(p.flops / p.seconds)) for p in self.points]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One kind of a step's operations on a CPU: by the bytes that the ledger counts for it."""
+
+    name: str
+    whole: bool
+    """whether a compiler leaves it as it is"""
+    points: tuple[Moved, ...]
+
+    @cached_property
+    def stream(self) -> Stream:
+        """The points as a curve, from which larger ones go on at the largest one's rate."""
+        ordered = tuple(sorted(self.points, key=lambda p: p.bytes))
+        largest = ordered[-1]
+        return Stream(ordered[0].seconds, largest.bytes / largest.seconds, ordered)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A whole step of a small plain decoder, measured: what its pieces alone do not tell."""
+
+    dim: int
+    layers: int
+    heads: int
+    vocab: int
+    rows: int
+    length: int
+    compiled: bool
+    keeps: bool
+    """whether the process kept the memory that the step freed"""
+    threads: int
+    seconds: float
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The decoder and its micro-batch."""
+        return self.dim, self.layers, self.heads, self.vocab, self.rows, self.length
+
+
+@dataclass(frozen=True)
+class Absent:
+    """Something that the device or its libraries do not have."""
+
+    what: str
+    why: str
+
+
+def plain_product(
+    known: Products, kind: str, processors: int, traffic: Stream, m: int, n: int, k: int
+) -> float:
+    """Seconds of a product by the formula alone, on so many processors of a kind."""
+    inner, outer = OPERAND_BYTES[known.precision], RESULT_BYTES[known.precision]
+    moved_s = (inner * (m * k + k * n) + outer * m * n) / traffic.bytes_per_s
+    partial_s = 2 * 4 * m * n / traffic.bytes_per_s
+    per_processor, fastest = known.flops_per_s / processors, math.inf
+    for high, wide, share in TILES[kind]:
+        tiles = math.ceil(m / high) * math.ceil(n / wide)
+        for split in SPLITS:
+            rounds = math.ceil(tiles * split / processors)
+            flops = rounds * 2 * high * wide * (math.ceil(k / split) + EDGE[kind]) / share
+            more_s = partial_s * split if split > 1 else 0.0
+            fastest = min(fastest, flops / per_processor + more_s)
+    return max(fastest, moved_s) + traffic.floor_s
+
+
+def plain_attention(
+    known: Attention, kind: str, processors: int, traffic: Stream, shape: Shape, causal: bool
+) -> float:
+    """Seconds of attention by the formula alone, on so many processors of a kind."""
+    rows, heads, kv_heads, length, features = shape
+    products = 4 * (BACKWARD if known.backward else 1)
+    moved = 4 * rows * length * features * (heads + kv_heads) * (2 if known.backward else 1)
+    moved_s = moved / traffic.bytes_per_s
+    if known.kernel == "math":
+        scores = rows * heads * length * length
+        kept_s = scores * SCORE_BYTES[known.backward] / traffic.bytes_per_s
+        computed_s = scores * products * features / known.flops_per_s
+        return max(computed_s + kept_s, moved_s) + traffic.floor_s
+    tile = QUERIES[kind]
+    tiles = math.ceil(length / tile)
+    seen = tiles * (tiles + 1) / 2 if causal else tiles * tiles
+    per_head = tile * tile * (seen * (features + SOFTMAX) + tiles * START)
+    flops = rows * heads * per_head * products
+    idle = max(1.0, processors / (rows * heads * tiles))
+    return max(flops * idle / known.flops_per_s, moved_s) + traffic.floor_s
+
+
+def met(known: T, seconds: float, formula: Callable[[T], float]) -> T:
+    """`known` with the rate at which the formula takes `seconds`, or comes closest to it."""
+    table: Any = known
+    for _ in range(20):
+        faster = replace(table, flops_per_s=table.flops_per_s * formula(table) / seconds)
+        if formula(faster) > 0.999 * formula(table) and formula(table) > seconds:
+            break  # a floor or the memory holds it: a higher rate would mean nothing
+        table = faster
+    return table
+
+
+def between(points: Sequence[Ratio], place: Sequence[float]) -> float:
+    """The measured ratio at `place`: 1 without points, a point's own at the point.
+
+    A place outside of all points is first moved to their outermost one in each direction.
+    """
+    if not points:
+        return 1.0
+    sides = list(zip(*(where for where, _ in points), strict=True))
+    inside = [min(max(x, min(side)), max(side)) for x, side in zip(place, sides, strict=True)]
+    weights = total = 0.0
+    for where, ratio in points:
+        squared = sum((x - y) ** 2 for x, y in zip(where, inside, strict=True))
+        if squared < SAME:
+            return math.exp(ratio)
+        weight = squared**-2
+        weights += weight
+        total += weight * ratio
+    return math.exp(total / weights)
+
+
+def place(*sizes: float) -> tuple[float, ...]:
+    """Sizes in powers of two."""
+    return tuple(math.log2(size) for size in sizes)
+
+
+# --- files ------------------------------------------------------------------------------------
+
+MAY_BE_ZERO = frozenset({"context_bytes"})
+
+
+def checked(kind: type[T], value: Any, where: str = "") -> T:
+    """`value`, parsed from JSON, as `kind`: a frozen dataclass, a tuple, a literal or a number.
+
+    Raises:
+        ValueError: it is not; with the key, what was found there and what was wanted.
+    """
+    if is_dataclass(kind):
+        return kind(**_table(kind, value, where))
+    if get_origin(kind) is tuple:
+        if type(value) is not list:
+            raise _wrong(where, value, "a list")
+        inner = get_args(kind)[0]
+        found: Any = tuple(checked(inner, one, f"{where}[{n}]") for n, one in enumerate(value))
+        return found
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            raise _wrong(where, value, f"one of {', '.join(get_args(kind))}")
+        return value
+    if kind is float or kind is int:
+        zero = where.rpartition(".")[2] in MAY_BE_ZERO
+        right = type(value) in ((int, float) if kind is float else (int,))
+        if not right or not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+            number = "number" if kind is float else "whole number"
+            raise _wrong(where, value, f"a {number} {'of at least' if zero else 'above'} 0")
+        found = kind(value)
+        return found
+    if type(value) is not kind:
+        raise _wrong(where, value, {str: "a text", bool: "true or false"}[kind])
+    return value
+
+
+def _table(kind: type[Any], value: Any, where: str) -> dict[str, Any]:
+    """The fields of a dataclass, each checked."""
+    if type(value) is not dict:
+        raise _wrong(where or "the whole", value, "a table")
+    kinds = get_type_hints(kind)
+    prefix = f"{where}." if where else ""
+    for name in value.keys() ^ kinds.keys():
+        raise ValueError(f"{prefix}{name} is {'missing' if name in kinds else 'not a key of it'}")
+    return {name: checked(kinds[name], value[name], f"{prefix}{name}") for name in kinds}
+
+
+def _wrong(where: str, value: Any, wanted: str) -> ValueError:
+    """What stands there and what should."""
+    shown = repr(value)
+    return ValueError(
+        f"{where} is {shown if len(shown) <= 40 else f'{shown[:40]}...'}, not {wanted}"
+    )

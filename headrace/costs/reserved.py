@@ -1,0 +1,450 @@
+"""What the caching allocator would reserve for a plan: its ledger, replayed tensor by tensor.
+
+The ledger tells which bytes are held at which instant of a step. Here they become tensors in the
+order in which a step makes and frees them: block by block forward, the head, block by block
+backward with gradients in the place of activations, the update. `costs/allocator.py` does with them
+what torch's allocator would.
+
+Three steps are replayed, since what a run reserves is decided in the second. The optimizer's state
+comes into being at the end of the first, in the smallest free blocks that hold it: those of
+activations. So the second forward pass has too few of them, and its last tensors are cut from the
+largest segment that is free, which was the logits'. The logits then need another one. Reserved less
+allocated bytes are so most of a logits tensor, less the state: 2.9 GiB at 160m, of 26.
+
+What a step allocates beside the ledger's lines, for a moment or for good, is told here: workspaces
+of cuBLAS, which count as allocated, what eager operations make on their way, casts to 8 bits, and
+the tensors of torch's own loss. A recording of CUDA graphs has a pool of its own, which nothing
+else may use: states do not break it up, and what its blocks hand back stays in it. Several streams
+are left out.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from headrace.costs.allocator import Allocator, Block, OutOfMemory
+from headrace.costs.ledger import Ledger, Line
+from headrace.plan.technique import Context
+
+MIB = 2**20
+WORKSPACE = "library workspaces"
+"""How the libraries' workspaces are called as an owner of memory."""
+RESTS = "rests of blocks"
+"""How the bytes of the allocator's blocks beyond their tensors are called as an owner of memory: a
+rest of up to 1 MiB is not cut off. Of the small recipe on an H100 they are 11 of 940 MiB."""
+REPLAYED = 256
+"""Layers of the deepest model whose tensors are replayed through the allocator, which takes three
+milliseconds a layer. Llama 3.1 405B has 126. Of a deeper one it is not said what it would hold."""
+EXPANDABLE = "expandable_segments"
+"""A size of the ledger that is not 0 where segments grow."""
+WORKSPACES = 2
+"""cuBLAS has one for the thread that goes forward and one for autograd's."""
+ORDER = (
+    "norm", "residual", "weight_cast", "qkv", "attention_input", "attention_input", "", "attention",
+    "weight_cast", "norm", "residual", "weight_cast", "gate_up", "activation", "activation",
+    "weight_cast",
+)  # fmt: skip
+"""A block's lines as its forward pass makes them, a tensor at each place; "" is all others."""
+STEPS = 3
+"""The third still needs up to 2% more than the second; from then on nothing changes."""
+MICRO_BATCHES = 2
+"""Of a step that has more: from the second on all are alike."""
+
+
+def workspace_bytes(capability: tuple[int, int] | None) -> int:
+    """What cuBLAS takes of the allocator in a run: 32 MiB a thread on Hopper and newer, else 8.125.
+
+    The peaks of runs in a process of their own are 62 to 64 MiB over the ledger's lines (the 7b and
+    1b rows of limits.jsonl; a first reading in techniques.jsonl); torch's documentation of
+    CUBLAS_WORKSPACE_CONFIG tells both sizes.
+    """
+    each = 32 * MIB if capability is not None and capability >= (9, 0) else 8 * MIB + 128 * 1024
+    return WORKSPACES * each
+
+
+def _with_scores(ledger: Ledger, context: Context) -> Ledger:
+    """Add the scores that torch's own attention keeps where no kernel of it can run.
+
+    In fp32 none knows groups of keys: two plans that were to fit were out of memory, asking for a
+    block's scores (rows 80 and 115 of techniques.jsonl).
+    """
+    sizes = ledger.sizes
+    chosen = any(w.kind == "attention" and not w.kernel for w in ledger.work.values())
+    grouped = sizes["heads"] != sizes["kv_heads"]
+    if context.device != "cuda" or context.precision != "fp32" or not (chosen and grouped):
+        return ledger
+    each = 4 * sizes["rows"] * sizes["heads"] * sizes["length"] ** 2
+    for layer in range(int(sizes["layers"])):
+        ledger = ledger.with_line(f"{layer}/scores", Line(each, ("loss", "turn"), layer))
+    return ledger
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """What a replay found.
+
+    Args:
+        bytes: reserved at most; of the capacity, where it ran out of memory.
+        allocated: of its tensors at most, likewise.
+        spare: of the allocated ones, those of blocks beyond their tensors' own.
+        fits: whether every tensor found room.
+        retries: how often all that was free had to be given back first, which is slow.
+    """
+
+    bytes: float
+    allocated: float
+    spare: float
+    fits: bool
+    retries: int
+
+
+def reserve(
+    ledger: Ledger, *, capacity: float, workspace: float, expandable: bool = False
+) -> Reserved:
+    """Replay a step's tensors.
+
+    Args:
+        ledger: of a plan, on a GPU.
+        capacity: bytes that the allocator may take.
+        workspace: of libraries, for good.
+        expandable: segments grow.
+    """
+    allocator = Allocator(capacity, expandable=expandable)
+    pool = allocator
+    if any(piece.recorded for piece in ledger.work.values()):
+        pool = Allocator(capacity, expandable=expandable)
+    try:
+        _Replay(ledger, allocator, pool, workspace).run()
+    except OutOfMemory:
+        return Reserved(capacity, capacity, 0.0, False, allocator.retries)
+    both = {allocator, pool}
+    whole = sum(one.reserved_peak for one in both)
+    allocated = sum(one.allocated_peak for one in both)
+    spare = sum(one.spare_at_peak for one in both)
+    fits, held = whole <= capacity, min(allocated, capacity)
+    return Reserved(min(whole, capacity), held, spare, fits, allocator.retries)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a plan holds of a device's memory beside its ledger's lines.
+
+    Args:
+        ledger: with what torch itself keeps there.
+        workspace: of libraries, for good.
+        free: its tensors, replayed where there is no end of memory; None where that takes too long,
+            and on no GPU.
+    """
+
+    ledger: Ledger
+    workspace: int
+    free: Reserved | None
+
+    @property
+    def beside(self) -> dict[str, float]:
+        """Bytes by owner that count as allocated, and that no line of the ledger has."""
+        rests = self.free.spare if self.free else 0.0
+        return {n: float(b) for n, b in ((WORKSPACE, self.workspace), (RESTS, rests)) if b}
+
+    def replayed(self, capacity: float) -> Reserved:
+        """Its tensors, replayed in so much memory."""
+        grows = bool(self.ledger.sizes.get(EXPANDABLE))
+        return reserve(self.ledger, capacity=capacity, workspace=self.workspace, expandable=grows)
+
+
+def as_held(ledger: Ledger, context: Context) -> Footprint:
+    """Return what a plan holds where it runs.
+
+    Args:
+        ledger: of the plan.
+        context: the place.
+    """
+    ledger = _with_scores(ledger, context)
+    if context.device != "cuda":
+        return Footprint(ledger, 0, None)
+    found = Footprint(ledger, workspace_bytes(context.capability), None)
+    if ledger.sizes["layers"] > REPLAYED:
+        return found
+    return replace(found, free=found.replayed(math.inf))
+
+
+class _Replay:
+    """One allocator and the tensors that it holds for a plan."""
+
+    def __init__(
+        self, ledger: Ledger, allocator: Allocator, pool: Allocator, workspace: float
+    ) -> None:
+        self.ledger, self.sizes, self.workspace = ledger, ledger.sizes, workspace
+        self.plain, self.pool = allocator, pool
+        """what everything lies in, and what a recording of the blocks does"""
+        self.layers = int(self.sizes["layers"])
+        self.eager = any(piece.fused is not None for piece in ledger.work.values())
+        self.linears = {
+            key[:-3]: (self.sizes[key], self.sizes[f"{key[:-3]}/out"])
+            for key in self.sizes if key.endswith("/in")
+        }  # fmt: skip
+        self.lines: dict[int | None, dict[str, Line]] = {}
+        self.whole: dict[str, Line] = {}
+        for name, line in ledger.memory.items():
+            if line.bytes > 0 and name not in ("parameters", "optimizer", "gradients"):
+                self.lines.setdefault(line.layer, {})[name.split("/")[-1]] = line
+                if line.layer is None:
+                    self.whole[name] = line
+        self.gradients: list[Held] = []
+
+    def run(self) -> None:
+        """The build and some steps."""
+        self._hold(self._weights("parameters"))
+        self._hold([x.bytes for x in self.whole.values() if "always" in x.instants])
+        self._hold([self.workspace / WORKSPACES] * WORKSPACES)
+        gradients = self.ledger.memory.get("gradients")
+        adds_up = gradients is not None and "always" in gradients.instants
+        micro_batches = MICRO_BATCHES if adds_up or self.sizes["micro_batches"] > 1 else 1
+        for step in range(STEPS):
+            _let_go(self.gradients)
+            self.gradients = []
+            for _ in range(micro_batches):
+                self._micro_batch(first=not self.gradients)
+            update = self._hold(self._only("optimizer").values())
+            if step == 0:
+                for bytes in self._weights("optimizer"):
+                    self._hold(self._states(bytes))
+            _let_go(update)
+
+    def _micro_batch(self, *, first: bool) -> None:
+        """Forward and backward; gradients are made in the first, and added to in the others."""
+        shared = self._hold(
+            [x.bytes for x in self.whole.values() if {"loss", "turn"} <= set(x.instants)]
+        )
+        kept = [self._forward(layer) for layer in range(self.layers)]
+        stream = self._head(first)
+        handed: list[Held] = []
+        for block in reversed(kept):
+            after = self._backward(block, first)
+            handed += stream
+            if self.pool is self.plain:  # else the next recording reads it where it lies
+                _let_go(handed)
+                handed = []
+            stream = after
+        self._gradient(self._shares()[-2], first, self.plain)
+        _let_go([*shared, *handed, *stream])
+
+    def _forward(self, layer: int) -> "dict[str, list[Held]]":
+        """What a block keeps, in the order in which it is made; what it needs beside has gone."""
+        own = self.lines.get(layer, {})
+        kept: dict[str, list[Held]] = {name: [] for name in (*ORDER, *own)}
+        lines, statistics = self._parted({name: line.bytes for name, line in own.items()})
+        pieces = {name: self._pieces(name, bytes) for name, bytes in lines.items()}
+        linears, stream = iter(self.linears.items()), self._in_pool([self.sizes["residual"]])
+        for name in ORDER:
+            for other in [name] if name else [n for n in lines if n not in ORDER]:
+                taken = pieces.get(other, [])[: 1 if name else None]
+                pieces[other] = pieces.get(other, [])[len(taken) :]
+                passing = self._in_pool(self._beside(other, taken))
+                kept[other] += self._in_pool(taken)
+                kept[other] += self._in_pool([statistics.get(other, 0.0)] if taken else [])
+                _let_go(passing)
+            if name == "weight_cast" and (linear := next(linears, None)) is not None:
+                _let_go(self._in_pool(self._casts(*linear)))
+                if linear[1][1] == self.sizes["dim"]:  # its result is added, and goes
+                    _let_go(self._in_pool([self.sizes["residual"]]))
+        for name, line in own.items():
+            if "turn" not in line.instants:  # it waits elsewhere
+                _let_go(kept.pop(name))
+        _let_go(stream)
+        return kept
+
+    def _backward(self, kept: "dict[str, list[Held]]", first: bool) -> "list[Held]":
+        """A block's backward pass; returns the gradient that it hands on."""
+        sizes, shares = self.sizes, self._shares()
+        again = [
+            piece for name, x in self.whole.items()
+            if "turn" in x.instants and "loss" not in x.instants
+            and name not in ("work", "head_weight_gradient")
+            for piece in self._cut(x.bytes)
+        ]  # fmt: skip
+        made = self._in_pool(again)
+        one = self._one_activation()
+        if not self.eager:
+            _let_go(kept.pop("activation", []))
+        gradient = self._in_pool([one])
+        _let_go(kept.pop("activation", [])[::-1])
+        if self.eager:
+            _let_go(self._in_pool([one, one, one]))
+        wide = self._in_pool([max(one, self.whole["work"].bytes - sizes["residual"])]
+                             if "work" in self.whole else [])  # fmt: skip
+        _let_go([*gradient, *kept.pop("gate_up", [])])
+        for name, linear in reversed(self.linears.items()):
+            _let_go(self._in_pool(self._casts(name, (linear[1], linear[0]))))
+        for share in shares[len(self.linears) - 1 : 0 : -1]:
+            self._gradient(share, first, self.pool)
+        stream = self._in_pool([sizes["residual"]])
+        _let_go(wide)
+        if self.eager:
+            _let_go(self._in_pool([2 * sizes["residual"]] * 2))
+        turned = kept.get("attention_input", []) or kept.get("qkv", [])
+        mixed = self._in_pool([block.size for _, block in turned])
+        _let_go([block for name, blocks in kept.items() for block in blocks])
+        self._gradient(shares[0], first, self.pool)
+        _let_go([*mixed, *made])
+        return stream
+
+    def _head(self, first: bool) -> "list[Held]":
+        """The head's passes, in which the largest tensors come and go; returns their gradient."""
+        sizes, held = self.sizes, self._only("loss")
+        pool = self.pool if "compiled_loss" in sizes else self.plain
+        own = sizes["logits_fused"] / 3
+        wide = own * 4 / sizes["activation_bytes"]
+        logits, after = held.pop("logits", 0.0), held.pop("head_gradients", 0.0)
+        normed = held.pop("final_norm", 0.0)
+        result = self._hold([normed - sizes["residual"]] if normed else [])
+        passing = self._hold([4 * sizes["tokens"] * sizes["dim"]] if wide > own else [])
+        result += self._hold([sizes["residual"]] if normed else [])
+        _let_go(passing)
+        before = [*result, *self._hold(held.values(), pool)]
+        if logits < 1.5 * wide or "compiled_loss" in sizes:
+            pieces = max(1, round(logits / own))
+            blocks = self._hold([logits / pieces] * pieces, pool)
+        else:  # as torch's own loss makes them: the product's, cast, and log-probabilities
+            cast = self._hold([own])
+            if wide > own:
+                product, cast = cast, self._hold([wide])
+                _let_go(product)
+            blocks = self._hold([wide] * max(1, round(logits / wide) - 2))
+            _let_go(cast)
+            gradients = self._hold([wide, wide])
+            _let_go([*blocks, *gradients[:1]])
+            blocks = self._hold([own] if wide > own else [])
+            _let_go(gradients[1:])
+        product = min(after, sizes["activation_bytes"] * sizes["embedding"])
+        made, stream = self._hold([product], pool), self._hold([after - product], pool)
+        _let_go(blocks)
+        share = self._shares()[-1]
+        if first and math.isclose(product, share * self._bytes("gradients"), rel_tol=1e-6):
+            self.gradients += made  # nothing casts it
+            made = []
+        else:
+            self._gradient(share, first, pool)
+        stream = stream or self._hold([sizes["residual"]], pool)
+        _let_go([*before, *made])
+        return stream
+
+    # --- sizes --------------------------------------------------------------------------------
+
+    def _parted(self, lines: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
+        """Lines without their statistics, and what those are at each place of a line."""
+        small = {}
+        for name in ("norm", "attention"):
+            whole = lines.get(name, 0.0)
+            main = whole // self.sizes["residual"] * self.sizes["residual"]
+            small[name] = (whole - main) / ORDER.count(name)
+            lines = {**lines, name: main}
+        return lines, small
+
+    def _pieces(self, name: str, bytes: float) -> list[float]:
+        """A block's line as its tensors."""
+        if name == "weight_cast":
+            whole = sum(i * o for i, o in self.linears.values())
+            return [bytes * i * o / whole for i, o in self.linears.values()]
+        if name == "attention_input":
+            heads, kv_heads = self.sizes["heads"], self.sizes["kv_heads"]
+            return [bytes * n / (heads + kv_heads) for n in (heads, kv_heads)]
+        count = max(1, ORDER.count(name))
+        if name == "activation":
+            count = min(count, max(1, round(bytes / self._one_activation())))
+        return [bytes / count] * count
+
+    def _beside(self, name: str, taken: list[float]) -> list[float]:
+        """What eager operations make on the way to a tensor that is kept."""
+        if not self.eager or not taken:
+            return []
+        wider = 4 / self.sizes["activation_bytes"]
+        if name == "residual":  # a norm's result in fp32
+            return [wider * taken[0]] if wider > 1 else []
+        if name == "attention_input":  # in fp32, halves of its products with sine and cosine, again
+            half = wider * taken[0] / 2
+            return [half, half, half, *([2 * half, 2 * half] if wider > 1 else [])]
+        return [] if name in ORDER else [max(taken)]
+
+    def _casts(self, name: str, ends: tuple[float, float]) -> list[float]:
+        """An 8-bit linear's operands, which eager operations round in fp32."""
+        if f"{name}/fp8" not in self.sizes:
+            return []
+        inner, outer = ends
+        read = self.sizes["tokens"] * inner
+        return [*([4 * read, 4 * read] if self.eager else []), read, inner * outer]
+
+    def _cut(self, bytes: float) -> list[float]:
+        """Something of a block that was computed again, in tensors as large as its own."""
+        one, pieces = 2 * self._one_activation(), []
+        while bytes >= 1:
+            one = one if one <= bytes else one / 2 if one > self.sizes["residual"] else bytes
+            pieces.append(min(one, bytes))
+            bytes -= pieces[-1]
+        return pieces
+
+    def _one_activation(self) -> float:
+        """The MLP's widest tensor but for gate and up together, of all tokens or a piece."""
+        if "mlp_piece" in self.whole:
+            return self.whole["mlp_piece"].bytes / 3
+        return self.sizes["tokens"] * self.sizes["ffn"] * self.sizes["activation_bytes"]
+
+    def _only(self, instant: str) -> dict[str, float]:
+        """Lines without a block that are held then and at no other instant."""
+        return {name: x.bytes for name, x in self.whole.items() if x.instants == (instant,)}
+
+    def _bytes(self, name: str) -> float:
+        line = self.ledger.memory.get(name)
+        return 0.0 if line is None else line.bytes
+
+    def _shares(self) -> list[float]:
+        """Of all numbers of the weights: a block's linears and the rest, embedding, head."""
+        linears = [inner * outer for inner, outer in self.linears.values()]
+        rest = self.sizes["unsplit"] / self.layers
+        head = 0.0 if self.sizes["tied"] else self.sizes["embedding"]
+        counts = [*linears, rest, self.sizes["tables"], head]
+        return [count / self._numbers() for count in counts]
+
+    def _numbers(self) -> float:
+        """All numbers of the weights."""
+        sizes = self.sizes
+        linears = sum(inner * outer for inner, outer in self.linears.values())
+        head = 0.0 if sizes["tied"] else sizes["embedding"]
+        return self.layers * linears + sizes["unsplit"] + sizes["tables"] + head
+
+    def _weights(self, name: str) -> list[float]:
+        """As many bytes as the line has, in tensors as large as the weights'."""
+        *block, table, head = [self._bytes(name) * share for share in self._shares()]
+        return [table, *(block * self.layers), head]
+
+    def _states(self, bytes: float) -> list[float]:
+        """A weight's moments, and what bf16 leaves of it."""
+        left = 0.0 if self._numbers() * 8 >= self._bytes("optimizer") else bytes * (
+            1 - self._numbers() * 8 / self._bytes("optimizer"))  # fmt: skip
+        return [(bytes - left) / 2, (bytes - left) / 2, left]
+
+    # --- blocks -------------------------------------------------------------------------------
+
+    def _gradient(self, share: float, first: bool, pool: Allocator) -> None:
+        """A weight's gradient, or what is added to it and goes."""
+        made = self._hold([self._bytes("gradients") * share], pool)
+        if first:
+            self.gradients += made
+        else:
+            _let_go(made)
+
+    def _in_pool(self, sizes: Iterable[float]) -> "list[Held]":
+        return self._hold(sizes, self.pool)
+
+    def _hold(self, sizes: Iterable[float], pool: Allocator | None = None) -> "list[Held]":
+        pool = pool or self.plain
+        return [(pool, pool.allocate(size)) for size in sizes if size >= 1]
+
+
+Held = tuple[Allocator, Block]
+"""A tensor's memory, and what it lies in."""
+
+
+def _let_go(held: Iterable[Held]) -> None:
+    for pool, block in held:
+        pool.release(block)

@@ -1,0 +1,130 @@
+"""What is left of a step's pieces on a rank that holds a part of every matrix, and what it sends.
+
+Products are cut along their output where a matrix is cut by rows and along their sum where it is by
+columns; work inside of attention and MLP is divided with them. What stands between is whole, or cut
+along the sequence. A piece that other techniques made of a linear, and that is not known here, has
+no time.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import ceil
+
+from headrace.costs.ledger import Ledger
+from headrace.costs.links import Operation
+from headrace.costs.work import Phase, Work, collective
+from headrace.costs.count import FP32
+from headrace.costs.decoder_work import LEARNED
+
+AXIS = "tensor"
+COLUMNS = ("mixer.qkv", "mlp.gate_up", "mlp.up", "head")
+"""Linears of which a rank has some of the outputs."""
+ROWS = ("mixer.out", "mlp.down")
+"""Linears of which it has some of the inputs, and of all outputs a part of the sum."""
+INSIDE = (
+    "attention", "rope", "qk_norm", "queries", "activation", "weight_cast", "head_cast", "loss",
+)  # fmt: skip
+"""Pieces that a rank has a part of, by how their names begin."""
+BETWEEN = ("norms", "residual", "residual_out")
+"""Pieces of the stream, which may be cut along the sequence."""
+WHOLE = ("embedding", "mlp_pieces", "count", "head")
+"""Pieces that every rank has whole, but for what is said of them below."""
+RESULT, INPUT, WEIGHT = (1, 2), (2, 1), (0, 1)
+"""Which of a product's sizes is cut, where outputs are and where inputs are: of the result, of the
+gradient of what it reads, of its weight's."""
+WAYS = {"result": RESULT, "again": RESULT, "last": RESULT, "earlier": RESULT, "input": INPUT,
+        "weight": WEIGHT}  # fmt: skip
+"""A product by the end of its name."""
+LAST = "mlp.down/{}/last"
+"""How what ends a block is called: one that is run again runs without it."""
+
+
+def split_work(ledger: Ledger, *, sequence: bool, kept: float) -> dict[str, Work]:
+    """Pieces of one rank.
+
+    Args:
+        ledger: before anything of it is cut.
+        sequence: the stream between the parts is cut along the sequence.
+        kept: share of all parameters that a rank has.
+    """
+    work = {n: _part(n, piece, ledger.sizes, sequence, kept) for n, piece in ledger.work.items()}
+    return work | _sends(ledger, sequence)
+
+
+def _part(name: str, piece: Work, sizes: Mapping[str, float], sequence: bool, kept: float) -> Work:
+    """A rank's part of a piece."""
+    ranks, (what, _, part) = int(sizes[f"{AXIS}_ranks"]), name.partition("/")
+    if piece.kind == "product" and what in COLUMNS + ROWS and part in WAYS:
+        ends, place = list(piece.sizes), WAYS[part][what in ROWS]
+        ends[place] //= ranks
+        return replace(piece, sizes=tuple(ends))
+    if piece.kind == "attention":
+        rows, heads, kv_heads, length, features = piece.sizes
+        return replace(piece, sizes=(rows, heads // ranks, kv_heads // ranks, length, features))
+    if name.startswith(LEARNED):
+        return replace(piece, bytes=piece.bytes * kept)
+    if what in INSIDE or part == "sum" or (sequence and what in BETWEEN):
+        fused = None if piece.fused is None else piece.fused / ranks
+        return replace(piece, bytes=piece.bytes / ranks, fused=fused)
+    if name == "embedding/backward":  # whose table is cut along the vocabulary
+        gone = FP32 * sizes["embedding"] * (1 - 1 / ranks)
+        return replace(piece, bytes=piece.bytes - gone)
+    if what in BETWEEN + WHOLE:
+        return piece
+    return replace(piece, unknown=f"what {name} takes on a rank with a part of it was not counted")
+
+
+def _sends(ledger: Ledger, sequence: bool) -> dict[str, Work]:
+    """Collectives around attention and MLP, at both ends, of the loss and of gradients.
+
+    What the loss of a token needs is sent as the trunk's objective does. Left out: what pads a row
+    whose tokens do not divide.
+    """
+    sizes, found = ledger.sizes, dict[str, Work]()
+    tokens = sizes["tokens"]
+    stream = sizes["activation_bytes"] * tokens * sizes["dim"]
+    layers = sizes["layers"]
+
+    def add(
+        name: str, phase: Phase, operation: Operation, bytes: float, count: float = 1.0
+    ) -> None:
+        found[name] = collective(sizes, AXIS, phase, operation, bytes, count)
+        if operation != "all_reduce":  # ranks' tokens are joined, or cut, in a copy
+            found[name.replace("/", "/copy_", 1)] = Work(phase, "stream", count, 2 * bytes)
+
+    entered = FP32 * tokens * sizes["dim"]
+    add("embedding/sum", "forward", "all_reduce", entered)
+    if sequence:
+        gathered = sizes["stream_bytes"] / sizes["activation_bytes"] * stream
+        add("parts/gather", "forward", "all_gather", stream, 2 * layers)
+        add("parts/scatter", "forward", "reduce_scatter", stream, layers)
+        add(LAST.format("scatter"), "forward", "reduce_scatter", stream, layers)
+        add("parts/gather_back", "backward", "all_gather", stream, 2 * layers)
+        add("parts/scatter_back", "backward", "reduce_scatter", stream, 2 * layers)
+        add("embedding/gather_back", "backward", "all_gather", gathered)
+        add("head/gather", "forward", "all_gather", stream)
+        add("head/scatter_back", "backward", "reduce_scatter", stream)
+    else:
+        add("parts/sum", "forward", "all_reduce", stream, layers)
+        add(LAST.format("sum"), "forward", "all_reduce", stream, layers)
+        add("parts/sum_back", "backward", "all_reduce", stream, 2 * layers)
+        add("head/sum_back", "backward", "all_reduce", stream)
+    loss = ledger.work.get("loss/forward")
+    chunks = 1 if loss is None else ceil(loss.count)
+    add("loss/largest", "forward", "all_reduce", FP32 * tokens / chunks, chunks)
+    add("loss/sums", "forward", "all_reduce", 2 * FP32 * tokens / chunks, chunks)
+    if gradients := _partial(ledger, sequence):
+        add("norms/gradients", "optimizer", "all_reduce", gradients)
+    return found
+
+
+def _partial(ledger: Ledger, sequence: bool) -> float:
+    """Bytes of gradients of which a rank has a part of the sum: it saw its tokens, or its heads."""
+    sizes = ledger.sizes
+    vectors = FP32 * (sizes["unsplit"] - (sizes["tables"] - sizes["embedding"]))
+    if not sequence:
+        normed = any(name.endswith("/qk_norm") for name in ledger.memory)
+        vectors = 2 * FP32 * sizes["layers"] * sizes["head_dim"] * normed
+    learned = ledger.memory["gradients"].bytes
+    learned -= FP32 * sum(matrix.numbers for matrix in ledger.updates().values())
+    return max(0.0, min(vectors, learned))

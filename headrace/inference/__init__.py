@@ -1,0 +1,1 @@
+"""A trained model out of its run, and text from it."""

@@ -1,0 +1,386 @@
+"""A trained model out of its run's folder, for `eval`, `sample` and `export`."""
+
+import shlex
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tomli_w
+
+from headrace.assemble.build import make_build
+from headrace.plan.changes import flatten
+from headrace.train.checkpoint import Saved, steps_in
+from headrace.assemble.context import choose_device
+from headrace.core.command import again, again_with, train_command
+from headrace.core.errors import ConfigError, Diverged, RunError, UnsupportedError, alike, nearest
+from headrace.core.files import mend_plan, read_plan_text, recorded_plan, shell
+from headrace.plan.gentler import gentler
+from headrace.plan.plan import MeshConfig, Plan
+from headrace.plan.technique import Catalogue, Stage, Technique
+from headrace.data.ingest import reopen
+from headrace.data.prepared import Prepared, check_same_data
+from headrace.data.tokenizer import Tokenizer
+from headrace.train.identity import (
+    FOUND_BY,
+    Differences,
+    among,
+    back,
+    check_frozen,
+    differences,
+    frozen_digests,
+    told,
+    trained,
+    without_base,
+)
+from headrace.optim.schedule import learning_rate
+from headrace.parallel.world import World
+from headrace.train.run_folder import RunFolder
+from headrace.assemble.sockets import Build
+from headrace.train.state import largest, last_sound, refuse_wild
+
+T = TypeVar("T")
+
+
+def resolve_run(run: Path) -> Path:
+    """A run's folder from its path or from its name under `runs`.
+
+    Raises:
+        ConfigError: there is no such run; names the nearest.
+    """
+    for folder in (run, Path("runs") / run):
+        if (folder / "plan.toml").is_file():
+            return folder
+    told = f"{run} is not a run"
+    for folder in (run, Path("runs") / run):
+        if command := mend_plan(folder):
+            raise ConfigError(f"{told}: its plan.toml is gone", command)
+    for folder in run.parents:
+        if (folder / "plan.toml").is_file() and (folder / "environment.json").is_file():
+            raise _inside(run, folder)
+    if run.exists() or (Path("runs") / run).exists():
+        told += ": it has no plan.toml"
+    names = [p.parent.name for p in Path("runs").glob("*/plan.toml")]
+    if not names:
+        raise ConfigError(
+            f"{told}; no run was made here yet", "headrace train demo, which makes one"
+        )
+    near = alike(run.name, names) or (names[0] if len(names) == 1 else None)
+    if near is not None:
+        command = again((run, f"runs/{near}"), verb="eval")
+        raise ConfigError(f"{told}; the nearest is {near}", command)
+    newest = max(names, key=lambda name: Path("runs", name, "plan.toml").stat().st_mtime)
+    raise ConfigError(
+        f"{told}; the runs are {nearest(run.name, names)}",
+        f"{again((run, f'runs/{newest}'), verb='eval')}, which is the newest",
+    )
+
+
+def _inside(path: Path, run: Path) -> ConfigError:
+    """What is told of a path that lies in a run, as a checkpoint."""
+    command, told = again((path, run), verb="eval"), f"{path} is a part of the run {run}"
+    if path.parent.name == "checkpoints" and path.is_dir():
+        return ConfigError(
+            f"{told}: a checkpoint is named behind it", f"{command} --checkpoint {path.name}"
+        )
+    return ConfigError(told, command)
+
+
+def run_of(plan: str) -> Path | None:
+    """The run whose resolved plan `plan` is, when it lies in a run's folder."""
+    path = Path(plan)
+    inside = path.name == "plan.toml" and (path.parent / "environment.json").is_file()
+    return path.parent if inside else None
+
+
+def read_plan(folder: Path, catalogue: Catalogue) -> Plan:
+    """The resolved plan of a run.
+
+    Raises:
+        ConfigError: `folder` is not a run, or its plan is damaged.
+    """
+    file = resolve_run(folder) / "plan.toml"
+    mend = mend_plan(file.parent)
+    try:
+        text = read_plan_text(file)
+    except ConfigError as error:
+        raise ConfigError(error.message, mend or error.remedy) from None
+    try:
+        return Plan.read(text, catalogue)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error.message}", mend or error.remedy) from None
+
+
+def read_recorded_plan(folder: Path, catalogue: Catalogue) -> Plan:
+    """The plan that a run was started with, whatever was written into its plan.toml since.
+
+    Raises:
+        ConfigError: it is damaged.
+    """
+    return Plan.read(read_plan_text(recorded_plan(folder)), catalogue)
+
+
+def plan_to_resume(
+    named: Plan, run: Path | None, catalogue: Catalogue, *, overrides: Iterable[str] = (),
+    with_: Iterable[str] = (), without: Iterable[str] = (), tell: Callable[[str], None],
+    checkpoint: str | None = None,
+) -> Plan:  # fmt: skip
+    """Return the plan of the run that goes on: its own, with what the command line says now.
+
+    What is not said again stays as it was, and where the named plan's file differs, that is told.
+    How ranks stand is no part of it: a checkpoint goes on under any layout, and it is the named
+    plan's that the processes were started for.
+
+    Args:
+        named: the plan that the command line names, with its changes.
+        run: the run's folder where the command line names it; else the newest of the plan's name.
+        catalogue: techniques and families.
+        overrides: `key=value` of the command line.
+        with_: names of techniques that it adds.
+        without: names of techniques that it removes.
+        tell: takes a line for the user.
+        checkpoint: where it goes on from; the newest without it.
+
+    Raises:
+        ConfigError: there is no such run, or its plan with the changes is not well formed.
+    """
+    folder = RunFolder.find(named, run).path
+    if not (folder / "plan.toml").is_file():  # it ended before it had begun
+        return named
+    said = [word for word in overrides if word.partition("=")[0].strip() not in FOUND_BY]
+    before = read_plan(folder, catalogue)
+    text = tomli_w.dumps(_laid_out_as(named, before))
+    plan = Plan.read(text, catalogue, overrides=said, with_=with_, without=without)
+    _tell_rate(before, plan, folder, checkpoint, tell)
+    kept = flatten(plan.dump())
+    other = {
+        key: value
+        for key, value in flatten(named.model_dump(mode="json", exclude_unset=True)).items()
+        if key not in FOUND_BY and key in kept and kept[key] != value
+    }
+    if other:
+        told = [f"{key} = {kept[key]!r} (the file: {value!r})" for key, value in other.items()]
+        more = f" and {len(told) - 4} more" if len(told) > 4 else ""
+        tell(f"{folder} keeps {', '.join(told[:4])}{more}; say key=value to change it")
+    return plan.replaced(**{key: getattr(named, key) for key in FOUND_BY})
+
+
+def _laid_out_as(named: Plan, before: Plan) -> dict[str, Any]:
+    """The tables of `before` with the mesh of `named`, and with the techniques that fill it."""
+    tables, laid_out = before.dump(), named.dump()
+    techniques = {
+        name: knobs
+        for plan, own in ((before, False), (named, True))
+        for name, knobs in plan.dump()["techniques"].items()
+        if (plan.techniques[name].room == "parallel") is own
+    }
+    return {**tables, "mesh": laid_out["mesh"], "techniques": techniques}
+
+
+def _tell_rate(
+    before: Plan, plan: Plan, folder: Path, checkpoint: str | None, tell: Callable[[str], None]
+) -> None:
+    """Say by how much the learning rate jumps where another goal or schedule moves it."""
+    root = folder / "checkpoints"
+    names = [(root / checkpoint).resolve().name] if checkpoint else []
+    steps = [n for n in steps_in(root) if not names or f"step-{n}" in names]
+    if not steps:
+        return
+    was, now, lr = before.horizon_steps, plan.horizon_steps, plan.optimizer.lr
+    old = learning_rate(before.schedule, was)(steps[-1] - 1)
+    new = learning_rate(plan.schedule, now)(steps[-1] - 1)
+    if old == new:
+        return
+    goes = f"the rate goes from {lr * old:.2g} to {lr * new:.2g}, {new / max(old, 1e-9):.2g} times"
+    if plan.schedule == before.schedule:
+        tell(f"the schedule's horizon was {was} steps and is {now}: {goes}; schedule.steps={was} "
+             "keeps it")  # fmt: skip
+    else:
+        tell(f"the schedule changed: at step {steps[-1]} {goes}")
+
+
+def open_model(
+    folder: Path, catalogue: Catalogue, *, checkpoint: str | None = None, with_data: bool = False
+) -> Build:
+    """The run's model with its trained weights, uncompiled, on this machine's device.
+
+    Args:
+        folder: `runs/NAME`.
+        catalogue: techniques and families.
+        checkpoint: "step-N", "latest" or "best"; the best that is there without it.
+        with_data: also open the validation set (prepared again if its cache is gone).
+
+    Raises:
+        ConfigError: not a run, or no such checkpoint.
+        RunError: the checkpoint is damaged.
+    """
+    recorded, path = read_plan(folder, catalogue), _checkpoint(folder, checkpoint)
+    plan, saved = recorded, Saved(path)
+    # An exact technique computes what the trunk computes: opened alone, a model needs none of them,
+    # so a run that was trained on another device opens here. What scales a loss is no part of it
+    # either, and fp16 is refused without.
+    shaping = {
+        n: t
+        for n, t in plan.techniques.items()
+        if _shapes(t, with_data=with_data) or "loss_scale" in t.claims
+    }
+    _check_same_model(saved, plan, catalogue, with_data=with_data)
+    plan = plan.replaced(
+        device="auto",
+        techniques=shaping,
+        mesh=MeshConfig(),
+    )
+    plan = without_base(plan, saved)
+    if with_data:
+        prepared = reopen(plan, RunFolder(folder).read_data(), folder)
+    else:
+        tokenizer = _own_tokenizer(saved, folder)
+        none: Any = None  # a model alone reads no validation
+        prepared = Prepared(folder, tokenizer, (), none, fingerprint={}, has_begun=True)
+    until = Stage.STEP if with_data else Stage.MATERIALIZE
+    build = make_build(plan, prepared, World(), choose_device(plan), until=until)
+    check_frozen(saved, plan, frozen_digests(plan))
+    now = {**prepared.fingerprint, "tokenizer": prepared.tokenizer.fingerprint}
+    was = {thing: digest for thing, digest in saved.values["fingerprint"].items() if thing in now}
+    check_same_data(was, now, f"data in {prepared.directory}", folder)
+    _fill(build, saved, recorded)
+    refuse_wild(saved, dict(trained(build)), partial(_instead_of_wild, folder, plan))
+    return build
+
+
+def _fill(build: Build, saved: Saved, plan: Plan) -> None:
+    """Fill an opened model from a checkpoint of the run whose plan that is."""
+    # Weights that a technique kept in another type were trained so; any others are not the run's.
+    converts = any("storage" in t.composes for t in plan.techniques.values())
+    for name, parameter in trained(build):
+        saved.fill_(f"model/{name}", parameter, converts=converts)
+
+
+def computed(
+    work: Callable[[], T], build: Build, folder: Path, catalogue: Catalogue, *,
+    checkpoint: str | None,
+) -> T:  # fmt: skip
+    """Return what an opened model computes, or say which of its weights are too large for that.
+
+    Args:
+        work: computes it with the model's weights as they are then.
+        build: the model, as `open_model` gave it.
+        folder: the run.
+        catalogue: techniques and families.
+        checkpoint: what `open_model` was asked for.
+
+    Raises:
+        RunError: the weights are numbers, and what they compute is none. Its remedy is a checkpoint
+            with which `work` was done.
+    """
+    try:
+        return work()
+    except Diverged as error:
+        message = error.message
+    plan, saved = read_plan(folder, catalogue), Saved(_checkpoint(folder, checkpoint))
+    name, size = largest((name, parameter.detach()) for name, parameter in trained(build))
+
+    def works(other: Saved) -> bool:
+        _fill(build, other, plan)
+        work()
+        return True
+
+    sound = last_sound(saved, works)
+    raise RunError(
+        f"{message}: the largest of the weights is {size:.3g}, in {name} of {saved.path}; "
+        f"{'no earlier checkpoint' if sound is None else f'step-{sound}'} is sound",
+        _instead_of_wild(folder, plan, sound),
+    )
+
+
+def _instead_of_wild(folder: Path, plan: Plan, sound: int | None) -> str:
+    """The command that reads a sound checkpoint, or else trains the run again so that it learns."""
+    if sound is not None:
+        return again_with("--checkpoint", f"step-{sound}", verb=f"eval {shell(folder)}")
+    words = [shlex.quote(word) for word in gentler(plan)]
+    return train_command(folder, f"name={plan.name}-again", *words)
+
+
+def _own_tokenizer(saved: Saved, folder: Path) -> Tokenizer:
+    """The run's tokenizer, which is the one that its checkpoint was trained with.
+
+    Raises:
+        ConfigError: it is damaged or another; with the command that brings it back, where the run's
+            shards still have it.
+    """
+    file, was = folder / "tokenizer.json", saved.values["fingerprint"].get("tokenizer")
+    try:
+        found = Tokenizer.load(file)
+    except (ConfigError, UnsupportedError) as error:
+        raise ConfigError(error.message, _kept_tokenizer(folder, was) or error.remedy) from None
+    mend = _kept_tokenizer(folder, was) if was and found.fingerprint != was else ""
+    if mend:
+        raise ConfigError(
+            f"{file} is not the tokenizer that the run was trained with "
+            f"(sha256 {str(was)[:12]} -> {found.fingerprint[:12]})", mend
+        )  # fmt: skip
+    return found
+
+
+def _kept_tokenizer(folder: Path, was: str | None) -> str:
+    """The command that brings a run's tokenizer back out of its shards; "" where they lack it."""
+    record = RunFolder(folder).read_data() or {}
+    for key in ("directory", "absolute"):
+        kept = Path(record.get(key, folder)) / "tokenizer.json"
+        try:
+            if key in record and Tokenizer.load(kept).fingerprint == was:
+                return shlex.join(["cp", str(kept), str(folder / "tokenizer.json")])
+        except (ConfigError, UnsupportedError):
+            continue  # it is gone or damaged there, too
+    return ""
+
+
+def _shapes(technique: Technique[Build] | type[Technique[Build]], *, with_data: bool) -> bool:
+    """Whether a model computes something else without a technique, or its data are other rows."""
+    designs = technique.stage <= Stage.LINEAR and technique.equality != "exact"
+    return designs or (with_data and technique.stage == Stage.DATA)
+
+
+def _check_same_model(saved: Saved, plan: Plan, catalogue: Catalogue, *, with_data: bool) -> None:
+    """Refuse a plan.toml that describes another model than its checkpoint holds.
+
+    Raises:
+        ConfigError: with the key, both values, and the command that makes the plan what it was.
+    """
+    run = saved.path.parent.parent
+    known = {**catalogue.techniques, **{n: type(t) for n, t in plan.techniques.items()}}
+    shaping = [f"techniques.{n}" for n, t in known.items() if _shapes(t, with_data=with_data)]
+    tables = ["model", "data.sequence_length", *shaping]
+
+    def found(of: Plan) -> Differences:
+        each = differences(saved, of).items()
+        return {key: pair for key, pair in each if among(key, tables) and key != "model.pretrained"}
+
+    if not (changes := found(plan)):
+        return
+    mend = mend_plan(run)
+    try:
+        mended = mend and not found(read_recorded_plan(run, catalogue))
+    except ConfigError:
+        mended = False
+    words = [back(saved, key, pair) for key, pair in changes.items()]
+    raise ConfigError(
+        f"{run / 'plan.toml'} is not the plan that {saved.path} was trained with: {told(changes)} "
+        "there",
+        mend if mended else train_command(run, "--resume", *words),
+    )
+
+
+def _checkpoint(folder: Path, which: str | None) -> Path:
+    root = folder / "checkpoints"
+    for name in [which] if which else ["best", "latest"]:
+        if (root / name).is_dir():
+            return root / name
+    steps = steps_in(root)
+    has = ", ".join(f"step-{n}" for n in steps) or "none"
+    raise ConfigError(
+        f"{root} has no checkpoint {which or 'best or latest'}; it has {has}",
+        f"--checkpoint step-{steps[-1]}"
+        if steps
+        else f"{train_command(folder, '--resume')}, which saves one",
+    )

@@ -1,0 +1,1 @@
+"""What is read while a run goes; training and `watch` share it."""

@@ -1,0 +1,476 @@
+"""The Plan: the frozen, complete description of a run, read from TOML and printed back resolved.
+
+Later layers win: defaults < family < recipe or file < `key=value` overrides < --with / --without.
+`Plan.read` reads a plan's text, and `Plan(...)` takes the same tables from Python: either way every
+mistake becomes one ConfigError here and nowhere else.
+"""
+
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import tomli_w
+from pydantic import (
+    Field,
+    ModelWrapValidatorHandler,
+    SerializeAsAny,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+
+from headrace.core.errors import ConfigError
+from headrace.core.files import check_values, toml_values
+from headrace.core.layers import left_to_techniques, left_to_weights
+from headrace.core.model_config import WIDEST, ModelConfig
+from headrace.core.overrides import known_of, settle, write_override
+from headrace.core.strict import READ, Strict, Wrong, explained, read_table
+from headrace.plan.technique import Catalogue, Technique, installed
+from headrace.core.units import largest_divisor
+
+MOST = 10**15
+"""Largest number of steps or tokens; about a thousand times what any model has been shown."""
+RANKS = 1 << 20
+"""Largest number of processes along one axis."""
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Share = Annotated[float, Field(gt=0, lt=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+ATTENDS = "parts.attend"
+"""The socket whose owner computes attention."""
+
+
+class DataConfig(Strict):
+    """Where the text comes from and how it becomes one stream of tokens."""
+
+    sources: str | tuple[str, ...] = "stdlib"
+    """File, folder, glob, `hf:NAME`, `stdlib` (the Python standard library), or a list of them."""
+    weights: tuple[Annotated[float, Field(gt=0, le=1e12)], ...] | None = None
+    """One share per source; without it every source counts by its tokens."""
+    validation: Share | str = 0.05
+    """The share of the text that is held out, by hash of its documents; or a path of its own."""
+    text_key: str = "text"
+    """The field that holds the text of a row; dots lead into it, as in `messages.0.content`."""
+    tokenizer: str = "bpe"
+    """`bpe` trains one; or a path of a tokenizer.json; or `tiktoken:NAME`. Left alone, a run that
+    starts from `model.pretrained` takes the tokenizer of its folder."""
+    lossy_tokenizer: bool = False
+    """Accept a tokenizer that does not give back every text, as one that composes accents (NFC) or
+    lowers case. Bits per byte are of the raw text all the same, and every report tells."""
+    vocab: int = Field(default=4096, ge=257, le=WIDEST)
+    """Entries of a tokenizer that is trained here."""
+    sequence_length: int = Field(default=256, ge=2, le=WIDEST)
+    """Tokens of a row."""
+    directory: str = "data"
+    """Prepared shards are kept under this folder, named by what went into them."""
+    workers: int = Field(default=1, ge=0, le=1024)
+    """Threads that read ahead; 0 reads on the training thread."""
+    prefetch: int = Field(default=4, ge=1, le=1 << 16)
+    """Micro-batches that are read ahead."""
+
+
+class Goal(Strict):
+    """What the run is for. The first limit that is reached ends it; a target ends it sooner."""
+
+    bits_per_byte: float | None = Field(default=None, gt=0, le=64)
+    """Validation loss to reach, in bits per byte of text."""
+    steps: int | None = Field(default=None, ge=1, le=MOST)
+    """Most optimizer steps."""
+    tokens: int | None = Field(default=None, ge=1, le=MOST)
+    """Most tokens, padding included."""
+    minutes: float | None = Field(default=None, gt=0, le=1e9)
+    """Most minutes on the clock, evaluation and compiling included."""
+    dollars: float | None = Field(default=None, gt=0, le=1e12)
+    """Most money, by hardware.dollars_per_hour."""
+
+
+class Batch(Strict):
+    """How much is read per step."""
+
+    tokens: int = Field(default=8192, ge=2, le=1 << 36)
+    """Tokens per optimizer step over all ranks."""
+    micro_sequences: int = Field(default=0, ge=0, le=1 << 36)
+    """Rows per forward pass on one rank; 0 takes all of a rank's rows at once."""
+
+
+class OptimizerConfig(Strict):
+    """The trunk's AdamW (arXiv 1711.05101)."""
+
+    lr: float = Field(default=1e-3, gt=0, le=1e30)
+    """Highest learning rate; the schedule scales it."""
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
+    """Decay of the first and second moments, per step; at 1 a moment would never move."""
+    eps: float = Field(default=1e-8, gt=0, le=1)
+    """Added to the root of the second moment."""
+    weight_decay: float = Field(default=0.1, ge=0, le=1e6)
+    """On tensors of two or more dimensions."""
+    clip_norm: float = Field(default=1.0, ge=0, le=1e9)
+    """Largest global norm of the gradient; 0 only measures it."""
+
+
+class ScheduleConfig(Strict):
+    """The learning rate as a share of `optimizer.lr`, a pure function of the step."""
+
+    kind: Literal["cosine", "warmup_stable_decay", "constant"] = "cosine"
+    """The curve between warmup and horizon."""
+    warmup_steps: int = Field(default=0, ge=0, le=MOST)
+    """Steps of linear rise from zero."""
+    decay_fraction: Fraction = 0.2
+    """Last share of the horizon in which warmup_stable_decay falls linearly."""
+    final_fraction: Fraction = 0.1
+    """Share of the learning rate at the horizon."""
+    steps: int | None = Field(default=None, ge=1, le=MOST)
+    """The horizon; without it goal.steps or goal.tokens."""
+
+
+class EvalConfig(Strict):
+    """Validation on held-out documents, always the same rows."""
+
+    every_steps: int = Field(default=50, ge=1, le=MOST)
+    """Steps between evaluations."""
+    tokens: int = Field(default=131_072, ge=1, le=MOST)
+    """At most this many validation tokens of each evaluation while training, in rows spread evenly
+    over the text; all of the set when it is smaller. `headrace eval` reads all."""
+
+
+class CheckpointConfig(Strict):
+    """Saving without stopping: copied to the host, written aside, renamed when complete."""
+
+    every_steps: int = Field(default=100, ge=0, le=MOST)
+    """0 saves nothing, not even in the end."""
+    keep_last: int = Field(default=2, ge=1, le=MOST)
+    """Newest checkpoints that are kept."""
+    keep_best: bool = True
+    """Also keep the checkpoint of the lowest validation loss."""
+
+
+class MeshConfig(Strict):
+    """How many processes split the work, along each axis. Their number is the product.
+
+    All but `data` need a technique that splits the model along them.
+    """
+
+    data: int = Field(default=1, ge=1, le=RANKS)
+    """Replicas that each read their share of every batch."""
+    tensor: int = Field(default=1, ge=1, le=RANKS)
+    """Parts of every matrix."""
+    context: int = Field(default=1, ge=1, le=RANKS)
+    """Parts of every row."""
+    pipeline: int = Field(default=1, ge=1, le=RANKS)
+    """Ranks that hold the model's layers one after the other."""
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the run."""
+        return self.data * self.tensor * self.context * self.pipeline
+
+
+class TraceConfig(Strict):
+    """Short looks at single kernels with torch.profiler, written beside the run; none by default.
+
+    A burst needs `steps` + 2 steps that no evaluation and no checkpoint interrupts.
+    """
+
+    every_steps: int = Field(default=0, ge=0, le=MOST)
+    """From one burst to the next, the first one soon after the start; 0 records none."""
+    steps: int = Field(default=3, ge=2, le=8)
+    """Steps that a burst measures."""
+
+
+class HardwareConfig(Strict):
+    """What the machine costs."""
+
+    dollars_per_hour: float | None = Field(default=None, ge=0, le=1e9)
+    """Price of all devices of the run; without it `dollars` is null."""
+
+
+class TrackConfig(Strict):
+    """Loggers beside metrics.jsonl, all off by default; they need `headrace[track]`."""
+
+    to: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
+    """Which loggers get every row."""
+
+
+class Plan(Strict):
+    """A run. Keys are stable: other tools and recipes rely on them."""
+
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)
+    """The run's folder under `directory`."""
+    directory: str = "runs"
+    """Where runs are kept; a run's folder is `directory`/`name`."""
+    seed: int = Field(default=0, ge=0, lt=1 << 63)
+    """Of weights and of the order of rows."""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """auto takes a GPU when there is one."""
+    guard: bool = True
+    """Compare the first step with the plain trainer's, and stop if it computes something else."""
+    attention: Literal["plan", "measured"] = "plan"
+    """Its backend: as the techniques say, or the exact one that is fastest at the run's shapes."""
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    goal: Goal = Goal()
+    batch: Batch = Batch()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    mesh: MeshConfig = MeshConfig()
+    hardware: HardwareConfig = HardwareConfig()
+    track: TrackConfig = TrackConfig()
+    trace: TraceConfig = TraceConfig()
+    techniques: dict[str, SerializeAsAny[Technique]] = Field(default_factory=dict)
+    """One table per technique that is on, as in `[techniques.muon]`; its keys are its knobs."""
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of `data.sequence_length` tokens in one optimizer step, over all ranks."""
+        return self.batch.tokens // self.data.sequence_length
+
+    @property
+    def micro_rows(self) -> int:
+        """Rows of one forward pass on one rank."""
+        return self.batch.micro_sequences or self.rows_per_step // self.mesh.data
+
+    @property
+    def horizon_steps(self) -> int | None:
+        """The step at which the schedule ends, or None when nothing in the plan says."""
+        return self.schedule.steps or self.goal_steps
+
+    @property
+    def goal_steps(self) -> int | None:
+        """The last step by the goal's steps and tokens; None where neither ends the run."""
+        by_tokens = -(-self.goal.tokens // self.batch.tokens) if self.goal.tokens else None
+        return min((n for n in (self.goal.steps, by_tokens) if n), default=None)
+
+    @model_validator(mode="after")
+    def _check(self) -> "Plan":
+        length, ranks = self.data.sequence_length, self.mesh.data
+        unit = length * ranks
+        if self.batch.tokens % unit:
+            near = max(1, round(self.batch.tokens / unit)) * unit
+            raise Wrong(
+                f"batch.tokens = {self.batch.tokens} is not a multiple of data.sequence_length x "
+                f"mesh.data = {length} x {ranks} tokens; the nearest is batch.tokens={near}",
+                f"batch.tokens={near}",
+            )
+        per_rank = self.rows_per_step // ranks
+        if per_rank % self.micro_rows:
+            fit = largest_divisor(per_rank, self.micro_rows)
+            raise Wrong(
+                f"batch.micro_sequences = {self.micro_rows} does not divide the {per_rank} rows "
+                f"of a rank; the nearest is batch.micro_sequences={fit}",
+                f"batch.micro_sequences={fit}",
+            )
+        weights, sources = self.data.weights, self.source_list
+        if weights and len(weights) != len(sources):
+            raise Wrong(
+                f"data.weights has {len(weights)} numbers for {len(sources)} data.sources; "
+                f"give one per source",
+                f"data.weights={[1] * len(sources)}".replace(" ", ""),
+            )
+        if not any(self.goal.model_dump().values()):
+            raise Wrong(
+                "the plan has no goal; give one, for example goal.steps=1000 "
+                "or goal.bits_per_byte=1.5 with goal.minutes=60",
+                "goal.steps=1000",
+            )
+        if self.goal.dollars and not self.hardware.dollars_per_hour:
+            raise Wrong(
+                "goal.dollars needs the price of an hour of the run, hardware.dollars_per_hour",
+                "hardware.dollars_per_hour=2",
+            )
+        if self.schedule.kind != "constant" and self.horizon_steps is None:
+            raise Wrong(
+                f"schedule.kind = {self.schedule.kind!r} must know where it ends; "
+                "give schedule.steps=N, goal.steps=N or goal.tokens=N, or schedule.kind=constant",
+                "schedule.steps=1000 or schedule.kind=constant",
+            )
+        self._check_techniques()
+        return self
+
+    def _check_techniques(self) -> None:
+        """Whether what techniques do fits the keys beside them, and the warmup the schedule."""
+        owners = [n for n, t in self.techniques.items() if ATTENDS in t.claims]
+        if self.attention == "measured" and owners:
+            raise Wrong(
+                f"attention = 'measured' chooses what computes attention, and {owners[0]} does so "
+                f"already; give attention=plan, or --without {owners[0]}",
+                f"attention=plan or --without {owners[0]}",
+            )
+        taken = {axis for technique in self.techniques.values() for axis in technique.axes}
+        for axis in ("tensor", "context", "pipeline"):
+            size = getattr(self.mesh, axis)
+            if size > 1 and axis not in taken:
+                raise Wrong(
+                    f"mesh.{axis} = {size}, and no technique of the plan splits the model along "
+                    f"it; add one, as in --with {axis}_parallel, or mesh.{axis}=1",
+                    f"--with {axis}_parallel or mesh.{axis}=1",
+                )
+        horizon = self.horizon_steps
+        if horizon is not None and self.schedule.warmup_steps > horizon:
+            raise Wrong(
+                f"schedule.warmup_steps = {self.schedule.warmup_steps} is past the schedule's end "
+                f"at step {horizon}; the nearest is schedule.warmup_steps={horizon}",
+                f"schedule.warmup_steps={horizon}",
+            )
+
+    @model_validator(mode="wrap")  # behind `_check`, whose errors it explains too
+    @classmethod
+    def _as_read(
+        cls, given: Any, check: ModelWrapValidatorHandler["Plan"], info: ValidationInfo
+    ) -> "Plan":
+        """Check a plan that is made in Python as one that is read from TOML.
+
+        Raises:
+            ConfigError: what `Plan.read` says of the same tables.
+        """
+        if info.context is READ or not isinstance(given, Mapping):
+            return check(given)
+        values = dict(given)
+        check_values(values)
+        if isinstance(values.get("techniques"), Mapping):
+            values["techniques"] = {
+                name: _technique(name, knobs) for name, knobs in values["techniques"].items()
+            }
+        if isinstance(values.get("model"), Mapping) and "family" in values["model"]:
+            values["model"] = installed().with_family(values["model"])
+        try:
+            return check(values)
+        except ValidationError as error:
+            raise explained(cls, error) from None
+
+    @property
+    def source_list(self) -> tuple[str, ...]:
+        """The sources, always as a tuple."""
+        sources = self.data.sources
+        return (sources,) if isinstance(sources, str) else sources
+
+    @staticmethod
+    def read(
+        text: str, catalogue: Catalogue, *, overrides: Iterable[str] = (),
+        with_: Iterable[str] = (), without: Iterable[str] = (),
+    ) -> "Plan":  # fmt: skip
+        """Parse TOML and the command line's changes into a checked plan.
+
+        Args:
+            text: the recipe's TOML.
+            catalogue: the techniques and model families that exist.
+            overrides: `key.path=value` strings; values are TOML, bare words are strings.
+            with_: names of techniques to add with their defaults.
+            without: names of techniques to remove.
+
+        Raises:
+            ConfigError: a wrong key, type, range or combination, with the nearest right one.
+        """
+        said, with_, without = [*overrides], [*with_], [*without]
+        try:
+            return Plan._read(text, catalogue, said, with_, without)
+        except ConfigError as error:
+            read = partial(Plan._read, text, catalogue, with_=with_, without=without)
+            kept = known_of(said, Plan)
+            raise settle(error, lambda more: read([*kept, *more])) from None
+
+    @staticmethod
+    def _read(
+        text: str, catalogue: Catalogue, overrides: list[str], with_: list[str], without: list[str]
+    ) -> "Plan":
+        """Read once; as `read`."""
+        try:
+            values = toml_values(text, "the plan")
+        except tomllib.TOMLDecodeError as error:
+            told = f"the plan is not valid TOML: {error}"
+            raise ConfigError(told, "mend what stands there, or leave that line out") from None
+        for item in overrides:
+            write_override(values, item, Plan)
+        made = left_to_techniques(
+            values, overrides, without, lambda: Plan.read(text, catalogue).made()
+        )
+        for key in (*left_to_weights(values, overrides), *made):
+            table, _, leaf = key.partition(".")
+            values[table].pop(leaf, None)
+        check_values(values)
+        tables = values.setdefault("techniques", {})
+        if not isinstance(tables, dict):
+            raise ConfigError(
+                "techniques must be tables",
+                "headrace list, whose names are tables as in [techniques.muon]",
+            )
+        if both := sorted({*with_} & {*without}):
+            raise ConfigError(f"{both[0]} is asked for and left out", f"--with {both[0]} alone")
+        for name in with_:
+            catalogue.find(name, "--with")
+            tables.setdefault(name, {})
+        for name in without:
+            catalogue.find(name, "--without")
+            tables.pop(name, None)
+        values["techniques"] = {
+            name: read_table(catalogue.find(name), knobs, f"techniques.{name}")
+            for name, knobs in tables.items()
+        }
+        given = dict(values)
+        if isinstance(values.get("model", {}), dict):
+            values["model"] = catalogue.with_family(values.get("model", {}))
+        return read_table(Plan, values).with_keys(given)
+
+    def made(self) -> dict[str, Mapping[str, Any]]:
+        """Return what each technique makes of which key."""
+        return {name: technique.keys(self) for name, technique in self.techniques.items()}
+
+    def with_keys(self, given: Mapping[str, Any]) -> "Plan":
+        """The plan with the keys that its techniques rewrite, and the tokenizer of given weights.
+
+        Args:
+            given: the tables as they were written, before any default.
+
+        Raises:
+            ConfigError: a key is given and a technique, or two techniques, say otherwise.
+        """
+        plan, said = self, {}
+        for name, technique in self.techniques.items():
+            for key, value in technique.keys(self).items():
+                table, _, leaf = key.partition(".")
+                tables = given.get(table, {})
+                asked = tables.get(leaf, value) if isinstance(tables, Mapping) else value
+                if asked not in (value, "auto"):  # which leaves it open
+                    raise ConfigError(
+                        f"the plan says {key} = {asked!r}, and {name} makes it {value!r}",
+                        f"leave out {key} (or --without {name})",
+                    )
+                if said.setdefault(key, (name, value))[1] != value:
+                    other, found = said[key]
+                    raise ConfigError(
+                        f"{other} makes {key} {found!r}, and {name} makes it {value!r}",
+                        f"--without {other} or --without {name}",
+                    )
+                changed = {**getattr(plan, table).model_dump(exclude_unset=True), leaf: value}
+                plan = plan.replaced(**{table: changed})
+        if plan.model.pretrained and "tokenizer" not in plan.data.model_fields_set:
+            data = plan.data.model_dump(exclude_unset=True)
+            plan = plan.replaced(data={**data, "tokenizer": plan.model.pretrained})
+        return plan
+
+    def replaced(self, **tables: Any) -> "Plan":
+        """A checked copy with whole tables replaced; design techniques use it."""
+        return read_table(Plan, {**dict(self), **tables})
+
+    def dump(self) -> dict[str, Any]:
+        """Every key with its value, as plain data; keys without a value are left out."""
+        plain = self.model_dump(mode="json", exclude_none=True)
+        return json.loads(json.dumps(plain))
+
+    def to_toml(self) -> str:
+        """The resolved plan; reading it back gives an equal plan."""
+        return tomli_w.dumps(self.dump())
+
+
+def _technique(name: str, knobs: Any) -> Technique[Any]:
+    """The technique `name` with these knobs, or as it was made."""
+    if not isinstance(knobs, Technique):
+        return read_table(installed().find(str(name)), knobs, f"techniques.{name}")
+    if knobs.name() != name:
+        raise ConfigError(
+            f"techniques has {knobs.name()} under the name {name!r}",
+            f"Plan(techniques={{{knobs.name()!r}: ...}})",
+        )
+    return knobs

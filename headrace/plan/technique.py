@@ -1,0 +1,344 @@
+"""Technique: one optimization, in one file, with the verbs that everything else is made from.
+
+A technique is a frozen pydantic model: its fields are its knobs, its docstring's first line is its
+line in the catalogue. It acts while the Build is made, at its stage, and never in the loop. This
+module knows no torch: `Technique` is generic over the Build.
+"""
+
+import importlib
+import pkgutil
+import re
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from types import ModuleType
+from typing import Any, ClassVar, Generic, Literal, TypeVar
+
+from headrace.core.command import renamed
+from headrace.core.errors import ConfigError, alike
+from headrace.core.known import told_of
+from headrace.costs.ledger import Ledger
+from headrace.core.strict import Strict
+
+B = TypeVar("B")
+
+
+class Stage(IntEnum):
+    """When a technique acts. The order here is the order of application."""
+
+    DESIGN = 0
+    PARTS = 1
+    MODEL = 2
+    LINEAR = 3
+    TENSOR = 4
+    PIPELINE = 5
+    FREEZE = 6
+    CHECKPOINT = 7
+    COMPILE = 8
+    GATE = 9
+    MATERIALIZE = 10
+    OPTIMIZER = 11
+    SCHEDULE = 12
+    DATA = 13
+    STEP = 14
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a technique is for, in a reader's words. Numbers come from receipts or a citation."""
+
+    buys: str
+    costs: str
+    helps: str
+    hurts: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Context:
+    """Where the plan would run; what `supports` may ask about."""
+
+    plan: Any
+    device: str
+    device_name: str
+    capability: tuple[int, int] | None
+    torch: tuple[int, int]
+    has_triton: bool
+    has_compiler: bool
+    ranks: int
+    precision: Literal["fp32", "bf16", "fp16"]
+
+    def whole(self, axis: str) -> str:
+        """Return the changes after which the model is split along no `axis` of the mesh."""
+        techniques = self.plan.techniques.items()
+        without = [f" --without {name}" for name, other in techniques if axis in other.axes]
+        return "".join((f"mesh.{axis}=1", *without))
+
+    def lacks_triton(self) -> "Unsupported | None":
+        """Why a kernel of Triton's cannot run here, if it cannot."""
+        if self.device != "cuda":
+            return Unsupported(f"its kernels need an NVIDIA GPU, not {self.device}", "device=cuda")
+        if not self.has_triton:
+            return Unsupported("its kernels are compiled by Triton", "pip install triton")
+        return None
+
+
+@dataclass(frozen=True)
+class Supported:
+    """It can run here."""
+
+
+@dataclass(frozen=True)
+class Unsupported:
+    """It cannot run here, why, and what would make it."""
+
+    reason: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """Say why a plan, or a loss that was measured, may not be what its user means.
+
+    Args:
+        reason: what is so, with numbers.
+        remedy: keys, flags or a command with which it means something.
+        meaningless: nothing can come of it, so that no run begins with it.
+        changes: overrides that make a run learn which diverged for that reason.
+        kind: of a validation loss, what makes it doubtful; "" of a plan.
+        numbers: those of the reason, by name.
+    """
+
+    reason: str
+    remedy: str
+    meaningless: bool = False
+    changes: tuple[str, ...] = ()
+    kind: str = ""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def line(self) -> str:
+        """The doubt and its remedy in one line."""
+        return f"{self.reason}; try: {self.remedy}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        if self.kind:
+            named = {"kind": self.kind, "sentence": self.reason, "remedy": self.remedy}
+            return {**named, **self.numbers}
+        return {
+            "reason": self.reason, "remedy": self.remedy, "meaningless": self.meaningless,
+            "changes": list(self.changes),
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Proof, read from tensors, graphs or counters, that a technique is in force (or is not)."""
+
+    active: bool | None
+    """None where this rank holds nothing that could show it, as a stage without a head."""
+    detail: str
+    numbers: Mapping[str, float] = field(default_factory=dict)
+
+
+class Technique(Strict, Generic[B]):
+    """Base of every optimization."""
+
+    room: ClassVar[str] = ""
+    stage: ClassVar[Stage]
+    claims: ClassVar[tuple[str, ...]] = ()
+    """Sockets that it owns alone."""
+    composes: ClassVar[tuple[str, ...]] = ()
+    """Sockets that it adds to, in stage order."""
+    axes: ClassVar[tuple[str, ...]] = ()
+    """Axes of the mesh along which it splits the model."""
+    excludes: ClassVar[Mapping[str, str]] = {}
+    """Other techniques that it cannot stand beside, each with its cited reason."""
+    equality: ClassVar[Literal["exact", "learning", "approximate"]] = "exact"
+    """exact: the trunk's gradients; learning: another rule; approximate: within `band`."""
+    band: ClassVar[float] = 0.0
+    """Relative distance of gradients from the trunk's that `approximate` may show."""
+    card: ClassVar[Card]
+    rest: ClassVar[bool] = False
+    """Whether its optimizer takes what no other technique's does: it is predicted after them."""
+    timed: ClassVar[bool] = False
+    """Whether `predict` also says what it does to a step's time, or it does nothing to it."""
+    symptoms: ClassVar[tuple[str, ...]] = ()
+    """The doctor's findings that this technique is a remedy for, in the words of symptoms.py."""
+    token_share: ClassVar[float] = 1.0
+    """Share of the tokens to a loss that it needs by its card's source; 1 claims nothing. A tuner
+    tries first what promises most by it and by the time of a step."""
+    settled: ClassVar[tuple[str, ...]] = ()
+    """Knobs that no search turns, since they are for tests, or say what a user accepts."""
+
+    @classmethod
+    def name(cls) -> str:
+        """Its name in plans: the module's."""
+        return cls.__module__.rpartition(".")[2]
+
+    @classmethod
+    def line(cls) -> str:
+        """Its line in the catalogue."""
+        return (cls.__doc__ or "").strip().splitlines()[0]
+
+    def keys(self, plan: Any) -> Mapping[str, Any]:
+        """Keys of the plan that it rewrites, such as `model.kv_heads`, with their new values.
+
+        A plan that gives one of them differently is an error.
+        """
+        return {}
+
+    def reads(self) -> Mapping[str, str]:
+        """Return the folders of weights that it reads and that no checkpoint holds, by knob.
+
+        An empty name means the weights that the run starts from.
+        """
+        return {}
+
+    def multiplies_fp32(self) -> bool:
+        """Return whether it multiplies matrices in fp32 in a run of half precision on a GPU."""
+        return False
+
+    def supports(self, context: Context) -> Supported | Unsupported:
+        """Whether it can run in `context`; asked before anything optional is imported."""
+        raise NotImplementedError
+
+    def doubt(self, plan: Any) -> Doubt | None:
+        """Return why it may mean nothing in `plan`, by what its card says; None where it does.
+
+        Asked when a run begins, and when changes are proposed. What is only timed, predicted or
+        explained may mean nothing.
+        """
+        return None
+
+    def predict(self, ledger: Ledger) -> Ledger:
+        """The ledger with this technique in force. Pure."""
+        raise NotImplementedError
+
+    def apply(self, build: B) -> None:
+        """Fill or compose the declared sockets."""
+        raise NotImplementedError
+
+    def active(self, build: B) -> Evidence:
+        """Proof from the run, asked after one step."""
+        raise NotImplementedError
+
+
+LIST = "headrace list"
+"""The command that prints every technique."""
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """Every technique by name, and every model family as defaults for `model.*`."""
+
+    techniques: Mapping[str, type[Technique[Any]]]
+    families: Mapping[str, Mapping[str, Any]]
+
+    def find(self, name: str, option: str = "") -> type[Technique[Any]]:
+        """The technique called `name`.
+
+        Args:
+            name: as it was written.
+            option: what it stood behind, as --with; nothing where it is a table's name.
+
+        Raises:
+            ConfigError: there is none; names the nearest.
+        """
+        if name in self.techniques:
+            return self.techniques[name]
+        known, told = told_of(name), f"there is no technique {name!r}"
+        if known is not None:
+            message, near = known
+            if "=" in near:
+                raise ConfigError(
+                    message, renamed(name, "", shlex.quote(near)) or shlex.quote(near)
+                )
+            raise ConfigError(message, f"headrace explain {near}" if near else LIST)
+        words = [word.strip() for word in re.split(r"[,;\s]+", name)]
+        parts = [word.removeprefix("techniques.").partition("=")[0].lower() for word in words]
+        found = [part.replace("-", "_") for part in parts if part]
+        if not found or not {*found} <= {*self.techniques}:
+            near = alike(name, self.techniques)
+            found = [near] if near else []
+        if not found:
+            like = "nor one of a like name" if self.techniques else "and none installed"
+            raise ConfigError(f"{told}, {like}", LIST)
+        first, *others = found
+        more = [f"{option} {one}" for one in others]
+        raise ConfigError(
+            f"{told}; did you mean {' and '.join(found)}?",
+            renamed(name, first, *more) or f"[techniques.{first}] in place of [techniques.{name}]",
+        )
+
+    def with_family(self, model: Mapping[str, Any]) -> dict[str, Any]:
+        """`model` over its family's defaults."""
+        family = model.get("family", "headrace")
+        if not isinstance(family, str) or family not in self.families:
+            near = alike(str(family), self.families)
+            hint = f"did you mean {near}?" if near else f"there are {', '.join(self.families)}"
+            raise ConfigError(
+                f"there is no model family {family!r}; {hint}",
+                f"model.family={near or 'headrace'}",
+            )
+        return {**self.families[family], **model}
+
+
+def discover(package: ModuleType) -> dict[str, type[Technique[Any]]]:
+    """Import every module of `package` and collect the techniques that they define.
+
+    A technique's module carries its name; there is no registry to edit.
+    """
+    found: dict[str, type[Technique[Any]]] = {}
+    for info in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        module = importlib.import_module(info.name)
+        for item in vars(module).values():
+            own = isinstance(item, type) and item.__module__ == module.__name__
+            if own and issubclass(item, Technique) and "card" in vars(item):
+                found[item.name()] = item
+    return dict(sorted(found.items()))
+
+
+def installed() -> Catalogue:
+    """Every technique and model family of this package, imported when a name is first asked for.
+
+    They are imported by name, since the core stands below them.
+    """
+    techniques = importlib.import_module("headrace.techniques")
+    zoo = importlib.import_module("headrace.model.zoo")
+    return Catalogue(discover(techniques), zoo.families())
+
+
+def check_claims(techniques: Iterable[Technique[Any]]) -> None:
+    """Two owners of one socket, or an excluded pair, is an error that names both.
+
+    Raises:
+        ConfigError: the clash, with the flag that resolves it.
+    """
+    owners: dict[str, str] = {}
+    active = list(techniques)
+    names = {t.name(): t for t in active}
+    for technique in active:
+        for socket in technique.claims:
+            if socket in owners:
+                first = owners[socket]
+                raise ConfigError(
+                    f"{first} and {technique.name()} both own the socket {socket!r}",
+                    f"{_leaving(names[first])} or {_leaving(technique)}",
+                )
+            owners[socket] = technique.name()
+        for other, reason in technique.excludes.items():
+            if other in names:
+                raise ConfigError(
+                    f"{technique.name()} cannot stand beside {other}: {reason}",
+                    f"{_leaving(names[other])} or {_leaving(technique)}",
+                )
+
+
+def _leaving(technique: Technique[Any]) -> str:
+    """Return the changes that leave a technique out, and with it what it splits the model along."""
+    return " ".join(
+        [*(f"mesh.{axis}=1" for axis in technique.axes), f"--without {technique.name()}"]
+    )

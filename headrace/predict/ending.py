@@ -1,0 +1,218 @@
+"""What ends a run, and when: budgets, and a quality that another run's loss curve tells of.
+
+No law says how low a loss is after so many tokens of a text that nobody trained on. A run that
+learned as this one would, with the same text, model, recipe and horizon, tells it: the tokens after
+which its validation was down at the target, between two validations in proportion. How it is
+executed may differ. Beyond its end a curve is not drawn on; and it is one seed's.
+
+Where no time of a step is foreseen, as on a CPU, the clock of a run tells it that was executed as
+this one would be: all that it did is on it, evaluation too, and its stretches between validations
+say how steady it was. Beyond its end the clock goes on at its mean pace.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from headrace.core.command import plan_again
+from headrace.core.errors import ConfigError
+from headrace.core.files import parse_json
+from headrace.plan.plan import Plan
+from headrace.core.units import format_seconds
+from headrace.predict.intervals import Basis, Between, step_between
+
+BY_STEPS = "step "
+"""How an ending begins whose hours are those of its steps."""
+BITS = "bits per byte"
+TELLS = "headrace train PLAN until there, then headrace plan PLAN --after RUN, tell it"
+"""What mends that nobody knows."""
+Seconds = Callable[[float], float | None]
+"""Steps -> seconds of them, if that is known."""
+Ending = tuple[str, float | None, str]
+"""What may end a run, hours until then, or why nobody knows them."""
+STRETCHES = 3
+"""Between validations: with fewer nothing is said of how steady a clock was."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A run's validations.
+
+    Args:
+        run: its name.
+        points: tokens and bits per byte of each, by tokens.
+        why_not: why they do not tell of the plan that is asked for, if so.
+        clock: tokens and seconds at each of them, and at the end.
+        otherwise: why the clock does not tell of that plan, if so.
+    """
+
+    run: str
+    points: tuple[tuple[float, float], ...]
+    why_not: str = ""
+    clock: tuple[tuple[float, float], ...] = ()
+    otherwise: str = ""
+
+    @classmethod
+    def of(cls, folder: Path, why_not: str = "", otherwise: str = "") -> "Curve":
+        """Of a run's report.json.
+
+        Raises:
+            ConfigError: it has none.
+        """
+        try:
+            report = parse_json((folder / "report.json").read_bytes())
+            told = report.get("val") or ()
+            points = sorted((float(one["tokens"]), one["bits_per_byte"]) for one in told)
+            known = tuple((tokens, float(bits)) for tokens, bits in points if bits is not None)
+            seconds = {o["tokens"]: o.get("wall_s") for o in (*told, report) if "tokens" in o}
+            clock = tuple((float(n), float(s)) for n, s in sorted(seconds.items()) if n and s)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            raise ConfigError(
+                f"{folder} has no report.json with validations, or a damaged one",
+                plan_again("train"),
+            ) from None
+        return cls(folder.name, known, why_not, clock, otherwise)
+
+    def tokens_to(self, bits: float) -> float | None:
+        """Tokens after which it is down at `bits`; None where it never was, or tells nothing."""
+        if self.why_not or not self.points:
+            return None
+        lower: list[tuple[float, float]] = []
+        for tokens, low in self.points:
+            if not lower or low < lower[-1][1]:
+                lower.append((tokens, low))
+        if lower[-1][1] > bits:
+            return None
+        return float(np.interp(-bits, [-low for _, low in lower], [tokens for tokens, _ in lower]))
+
+    def unknown(self, bits: float) -> str:
+        """Why it tells no tokens."""
+        if self.why_not:
+            return f"{self.run} {self.why_not}"
+        low, tokens = min(((low, tokens) for tokens, low in self.points), default=(None, 0.0))
+        if low is None:
+            return f"{self.run} was not validated"
+        spent_s = self.seconds_to(tokens)
+        told = "" if spent_s is None else f", after {format_seconds(spent_s)}"
+        return f"{self.run} came down to {low:.4g} only{told}"
+
+    def seconds_to(self, tokens: float) -> float | None:
+        """On its clock, at its mean pace beyond its end; None where that tells nothing."""
+        if self.otherwise or not self.clock:
+            return None
+        at, seconds = zip(*self.clock, strict=True)
+        if tokens > at[-1]:
+            return float(seconds[-1] + (tokens - at[-1]) * self._pace(0, -1))
+        return float(np.interp(tokens, (0.0, *at), (0.0, *seconds)))
+
+    def steadiness(self) -> tuple[float, float] | None:
+        """The fastest and the slowest stretch beside the mean; None where there are too few."""
+        if self.otherwise or len(self.clock) <= STRETCHES:
+            return None
+        paces, mean = [self._pace(i, i + 1) for i in range(len(self.clock) - 1)], self._pace(0, -1)
+        return min(paces) / mean, max(paces) / mean
+
+    def _pace(self, first: int, last: int) -> float:
+        """Seconds of a token between two points of its clock."""
+        (before, began_s), (after, ended_s) = self.clock[first], self.clock[last]
+        return (ended_s - began_s) / (after - before) if after > before else ended_s / after
+
+
+def ending(
+    plan: Plan,
+    step_s: float | None,
+    basis: Basis | None,
+    curve: Curve | None = None,
+    times: float = 1.0,
+) -> tuple[str, float | None, dict[str, Between]]:
+    """What ends the run, hours until then, and the intervals of all that a step's time decides.
+
+    Args:
+        plan: the run.
+        step_s: of a step.
+        basis: what its interval rests on; None where it has none.
+        curve: of a run that learned as this one would.
+        times: as far that the ends of a step's interval lie.
+    """
+    between: dict[str, Between] = {}
+    ends = None if step_s is None or basis is None else step_between(step_s, basis, times)
+    scale = None if curve is None or step_s is not None else curve.steadiness()
+    if ends is not None and step_s:
+        between["step_s"], tokens = ends, plan.batch.tokens
+        between["tokens_per_s"] = Between(tokens / ends.high, tokens / ends.low)
+        scale = ends.low / step_s, ends.high / step_s
+
+    def seconds(steps: float) -> float | None:
+        if step_s is not None:
+            return steps * step_s
+        return None if curve is None else curve.seconds_to(steps * plan.batch.tokens)
+
+    budgets: dict[str, float] = {}
+    unknown: dict[str, str] = {}
+    said = []
+    for name, hours, why in (*_budgets(plan, seconds, curve), *_target(plan, seconds, curve)):
+        if hours is None:
+            unknown[name] = why
+            continue
+        if BITS in name and hours > min(budgets.values(), default=hours):
+            said = [f"{name}, which takes {format_seconds(3600 * hours)}"]
+        budgets[name] = hours
+    if unknown:
+        whys = ", and ".join(dict.fromkeys(unknown.values()))
+        said.append(f"{' or '.join(unknown)}, nobody knows when: {whys} ({TELLS})")
+    told = "; ".join(said)
+    if not budgets:
+        return told, None, between
+    until, hours = min(budgets.items(), key=lambda item: item[1])
+    by_steps = [name.startswith(BY_STEPS) for name in budgets]
+    if scale is not None:
+        each = [
+            (h * scale[0], h * scale[1]) if steps else (h, h)
+            for h, steps in zip(budgets.values(), by_steps, strict=True)
+        ]
+        between["hours"] = Between(min(low for low, _ in each), min(high for _, high in each))
+    elif not any(by_steps):
+        between["hours"] = Between(hours, hours)
+    if step_s is None and curve is not None and until.startswith(BY_STEPS):
+        until += f", on the clock of {curve.run}"
+        if scale is not None:
+            until += " (in brackets as in its fastest and its slowest stretch between validations)"
+    return (f"{told}; at the latest {until}" if told else until), hours, between
+
+
+def _target(plan: Plan, seconds: Seconds, curve: Curve | None) -> Iterator[Ending]:
+    """What ends a run at its target, where it has one."""
+    bits = plan.goal.bits_per_byte
+    if bits is None:
+        return
+    name = f"{bits:g} {BITS}"
+    if curve is None:
+        yield name, None, "no loss curve is measured yet"
+    elif (tokens := curve.tokens_to(bits)) is None:
+        yield name, None, curve.unknown(bits)
+    else:
+        # A run sees where it is when it validates.
+        every = plan.batch.tokens * plan.eval.every_steps
+        steps = -(-tokens // every) * plan.eval.every_steps
+        yield _at(f"{BY_STEPS}{steps:.0f}, {name} as in {curve.run}", seconds(steps), curve)
+
+
+def _budgets(plan: Plan, seconds: Seconds, curve: Curve | None) -> Iterator[Ending]:
+    """What else may end the run. Minutes and dollars are exact."""
+    goal, price = plan.goal, plan.hardware.dollars_per_hour
+    by_tokens = -(-goal.tokens // plan.batch.tokens) if goal.tokens else None
+    if steps := min((n for n in (goal.steps, by_tokens) if n), default=None):
+        yield _at(f"{BY_STEPS}{steps}", seconds(steps), curve)
+    if goal.minutes:
+        yield f"{goal.minutes:g} minutes", goal.minutes / 60, ""
+    if goal.dollars and price:
+        yield f"${goal.dollars:,.2f}", goal.dollars / price, ""
+
+
+def _at(name: str, took_s: float | None, curve: Curve | None) -> Ending:
+    if took_s is not None:
+        return name, took_s / 3600, ""
+    why = "" if curve is None else f", and {curve.run} {curve.otherwise or 'has no clock'}"
+    return name, None, f"a step's time is not foreseen{why}"

@@ -1,0 +1,71 @@
+"""Other layouts of a plan's ranks: as many of them, along other axes of the mesh.
+
+An axis that splits the model belongs to a technique, which says so in its `axes`: it comes with its
+axis and goes with it. From the start every layout is asked about, and from there on those that one
+prime factor away from one axis to another makes, so that a sweep of many ranks stays short.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from headrace.plan.plan import MeshConfig, Plan
+from headrace.plan.technique import Catalogue, Technique
+from headrace.core.units import divisors
+
+FREE = "data"
+"""The axis that no technique owns: replicas read other rows."""
+
+
+def layouts(
+    plan: Plan, catalogue: Catalogue, *, near: bool
+) -> Iterator[tuple[tuple[str, ...], tuple[type[Technique[Any]], ...]]]:
+    """Words of each other layout, and the techniques that they put in.
+
+    Args:
+        plan: of several ranks.
+        catalogue: the techniques.
+        near: only those that differ by one prime factor.
+    """
+    axes = tuple(MeshConfig.model_fields)
+    now = {axis: getattr(plan.mesh, axis) for axis in axes}
+    for sizes in _shared_out(plan.mesh.ranks, len(axes)):
+        wanted = dict(zip(axes, sizes, strict=True))
+        if wanted == now or (near and not _is_near(now, wanted)):
+            continue
+        owners = {a: _owner(plan, catalogue, a) for a, n in wanted.items() if n > 1 and a != FREE}
+        more = tuple(o for o in owners.values() if o and o.name() not in plan.techniques)
+        if None in owners.values():
+            continue  # nobody splits along it
+        words = [f"mesh.{axis}={n}" for axis, n in wanted.items() if n != now[axis]]
+        words += [f"+{kind.name()}" for kind in more]
+        words += [
+            f"-{name}" for name, technique in plan.techniques.items()
+            if technique.axes and all(wanted[axis] == 1 for axis in technique.axes)
+        ]  # fmt: skip
+        yield tuple(words), more
+
+
+def _owner(plan: Plan, catalogue: Catalogue, axis: str) -> type[Technique[Any]] | None:
+    """Who splits the model along an axis: of the plan's techniques, else the first that would."""
+    own = [type(t) for t in plan.techniques.values() if axis in t.axes]
+    return next((k for k in (*own, *catalogue.techniques.values()) if axis in k.axes), None)
+
+
+def _is_near(now: Mapping[str, int], wanted: Mapping[str, int]) -> bool:
+    """Whether one prime factor of one axis stands at another."""
+    ratios = [max(n / wanted[a], wanted[a] / n) for a, n in now.items() if n != wanted[a]]
+    return len(ratios) == 2 and ratios[0] == ratios[1] and _is_prime(ratios[0])
+
+
+def _is_prime(number: float) -> bool:
+    return number % 1 == 0 and len(divisors(int(number))) == 2
+
+
+def _shared_out(ranks: int, axes: int) -> Iterator[tuple[int, ...]]:
+    """All ways to write a number as a product of so many."""
+    if axes == 1:
+        yield (ranks,)
+        return
+    for first in divisors(ranks):
+        for rest in _shared_out(ranks // first, axes - 1):
+            yield (first, *rest)

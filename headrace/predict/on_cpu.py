@@ -1,0 +1,104 @@
+"""The time of a step on a CPU: its pieces, set right by the whole steps that the probe measured.
+
+Pieces are timed alone and sum up to a little less than a step: caches that other operations have
+filled, memory that the system hands out anew. How much less, the probe's own small steps tell. Each
+stands for plans of like width, tokens and vocabulary, compiled or not. What another count of
+threads does, and memory that the process keeps, is told by those that were measured both ways.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from headrace.costs import host
+from headrace.core.errors import UnsupportedError
+from headrace.costs.host import KEEPS, PROBE_CPU, THREADS
+from headrace.costs.ledger import Ledger
+from headrace.costs.machine import Machine
+from headrace.core.model_config import ModelConfig
+from headrace.costs.rates import Ratio, Step, between, place
+from headrace.costs.work import StepTime, Work
+from headrace.costs.decoder_work import trunk_work
+
+COMPILED = "compiled/calls"
+"""The piece of work that a compiler adds."""
+
+
+def step_time(ledger: Ledger, machine: Machine) -> StepTime:
+    """The time of a step.
+
+    Raises:
+        UnsupportedError: the machine's rates do not tell.
+    """
+    sizes = ledger.sizes
+    found = host.step_time(_named(ledger), machine, sizes["micro_batches"])
+    spot = place(sizes["tokens"], sizes["dim"], sizes["vocab"])
+    times = between(_beside(machine, COMPILED in ledger.work), spot)
+    if sizes.get(KEEPS):
+        times *= between(_against(machine, _keeps, "that keep their memory"), spot)
+    threads = int(sizes.get(THREADS, machine.processors))
+    if threads != machine.processors:
+        where = f"at {threads} threads (at {_counts(machine)} they were)"
+        times *= between(_against(machine, lambda s: s.threads == threads, where), spot)
+    return replace(found, device_s={key: times * s for key, s in found.device_s.items()})
+
+
+def _named(ledger: Ledger) -> Mapping[str, Work]:
+    """The work by the names of the operations that were timed, where a decoder has others."""
+    sizes = ledger.sizes
+    names = {} if sizes["norm_products"] else {"norms": "layer_norms"}
+    names |= {} if "mlp.gate_up/in" in sizes else {"activation": "plain_activation"}
+    parts = ((name.partition("/"), piece) for name, piece in ledger.work.items())
+    return {f"{names.get(what, what)}/{rest}": piece for (what, _, rest), piece in parts}
+
+
+def _keeps(step: Step) -> bool:
+    return step.keeps
+
+
+def _counts(machine: Machine) -> str:
+    """The counts of threads that steps were timed at."""
+    return ", ".join(map(str, sorted({step.threads for step in machine.steps})))
+
+
+def _usual(machine: Machine) -> list[Step]:
+    """Steps at the machine's own count of threads, whose memory the system takes back."""
+    return [s for s in machine.steps if not s.keeps and s.threads == machine.processors]
+
+
+def _beside(machine: Machine, compiled: bool) -> list[Ratio]:
+    """What steps of a kind took beyond their pieces; of all steps where there is none of it."""
+    kept = _usual(machine)
+    alike = [step for step in kept if step.compiled == compiled] or kept
+    return [(_spot(s), math.log(s.seconds / _summed_s(s, machine))) for s in alike]
+
+
+def _against(machine: Machine, which: Callable[[Step], bool], words: str) -> list[Ratio]:
+    """What steps of a kind took over the usual ones of the same decoder.
+
+    Raises:
+        UnsupportedError: none was timed.
+    """
+    usual = {step.shape: step.seconds for step in _usual(machine) if not step.compiled}
+    found = [
+        (_spot(step), math.log(step.seconds / usual[step.shape]))
+        for step in machine.steps if which(step) and not step.compiled and step.shape in usual
+    ]  # fmt: skip
+    if not found:
+        raise UnsupportedError(f"no steps {words} were timed on this CPU", PROBE_CPU)
+    return found
+
+
+def _spot(step: Step) -> tuple[float, ...]:
+    return place(step.rows * step.length, step.dim, step.vocab)
+
+
+def _summed_s(step: Step, machine: Machine) -> float:
+    """The pieces of one of the probe's own steps."""
+    config = ModelConfig(
+        dim=step.dim, layers=step.layers, heads=step.heads, vocab=step.vocab, qk_norm=True
+    )
+    work = trunk_work(config, rows=step.rows, length=step.length, precision="fp32")
+    if step.compiled:
+        work = {name: piece.compiled() for name, piece in work.items()}
+    return host.step_time(work, machine, 1.0).step_s

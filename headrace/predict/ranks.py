@@ -1,0 +1,53 @@
+"""What the planner says of several ranks: the slowest one's time, and where its numbers are from.
+
+A collective is priced by a link that was measured or assumed (costs/links.py), a step by the rank
+that takes longest. No step of several GPUs was measured here, so their times carry no interval.
+"""
+
+from collections.abc import Sequence
+
+from headrace.costs.ledger import Ledger
+from headrace.costs.links import COMMUNICATOR_BYTES, COMMUNICATORS, says
+from headrace.costs.machine import Machine
+from headrace.core.units import format_bytes
+from headrace.costs.work import CONTENTION, IDLE, StepTime, step_time
+from headrace.predict import on_cpu
+
+UNMEASURED = (
+    "no step of several GPUs was measured here, so how far off it is is not known: what is sent is "
+    "counted, and how fast, and what hides it, is not"
+)
+
+
+def slowest(ledgers: Sequence[Ledger], machine: Machine) -> StepTime:
+    """The time of a step by the rank that takes longest.
+
+    Raises:
+        UnsupportedError: the machine's rates do not tell.
+    """
+    return max((_time(ledger, machine) for ledger in ledgers), key=lambda time: time.step_s)
+
+
+def _time(ledger: Ledger, machine: Machine) -> StepTime:
+    sizes = ledger.sizes
+    if machine.kind == "cpu":
+        return on_cpu.step_time(ledger, machine)
+    return step_time(ledger.work, machine, sizes["micro_batches"], sizes.get(IDLE, 0.0))
+
+
+def buffers_bytes(ledger: Ledger) -> int:
+    """Of a GPU's memory, what its communicators hold beside torch's allocator."""
+    return COMMUNICATOR_BYTES * int(ledger.sizes.get(COMMUNICATORS, 0))
+
+
+def told(ranks: int, machine: Machine, buffers: float) -> str:
+    """Where numbers of several ranks are from, for a reader; "" of one."""
+    if ranks == 1:
+        return ""
+    count = round(buffers / COMMUNICATOR_BYTES)
+    return (
+        f"  beside it: communication buffers {format_bytes(buffers)}, assumed: {count} "
+        f"communicators x {format_bytes(COMMUNICATOR_BYTES)}, NCCL's default of 4 MiB both ways in "
+        f"24 channels\nbetween {ranks} ranks: {says(machine.links, machine.name)}; kernels beside "
+        f"it are assumed to be {CONTENTION:.0%} slower"
+    )

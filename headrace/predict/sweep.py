@@ -1,0 +1,343 @@
+"""Hundreds of layouts and technique sets of a plan, ranked by what the planner foresees.
+
+Every single change of the start is asked about, then every one of the best of those, and so on
+while there is anything left to ask: most changes gain beside each other, and a plan that lacks many
+of them is many levels away from the best. With what is left of the limit follows a beam search
+around that way. What is promising there is not only what is fast. A technique that saves memory
+costs time until a larger micro-batch uses it, so half of the beam lies on the front of time and
+peak. A plan that is foreseen not to fit is never ranked, but it may be on the way to one that is.
+
+A prediction is no measurement: what the sweep ranks first is what a tuner measures first. Where a
+technique does not say yet what it does to time, plans with it have none; those with one such change
+are listed apart, for a tuner to measure. So are changes that are foreseen to change nothing.
+"""
+
+import shlex
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from headrace.plan.changes import parse
+from headrace.core.errors import HeadraceError
+from headrace.costs.machine import Machine
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Catalogue, Context
+from headrace.core.units import format_bytes, format_count, format_seconds
+from headrace.predict.calibration import Calibration
+from headrace.predict.candidates import Asking, Candidate, Words, silent
+
+Aim = Literal["time", "money", "memory"]
+TIGHT_COSTS = 1.05
+"""A plan that fits tightly may not fit after all: it stands where one 5% slower would."""
+SAME_TIME, SAME_PEAK = 1e-3, 5e-3
+"""What is closer than these shares is not told apart."""
+AS_FAST = 1.005
+"""Of the start's step: what a plan that saves memory may take and still be called as fast."""
+FITS = {"yes": "yes", "tight": "tightly", "no": "no"}
+HEAD = ["rank", "step", "tokens/s", "gain", "whole run", "peak", "fits", "changes"]
+LISTED = 8
+"""Changes of unknown time that a reader is told."""
+NO_PRICE = (
+    "there is no price, so plans are ranked by time alone and no dollars are told: "
+    "hardware.dollars_per_hour=PRICE, of all devices of the run"
+)
+"""What is for money, and has none."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What a sweep found.
+
+    Args:
+        aim: what it was for.
+        start: the plan that it began with.
+        ranked: plans whose time is foreseen and that fit, the best first; the start among them,
+            last if it does not fit, and not there if its time is unknown.
+        unknown: single changes whose time is not foreseen, that fit, the smallest peak first.
+        idle: single changes that are foreseen to change nothing.
+        asked: plans of which something is foreseen.
+        refused: reason -> how many cannot run there or contradict themselves.
+        too_large: how many do not fit.
+        unpriced: technique that is not `timed`, or another reason -> how many have no time.
+        seconds: that it took.
+    """
+
+    aim: Aim
+    start: Candidate
+    ranked: list[Candidate]
+    unknown: list[Candidate]
+    idle: list[Candidate]
+    asked: int
+    refused: Mapping[str, int]
+    too_large: int
+    unpriced: Mapping[str, int]
+    seconds: float
+
+    def gain(self, candidate: Candidate) -> float | None:
+        """How much faster than the start: 0.1 is 10% more tokens a second."""
+        one, two = self.start.foresight.step_s, candidate.foresight.step_s
+        return one / two - 1 if one and two else None
+
+
+def sweep(
+    plan: Plan, context: Context, machine: Machine, catalogue: Catalogue, aim: Aim = "time", *,
+    width: int = 4, depth: int = 8, limit: int = 600, learning: bool = False,
+    calibration: Calibration | None = None,
+) -> Sweep:  # fmt: skip
+    """Rank what the plan could be.
+
+    Args:
+        plan: the start.
+        context: where it would run.
+        machine: the rates.
+        catalogue: the techniques that there are.
+        aim: "time" and "money" rank by the time of a step, which a price does not reorder;
+            "memory" by the peak of what is as fast as the start, and what is slower after it.
+        width: plans that are changed further at each level of the beam search.
+        depth: levels of the way down: single changes that its end may be away; then one less of
+            the beam.
+        limit: plans that are foreseen at most.
+        learning: also change what is learned.
+        calibration: by measured steps of one plan there.
+
+    Raises:
+        ConfigError, UnsupportedError: the start itself cannot run there.
+    """
+    asking = Asking(plan, context, machine, catalogue, learning, calibration, layouts=True)
+    search = _Search(asking, aim, limit)
+    for wide in [1] * depth + [width] * (depth - 1):
+        if not search.widen(wide):
+            break
+    return search.result()
+
+
+@dataclass
+class _Search:
+    """Plans by their changes, and counts of the rest."""
+
+    asking: Asking
+    aim: Aim
+    limit: int
+    seen: dict[Words, Candidate | None] = field(default_factory=dict)
+    """Changes -> what they make; None where nothing goes on from there."""
+    grown: set[Words] = field(default_factory=set)
+    unknown: list[Candidate] = field(default_factory=list)
+    idle: list[Candidate] = field(default_factory=list)
+    refused: Counter[str] = field(default_factory=Counter)
+    unpriced: Counter[str] = field(default_factory=Counter)
+    asked: int = 0
+
+    def __post_init__(self) -> None:
+        self.began_s = time.perf_counter()
+        self.start = self.asking.answer(self.asking.start)
+        self.seen[()] = self.start
+        self.key = _order(self.aim, self.start)
+
+    def widen(self, width: int) -> bool:
+        """Ask for every single change of the most promising; whether there were any."""
+        first = not self.grown
+        beam = [self.start] if first else self.beam(width)
+        for parent in beam:
+            self.grown.add(parent.changes)
+            for words in self.asking.singles(parent.plan):
+                if self.asked >= self.limit:
+                    return False
+                child = self.ask(parent, words)
+                if child is not None:
+                    self.sort_in(parent, child, first=first)
+        return bool(beam)
+
+    def ask(self, parent: Candidate, words: Words) -> Candidate | None:
+        """The plan with a change, mended if need be; None where it is refused or was asked for."""
+        try:
+            return self.fresh(parent, words)
+        except HeadraceError as error:
+            for more in self.asking.mended(words, error):
+                with suppress(HeadraceError):
+                    return self.fresh(parent, more)
+            self.refused[error.message.splitlines()[0]] += 1
+            return None
+
+    def fresh(self, parent: Candidate, words: Words) -> Candidate | None:
+        """The plan with a change; None where it was asked for, by whatever way."""
+        changes, plan = self.asking.changed(parent.plan, words)
+        if changes in self.seen:
+            return None
+        self.seen[changes] = None
+        found = self.asking.foreseen(changes, plan)
+        self.asked += 1
+        return found
+
+    def sort_in(self, parent: Candidate, child: Candidate, *, first: bool) -> None:
+        """Keep it for the ranking, or apart."""
+        kept = child.foresight.step_s is not None and not _same(parent, child)
+        self.seen[child.changes] = child if kept else None
+        if child.foresight.step_s is None:
+            self.unpriced.update(silent(child.plan) or [child.foresight.unknown])
+            if first and child.foresight.fits != "no":
+                self.unknown.append(child)
+        elif not kept and first:
+            self.idle.append(child)
+
+    def beam(self, width: int) -> list[Candidate]:
+        """What to change further: half are the best, the rest lie between them and the smallest."""
+        left = [c for c in self.known() if c.changes not in self.grown]
+        best = sorted(left, key=self.key)[: (width + 1) // 2]
+        front = [c for c in _front(left) if c not in best]
+        more = width - len(best)
+        every = max(1, len(front) / max(1, more))
+        return best + [front[int(i * every)] for i in range(min(more, len(front)))]
+
+    def known(self) -> list[Candidate]:
+        """Those with a time, of which every word tells."""
+        found = [c for c in self.seen.values() if c is not None and c.foresight.step_s is not None]
+        return [c for c in found if not self.needless(c)]
+
+    def needless(self, candidate: Candidate) -> bool:
+        """Whether one without one of its words, or a technique's, is foreseen to be the same."""
+        words = candidate.changes
+        left_out = [{word} for word in words]
+        for name in (word[1:] for word in words if word[0] == "+"):
+            left_out.append({w for w in words if w[1:] == name or f".{name}." in w})
+        fewer = (self.seen.get(tuple(w for w in words if w not in out)) for out in left_out)
+        return any(one is not None and _same(one, candidate) for one in fewer)
+
+    def result(self) -> Sweep:
+        known = self.known()
+        ranked = [c for c in known if c.foresight.fits != "no" or c is self.start]
+        return Sweep(
+            self.aim, self.start, sorted(ranked, key=self.key),
+            sorted(self.unknown, key=lambda c: (c.foresight.peak_bytes, c.changes)),
+            sorted(self.idle, key=lambda c: c.changes), self.asked, self.refused,
+            sum(c.foresight.fits == "no" for c in known), self.unpriced,
+            time.perf_counter() - self.began_s,
+        )  # fmt: skip
+
+
+def _order(aim: Aim, start: Candidate) -> Callable[[Candidate], tuple[Any, ...]]:
+    """The key that ranks plans with a time, the best first."""
+    as_fast = AS_FAST * (start.foresight.step_s or float("inf"))
+
+    def key(candidate: Candidate) -> tuple[Any, ...]:
+        found, few = candidate.foresight, (len(candidate.changes), candidate.changes)
+        step_s = found.step_s or float("inf")
+        if found.fits == "no":
+            return (True, found.peak_bytes, *few)
+        cost = step_s * (TIGHT_COSTS if found.fits == "tight" else 1.0)
+        if aim != "memory":
+            return (False, cost, *few)
+        slower = step_s > as_fast
+        return (False, slower, found.peak_bytes * (cost if slower else 1.0), cost, *few)
+
+    return key
+
+
+def _same(one: Candidate, two: Candidate) -> bool:
+    """Whether nothing that is foreseen tells them apart."""
+    a, b = one.foresight, two.foresight
+    if a.step_s is None or b.step_s is None:
+        return False
+    nearer = abs(b.peak_bytes / a.peak_bytes - 1) < SAME_PEAK
+    return nearer and abs(b.step_s / a.step_s - 1) < SAME_TIME
+
+
+def _front(candidates: list[Candidate]) -> list[Candidate]:
+    """Those that no other is both faster and smaller than, the smallest first."""
+    found: list[Candidate] = []
+    least = float("inf")
+    for candidate in sorted(candidates, key=lambda c: (c.foresight.step_s, c.foresight.peak_bytes)):
+        if candidate.foresight.peak_bytes < least:
+            least = candidate.foresight.peak_bytes
+            found.append(candidate)
+    return found[::-1]
+
+
+# --- for a reader ----------------------------------------------------------------------------
+
+
+def table(found: Sweep, most: int = 12) -> list[list[str]]:
+    """Rows under HEAD: the best, and the start wherever it stands."""
+    rows = []
+    for rank, candidate in enumerate(found.ranked, 1):
+        if rank <= most or candidate is found.start:
+            rows.append([str(rank), *_cells(found, candidate)])
+    if found.start not in found.ranked:
+        rows.append(["-", *_cells(found, found.start)])
+    return rows
+
+
+def _cells(found: Sweep, candidate: Candidate) -> list[str]:
+    seen, gain = candidate.foresight, found.gain(candidate)
+    whole = "" if seen.hours is None else format_seconds(3600 * seen.hours)
+    price = "" if seen.dollars is None else f", ${seen.dollars:,.2f}"
+    return [
+        "" if seen.step_s is None else format_seconds(seen.step_s),
+        "" if seen.tokens_per_s is None else format_count(seen.tokens_per_s),
+        "" if gain is None else f"{gain:+.1%}", whole + price,
+        format_bytes(seen.peak_bytes), FITS[seen.fits],
+        " ".join(candidate.changes) or "(the plan as it is)",
+    ]  # fmt: skip
+
+
+def told(found: Sweep) -> str:
+    """What the table leaves out."""
+    rate = found.asked / max(found.seconds, 1e-9)
+    refused = sum(found.refused.values())
+    lines = [
+        f"{found.asked} plans foreseen in {format_seconds(found.seconds)} ({rate:.0f} a second): "
+        f"{len(found.ranked)} ranked, {refused} more cannot run, {found.too_large} do not fit",
+    ]
+    if found.aim == "money" and found.start.plan.hardware.dollars_per_hour is None:
+        lines.append(NO_PRICE)
+    if found.unpriced:
+        names = ", ".join(f"{n} {c}" for n, c in Counter(found.unpriced).most_common(LISTED))
+        lines.append(f"time not predicted, by what does not say it: {names}")
+    if found.unknown:
+        words = "; ".join(" ".join(c.changes) for c in found.unknown[:LISTED])
+        more = max(0, len(found.unknown) - LISTED)
+        lines.append(f"only a measurement tells: {words}" + (f"; {more} more" if more else ""))
+    return "\n".join(lines)
+
+
+def command(
+    found: Sweep, plan: str, overrides: Sequence[str], with_: Sequence[str], without: Sequence[str],
+) -> str:  # fmt: skip
+    """What runs the first rank, by the words that the sweep's own plan was given in.
+
+    Where no time is foreseen it measures; "" where nothing that is ranked fits.
+    """
+    best = found.ranked[0] if found.ranked else None
+    if best is not None and best.foresight.fits == "no":
+        return ""
+    changes = parse(() if best is None else best.changes)
+    keys = {word.partition("=")[0] for word in changes.overrides}
+    ranks = 1 if best is None else best.plan.mesh.ranks
+    several = ["torchrun", "--nproc-per-node", str(ranks), "-m"] if ranks > 1 else []
+    parts = [*several, "headrace", "tune" if best is None else "train", plan]
+    parts += [word for word in overrides if word.partition("=")[0] not in keys]
+    parts += changes.overrides
+    for option, names in (
+        ("--with", [n for n in with_ if n not in changes.without] + [*changes.with_]),
+        ("--without", [n for n in without if n not in changes.with_] + [*changes.without]),
+    ):
+        parts += [part for name in names for part in (option, name)]
+    return shlex.join(parts)
+
+
+def plain(found: Sweep, most: int = 12) -> dict[str, Any]:
+    """As JSON values."""
+
+    def rows(candidates: list[Candidate]) -> list[dict[str, Any]]:
+        return [{"changes": list(c.changes), "gain": found.gain(c), **c.foresight.plain()}
+                for c in candidates]  # fmt: skip
+
+    return {
+        "aim": found.aim, "start": found.start.foresight.plain(),
+        "ranked": rows(found.ranked[:most]), "ranks": len(found.ranked),
+        "unknown": rows(found.unknown), "idle": [list(c.changes) for c in found.idle],
+        "asked": found.asked, "refused": dict(found.refused), "too_large": found.too_large,
+        "unpriced": dict(found.unpriced), "seconds": found.seconds,
+    }  # fmt: skip

@@ -1,0 +1,1 @@
+"""The life of a run, from its first step to its report."""

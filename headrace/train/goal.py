@@ -1,0 +1,84 @@
+"""When a run ends: pure questions of its counters."""
+
+from dataclasses import asdict, dataclass, field
+from math import isfinite
+from typing import Any
+
+from headrace.plan.plan import Plan
+
+
+@dataclass
+class Counters:
+    """How far a run has come. Saved in every checkpoint; times apart, a resume repeats it."""
+
+    step: int = 0
+    tokens: int = 0
+    wasted_tokens: int = 0
+    wall_s: float = 0.0
+    skipped_steps: int = 0
+    restarts: int = 0
+    val: list[dict[str, float]] = field(default_factory=list)
+    phase_s: dict[str, float] = field(default_factory=dict)
+    stream: dict[str, Any] = field(default_factory=dict)
+    guard: dict[str, Any] | None = None
+    """how far the first step was from the plain trainer's"""
+    first_loss: float | None = None
+    """of the first step, in nats per token; None where it was not finite"""
+    last_loss: float | None = None
+    """of the newest step that was read"""
+    attention: dict[str, Any] | None = None
+    """what was measured to choose its backend, and what torch's own choice launched"""
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON values."""
+        return asdict(self)
+
+    def saw(self, step: int, loss: float | None) -> None:
+        """Keep the loss of a step that was read, where it is a number."""
+        self.last_loss = loss if loss is not None and isfinite(loss) else None
+        if step == 1:
+            self.first_loss = self.last_loss
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """The newest validation loss."""
+        return self.val[-1]["bits_per_byte"] if self.val else None
+
+    @property
+    def evaluated(self) -> bool:
+        """Whether the newest validation is of the weights as they are."""
+        return bool(self.val) and self.val[-1]["step"] == self.step
+
+
+def ended_by(plan: Plan, counters: Counters) -> str | None:
+    """The goal that ends the run now, or None: go on."""
+    goal, price = plan.goal, plan.hardware.dollars_per_hour
+    if goal.bits_per_byte and (counters.bits_per_byte or float("inf")) <= goal.bits_per_byte:
+        return "bits_per_byte"
+    if goal.steps and counters.step >= goal.steps:
+        return "steps"
+    if goal.tokens and counters.tokens >= goal.tokens:
+        return "tokens"
+    if goal.minutes and counters.wall_s >= goal.minutes * 60:
+        return "minutes"
+    if goal.dollars and price and counters.wall_s / 3600 * price >= goal.dollars:
+        return "dollars"
+    return None
+
+
+def reached(plan: Plan, counters: Counters) -> dict[str, Any]:
+    """What was asked, and whether and when it came true, for report.json."""
+    target, reason = plan.goal.bits_per_byte, ended_by(plan, counters)
+    if target:
+        hit = next((v for v in counters.val if v["bits_per_byte"] <= target), None)
+    else:
+        hit = {"step": counters.step, "wall_s": counters.wall_s, "tokens": counters.tokens}
+        hit = hit if reason else None
+    return {
+        "asked": plan.goal.model_dump(exclude_none=True),
+        "reached": hit is not None,
+        "step": hit and hit["step"],
+        "wall_s": hit and hit["wall_s"],
+        "tokens": hit and hit["tokens"],
+        "ended_by": reason,
+    }

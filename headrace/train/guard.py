@@ -1,0 +1,405 @@
+"""The first step beside the plain trunk's: does the combination compute the same?
+
+Techniques that are right one by one can be wrong together, with a loss that looks right: kernels,
+compilers and masks have done so (a fused loss that counted ignored targets under a compiler, a
+gradient that a sharded embedding lost). So before anything is learnt the plan is built once more
+with the run's own weights and without all that does not learn by another rule, takes its first
+batch row by row, and keeps its loss and the norm of every gradient. The run's own first step is
+compared with them before its update is applied; a run that computes something else ends there.
+
+What is exact lies within the precision's band, what is approximate within its own beside that.
+Models can magnify rounding until no band holds. So before a run is ended the plain model takes the
+batch again from weights that are moved by what was rounded: where that alone moves its gradients as
+far, nothing was compared, and the run goes on.
+
+It costs one uncompiled step, and up to four more before a run is ended. While that lasts there is
+a second copy of the weights, their gradients and what one row keeps. The plain model multiplies in
+the run's own precision, wider where a technique rounds more (TF32, fp8), and in fp32 for fp16,
+which would need a scale of the loss. Replicas compute their own rows and add up; of slices (FSDP)
+each takes the whole meanwhile. Models that are cut otherwise, and a plain model that does not fit,
+are left out. What was not compared is told at the start, and in the report.
+"""
+
+import gc
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headrace.assemble.build import make_build
+from headrace.core.errors import HeadraceError, RunError, is_out_of_memory
+from headrace.costs.machine import host_memory_bytes
+from headrace.plan.plan import Plan
+from headrace.model.head import IGNORED
+from headrace.optim.adamw import scale_gradients
+from headrace.parallel.layout import is_dtensor, local_of
+from headrace.parallel.world import World
+from headrace.assemble.sockets import Build, Engine, Pass
+
+Step = Callable[[Build, Sequence[Any], int], Tensor]
+"""train.step"""
+NOTE = "guard"
+"""Where a build keeps what came of it; the report has it under the same name."""
+BANDS = {"fp32": 1e-3, "bf16": 0.1}
+"""Largest relative difference of a gradient's norm, by precision; a tenth of it is the loss's. In
+bf16 a gradient is off by 0.02 to 0.05 (L2), mostly not in its length; a fault takes away parts."""
+BAND_FP16 = BANDS["bf16"] / 2**3
+"""fp16 rounds to 3 bits more."""
+WHOLE, LOSS = 1 / 2, 1 / 20
+"""Of the bands of what is approximate: the norm of all gradients, in which single ones' rounding
+averages out, and the loss. 1,700 tiny plans of pairs and triples came to 0.35 of a limit, but for
+normalised states in fp8 (linear_attention), which magnify rounding without bound."""
+SMALLEST = 1e-3
+"""Norms below this share of the largest are compared with it: some gradients are zero but for
+rounding, as that of the keys' bias."""
+UNITS = {"fp32": 2.0**-21, "bf16": 2.0**-9, "fp16": 2.0**-12}
+"""What a product's rounding is like, as a change of its weights: bf16 rounds by half a unit in the
+last place, and in fp32 each product adds up in another order."""
+UNIT_OF_BAND = UNITS["bf16"] / 0.05
+"""The same of what is approximate, whose bands are as wide beside bf16's."""
+DRAWS, MAGNIFIED = 4, 3.0
+"""Times that weights are moved at random, and what so many draws may miss of the farthest. Where a
+model does not magnify, they move it by a tenth of what is allowed."""
+TINY = 1e-20
+ALL, MEAN = "all parameters", "the loss"
+
+
+class First(NamedTuple):
+    """What a first step computed."""
+
+    loss: float
+    """nats"""
+    total: float
+    """norm of all gradients before clipping"""
+    norms: dict[str, float]
+    """each gradient's norm by name, after clipping"""
+
+
+def left_out(plan: Plan) -> list[str]:
+    """The techniques that the plain model has not.
+
+    They learn by the trunk's rule, and do more than to set a key of the plan, which stays.
+    """
+    return [
+        n for n, t in plan.techniques.items()
+        if t.equality != "learning"
+        and not all(socket.startswith("config.") for socket in (*t.claims, *t.composes))
+    ]  # fmt: skip
+
+
+def first_of_the_trunk(build: Build, step: Step, *, draw: int = 0) -> First | str:
+    """The plain trunk's first step on the run's first batch, or why there is none.
+
+    Args:
+        build: the run.
+        step: takes a step.
+        draw: which random move of the weights by what was rounded; 0 leaves them.
+    """
+    if not left_out(build.plan):
+        return "no technique of this plan could be left out"
+    if build.world.ranks != build.world.size("data"):
+        return f"the model is cut over {build.world.ranks} processes"
+    ready: list[bool] = []
+    why = ""
+    found = None
+    try:
+        found = _first(build, step, draw, ready)
+    except HeadraceError as error:
+        why = f"the plain model cannot run here: {error}"
+    except _ElsewhereError:
+        why = "the plain model does not run on another process, which says why"
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        why = "the plain model does not fit on this device"
+    finally:  # the plain model is gone by now
+        gc.collect()
+        if build.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+    if found is None:
+        if not ready:  # the others wait to hear it
+            build.world.any(True)
+        return why
+    sound = math.isfinite(found.loss) and math.isfinite(found.total)
+    return found if sound else f"the plain model's first loss is {found.loss}"
+
+
+def _plain(build: Build) -> Plan:
+    """The plan without what is left out, row by row; fp16 would need a scale of the loss."""
+    plan, left = build.plan, left_out(build.plan)
+    kept = {n: t for n, t in plan.techniques.items() if n not in left}
+    whole = {"precision": "fp32"} if build.context.precision == "fp16" else {}
+    return plan.replaced(
+        techniques=kept, model=plan.model.model_copy(update=whole),
+        batch=plan.batch.model_copy(update={"micro_sequences": 1}),
+    )  # fmt: skip
+
+
+def _first(build: Build, step: Step, draw: int, ready: list[bool]) -> First:
+    """Take the first step of the plain plan without its update."""
+    found: list[First] = []
+    every = {n: p.data for n, p in build.model.named_parameters()}
+    held = {n: p for n, p in every.items() if type(local_of(p)) is Tensor}
+    cut = {n: p for n, p in held.items() if is_dtensor(p)}
+    given = held | {n: p.to_local().new_zeros(()).expand(p.shape) for n, p in cut.items()}
+    plan, alone = _plain(build), replace(build.world, groups={})  # none waits for one that fails
+    needs = build.predicted(plan).without(["optimizer"]).peak()[1] * build.world.ranks
+    if build.device.type == "cpu" and needs > host_memory_bytes():  # which would end us
+        raise MemoryError
+    plain = make_build(plan, build.prepared, alone, build.device, given=given)
+    try:
+        if cut:
+            _gather(plain, cut, build.world, ready)
+        if build.world.ranks > 1:
+            plain.engine = _together(plain.engine, build.world, ready)
+        if draw:
+            _move(plain, rounding(build), draw)
+        watch(plain, found.append, update=False)
+        with whole_products():
+            step(plain, plain.loader.step(0).micros, 0)
+    finally:
+        plain.loader.close()
+    return found[0]
+
+
+def _gather(plain: Build, cut: Mapping[str, Any], world: World, ready: list[bool]) -> None:
+    """Whole weights of the slices of all, when all have room for them and for their gradients."""
+    own = dict(plain.model.named_parameters())
+    room = [torch.empty_like(p.data) for p in own.values() if type(p.data) is Tensor]
+    _meet(world, ready)
+    ready.clear()  # they meet again
+    del room
+    for name, tensor in cut.items():
+        whole = tensor.full_tensor()
+        if name in own and own[name].shape == whole.shape:  # else its value was drawn
+            own[name].data.copy_(whole)
+
+
+class _ElsewhereError(Exception):
+    """The plain model does not run on another process, which says why itself."""
+
+
+def _meet(world: World, ready: list[bool]) -> None:
+    """Hear that all have come so far."""
+    ready.append(True)
+    if world.any(False):
+        raise _ElsewhereError
+
+
+def _together(engine: Engine, world: World, ready: list[bool]) -> Engine:
+    """Compute alone, hear that all have, and from there on be one of them."""
+
+    def run(build: Build, work: Sequence[Any], objective: Any, scale: Tensor) -> Tensor:
+        loss = engine(build, work, objective, scale)
+        _meet(world, ready)
+        build.world = world
+        own = torch.stack([(w.targets_BT != IGNORED).sum() for w in work]).sum().float()
+        share = own / world.sum_(own.clone(), "shard").clamp(min=1)
+        scale_gradients([p.grad for p in build.model.parameters() if p.grad is not None], share)
+        return loss * share
+
+    return run
+
+
+@contextmanager
+def whole_products() -> Iterator[None]:
+    """fp32 products are in fp32, whatever the run has set."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def rounding(build: Build) -> float:
+    """The share of itself by which a weight is moved as the run's arithmetic rounds it."""
+    techniques = build.plan.techniques
+    bands = sum(techniques[n].band for n in left_out(build.plan))
+    return UNITS[build.context.precision] + UNIT_OF_BAND * bands
+
+
+def _move(plain: Build, unit: float, draw: int) -> None:
+    """Move every weight by a share of itself, up or down."""
+    source = torch.Generator(plain.device).manual_seed(draw)
+    with torch.no_grad():
+        for parameter in plain.model.parameters():
+            if type(parameter.data) is Tensor:  # else it is kept in few bits
+                coins = torch.randint(
+                    0, 2, parameter.shape, generator=source, device=plain.device, dtype=torch.int8
+                )
+                parameter.mul_(1 + unit * (2.0 * coins - 1))
+
+
+def watch(build: Build, see: Callable[[First], None], *, update: bool = True) -> None:
+    """Call `see` once, in the first step, with its loss and gradients before their update."""
+    passes, engine, clip = build.passes, build.engine, build.clip
+    losses: list[Tensor] = []
+    norms: list[Tensor] = []
+
+    def run(build: Build, *given: Any) -> Tensor:
+        loss, factor = engine(build, *given), build.loss_scale(build)
+        losses.append(loss.clone() if factor is None else loss / factor)
+        return loss
+
+    def measure(build: Build, limit: float) -> Tensor:
+        norms.append(clip(build, limit).clone())
+        return norms[-1]
+
+    def watched(build: Build, index: int) -> Sequence[Pass]:
+        build.passes, build.engine, build.clip = passes, run, measure
+        first, *rest = passes(build, index)
+
+        def absorb(build: Build, finite: Tensor) -> None:
+            build.engine, build.clip = engine, clip
+            loss = build.world.sum_(losses[0], "shard")
+            see(First(float(loss), float(norms[0]), norms_of(build)))
+            if update:
+                first.absorb(build, finite)
+
+        return [replace(first, absorb=absorb), *(rest if update else [])]
+
+    build.passes = watched
+
+
+def norms_of(build: Build) -> dict[str, float]:
+    """The norm of every gradient that is there, by name, as an update would see it."""
+    named, none = dict(build.model.named_parameters()), torch.zeros((), device=build.device)
+    held = {n: local_of(p.grad).float().norm() for n, p in named.items() if p.grad is not None}
+    norms = {n: held.get(n, none) for n in named}
+    if cut := [n for n, p in named.items() if is_dtensor(p)]:
+        squares = torch.stack([norms[n].square() for n in cut])
+        norms |= zip(cut, build.world.sum_(squares, "shard").sqrt(), strict=True)
+    for route, optimizer in build.optimizers.items():
+        if (factor := getattr(optimizer, "gradient_factor", None)) is not None:
+            norms |= {n: norms[n] * factor for n in build.routed[route]}
+    values = torch.stack(list(norms.values())).tolist()
+    return {n: v for n, v in zip(norms, values, strict=True) if v or n in held}
+
+
+def guard(build: Build, step: Step) -> None:
+    """Compute the plain first step, have the run's own compared with it, and tell what is not.
+
+    Raises (in the run's first step):
+        RunError: its loss or a gradient's norm is another one; the update was not applied.
+    """
+    if not build.plan.guard:
+        build.notes[NOTE] = {"compared": False, "why": "guard = false"}
+        return
+    wanted = first_of_the_trunk(build, step)
+    if isinstance(wanted, str):
+        _not_compared(build, wanted)
+        return
+    if kept := _kept(build.plan):
+        build.tell(f"not compared with the plain trainer, which has it too: {', '.join(kept)}")
+
+    def again(draw: int) -> First | str:
+        return first_of_the_trunk(build, step, draw=draw)
+
+    watch(build, lambda found: compare(build, found, wanted, again))
+
+
+def _kept(plan: Plan) -> list[str]:
+    left = left_out(plan)
+    return [n for n in plan.techniques if n not in left]
+
+
+def _not_compared(build: Build, why: str) -> None:
+    build.notes[NOTE] = {"compared": False, "why": why}
+    if build.plan.techniques:  # else it is the plain trainer
+        build.tell(f"the first step is not compared with the plain trainer's: {why}")
+
+
+def compare(build: Build, found: First, wanted: First, again: Callable[[int], First | str]) -> None:
+    """Note how far the first step is from the plain one; raise RunError beyond the bands.
+
+    Args:
+        build: the run, in its first step.
+        found: what that computed.
+        wanted: what the plain model did.
+        again: draw -> what the plain model does with its weights moved by what was rounded.
+    """
+    left, limits, freed = left_out(build.plan), limits_of(build), freed_by(build)
+    off = apart(found, wanted, freed)
+    if build.context.precision == "fp16" and not math.isfinite(found.total):
+        off = {MEAN: off[MEAN]}  # the step is skipped, and the scale halved
+        build.tell("the first gradients are not compared: they overflowed fp16 at this loss scale")
+    share = {name: value / limits.get(name, limits[""]) for name, value in off.items()}
+    worst = max(share, key=lambda name: share[name] if share[name] == share[name] else math.inf)
+    worst = worst if share[MEAN] <= 1 else MEAN
+    build.notes[NOTE] = {
+        "compared": True, "without": left, "kept": _kept(build.plan), "loss_off": off[MEAN],
+        "gradients": len(off.keys() - {MEAN, ALL}), "worst": worst, "off": off[worst],
+        "band": limits.get(worst, limits[""]),
+    }  # fmt: skip
+    if not build.world.any(not share[worst] <= 1):
+        return
+    if (moved := _magnified(wanted, limits, again)) > 1 / MAGNIFIED:
+        _not_compared(build, f"rounding alone moves it by {moved:.2g} times what is allowed")
+        return
+    what = f"its first loss is {found.loss:.6g} nats, and {wanted.loss:.6g}"
+    if worst != MEAN:
+        one, other = (
+            first.total if worst == ALL else first.norms.get(worst, 0.0)
+            for first in (found, wanted)
+        )
+        what = f"the gradient of {worst} has norm {one:.6g}, and {other:.6g}"
+    raise RunError(
+        f"this combination computes something else than the plain trainer: {what} without "
+        f"{', '.join(left)}; nothing was learnt",
+        f"--without {left[0]}, to find which one it is; guard=false goes on regardless",
+    )
+
+
+def limits_of(build: Build) -> dict[str, float]:
+    """Largest relative differences: of the loss, of all gradients together, and of one as ""."""
+    techniques = build.plan.techniques
+    bands = sum(techniques[n].band for n in left_out(build.plan))
+    own = BANDS.get(build.context.precision, BAND_FP16)
+    return {MEAN: own / 10 + LOSS * bands, ALL: own + WHOLE * bands, "": own + bands}
+
+
+def freed_by(build: Build) -> set[str]:
+    """Parameters whose gradients are gone by now: an optimizer has used and freed them."""
+    return {
+        name for route, optimizer in build.optimizers.items()
+        if getattr(optimizer, "frees_gradients", False) for name in build.routed[route]
+    }  # fmt: skip
+
+
+def apart(found: First, wanted: First, freed: Collection[str] = ()) -> dict[str, float]:
+    """Relative differences: of the loss, of all gradients together, and of each by name."""
+    floor = SMALLEST * max(wanted.norms.values(), default=0.0)
+    off = {
+        MEAN: abs(found.loss - wanted.loss) / max(abs(wanted.loss), TINY),
+        ALL: abs(found.total - wanted.total) / max(wanted.total, TINY),
+    }
+    for name, norm in wanted.norms.items():
+        if name in found.norms or name not in freed:
+            off[name] = abs(found.norms.get(name, 0.0) - norm) / max(norm, floor, TINY)
+    for name in found.norms.keys() - wanted.norms.keys():
+        off[name] = found.norms[name] / max(floor, TINY)
+    return off
+
+
+def _magnified(
+    wanted: First, limits: Mapping[str, float], again: Callable[[int], First | str]
+) -> float:
+    """How far rounding alone moves what the plain model computes, as the largest share of a limit.
+
+    0 where it cannot be asked, as for want of memory.
+    """
+    most = 0.0
+    for draw in range(1, DRAWS + 1):
+        if isinstance(moved := again(draw), str):
+            return most
+        off = apart(moved, wanted)
+        most = max(most, *(value / limits.get(name, limits[""]) for name, value in off.items()))
+        if most > 1 / MAGNIFIED:
+            break
+    return most

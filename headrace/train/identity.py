@@ -1,0 +1,311 @@
+"""What makes a run that run: its plan, data and frozen weights, as a checkpoint recorded them.
+
+`--resume`, `eval`, `sample`, `export` and `report` compare what they find with what is recorded,
+here, and use it or refuse: with the key, both values and the command that goes on.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel
+
+from headrace.assemble.build import NOT_OF_WEIGHTS
+from headrace.plan.changes import flatten, override, rewritten
+from headrace.train.checkpoint import Saved
+from headrace.core.command import train_again
+from headrace.core.errors import ConfigError
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Technique
+from headrace.data.prepared import check_same_data
+from headrace.model.adapter import load_pretrained, weights_digest
+from headrace.assemble.sockets import Build
+
+FROZEN = "frozen"
+"""The note under which a Build has the digests of weights that no checkpoint holds."""
+MUST_STAY = (
+    "seed", "model", "batch.tokens",
+    "data.sources", "data.weights", "data.validation", "data.text_key", "data.tokenizer",
+    "data.vocab", "data.sequence_length",
+)  # fmt: skip
+"""Plan keys that a resume may not change: they would make it another run."""
+FOUND_BY = ("name", "directory")
+"""Keys by which a run is found, and not what it is."""
+Differences = dict[str, tuple[Any, Any]]
+"""Dotted key -> its value in the checkpoint's plan, and its value now; None where it has none."""
+
+
+def differences(saved: Saved, plan: Plan) -> Differences:
+    """Return every key by which a plan is another than that which a checkpoint was trained with.
+
+    A key that an older version of the plan did not have counts as its default. A technique that
+    was switched is a key `techniques.NAME` whose values are whether it was on, and is.
+    """
+    before, after = _complete(saved.values["plan"], plan), plan.dump()
+    had, has = before.pop("techniques", {}), after.pop("techniques", {})
+    found: Differences = {
+        f"techniques.{name}": (name in had, name in has) for name in sorted({*had} ^ {*has})
+    }
+    before["techniques"] = {name: had[name] for name in had if name in has}
+    after["techniques"] = {name: has[name] for name in has if name in had}
+    old, new = flatten(before), flatten(after)
+    for key in sorted({*old, *new}):
+        if key not in FOUND_BY and old.get(key) != new.get(key):
+            found[key] = old.get(key), new.get(key)
+    return found
+
+
+def _complete(dumped: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
+    """A dumped plan with the defaults of keys that came later."""
+    tables: list[tuple[str, type[BaseModel]]] = [
+        (name, type(table))
+        for name in Plan.model_fields
+        if isinstance(table := getattr(plan, name), BaseModel)
+    ]
+    found = {**dumped}
+    for name, kind in tables:
+        found[name] = {**_defaults(kind), **dumped.get(name, {})}
+    had = dumped.get("techniques", {})
+    found["techniques"] = {
+        name: {**_defaults(type(plan.techniques[name])), **knobs}
+        if name in plan.techniques
+        else knobs
+        for name, knobs in had.items()
+    }
+    return found
+
+
+def _defaults(kind: type[BaseModel]) -> dict[str, Any]:
+    """The defaults of a table's keys as a dumped plan has them; None is left out."""
+    return {
+        key: list(field.default) if isinstance(field.default, tuple) else field.default
+        for key, field in kind.model_fields.items()
+        if not field.is_required() and field.default is not None
+    }
+
+
+def told(changes: Differences) -> str:
+    """Return changes in a line, as in `goal.steps 12 -> 20`."""
+    words = []
+    for key, (old, new) in changes.items():
+        if _switched(key):
+            words.append(f"{'+' if new else '-'}{key.partition('.')[2]}")
+        else:
+            words.append(f"{key} {_shown(old)} -> {_shown(new)}")
+    return ", ".join(words)
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else str(value)
+
+
+def among(key: str, tables: Iterable[str]) -> bool:
+    """Whether a key is one of those, or lies in one of those tables."""
+    return any(key == table or key.startswith(f"{table}.") for table in tables)
+
+
+def changed_knobs(saved: Saved, plan: Plan) -> Differences:
+    """Return settings of the optimizer and of learning techniques that changed."""
+    exact = _exact(saved, plan)
+    tables = ["optimizer", *(f"techniques.{name}" for name in plan.techniques if name not in exact)]
+    return {
+        key: pair
+        for key, pair in differences(saved, plan).items()
+        if among(key, tables) and key not in tables
+    }
+
+
+def _exact(saved: Saved, plan: Plan) -> set[str]:
+    """Techniques that compute what the plain trainer computes: they may come, go and change."""
+    own = {name for name, technique in plan.techniques.items() if technique.equality == "exact"}
+    return own | set(saved.values.get("exact", ()))
+
+
+def check_same_run(saved: Saved, build: Build, *, fork: bool = False) -> None:
+    """Refuse to continue another run's checkpoint, naming what differs.
+
+    A fork may change what `changed_knobs` names, where the weights keep their shapes: it is another
+    run.
+
+    Raises:
+        ConfigError: with the key or the thing that changed.
+    """
+    plan, run = build.plan, saved.path.parent.parent
+    changes, exact = differences(saved, plan), _exact(saved, plan)
+    made = rewritten(plan)  # by techniques, which are looked at themselves
+    fixed = [key for t in MUST_STAY for key in changes if among(key, [t]) and key not in made]
+    switched = [key for key in changes if _switched(key) and key.split(".")[1] not in exact]
+    learned, shapes = changed_knobs(saved, plan), _reshaped(saved, build)
+    words = [back(saved, key, changes[key]) for key in (*fixed, *switched, *learned)]
+    goes_on = train_again(run, "--resume", *words)
+    if fixed:
+        old, new = changes[fixed[0]]
+        said = f"{fixed[0]} was {old!r} and is now {new!r}"
+    elif switched:
+        was = "on" if changes[switched[0]][0] else "off"
+        said = f"the technique {switched[0].split('.')[1]} was {was} at the checkpoint"
+    elif learned and (shapes or not fork):
+        key, (old, new) = next(iter(learned.items()))
+        said = f"{key} was {old!r} and is now {new!r}, which changes what is learned"
+        said += f": {shapes}" if shapes else ""
+    else:
+        sources = f"data.sources = {', '.join(plan.source_list)}"
+        check_same_data(saved.values["fingerprint"], build.prepared.fingerprint, sources, run)
+        return
+    also = told({key: changes[key] for key in (*fixed, *switched, *learned)[1:]})
+    other = f"{train_again(run, 'name=NEW')} for a new run"
+    if not fixed and not switched:
+        asked = [override(plan.dump(), key) for key in learned]
+        begins = "name=NEW" if shapes else f"--resume --checkpoint step-{saved.values['step']}"
+        other = f"{train_again(run, begins, *asked)} for a new run"
+        other += "" if shapes else " that begins there"
+    raise ConfigError(
+        f"cannot resume: {said}{f'; also {also}' * bool(also)}", f"{goes_on}; or {other}"
+    )
+
+
+def back(saved: Saved, key: str, pair: tuple[Any, Any]) -> str:
+    """Return what to type behind a plan to have a key as it was at a checkpoint."""
+    if _switched(key) and not pair[0]:
+        return f"--without {key.split('.')[1]}"
+    return override(saved.values["plan"], key)
+
+
+def _switched(key: str) -> bool:
+    """Whether a key of `differences` says that a technique was switched."""
+    return key.startswith("techniques.") and key.count(".") == 1
+
+
+def _reshaped(saved: Saved, build: Build) -> str:
+    """Which weight has another shape than at a checkpoint, in words; "" where none has."""
+    held = saved.names()
+    for name, _ in trained(build):
+        if name not in build.layouts:
+            continue
+        full, wanted = f"model/{name}", tuple(build.layouts[name].shape)
+        found = saved.shape_of(full)[0] if full in held else None
+        if found != wanted:
+            there = "is not there" if found is None else f"has shape {found} there"
+            return f"{name} {there}, and {wanted} here"
+    return ""
+
+
+def trained(build: Build) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """What is saved of the model: a frozen weight is a pure function of the source and storage."""
+    return ((n, p) for n, p in build.model.named_parameters() if p.requires_grad)
+
+
+def _back(saved: Saved, key: str) -> str:
+    """The override that gives a key the value which a checkpoint was trained with."""
+    return override(saved.values["plan"], key)
+
+
+# --- weights that no checkpoint holds ---------------------------------------------------------
+
+
+def reads_base(techniques: Iterable[Technique[Any]]) -> bool:
+    """Return whether a run reads the weights of `model.pretrained` after it has begun.
+
+    Frozen weights are in no checkpoint, and a teacher may be the run's own first weights.
+    """
+    return any("frozen" in t.composes or "" in t.reads().values() for t in techniques)
+
+
+def _folders_read(plan: Plan) -> dict[str, str]:
+    """Return the folders of weights that a run reads and no checkpoint holds, by the plan's key."""
+    folders = {
+        f"techniques.{name}.{knob}": folder
+        for name, technique in plan.techniques.items()
+        for knob, folder in technique.reads().items()
+        if folder
+    }
+    if plan.model.pretrained and reads_base(plan.techniques.values()):
+        folders["model.pretrained"] = plan.model.pretrained
+    return folders
+
+
+def frozen_digests(plan: Plan) -> dict[str, str]:
+    """Return the digest of every folder of weights that the run reads and no checkpoint holds."""
+    return {key: weights_digest(Path(folder)) for key, folder in _folders_read(plan).items()}
+
+
+def without_base(plan: Plan, saved: Saved) -> Plan:
+    """Return a run's plan as its checkpoint alone can make its model, weights and all.
+
+    The shape is the checkpoint's. Where the plan says otherwise it stays so, to be refused by
+    `check_same_run`; how random weights begin says nothing of a model that was loaded. A run that
+    reads the folder of `model.pretrained` still keeps its plan.
+
+    Args:
+        plan: the run that goes on.
+        saved: its checkpoint.
+
+    Raises:
+        ConfigError: a folder of weights that no checkpoint holds is gone.
+    """
+    for key, folder in _folders_read(plan).items():
+        if not Path(folder).is_dir():
+            digest = (saved.values.get("frozen") or {}).get(key, "")
+            raise ConfigError(
+                f"{key} = {folder!r} is gone, and the checkpoints of this run hold only what was "
+                f"trained beside its weights{f' (sha256 {digest[:12]})' * bool(digest)}",
+                f"put the weights back into {folder}; or "
+                f"{train_again(saved.path.parent.parent, 'name=NEW', f'{key}=FOLDER')} for a new "
+                "run with others",
+            )
+    if not plan.model.pretrained:
+        return plan
+    if reads_base(plan.techniques.values()):
+        _check_shape_of_base(plan, saved)
+        return plan
+    free = {*NOT_OF_WEIGHTS} - {"family", "precision"}
+    said = {key: getattr(plan.model, key) for key in plan.model.model_fields_set - free}
+    return plan.replaced(model={**saved.values["plan"]["model"], **said, "pretrained": ""})
+
+
+def _check_shape_of_base(plan: Plan, saved: Saved) -> None:
+    """Refuse a folder whose config.json no longer says what the checkpoint's model was made as.
+
+    Raises:
+        ConfigError: with the keys, and both values.
+    """
+    folder, was = plan.model.pretrained, saved.values["plan"]["model"]
+    found, _ = load_pretrained(Path(folder))
+    keys = [k for k in sorted(plan.model.model_fields_set - NOT_OF_WEIGHTS) if k in was]
+    changed = [k for k in keys if getattr(plan.model, k) == was[k] != getattr(found, k)]
+    if changed:
+        now = [f"model.{k}={getattr(found, k)}" for k in changed]
+        each = ", ".join(f"model.{k} {was[k]!r} -> {getattr(found, k)!r}" for k in changed)
+        raise ConfigError(
+            f"{Path(folder) / 'config.json'} changed since the run was trained ({each})",
+            f"put the config.json of then back into {folder}; or "
+            f"{train_again(saved.path.parent.parent, 'name=NEW', *now)} for a new run with this",
+        )
+
+
+def note_frozen(build: Build) -> dict[str, str]:
+    """Read the digests once, when the weights themselves are read; every checkpoint keeps them."""
+    if FROZEN not in build.notes:
+        build.notes[FROZEN] = frozen_digests(build.plan)
+    return build.notes[FROZEN]
+
+
+def check_frozen(saved: Saved, plan: Plan, found: Mapping[str, str]) -> None:
+    """Refuse weights that are not those which a checkpoint was trained beside.
+
+    A checkpoint of before has no digest of them, and is taken as it is.
+
+    Raises:
+        ConfigError: with the key, and both digests.
+    """
+    was, folders = saved.values.get("frozen") or {}, flatten(plan.dump())
+    for key, now in found.items():
+        if was.get(key, now) != now:
+            folder = folders.get(key)
+            raise ConfigError(
+                f"{key} = {folder!r} holds other weights than the run was trained with "
+                f"(sha256 {was[key][:12]} -> {now[:12]})",
+                f"put the weights back into {folder}; or "
+                f"{train_again(saved.path.parent.parent, 'name=NEW')} for a new run with these",
+            )

@@ -1,0 +1,401 @@
+"""A run's folder: what is written where, and nothing that an earlier run left is lost.
+
+`runs/NAME/` holds plan.toml (and .plan.toml, a copy that stays what was run), environment.json,
+data.json (which data it is), metrics.jsonl (one row a step), checkpoints/, pretrained/ (small files
+of the folder that it started from), and in the end report.json, findings.json and report.html. A
+name that is taken becomes NAME-2, NAME-3 and so on; `--resume` continues the newest of them. Files
+are written aside and renamed, so that a kill leaves the old or the new one; a lock, which the
+system takes back however a process ends, keeps two processes out of one folder.
+"""
+
+import hashlib
+import json
+import math
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from errno import EDQUOT, EIO, ENOSPC, EROFS, ESTALE
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import Timeout
+
+from headrace.train.checkpoint import Checkpoints, check_space
+from headrace.core.command import again, train_again, train_command
+from headrace.core.errors import ConfigError, RunError, at_a_limit
+from headrace.core.files import (
+    RECORDED,
+    hold_lock,
+    parse_json,
+    parse_object,
+    printable,
+    publish,
+    shell,
+    sync_path,
+    write_whole,
+)
+from headrace.plan.plan import Plan
+from headrace.data.prepared import Prepared
+from headrace.model.companions import KEPT_IN
+
+LOST = (
+    "closed by peer",
+    "reset by peer",
+    "was likely closed",
+    "Broken pipe",
+    "NCCL error",
+    "NCCL communicator was aborted",
+)
+"""How gloo, a store and NCCL say that a process which they were connected to is gone."""
+
+
+class RunFolder:
+    """One run's files."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+
+    @staticmethod
+    def find(plan: Plan, folder: Path | None = None) -> "RunFolder":
+        """The run to resume: `folder`, or the newest of the plan's name.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        root = Path(plan.directory)
+        taken = {1: folder} if folder else _numbered(root, plan.name)
+        # What a kill left of a folder that was being made has nothing to go on from.
+        taken = {n: path for n, path in taken.items() if any(path.iterdir())} or taken
+        if not taken:
+            raise ConfigError(
+                f"there is no run {plan.name!r} in {root} to resume", "leave out --resume"
+            )
+        return RunFolder(taken[max(taken)])
+
+    @staticmethod
+    def create(plan: Plan) -> "RunFolder":
+        """A fresh folder for `plan`.
+
+        Raises:
+            ConfigError: no folder can be made.
+        """
+        root = Path(plan.directory)
+        number = max(_numbered(root, plan.name), default=0) + 1
+        while True:
+            path = root / (plan.name if number == 1 else f"{plan.name}-{number}")
+            try:
+                path.mkdir(parents=True)
+            except FileExistsError:
+                number += 1  # another process was faster
+            except OSError as error:
+                raise ConfigError(
+                    f"runs cannot be kept in {root}: {error}",
+                    "directory=FOLDER that can be written",
+                ) from None
+            else:
+                sync_path(root)
+                return RunFolder(path)
+
+    def fork(self, plan: Plan, checkpoint: Path) -> "RunFolder":
+        """Return a new folder that begins at a checkpoint of this run, which stays untouched."""
+        step = checkpoint.resolve().name
+        names = ("metrics.jsonl", "data.json", "tokenizer.json")
+        files = [path for name in names if (path := self.path / name).is_file()]
+        need = sum(path.stat().st_size for path in (*files, *checkpoint.iterdir()))
+        index = (checkpoint / "checkpoint.json").read_bytes()
+        parent = {"run": str(self.path), "step": int(step.removeprefix("step-"))}
+        parent["sha256"] = hashlib.sha256(index).hexdigest()
+        remove_partial(Path(plan.directory))
+        made = RunFolder.create(plan)
+        aside = RunFolder(made.path.with_name(f".{made.path.name}.partial"))
+        intact, go_on = f"{self.path} stays as it is", again(verb="train PLAN --resume")
+        try:
+            aside.path.mkdir()
+            aside.lock()  # so that nobody takes it for what a kill left
+            check_space(made.path.parent, need, f"a new run from {step}", intact, go_on)
+            shutil.copytree(checkpoint, aside.checkpoints / step)
+            for path in files:
+                shutil.copyfile(path, aside.path / path.name)
+            if (companions := self.path / KEPT_IN).is_dir():
+                shutil.copytree(companions, aside.path / KEPT_IN)
+            named = plan.replaced(name=made.path.name)
+            kept = Checkpoints(aside.checkpoints, rank=0, ranks=1, keep_last=1)
+            kept.amend(parent["step"], {"plan": named.dump()})
+            aside.write_plan(named)
+            aside.write("environment", {"parent": parent})
+            aside.unlock()
+            publish(aside.path, made.path)
+        except BaseException as error:
+            shutil.rmtree(aside.path, ignore_errors=True)
+            with suppress(OSError):
+                made.path.rmdir()
+            if not isinstance(error, OSError):
+                raise
+            first = error.args[0][0][2] if isinstance(error, shutil.Error) else error
+            raise RunError(
+                f"a new run from {step} cannot be written: {first}; {intact}",
+                f"free some space, then {go_on}; or {go_on} directory=FOLDER that can be written",
+            ) from None
+        return made
+
+    def drop_unbegun(self) -> None:
+        """Remove a fork in which nothing began, as where its checkpoint could not be read."""
+        known = self.read("environment") or {}
+        if "parent" in known and "starts" not in known:
+            shutil.rmtree(self.path)
+
+    @property
+    def parent(self) -> dict[str, Any] | None:
+        """The run and the step that this one was forked from; None where it was not."""
+        known = (self.read("environment") or {}).get("parent")
+        return known if isinstance(known, dict) else None
+
+    def lock(self) -> None:
+        """Keep other processes out until `unlock`, or until this process ends.
+
+        Raises:
+            ConfigError: another process is training this run, or its file system has no locks.
+        """
+        try:
+            self._lock = hold_lock(self.path / ".lock", wait=False, key="directory")
+        except Timeout:
+            raise ConfigError(
+                f"another process is training {self.path}",
+                f"{train_again(self.path, 'name=NEW')} for a new run, or wait until it ends",
+            ) from None
+
+    def unlock(self) -> None:
+        """Let others in."""
+        self._lock.release()
+
+    def start(
+        self, plan: Plan, prepared: Prepared, device: torch.device, command: list[str]
+    ) -> int:
+        """Write the resolved plan, the data's record, the tokenizer and the environment.
+
+        Returns earlier starts.
+
+        A report of before says from now on that the run goes on.
+        """
+        known = self.read("environment") or {}
+        starts = known.get("starts", 0)
+        parent = {"parent": known["parent"]} if "parent" in known else {}
+        before = starts if isinstance(starts, int) else 0
+        with suppress(RunError):  # a damaged one is written anew in the end
+            if report := self.read("report"):
+                self.write("report", report | {"status": "running"})
+        self.write_plan(plan.replaced(name=self.path.name))
+        prepared.tokenizer.save(self.path / "tokenizer.json")
+        self.write("data", prepared.record())
+        found = environment(device, command)
+        self.write("environment", {**found, **parent, "starts": before + 1})
+        return before
+
+    def write_plan(self, plan: Plan) -> None:
+        """Write plan.toml, and the copy of it that stays what was run."""
+        for name in (RECORDED, "plan.toml"):
+            write_whole(self.path / name, plan.to_toml())
+
+    def write(self, name: str, value: Any) -> None:
+        """Write NAME.json; numbers that are not finite become null."""
+        plain = json.loads(json.dumps(value, default=str), parse_constant=lambda word: None)
+        write_whole(self.path / f"{name}.json", json.dumps(plain, indent=1))
+
+    def read(self, name: str) -> dict[str, Any] | None:
+        """The object of NAME.json, or None when it is not there.
+
+        Raises:
+            RunError: it is damaged.
+        """
+        path = self.path / f"{name}.json"
+        if not path.exists():
+            return None
+        try:
+            return parse_object(path.read_bytes())
+        except (ValueError, OSError) as error:
+            what = f"it {error}" if isinstance(error, ValueError) else f"{error.strerror}"
+            raise RunError(f"{path} is damaged: {what}", self.mend(name)) from None
+
+    def mend(self, name: str) -> str:
+        """Return the command that puts a damaged NAME.json aside; a report is written anew."""
+        path = self.path / f"{name}.json"
+        aside = f"mv {shell(path)} {shell(f'{path}.damaged')}"
+        return f"{aside}; {train_command(self.path, '--resume')}" if name == "report" else aside
+
+    def read_data(self) -> dict[str, Any] | None:
+        """data.json, the record of the run's data; None in a run of before there were any.
+
+        Raises:
+            RunError: it is damaged.
+        """
+        found = self.read("data")
+        if found is None:
+            return None
+        names, digests = ("directory", "absolute"), found.get("fingerprint")
+        texts = [found.get(name) for name in names]
+        texts += digests.values() if isinstance(digests, dict) and digests else [None]
+        if not all(isinstance(text, str) for text in texts):
+            path = self.path / "data.json"
+            raise RunError(
+                f"{path} is damaged: it names no folder of shards, or no digest of them",
+                f"{self.mend('data')}, and the data is prepared as plan.toml says",
+            )
+        return found
+
+    def read_report(self) -> dict[str, Any]:
+        """report.json.
+
+        Raises:
+            ConfigError: the run has not ended yet.
+            RunError: it is damaged.
+        """
+        report = self.read("report")
+        if report is None or report.get("status") == "running":
+            what = "has no report.json" if report is None else "was resumed"
+            raise ConfigError(
+                f"{self.path} {what}: the run has not ended",
+                train_command(self.path, "--resume"),
+            )
+        return report
+
+    def cut_metrics(self, steps: int) -> float:
+        """Keep the rows of the first `steps` steps: what came later is trained again.
+
+        Returns the seconds that the run had taken at the last row, those that are cut included.
+        """
+        path = self.path / "metrics.jsonl"
+        kept, wall_s = [], 0.0
+        lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+        for line in lines:
+            try:
+                row = parse_json(line)
+                early, wall_s = row["step"] <= steps, max(wall_s, row["wall_s"])
+            except (ValueError, KeyError, TypeError):
+                continue  # the line that a kill cut short
+            if early:
+                kept.append(line + "\n")
+        write_whole(path, "".join(kept))
+        return wall_s
+
+
+def metrics_line(row: Mapping[str, Any]) -> str:
+    """A row of metrics.jsonl; numbers that are not finite become null."""
+    finite = {k: v if math.isfinite(v) else None for k, v in row.items()}
+    return json.dumps(finite, allow_nan=False) + "\n"
+
+
+def remove_partial(root: Path) -> None:
+    """Remove the folders of forks that a kill left half copied; a run has nothing of theirs."""
+    for partial in root.glob(".*.partial"):
+        try:
+            lock = hold_lock(partial / ".lock", wait=False, key="directory")
+        except (Timeout, OSError):
+            continue  # a process copies it now, or has just ended
+        shutil.rmtree(partial, ignore_errors=True)
+        lock.release()
+        with suppress(OSError):  # it is no empty folder
+            partial.with_name(partial.name[1:].removesuffix(".partial")).rmdir()
+
+
+@contextmanager
+def telling_of_lost_ranks() -> Iterator[None]:
+    """Tell in words that another rank is gone, before there is a run that could tell it."""
+    try:
+        yield
+    except RuntimeError as error:
+        if any(sign in str(error) for sign in LOST):
+            raise _lost(error, again(verb="train PLAN")) from error
+        raise
+
+
+def _lost(error: RuntimeError, command: str) -> RunError:
+    said = re.sub(r"^\[\S+\] ", "", str(error)).partition(". ")[0]  # without the C++ source
+    return RunError(
+        "another rank ended, and says itself why; this one waited for it in vain "
+        f"({said.splitlines()[0][:200]})",
+        f"{command}, once that is mended",
+    )
+
+
+def in_words(error: BaseException | None, folder: Path) -> BaseException | None:
+    """An error of a run as its user is told: of a full disk, a limit or a lost rank too."""
+    if error is not None and (limit := at_a_limit(error)) is not None:
+        return limit
+    if isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST):
+        return _lost(error, train_command(folder, "--resume"))
+    codes = (ENOSPC, EDQUOT, EIO, EROFS, ESTALE)
+    if not isinstance(error, OSError) or error.errno not in codes:
+        return error
+    return RunError(
+        f"{folder} cannot be written: {error}; the last complete checkpoint is intact",
+        f"free some space, then {train_command(folder, '--resume')}",
+    )
+
+
+def _numbered(root: Path, name: str) -> dict[int, Path]:
+    """The folders NAME (number 1), NAME-2, NAME-3, ..."""
+    found = {}
+    for path in root.glob(f"{name}*"):
+        match = re.fullmatch(rf"{re.escape(name)}(?:-(\d+))?", path.name)
+        if match and path.is_dir():
+            found[int(match[1] or 1)] = path
+    return found
+
+
+def environment(device: torch.device, command: list[str]) -> dict[str, Any]:
+    """Where a run happens: hardware, versions, commit."""
+    from headrace import __version__
+
+    cuda = device.type == "cuda"
+    return {
+        "headrace": __version__,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "device": device.type,
+        "device_name": torch.cuda.get_device_name(device) if cuda else cpu_name(),
+        "devices": torch.cuda.device_count() if cuda else 1,
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "platform": platform.platform(),
+        "command": " ".join(command),
+    }
+
+
+def cpu_name() -> str:
+    """Return the model of this processor."""
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+@cache
+def _commit() -> str | None:
+    """The package's own commit when it runs from a checkout, as this process began with it."""
+    here = Path(__file__).resolve().parent
+    try:
+        told = subprocess.run(
+            ["git", "-C", str(here), "rev-parse", "--short", "HEAD"],
+            capture_output=True, text=True, timeout=5, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return told.stdout.strip() or None if told.returncode == 0 else None
+
+
+def command_line() -> list[str]:
+    """The command that repeats this run."""
+    return ["headrace", *map(printable, sys.argv[1:])]

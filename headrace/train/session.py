@@ -1,0 +1,501 @@
+"""A run between its steps: counters, metrics, evaluation, checkpoints, the report.
+
+Everything here happens before or after a step, never inside it.
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor
+
+from headrace.train import start
+from headrace.train import state
+from headrace.observe.profiler import Bursts
+from headrace.train.checkpoint import Checkpoints, RankGone, Saved
+from headrace.observe.compile_time import compile_seconds
+from headrace.core.command import train_command
+from headrace.core.errors import ConfigError, Diverged, HeadraceError, RunError, Stopped
+from headrace.plan.technique import Evidence
+from headrace.core.units import part_of_text
+from headrace.data.loader import StepBatch
+from headrace.train.evaluate import evaluate
+from headrace.assemble.filled import LastLook, check_active, last_look, note_own_attention
+from headrace.observe.gauges import Gauges
+from headrace.train.goal import Counters, ended_by
+from headrace.train.identity import differences, told
+from headrace.train.interrupts import Interrupts
+from headrace.model.companions import keep_companions
+from headrace.core.progress import Progress
+from headrace.train.run_folder import RunFolder, command_line, in_words, metrics_line
+from headrace.observe.signals import RANKED_STEPS, Signals, TrackedMemory, between_ranks, peak_bytes
+from headrace.assemble.sockets import Build
+from headrace.train.summary import remember, summarize
+from headrace.train.track import Trackers, open_trackers
+
+MEASURED = (
+    "steady_tokens_per_s", "model_flops_utilization", "peak_memory_bytes", "memory_measured",
+    "input_wait", "techniques", "start_s", "signals",
+)  # fmt: skip
+"""What of a report only a process that trained can know."""
+
+
+class Session:
+    """The run's life around its steps."""
+
+    def __init__(self, build: Build, folder: RunFolder, progress: Progress) -> None:
+        plan, world = build.plan, build.world
+        self.build, self.folder, self.progress = build, folder, progress
+        self.first = world.rank == 0
+        if self.first:
+            folder.lock()
+        torch.manual_seed(plan.seed + world.rank)
+        self.counters = Counters()
+        self.signals = Signals(build.device)
+        build.phases = self.signals
+        self.bursts = Bursts(
+            folder.path / "traces", build.device, every_steps=plan.trace.every_steps,
+            steps=plan.trace.steps, rank=world.rank, tell=progress.note,
+        )  # fmt: skip
+        self.gauges = Gauges(build.device)
+        self.checkpoints = Checkpoints(
+            folder.checkpoints, rank=world.rank, ranks=world.ranks,
+            keep_last=plan.checkpoint.keep_last, tell=progress.log,
+        )  # fmt: skip
+        self.counted = False  # whether the newest complete step counted a target
+        self.evidence: dict[str, Evidence] | None = None
+        self.last: LastLook | None = None
+        self.memory: dict[str, int] | None = None
+        self.operations: dict[str, Any] | None = None
+        self.ranks: dict[str, Any] | None = None
+        self._own_s: deque[tuple[int, float]] = deque(maxlen=RANKED_STEPS)
+        self.rates: list[float] = []
+        self.waits_s: list[float] = []
+        self.steps_here = 0
+        self._compiled_s = compile_seconds()
+        self._wall_before_s = 0.0
+        self._started_s = time.perf_counter()
+        self._rows: list[dict[str, Any]] = []
+        self._begun = False
+        self._stop: Interrupts | None = None
+        self._saved_step: int | None = None
+        self.resumed: dict[str, Any] | None = None
+        self._metrics: TextIO | None = None
+        self._trackers = Trackers([], progress.note)
+
+    # --- beginning and end ---
+
+    def __enter__(self) -> "Session":
+        if (
+            self.first
+            and not self.checkpoints.steps()
+            and not (self.folder.path / "plan.toml").exists()
+        ):
+            self._begin_at(Counters())
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self.build.loader.close()
+        self.bursts.close()
+        self.gauges.close()
+        ended = in_words(error, self.folder.path)
+        try:
+            self.checkpoints.wait()
+        except RunError as failed:
+            ended = failed if ended is None or isinstance(failed, RankGone) else ended
+        if self._begun and isinstance(ended, HeadraceError) and not isinstance(ended, Stopped):
+            if self._stop is not None:
+                self._stop.deafen()
+            with suppress(OSError, MemoryError):  # the disk may be what failed
+                self.counters.wall_s = self._wall_s()
+                self._flush_rows()
+                self._write_report("failed", str(ended), type(ended).__name__)
+                ended.run = self.folder.path if self.first else None
+        if self.first:
+            self._close()
+        if ended is not None and ended is not error:
+            raise ended from error
+
+    def _close(self) -> None:
+        if self._metrics is not None:
+            with suppress(OSError):  # the disk may be full; what counts has been flushed
+                self._metrics.close()
+        self._trackers.close()
+        self.folder.unlock()
+        self.folder.drop_unbegun()
+
+    def restore(self, which: str | None) -> None:
+        """Continue from a checkpoint; from the beginning when none was saved yet.
+
+        Until everything has been compared and read, nothing of the run is changed.
+
+        Raises:
+            ConfigError, RunError: see `state.restore` and `Saved`.
+        """
+        path = self.folder.checkpoints / which if which else self.checkpoints.latest()
+        if path is None:
+            self.progress.note(f"{self.folder.path} has no checkpoint yet: starting again")
+            if not self._begun:
+                self._begin_at(Counters())
+            return
+        if not path.is_dir():
+            names = [f"step-{n}" for n in self.checkpoints.steps()]
+            raise ConfigError(
+                f"{self.folder.checkpoints} has no {which}; it has {', '.join(names) or 'none'}",
+                f"--checkpoint {names[-1]}" if names else "leave out --checkpoint",
+            )
+        saved = Saved(path)
+        changed = differences(saved, self.build.plan)
+        try:
+            counters = Counters(**state.restore(self.build, saved))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise saved.damaged(f"what it says of the run is none ({error!r})") from None
+        self._saved_step = counters.step
+        self._begin_at(counters)
+        self.resumed = {"checkpoint": str(saved.path), "changed": changed}
+        self.progress.note(f"resumed {saved.path}" + (f" with {told(changed)}" if changed else ""))
+
+    def _begin_at(self, counters: Counters) -> None:
+        self.counters = counters
+        self._wall_before_s = counters.wall_s
+        self.signals.totals_s.update(counters.phase_s)
+        if counters.stream:
+            self.build.loader.load_state(counters.stream)
+        if self.first:
+            build, plan = self.build, self.build.plan
+            if plan.model.pretrained and not counters.step:
+                first = Path(plan.model.pretrained)
+                keep_companions(first, self.folder.path, self.progress.note)
+            given = plan, build.prepared, build.device, command_line()
+            counters.restarts = self.folder.start(*given)
+            spent_s = self.folder.cut_metrics(counters.step)
+            self._wall_before_s = max(self._wall_before_s, spent_s)  # lost steps cost time too
+            self._metrics = (self.folder.path / "metrics.jsonl").open("a")
+            self._trackers = Trackers(
+                open_trackers(plan, self.folder.path, counters.step), self.progress.note
+            )
+        self._begun = True
+
+    def finish(self, stop: Interrupts) -> Path:
+        """Save, report, and say how it ended; returns the run's folder.
+
+        Raises:
+            Stopped: a signal ended it.
+        """
+        self._take_rows(keep=0)
+        self.bursts.close()
+        self.gauges.close()
+        complete = self.counters.evaluated and ended_by(self.build.plan, self.counters) is not None
+        # A signal may have reached some ranks only, and the first rank's clock counts.
+        told = self.build.world.gather((stop.name, complete))
+        stop.name = next((name for name, _ in told if name), None)
+        done = stop.name is None or told[0][1]
+        unseen = done and not self.counters.evaluated
+        if unseen:
+            self._evaluate()
+        self._flush_rows()
+        world = self.build.world
+        own = [*self._own_s] if world.size("shard") == world.ranks else []  # else they wait inside
+        self.ranks = between_ranks([dict(times) for times in world.gather(own)])
+        saves = self.build.plan.checkpoint.every_steps > 0
+        if saves and (unseen or self._saved_step != self.counters.step):
+            self._save()
+        self.checkpoints.wait()
+        stop.deafen()
+        self.last = None if self.evidence is None else last_look(self.build, self.counted)
+        if done:
+            self._write_report("done", "")
+            return self.folder.path
+        self._write_report("interrupted", f"stopped by {stop.name}")
+        raise Stopped(
+            f"{stop.name} ended the run at step {self.counters.step}; "
+            + ("checkpoint saved" if saves else "checkpoint.every_steps = 0 saved nothing"),
+            train_command(self.folder.path, "--resume"),
+            stop.exit_code,
+        )
+
+    def _cut_short(self, name: str) -> tuple[str, str]:
+        """Write the report of a run that a signal ends in a compiler; wait for no other rank.
+
+        Returns what is kept of it, in words, and the command that goes on.
+        """
+        self.progress.close()
+        with suppress(RunError):
+            self.checkpoints.wait()
+        if self.first:
+            self.counters.wall_s = self._wall_s()
+            with suppress(OSError, RunError):
+                self._write_report(
+                    "interrupted", f"stopped by {name} while it compiled", alone=True
+                )
+        go_on = train_command(self.folder.path, "--resume")
+        if not (steps := self.checkpoints.steps()):
+            return f"of {self.folder.path} no checkpoint was saved yet", go_on
+        lost = self.counters.step - steps[-1]
+        return (
+            f"step-{steps[-1]} of {self.folder.path} is intact, {lost} steps after it are lost",
+            go_on,
+        )
+
+    def _check_folder(self) -> None:
+        """Tell at once that the run's folder is gone: nothing of the run could be kept any more.
+
+        Raises:
+            RunError: it, or what is written into, was removed or moved.
+        """
+        run, saved = self.folder.path, self.folder.checkpoints
+        whole = (run / "metrics.jsonl").exists()
+        if self.first and not (whole and saved.is_dir()):
+            lost = f"{saved} is no folder any more" if whole else f"{run} is gone, or its metrics"
+            raise RunError(
+                f"{lost}: it was removed or moved while the run trained step {self.counters.step}",
+                f"put it back, then {train_command(run, '--resume')}",
+            )
+
+    def ended(self, stop: Interrupts) -> bool:
+        """Whether the goal or a signal ends the run; the same answer on every rank.
+
+        The first rank's clock is the one that counts.
+        """
+        stop.hold(self._cut_short)
+        self._stop = stop
+        self.counters.wall_s = self._wall_s()
+        reached = self.first and ended_by(self.build.plan, self.counters) is not None
+        return self.build.world.any(reached or stop.name is not None)
+
+    def _left_s(self, step: int) -> float | None:
+        """Return the seconds to the end by the steps, minutes or dollars of the goal."""
+        plan, wall_s = self.build.plan, self._wall_s()
+        ends = []
+        if plan.goal_steps and self.steps_here:
+            since_s = time.perf_counter() - self._started_s
+            ends.append((plan.goal_steps - step) * since_s / self.steps_here)
+        if plan.goal.minutes:
+            ends.append(plan.goal.minutes * 60 - wall_s)
+        if plan.goal.dollars and (price := plan.hardware.dollars_per_hour):
+            ends.append(plan.goal.dollars / price * 3600 - wall_s)
+        return max(0.0, min(ends)) if ends else None
+
+    def _wall_s(self) -> float:
+        return self._wall_before_s + time.perf_counter() - self._started_s
+
+    # --- around a step ---
+
+    def next_batch(self) -> StepBatch:
+        """This rank's rows of the next step."""
+        self.signals.mark("input")
+        with self.bursts.named("next_batch"):
+            batch = self.build.loader.step(self.counters.step)
+        self.signals.mark("prepare")
+        return batch
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """On a CPU the second step, uncompiled, runs under the memory tracker.
+
+        The first has no optimizer state yet, and the tracker knows one process only.
+        """
+        alone = self.build.device.type == "cpu" and self.build.world.ranks == 1
+        track = self.steps_here == 1 and alone and not self.compiled
+        optimizers = list(self.build.optimizers.values())
+        tracker = TrackedMemory(self.build.model, optimizers) if track else nullcontext()
+        with tracker:
+            yield
+        if isinstance(tracker, TrackedMemory):
+            self.memory = tracker.peak_bytes()
+            self.operations = tracker.operations.report()
+
+    @property
+    def compiled(self) -> bool:
+        """Whether anything of the model is compiled."""
+        return bool(self.build.compiled)
+
+    def after_step(self, batch: StepBatch, numbers: Tensor) -> None:
+        """Count the step, read what is complete, evaluate and save when they are due."""
+        plan, counters = self.build.plan, self.counters
+        compiled_s = compile_seconds()
+        compile_s = compiled_s - self._compiled_s
+        facts = {
+            "tokens": counters.tokens + plan.batch.tokens,
+            "lr": plan.optimizer.lr * self.build.now["lr"],
+            "compile_s": compile_s,
+            "wait_s": batch.wait_s,
+            "session": counters.restarts,
+        }
+        if self.bursts.traced:
+            facts["traced"] = 1
+        self._compiled_s = compiled_s
+        counters.step += 1
+        counters.tokens += plan.batch.tokens
+        self.steps_here += 1
+        self.signals.end_step(counters.step, numbers, facts)
+        self._check_folder()
+        self._trace(steady=not compile_s)
+        self._take_rows(keep=1)
+        if self.evidence is None:
+            self._take_rows(keep=0)
+            if self.steps_here == 1 and (began := self.build.notes.get(start.NOTE)):
+                began.mark("first_step", compile_s=compile_s)
+            if self.counted:  # else no gradient reached any
+                self.evidence = check_active(self.build)
+        if self.steps_here == 1:
+            note_own_attention(self.build)
+            self.gauges.start()
+        if counters.step % plan.eval.every_steps == 0:
+            self._take_rows(keep=0)
+            self._evaluate()
+        self._flush_rows()
+        if plan.checkpoint.every_steps and counters.step % plan.checkpoint.every_steps == 0:
+            self._take_rows(keep=0)
+            self._flush_rows()
+            self._save()
+        self._trace()
+
+    def _trace(self, *, steady: bool | None = None) -> None:
+        """What a burst needs between steps: `steady` when one was issued, None before the next."""
+        plan, step, began_s = self.build.plan, self.counters.step, time.perf_counter()
+        if not plan.trace.every_steps:
+            return
+        if steady is not None:
+            self.bursts.advance(step, steady=steady)
+        else:
+            often = (plan.eval.every_steps, plan.checkpoint.every_steps)
+            self.bursts.begin(min(every - step % every for every in often if every))
+        self.signals.spent("trace", time.perf_counter() - began_s)
+
+    def _take_rows(self, *, keep: int) -> None:
+        for row in self.signals.drain(keep=keep):
+            finite = row.pop("finite")
+            tokens = self.build.plan.batch.tokens
+            row["wasted_tokens"] = tokens - row.pop("targets")
+            self.counted = row["wasted_tokens"] < tokens
+            self.counters.wasted_tokens += row["wasted_tokens"]
+            row["tokens_per_s"] = tokens / max(row["step_s"], 1e-9)
+            row["wall_s"] = self._wall_s()
+            if row["compile_s"] == 0 and self.steps_here > 1 and "traced" not in row:
+                self.rates.append(row["tokens_per_s"])
+            self.waits_s.append(row.pop("wait_s"))
+            if row["compile_s"] == 0 and "traced" not in row:
+                own_s = row["input_s"] + row["forward_s"] + row["backward_s"]
+                self._own_s.append((row["step"], own_s))
+            self._rows.append(row)
+            self.counters.saw(row["step"], row["loss"] if self.counted else None)
+            if not finite:
+                self.counters.skipped_steps += 1
+                try:
+                    self.build.recover(self.build, row["step"], row)
+                except Diverged as error:
+                    told = {"message": error.message, "other": error.remedy}
+                    raise self._diverged(at=row["step"] - 1, **told) from None
+
+    def _diverged(self, **told: Any) -> Diverged:
+        """Return what ends the run, with a command that learns; see `state.diverged`."""
+        self.checkpoints.wait()  # that a save failed is told first
+        saved, path = self.checkpoints.steps(), self.folder.path
+        return state.diverged(self.build, self.counters, saved, path, **told)
+
+    def _flush_rows(self) -> None:
+        """Write and show complete rows."""
+        rows, self._rows = self._rows, []
+        for row in rows:
+            self._trackers.log(row)
+            self.progress.row(
+                row, self.build.plan.goal_steps,
+                memory_bytes=peak_bytes(self.build.device), left_s=self._left_s(row["step"]),
+            )  # fmt: skip
+        if rows and self._metrics is not None:
+            self._metrics.writelines(metrics_line(row) for row in rows)
+            self._metrics.flush()
+
+    def _evaluate(self) -> None:
+        began_s = time.perf_counter()
+        self.progress.task("validation", 0, None)
+        compiled_s = compile_seconds()
+        found = evaluate(self.build, self.build.plan.eval.tokens)
+        self.progress.task("validation", 1, 1)
+        self._compiled_s = compile_seconds()
+        self.signals.spent("compile", self._compiled_s - compiled_s)
+        spent_s = time.perf_counter() - began_s
+        self.signals.spent("eval", spent_s - (self._compiled_s - compiled_s))
+        counters = self.counters
+        if not math.isfinite(found.loss_nats):
+            told = f"the validation loss after step {counters.step} is {found.loss_nats}"
+            raise self._diverged(at=counters.step, message=told)
+        counters.wall_s = self._wall_s()
+        value = {"loss_nats": found.loss_nats, "bits_per_byte": found.bits_per_byte}
+        counters.val.append(
+            {
+                "step": counters.step,
+                "tokens": counters.tokens,
+                "wall_s": counters.wall_s,
+                **value,
+                "share": found.share,
+            }
+        )
+        if self._rows and self._rows[-1]["step"] == counters.step:
+            self._rows[-1] |= {f"val_{k}": v for k, v in value.items()}
+        self._flush_rows()
+        self.progress.log(
+            f"step {counters.step}: validation {found.bits_per_byte:.3f} bits per byte, "
+            f"loss {found.loss_nats:.3f}" + f", {part_of_text(found.share)}" * (found.share < 1)
+        )
+
+    def _save(self) -> None:
+        began_s, counters = time.perf_counter(), self.counters
+        counters.stream = self._stream()
+        remember(self.build, counters)
+        counters.wall_s = self._wall_s()
+        counters.phase_s = dict(self.signals.totals_s)
+        values = state.values(self.build, counters.plain())
+        scored = self.build.plan.checkpoint.keep_best and counters.evaluated
+        values["score"] = counters.bits_per_byte if scored else None
+        if self._saved_step == counters.step:
+            self.checkpoints.amend(counters.step, values)
+        else:
+            self.checkpoints.save(counters.step, state.tensors(self.build), values)
+        self._saved_step = counters.step
+        self.signals.spent("checkpoint", time.perf_counter() - began_s)
+
+    def _stream(self) -> dict[str, Any]:
+        """The stream's place and the hash of all ranks' rows so far."""
+        loader, world = self.build.loader, self.build.world
+        reads = all(world.place(axis) == 0 for axis in ("pipeline", "context", "tensor"))
+        loader.merge(sum(world.gather(loader.local_hash if reads else 0)))
+        return loader.state()
+
+    def _write_report(
+        self, status: str, message: str, error: str = "", *, alone: bool = False
+    ) -> None:
+        counters = replace(self.counters, phase_s=dict(self.signals.totals_s))
+        counters.stream = counters.stream if status == "failed" or alone else self._stream()
+        remember(self.build, counters)
+        report = summarize(
+            self.build,
+            counters,
+            status=status,
+            message=message,
+            error=error,
+            evidence=self.evidence or {},
+            last=self.last,
+            tracked=self.memory,
+            rate=median(self.rates) if self.rates else None,
+            waits_s=self.waits_s,
+        )
+        report["signals"] |= {
+            "traces": self.bursts.report(), "operations": self.operations, "ranks": self.ranks,
+            "gpu": self.gauges.report(),
+        }  # fmt: skip
+        report["left_out"] = [one.to_dict() for one in self.build.prepared.left_out]
+        if not self.first:
+            return
+        report |= {"parent": self.folder.parent, "resumed": self.resumed}
+        if not self.steps_here and (before := self.folder.read("report")):
+            report |= {key: before.get(key) for key in MEASURED}  # resumed at its end: still true
+        self.folder.write("report", report)

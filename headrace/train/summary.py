@@ -1,0 +1,226 @@
+"""report.json: what a run did, in numbers, from its counters and signals."""
+
+import os
+from collections.abc import Mapping
+from math import prod
+from statistics import quantiles
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.assemble import autotune as choose
+from headrace.assemble import filled
+from headrace.train import guard
+from headrace.train import start
+from headrace.assemble.build import predict
+from headrace.observe.compile_time import graph_breaks
+from headrace.plan.doubts import doubts_of
+from headrace.core.errors import Diverged
+from headrace.costs.hardware import lookup
+from headrace.costs.ledger import Ledger
+from headrace.core.outcome import Outcome, outcome_of
+from headrace.plan.symptoms import saves_memory
+from headrace.plan.technique import Evidence
+from headrace.train.evaluate import TARGETS, doubts
+from headrace.train.goal import Counters, reached
+from headrace.costs.count import model_flops_per_token
+from headrace.costs.reserved import Footprint, as_held
+from headrace.train.run_folder import command_line
+from headrace.observe.signals import STALL_SHARE, device_peak_bytes
+from headrace.assemble.sockets import Build
+
+WORK_MEMORY = "activations, logits and work"
+"""What is neither weights nor their optimizer's state nor, where told apart, their gradients."""
+
+
+def remember(build: Build, counters: Counters) -> None:
+    """Take over what a build noted, for the report and for a resume."""
+    counters.guard = build.notes.get(guard.NOTE, counters.guard)
+    timed, own = build.notes.get(choose.NOTE), build.notes.get(filled.OWN)
+    known = timed or counters.attention or {}
+    if known.get("chosen") == choose.TRUNK and "parts.attend" in build.filled:
+        known = {}  # a resume has a technique compute it
+    if own:
+        known = {**known, "chosen": choose.TRUNK, **own}
+    counters.attention = known or None
+
+
+def summarize(
+    build: Build, counters: Counters, *, status: str, message: str, error: str,
+    evidence: Mapping[str, Evidence], last: filled.LastLook | None,
+    tracked: Mapping[str, int] | None, rate: float | None, waits_s: list[float],
+) -> dict[str, Any]:  # fmt: skip
+    """Everything that report.json holds but the findings and the sample.
+
+    Args:
+        build: the run.
+        counters: how far it came.
+        status: "done", "failed" or "interrupted".
+        message: why, when it is not done.
+        error: the class of the error that ended it, where one did.
+        evidence: of every technique, after the first step that counted a target.
+        last: at its end, which is newer; None when nobody looked.
+        tracked: peak bytes by category from the memory tracker, on a CPU.
+        rate: median tokens per second of steady steps.
+        waits_s: each step's wait for data.
+    """
+    plan, price = build.plan, build.plan.hardware.dollars_per_hour
+    held = as_held(predict(plan, build.context), build.context)
+    ledger, owners = held.ledger, {**dict(held.ledger.owners()), **held.beside}
+    step_s = plan.batch.tokens / rate if rate else None
+    return {
+        "format": 1,
+        "name": plan.name,
+        "status": status, "message": message, "error": error,
+        "outcome": _outcome(build, counters, error).to_dict(),
+        "goal": reached(plan, counters),
+        "doubts": [{"reason": one.reason, "remedy": one.remedy} for one in doubts_of(plan)],
+        "steps": counters.step,
+        "tokens": counters.tokens,
+        "wall_s": counters.wall_s,
+        "steady_tokens_per_s": rate,
+        "model_flops_utilization": _utilization(build, rate),
+        "peak_memory_bytes": _memory(build, held, tracked),
+        "memory_lines": [{"name": name, "bytes": bytes} for name, bytes in owners.items()],
+        "memory_measured": _measured(build, tracked),
+        "phase_s": counters.phase_s,
+        "start_s": begun.spent_s if (begun := build.notes.get(start.NOTE)) else None,
+        "wasted_token_fraction": counters.wasted_tokens / max(1, counters.tokens),
+        "input_wait": _waits(waits_s, step_s),
+        "signals": _signals(build, ledger, last),
+        "val": counters.val,
+        "data": _data(build, counters),
+        "dollars": None if price is None else counters.wall_s / 3600 * price,
+        "restarts": counters.restarts, "skipped_steps": counters.skipped_steps,
+        "techniques": {
+            name: {"active": e.active, "detail": e.detail, "numbers": dict(e.numbers),
+                   "line": plan.techniques[name].line()}
+            for name, e in {**evidence, **(last.evidence if last else {})}.items()
+        },
+        "guard": counters.guard,
+        "attention": counters.attention,
+        "stream_sha256": build.loader.stream_sha256,
+        "seed": plan.seed,
+        "parameters": sum(prod(layout.shape) for layout in build.layouts.values()),
+        "tokenizer": build.prepared.about_tokenizer,
+        "command": " ".join(command_line()),
+    }  # fmt: skip
+
+
+def _data(build: Build, counters: Counters) -> dict[str, Any]:
+    """Both sides of the text, how many targets an evaluation counts, and what is doubtful of it."""
+    tokens, targets = build.plan.eval.tokens, build.notes.get(TARGETS)
+    found = build.prepared.sides(build.plan.data.validation).to_dict()
+    last = counters.val[-1]["bits_per_byte"] if counters.val else None
+    told = doubts(build, None if targets is None else tokens, targets, bits_per_byte=last)
+    return {**found, "targets": targets, "doubts": [doubt.to_dict() for doubt in told]}
+
+
+def _outcome(build: Build, counters: Counters, error: str) -> Outcome:
+    """Whether it learned or diverged."""
+    return outcome_of(
+        counters.val, counters.first_loss, counters.last_loss, step=counters.step,
+        vocab=build.prepared.tokenizer.vocab, ended_wild=error == Diverged.__name__,
+    )  # fmt: skip
+
+
+def _utilization(build: Build, rate: float | None) -> dict[str, Any]:
+    """Model FLOPs utilization with the peak that it divides by."""
+    hardware = lookup(build.context.device_name)
+    peak = hardware.peak_flops(build.context.precision)
+    per_token = model_flops_per_token(build.config, build.plan.data.sequence_length)
+    share = rate * per_token / (peak * build.world.ranks) if rate and peak else None
+    return {
+        "value": share,
+        "peak_flops": peak,
+        "peak_source": hardware.source,
+        "formula": "tokens/s x (6 N + 12 L d T) / peak, N without the embedding (arXiv 2204.02311)",
+        "model_flops_per_token": per_token,
+    }
+
+
+def _memory(build: Build, held: Footprint, tracked: Mapping[str, int] | None) -> dict[str, Any]:
+    """Peak bytes: the allocator's on a GPU, the tracker's and the process's on a CPU."""
+    instant, peak_bytes = held.ledger.peak()
+    predicted = peak_bytes + sum(held.beside.values())
+    found = device_peak_bytes(build.device)
+    if found is None:
+        import resource  # which not every system has
+
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        found = {"allocated": tracked["Total"] if tracked else None, "reserved": resident}
+    method = "allocator" if build.device.type == "cuda" else "tracker"
+    return {**found, "predicted": predicted, "predicted_at": instant, "method": method}
+
+
+def _measured(build: Build, tracked: Mapping[str, int] | None) -> dict[str, int] | None:
+    """The peak by kind: what can be told apart is read from tensors, the rest is left over."""
+    if tracked:
+        peak = tracked["Total"]
+        kinds = {"parameters": "Parameter", "gradients": "Gradient", "optimizer": "Optstate"}
+        found = {name: tracked.get(kind, 0) for name, kind in kinds.items()}
+    elif device := device_peak_bytes(build.device):
+        peak = device["allocated"]
+        states = [s for o in build.optimizers.values() for s in o.state.values()]
+        held = [v for state in states for v in state.values() if isinstance(v, Tensor)]
+        found = {
+            "parameters": sum(p.nbytes for p in build.model.parameters()),
+            "optimizer": sum(v.nbytes for v in held),
+        }
+    else:
+        return None
+    found = {name: size for name, size in found.items() if size}
+    return {**found, WORK_MEMORY: peak - sum(found.values())}
+
+
+def _signals(build: Build, ledger: Ledger, last: filled.LastLook | None) -> dict[str, Any]:
+    """What the doctor reads beside phases, memory and rows; None is not measured."""
+    found: dict[str, Any] = {
+        "device": build.device.type, "capacity_bytes": None, "alloc_retries": None,
+        "precision": build.context.precision,
+        "graph_breaks": graph_breaks() if build.compiled else None,
+        "saves_memory": [t.name() for t in build.techniques if saves_memory(t.symptoms)],
+        "savings": _savings(build, ledger),
+        "lost_techniques": last.lost if last else None,
+        "unseen_techniques": last.unseen if last else None,
+    }  # fmt: skip
+    if build.device.type == "cuda":
+        found["capacity_bytes"] = torch.cuda.get_device_properties(build.device).total_memory
+        found["alloc_retries"] = torch.cuda.memory_stats(build.device)["num_alloc_retries"]
+    elif build.device.type == "cpu":
+        found["capacity_bytes"] = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return found
+
+
+def _savings(build: Build, ledger: Ledger) -> dict[str, dict[str, float]]:
+    """Of what trades time for memory, by the ledger: bytes off the peak, and what they cost.
+
+    "again" is the share of a step's FLOPs that would not be there without it; "moved" are bytes of
+    a step, computed again or sent over the host's link.
+    """
+    found, plan = {}, build.plan
+
+    def moved(of: Ledger) -> float:
+        streams = (w for w in of.work.values() if w.phase == "recompute" and w.kind == "stream")
+        links = (w for w in of.work.values() if w.kind == "host link")
+        return sum(w.bytes * w.count for w in (*streams, *links))
+
+    for name in (t.name() for t in build.techniques if saves_memory(t.symptoms)):
+        others = {n: t for n, t in plan.techniques.items() if n != name}
+        without = predict(plan.model_copy(update={"techniques": others}), build.context)
+        found[name] = {
+            "bytes": without.peak()[1] - ledger.peak()[1],
+            "again": 1.0 - without.flops_per_token() / ledger.flops_per_token(),
+            "moved": moved(ledger) - moved(without),
+        }
+    return found
+
+
+def _waits(waits_s: list[float], step_s: float | None) -> dict[str, Any]:
+    """How long steps waited for data."""
+    if len(waits_s) < 2:
+        return {"p50_s": None, "p99_s": None, "stalled_steps": None}
+    cuts = quantiles(waits_s, n=100, method="inclusive")
+    stalled = sum(w > STALL_SHARE * step_s for w in waits_s) if step_s else None
+    return {"p50_s": cuts[49], "p99_s": cuts[98], "stalled_steps": stalled}

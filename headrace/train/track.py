@@ -1,0 +1,144 @@
+"""Loggers beside metrics.jsonl, behind the `track` extra and off by default."""
+
+import json
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from headrace.core.errors import UnsupportedError
+from headrace.plan.plan import Plan
+
+
+class Tracker(Protocol):
+    """One logger."""
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """Write a step's numbers."""
+        ...
+
+    def close(self) -> None:
+        """Flush and end."""
+        ...
+
+
+class TensorBoard:
+    """Event files under the run's folder."""
+
+    def __init__(self, plan: Plan, folder: Path, step: int = 0) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # A run that goes on, from its beginning too, shows what it did after `step` once.
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """One scalar per number."""
+        for key, value in row.items():
+            self._writer.add_scalar(key, value, row["step"])
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        self._writer.close()
+
+
+class WandB:
+    """A Weights & Biases run of the plan's name."""
+
+    def __init__(self, plan: Plan, folder: Path) -> None:
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        self._run = wandb.init(
+            project="headrace", name=folder.name, dir=str(folder), config=plan.dump()
+        )
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """One call a step."""
+        self._run.log(dict(row), step=row["step"])
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+class MLflow:
+    """An MLflow run of the plan's name, in the tracking store that MLflow is set to."""
+
+    def __init__(self, plan: Plan, folder: Path) -> None:
+        import mlflow  # pyright: ignore[reportMissingImports]
+
+        self._mlflow = mlflow
+        mlflow.set_experiment("headrace")
+        mlflow.start_run(run_name=folder.name)
+        mlflow.log_dict(plan.dump(), "plan.json")
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """All numbers of a step."""
+        self._mlflow.log_metrics({k: float(v) for k, v in row.items()}, step=row["step"])
+
+    def close(self) -> None:
+        """End the run."""
+        self._mlflow.end_run()
+
+
+TRACKERS: dict[str, tuple[str, Callable[[Plan, Path], Tracker]]] = {
+    "tensorboard": ("tensorboard", TensorBoard),
+    "wandb": ("wandb", WandB),
+    "mlflow": ("mlflow", MLflow),
+}
+
+
+def open_trackers(plan: Plan, folder: Path, step: int = 0) -> list[Tracker]:
+    """Return the loggers that `track.to` names, of a run that goes on after `step`.
+
+    Raises:
+        UnsupportedError: one is not installed.
+    """
+    for name in plan.track.to:
+        if find_spec(TRACKERS[name][0]) is None:
+            raise UnsupportedError(
+                f"track.to asks for {name}, which is not installed",
+                "pip install 'headrace[track]', or 'track.to=[]'",
+            )
+    return [_opened(name, plan, folder, step) for name in plan.track.to]
+
+
+def _opened(name: str, plan: Plan, folder: Path, step: int) -> Tracker:
+    try:
+        if name == "tensorboard" and step:  # rows past the checkpoint are logged again
+            return TensorBoard(plan, folder, step)
+        return TRACKERS[name][1](plan, folder)
+    except Exception as error:  # whatever a client raises without a network or a login
+        rest = [other for other in plan.track.to if other != name]
+        raise UnsupportedError(
+            f"track.to asks for {name}, which does not start: {error}",
+            f"'track.to={json.dumps(rest)}', or set {name} up as its documentation says",
+        ) from error
+
+
+class Trackers:
+    """The loggers of a run. One that fails is told once and left out, and the run goes on.
+
+    Args:
+        trackers: by what `open_trackers` made.
+        tell: where a failure is told.
+    """
+
+    def __init__(self, trackers: list[Tracker], tell: Callable[[str], None]) -> None:
+        self._trackers, self._tell = trackers, tell
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """Write a step's numbers to each."""
+        self._each(lambda tracker: tracker.log(row))
+
+    def close(self) -> None:
+        """Flush and end each."""
+        self._each(lambda tracker: tracker.close())
+
+    def _each(self, call: Callable[[Tracker], None]) -> None:
+        for tracker in [*self._trackers]:
+            try:
+                call(tracker)
+            except Exception as error:
+                self._trackers.remove(tracker)
+                name = type(tracker).__name__
+                self._tell(f"{name} failed and gets nothing more: {error}; metrics.jsonl has all")

@@ -1,0 +1,309 @@
+"""run(plan) and step(build): the whole of training, readable top to bottom, without hooks.
+
+`run` prepares, builds, restores, and then repeats one visible step until the goal ends it. What
+varies in time is a pure function of the step, called on one line. The host never waits for the
+device inside a step; numbers are read one step later.
+
+Stack at the gradient: cli.train -> train.run -> train.step -> engine -> backward.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from headrace.assemble.build import check_weights, make_build
+from headrace.train.checkpoint import Saved, steps_in
+from headrace.assemble.autotune import NOTE, choose_attention
+from headrace.assemble.context import check_supported, choose_device, make_context
+from headrace.plan.doubts import check_meant, doubts_of
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Catalogue
+from headrace.data.ingest import is_current, prepare, reopen
+from headrace.data.loader import Micro
+from headrace.data.prepared import Prepared
+from headrace.train.evaluate import TARGETS, count_targets, doubts
+from headrace.train.guard import guard
+from headrace.train.identity import (
+    changed_knobs,
+    check_frozen,
+    check_same_run,
+    note_frozen,
+    told,
+    without_base,
+)
+from headrace.train.interrupts import Interrupts
+from headrace.model.head import IGNORED
+from headrace.parallel.first import by_first
+from headrace.parallel.layout import local_of
+from headrace.parallel.world import World, open_world
+from headrace.core.progress import Progress
+from headrace.train.run_folder import RunFolder, telling_of_lost_ranks
+from headrace.train.session import Session
+from headrace.assemble.sockets import Build
+from headrace.train.start import NOTE as START
+from headrace.train.start import Start, process_age_s
+
+
+def run(
+    plan: Plan, *, progress: Progress, resume: bool = False, folder: Path | None = None,
+    checkpoint: str | None = None, catalogue: Catalogue | None = None, command: bool = False,
+) -> Path | None:  # fmt: skip
+    """Train until the plan's goal; returns the run's folder, or None on all ranks but the first.
+
+    Args:
+        plan: the run.
+        progress: where to tell how it goes.
+        resume: continue the newest run of this name.
+        folder: continue the run in this folder instead.
+        checkpoint: the checkpoint to continue from, as in "step-100"; the newest without it.
+        catalogue: the techniques that may be chosen from, where the plan wants one chosen.
+        command: this process is this run alone, so what it took until now is told too.
+
+    Raises:
+        ConfigError, UnsupportedError: nothing has been trained.
+        RunError, MemoryFull: it failed; the last good checkpoint is intact.
+        Stopped: a signal ended it; a checkpoint is saved.
+    """
+    start = Start(process_age_s() if command else None)
+    # A plan that was made in Python has not been through `Plan.read`, which does this.
+    plan = plan.with_keys(plan.model_dump(exclude_unset=True, exclude={"techniques"}))
+    device = choose_device(plan)
+    with ExitStack() as stack:
+        stop = stack.enter_context(Interrupts())
+        # Before any work: is there anything to resume.
+        run_before = RunFolder.find(plan, folder) if resume else None
+        first = plan.model.pretrained
+        plan = _as_restored(plan, run_before, checkpoint) if run_before else plan
+        world = stack.enter_context(open_world(plan.mesh, device))
+        stack.enter_context(telling_of_lost_ranks())
+        device = _own_device(device, world)
+        _check_plan(plan, device, progress, given=first, begins=not resume)
+        prepared = prepare_together(plan, world, progress, run_before)
+        if world.rank == 0:
+            _tell_data(plan, prepared, progress, run_before)
+        start.mark("prepare")
+        plan, timed = choose_attention(plan, catalogue, prepared, world, device, progress)
+        start.mark("choose")
+        build = make_build(plan, prepared, world, device, tell=progress.note)
+        start.mark("build")
+        build.notes |= {NOTE: timed, START: start, TARGETS: _look_at_validation(build, progress)}
+        _note_first_weights(build, first)
+        for flags in build.runtime:
+            stack.enter_context(flags())
+        files, checkpoint = _open_folder(build, resume, folder, checkpoint)
+        session = stack.enter_context(Session(build, files, progress))
+        if resume:
+            session.restore(checkpoint)
+        if session.counters.step == 0:
+            guard(build, step)
+        start.mark("guard")
+        while not session.ended(stop):
+            batch = session.next_batch()
+            with session.watched():
+                numbers = step(build, batch.micros, session.counters.step)
+            session.after_step(batch, numbers)
+        path = session.finish(stop)
+        return path if world.rank == 0 else None
+
+
+def step(build: Build, micros: Sequence[Micro], index: int) -> Tensor:
+    """One optimizer step; returns [loss, norm, finite, targets] on the device.
+
+    The same line of events serves plain training, accumulation, second-order passes and loss
+    scaling: values -> micro-batches -> for each pass {enrich, count, zero, engine, reduce, clip,
+    absorb if finite} -> after-update.
+    """
+    build.now = {name: value(index) for name, value in build.values.items()}
+    for optimizer in build.optimizers.values():
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * build.now["lr"]
+    build.phases.mark("copy")
+    work = []
+    for micro in micros:
+        for recut in build.recut:
+            micro = recut(build, micro)
+        work.append(build.place(build, micro))
+    build.phases.mark("prepare")
+    numbers: list[Tensor] = []
+    finite = torch.ones((), device=build.device)
+    for sweep in build.passes(build, index):
+        taken = sweep.micros(work)
+        for enrich in build.enrich:
+            taken = enrich(build, taken)
+        targets = torch.stack([(m.targets_BT != IGNORED).sum() for m in taken]).sum()
+        targets = build.world.sum_(targets, "shard").float()
+        tokens = sum(m.targets_BT.numel() for m in taken) * build.world.size("shard")
+        build.targets_per_token = targets.clamp(min=1) / tokens
+        factor = build.loss_scale(build)
+        scale = 1.0 / targets.clamp(min=1)
+        for parameter in build.model.parameters():
+            parameter.grad = None
+        scaled = scale if factor is None else scale * factor
+        loss = build.engine(build, taken, sweep.objective, scaled)
+        if build.world.ranks > 1:
+            build.phases.mark("communication_exposed")
+            for axis in ("shard", "pipeline"):
+                build.world.sum_(loss, axis)
+        build.reduce(build)
+        build.phases.mark("optimizer")
+        if factor is not None:
+            loss = loss / factor
+            divide_gradients(build, factor)
+        norm = build.clip(build, sweep.max_norm)
+        good = torch.isfinite(norm + loss).float()
+        sweep.absorb(build, good)
+        finite = finite * good
+        numbers = numbers or [loss, norm, targets]
+    for update in build.after_update:
+        update(build, finite)
+    loss, norm, targets = numbers
+    return torch.stack([n.detach().float() for n in (loss, norm, finite, targets)])
+
+
+def divide_gradients(build: Build, factor: Tensor) -> None:
+    """Take the loss scale out of every gradient, on the device."""
+    for parameter in build.model.parameters():
+        if parameter.grad is not None:
+            local_of(parameter.grad).div_(factor)
+
+
+def prepare_together(
+    plan: Plan, world: World, progress: Progress, run_before: RunFolder | None = None
+) -> Prepared:
+    """Shards and tokenizer: made by the first rank, then opened by all.
+
+    Args:
+        plan: the run.
+        world: the ranks.
+        progress: where to tell how it goes.
+        run_before: the run that goes on, which keeps what its data is.
+    """
+
+    def opened(task: Callable[[str, float, float | None], None] | None = None) -> Prepared:
+        if run_before is None:
+            return prepare(plan, progress=task)
+        return reopen(plan, run_before.read_data(), run_before.path, progress=task)
+
+    prepared: list[Prepared] = []
+    by_first(world, lambda: prepared.append(opened(progress.task)))
+    return prepared[0] if prepared else opened()
+
+
+def _tell_data(
+    plan: Plan, prepared: Prepared, progress: Progress, run_before: RunFolder | None
+) -> None:
+    """Tell what of the text is not trained on; of a run's recorded data also that it is older."""
+    recorded = run_before is not None and run_before.read_data() is not None
+    if recorded and not is_current(plan, prepared):
+        where = prepared.directory
+        progress.note(f"text or tokenizer changed since: going on with shards in {where}")
+    progress.note(prepared.sides(plan.data.validation).line)
+    for one in prepared.left_out:
+        progress.note(one.line())
+    if prepared.loses:
+        progress.note(f"the tokenizer loses text: {prepared.loses}")
+    if prepared.tokenizer.note:
+        progress.note(prepared.tokenizer.note)
+
+
+def _look_at_validation(build: Build, progress: Progress) -> int:
+    """Tell what makes the run's validation loss doubtful; return the targets that it counts.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    tokens = build.plan.eval.tokens
+    targets, _ = count_targets(build, tokens)
+    if build.world.rank == 0:
+        for doubt in doubts(build, tokens, targets):
+            progress.note(doubt.line)
+    return targets
+
+
+def _check_plan(
+    plan: Plan, device: torch.device, progress: Progress, *, given: str, begins: bool
+) -> None:
+    """Refuse what cannot run, and to begin what means nothing; tell what may not be meant.
+
+    `make_build` asks again, of the plan as it is then; a refusal shall not wait for the data.
+
+    Args:
+        plan: the run.
+        device: where it runs.
+        progress: where to tell.
+        given: the folder of weights that the run first began from.
+        begins: whether it begins here, or goes on.
+    """
+    check_supported(list(plan.techniques.values()), make_context(plan, device))
+    check_weights(plan)
+    model = plan.model.model_copy(update={"pretrained": given})
+    told = doubts_of(plan.model_copy(update={"model": model}))
+    if begins:
+        check_meant(told)
+    for doubt in told:
+        progress.note(f"note: {doubt.line}")
+
+
+def _own_device(device: torch.device, world: World) -> torch.device:
+    if device.type != "cuda":
+        return device
+    torch.cuda.set_device(world.local_rank)
+    return torch.device("cuda", world.local_rank)
+
+
+def _as_restored(plan: Plan, run: RunFolder, checkpoint: str | None) -> Plan:
+    """Return the plan as a checkpoint can make its model, if the run has one to go on from."""
+    found = run.checkpoints
+    newest = [f"step-{step}" for step in steps_in(found)[-1:]]
+    for name in [checkpoint] if checkpoint else newest:
+        if (found / name).is_dir():
+            return without_base(plan, Saved(found / name, verify=False))
+    return plan
+
+
+def _note_first_weights(build: Build, folder: str) -> None:
+    """Write into the plan which folder the run began from, and keep the digests of frozen weights.
+
+    A model that a checkpoint makes was built without it.
+    """
+    build.plan = build.plan.replaced(model={**dict(build.plan.model), "pretrained": folder})
+    note_frozen(build)
+
+
+def _open_folder(
+    build: Build, resume: bool, folder: Path | None, checkpoint: str | None
+) -> tuple[RunFolder, str | None]:
+    """Return the run's folder and the checkpoint to continue from, the same on every rank."""
+
+    def opened() -> tuple[str, str | None]:
+        if not resume:
+            return str(RunFolder.create(build.plan).path), None
+        found = RunFolder.find(build.plan, folder)
+        if checkpoint and (found.checkpoints / checkpoint).is_dir():
+            forked, step = _fork(build, found, found.checkpoints / checkpoint)
+            return str(forked.path), step
+        return str(found.path), checkpoint
+
+    path, which = by_first(build.world, opened)
+    return RunFolder(Path(path)), which
+
+
+def _fork(build: Build, run: RunFolder, path: Path) -> tuple[RunFolder, str]:
+    """Return a new run that begins at a checkpoint, where going on in the old one would lose some.
+
+    It would lose later checkpoints, or the plan that made those that are there.
+    """
+    saved = Saved(path)
+    step = saved.values["step"]
+    check_same_run(saved, build, fork=True)
+    check_frozen(saved, build.plan, note_frozen(build))
+    changes = changed_knobs(saved, build.plan)
+    if step == max(steps_in(run.checkpoints)) and not changes:
+        return run, f"step-{step}"
+    forked = run.fork(build.plan, path)
+    changed = f"; {told(changes)}" if changes else ""
+    build.tell(f"{forked.path} is a new run from step {step} of {run.path}, which stays{changed}")
+    return forked, f"step-{step}"

@@ -1,0 +1,295 @@
+"""What came of two plans that were timed in turn: which is better, and do they compute the same?
+
+The time is a ratio with its interval (core/statistics), which a device that drifts makes wider.
+Only where the interval cannot decide is the drift told beside it, and no prediction is corrected by
+such a reading.
+
+For memory, less of the peak is better where it costs no larger share of the time, and where a step
+stays within twice the first plan's, with all that was kept before. Beyond that it is kept only if
+the plan without it leaves a long run no room: the largest saving of a peak may cost four times the
+step, which nobody wants who has the memory.
+
+Whether both compute the same is asked of equality.py. What is better and approximate, and could not
+be shown to learn the same, is "not shown": it is not kept.
+"""
+
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from typing import Any, Literal
+
+from headrace.plan.plan import Plan
+from headrace.core.statistics import Interval, accept, drifted
+from headrace.core.units import format_bytes
+from headrace.tuner.equality import equality
+from headrace.tuner.kinds import Kind, kind_of
+from headrace.tuner.pairs import Measure
+from headrace.tuner.readings import NOT_DONE, Reading
+from headrace.tuner.turns import MARGIN, Size, ratio_of
+
+Verdict = Literal["better", "worse", "undecided", "not shown", "different", "refused", "cut"]
+Aim = Literal["time", "money", "memory", "quality"]
+DRIFT = {"cuda": 0.015, "cpu": 0.15}
+"""Share by which the first plan's blocks at both ends may differ without a word."""
+FULL = 0.97
+"""Of the device's memory beside the driver's: what is measured above it is not kept, for a long run
+meets longer rows and more fragments than a trial."""
+DRIFTED = "the device was not as fast at the end as at the beginning"
+"""What is told where that may be why nothing was decided."""
+DEAR = 2.0
+"""Times as long as the first plan's a step may become for less memory, where the plan fits. Making
+all activations again adds a third to a step's products, so twice is room for more than one such."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What came of two plans.
+
+    Args:
+        verdict: of the second beside the first; "different": it does not compute the same; "not
+            shown": it looks better, and what was measured cannot show that it is, or that it learns
+            the same; "cut": time was up.
+        reason: in words.
+        ratio: seconds of a step, first over second: above 1 the second is faster.
+        before_s, after_s: seconds of a step, the median of all blocks.
+        memory: peak of the second over that of the first; None where it is not measured.
+        peak_bytes: of the second, allocated.
+        loss: mean loss of the second less that of the first, in nats per token.
+        noise: what another seed would move the mean loss by, likewise.
+        steps: timed of each.
+        drifted: the interval cannot decide, and the device was not the same at both ends.
+        screened: a first look showed no gain, and was all.
+        ready_s: seconds that building, compiling and warming took.
+        compile_s: by which the second's first steps took longer than as many steady ones.
+        seeds: with which both went to the target.
+        won: those with which the second was sooner there.
+        enough: seeds that should show it, or steps of a training; None is not known.
+        untrained_s: seconds that both would have had to train on for, so that it is shown.
+        rates: tokens per second of steady steps in runs to the target, of both.
+    """
+
+    verdict: Verdict
+    reason: str
+    ratio: Interval | None = None
+    before_s: float | None = None
+    after_s: float | None = None
+    memory: float | None = None
+    peak_bytes: float | None = None
+    loss: float | None = None
+    noise: float | None = None
+    steps: int = 0
+    drifted: bool = False
+    screened: bool = False
+    ready_s: float = 0.0
+    compile_s: float | None = None
+    seeds: int = 0
+    won: int = 0
+    enough: int | None = None
+    untrained_s: float = 0.0
+    rates: tuple[float | None, float | None] = (None, None)
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """By what a pair is judged.
+
+    Args:
+        aim: what is to become less.
+        device: "cuda" or "cpu", whose noise differs.
+        precision: of the plan where it runs.
+        capacity_bytes: of the device beside what the driver holds; None is not looked at.
+        peaks: predicted bytes of both plans, told beside what is measured, and all that is known
+            on devices that do not count.
+        slower: times as long as the first plan's a step of the plan before is, by what was kept.
+        shown: that it learns the same was shown before, or is not asked.
+    """
+
+    aim: Aim = "time"
+    device: str = "cpu"
+    precision: str = "fp32"
+    capacity_bytes: float | None = None
+    peaks: tuple[float, float] | None = None
+    slower: float = 1.0
+    shown: bool = False
+
+    @property
+    def margin(self) -> float:
+        """The gain that counts."""
+        return MARGIN.get(self.device, MARGIN["cpu"])
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Asked after a first look: whether more steps are worth their time.
+
+    Args:
+        kind: what the change does to learning.
+        rules: by what the pair is judged.
+    """
+
+    kind: Kind
+    rules: Rules
+
+    @property
+    def aim(self) -> Aim:
+        """What is to become less."""
+        return self.rules.aim
+
+    def __call__(self, reading: Reading) -> bool:
+        """Whether the second plan may be better, and computes the same."""
+        found = judge(reading, self.kind, self.rules)
+        if found.verdict not in ("better", "undecided", "not shown") or found.ratio is None:
+            return False
+        if self.aim == "memory":
+            return found.verdict != "undecided"
+        return found.ratio.value > 1 and found.ratio.high > 1 + self.rules.margin
+
+    def train_to(self, reading: Reading) -> int:
+        """Steps that both should train in all so that a gain can be kept; 0 for no more."""
+        found = judge(reading, self.kind, self.rules)
+        return (found.enough or 0) if found.verdict == "not shown" else 0
+
+
+def compare(
+    first: Plan, second: Plan, measure: Measure, rules: Rules, *, size: Size, together: bool,
+    limit_s: float, screen: bool = False,
+) -> Compared:  # fmt: skip
+    """Measure two plans in turn and judge.
+
+    Args:
+        first: the plan as it is.
+        second: with a change.
+        measure: see `measure_with`.
+        rules: by what it is judged.
+        size: how much of each is measured.
+        together: both fit on the device at once.
+        limit_s: it ends after this.
+        screen: what shows no gain in a first look is not measured on.
+    """
+    if limit_s <= 0:
+        return Compared("cut", "no time was left")
+    kind = kind_of(first, second)
+    if screen:
+        size = replace(size, worth=Gain(kind, rules))
+    return judge(measure(first, second, size=size, together=together, limit_s=limit_s), kind, rules)
+
+
+def judge(reading: Reading, kind: Kind, rules: Rules) -> Compared:
+    """What a reading tells of the second plan."""
+    other = reading.beside or Reading()
+    for one in (other, reading):
+        if one.refused.startswith(NOT_DONE):
+            return Compared("cut", one.refused)
+    if reading.refused:
+        return Compared("refused", reading.refused)
+    if other.refused:
+        why = f"the plan before it cannot run: {other.refused}"
+        return Compared("better", why, after_s=median(reading.seconds), steps=reading.steps,
+                        peak_bytes=reading.peak_bytes, ready_s=reading.ready_s)  # fmt: skip
+    alike = equality(other, reading, kind)
+    ratio = ratio_of(other.seconds, reading.seconds)
+    found = Compared(
+        "undecided", alike.reason, ratio=ratio,
+        before_s=median(other.seconds), after_s=median(reading.seconds),
+        memory=_memory(other, reading, rules), peak_bytes=reading.peak_bytes,
+        loss=alike.loss, noise=alike.noise,
+        steps=reading.steps, screened=reading.screened, ready_s=reading.ready_s,
+        compile_s=reading.compile_s,
+    )  # fmt: skip
+    if alike.verdict == "different":
+        return replace(found, verdict="different")
+    if room := _no_room(reading, rules):
+        return replace(found, verdict="refused", reason=f"it leaves a long run no room: {room}")
+    if rules.aim == "memory":
+        found = _by_memory(found, rules, tight=_no_room(other, rules))
+    else:
+        limit = DRIFT.get(rules.device, DRIFT["cpu"])
+        found = _by_time(found, rules, drifted(other.seconds[0], other.seconds[-1], limit))
+    if found.verdict != "better" or alike.verdict == "same" or rules.shown:
+        return found
+    told = f"{found.reason}, but {alike.reason}"
+    return replace(found, verdict="not shown", reason=told, enough=alike.enough,
+                   untrained_s=reading.untrained_s)  # fmt: skip
+
+
+def _no_room(reading: Reading, rules: Rules) -> str:
+    """What it holds of the device, where a long run would not fit."""
+    held, most = reading.reserved_bytes or reading.peak_bytes, rules.capacity_bytes
+    if not most or not held or held <= FULL * most:
+        return ""
+    return f"{format_bytes(held)} of {format_bytes(most)}"
+
+
+def _by_time(found: Compared, rules: Rules, moved: bool) -> Compared:
+    """By the interval alone; that the device moved is told where it cannot decide."""
+    ratio = found.ratio
+    assert ratio is not None, "both were timed"
+    verdict = accept(ratio, rules.margin)
+    told = {
+        "better": f"all of the interval lies above {1 + rules.margin:.3f}",
+        "worse": f"no gain: all of the interval lies below {1 / (1 + rules.margin):.3f}",
+        "undecided": f"not all of the interval {ratio.low:.3f} to {ratio.high:.3f} lies above "
+        f"{1 + rules.margin:.3f}",
+    }  # fmt: skip
+    moved &= verdict == "undecided"
+    more = f", and {DRIFTED}" if moved else ""
+    return replace(found, verdict=verdict, reason=told[verdict] + more, drifted=moved)
+
+
+def _by_memory(found: Compared, rules: Rules, tight: str) -> Compared:
+    """Less memory is better where it costs no larger share of the time, nor is dear.
+
+    Args:
+        found: both were timed.
+        rules: by what it is judged.
+        tight: the plan before leaves a long run no room, in words.
+    """
+    memory, ratio = found.memory, found.ratio
+    assert ratio is not None, "both were timed"
+    if memory is None:
+        return replace(
+            found,
+            verdict="undecided",
+            reason="its memory is not measured, and nothing is predicted of it",
+        )
+    told = _peak_told(found, memory, rules)
+    if memory > 1 / (1 + rules.margin):
+        verdict: Verdict = "worse" if memory > 1 + rules.margin else "undecided"
+        return replace(found, verdict=verdict, reason=told)
+    if memory / ratio.value > 1:
+        return replace(
+            found,
+            verdict="worse",
+            reason=f"{memory:.3f} of the peak for {1 / ratio.value:.3f} of the time",
+        )
+    times = rules.slower / ratio.value
+    if times <= DEAR or ratio.value >= 1:
+        return replace(found, verdict="better", reason=told)
+    if tight:
+        why = f"{told}; a step takes {times:.1f} times as long as the first plan's"
+        why += f", and the plan before leaves a long run no room: {tight}"
+        return replace(found, verdict="better", reason=why)
+    why = f"{told}, but a step takes {times:.1f} times as long as the first plan's, and "
+    why += f"{DEAR:g} times is the most for memory where a plan fits without it"
+    return replace(found, verdict="worse", reason=why)
+
+
+def _peak_told(found: Compared, memory: float, rules: Rules) -> str:
+    """The peak beside the one before, with what was predicted of it where it was measured."""
+    if found.peak_bytes is None:
+        return f"the peak is foreseen to be {memory:.3f} times what it was"
+    peaks = rules.peaks
+    said = f" (predicted {peaks[1] / peaks[0]:.3f})" if peaks and peaks[0] else ""
+    return f"the peak is {memory:.3f} times what it was{said}"
+
+
+def _memory(one: Reading, two: Reading, rules: Rules) -> float | None:
+    """The second's peak over the first's: measured, or predicted where nothing counts."""
+    if one.peak_bytes and two.peak_bytes:
+        return two.peak_bytes / one.peak_bytes
+    if one.reserved_bytes and two.reserved_bytes:
+        return two.reserved_bytes / one.reserved_bytes
+    return rules.peaks[1] / rules.peaks[0] if rules.peaks and rules.peaks[0] else None

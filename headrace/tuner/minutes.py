@@ -1,0 +1,78 @@
+"""What a trial takes, foreseen from those that were measured before it.
+
+None begins whose verdict cannot come within what is left; it says what it needs instead.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Stage
+from headrace.core.units import format_seconds
+from headrace.tuner.equality import LEAST_STEPS
+from headrace.tuner.turns import FITS, PAIR_STEPS, TRAINED
+
+SOONER = 0.5
+"""Of the seconds that the first pair took before its timed steps may be enough for the next: then
+caches are warm, and a process runs. Later ones say it themselves."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Seconds of a trial.
+
+    Args:
+        ready_s: building, compiling and warming both plans.
+        timed_s: a look at both.
+        trained_s: training both until an approximate change can be shown to learn the same.
+    """
+
+    ready_s: float
+    timed_s: float
+    trained_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """All of them."""
+        return self.ready_s + self.timed_s + self.trained_s
+
+    @property
+    def limit_s(self) -> float:
+        """The limit of a reading in which they fit."""
+        return max(self.seconds / FITS, self.trained_s / TRAINED)
+
+    @property
+    def words(self) -> str:
+        """What they are for."""
+        parts = [f"ready in {format_seconds(self.ready_s)}"]
+        parts += [f"a look in {format_seconds(self.timed_s)}"]
+        if self.trained_s:
+            parts.append(f"{LEAST_STEPS} steps of both in {format_seconds(self.trained_s)}")
+        return ", ".join(parts)
+
+
+def compiles(plan: Plan) -> bool:
+    """Whether something of it compiles before its first step is done."""
+    return any(t.stage is Stage.COMPILE for t in plan.techniques.values())
+
+
+def needs(
+    ready: Sequence[tuple[bool, float]], compiled: bool, approximate: bool, step_s: float
+) -> Needs | None:
+    """What a trial takes; None where nothing like it was measured.
+
+    Args:
+        ready: of each pair so far whether the second plan compiles, and its seconds until both
+            were warm.
+        compiled: whether this one does.
+        approximate: whether it must be shown to learn the same.
+        step_s: of the plan before.
+    """
+    alike = [seconds for one, seconds in ready if one == compiled]
+    if not alike or not step_s:
+        return None
+    first = SOONER if alike[0] == ready[0][1] else 1.0
+    ready_s = median(alike[1:]) if len(alike) > 1 else first * alike[0]
+    trained_s = 2 * LEAST_STEPS * step_s if approximate else 0.0
+    return Needs(ready_s, PAIR_STEPS * step_s, trained_s)

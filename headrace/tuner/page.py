@@ -1,0 +1,294 @@
+"""tune.html: the way from the first plan to the last, one self-contained page."""
+
+from collections.abc import Sequence
+from math import isfinite
+from pathlib import Path
+
+import numpy as np
+
+from headrace.core.statistics import Interval
+from headrace.core.units import format_bytes, format_seconds
+from headrace.predict.sweep import NO_PRICE
+from headrace.report.chart import Array, Axis, Line, line_chart
+from headrace.report.page import (
+    Safe,
+    bar,
+    cards,
+    figure,
+    join,
+    legend,
+    muted,
+    page,
+    section,
+    swatch,
+    table,
+    tag,
+    write_page,
+)
+from headrace.report.words import NOT_MEASURED, dollars, seconds, whole
+from headrace.tuner.path import PAGE, UNMEASURED, Tuned, command, named
+from headrace.tuner.step import Step, length_of, told
+
+TONES = {"kept": "good", "reverted": "plain", "not shown": "plain", "refused": "bad",
+         "not tried": "plain"}  # fmt: skip
+FOR = {"time": "the time of a step", "money": "money", "memory": "peak memory",
+       "quality": "the time to a target"}  # fmt: skip
+STAGES = {"screen": "screened", "accept": "measured whole", "learning": "over seeds",
+          "none": "not measured"}  # fmt: skip
+MOST_LEFT = 40
+"""Changes that were not tried and are named."""
+
+
+def write_tune_page(tuned: Tuned, folder: Path) -> Path:
+    """Write the page into the tuning's folder; returns its path."""
+    name = tuned.first.name
+    text = page(
+        f"{name} tuned - Headrace",
+        _header(tuned),
+        section("What it came to", cards(_figures(tuned))),
+        _way(tuned),
+        _trials(tuned),
+        _left(tuned),
+        section(
+            "Run it",
+            tag("pre", command(folder), class_="command"),
+            tag("details", tag("summary", "The tuned plan"), tag("pre", named(tuned).to_toml())),
+            tag("details", tag("summary", "The first plan"), tag("pre", tuned.first.to_toml())),
+            muted("Readings that stand are in trials.jsonl; the same command tunes on from there."),
+        ),
+    )
+    return write_page(folder / PAGE, text)
+
+
+def _header(tuned: Tuned) -> Safe:
+    gain = "no change kept"
+    if tuned.kept and tuned.ratio is not None:
+        gain = f"{tuned.ratio.value:.2f} times as fast"
+    if tuned.kept and tuned.target is not None:
+        gain = f"the target {tuned.target.ratio.value:.2f} times as soon"
+    unsure = tuned.target is not None and not tuned.target.shown
+    if tuned.kept and unsure and tuned.ratio is not None:
+        gain = f"a step {tuned.ratio.value:.2f} times as fast, the target not shown to come sooner"
+    if tuned.kept and tuned.aim == "memory" and tuned.memory is not None:
+        gain = f"{tuned.memory:.2f} of the memory"
+    if tuned.unmeasured and tuned.ratio is not None:
+        gain = f"a step {tuned.ratio.value:.2f} times as fast, the target not measured"
+    good = tuned.kept and not tuned.unmeasured and (not tuned.target or tuned.target.sooner)
+    return tag(
+        "header",
+        tag("p", f"Headrace tuning for {FOR[tuned.aim]}", class_="eyebrow"),
+        tag("h1", tuned.first.name),
+        tag("span", gain, class_=f"badge {'good' if good else 'plain'}"),
+        tag("p", tuned.sentence(), class_="verdict"),
+        *([muted(f"{tuned.aim_why[0].upper()}{tuned.aim_why[1:]}.")] if tuned.aim_why else []),
+        *([muted("Interrupted: this is as far as it came.")] if tuned.interrupted else []),
+    )
+
+
+def _figures(tuned: Tuned) -> list[tuple[str, str, str]]:
+    """What it bought, then what it cost."""
+    one, two, back = tuned.before_s, tuned.now_s, tuned.break_even
+    tokens, price = tuned.plan.batch.tokens, tuned.first.hardware.dollars_per_hour
+    how = "first plan beside last" if tuned.whole else "product of the kept changes"
+    memory = NOT_MEASURED if tuned.memory is None else f"{tuned.memory:.2f} times"
+    counted = "measured" if tuned.counted else "foreseen: this device counts no bytes"
+    found = [
+        ("A step", seconds(two), f"was {seconds(one)}" if one else ""),
+        ("Tokens per second", whole(tokens / two if two else None),
+         f"was {whole(tokens / one)}" if one else ""),
+        ("Speed", "as it was" if tuned.ratio is None else f"{tuned.ratio.value:.2f} times",
+         "" if tuned.ratio is None else f"{_ends(tuned.ratio)}; {how}"),
+        ("Peak memory", memory, counted if tuned.memory is not None else ""),
+    ]  # fmt: skip
+    if price is not None and two:
+        was = f"was {dollars(price * one / tokens / 3600 * 1e9)}" if one else ""
+        each = dollars(price * two / tokens / 3600 * 1e9)
+        found.append(("A billion tokens", each, f"{was}, at {dollars(price)} an hour"))
+    if price is None and tuned.aim == "money":
+        found.append(("A billion tokens", NOT_MEASURED, NO_PRICE))
+    found += _to_target(tuned)
+    spent = "" if tuned.dollars is None else f", {dollars(tuned.dollars)}"
+    won = "" if back is None or not two else f"{seconds(back * two)} of training"
+    won += f"; this plan alone ends after {tuned.beyond}" if tuned.beyond else ""
+    after = tuned.won_back.removeprefix("won back after ").removesuffix(" won back") or "never"
+    if tuned.unmeasured or (tuned.target is not None and tuned.target.saved_s is None):
+        after = "not shown" if tuned.target and not tuned.target.shown else NOT_MEASURED
+    return [
+        *found,
+        ("Tuning took", seconds(tuned.seconds), f"{tuned.told_measured}{spent}"),
+        ("Won back after", after, won),
+    ]
+
+
+def _to_target(tuned: Tuned) -> list[tuple[str, str, str]]:
+    """A run to the target: its time, and its price."""
+    target, price = tuned.target, tuned.first.hardware.dollars_per_hour
+    if tuned.unmeasured == UNMEASURED:
+        return [("A run to the target", NOT_MEASURED, tuned.more)]
+    if target is None or target.after_s is None or target.before_s is None:
+        return []
+    one, two, ratio = target.before_s, target.after_s, target.ratio
+    then, now = (seconds(took) if isfinite(took) else "missed" for took in (one, two))
+    sooner = f"{ratio.value:.2f} times ({_ends(ratio)})"
+    found = [("A run to the target", now, f"was {then}: {sooner}; {target.how}")]
+    if price is not None and isfinite(one + two):
+        was = f"was {dollars(price * one / 3600)}"
+        found.append(("Its price", dollars(price * two / 3600), was))
+    return found
+
+
+def _ends(ratio: Interval) -> str:
+    return "measured once" if ratio.n < 2 else f"{ratio.low:.2f} to {ratio.high:.2f}"
+
+
+def _way(tuned: Tuned) -> Safe:
+    """Every plan from the first to the last, and when each was found."""
+    chart, rungs = _chart(tuned), _rungs(tuned)
+    if not tuned.kept:
+        return section("From the first plan to the last", muted("Nothing changed."), chart)
+    return section(
+        "From the first plan to the last",
+        tag("div", rungs, chart, class_="charts"),
+        muted("Each row keeps all changes above it; the trials below are their receipts."),
+    )
+
+
+def _rungs(tuned: Tuned) -> Safe:
+    """How fast each plan was that was the best for a while; the longest bar is the fastest."""
+    speeds = [1.0]
+    for step in tuned.kept:
+        own = step.ratio.value if step.ratio and step.stage != "learning" else 1.0
+        speeds.append(speeds[-1] * own)
+    names: list[Safe | str] = ["The first plan"]
+    for step in tuned.kept:
+        by = "" if step.ratio is None else f": {told(step.ratio)}"
+        by += ", provisional" if step.provisional else ""
+        by += " to the target" if step.stage == "learning" else ""
+        bought = step.bought(length_of(tuned.first, step.after_s))
+        by += f"; it buys {bought}" if bought else ""
+        names.append(join((*_codes(step.changes), muted(f"trial {step.number}{by}"))))
+    rows = [
+        (name, f"{speed:.2f}", bar(speed / max(speeds), "c0"))
+        for name, speed in zip(names, speeds, strict=True)
+    ]
+    steps = table("The way", ("Plan", "Speed", ""), rows, text=3)
+    return tag("figure", tag("figcaption", tag("strong", "Each plan that was the best")), steps)
+
+
+def _codes(words: Sequence[str]) -> list[Safe]:
+    """Changes as they are typed, with room between them."""
+    return [join((tag("code", word), " ")) for word in words]
+
+
+def _chart(tuned: Tuned) -> Safe:
+    """The best so far over the time that trials took, and each trial beside it."""
+    memory = tuned.aim == "memory"
+    measured = [s for s in tuned.path if s.stage in ("screen", "accept") and _gain(s, memory)]
+    if not measured:
+        return Safe("")
+    best, x, y = 1.0, [0.0], [1.0]
+    dots: dict[str, list[tuple[float, float]]] = {"kept": [], "others": []}
+    for step in measured:
+        gain, at = _gain(step, memory), step.spent_s / 60
+        assert gain is not None, "it was measured"
+        kept = step.verdict == "kept"
+        dots["kept" if kept else "others"].append((at, best * gain))
+        x, y = [*x, at], [*y, best]
+        if kept:
+            best *= gain
+            x, y = [*x, at], [*y, best]
+    lines = [
+        Line(*_points(dots["others"]), "c1", marks=True, faint=True),
+        Line(np.array(x), np.array(y), "c0"),
+        Line(*_points(dots["kept"]), "c2", marks=True),
+    ]
+    what = "peak memory, first = 1" if memory else "speed, first = 1"
+    label = f"{what}: from 1 to {best:.3f} over {measured[-1].spent_s / 60:.1f} minutes of trials"
+    chart = line_chart(
+        "path", lines, label=label, axis=Axis("minutes of trials", lambda v: f"{v:g}"),
+        y_label=what,
+    )  # fmt: skip
+    marks = [(swatch("c0", "line"), "best so far"), (swatch("c2", "dot"), "kept"),
+             (swatch("c1", "dot"), "not kept")]  # fmt: skip
+    return tag("div", figure("Each plan that was measured, when", chart), legend(marks))
+
+
+def _gain(step: Step, memory: bool) -> float | None:
+    if memory:
+        return step.memory
+    return None if step.ratio is None else step.ratio.value
+
+
+def _points(dots: list[tuple[float, float]]) -> tuple[Array, Array]:
+    """Points without lines between them."""
+    x = [v for at, _ in dots for v in (at, np.nan)]
+    y = [v for _, gain in dots for v in (gain, np.nan)]
+    return np.array(x or [np.nan]), np.array(y or [np.nan])
+
+
+def _trials(tuned: Tuned) -> Safe:
+    """A row for each plan that was tried: its receipt."""
+    rows, noises = [], [step.noise for step in tuned.path if step.noise]
+    foretold = any(step.foretold is not None for step in tuned.path)
+    for step in tuned.path:
+        what = join((*_codes(step.changes), muted(f"{step.number}. {_why(step)}")))
+        verdict = f"{step.verdict}, provisional" if step.provisional else step.verdict
+        badge = tag("span", verdict, class_=f"badge {TONES[step.verdict]}")
+        rows.append((
+            what, badge,
+            *(["" if step.foretold is None else f"{step.foretold:.3f}"] if foretold else []),
+            NOT_MEASURED if step.ratio is None else told(step.ratio),
+            _peak(step),
+            "" if step.loss is None else f"{step.loss:+.1e}" if step.loss else "same",
+            str(step.steps or ""), format_seconds(step.seconds) if step.seconds else "",
+        ))  # fmt: skip
+    foreseen = ("Predicted",) if foretold else ()
+    head = ("Change", "", *foreseen, "Measured", "Memory", "Loss", "Steps", "Took")
+    noise = f"; another seed moves it by {max(noises):.1g}" if noises else ""
+    both = "Predicted and measured" if foretold else "Measured"
+    return section(
+        "Every trial",
+        table("Trials", head, rows, text=2),
+        muted(
+            f"{both}: time of a step before over after, with a 95% interval; above "
+            "1 is faster. Memory: peak after over before, below 1 is less"
+            f"{'' if tuned.counted else ', foreseen'}. Loss: mean difference in nats per token "
+            f"on the same rows from the same weights{noise}."
+        ),
+    )
+
+
+def _peak(step: Step) -> str:
+    """The peak after over before, and what was predicted of it where it was measured."""
+    if step.memory is None:
+        return ""
+    said = step.predicted_memory if step.peak_bytes is not None else None
+    return f"{step.memory:.3f}" + ("" if said is None else f", predicted {said:.3f}")
+
+
+def _why(step: Step) -> str:
+    """The reason, with what the receipt holds beside the columns."""
+    more = [STAGES[step.stage]]
+    if step.equality != "exact":
+        more.append(f"{step.equality} gradients")
+    if step.peak_bytes is not None:
+        more.append(f"peak {format_bytes(step.peak_bytes)}")
+    return f"{step.reason} ({'; '.join(more)})"
+
+
+def _left(tuned: Tuned) -> Safe:
+    if not tuned.left and not tuned.no_gain:
+        return Safe("")
+    why = "Interrupted before" if tuned.interrupted else "Left"
+    if tuned.up:
+        why = f"Time was up; {tuned.more}" + ("" if tuned.unreached else " for all of these")
+    lists = [*_named(why, tuned.left), *_named("No gain is foreseen", tuned.no_gain)]
+    return section("Not tried", *lists)
+
+
+def _named(why: str, changes: Sequence[str]) -> list[Safe]:
+    """Changes in a list under why they were not tried; nothing where there are none."""
+    names = [tag("li", tag("code", change)) for change in changes[:MOST_LEFT]]
+    rest = len(changes) - MOST_LEFT
+    more = [tag("li", f"and {rest} more")] if rest > 0 else []
+    return [muted(f"{why}:"), tag("ul", *names, *more, class_="legend")] if changes else []

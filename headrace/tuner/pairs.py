@@ -1,0 +1,327 @@
+"""Two plans, timed in turn, in processes of their own: one reading is all that a pair costs.
+
+Both are built, compiled and warmed once, in one child process where both fit on the device, each
+with its own weights, optimizer and loader; then they take turns (turns.py), and the process itself
+sees whether the second is worth all the steps. Where they do not fit, a process is built for each
+visit; where the next pair begins with the plan that the last one ended with, that visit serves
+both.
+
+Both begin with the same weights and read the same rows. Their first steps have a learning rate of
+0: each is another batch at the same weights, after some of them through whatever was compiled or
+recorded meanwhile. What they come to is compared as the guard of a run compares its first step;
+then both learn. `judge.py` says what came of a pair.
+
+Flags of the process are set around each plan's blocks. Left out: reserved memory of two plans in
+one process, which nothing can tell apart.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from statistics import median
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from headrace.train import train
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Stage
+from headrace.assemble.filled import PATIENT_STEPS, evidence_after, newest
+from headrace.train.guard import freed_by, limits_of, watch
+from headrace.tuner.readings import (
+    NOT_DONE,
+    OUT_OF_MEMORY,
+    Clock,
+    Reading,
+    counted,
+    flags_of,
+    opened,
+    peak,
+    read,
+    wait,
+    why,
+)
+from headrace.tuner.turns import (
+    ACCEPT,
+    MARGIN,
+    TIMED,
+    TRAINED,
+    Limit,
+    Size,
+    take_turns,
+    take_visits,
+    train_on,
+    visit_steps,
+)
+from headrace.tuner.worker import Worker
+
+SAME = 6
+"""Steps at the first weights: more than it takes until all is compiled and graphs are recorded."""
+HEAT_S = 3.0
+"""A GPU's steps before the timed ones: its clock falls by 1 to 2% in the first seconds of work."""
+
+
+# --- in the child process --------------------------------------------------------------------
+
+
+def time_pair(
+    first: Plan, second: Plan, *, size: Size = ACCEPT, limit: Limit | None = None, text: bool = True
+) -> Reading:
+    """The second's reading, with the first's `beside` it, from one process that holds both."""
+    limit = limit or Limit()
+
+    def go(found: Reading) -> None:
+        other = found.beside = Reading()
+        with ExitStack() as stack:
+            held = _allocated()
+            one = _Side(stack, first, other, text)
+            between = _allocated()
+            two = _Side(stack, second, found, text)
+            if two.build.device.type == "cuda" and _compiled_otherwise(first, second):
+                two.more_threads = 1
+            two.warm(size.warm)  # before the first's: what is compiled now is proof of it alone
+            own = _allocated() - between
+            one.warm(size.warm)
+            one.beside_bytes, two.beside_bytes = own + held, _allocated() - held - own
+            _heat(one, two)
+            found.ready_s = limit.spent_s
+            margin = MARGIN.get(two.build.device.type, MARGIN["cpu"])
+            take_turns(one, two, size, limit.left_s, TIMED * limit.seconds, margin)
+            train_on(one, two, size, limit.left_s, TRAINED * limit.seconds)
+            one.end()
+            two.end()
+
+    return read(go)
+
+
+def _compiled_otherwise(one: Plan, two: Plan) -> bool:
+    """Whether one's compiled code may differ from the other's where the traced code does not.
+
+    What is set while code compiles (graphs that are recorded, a budget of memory) is no guard of
+    torch's, and two builds of a process share what was compiled first. The number of the host's
+    threads is one, and it does nothing to a GPU's steps.
+    """
+    late = [
+        {name: t for name, t in plan.techniques.items() if t.stage >= Stage.COMPILE}
+        for plan in (one, two)
+    ]
+    return late[0] != late[1]
+
+
+def _heat(one: "_Side", two: "_Side") -> None:
+    """Untimed steps in turn, as many of each, until the device is as warm as it stays.
+
+    Steps that warmed the first plan count, for nothing compiled since: slow ones are enough.
+    """
+    if one.build.device.type == "cuda":
+        while time.monotonic() - one.steady_s < HEAT_S:
+            one.once()
+            two.once()
+
+
+def visit(
+    plan: Plan, *, blocks: int, size: Size, share: float, limit: Limit | None = None,
+    text: bool = True, train: int = 0,
+) -> Reading:  # fmt: skip
+    """Blocks of one plan, from a process that holds nothing else.
+
+    Args:
+        plan: what to time.
+        blocks: how many.
+        size: what is wanted of the pair; `steps` in a block.
+        share: of the seconds that are left, for timed steps.
+        limit: of the pair.
+        text: see `opened`.
+        train: steps that it trains on to, after them.
+    """
+    limit, began_s = limit or Limit(), time.time()
+
+    def go(found: Reading) -> None:
+        with ExitStack() as stack:
+            side = _Side(stack, plan, found, text)
+            side.warm(size.warm)
+            found.ready_s = time.time() - began_s
+            found.steps = visit_steps(side.step_s, blocks, size, share * limit.left_s(), limit)
+            side.run(blocks, found.steps)
+            side.train_to(train)
+            found.steps *= blocks
+            if side.build.device.type == "cuda":
+                found.reserved_bytes = float(torch.cuda.max_memory_reserved())
+            side.end()
+
+    return read(go)
+
+
+class _Side:
+    """A build in a process that may hold two."""
+
+    def __init__(self, stack: ExitStack, plan: Plan, found: Reading, text: bool) -> None:
+        self.plan, self.found, self.index = plan, found, 0
+        self.numbers: list[Tensor] = []
+        self.beside_bytes = 0
+        self.step_s = self.steady_s = 0.0
+        self.more_threads = 0
+        with _blamed(found):
+            self.build, self.micros = stack.enter_context(opened(plan, text=text, in_force=False))
+        found.limits, found.freed = limits_of(self.build), sorted(freed_by(self.build))
+        rate = self.build.values["lr"]
+        self.build.values["lr"] = lambda index: 0.0 if index < SAME else rate(index - SAME)
+
+    def warm(self, steps: int) -> None:
+        """Steps before the timed ones; the first that learns is asked for techniques' proof.
+
+        One that keeps what half precision cannot hold shows nothing before weights have moved.
+        """
+        told, began_s = None, time.monotonic()
+        while told is None or self.index < max(steps, SAME):
+            if self.index < SAME:
+                watch(self.build, self.found.firsts.append)
+            self.once()
+            if told is None and self.index > SAME:
+                with self._own():
+                    last = self.index >= PATIENT_STEPS
+                    told = evidence_after(self.build, self.numbers[-1], last=last)
+            if told is None:
+                self.steady_s = time.monotonic()
+        self.found.evidence = told
+        late_s = time.monotonic() - began_s - self.index * self.step_s
+        self.found.compile_s = max(0.0, late_s)
+
+    def once(self) -> None:
+        """A step that is not timed, but for what is planned with."""
+        began_s = time.monotonic()
+        with self._own():
+            self.step()
+            wait(self.build)
+        self.step_s = time.monotonic() - began_s
+
+    def run(self, blocks: int, steps: int) -> None:
+        """Timed blocks, after a step that fills the queue of the device."""
+        clock = Clock(self.build.device)
+        with self._own():
+            if self.build.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            self.step()
+            clock.mark()
+            for _ in range(blocks * steps):
+                self.step()
+                clock.mark()
+            seconds = clock.seconds()
+            self.step_s = median(seconds)
+            for i in range(0, len(seconds), steps):
+                self.found.seconds.append(median(seconds[i : i + steps]))
+            self.tell()
+
+    def train_to(self, steps: int) -> None:
+        """Untimed steps, until there were so many."""
+        with self._own():
+            while self.index < steps:
+                self.step()
+            self.tell()
+
+    def step(self) -> None:
+        """One more."""
+        self.numbers.append(train.step(self.build, self.micros(self.index), self.index))
+        self.index += 1
+
+    @contextmanager
+    def _own(self) -> Iterator[None]:
+        """Its flags are in force, its errors noted, and nobody else's compiled code is taken."""
+        with _blamed(self.found), flags_of(self.build):
+            own = torch.get_num_threads()  # which a technique may have set
+            torch.set_num_threads(own + self.more_threads)
+            try:
+                yield
+            finally:
+                torch.set_num_threads(own)
+
+    def tell(self) -> None:
+        """What the steps computed, and the peak without what else the process holds."""
+        self.found.losses, self.found.norms, *_ = torch.stack(self.numbers).T.tolist()
+        if counted(self.plan) and (most := peak(self.build)) is not None:
+            own = most - self.beside_bytes
+            self.found.peak_bytes = max(self.found.peak_bytes or own, own)
+
+    def end(self) -> None:
+        """What its techniques counted until now, and whether all of its steps were finite."""
+        with self._own():
+            self.found.evidence |= newest(self.build)
+        finite = torch.stack(self.numbers)[:, 2].tolist()
+        if not all(finite):
+            self.found.refused = f"step {finite.index(0.0)} was not finite"
+
+
+@contextmanager
+def _blamed(found: Reading) -> Iterator[None]:
+    """An error is noted at the plan whose it is."""
+    try:
+        yield
+    except Exception as error:
+        found.refused = why(error)
+        raise
+
+
+def _allocated() -> int:
+    """Bytes on the device; 0 on a CPU."""
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+
+
+# --- who asks it -----------------------------------------------------------------------------
+
+
+class Measure(Protocol):
+    """Takes a pair's reading: the second plan's, with the first's beside it."""
+
+    def __call__(
+        self, first: Plan, second: Plan, *, size: Size, together: bool, limit_s: float
+    ) -> Reading:
+        """Readings that are not done after `limit_s` are refused with that reason."""
+        ...
+
+
+def awake() -> None:
+    """What a process does first: import what it needs, and find the device."""
+    if torch.cuda.is_available():
+        torch.cuda.init()
+
+
+def measure_with(worker: Worker, *, text: bool = True) -> Measure:
+    """Pairs in one process of `worker` where both fit, else in one after the other."""
+    last: list[tuple[Plan, Size, Reading]] = []
+    worker.begin(awake)  # while who asks looks for plans
+
+    def measure(
+        first: Plan, second: Plan, *, size: Size, together: bool, limit_s: float
+    ) -> Reading:
+        limit, before = Limit(limit_s), [*last]
+        last.clear()
+        if together:
+            found = worker.ask(
+                time_pair, first, second, size=size, limit=limit, text=text, limit_s=limit_s
+            )
+            if not _crowded(found):
+                return found
+            before = []
+
+        def alone(plan: Plan, blocks: int, steps: int, share: float, train: int) -> Reading:
+            return worker.ask(
+                visit, plan, blocks=blocks, size=replace(size, steps=steps), share=share,
+                limit=limit, text=text, train=train, limit_s=max(0.0, limit_s - limit.spent_s),
+            )  # fmt: skip
+
+        known = [r for plan, asked, r in before if (plan, asked.plain()) == (first, size.plain())]
+        found, ended = take_visits(alone, first, second, size, limit.left_s, known)
+        last.extend((first, size, one) for one in ended)
+        return found
+
+    return measure
+
+
+def _crowded(found: Reading) -> bool:
+    """Whether it may have failed because two plans were in one process, or the first did."""
+    if found.beside is not None and found.beside.refused:
+        return True
+    broken = found.poisoned and bool(found.refused) and not found.refused.startswith(NOT_DONE)
+    return broken or found.refused.startswith(OUT_OF_MEMORY)

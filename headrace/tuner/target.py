@@ -1,0 +1,236 @@
+"""A change of learning is worth its time to the target, and only over seeds.
+
+Two plans train to the same validation loss, seed for seed, with all that a run does. Evaluating and
+compiling are on the clock (AlgoPerf); every run begins with empty caches of the compiler's, or the
+plan that runs first would pay for all. Kernels that this process loaded stay. A run that does not
+get there took infinitely long.
+The moment is where the straight line between two validations crosses the target, on the run's
+clock: how often a plan validates decides nothing then, and two runs that end at the same
+validation are not taken for equal.
+
+The change is better where a sequential test over seeds is sure at p < 0.01 (core/statistics;
+modded-nanogpt asks the same of a record): after two seeds where the effect is large, after all
+where it is small. Seconds are told without the fastest and the slowest seed (MLPerf).
+
+A change that is clearly behind is not followed: a run of it ends `PATIENCE` times as late as that
+of the plan before with the same seed, and it is given up when it lost its first seed clearly or its
+first two at all, or where all seeds could no longer show it. Giving up makes no change look better.
+Where the clock ends it between, it is "not shown", with the seeds that should do.
+
+The first run is the plan before, with the first seed: the pilot, whose seconds say what all seeds
+would take. Where the clock ends it before the target, how far it came is told. Runs of the plan
+before are shared by all changes that are tried beside it.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from math import inf, isfinite
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from headrace.train import train as trainer
+from headrace.plan.plan import Plan
+from headrace.core.statistics import LOOKS, seeds_better, seeds_enough, seeds_ratio
+from headrace.core.progress import Progress
+from headrace.train.run_folder import RunFolder
+from headrace.tuner.judge import Compared
+from headrace.tuner.readings import NOT_DONE, Reading, read
+from headrace.tuner.store import ALIKE_S, Store, fingerprint
+from headrace.tuner.worker import Worker
+
+Train = Callable[[Plan, float], Reading]
+"""(plan, limit in seconds) -> seconds to the target; none if it was missed."""
+LEVEL = 0.99
+"""Of all tests over seeds together: one change in a hundred that does nothing passes them."""
+SEEDS = 7
+"""At most, of a change: where the others win by their signs alone, as many pass."""
+FEWEST = min(LOOKS)
+"""Seeds that are enough where the effect is large."""
+TRIMMED = 5
+"""Seeds from which on the fastest and the slowest are left out of the mean seconds."""
+GIVEN_UP = 2
+"""Seeds that a change may lose before it won one."""
+CLEARLY = 1.1
+"""Times as long as the plan before, with which a first seed is lost clearly: runs of one plan lie
+within 5% of each other."""
+HOPELESS = 4
+"""Times as many seeds as there are: what would need more, by what is seen, is given up."""
+PATIENCE, LEAST_S = 1.25, 30.0
+"""Times as long as the plan before may a run take to the target; and what it may in any case."""
+ENDS_S = 12.0
+"""Of a limit, for what no clock of a run counts: its start, its last evaluation and its report. A
+tuning of 90 s took 102 on two cores without it."""
+
+
+def reach(plan: Plan, cut: bool) -> Reading:
+    """Train to the target, in the process that is asked.
+
+    Args:
+        plan: the run.
+        cut: its minutes are not the plan's own: where they end it, nothing is known of the target.
+    """
+
+    def go(found: Reading) -> None:
+        from torch._inductor.utils import fresh_cache  # loads half of the compiler
+
+        with fresh_cache():
+            folder = trainer.run(plan, progress=Progress())
+        assert folder is not None, "one process is the first rank"
+        report = RunFolder(folder).read_report()
+        goal, found.tokens_per_s = report["goal"], report["steady_tokens_per_s"]
+        if goal["reached"]:
+            found.seconds = [crossed_s(report["val"], plan.goal.bits_per_byte or 0.0)]
+        if cut and not goal["reached"] and goal["ended_by"] == "minutes":
+            found.refused = f"{NOT_DONE} {plan.goal.minutes:.1f} minutes ({_came_to(report)})"
+
+    return read(go)
+
+
+def crossed_s(validations: Sequence[dict[str, Any]], target: float) -> float:
+    """Seconds at which the line between two validations crosses the target that the last met."""
+    found = next(i for i, one in enumerate(validations) if one["bits_per_byte"] <= target)
+    after_s, after = validations[found]["wall_s"], validations[found]["bits_per_byte"]
+    if not found:
+        return after_s
+    before_s, before = validations[found - 1]["wall_s"], validations[found - 1]["bits_per_byte"]
+    return before_s + (after_s - before_s) * (before - target) / (before - after)
+
+
+def _came_to(report: dict[str, Any]) -> str:
+    """How far a run came that the clock ended, in words."""
+    known = [one["bits_per_byte"] for one in report["val"] if one["bits_per_byte"] is not None]
+    low = f"{min(known):.4g} bits per byte" if known else "not validated yet"
+    return f"{low} after {report['steps']:,} steps"
+
+
+def train_with(worker: Worker, folder: Path) -> Train:
+    """Runs kept under `folder`, without checkpoints."""
+
+    def train(plan: Plan, limit_s: float) -> Reading:
+        own = plan.goal.minutes or inf
+        minutes = min(own, max(limit_s - ENDS_S, limit_s / 2) / 60)
+        run = plan.replaced(
+            directory=str(folder), goal=plan.goal.model_copy(update={"minutes": minutes}),
+            checkpoint=plan.checkpoint.model_copy(update={"every_steps": 0}),
+        )  # fmt: skip
+        return worker.ask(reach, run, minutes < own, limit_s=limit_s + 60)
+
+    return train
+
+
+def learn(
+    first: Plan, second: Plan, seeds: Sequence[int], train: Train, store: Store, *,
+    limit_s: float, clock: Callable[[], float] = time.monotonic,
+) -> Compared:  # fmt: skip
+    """Both to the first's target, seed for seed.
+
+    Args:
+        first: the plan as it is; it has a target.
+        second: with a change of learning.
+        seeds: of both.
+        train: see `train_with`.
+        store: runs that stand.
+        limit_s: no run may outlast this.
+        clock: seconds that go by.
+    """
+    ends_s, most = clock() + limit_s, len(seeds)
+    one: list[float] = []
+    two: list[float] = []
+    rates: list[list[float]] = [[], []]
+
+    def cut(pilot: str = "") -> Compared:
+        known = [seconds for seconds in one if isfinite(seconds)]
+        if two:
+            return _with(judge_seeds(one[: len(two)], two, most, up=True), rates)
+        told = "time was up before a seed of both"
+        if not known:
+            told += ", and no run has reached the target yet"
+            told += f": the first plan's was {pilot}" if pilot and not one else ""
+        return Compared("cut", told, before_s=trimmed(known) if known else None)
+
+    for seed in seeds:
+        for plan, into in ((first, one), (second, two)):
+            left_s = ends_s - clock()
+            patient_s = left_s
+            if into is two:
+                patient_s = min(left_s, max(LEAST_S, PATIENCE * one[-1] + ENDS_S))
+            if left_s <= 0:
+                return cut()
+            seeded = plan.replaced(seed=seed)
+            what = {"target": fingerprint(seeded), "clock": "compiling too, to where it crosses"}
+            by_clock = patient_s == left_s  # else it is the first that it is too late for
+            found = store.once(
+                what, partial(train, seeded, patient_s), limit_s=patient_s,
+                alike_s=ALIKE_S if by_clock else 0.0, again=False,
+            )  # fmt: skip
+            if found.refused.startswith(NOT_DONE) and by_clock:
+                return cut(found.refused)
+            if found.refused and not found.refused.startswith(NOT_DONE):
+                return Compared("refused", found.refused)
+            into.append(found.seconds[0] if found.seconds else inf)
+            if found.tokens_per_s:
+                rates[into is two].append(found.tokens_per_s)
+        if len(one) >= GIVEN_UP and not any(map(isfinite, one)):
+            return Compared("refused", "the plan before it misses the target itself")
+        if seeds_better(two, one, most, LEVEL) or given_up(one, two, most):
+            break
+    return _with(judge_seeds(one, two, most), rates)
+
+
+def _with(found: Compared, rates: Sequence[Sequence[float]]) -> Compared:
+    a, b = (median(side) if side else None for side in rates)
+    return replace(found, rates=(a, b))
+
+
+def given_up(before: Sequence[float], after: Sequence[float], most: int) -> str:
+    """Why more seeds of a change are not worth their time; "" where they are."""
+    pairs = list(zip(before, after, strict=True))
+    if any(isfinite(a) and not isfinite(b) for a, b in pairs):
+        return f"it missed the target with a seed, or took over {PATIENCE:g} times as long"
+    won = sum(b < a for a, b in pairs)
+    if not won and (len(pairs) >= GIVEN_UP or pairs[0][1] > CLEARLY * pairs[0][0]):
+        return "given up as lost"
+    if GIVEN_UP < len(pairs) < most and all(map(isfinite, before)):
+        enough = seeds_enough(after, before, LEVEL)
+        if enough is None or enough > HOPELESS * most:
+            return f"given up, for {most} seeds could not show a gain as small"
+    return ""
+
+
+def judge_seeds(
+    before: Sequence[float], after: Sequence[float], most: int, *, up: bool = False
+) -> Compared:
+    """What seconds to the target say, seed for seed; inf is a target that was missed.
+
+    Args:
+        before: of the plan before.
+        after: of the change.
+        most: seeds that are tried at most.
+        up: the clock ended it.
+    """
+    ratio, n, level = seeds_ratio(after, before), len(after), f"p < {1 - LEVEL:.2g}"
+    won = sum(b < a for a, b in zip(before, after, strict=True))
+    why, enough = given_up(before, after, most), seeds_enough(after, before, LEVEL)
+    told, verdict = f"sooner at the target with {won} of {n} seeds", "worse"
+    if seeds_better(after, before, most, LEVEL):
+        told, verdict = f"{told}, which is sure at {level}", "better"
+    elif why:
+        told = f"{told}: {why}"
+    elif ratio is not None and ratio.value > 1:
+        told, verdict = f"{told}, which is not shown at {level}", "not shown"
+        enough = enough and max(enough, n + 1)
+        told += f"; about {enough} seeds should show such a gain" if enough else ""
+        told += f"; time was up after {n} of at most {most}" if up else ""
+    return Compared(
+        verdict, told, ratio=ratio, seeds=n, won=won, enough=enough,
+        before_s=trimmed(before), after_s=trimmed(after),
+    )  # fmt: skip
+
+
+def trimmed(seconds: Sequence[float]) -> float:
+    """Their mean, the fastest and the slowest left out where there are enough."""
+    kept = sorted(seconds)[1:-1] if len(seconds) >= TRIMMED else seconds
+    return fmean(kept)

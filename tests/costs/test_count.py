@@ -1,0 +1,21 @@
+"""What is counted of a decoder, against the decoder."""
+
+import torch
+
+from headrace.core.model_config import ModelConfig
+from headrace.costs.count import trunk_ledger
+from headrace.model.decoder import Decoder, trunk_parts
+from headrace.model.mask import MaskSpec
+
+
+def test_learned_positions_are_as_many_as_a_row_has_tokens() -> None:
+    """Also before a run has written them into `model.context`."""
+    config = ModelConfig(vocab=311, dim=16, heads=2, layers=2, ffn=24, position="learned")
+    whole = config.model_copy(update={"context": 14})
+    with torch.device("meta"):
+        model = Decoder(whole, trunk_parts(whole), MaskSpec())
+    held = sum(p.nbytes for p in model.parameters())
+    for one in (config, whole):
+        ledger = trunk_ledger(one, rows=2, length=14, precision="fp32", device="cpu")
+        assert ledger.memory["parameters"].bytes == held
+        assert ledger.sizes["tables"] == 16 * (311 + 14)

@@ -1,0 +1,80 @@
+"""Plans on devices that are not here: what precision they run in, and what is told of memory."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.assemble.build import predict
+from headrace.cli.app import catalogue
+from headrace.assemble.context import check_supported, elsewhere, make_context
+from headrace.core.errors import UnsupportedError
+from headrace.costs.hardware import NAMES, lookup
+from headrace.costs.machine import Machine
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Context
+from headrace.predict.foresight import foresee
+from headrace.costs.reserved import RESTS, WORKSPACE, Footprint, as_held
+from headrace.recipes import read_recipe
+
+OLD = ("T4", "V100")
+"""GPUs without units for bf16."""
+
+
+def on(plan: Plan, device_name: str) -> Context:
+    """Where the plan would run on a GPU of that name."""
+    return elsewhere(make_context(plan, torch.device("cpu")), device_name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_small_plan_is_foreseen_on_every_device(
+    name: str, tiny_plan: Callable[..., Plan]
+) -> None:
+    plan = tiny_plan("device=auto")
+    context = on(plan, name)
+    found = foresee(plan, context, Machine.assumed(name))
+    assert context.precision == ("fp32" if name.startswith(OLD) else "bf16")
+    assert context.capability == lookup(name).capability
+    assert found.step_s is not None and found.step_s > 0 and found.fits == "yes", found.unknown
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_bf16_is_refused_where_no_unit_multiplies_it(
+    name: str, tiny_plan: Callable[..., Plan]
+) -> None:
+    plan = tiny_plan("device=auto", "model.precision=bf16")
+    with pytest.raises(UnsupportedError, match="bf16 products need 8") as error:
+        check_supported([], on(plan, name))
+    assert name in error.value.message and "model.precision=fp32" in error.value.remedy
+    check_supported([], on(plan, "L4"))
+    check_supported([], make_context(plan, torch.device("cpu")))
+
+
+def test_a_report_predicts_what_a_plan_does(
+    train: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tiny_plan: Callable[..., Plan]
+) -> None:
+    plan = tiny_plan("device=auto")
+    context = on(plan, "H100")
+    held = as_held(predict(plan, context), context)
+    assert held.beside[WORKSPACE] == 64 * 2**20 and held.beside[RESTS] > 0
+    found = foresee(plan, context, Machine.assumed("H100"))
+    assert found.peak_bytes == pytest.approx(held.ledger.peak()[1] + sum(held.beside.values()))
+
+    def with_workspace(ledger: Any, context: Context) -> Footprint:
+        return Footprint(ledger, 7 * 2**20, None)
+
+    monkeypatch.setattr("headrace.train.summary.as_held", with_workspace)
+    report = json.loads((train("goal.steps=1") / "report.json").read_text())
+    lines = {line["name"]: line["bytes"] for line in report["memory_lines"]}
+    assert lines[WORKSPACE] == 7 * 2**20
+    assert sum(lines.values()) == pytest.approx(report["peak_memory_bytes"]["predicted"])
+
+
+def test_the_small_recipe_on_an_h100_holds_what_was_measured() -> None:
+    plan = Plan.read(read_recipe("small", "plan"), catalogue(), overrides=["device=auto"])
+    found = foresee(plan, on(plan, "NVIDIA H100 80GB HBM3"), Machine.assumed("H100"))
+    assert found.peak_bytes == pytest.approx(985303552, rel=0.001)  # torch 2.11.0, 2026-11-25
+    assert sum(found.owners.values()) == pytest.approx(found.peak_bytes)

@@ -1,0 +1,137 @@
+"""What a plan's prediction says to a reader: all of a step, what fits, and what is not known."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.assemble.build import predict
+from headrace.cli.app import catalogue
+from headrace.assemble.context import elsewhere, make_context
+from headrace.core.errors import ConfigError
+from headrace.costs.ledger import WORDS
+from headrace.costs.machine import Machine
+from headrace.plan.plan import Plan
+from headrace.core.units import format_bytes, format_count
+from headrace.costs.work import EDGE_S, StepTime
+from headrace.data.tokenizer import train_tokenizer
+from headrace.predict.calibration import Calibration, Measured
+from headrace.predict.foresight import DATA, LAUNCHES, foresee, told
+from headrace.predict.intervals import ASSUMED, PROBED, SAME_CHIP, STEP, STEPPED, widening
+from headrace.recipes import recipes
+
+ROOT = Path(__file__).parents[2]
+H200 = Machine.assumed("NVIDIA H200")
+
+
+def on_h200(*overrides: str) -> tuple[Plan, Any]:
+    """The plan of 1b and where it would run."""
+    text = (ROOT / "benchmarks" / "plans" / "1b.toml").read_text()
+    plan = Plan.read(text, catalogue(), overrides=list(overrides))
+    return plan, elsewhere(make_context(plan, torch.device("cpu")), "NVIDIA H200")
+
+
+def test_what_fits_into_minutes_is_told() -> None:
+    plan, context = on_h200("goal.minutes=30", "goal.steps=10000000")
+    found = foresee(plan, context, H200)
+    assert found.step_s and found.steps and found.steps == int(1800 / found.step_s)
+    last = told(plan, found).splitlines()[-1]
+    tokens = format_count(found.steps * plan.batch.tokens)
+    assert last == f"until 30 minutes: room for {format_count(found.steps)} steps, {tokens} tokens"
+    plan, context = on_h200("goal.steps=24")
+    found = foresee(plan, context, H200)
+    assert found.steps == 24 and "room for" not in told(plan, found)
+
+
+def test_intervals_are_wider_on_a_gpu_that_no_step_was_measured_on() -> None:
+    plan, _ = on_h200("goal.minutes=30", "goal.steps=10000000")
+    context = elsewhere(make_context(plan, torch.device("cpu")), "RTX 4090")
+    machine = Machine.assumed("RTX 4090")
+    found = foresee(plan, context, machine)
+    assert found.step_s and found.tokens_per_s and found.hours == 0.5 and not found.no_interval
+    ends, own = found.between["step_s"], STEP["no_gpu"]
+    assert found.widening.times == ASSUMED == 1.3
+    assert ends.low == pytest.approx(own.low / 1.3 * found.step_s)
+    assert ends.high == pytest.approx(own.high * 1.3 * found.step_s)
+    text = told(plan, found)
+    assert f"each end 1.3 times as far: {found.widening.why}" in text
+    assert "what RTX 4090 reaches of its datasheet's peaks is assumed" in text
+    assert "80% of" in text and "room for" in text
+    plan, _ = on_h200("goal.minutes=30", "schedule.steps=99")
+    plan = plan.replaced(goal={"minutes": 30})
+    exact = foresee(plan, context, machine).between["hours"]
+    assert exact.low == exact.high == 0.5  # minutes are minutes on any GPU
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "basis", "times"),
+    [
+        ("NVIDIA H200", "datasheet", "no_gpu", 1.0), ("h200", "probes", "after_probes", 1.0),
+        ("NVIDIA H200 NVL", "datasheet", "no_gpu", SAME_CHIP),
+        ("NVIDIA H100 80GB HBM3", "datasheet", "no_gpu", SAME_CHIP),
+        ("NVIDIA H100 80GB HBM3", "probes", "after_probes", PROBED),
+        ("L4", "datasheet", "no_gpu", ASSUMED), ("L4", "probes", "after_20_steps", STEPPED),
+        ("cpu", "probes", "after_probes", PROBED),
+    ],
+)  # fmt: skip
+def test_an_interval_is_widened_by_what_is_not_known(
+    name: str, source: Any, basis: Any, times: float
+) -> None:
+    found = widening(replace(Machine.assumed(name), source=source), basis)
+    assert found.times == times and bool(found.why) == (times > 1)
+    assert times == 1 or name in found.why
+
+
+def test_a_prediction_is_told_in_words_of_everyday() -> None:
+    """No name of an instant, and what the driver holds and what the brackets are is said."""
+    plan, context = on_h200("goal.steps=24")
+    found = foresee(plan, context, H200)
+    text, told_of = told(plan, found), found.plain()
+    assert "turn " not in text and "as the backward pass begins" in text
+    assert "turn" in told_of["instants"] and told_of["peak_at"] in WORDS
+    driver = f"beside the CUDA context's {format_bytes(H200.context_bytes)}"
+    assert f"of {format_bytes(found.capacity_bytes)}, {driver}, {WORDS[found.peak_at]}" in text
+    assert "in brackets: where 80% of 294 measured steps of H200s lay, each foreseen" in text
+    assert "so wide" not in text and "not looked at" not in text and "if it fitted" not in text
+    assert "CUDA" not in told(plan, replace(found, context_bytes=0))
+
+
+def test_a_plan_that_does_not_fit_has_no_time_but_if_it_fitted() -> None:
+    plan, context = on_h200("goal.steps=24", "batch.tokens=1073741824")
+    found = foresee(plan, context, H200)
+    text = told(plan, found).splitlines()
+    assert found.fits == "no" and any(line.startswith("time, if it fitted: ") for line in text)
+    assert text[-1].startswith("until step 24, if it fitted: ")
+
+
+def test_the_shares_of_a_step_are_all_of_it() -> None:
+    plan = Plan.read(recipes()["demo"].read_text(), catalogue(), overrides=["device=auto"])
+    context = elsewhere(make_context(plan, torch.device("cpu")), "NVIDIA H200")
+    found = foresee(plan, context, H200)
+    assert sum(found.shares().values()) == pytest.approx(1)
+    assert found.shares()[LAUNCHES] > 0.5 and f"{LAUNCHES} " in told(plan, found)
+    assert found.step_s
+    slow = Calibration.of(
+        StepTime({("forward", "product"): 1.0}, 0.1),
+        Measured(2.0, {"input": 0.5, "forward": 1.5}), "x",
+    )  # fmt: skip
+    waited = foresee(plan, context, H200, slow)
+    assert sum(waited.parts_s.values()) == pytest.approx(waited.step_s)
+    assert waited.parts_s[DATA] == pytest.approx(0.5 - EDGE_S)
+
+
+def test_a_tokenizer_that_is_brought_along_tells_the_head_its_size(tmp_path: Path) -> None:
+    """Before a run has resolved the plan."""
+    tokenizer = train_tokenizer(["one two three four five six"] * 9, vocab=300)
+    tokenizer.save(tmp_path / "mine.json")
+    plan, context = on_h200("model.vocab=0", f"data.tokenizer={tmp_path / 'mine.json'}")
+    each = plan.model.vocab_multiple
+    padded = -(-tokenizer.vocab // each) * each
+    given, _ = on_h200(f"model.vocab={padded}")
+    found, right = predict(plan, context), predict(given, context)
+    assert found.sizes["vocab"] == right.sizes["vocab"] == padded and found.peak() == right.peak()
+    plan, context = on_h200("model.vocab=0", f"data.tokenizer={tmp_path / 'other.json'}")
+    with pytest.raises(ConfigError, match=r"other\.json' does not exist"):
+        predict(plan, context)

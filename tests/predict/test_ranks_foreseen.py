@@ -1,0 +1,359 @@
+"""Time and memory of several ranks, foreseen: signs, ratios, what is said, and layouts ranked."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from headrace.assemble.build import predict, predict_each
+from headrace.cli.app import catalogue
+from headrace.assemble.context import elsewhere, make_context
+from headrace.core.errors import UnsupportedError
+from headrace.costs.ledger import Ledger
+from headrace.costs.links import COMMUNICATOR_BYTES, NODE, Link, assumed, collective_s, says, sent
+from headrace.costs.machine import Machine
+from headrace.plan.plan import Plan
+from headrace.costs.rates import Moved, Stream
+from headrace.plan.technique import Card, Catalogue, Stage, Supported, Technique
+from headrace.costs.work import CONTENTION, EDGE_S, Work, collective, step_time
+from headrace.parallel.pipeline import bubble
+from headrace.predict.calibration import Calibration
+from headrace.predict.foresight import KINDS, Foresight, foresee, told
+from headrace.predict.layouts import layouts
+from headrace.predict.sweep import sweep
+
+H200 = Machine.assumed("NVIDIA H200")
+SHAPES = Path(__file__).parents[2] / "benchmarks" / "plans"
+EXPOSED, WAIT = KINDS["collective"], KINDS["wait"]
+FUNCTIONS = Path(__file__).parents[1] / "probe_ranks.py"
+ALONE = (
+    "bf16_parameters", "torch_compile", "fused_cross_entropy", "fused_swiglu", "cudnn_attention"
+)  # fmt: skip
+
+
+def plan_of(shape: str, *overrides: str, with_: tuple[str, ...] = (), **how: Any) -> Plan:
+    text = (SHAPES / f"{shape}.toml").read_text()
+    return Plan.read(
+        text, catalogue(), overrides=overrides, with_=with_, without=how.get("without", ALONE)
+    )
+
+
+def seen(plan: Plan, machine: Machine = H200) -> Foresight:
+    return foresee(plan, elsewhere(make_context(plan, torch.device("cpu")), machine.name), machine)
+
+
+def linked(bytes_per_s: float = 360e9, call_s: float = 15e-6, ranks: int = NODE) -> Machine:
+    """An H200 whose every link is as fast."""
+    links = (
+        replace(x, ranks=ranks, stream=Stream(call_s, bytes_per_s)) for x in assumed(H200.name)
+    )
+    return replace(H200, links=tuple(links))
+
+
+PARALLEL: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "replicas": (("mesh.data=4",), ()),
+    "fsdp": (("mesh.data=4",), ("fsdp",)),
+    "tensor": (("mesh.tensor=4",), ("tensor_parallel",)),
+    "context": (("mesh.context=4",), ("context_parallel",)),
+    "pipeline": (("mesh.pipeline=4", "batch.micro_sequences=2"), ("pipeline_parallel",)),
+}
+
+
+@pytest.fixture(params=PARALLEL)
+def plan(request: pytest.FixtureRequest) -> Iterator[Plan]:
+    """A plan over four ranks along one axis."""
+    overrides, with_ = PARALLEL[request.param]
+    yield plan_of("160m", *overrides, with_=with_)
+
+
+# --- pieces ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("operation", "share"),
+    [("all_reduce", 1.5), ("all_gather", 0.75), ("reduce_scatter", 0.75), ("all_to_all", 0.75),
+     ("send", 1.0)],
+)  # fmt: skip
+def test_a_ring_sends_what_its_formula_says(operation: Any, share: float) -> None:
+    assert sent(operation, 1000, 4) == 1000 * share
+    assert sent(operation, 1000, 1) == (1000 if operation == "send" else 0)
+
+
+def test_a_link_is_known_for_as_many_ranks_as_it_was_measured_over() -> None:
+    points = (Moved(2**10, 1e-5), Moved(2**20, 1e-3))
+    two = Link("all_reduce", 2, Stream(1e-5, 1e9, points))
+    four = Link("all_reduce", 4, Stream(1e-5, 5e8))
+    known = (four, two)
+    assert collective_s(known, "x", "all_reduce", 2**20, 2) == pytest.approx(1e-3)
+    assert collective_s(known, "x", "all_reduce", 2**20, 3) == pytest.approx(1e-5 + 2**20 / 5e8)
+    with pytest.raises(UnsupportedError, match="measured for 4") as error:
+        collective_s(known, "x", "all_reduce", 2**20, 8)
+    assert "torchrun --nproc-per-node 8" in error.value.remedy
+    with pytest.raises(UnsupportedError, match="assumed for 8, and of a network nothing"):
+        collective_s((), "NVIDIA H200", "send", 1, 9)
+
+
+@pytest.mark.parametrize(
+    ("name", "faster", "source"),
+    [
+        ("NVIDIA B200", "NVIDIA H200", "NVLink 5"),
+        ("NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVLink 4"),
+        ("NVIDIA A100-SXM4-80GB", "NVIDIA A100-PCIE-40GB", "NVLink 3"),
+        ("NVIDIA H100 PCIe", "NVIDIA L40S", "PCIe 5.0"),
+        ("NVIDIA H100 80GB HBM3", "NVIDIA H100 NVL", "NVLink 4"),
+    ],
+)
+def test_assumed_links_are_of_their_datasheets(name: str, faster: str, source: str) -> None:
+    one, two = (collective_s((), n, "all_gather", 2**30, 8) for n in (name, faster))
+    assert one < two and source in says((), name) and "assumed" in says((), name)
+
+
+def test_what_kernels_hide_counts_by_contention_alone() -> None:
+    compute = Work("forward", "product", 4, sizes=(4096, 4096, 4096))
+    compute_s, machine = compute.seconds(H200), linked(call_s=1e-9)
+    sizes = {"shard_ranks": 2.0, "shard_reach": 2.0}
+
+    def step(share: float, beside: Any, micros: float = 3, **how: Any) -> float:
+        """Of a transfer that takes a share of the compute's time, less what it would be alone."""
+        gather = collective(sizes, "shard", "forward", "all_gather",
+                            2 * share * compute_s * 360e9, beside=beside, **how)  # fmt: skip
+        whole = step_time({"x": compute, "shards/x": gather}, machine, micros)
+        assert whole.of("product") == pytest.approx(micros * compute_s)
+        return whole.of("collective") / compute_s
+
+    assert step(0.5, "") == pytest.approx(3 * 0.5, rel=1e-3)
+    assert step(0.5, "blocks") == pytest.approx(3 * CONTENTION * 0.5, rel=1e-3)
+    assert step(1.5, "blocks") == pytest.approx(3 * (CONTENTION + 0.5), rel=1e-3)
+    assert step(0.5, "attention") == pytest.approx(3 * 0.5, rel=1e-3)  # there is none
+    assert step(0.5, "blocks", last=True) == pytest.approx(CONTENTION * 0.5, rel=1e-3)
+    idle = step_time({"x": compute}, machine, 3, idle=0.25)
+    assert idle.of("wait") == pytest.approx(compute_s)
+
+
+# --- plans -----------------------------------------------------------------------------------
+
+
+def test_a_time_is_told_with_its_parts_and_without_an_interval(plan: Plan) -> None:
+    found = seen(plan)
+    assert found.step_s and found.parts_s[EXPOSED] > 0 and not found.between
+    assert sum(found.parts_s.values()) == pytest.approx(found.step_s)
+    assert "no step of several GPUs was measured" in found.no_interval
+    text = told(plan, found)
+    assert "exposed communication" in text and "between 4 ranks: 360 GB/s" in text
+    assert "assumed: 80% of 450 GB/s (NVLink 4" in text and "no interval" in text
+    assert json.loads(json.dumps(found.plain()))["between_ranks"]
+
+
+def test_a_link_twice_as_fast_halves_what_is_exposed(plan: Plan) -> None:
+    one, two = (seen(plan, linked(360e9 * f, 15e-6 / f)) for f in (1, 2))
+    assert one.step_s and two.step_s and two.step_s < one.step_s
+    overlaps = any(w.beside for w in ledger_of(plan).work.values())
+    ratio = two.parts_s[EXPOSED] / one.parts_s[EXPOSED]
+    assert ratio == pytest.approx(0.5, rel=1e-6) if not overlaps else 0.2 < ratio <= 0.5 + 1e-9
+    for name, spent_s in one.parts_s.items():
+        if name not in (EXPOSED, WAIT, "waiting for launches"):
+            assert two.parts_s[name] == pytest.approx(spent_s)
+
+
+def ledger_of(plan: Plan) -> Ledger:
+    return predict(plan, elsewhere(make_context(plan, torch.device("cpu")), H200.name))
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+def test_more_ranks_send_for_a_larger_share_of_the_step(name: str) -> None:
+    (layout, *more), with_ = PARALLEL[name]
+    shares = []
+    for ranks in (2, 4):
+        plan = plan_of("160m", layout.replace("4", str(ranks)), *more, with_=with_)
+        found = seen(plan)
+        assert found.step_s
+        lost = found.parts_s[EXPOSED] + found.parts_s.get(WAIT, 0.0)
+        shares.append(lost / found.step_s)
+    assert 0 < shares[0] < shares[1] < 1, shares
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+def test_ranks_share_the_work(name: str) -> None:
+    """Of products and attention a rank has its part, and a step ends sooner than one rank's."""
+    overrides, with_ = PARALLEL[name]
+    alone = seen(plan_of("160m", *overrides[1:]))
+    four = seen(plan_of("160m", *overrides, with_=with_))
+    assert alone.step_s and four.step_s and alone.step_s / 4 < four.step_s < alone.step_s
+    for kind in ("matrix products", "attention"):
+        share = four.parts_s[kind] / alone.parts_s[kind]
+        # The slowest stage has the head as well; blocks of few tokens are slower.
+        least, most = (0.2, 0.5) if name == "pipeline" else (0.245, 0.4)
+        assert least < share < most, (kind, share)
+
+
+def test_stages_together_do_what_one_rank_does() -> None:
+    overrides, with_ = PARALLEL["pipeline"]
+    plan, alone = plan_of("160m", *overrides, with_=with_), plan_of("160m", overrides[1])
+    context = elsewhere(make_context(plan, torch.device("cpu")), H200.name)
+    each = predict_each(plan, context)
+    assert len(each) == 4
+    for name, piece in ledger_of(alone).work.items():
+        stages = [ledger.work[name] for ledger in each if name in ledger.work]
+        moved = sum(one.count * max(1.0, one.bytes) for one in stages)
+        assert moved == pytest.approx(piece.count * max(1.0, piece.bytes)), name
+
+
+def test_a_pipeline_waits_as_its_bubble_says() -> None:
+    for rows, chunks in ((2, 1), (4, 1), (2, 2)):
+        how = "interleaved" if chunks > 1 else "1f1b"
+        plan = plan_of(
+            "160m", "mesh.pipeline=4", f"batch.micro_sequences={rows}",
+            f'techniques.pipeline_parallel={{schedule="{how}", chunks={chunks}}}',
+        )  # fmt: skip
+        found, micros = seen(plan), plan.rows_per_step // rows
+        assert found.step_s
+        sent_s = found.parts_s[EXPOSED]
+        passes_s = found.step_s - EDGE_S - found.parts_s["the update"]
+        share = found.parts_s[WAIT] / passes_s
+        assert share == pytest.approx(bubble(4, micros, chunks), rel=0.01), sent_s
+
+
+def test_fsdp_hides_its_gathers_and_tensor_parallel_nothing() -> None:
+    fsdp, tensor = (seen(plan_of("1b", *PARALLEL[n][0], with_=PARALLEL[n][1]))
+                    for n in ("fsdp", "tensor"))  # fmt: skip
+    for found, name in ((fsdp, "fsdp"), (tensor, "tensor")):
+        plan = plan_of("1b", *PARALLEL[name][0], with_=PARALLEL[name][1])
+        ledger = ledger_of(plan)
+        pieces = [w for w in ledger.work.values() if w.kind == "collective"]
+        whole_s = sum(w.seconds(H200) * (1 if w.last or w.phase == "optimizer" else
+                      ledger.sizes["micro_batches"]) for w in pieces)  # fmt: skip
+        share = found.parts_s[EXPOSED] / whole_s
+        assert share == pytest.approx(1) if name == "tensor" else share < 0.45, (name, share)
+
+
+def test_buffers_of_communicators_are_told_and_taken_from_the_memory() -> None:
+    alone, plan = seen(plan_of("160m")), plan_of("160m", "mesh.tensor=2", "mesh.data=2",
+                                                  with_=("tensor_parallel",))  # fmt: skip
+    found = seen(plan)
+    assert not alone.buffers_bytes and not alone.between_ranks
+    assert found.buffers_bytes == 3 * COMMUNICATOR_BYTES  # the world's, data's and tensor's
+    assert found.capacity_bytes == alone.capacity_bytes - found.buffers_bytes
+    assert "communication buffers 576.0 MiB, assumed: 3 communicators" in told(plan, found)
+    full = replace(H200, memory_bytes=int(found.peak_bytes + H200.context_bytes + 2**20))
+    assert seen(plan, full).fits == "no" and seen(plan, replace(full, memory_bytes=int(
+        full.memory_bytes + found.buffers_bytes))).fits != "no"  # fmt: skip
+
+
+def test_nodes_that_nobody_joined_have_no_time() -> None:
+    plan = plan_of("160m", "mesh.data=16", with_=("fsdp",))
+    found = seen(plan)
+    assert found.step_s is None and "16 ranks" in found.unknown and found.peak_bytes
+    assert "network" in found.unknown
+    assert seen(plan, linked(ranks=16)).step_s
+    within = plan_of("160m", "mesh.data=2", "mesh.tensor=4", with_=("tensor_parallel",))
+    assert seen(within).step_s
+
+
+@pytest.mark.parametrize(
+    ("overrides", "with_", "says"),
+    [
+        (("mesh.context=2",), ("context_parallel", "document_packing"), "ranks hold parts"),
+        (("mesh.context=2",), ("context_parallel", "sliding_window"), "ranks hold parts"),
+        (("mesh.tensor=2",), ("tensor_parallel", "float8_linear"), "casts"),
+    ],
+)
+def test_what_nobody_counted_has_no_time(
+    overrides: tuple[str, ...], with_: tuple[str, ...], says: str
+) -> None:
+    found = seen(plan_of("1b", *overrides, with_=with_))
+    assert found.step_s is None and says in found.unknown and found.peak_bytes
+
+
+def test_one_devices_steps_say_nothing_of_what_is_sent(plan: Plan) -> None:
+    context = elsewhere(make_context(plan, torch.device("cpu")), H200.name)
+    phases = ("forward", "recompute", "backward", "optimizer")
+    slower = Calibration(dict.fromkeys(phases, 1.5), 0.0, "other", 20)  # type: ignore[arg-type]
+    one, two = foresee(plan, context, H200), foresee(plan, context, H200, slower)
+    assert one.parts_s[EXPOSED] == pytest.approx(two.parts_s[EXPOSED])
+    assert two.parts_s["matrix products"] == pytest.approx(1.5 * one.parts_s["matrix products"])
+    assert not two.between
+
+
+# --- layouts ---------------------------------------------------------------------------------
+
+
+def test_layouts_are_all_and_each_brings_its_technique() -> None:
+    known, plan = catalogue(), plan_of("160m", "mesh.data=8")
+    every = {words for words, _ in layouts(plan, known, near=False)}
+    assert len(every) == 19  # of 8 over four axes, but for the plan's own
+    for words in every:
+        for axis in ("tensor", "context", "pipeline"):
+            named = any(word.startswith(f"mesh.{axis}=") for word in words)
+            assert named == (f"+{axis}_parallel" in words)
+    near = {words for words, _ in layouts(plan, known, near=True)}
+    assert near < every and len(near) == 3 and all("mesh.data=4" in words for words in near)
+    split = plan_of("160m", "mesh.tensor=8", with_=("tensor_parallel",))
+    back = {words for words, _ in layouts(split, known, near=False)}
+    assert ("mesh.data=8", "mesh.tensor=1", "-tensor_parallel") in back
+    none = Catalogue({n: k for n, k in known.techniques.items() if not k.axes}, known.families)
+    assert not list(layouts(plan, none, near=False))
+
+
+def test_a_sweep_ranks_hundreds_of_layouts_and_sets() -> None:
+    plan = plan_of("1b", "mesh.data=8", without=())
+    context = elsewhere(make_context(plan, torch.device("cpu")), H200.name)
+    found = sweep(plan, context, H200, catalogue(), limit=300)
+    meshes = {tuple(c.plan.mesh.model_dump().values()) for c in found.ranked}
+    assert len(found.ranked) > 120 and len(meshes) > 8, (len(found.ranked), meshes)
+    assert all(c.plan.mesh.ranks == 8 for c in found.ranked)
+    times = [c.foresight.step_s for c in found.ranked if c.foresight.fits == "yes"]
+    assert times == sorted(times, key=lambda s: s or 0.0)
+
+
+class Chatty(Technique[Any]):
+    """Tells its own collective."""
+
+    stage: ClassVar[Stage] = Stage.STEP
+    timed: ClassVar[bool] = True
+    axes: ClassVar[tuple[str, ...]] = ("tensor",)
+    card: ClassVar[Card] = Card("", "", "", "", "")
+
+    @classmethod
+    def name(cls) -> str:
+        return "chatty"
+
+    def supports(self, context: Any) -> Supported:
+        return Supported()
+
+    def predict(self, ledger: Ledger) -> Ledger:
+        more = collective(ledger.sizes, "tensor", "forward", "all_to_all", 2**30)
+        return replace(ledger, work={**ledger.work, "chat": more})
+
+
+def test_a_technique_that_lands_later_enters_by_its_own_predict() -> None:
+    known = Catalogue({"chatty": Chatty}, catalogue().families)
+    text = (SHAPES / "160m.toml").read_text().split("[techniques")[0]
+    plan = Plan.read(text, known, overrides=["mesh.tensor=2"], with_=["chatty"])
+    found = seen(plan)
+    a_gibibyte_s = collective_s((), H200.name, "all_to_all", 2**29, 2)
+    micros = plan.rows_per_step // plan.micro_rows
+    assert found.parts_s[EXPOSED] == pytest.approx(micros * a_gibibyte_s, rel=0.1)
+    start = Plan.read(text, known, overrides=["mesh.data=2"])
+    assert ("mesh.data=1", "mesh.tensor=2", "+chatty") in {
+        words for words, _ in layouts(start, known, near=True)
+    }
+
+
+# --- probes ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("function", ["measured", "slower"])
+def test_ranks_measure_their_links(zygote: Any, tmp_path: Path, function: str) -> None:
+    zygote.call(2, tmp_path, FUNCTIONS, function, home=str(tmp_path))
+
+
+def test_a_file_of_before_links_is_still_read() -> None:
+    told = json.loads(H200.to_json())
+    assert told.pop("links") == []
+    assert Machine.from_json(json.dumps(told)) == H200
+    kept = linked()
+    assert Machine.from_json(kept.to_json()) == kept

@@ -1,0 +1,82 @@
+"""What a CPU's probe times is what the ledger names; nothing is timed here."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.core.model_config import ModelConfig
+from headrace.costs.rates import Product
+from headrace.costs.decoder_work import trunk_work
+from headrace.probes import host
+from headrace.probes.clock import Clock
+from headrace.probes.host import PLAIN, WAYS, Small
+from headrace.probes.points import Found
+
+LEAST = Small(16, 1, 2, 64, 2, 8)
+
+
+class Counted(Clock):
+    """Calls once what it is asked for, and says that it took a millisecond."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"), 1e9)
+        self.threads: list[int] = []
+
+    def seconds(self, call: Callable[[], Any]) -> float:
+        self.threads.append(torch.get_num_threads())
+        call()
+        return 1e-3
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> Iterator[Found]:
+    """Nothing measured yet, of decoders that are as small as can be."""
+    monkeypatch.setattr(host, "SIZES", (LEAST,))
+    monkeypatch.setattr(host, "STEPS", (LEAST,) * 3)
+    monkeypatch.setattr(host, "LINEARS", ((8, 6, 4),))
+    before = torch.get_num_threads()
+    yield Found(Counted(), torch.Generator().manual_seed(0))
+    assert torch.get_num_threads() == before
+
+
+def run(found: Found) -> Found:
+    for probe in host._of_a_step(found, []):
+        if probe.group != "compiled steps":
+            probe.run()
+    return found
+
+
+def test_every_piece_of_a_ledger_is_timed_by_its_name(found: Found) -> None:
+    names = {piece.name: piece for piece in host.pieces_of(run(found))}
+    config = ModelConfig(dim=16, layers=1, heads=2, vocab=64, qk_norm=True)
+    work = trunk_work(config, rows=2, length=8, precision="fp32", micro_batches=2.0)
+    streams = {n: p for n, p in work.items() if p.kind == "stream" and p.count and p.bytes}
+    assert streams.keys() <= names.keys()
+    for name, piece in streams.items():
+        assert names[name].points[0].bytes == int(piece.bytes)
+    fused = {name for name, piece in streams.items() if piece.fused is not None}
+    assert fused == {n for n, piece in names.items() if not piece.whole and n in streams}
+    others = names.keys() - streams.keys()
+    assert {name.partition("/")[0] for name in others} == set(PLAIN)
+
+
+def test_linears_are_timed_in_the_three_layouts_of_a_step(found: Found) -> None:
+    run(found)
+    sizes = {way: points[0].sizes for way, points in found.linears.items()}
+    assert sizes == {"result": (8, 6, 4), "input": (8, 4, 6), "weight": (6, 4, 8)}
+    assert tuple(sizes) == WAYS and isinstance(found.linears["input"][0], Product)
+
+
+def test_steps_are_timed_as_they_are_and_with_what_helps(
+    found: Found, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "thread_counts", lambda: [2])
+    run(found)
+    told = {(step.keeps, step.threads) for step in found.steps if not step.compiled}
+    now = torch.get_num_threads()
+    assert (False, now) in told and (False, 2) in told
+    clock: Any = found.clock
+    assert clock.threads.count(2) >= 1
+    assert all(step.shape == (16, 1, 2, 64, 2, 8) for step in found.steps)

@@ -1,0 +1,204 @@
+"""Tiny plans, a machine that is made up, and readings of it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tiny import READ
+
+from headrace.plan.changes import changed
+from headrace.cli.app import catalogue
+from headrace.plan.plan import Plan
+from headrace.train.guard import ALL, MEAN, First
+from headrace.tuner.pairs import time_pair
+from headrace.tuner.proposals import Sources
+from headrace.tuner.readings import NOT_DONE, OUT_OF_MEMORY, Reading
+from headrace.tuner.turns import (
+    FITS,
+    MARGIN,
+    TIMED,
+    TRAINED,
+    Size,
+    take_turns,
+    train_on,
+    visit_steps,
+)
+
+PLAN = 'directory = "{runs}"\n' + READ
+KNOWN = catalogue()
+LOSSES = [6.0 - 0.01 * i + 0.03 * (-1) ** i for i in range(60)]
+
+
+@pytest.fixture
+def plan(tmp_path: Path, corpus: Path, prepared_folder: Path) -> Plan:
+    """A plan without techniques."""
+    text = PLAN.format(runs=tmp_path / "runs", corpus=corpus, prepared=prepared_folder)
+    return Plan.read(text, KNOWN)
+
+
+@pytest.fixture(scope="session")
+def change() -> Callable[..., Plan]:
+    """A plan with changes in words."""
+    return lambda plan, *words: changed(plan, words, KNOWN)
+
+
+@dataclass
+class Machine:
+    """A device on which each technique makes a step so many times as long.
+
+    Args:
+        costs: technique -> factor.
+        losses: technique -> nats that it moves every loss by.
+        bytes: technique -> factor of the peak.
+        base_s: a step without any.
+        build_s: that building and warming a plan takes.
+        compile_s: technique -> seconds more; a half from then on, for caches.
+        drift: share by which each block that was ever timed makes the next one slower.
+        off: how many blocks are off as a whole, by half.
+        shaken: how many pairs have a block of four off by a tenth, on both sides.
+    """
+
+    costs: dict[str, float]
+    losses: dict[str, float] = field(default_factory=dict)
+    bytes: dict[str, float] = field(default_factory=dict)
+    base_s: float = 0.1
+    build_s: float = 5.0
+    compile_s: dict[str, float] = field(default_factory=dict)
+    room_bytes: float = 1e9
+    now_s: float = 0.0
+    drift: float = 0.0
+    off: int = 0
+    shaken: int = 0
+    ran: int = 0
+    asked: list[tuple[Plan, Plan, Size]] = field(default_factory=list)
+    visits: list[Plan] = field(default_factory=list)
+    interrupt_at: int | None = None
+
+    def clock(self) -> float:
+        """Seconds."""
+        return self.now_s
+
+    def step_s(self, plan: Plan) -> float:
+        """Of a plan."""
+        return self.base_s * self._times(self.costs, plan)
+
+    def peak(self, plan: Plan) -> float:
+        """Of a plan."""
+        return 1e6 * self._times(self.bytes, plan)
+
+    @staticmethod
+    def _times(factors: dict[str, float], plan: Plan) -> float:
+        found = 1.0
+        for name in plan.techniques:
+            found *= factors.get(name, 1.0)
+        return found
+
+    def measure(
+        self, first: Plan, second: Plan, *, size: Size, together: bool, limit_s: float
+    ) -> Reading:
+        """A pair's reading, in one process."""
+        self.asked.append((first, second, size))
+        if len(self.asked) == self.interrupt_at:
+            raise KeyboardInterrupt
+        return self.ask(time_pair, first, second, size=size, limit_s=limit_s, limit=None)
+
+    def begin(self, what: Any) -> None:
+        """There is no process."""
+
+    def ask(self, what: Any, *plans: Plan, limit_s: float, size: Size, **how: Any) -> Reading:
+        """As a process would: a pair, or one visit."""
+        began_s, visited = self.now_s, what is not time_pair
+        limit, left_s = how["limit"], lambda: FITS * limit_s - (self.now_s - began_s)
+        sides = [Made(self, plan) for plan in plans]
+        sides[-1].found.ready_s = self.now_s - began_s
+        for place, side in enumerate(sides[: 2 if self.shaken else 0]):
+            side.slow = 1 + 2 * place
+        self.shaken = max(0, self.shaken - 1)
+        found = sides[-1].found
+        found.beside = None if visited else sides[0].found
+        if all(not side.found.refused for side in sides) and self.now_s - began_s < limit_s:
+            if visited:
+                room_s = how["share"] * limit.left_s()
+                found.steps = visit_steps(sides[0].step_s, how["blocks"], size, room_s, limit)
+                sides[0].run(how["blocks"], found.steps)
+                sides[0].train_to(how["train"])
+                found.steps *= how["blocks"]
+                self.visits.append(plans[0])
+            else:
+                take_turns(sides[0], sides[1], size, left_s, TIMED * limit_s, MARGIN["cuda"])
+                train_on(sides[0], sides[1], size, left_s, TRAINED * limit_s)
+        if self.now_s - began_s > limit_s:
+            self.now_s = began_s + limit_s
+            return Reading(refused=f"{NOT_DONE} {limit_s:.0f} s")
+        return found
+
+    def proposal(self, plan: Plan, predicted_s: float | None, fits: str = "yes") -> Any:
+        """A plan with its foresight."""
+        seen = SimpleNamespace(
+            step_s=predicted_s, peak_bytes=self.peak(plan), capacity_bytes=self.room_bytes,
+            fits=fits,
+        )  # fmt: skip
+        return SimpleNamespace(plan=plan, foresight=seen)
+
+    def sources(
+        self, whole: Sequence[Any], *, start_s: float | None = None, names: Sequence[str] = ()
+    ) -> Sources:
+        """Those plans; and as single changes of the best each of the techniques by name."""
+
+        def single(best: Plan) -> list[Any]:
+            more = [f"+{name}" for name in names if name not in best.techniques]
+            return [self.proposal(changed(best, [word], KNOWN), None) for word in more]
+
+        return Sources(lambda p: (self.proposal(p, start_s), whole), single, lambda p: [])
+
+
+class Made:
+    """A plan that is built on a machine, with a little noise that is the same each time."""
+
+    def __init__(self, machine: Machine, plan: Plan) -> None:
+        self.machine, self.step_s, self.peak = machine, machine.step_s(plan), machine.peak(plan)
+        self.found = Reading(norms=[1.0 for _ in LOSSES], peak_bytes=self.peak)
+        self.slow: int | None = None
+        off = sum(machine.losses.get(name, 0.0) for name in plan.techniques)
+        self.moved = off
+        self.found.losses = [loss + off for loss in LOSSES]
+        self.found.firsts = [First(loss + off, 1.0, {}) for loss in LOSSES[:3]]
+        self.found.limits = {"": 1e-3, MEAN: 1e-4, ALL: 1e-3}
+        if self.peak > machine.room_bytes:
+            self.found.refused = f"{OUT_OF_MEMORY}: tried to allocate {self.peak:.0f} bytes"
+        machine.now_s += machine.build_s
+        for name in plan.techniques:
+            machine.now_s += machine.compile_s.get(name, 0.0)
+            self.found.compile_s += machine.compile_s.get(name, 0.0)
+            machine.compile_s[name] = machine.compile_s.get(name, 0.0) / 2
+
+    def train_to(self, steps: int) -> None:
+        """On the clock; its losses fall on, and scatter about what its techniques move them by."""
+        have = len(self.found.losses)
+        self.machine.now_s += max(0, steps - have) * self.step_s
+        self.found.losses += [
+            5.0 - 0.001 * i + self.moved * (1 + 0.5 * (-1) ** (i // 3)) for i in range(have, steps)
+        ]
+        self.found.norms += [1.0] * (steps - have)
+
+    def run(self, blocks: int, steps: int) -> None:
+        """On the clock."""
+        self.machine.now_s += (1 + blocks * steps) * self.step_s
+        for _ in range(blocks):
+            noise = 0.001 * (len(self.found.seconds) % 3)
+            noise += 0.1 * (len(self.found.seconds) % 4 == self.slow)
+            self.machine.ran += 1
+            self.found.seconds.append(
+                self.step_s * (1 + noise + self.machine.drift * self.machine.ran)
+            )
+        if self.machine.off and len(self.found.seconds) == 4 and blocks == 1:
+            self.machine.off -= 1
+            self.found.seconds[-1] *= 1.5
+
+
+@pytest.fixture(name="Machine", scope="session")
+def _machine() -> type[Machine]:
+    return Machine

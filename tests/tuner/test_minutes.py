@@ -1,0 +1,47 @@
+"""What a trial takes is foreseen, told before it begins, and none begins that cannot end."""
+
+from typing import Any
+
+from headrace.plan.changes import changed
+from headrace.cli.app import catalogue
+from headrace.plan.plan import Plan
+from headrace.tuner.judge import Rules
+from headrace.tuner.minutes import Needs, needs
+from headrace.tuner.tune import tune
+
+KNOWN = catalogue()
+CUDA = Rules(device="cuda", precision="bf16")
+FAST, OTHER, ROUNDS, COMPILES = "fused_rope", "fused_swiglu", "bf16_autocast", "torch_compile"
+
+
+def test_a_trial_takes_what_those_like_it_took() -> None:
+    ready = [(False, 20.0), (False, 8.0), (True, 60.0), (False, 6.0)]
+    assert needs(ready, False, False, 0.1) == Needs(7.0, 29 * 0.1)
+    assert needs(ready, True, False, 0.1) == Needs(60.0, 29 * 0.1)
+    assert needs(ready[:1], False, False, 0.1) == Needs(10.0, 29 * 0.1), "caches are warm"
+    assert needs(ready[:2], True, False, 0.1) is None, "nothing that compiles was measured"
+    rounds = needs(ready, False, True, 0.5)
+    assert rounds is not None and rounds.trained_s == 160.0 and rounds.limit_s == 320.0
+    assert rounds.words == "ready in 7.0 s, a look in 14.5 s, 160 steps of both in 3 min"
+
+
+def test_what_cannot_end_any_more_does_not_begin_and_says_what_it_needs(
+    Machine: Any, plan: Plan
+) -> None:
+    """After two trials of exact changes, steps of 2 s are too slow to show what rounds."""
+    machine = Machine({FAST: 0.9, OTHER: 1.1, ROUNDS: 0.5}, base_s=2.0)
+    whole = [
+        machine.proposal(changed(plan, words, KNOWN), step_s)
+        for words, step_s in (([f"+{FAST}"], 1.0), ([f"+{OTHER}"], 1.5), ([f"+{ROUNDS}"], 1.7))
+    ]  # fmt: skip
+    lines = list[str]()
+    tuned = tune(plan, "time", 10, machine.sources(whole, start_s=2.0), machine.measure, CUDA,
+                 clock=machine.clock, tell=lines.append)  # fmt: skip
+    row = tuned.path[2]
+    assert row.changes == (f"-{FAST}", f"+{ROUNDS}")
+    assert row.verdict == "not tried" and row.stage == "none" and row.steps == 0
+    assert row.reason.startswith("it needs about 19 min (ready in ")
+    assert "160 steps of both in 10 min), and a trial has" in row.reason
+    assert "--minutes" in row.reason and tuned.wanted > 20
+    assert any(line.endswith(f"+{OTHER}, about 57.3 s") for line in lines)
+    assert machine.now_s < 600 and len(machine.asked) == 3, "and the first again"
