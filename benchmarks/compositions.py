@@ -42,11 +42,11 @@ import receipts  # noqa: E402
 from cases import COMPOSITIONS, fitted  # noqa: E402
 from composition import Composition, Outcome, run  # noqa: E402
 
-from headrace.core.errors import HeadraceError  # noqa: E402
-from headrace.plan.plan import MeshConfig  # noqa: E402
-from headrace.data.ingest import prepare  # noqa: E402
 from headrace.assemble.filled import check_active  # noqa: E402
+from headrace.core.errors import HeadraceError  # noqa: E402
+from headrace.data.ingest import prepare  # noqa: E402
 from headrace.parallel.world import World, join  # noqa: E402
+from headrace.plan.plan import MeshConfig  # noqa: E402
 
 BAND = house.BAND_BF16
 """Largest distance that a gradient in bf16 may have."""

@@ -11,10 +11,10 @@ from pathlib import Path
 import receipts
 
 from headrace.cli.app import catalogue
-from headrace.plan.plan import Plan
 from headrace.data.ingest import prepare
 from headrace.data.loader import Loader
 from headrace.data.rows import Cut
+from headrace.plan.plan import Plan
 
 LENGTH, ROWS, STEPS = 1024, 32, 200
 

@@ -18,9 +18,9 @@ import torch
 from fault_hooks import Case, patched
 from torch import Tensor
 
-from headrace.train import train
-from headrace.observe.signals import HostClock
 from headrace.assemble.sockets import Build
+from headrace.observe.signals import HostClock
+from headrace.train import train
 
 SECOND = 1
 """The step in which a dose is found; `window.WARM_STEPS` are not judged."""

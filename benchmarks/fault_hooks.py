@@ -9,19 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headrace.train import train
 from headrace.assemble.build import make_build
-from headrace.cli.app import catalogue
 from headrace.assemble.context import choose_device
-from headrace.plan.doubts import doubts_of
-from headrace.plan.plan import Plan
-from headrace.plan.technique import Stage
+from headrace.assemble.sockets import Build
+from headrace.cli.app import catalogue
 from headrace.data.ingest import prepare
 from headrace.data.loader import Micro
 from headrace.export.hf import export_hf
 from headrace.model.decoder import Block
 from headrace.parallel.world import World
-from headrace.assemble.sockets import Build
+from headrace.plan.doubts import doubts_of
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Stage
+from headrace.train import train
 
 MARGIN = 1.15
 """How far above the wanted severity a fault aims, so that noise leaves it there."""

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.core.errors import HeadraceError
-from headrace.plan.symptoms import BOTTLENECKS
 from headrace.doctor.run import diagnose
+from headrace.plan.symptoms import BOTTLENECKS
 
 ABSTAINED = "not measured"
 KEPT = ("report.json", "metrics.jsonl", "plan.toml", "environment.json")

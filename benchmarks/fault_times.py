@@ -18,10 +18,10 @@ from fault_doses import Dose
 from fault_hooks import Case, Facts, after_blocks, before_steps, patched
 from torch import Tensor
 
+from headrace.assemble.sockets import Build
 from headrace.data.loader import Loader, Micro, StepBatch
 from headrace.model.decoder import Block
 from headrace.parallel.world import World
-from headrace.assemble.sockets import Build
 
 STALLED = 5
 """Of so many steps a loader that stalls does it in one."""

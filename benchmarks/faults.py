@@ -22,15 +22,15 @@ where an earlier call ended. Cases of one workload share its healthy runs and wh
 112 healthy runs of seven workloads on a CPU and 77 on a GPU: 8 variants of each, and those that
 faults are held against. On an H200 a case takes 13 to 20 s, more with larger steps.
 
-Each run is `headrace.train.train.run` in a process of its own, then `headrace doctor` reads its folder
-and its first finding is the verdict. A fault is planted from outside (faults_planted.py) at the
-severity that is asked for; the row has the severity that was reached, against a healthy run of the
-same workload in the same call. That run has a row too, as a healthy one, unless it has two ranks,
-which share cores and wait for each other. `counts` says what severity is a share of: of the step's
-time; of all steps' time, where few have the fault; of the tokens; of the progress, which is the
-share of the healthy run's steps that the faulty one is behind at its end; of the steps that had the
-fault, all of them where it ended the run; of the device's memory. A run that fails of its fault is
-judged by what it left. A fault that cannot be planted on a device is told and has no row; a run
+Each run is `headrace.train.train.run` in a process of its own, then `headrace doctor` reads its
+folder and its first finding is the verdict. A fault is planted from outside (faults_planted.py) at
+the severity that is asked for; the row has the severity that was reached, against a healthy run of
+the same workload in the same call. That run has a row too, as a healthy one, unless it has two
+ranks, which share cores and wait for each other. `counts` says what severity is a share of: of the
+step's time; of all steps' time, where few have the fault; of the tokens; of the progress, which is
+the share of the healthy run's steps that the faulty one is behind at its end; of the steps that had
+the fault, all of them where it ended the run; of the device's memory. A run that fails of its fault
+is judged by what it left. A fault that cannot be planted on a device is told and has no row; a run
 that left nothing has a refused one. Rows of faults and workloads in HELD_OUT and UNSEEN are marked:
 these were written beside the thresholds and never run to set them.
 

@@ -1,9 +1,9 @@
 """Faults that are planted into a run from outside, and the process that trains with one.
 
-A fault is a context manager around `headrace.train.train.run`: it replaces a function for as long as it
-is entered, and the run knows nothing of it. It yields what it did, which the row then tells. Those
-that take time are in fault_times.py and fault_products.py, how much of them a step is given in
-fault_doses.py, and the loop that is not ours in fault_foreign.py.
+A fault is a context manager around `headrace.train.train.run`: it replaces a function for as long
+as it is entered, and the run knows nothing of it. It yields what it did, which the row then tells.
+Those that take time are in fault_times.py and fault_products.py, how much of them a step is given
+in fault_doses.py, and the loop that is not ours in fault_foreign.py.
 
 HELD_OUT were written beside the doctor's thresholds and never run to set one.
 """
@@ -22,15 +22,15 @@ from fault_hooks import MARGIN, Case, Facts, Fault, before_steps
 from fault_products import wide_products
 from torch import Tensor
 
-from headrace.train import train
+from headrace.assemble.sockets import Build
 from headrace.core.errors import HeadraceError
-from headrace.plan.plan import Plan
+from headrace.core.progress import Progress
 from headrace.data.loader import Micro
 from headrace.model.attention import Sdpa
 from headrace.model.head import IGNORED
 from headrace.model.mask import MaskSpec
-from headrace.core.progress import Progress
-from headrace.assemble.sockets import Build
+from headrace.plan.plan import Plan
+from headrace.train import train
 from headrace.tuner.readings import device_weights
 
 FROM_STEP = {"cpu": 44, "cuda": 24}

@@ -30,14 +30,14 @@ import receipts
 import torch
 from residuals import DEVICE, PLANS, standing
 
-from headrace.plan.changes import changed, parse
-from headrace.cli.app import catalogue
 from headrace.assemble.context import elsewhere, make_context
+from headrace.cli.app import catalogue
 from headrace.core.errors import HeadraceError
-from headrace.plan.plan import Plan
-from headrace.plan.technique import Context
 from headrace.costs.work import SLOW_HOST
 from headrace.doctor.forecast import DRIFT, NOTHING, moved
+from headrace.plan.changes import changed, parse
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Context
 from headrace.predict.candidates import Asking
 from headrace.predict.foresight import Foresight
 

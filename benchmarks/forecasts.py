@@ -37,17 +37,17 @@ import parts
 import receipts
 import torch
 
-from headrace.plan.changes import changed
-from headrace.cli.app import catalogue
 from headrace.assemble.context import choose_device, elsewhere, make_context
+from headrace.cli.app import catalogue
 from headrace.core.errors import HeadraceError
 from headrace.costs.machine import Machine
-from headrace.plan.plan import Plan
-from headrace.plan.technique import Context
 from headrace.doctor.advice import TOLD
 from headrace.doctor.findings import Finding
 from headrace.doctor.forecast import Measured
 from headrace.doctor.remedies import Remedy, remedies
+from headrace.plan.changes import changed
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Context
 from headrace.tuner.readings import Reading, time_steps
 from headrace.tuner.worker import Worker
 

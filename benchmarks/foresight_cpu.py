@@ -28,12 +28,12 @@ from lists import Configuration, configurations
 from residuals import known, quantiles
 
 from headrace import probes
-from headrace.train import train
 from headrace.assemble.context import make_context
 from headrace.costs.machine import Machine
+from headrace.observe.signals import TrackedMemory
 from headrace.plan.plan import Plan
 from headrace.predict.foresight import foresee
-from headrace.observe.signals import TrackedMemory
+from headrace.train import train
 from headrace.tuner.readings import Reading, opened, read
 from headrace.tuner.worker import Worker
 

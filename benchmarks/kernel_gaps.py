@@ -24,14 +24,14 @@ import receipts
 import torch
 
 from headrace.assemble.build import predict
-from headrace.cli.app import catalogue
 from headrace.assemble.context import elsewhere, make_context
+from headrace.cli.app import catalogue
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.costs.machine import ANCHOR_PRODUCT, Machine
-from headrace.plan.plan import Plan
 from headrace.costs.rates import BACKWARD
-from headrace.plan.technique import Context
 from headrace.costs.work import SKIPPING, TRUNKS, Work
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Context
 
 PLANS = Path(__file__).parent / "plans"
 SINCE = (("trace",), ("model", "logit_cap"), ("data", "lossy_tokenizer"))

@@ -21,14 +21,14 @@ import receipts
 import torch
 from kernel_gaps import parser, plan_from, work_of
 
-from headrace.train import train
 from headrace.assemble.context import make_context
+from headrace.assemble.sockets import Build
 from headrace.core.errors import UnsupportedError
-from headrace.plan.plan import Plan
 from headrace.data.loader import Micro
 from headrace.doctor.trace.kernels import family_of
 from headrace.doctor.trace.steps import Union
-from headrace.assemble.sockets import Build
+from headrace.plan.plan import Plan
+from headrace.train import train
 from headrace.tuner.readings import opened
 
 STEPS = 3

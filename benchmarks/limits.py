@@ -37,10 +37,10 @@ from variants import VARIANTS, Variant
 from headrace.assemble.build import make_context, predict
 from headrace.assemble.context import check_supported, choose_device, elsewhere
 from headrace.core.errors import EXIT_INTERRUPTED, HeadraceError
+from headrace.costs.count import linear_parameters, model_flops_per_token, total_parameters
 from headrace.costs.hardware import lookup
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Context
-from headrace.costs.count import linear_parameters, model_flops_per_token, total_parameters
 from headrace.tuner.readings import Reading, time_long_row, time_steps
 from headrace.tuner.worker import Worker
 

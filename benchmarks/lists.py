@@ -12,8 +12,8 @@ from typing import Any
 
 import tomli_w
 
-from headrace.plan.changes import parse
 from headrace.cli.app import catalogue
+from headrace.plan.changes import parse
 from headrace.plan.plan import Plan
 
 LISTS = sorted((Path(__file__).parent / "plans").glob("held_out*.toml"))

@@ -21,13 +21,13 @@ from unittest.mock import patch
 
 import receipts
 
-from headrace.train import train
-from headrace.plan.changes import changed
 from headrace.cli.app import catalogue
-from headrace.plan.plan import Plan
-from headrace.data.rows import Cut
 from headrace.core.progress import Progress
+from headrace.data.rows import Cut
 from headrace.observe.signals import STALL_SHARE
+from headrace.plan.changes import changed
+from headrace.plan.plan import Plan
+from headrace.train import train
 
 SIDES = {
     "at hand": ("data.workers=1",),

@@ -1,9 +1,9 @@
 """The natural runs: plans as people start with them, with nothing planted into them.
 
-A run is a shape, words that change its plan (headrace/plan/changes.py), and a number of steps. A shape
-is one of SHAPES, a recipe, a plan of plans/ or a file. `-*` takes out every technique, so that a
-plan of plans/ becomes what a first script has. A run that was measured once is not changed any
-more: another one gets another id.
+A run is a shape, words that change its plan (headrace/plan/changes.py), and a number of steps. A
+shape is one of SHAPES, a recipe, a plan of plans/ or a file. `-*` takes out every technique, so
+that a plan of plans/ becomes what a first script has. A run that was measured once is not changed
+any more: another one gets another id.
 """
 
 import tomllib
@@ -14,10 +14,10 @@ from pathlib import Path
 import receipts
 import tomli_w
 
-from headrace.plan.changes import changed
 from headrace.cli.app import catalogue
-from headrace.plan.plan import Plan
 from headrace.costs.count import total_parameters
+from headrace.plan.changes import changed
+from headrace.plan.plan import Plan
 from headrace.recipes import recipes
 
 BARE = "-*"

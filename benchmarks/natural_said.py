@@ -19,21 +19,21 @@ import torch
 from natural_gate import Gate
 from natural_times import TOGETHER_BYTES
 
-from headrace.train import train
-from headrace.cli.arguments import rates_here
-from headrace.cli.app import catalogue
 from headrace.assemble.context import choose_device
+from headrace.cli.app import catalogue
+from headrace.cli.arguments import rates_here
 from headrace.core.errors import HeadraceError
-from headrace.plan.plan import Plan
-from headrace.plan.symptoms import BOTTLENECKS, parse, saves_memory
+from headrace.core.progress import Progress
 from headrace.doctor.advice import TOLD, Advice, advise, place_of
 from headrace.doctor.run import rows_of
 from headrace.doctor.trace import ABSTAINED
 from headrace.doctor.window import WARM_STEPS, of_run
 from headrace.inference.load import resolve_run
+from headrace.plan.plan import Plan
+from headrace.plan.symptoms import BOTTLENECKS, parse, saves_memory
 from headrace.predict.candidates import MICRO, Asking, Candidate, Words, singles
 from headrace.predict.foresight import at
-from headrace.core.progress import Progress
+from headrace.train import train
 from headrace.train.run_folder import RunFolder
 from headrace.train.session import Session
 from headrace.tuner.kinds import kind_of

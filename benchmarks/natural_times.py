@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from natural_gate import Gate
 
-from headrace.train import train
-from headrace.plan.changes import changed
 from headrace.cli.app import catalogue
 from headrace.core.errors import HeadraceError
+from headrace.plan.changes import changed
 from headrace.plan.plan import Plan
 from headrace.predict.candidates import Words
+from headrace.train import train
 from headrace.tuner.kinds import kind_of
 from headrace.tuner.readings import BEHIND as WAITED
 from headrace.tuner.readings import (

@@ -27,15 +27,15 @@ from typing import Any
 
 import receipts
 
-from headrace.train import train
-from headrace.observe.profiler import FIRST, Bursts
+from headrace.assemble.sockets import Build
 from headrace.cli.app import catalogue
-from headrace.plan.plan import Plan
 from headrace.core.statistics import Interval, order_abba, paired_ratio, t_two_sided
 from headrace.data.loader import Micro
 from headrace.observe.gauges import EVERY_S, Gauges
+from headrace.observe.profiler import FIRST, Bursts
 from headrace.observe.signals import Signals
-from headrace.assemble.sockets import Build
+from headrace.plan.plan import Plan
+from headrace.train import train
 from headrace.tuner.readings import opened, wait
 
 OFTEN = 10

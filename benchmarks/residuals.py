@@ -29,12 +29,10 @@ import torch
 from lists import configurations, firsts
 
 from headrace.assemble.build import predict
-from headrace.cli.app import catalogue
 from headrace.assemble.context import elsewhere, make_context
+from headrace.cli.app import catalogue
 from headrace.core.errors import UnsupportedError
 from headrace.costs.machine import Machine
-from headrace.plan.plan import Plan
-from headrace.plan.technique import Context
 from headrace.costs.work import (
     BESIDE,
     EDGE_S,
@@ -45,6 +43,8 @@ from headrace.costs.work import (
     Work,
     step_time,
 )
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Context
 from headrace.predict.foresight import FEW, FP32, foresee
 
 ROOT = Path(__file__).resolve().parents[1]

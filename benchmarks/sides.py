@@ -13,13 +13,13 @@ from statistics import mean
 
 import torch
 
-from headrace.train import train
 from headrace.assemble.build import make_context
-from headrace.cli.app import catalogue
 from headrace.assemble.context import check_supported, choose_device
+from headrace.assemble.filled import OWN, check_active, note_own_attention
+from headrace.cli.app import catalogue
 from headrace.core.errors import HeadraceError
 from headrace.plan.plan import Plan
-from headrace.assemble.filled import OWN, check_active, note_own_attention
+from headrace.train import train
 from headrace.tuner.readings import Clock, Reading, counted, opened, peak, read
 from headrace.tuner.short import of_length
 

@@ -18,11 +18,11 @@ from typing import Any
 
 import receipts
 
-from headrace.train import train
 from headrace.cli.app import catalogue
-from headrace.plan.plan import Plan
-from headrace.data.ingest import prepare
 from headrace.core.progress import Progress
+from headrace.data.ingest import prepare
+from headrace.plan.plan import Plan
+from headrace.train import train
 from headrace.train.run_folder import RunFolder
 
 PLAN = Path(__file__).parent / "plans" / "novels.toml"

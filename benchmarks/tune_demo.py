@@ -34,12 +34,12 @@ from typing import Any
 import receipts
 from tuner import file_of, interval
 
-from headrace.plan.changes import changed, parse
-from headrace.cli.app import catalogue
 from headrace.assemble.context import choose_device, make_context
-from headrace.plan.plan import Plan
+from headrace.cli.app import catalogue
 from headrace.core.statistics import Interval
 from headrace.data.ingest import prepare
+from headrace.plan.changes import changed, parse
+from headrace.plan.plan import Plan
 from headrace.tuner.command import folder_of
 from headrace.tuner.judge import Rules, compare
 from headrace.tuner.pairs import measure_with

@@ -29,21 +29,21 @@ import receipts
 from variants import FLASH4, KERNELS
 
 from headrace import probes
-from headrace.cli.arguments import rates_here
-from headrace.plan.changes import parse
-from headrace.cli.app import catalogue
 from headrace.assemble.context import check_supported, choose_device, make_context
+from headrace.cli.app import catalogue
+from headrace.cli.arguments import rates_here
 from headrace.core.errors import HeadraceError, UnsupportedError
-from headrace.costs.machine import Machine
-from headrace.plan.plan import Plan
 from headrace.core.statistics import Interval
+from headrace.costs.machine import Machine
+from headrace.plan.changes import parse
+from headrace.plan.plan import Plan
+from headrace.truth.numbers import BUDGETS
 from headrace.tuner.command import MINUTES, tune_command
 from headrace.tuner.judge import Rules, compare
 from headrace.tuner.pairs import ACCEPT, Size, measure_with
 from headrace.tuner.path import Tuned
 from headrace.tuner.store import fingerprint
 from headrace.tuner.worker import Worker
-from headrace.truth.numbers import BUDGETS
 
 PLANS = Path(__file__).parent / "plans"
 RECIPES = receipts.ROOT / "headrace" / "recipes"

@@ -30,14 +30,15 @@ import parts
 import receipts
 import torch
 
-from headrace.cli.arguments import rates_here
-from headrace.plan.changes import changed, difference
-from headrace.cli.app import catalogue
 from headrace.assemble.context import choose_device, make_context
-from headrace.plan.plan import Plan
+from headrace.cli.app import catalogue
+from headrace.cli.arguments import rates_here
 from headrace.core.statistics import Equivalence, equivalence
-from headrace.plan.technique import Context
 from headrace.data.ingest import prepare
+from headrace.plan.changes import changed, difference
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Context
+from headrace.truth.numbers import LOSER_NATS, LOSER_STEPS
 from headrace.tuner.equality import BATCHES
 from headrace.tuner.judge import Compared, Rules
 from headrace.tuner.judge import Verdict as Judged
@@ -48,7 +49,6 @@ from headrace.tuner.running import LONGEST, Run
 from headrace.tuner.short import train_steps
 from headrace.tuner.store import Store, fingerprint, here
 from headrace.tuner.worker import Worker
-from headrace.truth.numbers import LOSER_NATS, LOSER_STEPS
 
 TOPIC = "tuner_trials"
 RECIPES = receipts.ROOT / "headrace" / "recipes"

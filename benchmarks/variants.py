@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.plan.changes import Changes, parse
 from headrace.cli.app import catalogue
+from headrace.plan.changes import Changes, parse
 from headrace.plan.plan import Plan
 
 KERNELS = "+fused_rms_norm +fused_rope "

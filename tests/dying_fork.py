@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from headrace.train import run_folder
 from headrace.cli.app import app
 from headrace.core import files
+from headrace.train import run_folder
 
 
 def fork(*, at: int, argv: list[str], log: str = "", pause_s: float = 0.0) -> None:

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from headrace.train import checkpoint
 from headrace.cli.app import app
+from headrace.train import checkpoint
 
 
 def train(*, at_step: int, argv: list[str]) -> None:

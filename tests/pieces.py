@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headrace.assemble.sockets import Build
 from headrace.data.loader import Micro
 from headrace.parallel.ring import Ring
-from headrace.assemble.sockets import Build
 from headrace.train.train import step
 
 

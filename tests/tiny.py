@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from headrace import probes
 from headrace.assemble.build import make_build
-from headrace.train.checkpoint import INDEX, Saved, _sealed
 from headrace.costs.machine import Machine
-from headrace.plan.plan import Plan
-from headrace.plan.technique import Stage
 from headrace.data.ingest import prepare
 from headrace.export.hf import export_hf
 from headrace.parallel.world import World
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Stage
+from headrace.train.checkpoint import INDEX, Saved, _sealed
 
 WORDS = [
     "river", "water", "mill", "wheel", "stone", "gate", "level", "flow", "deep", "cold", "still",

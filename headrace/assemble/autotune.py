@@ -33,17 +33,17 @@ from torch import Tensor
 
 from headrace.assemble.build import make_build
 from headrace.assemble.context import make_context
+from headrace.assemble.sockets import Build, Work
 from headrace.core.errors import ConfigError, HeadraceError, UnsupportedError
 from headrace.core.files import write_whole
-from headrace.plan.plan import Plan
-from headrace.plan.technique import Catalogue, Stage, Technique, Unsupported, check_claims
+from headrace.core.progress import Progress
 from headrace.data.loader import collate
 from headrace.data.prepared import Prepared
 from headrace.model.attention import attending, check_mask, kernels_of
 from headrace.parallel.first import by_first
 from headrace.parallel.world import World
-from headrace.core.progress import Progress
-from headrace.assemble.sockets import Build, Work
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Catalogue, Stage, Technique, Unsupported, check_claims
 
 NOTE = "attention"
 """Where a build keeps what was measured; the report has it under the same name."""

@@ -17,31 +17,31 @@ import torch
 from torch import Tensor, nn
 
 from headrace.assemble.context import check_supported, make_context
+from headrace.assemble.filled import fillers, record
+from headrace.assemble.materialize import freeze, materialize
+from headrace.assemble.sockets import Build, Pass, Route, auxiliary_loss, place
 from headrace.core.errors import ConfigError, Diverged
+from headrace.core.model_config import ModelConfig
+from headrace.costs.count import trunk_ledger
+from headrace.costs.decoder_work import shared_work, trunk_work
 from headrace.costs.ledger import Ledger
 from headrace.costs.links import COMMUNICATORS
-from headrace.core.model_config import ModelConfig
-from headrace.plan.plan import MeshConfig, Plan
-from headrace.plan.technique import Context, Stage, Technique
 from headrace.data.loader import Loader
 from headrace.data.order import make_order
 from headrace.data.prepared import Prepared
 from headrace.data.pretrained import check_tokenizer, unchecked_tokenizer
 from headrace.data.rows import Cut, Packer
 from headrace.data.tokenizer import entries, open_tokenizer
-from headrace.assemble.filled import fillers, record
-from headrace.assemble.materialize import freeze, materialize
 from headrace.model.adapter import files_left_out, load_pretrained, read_config
-from headrace.costs.count import trunk_ledger
 from headrace.model.decoder import Decoder, trunk_parts
 from headrace.model.head import with_terms
 from headrace.model.init import adding, random_source
-from headrace.costs.decoder_work import shared_work, trunk_work
 from headrace.optim.adamw import clip_factor, gradient_norm, make_adamw, scale_gradients
 from headrace.optim.schedule import learning_rate
 from headrace.parallel.layout import Layout, local_of
 from headrace.parallel.world import AXES, World
-from headrace.assemble.sockets import Build, Pass, Route, auxiliary_loss, place
+from headrace.plan.plan import MeshConfig, Plan
+from headrace.plan.technique import Context, Stage, Technique
 
 
 def predict(plan: Plan, context: Context) -> Ledger:

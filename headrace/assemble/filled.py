@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headrace.assemble.sockets import COMPOSED, OWNED, Build
 from headrace.core.errors import RunError
-from headrace.plan.technique import Evidence, Technique
 from headrace.model.attention import Attention, kernels_of, operations_of
 from headrace.model.mask import MaskSpec, Rows
-from headrace.assemble.sockets import COMPOSED, OWNED, Build
+from headrace.plan.technique import Evidence, Technique
 
 OWN = "own_attention"
 """Where a build notes what torch chose."""

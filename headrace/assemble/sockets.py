@@ -13,10 +13,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from headrace.costs.ledger import Ledger, check_free
 from headrace.core.model_config import ModelConfig
-from headrace.plan.plan import Plan
-from headrace.plan.technique import Context, Technique
+from headrace.costs.ledger import Ledger, check_free
 from headrace.data.loader import Loader, Micro
 from headrace.data.order import Order
 from headrace.data.prepared import Prepared
@@ -27,6 +25,8 @@ from headrace.model.init import Source
 from headrace.model.mask import MaskSpec, Rows
 from headrace.parallel.layout import Layout
 from headrace.parallel.world import World
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Context, Technique
 
 
 class Forward(Protocol):

@@ -9,16 +9,16 @@ import torch
 
 from headrace.assemble.build import check_weights, predict
 from headrace.assemble.context import check_supported
+from headrace.assemble.sockets import COMPOSED, SOCKETS
 from headrace.core.command import again
-from headrace.plan.doubts import doubts_of
 from headrace.core.errors import ConfigError, alike
 from headrace.core.known import told_of
-from headrace.costs.ledger import WORDS
-from headrace.plan.plan import Plan
 from headrace.core.strict import meanings
-from headrace.plan.technique import Catalogue, Context, Technique
 from headrace.core.units import format_bytes, format_count
-from headrace.assemble.sockets import COMPOSED, SOCKETS
+from headrace.costs.ledger import WORDS
+from headrace.plan.doubts import doubts_of
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Catalogue, Context, Technique
 
 
 def explain_technique(technique: type[Technique[Any]]) -> tuple[dict[str, Any], str]:

@@ -24,15 +24,15 @@ import torch
 
 from headrace.assemble.build import make_build
 from headrace.assemble.context import check_supported, choose_device, make_context, on_one_process
+from headrace.assemble.sockets import Build
 from headrace.core.errors import ConfigError, UnsupportedError
-from headrace.plan.plan import Plan
-from headrace.plan.technique import Technique
+from headrace.core.progress import Progress
 from headrace.core.units import format_seconds
 from headrace.data.ingest import prepare
-from headrace.train.evaluate import evaluate
 from headrace.parallel.world import World
-from headrace.core.progress import Progress
-from headrace.assemble.sockets import Build
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Technique
+from headrace.train.evaluate import evaluate
 from headrace.train.train import step
 
 MOST_ROWS = 2

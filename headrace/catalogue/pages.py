@@ -16,8 +16,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from headrace.plan.plan import Plan
 from headrace.core.strict import meanings
+from headrace.plan.plan import Plan
 from headrace.plan.technique import Catalogue, Technique
 
 KINDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}

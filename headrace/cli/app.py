@@ -14,8 +14,17 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from headrace.assemble.context import choose_device, make_context
+from headrace.catalogue.explain import (
+    check_explained,
+    explain_plan,
+    explain_technique,
+    nothing_to_explain,
+)
+from headrace.catalogue.graphs import explain_graphs
+from headrace.catalogue.matrix import explain_matrix, read_matrix
+from headrace.catalogue.table import catalogue_rows
 from headrace.cli import closed_loop
-from headrace.train import train as trainer
 from headrace.cli.arguments import (
     Checkpoint,
     Json,
@@ -28,32 +37,6 @@ from headrace.cli.arguments import (
     catalogue,
     named_plan,
 )
-from headrace.catalogue.explain import (
-    check_explained,
-    explain_plan,
-    explain_technique,
-    nothing_to_explain,
-)
-from headrace.catalogue.graphs import explain_graphs
-from headrace.catalogue.matrix import explain_matrix, read_matrix
-from headrace.catalogue.table import catalogue_rows
-from headrace.assemble.context import choose_device, make_context
-from headrace.core.errors import ConfigError, HeadraceError
-from headrace.core.model_config import WIDEST
-from headrace.plan.plan import MOST, Plan
-from headrace.core.units import format_count, format_seconds, part_of_text
-from headrace.data.ingest import prepare
-from headrace.doctor.advice import NOTHING_GAINS, advise, narrowest
-from headrace.doctor.advice import plain as advice_plain
-from headrace.train.evaluate import doubts, evaluate, finite
-from headrace.export.run import export_run
-from headrace.train.interrupts import Closing, Interrupts, Preparing
-from headrace.inference.load import computed, open_model, plan_to_resume, read_plan, resolve_run, run_of
-from headrace.model.companions import LOST, Companions, read_companions
-from headrace.model.zoo import families
-from headrace.recipes import recipes
-from headrace.train.run_folder import RunFolder
-from headrace.inference.sample import generate
 from headrace.cli.terminal import (
     console,
     exit_codes,
@@ -64,6 +47,30 @@ from headrace.cli.terminal import (
     tell_error,
 )
 from headrace.cli.verbs import Verbs
+from headrace.core.errors import ConfigError, HeadraceError
+from headrace.core.model_config import WIDEST
+from headrace.core.units import format_count, format_seconds, part_of_text
+from headrace.data.ingest import prepare
+from headrace.doctor.advice import NOTHING_GAINS, advise, narrowest
+from headrace.doctor.advice import plain as advice_plain
+from headrace.export.run import export_run
+from headrace.inference.load import (
+    computed,
+    open_model,
+    plan_to_resume,
+    read_plan,
+    resolve_run,
+    run_of,
+)
+from headrace.inference.sample import generate
+from headrace.model.companions import LOST, Companions, read_companions
+from headrace.model.zoo import families
+from headrace.plan.plan import MOST, Plan
+from headrace.recipes import recipes
+from headrace.train import train as trainer
+from headrace.train.evaluate import doubts, evaluate, finite
+from headrace.train.interrupts import Closing, Interrupts, Preparing
+from headrace.train.run_folder import RunFolder
 
 app = typer.Typer(
     cls=Verbs, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False

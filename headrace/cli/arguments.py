@@ -10,16 +10,16 @@ import typer
 from headrace import __version__
 from headrace.assemble.build import NOT_OF_WEIGHTS
 from headrace.assemble.context import choose_device, elsewhere, make_context
+from headrace.cli.terminal import console, is_first, probe_progress
 from headrace.core.errors import ConfigError, HeadraceError, nearest
 from headrace.core.files import toml_values
 from headrace.core.layers import left_to_weights
 from headrace.costs.machine import Machine
+from headrace.model.adapter import load_pretrained
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Catalogue, Context, installed
-from headrace.model.adapter import load_pretrained
 from headrace.probes.at_hand import rates
 from headrace.recipes import read_recipe
-from headrace.cli.terminal import console, is_first, probe_progress
 
 
 def _tell_version(asked: bool) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from headrace import probes
+from headrace.assemble.context import find_device
 from headrace.cli.arguments import (
     DeviceName,
     Json,
@@ -20,17 +21,17 @@ from headrace.cli.arguments import (
     place,
     rates_here,
 )
-from headrace.assemble.context import find_device
+from headrace.cli.terminal import console, exit_codes, make_progress, show_json, show_table
 from headrace.core.command import again
-from headrace.plan.doubts import doubts_of
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.files import shell
-from headrace.plan.plan import MOST
 from headrace.doctor import advice
 from headrace.doctor.run import TRACES
 from headrace.doctor.trace.facts import HEAD as KERNEL_HEAD
 from headrace.doctor.trace.facts import kernel_lines
 from headrace.inference.load import read_recorded_plan, resolve_run, run_of
+from headrace.plan.doubts import doubts_of
+from headrace.plan.plan import MOST
 from headrace.predict import sweep
 from headrace.predict.ending import Curve
 from headrace.predict.foresight import after, foresee, told
@@ -38,14 +39,13 @@ from headrace.probes.table import table as probe_table
 from headrace.probes.together import measure_together
 from headrace.recipes import recipes
 from headrace.train.run_folder import RunFolder
-from headrace.cli.terminal import console, exit_codes, make_progress, show_json, show_table
+from headrace.truth import HEAD, compute, notes, table
 from headrace.tuner.ablate import ablate_command
 from headrace.tuner.command import MINUTES, folder_of, tune_command
 from headrace.tuner.command import told as tuned_told
 from headrace.tuner.judge import Aim
 from headrace.tuner.kinds import learns_otherwise, runs_otherwise
 from headrace.tuner.target import SEEDS
-from headrace.truth import HEAD, compute, notes, table
 
 
 def plan(

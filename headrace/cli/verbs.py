@@ -11,9 +11,9 @@ from typing import Any, get_args
 import typer
 from typer.core import TyperGroup
 
+from headrace.cli.terminal import exit_codes, is_first
 from headrace.core.command import typed
 from headrace.core.errors import EXIT_PLAN, ConfigError, nearest
-from headrace.cli.terminal import exit_codes, is_first
 
 UsageError: Any = typer.BadParameter.__base__
 """What typer raises where no verb takes the command line; it gives only this child a name."""

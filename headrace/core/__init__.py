@@ -1,1 +1,1 @@
-"""Floor 0: words that everyone shares. No torch."""
+"""Words that everyone shares. No torch."""

@@ -6,8 +6,8 @@ activation (4 in fp32, 2 under bf16). FLOPs count a multiply-add as two.
 Shapes: N = rows x length tokens, D features, L layers, H x K query features, G x K key features.
 """
 
-from headrace.costs.ledger import Instant, Ledger, Line, Matrix
 from headrace.core.model_config import ModelConfig
+from headrace.costs.ledger import Instant, Ledger, Line, Matrix
 
 FP32 = 4
 

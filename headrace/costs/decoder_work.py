@@ -11,12 +11,12 @@ hidden features, V entries of the vocabulary, P parameters.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from headrace.costs.ledger import Ledger
 from headrace.core.model_config import ModelConfig
+from headrace.costs.count import FP32, block_linears, linear_parameters, total_parameters
+from headrace.costs.ledger import Ledger
+from headrace.costs.links import BUCKET_BYTES
 from headrace.costs.rates import SCORE_BYTES
 from headrace.costs.work import HALVES, UNFUSED, Phase, Work, collective
-from headrace.costs.count import FP32, block_linears, linear_parameters, total_parameters
-from headrace.parallel.world import BUCKET_BYTES
 
 FROZEN = ("weight_cast/backward", "head_cast/backward", "embedding/backward")
 """Pieces that frozen weights do not need, beside their gradients' products and sums."""

@@ -28,6 +28,8 @@ CALL_S = 15 * MICROSECOND
 COMMUNICATOR_BYTES = 2 * 24 * 4 * MIB
 """Assumed of each communicator of NCCL's on a GPU: a buffer of 4 MiB, its documented default
 (NCCL_BUFFSIZE), for each direction of 24 channels. It lies outside of torch's allocator."""
+BUCKET_BYTES = 25 * MIB
+"""Gradients are reduced in buckets of about this size (DDP's default, arXiv 2006.15704)."""
 COMMUNICATORS = "communicators"
 """The size of a ledger that counts them."""
 

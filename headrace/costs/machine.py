@@ -33,6 +33,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from headrace.core.errors import ConfigError, UnsupportedError
+from headrace.core.files import write_whole
 from headrace.costs.assumed import (
     ANCHOR_ATTENTION,
     CPU,
@@ -42,8 +44,6 @@ from headrace.costs.assumed import (
     Family,
     Row,
 )
-from headrace.core.errors import ConfigError, UnsupportedError
-from headrace.core.files import write_whole
 from headrace.costs.hardware import ASSUMED, Hardware, lookup, near
 from headrace.costs.links import Link
 from headrace.costs.rates import (

@@ -24,7 +24,6 @@ from dataclasses import dataclass, replace
 
 from headrace.costs.allocator import Allocator, Block, OutOfMemory
 from headrace.costs.ledger import Ledger, Line
-from headrace.plan.technique import Context
 
 MIB = 2**20
 WORKSPACE = "library workspaces"
@@ -62,7 +61,7 @@ def workspace_bytes(capability: tuple[int, int] | None) -> int:
     return WORKSPACES * each
 
 
-def _with_scores(ledger: Ledger, context: Context) -> Ledger:
+def _with_scores(ledger: Ledger, device: str, precision: str) -> Ledger:
     """Add the scores that torch's own attention keeps where no kernel of it can run.
 
     In fp32 none knows groups of keys: two plans that were to fit were out of memory, asking for a
@@ -71,7 +70,7 @@ def _with_scores(ledger: Ledger, context: Context) -> Ledger:
     sizes = ledger.sizes
     chosen = any(w.kind == "attention" and not w.kernel for w in ledger.work.values())
     grouped = sizes["heads"] != sizes["kv_heads"]
-    if context.device != "cuda" or context.precision != "fp32" or not (chosen and grouped):
+    if device != "cuda" or precision != "fp32" or not (chosen and grouped):
         return ledger
     each = 4 * sizes["rows"] * sizes["heads"] * sizes["length"] ** 2
     for layer in range(int(sizes["layers"])):
@@ -152,17 +151,21 @@ class Footprint:
         return reserve(self.ledger, capacity=capacity, workspace=self.workspace, expandable=grows)
 
 
-def as_held(ledger: Ledger, context: Context) -> Footprint:
+def as_held(
+    ledger: Ledger, device: str, precision: str, capability: tuple[int, int] | None
+) -> Footprint:
     """Return what a plan holds where it runs.
 
     Args:
-        ledger: of the plan.
-        context: the place.
+        ledger: the plan's tensors.
+        device: the type of the device, as "cuda".
+        precision: the data type of its operations, as "bf16".
+        capability: the compute capability of a GPU.
     """
-    ledger = _with_scores(ledger, context)
-    if context.device != "cuda":
+    ledger = _with_scores(ledger, device, precision)
+    if device != "cuda":
         return Footprint(ledger, 0, None)
-    found = Footprint(ledger, workspace_bytes(context.capability), None)
+    found = Footprint(ledger, workspace_bytes(capability), None)
     if ledger.sizes["layers"] > REPLAYED:
         return found
     return replace(found, free=found.replayed(math.inf))

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import ceil
 
+from headrace.costs.count import FP32
+from headrace.costs.decoder_work import LEARNED
 from headrace.costs.ledger import Ledger
 from headrace.costs.links import Operation
 from headrace.costs.work import Phase, Work, collective
-from headrace.costs.count import FP32
-from headrace.costs.decoder_work import LEARNED
 
 AXIS = "tensor"
 COLUMNS = ("mixer.qkv", "mlp.gate_up", "mlp.up", "head")

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from headrace.costs import links
 from headrace.core.errors import UnsupportedError
+from headrace.costs import links
 from headrace.costs.links import Operation
 from headrace.costs.machine import Machine
 from headrace.costs.rates import BACKWARD, SOFTMAX, START

@@ -1,1 +1,1 @@
-"""Floor 2: from raw text to one global stream of rows."""
+"""From raw text to one global stream of rows."""

@@ -34,7 +34,6 @@ from headrace.core.errors import (
 )
 from headrace.core.files import hold_lock, publish
 from headrace.core.native import call_native
-from headrace.plan.plan import DataConfig, Plan
 from headrace.core.units import format_bytes
 from headrace.data import left_out
 from headrace.data.heldout import (
@@ -54,6 +53,7 @@ from headrace.data.repeated import Seen
 from headrace.data.shards import FORMAT, OtherFormat, ShardWriter, sync_file
 from headrace.data.sources import read_documents, source_signature
 from headrace.data.tokenizer import Tokenizer, open_tokenizer, train_tokenizer
+from headrace.plan.plan import DataConfig, Plan
 
 Progress = Callable[[str, float, float | None], None]
 """(what is being done, how far, of how much or None)."""

@@ -10,13 +10,13 @@ from typing import Any
 from headrace.core.command import train_again
 from headrace.core.errors import ConfigError
 from headrace.core.files import printable
-from headrace.plan.plan import Plan
 from headrace.data import left_out
 from headrace.data.heldout import Record
 from headrace.data.left_out import LeftOut
 from headrace.data.shards import Shards
 from headrace.data.sides import Sides
 from headrace.data.tokenizer import Tokenizer
+from headrace.plan.plan import Plan
 
 VERIFY_BYTES = 1 << 30
 """Sets up to this size are compared with their hashes whenever they are opened."""

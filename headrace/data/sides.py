@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.core.command import plan_again
-from headrace.plan.technique import Doubt
 from headrace.core.units import format_bytes
 from headrace.data.heldout import LEAST, LONG_LINE, Overlap, Record
 from headrace.data.shards import Shards
+from headrace.plan.technique import Doubt
 
 COPIED = 0.25
 """Share of a validation text's long lines, trained on too, from which on this is told. Files of

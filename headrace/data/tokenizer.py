@@ -32,7 +32,6 @@ from headrace.core.errors import ConfigError, TextLost, UnsupportedError, neares
 from headrace.core.files import write_whole
 from headrace.core.folders import refuse_absent, refuse_no_tokenizer
 from headrace.core.native import silent_panics
-from headrace.plan.plan import DataConfig
 from headrace.data.document_token import END_OF_TEXT, find_document_token
 from headrace.data.lossless import (
     check_parts,
@@ -54,6 +53,7 @@ from headrace.data.spelling import (
     token_bytes,
     unspell,
 )
+from headrace.plan.plan import DataConfig
 
 SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,2}"

@@ -1,1 +1,1 @@
-"""Floor 5: where time and memory went."""
+"""Where time and memory went."""

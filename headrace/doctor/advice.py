@@ -20,14 +20,10 @@ from typing import Any
 import torch
 
 from headrace.assemble.build import predict
-from headrace.plan.changes import parse
 from headrace.core.command import train_command
 from headrace.core.errors import HeadraceError, RunError
-from headrace.costs.machine import ANCHOR_PRODUCT, Machine
-from headrace.plan.plan import Plan
-from headrace.plan.symptoms import BOTTLENECKS, saves_memory
-from headrace.plan.technique import Catalogue, Context
 from headrace.core.units import format_bytes, format_seconds
+from headrace.costs.machine import ANCHOR_PRODUCT, Machine
 from headrace.doctor.findings import ABSTAINED, Finding
 from headrace.doctor.forecast import SHARE_ENDS, Measured, by_ledger
 from headrace.doctor.judge import UNUSED
@@ -43,6 +39,10 @@ from headrace.doctor.remedies import BOUGHT, HEALTHY, Remedy, remedies
 from headrace.doctor.run import WRONG, diagnose_run, place_of, rows_of, use_of
 from headrace.doctor.window import of_run
 from headrace.inference.load import read_recorded_plan
+from headrace.plan.changes import parse
+from headrace.plan.plan import Plan
+from headrace.plan.symptoms import BOTTLENECKS, saves_memory
+from headrace.plan.technique import Catalogue, Context
 from headrace.predict.candidates import Asking
 from headrace.predict.foresight import IDLE, KINDS, LAUNCHES, Foresight, foresee
 from headrace.predict.intervals import widening

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from headrace.core.statistics import Interval
-from headrace.plan.technique import Catalogue
 from headrace.doctor.findings import ABSTAINED, Finding, stations
 from headrace.doctor.forecast import Forecast, Source, by_share
 from headrace.doctor.loop_words import BOTTLENECKS, COOLER, STATIONS, Change, Loop
 from headrace.doctor.run import HELD, LOOK_BYTES, WATCHED, diagnose, read_watched
 from headrace.doctor.trace.host import host_families
 from headrace.doctor.trace.ranks import measure_traces
+from headrace.plan.technique import Catalogue
 
 SHARES = ("input", "wasted tokens")
 """What a finding's share forecasts."""

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from math import inf, isnan, log
 from statistics import fmean, median
 
-from headrace.costs.machine import PROBE
 from headrace.core.units import format_seconds
+from headrace.costs.machine import PROBE
 from headrace.costs.work import EDGE_S
 from headrace.doctor.findings import ABSTAINED, Finding
 from headrace.doctor.window import Window

@@ -20,16 +20,16 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from headrace.plan.changes import flat, word
 from headrace.core.errors import HeadraceError, UnsupportedError
-from headrace.plan.gentler import gentler, usual_rate
-from headrace.costs.machine import SQUARE, Machine
-from headrace.plan.plan import Plan
 from headrace.core.statistics import Interval
-from headrace.plan.symptoms import BOTTLENECKS, parse, saves_memory
-from headrace.plan.technique import Catalogue, Context, Technique
+from headrace.costs.machine import SQUARE, Machine
 from headrace.doctor.findings import Finding
 from headrace.doctor.forecast import NOTHING, Forecast, Measured, Source, by_ledger, by_share
+from headrace.plan.changes import flat, word
+from headrace.plan.gentler import gentler, usual_rate
+from headrace.plan.plan import Plan
+from headrace.plan.symptoms import BOTTLENECKS, parse, saves_memory
+from headrace.plan.technique import Catalogue, Context, Technique
 from headrace.predict.candidates import MICRO, Asking, Candidate, Words
 
 ALSO: Mapping[str, tuple[str, ...]] = {"computation": ("memory bandwidth", "kernel efficiency")}

@@ -20,10 +20,8 @@ from headrace.assemble.context import elsewhere, make_context
 from headrace.core.command import again
 from headrace.core.errors import ConfigError, HeadraceError, RunError
 from headrace.core.files import parse_object, shell
-from headrace.costs.machine import Machine
-from headrace.plan.plan import Plan
-from headrace.plan.technique import Catalogue, Context, installed
 from headrace.core.units import format_seconds
+from headrace.costs.machine import Machine
 from headrace.doctor.findings import ABSTAINED, PASSES, Finding, stations
 from headrace.doctor.judge import FEWEST_STEPS, busy_in, faults
 from headrace.doctor.loop_words import PADDED
@@ -37,6 +35,8 @@ from headrace.doctor.trace.host import host_families
 from headrace.doctor.trace.ranks import measure_traces
 from headrace.doctor.window import Window, of_run, read_rows
 from headrace.inference.load import read_recorded_plan, resolve_run
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Catalogue, Context, installed
 from headrace.predict.foresight import foresee
 from headrace.probes.at_hand import rates
 from headrace.train.run_folder import RunFolder, cpu_name

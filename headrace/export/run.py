@@ -3,6 +3,7 @@
 from dataclasses import fields, replace
 from pathlib import Path
 
+from headrace.assemble.sockets import Build
 from headrace.core.command import train_command
 from headrace.core.errors import ConfigError, UnsupportedError, nearest
 from headrace.core.files import shell
@@ -13,7 +14,6 @@ from headrace.model.hf_config import architecture
 from headrace.model.lora import merged_state
 from headrace.model.mask import MaskSpec
 from headrace.model.mlp import PlainMLP, SwiGLU
-from headrace.assemble.sockets import Build
 
 FORMATS = ("hf",)
 

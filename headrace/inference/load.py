@@ -9,18 +9,21 @@ from typing import Any, TypeVar
 import tomli_w
 
 from headrace.assemble.build import make_build
-from headrace.plan.changes import flatten
-from headrace.train.checkpoint import Saved, steps_in
 from headrace.assemble.context import choose_device
+from headrace.assemble.sockets import Build
 from headrace.core.command import again, again_with, train_command
 from headrace.core.errors import ConfigError, Diverged, RunError, UnsupportedError, alike, nearest
 from headrace.core.files import mend_plan, read_plan_text, recorded_plan, shell
-from headrace.plan.gentler import gentler
-from headrace.plan.plan import MeshConfig, Plan
-from headrace.plan.technique import Catalogue, Stage, Technique
 from headrace.data.ingest import reopen
 from headrace.data.prepared import Prepared, check_same_data
 from headrace.data.tokenizer import Tokenizer
+from headrace.optim.schedule import learning_rate
+from headrace.parallel.world import World
+from headrace.plan.changes import flatten
+from headrace.plan.gentler import gentler
+from headrace.plan.plan import MeshConfig, Plan
+from headrace.plan.technique import Catalogue, Stage, Technique
+from headrace.train.checkpoint import Saved, steps_in
 from headrace.train.identity import (
     FOUND_BY,
     Differences,
@@ -33,10 +36,7 @@ from headrace.train.identity import (
     trained,
     without_base,
 )
-from headrace.optim.schedule import learning_rate
-from headrace.parallel.world import World
 from headrace.train.run_folder import RunFolder
-from headrace.assemble.sockets import Build
 from headrace.train.state import largest, last_sound, refuse_wild
 
 T = TypeVar("T")

@@ -1,1 +1,1 @@
-"""Floor 1: torch and Triton functions, each beside its plain reference. They know no plan."""
+"""Torch and Triton functions, each beside its plain reference. They know no plan."""

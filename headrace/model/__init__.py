@@ -1,1 +1,1 @@
-"""Floor 2: the decoder, its parts, and the families that it can be."""
+"""The decoder, its parts, and the families that it can be."""

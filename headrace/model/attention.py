@@ -21,11 +21,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.model_config import ModelConfig
-from headrace.plan.plan import ATTENDS
-from headrace.plan.technique import Context, Unsupported
 from headrace.model.mask import MaskSpec, Rows, dense
 from headrace.model.norm import RMSNorm
 from headrace.model.position import Rotation, rotate
+from headrace.plan.plan import ATTENDS
+from headrace.plan.technique import Context, Unsupported
 
 COMMON = frozenset({"causal", "document", "window"})
 """What of the mask a backend knows, or refuses itself, if it does not say more in `knows`."""

@@ -20,11 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headrace.core.errors import ConfigError, nearest
-from headrace.costs.ledger import Ledger, Line, Matrix
 from headrace.core.model_config import ModelConfig
-from headrace.plan.technique import Doubt
+from headrace.costs.ledger import Ledger, Line, Matrix
 from headrace.kernels.quantized_weight import QuantizedWeight
 from headrace.parallel.layout import local_of
+from headrace.plan.technique import Doubt
 
 ADAPTERS = (".lora_a", ".lora_b")
 """How the names of adapters' parameters end."""

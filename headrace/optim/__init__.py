@@ -1,1 +1,1 @@
-"""Floor 2: the trunk's optimizer and schedules."""
+"""The trunk's optimizer and schedules."""

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from headrace.plan.plan import OptimizerConfig
 from headrace.parallel.world import World
+from headrace.plan.plan import OptimizerConfig
 
 
 def make_adamw(config: OptimizerConfig, named: Mapping[str, nn.Parameter]) -> torch.optim.AdamW:

@@ -1,1 +1,1 @@
-"""Floor 1: mechanisms on torch.distributed."""
+"""Mechanisms on torch.distributed."""

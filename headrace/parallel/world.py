@@ -32,10 +32,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from headrace.core.command import again
 from headrace.core.errors import ConfigError
+from headrace.costs.links import BUCKET_BYTES
 from headrace.plan.plan import MeshConfig
 
-BUCKET_BYTES = 25 * 2**20
-"""Gradients are reduced in buckets of about this size (DDP's default, arXiv 2006.15704)."""
 AXES = ("pipeline", "data", "context", "tensor")
 _JOINED = count()
 """Numbers of the worlds that this process has joined, which keep their words apart."""

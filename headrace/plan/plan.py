@@ -27,8 +27,8 @@ from headrace.core.layers import left_to_techniques, left_to_weights
 from headrace.core.model_config import WIDEST, ModelConfig
 from headrace.core.overrides import known_of, settle, write_override
 from headrace.core.strict import READ, Strict, Wrong, explained, read_table
-from headrace.plan.technique import Catalogue, Technique, installed
 from headrace.core.units import largest_divisor
+from headrace.plan.technique import Catalogue, Technique, installed
 
 MOST = 10**15
 """Largest number of steps or tokens; about a thousand times what any model has been shown."""

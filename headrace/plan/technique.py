@@ -18,8 +18,8 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 from headrace.core.command import renamed
 from headrace.core.errors import ConfigError, alike
 from headrace.core.known import told_of
-from headrace.costs.ledger import Ledger
 from headrace.core.strict import Strict
+from headrace.costs.ledger import Ledger
 
 B = TypeVar("B")
 

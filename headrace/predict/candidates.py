@@ -2,8 +2,8 @@
 
 Everything is read from the techniques themselves: whether they keep the gradients (`equality`),
 which sockets they own, what they exclude, which knobs they have. None is known by name here. A
-change is a tuple of words (headrace/plan/changes.py): putting a technique in takes out what it cannot
-stand beside, so that one change may be several words.
+change is a tuple of words (headrace/plan/changes.py): putting a technique in takes out what it
+cannot stand beside, so that one change may be several words.
 
 An error of a technique's own code is told like a refusal, with the file and the line: a technique
 that cannot say what it does costs nobody else a plan.
@@ -25,13 +25,13 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import ValidationError
 
 from headrace.assemble.build import predict_each
-from headrace.plan.changes import changed, difference, flat, word
 from headrace.core.errors import HeadraceError, UnsupportedError
+from headrace.core.units import divisors
 from headrace.costs.machine import Machine
+from headrace.costs.work import step_time
+from headrace.plan.changes import changed, difference, flat, word
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Catalogue, Context, Technique
-from headrace.core.units import divisors
-from headrace.costs.work import step_time
 from headrace.predict.calibration import Calibration
 from headrace.predict.foresight import Foresight, at, foresee
 from headrace.predict.layouts import layouts

@@ -19,8 +19,8 @@ import numpy as np
 from headrace.core.command import plan_again
 from headrace.core.errors import ConfigError
 from headrace.core.files import parse_json
-from headrace.plan.plan import Plan
 from headrace.core.units import format_seconds
+from headrace.plan.plan import Plan
 from headrace.predict.intervals import Basis, Between, step_between
 
 BY_STEPS = "step "

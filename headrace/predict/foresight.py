@@ -20,14 +20,15 @@ from headrace.assemble.build import predict, predict_each
 from headrace.assemble.context import check_supported, precision_of
 from headrace.core.command import again_without
 from headrace.core.errors import UnsupportedError
+from headrace.core.units import format_bytes, format_count, format_seconds
 from headrace.costs.host import UNPROBED
 from headrace.costs.ledger import DERIVED, WORDS, Ledger
 from headrace.costs.machine import Machine
-from headrace.plan.plan import Plan
-from headrace.plan.technique import Catalogue, Context
-from headrace.core.units import format_bytes, format_count, format_seconds
+from headrace.costs.reserved import Footprint, as_held
 from headrace.costs.work import StepTime
 from headrace.inference.load import read_recorded_plan, resolve_run
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Catalogue, Context
 from headrace.predict import ranks
 from headrace.predict.calibration import Calibration, Measured, check_device
 from headrace.predict.ending import Curve, ending
@@ -41,7 +42,6 @@ from headrace.predict.intervals import (
     widening,
     workload,
 )
-from headrace.costs.reserved import Footprint, as_held
 
 TIGHT = 0.93
 """Of the memory that is left beside the driver's: above it, pieces that nothing fits may decide."""
@@ -144,6 +144,12 @@ class Foresight:
         return asdict(self)
 
 
+def _held(each: list[Ledger], context: Context) -> Footprint:
+    """Return what the rank that holds most holds where it runs."""
+    most = max(each, key=lambda one: one.peak()[1])
+    return as_held(most, context.device, context.precision, context.capability)
+
+
 def foresee(
     plan: Plan,
     context: Context,
@@ -165,7 +171,7 @@ def foresee(
     """
     check_supported(list(plan.techniques.values()), context)
     each = predict_each(plan, context)
-    held = as_held(max(each, key=lambda one: one.peak()[1]), context)
+    held = _held(each, context)
     ledger, cuda, more = held.ledger, context.device == "cuda", sum(held.beside.values())
     instant, peak_bytes = ledger.peak()
     buffers = ranks.buffers_bytes(ledger) if cuda else 0

@@ -15,13 +15,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from headrace.costs.decoder_work import trunk_work
 from headrace.costs.hardware import lookup
 from headrace.costs.ledger import Ledger
 from headrace.costs.machine import Machine
+from headrace.costs.work import Work
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Context
-from headrace.costs.work import Work
-from headrace.costs.decoder_work import trunk_work
 
 Tier = Literal["no_gpu", "after_probes", "after_20_steps"]
 Basis = Tier | Literal["same_workload", "on_cpu"]

@@ -8,9 +8,9 @@ prime factor away from one axis to another makes, so that a sweep of many ranks 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from headrace.core.units import divisors
 from headrace.plan.plan import MeshConfig, Plan
 from headrace.plan.technique import Catalogue, Technique
-from headrace.core.units import divisors
 
 FREE = "data"
 """The axis that no technique owns: replicas read other rows."""

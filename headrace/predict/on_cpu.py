@@ -10,15 +10,15 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from headrace.costs import host
 from headrace.core.errors import UnsupportedError
+from headrace.core.model_config import ModelConfig
+from headrace.costs import host
+from headrace.costs.decoder_work import trunk_work
 from headrace.costs.host import KEEPS, PROBE_CPU, THREADS
 from headrace.costs.ledger import Ledger
 from headrace.costs.machine import Machine
-from headrace.core.model_config import ModelConfig
 from headrace.costs.rates import Ratio, Step, between, place
 from headrace.costs.work import StepTime, Work
-from headrace.costs.decoder_work import trunk_work
 
 COMPILED = "compiled/calls"
 """The piece of work that a compiler adds."""

@@ -6,10 +6,10 @@ that takes longest. No step of several GPUs was measured here, so their times ca
 
 from collections.abc import Sequence
 
+from headrace.core.units import format_bytes
 from headrace.costs.ledger import Ledger
 from headrace.costs.links import COMMUNICATOR_BYTES, COMMUNICATORS, says
 from headrace.costs.machine import Machine
-from headrace.core.units import format_bytes
 from headrace.costs.work import CONTENTION, IDLE, StepTime, step_time
 from headrace.predict import on_cpu
 

@@ -20,12 +20,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from headrace.plan.changes import parse
 from headrace.core.errors import HeadraceError
+from headrace.core.units import format_bytes, format_count, format_seconds
 from headrace.costs.machine import Machine
+from headrace.plan.changes import parse
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Catalogue, Context
-from headrace.core.units import format_bytes, format_count, format_seconds
 from headrace.predict.calibration import Calibration
 from headrace.predict.candidates import Asking, Candidate, Words, silent
 

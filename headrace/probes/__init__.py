@@ -40,6 +40,7 @@ from typing import Any, TypeVar
 import torch
 
 from headrace.core.errors import ConfigError, UnsupportedError, is_out_of_memory
+from headrace.core.progress import Progress
 from headrace.costs.machine import FORMAT, Machine, host_memory_bytes
 from headrace.costs.rates import (
     Absent,
@@ -55,7 +56,6 @@ from headrace.costs.rates import (
 from headrace.probes import host
 from headrace.probes.clock import Clock
 from headrace.probes.points import Found, Probe, attention_probe, in_order, launches, product_probe
-from headrace.core.progress import Progress
 from headrace.train.run_folder import cpu_name
 
 T = TypeVar("T", Products, Attention)

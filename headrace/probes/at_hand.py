@@ -17,10 +17,10 @@ from dataclasses import replace
 import torch
 
 from headrace.core.errors import UnsupportedError
+from headrace.core.progress import Progress
 from headrace.costs.hardware import lookup
 from headrace.costs.machine import PROBE, Machine
 from headrace.probes import cached, keep, measured, name_of
-from headrace.core.progress import Progress
 
 QUICK_S = {"cuda": 40.0, "cpu": 20.0}
 """Seconds after which no further probe begins; the most important ones come first. A GPU is known

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from headrace.core import cores, kept_memory
 from headrace.core.model_config import ModelConfig
-from headrace.plan.plan import OptimizerConfig
+from headrace.costs.decoder_work import trunk_work
 from headrace.costs.rates import Moved, Piece, Product, Step, Way
 from headrace.model.decoder import Decoder, trunk_parts
 from headrace.model.head import cross_entropy
@@ -28,8 +28,8 @@ from headrace.model.mask import MaskSpec, Rows
 from headrace.model.mlp import SwiGLU
 from headrace.model.norm import LayerNorm, RMSNorm
 from headrace.model.position import Rope, rotate
-from headrace.costs.decoder_work import trunk_work
 from headrace.optim.adamw import clip_factor, gradient_norm, make_adamw, scale_gradients
+from headrace.plan.plan import OptimizerConfig
 from headrace.probes.points import (
     LINKED,
     MOVED,

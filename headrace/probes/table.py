@@ -1,8 +1,8 @@
 """A machine's rates for a reader: of each kind the fastest that was measured or is assumed."""
 
+from headrace.core.units import format_bytes, format_seconds
 from headrace.costs.machine import Machine
 from headrace.costs.rates import BACKWARD, Step
-from headrace.core.units import format_bytes, format_seconds
 
 MANY_BYTES = 2**30
 """Of a copy for which the rate is told."""

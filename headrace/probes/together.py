@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from headrace.core.progress import Progress
 from headrace.costs.links import OPERATIONS, Link, Operation, sent
 from headrace.costs.machine import Machine
-from headrace.plan.plan import MeshConfig
 from headrace.costs.rates import Moved, Stream
 from headrace.parallel.world import World, open_world
+from headrace.plan.plan import MeshConfig
 from headrace.probes import cached, measure, path
-from headrace.core.progress import Progress
 
 KIB, MIB = 2**10, 2**20
 SIZES = {"cpu": (4 * KIB, 256 * KIB, 4 * MIB), "cuda": (4 * KIB, 256 * KIB, 4 * MIB, 64 * MIB,

@@ -5,10 +5,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from headrace.plan.changes import parse
 from headrace.core.errors import ConfigError
 from headrace.core.files import parse_json, shell
 from headrace.doctor.forecast import SHARE_ENDS
+from headrace.plan.changes import parse
 from headrace.report.page import Safe, join, muted, section, table, tag
 from headrace.report.read import Table
 from headrace.report.words import size

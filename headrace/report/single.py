@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
-from headrace.plan.symptoms import BOTTLENECKS
 from headrace.core.units import part_of_text
 from headrace.doctor.advice import NOTHING_GAINS
+from headrace.plan.symptoms import BOTTLENECKS
 from headrace.report.advice import remedies
 from headrace.report.loss import loss_section
 from headrace.report.page import (

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace.plan.doubts import BYTE_BITS
+from headrace.assemble.sockets import Build, Work
 from headrace.core.errors import ConfigError, Diverged
-from headrace.plan.technique import Doubt
 from headrace.data.loader import validation_batches, validation_rows
 from headrace.model.head import IGNORED, cross_entropy
-from headrace.assemble.sockets import Build, Work
+from headrace.plan.doubts import BYTE_BITS
+from headrace.plan.technique import Doubt
 
 TARGETS = "validation_targets"
 """Where a build keeps how many targets the run's evaluations count."""

@@ -31,14 +31,14 @@ import torch
 from torch import Tensor
 
 from headrace.assemble.build import make_build
+from headrace.assemble.sockets import Build, Engine, Pass
 from headrace.core.errors import HeadraceError, RunError, is_out_of_memory
 from headrace.costs.machine import host_memory_bytes
-from headrace.plan.plan import Plan
 from headrace.model.head import IGNORED
 from headrace.optim.adamw import scale_gradients
 from headrace.parallel.layout import is_dtensor, local_of
 from headrace.parallel.world import World
-from headrace.assemble.sockets import Build, Engine, Pass
+from headrace.plan.plan import Plan
 
 Step = Callable[[Build, Sequence[Any], int], Tensor]
 """train.step"""

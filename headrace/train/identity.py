@@ -12,15 +12,15 @@ import torch
 from pydantic import BaseModel
 
 from headrace.assemble.build import NOT_OF_WEIGHTS
-from headrace.plan.changes import flatten, override, rewritten
-from headrace.train.checkpoint import Saved
+from headrace.assemble.sockets import Build
 from headrace.core.command import train_again
 from headrace.core.errors import ConfigError
-from headrace.plan.plan import Plan
-from headrace.plan.technique import Technique
 from headrace.data.prepared import check_same_data
 from headrace.model.adapter import load_pretrained, weights_digest
-from headrace.assemble.sockets import Build
+from headrace.plan.changes import flatten, override, rewritten
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Technique
+from headrace.train.checkpoint import Saved
 
 FROZEN = "frozen"
 """The note under which a Build has the digests of weights that no checkpoint holds."""

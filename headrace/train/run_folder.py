@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from filelock import Timeout
 
-from headrace.train.checkpoint import Checkpoints, check_space
 from headrace.core.command import again, train_again, train_command
 from headrace.core.errors import ConfigError, RunError, at_a_limit
 from headrace.core.files import (
@@ -41,9 +40,10 @@ from headrace.core.files import (
     sync_path,
     write_whole,
 )
-from headrace.plan.plan import Plan
 from headrace.data.prepared import Prepared
 from headrace.model.companions import KEPT_IN
+from headrace.plan.plan import Plan
+from headrace.train.checkpoint import Checkpoints, check_space
 
 LOST = (
     "closed by peer",

@@ -16,27 +16,26 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
-from headrace.train import start
-from headrace.train import state
-from headrace.observe.profiler import Bursts
-from headrace.train.checkpoint import Checkpoints, RankGone, Saved
-from headrace.observe.compile_time import compile_seconds
+from headrace.assemble.filled import LastLook, check_active, last_look, note_own_attention
+from headrace.assemble.sockets import Build
 from headrace.core.command import train_command
 from headrace.core.errors import ConfigError, Diverged, HeadraceError, RunError, Stopped
-from headrace.plan.technique import Evidence
+from headrace.core.progress import Progress
 from headrace.core.units import part_of_text
 from headrace.data.loader import StepBatch
-from headrace.train.evaluate import evaluate
-from headrace.assemble.filled import LastLook, check_active, last_look, note_own_attention
+from headrace.model.companions import keep_companions
+from headrace.observe.compile_time import compile_seconds
 from headrace.observe.gauges import Gauges
+from headrace.observe.profiler import Bursts
+from headrace.observe.signals import RANKED_STEPS, Signals, TrackedMemory, between_ranks, peak_bytes
+from headrace.plan.technique import Evidence
+from headrace.train import start, state
+from headrace.train.checkpoint import Checkpoints, RankGone, Saved
+from headrace.train.evaluate import evaluate
 from headrace.train.goal import Counters, ended_by
 from headrace.train.identity import differences, told
 from headrace.train.interrupts import Interrupts
-from headrace.model.companions import keep_companions
-from headrace.core.progress import Progress
 from headrace.train.run_folder import RunFolder, command_line, in_words, metrics_line
-from headrace.observe.signals import RANKED_STEPS, Signals, TrackedMemory, between_ranks, peak_bytes
-from headrace.assemble.sockets import Build
 from headrace.train.summary import remember, summarize
 from headrace.train.track import Trackers, open_trackers
 

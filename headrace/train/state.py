@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.train.checkpoint import Saved, steps_in
+from headrace.assemble.sockets import Build
 from headrace.core.command import train_command
 from headrace.core.errors import Diverged, HeadraceError, RunError
 from headrace.core.folders import fetched_again
-from headrace.plan.gentler import gentler
-from headrace.train.goal import Counters
-from headrace.train.identity import check_frozen, check_same_run, note_frozen, trained
 from headrace.model.adapter import stored_weights
 from headrace.parallel.boxes import Piece, piece_of
-from headrace.assemble.sockets import Build
+from headrace.plan.gentler import gentler
+from headrace.train.checkpoint import Saved, steps_in
+from headrace.train.goal import Counters
+from headrace.train.identity import check_frozen, check_same_run, note_frozen, trained
 
 
 def tensors(build: Build) -> dict[str, Piece]:

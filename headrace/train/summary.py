@@ -11,24 +11,23 @@ from torch import Tensor
 
 from headrace.assemble import autotune as choose
 from headrace.assemble import filled
-from headrace.train import guard
-from headrace.train import start
 from headrace.assemble.build import predict
-from headrace.observe.compile_time import graph_breaks
-from headrace.plan.doubts import doubts_of
+from headrace.assemble.sockets import Build
 from headrace.core.errors import Diverged
+from headrace.core.outcome import Outcome, outcome_of
+from headrace.costs.count import model_flops_per_token
 from headrace.costs.hardware import lookup
 from headrace.costs.ledger import Ledger
-from headrace.core.outcome import Outcome, outcome_of
+from headrace.costs.reserved import Footprint, as_held
+from headrace.observe.compile_time import graph_breaks
+from headrace.observe.signals import STALL_SHARE, device_peak_bytes
+from headrace.plan.doubts import doubts_of
 from headrace.plan.symptoms import saves_memory
 from headrace.plan.technique import Evidence
+from headrace.train import guard, start
 from headrace.train.evaluate import TARGETS, doubts
 from headrace.train.goal import Counters, reached
-from headrace.costs.count import model_flops_per_token
-from headrace.costs.reserved import Footprint, as_held
 from headrace.train.run_folder import command_line
-from headrace.observe.signals import STALL_SHARE, device_peak_bytes
-from headrace.assemble.sockets import Build
 
 WORK_MEMORY = "activations, logits and work"
 """What is neither weights nor their optimizer's state nor, where told apart, their gradients."""
@@ -65,8 +64,8 @@ def summarize(
         rate: median tokens per second of steady steps.
         waits_s: each step's wait for data.
     """
-    plan, price = build.plan, build.plan.hardware.dollars_per_hour
-    held = as_held(predict(plan, build.context), build.context)
+    plan, here, price = build.plan, build.context, build.plan.hardware.dollars_per_hour
+    held = as_held(predict(plan, here), here.device, here.precision, here.capability)
     ledger, owners = held.ledger, {**dict(held.ledger.owners()), **held.beside}
     step_s = plan.batch.tokens / rate if rate else None
     return {

@@ -14,16 +14,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headrace.assemble.build import check_weights, make_build
-from headrace.train.checkpoint import Saved, steps_in
 from headrace.assemble.autotune import NOTE, choose_attention
+from headrace.assemble.build import check_weights, make_build
 from headrace.assemble.context import check_supported, choose_device, make_context
-from headrace.plan.doubts import check_meant, doubts_of
-from headrace.plan.plan import Plan
-from headrace.plan.technique import Catalogue
+from headrace.assemble.sockets import Build
+from headrace.core.progress import Progress
 from headrace.data.ingest import is_current, prepare, reopen
 from headrace.data.loader import Micro
 from headrace.data.prepared import Prepared
+from headrace.model.head import IGNORED
+from headrace.parallel.first import by_first
+from headrace.parallel.layout import local_of
+from headrace.parallel.world import World, open_world
+from headrace.plan.doubts import check_meant, doubts_of
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Catalogue
+from headrace.train.checkpoint import Saved, steps_in
 from headrace.train.evaluate import TARGETS, count_targets, doubts
 from headrace.train.guard import guard
 from headrace.train.identity import (
@@ -35,14 +41,8 @@ from headrace.train.identity import (
     without_base,
 )
 from headrace.train.interrupts import Interrupts
-from headrace.model.head import IGNORED
-from headrace.parallel.first import by_first
-from headrace.parallel.layout import local_of
-from headrace.parallel.world import World, open_world
-from headrace.core.progress import Progress
 from headrace.train.run_folder import RunFolder, telling_of_lost_ranks
 from headrace.train.session import Session
-from headrace.assemble.sockets import Build
 from headrace.train.start import NOTE as START
 from headrace.train.start import Start, process_age_s
 

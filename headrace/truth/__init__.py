@@ -1,4 +1,4 @@
-"""Floor 5: how right predictions and verdicts were, from the rows in results/ and nothing else."""
+"""How right predictions and verdicts were, from the rows in results/ and nothing else."""
 
 from headrace.truth.marks import HEAD, MARKS, judge, notes, table
 from headrace.truth.numbers import compute

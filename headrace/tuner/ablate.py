@@ -31,11 +31,11 @@ from headrace.assemble.build import predict
 from headrace.assemble.context import check_supported, choose_device, make_context, on_one_process
 from headrace.core.command import again_with
 from headrace.core.errors import ConfigError, RunError
+from headrace.core.progress import Progress
+from headrace.data.ingest import prepare
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Catalogue
-from headrace.data.ingest import prepare
 from headrace.train.interrupts import AsCtrlC
-from headrace.core.progress import Progress
 from headrace.train.run_folder import command_line, environment
 from headrace.tuner.ablation import Ablation, Row, Trial, trials_of
 from headrace.tuner.command import locked

@@ -11,9 +11,9 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from headrace.plan.changes import changed
 from headrace.assemble.context import check_supported, choose_device, make_context
 from headrace.core.errors import EXIT_DONE, ConfigError, HeadraceError
+from headrace.plan.changes import changed
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Catalogue
 from headrace.tuner.interplay import (

@@ -5,18 +5,18 @@ from collections.abc import Callable
 from math import inf
 from pathlib import Path
 
-from headrace.plan.changes import parse
 from headrace.assemble.context import choose_device, on_one_process
 from headrace.core.command import again, plan_again
 from headrace.core.errors import ConfigError, RunError, Stopped
 from headrace.core.files import write_whole
+from headrace.core.progress import Progress
 from headrace.costs.machine import Machine
+from headrace.data.ingest import prepare
+from headrace.plan.changes import parse
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Catalogue, Context
-from headrace.data.ingest import prepare
-from headrace.train.interrupts import AsCtrlC
 from headrace.predict.sweep import NO_PRICE
-from headrace.core.progress import Progress
+from headrace.train.interrupts import AsCtrlC
 from headrace.train.run_folder import RunFolder
 from headrace.tuner.judge import Aim, Rules
 from headrace.tuner.pairs import measure_with

@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any, Literal
 
-from headrace.plan.plan import Plan
 from headrace.core.statistics import Interval, accept, drifted
 from headrace.core.units import format_bytes
+from headrace.plan.plan import Plan
 from headrace.tuner.equality import equality
 from headrace.tuner.kinds import Kind, kind_of
 from headrace.tuner.pairs import Measure

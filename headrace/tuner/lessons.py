@@ -17,9 +17,9 @@ from dataclasses import replace
 from math import ceil, isfinite
 from typing import Any
 
+from headrace.core.units import format_seconds
 from headrace.plan.changes import difference
 from headrace.plan.plan import Plan
-from headrace.core.units import format_seconds
 from headrace.tuner.judge import Compared
 from headrace.tuner.path import Target
 from headrace.tuner.proposals import Proposal

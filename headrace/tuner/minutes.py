@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from headrace.core.units import format_seconds
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Stage
-from headrace.core.units import format_seconds
 from headrace.tuner.equality import LEAST_STEPS
 from headrace.tuner.turns import FITS, PAIR_STEPS, TRAINED
 

@@ -25,10 +25,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from headrace.train import train
+from headrace.assemble.filled import PATIENT_STEPS, evidence_after, newest
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Stage
-from headrace.assemble.filled import PATIENT_STEPS, evidence_after, newest
+from headrace.train import train
 from headrace.train.guard import freed_by, limits_of, watch
 from headrace.tuner.readings import (
     NOT_DONE,

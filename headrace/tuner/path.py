@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from headrace.core.files import shell, write_whole
-from headrace.plan.plan import Plan
 from headrace.core.statistics import Interval, break_even_steps
 from headrace.core.units import format_seconds
+from headrace.plan.plan import Plan
 from headrace.tuner.judge import Aim
 from headrace.tuner.step import Length, Step, length_of, told
 from headrace.tuner.turns import ACCEPT

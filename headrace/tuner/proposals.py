@@ -26,9 +26,10 @@ from typing import Any, Protocol
 
 from pydantic import ValidationError
 
-from headrace.plan.changes import difference
 from headrace.core.errors import HeadraceError
 from headrace.costs.machine import Machine
+from headrace.doctor.remedies import KEYS
+from headrace.plan.changes import difference
 from headrace.plan.plan import Plan
 from headrace.plan.symptoms import parse
 from headrace.plan.technique import (
@@ -39,7 +40,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.doctor.remedies import KEYS
 from headrace.predict.candidates import Asking, Candidate, Words, singles
 from headrace.predict.foresight import Foresight, at
 from headrace.predict.sweep import sweep

@@ -21,20 +21,20 @@ import torch
 from torch import Tensor
 
 import headrace.assemble.build
-from headrace.train import train
 from headrace.assemble.build import make_build
 from headrace.assemble.context import choose_device
+from headrace.assemble.filled import PATIENT_STEPS, evidence_after, newest
+from headrace.assemble.sockets import Build
 from headrace.core.errors import HeadraceError, is_out_of_memory
-from headrace.plan.plan import Plan
-from headrace.plan.technique import Stage
 from headrace.data.ingest import prepare
 from headrace.data.loader import Micro
 from headrace.data.prepared import Prepared
-from headrace.assemble.filled import PATIENT_STEPS, evidence_after, newest
-from headrace.train.guard import First
 from headrace.model.init import Source, random_source
 from headrace.parallel.world import World
-from headrace.assemble.sockets import Build
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Stage
+from headrace.train import train
+from headrace.train.guard import First
 
 LARGE = 1 << 20
 """Numbers of a parameter that is drawn on the device."""

@@ -9,11 +9,11 @@ from dataclasses import replace
 from math import ceil, exp, inf, log, prod
 from statistics import median
 
+from headrace.core.statistics import Interval
+from headrace.core.units import format_seconds
 from headrace.plan.changes import difference
 from headrace.plan.plan import Plan
-from headrace.core.statistics import Interval
 from headrace.plan.technique import Stage as Compile
-from headrace.core.units import format_seconds
 from headrace.tuner.judge import Compared, Rules, compare
 from headrace.tuner.kinds import kind_of
 from headrace.tuner.minutes import SOONER, Needs, compiles, needs

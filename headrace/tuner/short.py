@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from headrace.train import train
-from headrace.plan.plan import Plan
 from headrace.assemble.filled import evidence_after, newest
+from headrace.plan.plan import Plan
+from headrace.train import train
 from headrace.tuner.readings import Reading, opened, read
 
 

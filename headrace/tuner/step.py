@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from math import ceil, isfinite
 from typing import Literal
 
-from headrace.plan.plan import Plan
 from headrace.core.statistics import Interval, break_even_steps
 from headrace.core.units import format_bytes, format_seconds
+from headrace.plan.plan import Plan
 from headrace.tuner.kinds import Kind
 
 Became = Literal["kept", "reverted", "not shown", "refused", "not tried"]

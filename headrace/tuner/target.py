@@ -31,10 +31,10 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from headrace.train import train as trainer
-from headrace.plan.plan import Plan
-from headrace.core.statistics import LOOKS, seeds_better, seeds_enough, seeds_ratio
 from headrace.core.progress import Progress
+from headrace.core.statistics import LOOKS, seeds_better, seeds_enough, seeds_ratio
+from headrace.plan.plan import Plan
+from headrace.train import train as trainer
 from headrace.train.run_folder import RunFolder
 from headrace.tuner.judge import Compared
 from headrace.tuner.readings import NOT_DONE, Reading, read

@@ -29,10 +29,9 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from headrace.plan.plan import Plan
 from headrace.core.units import format_bytes, format_seconds
-from headrace.tuner import again
-from headrace.tuner import lessons
+from headrace.plan.plan import Plan
+from headrace.tuner import again, lessons
 from headrace.tuner.judge import Aim, Compared, Rules
 from headrace.tuner.pairs import Measure
 from headrace.tuner.path import Tuned

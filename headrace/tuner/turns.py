@@ -27,8 +27,8 @@ from math import ceil
 from statistics import median
 from typing import Any, Protocol
 
-from headrace.plan.plan import Plan
 from headrace.core.statistics import Interval, accept, order_abba, paired_ratio
+from headrace.plan.plan import Plan
 from headrace.tuner.readings import NOT_DONE, Reading
 
 

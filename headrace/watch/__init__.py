@@ -21,9 +21,10 @@ loader gets a subclass of its own class that times `next`; one that allows none 
 generator) is timed in a wrapper. `close` takes all of it off. Hooks are inert while torch.compile
 traces them and in copies of the model, and none changes a number.
 
-With `trace=FOLDER` a burst of a few steady steps is recorded there as well, see headrace/observe/profiler.py;
-its steps are left out of what is steady, and the doctor reads it beside what was saved. What a GPU
-tells of its clock is read every ten seconds, where nvidia-ml-py is installed.
+With `trace=FOLDER` a burst of a few steady steps is recorded there as well, see
+headrace/observe/profiler.py; its steps are left out of what is steady, and the doctor reads it
+beside what was saved. What a GPU tells of its clock is read every ten seconds, where nvidia-ml-py
+is installed.
 
 Left out, and said in the report: exposed communication, kernels, checkpoints (part of "other", but
 of a Trainer, which tells when it has saved).

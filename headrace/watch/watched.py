@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headrace.observe.profiler import Bursts
 from headrace.core.errors import ConfigError, MemoryFull, is_out_of_memory
 from headrace.core.files import write_whole
 from headrace.observe.gauges import Gauges
+from headrace.observe.profiler import Bursts
 from headrace.observe.signals import OUTSIDE
 from headrace.watch.batches import loss_in, token_counts, watch_loader
 from headrace.watch.clock import NUMBERS, Clock, Hook, autocast_of, with_hooks

@@ -11,8 +11,8 @@ import pytest
 
 import headrace.cli.app
 import headrace.train.train
-from headrace.plan.technique import Stage
 from headrace.assemble.sockets import SOCKETS, Build
+from headrace.plan.technique import Stage
 
 MOST_FRAMES = 4
 
@@ -40,7 +40,11 @@ def test_four_frames_at_most(plan_file: Path, monkeypatch: pytest.MonkeyPatch) -
     stack = [frame for frame, _ in traceback.walk_tb(caught.tb)]
     ours = [f for f in stack if f.f_globals["__name__"].startswith("headrace.")]
     names = [f"{f.f_globals['__name__']}.{f.f_code.co_name}" for f in ours]
-    assert names[:3] == ["headrace.cli.app.train", "headrace.train.train.run", "headrace.train.train.step"]
+    assert names[:3] == [
+        "headrace.cli.app.train",
+        "headrace.train.train.run",
+        "headrace.train.train.step",
+    ]
     assert len(names) <= MOST_FRAMES, names
     assert stack[-1].f_code.co_name == "stop"
 

@@ -14,13 +14,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headrace.assemble import autotune as choose
 from headrace.assemble import filled
-from headrace.train import train as trainer
-from headrace.assemble.build import make_build
-from headrace.catalogue.explain import explain_plan
 from headrace.assemble.autotune import cache_file, candidates
-from headrace.cli.app import catalogue
+from headrace.assemble.build import make_build
 from headrace.assemble.context import make_context
+from headrace.assemble.sockets import Build
+from headrace.catalogue.explain import explain_plan
+from headrace.cli.app import catalogue
 from headrace.core.errors import ConfigError, UnsupportedError
+from headrace.core.progress import Progress
+from headrace.data.ingest import prepare
+from headrace.model import decoder
+from headrace.model.attention import Sdpa
+from headrace.model.mask import MaskSpec, Rows
+from headrace.parallel.world import World
 from headrace.plan.plan import Plan
 from headrace.plan.technique import (
     Card,
@@ -32,14 +38,8 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.data.ingest import prepare
-from headrace.model import decoder
-from headrace.model.attention import Sdpa
-from headrace.model.mask import MaskSpec, Rows
-from headrace.parallel.world import World
-from headrace.core.progress import Progress
 from headrace.report import write_report
-from headrace.assemble.sockets import Build
+from headrace.train import train as trainer
 
 MEASURED = "attention=measured"
 CPU = torch.device("cpu")

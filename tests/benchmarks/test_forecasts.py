@@ -12,8 +12,8 @@ from programs import rows
 from tiny import READ
 
 from headrace.predict.foresight import foresee
-from headrace.tuner.readings import Reading
 from headrace.truth import compute
+from headrace.tuner.readings import Reading
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))

@@ -184,8 +184,8 @@ def asked(device: str, plan: Any) -> Any:
     """Who answers for a GPU that is not here."""
     import torch
 
-    from headrace.cli.app import catalogue
     from headrace.assemble.context import elsewhere, make_context
+    from headrace.cli.app import catalogue
     from headrace.costs.machine import Machine
     from headrace.predict.candidates import Asking
 

@@ -11,19 +11,19 @@ import pytest
 import torch
 from tiny import READ
 
-from headrace.cli.app import catalogue
 from headrace.assemble.context import elsewhere, make_context
+from headrace.cli.app import catalogue
+from headrace.core.statistics import Interval
 from headrace.costs.machine import Machine
 from headrace.plan.plan import Plan
-from headrace.core.statistics import Interval
 from headrace.predict.foresight import foresee
 from headrace.techniques.attention import flash_attention_3
+from headrace.truth import compute
 from headrace.tuner import command
 from headrace.tuner.judge import Compared
 from headrace.tuner.kinds import kind_of
 from headrace.tuner.path import Tuned
 from headrace.tuner.proposals import Sources, sources
-from headrace.truth import compute
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 tuner = import_module("tuner")

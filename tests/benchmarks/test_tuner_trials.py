@@ -9,12 +9,12 @@ from typing import Any, get_args
 import pytest
 from tiny import READ
 
-from headrace.costs.machine import Machine
 from headrace.core.statistics import Interval
+from headrace.costs.machine import Machine
+from headrace.truth import compute, numbers
 from headrace.tuner.judge import Compared, Verdict
 from headrace.tuner.proposals import Sources, sources
 from headrace.tuner.turns import Size
-from headrace.truth import compute, numbers
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 program = import_module("tuner_trials")

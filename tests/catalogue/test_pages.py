@@ -11,8 +11,8 @@ from pydantic import BaseModel
 
 from headrace.catalogue.pages import card_path, reference
 from headrace.cli.app import catalogue
-from headrace.plan.plan import Plan
 from headrace.core.strict import meanings
+from headrace.plan.plan import Plan
 from headrace.recipes import recipes
 
 ROOT = Path(__file__).parents[2]

@@ -140,7 +140,9 @@ RUNS = {
         lambda run: os.rename(run.parent, "elsewhere"),
         fills={"headrace train demo": "headrace train {tiny}"},
     ),
-    "inference/load:resolve_run#3": Case("eval dmeo", does={"runs/demo": nothing}, then="eval runs/demo"),
+    "inference/load:resolve_run#3": Case(
+        "eval dmeo", does={"runs/demo": nothing}, then="eval runs/demo"
+    ),
     "inference/load:resolve_run#4": Case(
         "eval zzzzzz",
         two_runs,
@@ -148,7 +150,9 @@ RUNS = {
     ),
     "inference/load:_inside#1": Case("eval runs/demo/checkpoints/step-3"),
     "inference/load:_inside#2": Case("eval runs/demo/plan.toml"),
-    "inference/load:read_plan#2": Case("eval demo", lambda run: (run / "plan.toml").write_text("[goal]\n")),
+    "inference/load:read_plan#2": Case(
+        "eval demo", lambda run: (run / "plan.toml").write_text("[goal]\n")
+    ),
     "inference/load:_checkpoint#1": Case("eval demo --checkpoint step-999"),
     "cli/verbs:Verbs._check_json#1": Case("sample demo --prompt --json", fills={"VALUE": "the"}),
     "cli/verbs:_usage#1": Case("sample demo --nothing"),
@@ -174,7 +178,9 @@ RUNS = {
     "train/run_folder:RunFolder.find#1": Case("train {tiny} name=never --resume"),
     "train/run_folder:RunFolder.read_report#1": Case("doctor demo", without("report.json")),
     "inference/sample:_check#1": Case("sample demo --top-p 0"),
-    "train/session:Session.restore#1": Case("train runs/demo/plan.toml --resume --checkpoint step-9"),
+    "train/session:Session.restore#1": Case(
+        "train runs/demo/plan.toml --resume --checkpoint step-9"
+    ),
     "train/checkpoint:Saved.__init__#1": Case(
         "eval demo --checkpoint step-6",
         other_format,

@@ -193,8 +193,12 @@ RUN = {
         "train runs/demo/plan.toml --resume goal.steps=7", spoil("plan.toml", "x = ["), whole=True
     ),
     "inference/load:read_plan#1": Case("eval demo", spoil("plan.toml", "x = ["), whole=True),
-    "inference/load:_own_tokenizer#1": Case("sample demo", spoil("tokenizer.json", "{"), whole=True),
-    "train/checkpoint:Saved.damaged#1": Case("sample demo", gone("checkpoints/step-6/checkpoint.json")),
+    "inference/load:_own_tokenizer#1": Case(
+        "sample demo", spoil("tokenizer.json", "{"), whole=True
+    ),
+    "train/checkpoint:Saved.damaged#1": Case(
+        "sample demo", gone("checkpoints/step-6/checkpoint.json")
+    ),
     "report/read:_read_text#1": Case("report demo", spoil("metrics.jsonl", b"\xe9\n"), whole=True),
     "report/read:_read_object#1": Case("report demo", spoil("environment.json", "{"), whole=True),
     "report/read:_read_report#2": Case("report demo", spoil("report.json", "{}"), whole=True),
@@ -206,7 +210,9 @@ RUN = {
         spoil("data.json", "{}"),
         prose={"the data is prepared as plan.toml says": "what the next command does"},
     ),
-    "cli/arguments:_check_name#1": Case("sample demo --checkpoint ../checkpoints/step-06 --tokens 2"),
+    "cli/arguments:_check_name#1": Case(
+        "sample demo --checkpoint ../checkpoints/step-06 --tokens 2"
+    ),
     "report/page:write_page#1": Case("report demo runs/demo --output runs", lambda folder: None),
 }
 """Files of a run that are damaged."""

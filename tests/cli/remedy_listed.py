@@ -19,6 +19,6 @@ BARE = {
     "costs/machine": "said inside of a prediction that goes on without",
     "data/": "the message names the file and the line that are to be mended",
     "core/errors": "the remedy is made with the error",
-    "assemble/build": "the session adds what learns to a step that is not finite (test_diverged_learns)",
+    "assemble/build": "the session adds what learns to a step that is not finite",
 }
 """Where an error may have no remedy, and why."""

@@ -22,8 +22,8 @@ from shell import Case
 from shell import run as run_command
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from headrace.train import train as training
 from headrace.data import ingest, sources, tokenizer
+from headrace.train import train as training
 
 OVERRIDES, SEARCHES = 1 << 1, 1 << 2
 """Bits of root's rights to read and to search what is closed; capabilities(7)."""

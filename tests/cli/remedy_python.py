@@ -15,11 +15,11 @@ from torch import nn
 
 import headrace
 from headrace.cli.arguments import catalogue
-from headrace.plan.plan import Goal, Plan
 from headrace.data.loader import Loader
 from headrace.data.tokenizer import train_tokenizer
 from headrace.doctor.run import diagnose
 from headrace.doctor.trace import file
+from headrace.plan.plan import Goal, Plan
 from headrace.techniques.adapt.lora import Lora
 from headrace.watch import trainer
 

@@ -10,13 +10,13 @@ import pytest
 from remedy_python import Call
 from shell import run
 
+from headrace.assemble.filled import evidence_after
 from headrace.core.errors import ConfigError
 from headrace.core.model_config import ModelConfig
-from headrace.plan.technique import Evidence
-from headrace.assemble.filled import evidence_after
 from headrace.model.attention import check_plain
 from headrace.model.decoder import Decoder, trunk_parts
 from headrace.model.mask import MaskSpec
+from headrace.plan.technique import Evidence
 from headrace.report.read import read_run
 
 CONFIG = ModelConfig(vocab=64, dim=16, layers=1, heads=2, ffn=32)

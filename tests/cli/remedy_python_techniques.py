@@ -21,24 +21,24 @@ from torch import nn
 
 from headrace import probes
 from headrace.assemble import autotune as choose
-from headrace.train import train
+from headrace.assemble.sockets import Work
 from headrace.cli.arguments import catalogue
-from headrace.costs.machine import Machine
 from headrace.core.model_config import ModelConfig
-from headrace.plan.plan import OptimizerConfig, Plan
+from headrace.core.progress import Progress
+from headrace.costs.machine import Machine
 from headrace.model.attention import Attention, Sdpa
 from headrace.model.decoder import Decoder, trunk_parts
 from headrace.model.mask import MaskSpec, Rows
 from headrace.parallel import pipeline
 from headrace.parallel.layout import Layout
+from headrace.plan.plan import OptimizerConfig, Plan
 from headrace.probes import at_hand
-from headrace.core.progress import Progress
-from headrace.assemble.sockets import Work
 from headrace.techniques.attention import flash_attention_3, linear_attention, varlen_attention
 from headrace.techniques.compile import compile_cache
 from headrace.techniques.memory.adamw_8bit import Adamw8bit
 from headrace.techniques.parallel import pipeline_parallel, tensor_parallel
 from headrace.techniques.parallel.context_parallel import RingAttend
+from headrace.train import train
 
 CPU = torch.device("cpu")
 H200 = ["plan", "demo", "--device-name", "H200"]

@@ -18,14 +18,13 @@ from safetensors.torch import load_file, save_file
 from shell import Case, run
 from tiny import resealed
 
-from headrace.train import checkpoint
-from headrace.train import session
-from headrace.train.checkpoint import Checkpoints
 from headrace.core.files import hold_lock
-from headrace.plan.technique import Evidence
 from headrace.export import hf
 from headrace.observe.signals import Signals
+from headrace.plan.technique import Evidence
 from headrace.techniques.loss.z_loss import ZLoss
+from headrace.train import checkpoint, session
+from headrace.train.checkpoint import Checkpoints
 
 MAKE = Callable[[Path], Any]
 FAKE = Callable[[pytest.MonkeyPatch], Any]
@@ -134,7 +133,9 @@ FILES = {
             "m.save_pretrained('\"'\"'hf'\"'\"')'": sound
         },
     ),
-    "assemble/build:_model_config#2": Case("train {tiny} model.vocab=100", prose={"leave it out": "320"}),
+    "assemble/build:_model_config#2": Case(
+        "train {tiny} model.vocab=100", prose={"leave it out": "320"}
+    ),
     "assemble/build:_model_config#3": Case("train {tiny} model.position=learned model.context=8"),
     "train/evaluate:_summed#1": Case(
         "train {tiny} data.validation=own.jsonl --with prefix_lm techniques.prefix_lm.tokens=15 "
@@ -164,7 +165,9 @@ FILES = {
         lifted=True,
     ),
     "train/identity:check_same_run#1": Case(f"train {RUN} --resume goal.steps=7 seed=5", fills=NEW),
-    "train/identity:check_same_run#1 rate": Case(f"train {RUN} --resume goal.steps=7 optimizer.lr=0.1"),
+    "train/identity:check_same_run#1 rate": Case(
+        f"train {RUN} --resume goal.steps=7 optimizer.lr=0.1"
+    ),
     "train/identity:check_same_run#1 technique": Case(
         f"train {RUN} --resume goal.steps=7 --with muon", fills=NEW
     ),
@@ -199,8 +202,12 @@ FILES = {
         "eval tuned", tuned(other_weights), does={BACK: sound}, fills=NEW
     ),
     "inference/load:_own_tokenizer#2": Case("sample demo", other_tokenizer, whole=True),
-    "inference/load:_check_same_model#1": Case("eval demo", edited("dim = 16", "dim = 32"), whole=True),
-    "inference/load:_check_same_model#1 copy": Case("eval demo", edited("dim = 16", "dim = 32", copy=True)),
+    "inference/load:_check_same_model#1": Case(
+        "eval demo", edited("dim = 16", "dim = 32"), whole=True
+    ),
+    "inference/load:_check_same_model#1 copy": Case(
+        "eval demo", edited("dim = 16", "dim = 32", copy=True)
+    ),
     "model/lora:linears_of#1": Case(
         without_pretrained("--with lora 'techniques.lora.targets=[\"foo\"]'"),
         broken(lambda _: Path("x.jsonl").write_text(GOOD)),
@@ -302,7 +309,8 @@ ENDED = {
     "train/checkpoint:check_space#1": Case(
         OTHER,
         fake=lambda patch: patch.setattr(
-            "headrace.train.checkpoint.shutil.disk_usage", lambda _: shutil._ntuple_diskusage(9, 9, 0)
+            "headrace.train.checkpoint.shutil.disk_usage",
+            lambda _: shutil._ntuple_diskusage(9, 9, 0),
         ),
         does=ROOM,
         lifted=True,

@@ -65,7 +65,9 @@ def beside(make: Callable[[Path], Any]) -> Callable[[Path], Any]:
 
 TOO_LARGE = {
     "inference/load:computed#1": Case("eval demo", huge(6), through=("train/evaluate:finite#1",)),
-    "inference/load:computed#1 text": Case("sample demo --tokens 4", huge(6), through=("inference/sample:draw#1",)),
+    "inference/load:computed#1 text": Case(
+        "sample demo --tokens 4", huge(6), through=("inference/sample:draw#1",)
+    ),
     "train/state:diverged#1": Case(
         f"{TRAIN} model.pretrained=hf",
         beside(given(3e38)),
@@ -73,7 +75,9 @@ TOO_LARGE = {
         fills=OTHERS,
     ),
     "train/state:diverged#2": Case(
-        "train runs/demo/plan.toml --resume goal.steps=8", huge(6), through=("assemble/build:_stop#1",)
+        "train runs/demo/plan.toml --resume goal.steps=8",
+        huge(6),
+        through=("assemble/build:_stop#1",),
     ),
     "model/adapter:load_pretrained.source#1": Case(
         f"{TRAIN} model.pretrained=hf",

@@ -9,8 +9,8 @@ from remedies import recording
 from shell import run
 from typer.testing import CliRunner
 
-from headrace.train import interrupts
 from headrace.cli.app import app
+from headrace.train import interrupts
 from headrace.train.interrupts import Interrupts
 
 

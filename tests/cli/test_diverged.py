@@ -11,8 +11,8 @@ from remedy_weights import MIXER, huge
 from tiny import resealed
 
 from headrace.core.errors import Diverged
-from headrace.train.evaluate import Validation, finite
 from headrace.inference.sample import draw
+from headrace.train.evaluate import Validation, finite
 
 WILD = ("optimizer.lr=1e20", "optimizer.clip_norm=0", "checkpoint.every_steps=1")
 

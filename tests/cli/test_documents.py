@@ -15,12 +15,11 @@ import typer
 from typer.testing import CliRunner
 
 from headrace.cli import closed_loop
+from headrace.cli.app import app
 from headrace.cli.arguments import catalogue
 from headrace.plan.changes import changed
-from headrace.cli.app import app
 from headrace.plan.plan import Plan
-from headrace.tuner import ablate
-from headrace.tuner import command
+from headrace.tuner import ablate, command
 from headrace.tuner.proposals import Sources
 from headrace.tuner.readings import Reading
 from headrace.tuner.worker import Worker

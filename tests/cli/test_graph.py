@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from headrace.assemble import build as building
-from headrace.plan.technique import Stage
 from headrace.assemble.sockets import Build
+from headrace.plan.technique import Stage
 
 COMPILED = ("--with", "torch_compile", "techniques.torch_compile.backend=aot_eager")
 

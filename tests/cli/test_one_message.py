@@ -17,9 +17,9 @@ from torch.distributed import TCPStore
 
 from headrace.__main__ import CODES as EARLY
 from headrace.cli.app import app
+from headrace.cli.terminal import exit_codes, show_json
 from headrace.core.errors import ConfigError
 from headrace.train.interrupts import CODES
-from headrace.cli.terminal import exit_codes, show_json
 
 
 @pytest.fixture(scope="module")

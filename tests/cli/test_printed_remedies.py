@@ -8,8 +8,8 @@ import pytest
 
 from headrace.cli.arguments import catalogue
 from headrace.core.errors import ConfigError
-from headrace.plan.plan import Plan
 from headrace.data.sources import read_documents
+from headrace.plan.plan import Plan
 from headrace.truth import compute
 
 WRONG = (

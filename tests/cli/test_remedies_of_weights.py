@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from headrace.assemble.build import check_weights, make_build
 from headrace.core.errors import HeadraceError
-from headrace.plan.plan import Plan
-from headrace.plan.technique import Stage
 from headrace.data.ingest import prepare
 from headrace.parallel.world import World
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Stage
 
 CPU = torch.device("cpu")
 
@@ -232,8 +232,8 @@ def test_a_home_folder_is_found(refusal: Any, here: Path, monkeypatch: pytest.Mo
 def test_a_disagreement_is_told_before_any_text_is_read(
     here: Path, tiny_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from headrace.train import train as trainer
     from headrace.core.progress import Progress
+    from headrace.train import train as trainer
 
     def never(*_: object, **__: object) -> None:
         raise AssertionError("data was prepared")

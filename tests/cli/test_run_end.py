@@ -13,9 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from headrace.cli import app as cli
-from headrace.train import session
 from headrace.core.files import write_whole
 from headrace.core.outcome import outcome_of
+from headrace.train import session
 from headrace.train.interrupts import Closing
 from headrace.train.run_folder import RunFolder
 from headrace.train.track import Trackers

@@ -8,10 +8,10 @@ import torch
 from tiny_rows import LENGTH, documents_of, make_micros
 from torch import Tensor
 
+from headrace.assemble.sockets import Build, Pass
 from headrace.data.rows import IGNORE, Row
 from headrace.model.head import Vocabulary, cross_entropy
 from headrace.model.mask import Rows
-from headrace.assemble.sockets import Build, Pass
 from headrace.train.train import step
 
 TOLERANCE_FP32 = 1e-5

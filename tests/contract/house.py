@@ -44,6 +44,13 @@ from toys import toy as toy
 
 import headrace.techniques
 from headrace.assemble.build import make_build, make_context
+from headrace.assemble.sockets import Build
+from headrace.data.ingest import prepare
+from headrace.data.prepared import Prepared
+from headrace.data.rows import Row
+from headrace.model.zoo import families
+from headrace.observe.signals import Signals
+from headrace.parallel.world import World
 from headrace.plan.doubts import doubts_of
 from headrace.plan.plan import MeshConfig, Plan
 from headrace.plan.technique import (
@@ -55,13 +62,6 @@ from headrace.plan.technique import (
     Unsupported,
     discover,
 )
-from headrace.data.ingest import prepare
-from headrace.data.prepared import Prepared
-from headrace.data.rows import Row
-from headrace.model.zoo import families
-from headrace.parallel.world import World
-from headrace.observe.signals import Signals
-from headrace.assemble.sockets import Build
 
 CATALOGUE = Catalogue(discover(headrace.techniques), families())
 PACKING, COMPILE = "document_packing", "torch_compile"

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from remedies import words_of
 
-from headrace.cli.arguments import catalogue
 from headrace.assemble.context import check_supported, make_context
+from headrace.cli.arguments import catalogue
 from headrace.core.errors import HeadraceError
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Context

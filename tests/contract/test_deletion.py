@@ -16,9 +16,9 @@ import pytest
 import headrace
 import headrace.techniques
 from headrace.core.errors import ConfigError
+from headrace.model.zoo import families
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Catalogue, discover
-from headrace.model.zoo import families
 
 ROOT = Path(headrace.__path__[0])
 TECHNIQUES = Path(headrace.techniques.__path__[0])

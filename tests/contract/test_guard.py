@@ -11,10 +11,10 @@ import pytest
 import torch
 from house import Variant, toy
 
+from headrace.assemble.sockets import Build
 from headrace.core.errors import RunError
 from headrace.plan.technique import Stage
 from headrace.train.guard import NOTE, First, compare, guard
-from headrace.assemble.sockets import Build
 from headrace.train.train import step
 
 

@@ -14,8 +14,8 @@ from house import LENGTH, PACKING, Variant
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from headrace.data.rows import IGNORE, Row
 from headrace.assemble.sockets import Build, place
+from headrace.data.rows import IGNORE, Row
 
 KERNELS = {
     "cpu": (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION),

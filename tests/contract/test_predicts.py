@@ -21,13 +21,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from uncounted import UNCOUNTED
 
 from headrace.assemble.build import predict
-from headrace.core.errors import ConfigError
-from headrace.costs.ledger import INSTANTS, Ledger
-from headrace.plan.plan import Batch, Plan
-from headrace.data.rows import Row
-from headrace.costs.count import trunk_ledger
-from headrace.observe.signals import TrackedMemory, memory_tracker
 from headrace.assemble.sockets import place
+from headrace.core.errors import ConfigError
+from headrace.costs.count import trunk_ledger
+from headrace.costs.ledger import INSTANTS, Ledger
+from headrace.data.rows import Row
+from headrace.observe.signals import TrackedMemory, memory_tracker
+from headrace.plan.plan import Batch, Plan
 from headrace.train.train import step
 
 SLOPE_BAND = 0.01

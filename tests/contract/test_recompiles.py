@@ -18,12 +18,12 @@ from house import COMPILE, Plan, Technique, Variant
 from torch import Tensor
 
 import headrace
-from headrace.train import train
 from headrace.assemble.context import check_supported
-from headrace.core.errors import HeadraceError
-from headrace.plan.technique import Stage
-from headrace.core.progress import Progress
 from headrace.assemble.sockets import Build
+from headrace.core.errors import HeadraceError
+from headrace.core.progress import Progress
+from headrace.plan.technique import Stage
+from headrace.train import train
 
 PACKAGE = str(Path(headrace.__file__).parent)
 RECORDS = 100_000

@@ -15,8 +15,8 @@ import headrace.techniques
 from headrace.assemble.build import make_build
 from headrace.cli.app import app
 from headrace.core.errors import EXIT_UNSUPPORTED, UnsupportedError
-from headrace.plan.technique import Context, Stage, Supported, Unsupported
 from headrace.parallel.world import World
+from headrace.plan.technique import Context, Stage, Supported, Unsupported
 
 NAMES = list(house.CATALOGUE.techniques)
 ALWAYS_THERE = {"torch", "numpy", "pydantic", "headrace", *sys.stdlib_module_names}

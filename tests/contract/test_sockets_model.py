@@ -13,15 +13,15 @@ from house import LENGTH, ROWS, Variant, tiny_knobs, toy
 from tiny import metrics
 from torch import Tensor, nn
 
-from headrace.train import train
+from headrace.assemble.sockets import Build
 from headrace.core.errors import RunError
-from headrace.plan.technique import Stage, Technique
+from headrace.core.progress import Progress
 from headrace.data.loader import Loader
 from headrace.data.rows import IGNORE, Row
+from headrace.plan.technique import Stage, Technique
+from headrace.train import train
 from headrace.train.evaluate import evaluate
-from headrace.core.progress import Progress
 from headrace.train.run_folder import RunFolder
-from headrace.assemble.sockets import Build
 
 ROWS_PLAIN = house.make_rows(house.SHAPES["grouped"]["vocab"], ignored=False)
 

@@ -13,15 +13,15 @@ import torch
 from house import COMPILE, ROWS, Variant, tiny_knobs, toy
 from torch import Tensor
 
-from headrace.train import train
 from headrace.assemble.build import absorb, local_engine
-from headrace.plan.technique import Stage, Technique
+from headrace.assemble.sockets import Build, Pass, Work
+from headrace.core.progress import Progress
 from headrace.data.rows import IGNORE
 from headrace.model.head import Vocabulary, cross_entropy
 from headrace.model.mlp import SwiGLU
-from headrace.core.progress import Progress
+from headrace.plan.technique import Stage, Technique
+from headrace.train import train
 from headrace.train.run_folder import RunFolder
-from headrace.assemble.sockets import Build, Pass, Work
 
 VOCAB = house.SHAPES["grouped"]["vocab"]
 ROWS_IGNORED = house.make_rows(VOCAB, ignored=True)

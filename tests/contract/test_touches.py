@@ -6,11 +6,11 @@ import torch
 from house import Variant, toy
 from torch import Tensor, nn
 
+from headrace.assemble.sockets import COMPOSED, OWNED, PARTS, Build
 from headrace.core.errors import ConfigError
-from headrace.plan.technique import Stage, Technique
 from headrace.model.decoder import Block
 from headrace.model.lora import ADAPTERS
-from headrace.assemble.sockets import COMPOSED, OWNED, PARTS, Build
+from headrace.plan.technique import Stage, Technique
 
 OTHER_MODELS = ("config.", "parts.mlp", "parts.mixer")
 """Claims of what makes another model, whose parameters have other names."""

@@ -12,13 +12,13 @@ import house
 import pytest
 from house import Variant
 
-from headrace.train import train
+from headrace.assemble.filled import check_active
 from headrace.cli.app import catalogue
 from headrace.core.errors import RunError
-from headrace.plan.plan import Plan
-from headrace.assemble.filled import check_active
-from headrace.inference.load import open_model
 from headrace.core.progress import Progress
+from headrace.inference.load import open_model
+from headrace.plan.plan import Plan
+from headrace.train import train
 from headrace.train.run_folder import RunFolder
 from headrace.train.train import step
 

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from headrace.plan.technique import Context, Evidence, Stage, Supported, Technique, Unsupported
 from headrace.assemble.sockets import Build
+from headrace.plan.technique import Context, Evidence, Stage, Supported, Technique, Unsupported
 
 
 def toy(

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import typer
 
+from headrace.cli.terminal import exit_codes
 from headrace.core.errors import (
     ConfigError,
     HeadraceError,
@@ -16,11 +17,10 @@ from headrace.core.errors import (
     at_a_limit,
     nearest,
 )
+from headrace.core.units import format_bytes, format_count, format_seconds
 from headrace.costs.hardware import lookup
 from headrace.costs.ledger import Ledger, Line, Matrix
 from headrace.plan.technique import Card, Catalogue, Stage, Technique, check_claims
-from headrace.core.units import format_bytes, format_count, format_seconds
-from headrace.cli.terminal import exit_codes
 
 LEDGER = Ledger(
     {

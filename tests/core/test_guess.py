@@ -12,8 +12,8 @@ from headrace.core.errors import ConfigError, alike, nearest
 from headrace.core.foreign import OPTIONS, SAME, UNLIKE, meant_by
 from headrace.core.guess import VALUES, choice
 from headrace.core.known import BY_KEY, KNOWN, told_of
-from headrace.plan.plan import Plan
 from headrace.core.strict import field_at
+from headrace.plan.plan import Plan
 from headrace.plan.technique import installed
 
 BASE = "goal.steps = 1000\nhardware.dollars_per_hour = 2\n"

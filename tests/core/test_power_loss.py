@@ -15,21 +15,21 @@ import torch
 from tiny import PLAN, write_corpus
 
 import headrace
-from headrace.train.checkpoint import Checkpoints
 from headrace.cli.app import catalogue
 from headrace.core import files
 from headrace.core.errors import ConfigError
 from headrace.core.files import hold_lock, recorded_plan, write_whole
-from headrace.costs.machine import Machine
 from headrace.core.model_config import ModelConfig
-from headrace.plan.plan import Plan
+from headrace.costs.machine import Machine
 from headrace.data.ingest import prepare
 from headrace.data.tokenizer import train_tokenizer
 from headrace.export.hf import export_hf
 from headrace.model.companions import keep_companions
 from headrace.model.decoder import Decoder, trunk_parts
 from headrace.model.mask import MaskSpec
+from headrace.plan.plan import Plan
 from headrace.report.page import page, write_page
+from headrace.train.checkpoint import Checkpoints
 from headrace.train.run_folder import RunFolder
 
 

@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from headrace.cli import terminal
-from headrace.plan.plan import Plan
 from headrace.core.progress import LINES_A_RUN, Lines, Progress, Several
+from headrace.plan.plan import Plan
 from headrace.train.train import run
 
 ROW = {"step": 1, "loss": 2.5, "tokens_per_s": 12345.6}

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from headrace.assemble.build import predict
-from headrace.cli.app import catalogue
 from headrace.assemble.context import elsewhere, make_context
+from headrace.cli.app import catalogue
 from headrace.core.errors import UnsupportedError
 from headrace.costs.ledger import DERIVED, Ledger
 from headrace.costs.machine import Machine
-from headrace.plan.plan import Plan
 from headrace.costs.work import Work, step_time
+from headrace.plan.plan import Plan
 
 ROOT = Path(__file__).parents[2]
 H200 = Machine.assumed("NVIDIA H200")

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.plan.plan import Plan
 from headrace.core.strict import read_table
 from headrace.data.shards import Shards, ShardWriter
+from headrace.plan.plan import Plan
 
 DOCUMENT_TOKEN = 0
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from headrace.cli import app as cli
+from headrace.core.progress import Progress
 from headrace.data import ingest
 from headrace.data.tokenizer import Tokenizer
-from headrace.core.progress import Progress
 
 LONG = 200_000_000
 """Rounds of a hash; its library takes minutes for them, and listens to nobody."""

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.core.errors import ConfigError
-from headrace.plan.plan import Plan
 from headrace.data import heldout
 from headrace.data.heldout import LEAST, MOST, Record, Split, Weights, cut_at
 from headrace.data.ingest import _key, prepare, reopen
 from headrace.data.prepared import Prepared
 from headrace.data.shards import Shards
+from headrace.plan.plan import Plan
 
 MakePlan = Callable[..., Plan]
 Sources = list[list[str]]

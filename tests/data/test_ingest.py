@@ -19,12 +19,12 @@ import pytest
 
 from headrace.cli.arguments import named_plan
 from headrace.core.errors import ConfigError, MemoryFull, RunError
-from headrace.plan.plan import Plan
 from headrace.data import formats, ingest
 from headrace.data.heldout import Weights
 from headrace.data.ingest import prepare
 from headrace.data.prepared import Prepared
 from headrace.data.shards import Shards, ShardWriter
+from headrace.plan.plan import Plan
 
 MakePlan = Callable[..., Plan]
 

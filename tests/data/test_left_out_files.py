@@ -13,13 +13,13 @@ import pytest
 
 from headrace.core.errors import ConfigError
 from headrace.core.files import printable
-from headrace.plan.plan import Plan
-from headrace.plan.technique import installed
 from headrace.data import left_out
 from headrace.data.ingest import prepare, reopen
 from headrace.data.left_out import LeftOut, Reason, Tally
 from headrace.data.listing import Asked
 from headrace.data.sources import read_documents, source_signature
+from headrace.plan.plan import Plan
+from headrace.plan.technique import installed
 
 MakePlan = Callable[..., Plan]
 

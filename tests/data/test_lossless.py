@@ -10,10 +10,10 @@ from test_tokenizer import AWKWARD, fallback_tokenizer, listed, metaspace_tokeni
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from headrace.core.errors import TextLost
-from headrace.plan.plan import Plan
 from headrace.data import tokenizer as ours
 from headrace.data.ingest import prepare
 from headrace.data.lossless import difference
+from headrace.plan.plan import Plan
 
 
 def unigram_tokenizer(*pieces: str) -> Tokenizer:

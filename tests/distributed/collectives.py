@@ -13,10 +13,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.assemble.build import make_build, predict
-from headrace.plan.plan import MeshConfig
-from headrace.data.ingest import prepare
 from headrace.costs.count import FP32
+from headrace.data.ingest import prepare
 from headrace.parallel.world import join
+from headrace.plan.plan import MeshConfig
 from headrace.train.train import step
 
 

@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from headrace.assemble.build import make_build
-from headrace.plan.plan import Plan
+from headrace.assemble.sockets import Build
 from headrace.data.ingest import prepare
 from headrace.data.loader import Micro, collate
 from headrace.data.rows import IGNORE, Row
 from headrace.parallel.layout import local_of
 from headrace.parallel.world import World
-from headrace.assemble.sockets import Build
+from headrace.plan.plan import Plan
 from headrace.train.train import step
 
 STEPS = 5

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from composition import Composition, run
 from safetensors.torch import save_file
 
-from headrace.core.errors import HeadraceError
-from headrace.plan.plan import MeshConfig
 from headrace.assemble.filled import check_active
+from headrace.core.errors import HeadraceError
 from headrace.parallel.world import World, join
+from headrace.plan.plan import MeshConfig
 
 PATIENCE_S = 60
 

@@ -18,11 +18,11 @@ from cases import AXES_OF, pair_composition
 from composition import Composition, run
 from test_compositions import assert_inside_the_band, beyond
 
-from headrace.catalogue.matrix import explain_matrix, read_matrix
 from headrace.assemble.context import check_supported, make_context
+from headrace.catalogue.matrix import explain_matrix, read_matrix
 from headrace.core.errors import HeadraceError
-from headrace.plan.technique import Supported, check_claims
 from headrace.parallel.world import World
+from headrace.plan.technique import Supported, check_claims
 
 NAMES = sorted(house.CATALOGUE.techniques)
 PAIRS = list(itertools.combinations(NAMES, 2))

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from headrace.assemble.build import make_build, predict_each
 from headrace.costs.ledger import Ledger
 from headrace.costs.links import sent
-from headrace.plan.plan import MeshConfig
 from headrace.data.ingest import prepare
 from headrace.parallel.world import World, join
+from headrace.plan.plan import MeshConfig
 from headrace.train.train import step
 
 KINDS = {

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from headrace.plan.changes import changed, parse
-from headrace.cli.app import catalogue
 from headrace.assemble.context import elsewhere, make_context
+from headrace.cli.app import catalogue
 from headrace.costs.machine import Machine
 from headrace.costs.work import EDGE_S, HOST_S, SLOW_HOST
 from headrace.doctor.forecast import DRIFT, ERROR, Measured, between, by_ledger, moved
 from headrace.doctor.window import Window
+from headrace.plan.changes import changed, parse
 from headrace.predict.foresight import Foresight, foresee
 
 SHAPES = Path(__file__).parents[2] / "benchmarks" / "plans"

@@ -12,16 +12,16 @@ import torch
 from typer.testing import CliRunner
 
 import headrace
-from headrace.plan.changes import flat
 from headrace.cli.app import app, catalogue
-from headrace.plan.plan import Plan
-from headrace.plan.symptoms import BOTTLENECKS as KNOWN
 from headrace.doctor.findings import STATIONS as STATION_NAMES
 from headrace.doctor.findings import Finding, stations
 from headrace.doctor.forecast import Forecast, by_share
 from headrace.doctor.loop import NO_PLAN, examine, loop_remedies, techniques
 from headrace.doctor.loop_words import BOTTLENECKS, STATIONS, Change, Loop
 from headrace.doctor.run import _prompts
+from headrace.plan.changes import flat
+from headrace.plan.plan import Plan
+from headrace.plan.symptoms import BOTTLENECKS as KNOWN
 from headrace.recipes import recipes
 
 LOADER = {"name": "DataLoader", "num_workers": 0, "pin_memory": False}

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.cli.arguments import named_plan
-from headrace.cli.app import catalogue
 from headrace.assemble.context import elsewhere, make_context
-from headrace.costs.machine import Machine
-from headrace.plan.plan import Plan
+from headrace.cli.app import catalogue
+from headrace.cli.arguments import named_plan
 from headrace.core.statistics import Interval
+from headrace.costs.machine import Machine
 from headrace.costs.work import HOST_S
 from headrace.doctor.advice import Advice, Advised, _by_gain, advised, narrowest, plain, told
 from headrace.doctor.findings import ABSTAINED, Finding
@@ -35,6 +34,7 @@ from headrace.doctor.physics import (
 )
 from headrace.doctor.remedies import Remedy, _Asker, remedies
 from headrace.doctor.window import Window
+from headrace.plan.plan import Plan
 from headrace.predict.candidates import Asking
 from headrace.predict.foresight import foresee
 
@@ -266,10 +266,10 @@ def test_the_host_is_ahead_by_the_median_step_and_the_share_of_dry_ones() -> Non
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="it needs a GPU")
 def test_the_small_recipe_waits_for_launches_on_a_gpu(tmp_path: Path) -> None:
     """Eager on any data-centre GPU: the whole way from a run's folder to the remedy."""
-    from headrace.train import train
     from headrace.cli.app import conclude
-    from headrace.doctor.advice import advise
     from headrace.core.progress import Progress
+    from headrace.doctor.advice import advise
+    from headrace.train import train
 
     plan = named_plan(
         "small",

@@ -12,15 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.plan.changes import parse
-from headrace.cli.app import catalogue
 from headrace.assemble.context import elsewhere, make_context
-from headrace.plan.gentler import gentler
-from headrace.costs.machine import Machine
-from headrace.plan.plan import Plan
+from headrace.cli.app import catalogue
 from headrace.core.statistics import Interval
-from headrace.plan.symptoms import BOTTLENECKS
 from headrace.core.units import format_bytes
+from headrace.costs.machine import Machine
 from headrace.doctor import findings
 from headrace.doctor.advice import advise, advise_plan, advised, plain, told
 from headrace.doctor.findings import PASSES, Finding
@@ -37,6 +33,10 @@ from headrace.doctor.remedies import (
     remedies,
 )
 from headrace.doctor.window import Window
+from headrace.plan.changes import parse
+from headrace.plan.gentler import gentler
+from headrace.plan.plan import Plan
+from headrace.plan.symptoms import BOTTLENECKS
 from headrace.predict.foresight import FEW, foresee
 
 ROOT = Path(__file__).parents[2]

@@ -8,14 +8,14 @@ import pytest
 import torch
 from probed_cpu import probed_cpu
 
-from headrace.cli.app import catalogue
 from headrace.assemble.context import make_context
+from headrace.cli.app import catalogue
 from headrace.costs.machine import Machine
-from headrace.plan.plan import Plan
 from headrace.costs.rates import Step
 from headrace.doctor.findings import Finding
 from headrace.doctor.forecast import Measured, by_ledger
 from headrace.doctor.remedies import Remedy, remedies
+from headrace.plan.plan import Plan
 from headrace.predict.foresight import Foresight, foresee
 
 TINY: dict[str, Any] = {

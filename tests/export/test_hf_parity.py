@@ -9,10 +9,10 @@ import torch
 from headrace.core.model_config import ModelConfig
 from headrace.data.tokenizer import train_tokenizer
 from headrace.export.hf import export_hf
+from headrace.inference.sample import generate
 from headrace.model.decoder import Decoder, trunk_parts
 from headrace.model.init import random_source
 from headrace.model.mask import MaskSpec, Rows
-from headrace.inference.sample import generate
 
 transformers = pytest.importorskip("transformers")
 

@@ -12,18 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.inference import sample
 from headrace.assemble.build import predict
+from headrace.assemble.filled import check_active
+from headrace.assemble.sockets import Build
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.model_config import ModelConfig
-from headrace.plan.plan import Plan
-from headrace.train.evaluate import evaluate
 from headrace.export.hf import export_hf
-from headrace.assemble.filled import check_active
+from headrace.inference import sample
 from headrace.model.head import Head, cross_entropy
 from headrace.model.hf_config import config_from_hf, config_to_hf
 from headrace.model.mask import Rows
-from headrace.assemble.sockets import Build
+from headrace.plan.plan import Plan
+from headrace.train.evaluate import evaluate
 from headrace.train.train import step
 
 CAP = 2.0

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from state_dicts import to_theirs
 
+from headrace.inference.sample import generate
 from headrace.model.adapter import load_pretrained
 from headrace.model.decoder import Decoder, trunk_parts
 from headrace.model.head import IGNORED, cross_entropy
 from headrace.model.mask import MaskSpec, Rows
-from headrace.inference.sample import generate
 
 transformers = pytest.importorskip("transformers")
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from headrace.core.errors import ConfigError
+from headrace.inference.sample import draw, generate
 from headrace.model.decoder import Decoder
 from headrace.model.mask import MaskSpec, Rows
-from headrace.inference.sample import draw, generate
 
 PROMPTS = torch.tensor([[3, 14, 15, 9, 2], [60, 0, 7, 7, 31]])
 MakeDecoder = Callable[..., Decoder]

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from headrace.core.errors import ConfigError
 from headrace.core.model_config import ModelConfig
+from headrace.inference.sample import generate
 from headrace.model.attention import Sdpa, check_mask, weights
 from headrace.model.decoder import Decoder
 from headrace.model.mask import BlockPattern, MaskSpec, Rows, allowed
-from headrace.inference.sample import generate
 
 B, H, G, K = 2, 4, 2, 6
 SLOPES = (1 / 4, 1 / 16, 1 / 64, 1 / 256)

@@ -8,12 +8,12 @@ import pytest
 import torch
 from tiny import metrics, report
 
-from headrace.observe import profiler as bursts
-from headrace.observe.profiler import FIRST, KEPT, Bursts, traces
 from headrace.doctor.trace.facts import newest
 from headrace.doctor.trace.file import read_trace
 from headrace.doctor.trace.ranks import measure_traces
 from headrace.doctor.window import of_run, read_rows
+from headrace.observe import profiler as bursts
+from headrace.observe.profiler import FIRST, KEPT, Bursts, traces
 
 CPU = torch.device("cpu")
 

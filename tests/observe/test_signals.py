@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from headrace.train import train as training
 from headrace.data.loader import Loader
 from headrace.doctor.window import read_rows
 from headrace.observe.signals import HostClock, Operations, Signals, TrackedMemory, between_ranks
+from headrace.train import train as training
 
 PHASES = ("input", "forward", "backward", "optimizer")
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from headrace.core.model_config import ModelConfig
-from headrace.plan.plan import OptimizerConfig
 from headrace.model.fusion import fusions
 from headrace.optim.adamw import clip_factor, gradient_norm, make_adamw, scale_gradients
+from headrace.plan.plan import OptimizerConfig
 from headrace.techniques.optim.muon import MuonOptimizer
 
 CONFIG = ModelConfig(dim=8, heads=4, kv_heads=2, ffn=6, layers=1, vocab=11)

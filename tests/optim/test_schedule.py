@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from headrace.plan.plan import ScheduleConfig
 from headrace.optim.schedule import learning_rate
+from headrace.plan.plan import ScheduleConfig
 
 
 def shares(horizon: int | None, steps: int, **keys: object) -> list[float]:

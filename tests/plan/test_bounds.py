@@ -11,12 +11,12 @@ import torch
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from headrace.cli.arguments import catalogue
 from headrace.assemble.context import check_supported, elsewhere, make_context
+from headrace.cli.arguments import catalogue
 from headrace.core.errors import ConfigError, HeadraceError
+from headrace.core.units import divisors, largest_divisor
 from headrace.costs.machine import Machine
 from headrace.plan.plan import Plan
-from headrace.core.units import divisors, largest_divisor
 from headrace.predict.foresight import foresee
 from headrace.techniques.memory.dynamic_batch import halves
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.plan.changes import changed, difference
 from headrace.cli.app import catalogue
 from headrace.core.errors import ConfigError
+from headrace.plan.changes import changed, difference
 from headrace.plan.plan import Plan
 
 TEXT = (Path(__file__).parents[2] / "benchmarks" / "plans" / "160m.toml").read_text()

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from headrace.plan.doubts import check_meant, doubts_of
 from headrace.core.errors import ConfigError
+from headrace.plan.doubts import check_meant, doubts_of
 from headrace.plan.plan import Plan
 from headrace.plan.technique import installed
 from headrace.predict.candidates import Asking

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from test_foresight import H200, on_h200
 
-from headrace.plan.changes import changed
 from headrace.cli.app import catalogue
 from headrace.core.errors import ConfigError
 from headrace.costs.work import EDGE_S, StepTime
+from headrace.plan.changes import changed
 from headrace.predict.calibration import Calibration, Measured
 from headrace.predict.foresight import LAUNCHES, after, at, calibrated, foresee, told
 from headrace.predict.intervals import STEP

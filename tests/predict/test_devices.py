@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from headrace.assemble.build import predict
-from headrace.cli.app import catalogue
 from headrace.assemble.context import check_supported, elsewhere, make_context
+from headrace.cli.app import catalogue
 from headrace.core.errors import UnsupportedError
 from headrace.costs.hardware import NAMES, lookup
 from headrace.costs.machine import Machine
+from headrace.costs.reserved import RESTS, WORKSPACE, Footprint, as_held
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Context
 from headrace.predict.foresight import foresee
-from headrace.costs.reserved import RESTS, WORKSPACE, Footprint, as_held
 from headrace.recipes import read_recipe
 
 OLD = ("T4", "V100")
@@ -58,12 +58,12 @@ def test_a_report_predicts_what_a_plan_does(
 ) -> None:
     plan = tiny_plan("device=auto")
     context = on(plan, "H100")
-    held = as_held(predict(plan, context), context)
+    held = as_held(predict(plan, context), "cuda", "bf16", context.capability)
     assert held.beside[WORKSPACE] == 64 * 2**20 and held.beside[RESTS] > 0
     found = foresee(plan, context, Machine.assumed("H100"))
     assert found.peak_bytes == pytest.approx(held.ledger.peak()[1] + sum(held.beside.values()))
 
-    def with_workspace(ledger: Any, context: Context) -> Footprint:
+    def with_workspace(ledger: Any, *place: Any) -> Footprint:
         return Footprint(ledger, 7 * 2**20, None)
 
     monkeypatch.setattr("headrace.train.summary.as_held", with_workspace)

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from test_foresight import H200, on_h200
 
-from headrace.plan.changes import changed
 from headrace.cli.app import catalogue
+from headrace.plan.changes import changed
 from headrace.plan.plan import Plan
 from headrace.predict.ending import TELLS, Curve, ending
 from headrace.predict.foresight import at, foresee, told

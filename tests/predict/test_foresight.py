@@ -14,16 +14,16 @@ import pytest
 import torch
 
 from headrace.assemble.build import predict
-from headrace.cli.app import catalogue
 from headrace.assemble.context import elsewhere, make_context
-from headrace.costs.allocator import MIB, Allocator, OutOfMemory
+from headrace.cli.app import catalogue
 from headrace.core.errors import UnsupportedError
+from headrace.costs.allocator import MIB, Allocator, OutOfMemory
 from headrace.costs.machine import Machine
-from headrace.plan.plan import Plan
+from headrace.costs.reserved import RESTS, reserve, workspace_bytes
 from headrace.costs.work import step_time
+from headrace.plan.plan import Plan
 from headrace.predict.foresight import FEW, TIGHT, foresee, told
 from headrace.predict.intervals import STEP
-from headrace.costs.reserved import RESTS, reserve, workspace_bytes
 from headrace.truth import compute
 
 ROOT = Path(__file__).parents[2]

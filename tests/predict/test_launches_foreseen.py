@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from headrace.assemble.build import predict, predict_each
-from headrace.cli.app import catalogue
 from headrace.assemble.context import elsewhere, make_context
+from headrace.cli.app import catalogue
 from headrace.costs.ledger import Ledger
 from headrace.costs.machine import Machine
-from headrace.plan.plan import Plan
 from headrace.costs.work import (
     CHOSEN,
     COMPILED,
@@ -30,6 +29,7 @@ from headrace.costs.work import (
     UNFUSED,
     step_time,
 )
+from headrace.plan.plan import Plan
 from headrace.predict.foresight import foresee
 
 ROOT = Path(__file__).parents[2]

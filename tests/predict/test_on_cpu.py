@@ -9,11 +9,11 @@ import torch
 from probed_cpu import BEGIN_S, BYTES_PER_S, FLOPS, probed_cpu
 
 from headrace.assemble.build import predict
-from headrace.cli.app import catalogue
 from headrace.assemble.context import make_context
+from headrace.cli.app import catalogue
 from headrace.costs.machine import Machine
-from headrace.plan.plan import Plan
 from headrace.costs.rates import Moved, Product, Products, Step
+from headrace.plan.plan import Plan
 from headrace.predict import sweep
 from headrace.predict.calibration import Measured
 from headrace.predict.foresight import FEW, Foresight, calibrated, foresee, told

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from headrace.assemble.build import predict
-from headrace.plan.changes import parse
-from headrace.cli.app import catalogue
 from headrace.assemble.context import elsewhere, make_context
+from headrace.cli.app import catalogue
 from headrace.core.errors import HeadraceError
 from headrace.costs.ledger import Ledger
+from headrace.plan.changes import parse
 
 TEXT = (Path(__file__).parents[2] / "benchmarks" / "plans" / "1b.toml").read_text()
 TRUNK = "-torch_compile -cudnn_attention -fused_swiglu -fused_cross_entropy -bf16_parameters"

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from headrace.assemble.build import predict
-from headrace.cli.app import catalogue
 from headrace.assemble.context import elsewhere, make_context
+from headrace.cli.app import catalogue
 from headrace.core.errors import ConfigError
+from headrace.core.units import format_bytes, format_count
 from headrace.costs.ledger import WORDS
 from headrace.costs.machine import Machine
-from headrace.plan.plan import Plan
-from headrace.core.units import format_bytes, format_count
 from headrace.costs.work import EDGE_S, StepTime
 from headrace.data.tokenizer import train_tokenizer
+from headrace.plan.plan import Plan
 from headrace.predict.calibration import Calibration, Measured
 from headrace.predict.foresight import DATA, LAUNCHES, foresee, told
 from headrace.predict.intervals import ASSUMED, PROBED, SAME_CHIP, STEP, STEPPED, widening

@@ -13,12 +13,11 @@ import pytest
 import torch
 
 from headrace.assemble.build import predict
-from headrace.cli.app import catalogue
 from headrace.assemble.context import elsewhere, make_context
+from headrace.cli.app import catalogue
 from headrace.core.errors import UnsupportedError
 from headrace.costs.ledger import DERIVED
 from headrace.costs.machine import Machine
-from headrace.plan.plan import Plan
 from headrace.costs.rates import SOFTMAX, START
 from headrace.costs.work import (
     CAP,
@@ -33,6 +32,7 @@ from headrace.costs.work import (
     step_time,
 )
 from headrace.model.mask import BlockPattern
+from headrace.plan.plan import Plan
 from headrace.predict.foresight import foresee, told
 from headrace.techniques.attention.sliding_window import share_of_causal
 from headrace.techniques.attention.sparse_attention import skipped

@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from headrace.assemble.build import predict, predict_each
-from headrace.cli.app import catalogue
 from headrace.assemble.context import elsewhere, make_context
+from headrace.cli.app import catalogue
 from headrace.core.errors import UnsupportedError
 from headrace.costs.ledger import Ledger
 from headrace.costs.links import COMMUNICATOR_BYTES, NODE, Link, assumed, collective_s, says, sent
 from headrace.costs.machine import Machine
-from headrace.plan.plan import Plan
 from headrace.costs.rates import Moved, Stream
-from headrace.plan.technique import Card, Catalogue, Stage, Supported, Technique
 from headrace.costs.work import CONTENTION, EDGE_S, Work, collective, step_time
 from headrace.parallel.pipeline import bubble
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Card, Catalogue, Stage, Supported, Technique
 from headrace.predict.calibration import Calibration
 from headrace.predict.foresight import KINDS, Foresight, foresee, told
 from headrace.predict.layouts import layouts

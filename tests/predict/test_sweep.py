@@ -18,19 +18,19 @@ from rich.console import Console
 from test_planner import measured
 
 from headrace.assemble.build import predict
-from headrace.plan.changes import changed, difference, parse
-from headrace.cli.app import catalogue
 from headrace.assemble.context import elsewhere, make_context
+from headrace.cli.app import catalogue
+from headrace.cli.terminal import show_table
 from headrace.core.errors import UnsupportedError
+from headrace.core.statistics import kendall_tau, regret
 from headrace.costs.ledger import Ledger, Line
 from headrace.costs.machine import Machine
-from headrace.plan.plan import Plan
-from headrace.core.statistics import kendall_tau, regret
-from headrace.plan.technique import Catalogue, Context, Stage, Supported, Technique, Unsupported
 from headrace.costs.work import step_time
+from headrace.plan.changes import changed, difference, parse
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Catalogue, Context, Stage, Supported, Technique, Unsupported
 from headrace.predict.candidates import Asking, singles
 from headrace.predict.sweep import HEAD, Sweep, command, plain, sweep, table, told
-from headrace.cli.terminal import show_table
 
 H200 = Machine.assumed("NVIDIA H200")
 SHAPE = (Path(__file__).parents[2] / "benchmarks" / "plans" / "160m.toml").read_text()

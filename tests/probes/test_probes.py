@@ -13,11 +13,11 @@ import torch
 
 from headrace import probes
 from headrace.core.errors import ConfigError, UnsupportedError
+from headrace.core.progress import Progress
 from headrace.costs.machine import Machine
 from headrace.costs.rates import Product, Products
 from headrace.probes import at_hand
 from headrace.probes.clock import Clock
-from headrace.core.progress import Progress
 
 CPU = torch.device("cpu")
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from headrace.core.model_config import ModelConfig
-from headrace.costs.rates import Product
 from headrace.costs.decoder_work import trunk_work
+from headrace.costs.rates import Product
 from headrace.probes import host
 from headrace.probes.clock import Clock
 from headrace.probes.host import PLAIN, WAYS, Small

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from headrace.assemble.build import make_build
-from headrace.plan.plan import Plan
+from headrace.assemble.sockets import Build
 from headrace.data.ingest import prepare
 from headrace.data.loader import Micro
 from headrace.parallel.world import World
-from headrace.assemble.sockets import Build
+from headrace.plan.plan import Plan
 from headrace.train.train import step
 
 STATE_LINES = ("parameters", "gradients", "optimizer")

@@ -20,13 +20,13 @@ import pytest
 from house import CATALOGUE, Result, assert_equal, make_plan, make_rows
 
 from headrace.assemble.build import make_build
-from headrace.plan.plan import MeshConfig, Plan
-from headrace.data.ingest import prepare
-from headrace.train.evaluate import evaluate
 from headrace.assemble.filled import check_active
+from headrace.assemble.sockets import Build
+from headrace.data.ingest import prepare
 from headrace.parallel.layout import local_of
 from headrace.parallel.world import join
-from headrace.assemble.sockets import Build
+from headrace.plan.plan import MeshConfig, Plan
+from headrace.train.evaluate import evaluate
 from headrace.train.train import step
 
 CPU = torch.device("cpu")

@@ -18,12 +18,12 @@ from house import (
 )
 
 from headrace.assemble.build import make_build
-from headrace.plan.plan import Plan
-from headrace.data.ingest import prepare
-from headrace.train.evaluate import evaluate
 from headrace.assemble.filled import check_active
-from headrace.parallel.world import World, open_world
 from headrace.assemble.sockets import Build
+from headrace.data.ingest import prepare
+from headrace.parallel.world import World, open_world
+from headrace.plan.plan import Plan
+from headrace.train.evaluate import evaluate
 
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "grouped": {"dim": 24, "heads": 8, "head_dim": 6, "kv_heads": 4, "ffn": 20, "vocab": 307},

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from headrace.plan.technique import Supported, Unsupported
 from headrace.assemble.sockets import Build, Forward
+from headrace.plan.technique import Supported, Unsupported
 from headrace.techniques.compile.torch_compile import TorchCompile
 from headrace.techniques.memory.activation_offload import ActivationOffload, Offload, Transfer
 from headrace.train.train import step

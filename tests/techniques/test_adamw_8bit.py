@@ -10,20 +10,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from headrace.train.checkpoint import Saved
 from headrace.assemble.context import make_context
+from headrace.assemble.filled import check_active
+from headrace.assemble.sockets import Build
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.model_config import ModelConfig
-from headrace.plan.plan import Plan
-from headrace.plan.technique import Supported, Unsupported
 from headrace.data.loader import Micro
-from headrace.assemble.filled import check_active
 from headrace.kernels.blockwise_8bit import dequantize, levels, quantize
 from headrace.parallel.world import World
-from headrace.assemble.sockets import Build
-from headrace.train.state import _restore_optimizer
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Supported, Unsupported
 from headrace.techniques.memory import adamw_8bit
 from headrace.techniques.memory.adamw_8bit import Adamw8bit, AdamW8bitOptimizer
+from headrace.train.checkpoint import Saved
+from headrace.train.state import _restore_optimizer
 from headrace.train.train import step
 
 HOW: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}

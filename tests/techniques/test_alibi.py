@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from headrace.assemble.context import make_context
-from headrace.core.errors import ConfigError
-from headrace.plan.technique import Supported, Unsupported
-from headrace.data.loader import Micro
-from headrace.model.mask import MaskSpec, Rows, dense
-from headrace.inference.sample import generate
 from headrace.assemble.sockets import Build
+from headrace.core.errors import ConfigError
+from headrace.data.loader import Micro
+from headrace.inference.sample import generate
+from headrace.model.mask import MaskSpec, Rows, dense
+from headrace.plan.technique import Supported, Unsupported
 from headrace.techniques.attention.alibi import Alibi
 
 ON = "techniques.alibi={}"

@@ -5,12 +5,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from headrace.core.errors import ConfigError
-from headrace.plan.plan import Plan
-from headrace.plan.technique import Context, Supported, Unsupported
-from headrace.data.loader import Micro
 from headrace.assemble.filled import check_active
 from headrace.assemble.sockets import Build
+from headrace.core.errors import ConfigError
+from headrace.data.loader import Micro
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Context, Supported, Unsupported
 from headrace.techniques.precision.bf16_autocast import Bf16Autocast
 from headrace.train.train import step
 

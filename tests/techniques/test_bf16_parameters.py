@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import nn
 
-from headrace.train.checkpoint import Saved
-from headrace.core.errors import ConfigError, UnsupportedError
-from headrace.plan.technique import Context, Supported, Unsupported
-from headrace.data.loader import Micro
-from headrace.train.evaluate import evaluate
 from headrace.assemble.filled import check_active
+from headrace.assemble.sockets import Build
+from headrace.core.errors import ConfigError, UnsupportedError
+from headrace.data.loader import Micro
 from headrace.kernels.adamw import KERNEL, Noise
 from headrace.kernels.bf16_weight import joined, keys_of, places
 from headrace.kernels.launches import COUNTS
-from headrace.assemble.sockets import Build
+from headrace.plan.technique import Context, Supported, Unsupported
 from headrace.techniques.precision.bf16_parameters import Bf16AdamW, Bf16Parameters
+from headrace.train.checkpoint import Saved
+from headrace.train.evaluate import evaluate
 from headrace.train.train import step
 
 Make = Callable[..., Build]

@@ -16,15 +16,15 @@ import torch.nn.functional as F
 from house import Result, Variant
 from torch import Tensor
 
-from headrace.plan.plan import Plan
-from headrace.plan.technique import Supported
-from headrace.data.rows import Row
-from headrace.train.evaluate import evaluate
 from headrace.assemble.filled import check_active
+from headrace.assemble.sockets import Build
+from headrace.data.rows import Row
 from headrace.kernels.launches import COUNTS
 from headrace.model.head import IGNORED
-from headrace.assemble.sockets import Build
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Supported
 from headrace.techniques.loss.fused_cross_entropy import FusedCrossEntropy
+from headrace.train.evaluate import evaluate
 
 pytest.importorskip("triton")
 

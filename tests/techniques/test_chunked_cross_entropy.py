@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from headrace.assemble.build import predict
+from headrace.assemble.sockets import Build
 from headrace.core.errors import UnsupportedError
-from headrace.plan.technique import Supported, Unsupported
 from headrace.data.loader import Micro
 from headrace.kernels.chunked_loss import has_native
-from headrace.assemble.sockets import Build
+from headrace.plan.technique import Supported, Unsupported
 from headrace.techniques.loss import chunked_cross_entropy
 from headrace.techniques.loss.chunked_cross_entropy import ChunkedCrossEntropy
 from headrace.train.train import step

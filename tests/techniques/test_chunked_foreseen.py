@@ -8,11 +8,11 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from headrace.assemble.build import predict
-from headrace.cli.app import catalogue
 from headrace.assemble.context import make_context
+from headrace.cli.app import catalogue
 from headrace.costs.ledger import Ledger
-from headrace.plan.plan import Plan
 from headrace.kernels.chunked_loss import has_native, native_loss
+from headrace.plan.plan import Plan
 
 TOKENS, CHUNK = 256, 128
 

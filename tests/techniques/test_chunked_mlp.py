@@ -8,10 +8,10 @@ import torch
 from pieces import gradients
 from torch import Tensor
 
-from headrace.core.errors import ConfigError, UnsupportedError
-from headrace.data.loader import Micro
 from headrace.assemble.filled import check_active
 from headrace.assemble.sockets import Build
+from headrace.core.errors import ConfigError, UnsupportedError
+from headrace.data.loader import Micro
 from headrace.train.train import step
 
 Make = Callable[..., Build]

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from headrace.assemble.context import make_context
+from headrace.assemble.sockets import Build
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.plan.technique import Supported, Unsupported
-from headrace.assemble.sockets import Build
 from headrace.techniques.compile.compile_cache import CompileCache, kept_in, what_is_wrong
 
 COMPILE = "techniques.torch_compile={}"

@@ -13,13 +13,13 @@ import torch
 from pieces import ring_of
 
 from headrace.assemble.build import make_context
+from headrace.assemble.sockets import Work
 from headrace.core.errors import ConfigError, UnsupportedError
+from headrace.costs.count import trunk_ledger
 from headrace.costs.ledger import Ledger
+from headrace.model.mask import MaskSpec, Rows
 from headrace.plan.plan import MeshConfig, Plan
 from headrace.plan.technique import Context, Stage, Supported, Unsupported
-from headrace.costs.count import trunk_ledger
-from headrace.model.mask import MaskSpec, Rows
-from headrace.assemble.sockets import Work
 from headrace.techniques.loss.chunked_cross_entropy import ChunkedCrossEntropy
 from headrace.techniques.parallel.context_parallel import ContextParallel, RingAttend
 

@@ -7,9 +7,9 @@ from contextlib import ExitStack, contextmanager
 import pytest
 import torch
 
+from headrace.assemble.sockets import Build
 from headrace.core import cores, kept_memory
 from headrace.plan.technique import Context, Supported, Unsupported
-from headrace.assemble.sockets import Build
 from headrace.techniques.memory.kept_memory import KeptMemory
 from headrace.techniques.parallel.cpu_threads import CpuThreads
 from headrace.train.train import step

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.assemble.sockets import Build
 from headrace.core.errors import ConfigError, UnsupportedError
+from headrace.data.loader import Micro
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Context, Supported, Unsupported
-from headrace.data.loader import Micro
-from headrace.train.evaluate import evaluate
-from headrace.assemble.sockets import Build
 from headrace.techniques.compile.cuda_graphs import CudaGraphs, counts, skips
+from headrace.train.evaluate import evaluate
 from headrace.train.train import step
 
 Make = Callable[..., Build]

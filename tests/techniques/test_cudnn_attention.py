@@ -11,10 +11,10 @@ from torch import Tensor
 
 from headrace.core.errors import ConfigError
 from headrace.core.model_config import ModelConfig
-from headrace.plan.plan import Plan
-from headrace.plan.technique import Context, Supported, Unsupported
 from headrace.model.attention import Sdpa, check_mask
 from headrace.model.mask import BlockPattern, MaskSpec, Rows
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Context, Supported, Unsupported
 from headrace.techniques.attention.cudnn_attention import CudnnAttention, CudnnSdpa
 
 B, H = 2, 4  # of qkv

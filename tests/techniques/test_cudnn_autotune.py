@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from headrace.core.errors import UnsupportedError
-from headrace.plan.technique import Context, Supported, Unsupported
 from headrace.assemble.filled import check_active
-from headrace.model.convolution import CUDNN
 from headrace.assemble.sockets import Build
+from headrace.core.errors import UnsupportedError
+from headrace.model.convolution import CUDNN
+from headrace.plan.technique import Context, Supported, Unsupported
 from headrace.techniques.compile import cudnn_autotune
 from headrace.techniques.compile.cudnn_autotune import CudnnAutotune, timed_algorithms
 from headrace.train.train import step

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headrace.assemble.filled import check_active
+from headrace.assemble.sockets import Build
 from headrace.core.errors import ConfigError
 from headrace.data.loader import Micro
 from headrace.export.hf import export_hf
-from headrace.assemble.filled import check_active
 from headrace.model.head import IGNORED, Vocabulary
-from headrace.assemble.sockets import Build
 from headrace.techniques.adapt.distillation import divergence
 from headrace.train.train import step
 

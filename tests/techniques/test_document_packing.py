@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from headrace.assemble.sockets import Build, place
 from headrace.data.loader import collate
 from headrace.data.rows import Row
 from headrace.model.mask import Rows
-from headrace.assemble.sockets import Build, place
 
 LENGTH = 16
 STARTS = ([3, 4, 11], [], [0, 1], [LENGTH - 1, LENGTH])

@@ -11,21 +11,21 @@ import torch
 from tiny import report, tensors
 from torch import Tensor
 
-from headrace.train import train as trainer
 from headrace.assemble.build import make_build, predict
 from headrace.assemble.context import make_context
+from headrace.assemble.filled import check_active
+from headrace.assemble.sockets import Build
 from headrace.core.errors import RunError, UnsupportedError
-from headrace.plan.plan import MeshConfig, Plan
-from headrace.plan.technique import Unsupported
+from headrace.core.progress import Progress
 from headrace.data.ingest import prepare
 from headrace.data.loader import Micro
-from headrace.assemble.filled import check_active
 from headrace.model.mask import Rows
 from headrace.parallel.world import World
-from headrace.core.progress import Progress
-from headrace.assemble.sockets import Build
+from headrace.plan.plan import MeshConfig, Plan
+from headrace.plan.technique import Unsupported
 from headrace.techniques.memory import dynamic_batch
 from headrace.techniques.memory.dynamic_batch import DynamicBatch, Size, cut, halves
+from headrace.train import train as trainer
 from headrace.train.train import step
 
 NAME = "dynamic_batch"

@@ -11,9 +11,9 @@ import torch
 from pieces import bare, left
 
 import headrace.techniques.memory.expandable_segments as segments
+from headrace.assemble.sockets import Build
 from headrace.core.model_config import ModelConfig
 from headrace.kernels import fla
-from headrace.assemble.sockets import Build
 from headrace.techniques.attention import (
     flex_attention,
     linear_attention,

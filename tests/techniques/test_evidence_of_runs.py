@@ -11,9 +11,9 @@ import pytest
 import torch
 from pieces import bare, left
 
+from headrace.assemble.sockets import Build
 from headrace.model.convolution import CUDNN, CausalConvolution
 from headrace.model.lora import LoraLinear
-from headrace.assemble.sockets import Build
 from headrace.techniques.adapt import distillation, qlora
 from headrace.techniques.compile import compile_cache, cuda_graphs, cudnn_autotune, torch_compile
 from headrace.techniques.compile.shape_buckets import ShapeBuckets

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.core.errors import UnsupportedError
-from headrace.plan.technique import Unsupported
-from headrace.data.loader import Micro
 from headrace.assemble.filled import check_active
 from headrace.assemble.sockets import Build
+from headrace.core.errors import UnsupportedError
+from headrace.data.loader import Micro
+from headrace.plan.technique import Unsupported
 from headrace.techniques.memory import expandable_segments as module
 from headrace.train.train import step
 

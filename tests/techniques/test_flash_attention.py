@@ -11,10 +11,10 @@ from torch import Tensor
 
 from headrace.core.errors import UnsupportedError
 from headrace.core.model_config import ModelConfig
-from headrace.plan.plan import Plan
-from headrace.plan.technique import Context, Supported, Unsupported
 from headrace.model.attention import Sdpa
 from headrace.model.mask import MaskSpec, Rows
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Context, Supported, Unsupported
 from headrace.techniques.attention.flash_attention import FlashAttention, FlashSdpa
 from headrace.techniques.attention.sliding_window import SlidingWindow
 from headrace.techniques.data.document_packing import DocumentPacking

@@ -16,10 +16,10 @@ from torch.nn.attention import current_flash_attention_impl, register_flash_atte
 
 from headrace.core.errors import UnsupportedError
 from headrace.core.model_config import ModelConfig
-from headrace.plan.plan import Plan
-from headrace.plan.technique import Context, Supported, Unsupported
 from headrace.model.attention import Sdpa
 from headrace.model.mask import MaskSpec, Rows
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Context, Supported, Unsupported
 from headrace.techniques.attention import flash_attention_3
 from headrace.techniques.attention.flash_attention_3 import (
     RELEASES,

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from headrace.plan.technique import Context, Supported, Unsupported
 from headrace.model.attention import Sdpa
 from headrace.model.mask import BlockPattern, MaskSpec, Rows, allowed, bias
+from headrace.plan.technique import Context, Supported, Unsupported
 from headrace.techniques.attention.flex_attention import (
     FlexAttention,
     FlexBackend,

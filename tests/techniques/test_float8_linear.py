@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
-from headrace.core.errors import ConfigError
-from headrace.plan.technique import Context, Supported, Unsupported
-from headrace.data.loader import Micro
 from headrace.assemble.filled import check_active
 from headrace.assemble.sockets import Build
+from headrace.core.errors import ConfigError
+from headrace.data.loader import Micro
+from headrace.plan.technique import Context, Supported, Unsupported
 from headrace.techniques.precision.float8_linear import Float8Linear
 from headrace.train.train import step
 

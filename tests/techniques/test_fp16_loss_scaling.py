@@ -8,14 +8,14 @@ import pytest
 import torch
 from tiny import tensors
 
+from headrace.assemble.sockets import Build
+from headrace.core.errors import RunError
+from headrace.core.progress import Progress
+from headrace.data.loader import Micro
+from headrace.plan.plan import Plan
+from headrace.techniques.precision.fp16_loss_scaling import LARGEST, Scale
 from headrace.train import train as trainer
 from headrace.train.checkpoint import Saved
-from headrace.core.errors import RunError
-from headrace.plan.plan import Plan
-from headrace.data.loader import Micro
-from headrace.core.progress import Progress
-from headrace.assemble.sockets import Build
-from headrace.techniques.precision.fp16_loss_scaling import LARGEST, Scale
 from headrace.train.train import step
 
 GOOD, BAD = torch.ones(()), torch.zeros(())

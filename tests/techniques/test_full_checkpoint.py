@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from headrace.assemble.build import predict
-from headrace.core.errors import ConfigError
-from headrace.data.loader import Micro
 from headrace.assemble.filled import check_active
 from headrace.assemble.sockets import Build
+from headrace.core.errors import ConfigError
+from headrace.data.loader import Micro
 from headrace.train.train import step
 
 Make = Callable[..., Build]

@@ -13,15 +13,15 @@ from torch import Tensor
 
 from headrace.assemble.build import predict
 from headrace.assemble.context import check_supported
-from headrace.core.errors import ConfigError
-from headrace.plan.plan import MeshConfig, Plan
-from headrace.plan.technique import Context, Supported, Unsupported
-from headrace.train.evaluate import evaluate
 from headrace.assemble.filled import check_active
+from headrace.core.errors import ConfigError
 from headrace.kernels.launches import COUNTS
 from headrace.model.head import IGNORED
 from headrace.observe.signals import TrackedMemory
+from headrace.plan.plan import MeshConfig, Plan
+from headrace.plan.technique import Context, Supported, Unsupported
 from headrace.techniques.loss.fused_cross_entropy import FusedCrossEntropy
+from headrace.train.evaluate import evaluate
 from headrace.train.train import step
 
 pytest.importorskip("triton")

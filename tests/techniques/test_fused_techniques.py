@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from headrace.assemble.build import make_build
-from headrace.plan.plan import Plan
-from headrace.plan.technique import Context, Supported, Unsupported
+from headrace.assemble.sockets import Build
 from headrace.data.ingest import prepare
 from headrace.kernels.launches import COUNTS
 from headrace.model.attention import Shared
 from headrace.model.position import Rotation
 from headrace.parallel.world import World
-from headrace.assemble.sockets import Build
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Context, Supported, Unsupported
 from headrace.techniques.fusion import liger_kernels
 from headrace.techniques.fusion.fused_rms_norm import FusedRmsNorm
 from headrace.techniques.fusion.fused_rope import FusedRope

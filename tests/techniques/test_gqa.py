@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from headrace.assemble.context import make_context
+from headrace.assemble.sockets import Build
 from headrace.core.errors import ConfigError
 from headrace.plan.technique import Unsupported
-from headrace.assemble.sockets import Build
 from headrace.techniques.design.gqa import Gqa
 
 HALF = "techniques.gqa.queries_per_key=2"

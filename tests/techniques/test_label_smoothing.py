@@ -14,15 +14,15 @@ import torch
 import torch.nn.functional as F
 
 from headrace.assemble.build import predict
+from headrace.assemble.sockets import Build
 from headrace.core.errors import ConfigError
 from headrace.costs.ledger import Ledger
-from headrace.plan.plan import Plan
 from headrace.data.loader import Micro
-from headrace.train.evaluate import evaluate
 from headrace.model.head import IGNORED, Vocabulary, cross_entropy
-from headrace.assemble.sockets import Build
+from headrace.plan.plan import Plan
 from headrace.techniques.loss.label_smoothing import LabelSmoothing
 from headrace.techniques.loss.z_loss import ZLoss
+from headrace.train.evaluate import evaluate
 from headrace.train.train import step
 
 SMOOTHED = "techniques.label_smoothing.smoothing=0.3"

@@ -10,16 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.assemble.context import make_context
+from headrace.assemble.filled import check_active
+from headrace.assemble.sockets import Build
 from headrace.core.errors import ConfigError
 from headrace.core.model_config import ModelConfig
-from headrace.plan.technique import Unsupported
-from headrace.assemble.filled import check_active
+from headrace.inference.sample import generate
 from headrace.kernels import gated_delta, linear_attention
 from headrace.model.attention import Shared
 from headrace.model.mask import MaskSpec, Rows
 from headrace.model.position import POSITIONS
-from headrace.inference.sample import generate
-from headrace.assemble.sockets import Build
+from headrace.plan.technique import Unsupported
 from headrace.techniques.attention.linear_attention import (
     TEMPERATURE,
     DeltaMixer,

@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.assemble.build import make_build
-from headrace.plan.plan import Plan
-from headrace.plan.technique import Context, Supported, Unsupported
 from headrace.data.ingest import prepare
 from headrace.kernels import fla, gated_delta, linear_attention
 from headrace.parallel.world import World
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Context, Supported, Unsupported
 from headrace.techniques.attention import linear_attention as technique
 from headrace.techniques.attention.linear_attention import LinearAttention
 from headrace.train.train import step

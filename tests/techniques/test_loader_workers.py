@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.core.errors import ConfigError
-from headrace.plan.technique import Unsupported
-from headrace.data.tuned_loader import TunedLoader
 from headrace.assemble.filled import check_active
 from headrace.assemble.sockets import Build
+from headrace.core.errors import ConfigError
+from headrace.data.tuned_loader import TunedLoader
+from headrace.plan.technique import Unsupported
 from headrace.techniques.data.loader_workers import LoaderWorkers
 from headrace.train.train import step
 

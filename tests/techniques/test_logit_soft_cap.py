@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from headrace.assemble.context import make_context
-from headrace.plan.technique import Supported, Unsupported
-from headrace.model.mask import MaskSpec, Rows
 from headrace.assemble.sockets import Build
+from headrace.model.mask import MaskSpec, Rows
+from headrace.plan.technique import Supported, Unsupported
 from headrace.techniques.attention.logit_soft_cap import LogitSoftCap
 
 ON = "techniques.logit_soft_cap.cap=0.5"

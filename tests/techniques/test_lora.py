@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.train.checkpoint import Saved
-from headrace.core.errors import ConfigError
-from headrace.plan.technique import Unsupported
-from headrace.data.loader import Micro
 from headrace.assemble.filled import check_active
-from headrace.costs.count import trunk_ledger
-from headrace.model.lora import LoraLinear, adapted_ledger, linears_of
 from headrace.assemble.sockets import Build
+from headrace.core.errors import ConfigError
+from headrace.costs.count import trunk_ledger
+from headrace.data.loader import Micro
+from headrace.model.lora import LoraLinear, adapted_ledger, linears_of
+from headrace.plan.technique import Unsupported
 from headrace.techniques.adapt.lora import Lora
+from headrace.train.checkpoint import Saved
 from headrace.train.train import step
 
 Make = Callable[..., Build]

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.core.errors import RunError
-from headrace.plan.technique import Stage
-from headrace.data.loader import Micro
 from headrace.assemble.filled import check_active
 from headrace.assemble.sockets import Build
+from headrace.core.errors import RunError
+from headrace.data.loader import Micro
+from headrace.plan.technique import Stage
 from headrace.train.train import step
 
 Make = Callable[..., Build]

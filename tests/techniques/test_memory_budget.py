@@ -6,14 +6,14 @@ import pytest
 import torch
 from pieces import gradients
 
-from headrace.cli.arguments import catalogue
 from headrace.assemble.build import predict
+from headrace.assemble.filled import check_active
+from headrace.assemble.sockets import Build
+from headrace.cli.arguments import catalogue
 from headrace.core.errors import ConfigError, RunError, UnsupportedError
 from headrace.costs.machine import Machine
 from headrace.data.loader import Micro
-from headrace.assemble.filled import check_active
 from headrace.predict.candidates import Asking
-from headrace.assemble.sockets import Build
 from headrace.train.train import step
 
 Make = Callable[..., Build]

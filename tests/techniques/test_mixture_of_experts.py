@@ -9,12 +9,12 @@ import torch
 from pieces import gradients
 
 from headrace.assemble.context import make_context
-from headrace.core.errors import ConfigError
-from headrace.plan.technique import Supported, Unsupported
 from headrace.assemble.filled import check_active
+from headrace.assemble.sockets import Build, auxiliary_loss
+from headrace.core.errors import ConfigError
 from headrace.model.head import IGNORED
 from headrace.model.mask import Rows
-from headrace.assemble.sockets import Build, auxiliary_loss
+from headrace.plan.technique import Supported, Unsupported
 from headrace.techniques.design.mixture_of_experts import MixtureOfExperts
 from headrace.train.train import step
 

@@ -16,14 +16,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from headrace.assemble.build import predict
 from headrace.assemble.context import make_context
+from headrace.assemble.sockets import Build
 from headrace.core.errors import UnsupportedError
 from headrace.core.model_config import ModelConfig
-from headrace.plan.plan import Plan
 from headrace.kernels.orthogonalize import orthogonalize, reference_orthogonalize
 from headrace.model.decoder import Decoder, trunk_parts
 from headrace.model.fusion import fusions
 from headrace.model.mask import MaskSpec
-from headrace.assemble.sockets import Build
+from headrace.plan.plan import Plan
 from headrace.techniques.optim.muon import MuonOptimizer
 
 GROUPS, QUERIES, HEAD, FFN, DIM = 2, 3, 4, 10, 14

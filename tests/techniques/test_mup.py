@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from headrace.assemble.context import make_context
+from headrace.assemble.sockets import Build
 from headrace.core.model_config import ModelConfig
-from headrace.plan.technique import Supported, Unsupported
 from headrace.model.decoder import Decoder, trunk_parts
 from headrace.model.init import random_source
 from headrace.model.mask import MaskSpec, Rows
-from headrace.assemble.sockets import Build
+from headrace.plan.technique import Supported, Unsupported
 from headrace.techniques.design.mup import Mup, is_slow
 from headrace.train.train import step
 

@@ -8,16 +8,16 @@ import pytest
 import torch
 from tiny import assert_same_run
 
-from headrace.train import train
 from headrace.assemble.context import check_supported, make_context
+from headrace.assemble.filled import check_active
+from headrace.assemble.sockets import Build
 from headrace.core.errors import ConfigError, UnsupportedError
+from headrace.core.progress import Progress
+from headrace.data.loader import Micro
 from headrace.plan.plan import MeshConfig, Plan
 from headrace.plan.technique import Supported, Unsupported
-from headrace.data.loader import Micro
-from headrace.assemble.filled import check_active
-from headrace.core.progress import Progress
-from headrace.assemble.sockets import Build
 from headrace.techniques.memory.optimizer_in_backward import OptimizerInBackward
+from headrace.train import train
 from headrace.train.train import step
 
 NAME = "optimizer_in_backward"

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from headrace.assemble.build import predict
 from headrace.assemble.context import make_context
 from headrace.costs.ledger import DERIVED
-from headrace.plan.plan import OptimizerConfig
 from headrace.optim.adamw import make_adamw
+from headrace.plan.plan import OptimizerConfig
 from headrace.techniques.memory.optimizer_offload import (
     HOSTED,
     LAUNCHED,

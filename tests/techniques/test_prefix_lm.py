@@ -11,17 +11,17 @@ from torch import Tensor
 
 from headrace.assemble.build import predict
 from headrace.assemble.context import make_context
+from headrace.assemble.sockets import Build, Work
 from headrace.core.errors import ConfigError
-from headrace.plan.technique import Supported, Unsupported
 from headrace.data.loader import Micro, validation_batches
-from headrace.train.evaluate import evaluate
+from headrace.inference.sample import generate
 from headrace.model.attention import Sdpa
 from headrace.model.head import IGNORED
 from headrace.model.mask import MaskSpec, Rows, allowed
-from headrace.inference.sample import generate
-from headrace.assemble.sockets import Build, Work
+from headrace.plan.technique import Supported, Unsupported
 from headrace.techniques.attention.flex_attention import FlexBackend, mask_mod
 from headrace.techniques.attention.prefix_lm import PrefixLm, prefixes, with_prefix
+from headrace.train.evaluate import evaluate
 
 ON, PACKED = "techniques.prefix_lm.tokens=5", "techniques.document_packing={}"
 B, H, G, K = 3, 4, 2, 8

@@ -7,14 +7,14 @@ import torch
 
 from headrace.assemble.build import predict
 from headrace.assemble.context import make_context
+from headrace.assemble.filled import check_active
+from headrace.assemble.sockets import Build
 from headrace.core.errors import UnsupportedError
 from headrace.costs.ledger import Ledger
-from headrace.plan.plan import Plan
 from headrace.data.loader import Micro
-from headrace.assemble.filled import check_active
 from headrace.kernels.quantized_weight import QuantizedWeight, quantize
 from headrace.model.lora import LoraLinear
-from headrace.assemble.sockets import Build
+from headrace.plan.plan import Plan
 from headrace.train.train import step
 
 Make = Callable[..., Build]

@@ -7,15 +7,15 @@ import pytest
 import torch
 from pieces import left
 
-from headrace.plan.changes import changed, difference
-from headrace.cli.app import catalogue
 from headrace.assemble.context import make_context
+from headrace.assemble.sockets import Build
+from headrace.cli.app import catalogue
 from headrace.core.errors import ConfigError
 from headrace.core.model_config import ModelConfig
+from headrace.model import position
+from headrace.plan.changes import changed, difference
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Supported, Unsupported, check_claims
-from headrace.model import position
-from headrace.assemble.sockets import Build
 from headrace.techniques.attention.alibi import Alibi
 from headrace.techniques.design import rope
 from headrace.techniques.design.rope import Rope

@@ -9,13 +9,13 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from headrace.assemble.build import predict
-from headrace.core.errors import ConfigError, UnsupportedError
-from headrace.data.loader import Micro
 from headrace.assemble.filled import check_active
-from headrace.kernels import grouped_linear
-from headrace.costs.count import block_linears
-from headrace.parallel import ring
 from headrace.assemble.sockets import Build
+from headrace.core.errors import ConfigError, UnsupportedError
+from headrace.costs.count import block_linears
+from headrace.data.loader import Micro
+from headrace.kernels import grouped_linear
+from headrace.parallel import ring
 from headrace.techniques.memory.selective_checkpoint import (
     MATMULS,
     SAVED,

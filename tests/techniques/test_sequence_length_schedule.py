@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.assemble.context import make_context
-from headrace.plan.plan import MeshConfig, Plan
-from headrace.plan.technique import Supported, Unsupported
+from headrace.assemble.sockets import Build
 from headrace.data.loader import Micro, collate
 from headrace.data.rows import Row
-from headrace.assemble.sockets import Build
+from headrace.plan.plan import MeshConfig, Plan
+from headrace.plan.technique import Supported, Unsupported
 from headrace.techniques.schedule.sequence_length_schedule import (
     SequenceLengthSchedule,
     cut,

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from headrace.assemble.build import predict
-from headrace.core.errors import ConfigError, RunError, UnsupportedError
-from headrace.plan.plan import Plan
-from headrace.train.evaluate import evaluate
 from headrace.assemble.filled import check_active
+from headrace.assemble.sockets import Build, Work
+from headrace.core.errors import ConfigError, RunError, UnsupportedError
 from headrace.model.head import IGNORED
 from headrace.model.mask import Rows
-from headrace.assemble.sockets import Build, Work
+from headrace.plan.plan import Plan
 from headrace.techniques.compile.shape_buckets import deal
+from headrace.train.evaluate import evaluate
 from headrace.train.train import step
 
 Make = Callable[..., Build]

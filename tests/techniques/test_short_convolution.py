@@ -10,15 +10,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.assemble.context import make_context
+from headrace.assemble.sockets import Build
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.model_config import ModelConfig
-from headrace.plan.technique import Unsupported
+from headrace.inference.sample import generate
 from headrace.kernels.launches import since
 from headrace.model.attention import Attention, KVCache, Shared
 from headrace.model.convolution import LAUNCH, CausalConvolution, libraries
 from headrace.model.mask import Rows
-from headrace.inference.sample import generate
-from headrace.assemble.sockets import Build
+from headrace.plan.technique import Unsupported
 from headrace.techniques.attention.short_convolution import GatedConvolution, ShortConvolution
 from headrace.train.train import step
 

@@ -8,10 +8,10 @@ import torch
 
 from headrace.assemble.build import predict
 from headrace.assemble.context import make_context
-from headrace.plan.technique import Supported, Unsupported
-from headrace.model.mask import MaskSpec, Rows, allowed
-from headrace.inference.sample import generate
 from headrace.assemble.sockets import Build
+from headrace.inference.sample import generate
+from headrace.model.mask import MaskSpec, Rows, allowed
+from headrace.plan.technique import Supported, Unsupported
 from headrace.techniques.attention.sliding_window import SlidingWindow
 
 WINDOW = "techniques.sliding_window.window=3"

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from headrace.assemble.sockets import Build
 from headrace.data.loader import Micro
 from headrace.model.head import IGNORED, Vocabulary
 from headrace.optim.sophia import SophiaOptimizer
-from headrace.assemble.sockets import Build
 from headrace.techniques.optim.sophia import against_draws, draw, gumbel, mix, noise_keys
 from headrace.train.train import step
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from headrace.assemble.context import make_context
-from headrace.plan.technique import Supported, Unsupported
-from headrace.model.mask import BlockPattern, MaskSpec, Rows, allowed
-from headrace.inference.sample import generate
 from headrace.assemble.sockets import Build
+from headrace.inference.sample import generate
+from headrace.model.mask import BlockPattern, MaskSpec, Rows, allowed
+from headrace.plan.technique import Supported, Unsupported
 from headrace.techniques.attention.sparse_attention import SparseAttention
 
 KNOBS = {"block": 2, "local": 1, "stride": 3, "first": 1, "random": 1, "seed": 4}

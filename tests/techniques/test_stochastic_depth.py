@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.cli.arguments import catalogue
 from headrace.assemble.build import predict
 from headrace.assemble.context import make_context
+from headrace.assemble.sockets import Build
+from headrace.cli.arguments import catalogue
 from headrace.core.errors import UnsupportedError
 from headrace.costs.ledger import Ledger
 from headrace.costs.machine import Machine
 from headrace.model.mask import Rows
 from headrace.predict.candidates import Asking
-from headrace.assemble.sockets import Build
 from headrace.techniques.design.stochastic_depth import StochasticDepth, is_kept
 from headrace.train.train import step
 

@@ -13,9 +13,9 @@ from torch import nn
 
 from headrace.core.errors import ConfigError
 from headrace.core.model_config import ModelConfig
-from headrace.plan.technique import Supported, Unsupported
 from headrace.model.attention import Attention, Sdpa
 from headrace.parallel.layout import Layout
+from headrace.plan.technique import Supported, Unsupported
 from headrace.techniques.parallel.tensor_parallel import TensorParallel
 
 FUNCTIONS = Path(__file__).with_name("tensor_parallel_ranks.py")

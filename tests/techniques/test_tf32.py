@@ -6,10 +6,10 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from headrace.core.errors import UnsupportedError
-from headrace.plan.technique import Context, Supported, Unsupported
 from headrace.assemble.filled import check_active
 from headrace.assemble.sockets import Build
+from headrace.core.errors import UnsupportedError
+from headrace.plan.technique import Context, Supported, Unsupported
 from headrace.techniques.attention.linear_attention import LinearAttention
 from headrace.techniques.design.mixture_of_experts import MixtureOfExperts
 from headrace.techniques.precision.tf32 import SIZE, Tf32, probe, tf32_products

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from headrace.assemble.build import make_build
+from headrace.assemble.sockets import Build
 from headrace.cli.app import catalogue
 from headrace.core.errors import ConfigError
-from headrace.plan.plan import Plan
 from headrace.data.ingest import prepare
 from headrace.parallel.world import World
-from headrace.assemble.sockets import Build
+from headrace.plan.plan import Plan
 from headrace.techniques.design.tied_embeddings import TiedEmbeddings
 from headrace.train.train import step
 

@@ -18,10 +18,10 @@ from torch.nn.attention import varlen
 
 from headrace.core.errors import RunError, UnsupportedError
 from headrace.core.model_config import ModelConfig
-from headrace.plan.plan import Plan
-from headrace.plan.technique import Context, Supported, Unsupported
 from headrace.model.attention import Sdpa
 from headrace.model.mask import MaskSpec, Rows, allowed
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Context, Supported, Unsupported
 from headrace.techniques.attention import varlen_attention
 from headrace.techniques.attention.varlen_attention import (
     Sequences,

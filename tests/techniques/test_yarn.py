@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from headrace.assemble.context import make_context
+from headrace.assemble.sockets import Build
 from headrace.core.errors import UnsupportedError
 from headrace.core.model_config import ModelConfig
-from headrace.plan.technique import Supported, Unsupported
+from headrace.inference.sample import generate
 from headrace.model.hf_config import config_from_hf, config_to_hf
 from headrace.model.position import Rope
-from headrace.inference.sample import generate
-from headrace.assemble.sockets import Build
+from headrace.plan.technique import Supported, Unsupported
 from headrace.techniques.attention.yarn import ScaledRope, Yarn
 
 KINDS = ("yarn", "ntk", "linear", "llama3")

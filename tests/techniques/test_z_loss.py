@@ -12,11 +12,11 @@ import test_predicts as traced
 import torch
 
 from headrace.assemble.build import predict
-from headrace.data.loader import Micro
-from headrace.train.evaluate import evaluate
-from headrace.model.head import IGNORED, Vocabulary
 from headrace.assemble.sockets import Build
+from headrace.data.loader import Micro
+from headrace.model.head import IGNORED, Vocabulary
 from headrace.techniques.loss.z_loss import ZLoss
+from headrace.train.evaluate import evaluate
 from headrace.train.train import step
 
 FUNCTIONS = Path(__file__).with_name("z_loss_ranks.py")

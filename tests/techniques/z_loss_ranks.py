@@ -8,10 +8,10 @@ import test_predicts as traced
 import torch
 
 from headrace.assemble.build import make_build
-from headrace.plan.plan import Plan
+from headrace.assemble.sockets import Build
 from headrace.data.ingest import prepare
 from headrace.parallel.world import open_world
-from headrace.assemble.sockets import Build
+from headrace.plan.plan import Plan
 
 DEVICE = torch.device("cpu")
 

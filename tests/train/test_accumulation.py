@@ -5,14 +5,14 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from headrace.train import train as trainer
 from headrace.assemble.build import make_build
-from headrace.plan.plan import Plan
 from headrace.data.ingest import prepare
 from headrace.data.loader import Micro
 from headrace.model.head import IGNORED
-from headrace.parallel.world import World
 from headrace.observe.signals import Signals
+from headrace.parallel.world import World
+from headrace.plan.plan import Plan
+from headrace.train import train as trainer
 
 ROWS, LENGTH = 8, 16
 

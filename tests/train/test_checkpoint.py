@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import save_file
 
 import headrace
-from headrace.train import checkpoint as module
-from headrace.train.checkpoint import Checkpoints, Saved
 from headrace.core.errors import HeadraceError, RunError
 from headrace.parallel.boxes import Box, Piece
+from headrace.train import checkpoint as module
+from headrace.train.checkpoint import Checkpoints, Saved
 
 Train = Callable[..., Path]
 PACKAGE = Path(headrace.__file__).parent

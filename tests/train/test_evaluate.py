@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.train import evaluate as evaluation
 from headrace.assemble.build import make_build
 from headrace.core.errors import ConfigError
-from headrace.plan.plan import Plan
 from headrace.data.ingest import prepare
 from headrace.data.loader import Micro
 from headrace.model.head import IGNORED
 from headrace.parallel.world import World
+from headrace.plan.plan import Plan
+from headrace.train import evaluate as evaluation
 
 
 def test_bytes_are_those_of_targets_that_count(

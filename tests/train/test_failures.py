@@ -15,15 +15,15 @@ import pytest
 import torch
 from tiny import assert_same_run, report
 
-from headrace.train import checkpoint
-from headrace.train import train as training
-from headrace.train.checkpoint import Checkpoints, Saved
 from headrace.core.errors import ConfigError, MemoryFull, NoMoreThreads, RunError
-from headrace.plan.plan import Plan
 from headrace.data.ingest import prepare
 from headrace.data.loader import Loader, StepBatch
 from headrace.doctor.run import diagnose_run
 from headrace.model.head import IGNORED
+from headrace.plan.plan import Plan
+from headrace.train import checkpoint
+from headrace.train import train as training
+from headrace.train.checkpoint import Checkpoints, Saved
 
 Train = Callable[..., Path]
 

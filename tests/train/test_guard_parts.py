@@ -9,10 +9,10 @@ import pytest
 import torch
 from pieces import left
 
-from headrace.train import guard
 from headrace.core.errors import RunError
-from headrace.train.guard import ALL, MEAN, First, apart, compare, limits_of, rounding
 from headrace.parallel.world import World
+from headrace.train import guard
+from headrace.train.guard import ALL, MEAN, First, apart, compare, limits_of, rounding
 
 EXACT = left(equality="exact", band=0.0, claims=("parts.head",), composes=())
 ROUGH = left(equality="approximate", band=0.2, claims=(), composes=("linear",))

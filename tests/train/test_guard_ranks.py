@@ -12,13 +12,13 @@ from torch.distributed.fsdp import FSDPModule
 
 import headrace.train.guard
 from headrace.assemble.build import make_build
+from headrace.assemble.sockets import Build
 from headrace.core.errors import RunError
-from headrace.plan.plan import MeshConfig
-from headrace.plan.technique import Stage
 from headrace.data.ingest import prepare
 from headrace.parallel.layout import local_of
 from headrace.parallel.world import World, join
-from headrace.assemble.sockets import Build
+from headrace.plan.plan import MeshConfig
+from headrace.plan.technique import Stage
 from headrace.train.train import step
 
 

@@ -15,10 +15,10 @@ import pytest
 from tiny import PLAN, report
 from typer.testing import CliRunner
 
-from headrace.cli.arguments import catalogue
-from headrace.plan.changes import override, word
 from headrace.cli.app import app
+from headrace.cli.arguments import catalogue
 from headrace.core.files import toml_value
+from headrace.plan.changes import override, word
 from headrace.plan.plan import Plan
 
 SHORT = ("goal.steps=4", "checkpoint.every_steps=2", "eval.every_steps=4", "guard=false")
@@ -218,8 +218,8 @@ def test_a_fork_whose_checkpoint_is_damaged_leaves_nothing(say: Say, home: Path)
 def test_a_fork_that_cannot_be_restored_is_removed(
     say: Say, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from headrace.train import state
     from headrace.core.errors import RunError
+    from headrace.train import state
 
     def broken(build: Any, saved: Any) -> None:
         assert (home / "runs/tiny-2/plan.toml").is_file()  # what a kill would leave is whole

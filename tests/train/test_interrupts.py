@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 from tiny import PLAN, assert_same_run, report
 
-from headrace.train import checkpoint
-from headrace.train import interrupts
-from headrace.train.checkpoint import Saved
 from headrace.core.errors import Stopped
+from headrace.train import checkpoint, interrupts
+from headrace.train.checkpoint import Saved
 from headrace.train.interrupts import AsCtrlC, Closing, Interrupts
 
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 75}

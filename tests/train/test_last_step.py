@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from tiny import report
 
-from headrace.train import session
 from headrace.core.errors import Stopped
 from headrace.data.loader import Loader, StepBatch
 from headrace.model.head import IGNORED
+from headrace.train import session
 
 Train = Callable[..., Path]
 STEPS = 4

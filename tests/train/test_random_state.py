@@ -12,12 +12,12 @@ import torch
 from tiny import PLAN
 from toys import toy
 
-from headrace.train import train as trainer
+from headrace.assemble.sockets import Build
+from headrace.core.progress import Progress
+from headrace.model.zoo import families
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Catalogue, Stage
-from headrace.model.zoo import families
-from headrace.core.progress import Progress
-from headrace.assemble.sockets import Build
+from headrace.train import train as trainer
 
 
 def drawn_by(folder: Path, data: dict[str, str], name: str, steps: int, resume: bool) -> list[Any]:

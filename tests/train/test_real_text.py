@@ -4,8 +4,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from headrace.plan.plan import Plan
 from headrace.data.ingest import prepare
+from headrace.plan.plan import Plan
 
 
 def test_a_tokenizer_compresses_real_text_and_a_model_learns_from_it(

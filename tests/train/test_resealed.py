@@ -15,13 +15,13 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from headrace.assemble.build import make_build
-from headrace.train.checkpoint import INDEX, Saved
+from headrace.assemble.sockets import Build
 from headrace.cli.app import app
 from headrace.core.errors import HeadraceError
-from headrace.plan.plan import Plan
 from headrace.data.ingest import prepare
 from headrace.parallel.world import World
-from headrace.assemble.sockets import Build
+from headrace.plan.plan import Plan
+from headrace.train.checkpoint import INDEX, Saved
 from headrace.train.state import restore
 
 Tensors, Index = dict[str, Tensor], dict[str, Any]
@@ -34,9 +34,9 @@ def trained(
     """A run of two steps, and a build of the same plan."""
     from tiny import READ
 
-    from headrace.train import train as trainer
     from headrace.cli.arguments import catalogue
     from headrace.core.progress import Progress
+    from headrace.train import train as trainer
 
     folder = tmp_path_factory.mktemp("sealed")
     text = READ.format(corpus=corpus, prepared=prepared_folder)

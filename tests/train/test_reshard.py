@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.train.checkpoint import Saved
 from headrace.core.errors import RunError
+from headrace.train.checkpoint import Saved
 
 FUNCTIONS = Path(__file__).parents[1] / "reshard.py"
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 from tiny import READ, assert_same_run, metrics, report, without_times, write_corpus
 
-from headrace.train import train as trainer
 from headrace.cli.arguments import catalogue
 from headrace.core.errors import ConfigError, RunError
-from headrace.plan.plan import Plan
-from headrace.train.evaluate import Validation, evaluate
-from headrace.inference.load import open_model, plan_to_resume
 from headrace.core.progress import Progress
+from headrace.inference.load import open_model, plan_to_resume
+from headrace.plan.plan import Plan
+from headrace.train import train as trainer
+from headrace.train.evaluate import Validation, evaluate
 
 Train = Callable[..., Path]
 

@@ -9,10 +9,10 @@ import torch
 from tiny import PLAN, losses, report, tensors
 
 from headrace.assemble.build import make_build
-from headrace.plan.plan import Plan
+from headrace.assemble.sockets import Build
 from headrace.data.ingest import prepare
 from headrace.parallel.world import World
-from headrace.assemble.sockets import Build
+from headrace.plan.plan import Plan
 
 Train = Callable[..., Path]
 

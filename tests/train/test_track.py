@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from tiny import metrics
 
-from headrace.train import track
 from headrace.core.errors import UnsupportedError
 from headrace.plan.plan import Plan
+from headrace.train import track
 
 
 def test_tensorboard_holds_every_loss(train: Callable[..., Path]) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tiny import READ
 
-from headrace.plan.changes import changed
 from headrace.cli.app import catalogue
+from headrace.plan.changes import changed
 from headrace.plan.plan import Plan
 from headrace.train.guard import ALL, MEAN, First
 from headrace.tuner.pairs import time_pair

@@ -13,11 +13,10 @@ from tiny import READ
 from headrace.cli.app import catalogue
 from headrace.core.command import typed
 from headrace.core.errors import ConfigError, UnsupportedError
-from headrace.plan.plan import Plan
-from headrace.core.statistics import Interval
 from headrace.core.progress import Progress
-from headrace.tuner import ablate
-from headrace.tuner import ablation
+from headrace.core.statistics import Interval
+from headrace.plan.plan import Plan
+from headrace.tuner import ablate, ablation
 from headrace.tuner.ablate import FILE, ablate_command
 from headrace.tuner.ablation import Ablation, trials_of
 from headrace.tuner.command import locked

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from headrace.plan.plan import Plan
 from headrace.core.statistics import Interval
+from headrace.plan.plan import Plan
 from headrace.tuner import again
 from headrace.tuner.judge import Compared, Rules
 from headrace.tuner.path import Target

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from numpy.random import default_rng
 
-from headrace.plan.changes import changed
 from headrace.cli.app import catalogue
+from headrace.plan.changes import changed
 from headrace.plan.plan import Plan
 from headrace.train.guard import First
 from headrace.tuner.command import told

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from headrace.plan.plan import Plan
-from headrace.data.loader import Loader, StepBatch
 from headrace.assemble.filled import PATIENT_STEPS
+from headrace.data.loader import Loader, StepBatch
 from headrace.model.head import IGNORED
+from headrace.plan.plan import Plan
 from headrace.tuner.pairs import time_pair, visit
 from headrace.tuner.readings import Reading, time_steps
 from headrace.tuner.short import train_steps

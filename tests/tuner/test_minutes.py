@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from headrace.plan.changes import changed
 from headrace.cli.app import catalogue
+from headrace.plan.changes import changed
 from headrace.plan.plan import Plan
 from headrace.tuner.judge import Rules
 from headrace.tuner.minutes import Needs, needs

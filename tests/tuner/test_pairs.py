@@ -9,8 +9,8 @@ import pytest
 import torch
 from numpy.random import default_rng
 
-from headrace.plan.plan import Plan
 from headrace.core.statistics import order_abba
+from headrace.plan.plan import Plan
 from headrace.train.guard import First, watch
 from headrace.train.train import step
 from headrace.tuner.judge import Compared, Gain, Rules, judge

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from headrace.plan.plan import Plan
 from headrace.core.statistics import Interval
+from headrace.plan.plan import Plan
 from headrace.tuner.page import write_tune_page
 from headrace.tuner.path import Target, Tuned, dumps
 from headrace.tuner.step import Step

@@ -8,17 +8,15 @@ from typing import Any
 
 import pytest
 
-from headrace.plan.changes import changed, difference
-from headrace.cli.app import catalogue
 from headrace.assemble.context import choose_device, make_context
+from headrace.cli.app import catalogue
 from headrace.core.errors import ConfigError, RunError, Stopped
 from headrace.costs.machine import Machine as Rates
+from headrace.plan.changes import changed, difference
 from headrace.plan.plan import Plan
 from headrace.predict.candidates import Asking, PredictionFailed
 from headrace.predict.sweep import sweep
-from headrace.tuner import command
-from headrace.tuner import proposals
-from headrace.tuner import turns
+from headrace.tuner import command, proposals, turns
 from headrace.tuner.judge import Rules
 from headrace.tuner.pairs import measure_with
 from headrace.tuner.path import PAGE, PATH, PLAN, TRIALS, Tuned

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from headrace.plan.changes import changed, difference
 from headrace.cli.app import catalogue
+from headrace.plan.changes import changed, difference
 from headrace.plan.plan import Plan
 from headrace.predict.candidates import Words
 from headrace.tuner.judge import Rules

@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.cli.app import catalogue
 from headrace.assemble.context import elsewhere, make_context
+from headrace.cli.app import catalogue
 from headrace.costs.machine import Machine as Rates
 from headrace.plan.plan import Plan
 from headrace.predict.candidates import Asking
 from headrace.predict.foresight import Foresight
 from headrace.predict.sweep import sweep
-from headrace.tuner import proposals
-from headrace.tuner import turns
+from headrace.tuner import proposals, turns
 from headrace.tuner.judge import Rules
 from headrace.tuner.pairs import measure_with
 from headrace.tuner.proposals import sources

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from headrace.cli.app import catalogue
 from headrace.assemble.context import choose_device, make_context
+from headrace.cli.app import catalogue
 from headrace.plan.plan import Plan
 from headrace.tuner.judge import Rules
 from headrace.tuner.proposals import without_compiler

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from headrace.plan.changes import changed
-from headrace.cli.app import catalogue
 from headrace.assemble.context import choose_device, make_context
+from headrace.cli.app import catalogue
 from headrace.costs.machine import Machine as Rates
+from headrace.plan.changes import changed
 from headrace.plan.plan import Plan
 from headrace.tuner import command
 from headrace.tuner.judge import Aim, Rules

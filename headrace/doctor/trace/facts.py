@@ -5,10 +5,10 @@ The verdicts of the same traces are `headrace.doctor.trace.judge`'s; here is no 
 
 from pathlib import Path
 
-from headrace.observe.profiler import traces
 from headrace.core.errors import ConfigError
 from headrace.core.units import format_seconds
 from headrace.doctor.trace.ranks import measure_traces
+from headrace.observe.profiler import traces
 
 LONGEST = 12
 """So many kernels are told."""

@@ -28,19 +28,19 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from headrace.assemble.sockets import Build, Work
 from headrace.core.errors import ConfigError
 from headrace.core.folders import Folder
-from headrace.costs.ledger import Ledger, Line
 from headrace.core.model_config import ModelConfig
-from headrace.plan.technique import Card, Context, Doubt, Evidence, Stage, Supported, Technique
+from headrace.costs.count import FP32, linear_parameters, total_parameters
+from headrace.costs.ledger import Ledger, Line
 from headrace.data.pretrained import check_tokenizer, unchecked_tokenizer
 from headrace.model.adapter import files_left_out, load_pretrained, read_config
-from headrace.costs.count import FP32, linear_parameters, total_parameters
 from headrace.model.decoder import Decoder, trunk_parts
 from headrace.model.head import IGNORED, Objective, Vocabulary, capped
 from headrace.model.init import Source
 from headrace.model.mask import Rows
-from headrace.assemble.sockets import Build, Work
+from headrace.plan.technique import Card, Context, Doubt, Evidence, Stage, Supported, Technique
 
 LOGITS = 8
 """Tensors of logits in fp32 that are held at the term's peak: the model's, the teacher's, both

@@ -13,7 +13,17 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
+from headrace.assemble.sockets import Build
+from headrace.costs.decoder_work import adapted
 from headrace.costs.ledger import Ledger
+from headrace.model.lora import (
+    LoraLinear,
+    adapted_ledger,
+    adapter_evidence,
+    is_frozen,
+    linears_of,
+    over_random_weights,
+)
 from headrace.plan.technique import (
     Card,
     Context,
@@ -24,16 +34,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.model.lora import (
-    LoraLinear,
-    adapted_ledger,
-    adapter_evidence,
-    is_frozen,
-    linears_of,
-    over_random_weights,
-)
-from headrace.costs.decoder_work import adapted
-from headrace.assemble.sockets import Build
 
 
 class Lora(Technique[Build]):

@@ -16,7 +16,20 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 from torch import Tensor
 
+from headrace.assemble.sockets import Build
+from headrace.costs.count import block_linears
+from headrace.costs.decoder_work import adapted
 from headrace.costs.ledger import DERIVED, Ledger
+from headrace.costs.work import Phase, Work
+from headrace.kernels.quantized_weight import QuantizedWeight, quantize, quantized_bytes
+from headrace.model.lora import (
+    LoraLinear,
+    adapted_ledger,
+    adapter_evidence,
+    is_frozen,
+    linears_of,
+    over_random_weights,
+)
 from headrace.plan.plan import Plan
 from headrace.plan.technique import (
     Card,
@@ -28,19 +41,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.costs.work import Phase, Work
-from headrace.kernels.quantized_weight import QuantizedWeight, quantize, quantized_bytes
-from headrace.costs.count import block_linears
-from headrace.model.lora import (
-    LoraLinear,
-    adapted_ledger,
-    adapter_evidence,
-    is_frozen,
-    linears_of,
-    over_random_weights,
-)
-from headrace.costs.decoder_work import adapted
-from headrace.assemble.sockets import Build
 
 WHOLE: Mapping[str, tuple[float, int, float]] = {"int8": (11.0, 2, 3.0), "nf4": (22.5, 4, 2.5)}
 """Bytes that making one number whole moves, in how many kernels, and when fused: code, fp32 and

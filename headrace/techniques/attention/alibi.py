@@ -19,7 +19,11 @@ from typing import Any, ClassVar
 
 import torch
 
+from headrace.assemble.sockets import Build
+from headrace.costs.decoder_work import masked
 from headrace.costs.ledger import Ledger, Line
+from headrace.model.attention import weights
+from headrace.model.mask import MaskSpec, Rows, slopes
 from headrace.plan.technique import (
     Card,
     Context,
@@ -29,10 +33,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.model.attention import weights
-from headrace.model.mask import MaskSpec, Rows, slopes
-from headrace.costs.decoder_work import masked
-from headrace.assemble.sockets import Build
 
 BAND = 0.05
 """Relative distance of a measured slope from its own: a weight in bf16 has 8 bits, and a slope is

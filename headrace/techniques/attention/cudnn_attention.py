@@ -10,7 +10,9 @@ from typing import ClassVar
 import torch
 from torch.nn.attention import SDPBackend
 
+from headrace.assemble.sockets import Build
 from headrace.costs.ledger import Ledger
+from headrace.model.attention import OneKernelSdpa, equal_scores, kernels_of, lacks_half
 from headrace.plan.technique import (
     Card,
     Context,
@@ -20,8 +22,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.model.attention import OneKernelSdpa, equal_scores, kernels_of, lacks_half
-from headrace.assemble.sockets import Build
 
 OLDEST = (8, 0)
 """cuDNN's fused attention begins with Ampere."""

@@ -15,16 +15,8 @@ from typing import ClassVar
 import torch
 from torch.nn.attention import SDPBackend
 
+from headrace.assemble.sockets import Build
 from headrace.costs.ledger import Ledger
-from headrace.plan.technique import (
-    Card,
-    Context,
-    Evidence,
-    Stage,
-    Supported,
-    Technique,
-    Unsupported,
-)
 from headrace.model.attention import (
     OneKernelSdpa,
     check_plain,
@@ -34,7 +26,15 @@ from headrace.model.attention import (
     lacks_mask,
 )
 from headrace.model.mask import MaskSpec, Rows
-from headrace.assemble.sockets import Build
+from headrace.plan.technique import (
+    Card,
+    Context,
+    Evidence,
+    Stage,
+    Supported,
+    Technique,
+    Unsupported,
+)
 
 OLDEST = (8, 0)
 """torch's flash kernels begin with Ampere."""

@@ -41,17 +41,9 @@ from torch.nn.attention import (
     restore_flash_attention_impl,
 )
 
+from headrace.assemble.sockets import Build
 from headrace.core.errors import UnsupportedError
 from headrace.costs.ledger import Ledger
-from headrace.plan.technique import (
-    Card,
-    Context,
-    Evidence,
-    Stage,
-    Supported,
-    Technique,
-    Unsupported,
-)
 from headrace.model.attention import (
     OneKernelSdpa,
     Sdpa,
@@ -62,7 +54,15 @@ from headrace.model.attention import (
     lacks_mask,
 )
 from headrace.model.mask import MaskSpec, Rows
-from headrace.assemble.sockets import Build
+from headrace.plan.technique import (
+    Card,
+    Context,
+    Evidence,
+    Stage,
+    Supported,
+    Technique,
+    Unsupported,
+)
 
 WIDEST_HEAD = 256
 """Features of a head that its kernels take (flash-attention's hopper/flash_api.cpp)."""

@@ -24,7 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from headrace.assemble.sockets import Build
 from headrace.costs.ledger import Ledger
+from headrace.model.attention import Sdpa, equal_scores, kernels_of
+from headrace.model.mask import MaskSpec, Rows, slopes
 from headrace.plan.technique import (
     Card,
     Context,
@@ -34,9 +37,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.model.attention import Sdpa, equal_scores, kernels_of
-from headrace.model.mask import MaskSpec, Rows, slopes
-from headrace.assemble.sockets import Build
 
 OLDEST = (8, 0)
 """Its generated kernels are tested by torch from Ampere on."""

@@ -33,9 +33,18 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
+from headrace.assemble.sockets import Build
 from headrace.core.errors import ConfigError
-from headrace.costs.ledger import Ledger, Line, Matrix
 from headrace.core.model_config import ModelConfig
+from headrace.costs.chunk_work import chunk_flops, chunked
+from headrace.costs.count import FP32, held_in
+from headrace.costs.ledger import Ledger, Line, Matrix
+from headrace.kernels import fla, gated_delta, linear_attention
+from headrace.kernels.launches import since
+from headrace.model.attention import Attend, Attention, Shared
+from headrace.model.lora import ALONE, GATES
+from headrace.model.mask import MaskSpec, Rows
+from headrace.model.position import rotate
 from headrace.plan.technique import (
     Card,
     Context,
@@ -45,15 +54,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.kernels import fla, gated_delta, linear_attention
-from headrace.kernels.launches import since
-from headrace.model.attention import Attend, Attention, Shared
-from headrace.costs.chunk_work import chunk_flops, chunked
-from headrace.costs.count import FP32, held_in
-from headrace.model.lora import ALONE, GATES
-from headrace.model.mask import MaskSpec, Rows
-from headrace.model.position import rotate
-from headrace.assemble.sockets import Build
 
 TEMPERATURE = 16.0
 """A gate of 0.5 keeps 0.958 per token (arXiv 2312.06635, section 4.4)."""

@@ -19,7 +19,12 @@ from typing import Any, ClassVar
 import torch
 from pydantic import Field
 
+from headrace.assemble.sockets import Build
+from headrace.costs.count import FP32, held_in
+from headrace.costs.decoder_work import capped
 from headrace.costs.ledger import Ledger, Line
+from headrace.model.attention import weights
+from headrace.model.mask import MaskSpec, Rows
 from headrace.plan.technique import (
     Card,
     Context,
@@ -30,11 +35,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.model.attention import weights
-from headrace.costs.count import FP32, held_in
-from headrace.model.mask import MaskSpec, Rows
-from headrace.costs.decoder_work import capped
-from headrace.assemble.sockets import Build
 
 LARGEST = 60.0
 """A score whose inverse exponential bf16 still holds; fp16 is asked about two that are nearer."""

@@ -26,7 +26,14 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from headrace.assemble.sockets import Build, Work
+from headrace.costs.count import held_in
+from headrace.costs.decoder_work import masked
 from headrace.costs.ledger import Ledger, Line
+from headrace.data.loader import Micro
+from headrace.model.attention import equal_scores, weights
+from headrace.model.head import IGNORED
+from headrace.model.mask import mixed
 from headrace.plan.technique import (
     Card,
     Context,
@@ -36,13 +43,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.data.loader import Micro
-from headrace.model.attention import equal_scores, weights
-from headrace.costs.count import held_in
-from headrace.model.head import IGNORED
-from headrace.model.mask import mixed
-from headrace.costs.decoder_work import masked
-from headrace.assemble.sockets import Build, Work
 
 LOOKED_UP = 10.0
 """Features of a head that a mask of each row's own takes as long as in flex_attention, in every

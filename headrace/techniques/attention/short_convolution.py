@@ -26,8 +26,16 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from headrace.costs.ledger import Ledger, Line, Matrix
+from headrace.assemble.sockets import Build
 from headrace.core.model_config import ModelConfig
+from headrace.costs.count import FP32, held_in
+from headrace.costs.ledger import Ledger, Line, Matrix
+from headrace.costs.work import CUSTOM, Phase, Work
+from headrace.kernels.launches import since
+from headrace.model.attention import Shared
+from headrace.model.convolution import LAUNCH, CausalConvolution, libraries
+from headrace.model.lora import targeted
+from headrace.model.mask import MaskSpec
 from headrace.plan.technique import (
     Card,
     Context,
@@ -37,14 +45,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.costs.work import CUSTOM, Phase, Work
-from headrace.kernels.launches import since
-from headrace.model.attention import Shared
-from headrace.model.convolution import LAUNCH, CausalConvolution, libraries
-from headrace.costs.count import FP32, held_in
-from headrace.model.lora import targeted
-from headrace.model.mask import MaskSpec
-from headrace.assemble.sockets import Build
 
 GATES: Mapping[Phase, tuple[float, float, float]] = {"forward": (8, 3, 6), "backward": (22, 8, 14)}
 """Streams of the model's width that gates and zeros before a row read and write: by eager torch, in

@@ -16,7 +16,14 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from headrace.assemble.sockets import Build
+from headrace.costs.count import held_in
+from headrace.costs.decoder_work import masked
 from headrace.costs.ledger import Ledger, Line
+from headrace.costs.work import TILE
+from headrace.data.loader import Micro
+from headrace.model.attention import Attention
+from headrace.model.mask import MaskSpec
 from headrace.plan.technique import (
     Card,
     Context,
@@ -27,13 +34,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.costs.work import TILE
-from headrace.data.loader import Micro
-from headrace.model.attention import Attention
-from headrace.costs.count import held_in
-from headrace.model.mask import MaskSpec
-from headrace.costs.decoder_work import masked
-from headrace.assemble.sockets import Build
 
 
 def share_of_causal(window: int, length: int) -> float:

@@ -19,7 +19,13 @@ from typing import ClassVar
 import torch
 from pydantic import Field
 
+from headrace.assemble.sockets import Build
+from headrace.costs.count import held_in
+from headrace.costs.decoder_work import masked
 from headrace.costs.ledger import Ledger, Line
+from headrace.costs.work import TILE
+from headrace.model.attention import weights
+from headrace.model.mask import BlockPattern, Rows
 from headrace.plan.technique import (
     Card,
     Context,
@@ -29,12 +35,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.costs.work import TILE
-from headrace.model.attention import weights
-from headrace.costs.count import held_in
-from headrace.model.mask import BlockPattern, Rows
-from headrace.costs.decoder_work import masked
-from headrace.assemble.sockets import Build
 
 
 def skipped(pattern: BlockPattern, length: int) -> tuple[float | None, int]:

@@ -24,8 +24,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headrace.assemble.sockets import Build
 from headrace.core.errors import RunError, UnsupportedError
 from headrace.costs.ledger import Ledger
+from headrace.model.attention import Sdpa, equal_scores, kernels_of, lacks_half
+from headrace.model.mask import MaskSpec, Rows
 from headrace.plan.technique import (
     Card,
     Context,
@@ -35,9 +38,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.model.attention import Sdpa, equal_scores, kernels_of, lacks_half
-from headrace.model.mask import MaskSpec, Rows
-from headrace.assemble.sockets import Build
 
 OLDEST = (8, 0)
 """torch's flash kernels begin with Ampere."""

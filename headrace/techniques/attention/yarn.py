@@ -30,8 +30,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from headrace.costs.ledger import Ledger
+from headrace.assemble.sockets import Build
 from headrace.core.model_config import ModelConfig
+from headrace.costs.ledger import Ledger
+from headrace.model.position import Rope, Rotation
 from headrace.plan.technique import (
     Card,
     Context,
@@ -42,8 +44,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.model.position import Rope, Rotation
-from headrace.assemble.sockets import Build
 
 CHANGED = 1e-5
 """Relative change of a frequency that is more than rounding."""

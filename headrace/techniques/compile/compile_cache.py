@@ -27,6 +27,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
+from headrace.assemble.sockets import Build
 from headrace.core.errors import ConfigError
 from headrace.costs.ledger import Ledger
 from headrace.plan.technique import (
@@ -38,7 +39,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.assemble.sockets import Build
 
 KEEPING = "inductor"
 """The backend whose results are kept."""

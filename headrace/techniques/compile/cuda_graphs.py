@@ -25,6 +25,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from headrace.assemble.sockets import Build
 from headrace.costs.ledger import Ledger, Line
 from headrace.plan.technique import (
     Card,
@@ -35,7 +36,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.assemble.sockets import Build
 
 RECORDING = "inductor"
 """The backend that records what it compiles."""

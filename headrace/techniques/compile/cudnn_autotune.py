@@ -20,7 +20,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from headrace.assemble.sockets import Build
 from headrace.costs.ledger import Ledger
+from headrace.kernels.launches import since
+from headrace.model.convolution import CUDNN, LAUNCH, CausalConvolution, libraries
 from headrace.plan.technique import (
     Card,
     Context,
@@ -30,9 +33,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.kernels.launches import since
-from headrace.model.convolution import CUDNN, LAUNCH, CausalConvolution, libraries
-from headrace.assemble.sockets import Build
 
 CONVOLVING, MASKING = "short_convolution", "document_packing"
 

@@ -27,7 +27,10 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
+from headrace.assemble.sockets import Build, Work
 from headrace.costs.ledger import Ledger, Line
+from headrace.model.head import IGNORED
+from headrace.model.mask import Rows
 from headrace.plan.technique import (
     Card,
     Context,
@@ -37,9 +40,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.model.head import IGNORED
-from headrace.model.mask import Rows
-from headrace.assemble.sockets import Build, Work
 
 
 class ShapeBuckets(Technique[Build]):

@@ -14,8 +14,11 @@ from typing import Any, ClassVar, Literal
 import torch
 from pydantic import field_validator
 
-from headrace.costs.ledger import Ledger, Line
+from headrace.assemble.sockets import Build
 from headrace.core.strict import Wrong
+from headrace.costs.count import FP32
+from headrace.costs.ledger import Ledger, Line
+from headrace.costs.work import REGION
 from headrace.plan.technique import (
     Card,
     Context,
@@ -25,9 +28,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.costs.work import REGION
-from headrace.costs.count import FP32
-from headrace.assemble.sockets import Build
 
 
 class TorchCompile(Technique[Build]):

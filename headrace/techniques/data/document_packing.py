@@ -15,13 +15,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from headrace.costs.ledger import Ledger, Line
-from headrace.plan.technique import Card, Context, Evidence, Stage, Supported, Technique
-from headrace.data.loader import Micro
-from headrace.costs.count import held_in
-from headrace.model.head import IGNORED, cross_entropy
-from headrace.costs.decoder_work import masked
 from headrace.assemble.sockets import Build
+from headrace.costs.count import held_in
+from headrace.costs.decoder_work import masked
+from headrace.costs.ledger import Ledger, Line
+from headrace.data.loader import Micro
+from headrace.model.head import IGNORED, cross_entropy
+from headrace.plan.technique import Card, Context, Evidence, Stage, Supported, Technique
 
 ROUNDED = 2.0**-20
 """Share of a loss that may move beside another document where tokens are routed: 8 units in the

@@ -28,7 +28,11 @@ from typing import Any, ClassVar
 import torch
 from pydantic import Field
 
+from headrace.assemble.sockets import Build
 from headrace.costs.ledger import Ledger
+from headrace.data.loader import Loader
+from headrace.data.rows import Packer
+from headrace.data.tuned_loader import TunedLoader
 from headrace.plan.technique import (
     Card,
     Context,
@@ -38,10 +42,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.data.loader import Loader
-from headrace.data.rows import Packer
-from headrace.data.tuned_loader import TunedLoader
-from headrace.assemble.sockets import Build
 
 MOST_THREADS = 32
 """That a run takes by itself, however many cores there are."""

@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
+from headrace.assemble.sockets import Build
+from headrace.core.units import divisors
 from headrace.costs.ledger import Ledger
 from headrace.plan.technique import (
     Card,
@@ -21,8 +23,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.core.units import divisors
-from headrace.assemble.sockets import Build
 
 
 class Gqa(Technique[Build]):

@@ -20,9 +20,13 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from headrace.costs.ledger import Ledger, Line, Matrix
+from headrace.assemble.sockets import Build
 from headrace.core.model_config import ModelConfig
 from headrace.core.strict import Wrong
+from headrace.costs.count import FP32, held_in
+from headrace.costs.ledger import Ledger, Line, Matrix
+from headrace.kernels.grouped_linear import OLDEST
+from headrace.model.moe import MixtureOfExperts as Layer
 from headrace.plan.technique import (
     Card,
     Context,
@@ -33,10 +37,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.kernels.grouped_linear import OLDEST
-from headrace.costs.count import FP32, held_in
-from headrace.model.moe import MixtureOfExperts as Layer
-from headrace.assemble.sockets import Build
 
 UNIT = 8
 """Hidden features come in multiples of 8: 16 bytes of bf16, what the grouped product asks for."""

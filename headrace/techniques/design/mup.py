@@ -23,8 +23,11 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from headrace.costs.ledger import Ledger
+from headrace.assemble.sockets import Build, Optimizer, Route
 from headrace.core.model_config import ModelConfig
+from headrace.costs.ledger import Ledger
+from headrace.model.zoo import families
+from headrace.optim.adamw import make_adamw
 from headrace.plan.technique import (
     Card,
     Context,
@@ -35,9 +38,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.model.zoo import families
-from headrace.optim.adamw import make_adamw
-from headrace.assemble.sockets import Build, Optimizer, Route
 
 FINITE_OUTPUTS = ("head.weight", ".router.weight")
 """Matrices whose output does not widen with the model."""

@@ -21,7 +21,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from headrace.assemble.sockets import Build
 from headrace.costs.ledger import Ledger
+from headrace.model import position
+from headrace.model.adapter import shape_of
+from headrace.model.attention import Attention
 from headrace.plan.technique import (
     Card,
     Context,
@@ -31,10 +35,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.model import position
-from headrace.model.adapter import shape_of
-from headrace.model.attention import Attention
-from headrace.assemble.sockets import Build
 
 PLACES = (0, 1, 2, 5)
 """Where angles are measured: from the second on each is a multiple of the second's."""

@@ -19,7 +19,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from headrace.assemble.sockets import Build, Forward
 from headrace.costs.ledger import Ledger
+from headrace.model.mask import Rows
 from headrace.plan.technique import (
     Card,
     Context,
@@ -30,8 +32,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.model.mask import Rows
-from headrace.assemble.sockets import Build, Forward
 
 OUTSIDE = (
     "embedding", "head", "loss", "gradients", "clip", "update", "reduce", "count", "border",

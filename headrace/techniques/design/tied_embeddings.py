@@ -9,9 +9,9 @@ follows from the config, the prediction too. Source: arXiv 1608.05859.
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from headrace.assemble.sockets import Build
 from headrace.costs.ledger import Ledger
 from headrace.plan.technique import Card, Context, Evidence, Stage, Supported, Technique
-from headrace.assemble.sockets import Build
 
 
 class TiedEmbeddings(Technique[Build]):

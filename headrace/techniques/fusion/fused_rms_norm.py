@@ -28,8 +28,13 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from headrace.costs.ledger import Ledger
+from headrace.assemble.sockets import Build
 from headrace.core.model_config import ModelConfig
+from headrace.costs.count import FP32
+from headrace.costs.ledger import Ledger
+from headrace.kernels.launches import since
+from headrace.kernels.rms_norm import rms_norm, rms_norm_add
+from headrace.model.norm import RMSNorm
 from headrace.plan.technique import (
     Card,
     Context,
@@ -39,11 +44,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.kernels.launches import since
-from headrace.kernels.rms_norm import rms_norm, rms_norm_add
-from headrace.costs.count import FP32
-from headrace.model.norm import RMSNorm
-from headrace.assemble.sockets import Build
 
 KERNELS = (
     "rms_norm_forward", "rms_norm_backward", "rms_norm_add_forward", "rms_norm_add_backward",

@@ -32,7 +32,13 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
+from headrace.assemble.sockets import Build, Forward
 from headrace.costs.ledger import Ledger
+from headrace.costs.work import CUSTOM
+from headrace.kernels.launches import since
+from headrace.kernels.rope import rope, rope_norm
+from headrace.model.norm import RMSNorm
+from headrace.model.position import Normalise, as_is
 from headrace.plan.technique import (
     Card,
     Context,
@@ -42,12 +48,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.costs.work import CUSTOM
-from headrace.kernels.launches import since
-from headrace.kernels.rope import rope, rope_norm
-from headrace.model.norm import RMSNorm
-from headrace.model.position import Normalise, as_is
-from headrace.assemble.sockets import Build, Forward
 
 KERNELS = ("rope_turn", "rope_back", "rope_norm_turn", "rope_norm_back")
 

@@ -17,8 +17,12 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from headrace.costs.ledger import Ledger
+from headrace.assemble.sockets import Build
 from headrace.core.model_config import ModelConfig
+from headrace.costs.ledger import Ledger
+from headrace.kernels.launches import since
+from headrace.kernels.swiglu import swiglu
+from headrace.model.mlp import SwiGLU
 from headrace.plan.technique import (
     Card,
     Context,
@@ -28,10 +32,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.kernels.launches import since
-from headrace.kernels.swiglu import swiglu
-from headrace.model.mlp import SwiGLU
-from headrace.assemble.sockets import Build
 
 KERNELS = ("swiglu_forward", "swiglu_backward")
 

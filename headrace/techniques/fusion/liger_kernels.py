@@ -20,8 +20,15 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from headrace.costs.ledger import Ledger
+from headrace.assemble.sockets import Build
 from headrace.core.model_config import ModelConfig
+from headrace.costs.count import FP32
+from headrace.costs.ledger import Ledger
+from headrace.costs.work import EAGER
+from headrace.kernels.launches import since
+from headrace.kernels.liger import rms_norm, silu_mul
+from headrace.model.mlp import SwiGLU
+from headrace.model.norm import RMSNorm
 from headrace.plan.technique import (
     Card,
     Context,
@@ -31,13 +38,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.costs.work import EAGER
-from headrace.kernels.launches import since
-from headrace.kernels.liger import rms_norm, silu_mul
-from headrace.costs.count import FP32
-from headrace.model.mlp import SwiGLU
-from headrace.model.norm import RMSNorm
-from headrace.assemble.sockets import Build
 
 OLDEST = (0, 8, 5)
 """The release that these calls were written for."""

@@ -20,8 +20,16 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from headrace.costs.ledger import Ledger, Line
+from headrace.assemble.sockets import Build
 from headrace.core.model_config import ModelConfig
+from headrace.costs.ledger import Ledger, Line
+from headrace.costs.work import Work
+from headrace.kernels.autocast import compute_dtype
+from headrace.kernels.chunked_loss import chunked_loss, has_native, native_loss
+from headrace.kernels.cross_entropy_objective import asked_of_kernels
+from headrace.kernels.fused_cross_entropy import loss_and_gradient_
+from headrace.kernels.launches import COUNTS, since
+from headrace.model.head import IGNORED, Head, Objective, Vocabulary, capped, cross_entropy
 from headrace.plan.plan import Plan
 from headrace.plan.technique import (
     Card,
@@ -32,14 +40,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.costs.work import Work
-from headrace.kernels.autocast import compute_dtype
-from headrace.kernels.chunked_loss import chunked_loss, has_native, native_loss
-from headrace.kernels.cross_entropy_objective import asked_of_kernels
-from headrace.kernels.fused_cross_entropy import loss_and_gradient_
-from headrace.kernels.launches import COUNTS, since
-from headrace.model.head import IGNORED, Head, Objective, Vocabulary, capped, cross_entropy
-from headrace.assemble.sockets import Build
 
 FP32 = 4
 """Bytes of a number in fp32."""

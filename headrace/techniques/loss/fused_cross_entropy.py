@@ -23,8 +23,13 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.costs.ledger import Ledger, Line
+from headrace.assemble.sockets import Build
 from headrace.core.model_config import ModelConfig
+from headrace.costs.ledger import Ledger, Line
+from headrace.kernels.cross_entropy_objective import asked_of_kernels
+from headrace.kernels.fused_cross_entropy import fused_cross_entropy
+from headrace.kernels.launches import COUNTS, since
+from headrace.model.head import IGNORED, Head, Objective, Vocabulary, cross_entropy
 from headrace.plan.technique import (
     Card,
     Context,
@@ -34,11 +39,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.kernels.cross_entropy_objective import asked_of_kernels
-from headrace.kernels.fused_cross_entropy import fused_cross_entropy
-from headrace.kernels.launches import COUNTS, since
-from headrace.model.head import IGNORED, Head, Objective, Vocabulary, cross_entropy
-from headrace.assemble.sockets import Build
 
 OLDEST = (8, 0)
 """Triton's oldest GPUs: Ampere."""

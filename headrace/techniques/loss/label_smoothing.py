@@ -21,12 +21,12 @@ from typing import Any, ClassVar
 import torch
 from pydantic import Field
 
+from headrace.assemble.sockets import Build
 from headrace.costs.ledger import Ledger
-from headrace.plan.technique import Card, Context, Doubt, Evidence, Stage, Supported, Technique
 from headrace.costs.work import Work
 from headrace.kernels.cross_entropy_objective import Smoothed
 from headrace.model.head import IGNORED
-from headrace.assemble.sockets import Build
+from headrace.plan.technique import Card, Context, Doubt, Evidence, Stage, Supported, Technique
 
 PASSES: Mapping[str, tuple[float, float]] = {"forward": (8, 2), "backward": (8, 1)}
 """Bytes of a fp32 logit that eager torch moves, and its kernels: two sums, of the evidence and of

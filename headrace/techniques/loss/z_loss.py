@@ -21,13 +21,13 @@ from typing import Any, ClassVar
 import torch
 from pydantic import Field
 
+from headrace.assemble.sockets import Build
+from headrace.costs.count import FP32
 from headrace.costs.ledger import Ledger
-from headrace.plan.technique import Card, Context, Doubt, Evidence, Stage, Supported, Technique
 from headrace.costs.work import Work
 from headrace.kernels.cross_entropy_objective import WithZLoss
-from headrace.costs.count import FP32
 from headrace.model.head import IGNORED
-from headrace.assemble.sockets import Build
+from headrace.plan.technique import Card, Context, Doubt, Evidence, Stage, Supported, Technique
 
 STRONG = 1e-2
 """Weight above which the term may outweigh cross-entropy: ten times the most that a tuner tries.

@@ -31,6 +31,8 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from headrace.assemble.sockets import Build, Forward
+from headrace.costs.decoder_work import offloaded
 from headrace.costs.ledger import Ledger, Line
 from headrace.plan.technique import (
     Card,
@@ -41,8 +43,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.costs.decoder_work import offloaded
-from headrace.assemble.sockets import Build, Forward
 
 STAYING_LINES = ("weight_cast", "mask_copy")
 """Lines of a block that somebody else holds anyway, or that no hook sees."""

@@ -21,19 +21,11 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from headrace.assemble.sockets import Build, Route
 from headrace.core.errors import ConfigError
-from headrace.costs.ledger import Ledger
-from headrace.plan.plan import Plan
-from headrace.plan.technique import (
-    Card,
-    Context,
-    Evidence,
-    Stage,
-    Supported,
-    Technique,
-    Unsupported,
-)
 from headrace.core.units import divisors
+from headrace.costs.count import block_linears
+from headrace.costs.ledger import Ledger
 from headrace.costs.work import Work
 from headrace.kernels.blockwise_8bit import (
     BLOCK,
@@ -44,9 +36,17 @@ from headrace.kernels.blockwise_8bit import (
     levels,
 )
 from headrace.model.adapter import shape_of
-from headrace.costs.count import block_linears
 from headrace.parallel.layout import local_of
-from headrace.assemble.sockets import Build, Route
+from headrace.plan.plan import Plan
+from headrace.plan.technique import (
+    Card,
+    Context,
+    Evidence,
+    Stage,
+    Supported,
+    Technique,
+    Unsupported,
+)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 TEMPORARIES = 6

@@ -32,7 +32,10 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from headrace.assemble.sockets import Build
+from headrace.costs.count import holds_casts
 from headrace.costs.ledger import Ledger, Line
+from headrace.costs.work import Work
 from headrace.plan.technique import (
     Card,
     Context,
@@ -42,9 +45,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.costs.work import Work
-from headrace.costs.count import holds_casts
-from headrace.assemble.sockets import Build
 
 RECOMPUTED_LINES = ("gate_up", "activation")
 """Ledger lines of a block that are as wide as the hidden features."""

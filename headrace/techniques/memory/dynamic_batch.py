@@ -42,8 +42,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from headrace.assemble.sockets import Build, Engine, Work
 from headrace.core.errors import NO_MEMORY, RunError, UnsupportedError, is_out_of_memory
+from headrace.core.units import format_bytes, largest_divisor
 from headrace.costs.ledger import Ledger
+from headrace.model.head import Objective
+from headrace.model.mask import Rows
 from headrace.plan.plan import Batch, Goal, Plan, TrackConfig
 from headrace.plan.technique import (
     Card,
@@ -54,10 +58,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.core.units import format_bytes, largest_divisor
-from headrace.model.head import Objective
-from headrace.model.mask import Rows
-from headrace.assemble.sockets import Build, Engine, Work
 
 CERTAIN, HOPELESS = 0.5, 2.0
 """Shares of the free memory: a size that is predicted to need less than the first fits, more than

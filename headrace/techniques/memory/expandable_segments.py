@@ -26,7 +26,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from headrace.assemble.sockets import Build
 from headrace.costs.ledger import Ledger
+from headrace.parallel.layout import local_of
 from headrace.plan.technique import (
     Card,
     Context,
@@ -36,8 +38,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.parallel.layout import local_of
-from headrace.assemble.sockets import Build
 
 SETTING = "expandable_segments"
 LARGE_BYTES = 20 * 2**20

@@ -26,12 +26,12 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from headrace.costs.ledger import Ledger, Line
-from headrace.plan.technique import Card, Context, Evidence, Stage, Supported, Technique
-from headrace.costs.work import RERUN
-from headrace.costs.count import FP32, holds_casts
-from headrace.model.lora import LAST, adapters_again
 from headrace.assemble.sockets import Build, Forward
+from headrace.costs.count import FP32, holds_casts
+from headrace.costs.ledger import Ledger, Line
+from headrace.costs.work import RERUN
+from headrace.model.lora import LAST, adapters_again
+from headrace.plan.technique import Card, Context, Evidence, Stage, Supported, Technique
 
 KEPT_LINE = "residual"
 """A block's input."""

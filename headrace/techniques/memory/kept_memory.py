@@ -22,9 +22,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from headrace.assemble.sockets import Build
 from headrace.core import kept_memory
-from headrace.costs.host import KEEPS
 from headrace.core.kept_memory import pages_touched
+from headrace.costs.host import KEEPS
 from headrace.costs.ledger import Ledger
 from headrace.plan.technique import (
     Card,
@@ -35,7 +36,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.assemble.sockets import Build
 
 PAGE_BYTES = 4096
 """Of memory that the system hands out at once, or more."""

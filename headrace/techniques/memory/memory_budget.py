@@ -23,6 +23,8 @@ from typing import Any, ClassVar
 from pydantic import Field
 from torch import Tensor
 
+from headrace.assemble.sockets import Build
+from headrace.costs.count import trunk_ledger
 from headrace.costs.ledger import Ledger, Line
 from headrace.plan.technique import (
     Card,
@@ -33,8 +35,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.costs.count import trunk_ledger
-from headrace.assemble.sockets import Build
 
 COMPILED = "CompiledFunctionBackward"
 """What autograd calls a compiled graph."""

@@ -21,7 +21,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from headrace.assemble.sockets import Build, Pass, Route
 from headrace.costs.ledger import Ledger, Line
+from headrace.optim.adamw import make_adamw
+from headrace.parallel.layout import local_of
 from headrace.plan.plan import OptimizerConfig
 from headrace.plan.technique import (
     Card,
@@ -32,9 +35,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.optim.adamw import make_adamw
-from headrace.parallel.layout import local_of
-from headrace.assemble.sockets import Build, Pass, Route
 
 
 class BackwardAdamW(torch.optim.Optimizer):

@@ -25,7 +25,11 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from headrace.assemble.sockets import Build, Route
 from headrace.costs.ledger import DERIVED, Ledger
+from headrace.costs.work import Work
+from headrace.optim.adamw import make_adamw
+from headrace.parallel.layout import local_of
 from headrace.plan.plan import OptimizerConfig
 from headrace.plan.technique import (
     Card,
@@ -36,10 +40,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.costs.work import Work
-from headrace.optim.adamw import make_adamw
-from headrace.parallel.layout import local_of
-from headrace.assemble.sockets import Build, Route
 
 FP32 = 4
 HOSTED = 28.0

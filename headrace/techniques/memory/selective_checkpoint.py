@@ -30,9 +30,13 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from headrace.costs.ledger import Ledger, Line
-from headrace.plan.plan import ATTENDS, Plan
+from headrace.assemble.sockets import Build, Forward
 from headrace.core.strict import Wrong
+from headrace.costs.count import block_linears, holds_casts
+from headrace.costs.ledger import Ledger, Line
+from headrace.costs.work import CHOSEN
+from headrace.model.lora import LAST, adapters_again
+from headrace.plan.plan import ATTENDS, Plan
 from headrace.plan.technique import (
     Card,
     Context,
@@ -42,10 +46,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.costs.work import CHOSEN
-from headrace.costs.count import block_linears, holds_casts
-from headrace.model.lora import LAST, adapters_again
-from headrace.assemble.sockets import Build, Forward
 
 Operation = Literal[
     "mm", "bmm", "addmm", "scaled_mm", "grouped_mm", "convolution", "attention"

@@ -19,7 +19,12 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from headrace.assemble.sockets import Build, Route
 from headrace.costs.ledger import DERIVED, Ledger
+from headrace.costs.work import Work, collective
+from headrace.kernels.orthogonalize import STEPS, orthogonalize
+from headrace.model.fusion import Fusion, fusions
+from headrace.parallel.layout import local_of
 from headrace.plan.technique import (
     Card,
     Context,
@@ -29,11 +34,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.costs.work import Work, collective
-from headrace.kernels.orthogonalize import STEPS, orthogonalize
-from headrace.model.fusion import Fusion, fusions
-from headrace.parallel.layout import local_of
-from headrace.assemble.sockets import Build, Route
 
 FP32, BF16 = 4, 2
 ITERATED = ((2, 4), (3, 2), (4, 1))

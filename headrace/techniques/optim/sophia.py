@@ -27,7 +27,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from headrace.assemble.sockets import Build, Pass, Route, Work
 from headrace.costs.ledger import Ledger
+from headrace.model.head import IGNORED, Vocabulary
+from headrace.optim.sophia import SophiaOptimizer
+from headrace.parallel.layout import local_of
 from headrace.plan.technique import (
     Card,
     Context,
@@ -37,10 +41,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.model.head import IGNORED, Vocabulary
-from headrace.optim.sophia import SophiaOptimizer
-from headrace.parallel.layout import local_of
-from headrace.assemble.sockets import Build, Pass, Route, Work
 
 WORD = 0xFFFFFFFF
 CHUNK_TOKENS = 32

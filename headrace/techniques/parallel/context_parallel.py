@@ -24,9 +24,15 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from headrace.assemble.sockets import Build, Work
 from headrace.core.errors import ConfigError, UnsupportedError
+from headrace.costs.count import FP32
 from headrace.costs.ledger import Ledger, Line
 from headrace.costs.links import COMMUNICATORS
+from headrace.costs.work import Phase, collective
+from headrace.costs.work import Work as Piece
+from headrace.model.mask import MaskSpec, Rows
+from headrace.parallel.ring import Ring, RingMask, ring_attention
 from headrace.plan.technique import (
     Card,
     Context,
@@ -36,12 +42,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.costs.work import Phase, collective
-from headrace.costs.work import Work as Piece
-from headrace.costs.count import FP32
-from headrace.model.mask import MaskSpec, Rows
-from headrace.parallel.ring import Ring, RingMask, ring_attention
-from headrace.assemble.sockets import Build, Work
 
 AXIS = "context"
 WEIGHT_LINES = ("weight_cast",)

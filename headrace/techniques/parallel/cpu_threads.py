@@ -27,6 +27,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from headrace.assemble.sockets import Build
 from headrace.core import cores
 from headrace.costs.host import THREADS
 from headrace.costs.ledger import Ledger
@@ -39,7 +40,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.assemble.sockets import Build
 
 PARTS = {"whole": 1, "half": 2, "quarter": 4}
 """Into how many parts a share cuts the cores, of which it takes one."""

@@ -20,8 +20,12 @@ import torch
 from pydantic import Field
 from torch import nn
 
+from headrace.assemble.sockets import Build
+from headrace.costs.count import FP32
 from headrace.costs.ledger import Instant, Ledger, Line
 from headrace.costs.links import Operation
+from headrace.costs.work import Beside, Phase, Work, collective
+from headrace.parallel.layout import is_dtensor
 from headrace.plan.technique import (
     Card,
     Context,
@@ -31,10 +35,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.costs.work import Beside, Phase, Work, collective
-from headrace.costs.count import FP32
-from headrace.parallel.layout import is_dtensor
-from headrace.assemble.sockets import Build
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy

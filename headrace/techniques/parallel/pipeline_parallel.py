@@ -22,9 +22,18 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from headrace.assemble.sockets import Build, Work, auxiliary_loss
 from headrace.core.errors import ConfigError
+from headrace.core.units import divisors
+from headrace.costs.count import FP32, held_in
+from headrace.costs.decoder_work import LEARNED
 from headrace.costs.ledger import Ledger, Line, Matrix
 from headrace.costs.links import COMMUNICATORS
+from headrace.costs.work import IDLE, collective
+from headrace.costs.work import Work as Piece
+from headrace.model.decoder import Decoder, Part
+from headrace.model.head import Objective
+from headrace.parallel import pipeline
 from headrace.plan.technique import (
     Card,
     Context,
@@ -34,15 +43,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.core.units import divisors
-from headrace.costs.work import IDLE, collective
-from headrace.costs.work import Work as Piece
-from headrace.costs.count import FP32, held_in
-from headrace.model.decoder import Decoder, Part
-from headrace.model.head import Objective
-from headrace.costs.decoder_work import LEARNED
-from headrace.parallel import pipeline
-from headrace.assemble.sockets import Build, Work, auxiliary_loss
 
 STATES: Mapping[str, Callable[[Matrix], float]] = {
     "parameters": lambda m: m.stored * m.numbers,

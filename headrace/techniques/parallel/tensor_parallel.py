@@ -29,23 +29,15 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
+from headrace.assemble.sockets import Build
 from headrace.core.errors import ConfigError
-from headrace.costs.ledger import Ledger
-from headrace.costs.links import COMMUNICATORS
 from headrace.core.model_config import ModelConfig
-from headrace.plan.technique import (
-    Card,
-    Context,
-    Evidence,
-    Stage,
-    Supported,
-    Technique,
-    Unsupported,
-)
 from headrace.core.units import divisors
 from headrace.costs.count import FP32
-from headrace.model.sharded_vocabulary import ShardedVocabulary
+from headrace.costs.ledger import Ledger
+from headrace.costs.links import COMMUNICATORS
 from headrace.costs.split_work import split_work
+from headrace.model.sharded_vocabulary import ShardedVocabulary
 from headrace.parallel.layout import share
 from headrace.parallel.tensor import (
     Peers,
@@ -57,7 +49,15 @@ from headrace.parallel.tensor import (
     split_sequence,
     sum_forward,
 )
-from headrace.assemble.sockets import Build
+from headrace.plan.technique import (
+    Card,
+    Context,
+    Evidence,
+    Stage,
+    Supported,
+    Technique,
+    Unsupported,
+)
 
 AXIS = "tensor"
 WHOLE = "mesh.tensor=1 --without tensor_parallel"

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headrace.assemble.sockets import Build
 from headrace.costs.ledger import Ledger
 from headrace.plan.technique import (
     Card,
@@ -26,7 +27,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.assemble.sockets import Build
 
 AMPERE = (8, 0)
 """Compute capability of the first GPUs that multiply bf16."""

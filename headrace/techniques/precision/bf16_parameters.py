@@ -26,8 +26,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from headrace.assemble.sockets import Build, Route
 from headrace.core.errors import ConfigError
 from headrace.costs.ledger import Ledger
+from headrace.costs.work import CUSTOM_COMPILED, Work
+from headrace.kernels.adamw import KERNEL, Noise, Update, adamw_, biases
+from headrace.kernels.bf16_weight import joined, keys_at, keys_of, places, round_with_noise_, split_
+from headrace.kernels.launches import COUNTS
+from headrace.optim.adamw import make_adamw
 from headrace.plan.plan import OptimizerConfig, Plan
 from headrace.plan.technique import (
     Card,
@@ -38,12 +44,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.costs.work import CUSTOM_COMPILED, Work
-from headrace.kernels.adamw import KERNEL, Noise, Update, adamw_, biases
-from headrace.kernels.bf16_weight import joined, keys_at, keys_of, places, round_with_noise_, split_
-from headrace.kernels.launches import COUNTS
-from headrace.optim.adamw import make_adamw
-from headrace.assemble.sockets import Build, Route
 
 FP32 = ("router.weight",)
 """How the names of matrices end that stay fp32: a router rounds what it compares."""

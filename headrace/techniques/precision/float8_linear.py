@@ -27,8 +27,11 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch._guards import TracingContext
 
+from headrace.assemble.sockets import Build
 from headrace.core.errors import ConfigError
+from headrace.costs.count import holds_casts
 from headrace.costs.ledger import Ledger
+from headrace.costs.work import Phase, Work
 from headrace.plan.technique import (
     Card,
     Context,
@@ -38,9 +41,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.costs.work import Phase, Work
-from headrace.costs.count import holds_casts
-from headrace.assemble.sockets import Build
 
 MULTIPLE = 16
 """Sizes of a fp8 product on a GPU must be multiples of this (torch._scaled_mm)."""

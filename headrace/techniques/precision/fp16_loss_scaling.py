@@ -19,6 +19,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from headrace.assemble.sockets import Build
 from headrace.core.errors import Diverged
 from headrace.costs.ledger import Ledger
 from headrace.plan.technique import (
@@ -30,7 +31,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.assemble.sockets import Build
 
 LARGEST = 2.0**24
 """Apex's and Megatron's bound: above it fp16's own largest number, 65,504, is what ends growth."""

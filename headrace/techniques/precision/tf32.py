@@ -19,6 +19,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from headrace.assemble.sockets import Build
 from headrace.costs.ledger import Ledger
 from headrace.plan.technique import (
     Card,
@@ -29,7 +30,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.assemble.sockets import Build
 
 UNIT = 2.0**-10
 """Of a TF32 mantissa: numbers between 1 and 2 are this far apart."""

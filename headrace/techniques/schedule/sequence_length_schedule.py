@@ -20,7 +20,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from headrace.assemble.sockets import Build
+from headrace.core.units import divisors
 from headrace.costs.ledger import Ledger
+from headrace.data.loader import Micro
 from headrace.plan.technique import (
     Card,
     Context,
@@ -31,9 +34,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.core.units import divisors
-from headrace.data.loader import Micro
-from headrace.assemble.sockets import Build
 
 
 def lengths_to(whole: int, start: int) -> list[int]:
