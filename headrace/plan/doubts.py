@@ -39,6 +39,8 @@ gradient again. Recipes known to us have 1e-5 at most."""
 WILD_LOGITS = 3.0
 """Deviation of the first logits, model.init_std x the root of model.dim, above which a run begins
 far above a uniform guess: by 4.5 nats at 3 (half the variance, as the mean of e^x of a normal)."""
+INTERRUPT = ("eval", "checkpoint")
+"""Tables whose `every_steps` end a trace."""
 TRIAL = 8
 """Steps of a run that is a trial of something else, of which no interval is told."""
 BYTE_BITS = 8.0
@@ -204,11 +206,26 @@ def _first_logits(plan: Plan) -> Iterator[Doubt]:
         )
 
 
+def _traces(plan: Plan) -> Iterator[Doubt]:
+    """Looks at kernels for which evaluations and checkpoints leave no room."""
+    need = plan.trace.steps + 2  # as the key says
+    often = {f"{name}.every_steps": getattr(plan, name).every_steps for name in INTERRUPT}
+    short = {key: every for key, every in often.items() if 0 < every < need}
+    if plan.trace.every_steps and short:
+        said = " and ".join(f"{key} = {every}" for key, every in short.items())
+        yield Doubt(
+            f"trace.every_steps asks for traces, and none is recorded: one needs {need} steps in a "
+            f"row, and {said} leaves fewer",
+            " ".join(f"{key}={need}" for key in short),
+        )
+
+
 RULES: tuple[Callable[[Plan], Iterator[Doubt]], ...] = (
     _rate,
     _end_of_schedule,
     _updates,
     _first_logits,
     _goal,
+    _traces,
 )
 """What is asked of the plan's own keys."""

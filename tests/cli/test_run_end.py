@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from headrace.cli import app as cli
 from headrace.core.files import write_whole
 from headrace.core.outcome import outcome_of
+from headrace.core.units import format_count, format_seconds
 from headrace.train import session
 from headrace.train.interrupts import Closing
 from headrace.train.run_folder import RunFolder
@@ -55,6 +56,24 @@ def test_what_cannot_be_made_is_told_and_the_rest_is_there(
     assert (ended / "report.html").is_file()
     cli._tell(ended, report, on_its_own=True)
     assert "report.html" in capsys.readouterr().err
+
+
+def test_the_end_is_told_with_the_runs_own_numbers(
+    ended: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each of another size, so that none can stand in the place of another."""
+    report = json.loads((ended / "report.json").read_text()) | {"not_made": {}}
+    last = report["val"][-1] | {"bits_per_byte": 1.234, "share": 0.25}
+    goal = report["goal"] | {"step": 3, "tokens": 77, "wall_s": 11.0, "ended_by": "steps",
+                             "asked": {"bits_per_byte": 0.9}, "reached": False}  # fmt: skip
+    report |= {"val": [last], "goal": goal, "tokens": 41_000, "wall_s": 700.0}
+    cli._tell(ended, report | {"steady_tokens_per_s": 5_300.0}, on_its_own=False)
+    told = capsys.readouterr().err
+    assert "budget spent (steps): 1.234 bits per byte over 25.0% of the validation text" in told
+    assert f"(goal 0.9) after {format_count(41_000)} tokens and {format_seconds(700)}, " in told
+    assert f"{format_count(5_300)} tokens/s in steady steps" in told
+    cli._tell(ended, report | {"steady_tokens_per_s": None}, on_its_own=False)
+    assert "speed not measured" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("shut", [False, True])

@@ -19,6 +19,7 @@ from headrace.data.heldout import LEAST, MOST, Record, Split, Weights, cut_at
 from headrace.data.ingest import _key, prepare, reopen
 from headrace.data.prepared import Prepared
 from headrace.data.shards import Shards
+from headrace.data.sides import FEW_TARGETS
 from headrace.plan.plan import Plan
 
 MakePlan = Callable[..., Plan]
@@ -275,3 +276,11 @@ def test_a_damaged_record_of_the_sides_is_one_message(make_plan: MakePlan, tmp_p
     assert told.value.remedy == f"rm {file}"
     file.unlink()
     assert reopen(plan, prepared.record(), tmp_path).fingerprint == prepared.fingerprint
+
+
+@pytest.mark.parametrize(("row", "enough"), [(16, FEW_TARGETS), (600, 600)])
+def test_just_enough_targets_are_not_few(tiny_plan: MakePlan, row: int, enough: int) -> None:
+    sides = prepare(tiny_plan()).sides(0.05)
+    assert not sides.doubts(row, targets=enough)
+    (few,) = sides.doubts(row, targets=enough - 1)
+    assert few.kind == "few_targets" and few.numbers["targets"] == enough - 1

@@ -52,3 +52,14 @@ def test_no_number_stands_in_the_place_of_another(make_run: Callable[..., Path])
         and page(with_changed(values, path)) == before
     ]
     assert not unseen
+
+
+def test_the_best_loss_is_told_beside_the_last(make_run: Callable[..., Path]) -> None:
+    """Not the last one twice, where an earlier one was lower."""
+    run = make_run()
+    values = json.loads((run / "report.json").read_text())
+    first, last = values["val"][0], values["val"][-1]
+    first["bits_per_byte"], last["bits_per_byte"] = 1.1234, 1.9876
+    (run / "report.json").write_text(json.dumps(values))
+    page = write_report(run).read_text()
+    assert "best 1.123" in page and "best 1.98" not in page

@@ -16,6 +16,7 @@ from headrace.core.errors import ConfigError, RunError
 from headrace.core.progress import Progress
 from headrace.inference.load import open_model, plan_to_resume
 from headrace.plan.plan import Plan
+from headrace.train import state
 from headrace.train import train as trainer
 from headrace.train.evaluate import Validation, evaluate
 
@@ -38,6 +39,29 @@ def test_extending_the_goal_continues_and_equals_one_run(train: Train) -> None:
     assert report(parts)["stream_sha256"] == report(whole)["stream_sha256"]
     assert report(parts)["restarts"] == 1
     assert report(parts)["wall_s"] > report(parts)["val"][0]["wall_s"] > 0
+
+
+@pytest.mark.parametrize("rows", ["none", "later ones"])
+def test_a_resume_goes_on_with_the_time_that_the_run_took(
+    train: Train, monkeypatch: pytest.MonkeyPatch, rows: str
+) -> None:
+    """By the checkpoint where its rows are lost, and by rows of steps that are trained again."""
+    run = train("goal.steps=4")
+    kept = run / "metrics.jsonl"
+    lost = json.dumps({**metrics(run)[-1], "step": 99, "wall_s": 9000.0}) + "\n"
+    kept.write_text("" if rows == "none" else kept.read_text() + lost)
+    whole = state.restore
+
+    def restore(build: Any, saved: Any) -> dict[str, Any]:
+        found = whole(build, saved)
+        phases = {name: spent_s + 1000 for name, spent_s in found["phase_s"].items()}
+        return {**found, "wall_s": 5000.0, "phase_s": phases}
+
+    monkeypatch.setattr(state, "restore", restore)
+    found = report(train("goal.steps=6", resume=True))
+    assert found["wall_s"] >= (5000 if rows == "none" else 9000)
+    assert found["val"][-1]["wall_s"] >= 5000
+    assert found["phase_s"]["forward"] >= 1000 and found["phase_s"]["optimizer"] >= 1000
 
 
 def test_what_was_random_before_a_run_does_not_matter(train: Train) -> None:

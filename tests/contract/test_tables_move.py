@@ -1,0 +1,174 @@
+"""Every key of a plan that is no knob of the optimizer: another value leaves another run.
+
+The optimizer, the schedule and the knobs of techniques are turned in test_keys_move.
+"""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.data import loader
+from headrace.data.loader import Loader
+from headrace.plan.doubts import doubts_of
+from headrace.plan.plan import (
+    Batch,
+    CheckpointConfig,
+    DataConfig,
+    EvalConfig,
+    Goal,
+    HardwareConfig,
+    Plan,
+    TraceConfig,
+)
+
+TABLES = {
+    "data": DataConfig, "goal": Goal, "batch": Batch, "eval": EvalConfig,
+    "checkpoint": CheckpointConfig, "trace": TraceConfig, "hardware": HardwareConfig,
+}  # fmt: skip
+QUIET = ("goal.steps=30", "eval.every_steps=100", "checkpoint.every_steps=0")
+LONG = (*QUIET, "trace.every_steps=20")
+OTHER = "data.directory=elsewhere"
+TURNED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "data.sources": ((), ("data.sources=text",)),
+    "data.weights": (
+        ('data.sources=["text", "more"]', "data.weights=[1, 1]"),
+        ('data.sources=["text", "more"]', "data.weights=[1, 5]"),
+    ),
+    "data.validation": ((), ("data.validation=0.2",)),
+    "data.text_key": (
+        ("data.sources=rows.jsonl",), ("data.sources=rows.jsonl", "data.text_key=body"),
+    ),
+    "data.tokenizer": ((), ("data.tokenizer=own.json",)),
+    "data.vocab": ((), ("data.vocab=290",)),
+    "data.sequence_length": ((), ("data.sequence_length=32",)),
+    "data.directory": ((), (OTHER,)),
+    "data.workers": (("data.workers=0",), ("data.workers=2",)),
+    "data.prefetch": (("data.workers=1",), ("data.workers=1", "data.prefetch=2")),
+    "goal.bits_per_byte": ((), ("goal.bits_per_byte=8",)),
+    "goal.steps": ((), ("goal.steps=5",)),
+    "goal.tokens": ((), ("goal.tokens=512",)),
+    "goal.minutes": ((), ("goal.minutes=0.000001",)),
+    "goal.dollars": (
+        ("hardware.dollars_per_hour=1",),
+        ("hardware.dollars_per_hour=1", "goal.dollars=1e-9"),
+    ),
+    "batch.tokens": ((), ("batch.tokens=64",)),
+    "batch.micro_sequences": ((), ("batch.micro_sequences=2",)),
+    "eval.every_steps": ((), ("eval.every_steps=3",)),
+    "eval.tokens": ((), ("eval.tokens=64",)),
+    "checkpoint.every_steps": ((), ("checkpoint.every_steps=3",)),
+    "checkpoint.keep_last": ((), ("checkpoint.keep_last=3",)),
+    "checkpoint.keep_best": ((), ("checkpoint.keep_best=false",)),
+    "trace.every_steps": (QUIET, LONG),
+    "trace.steps": (LONG, (*LONG, "trace.steps=2")),
+    "hardware.dollars_per_hour": ((), ("hardware.dollars_per_hour=1",)),
+}  # fmt: skip
+"""Each key with the overrides of two runs that differ in it."""
+ELSEWHERE = {
+    "data.lossy_tokenizer": "tests/data/test_lossless.py",
+}
+"""Keys that a run of this text does not show, and the test that does."""
+
+
+@pytest.fixture
+def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two other texts, rows with two fields, and a tokenizer."""
+    from headrace.data.tokenizer import train_tokenizer
+
+    monkeypatch.chdir(tmp_path)
+    source = random.Random(1)
+    for name, words in (("text", "gate level flow deep"), ("more", "bank reed boat weir")):
+        Path(name).mkdir()
+        for number in range(24):
+            line = " ".join(source.choices(words.split(), k=200))
+            Path(name, f"{number}.txt").write_text(line)
+    rows = [{"text": "mill " * n, "body": "lock " * n} for n in range(40, 80)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train_tokenizer(["the mill grinds what the water brings " * 20], vocab=270).save(
+        Path("own.json")
+    )
+
+
+@pytest.fixture
+def left_by(
+    train: Callable[..., Path], texts: None, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., dict[str, Any]]:
+    """What a run leaves that no clock decides, and how it was read."""
+    read: list[tuple[int, int]] = []
+    whole = Loader.__init__
+
+    def begin(self: Loader, *given: Any, **named: Any) -> None:
+        whole(self, *given, **named)
+        read.append((named.get("workers", 0), named.get("prefetch", 4)))
+
+    monkeypatch.setattr(loader.Loader, "__init__", begin)
+
+    def run(*overrides: str) -> dict[str, Any]:
+        read.clear()
+        folder = train("guard=false", *overrides)
+        report = json.loads((folder / "report.json").read_text())
+        data = json.loads((folder / "data.json").read_text())
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        saved = sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
+        traces = sorted(path.name for path in folder.rglob("*.json.gz"))
+        seen = report["signals"]["traces"]
+        return {
+            "saved": saved,
+            "best": [path.name for path in (folder / "checkpoints").glob("best")],
+            "val": [(one["step"], one["bits_per_byte"]) for one in report["val"]],
+            "losses": [row["loss"] for row in rows],
+            "ended": (report["steps"], report["goal"]["ended_by"]),
+            "targets": report["data"]["targets"],
+            "stream": report["stream_sha256"],
+            "costs": report["dollars"] is not None,
+            "data": data["directory"],
+            "traces": (traces, seen and seen.get("steps")),
+            "read": [*read],
+        }
+
+    return run
+
+
+def test_no_key_is_left_out() -> None:
+    keys = {f"{name}.{key}" for name, table in TABLES.items() for key in table.model_fields}
+    assert keys == {*TURNED, *ELSEWHERE}
+    alone = {"name", "directory", "seed", "device", "guard", "attention", "techniques"}
+    others = {"model", "optimizer", "schedule", "mesh", "track"}
+    assert {*Plan.model_fields} == {*TABLES, *alone, *others}
+
+
+def test_the_same_plan_leaves_the_same_run(left_by: Callable[..., dict[str, Any]]) -> None:
+    """Else every key would seem to move something."""
+    assert left_by() == left_by()
+
+
+@pytest.mark.parametrize("key", TURNED)
+def test_every_key_moves_something(key: str, left_by: Callable[..., dict[str, Any]]) -> None:
+    before, after = (left_by(*overrides) for overrides in TURNED[key])
+    moved = [name for name in before if before[name] != after[name]]
+    assert moved, f"{key} leaves what the other value leaves"
+
+
+def test_traces_without_room_are_told_and_what_is_told_makes_room(
+    left_by: Callable[..., dict[str, Any]], tiny_plan: Callable[..., Plan]
+) -> None:
+    """Evaluations and checkpoints come too often."""
+    keys = ("goal.steps=30", "trace.every_steps=20", "eval.every_steps=4",
+            "checkpoint.every_steps=4")  # fmt: skip
+    (doubt,) = [one for one in doubts_of(tiny_plan(*keys)) if "trace" in one.reason]
+    assert doubt.remedy == "eval.every_steps=5 checkpoint.every_steps=5"
+    assert not left_by(*keys)["traces"][0]
+    mended = (*keys, *doubt.remedy.split())
+    assert left_by(*mended)["traces"][0]
+    assert not [one for one in doubts_of(tiny_plan(*mended)) if "trace" in one.reason]
+
+
+def test_how_many_checkpoints_are_kept(left_by: Callable[..., dict[str, Any]]) -> None:
+    for kept in (1, 3):
+        found = left_by(f"checkpoint.keep_last={kept}", "checkpoint.keep_best=false",
+                        "checkpoint.every_steps=2")  # fmt: skip
+        assert len(found["saved"]) == kept and not found["best"]
