@@ -64,7 +64,7 @@ OTHERS = {
 
 
 CONSTANTS = np.array([BESIDE, IN_STEP, UNFUSED])
-"""Of costs/work.py, from steps."""
+"""Constants of costs/work.py that were fitted to measured steps."""
 NEUTRAL = np.array([1.0, 1.0, 1.0])
 """What they are before anything was measured."""
 

@@ -267,6 +267,19 @@ def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
     server.close()
 
 
+@pytest.fixture(scope="module")
+def four_steps(
+    zygote: Zygote, tmp_path_factory: pytest.TempPathFactory, corpus: Path, prepared_folder: Path
+) -> Path:
+    """A folder with tiny.toml and a run of four steps, which a file of tests has for itself."""
+    cwd = tmp_path_factory.mktemp("trained")
+    (cwd / "tiny.toml").write_text(PLAN.format(corpus=corpus, prepared=prepared_folder))
+    words = ("goal.steps=4", "checkpoint.every_steps=2", "guard=false")
+    ended = zygote.run(cwd, "train", "tiny.toml", *words)
+    assert ended.code == 0, ended.err
+    return cwd
+
+
 @pytest.fixture(scope="session")
 def run_cli() -> Callable[..., Finished]:
     """`python -m headrace ARGV` in a process of its own, as a user starts it."""

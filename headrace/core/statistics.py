@@ -185,12 +185,12 @@ def equivalence(
 LOOKS = {2: 0.4, 3: 0.25, 5: 0.1}
 """Share of the error that the test after so many seeds may spend; the last test spends the rest."""
 SPENT = 0.4
-"""Of the error is given to the looks in all. Two plans' times may scatter unlike each other, for
-which a pooled t test is not made, and two or three seeds cannot tell whether they do. Simulated on
-a million changes that gain nothing (runs of one plan by so many percent, of the other by so many),
-seven seeds accept 0.3% at 30% and 30%, 0.5% at 13% and 3%, 0.5% at 30% and 10%, and 0.9% at 30%
-and 5%. Where one scatters 15 times as widely as the other (30% and 2%) it is 1.4%. With 0.8 it was
-1.7% at 30% and 5%. Welch's degrees of freedom hold 1% everywhere, but with two seeds they show
+"""Share of the error that all looks together spend. Two plans' times may scatter unlike each other,
+for which a pooled t test is not made, and two or three seeds cannot tell whether they do. Simulated
+on a million changes that gain nothing (runs of one plan by so many percent, of the other by so
+many), seven seeds accept 0.3% at 30% and 30%, 0.5% at 13% and 3%, 0.5% at 30% and 10%, and 0.9% at
+30% and 5%. Where one scatters 15 times as widely as the other (30% and 2%) it is 1.4%. With 0.8 it
+was 1.7% at 30% and 5%. Welch's degrees of freedom hold 1% everywhere, but with two seeds they show
 half as many gains where both plans scatter alike."""
 SEED_SPREAD = 0.02
 """The least that seeds are taken to move the logarithm of a time by, however close a few of them

@@ -35,14 +35,13 @@ from headrace.doctor.trace.host import host_families
 from headrace.doctor.trace.ranks import measure_traces
 from headrace.doctor.window import Window, of_run, read_rows
 from headrace.inference.load import read_recorded_plan, resolve_run
+from headrace.observe import REPORT_FORMAT
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Catalogue, Context, installed
 from headrace.predict.foresight import foresee
 from headrace.probes.at_hand import rates
 from headrace.train.run_folder import RunFolder, cpu_name
 
-FORMAT = 1
-"""Of report.json, and of what a watch saves."""
 ALWAYS = ("step_s", "input_s")
 """Times that every row has."""
 ROUNDING_S = 1e-6
@@ -184,8 +183,8 @@ def check_report(report: Mapping[str, Any], file: Path, mend: str) -> None:
     Raises:
         RunError: it has another format, or a time, a size or a share that can be none.
     """
-    if (found := report.get("format", FORMAT)) != FORMAT:
-        told = f"{file} has format {found!r:.40}; this Headrace reads format {FORMAT}"
+    if (found := report.get("format", REPORT_FORMAT)) != REPORT_FORMAT:
+        told = f"{file} has format {found!r:.40}; this Headrace reads format {REPORT_FORMAT}"
         raise RunError(told, mend)
     tables = {name: report.get(name) for name in ("phase_s", "peak_memory_bytes", "input_wait")}
     shares = {name: report.get(name) for name in ("wasted_token_fraction", "padding_fraction")}

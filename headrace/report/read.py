@@ -25,6 +25,7 @@ from pydantic import (
 from headrace.core.command import again, train_command
 from headrace.core.errors import ConfigError, nearest
 from headrace.core.files import parse_json, parse_object, recorded_plan, shell
+from headrace.observe import REPORT_FORMAT
 
 PHASES: tuple[str, ...] = (
     "input", "forward", "backward", "optimizer", "communication_exposed", "checkpoint", "eval",
@@ -366,8 +367,9 @@ def _read_object(path: Path) -> dict[str, Any]:
 def _read_report(path: Path) -> Report:
     """report.json, or ConfigError naming the keys that are missing or wrong."""
     values = _read_object(path)
-    if values.get("format", 1) != 1:
-        message = f"{path} has format {values['format']!r}; this Headrace reads format 1"
+    if values.get("format", REPORT_FORMAT) != REPORT_FORMAT:
+        found = f"{path} has format {values['format']!r}"
+        message = f"{found}; this Headrace reads format {REPORT_FORMAT}"
         aside = f"mv {shell(path)} {shell(f'{path}.newer')}"
         other = f"{aside}; {train_command(path.parent, '--resume')}"
         raise ConfigError(message, f"the version of Headrace that wrote it; or {other}")

@@ -19,6 +19,7 @@ from headrace.costs.count import model_flops_per_token
 from headrace.costs.hardware import lookup
 from headrace.costs.ledger import Ledger
 from headrace.costs.reserved import Footprint, as_held
+from headrace.observe import REPORT_FORMAT
 from headrace.observe.compile_time import graph_breaks
 from headrace.observe.signals import STALL_SHARE, device_peak_bytes
 from headrace.plan.doubts import doubts_of
@@ -69,7 +70,7 @@ def summarize(
     ledger, owners = held.ledger, {**dict(held.ledger.owners()), **held.beside}
     step_s = plan.batch.tokens / rate if rate else None
     return {
-        "format": 1,
+        "format": REPORT_FORMAT,
         "name": plan.name,
         "status": status, "message": message, "error": error,
         "outcome": _outcome(build, counters, error).to_dict(),

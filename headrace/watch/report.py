@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from headrace.observe import REPORT_FORMAT
 from headrace.observe.compile_time import compile_seconds, graph_breaks
 from headrace.observe.signals import STALL_SHARE
 from headrace.watch.clock import Clock
@@ -148,7 +149,7 @@ class Tally:
         wasted = max(0, counts["targets_of"] - counts["targets"])
         losses = [r["loss"] for r in self.rows if "loss" in r]
         report = {
-            "format": 1,
+            "format": REPORT_FORMAT,
             "watched": True,
             **known,
             "measured_steps": counts["steps"],

@@ -5,31 +5,17 @@ import os
 from pathlib import Path
 from typing import Any
 
-import pytest
-from tiny import PLAN, losses, report
+from tiny import losses, report
 
 
-@pytest.fixture(scope="module")
-def home(
-    zygote: Any, tmp_path_factory: pytest.TempPathFactory, corpus: Path, prepared_folder: Path
-) -> Path:
-    """A folder with tiny.toml and a run of four steps."""
-    cwd = tmp_path_factory.mktemp("fork")
-    (cwd / "tiny.toml").write_text(PLAN.format(corpus=corpus, prepared=prepared_folder))
-    words = ("goal.steps=4", "checkpoint.every_steps=2", "guard=false")
-    ended = zygote.run(cwd, "train", "tiny.toml", *words)
-    assert ended.code == 0, ended.err
-    return cwd
-
-
-def test_two_ranks_go_on_in_one_fork(zygote: Any, home: Path) -> None:
-    before = {p: p.read_bytes() for p in (home / "runs/tiny").rglob("*") if p.is_file()}
+def test_two_ranks_go_on_in_one_fork(zygote: Any, four_steps: Path) -> None:
+    before = {p: p.read_bytes() for p in (four_steps / "runs/tiny").rglob("*") if p.is_file()}
     words = ("--resume", "--checkpoint", "step-2", "optimizer.lr=2e-3", "mesh.data=2")
-    ended = zygote.ranks(2, home, "train", "tiny.toml", *words)
+    ended = zygote.ranks(2, four_steps, "train", "tiny.toml", *words)
     assert [e.code for e in ended] == [0, 0], ended[0].err + ended[1].err
-    assert sorted(p.name for p in (home / "runs").iterdir()) == ["tiny", "tiny-2"]
+    assert sorted(p.name for p in (four_steps / "runs").iterdir()) == ["tiny", "tiny-2"]
     assert {p: p.read_bytes() for p in before} == before
-    fork = home / "runs/tiny-2"
+    fork = four_steps / "runs/tiny-2"
     assert report(fork)["parent"].items() >= {"run": "runs/tiny", "step": 2}.items()
     assert len(losses(fork)) == 4 and os.readlink(fork / "checkpoints/latest") == "step-4"
     index = json.loads((fork / "checkpoints/latest/checkpoint.json").read_text())
@@ -38,18 +24,20 @@ def test_two_ranks_go_on_in_one_fork(zygote: Any, home: Path) -> None:
     assert told == [1, 0]
 
 
-def test_a_fork_that_is_refused_ends_every_rank_with_its_message(zygote: Any, home: Path) -> None:
-    before = sorted(p.name for p in (home / "runs").iterdir())
+def test_a_fork_that_is_refused_ends_every_rank_with_its_message(
+    zygote: Any, four_steps: Path
+) -> None:
+    before = sorted(p.name for p in (four_steps / "runs").iterdir())
     words = ("--resume", "--checkpoint", "step-2", "seed=4", "mesh.data=2", "name=tiny")
-    ended = zygote.ranks(2, home, "train", "runs/tiny/plan.toml", *words)
+    ended = zygote.ranks(2, four_steps, "train", "runs/tiny/plan.toml", *words)
     assert [e.code for e in ended] == [2, 2]
     assert all("seed was 3 and is now 4" in e.err for e in ended)
-    assert sorted(p.name for p in (home / "runs").iterdir()) == before
+    assert sorted(p.name for p in (four_steps / "runs").iterdir()) == before
 
 
-def test_data_that_cannot_be_prepared_ends_every_rank_alike(zygote: Any, home: Path) -> None:
+def test_data_that_cannot_be_prepared_ends_every_rank_alike(zygote: Any, four_steps: Path) -> None:
     words = ("name=other", "data.sources=nowhere.txt", "mesh.data=2")
-    ended = zygote.ranks(2, home, "train", "tiny.toml", *words)
+    ended = zygote.ranks(2, four_steps, "train", "tiny.toml", *words)
     assert [e.code for e in ended] == [2, 2]
     assert all("nowhere.txt" in e.err and "another rank" not in e.err for e in ended)
-    assert not (home / "runs/other").exists()
+    assert not (four_steps / "runs/other").exists()

@@ -6,36 +6,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import PLAN, losses, report
+from tiny import losses, report
 
 FORK = Path(__file__).parents[1] / "dying_fork.py"
 WORDS = ["train", "tiny.toml", "--resume", "--checkpoint", "step-2", "optimizer.lr=2e-3"]
 
 
-@pytest.fixture(scope="module")
-def trained(
-    zygote: Any, tmp_path_factory: pytest.TempPathFactory, corpus: Path, prepared_folder: Path
-) -> Path:
-    """A folder with tiny.toml and a run of four steps."""
-    cwd = tmp_path_factory.mktemp("fork")
-    (cwd / "tiny.toml").write_text(PLAN.format(corpus=corpus, prepared=prepared_folder))
-    words = ("goal.steps=4", "checkpoint.every_steps=2", "guard=false")
-    ended = zygote.run(cwd, "train", "tiny.toml", *words)
-    assert ended.code == 0, ended.err
-    return cwd
-
-
 @pytest.fixture
-def home(trained: Path, tmp_path: Path) -> Path:
-    shutil.copytree(trained, tmp_path / "home", symlinks=True)
+def home(four_steps: Path, tmp_path: Path) -> Path:
+    shutil.copytree(four_steps, tmp_path / "home", symlinks=True)
     return tmp_path / "home"
 
 
 @pytest.fixture(scope="module")
-def operations(trained: Path, tmp_path_factory: pytest.TempPathFactory, zygote: Any) -> list[str]:
+def operations(
+    four_steps: Path, tmp_path_factory: pytest.TempPathFactory, zygote: Any
+) -> list[str]:
     """What a fork does with files, in order."""
     home = tmp_path_factory.mktemp("whole") / "home"
-    shutil.copytree(trained, home, symlinks=True)
+    shutil.copytree(four_steps, home, symlinks=True)
     call = [str(FORK), "fork", {"at": -1, "argv": WORDS, "log": "log"}]
     assert zygote._start(home, {}, call=call).wait().code == 0
     return (home / "log").read_text().split()
