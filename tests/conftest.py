@@ -65,6 +65,14 @@ def known_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def activated() -> Iterator[None]:
+    """The commands of remedies run where `source .venv/bin/activate` has been typed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def no_probes(one_thread: None, known_home: Path) -> Iterator[None]:
     """No test measures a device for 20 s by accident, nor reads what the tester measured.
 

@@ -6,7 +6,6 @@ a socket that it did not declare is a bug in the technique.
 """
 
 import json
-import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import prod
@@ -21,6 +20,7 @@ from headrace.assemble.filled import fillers, record
 from headrace.assemble.materialize import freeze, materialize
 from headrace.assemble.sockets import Build, Pass, Route, auxiliary_loss, place
 from headrace.core.errors import ConfigError, Diverged
+from headrace.core.files import python
 from headrace.core.model_config import ModelConfig
 from headrace.costs.count import trunk_ledger
 from headrace.costs.decoder_work import shared_work, trunk_work
@@ -167,7 +167,7 @@ def _model_config(plan: Plan, vocab: int) -> ModelConfig:
         raise ConfigError(
             f"the tokenizer has {vocab} entries and the weights of model.pretrained = {folder!r} "
             f"have {model.vocab}",
-            f"python -c {shlex.quote(load)}",
+            python(load),
         )
     if model.vocab and model.vocab < vocab:
         fit = -(-vocab // model.vocab_multiple) * model.vocab_multiple

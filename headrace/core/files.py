@@ -6,6 +6,8 @@ import math
 import os
 import re
 import shlex
+import shutil
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,19 @@ def shell(path: str | Path) -> str:
         chr(b) if 32 <= b < 127 and b not in b"'\\" else f"\\x{b:02x}" for b in os.fsencode(path)
     )
     return f"$'{literal}'"
+
+
+def python(script: str, *words: str) -> str:
+    """Return the command that runs a script by the Python that Headrace runs in.
+
+    Args:
+        script: what `-c` takes.
+        words: what follows it, as a shell takes them.
+    """
+    found = shutil.which("python")
+    activated = found is not None and Path(found).parent == Path(sys.executable).parent
+    called = "python" if activated else shell(sys.executable)
+    return " ".join((called, "-c", shlex.quote(script), *words))
 
 
 def sync_path(path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated
 from pydantic import AfterValidator
 
 from headrace.core.errors import ALIKE, ConfigError
+from headrace.core.files import python
 
 _HUB_PART = re.compile(r"[A-Za-z0-9][\w.-]*")
 """A part of a model's name on the Hugging Face Hub: OWNER/NAME, or NAME alone for the oldest."""
@@ -110,8 +111,8 @@ def refuse_no_tokenizer(folder: Path, key: str) -> None:
     told = f"{key} = {where} has no tokenizer.json"
     if has:
         script = f"AutoTokenizer.from_pretrained({where}).save_pretrained({where})"
-        script = shlex.quote(f"from transformers import AutoTokenizer; {script}")
-        raise ConfigError(f"{told}; transformers makes one of its {has[0]}", f"python -c {script}")
+        script = python(f"from transformers import AutoTokenizer; {script}")
+        raise ConfigError(f"{told}; transformers makes one of its {has[0]}", script)
     raise ConfigError(
         told,
         "data.tokenizer=bpe, a path of a tokenizer.json, or tiktoken:NAME"

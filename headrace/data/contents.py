@@ -1,8 +1,9 @@
 """What the bytes of a file are, whatever its name says: compressed, a table, text, or none."""
 
 import re
-import shlex
 from typing import NamedTuple
+
+from headrace.core.files import python
 
 _PACKED = {
     "gzip": rb"\x1f\x8b\x08",
@@ -98,4 +99,4 @@ def _decoded(errors: str, before: str = "") -> str:
         f"import codecs, sys; {before}sys.stdout.buffer.writelines("
         f'line.decode("utf-8", {errors}).encode() for line in sys.stdin.buffer)'
     )
-    return f"python -c {shlex.quote(script)}"
+    return python(script)

@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from headrace.core.errors import ConfigError, is_out_of_memory
-from headrace.core.files import shell
+from headrace.core.files import python, shell
 from headrace.data.contents import PARQUET, is_text, other_kind, packed_as
 from headrace.data.fields import MISSING, find, lacks, no_field, once, top
 from headrace.data.json_values import NO_SPACE, fault, json_values
@@ -255,7 +255,7 @@ def _check_header(file: TextFile, header: list[str], delimiter: str) -> None:
         )
         raise ConfigError(
             f"{file.name} has no {delimiter!r} between its columns, but {other!r}",
-            file.through(f"python -c {shlex.quote(script)}"),
+            file.through(python(script)),
         )
     if (count := header.count(file.text_key)) > 1:
         first = header.index(file.text_key)
@@ -407,8 +407,8 @@ def _numbered(file: TextFile) -> str:
         "n = t.column_names; m = [x if x not in n[:i] else f'{x}_{i}' for i, x in enumerate(n)]; "
         "pq.write_table(t.rename_columns(m), sys.argv[2])"
     )
-    bad = shell(file.kept())
-    return f"{file.aside()} && python -c {shlex.quote(script)} {bad} {shell(file.path)}"
+    run = python(script, shell(file.kept()), shell(file.path))
+    return f"{file.aside()} && {run}"
 
 
 def _replaced(file: TextFile, column: str) -> str:
@@ -420,9 +420,8 @@ def _replaced(file: TextFile, column: str) -> str:
         "t = t.set_column(t.column_names.index(name), name, pa.array(texts, 'string')); "
         "pq.write_table(t, good)"
     )
-    bad = shell(file.kept())
-    command = f"python -c {shlex.quote(script)} {bad} {shell(file.path)} {shlex.quote(column)}"
-    return f"{file.aside()} && {command}"
+    run = python(script, shell(file.kept()), shell(file.path), shlex.quote(column))
+    return f"{file.aside()} && {run}"
 
 
 def _fields(fields: Iterable[Any], before: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:

@@ -6,13 +6,12 @@ Of an array one element is in memory, however long the array is.
 import codecs
 import json
 import re
-import shlex
 from collections.abc import Iterator
 from itertools import chain
 from typing import IO, Any
 
 from headrace.core.errors import ConfigError
-from headrace.core.files import shell
+from headrace.core.files import python, shell
 from headrace.core.units import format_bytes
 from headrace.data.fields import MISSING, find, lacks, once
 from headrace.data.left_out import Reason
@@ -85,7 +84,7 @@ def _inner(row: Any) -> str | None:
 def _script(change: str) -> str:
     """The command that changes the value `r` of a JSON text."""
     script = f"import json, sys; r = json.load(sys.stdin); {change}; json.dump(r, sys.stdout)"
-    return f"python -c {shlex.quote(script)}"
+    return python(script)
 
 
 class _Values:
@@ -186,7 +185,7 @@ class _Values:
         lines = plain.with_suffix(".jsonl")
         unpack = DECOMPRESS[compression] if compression else "cat"
         rows = "r" if self.in_array else "[r]"
-        script = shlex.quote(
+        script = (
             f"import json, sys; r = json.load(sys.stdin); print(*map(json.dumps, {rows}), "
             r"sep='\n')"
         )
@@ -195,7 +194,7 @@ class _Values:
             f"{format_bytes(MOST_VALUE_BYTES)}, the most of one value in .json; a line of .jsonl "
             "has no limit",
             self._file.replaced(
-                f"{unpack} < {shell(path)} | python -c {script} > {shell(lines)} "
+                f"{unpack} < {shell(path)} | {python(script)} > {shell(lines)} "
                 f"&& {self._file.aside()}",
                 lines,
             ),

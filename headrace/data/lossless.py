@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 from headrace.core.errors import ConfigError
+from headrace.core.files import python
 
 Result = TypeVar("Result")
 RUN_CHARACTERS = 512
@@ -46,7 +47,7 @@ def _without_dropout(name: str) -> str:
         "import json, sys; s = json.load(open(sys.argv[1])); s['model']['dropout'] = None; "
         "json.dump(s, open(sys.argv[1], 'w'))"
     )
-    return f"python -c {shlex.quote(script)} {shlex.quote(name)}"
+    return python(script, shlex.quote(name))
 
 
 def check_parts(spec: dict[str, Any], ids: dict[str, int], name: str) -> None:

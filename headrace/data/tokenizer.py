@@ -17,7 +17,6 @@ ids.
 
 import hashlib
 import json
-import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -29,7 +28,7 @@ import tiktoken
 import tokenizers
 
 from headrace.core.errors import ConfigError, TextLost, UnsupportedError, nearest
-from headrace.core.files import write_whole
+from headrace.core.files import python, write_whole
 from headrace.core.folders import refuse_absent, refuse_no_tokenizer
 from headrace.core.native import silent_panics
 from headrace.data.document_token import END_OF_TEXT, find_document_token
@@ -309,7 +308,7 @@ def open_tokenizer(spec: str, key: str = "data.tokenizer") -> Tokenizer:
         fetch = f"import tiktoken; tiktoken.get_encoding({name!r})"
         raise ConfigError(
             f"data.tokenizer = {spec!r} cannot be had: {error}",
-            f"TIKTOKEN_CACHE_DIR=kept python -c {shlex.quote(fetch)} where there is a network, and "
+            f"TIKTOKEN_CACHE_DIR=kept {python(fetch)} where there is a network, and "
             "a copy of kept here, with TIKTOKEN_CACHE_DIR=kept before the same command; or "
             "data.tokenizer=bpe",
         ) from None

@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headrace.core.errors import ConfigError, UnsupportedError
+from headrace.core.files import python
 from headrace.core.folders import fetched_again, refuse_absent, refuse_no_model
 from headrace.core.model_config import ModelConfig
 from headrace.model.decoder import Decoder, trunk_parts
@@ -349,7 +350,7 @@ def _weight_files(path: Path) -> tuple[list[Path], dict[str, str] | None]:
 
 def _by_transformers(load: str, path: Path) -> str:
     """Return the command that loads a model and saves its safetensors into its own folder."""
-    return f"python -c {shlex.quote(f'{load}.save_pretrained({str(path)!r})')}"
+    return python(f"{load}.save_pretrained({str(path)!r})")
 
 
 def _read_index(index: Path) -> dict[str, str]:
