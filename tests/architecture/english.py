@@ -9,6 +9,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def _attribute_docstrings(node: ast.AST) -> Iterator[tuple[int, str]]:
     body = getattr(node, "body", None)
     if not isinstance(body, list):
         return
-    for before, after in zip(body, body[1:], strict=False):
+    for before, after in pairwise(body):
         if not isinstance(before, ast.Assign | ast.AnnAssign) or not isinstance(after, ast.Expr):
             continue
         if isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
