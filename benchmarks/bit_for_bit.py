@@ -92,7 +92,7 @@ def outcome(run: Path) -> dict[str, Any]:
 
 def main() -> int:
     """Write what the plans computed, or compare it and return 1 where something differs."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Compare what five plans compute.")
     group = parser.add_mutually_exclusive_group(required=True)
     group.add_argument("--write", type=Path)
     group.add_argument("--check", type=Path)
