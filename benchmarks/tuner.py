@@ -33,12 +33,13 @@ from headrace.assemble.context import check_supported, choose_device, make_conte
 from headrace.cli.app import catalogue
 from headrace.cli.arguments import rates_here
 from headrace.core.errors import HeadraceError, UnsupportedError
+from headrace.core.limits import TUNE_MINUTES
 from headrace.core.statistics import Interval
 from headrace.costs.machine import Machine
 from headrace.plan.changes import parse
 from headrace.plan.plan import Plan
 from headrace.truth.numbers import BUDGETS
-from headrace.tuner.command import MINUTES, tune_command
+from headrace.tuner.command import tune_command
 from headrace.tuner.judge import Rules, compare
 from headrace.tuner.pairs import ACCEPT, Size, measure_with
 from headrace.tuner.path import Tuned
@@ -138,7 +139,7 @@ class Kept:
 def measure(name: str, args: argparse.Namespace) -> dict[str, Any] | None:
     """Tune a workload's naive plan and write its row; None where candidates are left."""
     naive, candidates = plans_of(name, args)
-    minutes = args.minutes or BUDGETS.get(name, MINUTES)
+    minutes = args.minutes or BUDGETS.get(name, TUNE_MINUTES)
     folder = args.folder / f"{name}-tune" if args.folder else Path(tempfile.mkdtemp())
     kept = Kept(folder / KEPT, {
         "plan": fingerprint(naive), "minutes": minutes, "hardware": receipts.hardware(),

@@ -25,13 +25,13 @@ from headrace.cli.terminal import console, exit_codes, make_progress, show_json,
 from headrace.core.command import again
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.files import shell
+from headrace.core.limits import MOST, TUNE_MINUTES, TUNE_SEEDS, SweepAim, TuneAim
 from headrace.doctor import advice
 from headrace.doctor.run import TRACES
 from headrace.doctor.trace.facts import HEAD as KERNEL_HEAD
 from headrace.doctor.trace.facts import kernel_lines
 from headrace.inference.load import read_recorded_plan, resolve_run, run_of
 from headrace.plan.doubts import doubts_of
-from headrace.plan.plan import MOST
 from headrace.predict import sweep
 from headrace.predict.ending import Curve
 from headrace.predict.foresight import after, foresee, told
@@ -41,18 +41,16 @@ from headrace.recipes import recipes
 from headrace.train.run_folder import RunFolder
 from headrace.truth import HEAD, compute, notes, table
 from headrace.tuner.ablate import ablate_command
-from headrace.tuner.command import MINUTES, folder_of, tune_command
+from headrace.tuner.command import folder_of, tune_command
 from headrace.tuner.command import told as tuned_told
-from headrace.tuner.judge import Aim
 from headrace.tuner.kinds import learns_otherwise, runs_otherwise
-from headrace.tuner.target import SEEDS
 
 
 def plan(
     plan: PlanName, overrides: Overrides = None, *,
     with_: With = None, without: Without = None, device_name: DeviceName = "",
     sweep_: Annotated[bool, typer.Option("--sweep", help="Rank what the plan could be.")] = False,
-    aim: Annotated[sweep.Aim, typer.Option("--for", help="What a sweep ranks by.")] = "time",
+    aim: Annotated[SweepAim, typer.Option("--for", help="What a sweep ranks by.")] = "time",
     after_: Annotated[
         Path | None, typer.Option("--after", help="A run here whose steps correct the prediction.")
     ] = None,
@@ -201,13 +199,13 @@ def tune(
     plan: PlanName, overrides: Overrides = None, *,
     with_: With = None, without: Without = None,
     aim: Annotated[
-        Aim | None,
+        TuneAim | None,
         typer.Option("--for", help="What is to become less: of a plan with a target the time to it "
                      "(quality) where runs fit into the minutes, else of a step (time)."),
     ] = None,
-    minutes: Annotated[float, typer.Option(help="On the clock, at most.")] = MINUTES,
+    minutes: Annotated[float, typer.Option(help="On the clock, at most.")] = TUNE_MINUTES,
     seeds: Annotated[
-        int, typer.Option(min=2, max=100, help="Of a change of learning, at most.")] = SEEDS,
+        int, typer.Option(min=2, max=100, help="Of a change of learning, at most.")] = TUNE_SEEDS,
     json: Json = False,
 ) -> None:  # fmt: skip
     """Try what is foreseen to help, measure it beside the best so far, keep what won."""

@@ -5,11 +5,10 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from headrace.core.folders import Folder
+from headrace.core.limits import WIDEST
 from headrace.core.strict import Strict, Wrong
 from headrace.core.units import largest_divisor
 
-WIDEST = 1 << 24
-"""Largest number of features, positions or rows of an embedding; a matrix of it still counts."""
 Positive = Annotated[int, Field(ge=1, le=WIDEST)]
 
 

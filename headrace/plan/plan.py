@@ -24,14 +24,13 @@ from pydantic import (
 from headrace.core.errors import ConfigError
 from headrace.core.files import check_values, toml_values
 from headrace.core.layers import left_to_techniques, left_to_weights
-from headrace.core.model_config import WIDEST, ModelConfig
+from headrace.core.limits import MOST, WIDEST
+from headrace.core.model_config import ModelConfig
 from headrace.core.overrides import known_of, settle, write_override
 from headrace.core.strict import READ, Strict, Wrong, explained, read_table
 from headrace.core.units import largest_divisor
 from headrace.plan.technique import Catalogue, Technique, installed
 
-MOST = 10**15
-"""Largest number of steps or tokens; about a thousand times what any model has been shown."""
 RANKS = 1 << 20
 """Largest number of processes along one axis."""
 Fraction = Annotated[float, Field(ge=0, le=1)]

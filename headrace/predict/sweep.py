@@ -18,9 +18,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from headrace.core.errors import HeadraceError
+from headrace.core.limits import SweepAim
 from headrace.core.units import format_bytes, format_count, format_seconds
 from headrace.costs.machine import Machine
 from headrace.plan.changes import parse
@@ -29,7 +30,6 @@ from headrace.plan.technique import Catalogue, Context
 from headrace.predict.calibration import Calibration
 from headrace.predict.candidates import Asking, Candidate, Words, silent
 
-Aim = Literal["time", "money", "memory"]
 TIGHT_COSTS = 1.05
 """A plan that fits tightly may not fit after all: it stands where one 5% slower would."""
 SAME_TIME, SAME_PEAK = 1e-3, 5e-3
@@ -65,7 +65,7 @@ class Sweep:
         seconds: that it took.
     """
 
-    aim: Aim
+    aim: SweepAim
     start: Candidate
     ranked: list[Candidate]
     unknown: list[Candidate]
@@ -83,7 +83,7 @@ class Sweep:
 
 
 def sweep(
-    plan: Plan, context: Context, machine: Machine, catalogue: Catalogue, aim: Aim = "time", *,
+    plan: Plan, context: Context, machine: Machine, catalogue: Catalogue, aim: SweepAim = "time", *,
     width: int = 4, depth: int = 8, limit: int = 600, learning: bool = False,
     calibration: Calibration | None = None,
 ) -> Sweep:  # fmt: skip
@@ -119,7 +119,7 @@ class _Search:
     """Plans by their changes, and counts of the rest."""
 
     asking: Asking
-    aim: Aim
+    aim: SweepAim
     limit: int
     seen: dict[Words, Candidate | None] = field(default_factory=dict)
     """Changes -> what they make; None where nothing goes on from there."""
@@ -217,7 +217,7 @@ class _Search:
         )  # fmt: skip
 
 
-def _order(aim: Aim, start: Candidate) -> Callable[[Candidate], tuple[Any, ...]]:
+def _order(aim: SweepAim, start: Candidate) -> Callable[[Candidate], tuple[Any, ...]]:
     """The key that ranks plans with a time, the best first."""
     as_fast = AS_FAST * (start.foresight.step_s or float("inf"))
 

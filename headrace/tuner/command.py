@@ -9,6 +9,7 @@ from headrace.assemble.context import choose_device, on_one_process
 from headrace.core.command import again, plan_again
 from headrace.core.errors import ConfigError, RunError, Stopped
 from headrace.core.files import write_whole
+from headrace.core.limits import TUNE_MINUTES, TUNE_SEEDS, TuneAim
 from headrace.core.progress import Progress
 from headrace.costs.machine import Machine
 from headrace.data.ingest import prepare
@@ -18,7 +19,7 @@ from headrace.plan.technique import Catalogue, Context
 from headrace.predict.sweep import NO_PRICE
 from headrace.train.interrupts import AsCtrlC
 from headrace.train.run_folder import RunFolder
-from headrace.tuner.judge import Aim, Rules
+from headrace.tuner.judge import Rules
 from headrace.tuner.pairs import measure_with
 from headrace.tuner.path import (
     LOG,
@@ -34,11 +35,10 @@ from headrace.tuner.path import (
 from headrace.tuner.proposals import sources
 from headrace.tuner.step import length_of
 from headrace.tuner.store import Store, here
-from headrace.tuner.target import SEEDS, train_with
+from headrace.tuner.target import train_with
 from headrace.tuner.tune import tune
 from headrace.tuner.worker import Worker
 
-MINUTES = 8.0
 NAMED = 3
 """Changes without a foreseen gain that a line names; the page names more."""
 
@@ -49,8 +49,8 @@ def folder_of(plan: Plan) -> Path:
 
 
 def tune_command(
-    plan: Plan, *, aim: Aim | None = None, minutes: float = MINUTES, catalogue: Catalogue,
-    context: Context, machine: Machine, seeds: int = SEEDS, folder: Path | None = None,
+    plan: Plan, *, aim: TuneAim | None = None, minutes: float = TUNE_MINUTES, catalogue: Catalogue,
+    context: Context, machine: Machine, seeds: int = TUNE_SEEDS, folder: Path | None = None,
     tell: Callable[[str], None] = lambda line: None, progress: Progress | None = None,
     in_process: bool = False,
 ) -> Tuned:  # fmt: skip
@@ -110,7 +110,7 @@ def tune_command(
     return tuned
 
 
-def aim_of(plan: Plan, asked: Aim | None) -> tuple[Aim, str]:
+def aim_of(plan: Plan, asked: TuneAim | None) -> tuple[TuneAim, str]:
     """What is to become less, and why, in words."""
     target = plan.goal.bits_per_byte
     if asked is not None:
@@ -123,7 +123,7 @@ def aim_of(plan: Plan, asked: Aim | None) -> tuple[Aim, str]:
     return "quality", f"{told}; --for quality and --for time ask for one of them"
 
 
-def _check(plan: Plan, aim: Aim, minutes: float) -> None:
+def _check(plan: Plan, aim: TuneAim, minutes: float) -> None:
     """Whether there is anything to tune."""
     if aim == "quality" and not plan.goal.bits_per_byte:
         raise ConfigError(
@@ -135,7 +135,9 @@ def _check(plan: Plan, aim: Aim, minutes: float) -> None:
             f"{on_one_process(plan)}, to tune what one device does",
         )
     if not 0 < minutes < inf:
-        raise ConfigError(f"{minutes} minutes are no time to measure in", f"--minutes {MINUTES:g}")
+        raise ConfigError(
+            f"{minutes} minutes are no time to measure in", f"--minutes {TUNE_MINUTES:g}"
+        )
 
 
 def locked(folder: Path, remedy: str, other: str) -> RunFolder:

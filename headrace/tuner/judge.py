@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any, Literal
 
+from headrace.core.limits import TuneAim
 from headrace.core.statistics import Interval, accept, drifted
 from headrace.core.units import format_bytes
 from headrace.plan.plan import Plan
@@ -27,7 +28,6 @@ from headrace.tuner.readings import NOT_DONE, Reading
 from headrace.tuner.turns import MARGIN, Size, ratio_of
 
 Verdict = Literal["better", "worse", "undecided", "not shown", "different", "refused", "cut"]
-Aim = Literal["time", "money", "memory", "quality"]
 DRIFT = {"cuda": 0.015, "cpu": 0.15}
 """Share by which the first plan's blocks at both ends may differ without a word."""
 FULL = 0.97
@@ -107,7 +107,7 @@ class Rules:
         shown: that it learns the same was shown before, or is not asked.
     """
 
-    aim: Aim = "time"
+    aim: TuneAim = "time"
     device: str = "cpu"
     precision: str = "fp32"
     capacity_bytes: float | None = None
@@ -134,7 +134,7 @@ class Gain:
     rules: Rules
 
     @property
-    def aim(self) -> Aim:
+    def aim(self) -> TuneAim:
         """What is to become less."""
         return self.rules.aim
 

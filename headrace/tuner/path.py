@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from headrace.core.files import shell, write_whole
+from headrace.core.limits import TuneAim
 from headrace.core.statistics import Interval, break_even_steps
 from headrace.core.units import format_seconds
 from headrace.plan.plan import Plan
-from headrace.tuner.judge import Aim
 from headrace.tuner.step import Length, Step, length_of, told
 from headrace.tuner.turns import ACCEPT
 
@@ -107,7 +107,7 @@ class Tuned:
         aim_why: why it was for that, where the minutes decided; "" else.
     """
 
-    aim: Aim
+    aim: TuneAim
     first: Plan
     plan: Plan
     changes: tuple[str, ...]

@@ -27,6 +27,7 @@ from typing import Any, Protocol
 from pydantic import ValidationError
 
 from headrace.core.errors import HeadraceError
+from headrace.core.limits import TuneAim
 from headrace.costs.machine import Machine
 from headrace.doctor.remedies import KEYS
 from headrace.plan.changes import difference
@@ -43,7 +44,6 @@ from headrace.plan.technique import (
 from headrace.predict.candidates import Asking, Candidate, Words, singles
 from headrace.predict.foresight import Foresight, at
 from headrace.predict.sweep import sweep
-from headrace.tuner.judge import Aim
 from headrace.tuner.kinds import APPROXIMATE, kind_of
 from headrace.tuner.store import fingerprint
 
@@ -122,7 +122,7 @@ class Sources:
     lacking: Callable[[Plan], dict[Words, str]] = lambda plan: {}
 
 
-def sources(aim: Aim, context: Context, machine: Machine, catalogue: Catalogue) -> Sources:
+def sources(aim: TuneAim, context: Context, machine: Machine, catalogue: Catalogue) -> Sources:
     """The sweep's plans, and every single change that the planner knows."""
     failed: dict[Words, str] = {}
 

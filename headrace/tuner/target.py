@@ -45,8 +45,6 @@ Train = Callable[[Plan, float], Reading]
 """(plan, limit in seconds) -> seconds to the target; none if it was missed."""
 LEVEL = 0.99
 """Of all tests over seeds together: one change in a hundred that does nothing passes them."""
-SEEDS = 7
-"""At most, of a change: where the others win by their signs alone, as many pass."""
 FEWEST = min(LOOKS)
 """Seeds that are enough where the effect is large."""
 TRIMMED = 5

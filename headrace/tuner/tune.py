@@ -29,10 +29,11 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from headrace.core.limits import TUNE_SEEDS, TuneAim
 from headrace.core.units import format_bytes, format_seconds
 from headrace.plan.plan import Plan
 from headrace.tuner import again, lessons
-from headrace.tuner.judge import Aim, Compared, Rules
+from headrace.tuner.judge import Compared, Rules
 from headrace.tuner.pairs import Measure
 from headrace.tuner.path import Tuned
 from headrace.tuner.proposals import NEAR, SLACK, Pool, Proposal, Sources
@@ -40,14 +41,14 @@ from headrace.tuner.readings import OUT_OF_MEMORY
 from headrace.tuner.running import Run
 from headrace.tuner.step import Stage, Step
 from headrace.tuner.store import Store
-from headrace.tuner.target import SEEDS, Train
+from headrace.tuner.target import Train
 
 NO_LIMIT = -1
 
 
 def tune(
-    plan: Plan, aim: Aim, minutes: float, sources: Sources, measure: Measure, rules: Rules, *,
-    store: Store | None = None, train: Train | None = None, seeds: int = SEEDS,
+    plan: Plan, aim: TuneAim, minutes: float, sources: Sources, measure: Measure, rules: Rules, *,
+    store: Store | None = None, train: Train | None = None, seeds: int = TUNE_SEEDS,
     tell: Callable[[str], None] = lambda line: None, clock: Callable[[], float] = time.monotonic,
     chosen: bool = True,
 ) -> Tuned:  # fmt: skip

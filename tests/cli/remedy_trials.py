@@ -52,7 +52,7 @@ TRIALS = {
     ),
     "tuner/command:_check#3": Case(
         "tune {tiny} --minutes 0",
-        fake=lambda patch: patch.setattr(command, "MINUTES", 0.01),
+        fake=lambda patch: patch.setattr(command, "TUNE_MINUTES", 0.01),
     ),
 }
 """Of commands that end soon."""

@@ -10,11 +10,12 @@ import pytest
 
 from headrace.assemble.context import choose_device, make_context
 from headrace.cli.app import catalogue
+from headrace.core.limits import TuneAim
 from headrace.costs.machine import Machine as Rates
 from headrace.plan.changes import changed
 from headrace.plan.plan import Plan
 from headrace.tuner import command
-from headrace.tuner.judge import Aim, Rules
+from headrace.tuner.judge import Rules
 from headrace.tuner.page import write_tune_page
 from headrace.tuner.path import TRIALS, Tuned, dumps
 from headrace.tuner.readings import NOT_DONE, Reading
@@ -109,7 +110,7 @@ def test_the_aim_is_told_first_and_follows_the_plan(
     monkeypatch.setattr(command, "measure_with", lambda worker: machine.measure)
     context = make_context(plan, choose_device(plan))
     how: Any = {"context": context, "machine": Rates.assumed("cpu"), "catalogue": KNOWN}
-    cases: list[tuple[Plan, Aim | None, Aim, str]] = [
+    cases: list[tuple[Plan, TuneAim | None, TuneAim, str]] = [
         (plan, None, "time", "for the time of a step, for the plan has no target"),
         (
             aimed(plan),

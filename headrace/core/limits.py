@@ -1,0 +1,20 @@
+"""Bounds, choices and defaults that a verb offers before it loads what it works with.
+
+The command line shows them in its help, so this module imports nothing that takes time.
+"""
+
+from typing import Literal
+
+MOST = 10**15
+"""Largest number of steps or tokens; about a thousand times what any model has been shown."""
+WIDEST = 1 << 24
+"""Largest number of features, positions or rows of an embedding; a matrix of it still counts."""
+SweepAim = Literal["time", "money", "memory"]
+"""What a sweep ranks plans by."""
+TuneAim = Literal["time", "money", "memory", "quality"]
+"""What a tuning makes less; `quality` is the time to a target loss."""
+TUNE_MINUTES = 8.0
+"""Minutes that a tuning takes at most, unless it is asked for others."""
+TUNE_SEEDS = 7
+"""Seeds over which a change of learning is tried at most. If all of them favor the change, their
+signs alone suffice."""
