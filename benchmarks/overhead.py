@@ -32,7 +32,7 @@ from headrace.cli.app import catalogue
 from headrace.core.statistics import Interval, order_abba, paired_ratio, t_two_sided
 from headrace.data.loader import Micro
 from headrace.observe.gauges import EVERY_S, Gauges
-from headrace.observe.profiler import FIRST, Bursts
+from headrace.observe.profiler import FIRST, ProfilerWindows
 from headrace.observe.signals import Signals
 from headrace.plan.plan import Plan
 from headrace.train import train
@@ -57,10 +57,10 @@ class Sides:
     ) -> None:
         self.build, self.micros, self.folder = build, micros, folder
         self.signals, self.index = Signals(build.device), 0
-        self.steps = max(steps, FIRST + self._bursts().length + 1)
+        self.steps = max(steps, FIRST + self._profiler_windows().length + 1)
 
-    def _bursts(self) -> Bursts:
-        return Bursts(self.folder, self.build.device, every_steps=None)
+    def _profiler_windows(self) -> ProfilerWindows:
+        return ProfilerWindows(self.folder, self.build.device, every_steps=None)
 
     def off(self) -> float:
         """Seconds of a block with nothing watched."""
@@ -72,9 +72,9 @@ class Sides:
 
     def burst(self) -> float:
         """With one burst beside it."""
-        return self._block(self.signals, self._bursts())
+        return self._block(self.signals, self._profiler_windows())
 
-    def _block(self, signals: Signals | None, bursts: Bursts | None) -> float:
+    def _block(self, signals: Signals | None, windows: ProfilerWindows | None) -> float:
         self.build.phases = signals or Silent()
         gauges = Gauges(self.build.device, every_s=EVERY_S / OFTEN)
         if signals:
@@ -89,20 +89,20 @@ class Sides:
             numbers = train.step(self.build, self.micros(self.index), self.index)
             if signals:
                 signals.end_step(self.index, numbers, {})
-                if bursts:
-                    bursts.advance(self.index)
+                if windows:
+                    windows.advance(self.index)
                 signals.drain(keep=1)
-                if bursts:
-                    bursts.begin()
+                if windows:
+                    windows.begin()
         wait(self.build)
         if signals:
             signals.drain(keep=0)
-        if bursts:
-            bursts.close()
+        if windows:
+            windows.close()
         spent_s = time.perf_counter() - begin
         gauges.close()
-        if bursts and not bursts.files:
-            raise RuntimeError(f"no burst was recorded: {bursts.report()}")
+        if windows and not windows.files:
+            raise RuntimeError(f"no burst was recorded: {windows.report()}")
         return spent_s
 
 

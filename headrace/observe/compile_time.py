@@ -1,10 +1,10 @@
-"""What torch's compiler did in this process, from its own counters."""
+"""Read what torch's compiler did in this process, from its own counters."""
 
 import sys
 
 
 def compile_seconds() -> float:
-    """Time in torch.compile so far, over forward and backward graphs; 0 before its first use."""
+    """Return the seconds spent in torch.compile so far, forward and backward; 0 before its use."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     if dynamo is None:
         return 0.0
@@ -13,6 +13,6 @@ def compile_seconds() -> float:
 
 
 def graph_breaks() -> int:
-    """Breaks between compiled graphs so far; 0 before its first use."""
+    """Return the breaks between compiled graphs so far; 0 before its first use."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return 0 if dynamo is None else sum(dynamo.counters["graph_break"].values())

@@ -1,4 +1,4 @@
-"""What the GPU itself tells while a run goes: clock, what slows it, power, temperature.
+"""Read what the GPU itself reports while a run goes: clock, what slows it, power, temperature.
 
 Read through NVIDIA's management library, where nvidia-ml-py (`pynvml`) is installed; nothing else
 needs it, and without it the report says that it was not measured, and why. A thread of its own asks
@@ -21,19 +21,23 @@ from typing import Any
 import torch
 
 EVERY_S = 10.0
-"""Between two samples."""
+"""Seconds between two samples."""
 SLOWED = {
-    0x02: "clocks that were set", 0x04: "power limit", 0x08: "hardware slowdown",
-    0x20: "thermal slowdown", 0x40: "thermal slowdown", 0x80: "power brake",
-}  # fmt: skip
-"""bits of NVML's reasons for a lower clock -> in words; idling and others are left out"""
+    0x02: "clocks that were set",
+    0x04: "power limit",
+    0x08: "hardware slowdown",
+    0x20: "thermal slowdown",
+    0x40: "thermal slowdown",
+    0x80: "power brake",
+}
+"""NVML's bit of a reason for a lower clock -> the reason; idling and others are left out."""
 
 
 class Gauges:
-    """The readings of one device from `start` to `close`. A device that is no GPU has none.
+    """Take the readings of one device from `start` to `close`; other devices than GPUs have none.
 
     Args:
-        device: of the run.
+        device: the device of the run.
         every_s: seconds between two samples.
     """
 
@@ -50,7 +54,7 @@ class Gauges:
         self._ended: tuple[float, float | None] = (0.0, None)
 
     def start(self) -> None:
-        """Begin to read; nothing happens where there is nothing to read from."""
+        """Begin to read; do nothing where there is nothing to read from."""
         if self._thread is not None:
             return
         self.why_not = self._open()
@@ -61,18 +65,18 @@ class Gauges:
             self._thread = thread  # one that could not start cannot be waited for
 
     def close(self) -> None:
-        """End; what was read stays."""
+        """Stop reading; what was read stays."""
         if self._thread is not None and not self._done.is_set():
             self._done.set()
             self._thread.join()
             self._ended = self._energy()
 
     def report(self) -> dict[str, Any]:
-        """What was read, or why nothing was.
+        """Return what was read, or why nothing was.
 
         With samples: their number, `watched_s`, the SM clock's median and its most in Hz, the share
         of samples in which something slowed it ("slowed", by cause), mean watts and the limit, the
-        highest temperature. Else "samples" is 0 and "why_not" tells.
+        highest temperature. Else "samples" is 0 and "why_not" says why.
         """
         if not self._samples:
             return {"samples": 0, "why_not": self.why_not or "the run was shorter than a sample"}
@@ -87,16 +91,17 @@ class Gauges:
             "samples": len(samples),
             "watched_s": ended_s - began_s,
             "sm_clock_hz": {
-                "median": median(s["clock"] for s in samples), "most": samples[-1]["most"],
+                "median": median(s["clock"] for s in samples),
+                "most": samples[-1]["most"],
             },
             "slowed": {why: count / len(samples) for why, count in self._slowed.items()},
             "power_w": fmean(watts) if watts else None,
             "power_limit_w": samples[-1].get("limit"),
             "temperature_c": max(s["celsius"] for s in samples),
-        }  # fmt: skip
+        }
 
     def _open(self) -> str:
-        """Find the device in the library; returns why not, or nothing."""
+        """Find the device in the library; return why that failed, "" where it did not."""
         if self._device.type != "cuda":
             return f"{self._device.type} is no NVIDIA GPU"
         if find_spec("pynvml") is None:
@@ -123,20 +128,20 @@ class Gauges:
 
     def _sample(self) -> None:
         nvml, handle = self._library, self._handle
-        found = {
+        sample = {
             "clock": nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM) * 1e6,
             "most": nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM) * 1e6,
             "celsius": nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
         }
         bits = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
         with suppress(nvml.NVMLError):  # not every GPU knows its power
-            found["watts"] = nvml.nvmlDeviceGetPowerUsage(handle) / 1e3
-            found["limit"] = nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3
+            sample["watts"] = nvml.nvmlDeviceGetPowerUsage(handle) / 1e3
+            sample["limit"] = nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3
         self._slowed.update({why for bit, why in SLOWED.items() if bits & bit})
-        self._samples.append(found)
+        self._samples.append(sample)
 
     def _energy(self) -> tuple[float, float | None]:
-        """Now, and the joules since the driver was loaded."""
+        """Return the time in seconds, and the joules since the driver was loaded."""
         joules = None
         with suppress(self._library.NVMLError):
             joules = self._library.nvmlDeviceGetTotalEnergyConsumption(self._handle) / 1e3

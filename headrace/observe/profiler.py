@@ -1,22 +1,22 @@
-"""Short looks at single kernels: a few steady steps under torch.profiler, now and then.
+"""Profile a few steady steps with torch.profiler now and then, and write their traces.
 
-A burst is one step that warms the profiler up, the steps that are measured, and one whose beginning
-ends the last of them. Everything that costs the host time happens between steps: the profiler is
-turned on, stepped and off there, and the trace is written there; compressing it runs beside the
-next steps. Steps of a burst, and the one after it, are told to the caller, who leaves them out of
-what is steady.
+A profiler window is one step that warms the profiler up, the steps that are measured, and one whose
+beginning ends the last of them. Everything that costs the host time happens between steps: the
+profiler is turned on, stepped and off there, and the trace is written there. Compressing it runs
+beside the next steps. The caller learns which steps ran in a window or right after one, and leaves
+them out of the steady steps.
 
-A burst ends without a trace where something else than steps ran in it: a compilation, or what the
-caller says. Files are `step-N.rank-R.json.gz`, Chrome's JSON, written aside and renamed; the newest
-`KEPT` of a rank stay, and none is larger than `MOST_BYTES` unpacked. Shapes of operations are
-recorded, which the roofline needs; stacks and memory are not. Whatever the profiler, the disk or a
-profiler of somebody else refuses with ends bursts for good: it is told once, and the run goes on.
-Of two loops in one process that want a burst at once, one waits: a second profiler takes the first
-one down, and the process with it.
+A window ends without a trace where something else than steps ran in it: a compilation, or what the
+caller reports. Files are `step-N.rank-R.json.gz`, Chrome's JSON, written aside and renamed. The
+newest `KEPT` of a rank stay, and none is larger than `MOST_BYTES` unpacked. Shapes of operations
+are recorded, which the roofline needs; stacks and memory are not. An error of the profiler or of
+the disk, or a profiler of the user's own, ends profiler windows for good: the run gets one warning
+and goes on. When two loops in one process want a window at once, one waits: a second profiler takes
+the first one down, and the process with it.
 
 Left out: tearing CUPTI down afterwards. torch has no call for it, only an environment variable of
 the process (TEARDOWN_CUPTI), which is the user's to set. Until then CUPTI stays loaded after the
-first burst; `benchmarks/overhead.py` measures what that costs.
+first window; `benchmarks/overhead.py` measures what that costs.
 """
 
 import gzip
@@ -34,79 +34,85 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from headrace.core.files import publish
 
 FIRST = 10
-"""Steps of this process before the first burst: compiling, lazy state and caches are behind."""
+"""Steps of this process before the first window: compiling, lazy state and caches are behind."""
 WARM_UP = 1
 """Steps in which the profiler runs and records nothing: its first ones are slow."""
 KEPT = 3
 """Newest traces of a rank that stay."""
 MOST_BYTES = 512 * 1024**2
-"""Of a trace before it is compressed; a larger one is not kept."""
+"""Largest trace that is kept, in bytes before it is compressed."""
 LEVEL = 3
-"""Of gzip: traces shrink to a tenth, at 100 MB/s."""
+"""Compression level of gzip: traces shrink to a tenth, at 100 MB/s."""
 NAME = re.compile(r"^step-(\d+)\.rank-(\d+)\.json\.gz$")
 
 
-class Bursts:
-    """The bursts of one rank of a run, or of a loop.
+class ProfilerWindows:
+    """Record the profiler windows of one rank of a run, or of a watched loop.
 
     Read `traced` before a step is noted down, call `advance` once it is issued, and `begin` when
     nothing but steps comes next.
 
     Args:
         folder: where traces go; made when the first is written.
-        device: what is recorded beside the host.
-        every_steps: from one burst to the next; 0 for none, None for one burst only.
-        steps: that a burst measures.
-        rank: of this process.
-        tell: where a warning goes.
+        device: the device that is recorded beside the host.
+        every_steps: steps from one window to the next; 0 for no window, None for one only.
+        steps: steps that a window measures.
+        rank: the rank of this process.
+        warn: takes the one warning, where profiling fails.
     """
 
-    running: ClassVar["Bursts | None"] = None
-    """whose burst is on in this process"""
+    running: ClassVar["ProfilerWindows | None"] = None
+    """The windows whose profiler is on in this process."""
 
     def __init__(
-        self, folder: Path, device: torch.device, *, every_steps: int | None, steps: int = 3,
-        rank: int = 0, tell: Callable[[str], None] = lambda told: None,
-    ) -> None:  # fmt: skip
+        self,
+        folder: Path,
+        device: torch.device,
+        *,
+        every_steps: int | None,
+        steps: int = 3,
+        rank: int = 0,
+        warn: Callable[[str], None] = lambda message: None,
+    ) -> None:
         self.folder, self.steps, self.rank = folder, steps, rank
         self.trouble = ""
         self.files: list[str] = []
-        self._device, self._every, self._tell = device, every_steps, tell
+        self._device, self._every, self._warn = device, every_steps, warn
         self._profile: Any = None
-        self._left = self._here = self._step = 0
+        self._left = self._advanced = self._step = 0
         self._due = every_steps is None or every_steps > 0
         self._after = False
         self._thread: threading.Thread | None = None
 
     @property
     def length(self) -> int:
-        """Steps that follow each other in a burst."""
+        """Return how many steps follow each other in a window."""
         return WARM_UP + self.steps + 1
 
     @property
     def on(self) -> bool:
-        """Whether the profiler is on."""
+        """Return whether the profiler is on."""
         return self._profile is not None
 
     @property
     def traced(self) -> bool:
-        """Whether the step that is being issued runs in a burst, or right after one."""
+        """Return whether the step that is being issued runs in a window, or right after one."""
         return self.on or self._after
 
     def named(self, name: str) -> AbstractContextManager[Any]:
-        """Marks what runs inside in the trace; nothing where no burst is on."""
+        """Mark in the trace what runs inside; do nothing where no window is open."""
         return record_function(name) if self.on else nullcontext()
 
     def advance(self, step: int, *, steady: bool = True) -> None:
-        """A step has been issued.
+        """Take note that a step has been issued.
 
         Args:
-            step: its number.
+            step: the number of the step.
             steady: False where it compiled.
         """
-        self._step, self._here = step, self._here + 1
+        self._step, self._advanced = step, self._advanced + 1
         self._after = False
-        if self._every and step % self._every == 0 and self._here > FIRST:
+        if self._every and step % self._every == 0 and self._advanced > FIRST:
             self._due = self._due or not self.trouble
         if not self.on:
             return
@@ -118,25 +124,25 @@ class Bursts:
         self._guarded(self._finish if last else self._profile.step)
 
     def begin(self, room: int | None = None) -> None:
-        """Begin a burst if one is due and as many steps follow each other from here.
+        """Begin a window if one is due and enough steps follow each other from here.
 
         Args:
             room: steps until something else comes in between; None for many.
         """
-        late = self._here >= FIRST and self._due and Bursts.running is None
-        if late and (room is None or room >= self.length):
+        may = self._advanced >= FIRST and self._due and ProfilerWindows.running is None
+        if may and (room is None or room >= self.length):
             self._due = False
             self._left = self.length
             self._guarded(self._start)
 
     def drop(self) -> None:
-        """Something else than steps came in between: end a burst without a trace, try again."""
+        """End an open window without a trace, since no step came next; try another one later."""
         if self.on:
             self._stop()
             self._due = True
 
     def close(self) -> None:
-        """End everything; a trace that is being written is finished."""
+        """End everything; a trace that is being written is finished first."""
         self._due = False
         self._stop()
         if self._thread is not None:
@@ -144,7 +150,7 @@ class Bursts:
             self._thread = None
 
     def report(self) -> dict[str, Any] | None:
-        """Names of the traces and what went wrong; None where none was asked for.
+        """Return the names of the traces and what went wrong; None where none was asked for.
 
         A trace that is being written is named once it is whole: after `close`, at the latest.
         """
@@ -156,7 +162,7 @@ class Bursts:
     # --- the profiler ---
 
     def _guarded(self, call: Callable[[], None]) -> None:
-        """Whatever the profiler raises ends bursts and not the run."""
+        """Call the profiler; what it raises ends profiler windows and not the run."""
         try:
             call()
         except Exception as error:
@@ -167,31 +173,31 @@ class Bursts:
         self.trouble = f"{type(error).__name__}: {first}"
         self._due = False
         self._stop()
-        self._tell(f"no further traces: {self.trouble}")
+        self._warn(f"no further traces: {self.trouble}")
 
     def _start(self) -> None:
         if torch.autograd.profiler._is_profiler_enabled:  # it would lose what it has recorded
             raise RuntimeError("another profiler is on")
-        kinds = [ProfilerActivity.CPU]
+        activities = [ProfilerActivity.CPU]
         if self._device.type == "cuda":
-            kinds.append(ProfilerActivity.CUDA)
+            activities.append(ProfilerActivity.CUDA)
         self._profile = profile(
-            activities=kinds,
+            activities=activities,
             schedule=schedule(wait=0, warmup=WARM_UP, active=self.steps + 1, repeat=1),
             record_shapes=True,
         )
-        Bursts.running = self
+        ProfilerWindows.running = self
         self._profile.start()
 
     def _stop(self) -> None:
         if self.on:
             ended, self._profile, self._after = self._profile, None, True
-            Bursts.running = None
+            ProfilerWindows.running = None
             with suppress(Exception):  # it may be what failed
                 ended.stop()
 
     def _finish(self) -> None:
-        """The last step is issued: wait for the device, write, and compress beside the run."""
+        """Finish a window: wait for the device, write the trace, and compress it beside the run."""
         ended = self._profile
         self._stop()
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -209,7 +215,7 @@ class Bursts:
         self._thread = thread  # one that could not start cannot be waited for
 
     def _pack(self, plain: Path, name: str) -> None:
-        """Compress and rename; the oldest beyond `KEPT` go."""
+        """Compress a trace and rename it; delete the oldest beyond `KEPT`."""
         aside = plain.with_suffix(".json.gz")
         try:
             with plain.open("rb") as source, gzip.open(aside, "wb", compresslevel=LEVEL) as packed:
@@ -229,9 +235,9 @@ class Bursts:
 
 
 def traces(folder: Path) -> dict[tuple[int, int], Path]:
-    """The traces of a folder by step and rank, in that order; none where it is not there."""
-    found = {}
+    """Return the traces of a folder by step and rank, in that order; none where it is missing."""
+    by_step = {}
     for path in folder.glob("step-*.json.gz"):
         if match := NAME.match(path.name):
-            found[int(match[1]), int(match[2])] = path
-    return dict(sorted(found.items()))
+            by_step[int(match[1]), int(match[2])] = path
+    return dict(sorted(by_step.items()))

@@ -1,4 +1,4 @@
-"""Numbers read cheaply while a run goes: phase times, loss, norms, memory.
+"""Read numbers cheaply while a run goes: phase times, loss, norms, memory.
 
 On a GPU nothing here waits for the device. A phase's beginning is an event in the stream; the loss
 is copied to pinned memory behind the step; both are read when a later step finds them complete, and
@@ -19,9 +19,15 @@ from torch.utils._pytree import tree_iter
 
 STEP_PHASES = ("input", "forward", "backward", "optimizer")
 PHASES = (
-    "input", "forward", "backward", "optimizer", "communication_exposed",
-    "checkpoint", "eval", "compile",
-)  # fmt: skip
+    "input",
+    "forward",
+    "backward",
+    "optimizer",
+    "communication_exposed",
+    "checkpoint",
+    "eval",
+    "compile",
+)
 OUTSIDE = ("checkpoint", "eval", "other")
 """Phases that stand between steps; `headrace.watch` marks the last two."""
 PARTS = {"copy": "input", "prepare": "forward"}
@@ -30,38 +36,38 @@ before its first forward, which waits for no data even where a thread that reads
 STALL_SHARE = 0.05
 """A step is stalled when it waits for its data longer than this share of a median step."""
 TINY_BYTES = 4096
-"""An operation on no more is all overhead: a page is read in less time than the call takes."""
+"""Bytes up to which an operation is all overhead: a page is read in less time than a call takes."""
 PROBES, PROBED = 5, 200
 """How often one tiny operation is timed, and over how many of them; the fastest counts."""
 RANKED_STEPS = 512
-"""Newest steps of which ranks are compared."""
+"""Newest steps in which ranks are compared."""
 
 
 class HostClock:
-    """A moment on the host, in the shape of a device event."""
+    """Hold a moment on the host, in the shape of a device event."""
 
     def __init__(self) -> None:
         self.at_s = 0.0
 
     def record(self) -> None:
-        """Now."""
+        """Take the time now."""
         self.at_s = time.perf_counter()
 
     def query(self) -> bool:
-        """The host is never behind itself."""
+        """Return True: the host is never behind itself."""
         return True
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: there is nothing to wait for."""
 
     def elapsed_time(self, later: "HostClock") -> float:
-        """Milliseconds until `later`, as a CUDA event gives them."""
+        """Return the milliseconds until `later`, as a CUDA event does."""
         return (later.at_s - self.at_s) * 1e3
 
 
 @dataclass
 class Pending:
-    """A step whose device work may not be complete."""
+    """Hold a step whose device work may not be complete."""
 
     step: int
     marks: list[tuple[str, Any]]
@@ -71,7 +77,7 @@ class Pending:
 
 
 class Signals:
-    """The clock of a run's steps."""
+    """Time the phases of the steps of a run."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -84,7 +90,7 @@ class Signals:
         self._dry = 0
 
     def mark(self, phase: str) -> None:
-        """Phase `phase` of the current step begins now; an evaluation is timed as a whole."""
+        """Begin a phase of the current step now; an evaluation is timed as a whole."""
         if not torch.is_grad_enabled():
             return
         if phase == "forward" and self.cuda and all(name != phase for name, _ in self._marks):
@@ -92,10 +98,10 @@ class Signals:
         self._marks.append((phase, self._moment()))
 
     def end_step(self, step: int, numbers: Tensor, facts: dict[str, Any]) -> None:
-        """The step is issued.
+        """Take note that the step is issued.
 
         Args:
-            step: its index.
+            step: the index of the step.
             numbers: fp32 [4] on the device: loss in nats per token, gradient norm, finite (1 or 0),
                 targets that counted.
             facts: what the host already knows.
@@ -111,7 +117,7 @@ class Signals:
         self._marks = []
 
     def drain(self, *, keep: int | None = 1) -> list[dict[str, Any]]:
-        """Rows of steps that are complete; waits until at most `keep` are not, None never waits."""
+        """Return rows of complete steps; wait until at most `keep` are not; None never waits."""
         rows = []
         while self._pending:
             pending = self._pending[0]
@@ -168,7 +174,7 @@ class Signals:
         return torch.cuda.Event(enable_timing=True) if self.cuda else HostClock()
 
     def _named(self, numbers: list[float]) -> dict[str, Any]:
-        """What `end_step` was given, read."""
+        """Return by name the numbers that `end_step` was given."""
         loss, norm, finite, targets = numbers
         return {
             "loss": loss,
@@ -179,19 +185,19 @@ class Signals:
 
 
 class Operations:
-    """Operations of one step as they are dispatched: how many do next to nothing, and the products.
+    """Count the operations of one step: those that do next to nothing, and the FLOPs of matmuls.
 
     What `views` and `tiny` ones cost the host is their number times what one costs here, for they
-    all but cost the same. Products of the update (Muon's) are left out: the optimizer says in what
+    all but cost the same. Matmuls of the update (Muon's) are left out: the optimizer says in what
     they are computed, and not the plan's precision.
     """
 
     def __init__(self) -> None:
         self.count = self.views = self.tiny = 0
-        self.product_flops: Counter[str] = Counter()
+        self.matmul_flops: Counter[str] = Counter()
 
     def note(self, func: Any, args: tuple[Any, ...], out: Any, *, updates: bool = False) -> None:
-        """One operation, of the update or before it."""
+        """Count one operation, of the update or before it."""
         self.count += 1
         if getattr(func, "is_view", False):
             self.views += 1
@@ -202,35 +208,37 @@ class Operations:
         if name in ("mm", "bmm", "addmm", "baddbmm") and not updates:
             rows = args[0] if name in ("mm", "bmm") else args[1]
             kind = str(out.dtype).removeprefix("torch.")
-            self.product_flops[kind] += 2 * out.numel() * rows.size(-1)
+            self.matmul_flops[kind] += 2 * out.numel() * rows.size(-1)
 
     def report(self) -> dict[str, Any]:
-        """Counts, FLOPs of products by dtype, and seconds of the host for views and tiny ones."""
+        """Return counts, FLOPs of matmuls by dtype, and the host's seconds for tiny operations."""
         one = torch.ones(1)
         view_s, tiny_s = _fastest(lambda: one[:1]), _fastest(lambda: one + 1.0)
         return {
-            "count": self.count, "views": self.views, "tiny": self.tiny,
+            "count": self.count,
+            "views": self.views,
+            "tiny": self.tiny,
             "host_s": self.views * view_s + self.tiny * tiny_s,
-            "product_flops": dict(self.product_flops),
-        }  # fmt: skip
+            "product_flops": dict(self.matmul_flops),
+        }
 
 
 def _fastest(act: Callable[[], Any]) -> float:
-    """Seconds of one call."""
-    found = []
+    """Return the seconds of one call, in the fastest of several series."""
+    call_s = []
     for _ in range(PROBES):
         began_s = time.perf_counter()
         for _ in range(PROBED):
             act()
-        found.append((time.perf_counter() - began_s) / PROBED)
-    return min(found)
+        call_s.append((time.perf_counter() - began_s) / PROBED)
+    return min(call_s)
 
 
-def between_ranks(told: Sequence[Mapping[int, float]]) -> dict[str, Any] | None:
-    """How evenly ranks work, from each one's own seconds of the same steps.
+def between_ranks(own_s: Sequence[Mapping[int, float]]) -> dict[str, Any] | None:
+    """Return how evenly ranks work, from the seconds that each one takes for the same steps.
 
     Args:
-        told: of each rank, step -> seconds until its gradients were ready to be summed.
+        own_s: for each rank, step -> seconds until its gradients were ready to be summed.
 
     Returns:
         "own_s": each rank's median; "late_s": by how much the last rank of a step is behind the
@@ -238,34 +246,39 @@ def between_ranks(told: Sequence[Mapping[int, float]]) -> dict[str, Any] | None:
         "waited_s": of each rank, its mean wait for the last; "last": who that was most often;
         "last_share": in how much of the "steps". None without a common step.
     """
-    steps = sorted(set.intersection(*(set(times) for times in told))) if told else []
-    if len(told) < 2 or not steps:
+    steps = sorted(set.intersection(*(set(times) for times in own_s))) if own_s else []
+    if len(own_s) < 2 or not steps:
         return None
-    table = [[times[step] for times in told] for step in steps]
+    table = [[times[step] for times in own_s] for step in steps]
     lasts = Counter(row.index(max(row)) for row in table)
     last, often = lasts.most_common(1)[0]
-    late = [max(row) - median(sorted(row)[:-1]) for row in table]
+    delays_s = [max(row) - median(sorted(row)[:-1]) for row in table]
     return {
-        "steps": len(steps), "own_s": [median(column) for column in zip(*table, strict=True)],
-        "late_s": median(late), "last": last, "last_share": often / len(steps),
-        "waited_s": [fmean([max(row) - own for row, own in zip(table, column, strict=True)])
-                     for column in zip(*table, strict=True)],
-    }  # fmt: skip
+        "steps": len(steps),
+        "own_s": [median(column) for column in zip(*table, strict=True)],
+        "late_s": median(delays_s),
+        "last": last,
+        "last_share": often / len(steps),
+        "waited_s": [
+            fmean([max(row) - own for row, own in zip(table, column, strict=True)])
+            for column in zip(*table, strict=True)
+        ],
+    }
 
 
 def memory_tracker(
     model: torch.nn.Module, optimizers: list[Any], seen: Operations | None = None
 ) -> Any:
-    """Torch's MemTracker over a model whose parts may run several times and may be frozen.
+    """Return torch's MemTracker for a model whose parts may run several times and may be frozen.
 
-    It sees every operation, and `seen` is told of each.
+    It sees every operation, and `seen` counts each.
     """
     from torch.distributed._tools.mem_tracker import MemTracker
 
     class Tracker(MemTracker):
-        """It refuses a module's second forward, and frozen parameters have no gradient to hook.
+        """Take second forwards and frozen parameters, which MemTracker refuses.
 
-        And at every operation it looks at every module, whose peaks nobody here reads.
+        MemTracker also looks at every module at every operation, whose peaks nobody here reads.
         """
 
         def __torch_dispatch__(
@@ -283,7 +296,7 @@ def memory_tracker(
                     self._peak_mem_snap[device] = dict(sizes)
 
         def get_tracker_snapshot(self, type: str = "current") -> Any:
-            """As torch's, which copies deeply what is two dictionaries of integers."""
+            """Return the snapshot without torch's deep copy of two dictionaries of integers."""
             known = self._curr_mem_snap if type == "current" else self._peak_mem_snap
             return {device: dict(sizes) for device, sizes in known.items()}
 
@@ -304,7 +317,7 @@ def memory_tracker(
 
 
 class TrackedMemory:
-    """Peak memory of a step on the host, by torch's MemTracker, once and uncompiled.
+    """Measure the peak memory of a step on the host by torch's MemTracker, once and uncompiled.
 
     The tracker watches every tensor by its storage, so it also sees what selective checkpointing
     keeps, which saved-tensor hooks do not.
@@ -322,18 +335,18 @@ class TrackedMemory:
         self._tracker.__exit__(*error)
 
     def peak_bytes(self) -> dict[str, int]:
-        """Bytes at the peak by category ("Parameter", "Activation", ...), and "Total"."""
+        """Return the bytes at the peak by category ("Parameter", "Activation", ...) and "Total"."""
         devices = self._tracker.get_tracker_snapshot("peak")
-        found: dict[str, int] = {}
+        peak: dict[str, int] = {}
         for categories in devices.values():
             for name, size in categories.items():
                 key = getattr(name, "value", str(name))
-                found[key] = found.get(key, 0) + int(size)
-        return found
+                peak[key] = peak.get(key, 0) + int(size)
+        return peak
 
 
 def device_peak_bytes(device: torch.device) -> dict[str, int] | None:
-    """The allocator's peaks on a GPU; None on other devices."""
+    """Return the peaks of the allocator on a GPU in bytes; None on other devices."""
     if device.type != "cuda":
         return None
     return {

@@ -166,15 +166,15 @@ class MeshConfig(Strict):
 
 
 class TraceConfig(Strict):
-    """Short looks at single kernels with torch.profiler, written beside the run; none by default.
+    """Profiler windows: a few steps under torch.profiler, written beside the run; none by default.
 
-    A burst needs `steps` + 2 steps that no evaluation and no checkpoint interrupts.
+    A window needs `steps` + 2 steps that no evaluation and no checkpoint interrupts.
     """
 
     every_steps: int = Field(default=0, ge=0, le=MOST)
-    """From one burst to the next, the first one soon after the start; 0 records none."""
+    """From one profiler window to the next, the first one soon after the start; 0 records none."""
     steps: int = Field(default=3, ge=2, le=8)
-    """Steps that a burst measures."""
+    """Steps that a profiler window measures."""
 
 
 class HardwareConfig(Strict):

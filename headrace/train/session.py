@@ -26,7 +26,7 @@ from headrace.data.loader import StepBatch
 from headrace.model.companions import keep_companions
 from headrace.observe.compile_time import compile_seconds
 from headrace.observe.gauges import Gauges
-from headrace.observe.profiler import Bursts
+from headrace.observe.profiler import ProfilerWindows
 from headrace.observe.signals import RANKED_STEPS, Signals, TrackedMemory, between_ranks, peak_bytes
 from headrace.plan.technique import Evidence
 from headrace.train import start, state
@@ -59,9 +59,9 @@ class Session:
         self.counters = Counters()
         self.signals = Signals(build.device)
         build.phases = self.signals
-        self.bursts = Bursts(
+        self.windows = ProfilerWindows(
             folder.path / "traces", build.device, every_steps=plan.trace.every_steps,
-            steps=plan.trace.steps, rank=world.rank, tell=progress.note,
+            steps=plan.trace.steps, rank=world.rank, warn=progress.note,
         )  # fmt: skip
         self.gauges = Gauges(build.device)
         self.checkpoints = Checkpoints(
@@ -102,7 +102,7 @@ class Session:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self.build.loader.close()
-        self.bursts.close()
+        self.windows.close()
         self.gauges.close()
         ended = in_words(error, self.folder.path)
         try:
@@ -189,7 +189,7 @@ class Session:
             Stopped: a signal ended it.
         """
         self._take_rows(keep=0)
-        self.bursts.close()
+        self.windows.close()
         self.gauges.close()
         complete = self.counters.evaluated and ended_by(self.build.plan, self.counters) is not None
         # A signal may have reached some ranks only, and the first rank's clock counts.
@@ -290,7 +290,7 @@ class Session:
     def next_batch(self) -> StepBatch:
         """This rank's rows of the next step."""
         self.signals.mark("input")
-        with self.bursts.named("next_batch"):
+        with self.windows.named("next_batch"):
             batch = self.build.loader.step(self.counters.step)
         self.signals.mark("prepare")
         return batch
@@ -328,7 +328,7 @@ class Session:
             "wait_s": batch.wait_s,
             "session": counters.restarts,
         }
-        if self.bursts.traced:
+        if self.windows.traced:
             facts["traced"] = 1
         self._compiled_s = compiled_s
         counters.step += 1
@@ -358,15 +358,15 @@ class Session:
         self._trace()
 
     def _trace(self, *, steady: bool | None = None) -> None:
-        """What a burst needs between steps: `steady` when one was issued, None before the next."""
+        """Advance the profiler where a step was issued (`steady`); else begin a window (None)."""
         plan, step, began_s = self.build.plan, self.counters.step, time.perf_counter()
         if not plan.trace.every_steps:
             return
         if steady is not None:
-            self.bursts.advance(step, steady=steady)
+            self.windows.advance(step, steady=steady)
         else:
             often = (plan.eval.every_steps, plan.checkpoint.every_steps)
-            self.bursts.begin(min(every - step % every for every in often if every))
+            self.windows.begin(min(every - step % every for every in often if every))
         self.signals.spent("trace", time.perf_counter() - began_s)
 
     def _take_rows(self, *, keep: int) -> None:
@@ -488,7 +488,7 @@ class Session:
             waits_s=self.waits_s,
         )
         report["signals"] |= {
-            "traces": self.bursts.report(), "operations": self.operations, "ranks": self.ranks,
+            "traces": self.windows.report(), "operations": self.operations, "ranks": self.ranks,
             "gpu": self.gauges.report(),
         }  # fmt: skip
         report["left_out"] = [one.to_dict() for one in self.build.prepared.left_out]

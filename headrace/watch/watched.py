@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from headrace.core.errors import ConfigError, MemoryFull, is_out_of_memory
 from headrace.core.files import write_whole
 from headrace.observe.gauges import Gauges
-from headrace.observe.profiler import Bursts
+from headrace.observe.profiler import ProfilerWindows
 from headrace.observe.signals import OUTSIDE
 from headrace.watch.batches import loss_in, token_counts, watch_loader
 from headrace.watch.clock import NUMBERS, Clock, Hook, autocast_of, with_hooks
@@ -96,7 +96,7 @@ class Watched:
         self._wall_s = self._passed_s()
         while self._undo:
             self._undo.pop()()
-        self._bursts.close()
+        self._profiler_windows.close()
         self._gauges.close()
         self._take_rows()
         if self.status == "running":
@@ -120,9 +120,9 @@ class Watched:
         group = torch.distributed
         rank = group.get_rank() if group.is_available() and group.is_initialized() else 0
         self._gauges = Gauges(device)
-        self._bursts = Bursts(
+        self._profiler_windows = ProfilerWindows(
             self._folder or Path(), device, every_steps=None if self._folder else 0, rank=rank,
-            tell=lambda told: warnings.warn(told, stacklevel=2),
+            warn=lambda message: warnings.warn(message, stacklevel=2),
         )  # fmt: skip
 
     def _hook_model(self, model: nn.Module) -> list[Callable[[], Any]]:
@@ -204,7 +204,7 @@ class Watched:
         if self._phase not in OUTSIDE or not self._live():
             return
         if was:
-            self._bursts.drop()
+            self._profiler_windows.drop()
             self._clock.rename_last(was)
         self._mark(phase)
 
@@ -225,8 +225,8 @@ class Watched:
         report = self.tally.report(
             {**known, "wall_s": self._passed_s(), **self._facts}, self._clock, before
         )
-        if (traced := self._bursts.report()) is not None:
-            traced["folder"] = str(self._bursts.folder)
+        if (traced := self._profiler_windows.report()) is not None:
+            traced["folder"] = str(self._profiler_windows.folder)
         report["signals"] |= {"traces": traced, "gpu": self._gauges.report()}
         if self._facts:
             report["signals"] |= self._idle.report()
@@ -263,7 +263,7 @@ class Watched:
         self._mark("input")
         began_s = time.perf_counter()
         try:
-            with self._bursts.named("next_batch"):
+            with self._profiler_windows.named("next_batch"):
                 batch = call(source)
         except StopIteration:
             self._mark("other")
@@ -347,7 +347,7 @@ class Watched:
 
     def _mark(self, phase: str) -> None:
         if phase == "eval":
-            self._bursts.drop()
+            self._profiler_windows.drop()
         self._phase = phase
         self._clock.mark(phase)
 
@@ -389,7 +389,7 @@ class Watched:
         }
         if isinstance(lr, float):
             facts["lr"] = lr
-        if self._bursts.traced:
+        if self._profiler_windows.traced:
             facts["traced"] = 1
         if self._max_norm is not None:
             facts["max_norm"] = self._max_norm
@@ -401,8 +401,8 @@ class Watched:
             self._numbers.zero_()
         if self._steps == WARMUP_STEPS:
             self._gauges.start()
-        self._bursts.advance(self._steps, steady=not facts["compile_s"])
-        self._bursts.begin()
+        self._profiler_windows.advance(self._steps, steady=not facts["compile_s"])
+        self._profiler_windows.begin()
         self._new_step()
         self._mark("other")
         self._take_rows()

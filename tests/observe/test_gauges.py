@@ -15,7 +15,7 @@ Read = Callable[[], dict[str, Any]]
 
 
 class Library:
-    """As nvidia-ml-py: a GPU at half its clock for heat and its limit of power."""
+    """Imitate nvidia-ml-py, which reads a GPU at half its clock for heat and its limit of power."""
 
     class NVMLError(Exception):
         pass

@@ -108,7 +108,7 @@ def test_a_step_that_begins_on_an_idle_device_is_told(monkeypatch: pytest.Monkey
 
 
 def test_the_peak_is_torchs_own() -> None:
-    """Our tracker looks at no module; torch's looks at all of them."""
+    """Our tracker looks at no module; torch's does look at all of them."""
     found = []
     for torchs in (False, True):
         model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8))
@@ -153,7 +153,7 @@ def test_products_of_the_update_are_not_the_models() -> None:
         optimizer.step()
         assert tracked.operations.count > before + 3
     flops = 2 * 512 * 64 * 64
-    assert tracked.operations.product_flops == {"bfloat16": 2 * flops}
+    assert tracked.operations.matmul_flops == {"bfloat16": 2 * flops}
 
 
 def test_ranks_are_compared_by_the_steps_that_all_have() -> None:
@@ -205,4 +205,4 @@ def test_an_operation_is_tiny_if_all_that_it_touches_is() -> None:
     seen.note(kind("add"), (wide, one), wide)
     assert (seen.count, seen.tiny) == (2, 1)
     seen.note(kind("addmm"), (torch.ones(7), torch.ones(3, 5), torch.ones(5, 7)), torch.ones(3, 7))
-    assert seen.product_flops == {"float32": 2 * 3 * 5 * 7}
+    assert seen.matmul_flops == {"float32": 2 * 3 * 5 * 7}

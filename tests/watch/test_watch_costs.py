@@ -117,7 +117,7 @@ def test_a_compiled_model_has_no_more_graphs_for_it(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["plain", "trainer"])
-def test_a_burst_of_a_watched_loop(how: str, tmp_path: Path) -> None:
+def test_a_profiler_window_of_a_watched_loop(how: str, tmp_path: Path) -> None:
     """Its steps are not steady, its trace lies beside what is saved, and no bit changes."""
     weights = []
     for folder in (None, tmp_path / "traces"):
@@ -136,7 +136,7 @@ def test_a_burst_of_a_watched_loop(how: str, tmp_path: Path) -> None:
         weights.append([*model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
     report = watched.report()
-    # The burst that began after step 10 was cut short by the evaluation after step 12.
+    # The window that began after step 10 was cut short by the evaluation after step 12.
     assert report["signals"]["traces"]["files"] == ["step-18.rank-0.json.gz"]
     traced = [row["step"] for row in report["rows"] if "traced" in row]
     assert traced == [*range(11, 20)]

@@ -1,4 +1,4 @@
-"""Bursts: when they run, what they leave, that nothing of a run suffers from them."""
+"""Test profiler windows: when they run, what they leave, and that no run suffers from them."""
 
 import json
 from collections.abc import Callable
@@ -12,14 +12,14 @@ from headrace.doctor.trace.facts import newest
 from headrace.doctor.trace.file import read_trace
 from headrace.doctor.trace.ranks import measure_traces
 from headrace.doctor.window import of_run, read_rows
-from headrace.observe import profiler as bursts
-from headrace.observe.profiler import FIRST, KEPT, Bursts, traces
+from headrace.observe import profiler
+from headrace.observe.profiler import FIRST, KEPT, ProfilerWindows, traces
 
 CPU = torch.device("cpu")
 
 
-def steps(made: Bursts, count: int, *, first: int = 1, compiled: int = 0) -> list[int]:
-    """Plain steps under bursts; those that ran in one, or right after one."""
+def steps(made: ProfilerWindows, count: int, *, first: int = 1, compiled: int = 0) -> list[int]:
+    """Run steps; return those that ran in a profiler window, or right after one."""
     weight, found = torch.ones(4, 4, requires_grad=True), []
     for step in range(first, first + count):
         with made.named("next_batch"):
@@ -33,8 +33,8 @@ def steps(made: Bursts, count: int, *, first: int = 1, compiled: int = 0) -> lis
     return found
 
 
-def test_bursts_come_in_their_rhythm_and_the_newest_stay(tmp_path: Path) -> None:
-    made = Bursts(tmp_path / "t", CPU, every_steps=20, steps=2)
+def test_windows_come_in_their_rhythm_and_the_newest_stay(tmp_path: Path) -> None:
+    made = ProfilerWindows(tmp_path / "t", CPU, every_steps=20, steps=2)
     assert made.length == 4
     ran = steps(made, 85)
     expected = [s for begun in (FIRST, 20, 40, 60, 80) for s in range(begun + 1, begun + 6)]
@@ -47,21 +47,21 @@ def test_bursts_come_in_their_rhythm_and_the_newest_stay(tmp_path: Path) -> None
     assert len(trace.loads) == 3  # the warm-up is not recorded
 
 
-def test_a_burst_that_something_came_into_is_tried_again(tmp_path: Path) -> None:
-    made = Bursts(tmp_path, CPU, every_steps=None, steps=2)
+def test_a_window_that_something_interrupted_is_tried_again(tmp_path: Path) -> None:
+    made = ProfilerWindows(tmp_path, CPU, every_steps=None, steps=2)
     ran = steps(made, 40, compiled=12)
     assert ran == [11, 12, 13, 14, 15, 16, 17] and [s for s, _ in traces(tmp_path)] == [16]
-    made = Bursts(tmp_path, CPU, every_steps=None, steps=2)
+    made = ProfilerWindows(tmp_path, CPU, every_steps=None, steps=2)
     for step in range(1, 15):
         made.advance(step)
         made.begin(room=3)  # an evaluation comes too early
     assert not made.on and "no 4 steady steps" in str(made.report())
-    assert Bursts(tmp_path, CPU, every_steps=0).report() is None
+    assert ProfilerWindows(tmp_path, CPU, every_steps=0).report() is None
 
 
-def test_of_two_loops_one_waits_for_the_others_burst(tmp_path: Path) -> None:
+def test_one_of_two_loops_waits_for_the_window_of_the_other(tmp_path: Path) -> None:
     """A second profiler takes the first one down, and the process with it."""
-    both = [Bursts(tmp_path / name, CPU, every_steps=None, steps=2) for name in ("a", "b")]
+    both = [ProfilerWindows(tmp_path / name, CPU, every_steps=None, steps=2) for name in ("a", "b")]
     for step in range(1, 30):
         for made in both:
             (torch.ones(4, 4, requires_grad=True) @ torch.ones(4, 4)).sum().backward()
@@ -75,7 +75,7 @@ def test_of_two_loops_one_waits_for_the_others_burst(tmp_path: Path) -> None:
 
 def test_a_profiler_of_the_users_own_keeps_what_it_recorded(tmp_path: Path) -> None:
     told: list[str] = []
-    made = Bursts(tmp_path, CPU, every_steps=None, tell=told.append)
+    made = ProfilerWindows(tmp_path, CPU, every_steps=None, warn=told.append)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as own:
         steps(made, 30)
     assert len(own.events()) > 30 and not traces(tmp_path)
@@ -89,20 +89,22 @@ def test_a_profiler_that_fails_is_told_once(
     def fail(*_: object) -> None:
         raise RuntimeError("CUPTI is held\nby another profiler")
 
-    monkeypatch.setattr(bursts.profile, place, fail)
+    monkeypatch.setattr(profiler.profile, place, fail)
     said: list[str] = []
-    made = Bursts(tmp_path, CPU, every_steps=15, steps=2, tell=said.append)
+    made = ProfilerWindows(tmp_path, CPU, every_steps=15, steps=2, warn=said.append)
     steps(made, 40)
     assert said == ["no further traces: RuntimeError: CUPTI is held"]
     assert made.report() == {
-        "folder": tmp_path.name, "files": [], "trouble": "RuntimeError: CUPTI is held",
-    }  # fmt: skip
+        "folder": tmp_path.name,
+        "files": [],
+        "trouble": "RuntimeError: CUPTI is held",
+    }
     assert not list(tmp_path.iterdir())
 
 
 def test_a_trace_too_large_and_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bursts, "MOST_BYTES", 10)
-    made = Bursts(tmp_path, CPU, every_steps=None)
+    monkeypatch.setattr(profiler, "MOST_BYTES", 10)
+    made = ProfilerWindows(tmp_path, CPU, every_steps=None)
     steps(made, 20)
     assert "takes 0 MiB" in made.trouble and not list(tmp_path.iterdir())
     monkeypatch.undo()
@@ -110,17 +112,20 @@ def test_a_trace_too_large_and_a_full_disk(tmp_path: Path, monkeypatch: pytest.M
     def full(*_: object) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(bursts, "publish", full)
-    made = Bursts(tmp_path, CPU, every_steps=None)
+    monkeypatch.setattr(profiler, "publish", full)
+    made = ProfilerWindows(tmp_path, CPU, every_steps=None)
     steps(made, 20)
     assert "No space left" in made.trouble and not list(tmp_path.iterdir())
 
 
 def test_a_run_leaves_its_steady_speed_alone(train: Callable[..., Path]) -> None:
     run = train(
-        "trace.every_steps=100", "trace.steps=2", "goal.steps=20", "eval.every_steps=5",
+        "trace.every_steps=100",
+        "trace.steps=2",
+        "goal.steps=20",
+        "eval.every_steps=5",
         "checkpoint.every_steps=0",
-    )  # fmt: skip
+    )
     told, rows = report(run), metrics(run)
     assert told["signals"]["traces"]["files"] == ["step-14.rank-0.json.gz"]
     assert [row["step"] for row in rows if row.get("traced")] == [11, 12, 13, 14, 15]
@@ -144,10 +149,10 @@ def test_runs_are_not_traced_unless_asked(train: Callable[..., Path]) -> None:
 @pytest.mark.alone
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_device_is_seen(tmp_path: Path) -> None:
-    """Large products in bf16, adds of a fixed size, and a wait for the device in every step."""
+    """Large matmuls in bf16, adds of a fixed size, and a wait for the device are seen."""
     device = torch.device("cuda", 0)
     x, w = (torch.randn(4096, 4096, device=device, dtype=torch.bfloat16) for _ in range(2))
-    made = Bursts(tmp_path / "traces", device, every_steps=None)
+    made = ProfilerWindows(tmp_path / "traces", device, every_steps=None)
     for step in range(1, 25):
         for _ in range(20):
             y = x @ w
@@ -157,8 +162,10 @@ def test_a_device_is_seen(tmp_path: Path) -> None:
         made.begin()
     made.close()
     assert made.report() == {
-        "folder": "traces", "files": ["step-15.rank-0.json.gz"], "trouble": "",
-    }  # fmt: skip
+        "folder": "traces",
+        "files": ["step-15.rank-0.json.gz"],
+        "trouble": "",
+    }
     numbers = measure_traces(newest(tmp_path))
     (rank,) = numbers.ranks
     assert len(rank.steps) == 3 and rank.roof is not None and numbers.idle("sync") > 0
