@@ -206,6 +206,8 @@ def tune(
     minutes: Annotated[float, typer.Option(help="On the clock, at most.")] = TUNE_MINUTES,
     seeds: Annotated[
         int, typer.Option(min=2, max=100, help="Of a change of learning, at most.")] = TUNE_SEEDS,
+    architecture: Annotated[bool, typer.Option(
+        "--architecture", help="Try other blocks, attention and shapes of the model too.")] = False,
     json: Json = False,
 ) -> None:  # fmt: skip
     """Try what is foreseen to help, measure it beside the best so far, keep what won."""
@@ -216,7 +218,7 @@ def tune(
         try:
             tuned = tune_command(
                 wanted, aim=aim, minutes=minutes, catalogue=catalogue(), context=context,
-                machine=machine, seeds=seeds, tell=progress.note, progress=progress,
+                machine=machine, seeds=seeds, architecture=architecture, tell=progress.note, progress=progress,
             )  # fmt: skip
         finally:
             progress.close()

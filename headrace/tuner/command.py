@@ -50,7 +50,8 @@ def folder_of(plan: Plan) -> Path:
 
 def tune_command(
     plan: Plan, *, aim: TuneAim | None = None, minutes: float = TUNE_MINUTES, catalogue: Catalogue,
-    context: Context, machine: Machine, seeds: int = TUNE_SEEDS, folder: Path | None = None,
+    context: Context, machine: Machine, seeds: int = TUNE_SEEDS,
+    architecture: bool = False, folder: Path | None = None,
     tell: Callable[[str], None] = lambda line: None, progress: Progress | None = None,
     in_process: bool = False,
 ) -> Tuned:  # fmt: skip
@@ -65,6 +66,8 @@ def tune_command(
         context: where the plan runs.
         machine: the rates of that device, for predictions.
         seeds: of a change of learning.
+        architecture: try other architectures of the model too, where "quality" or "money" is the
+            aim.
         folder: in the place of runs/NAME-tune.
         tell: takes a line for each plan that was tried.
         progress: of preparing the data.
@@ -87,7 +90,7 @@ def tune_command(
         prepare(plan, progress=(progress or Progress()).task)  # on nobody's clock
         with AsCtrlC() as signals, Worker(here=in_process, log=folder / LOG) as worker:
             tuned = tune(
-                plan, aim, minutes, sources(aim, context, machine, catalogue),
+                plan, aim, minutes, sources(aim, context, machine, catalogue, architecture),
                 measure_with(worker),
                 Rules(device=context.device, precision=context.precision),
                 store=Store(folder / TRIALS, here(choose_device(plan))), seeds=seeds,

@@ -20,6 +20,11 @@ APPROXIMATE = {"model.precision"}
 """Keys that round otherwise."""
 TIMELESS = {"name", "directory", "seed", "goal", "schedule", "optimizer", "hardware", "track"}
 """Tables and keys of a plan that leave the time of a step and what is done beside it alone."""
+ARCHITECTURE_ROOMS = {"adapt", "attention", "design"}
+"""Rooms of techniques that make another model: other blocks, attention, shapes or adapters. Only
+those of them count whose `equality` is "learning": kernels compute the same model."""
+SAME_ARCHITECTURE = {"model.init_std"}
+"""Keys of the plan's table `model` that change what is learned and leave the model's parts."""
 RANKS: dict[str, int] = {"exact": 0, "approximate": 1, "learning": 2}
 
 
@@ -38,6 +43,23 @@ def kind_of(before: Plan, after: Plan) -> Kind:
             continue
         found.add(_kind_of_key(key))
     return max(found, key=RANKS.__getitem__)
+
+
+def changes_architecture(before: Plan, after: Plan) -> bool:
+    """Return whether two plans differ in the model itself, by a technique or by a key."""
+    for name in before.techniques.keys() | after.techniques.keys():
+        one, two = before.techniques.get(name), after.techniques.get(name)
+        technique = two or one
+        assert technique is not None, "it is in one of them"
+        learns = technique.equality == "learning"
+        if one != two and learns and technique.room in ARCHITECTURE_ROOMS:
+            return True
+    return any(
+        key.startswith("model.")
+        and _kind_of_key(key) == "learning"
+        and key not in SAME_ARCHITECTURE
+        for key in _differing(before, after)
+    )
 
 
 def _kind_of_key(key: str) -> Kind:

@@ -44,7 +44,7 @@ from headrace.plan.technique import (
 from headrace.predict.candidates import Asking, Candidate, Words, singles
 from headrace.predict.foresight import Foresight, at
 from headrace.predict.sweep import sweep
-from headrace.tuner.kinds import APPROXIMATE, kind_of
+from headrace.tuner.kinds import APPROXIMATE, changes_architecture, kind_of
 from headrace.tuner.store import fingerprint
 
 TOP = 12
@@ -122,8 +122,22 @@ class Sources:
     lacking: Callable[[Plan], dict[Words, str]] = lambda plan: {}
 
 
-def sources(aim: TuneAim, context: Context, machine: Machine, catalogue: Catalogue) -> Sources:
-    """The sweep's plans, and every single change that the planner knows."""
+def sources(
+    aim: TuneAim,
+    context: Context,
+    machine: Machine,
+    catalogue: Catalogue,
+    architecture: bool = False,
+) -> Sources:
+    """Return the sweep's plans, and every single change that the planner knows.
+
+    Args:
+        aim: what is to become less.
+        context: where the plan runs.
+        machine: the rates of that device.
+        catalogue: techniques that may be tried.
+        architecture: changes of learning may change the model itself.
+    """
     failed: dict[Words, str] = {}
 
     def whole(plan: Plan) -> tuple[Proposal, Sequence[Proposal]]:
@@ -136,7 +150,11 @@ def sources(aim: TuneAim, context: Context, machine: Machine, catalogue: Catalog
 
     def learning(plan: Plan) -> Sequence[Candidate]:
         asking = Asking(plan, context, machine, catalogue, learning=True)
-        every = singles(asking, failed.__setitem__)
+        every = [
+            c
+            for c in singles(asking, failed.__setitem__)
+            if architecture or not changes_architecture(plan, c.plan)
+        ]
         rates, fewer = KEYS["recipe"](plan), [c.changes for c in every if _tokens(plan, c.plan) < 1]
         rated = [(*words, *rate) for words in fewer for rate in rates]
         for words in (*rates, *rated, *with_batches(plan, [*fewer, *rated])):

@@ -195,6 +195,7 @@ ARRIVES = [
     ("tune TINY", "cli.closed_loop.tune_command", "--seeds", "seeds", 9),
     ("tune TINY", "cli.closed_loop.tune_command", "--minutes", "minutes", 7.0),
     ("tune TINY", "cli.closed_loop.tune_command", "--for", "aim", "memory"),
+    ("tune TINY", "cli.closed_loop.tune_command", "--architecture", "architecture", True),
     (
         "ablate TINY --with z_loss",
         "cli.closed_loop.ablate_command",

@@ -6,9 +6,15 @@ from typing import Any
 
 import pytest
 
+from headrace.assemble.context import choose_device, make_context
+from headrace.cli.app import catalogue
+from headrace.costs.machine import Machine as Rates
+from headrace.plan.changes import difference
 from headrace.plan.plan import Plan
-from headrace.tuner.proposals import NEAR, Pool, learning_order, with_batches
+from headrace.tuner.kinds import changes_architecture
+from headrace.tuner.proposals import NEAR, Pool, learning_order, sources, with_batches
 
+KNOWN = catalogue()
 Change = Callable[..., Plan]
 A, B, C = "+fused_rope", "+fused_swiglu", "+fused_rms_norm"
 
@@ -229,6 +235,19 @@ def test_what_promises_the_target_soonest_comes_first_of_what_learns_otherwise(
     long = f"+muon {half} schedule.steps=800"
     found = ordered(plan, change, Machine({}), [long, "+muon", rate], bound_by_products)
     assert found == ["+muon", rate, long]
+
+
+def test_other_architectures_are_tried_where_they_are_asked_for(plan: Plan) -> None:
+    """What keeps the model's parts (the optimizer, rates, batches, the schedule) always is."""
+    context = make_context(plan, choose_device(plan))
+    parts = (context, Rates.assumed("cpu"), KNOWN)
+    plans = [sources("quality", *parts, asked).learning(plan) for asked in (False, True)]
+    same, every = ({w for one in found for w in difference(plan, one.plan)} for found in plans)
+    others = {"+stochastic_depth", "+short_convolution", "+sliding_window", "+gqa"}
+    assert others <= every and not others & same
+    kept = {"+muon", "+z_loss", "+document_packing", "+sequence_length_schedule"}
+    assert kept | {f"batch.tokens={plan.batch.tokens // 2}"} <= same
+    assert len(plans[0]) == sum(not changes_architecture(plan, one.plan) for one in plans[1])
 
 
 def test_half_a_batch_comes_with_the_schedule_and_with_its_tokens(plan: Plan) -> None:
