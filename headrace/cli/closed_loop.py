@@ -218,7 +218,8 @@ def tune(
         try:
             tuned = tune_command(
                 wanted, aim=aim, minutes=minutes, catalogue=catalogue(), context=context,
-                machine=machine, seeds=seeds, architecture=architecture, tell=progress.note, progress=progress,
+                machine=machine, seeds=seeds, architecture=architecture, tell=progress.note,
+                progress=progress,
             )  # fmt: skip
         finally:
             progress.close()
