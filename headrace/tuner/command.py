@@ -59,23 +59,22 @@ def tune_command(
 
     Args:
         plan: the start.
-        aim: what is to become less: "time" of a step, "money", "memory", "quality"; None is
-            "quality" where the plan has a target and the minutes allow runs to it, else "time".
+        aim: what is to become less; None is "quality" where the plan has a target and the minutes
+            allow runs to it, else "time" of a step.
         minutes: on the clock, at most.
         catalogue: techniques that may be tried.
         context: where the plan runs.
         machine: the rates of that device, for predictions.
         seeds: of a change of learning.
-        architecture: try other architectures of the model too, where "quality" or "money" is the
-            aim.
+        architecture: changes of learning may change the model itself.
         folder: in the place of runs/NAME-tune.
         tell: takes a line for each plan that was tried.
-        progress: of preparing the data.
+        progress: shows how the data is prepared.
         in_process: start no processes, to debug.
 
     Raises:
-        ConfigError, UnsupportedError: the plan itself cannot run here, or has no target where
-            quality is wanted, or another process tunes it.
+        ConfigError, UnsupportedError: the plan cannot run here, has no target where quality is
+            wanted, or is tuned by another process.
         RunError: the folder cannot be written; tells what was kept.
         Stopped: Ctrl-C came, or a scheduler's signal; the files of the best so far are written.
     """
@@ -96,13 +95,7 @@ def tune_command(
                 store=Store(folder / TRIALS, here(choose_device(plan))), seeds=seeds,
                 train=train_with(worker, folder / "runs"), tell=tell, chosen=chosen,
             )  # fmt: skip
-        try:
-            write(tuned, folder)
-        except (OSError, RunError) as error:
-            raise RunError(
-                f"{folder} cannot be written: {error}. {tuned.sentence()}",
-                plan_again("train", *map(shlex.quote, parse(tuned.changes).command())),
-            ) from None
+        write(tuned, folder)
     finally:
         files.unlock()
     if tuned.interrupted:
@@ -169,12 +162,21 @@ def locked(folder: Path, remedy: str, other: str) -> RunFolder:
 
 
 def write(tuned: Tuned, folder: Path) -> None:
-    """The plan, the path and the page."""
+    """Write the plan, the path and the page.
+
+    Raises:
+        RunError: the folder cannot be written; tells what was kept.
+    """
     from headrace.tuner.page import write_tune_page  # its chart loads matplotlib
 
-    write_plan(tuned, folder)
-    write_whole(folder / PATH, dumps(tuned))
-    write_tune_page(tuned, folder)
+    try:
+        write_plan(tuned, folder)
+        write_whole(folder / PATH, dumps(tuned))
+        write_tune_page(tuned, folder)
+    except (OSError, RunError) as error:
+        words = map(shlex.quote, parse(tuned.changes).command())
+        message = f"{folder} cannot be written: {error}. {tuned.sentence()}"
+        raise RunError(message, plan_again("train", *words)) from None
 
 
 def told(tuned: Tuned, folder: Path) -> str:

@@ -18,7 +18,7 @@ PROCESSES = {
         "distributed/test_remedies_of_ranks.py",
         "test_another_number_of_processes_than_the_mesh_has",
     ),
-    "tuner/command:tune_command#2": (
+    "tuner/command:tune_command#1": (
         "tuner/test_tune.py",
         "test_an_interruption_keeps_the_files_and_a_second_call_measures_nothing_twice",
     ),

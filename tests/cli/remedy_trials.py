@@ -44,7 +44,7 @@ TRIALS = {
         lambda _: Path("file").touch(),
         fills={"FOLDER that can be written": "out"},
     ),
-    "tuner/command:tune_command#1": Case(
+    "tuner/command:write#1": Case(
         f"tune {{tiny}} {SOON}", lambda _: Path("runs/demo-tune", PLAN).mkdir(parents=True)
     ),
     "techniques/precision/float8_linear:Float8Linear._nothing_fits#1": Case(
