@@ -7,8 +7,8 @@ The README has what a newcomer asks for first, docs/numbers.md has all. The newe
 measured, at one shape on one device, stands in the table, unless an older one has more readings. A
 row that another row retracts is left out; so are a sweep's single points (`kind` "tune"). Where the
 best plans' time goes stands beside measured ceilings (`kernel_gaps.py`). How right predictions and
-verdicts were has a page of its own, docs/how-right.md with its pictures, which `headrace truth
---page` writes too.
+verdicts were has a page of its own, docs/how-right.md with its pictures, which `truth.py --page`
+writes too.
 """
 
 import argparse
@@ -20,11 +20,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from headrace.truth import compute
-from headrace.truth.marks import places
-from headrace.truth.marks import table as table_of_truth
-from headrace.truth.page import markdown
-from headrace.truth.rows import NAMES
+from scoring import compute
+from scoring.marks import places
+from scoring.marks import table as table_of_truth
+from scoring.page import markdown
+from scoring.rows import NAMES
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, HOW_RIGHT, GAPS = "results", "truth", "gaps"
@@ -280,7 +280,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 def _truth(results: Path, check: bool) -> None:
     """Write or check the page that has its own shape; its pictures need the report's charts."""
-    from headrace.truth.page import behind, write
+    from scoring.page import behind, write
 
     if not check:
         write(results, TRUTH)

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import receipts
+from scoring.numbers import BUDGETS
 from variants import FLASH4, KERNELS
 
 from headrace import probes
@@ -38,7 +39,6 @@ from headrace.core.statistics import Interval
 from headrace.costs.machine import Machine
 from headrace.plan.changes import parse
 from headrace.plan.plan import Plan
-from headrace.truth.numbers import BUDGETS
 from headrace.tuner.command import tune_command
 from headrace.tuner.judge import Rules, compare
 from headrace.tuner.pairs import ACCEPT, Size, measure_with

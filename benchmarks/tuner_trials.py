@@ -29,6 +29,7 @@ from typing import Any
 import parts
 import receipts
 import torch
+from scoring.numbers import LOSER_NATS, LOSER_STEPS
 
 from headrace.assemble.context import choose_device, make_context
 from headrace.cli.app import catalogue
@@ -38,7 +39,6 @@ from headrace.data.ingest import prepare
 from headrace.plan.changes import changed, difference
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Context
-from headrace.truth.numbers import LOSER_NATS, LOSER_STEPS
 from headrace.tuner.equality import BATCHES
 from headrace.tuner.judge import Compared, Rules
 from headrace.tuner.judge import Verdict as Judged

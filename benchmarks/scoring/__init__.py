@@ -1,6 +1,6 @@
 """How right predictions and verdicts were, from the rows in results/ and nothing else."""
 
-from headrace.truth.marks import HEAD, MARKS, judge, notes, table
-from headrace.truth.numbers import compute
+from scoring.marks import HEAD, MARKS, judge, notes, table
+from scoring.numbers import compute
 
 __all__ = ["HEAD", "MARKS", "compute", "judge", "notes", "table"]

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.plan.symptoms import BOTTLENECKS
-from headrace.truth.natural import NEAR, Run
-from headrace.truth.numbers import MILD, QUIET, TIERS
-from headrace.truth.pairs import Pairs
-from headrace.truth.picture import Axis, Panel, Picture, Shape, around
-from headrace.truth.rows import DOCTOR, Fault, Forecast, Healthy
+from scoring.natural import NEAR, Run
+from scoring.numbers import MILD, QUIET, TIERS
+from scoring.pairs import Pairs
+from scoring.picture import Axis, Panel, Picture, Shape, around
+from scoring.rows import DOCTOR, Fault, Forecast, Healthy
 
 ORDER = tuple(BOTTLENECKS)
 """Verdicts in the order of a confusion matrix; others stand behind them, by name."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.truth.rows import on_cpu
+from scoring.rows import on_cpu
 
 Bounds = tuple[float, float]
 """From, to; both ends belong to it."""

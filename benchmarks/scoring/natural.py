@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from headrace.truth.rows import (
+from scoring.rows import (
     NATURAL,
     NATURAL_SAID,
     NaturalOutcome,

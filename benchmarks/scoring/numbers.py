@@ -1,4 +1,4 @@
-"""The numbers of `headrace truth`, each from the rows of one topic.
+"""The numbers of `benchmarks/truth.py`, each from the rows of one topic.
 
 Every standing row counts, whether it flatters or not. A prediction counts only when its row stands
 before its outcome's: files are appended to and never edited, so that order is the order of time.
@@ -23,10 +23,10 @@ from headrace.core.statistics import (
     regret,
     wilson,
 )
-from headrace.truth.marks import MARKS
-from headrace.truth.natural import Run, natural
-from headrace.truth.pairs import Pairs, paired, retracted, said_ahead, taken
-from headrace.truth.rows import (
+from scoring.marks import MARKS
+from scoring.natural import Run, natural
+from scoring.pairs import Pairs, paired, retracted, said_ahead, taken
+from scoring.rows import (
     DOCTOR,
     OVERHEAD,
     PICKS,

@@ -1,7 +1,7 @@
 """The page "How right is it?" of the documentation, made from the rows in results/.
 
-The page is Markdown with the table of `headrace truth`, pictures beside it under pictures/, and
-their numbers as text. Nothing on it is written by hand but what the numbers mean, and of which rows
+The page is Markdown with the table of `truth.py`, pictures beside it under pictures/, and their
+numbers as text. Nothing on it is written by hand but what the numbers mean, and of which rows
 the history cannot show that they stood before their outcomes (TOGETHER); what has no rows is said
 to be not measured yet. The same rows give the same files.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 from headrace.core.errors import ConfigError
 from headrace.core.files import write_whole
-from headrace.truth.drawings import (
+from scoring.drawings import (
     ABSTAINED,
     HEALTHY,
     NAMES,
@@ -27,11 +27,11 @@ from headrace.truth.drawings import (
     step_times,
     step_times_cpu,
 )
-from headrace.truth.marks import MARKS, notes, table
-from headrace.truth.natural import Change, Run, Runs, natural
-from headrace.truth.numbers import LOSER_NATS, LOSER_STEPS, TIERS, compute
-from headrace.truth.pairs import Pairs, paired, retracted, said_ahead
-from headrace.truth.rows import (
+from scoring.marks import MARKS, notes, table
+from scoring.natural import Change, Run, Runs, natural
+from scoring.numbers import LOSER_NATS, LOSER_STEPS, TIERS, compute
+from scoring.pairs import Pairs, paired, retracted, said_ahead
+from scoring.rows import (
     PICKS,
     TRIALS,
     TUNER,
@@ -65,9 +65,9 @@ OPENING = """\
 
 Headrace says before a run what the run will take, names what is narrowest in it, and forecasts what
 a remedy will gain. Here stands how often that was so. This page and its pictures are made from the
-rows in `results/` and from nothing else, by `python benchmarks/readme_table.py` (or by
-`headrace truth --page FILE`): a number without rows is not measured yet. Every row counts that no
-later row retracts, whether it flatters or not; abstaining is not being right; and a prediction
+rows in `results/` and from nothing else, by `python benchmarks/readme_table.py` (or by `python
+benchmarks/truth.py --page FILE`): a number without rows is not measured yet. Every row counts that
+no later row retracts, whether it flatters or not; abstaining is not being right; and a prediction
 counts only when its row stands before the row of what came of it. What was said of a gain has a
 file of its own, `results/forecasts_said.jsonl`: a forecast counts only when the same one stands
 there, of that day or before. The doctor is scored by halves. Faults that were planted have a name
@@ -76,7 +76,7 @@ gained, beside what the best of all changes that were measured gained.
 
 "Wanted" is what a release must reach, in brackets what it aims at. "Held out" is the same number
 over what was never used to set a threshold; "all" where every prediction was written down before
-its outcome. `headrace truth --json` gives the same numbers by the names below.
+its outcome. `python benchmarks/truth.py --json` gives the same numbers by the names below.
 """
 
 TOGETHER = {

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from headrace.core.statistics import relative_errors
-from headrace.truth.rows import (
+from scoring.rows import (
     FORECASTS,
     FORECASTS_SAID,
     PLANS,

@@ -1,4 +1,4 @@
-"""The verbs of the closed loop: foresee, measure, judge, change, and say how right that was."""
+"""The verbs of the closed loop: predict, measure, judge and change."""
 
 import math
 from dataclasses import asdict
@@ -39,7 +39,6 @@ from headrace.probes.table import table as probe_table
 from headrace.probes.together import measure_together
 from headrace.recipes import recipes
 from headrace.train.run_folder import RunFolder
-from headrace.truth import HEAD, compute, notes, table
 from headrace.tuner.ablate import ablate_command
 from headrace.tuner.command import folder_of, tune_command
 from headrace.tuner.command import told as tuned_told
@@ -264,24 +263,4 @@ def ablate(
         raise typer.Exit(found.exit_code)
 
 
-def truth(
-    *,
-    results: Annotated[Path, typer.Option(help="The folder of receipts.")] = Path("results"),
-    page: Annotated[Path | None, typer.Option(help="Write it as a page with pictures.")] = None,
-    json: Json = False,
-) -> None:
-    """How right predictions and verdicts were, computed from the receipts."""
-    with exit_codes(json):
-        found, written = compute(results), []
-        if page:
-            from headrace.truth.page import write  # its pictures load matplotlib
-
-            written = write(results, page)
-        if json:
-            show_json(found)
-        else:
-            show_table(list(HEAD), [list(row) for row in table(found)])
-            print("\n".join([*notes(found), *map(str, written)]))
-
-
-VERBS = (plan, probe, doctor, tune, ablate, truth)
+VERBS = (plan, probe, doctor, tune, ablate)

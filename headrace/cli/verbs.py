@@ -20,6 +20,13 @@ UsageError: Any = typer.BadParameter.__base__
 
 MISTYPED = 0.85
 """Similarity of two options, by difflib, from which one is the other mistyped."""
+RETIRED = {
+    "truth": (
+        "headrace truth is a program of Headrace's repository now, for it reads the receipts there",
+        "python benchmarks/truth.py",
+    ),
+}
+"""Verb that is no more -> the message and the remedy of who types it."""
 
 
 class Verbs(TyperGroup):
@@ -44,6 +51,12 @@ class Verbs(TyperGroup):
             _usage(ctx),
         ):
             return super().invoke(ctx)
+
+    def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:
+        """Find the verb that the words name; refuse one that is no more."""
+        if args[0] in RETIRED:
+            raise ConfigError(*RETIRED[args[0]])
+        return super().resolve_command(ctx, args)
 
     def _takes(self, words: list[str]) -> set[str]:
         """The options of the verb of a command line that take the next word as their value."""

@@ -3,12 +3,10 @@
 import sys
 from pathlib import Path
 
+import campaign
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import campaign  # noqa: E402
 
 MARK = "date +%s.%N >> {logs}/times.$CUDA_VISIBLE_DEVICES; echo '{part} {left_s}'"
 LIST = f"""

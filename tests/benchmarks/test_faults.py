@@ -1,29 +1,27 @@
-"""Planted faults end to end on a tiny model: the row is one that `headrace truth` counts."""
+"""Planted faults end to end on a tiny model: the row is one that `benchmarks/truth.py` counts."""
 
 import json
 import math
 import sys
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fault_doses as doses
+import fault_hooks as hooks
+import fault_products as products
+import fault_times as times
+import fault_workloads as workloads
+import faults
+import faults_planted as planted
 import pytest
 import torch
+from scoring import compute
+from scoring.rows import DOCTOR
 
 from headrace.data.loader import Loader, Micro
 from headrace.doctor.judge import FEWEST_STEPS, LOST
 from headrace.model.decoder import Block
-from headrace.truth import compute
-from headrace.truth.rows import DOCTOR
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-faults, doses, hooks, planted, products, times, workloads = (
-    import_module(n)
-    for n in ("faults", "fault_doses", "fault_hooks", "faults_planted", "fault_products",
-              "fault_times", "fault_workloads")
-)  # fmt: skip
 
 
 @pytest.fixture

@@ -2,17 +2,13 @@
 
 import json
 import math
-import sys
 from collections import Counter
-from importlib import import_module
 from pathlib import Path
 
+import forecast_error
 import pytest
 
 from headrace.doctor.forecast import ERROR
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-forecast_error = import_module("forecast_error")
 
 
 def test_the_fit_holds_what_it_promises_of_workloads_that_it_has_not_seen() -> None:

@@ -3,21 +3,20 @@
 import argparse
 import json
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import forecasts
 import pytest
 from programs import rows
+from scoring import compute
 from tiny import READ
 
 from headrace.predict.foresight import foresee
-from headrace.truth import compute
 from headrace.tuner.readings import Reading
 
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "benchmarks"))
-forecasts = import_module("forecasts")
+
 PLAN = READ + "[techniques.chunked_cross_entropy]\nchunk_tokens = 8\n"
 
 

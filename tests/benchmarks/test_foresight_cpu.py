@@ -2,16 +2,16 @@
 
 import json
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import foresight_cpu as cpu
+import lists
 import pytest
 from probed_cpu import probed_cpu
 
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "benchmarks"))
-cpu, lists = import_module("foresight_cpu"), import_module("lists")
+
 LIST = """
 [common]
 device = "cpu"

@@ -2,16 +2,13 @@
 
 import json
 import sys
-from importlib import import_module
 from pathlib import Path
 
+import loading
 import pytest
 from tiny import READ
 
 from headrace.data.rows import Cut
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-loading = import_module("loading")
 
 
 def test_readers_take_the_waits_away(

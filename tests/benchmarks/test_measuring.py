@@ -5,11 +5,14 @@ Limits, peers, kernels and attention; techniques have a file of their own.
 
 import os
 import sys
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
+import attention
+import kernel_table
+import limits
+import peers
 import pytest
 import torch
 from programs import rows, run
@@ -20,13 +23,6 @@ from headrace.core.model_config import ModelConfig
 from headrace.train.start import Start, process_age_s
 from headrace.tuner import readings
 from headrace.tuner.worker import Worker
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-attention, kernel_table, limits, peers = (
-    import_module(n) for n in ("attention", "kernel_table", "limits", "peers")
-)
-
 
 OURS = {"tokens_per_s": 10.0, "peak_bytes": 5, "mfu": 0.1, "report": {"techniques": {}}}
 

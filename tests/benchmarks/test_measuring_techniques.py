@@ -1,20 +1,15 @@
 """The program that measures techniques runs whole on a tiny plan: beside what, and which rows."""
 
 import json
-import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+import techniques
 from programs import rows, run
 
 import headrace.train.train
 from headrace.tuner import readings
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-techniques = import_module("techniques")
 
 
 def test_a_technique_has_a_row_at_each_base(

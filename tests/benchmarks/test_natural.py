@@ -7,21 +7,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import natural
+import natural_gate
+import natural_runs
+import natural_said
+import natural_times
 import pytest
 from programs import rows, run
+from scoring import compute
 from tiny import READ
 
-from headrace.truth import compute
-
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "benchmarks"))
-natural, natural_gate, natural_runs, natural_said, natural_times = (
-    import_module(f"natural{part}") for part in ("", "_gate", "_runs", "_said", "_times")
-)
+
 CHECKPOINTED = READ.replace("steps = 3", "steps = 12") + "[techniques.full_checkpoint]\n"
 Call = Callable[..., int]
 

@@ -2,16 +2,12 @@
 
 import json
 import sys
-from importlib import import_module
 from math import isfinite
 from pathlib import Path
 
+import overhead
 import pytest
-
-from headrace.truth.numbers import compute
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-overhead = import_module("overhead")
+from scoring.numbers import compute
 
 PLAN = """
 name = "tiny"

@@ -7,16 +7,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import receipts
 import torch
+from kernel_gaps import Piece, best, fingerprints, parser, pieces, plan_from, work_of
+from kernel_gaps import table as gap_table
+from readme_table import gaps, how_right, main, of_techniques, subject
 
 from headrace.assemble.context import elsewhere, make_context
 
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "readme_table.py"
-sys.path.insert(0, str(PROGRAM.parent))
-import receipts  # noqa: E402
-from kernel_gaps import Piece, best, fingerprints, parser, pieces, plan_from, work_of  # noqa: E402
-from kernel_gaps import table as gap_table  # noqa: E402
-from readme_table import gaps, how_right, main, of_techniques, subject  # noqa: E402
 
 PAGE = "# Title\n\n<!-- results:begin -->\nold\n<!-- results:end -->\n\nrest\n"
 

@@ -6,6 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scoring import MARKS, compute, judge, notes, table
+from scoring.marks import places
+from scoring.numbers import QUIET
+from scoring.pairs import retracted
 from truth_rows import (
     Row,
     Topics,
@@ -24,10 +28,6 @@ from truth_rows import (
 from headrace.core.errors import ConfigError
 from headrace.core.statistics import wilson
 from headrace.plan.symptoms import BOTTLENECKS
-from headrace.truth import MARKS, compute, judge, notes, table
-from headrace.truth.marks import places
-from headrace.truth.numbers import QUIET
-from headrace.truth.pairs import retracted
 
 EXPECTED = {
     "doctor_top1": (2 / 4, 4),

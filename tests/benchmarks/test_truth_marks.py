@@ -5,10 +5,9 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+from scoring import HEAD, MARKS, compute, judge, notes, table
+from scoring.numbers import _errors
 from truth_rows import Row, all_topics, fault, write
-
-from headrace.truth import HEAD, MARKS, compute, judge, notes, table
-from headrace.truth.numbers import _errors
 
 
 def test_faults_at_few_severities_are_named(tmp_path: Path) -> None:

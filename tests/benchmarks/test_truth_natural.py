@@ -4,6 +4,10 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from scoring import compute, judge, notes
+from scoring.natural import RIGHT
+from scoring.natural import natural as read
+from scoring.page import render
 from truth_rows import (
     COMPILE,
     GRAPHS,
@@ -19,10 +23,6 @@ from truth_rows import (
 )
 
 from headrace.core.errors import ConfigError
-from headrace.truth import compute, judge, notes
-from headrace.truth.natural import RIGHT
-from headrace.truth.natural import natural as read
-from headrace.truth.page import render
 
 Measured = list[tuple[list[str], float | str]]
 LITTLE: Measured = [(GRAPHS, 0.01), (ROWS, -0.2)]

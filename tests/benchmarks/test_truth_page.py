@@ -8,13 +8,13 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from scoring.drawings import HEALTHY, classes
+from scoring.page import NOT_YET, ON_CPU, PICTURES, PROGRAMS, behind, render, write
+from scoring.picture import SCHEMES, Axis, around
+from scoring.rows import PLANS, Outcome
 from truth_rows import COMPILE, GRAPHS, natural, natural_said, trial
 
 from headrace.core.errors import ConfigError
-from headrace.truth.drawings import HEALTHY, classes
-from headrace.truth.page import NOT_YET, ON_CPU, PICTURES, PROGRAMS, behind, render, write
-from headrace.truth.picture import SCHEMES, Axis, around
-from headrace.truth.rows import PLANS, Outcome
 
 ROOT = Path(__file__).parents[2]
 SVG = "{http://www.w3.org/2000/svg}"

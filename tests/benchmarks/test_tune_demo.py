@@ -2,21 +2,18 @@
 
 import argparse
 import json
-import sys
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tune_demo
 
 from headrace.core.statistics import Interval
 from headrace.tuner.judge import Compared
 from headrace.tuner.readings import Reading
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-tune_demo = import_module("tune_demo")
 TWICE = Interval(1.9, 2.0, 2.1, 6)
 
 

@@ -1,14 +1,15 @@
-"""The tuner's program whole on a tiny plan; its row is one that `headrace truth` counts."""
+"""The tuner's program whole on a tiny plan; its row is one that `benchmarks/truth.py` counts."""
 
 import argparse
 import json
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import tuner
+from scoring import compute
 from tiny import READ
 
 from headrace.assemble.context import elsewhere, make_context
@@ -18,15 +19,11 @@ from headrace.costs.machine import Machine
 from headrace.plan.plan import Plan
 from headrace.predict.foresight import foresee
 from headrace.techniques.attention import flash_attention_3
-from headrace.truth import compute
 from headrace.tuner import command
 from headrace.tuner.judge import Compared
 from headrace.tuner.kinds import kind_of
 from headrace.tuner.path import Tuned
 from headrace.tuner.proposals import Sources, sources
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-tuner = import_module("tuner")
 
 
 def test_a_naive_plan_is_tuned_and_stands_beside_the_best(

@@ -2,22 +2,20 @@
 
 import json
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import tuner_trials as program
+from scoring import compute, numbers
 from tiny import READ
 
 from headrace.core.statistics import Interval
 from headrace.costs.machine import Machine
-from headrace.truth import compute, numbers
 from headrace.tuner.judge import Compared, Verdict
 from headrace.tuner.proposals import Sources, sources
 from headrace.tuner.turns import Size
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-program = import_module("tuner_trials")
 MICRO = ["batch.micro_sequences=1", "batch.micro_sequences=2"]
 
 

@@ -195,8 +195,9 @@ RUNS = {
         "export demo --to hf --output out",
         full_folder,
     ),
-    "truth/page:write#1": Case("truth --page x.txt --results {receipts}"),
-    "truth/numbers:compute#1": Case("truth --results nothing", fills={"DIR": "{receipts}"}),
+    "cli/verbs:Verbs.resolve_command#1": Case(
+        "truth --json", prose={"python benchmarks/truth.py": "it is a program of the repository"}
+    ),
 }
 """Errors of verbs and of the folder of a run."""
 SLOW = {

@@ -174,22 +174,7 @@ LOOPS = {
 """What a watch saved, and traces."""
 
 
-def receipts(*lines: str) -> MAKE:
-    """Write a folder of receipts."""
-    return lambda run: (
-        Path("receipts").mkdir(),
-        Path("receipts/tuner.jsonl").write_text("".join(f"{line}\n" for line in lines)),
-    )
-
-
-TUNED = '{"workload": "a", "metrics": {"ratio_to_best": {"low": 1.0, "value": 1.0, "high": 1.0}}}'
 BESIDE = {
-    "truth/rows:broken#1": Case(
-        "truth --results receipts", receipts(TUNED, '{"workload": 3}', TUNED), whole=True
-    ),
-    "truth/rows:unread#1": Case(
-        "truth --results receipts", receipts(TUNED, "{", TUNED), whole=True
-    ),
     "train/track:_opened#1": Case(
         "train runs/demo/plan.toml --resume 'track.to=[\"tensorboard\"]' goal.steps=7",
         spoiled("tensorboard", ""),

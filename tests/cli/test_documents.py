@@ -40,7 +40,6 @@ VERBS: dict[str, tuple[str, ...]] = {
     "doctor": (RUN,),
     "tune": ("TINY", "--for", "time"),
     "ablate": ("TINY", "--with", "z_loss", "--out", "OUT"),
-    "truth": ("--results", "RECEIPTS"),
 }
 """Words after each verb with which it succeeds."""
 MORE = {
@@ -105,8 +104,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def words(verb: str, given: tuple[str, ...], tiny: list[str], folder: Path) -> list[str]:
     """The whole command line."""
-    known = {"TINY": tiny, "OUT": [str(folder / "out")],
-             "RECEIPTS": [str(Path(__file__).parents[2] / "results")]}  # fmt: skip
+    known = {"TINY": tiny, "OUT": [str(folder / "out")]}
     return [*verb.split(), *(w for word in given for w in known.get(word, [word]))]
 
 
@@ -130,8 +128,7 @@ def test_a_document_of_success_has_the_exit_code(
 def test_a_document_of_failure_has_the_exit_code(verb: str, call: Call) -> None:
     given = ("--to", "hf") if verb == "export" else ()
     nothing = ("--nothing",) if verb in ("list", "probe") else ("nothing-here",)
-    asked = ("--results", "nothing-here") if verb == "truth" else (*nothing, *given)
-    document = call(*verb.split(), *asked, code=2)
+    document = call(*verb.split(), *nothing, *given, code=2)
     assert set(document) == {"error", "remedy", "exit_code"} and document["exit_code"] == 2
 
 

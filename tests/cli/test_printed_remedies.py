@@ -10,7 +10,6 @@ from headrace.cli.arguments import catalogue
 from headrace.core.errors import ConfigError
 from headrace.data.sources import read_documents
 from headrace.plan.plan import Plan
-from headrace.truth import compute
 
 WRONG = (
     ("mdel.dim=32",), ("optimiser.lr=0.1",), ("model.dim=-3",), ("model.norm=rms",),
@@ -46,8 +45,3 @@ def test_a_pipe_is_told_as_such(tmp_path: Path) -> None:
         [*read_documents(str(pipe))]
     assert "neither a file nor a folder" in caught.value.message
     assert "nearest" not in caught.value.message
-
-
-def test_receipts_are_told_to_lie_in_a_checkout(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="repository"):
-        compute(tmp_path / "results")

@@ -64,7 +64,7 @@ def test_a_remedy_mends_what_was_brought(site: str, here: Path, tiny_demo: list[
 
 def followed(case: Case, site: str, here: Path, tiny_demo: list[str]) -> list[tuple[str, Told]]:
     """Every way of a remedy, and what came of it; a word after a site tells cases of it apart."""
-    known: Any = {"tiny": " ".join(tiny_demo), "receipts": ROOT / "results", "run": here}
+    known: Any = {"tiny": " ".join(tiny_demo), "run": here}
     known["keys"] = " ".join(tiny_demo[1:])
     case.before(here)
     argv = split(case.argv, **known)

@@ -221,12 +221,6 @@ def test_a_remedy_is_a_command_that_works(
     assert {*plan.techniques} == {"cuda_graphs", "torch_compile"}
 
 
-def test_truth_tells_what_was_not_measured(call: Callable[..., Any], workshop: Path) -> None:
-    (workshop / "receipts").mkdir()
-    found = call("truth", "--results", "receipts")
-    assert found["doctor_top1"] == {**found["doctor_top1"], "value": None, "n": 0}
-
-
 def test_probe_keeps_what_it_measured(
     call: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,13 +5,16 @@ import json
 import math
 import sys
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import foresight
+import parts
 import pytest
+import residuals
 import torch
+from scoring import compute
 
 from headrace.assemble.build import predict
 from headrace.assemble.context import elsewhere, make_context
@@ -24,11 +27,9 @@ from headrace.costs.work import step_time
 from headrace.plan.plan import Plan
 from headrace.predict.foresight import FEW, TIGHT, foresee, told
 from headrace.predict.intervals import STEP
-from headrace.truth import compute
 
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "benchmarks"))
-foresight, parts, residuals = map(import_module, ("foresight", "parts", "residuals"))
+
 H200 = Machine.assumed("NVIDIA H200")
 WORKSPACE = workspace_bytes((9, 0))
 
