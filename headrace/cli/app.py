@@ -270,7 +270,7 @@ def evaluate_run(
             lambda: finite(evaluate(build, tokens)), build, folder, catalogue(),
             checkpoint=checkpoint,
         )  # fmt: skip
-        values = {"run": str(folder), **vars(found), **build.prepared.told_losses}
+        values = {"run": str(folder), **vars(found), **build.prepared.loss_fields}
         # Who asks for few of many targets knows it.
         counted = found.tokens if found.share == 1 else build.prepared.validation.tokens - 1
         told = doubts(build, None, counted, bits_per_byte=found.bits_per_byte)
@@ -309,7 +309,7 @@ def sample(
             lambda: _generate(build, prompt, new_tokens=tokens, **how), build, folder, catalogue(),
             checkpoint=checkpoint,
         )  # fmt: skip
-        lost = build.prepared.told_losses
+        lost = build.prepared.loss_fields
         if json:
             show_json({"prompt": prompt, "text": text, **lost})
         else:
@@ -436,7 +436,7 @@ def export(
             sequence_length=plan.data.sequence_length,
             companions=companions or Companions(),
         )  # fmt: skip
-        told = build.prepared.told_losses
+        told = build.prepared.loss_fields
         if json:
             lost = [*LOST] if companions is None else []
             show_json({"to": to, "folder": str(written), "not_kept": lost, **told})

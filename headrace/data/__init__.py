@@ -1,1 +1,1 @@
-"""From raw text to one global stream of rows."""
+"""Turn raw text into one global stream of rows."""

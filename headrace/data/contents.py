@@ -14,12 +14,18 @@ _PACKED = {
 """How each kind of compressed file begins."""
 PARQUET = b"PAR1"
 _OTHERS = {
-    b"%PDF-": "a PDF", b"PK\x03\x04": "a zip archive, as .docx, .xlsx and .epub are",
-    b"\x89PNG\r\n": "a PNG image", b"\xff\xd8\xff": "a JPEG image", b"GIF89a": "a GIF image",
-    b"\x7fELF": "a program", b"SQLite format 3\x00": "a database of SQLite",
-    b"ARROW1\x00\x00": "an Arrow file", b"7z\xbc\xaf\x27\x1c": "an archive of 7-Zip",
-    b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1": "a document of an old Office", b"{\\rtf": "rich text",
-}  # fmt: skip
+    b"%PDF-": "a PDF",
+    b"PK\x03\x04": "a zip archive, as .docx, .xlsx and .epub are",
+    b"\x89PNG\r\n": "a PNG image",
+    b"\xff\xd8\xff": "a JPEG image",
+    b"GIF89a": "a GIF image",
+    b"\x7fELF": "a program",
+    b"SQLite format 3\x00": "a database of SQLite",
+    b"ARROW1\x00\x00": "an Arrow file",
+    b"7z\xbc\xaf\x27\x1c": "an archive of 7-Zip",
+    b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1": "a document of an old Office",
+    b"{\\rtf": "rich text",
+}
 """How some files begin that hold text, if any, in a form of their own."""
 _CONTROL = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f]")
 _AS_WESTERN = 'lambda e: (e.object[e.start:e.end].decode("cp1252", "replace"), e.end)'
@@ -52,11 +58,11 @@ class Guess(NamedTuple):
     """What bytes are that are not UTF-8.
 
     Args:
-        told: in words.
+        description: in words.
         script: the filter that makes UTF-8 of them, a command; "" where none is known.
     """
 
-    told: str
+    description: str
     script: str
 
 
@@ -94,7 +100,7 @@ def guess(raw: bytes, at: int) -> Guess:
 
 
 def _decoded(errors: str, before: str = "") -> str:
-    """The filter that reads lines with a handler of errors."""
+    """Return the shell filter that reads lines with the given handler of decoding errors."""
     script = (
         f"import codecs, sys; {before}sys.stdout.buffer.writelines("
         f'line.decode("utf-8", {errors}).encode() for line in sys.stdin.buffer)'

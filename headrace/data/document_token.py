@@ -35,14 +35,14 @@ def find_document_token(
         ConfigError: there is none.
     """
     special = [t["content"] for t in spec["added_tokens"] if t.get("special")]
-    found = next((t for t in _KNOWN if t in special), None)
-    if found is not None:
-        return ids[found], ""
+    known = next((t for t in _KNOWN if t in special), None)
+    if known is not None:
+        return ids[known], ""
     plain = [token for token in _KNOWN if token in ids]
     if not special and len(plain) == 1:
         token, own = plain[0], ids[plain[0]]
         texts = [token, f"a{token}", f"{token} {token}", f"\n{token}\n"]
-        if not any((found_ids == own).any() for found_ids in encode(texts)):
+        if not any((text_ids == own).any() for text_ids in encode(texts)):
             return own, (
                 f"{name} has no special token; {token} (id {own}) of its vocabulary, which no text "
                 "becomes, begins documents"

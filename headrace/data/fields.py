@@ -28,8 +28,8 @@ def find(row: Any, key: str) -> Any:
             inner = row.get(key[:at], MISSING)
             if inner is None:
                 return None
-            if inner is not MISSING and (found := find(inner, key[at + 1 :])) is not MISSING:
-                return found
+            if inner is not MISSING and (value := find(inner, key[at + 1 :])) is not MISSING:
+                return value
             at = key.find(".", at + 1)
     elif isinstance(row, list):
         place, _, rest = key.partition(".")
@@ -47,12 +47,12 @@ def once(key: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
     parts = frozenset({key, *key.split(".")})
 
     def made(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(fields)
-        if len(found) != len(fields):
-            for part in sorted(parts & {*found}):
+        row = dict(fields)
+        if len(row) != len(fields):
+            for part in sorted(parts & {*row}):
                 if sum(name == part for name, _ in fields) > 1:
                     raise ValueError(f"it has the field {part!r} twice")
-        return found
+        return row
 
     return made
 
@@ -89,8 +89,8 @@ def _leaves(value: Any, before: str = "", depth: int = 0) -> Iterator[tuple[str,
         if before:
             yield before.removesuffix("."), value
         return
-    for key, held in inner:
-        yield from _leaves(held, f"{before}{key}.", depth + 1)
+    for key, inner_value in inner:
+        yield from _leaves(inner_value, f"{before}{key}.", depth + 1)
 
 
 def text_of(row: Any, key: str, origin: str, remedy: Callable[[], str]) -> str | None:
@@ -150,7 +150,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _chosen(key: str, names: Sequence[str]) -> str:
-    """The key to give instead: the only one, the nearest one, or one of those that there are."""
+    """Return the key to give instead: the only one, the nearest one, or one of all names."""
     close = names[0] if len(names) == 1 else nearest(key, names)
     if close in names:
         return f"data.text_key={as_typed(close)}"

@@ -29,7 +29,7 @@ from headrace.data.fields import MISSING, find, lacks, no_field, once, top
 from headrace.data.json_values import NO_SPACE, fault, json_values
 from headrace.data.left_out import Reason
 from headrace.data.listing import DECOMPRESS, JSON, LINES, TABLES, kind_of
-from headrace.data.text_file import Found, TextFile
+from headrace.data.text_file import TextAndOrigin, TextFile
 
 CHUNK_BYTES = 1 << 20
 SNIFFED_BYTES = 1 << 12
@@ -39,19 +39,21 @@ NUL_SHARE = 0.1
 """Share of zero bytes above which a file is no text; text in UTF-16 has about a half."""
 UNPACK = {"gzip": "gzip -d", "zstd": "zstd -d --rm", "bz2": "bzip2 -d", "xz": "xz -d"}
 MARKS = (
-    (codecs.BOM_UTF32_LE, "UTF-32"), (codecs.BOM_UTF32_BE, "UTF-32"),
-    (codecs.BOM_UTF16_LE, "UTF-16"), (codecs.BOM_UTF16_BE, "UTF-16"),
-)  # fmt: skip
+    (codecs.BOM_UTF32_LE, "UTF-32"),
+    (codecs.BOM_UTF32_BE, "UTF-32"),
+    (codecs.BOM_UTF16_LE, "UTF-16"),
+    (codecs.BOM_UTF16_BE, "UTF-16"),
+)
 """What a text begins with that is in another encoding, and iconv's name of it."""
 
 
-def read_file(file: TextFile) -> Iterator[Found]:
+def read_file(file: TextFile) -> Iterator[TextAndOrigin]:
     """Yield the texts of one file."""
     before, any_row = file.tally.total, False
     try:
-        for found in _read(file):
+        for text in _read(file):
             any_row = True
-            yield found
+            yield text
     except (OSError, EOFError, lzma.LZMAError, pa.ArrowException, UnicodeDecodeError) as error:
         if is_out_of_memory(error):
             raise
@@ -67,7 +69,7 @@ def read_file(file: TextFile) -> Iterator[Found]:
         file.tally.add(Reason.NO_ROWS, file.name)
 
 
-def _read(file: TextFile) -> Iterator[Found]:
+def _read(file: TextFile) -> Iterator[TextAndOrigin]:
     kind, compression = kind_of(file.path)
     _check_packing(file, kind, compression)
     if kind == ".parquet":
@@ -86,7 +88,10 @@ def _read(file: TextFile) -> Iterator[Found]:
 
 
 class _Unpacked(io.RawIOBase):
-    """A .bz2 or .xz file as its content; Python's own readers end in silence at a damaged part."""
+    """A raw stream over the content of a .bz2 or .xz file that reports damage.
+
+    Python's own readers end in silence at a damaged part.
+    """
 
     def __init__(self, raw: IO[bytes], make: Callable[[], Any], padding: bytes = b"") -> None:
         self._raw, self._make, self._padding = raw, make, padding
@@ -139,16 +144,16 @@ def _check_packing(file: TextFile, kind: str, compression: str | None) -> None:
     """
     with file.path.open("rb") as raw:
         begins = raw.read(SNIFFED_BYTES)
-    found = packed_as(begins)
-    if not begins or found == compression or (compression and not found and not is_text(begins)):
-        return  # what is damaged is told where it is read
+    packed = packed_as(begins)
+    if not begins or packed == compression or (compression and not packed and not is_text(begins)):
+        return  # damage is reported where the file is read
     if kind == ".parquet" and compression:
         return
     says = f"compressed with {compression}" if compression else f"a plain {kind}"
     raise ConfigError(
         f"{file.name} is by its name {says}, and by its first bytes "
-        + (f"compressed with {found}" if found else "not compressed"),
-        file.unpacked(found),
+        + (f"compressed with {packed}" if packed else "not compressed"),
+        file.unpacked(packed),
     )
 
 
@@ -188,16 +193,16 @@ def _check_text(file: TextFile, stream: io.BufferedReader) -> bytes:
             file.without(),
         )
     if encoding:
-        told = "by its first bytes" if encoding in ("UTF-16", "UTF-32") else "by its zero bytes"
+        evidence = "by its first bytes" if encoding in ("UTF-16", "UTF-32") else "by its zero bytes"
         raise ConfigError(
-            f"{file.name} is not UTF-8: it is in {encoding}, {told}",
+            f"{file.name} is not UTF-8: it is in {encoding}, {evidence}",
             file.through(f"iconv -f {encoding} -t UTF-8"),
         )
     return begins
 
 
 def _is_json(begins: bytes) -> bool:
-    """Whether a file of lines is in truth one array, or objects over several lines."""
+    """Return whether a file of lines is in truth one array, or objects over several lines."""
     text = begins.removeprefix(codecs.BOM_UTF8).lstrip()
     return text.startswith(b"[") or bool(re.match(rb"\{\s*\n", text))
 
@@ -211,7 +216,7 @@ def _lines(file: TextFile, stream: Iterable[bytes]) -> Iterator[str]:
         yield line.removeprefix("\ufeff") if number == 1 else line
 
 
-def _table(file: TextFile, stream: Iterable[bytes], delimiter: str) -> Iterator[Found]:
+def _table(file: TextFile, stream: Iterable[bytes], delimiter: str) -> Iterator[TextAndOrigin]:
     """Yield the rows of a .csv or .tsv file; its first row names the fields."""
     # An old Macintosh ends lines in \r alone, which the library takes for a mistake.
     lines = (part for line in _lines(file, stream) for part in re.split("(?<=\r)(?!\n)", line))
@@ -267,7 +272,7 @@ def _check_header(file: TextFile, header: list[str], delimiter: str) -> None:
         )
 
 
-def _json_lines(file: TextFile, stream: Iterable[bytes]) -> Iterator[Found]:
+def _json_lines(file: TextFile, stream: Iterable[bytes]) -> Iterator[TextAndOrigin]:
     """Yield the rows of JSON lines.
 
     Several values on a line are as many rows: an old Macintosh ends lines in a carriage return
@@ -283,8 +288,8 @@ def _json_lines(file: TextFile, stream: Iterable[bytes]) -> Iterator[Found]:
             file.tally.add(Reason.BLANK_LINE, origin)
             continue
         try:
-            again = any(line.count(f'"{part}"') > 1 for part in parts)
-            rows = _values(line, made if again else None)
+            repeated = any(line.count(f'"{part}"') > 1 for part in parts)
+            rows = _values(line, made if repeated else None)
         except (ValueError, RecursionError) as error:
             syntax = isinstance(error, json.JSONDecodeError)
             raise ConfigError(
@@ -304,7 +309,7 @@ def _json_lines(file: TextFile, stream: Iterable[bytes]) -> Iterator[Found]:
 
 
 def _values(line: str, made: Callable[[Any], Any] | None) -> list[Any]:
-    """The values of JSON on a line, mostly one.
+    """Return the JSON values on a line, mostly one.
 
     Raises:
         ValueError, RecursionError: it is no JSON.
@@ -315,21 +320,21 @@ def _values(line: str, made: Callable[[Any], Any] | None) -> list[Any]:
         if error.msg != "Extra data":
             raise
     decoder, values, at = json.JSONDecoder(object_pairs_hook=made), [], 0
-    while found := NO_SPACE.search(line, at):
-        value, at = decoder.raw_decode(line, found.start())
+    while token := NO_SPACE.search(line, at):
+        value, at = decoder.raw_decode(line, token.start())
         values.append(value)
     return values
 
 
 def _without_row(file: TextFile, number: int, line: str) -> str:
-    """The command that takes a line out; first, where it holds many, the one that parts them."""
+    """Return the command that takes a line out, or that splits a line which holds many."""
     if "\r" in line.rstrip("\r\n"):
         return file.through("tr '\\r' '\\n'")
     return file.without_lines(number)
 
 
 def _follows(key: str, lines: Iterable[tuple[int, str]]) -> bool:
-    """Whether one of the next lines has a field."""
+    """Return whether one of the next lines has a field."""
     for _, line in islice(lines, LOOKED_BEHIND):
         try:
             if any(find(row, key) is not MISSING for row in _values(line, None)):
@@ -339,7 +344,7 @@ def _follows(key: str, lines: Iterable[tuple[int, str]]) -> bool:
     return False
 
 
-def _parquet(file: TextFile, compression: str | None) -> Iterator[Found]:
+def _parquet(file: TextFile, compression: str | None) -> Iterator[TextAndOrigin]:
     if compression:
         raise ConfigError(
             f"{file.name} is compressed as a whole, and parquet is compressed within",
@@ -373,7 +378,7 @@ def _parquet(file: TextFile, compression: str | None) -> Iterator[Found]:
 
 
 def _rows(file: TextFile, batch: pa.RecordBatch, before: int) -> list[dict[str, Any]]:
-    """The rows of a batch.
+    """Return the rows of a batch.
 
     Raises:
         ConfigError: a text of it is not UTF-8, which its writer did not check.
@@ -401,7 +406,7 @@ def _not_utf_8(file: TextFile, number: int, column: str, error: UnicodeDecodeErr
 
 
 def _numbered(file: TextFile) -> str:
-    """The command that writes a parquet file again with no name of a column twice."""
+    """Return the command that rewrites a parquet file so that every column has its own name."""
     script = (
         "import pyarrow.parquet as pq, sys; t = pq.ParquetFile(sys.argv[1]).read(); "
         "n = t.column_names; m = [x if x not in n[:i] else f'{x}_{i}' for i, x in enumerate(n)]; "
@@ -412,7 +417,7 @@ def _numbered(file: TextFile) -> str:
 
 
 def _replaced(file: TextFile, column: str) -> str:
-    """The command that writes a parquet file again with valid text in a column."""
+    """Return the command that rewrites a parquet file with valid text in a column."""
     script = (
         "import pyarrow as pa, pyarrow.parquet as pq, sys; bad, good, name = sys.argv[1:]; "
         "t = pq.read_table(bad); "

@@ -68,8 +68,8 @@ def cut_at(raw: bytes, share: float) -> int:
         cut += 1
     limit = cut + int((size - cut) * CUT_SLACK)
     for mark in (b"\n", b" "):
-        if (found := raw.find(mark, cut, limit)) >= 0:
-            cut = found + 1
+        if (end := raw.find(mark, cut, limit)) >= 0:
+            cut = end + 1
             break
     return cut or size
 
@@ -85,7 +85,7 @@ class Split:
         border: units below it are held out whole.
         cut: units whose documents are cut.
         kept: units below the border that are trained on all the same.
-        held_bytes: bytes that are held out.
+        validation_bytes: bytes that are held out.
         text_bytes: bytes of all text.
     """
 
@@ -95,14 +95,14 @@ class Split:
     border: int
     cut: frozenset[int]
     kept: frozenset[int]
-    held_bytes: int
+    validation_bytes: int
     text_bytes: int
 
     def is_cut(self, place: int) -> bool:
         """Return whether the document whose hash falls on `place` is cut."""
         return _unit(place, self.natural, self.shift) in self.cut
 
-    def is_held(self, place: int) -> bool:
+    def is_validation(self, place: int) -> bool:
         """Return whether it is held out whole."""
         unit = _unit(place, self.natural, self.shift)
         return unit < self.border and unit not in self.cut and unit not in self.kept
@@ -113,7 +113,7 @@ class Split:
             raw = text.encode()
             cut = cut_at(raw, self.share)
             return raw[:cut].decode(), raw[cut:].decode()
-        return ("", text) if self.is_held(place) else (text, "")
+        return ("", text) if self.is_validation(place) else (text, "")
 
 
 class Weights:
@@ -171,14 +171,18 @@ class Weights:
         wanted = self.share * self.text_bytes
         for largest, cuts_all in ((MOST, True), (1.0, True), (1.0, False)):
             is_large = sizes[:, 0] > largest * wanted
-            if (found := self._decide(units, sizes, is_large, is_spared, cuts_all)) is not None:
-                return found
+            if (split := self._decide(units, sizes, is_large, is_spared, cuts_all)) is not None:
+                return split
         return None
 
     def _decide(
-        self, units: list[int], sizes: np.ndarray, is_large: np.ndarray, is_spared: np.ndarray,
+        self,
+        units: list[int],
+        sizes: np.ndarray,
+        is_large: np.ndarray,
+        is_spared: np.ndarray,
         cuts_all: bool,
-    ) -> Split | None:  # fmt: skip
+    ) -> Split | None:
         """Return the split that cuts what is large, or as much of it as the bounds allow."""
         wanted = self.share * self.text_bytes
         least, most = LEAST * wanted, MOST * wanted
@@ -188,8 +192,8 @@ class Weights:
             ends = np.where(is_large, ends, 0)
         whole = np.where(is_spared, sizes[:, 1], sizes[:, 0])
         whole[is_large | (sizes[:, 0] > most)] = 0
-        held = ends.sum() + np.concatenate([[0], whole.cumsum()])
-        fits = np.flatnonzero((held >= least) & (held <= most) & (held > 0))
+        taken = ends.sum() + np.concatenate([[0], whole.cumsum()])
+        fits = np.flatnonzero((taken >= least) & (taken <= most) & (taken > 0))
         if not len(fits):
             return None
         natural = sum(1 for unit in units if not unit & 1)
@@ -204,13 +208,13 @@ class Weights:
             border=units[count] if count < len(units) else PLACES << 1,
             cut=frozenset(compress(units, cut)),
             kept=frozenset(compress(units, kept)),
-            held_bytes=int(held[count]),
+            validation_bytes=int(taken[count]),
             text_bytes=self.text_bytes,
         )
 
 
 def _unit(place: int, natural: int, shift: int) -> int:
-    """Number of a place's unit: it rises with the place, and is odd from `natural` on."""
+    """Return the number of a place's unit. It rises with the place and is odd from `natural` on."""
     return place >> shift << 1 | (place >= natural)
 
 
@@ -223,10 +227,10 @@ def refused_split(weights: Weights, sources: str, weigh: Callable[[float], Weigh
         weigh: the same text again, for another share.
     """
     size, share, documents = weights.text_bytes, weights.share, weights.documents
-    found = "one short document" if documents == 1 else f"{documents:,} short documents"
+    texts = "one short document" if documents == 1 else f"{documents:,} short documents"
     asked = f"data.validation = {share:g} of them is {share * size:.3g}"
     message = (
-        f"data.sources = {sources} give {found}, {size:,} bytes; {asked}, and between "
+        f"data.sources = {sources} give {texts}, {size:,} bytes; {asked}, and between "
         f"{LEAST * share * size:.3g} and {MOST * share * size:.3g} bytes cannot be held out"
     )
     nearest = sorted(SHARES, key=lambda other: abs(math.log(other / share)))
@@ -290,9 +294,9 @@ class Record(Strict):
         except FileNotFoundError:
             return None
         except ValidationError as error:
-            told = error.errors()[0]["msg"].lower()
+            problem = error.errors()[0]["msg"].lower()
             raise RecordDamaged(
-                f"{folder / FILE} is damaged: {told}; it only tells how the sides were made",
+                f"{folder / FILE} is damaged: {problem}; it only tells how the sides were made",
                 f"rm {shlex.quote(str(folder / FILE))}",
             ) from None
 
@@ -305,9 +309,9 @@ class Overlaps:
 
     def __init__(self) -> None:
         self._sizes: dict[int, list[int]] = {}
-        self._found: set[int] = set()
+        self._trained_places: set[int] = set()
         self._lines: dict[str, int] = {}
-        self._found_lines: set[str] = set()
+        self._trained_lines: set[str] = set()
         self._bar = 1 << 32  # lines whose hash falls below it are compared
 
     def add(self, place: int, text: str, size_bytes: int) -> None:
@@ -323,22 +327,22 @@ class Overlaps:
                     self._lines = {k: n for k, n in self._lines.items() if _hash(k) < self._bar}
 
     def trained(self, place: int, text: str) -> None:
-        """A document is trained on."""
+        """Note that a document is trained on."""
         if place in self._sizes:
-            self._found.add(place)
+            self._trained_places.add(place)
         if self._lines:
-            self._found_lines.update(line for line in _long_lines(text) if line in self._lines)
+            self._trained_lines.update(line for line in _long_lines(text) if line in self._lines)
 
     def result(self) -> Overlap:
         """Return how much of the validation text was found."""
-        found = [self._sizes[place] for place in self._found]
+        trained = [self._sizes[place] for place in self._trained_places]
         every = self._sizes.values()
         return Overlap(
-            documents=sum(count for count, _ in found),
+            documents=sum(count for count, _ in trained),
             of_documents=sum(count for count, _ in every),
-            bytes=sum(size for _, size in found),
+            bytes=sum(size for _, size in trained),
             of_bytes=sum(size for _, size in every),
-            lines=sum(self._lines[line] for line in self._found_lines),
+            lines=sum(self._lines[line] for line in self._trained_lines),
             of_lines=sum(self._lines.values()),
         )
 

@@ -1,4 +1,4 @@
-"""Sources to shards: read twice, train or load the tokenizer, hold some out, encode, write.
+"""Turn sources into shards: read twice, train or load the tokenizer, hold some out, encode, write.
 
 The first pass counts, finds what is held out (see heldout.py) and keeps a sample for the tokenizer;
 the second encodes. The tokenizer learns from at most 64 MiB of the training side, picked by hash
@@ -104,7 +104,7 @@ class _Survey:
     def training_texts(self, split: Split | None) -> Iterator[str]:
         """Yield the sample without what is held out."""
         for _, place, head, piece in self.sample:
-            if split is None or not (split.is_cut(place) or split.is_held(place)):
+            if split is None or not (split.is_cut(place) or split.is_validation(place)):
                 yield piece
             elif split.is_cut(place) and head:
                 yield piece[:head]
@@ -115,7 +115,7 @@ def _place(digest: bytes) -> int:
 
 
 def prepare(plan: Plan, *, progress: Progress | None = None) -> Prepared:
-    """Tokenizer and shards of a plan, made now or found from before.
+    """Return the tokenizer and shards of a plan, made now or kept from an earlier run.
 
     Args:
         plan: its `data` table says what; nothing else of the plan matters here.
@@ -151,15 +151,15 @@ def reopen(
         RunError, MemoryFull: see `prepare`.
     """
     if record is None:
-        found = _prepare_again(plan, run / "tokenizer.json", progress)
-        return replace(found, has_begun=True)
+        prepared = _prepare_unrecorded(plan, run / "tokenizer.json", progress)
+        return replace(prepared, has_begun=True)
     was = record["fingerprint"]
     places = [Path(record[key]) for key in ("directory", "absolute")]
     places.append(Path(plan.data.directory).expanduser() / places[0].name)
     place = next((p for p in places if p.is_dir()), None)
     if place is not None:
         try:
-            found = open_prepared(plan, place)
+            prepared = open_prepared(plan, place)
         except RecordDamaged:
             raise
         except ConfigError as error:
@@ -167,7 +167,7 @@ def reopen(
             raise ConfigError(error.message, remedy) from None
     else:
         try:
-            found = prepare(plan, progress=progress)
+            prepared = prepare(plan, progress=progress)
         except ConfigError as error:
             raise ConfigError(
                 f"the data of this run is gone: its shards are not in {places[1]} any more, and "
@@ -176,20 +176,20 @@ def reopen(
                 f"shards back into {places[1]}, or the text where it was",
             ) from error
     text = {thing: digest for thing, digest in was.items() if thing != "mixture"}  # the plan's own
-    where = f"shards in {found.directory}"
+    where = f"shards in {prepared.directory}"
     if place is None:
         where += ", made now, as theirs are gone; an older version may have held out other text"
-    check_same_data(text, found.fingerprint, where, run)
-    return replace(found, has_begun=True)
+    check_same_data(text, prepared.fingerprint, where, run)
+    return replace(prepared, has_begun=True)
 
 
 def _rebuild_whole(plan: Plan, folder: Path) -> str:
-    """The command that makes all of a folder again: a part of it is never made anew."""
+    """Return the command that rebuilds a whole folder: a part of it is never rebuilt alone."""
     return f"rm -r {shlex.quote(str(folder))} && {_rebuild_command(plan.data)}"
 
 
 def _remade(plan: Plan, folder: Path, run: Path, *, older: bool) -> str:
-    """The command behind damaged shards of a run; whether its text is what it was decides."""
+    """Return the command for damaged shards of a run, given whether its text is unchanged."""
     words = ["name=NEW"]
     try:
         if older or _key(plan) == folder.name:
@@ -202,7 +202,7 @@ def _remade(plan: Plan, folder: Path, run: Path, *, older: bool) -> str:
     )
 
 
-def _prepare_again(plan: Plan, own: Path, progress: Progress | None) -> Prepared:
+def _prepare_unrecorded(plan: Plan, own: Path, progress: Progress | None) -> Prepared:
     """Prepare the data of a run that keeps no record of it."""
 
     def prepare_with(**keys: Any) -> Prepared:
@@ -219,7 +219,7 @@ def _prepare_again(plan: Plan, own: Path, progress: Progress | None) -> Prepared
 
 
 def is_current(plan: Plan, prepared: Prepared) -> bool:
-    """Whether preparing the plan's data now would find these very shards."""
+    """Return whether preparing the plan's data now would give these very shards."""
     try:
         return _key(plan) == prepared.directory.name
     except (ConfigError, OSError):  # what they were made from is gone
@@ -237,8 +237,8 @@ def _prepare(plan: Plan, progress: Progress | None) -> Prepared:
             with _locked(root / f".{name}.lock"):
                 if not target.exists():
                     _build_aside(plan, target, progress)
-        found = open_prepared(plan, target)
-        return replace(found, left_out=left_out.current(found.left_out, listed.records))
+        prepared = open_prepared(plan, target)
+        return replace(prepared, left_out=left_out.current(prepared.left_out, listed.records))
     except ConfigError as error:
         if not target.exists():
             raise
@@ -261,7 +261,7 @@ def _prepare(plan: Plan, progress: Progress | None) -> Prepared:
 
 
 def _key(plan: Plan, listed: Tally | None = None) -> str:
-    """12 hex digits that change with anything that the shards depend on.
+    """Return 12 hex digits that change with anything that the shards depend on.
 
     `listed` counts the files of the sources that are left out.
     """
@@ -273,25 +273,25 @@ def _key(plan: Plan, listed: Tally | None = None) -> str:
         own = bool(spec) and spec == plan.model.pretrained
         key = "model.pretrained" if own else "data.tokenizer"
         spec = open_tokenizer(spec, key).fingerprint
-    held_out = data.validation
-    if isinstance(held_out, str):
-        held_out = source_signature(Asked(held_out, "data.validation"), listed)
+    validation = data.validation
+    if isinstance(validation, str):
+        validation = source_signature(Asked(validation, "data.validation"), listed)
     seen = None if listed is None else Seen(listed)
     signatures = [source_signature(asked, listed, seen) for asked in _asked(plan)]
-    facts: list[Any] = [FORMAT, RULE, signatures, spec, held_out, data.text_key]
+    facts: list[Any] = [FORMAT, RULE, signatures, spec, validation, data.text_key]
     if data.lossy_tokenizer:  # what a strict plan would refuse is not taken from the cache
         facts.append("lossy")
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
 
 
 def _asked(plan: Plan) -> list[Asked]:
-    """The sources, each with those that the plan names beside it."""
+    """Return the sources, each with those that the plan names beside it."""
     return [Asked(source, beside=plan.source_list) for source in plan.source_list]
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One process at a time; the system lets go of the lock however the process ends."""
+    """Let one process in at a time; the system frees the lock however the process ends."""
     lock = hold_lock(path, wait=True, key="data.directory")
     try:
         yield
@@ -314,7 +314,7 @@ def _build_aside(plan: Plan, target: Path, progress: Progress) -> None:
 
 
 def _build(plan: Plan, folder: Path, progress: Progress) -> None:
-    """Both passes, into an empty folder."""
+    """Make both passes, into an empty folder."""
     data, tokenizer = plan.data, None
     if data.tokenizer != "bpe":
         tokenizer = open_tokenizer(data.tokenizer)
@@ -338,7 +338,7 @@ def _build(plan: Plan, folder: Path, progress: Progress) -> None:
 def _read_through(
     plan: Plan, progress: Progress, share: float | None = None, tally: Tally | None = None
 ) -> _Survey:
-    """The first pass; with `share`, one that looks only at what could be held out of it."""
+    """Make the first pass; with `share`, look only at what could be held out of the text."""
     data, asked = plan.data, plan.data.validation
     own = isinstance(asked, str)
     survey = _Survey(Weights(share or (0.0 if own else asked)))
@@ -384,7 +384,7 @@ def _write(
     progress: Progress,
     tally: Tally,
 ) -> None:
-    """The second pass: encode every document and add it to its side."""
+    """Make the second pass: encode every document and add it to its side."""
     rebuild, asked = _rebuild_command(plan.data), plan.data.validation
     overlaps, cut_documents, done_bytes, lost = Overlaps(), 0, 0, ""
 
@@ -401,11 +401,11 @@ def _write(
     def add(side: ShardWriter, text: str, ids: np.ndarray) -> int:
         """Add a document, and return the bytes of its text."""
         nonlocal lost
-        is_held = side is validation
+        is_validation = side is validation
         if not plan.data.lossy_tokenizer:
-            tokenizer.check_document(text, ids, is_held=is_held)
-        elif is_held and not lost:
-            lost = tokenizer.lost_of(text, ids, is_held=True)
+            tokenizer.check_document(text, ids, is_validation=is_validation)
+        elif is_validation and not lost:
+            lost = tokenizer.lost_of(text, ids, is_validation=True)
         size = len(text.encode())
         side.add(ids, text_bytes=size, counted_bytes=tokenizer.bytes_of(ids))
         return size
@@ -425,7 +425,7 @@ def _write(
             for piece, ids in encoded(pieces):
                 cut_documents += piece.is_end
                 overlaps.trained(piece.place, piece.text)
-                done_bytes += add(validation if piece.is_held else train, piece.text, ids)
+                done_bytes += add(validation if piece.is_validation else train, piece.text, ids)
             progress("encoding", done_bytes, total_bytes)
         train.close()
     validation.close()
@@ -434,12 +434,12 @@ def _write(
 
 
 class _Piece(NamedTuple):
-    """A document, or one side of it."""
+    """A piece is a document, or the part of it that lies on one side."""
 
     text: str
     place: int
     """Where the hash of the whole document falls."""
-    is_held: bool = False
+    is_validation: bool = False
     is_end: bool = False
     """Whether it is the held-out end of a document that is trained on."""
 
@@ -451,11 +451,11 @@ def _pieces(
     for document in read_documents(source, text_key=text_key, left_out=tally):
         text = document.text
         place = _place(hashlib.sha256(text.encode()).digest())
-        trained, held = (text, "") if split is None else split.parts(text, place)
+        trained, validation = (text, "") if split is None else split.parts(text, place)
         if trained:
             yield _Piece(trained, place)
-        if held:
-            yield _Piece(held, place, is_held=True, is_end=bool(trained))
+        if validation:
+            yield _Piece(validation, place, is_validation=True, is_end=bool(trained))
 
 
 def _batches(
@@ -475,10 +475,16 @@ def _batches(
 
 
 def _rebuild_command(data: DataConfig) -> str:
-    """`headrace data ingest` with the keys that are not at their defaults or not at demo's."""
+    """Return `headrace data ingest` with all keys that are not at their defaults or not demo's."""
     keys = {
-        "sources", "validation", "text_key", "tokenizer", "lossy_tokenizer", "vocab", "directory",
-    }  # fmt: skip
+        "sources",
+        "validation",
+        "text_key",
+        "tokenizer",
+        "lossy_tokenizer",
+        "vocab",
+        "directory",
+    }
     asked = data.model_dump(mode="json", include=keys, exclude_defaults=True)
     words = ["headrace data ingest demo"]
     for key, value in {**asked, "vocab": data.vocab}.items():

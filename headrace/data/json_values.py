@@ -1,4 +1,4 @@
-"""JSON as a stream of values: a file of one array, one object, or lines of objects.
+"""Read JSON as a stream of values: a file of one array, one object, or lines of objects.
 
 Of an array one element is in memory, however long the array is.
 """
@@ -16,7 +16,7 @@ from headrace.core.units import format_bytes
 from headrace.data.fields import MISSING, find, lacks, once
 from headrace.data.left_out import Reason
 from headrace.data.listing import DECOMPRESS, JSON, kind_of
-from headrace.data.text_file import Found, TextFile
+from headrace.data.text_file import TextAndOrigin, TextFile
 
 CHUNK_BYTES = 1 << 20
 MOST_VALUE_BYTES = 1 << 29
@@ -28,7 +28,7 @@ class NotJson(ConfigError):
     """A value that is not JSON."""
 
 
-def json_values(file: TextFile, stream: IO[bytes]) -> Iterator[Found]:
+def json_values(file: TextFile, stream: IO[bytes]) -> Iterator[TextAndOrigin]:
     """Yield the rows of a JSON file: one array, one object, or lines of JSON.
 
     A .json file in a folder may be something else, as package.json: it is counted as left out where
@@ -75,20 +75,20 @@ def fault(error: Exception) -> str:
 
 
 def _inner(row: Any) -> str | None:
-    """The field of an object that holds rows."""
+    """Return the name of the field of an object that holds rows."""
     fields = row.items() if isinstance(row, dict) else ()
     lists = {name: value for name, value in fields if isinstance(value, list) and value}
     return next((name for name, value in lists.items() if isinstance(value[0], dict)), None)
 
 
 def _script(change: str) -> str:
-    """The command that changes the value `r` of a JSON text."""
+    """Return the command that changes the value `r` of a JSON text."""
     script = f"import json, sys; r = json.load(sys.stdin); {change}; json.dump(r, sys.stdout)"
     return python(script)
 
 
 class _Values:
-    """The values of a JSON file one after another, and the elements of an array among them."""
+    """Iterate over the values of a JSON file, and over the elements of an array among them."""
 
     def __init__(self, file: TextFile, stream: IO[bytes]) -> None:
         self._file, self._stream = file, stream
@@ -150,8 +150,8 @@ class _Values:
     def _next(self) -> bool:
         """Go to the next character that is no space; return False at the end."""
         while True:
-            if found := NO_SPACE.search(self._text, self._at):
-                self._go(found.start())
+            if token := NO_SPACE.search(self._text, self._at):
+                self._go(token.start())
                 return True
             self._go(len(self._text))
             if self._ended:
@@ -202,7 +202,7 @@ class _Values:
 
 
 def _without_value(file: TextFile, values: _Values) -> str:
-    """The command that takes the value that was read last out of its file."""
+    """Return the command that takes the value that was read last out of its file."""
     if values.in_array:
         return file.through(_script(f"del r[{values.number - 1}]"))
     return file.without_lines(values.first_line, values.line)

@@ -45,7 +45,7 @@ class Reason(StrEnum):
 
     @property
     def of_files(self) -> bool:
-        """Whether it is known of a file before the file is read."""
+        """Return whether the reason is known before the file is read."""
         return self not in _OF_TEXTS
 
     def words(self, count: int) -> str:
@@ -56,10 +56,15 @@ class Reason(StrEnum):
 
 _OF_TEXTS = frozenset(
     {
-        Reason.NO_JSON, Reason.NO_FIELD, Reason.NO_ROWS, Reason.EMPTY_TEXT, Reason.NULL_TEXT,
-        Reason.BLANK_LINE, Reason.HALF_CHARACTER,
+        Reason.NO_JSON,
+        Reason.NO_FIELD,
+        Reason.NO_ROWS,
+        Reason.EMPTY_TEXT,
+        Reason.NULL_TEXT,
+        Reason.BLANK_LINE,
+        Reason.HALF_CHARACTER,
     }
-)  # fmt: skip
+)
 _WORDS = {
     Reason.ENDING: ("file of a kind that is not read", "files of kinds that are not read"),
     Reason.EMPTY_FILE: ("empty file", "empty files"),
@@ -97,7 +102,7 @@ _WORDS = {
         "text with half a surrogate pair, which became U+FFFD",
         "texts with half a surrogate pair, which became U+FFFD",
     ),
-}  # fmt: skip
+}
 
 
 class LeftOut(Strict):
@@ -150,12 +155,12 @@ class Tally:
 
     @property
     def total(self) -> int:
-        """How many were counted."""
+        """Return how many files or texts were counted, over all reasons."""
         return sum(self._counts.values())
 
     @property
     def records(self) -> tuple[LeftOut, ...]:
-        """What was counted, in the order of the reasons."""
+        """Return one record for each reason that was counted, in the order of the reasons."""
         return tuple(
             LeftOut(reason=r, count=self._counts[r], examples=tuple(self._examples[r]))
             for r in Reason

@@ -37,7 +37,7 @@ SHOWN = 8
 _NOT_LIBRARY = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 )
-_KINDS = f"the kinds are {' '.join(sorted(READABLE))} (and .gz, .zst, .bz2 or .xz of them)"
+_READABLE = f"the kinds are {' '.join(sorted(READABLE))} (and .gz, .zst, .bz2 or .xz of them)"
 
 File = tuple[str, Path]
 """(Name to show, path)."""
@@ -76,13 +76,13 @@ class Asked:
 
 
 def kind_of(path: Path) -> tuple[str, str | None]:
-    """(suffix without compression, compression), e.g. ('.jsonl', 'gzip')."""
+    """Return (suffix without compression, compression), e.g. ('.jsonl', 'gzip')."""
     compression = COMPRESSION.get(path.suffix.lower())
     return Path(path.stem if compression else path.name).suffix.lower(), compression
 
 
 def list_files(asked: Asked, tally: Tally) -> list[File]:
-    """The readable files of a local source, sorted.
+    """Return the readable files of a local source, sorted.
 
     Raises:
         ConfigError: there is none; says what is there instead.
@@ -116,11 +116,11 @@ def list_files(asked: Asked, tally: Tally) -> list[File]:
 
 def _closed(path: Path, asked: Asked) -> ConfigError:
     """Name the first folder on the way that is closed; those beneath may be closed too."""
-    way = [*reversed(path.parents), *([path] if _is_folder(path) else [])]
-    first = next((n for n, one in enumerate(way) if _is_closed(one)), -1)
+    folders = [*reversed(path.parents), *([path] if _is_folder(path) else [])]
+    first = next((n for n, one in enumerate(folders) if _is_closed(one)), -1)
     return ConfigError(
-        f"{asked} cannot be read: this user may not look into {printable(way[first])}",
-        f"chmod u+rx {' '.join(map(shell, way[first:]))}",
+        f"{asked} cannot be read: this user may not look into {printable(folders[first])}",
+        f"chmod u+rx {' '.join(map(shell, folders[first:]))}",
     )
 
 
@@ -138,8 +138,8 @@ def _missing(path: Path, asked: Asked) -> ConfigError:
             f"{asked} is a link that leads nowhere, to {printable(os.readlink(path))}",
             asked.to("PATH"),
         )
-    if way := _meant(asked):
-        return _not_one(asked, *way)
+    if meant := _meant(asked):
+        return _not_one(asked, *meant)
     siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     close = alike(path.name, siblings)
     hint = path.parent / close if close else None
@@ -155,8 +155,8 @@ def _several(source: str) -> list[str]:
 
     All of them are there, so nothing of what was meant is left out.
     """
-    if found := re.fullmatch(r"(.*)\{([^{}]*,[^{}]*)\}(.*)", source):
-        before, inside, behind = found.groups()
+    if braces := re.fullmatch(r"(.*)\{([^{}]*,[^{}]*)\}(.*)", source):
+        before, inside, behind = braces.groups()
         each = [f"{before}{part}{behind}" for part in inside.split(",")]
         return [one for one in each if glob.glob(os.path.expanduser(one))]
     for sign in (r"\s*[,;]\s*", r"\s+", ":"):
@@ -167,7 +167,7 @@ def _several(source: str) -> list[str]:
 
 
 def _meant(asked: Asked) -> tuple[str, str] | None:
-    """What a source is that is no path, and what names it; None where nothing tells."""
+    """Return what a source is that is no path, and the setting that names it, or None."""
     source, own = asked.source, asked.key == "data.validation"
     if own and (share := re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", source)):
         return "is a share of a hundred", f"{asked.key}={float(share[1]) / 100:g}"
@@ -205,7 +205,7 @@ def _readable(path: Path, asked: Asked) -> Path:
     as_text = f"{path.name.removesuffix(packed)}.txt{packed}"
     unpack = next((c for end, c in ARCHIVES.items() if path.name.lower().find(end) > 0), None)
     raise ConfigError(
-        f"{asked} is not of a kind that can be read; {_KINDS}",
+        f"{asked} is not of a kind that can be read; {_READABLE}",
         f"{unpack} {shell(path)}, and {asked.to('FOLDER')} with what was in it"
         if unpack
         else f"cp {shell(path)} {shell(as_text)}, and {asked.to(as_text)}, if it is text",
@@ -213,23 +213,23 @@ def _readable(path: Path, asked: Asked) -> Path:
 
 
 def _folder(folder: Path, asked: Asked, tally: Tally) -> list[File]:
-    """Readable files under a folder; hidden ones and caches are left out."""
-    found = sorted(_walk(folder, tally))
+    """Return the readable files under a folder, without hidden ones and caches."""
+    paths = sorted(_walk(folder, tally))
     endings: Counter[str] = Counter()
-    files = _kept(found, tally, endings)
+    files = _kept(paths, tally, endings)
     if not files:
         raise _nothing(f"{asked} holds", folder, asked, tally, endings)
     return files
 
 
 def _matched(pattern: Path, asked: Asked, tally: Tally) -> list[File]:
-    """Readable files that a glob matches."""
+    """Return the readable files that a glob matches."""
     paths = sorted(_expand(pattern, tally))
     folders = [p for p in paths if p.is_dir()]
-    found = [p for p in paths if not p.is_dir()]
+    matched = [p for p in paths if not p.is_dir()]
     endings: Counter[str] = Counter()
-    files = _kept(found, tally, endings)
-    reached = {above for path in found for above in path.parents}
+    files = _kept(matched, tally, endings)
+    reached = {above for path in matched for above in path.parents}
     for folder in folders:
         if folder not in reached and pattern.name != "**":
             tally.add(Reason.FOLDER, f"{folder}/")
@@ -241,11 +241,11 @@ def _matched(pattern: Path, asked: Asked, tally: Tally) -> list[File]:
     return files
 
 
-def _kept(found: Iterable[Path], tally: Tally, endings: Counter[str]) -> list[File]:
-    """The files that can be read, each once; the others are counted."""
+def _kept(paths: Iterable[Path], tally: Tally, endings: Counter[str]) -> list[File]:
+    """Return the files that can be read, each once; count the others in `tally`."""
     files: list[File] = []
     seen: set[object] = set()
-    for path in found:
+    for path in paths:
         reason, identity = _look(path)
         if reason is None and identity in seen:
             reason = Reason.TWICE
@@ -261,7 +261,7 @@ def _kept(found: Iterable[Path], tally: Tally, endings: Counter[str]) -> list[Fi
 
 
 def _look(path: Path) -> tuple[Reason | None, object]:
-    """Why a file is not read, or None; and what tells it from others."""
+    """Return why a file is not read, or None, and what distinguishes it from other files."""
     try:
         info = path.stat()
     except PermissionError:
@@ -352,11 +352,11 @@ def _nothing(
     says: str, folder: Path, asked: Asked, tally: Tally, endings: Counter[str]
 ) -> ConfigError:
     """Say what there is where no readable file was found."""
-    kinds = [f"{n:,} {ending or 'without an ending'}" for ending, n in endings.most_common(SHOWN)]
+    counts = [f"{n:,} {ending or 'without an ending'}" for ending, n in endings.most_common(SHOWN)]
     if more := sum(n for _, n in endings.most_common()[SHOWN:]):
-        kinds.append(f"{more:,} of other kinds")
+        counts.append(f"{more:,} of other kinds")
     others = [r.format() for r in tally.records if r.reason is not Reason.ENDING]
-    found = ", ".join([*kinds, *others])
+    present = ", ".join([*counts, *others])
     remedy = asked.to("PATH")
     if endings:
         (ending, _), *_ = endings.most_common(1)
@@ -369,11 +369,13 @@ def _nothing(
         )
     elif any(r.reason is Reason.NO_PERMISSION for r in tally.records):
         remedy = f"chmod -R u+rX {shell(folder)}"
-    return ConfigError(f"{says} {f'only {found}' if found else 'no files'}; {_KINDS}", remedy)
+    return ConfigError(
+        f"{says} {f'only {present}' if present else 'no files'}; {_READABLE}", remedy
+    )
 
 
 def _standard_library() -> list[File]:
-    """The interpreter's own .py files, tests and installed packages left out."""
+    """Return the interpreter's own .py files without tests and installed packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [(p.relative_to(root), p) for p in root.rglob("*.py")]
     kept = [(n.as_posix(), p) for n, p in files if not _NOT_LIBRARY.intersection(n.parts)]

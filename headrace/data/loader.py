@@ -40,7 +40,7 @@ _HASH_MODULUS = 1 << 256
 
 @dataclass(frozen=True)
 class Micro:
-    """One forward pass's worth of rows, on the host."""
+    """A micro-batch holds the rows of one forward pass, on the host."""
 
     ids_BT: Tensor
     """int64."""
@@ -58,7 +58,7 @@ class Micro:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """This rank's share of one optimizer step."""
+    """A step batch holds this rank's share of one optimizer step."""
 
     micros: list[Micro]
     wait_s: float
@@ -66,19 +66,19 @@ class StepBatch:
 
 
 def combine_hashes(sums: Iterable[int]) -> str:
-    """`stream_sha256` of the whole stream from the sums of its parts."""
+    """Return the `stream_sha256` of the whole stream from the sums of its parts."""
     return hashlib.sha256((sum(sums) % _HASH_MODULUS).to_bytes(32, "little")).hexdigest()
 
 
 def row_hash(row: int, ids: np.ndarray) -> int:
-    """What one global row adds to the stream hash."""
+    """Return what one global row adds to the stream hash."""
     digest = hashlib.sha256(row.to_bytes(8, "little"))
     digest.update(ids.astype("<i4").data)
     return int.from_bytes(digest.digest(), "little")
 
 
 class Loader:
-    """Hands out this rank's micro-batches step by step, reading ahead on threads.
+    """Hand out the micro-batches of this rank step by step, reading ahead on threads.
 
     Args:
         packer: where rows come from.
@@ -91,7 +91,7 @@ class Loader:
         prefetch: micro-batches that are read ahead.
         segments: whether micro-batches carry documents and positions.
         pin: whether tensors are page-locked, for asynchronous copies to a GPU.
-        order: in place of the trunk's (seed and weights are then not used).
+        order: in place of the baseline's (seed and weights are then not used).
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Loader:
         self.local_hash = 0
 
     def step(self, step: int | None = None) -> StepBatch:
-        """The batch of a step, by default the next one; another step is sought first.
+        """Return the batch of a step, by default the next one; seek another step first.
 
         What a reading thread raised is raised here, and the same step can then be tried again.
         """
@@ -155,7 +155,7 @@ class Loader:
         self.local_hash = 0
 
     def state(self) -> dict[str, int | str]:
-        """All that a resume needs; with several ranks only right after `merge`."""
+        """Return all that a resume needs; with several ranks only right after `merge`."""
         if self.ranks == 1:
             self.merge(self.local_hash)
         assert not self.local_hash, "merge the ranks' hashes before asking for the state"
@@ -207,7 +207,7 @@ class Loader:
             self._ahead.pop().cancel()
 
     def _take(self, index: int) -> tuple[Micro, int]:
-        """This rank's micro-batch number `index` since step 0, read ahead where threads do it."""
+        """Return micro-batch number `index` of this rank, read ahead where threads do it."""
         if not self._pool:
             return self._make(index)
         while self._submitted < index + 1 + self._prefetch:
@@ -220,7 +220,7 @@ class Loader:
             raise
 
     def _make(self, index: int) -> tuple[Micro, int]:
-        """A micro-batch and the sum of its rows' hashes. Runs on any thread."""
+        """Return a micro-batch and the sum of its rows' hashes. It may run on any thread."""
         step, m = divmod(index, self._micros_per_step)
         first = step * self.rows_per_step
         first += (self.rank * self._micros_per_step + m) * self.micro_rows
@@ -234,7 +234,7 @@ class Loader:
 def collate(
     rows: Sequence[Row], *, segments: bool = False, pin: bool = False, first_token: int = 0
 ) -> Micro:
-    """Rows of one length as tensors."""
+    """Return rows of one length as tensors."""
     shape = len(rows), len(rows[0].ids) - 1
     ids_BT = torch.empty(shape, dtype=torch.int64, pin_memory=pin)
     targets_BT = torch.empty(shape, dtype=torch.int64, pin_memory=pin)
@@ -286,7 +286,9 @@ def validation_batches(
     ranks: int = 1,
     segments: bool = False,
 ) -> Iterator[Micro]:
-    """The same fixed rows every time, dealt out to the ranks in micro-batches of one shape.
+    """Yield the rows of the validation set, dealt out to the ranks in micro-batches of one shape.
+
+    The rows are fixed: every call yields the same ones.
 
     Row i has tokens [i*T, i*T + T + 1). A last short row, and whole rows where the number does not
     divide, are padding with ignored targets: every rank gets as many micro-batches.
@@ -304,7 +306,7 @@ def validation_batches(
 
 
 def _validation_row(shards: Shards, sequence_length: int, number: int | None) -> Row:
-    """Row `number` of the set, padded where it ends; None is all padding."""
+    """Return row `number` of the validation set, padded where the set ends; None is all padding."""
     ids = np.full(sequence_length + 1, shards.manifest.document_token, dtype=np.int64)
     targets = np.full(sequence_length, IGNORE, dtype=np.int64)
     if number is None:

@@ -42,7 +42,7 @@ def guarded(call: Callable[[], Result], what: str) -> Result:
 
 
 def _without_dropout(name: str) -> str:
-    """The command that writes a tokenizer.json again without dropout."""
+    """Return the command that rewrites a tokenizer.json without dropout."""
     script = (
         "import json, sys; s = json.load(open(sys.argv[1])); s['model']['dropout'] = None; "
         "json.dump(s, open(sys.argv[1], 'w'))"
@@ -104,8 +104,8 @@ def example_of_loss(
 def difference(text: str, returned: str) -> str:
     """Show where a text comes back as another, in ASCII: composed accents look like others."""
     at = next((i for i, c in enumerate(text) if returned[i : i + 1] != c), len(text))
-    shown, found = (t[max(0, at - 8) : at + 8] for t in (text, returned))
-    return f"{shown!a} comes back as {found!a}"
+    shown, decoded = (t[max(0, at - 8) : at + 8] for t in (text, returned))
+    return f"{shown!a} comes back as {decoded!a}"
 
 
 def vanishing(missing: list[int]) -> str:
@@ -121,13 +121,13 @@ def vanishing(missing: list[int]) -> str:
     )
 
 
-def in_short_runs(texts: Iterable[str]) -> Iterator[str]:
+def with_limited_runs(texts: Iterable[str]) -> Iterator[str]:
     """Yield texts in which no run of blanks, or of anything else, is long."""
     for text in texts:
         begin = 0
-        for found in _LONG_RUN.finditer(text):
-            yield text[begin : found.start()]
-            for at in range(found.start(), found.end(), RUN_CHARACTERS):
-                yield text[at : min(at + RUN_CHARACTERS, found.end())]
-            begin = found.end()
+        for run in _LONG_RUN.finditer(text):
+            yield text[begin : run.start()]
+            for at in range(run.start(), run.end(), RUN_CHARACTERS):
+                yield text[at : min(at + RUN_CHARACTERS, run.end())]
+            begin = run.end()
         yield text[begin:] if begin else text

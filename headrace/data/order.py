@@ -35,7 +35,7 @@ class Order(Protocol):
     """What the `order` socket holds: a pure function, called from several threads at once."""
 
     def __call__(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Sources and units [count] of the global rows first, first + 1, ..."""
+        """Return sources and units [count] of the global rows first, first + 1, ..."""
         ...
 
 
@@ -47,14 +47,14 @@ def _round_keys(key: int | bytes | tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _mix(x: Any) -> Any:
-    """splitmix64's finalizer, for a Python int and for a uint64 array alike."""
+    """Return the finalizer of splitmix64, for a Python int or for a uint64 array."""
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
     return x ^ (x >> 31)
 
 
 def _feistel(x: Any, bits: int, keys: tuple[int, ...]) -> Any:
-    """A bijection of range(2**bits): each half is changed by a function of the other."""
+    """Map range(2**bits) onto itself: each half is changed by a function of the other."""
     low_bits = (bits + 1) // 2
     low_mask, high_mask = (1 << low_bits) - 1, (1 << (bits - low_bits)) - 1
     low, high = x & low_mask, x >> low_bits
@@ -65,7 +65,7 @@ def _feistel(x: Any, bits: int, keys: tuple[int, ...]) -> Any:
 
 
 def permute(index: int, *, size: int, key: int | bytes | tuple[int, ...]) -> int:
-    """Where `index` goes in the permutation of range(size) that `key` names."""
+    """Return where `index` goes in the permutation of range(size) that `key` names."""
     if not 0 <= index < size:
         raise IndexError(f"index {index} is outside range({size})")
     keys, bits = _round_keys(key), (size - 1).bit_length()
@@ -76,7 +76,7 @@ def permute(index: int, *, size: int, key: int | bytes | tuple[int, ...]) -> int
 
 
 def permute_many(index: np.ndarray, *, size: int, key: int | bytes | tuple[int, ...]) -> np.ndarray:
-    """`permute` of an array of indices, as int64 of the same shape."""
+    """Return `permute` of an array of indices, as int64 of the same shape."""
     if len(index) and (index.min() < 0 or index.max() >= size):
         raise IndexError(f"an index is outside range({size})")
     keys, bits = _round_keys(key), (size - 1).bit_length()
@@ -87,14 +87,14 @@ def permute_many(index: np.ndarray, *, size: int, key: int | bytes | tuple[int, 
 
 
 class UniformOrder:
-    """Every unit of every source once per epoch, all sources shuffled together."""
+    """This order has every unit of every source once per epoch, all sources shuffled together."""
 
     def __init__(self, units: Sequence[int], *, seed: int) -> None:
         self._ends = np.cumsum(units)
         self._total, self._seed = int(self._ends[-1]), seed
 
     def __call__(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Sources and units [count] of the global rows first, first + 1, ..."""
+        """Return sources and units [count] of the global rows first, first + 1, ..."""
         place = _epochs(np.arange(first, first + count), self._total, (self._seed,))
         source = np.searchsorted(self._ends, place, side="right")
         begins = np.concatenate([[0], self._ends])
@@ -102,13 +102,13 @@ class UniformOrder:
 
 
 def _raised(weights: Sequence[float]) -> list[float]:
-    """The weights, with those that are too small at the least that is possible."""
+    """Return the weights, with those that are too small raised to the least that is possible."""
     least = sum(weights) * SMALLEST_SHARE
     return [w if w >= 1.01 * least else float(f"{1.02 * least:.3g}") for w in weights]
 
 
 class MixtureOrder:
-    """Sources by weight, exactly in the long run; each source in epochs of its own.
+    """This order draws sources by weight, exactly in the long run; each has epochs of its own.
 
     Raises:
         ConfigError: a source's share is below 1 in 65,536.
@@ -131,13 +131,13 @@ class MixtureOrder:
         self._table = lru_cache(maxsize=8)(self._make_table)
 
     def pick(self, row: int) -> tuple[int, int]:
-        """(source, how many rows of that source came before) of a global row."""
+        """Return the source of a global row, and how many rows of that source came before it."""
         period, slot = divmod(row, self._period)
         source, index = self._table(period)
         return int(source[slot]), int(index[slot])
 
     def __call__(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Sources and units [count] of the global rows first, first + 1, ..."""
+        """Return sources and units [count] of the global rows first, first + 1, ..."""
         period, slot = np.divmod(np.arange(first, first + count), self._period)
         source, index = np.empty_like(slot), np.empty_like(slot)
         for p in np.unique(period):
@@ -151,12 +151,12 @@ class MixtureOrder:
         return source, unit
 
     def _dealt(self, rows: int) -> np.ndarray:
-        """Rows of each source among the first `rows` global rows [sources]."""
+        """Return how many of the first `rows` global rows each source has [sources]."""
         ends = [rows * c.numerator // c.denominator for c in self._cumulative]
         return np.diff(ends, prepend=0)
 
     def _make_table(self, period: int) -> tuple[np.ndarray, np.ndarray]:
-        """Source and index within the source of each row of a period [period]."""
+        """Return the source and the index within the source of each row of a period [period]."""
         before = self._dealt(period * self._period)
         quota = self._dealt((period + 1) * self._period) - before
         slots = np.arange(self._period)
@@ -170,7 +170,7 @@ class MixtureOrder:
 
 
 def _epochs(index: np.ndarray, size: int, key: tuple[int, ...]) -> np.ndarray:
-    """Endless epochs over range(size), each in the order of (*key, epoch)."""
+    """Return the units of endless epochs over range(size), each in the order of (*key, epoch)."""
     epoch, within = np.divmod(index, size)
     out = np.empty_like(within)
     for e in np.unique(epoch):
@@ -180,7 +180,7 @@ def _epochs(index: np.ndarray, size: int, key: tuple[int, ...]) -> np.ndarray:
 
 
 def make_order(units: Sequence[int], *, seed: int, weights: Sequence[float] | None = None) -> Order:
-    """The trunk's order over sources of so many units each."""
+    """Return the baseline's order over sources of so many units each."""
     if weights is None:
         return UniformOrder(units, seed=seed)
     return MixtureOrder(units, weights, seed=seed)

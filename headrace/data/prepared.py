@@ -56,11 +56,11 @@ class Prepared:
 
     @property
     def loses(self) -> str:
-        """What the tokenizer loses: an example, and the share of this text; "" for nothing."""
+        """Return what the tokenizer loses of this text, with an example; "" for nothing."""
         raw, counted = self._bytes
-        told = f"its tokens stand for {counted:,} bytes of a text of {raw:,}"
+        amount = f"its tokens stand for {counted:,} bytes of a text of {raw:,}"
         example = self.tokenizer.loses or (self.split.loses if self.split else "")
-        return "; ".join(filter(None, (example, told if counted != raw else "")))
+        return "; ".join(filter(None, (example, amount if counted != raw else "")))
 
     @property
     def _bytes(self) -> tuple[int, int]:
@@ -68,13 +68,13 @@ class Prepared:
         return sum(s.text_bytes for s in sets), sum(s.manifest.counted_bytes for s in sets)
 
     @property
-    def told_losses(self) -> dict[str, str]:
-        """What a verb adds to its answer; nothing where nothing is lost."""
+    def loss_fields(self) -> dict[str, str]:
+        """Return the field that a verb adds to its answer; nothing where nothing is lost."""
         return {"tokenizer_loses": self.loses} if self.loses else {}
 
     @property
     def about_tokenizer(self) -> dict[str, Any]:
-        """What a report says of the tokenizer, and of what it loses of this text."""
+        """Return what a report records of the tokenizer, and of what it loses of this text."""
         about = {"vocab": self.tokenizer.vocab, "sha256": self.tokenizer.fingerprint}
         return about | ({"loses": self.loses, "lost_share": self.lost_share} if self.loses else {})
 
@@ -88,11 +88,11 @@ class Prepared:
             "documents": sum(s.documents for s in self.train),
             **self.sides(asked).to_dict(),
             **{k if k == "mixture" else f"{k}_sha256": v for k, v in self.fingerprint.items()},
-            **self.told_losses,
+            **self.loss_fields,
         }
 
     def record(self) -> dict[str, Any]:
-        """What a run keeps of its data: where it lies, and what it is."""
+        """Return what a run records of its data: where it lies, and its fingerprint."""
         absolute = printable(self.directory.resolve())
         where = {"directory": str(self.directory), "absolute": absolute}
         return {**where, "fingerprint": self.fingerprint}
@@ -132,10 +132,10 @@ def open_prepared(plan: Plan, target: Path) -> Prepared:
     for shards in (*train, validation):
         m, ids = shards.manifest, (tokenizer.vocab, tokenizer.document_token)
         if m.tokenizer != tokenizer.fingerprint or (m.vocab, m.document_token) != ids:
-            said = f" (vocab {m.vocab:,} and document_token {m.document_token:,}"
+            manifest_ids = f" (vocab {m.vocab:,} and document_token {m.document_token:,}"
             raise ConfigError(
                 f"{target / 'tokenizer.json'} is not the tokenizer that wrote {shards.directory}"
-                f"{said}; it: {ids[0]:,} and {ids[1]:,})"
+                f"{manifest_ids}; it: {ids[0]:,} and {ids[1]:,})"
             )
     if sum(s.text_bytes for s in (*train, validation)) <= VERIFY_BYTES:
         for shards in (*train, validation):
@@ -152,9 +152,14 @@ def open_prepared(plan: Plan, target: Path) -> Prepared:
         "manifests": _digest([s.manifest_digest for s in (*train, validation)]),
     }
     return Prepared(
-        target, tokenizer, train, validation, fingerprint, left_out.load(target),
+        target,
+        tokenizer,
+        train,
+        validation,
+        fingerprint,
+        left_out.load(target),
         Record.load(target),
-    )  # fmt: skip
+    )
 
 
 def _check_counts(*sets: Shards) -> None:

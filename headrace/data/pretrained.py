@@ -60,7 +60,7 @@ def unchecked_tokenizer(spec: str, folder: str, key: str) -> str:
 
 
 def _meaning(tokenizer: Tokenizer) -> str:
-    """How text becomes ids: all but templates and what is laid around a text."""
+    """Return how text becomes ids: all but templates and what is put around a text."""
     spec = json.loads(tokenizer.text)
     parts = ("model", "normalizer", "pre_tokenizer")
     added = sorted((t["id"], t["content"]) for t in spec.get("added_tokens") or [])

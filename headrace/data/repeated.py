@@ -42,7 +42,7 @@ class Seen:
             alike.append((file, source))
 
     def _are_alike(self, one: Path, other: Path) -> bool:
-        """Whether two files of one size hold the same bytes; what cannot be read is another's."""
+        """Return whether two files of one size hold the same bytes; unreadable files differ."""
         try:
             return all(
                 self._digest(one, bytes) == self._digest(other, bytes)
@@ -52,7 +52,7 @@ class Seen:
             return False
 
     def _digest(self, file: Path, bytes: int | None) -> bytes:
-        """The digest of a file's first bytes, or of all."""
+        """Return the digest of the first `bytes` bytes of a file, or of all where it is None."""
         key = file, bytes
         if key not in self._digests:
             with file.open("rb") as opened:

@@ -1,4 +1,4 @@
-"""Documents to rows: the trunk cuts the token stream at the sequence length.
+"""Turn documents into rows: the baseline cuts the token stream at the sequence length.
 
 Unit `i` reads tokens [i*T, i*T + T + 1): T inputs and T targets, the last token of one cut being
 the first of the next, so every token but the very first is a target once an epoch and none is
@@ -36,21 +36,21 @@ class Packer(Protocol):
 
     @property
     def sequence_length(self) -> int:
-        """T."""
+        """Return T, the tokens of a row."""
         ...
 
     @property
     def units(self) -> tuple[int, ...]:
-        """Rows that each source has."""
+        """Return how many rows each source has."""
         ...
 
     def row(self, source: int, unit: int) -> Row:
-        """Row `unit` of a source."""
+        """Return row `unit` of a source."""
         ...
 
 
 class Cut:
-    """The trunk's packer: fixed cuts of each source's token stream.
+    """The baseline's packer makes fixed cuts of each source's token stream.
 
     Raises:
         ConfigError: a source is shorter than one row.
@@ -69,7 +69,7 @@ class Cut:
                 )
 
     def row(self, source: int, unit: int) -> Row:
-        """Tokens [unit*T, unit*T + T + 1) of a source."""
+        """Return tokens [unit*T, unit*T + T + 1) of a source."""
         start, count = unit * self.sequence_length, self.sequence_length + 1
         part = self.shards[source]
         return Row(part.read(start, count), part.document_starts(start, start + count) - start)

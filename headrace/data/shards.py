@@ -1,4 +1,4 @@
-"""Tokens on disk: flat arrays in memory maps, an index of documents, and a manifest of hashes.
+"""Keep tokens on disk: flat arrays in memory maps, an index of documents, a manifest of hashes.
 
 A shard set is a folder of `tokens-00000.bin`, ... (uint16 while the vocabulary allows, else uint32,
 little endian), `offsets.bin` (uint64: where each document starts, counted over the whole set) and
@@ -42,7 +42,7 @@ Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class FileEntry(Strict):
-    """One file of the set."""
+    """An entry describes one file of the set."""
 
     items: Count
     """Tokens, or documents for the offsets."""
@@ -64,7 +64,7 @@ class Manifest(Strict):
     text_bytes: Count
     """UTF-8 bytes of the documents."""
     counted_bytes: Count
-    """Those that their tokens stand for: fewer or more where the tokenizer changes text."""
+    """Bytes that the tokens stand for: fewer or more where the tokenizer changes text."""
     files: tuple[FileEntry, ...]
     offsets: FileEntry
     tokenizer: str
@@ -78,7 +78,7 @@ class Manifest(Strict):
 
     @property
     def digest(self) -> str:
-        """sha256 over every field but the seal."""
+        """Return the sha256 over every field but the seal."""
         fields = self.model_dump(mode="json", exclude={"seal"})
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
@@ -150,7 +150,7 @@ class ShardWriter:
 
     @property
     def documents(self) -> int:
-        """Documents added so far."""
+        """Return the number of documents added so far."""
         return self._offsets.items
 
     def add(
@@ -212,7 +212,7 @@ class ShardWriter:
 
 
 class Shards:
-    """A shard set, read only. Safe to read from several threads.
+    """A shard set that is open for reading. It can be read from several threads.
 
     Attributes:
         tokens: tokens in the set, document tokens included.
@@ -263,23 +263,23 @@ class Shards:
 
     @property
     def fingerprint(self) -> str:
-        """sha256 over the hashes of all files: equal content, equal fingerprint."""
+        """Return the sha256 over the hashes of all files: equal content, equal fingerprint."""
         m = self.manifest
         hashes = [m.dtype, m.document_token, m.offsets.sha256, *(f.sha256 for f in m.files)]
         return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
 
     @property
     def raw_share(self) -> float:
-        """Bytes of the text for each byte that its tokens stand for; 1 where nothing is lost."""
+        """Return text bytes for each byte that its tokens stand for; 1 where nothing is lost."""
         counted = self.manifest.counted_bytes
         return self.text_bytes / counted if counted else 1.0
 
     @property
     def manifest_digest(self) -> str:
-        """sha256 over what the manifest says of the content: all but names and commands."""
-        said = self.manifest.model_dump(mode="json", exclude={"seal", "source", "rebuild"})
-        said["format"] = DIGESTED_AS
-        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+        """Return the sha256 of the manifest without names and commands: what tells the content."""
+        content = self.manifest.model_dump(mode="json", exclude={"seal", "source", "rebuild"})
+        content["format"] = DIGESTED_AS
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def verify(self, *, full: bool = True) -> None:
         """Compare every file's size, and with `full` its sha256, with the manifest.
@@ -291,9 +291,9 @@ class Shards:
         m = self.manifest
         expected = [(_file_name(i), f, self._dtype.itemsize) for i, f in enumerate(m.files)]
         for name, entry, item_bytes in [*expected, ("offsets.bin", m.offsets, 8)]:
-            found = sizes.get(name)
-            if found != entry.items * item_bytes:
-                what = "is missing" if found is None else f"has {found:,} bytes"
+            size = sizes.get(name)
+            if size != entry.items * item_bytes:
+                what = "is missing" if size is None else f"has {size:,} bytes"
                 raise ConfigError(
                     f"{self.directory / name} {what}, expected {entry.items * item_bytes:,} bytes",
                     _rebuild(self.directory, m),
@@ -380,16 +380,16 @@ class Shards:
 
     def _verify_content(self, path: Path, expected: str) -> None:
         with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != expected:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != expected:
             raise ConfigError(
-                f"{path} has changed since it was written: its sha256 is {found[:12]}..., "
+                f"{path} has changed since it was written: its sha256 is {digest[:12]}..., "
                 f"the manifest says {expected[:12]}...",
                 _rebuild(self.directory, self.manifest),
             )
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Tokens [start, start + count) as int64 [count], across files where needed."""
+        """Return tokens [start, start + count) as int64 [count], across files where needed."""
         if start < 0 or count < 0 or start + count > self.tokens:
             raise IndexError(f"tokens [{start}, {start + count}) of {self.tokens}")
         out = np.empty(count, dtype=np.int64)
@@ -402,7 +402,7 @@ class Shards:
         return out
 
     def document_starts(self, start: int, stop: int) -> np.ndarray:
-        """Places of the document starts within tokens [start, stop), ascending int64."""
+        """Return the places of the document starts within tokens [start, stop), ascending int64."""
         offsets = self._map("offsets.bin")
         # As uint64: a search for Python integers would convert the whole index to floats.
         first, last = np.searchsorted(offsets, np.array([start, stop], dtype=np.uint64))
@@ -414,7 +414,7 @@ class Shards:
 
 
 class OtherFormat(ConfigError):
-    """Shards that another version of this package wrote."""
+    """The shards were written by another version of this package."""
 
 
 def _check_format(directory: Path, raw: bytes) -> None:
@@ -424,15 +424,15 @@ def _check_format(directory: Path, raw: bytes) -> None:
         OtherFormat: with both.
     """
     try:
-        said = json.loads(raw)
+        manifest = json.loads(raw)
     except (ValueError, RecursionError):
         return  # damaged, which reading it says
-    found = said.get("format", FORMAT) if isinstance(said, dict) else FORMAT
-    if found != FORMAT:
-        rebuild = said.get("rebuild")
+    format_number = manifest.get("format", FORMAT) if isinstance(manifest, dict) else FORMAT
+    if format_number != FORMAT:
+        rebuild = manifest.get("rebuild")
         command = rebuild if isinstance(rebuild, str) else _REBUILD
         raise OtherFormat(
-            f"{directory} has shard format {found}, this version reads {FORMAT}",
+            f"{directory} has shard format {format_number}, this version reads {FORMAT}",
             f"rm -r {shell(directory)} && {command}",
         )
 

@@ -25,17 +25,17 @@ number is told as the least that is to be expected."""
 
 @dataclass(frozen=True)
 class Sides:
-    """Both sides of prepared data.
+    """Hold both sides of prepared data: what is trained on, and what is held out.
 
     Args:
         train: shards that are trained on.
-        held_out: shards of the validation.
+        validation: shards of the validation text.
         asked: `data.validation`: a share, or a path.
         record: how the sides were made; None where an earlier version made them.
     """
 
     train: tuple[Shards, ...]
-    held_out: Shards
+    validation: Shards
     asked: float | str
     record: Record | None
 
@@ -44,7 +44,7 @@ class Sides:
         """Share of the text's bytes that is held out; None where validation has its own text."""
         if isinstance(self.asked, str):
             return None
-        return self.held_out.text_bytes / max(1, self._trained_bytes + self.held_out.text_bytes)
+        return self.validation.text_bytes / max(1, self._trained_bytes + self.validation.text_bytes)
 
     @property
     def _trained_bytes(self) -> int:
@@ -52,40 +52,49 @@ class Sides:
 
     @property
     def overlap(self) -> Overlap | None:
-        """How much of a validation text of its own is trained on; None where it is not known."""
+        """Return how much of a validation text of its own is trained on, or None if not known."""
         return self.record.overlap if self.record else None
 
     @property
     def line(self) -> str:
-        """Both sides in one line."""
+        """Return both sides in one line."""
         documents = sum(shards.documents for shards in self.train)
         trained = f"training text: {_amount(self._trained_bytes, documents)}"
-        held = _amount(self.held_out.text_bytes, self.held_out.documents)
+        validation = _amount(self.validation.text_bytes, self.validation.documents)
         if self.share is None:
-            return f"{trained}; validation text: {held}"
+            return f"{trained}; validation text: {validation}"
         cut = self.record.cut_documents if self.record else 0
         ends = f", {_number(cut, 'end')} of documents too large to be held out whole" if cut else ""
-        return f"{trained}; held out: {held}, {self.share:.1%} of the text{ends}"
+        return f"{trained}; held out: {validation}, {self.share:.1%} of the text{ends}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return both sides as JSON values."""
-        held, overlap = self.held_out, self.overlap
+        validation, overlap = self.validation, self.overlap
         return {
             "train_bytes": self._trained_bytes,
             "train_documents": sum(shards.documents for shards in self.train),
-            "held_out_bytes": held.text_bytes,
-            "held_out_documents": held.documents,
+            "held_out_bytes": validation.text_bytes,
+            "held_out_documents": validation.documents,
             "held_out_share": self.share,
             "cut_documents": self.record.cut_documents if self.record else None,
-            "overlap": None if overlap is None else {
-                **overlap.model_dump(), "share": overlap.share, "lines_share": overlap.lines_share
+            "overlap": None
+            if overlap is None
+            else {
+                **overlap.model_dump(),
+                "share": overlap.share,
+                "lines_share": overlap.lines_share,
             },
-        }  # fmt: skip
+        }
 
     def doubts(
-        self, row_tokens: int, *, targets: int | None = None, share: float = 1.0,
-        limit: str = "eval.tokens", bits_per_byte: float | None = None,
-    ) -> list[Doubt]:  # fmt: skip
+        self,
+        row_tokens: int,
+        *,
+        targets: int | None = None,
+        share: float = 1.0,
+        limit: str = "eval.tokens",
+        bits_per_byte: float | None = None,
+    ) -> list[Doubt]:
         """Return what makes a validation loss on this text doubtful.
 
         Args:
@@ -96,9 +105,9 @@ class Sides:
             bits_per_byte: the loss, where it is known.
         """
         if targets is None:
-            targets = self.held_out.tokens - 1
-        found = [self._overlapping(), self._few(targets, share, row_tokens, limit, bits_per_byte)]
-        return [doubt for doubt in found if doubt is not None]
+            targets = self.validation.tokens - 1
+        doubts = [self._overlapping(), self._few(targets, share, row_tokens, limit, bits_per_byte)]
+        return [doubt for doubt in doubts if doubt is not None]
 
     def _overlapping(self) -> Doubt | None:
         if self.share is not None:
@@ -119,19 +128,19 @@ class Sides:
         many = "ALL" if whole else f"{overlap.lines_share:.1%} of the"
         lines = f"{many} validation lines of {LONG_LINE} or more characters"
         if not overlap.documents:
-            told = f"{lines} are trained on, too"
+            message = f"{lines} are trained on, too"
         else:
             count = (
                 f"ALL {number}"
                 if overlap.documents == overlap.of_documents
                 else f"{overlap.documents:,} of {number}"
             )
-            told = f"{count} ({overlap.share:.1%} of their bytes) are trained on, too"
+            message = f"{count} ({overlap.share:.1%} of their bytes) are trained on, too"
             if overlap.lines_share > overlap.share + COPIED:
-                told += f", and {lines}"
+                message += f", and {lines}"
         measures = "the loss measures" if whole else "their loss measures"
         return Doubt(
-            f"{told}: {measures} memory, not what was learned",
+            f"{message}: {measures} memory, not what was learned",
             "data.validation=PATH of text that is in no source, or a share, as "
             "data.validation=0.05",
             kind="overlap",
@@ -167,7 +176,7 @@ class Sides:
         """Return what gives an evaluation `enough` targets."""
         whole = targets / share
         if share < 1 and whole >= enough:
-            rows = math.ceil(enough / whole * self.held_out.tokens / row_tokens) + 1
+            rows = math.ceil(enough / whole * self.validation.tokens / row_tokens) + 1
             return f"{limit}={rows * row_tokens}"
         raised = f"{limit}={(math.ceil(enough / row_tokens) + 1) * row_tokens} with " * (share < 1)
         if self.share is None:

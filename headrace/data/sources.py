@@ -1,4 +1,4 @@
-"""Text in: whatever the user points at becomes one stream of documents.
+"""Read text in: whatever the user points at becomes one stream of documents.
 
 A source is a file, a folder, a glob, `stdlib` or `hf:NAME`. Everything is read lazily and in a
 fixed order, so that preparing twice gives the same tokens. A .txt, .md or .py file is one document
@@ -31,11 +31,11 @@ from headrace.data.formats import read_file
 from headrace.data.left_out import Reason, Tally
 from headrace.data.listing import READABLE, Asked, kind_of, list_files
 from headrace.data.repeated import Seen
-from headrace.data.text_file import Found, TextFile
+from headrace.data.text_file import TextAndOrigin, TextFile
 
 
 class Document(NamedTuple):
-    """One text and where it came from: `path.txt`, or `path.jsonl:17` for a line or row."""
+    """A document is one text and its origin: `path.txt`, or `path.jsonl:17` for a line or row."""
 
     text: str
     origin: str
@@ -44,7 +44,7 @@ class Document(NamedTuple):
 def read_documents(
     named: str | Asked, *, text_key: str = "text", left_out: Tally | None = None
 ) -> Iterator[Document]:
-    """Every non-empty document of a source, in a fixed order.
+    """Yield every non-empty document of a source, in a fixed order.
 
     Args:
         named: file, folder (recursive), glob, `stdlib` or `hf:PATH_OR_NAME[:CONFIG][@SPLIT]`.
@@ -59,18 +59,18 @@ def read_documents(
     source = asked.source
     tally = Tally() if left_out is None or source == "stdlib" else left_out
     if source.startswith("hf:"):
-        found = _hugging_face(asked, text_key)
+        texts = _hugging_face(asked, text_key)
     else:
         files = list_files(asked, tally)
         alone = None if len(files) != 1 else Path(os.path.expanduser(source))
-        found = (
+        texts = (
             row
             for name, path in files
             for row in read_file(
                 TextFile(path, printable(name), text_key, tally, asked if path == alone else None)
             )
         )
-    for text, origin in found:
+    for text, origin in texts:
         if not text:
             tally.add(Reason.NULL_TEXT if text is None else Reason.EMPTY_TEXT, origin)
             continue
@@ -85,7 +85,7 @@ def read_documents(
 def source_signature(
     named: str | Asked, left_out: Tally | None = None, seen: Seen | None = None
 ) -> str:
-    """A cheap sha256 of what a source holds now: names, sizes and modification times.
+    """Return a cheap sha256 of what a source holds now: names, sizes and modification times.
 
     Good enough to name a cache; the prepared shards carry hashes of their content. `left_out`
     counts the files that are none of it, and `seen` knows those of the sources before.
@@ -113,17 +113,17 @@ def source_signature(
 
 
 def _parse_hf(source: str) -> tuple[str, str | None, str]:
-    """`hf:PATH_OR_NAME[:CONFIG][@SPLIT]` as (path or name, config, split)."""
+    """Return the parts of `hf:PATH_OR_NAME[:CONFIG][@SPLIT]` as (path or name, config, split)."""
     rest, _, split = source.removeprefix("hf:").partition("@")
     name, _, config = rest.partition(":")
     if not name:
-        told = f"data.sources = {source!r} names no dataset, as hf:NAME[:CONFIG][@SPLIT] does"
-        raise ConfigError(told, "data.sources=hf:NAME")
+        message = f"data.sources = {source!r} names no dataset, as hf:NAME[:CONFIG][@SPLIT] does"
+        raise ConfigError(message, "data.sources=hf:NAME")
     return name, config or None, split or "train"
 
 
-def _hugging_face(asked: Asked, text_key: str) -> Iterator[Found]:
-    """Rows of a dataset by name or local path, streamed."""
+def _hugging_face(asked: Asked, text_key: str) -> Iterator[TextAndOrigin]:
+    """Stream the rows of a dataset that a name or a local path gives."""
     source = asked.source
     name, config, split = _parse_hf(source)
     local = Path(name).is_file() and kind_of(Path(name))[0] in READABLE
@@ -167,8 +167,8 @@ def _hugging_face(asked: Asked, text_key: str) -> Iterator[Found]:
     except Exception as error:  # as many kinds as there are formats
         if is_out_of_memory(error):
             raise
-        told = " ".join(str(error.__cause__ or error).split())
+        cause = " ".join(str(error.__cause__ or error).split())
         raise ConfigError(
-            f"{source} cannot be read after row {number:,}: {told}",
+            f"{source} cannot be read after row {number:,}: {cause}",
             remedy,
         ) from None

@@ -10,7 +10,7 @@ from headrace.core.errors import UnsupportedError
 
 
 def _byte_alphabet() -> list[str]:
-    """GPT-2's printable character for each byte, by byte."""
+    """Return GPT-2's printable character for each byte, by byte."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = iter(range(256, 512))
     return [chr(b) if b in printable else chr(next(rest)) for b in range(256)]
@@ -87,11 +87,11 @@ def missing_bytes(spec: dict[str, Any], ids: dict[str, int]) -> list[int]:
 
 def make_decoder(byte_level: bool, *, strip: bool) -> tokenizers.decoders.Decoder:
     """Return what turns tokens back into text, for a file that leaves it out."""
-    kinds = tokenizers.decoders
+    decoders = tokenizers.decoders
     if byte_level:
-        return kinds.ByteLevel()
-    steps = [kinds.Replace("\u2581", " "), kinds.ByteFallback(), kinds.Fuse()]
-    return kinds.Sequence([*steps, kinds.Strip(" ", 1, 0)] if strip else steps)
+        return decoders.ByteLevel()
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    return decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if strip else steps)
 
 
 def is_byte_level(spec: dict[str, Any]) -> bool:
@@ -101,7 +101,7 @@ def is_byte_level(spec: dict[str, Any]) -> bool:
 
 
 def _ascii(byte: int, ids: dict[str, int], byte_level: bool) -> bool:
-    """Whether a character of one byte is a token itself, where bytes are a fallback."""
+    """Return whether a character of one byte is a token itself, where bytes are a fallback."""
     return not byte_level and byte < 128 and chr(byte) in ids
 
 

@@ -16,7 +16,7 @@ from headrace.data.fields import text_of
 from headrace.data.left_out import Tally
 from headrace.data.listing import DECOMPRESS, Asked, kind_of
 
-Found = tuple[str | None, str]
+TextAndOrigin = tuple[str | None, str]
 """(A row's text or its null, where it came from)."""
 COMPRESS = {"gzip": "gzip -c", "zstd": "zstd -c", "bz2": "bzip2 -c", "xz": "xz -c"}
 
@@ -95,9 +95,9 @@ class TextFile:
         try:
             return raw.decode()
         except UnicodeDecodeError as error:
-            found, offset = guess(raw, error.start), before_bytes + error.start
+            best, offset = guess(raw, error.start), before_bytes + error.start
             raise ConfigError(
                 f"{where} is not UTF-8: byte 0x{raw[error.start]:02x} at offset {offset:,}; "
-                f"{found.told}",
-                self.through(found.script) if found.script else self.without(),
+                f"{best.description}",
+                self.through(best.script) if best.script else self.without(),
             ) from None

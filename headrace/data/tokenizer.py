@@ -1,4 +1,4 @@
-"""Text to ids and back: byte-level BPE, trained here or brought along.
+"""Turn text into ids and back by byte-level BPE, trained here or brought along.
 
 The state of a tokenizer is the text of its tokenizer.json, as Hugging Face reads it; the
 fingerprint is that text's sha256. A trained one has the 256 bytes first, then the merges in the
@@ -37,8 +37,8 @@ from headrace.data.lossless import (
     difference,
     example_of_loss,
     guarded,
-    in_short_runs,
     vanishing,
+    with_limited_runs,
 )
 from headrace.data.spelling import (
     ALPHABET,
@@ -120,7 +120,7 @@ class Tokenizer:
 
     @property
     def text(self) -> str:
-        """The tokenizer.json."""
+        """Return the text of the tokenizer.json."""
         return self._text
 
     def _bytes_of(self, text: str) -> int:
@@ -140,15 +140,15 @@ class Tokenizer:
         lost, is_fast = _PROBED[self.fingerprint]
         self._fast = self._fast if is_fast else None
         if lost is not None:
-            kinds = [part["type"] for part in steps_of(spec["normalizer"])]
-            changes = [k for k in kinds if k not in ("Replace", "Prepend", "ByteLevel")]
+            normalizers = [part["type"] for part in steps_of(spec["normalizer"])]
+            changes = [k for k in normalizers if k not in ("Replace", "Prepend", "ByteLevel")]
             change = "a tokenizer.json that gives back every text"
             if changes:
                 change = f"a copy of it without its normalizer {', '.join(changes)}"
             self.loses, self._remedy = lost, f"data.tokenizer=bpe, or {change}"
 
     def _returned(self, texts: list[str]) -> list[tuple[str, int]]:
-        """What the ids of each text decode to, and the bytes that they stand for."""
+        """Return what the ids of each text decode to, and the bytes that they stand for."""
         encoded = self.encode_batch(texts)
         every = [ids.tolist() for ids in encoded]
         decoded = self._slow.decode_batch(every, skip_special_tokens=False)
@@ -166,41 +166,41 @@ class Tokenizer:
                 f"data.lossy_tokenizer=true, which every report tells; {self._remedy}",
             )
 
-    def check_document(self, text: str, ids: np.ndarray, *, is_held: bool = False) -> None:
+    def check_document(self, text: str, ids: np.ndarray, *, is_validation: bool = False) -> None:
         """Compare a document with what its ids give back.
 
         Args:
             text: the document.
             ids: what `encode_batch` made of it.
-            is_held: it is evaluated, so its text is compared and not only its bytes.
+            is_validation: it is evaluated, so its text is compared and not only its bytes.
 
         Raises:
             TextLost: the tokenizer lost some of the text.
         """
-        if lost := self.lost_of(text, ids, is_held=is_held):
+        if lost := self.lost_of(text, ids, is_validation=is_validation):
             raise TextLost(
                 f"{self._name} loses text: {lost}",
                 "data.lossy_tokenizer=true, which every report tells; data.tokenizer=bpe",
             )
 
-    def lost_of(self, text: str, ids: np.ndarray, *, is_held: bool = False) -> str:
+    def lost_of(self, text: str, ids: np.ndarray, *, is_validation: bool = False) -> str:
         """Return what of a document is lost, as `check_document` looks for it; "" for nothing.
 
         A normalizer may put other characters of as many bytes in the place of some.
         """
         raw, kept = len(text.encode()), self.bytes_of(ids)
-        if not text or (raw == kept and not (is_held or self._rewrites)):
+        if not text or (raw == kept and not (is_validation or self._rewrites)):
             return ""
         returned = self.decode(ids)
         if raw == kept and returned == text:
             return ""
-        told = f"a document that begins {text[:40]!a}"
+        message = f"a document that begins {text[:40]!a}"
         if raw != kept:
-            told += f" has {raw:,} bytes, its tokens stand for {kept:,}"
-        return told + (f", {difference(text, returned)}" if returned != text else "")
+            message += f" has {raw:,} bytes, its tokens stand for {kept:,}"
+        return message + (f", {difference(text, returned)}" if returned != text else "")
 
     def bytes_of(self, ids: np.ndarray) -> int:
-        """UTF-8 bytes that a document's ids stand for."""
+        """Return the UTF-8 bytes that a document's ids stand for."""
         added = max(0, -int(self.token_bytes[self.document_token]))
         return int(self.token_bytes[ids].sum(dtype=np.int64)) - added * bool(len(ids))
 
@@ -228,7 +228,7 @@ class Tokenizer:
         write_whole(Path(path), self._text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Ids of each text, uint32 [n], nothing added and nothing special recognised."""
+        """Return the ids of each text, uint32 [n], nothing added and nothing special recognised."""
         if self._hides_a_space:  # a space that begins the text would pass for the added one
             texts = [" " + text if text.startswith(" ") else text for text in texts]
         if self._fast is None:
@@ -253,12 +253,12 @@ class Tokenizer:
         return [np.array(e.ids, dtype=np.uint32) for e in encoded]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids, special tokens spelled out; broken UTF-8 becomes U+FFFD."""
+        """Return the text of ids, special tokens spelled out; broken UTF-8 becomes U+FFFD."""
         return self._slow.decode([int(i) for i in ids], skip_special_tokens=False)
 
 
 def entries(data: DataConfig) -> int:
-    """Of the tokenizer that a plan names, or of the one that it will train.
+    """Return the vocabulary size of the tokenizer that a plan names, or will train.
 
     Raises:
         ConfigError, UnsupportedError: as `open_tokenizer`.
@@ -272,7 +272,7 @@ def _entries_of(spec: str) -> int:
 
 
 def open_tokenizer(spec: str, key: str = "data.tokenizer") -> Tokenizer:
-    """A tokenizer by path of a tokenizer.json (or its folder), or `tiktoken:NAME`.
+    """Open a tokenizer by the path of a tokenizer.json (or its folder), or by `tiktoken:NAME`.
 
     Args:
         spec: which one.
@@ -337,7 +337,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab: int, trainer: Trainer = "aut
                 raise UnsupportedError("rustbpe is not installed", "pip install rustbpe") from None
         else:
             learner = rustbpe.Tokenizer()  # pyright: ignore[reportAttributeAccessIssue]
-            learner.train_from_iterator(in_short_runs(texts), vocab - 1, pattern=SPLIT_PATTERN)
+            learner.train_from_iterator(with_limited_runs(texts), vocab - 1, pattern=SPLIT_PATTERN)
             ranks = {bytes(token): rank for token, rank in learner.get_mergeable_ranks()}
             return Tokenizer(_to_json(ranks, SPLIT_PATTERN, {END_OF_TEXT: len(ranks)}))
     ranks = _train_with_tokenizers(texts, vocab)
@@ -345,11 +345,11 @@ def train_tokenizer(texts: Iterable[str], *, vocab: int, trainer: Trainer = "aut
 
 
 def _train_with_tokenizers(texts: Iterable[str], vocab: int) -> dict[bytes, int]:
-    """The ranks that Hugging Face's trainer learns: bytes, then merges in order."""
+    """Return the ranks that Hugging Face's trainer learns: bytes, then merges in order."""
     learner = tokenizers.Tokenizer(tokenizers.models.BPE())
     learner.pre_tokenizer = _splitter(SPLIT_PATTERN)
     learner.train_from_iterator(
-        in_short_runs(texts),
+        with_limited_runs(texts),
         tokenizers.trainers.BpeTrainer(
             vocab_size=vocab - 1, initial_alphabet=ALPHABET, show_progress=False
         ),
@@ -367,14 +367,14 @@ def _splitter(pattern: str) -> tokenizers.pre_tokenizers.PreTokenizer:
 
 
 def _pairs(merges: Iterable[str | Sequence[str]]) -> Iterator[tuple[str, str]]:
-    """Merges as pairs; older files spell them 'a b'."""
+    """Yield merges as pairs; older files spell them 'a b'."""
     for merge in merges:
         left, right = merge.split(" ") if isinstance(merge, str) else merge
         yield left, right
 
 
 def _to_json(ranks: dict[bytes, int], pattern: str, special: dict[str, int]) -> str:
-    """A tokenizer.json from tiktoken's way of writing the same thing."""
+    """Return a tokenizer.json from tiktoken's way of writing the same thing."""
     merges = [_parents(token, ranks) for token in sorted(ranks, key=ranks.__getitem__)]
     vocab = {spell(token): rank for token, rank in ranks.items()}
     model = tokenizers.models.BPE(
@@ -390,11 +390,11 @@ def _to_json(ranks: dict[bytes, int], pattern: str, special: dict[str, int]) -> 
 
 
 def _parents(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes] | None:
-    """The two tokens whose merge made this one: BPE of its bytes by lower ranks only."""
+    """Return the two tokens whose merge made this one: BPE of its bytes by lower ranks only."""
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
-        found = [ranks.get(parts[i] + parts[i + 1]) for i in range(len(parts) - 1)]
-        below = [(r, i) for i, r in enumerate(found) if r is not None and r < ranks[token]]
+        ranks_of_pairs = [ranks.get(parts[i] + parts[i + 1]) for i in range(len(parts) - 1)]
+        below = [(r, i) for i, r in enumerate(ranks_of_pairs) if r is not None and r < ranks[token]]
         if not below:
             return None
         _, i = min(below)
@@ -403,7 +403,7 @@ def _parents(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes] | Non
 
 
 def _as_tiktoken(spec: dict[str, Any]) -> tiktoken.Encoding | None:
-    """The same encoding in tiktoken, or None where it is not certain to be the same."""
+    """Return the same encoding in tiktoken, or None where it is not certain to be the same."""
     model, pattern = spec["model"], _pattern(spec)
     if model["type"] != "BPE" or pattern is None:
         return None
@@ -426,7 +426,7 @@ def _as_tiktoken(spec: dict[str, Any]) -> tiktoken.Encoding | None:
 
 
 def _pattern(spec: dict[str, Any]) -> str | None:
-    """The split pattern where the pre-tokenizer is one of the two usual shapes."""
+    """Return the split pattern where the pre-tokenizer is one of the two usual shapes."""
     match steps_of(spec["pre_tokenizer"]):
         case [{"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}]:
             return _GPT2_PATTERN
@@ -439,7 +439,7 @@ def _pattern(spec: dict[str, Any]) -> str | None:
 
 
 def _rebuilds(vocab: dict[str, int], merges: Iterable[Any]) -> bool:
-    """Whether ids rise with the merges and every token is what its own bytes merge into."""
+    """Return whether ids rise with the merges and every token is what its own bytes merge into."""
     pairs = list(_pairs(merges))
     made = [vocab.get(left + right, -1) for left, right in pairs]
     if made != sorted(set(made)) or len(made) + 256 != len(vocab):

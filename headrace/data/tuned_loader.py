@@ -50,8 +50,8 @@ class Tuner:
         self._tried: tuple[int, float] | None = None
         self._rests, self._leaps, self._waited_once = 0, True, False
 
-    def judge(self, window: "Window") -> int:
-        """Threads to go on with.
+    def judge(self, window: "WaitWindow") -> int:
+        """Return how many threads to go on with.
 
         A single step that waited, as for a file system's hiccup, counts if the next window has one.
         A leap that did not help is taken back, and none is made again: doubling finds what lies
@@ -73,8 +73,8 @@ class Tuner:
         return self.workers
 
 
-class Window(NamedTuple):
-    """What neighbouring steps waited for and took."""
+class WaitWindow(NamedTuple):
+    """A window holds what neighbouring steps waited for and how long they took."""
 
     waits_s: Sequence[float]
     step_s: float  # of the median step
@@ -90,14 +90,14 @@ class Clocked:
         self.sequence_length, self.units = inner.sequence_length, inner.units
 
     def row(self, source: int, unit: int) -> Row:
-        """Row `unit` of a source."""
+        """Return row `unit` of a source, and add the time that reading it took."""
         begin_s = time.perf_counter()
         row = self.inner.row(source, unit)
         self._local.spent_s = getattr(self._local, "spent_s", 0.0) + time.perf_counter() - begin_s
         return row
 
     def take_s(self) -> float:
-        """Seconds that this thread has read since it was asked last."""
+        """Return the seconds that this thread has read since the last call."""
         spent_s, self._local.spent_s = getattr(self._local, "spent_s", 0.0), 0.0
         return spent_s
 
@@ -137,13 +137,13 @@ class Waits(Mapping[str, float]):
         for name, part_s in zip(STAGES, spent_s, strict=True):
             self._by_stage[name].append(wait_s * part_s / whole_s)
 
-    def newest(self, count: int) -> Window:
-        """The last `count` steps."""
+    def newest(self, count: int) -> WaitWindow:
+        """Return the window of the last `count` steps."""
         waits_s = [sum(stages, 0.0) for stages in zip(*self._by_stage.values(), strict=True)]
         waits_s, steps_s = waits_s[-count:], list(self._steps_s)[-count:]
         trains_s = (step_s - wait_s for step_s, wait_s in zip(steps_s, waits_s, strict=True))
         train_s, made_s = max(median(trains_s), 1e-6), fmean(list(self._made_s)[-count:])
-        return Window(waits_s, median(steps_s), math.ceil(made_s / train_s))
+        return WaitWindow(waits_s, median(steps_s), math.ceil(made_s / train_s))
 
     def __len__(self) -> int:
         return len(self._numbers())
@@ -159,19 +159,19 @@ class Waits(Mapping[str, float]):
         stages = {name: list(waits_s) for name, waits_s in self._by_stage.items()}
         waits_s = [sum(parts) for parts in zip(*stages.values(), strict=True)]
         limit_s = self.share * median(steps_s) if steps_s else 0.0
-        found = {
+        numbers = {
             name: float(getattr(self, name))
             for name in ("workers", "prefetch", "read_ahead", "copied_bytes", "late_copies")
         }
-        found |= {"wait_p50_s": _percentile(waits_s, 50), "wait_p99_s": _percentile(waits_s, 99)}
+        numbers |= {"wait_p50_s": _percentile(waits_s, 50), "wait_p99_s": _percentile(waits_s, 99)}
         stalled = [n for n, wait_s in enumerate(waits_s) if wait_s > limit_s]
         slowest = [max(STAGES, key=lambda name, n=n: stages[name][n]) for n in stalled]
-        found["stalled_steps"] = len(stalled)
+        numbers["stalled_steps"] = len(stalled)
         for name, parts_s in stages.items():
-            found[f"{name}_p50_s"] = _percentile(parts_s, 50)
-            found[f"{name}_p99_s"] = _percentile(parts_s, 99)
-            found[f"{name}_stalled_steps"] = slowest.count(name)
-        return found
+            numbers[f"{name}_p50_s"] = _percentile(parts_s, 50)
+            numbers[f"{name}_p99_s"] = _percentile(parts_s, 99)
+            numbers[f"{name}_stalled_steps"] = slowest.count(name)
+        return numbers
 
 
 def _percentile(values: Sequence[float], percent: int) -> float:
@@ -181,7 +181,7 @@ def _percentile(values: Sequence[float], percent: int) -> float:
 
 
 class TunedLoader(Loader):
-    """The trunk's loader with a clock, readers that become more, and copies to the device.
+    """The baseline's loader with a clock, more readers when needed, and copies to the device.
 
     Args:
         packer: where rows come from.
@@ -195,9 +195,16 @@ class TunedLoader(Loader):
     """
 
     def __init__(
-        self, packer: Packer, *, device: torch.device | None, workers: int, most: int,
-        wait_share: float, prefetch: int, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        packer: Packer,
+        *,
+        device: torch.device | None,
+        workers: int,
+        most: int,
+        wait_share: float,
+        prefetch: int,
+        **options: Any,
+    ) -> None:
         self._clock, self.device = Clocked(packer), device
         super().__init__(self._clock, workers=workers or 1, prefetch=prefetch, **options)
         if not workers:
@@ -218,7 +225,7 @@ class TunedLoader(Loader):
         self._judged = -math.ceil(ahead / self._micros_per_step)  # steps of a window
 
     def step(self, step: int | None = None) -> StepBatch:
-        """The batch of a step, see Loader; on the device if the loader has one."""
+        """Return the batch of a step, see Loader; on the device if the loader has one."""
         begin_s = time.perf_counter()
         if self._open is not None:
             began_s, wait_s, made = self._open
@@ -251,7 +258,7 @@ class TunedLoader(Loader):
                 self._go_on_with(workers)
 
     def _go_on_with(self, workers: int) -> None:
-        """Other threads read what no thread has begun, in its order.
+        """Let other threads read what no thread has begun, in its order.
 
         Where the system starts no more of them, those that there are go on, untuned.
         """
@@ -294,7 +301,7 @@ class TunedLoader(Loader):
             return there, stream.record_event()
 
     def _take_over(self, micro: Micro) -> Made:
-        """What is computed from now on comes after the copy, and keeps its memory."""
+        """Make what is computed from now on wait for the copy, and keep the memory of the copy."""
         assert isinstance(micro, Read) and micro.made is not None
         how = micro.made
         here = how.thread == self._trains
@@ -315,10 +322,10 @@ class TunedLoader(Loader):
 
 
 def tensors_of(micro: Micro) -> dict[str, Tensor]:
-    """A micro-batch's tensors by field."""
+    """Return the tensors of a micro-batch by field."""
     return {name: value for name, value in vars(micro).items() if isinstance(value, Tensor)}
 
 
 def on_device(micro: Micro, move: Callable[[Tensor], Tensor]) -> Micro:
-    """The micro-batch with every tensor moved."""
+    """Return the micro-batch with every tensor moved."""
     return replace(micro, **{name: move(tensor) for name, tensor in tensors_of(micro).items()})

@@ -1,4 +1,4 @@
-"""The command line with one moment of its preparation made long, for tests that interrupt it."""
+"""Run the command line with one moment of its preparation made longer."""
 
 import hashlib
 import sys

@@ -87,9 +87,12 @@ def test_what_is_utf_8_beside_a_wrong_byte_stays_as_it_is(write: Any, kind: str)
 
 @pytest.mark.parametrize(
     ("text", "encoding"),
-    [("\u65e5\u672c\u8a9e\u306e\u6587\u7ae0", "shift_jis"), ("\u4e2d\u6587\u6587\u672c", "gbk"),
-     ("\u0440\u0435\u043a\u0430 \u0432\u043e\u0434\u0430", "cp1251")],
-)  # fmt: skip
+    [
+        ("\u65e5\u672c\u8a9e\u306e\u6587\u7ae0", "shift_jis"),
+        ("\u4e2d\u6587\u6587\u672c", "gbk"),
+        ("\u0440\u0435\u043a\u0430 \u0432\u043e\u0434\u0430", "cp1251"),
+    ],
+)
 def test_an_encoding_that_nothing_tells_is_not_guessed(
     write: Any, text: str, encoding: str
 ) -> None:
@@ -103,8 +106,9 @@ def test_an_encoding_that_nothing_tells_is_not_guessed(
 LINES = {
     "carriage returns": b'{"text": "one"}\r{"text": "two"}',
     "none between": b'{"text": "one"}{"text": "two"}\n',
-    "marks": MARKED, "a sequence": b'\x1e{"text": "one"}\n\x1e{"text": "two"}\n',
-}  # fmt: skip
+    "marks": MARKED,
+    "a sequence": b'\x1e{"text": "one"}\n\x1e{"text": "two"}\n',
+}
 
 
 @pytest.mark.parametrize("kind", LINES)

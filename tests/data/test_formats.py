@@ -26,9 +26,12 @@ from headrace.data.left_out import Tally
 from headrace.data.sources import read_documents
 
 PACK: dict[str, Callable[[bytes], bytes]] = {
-    "": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress,
+    "": bytes,
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
     ".zst": zstandard.compress,
-}  # fmt: skip
+}
 packed = pytest.mark.parametrize("suffix", PACK)
 
 
@@ -44,7 +47,7 @@ def refused(source: object, **options: Any) -> ConfigError:
 
 
 def run(command: str) -> None:
-    """A command, as a user types it."""
+    """Run a command as a user types it."""
     tools = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     subprocess.run(["bash", "-ec", command], check=True, env={**os.environ, "PATH": tools})
 
@@ -246,8 +249,12 @@ def test_a_row_without_any_text_is_taken_out(write: Any) -> None:
 @packed
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv", "a.json"])
 def test_another_encoding_is_named_and_changed(write: Any, name: str, suffix: str) -> None:
-    content = {"a.jsonl": '{"text": "caf\u00e9"}\n', "a.json": '[{"text": "caf\u00e9"}]\n',
-               "a.csv": "text\ncaf\u00e9\n", "a.txt": "caf\u00e9"}[name]  # fmt: skip
+    content = {
+        "a.jsonl": '{"text": "caf\u00e9"}\n',
+        "a.json": '[{"text": "caf\u00e9"}]\n',
+        "a.csv": "text\ncaf\u00e9\n",
+        "a.txt": "caf\u00e9",
+    }[name]
     encodings = ["latin1", "utf-16", "utf-16-le", "utf-16-be", "utf-32"]
     for encoding in encodings if not suffix else encodings[:2]:
         path = write(f"{name}{suffix}", content.encode(encoding))
@@ -260,9 +267,11 @@ def test_another_encoding_is_named_and_changed(write: Any, name: str, suffix: st
 def test_a_byte_that_is_wrong_has_its_place(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_values, "CHUNK_BYTES", 5)
     for name, content, offset in (
-        ("a.txt", b"fine\ncaf\xe9", 8), ("a.jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}', 27),
-        ("a.json", b'["a",\n"caf\xe9 \xc3\xa9"]', 10), ("a.csv", b"text\na\ncaf\xe9\n", 10),
-    ):  # fmt: skip
+        ("a.txt", b"fine\ncaf\xe9", 8),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}', 27),
+        ("a.json", b'["a",\n"caf\xe9 \xc3\xa9"]', 10),
+        ("a.csv", b"text\na\ncaf\xe9\n", 10),
+    ):
         error = refused(write(name, content))
         assert f"byte 0xe9 at offset {offset}" in error.message
 
@@ -335,9 +344,11 @@ def test_compressed_streams_are_read_to_their_end(write: Any, suffix: str) -> No
     path.write_bytes(one + two)
     assert texts(path) == ["one", "two"]
     damaged = {
-        "cut": (one + two)[:-3], "cut before": two[:-5], "behind": one + b"garbage",
+        "cut": (one + two)[:-3],
+        "cut before": two[:-5],
+        "behind": one + b"garbage",
         "within": one + two[:1] + b"x" + two[2:],
-    }  # fmt: skip
+    }
     for how, raw in damaged.items():
         path.write_bytes(raw)
         error = refused(path.parent)
@@ -419,9 +430,12 @@ def test_no_damage_ends_in_a_traceback(write: Any) -> None:
     lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
     pq.write_table(pa.Table.from_pylist(rows), columns := io.BytesIO())
     whole = {
-        "a.jsonl": lines, "a.json": json.dumps(rows).encode(), "a.txt": lines,
-        "a.csv": b"id,text\n" + b'1,"row, ""2"" x"\n' * 40, "a.parquet": columns.getvalue(),
-    }  # fmt: skip
+        "a.jsonl": lines,
+        "a.json": json.dumps(rows).encode(),
+        "a.txt": lines,
+        "a.csv": b"id,text\n" + b'1,"row, ""2"" x"\n' * 40,
+        "a.parquet": columns.getvalue(),
+    }
     read = told = 0
     for _ in range(400):
         name = chance.choice([*whole])

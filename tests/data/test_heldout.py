@@ -49,7 +49,7 @@ def size(texts: list[str]) -> int:
 
 @cache
 def prose(length: int, seed: int) -> str:
-    """Lines of words, `length` bytes."""
+    """Return lines of words, `length` bytes."""
     draw = random.Random(seed)
     words = ["".join(draw.choices("abcdefghij\u00e9", k=draw.randint(1, 9))) for _ in range(60)]
     text = "".join(draw.choice(words) + draw.choice("  \n") for _ in range(1 + length // 2))
@@ -77,7 +77,7 @@ def test_any_collection_is_split_within_the_bounds(
         assert share * size([*{*every}]) < 10
         return
     train, held = sides(split, every)
-    assert size(held) == split.held_bytes and size(train) + size(held) == split.text_bytes
+    assert size(held) == split.validation_bytes and size(train) + size(held) == split.text_bytes
     assert LEAST * share <= size(held) / size(every) <= MOST * share
     assert all(sides(split, texts)[0] for texts in sources)
     shuffled = [draw.sample(texts, len(texts)) for texts in sources]
@@ -127,7 +127,7 @@ def test_neighbours_by_hash_are_counted_together_when_there_are_too_many(
     split = weights.split()
     assert split == weigh([texts[::-1]], 0.05).split() and split
     train, held = sides(split, texts)
-    assert size(held) == split.held_bytes and train
+    assert size(held) == split.validation_bytes and train
     assert LEAST * 0.05 <= size(held) / size(texts) <= MOST * 0.05
 
 
@@ -180,7 +180,7 @@ def test_every_source_keeps_text_to_train_on(make_plan: MakePlan, tmp_path: Path
 def test_the_tokenizer_does_not_learn_from_what_is_held_out(
     make_plan: MakePlan, tmp_path: Path
 ) -> None:
-    """Of a text that is cut, it learns from the head alone."""
+    """The tokenizer learns from the head alone of a text that is cut."""
     head, end = "aa bb " * 4_000, "zqzqzqzq " * 140
     (tmp_path / "a.txt").write_text(head + end)
     prepared = prepare(make_plan(sources=str(tmp_path / "a.txt"), vocab=270))

@@ -1,4 +1,4 @@
-"""Raw text to shards: once, whole or not at all, and with nothing of validation in training."""
+"""Prepare raw text as shards: once, whole or not at all, and with nothing left behind."""
 
 import errno
 import json
@@ -326,9 +326,13 @@ def test_two_at_once_do_the_work_once(make_plan: MakePlan, source: str) -> None:
     ],
 )
 def test_a_full_memory_names_what_helps_in_preparing(
-    make_plan: MakePlan, source: str, monkeypatch: pytest.MonkeyPatch,
-    where: Any, name: str, error: Exception,
-) -> None:  # fmt: skip
+    make_plan: MakePlan,
+    source: str,
+    monkeypatch: pytest.MonkeyPatch,
+    where: Any,
+    name: str,
+    error: Exception,
+) -> None:
     def full(*_: Any, **__: Any) -> Any:
         raise error
 

@@ -14,9 +14,12 @@ import pytest
 from headrace.core.native import call_native
 
 MOMENTS = (
-    "reading", "training the tokenizer", "inside of the tokenizer's training", "encoding",
+    "reading",
+    "training the tokenizer",
+    "inside of the tokenizer's training",
+    "encoding",
     "inside of the tokenizer",
-)  # fmt: skip
+)
 KEYS = ("device=cpu", "data.sources=a.jsonl", "data.directory=prepared", "data.vocab=300")
 
 
@@ -84,9 +87,13 @@ except KeyboardInterrupt:
 def test_a_process_ends_beside_a_library_that_goes_on() -> None:
     root = Path(__file__).parents[2]
     with subprocess.Popen(
-        [sys.executable, "-c", SCRIPT], cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    ) as started:  # fmt: skip
+        [sys.executable, "-c", SCRIPT],
+        cwd=root,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as started:
         assert started.stdout and started.stdout.readline() == "begun\n"
         started.send_signal(signal.SIGINT)
         out, err = started.communicate(timeout=20)

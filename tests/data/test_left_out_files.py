@@ -25,7 +25,7 @@ MakePlan = Callable[..., Plan]
 
 
 def counted(source: object, **options: str) -> dict[str, tuple[int, tuple[str, ...]]]:
-    """Reason -> (count, examples without their folder)."""
+    """Return reason -> (count, examples without their folder)."""
     tally = Tally()
     for _ in read_documents(str(source), left_out=tally, **options):
         pass
@@ -46,8 +46,17 @@ def unreadable(*names: str) -> Iterator[None]:
 
 def test_every_file_that_is_not_read_has_a_reason(tmp_path: Path) -> None:
     folder = tmp_path / "in"
-    for name in ("a.txt", "b.png", "c.png", "d.png", "e.doc", ".git/x.txt", "__pycache__/y.py",
-                 "shut.txt", "deep/z.md"):  # fmt: skip
+    for name in (
+        "a.txt",
+        "b.png",
+        "c.png",
+        "d.png",
+        "e.doc",
+        ".git/x.txt",
+        "__pycache__/y.py",
+        "shut.txt",
+        "deep/z.md",
+    ):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(name)
     (folder / "empty.txt").touch()
@@ -92,14 +101,24 @@ def test_a_glob_tells_what_it_matches_and_does_not_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
-        ("a.jsonl", '{"text": ""}\n\n{"text": null}\n{"text": "a"}\n{"text": "h\\ud800"}\n',
-         {"empty_text": (1, ("a.jsonl:1",)), "null_text": (1, ("a.jsonl:3",)),
-          "blank_line": (1, ("a.jsonl:2",)), "half_character": (1, ("a.jsonl:5",))}),
-        ("a.csv", "text,n\n,1\n\na,2\n",
-         {"empty_text": (1, ("a.csv:2",)), "blank_line": (1, ("a.csv:3",))}),
+        (
+            "a.jsonl",
+            '{"text": ""}\n\n{"text": null}\n{"text": "a"}\n{"text": "h\\ud800"}\n',
+            {
+                "empty_text": (1, ("a.jsonl:1",)),
+                "null_text": (1, ("a.jsonl:3",)),
+                "blank_line": (1, ("a.jsonl:2",)),
+                "half_character": (1, ("a.jsonl:5",)),
+            },
+        ),
+        (
+            "a.csv",
+            "text,n\n,1\n\na,2\n",
+            {"empty_text": (1, ("a.csv:2",)), "blank_line": (1, ("a.csv:3",))},
+        ),
         ("a.txt", "\ufeff", {"empty_text": (1, ("a.txt",))}),
     ],
-)  # fmt: skip
+)
 def test_every_row_that_is_skipped_has_a_reason(
     tmp_path: Path, name: str, content: str, expected: object
 ) -> None:
@@ -256,9 +275,11 @@ def test_a_file_that_two_sources_name_is_told(tmp_path: Path, tiny_plan: MakePla
 
 
 SEVERAL = {
-    "a.jsonl,b.txt": ["a.jsonl", "b.txt"], "a.jsonl b.txt": ["a.jsonl", "b.txt"],
-    "[ab].{jsonl,txt}": ["[ab].jsonl", "[ab].txt"], "*.{jsonl,csv}": "*.jsonl",
-}  # fmt: skip
+    "a.jsonl,b.txt": ["a.jsonl", "b.txt"],
+    "a.jsonl b.txt": ["a.jsonl", "b.txt"],
+    "[ab].{jsonl,txt}": ["[ab].jsonl", "[ab].txt"],
+    "*.{jsonl,csv}": "*.jsonl",
+}
 
 
 @pytest.mark.parametrize("typed", SEVERAL)
@@ -288,14 +309,18 @@ def test_a_file_whose_name_looks_like_several_is_read(
 
 
 MEANT = {
-    "data.validation": {"5%": "data.validation=0.05", "12.5 %": "data.validation=0.125",
-                        "a.txt,b.txt": "mkdir held-out && cp -r a.txt b.txt held-out, and "
-                                       "data.validation=held-out"},
-    "data.sources": {"file:///x/a.txt": "data.sources=/x/a.txt", "s3://b/a": "data.sources=PATH",
-                     "https://example.com/a.txt?x=1":
-                         "curl -LO 'https://example.com/a.txt?x=1', and "
-                         "data.sources='a.txt?x=1'"},
-}  # fmt: skip
+    "data.validation": {
+        "5%": "data.validation=0.05",
+        "12.5 %": "data.validation=0.125",
+        "a.txt,b.txt": "mkdir held-out && cp -r a.txt b.txt held-out, and data.validation=held-out",
+    },
+    "data.sources": {
+        "file:///x/a.txt": "data.sources=/x/a.txt",
+        "s3://b/a": "data.sources=PATH",
+        "https://example.com/a.txt?x=1": "curl -LO 'https://example.com/a.txt?x=1', and "
+        "data.sources='a.txt?x=1'",
+    },
+}
 
 
 @pytest.mark.parametrize(("key", "typed"), [(k, t) for k, each in MEANT.items() for t in each])

@@ -54,7 +54,7 @@ def loader(packer: Any, **options: Any) -> Loader:
 
 
 def rows_of(packer: Any, **options: Any) -> torch.Tensor:
-    """All ranks' rows of STEPS steps in global order [rows, 2, T]."""
+    """Return the rows of all ranks over STEPS steps in global order [rows, 2, T]."""
     ranks = options.get("ranks", 1)
     steps = []
     loaders = [loader(packer, **options, rank=rank) for rank in range(ranks)]
@@ -274,7 +274,7 @@ def in_order(first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def plainly(row: Row) -> tuple[list[int], list[int]]:
-    """Segments and positions, one token at a time."""
+    """Return segments and positions, one token at a time."""
     segments, positions = [0], [0]
     for t in range(1, len(row.ids) - 1):
         new = t in row.starts

@@ -1,4 +1,4 @@
-"""Tokenizers that others made: what they give back, what they lose, and what hides in the file."""
+"""Open tokenizers that others made: see what they give back, lose and refuse."""
 
 import json
 from collections.abc import Callable
@@ -73,11 +73,14 @@ def test_nothing_is_cut_filled_or_put_around_a_text(key: str) -> None:
     theirs.enable_truncation(3, stride=1)
     theirs.enable_padding(length=64, pad_id=1, pad_token="<0x00>")
     template = {
-        "type": "TemplateProcessing", "pair": [],
-        "single": [{"SpecialToken": {"id": "<bos>", "type_id": 0}},
-                   {"Sequence": {"id": "A", "type_id": 0}}],
+        "type": "TemplateProcessing",
+        "pair": [],
+        "single": [
+            {"SpecialToken": {"id": "<bos>", "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+        ],
         "special_tokens": {"<bos>": {"id": "<bos>", "ids": [0], "tokens": ["<bos>"]}},
-    }  # fmt: skip
+    }
     parts = json.loads(theirs.to_str()) | {"post_processor": template}
     changed = json.loads(plain.text) | {key: parts[key]}
     found = ours.Tokenizer(json.dumps(changed))
@@ -141,5 +144,5 @@ def test_text_that_comes_back_as_other_text_of_its_length_is_refused_or_told(
     for _ in range(2):  # made, and found again
         found = prepare(make_plan(**keys, lossy_tokenizer=True))
         assert "mill" in found.loses and "lime" in found.loses
-        assert found.told_losses == {"tokenizer_loses": found.loses}
+        assert found.loss_fields == {"tokenizer_loses": found.loses}
         assert found.about_tokenizer["loses"] == found.loses

@@ -19,8 +19,12 @@ def test_a_pattern_that_never_ends_is_one_message(
 ) -> None:
     train_tokenizer(["one two three four"] * 9, vocab=300).save(tmp_path / "own.json")
     spec = json.loads((tmp_path / "own.json").read_text())
-    split = {"type": "Split", "pattern": {"Regex": ENDLESS}, "behavior": "Isolated",
-             "invert": False}  # fmt: skip
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": ENDLESS},
+        "behavior": "Isolated",
+        "invert": False,
+    }
     spec["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, spec["pre_tokenizer"]]}
     with pytest.raises(ConfigError, match="cannot encode"):
         Tokenizer(json.dumps(spec)).refuse_losses()

@@ -1,4 +1,4 @@
-"""Two trainers, two encoders, one meaning."""
+"""Two trainers and two encoders give one meaning."""
 
 import json
 import time
@@ -63,7 +63,7 @@ def test_text_survives_and_bytes_are_counted(tokenizer: Tokenizer, texts: list[s
 
 
 def test_tiktoken_and_tokenizers_agree(tokenizer: Tokenizer, texts: list[str]) -> None:
-    """Also on every character of the first three planes, beside letters, digits and blanks."""
+    """They agree on every character of the first three planes too, beside letters and digits."""
     characters = [chr(c) for c in range(0x30000) if not 0xD800 <= c < 0xE000]
     runs = ["".join(characters[i : i + 97]) for i in range(0, len(characters), 97)]
     mixed = ["".join(f"a{c} {c}1{c}\n" for c in run) for run in runs[::4]]
@@ -209,7 +209,7 @@ def metaspace_tokenizer(scheme: Any) -> tokenizers.Tokenizer:
 @pytest.mark.parametrize("scheme", ["prepend", "always", "first", "never"])
 @pytest.mark.parametrize("decoder", [True, False])
 def test_a_space_before_every_text_is_no_byte_of_it(scheme: str, decoder: bool) -> None:
-    """Llama 2's Prepend, Mistral's Metaspace, and either without its decoder."""
+    """Take Llama 2's Prepend, Mistral's Metaspace, and either without its decoder."""
     theirs = fallback_tokenizer(True) if scheme == "prepend" else metaspace_tokenizer(scheme)
     spec = json.loads(theirs.to_str())
     if not decoder:

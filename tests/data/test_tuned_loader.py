@@ -22,7 +22,7 @@ from headrace.data.tuned_loader import (
     TunedLoader,
     Tuner,
     Waits,
-    Window,
+    WaitWindow,
 )
 
 STEPS = 5
@@ -65,9 +65,15 @@ def ids(loader: Loader, steps: range) -> torch.Tensor:
     return torch.stack([torch.cat([m.ids_BT.cpu() for m in loader.step(s).micros]) for s in steps])
 
 
-@pytest.mark.parametrize("options", [
-    {"workers": 1, "prefetch": 1}, {"workers": 3}, {"prefetch": 9}, {"wait_share": 1e-9},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"workers": 1, "prefetch": 1},
+        {"workers": 3},
+        {"prefetch": 9},
+        {"wait_share": 1e-9},
+    ],
+)
 def test_the_stream_is_the_trunks(
     packer: Cut, tuned: Callable[..., TunedLoader], options: dict[str, Any]
 ) -> None:
@@ -94,30 +100,37 @@ def test_a_resume_goes_on_where_it_was(
     assert torch.equal(ids(again, range(1, 3)), right[1:3])  # sought backwards
     with pytest.raises(ConfigError):
         TunedLoader(
-            packer, device=None, workers=1, most=1, wait_share=0.1, prefetch=1,
-            seed=1, rows_per_step=4, micro_rows=2,
-        ).load_state(state)  # fmt: skip
+            packer,
+            device=None,
+            workers=1,
+            most=1,
+            wait_share=0.1,
+            prefetch=1,
+            seed=1,
+            rows_per_step=4,
+            micro_rows=2,
+        ).load_state(state)
 
 
 def test_threads_double_while_steps_wait_too_long() -> None:
     tuner = Tuner(1, 6, 0.01)
     waits_s = (0.0009, 0.05, 0.03, 0.01, 0.0, 0.02)
-    told = [tuner.judge(Window([wait_s, wait_s, 0.0], 0.1)) for wait_s in waits_s]
+    told = [tuner.judge(WaitWindow([wait_s, wait_s, 0.0], 0.1)) for wait_s in waits_s]
     assert told == [1, 2, 4, 6, 6, 6]
     asks = Tuner(1, 16, 0.01)
-    told = [asks.judge(Window([wait_s] * 2, 0.1, 5)) for wait_s in (0.0, 0.3, 0.0, 0.05)]
+    told = [asks.judge(WaitWindow([wait_s] * 2, 0.1, 5)) for wait_s in (0.0, 0.3, 0.0, 0.05)]
     assert told == [1, 5, 5, 10]  # what is read asks for five; five with a wait left ask for more
 
 
 def test_one_step_that_waited_is_no_reason_and_one_of_each_window_is() -> None:
     tuner = Tuner(1, 8, 0.01)
-    told = [tuner.judge(Window([0.0, wait_s, 0.0], 0.1)) for wait_s in (0.3, 0.0, 0.3, 0.3)]
+    told = [tuner.judge(WaitWindow([0.0, wait_s, 0.0], 0.1)) for wait_s in (0.3, 0.0, 0.3, 0.3)]
     assert told == [1, 1, 1, 2]
 
 
 def test_threads_that_do_not_help_are_taken_back_for_a_while() -> None:
     tuner = Tuner(2, 16, 0.01)
-    told = [tuner.judge(Window([0.05] * 2, 0.1)) for _ in range(REST_WINDOWS + 3)]
+    told = [tuner.judge(WaitWindow([0.05] * 2, 0.1)) for _ in range(REST_WINDOWS + 3)]
     assert told == [4, *[2] * (REST_WINDOWS + 1), 4]
 
 
@@ -125,7 +138,7 @@ def test_a_leap_that_does_not_help_is_followed_by_doubling() -> None:
     """A disk that is best at four readers: thirteen are asked for, and take as long as one."""
     tuner, waits_s, told = Tuner(1, 23, 0.01), {1: 0.1, 2: 0.05, 4: 0.02, 8: 0.06, 13: 0.1}, [1]
     for _ in range(6):
-        told.append(tuner.judge(Window([waits_s[told[-1]]] * 8, 0.1, 13)))
+        told.append(tuner.judge(WaitWindow([waits_s[told[-1]]] * 8, 0.1, 13)))
     assert told == [1, 13, 1, 2, 4, 8, 4]
 
 
@@ -315,9 +328,10 @@ def test_readers_copy_beside_the_computation(
     busy, copies, beside = torch.randn(4096, 4096, device="cuda"), [], 0
     take_over = TunedLoader._take_over
     monkeypatch.setattr(
-        TunedLoader, "_take_over",
+        TunedLoader,
+        "_take_over",
         lambda self, micro: (copies.append(micro.made.copied), take_over(self, micro))[1],
-    )  # fmt: skip
+    )
     found = []
     for index in steps:
         for _ in range(200):
