@@ -33,7 +33,7 @@ from headrace.data.pretrained import check_tokenizer, unchecked_tokenizer
 from headrace.data.rows import Cut, Packer
 from headrace.data.tokenizer import entries, open_tokenizer
 from headrace.model.adapter import files_left_out, load_pretrained, read_config
-from headrace.model.decoder import Decoder, trunk_parts
+from headrace.model.decoder import Decoder, baseline_parts
 from headrace.model.head import with_terms
 from headrace.model.init import adding, random_source
 from headrace.optim.adamw import clip_factor, gradient_norm, make_adamw, scale_gradients
@@ -245,7 +245,7 @@ def _trunk(
         techniques=techniques,
         prepared=prepared,
         config=config,
-        parts=trunk_parts(config),
+        parts=baseline_parts(config),
         source=random_source(config, plan.seed),
         engine=local_engine,
         sync=lambda build, last: None,
@@ -276,7 +276,7 @@ def _nothing(build: Build) -> None:
 
 def _parts(build: Build) -> None:
     """The design is final: parts and initial values follow the config as it is now."""
-    build.parts = trunk_parts(build.config)
+    build.parts = baseline_parts(build.config)
     build.source = random_source(build.config, build.plan.seed)
     if build.config.pretrained:
         _, stored = load_pretrained(Path(build.config.pretrained))

@@ -21,7 +21,7 @@ from headrace.core.errors import ConfigError, RunError
 from headrace.core.files import publish, shell
 from headrace.core.model_config import ModelConfig
 from headrace.data.tokenizer import Tokenizer
-from headrace.model.adapter import Link, check_ours
+from headrace.model.adapter import WeightLink, check_ours
 from headrace.model.companions import CONFIG, GENERATION, SPECIAL, TOKENIZER, Companions
 from headrace.model.hf_config import config_to_hf, merged_config
 
@@ -121,9 +121,9 @@ def _tables(
     return {GENERATION: ids, **theirs, TOKENIZER: tokenizer, CONFIG: config}
 
 
-def _split(links: list[Link], item_bytes: int, shard_bytes: int) -> list[list[Link]]:
+def _split(links: list[WeightLink], item_bytes: int, shard_bytes: int) -> list[list[WeightLink]]:
     """The parameters of each file, in order, at most `shard_bytes` where one parameter allows."""
-    files: list[list[Link]] = [[]]
+    files: list[list[WeightLink]] = [[]]
     size = 0
     for link in links:
         count = link.shape.numel() * item_bytes
@@ -136,7 +136,7 @@ def _split(links: list[Link], item_bytes: int, shard_bytes: int) -> list[list[Li
 
 
 def _write_weights(
-    folder: Path, files: list[list[Link]], state: Mapping[str, Tensor], dtype: torch.dtype
+    folder: Path, files: list[list[WeightLink]], state: Mapping[str, Tensor], dtype: torch.dtype
 ) -> None:
     """model.safetensors, or numbered files and the index that transformers reads."""
     places: dict[str, str] = {}

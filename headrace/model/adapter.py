@@ -1,4 +1,4 @@
-"""Our parameters <-> the tensors of Hugging Face `transformers`, by name and layout.
+"""Map our parameters to the tensors of Hugging Face `transformers` and back, by name and layout.
 
 Our fused matrices are taken apart by `fusion.py`; GPT-2 stacks its own q, k and v and stores
 matrices as [in, out] (Conv1D). Every map only moves numbers, so a round trip is exact bit for bit,
@@ -28,7 +28,7 @@ from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.files import python
 from headrace.core.folders import fetched_again, refuse_absent, refuse_no_model
 from headrace.core.model_config import ModelConfig
-from headrace.model.decoder import Decoder, trunk_parts
+from headrace.model.decoder import Decoder, baseline_parts
 from headrace.model.fusion import Fusion, fusions
 from headrace.model.hf_config import GPT2, Architecture, architecture, config_from_hf
 from headrace.model.init import Source
@@ -45,7 +45,7 @@ _BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
 
 
 @dataclass(frozen=True)
-class Link:
+class WeightLink:
     """One of our parameters and the tensors that it is on the other side."""
 
     ours: str
@@ -55,7 +55,7 @@ class Link:
     transposed: bool
 
     def to_ours(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Their tensors, in the order of `theirs`, as our parameter."""
+        """Return our parameter from their tensors, given in the order of `theirs`."""
         rows = [t.t() if self.transposed else t for t in tensors]
         if self.fusion is None:
             return rows[0]
@@ -63,7 +63,7 @@ class Link:
         return self.fusion.fuse(torch.cat(rows).split(sizes))
 
     def to_theirs(self, tensor: Tensor) -> dict[str, Tensor]:
-        """Our parameter as their tensors by name, contiguous."""
+        """Return our parameter as their tensors by name, contiguous."""
         pieces = self.fusion.pieces(tensor) if self.fusion else (tensor,)
         if len(self.theirs) == 1:
             pieces = (torch.cat(pieces),)
@@ -71,16 +71,16 @@ class Link:
         return dict(zip(self.theirs, pieces, strict=True))
 
 
-def links(config: ModelConfig) -> list[Link]:
-    """The link of every parameter of a decoder of this config, in the order of its parameters.
+def links(config: ModelConfig) -> list[WeightLink]:
+    """Return the link of every parameter of a decoder of this config, in parameter order.
 
     Raises:
         UnsupportedError: no architecture of transformers matches.
     """
     kind, fused = architecture(config), fusions(config)
     with torch.device("meta"):
-        parameters = dict(Decoder(config, trunk_parts(config), MaskSpec()).named_parameters())
-    found = []
+        parameters = dict(Decoder(config, baseline_parts(config), MaskSpec()).named_parameters())
+    made = []
     for name, parameter in parameters.items():
         module, _, leaf = name.rpartition(".")
         prefix = ""
@@ -89,8 +89,8 @@ def links(config: ModelConfig) -> list[Link]:
             prefix = kind.block.format(layer)
         theirs = tuple(f"{prefix}{part}.{leaf}" for part in kind.modules[module])
         transposed = kind.conv1d and bool(prefix) and parameter.dim() == 2
-        found.append(Link(name, theirs, parameter.shape, fused.get(module), transposed))
-    return found
+        made.append(WeightLink(name, theirs, parameter.shape, fused.get(module), transposed))
+    return made
 
 
 def from_hf(
@@ -99,7 +99,7 @@ def from_hf(
     read: Callable[[str], Tensor],
     path: Path | None = None,
 ) -> dict[str, Callable[[], Tensor]]:
-    """Their state dict as ours: checks everything now, and makes each tensor when it is called for.
+    """Check their state dict now; return a function for each of our tensors that makes it.
 
     Args:
         config: the model.
@@ -124,18 +124,18 @@ def from_hf(
     for link in every:
         theirs = link.to_theirs(torch.empty(link.shape, device="meta"))
         expected |= {name: tuple(tensor.shape) for name, tensor in theirs.items()}
-    found = {name: tuple(shapes[at]) for name, at in stored.items()}
-    again = fetched_again(path) if path is not None else ""
-    _compare(expected, found, kind.name, again)
+    given = {name: tuple(shapes[at]) for name, at in stored.items()}
+    remedy = fetched_again(path) if path is not None else ""
+    _compare(expected, given, kind.name, remedy)
 
-    def maker(link: Link) -> Callable[[], Tensor]:
+    def maker(link: WeightLink) -> Callable[[], Tensor]:
         return lambda: link.to_ours([read(stored[name]) for name in link.theirs])
 
     return {link.ours: maker(link) for link in every}
 
 
-def check_ours(config: ModelConfig, tensors: Mapping[str, Tensor]) -> list[Link]:
-    """The links of `config`, after checking that `tensors` are exactly its parameters.
+def check_ours(config: ModelConfig, tensors: Mapping[str, Tensor]) -> list[WeightLink]:
+    """Check that `tensors` are exactly the parameters of `config`, and return its links.
 
     Raises:
         ConfigError: a tensor is missing, unexpected, or has another shape.
@@ -148,7 +148,7 @@ def check_ours(config: ModelConfig, tensors: Mapping[str, Tensor]) -> list[Link]
 
 
 def _canonical(kind: Architecture, names: Iterable[str]) -> dict[str, str]:
-    """Stored name of every weight by its full name; GPT-2's own files leave out a prefix."""
+    """Return stored names of all weights by full name; GPT-2's own files leave out a prefix."""
     kept = [name for name in names if not _BUFFERS.search(name)]
     bare = kind is GPT2 and not any(name.startswith("transformer.") for name in kept)
     return {
@@ -159,24 +159,24 @@ def _canonical(kind: Architecture, names: Iterable[str]) -> dict[str, str]:
 
 def _compare(
     expected: Mapping[str, tuple[int, ...]],
-    found: Mapping[str, tuple[int, ...]],
+    given: Mapping[str, tuple[int, ...]],
     owner: str,
-    again: str = "",
+    remedy: str = "",
 ) -> None:
-    """Equal names and shapes, or a ConfigError that lists what differs."""
-    missing = [name for name in expected if name not in found]
-    surplus = [name for name in found if name not in expected]
+    """Raise a ConfigError that lists what differs between two sets of names and shapes."""
+    missing = [name for name in expected if name not in given]
+    surplus = [name for name in given if name not in expected]
     reshaped = [
-        f"{name} is {list(found[name])}, expected {list(shape)}"
+        f"{name} is {list(given[name])}, expected {list(shape)}"
         for name, shape in expected.items()
-        if found.get(name, shape) != shape
+        if given.get(name, shape) != shape
     ]
     differences = (("missing", missing), ("unexpected", surplus), ("of another shape", reshaped))
     lines = [f"{len(names)} {what}: {_some(names)}" for what, names in differences if names]
     if lines:
         raise ConfigError(
             f"the tensors do not fit {owner}: " + "; ".join(lines),
-            again or "tensors and a config that belong together",
+            remedy or "tensors and a config that belong together",
         )
 
 
@@ -218,7 +218,7 @@ def shape_of(model: ModelConfig) -> ModelConfig:
 
 
 def load_pretrained(path: Path, key: str = "model.pretrained") -> tuple[ModelConfig, Source]:
-    """The model in a folder, and a source of its weights by our names.
+    """Return the model in a folder, and a source of its weights by our names.
 
     The source gives fp32 tensors on the host, whatever the files hold.
 
@@ -383,9 +383,9 @@ def _numbered_alike(path: Path, placed: Mapping[str, str]) -> set[str]:
     One that the index does not name has tensors that it leaves out.
     """
     numbered = re.compile(r"(.*-)\d+(-of-\d+\.safetensors)")
-    kinds = {match.groups() for name in placed.values() if (match := numbered.fullmatch(name))}
-    found = ((file.name, numbered.fullmatch(file.name)) for file in path.glob("*.safetensors"))
-    return {name for name, match in found if match and match.groups() in kinds}
+    sets = {match.groups() for name in placed.values() if (match := numbered.fullmatch(name))}
+    matches = ((file.name, numbered.fullmatch(file.name)) for file in path.glob("*.safetensors"))
+    return {name for name, match in matches if match and match.groups() in sets}
 
 
 def _check_index(path: Path, placed: Mapping[str, str], holder: Mapping[str, str]) -> None:
@@ -401,15 +401,15 @@ def _check_index(path: Path, placed: Mapping[str, str], holder: Mapping[str, str
     """
     index = path / _INDEX
     for tensor in sorted({*placed} | {*holder}):
-        said, has = placed.get(tensor), holder.get(tensor)
-        if said == has or (said is None and _BUFFERS.search(tensor)):
+        file, has = placed.get(tensor), holder.get(tensor)
+        if file == has or (file is None and _BUFFERS.search(tensor)):
             continue
         if has is None:
-            fault = f"places {tensor} in {said}, and no file of its set has it"
-        elif said is None:
+            fault = f"places {tensor} in {file}, and no file of its set has it"
+        elif file is None:
             fault = f"leaves out {tensor}, which {has} has"
         else:
-            fault = f"places {tensor} in {said}, and it is in {has}"
+            fault = f"places {tensor} in {file}, and it is in {has}"
         raise ConfigError(f"{index} {fault}", _without_index(index))
 
 
@@ -425,7 +425,7 @@ def _open_tensors(
     placed: Mapping[str, str] | None,
     key: str = "model.pretrained",
 ) -> tuple[dict[str, tuple[int, ...]], Callable[[str], Tensor]]:
-    """Every tensor's shape, and a function that reads one by name."""
+    """Return the shape of every tensor, and a function that reads one by name."""
     shapes: dict[str, tuple[int, ...]] = {}
     holder: dict[str, Any] = {}
     where: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""The attention mixer, its trunk backend, and the cache that sampling uses.
+"""Mix tokens by attention: the mixer, the baseline's backend, and the cache that sampling uses.
 
 Queries, keys and values come from one matrix, `qkv`, whose rows are grouped by key-value head:
 [q heads of group 0, k 0, v 0, q heads of group 1, ...]. One large product is faster than three, and
@@ -34,7 +34,7 @@ MASKED = "--without {0} --with varlen_attention or --without {0} --with flex_att
 
 
 class Attend(Protocol):
-    """A backend of scaled dot-product attention.
+    """A backend computes scaled dot-product attention.
 
     One that computes more of `MaskSpec` than `COMMON` lists those fields in a class attribute
     `knows`. It counts for the very class that says it: a kernel that a subclass chooses may know
@@ -42,11 +42,11 @@ class Attend(Protocol):
     """
 
     def prepare(self, spec: MaskSpec, rows: Rows, length: int) -> object:
-        """What this backend's kernel needs to know of the mask, made once per forward."""
+        """Return what this backend's kernel needs to know of the mask; called once per forward."""
         ...
 
     def __call__(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: object) -> Tensor:
-        """The mixed values [B, T, H, K]."""
+        """Return the mixed values [B, T, H, K]."""
         ...
 
 
@@ -74,7 +74,7 @@ def check_mask(config: ModelConfig, attend: Any, spec: MaskSpec) -> None:
 
 
 def attending(config: ModelConfig, mixer: Callable[..., nn.Module], attend: Any) -> list[int]:
-    """The layers for which the factory `mixer` makes attention; the others mix in another way."""
+    """Return the layers for which the factory `mixer` makes attention; the others mix otherwise."""
     with torch.device("meta"):
         made = [mixer(config, layer, attend) for layer in range(config.layers)]
     return [layer for layer, module in enumerate(made) if isinstance(module, Attention)]
@@ -88,7 +88,7 @@ class Capped(NamedTuple):
 
 
 class Sdpa:
-    """torch's scaled_dot_product_attention with its default backend: the trunk's filler.
+    """The baseline's filler calls torch's scaled_dot_product_attention with its default backend.
 
     A mask that a causal flag cannot say becomes one dense tensor, shared by all layers. It has no
     soft cap: capped scores are computed by plain products, and kept.
@@ -97,7 +97,7 @@ class Sdpa:
     knows = frozenset({"prefix", "blocks", "alibi", "soft_cap"})
 
     def prepare(self, spec: MaskSpec, rows: Rows, length: int) -> Tensor | Capped | None:
-        """None for plain causal, else bool [B or 1, 1, T, T] or additive [B or 1, H, T, T]."""
+        """Return None for plain causal, bool [B or 1, 1, T, T], or additive [B or 1, H, T, T]."""
         if spec.is_plain_causal:
             return None
         device = rows.positions_BT.device.type
@@ -107,7 +107,7 @@ class Sdpa:
         return Capped(spec.soft_cap, mask) if spec.soft_cap else mask
 
     def __call__(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: object) -> Tensor:
-        """Attention over `k_BTGK`; one query over a longer key sequence sees all of it."""
+        """Return attention over `k_BTGK`; one query over a longer key sequence sees all of it."""
         q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
         if isinstance(mask, Capped):
             return capped_attention(q, k, v, mask).transpose(1, 2)
@@ -115,27 +115,29 @@ class Sdpa:
         if given is not None and given.dtype != torch.bool:
             given = given.to(q.dtype)
         out = F.scaled_dot_product_attention(
-            q, k, v,
+            q,
+            k,
+            v,
             attn_mask=given,
             is_causal=given is None and q.size(2) > 1,
             enable_gqa=q.size(1) != k.size(1),
-        )  # fmt: skip
+        )
         return out.transpose(1, 2)
 
 
 class OneKernelSdpa(Sdpa):
-    """The trunk's backend with one of torch's kernels as the only one allowed."""
+    """This is the baseline's backend with one of torch's kernels as the only one allowed."""
 
     kernel: ClassVar[SDPBackend]
 
     def __call__(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: object) -> Tensor:
-        """Attention, or torch's error where that kernel cannot: never another one."""
+        """Return attention, or raise torch's error where that kernel cannot: take no other one."""
         with sdpa_kernel(self.kernel):
             return super().__call__(q_BTHK, k_BTGK, v_BTGK, mask)
 
 
 def capped_attention(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Capped) -> Tensor:
-    """Attention with soft-capped scores by plain products, softmax in fp32; [B, H, T, K]."""
+    """Return attention [B, H, T, K] with soft-capped scores by plain matmuls, softmax in fp32."""
     shared, scale = q_BHTK.size(1) // k_BGSK.size(1), q_BHTK.size(-1) ** -0.5 / mask.cap
     k_BHSK, v_BHSK = (
         x if shared == 1 else x.repeat_interleave(shared, dim=1) for x in (k_BGSK, v_BGSK)
@@ -151,7 +153,7 @@ def capped_attention(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Cappe
 def weights(
     attend: Attend, mask: object, q_BTHK: Tensor, k_BSGK: Tensor, group_S: Tensor
 ) -> Tensor:
-    """The weight that each query gives to each group of keys, read off the backend itself.
+    """Return the weight that each query gives to each group of keys, read off the backend itself.
 
     Args:
         attend: the backend.
@@ -175,7 +177,7 @@ def weights(
 def lacks_half(
     context: Context, what: str, *, oldest: tuple[int, int] = (0, 0), widest: int | None = None
 ) -> Unsupported | None:
-    """Why a kernel for half precision on NVIDIA GPUs cannot run here, if it cannot.
+    """Return why a kernel for half precision on NVIDIA GPUs cannot run here, or None if it can.
 
     Args:
         context: where.
@@ -199,7 +201,7 @@ def lacks_half(
 
 
 def lacks_mask(context: Context) -> Unsupported | None:
-    """Why a flash kernel, which has the causal flag and no mask, cannot run here, if it cannot."""
+    """Return why a flash kernel, which has a causal flag and no mask, cannot run here, or None."""
     for name, other in context.plan.techniques.items():
         if "mask" in other.composes:
             reason = f"{name} needs a dense mask, which flash has no kernel for"
@@ -217,20 +219,29 @@ def check_plain(spec: MaskSpec) -> None:
 
 
 def equal_scores(
-    config: ModelConfig, device: torch.device, dtype: torch.dtype, *, rows: int = 1,
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    rows: int = 1,
     length: int = 128,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """All zeros, to try a backend on: queries [B, T, H, K] and keys [B, T, G, K]."""
+) -> tuple[Tensor, Tensor]:
+    """Return zeros to try a backend on: queries [B, T, H, K] and keys [B, T, G, K]."""
     like = torch.zeros(rows, length, 1, config.resolved_head_dim, device=device, dtype=dtype)
     q_BTHK = like.expand(-1, -1, config.heads, -1).contiguous()
     return q_BTHK, like.expand(-1, -1, config.resolved_kv_heads, -1).contiguous()
 
 
 def kernels_of(
-    attend: Attend, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, mask: object = None, *,
+    attend: Attend,
+    q_BTHK: Tensor,
+    k_BSGK: Tensor,
+    v_BSGK: Tensor,
+    mask: object = None,
+    *,
     only: str = "",
-) -> list[str]:  # fmt: skip
-    """Names of what one call of a backend launches, as torch's profiler sees them.
+) -> list[str]:
+    """Return the names of what one call of a backend launches, as torch's profiler sees them.
 
     A GPU's copies and fills ("Memcpy DtoD", "Memset (Device)") are no kernels.
 
@@ -253,7 +264,7 @@ def kernels_of(
 
 
 def operations_of(out_BTHK: Tensor) -> list[str]:
-    """Names of the operations that mixed values were made by, read off their gradient's graph.
+    """Return the names of the operations that made mixed values, read off their gradient's graph.
 
     What torch chooses has a name of its own where it is one kernel, as in
     scaled_dot_product_flash_attention_for_cpu; else these are plain products and a softmax.
@@ -264,13 +275,13 @@ def operations_of(out_BTHK: Tensor) -> list[str]:
             words = re.sub(r"Backward\d*$", "", node.name())
             names[node] = re.sub(r"(?<=[a-z\d])(?=[A-Z])", "_", words).lower()
             nodes += [before for before, _ in node.next_functions]
-    found = dict.fromkeys(names.values())
-    fused = [name for name in found if name.startswith("scaled_dot_product")]
-    return fused or [name for name in found if name.endswith(("mm", "softmax"))]
+    distinct = dict.fromkeys(names.values())
+    fused = [name for name in distinct if name.startswith("scaled_dot_product")]
+    return fused or [name for name in distinct if name.endswith(("mm", "softmax"))]
 
 
 class KVCache:
-    """Keys and values of the tokens so far, a pair of [B, S, G, K] tensors per layer with keys."""
+    """Keep keys and values of the tokens so far, [B, S, G, K] each, per layer with keys."""
 
     def __init__(self, config: ModelConfig, rows: int, capacity: int, like: Tensor) -> None:
         self.shape = (rows, capacity, config.resolved_kv_heads, config.resolved_head_dim)
@@ -292,7 +303,7 @@ class KVCache:
 
 
 class Shared(NamedTuple):
-    """What all layers of one forward share: positions, masks, rotation, a sampling cache."""
+    """Hold what all layers of one forward share: positions, masks, rotation, a sampling cache."""
 
     positions_BT: Tensor
     mask: object
@@ -302,12 +313,12 @@ class Shared(NamedTuple):
     """of the layers without the window, where some are"""
 
     def for_layer(self, is_open: bool) -> "Shared":
-        """What one layer reads, with one mask."""
+        """Return what one layer reads, with one mask."""
         return self._replace(mask=self.open_mask if is_open else self.mask, open_mask=None)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention (arXiv 2305.13245), with optional normalised queries and keys."""
+    """Compute grouped-query attention (arXiv 2305.13245); q and k may be normalised."""
 
     columns, rows = ("qkv",), ("out",)
     """linears that ranks share by their outputs, and by their inputs"""

@@ -1,4 +1,4 @@
-"""The small files beside a model's weights: chat template, generation settings, special tokens.
+"""Keep the small files beside a model's weights: chat template, generation settings, tokens.
 
 Training changes none of them. A run that starts from a folder keeps its own copy of them, because
 the folder may be gone when the trained model is exported. No weights and no code are copied.
@@ -22,20 +22,29 @@ tokenizer_config.json, has 1.2 MB."""
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
 SPECIAL = "special_tokens_map.json"
 NAMES = (
-    CONFIG, GENERATION, TOKENIZER, SPECIAL, "added_tokens.json",
-    "chat_template.json", "chat_template.jinja", "additional_chat_templates/*.jinja",
-)  # fmt: skip
+    CONFIG,
+    GENERATION,
+    TOKENIZER,
+    SPECIAL,
+    "added_tokens.json",
+    "chat_template.json",
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+)
 """What `save_pretrained` of transformers writes beside weights and tokenizer.json."""
 LOST = (
-    "chat template", GENERATION, "eos, bos and pad ids", "max_position_embeddings",
+    "chat template",
+    GENERATION,
+    "eos, bos and pad ids",
+    "max_position_embeddings",
     "other fields of config.json",
-)  # fmt: skip
+)
 """What an export lacks when the companions of the first weights are gone."""
 
 
 @dataclass(frozen=True)
 class Companions:
-    """The small files of one folder, read.
+    """Hold the small files of one folder, read.
 
     Args:
         tables: the object in each JSON file, by the file's name.
@@ -46,13 +55,13 @@ class Companions:
     texts: Mapping[str, str] = field(default_factory=dict)
 
 
-def keep_companions(folder: Path, run: Path, tell: Callable[[str], None]) -> None:
+def keep_companions(folder: Path, run: Path, report: Callable[[str], None]) -> None:
     """Copy the small files of a folder of weights into a run's folder, in the place of older ones.
 
     Args:
         folder: the weights that the run starts from.
         run: the run's folder.
-        tell: takes a line about each file that is left out.
+        report: takes a line about each file that is left out.
     """
     aside, target = run / f".{KEPT_IN}", run / KEPT_IN
     for old in (aside, target):
@@ -61,7 +70,7 @@ def keep_companions(folder: Path, run: Path, tell: Callable[[str], None]) -> Non
     for file in _files(folder):
         fault = _fault(file)
         if fault:
-            tell(f"{file} {fault}: an export of this run will be without it")
+            report(f"{file} {fault}: an export of this run will be without it")
             continue
         copy = aside / file.relative_to(folder)
         copy.parent.mkdir(exist_ok=True)
@@ -69,13 +78,13 @@ def keep_companions(folder: Path, run: Path, tell: Callable[[str], None]) -> Non
     publish(aside, target)
 
 
-def read_companions(run: Path, folder: str, tell: Callable[[str], None]) -> Companions | None:
+def read_companions(run: Path, folder: str, report: Callable[[str], None]) -> Companions | None:
     """Return the small files of the weights that a run started from, or None if they are gone.
 
     Args:
         run: the run's folder; its own copies are preferred.
         folder: `model.pretrained` of the run; empty where it started from random weights.
-        tell: takes a line where the run has no copies.
+        report: takes a line where the run has no copies.
     """
     if not folder:
         return Companions()
@@ -84,12 +93,14 @@ def read_companions(run: Path, folder: str, tell: Callable[[str], None]) -> Comp
         if not files:
             continue
         if place != run / KEPT_IN:
-            tell(f"{run} kept no copies of the small files of {folder}: they are taken as they are")
+            report(
+                f"{run} kept no copies of the small files of {folder}: they are taken as they are"
+            )
         names = {file.relative_to(place).as_posix(): file for file in files}
         texts = {name: file.read_text(encoding="utf-8") for name, file in names.items()}
         tables = {name: json.loads(text) for name, text in texts.items() if name.endswith(".json")}
         return Companions(tables, {n: text for n, text in texts.items() if n not in tables})
-    tell(
+    report(
         f"{run} kept no copies of the small files of {folder}, and they are not there any more; "
         f"not kept are {', '.join(LOST)}"
     )

@@ -1,4 +1,4 @@
-"""A causal convolution along rows, one filter for each feature.
+"""Convolve rows causally, with one filter for each feature.
 
 It is torch's convolution operator on [B, D, 1, S], features last in memory: the layout in which
 activations lie, so that nothing is transposed. There is a second reason. torch gives a depthwise
@@ -26,30 +26,40 @@ from headrace.kernels.launches import COUNTS, since
 
 LAUNCH, CUDNN = "convolution by ", "Cudnn"
 """How its launches are counted, and torch's name of the library that chooses among algorithms."""
-ONES, ZEROS = [1, 1], [0, 0]
+UNIT, NO_PADDING = [1, 1], [0, 0]
 
 
 def libraries(before: Mapping[str, int]) -> dict[str, int]:
-    """Launches by the name of torch's backend that got them, less those in `before`."""
+    """Return launches by the name of torch's backend that got them, less those in `before`."""
     return {n.removeprefix(LAUNCH): count for n, count in since(before, LAUNCH).items() if count}
 
 
 def laid_out(x_BSD: Tensor) -> Tensor:
-    """[B, D, 1, S] of the same memory, features last."""
+    """Return [B, D, 1, S] of the same memory, features last."""
     return x_BSD.contiguous().unsqueeze(1).movedim(3, 1)
 
 
 @torch.library.custom_op("headrace::causal_convolution", mutates_args=())
 def convolution(x_BSD: Tensor, weight_D1K: Tensor) -> Tensor:
-    """y_t = sum over j of w_j x_(t + j), by feature; [B, S - K + 1, D], in the dtype of both."""
+    """Return y_t = sum over j of w_j x_(t + j) by feature, [B, S - K + 1, D], in their dtype."""
     x_BD1S, weight = laid_out(x_BSD), weight_D1K.unsqueeze(2)
     groups = weight.size(0)
     backend = torch._C._select_conv_backend(
-        x_BD1S, weight, bias=None, stride=ONES, padding=ZEROS, dilation=ONES, transposed=False,
-        output_padding=ZEROS, groups=groups, bias_sizes=None,
-    )  # fmt: skip
+        x_BD1S,
+        weight,
+        bias=None,
+        stride=UNIT,
+        padding=NO_PADDING,
+        dilation=UNIT,
+        transposed=False,
+        output_padding=NO_PADDING,
+        groups=groups,
+        bias_sizes=None,
+    )
     COUNTS[LAUNCH + str(backend).rpartition(".")[2]] += 1
-    y_BD1T = torch.convolution(x_BD1S, weight, None, ONES, ZEROS, ONES, False, ZEROS, groups)
+    y_BD1T = torch.convolution(
+        x_BD1S, weight, None, UNIT, NO_PADDING, UNIT, False, NO_PADDING, groups
+    )
     return y_BD1T.movedim(1, 3).squeeze(1).contiguous()
 
 
@@ -57,14 +67,23 @@ def convolution(x_BSD: Tensor, weight_D1K: Tensor) -> Tensor:
 def convolution_backward(
     grad_BTD: Tensor, x_BSD: Tensor, weight_D1K: Tensor, of_x: bool = True, of_weight: bool = True
 ) -> list[Tensor]:
-    """From that of the result the gradients of x and of the weight, of those that are asked for."""
+    """Return the gradients of x and of the weight that are asked for, from that of the result."""
     weight = weight_D1K.unsqueeze(2)
     x_BD1S, weight_, _ = torch.ops.aten.convolution_backward(
-        laid_out(grad_BTD), laid_out(x_BSD), weight, None, ONES, ZEROS, ONES, False, ZEROS,
-        weight.size(0), [of_x, of_weight, False],
-    )  # fmt: skip
-    found = [x_BD1S.movedim(1, 3).squeeze(1).contiguous()] if of_x else []
-    return found + ([weight_.squeeze(2).contiguous()] if of_weight else [])
+        laid_out(grad_BTD),
+        laid_out(x_BSD),
+        weight,
+        None,
+        UNIT,
+        NO_PADDING,
+        UNIT,
+        False,
+        NO_PADDING,
+        weight.size(0),
+        [of_x, of_weight, False],
+    )
+    gradients = [x_BD1S.movedim(1, 3).squeeze(1).contiguous()] if of_x else []
+    return gradients + ([weight_.squeeze(2).contiguous()] if of_weight else [])
 
 
 @convolution.register_fake
@@ -86,22 +105,22 @@ def _keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad_BTD: Tensor) -> tuple[Tensor | None, ...]:
-    found = iter(convolution_backward(grad_BTD, *ctx.saved_tensors, *ctx.needs_input_grad))
-    return tuple(next(found) if asked else None for asked in ctx.needs_input_grad)
+    gradients = iter(convolution_backward(grad_BTD, *ctx.saved_tensors, *ctx.needs_input_grad))
+    return tuple(next(gradients) if asked else None for asked in ctx.needs_input_grad)
 
 
 convolution.register_autograd(_backward, setup_context=_keep)
 
 
 class CausalConvolution(nn.Conv1d):
-    """y_t = sum over j of w_j x_(t - K + 1 + j), by feature; weight [D, 1, K], no bias."""
+    """Compute y_t = sum over j of w_j x_(t - K + 1 + j) by feature; weight [D, 1, K], no bias."""
 
     def __init__(self, features: int, taps: int) -> None:
         super().__init__(features, features, taps, groups=features, bias=False)
         self.taps = taps
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        """Every tap, whatever document it reads; returns [B, T, D].
+        """Apply every tap, whatever document it reads; return [B, T, D].
 
         Sizes are the tensors': a rank may hold a part of the features.
         """
@@ -109,7 +128,9 @@ class CausalConvolution(nn.Conv1d):
         return convolution(x_BSD.to(dtype), self.weight.to(dtype))
 
     def inside_documents(self, x_BSD: Tensor, positions_BT: Tensor) -> Tensor:
-        """Only taps that read the token's own document, which its position tells; [B, T, D].
+        """Apply only taps that read the token's own document; return [B, T, D].
+
+        A token's position tells where its document begins.
 
         Products read views of one tensor, which is all that is kept for the backward pass.
         """

@@ -34,8 +34,8 @@ class Parts:
     attend: Attend
 
 
-def trunk_parts(config: ModelConfig) -> Parts:
-    """The parts that `model.*` names."""
+def baseline_parts(config: ModelConfig) -> Parts:
+    """Return the parts that `model.*` names."""
     return Parts(
         norm=lambda c: NORMS[c.norm](c.dim, c.norm_eps),
         mlp=SwiGLU if config.activation == "swiglu" else PlainMLP,
@@ -61,7 +61,7 @@ WHOLE = Part()
 
 
 class Block(nn.Module):
-    """Pre-norm residual block: mix tokens, then transform each."""
+    """A pre-norm residual block mixes tokens, then transforms each."""
 
     def __init__(self, config: ModelConfig, layer: int, parts: Parts) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Block(nn.Module):
         self.mlp = parts.mlp(config, layer)
 
     def forward(self, x_BTD: Tensor, shared: Shared) -> Tensor:
-        """[B, T, D] to [B, T, D]."""
+        """Map [B, T, D] to [B, T, D]."""
         x_BTD, normed_BTD = add_then(
             self.mlp_norm, x_BTD, self.mixer(self.mixer_norm(x_BTD), shared)
         )
@@ -79,7 +79,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks, norm, head."""
+    """The decoder is an embedding, blocks, a norm and a head."""
 
     position: Any
     head: Any
@@ -97,10 +97,17 @@ class Decoder(nn.Module):
         self.residual_dtype = torch.float32
 
     def forward(
-        self, x: Tensor, targets_BT: Tensor, rows: Rows, *,
-        objective: Objective, scale: Tensor, extras: Any = None, part: Part = WHOLE,
-    ) -> Tensor:  # fmt: skip
-        """The objective's sum over the targets, times `scale`; a scalar.
+        self,
+        x: Tensor,
+        targets_BT: Tensor,
+        rows: Rows,
+        *,
+        objective: Objective,
+        scale: Tensor,
+        extras: Any = None,
+        part: Part = WHOLE,
+    ) -> Tensor:
+        """Return the objective's sum over the targets, times `scale`; a scalar.
 
         Args:
             x: token ids [B, T], or states [B, T, D] where `part` is not the first.
@@ -118,11 +125,11 @@ class Decoder(nn.Module):
         return self.loss(states_ND, targets_N, extras, objective, scale)
 
     def hidden(self, ids_BT: Tensor, rows: Rows, cache: KVCache | None = None) -> Tensor:
-        """Normalised hidden states [B, T, D]."""
+        """Return normalised hidden states [B, T, D]."""
         return self.states(ids_BT, self.share(rows, ids_BT.size(1), cache))
 
     def share(self, rows: Rows, length: int, cache: KVCache | None = None) -> Shared:
-        """What all layers need of the rows, made once.
+        """Return what all layers need of the rows, made once.
 
         It stays outside of compiled code: a compiler would compute sines again in every layer.
         """
@@ -134,7 +141,7 @@ class Decoder(nn.Module):
         return Shared(rows.positions_BT, mask, rotation, cache, open_mask)
 
     def states(self, x: Tensor, shared: Shared, part: Part = WHOLE) -> Tensor:
-        """The body: embedding, blocks, norm."""
+        """Run the body: embedding, blocks, norm."""
         if part.first:
             x = self.enter(x, shared)
         for name, block in self.blocks.items():
@@ -143,27 +150,31 @@ class Decoder(nn.Module):
         return self.leave(x) if part.last else x
 
     def enter(self, ids_BT: Tensor, shared: Shared) -> Tensor:
-        """What the first block reads, [B, T, D]."""
+        """Return what the first block reads, [B, T, D]."""
         x_BTD = self.position.embed(self.embed(ids_BT), shared.positions_BT)
         return x_BTD.to(self.residual_dtype)
 
     def leave(self, x_BTD: Tensor) -> Tensor:
-        """What the head reads, [B, T, D]."""
+        """Return what the head reads, [B, T, D]."""
         return self.norm(x_BTD)
 
     def wire_shape(self, rows: int, length: int) -> tuple[int, ...]:
-        """The shape of states between two blocks, for `rows` rows of `length` tokens."""
+        """Return the shape of states between two blocks, for `rows` rows of `length` tokens."""
         return rows, length, self.config.dim
 
     def loss(
-        self, hidden_ND: Tensor, targets_N: Tensor, extras: Any, objective: Objective,
+        self,
+        hidden_ND: Tensor,
+        targets_N: Tensor,
+        extras: Any,
+        objective: Objective,
         scale: Tensor | float = 1.0,
-    ) -> Tensor:  # fmt: skip
-        """The objective's sum over tokens, times `scale`; a scalar."""
+    ) -> Tensor:
+        """Return the objective's sum over tokens, times `scale`; a scalar."""
         return self.head(hidden_ND, self.unembedding, targets_N, extras, objective, scale)
 
     def logits(self, ids_BT: Tensor, rows: Rows, cache: KVCache | None = None) -> Tensor:
-        """fp32 logits [B, T, V], for sampling and parity."""
+        """Return fp32 logits [B, T, V], for sampling and parity."""
         hidden = self.hidden(ids_BT, rows, cache)
         if cache is not None:
             cache.length += ids_BT.size(1)
@@ -171,5 +182,5 @@ class Decoder(nn.Module):
 
     @property
     def unembedding(self) -> Tensor:
-        """The output matrix [V, D]: the head's own, or the embedding when tied."""
+        """Return the output matrix [V, D]: the head's own, or the embedding when tied."""
         return self.embed.weight if self.head.weight is None else self.head.weight

@@ -25,7 +25,7 @@ class Vocabulary:
     """Reductions over the vocabulary dimension, which this one holds whole."""
 
     def nll(self, logits_NV: Tensor, targets_N: Tensor, smoothing: float = 0.0) -> Tensor:
-        """Summed negative log likelihood of the targets that are not `IGNORED`, a scalar.
+        """Return the summed negative log likelihood of all targets but `IGNORED`, a scalar.
 
         Of each target's probability the share `smoothing` is spread over V evenly.
         """
@@ -38,7 +38,7 @@ class Vocabulary:
         return logits_NV.logsumexp(-1)
 
     def pick(self, logits_NV: Tensor, ids_N: Tensor) -> Tensor:
-        """Each token's value at its id, [N]."""
+        """Return the value of each token at its id, [N]."""
         return logits_NV.gather(-1, ids_N[:, None]).squeeze(-1)
 
     def sum(self, values_NV: Tensor) -> Tensor:
@@ -46,15 +46,15 @@ class Vocabulary:
         return values_NV.sum(-1)
 
     def argmax(self, values_NV: Tensor) -> Tensor:
-        """The id of each token's largest value, [N]; the lowest where several are."""
+        """Return the id of each token's largest value, [N]; the lowest where several are."""
         return values_NV.argmax(-1)
 
     def ids(self, values_NV: Tensor) -> Tensor:
-        """The vocabulary ids of the columns that are here, [V]."""
+        """Return the vocabulary ids of the columns that are here, [V]."""
         return torch.arange(values_NV.size(-1), device=values_NV.device)
 
     def part(self, values_NV: Tensor) -> Tensor:
-        """The columns that are here, of values over the whole vocabulary."""
+        """Return the columns that are here, of values over the whole vocabulary."""
         return values_NV
 
 
@@ -65,17 +65,17 @@ Objective = Callable[[Tensor, Tensor, Any, Vocabulary], Tensor]
 def cross_entropy(
     logits_NV: Tensor, targets_N: Tensor, extras: Any, vocabulary: Vocabulary
 ) -> Tensor:
-    """The trunk's objective: summed negative log likelihood in nats, ignoring `IGNORED` targets."""
+    """Return the baseline's objective: summed negative log likelihood in nats."""
     return vocabulary.nll(logits_NV, targets_N)
 
 
 def capped(logits_NV: Tensor, cap: float) -> Tensor:
-    """Logits that reach `cap` at most, by `cap` x tanh(logits / cap); 0 leaves them as they are."""
+    """Limit logits to `cap` by `cap` x tanh(logits / cap); 0 leaves them as they are."""
     return cap * torch.tanh(logits_NV / cap) if cap else logits_NV
 
 
 def with_terms(objective: Objective, terms: Sequence[Objective]) -> Objective:
-    """An objective plus every term."""
+    """Return an objective plus every term."""
     if not terms:
         return objective
 
@@ -89,7 +89,7 @@ def with_terms(objective: Objective, terms: Sequence[Objective]) -> Objective:
 
 
 class Head(nn.Module):
-    """The trunk's head: all logits at once, in fp32.
+    """The baseline's head makes all logits at once, in fp32.
 
     It owns the output matrix unless embeddings are tied; then the decoder hands it the embedding.
     """
@@ -107,10 +107,15 @@ class Head(nn.Module):
         self.cap = config.logit_cap
 
     def forward(
-        self, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, extras: Any,
-        objective: Objective, scale: Tensor | float = 1.0,
-    ) -> Tensor:  # fmt: skip
-        """The objective's sum over all tokens, times `scale`; a scalar.
+        self,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        targets_N: Tensor,
+        extras: Any,
+        objective: Objective,
+        scale: Tensor | float = 1.0,
+    ) -> Tensor:
+        """Return the objective's sum over all tokens, times `scale`; a scalar.
 
         A head that makes gradients while it goes forward needs the scale for them: in fp16 those
         of unlikely tokens would be zero without it.
@@ -122,5 +127,5 @@ class Head(nn.Module):
         """Compile what can be of a head that is not compilable as a whole: here nothing."""
 
     def logits(self, hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
-        """Whole fp32 logits [N, V]."""
+        """Return whole fp32 logits [N, V]."""
         return capped(F.linear(hidden_ND, weight_VD).float(), self.cap)

@@ -1,4 +1,4 @@
-"""Our `model.*` <-> config.json of Hugging Face `transformers`, for the classes we compute exactly.
+"""Map our `model.*` to config.json of Hugging Face `transformers` and back, where it is exact.
 
 One table serves both directions and the tensors, so they cannot drift: an `Architecture` says what
 it implies of our keys, which of its fields are ours under another name, and what our modules are
@@ -24,7 +24,7 @@ Names = dict[str, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Architecture:
-    """One class of transformers, described in our words.
+    """An architecture is one class of transformers, described in our words.
 
     Args:
         name: the class, as `architectures` of config.json has it.
@@ -51,21 +51,33 @@ class Architecture:
 
 
 _LLAMA_FIELDS = {
-    "vocab": "vocab_size", "dim": "hidden_size", "layers": "num_hidden_layers",
-    "heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "head_dim": "head_dim",
-    "ffn": "intermediate_size", "norm_eps": "rms_norm_eps",
+    "vocab": "vocab_size",
+    "dim": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "ffn": "intermediate_size",
+    "norm_eps": "rms_norm_eps",
     "tied_embeddings": "tie_word_embeddings",
-}  # fmt: skip
+}
 _LLAMA_MODULES: Names = {
-    "embed": ("model.embed_tokens",), "norm": ("model.norm",), "head": ("lm_head",),
-    "mixer_norm": ("input_layernorm",), "mlp_norm": ("post_attention_layernorm",),
+    "embed": ("model.embed_tokens",),
+    "norm": ("model.norm",),
+    "head": ("lm_head",),
+    "mixer_norm": ("input_layernorm",),
+    "mlp_norm": ("post_attention_layernorm",),
     "mixer.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mixer.out": ("self_attn.o_proj",),
-    "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"), "mlp.down": ("mlp.down_proj",),
-}  # fmt: skip
+    "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.down": ("mlp.down_proj",),
+}
 _LLAMA_PARTS = {
-    "norm": ("rms_norm",), "activation": ("swiglu",), "position": ("rope",), "logit_cap": (0.0,),
-}  # fmt: skip
+    "norm": ("rms_norm",),
+    "activation": ("swiglu",),
+    "position": ("rope",),
+    "logit_cap": (0.0,),
+}
 
 LLAMA = Architecture(
     name="LlamaForCausalLM",
@@ -95,40 +107,58 @@ GPT2 = Architecture(
     name="GPT2LMHeadModel",
     model_type="gpt2",
     implies={
-        "norm": ("layer_norm",), "activation": ("gelu_tanh", "gelu", "relu2"),
-        "position": ("learned",), "qk_norm": (False,), "bias": (True,), "logit_cap": (0.0,),
+        "norm": ("layer_norm",),
+        "activation": ("gelu_tanh", "gelu", "relu2"),
+        "position": ("learned",),
+        "qk_norm": (False,),
+        "bias": (True,),
+        "logit_cap": (0.0,),
     },
     fields={
-        "vocab": "vocab_size", "dim": "n_embd", "layers": "n_layer", "heads": "n_head",
-        "ffn": "n_inner", "context": "n_positions", "norm_eps": "layer_norm_epsilon",
+        "vocab": "vocab_size",
+        "dim": "n_embd",
+        "layers": "n_layer",
+        "heads": "n_head",
+        "ffn": "n_inner",
+        "context": "n_positions",
+        "norm_eps": "layer_norm_epsilon",
         "tied_embeddings": "tie_word_embeddings",
     },
     absent={"ffn": 0, "norm_eps": 1e-5, "tied_embeddings": True},
     fixed={
-        "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
         "add_cross_attention": False,
     },
     block="transformer.h.{}.",
     modules={
-        "embed": ("transformer.wte",), "position": ("transformer.wpe",),
-        "norm": ("transformer.ln_f",), "head": ("lm_head",),
-        "mixer_norm": ("ln_1",), "mlp_norm": ("ln_2",),
-        "mixer.qkv": ("attn.c_attn",), "mixer.out": ("attn.c_proj",),
-        "mlp.up": ("mlp.c_fc",), "mlp.down": ("mlp.c_proj",),
+        "embed": ("transformer.wte",),
+        "position": ("transformer.wpe",),
+        "norm": ("transformer.ln_f",),
+        "head": ("lm_head",),
+        "mixer_norm": ("ln_1",),
+        "mlp_norm": ("ln_2",),
+        "mixer.qkv": ("attn.c_attn",),
+        "mixer.out": ("attn.c_proj",),
+        "mlp.up": ("mlp.c_fc",),
+        "mlp.down": ("mlp.c_proj",),
     },
     conv1d=True,
     # Its class would otherwise train on with a dropout that these weights never saw.
     extra={"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-)  # fmt: skip
+)
 ARCHITECTURES = {kind.name: kind for kind in (LLAMA, QWEN3, GPT2)}
 
 _GPT2_ACTIVATIONS = {
-    "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu2": "relu2"
-}  # fmt: skip
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu": "gelu",
+    "relu2": "relu2",
+}
 
 
 def architecture(config: ModelConfig) -> Architecture:
-    """The class of transformers that computes exactly what `config` describes.
+    """Return the class of transformers that computes exactly what `config` describes.
 
     Raises:
         UnsupportedError: there is none; names the keys in the way and the nearest values.
@@ -137,17 +167,17 @@ def architecture(config: ModelConfig) -> Architecture:
     best = min(gaps, key=lambda kind: len(gaps[kind]))
     if not gaps[best]:
         return ARCHITECTURES[best]
-    found = ", ".join(f"model.{key} = {getattr(config, key)!r}" for key in gaps[best])
+    gap_values = ", ".join(f"model.{key} = {getattr(config, key)!r}" for key in gaps[best])
     wanted = " ".join(f"model.{key}={_toml(value)}" for key, value in gaps[best].items())
     raise UnsupportedError(
-        f"no architecture of transformers matches this model: {found} has no counterpart in "
+        f"no architecture of transformers matches this model: {gap_values} has no counterpart in "
         f"{best}, the nearest of {', '.join(ARCHITECTURES)}",
         wanted,
     )
 
 
 def _gaps(name: str, config: ModelConfig) -> dict[str, Any]:
-    """The keys of `config` that the architecture cannot express, and the nearest values."""
+    """Return the keys of `config` that the architecture cannot express, with the nearest values."""
     kind = ARCHITECTURES[name]
     gaps = {k: fit[0] for k, fit in kind.implies.items() if getattr(config, k) not in fit}
     if kind is GPT2 and config.resolved_kv_heads != config.heads:
@@ -163,7 +193,7 @@ def _toml(value: Any) -> str:
 
 
 def config_from_hf(values: Mapping[str, Any], key: str = "model.pretrained") -> ModelConfig:
-    """The model that a config.json describes.
+    """Return the model that a config.json describes.
 
     Args:
         values: of the file.
@@ -235,7 +265,7 @@ def _refuse_other_mathematics(kind: Architecture, values: Mapping[str, Any], key
 
 
 def _rope_theta(values: Mapping[str, Any], key: str) -> float:
-    """From a table (transformers 5) or a field (4), if nothing scales or shortens the rotation."""
+    """Read theta from a table (transformers 5) or a field (4); refuse a scaled rotation."""
     theta = values.get("rope_theta")
     for name in ("rope_parameters", "rope_scaling"):
         table = values.get(name) or {}
@@ -251,15 +281,18 @@ def _rope_theta(values: Mapping[str, Any], key: str) -> float:
 
 
 _SCALINGS = {
-    "factor": "factor", "original_max_position_embeddings": "original_length",
-    "beta_fast": "beta_fast", "beta_slow": "beta_slow",
-    "low_freq_factor": "low_frequency_factor", "high_freq_factor": "high_frequency_factor",
-}  # fmt: skip
+    "factor": "factor",
+    "original_max_position_embeddings": "original_length",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "low_freq_factor": "low_frequency_factor",
+    "high_freq_factor": "high_frequency_factor",
+}
 """What a scaled rotation is made of, and the knobs of the technique that makes it here."""
 
 
 def _scaled(name: str, kind: str, table: Mapping[str, Any], key: str) -> UnsupportedError:
-    """The refusal of a scaled rotation: a plan says it, where it can be said."""
+    """Refuse a scaled rotation, and name the technique that can say it, if one can."""
     refusal = _refuse(f"{name}.rope_type", kind, "rope_type = 'default', which is no scaling", key)
     given = {k: value for k, value in table.items() if value is not None}
     wanted = {"linear": {"factor"}}.get(kind, {"factor", "original_max_position_embeddings"})
@@ -270,10 +303,10 @@ def _scaled(name: str, kind: str, table: Mapping[str, Any], key: str) -> Unsuppo
     if abs(given.get("attention_factor", temperature) - temperature) > 1e-6:
         return refusal
     knobs = {ours: given[k] for k, ours in _SCALINGS.items() if k in given}
-    told = " ".join(f"techniques.yarn.{k}={v}" for k, v in {"kind": kind, **knobs}.items())
+    settings = " ".join(f"techniques.yarn.{k}={v}" for k, v in {"kind": kind, **knobs}.items())
     return UnsupportedError(
         refusal.message + "; a plan can scale it",
-        f"rope_type = 'default' in config.json, and --with yarn {told}",
+        f"rope_type = 'default' in config.json, and --with yarn {settings}",
     )
 
 
@@ -293,10 +326,13 @@ def _gpt2_activation(name: str, key: str) -> str:
 
 
 def config_to_hf(
-    config: ModelConfig, *, sequence_length: int, end_id: int | None = None,
+    config: ModelConfig,
+    *,
+    sequence_length: int,
+    end_id: int | None = None,
     position: Mapping[str, Any] = MappingProxyType({}),
-) -> dict[str, Any]:  # fmt: skip
-    """The config.json of `config`, read alike by transformers 4 and 5.
+) -> dict[str, Any]:
+    """Return the config.json of `config`, read alike by transformers 4 and 5.
 
     Args:
         config: the model.
@@ -332,9 +368,14 @@ def config_to_hf(
 _THEIR_OWN = ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range")
 """Fields that training here does not change, whatever it would write itself."""
 _DROPPED = (
-    "torch_dtype", "dtype", "_name_or_path", "auto_map", "quantization_config",
-    "rope_parameters", "rope_scaling",
-)  # fmt: skip
+    "torch_dtype",
+    "dtype",
+    "_name_or_path",
+    "auto_map",
+    "quantization_config",
+    "rope_parameters",
+    "rope_scaling",
+)
 """Fields of the first weights' config.json that are not true of the trained ones; the rotation is
 written anew as it was trained."""
 
@@ -342,7 +383,7 @@ written anew as it was trained."""
 def merged_config(
     ours: Mapping[str, Any], theirs: Mapping[str, Any], position: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The config.json of a trained model with what that of its first weights says beside.
+    """Return the config.json of a trained model, with what that of its first weights adds.
 
     Args:
         ours: what `config_to_hf` wrote.

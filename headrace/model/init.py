@@ -1,4 +1,4 @@
-"""The `source` socket: initial values as a pure function of (seed, name, full shape).
+"""Fill the `source` socket: initial values are a pure function of (seed, name, full shape).
 
 Because a value depends on nothing else, every layout (any number of ranks, any split) starts from
 the same weights without communication, and a resumed or re-run plan starts where it started.
@@ -29,7 +29,7 @@ RESIDUAL_WRITERS = (".mixer.out.weight", ".mlp.down.weight", ".mlp.down")
 
 
 def random_source(config: ModelConfig, seed: int) -> Source:
-    """The trunk's source."""
+    """Return the baseline's source of initial values."""
 
     def source(name: str, shape: torch.Size) -> Tensor:
         if name.endswith("norm.weight"):
@@ -53,7 +53,7 @@ def random_source(config: ModelConfig, seed: int) -> Source:
 def drawn(
     seed: int, name: str, shape: torch.Size, draw: Callable[[Tensor, torch.Generator], Tensor]
 ) -> Tensor:
-    """A tensor that `draw` fills piece by piece, as (seed, name) decide."""
+    """Return a tensor that `draw` fills piece by piece, as (seed, name) decide."""
     value = torch.empty(shape)
     pieces = list(value.view(-1).split(PIECE_NUMBERS))
 
@@ -72,7 +72,7 @@ def drawn(
 
 
 def adding(stored: Source, fresh: Source) -> Source:
-    """`stored`, with adapters, which no stored model has, from `fresh`."""
+    """Return `stored` with adapters, which no stored model has, from `fresh`."""
 
     def source(name: str, shape: torch.Size) -> Tensor:
         return (fresh if name.endswith((".lora_a", ".lora_b")) else stored)(name, shape)

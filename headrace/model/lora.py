@@ -1,4 +1,4 @@
-"""Low-rank adapters: a frozen linear and a trained correction of few numbers (arXiv 2106.09685).
+"""Adapt a frozen linear by a trained correction of low rank (arXiv 2106.09685).
 
 W x becomes W x + (alpha / rank) B (A x). Only A [rank, in] and B [out, rank] learn: gradients and
 optimizer state are those of rank x (in + out) numbers instead of in x out. B starts at zero, so the
@@ -63,7 +63,7 @@ class LoraLinear(nn.Linear):
         self.scale = alpha / rank
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., in] to [..., out].
+        """Map [..., in] to [..., out].
 
         The correction comes first: a block that runs again stops where it has all that it keeps,
         and the product with a frozen weight keeps the weight alone.
@@ -74,30 +74,30 @@ class LoraLinear(nn.Linear):
 
     @torch.no_grad()
     def merged(self) -> Tensor:
-        """The plain weight [out, in] that computes the same, the correction added in fp32."""
+        """Return the plain weight [out, in] that computes the same; the sum is made in fp32."""
         return plain(self.weight) + self.scale * (self.lora_b.float() @ self.lora_a.float())
 
 
 def plain(weight: Tensor) -> Tensor:
-    """A weight as plain numbers, fp32, whatever it is stored in."""
+    """Return a weight as plain numbers, fp32, whatever it is stored in."""
     made = weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
     return made.detach().float()
 
 
 def merged_state(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter by the name that it has without adapters, with the adapters in the weights.
+    """Return every parameter by its name without adapters; their corrections are in the weights.
 
     The model must be whole on this process, as it is when it was opened from a run's folder.
     """
-    found = {
+    state = {
         name: plain(parameter)
         for name, parameter in model.named_parameters()
         if not name.endswith(ADAPTERS)
     }
     for name, module in model.named_modules():
         if isinstance(module, LoraLinear):
-            found[f"{name}.weight"] = module.merged()
-    return found
+            state[f"{name}.weight"] = module.merged()
+    return state
 
 
 def over_random_weights(name: str, model: ModelConfig) -> Doubt | None:
@@ -119,20 +119,21 @@ def over_random_weights(name: str, model: ModelConfig) -> Doubt | None:
 
 
 def is_frozen(name: str) -> bool:
-    """Whether a parameter of this name stands still: all but the adapters do."""
+    """Return whether the parameter of this name stands still: all but the adapters do."""
     return not name.endswith(ADAPTERS)
 
 
 def linears_of(model: nn.Module, targets: Sequence[str], owner: str = "lora") -> list[str]:
-    """Full names of the blocks' linears that `targets` name by their ends; all without targets.
+    """Return full names of the blocks' linears that `targets` name by their ends, or of all.
 
     Raises:
         ConfigError: a target names none.
     """
     names = [
-        n for n, m in model.named_modules()
+        n
+        for n, m in model.named_modules()
         if isinstance(m, nn.Linear) and n.startswith("blocks.") and not n.endswith(LENT)
-    ]  # fmt: skip
+    ]
     ends = list(dict.fromkeys(name.split(".", 2)[2] for name in names))
     for target in targets:
         if target not in ends:
@@ -144,10 +145,13 @@ def linears_of(model: nn.Module, targets: Sequence[str], owner: str = "lora") ->
 
 
 def adapted_ledger(
-    ledger: Ledger, owner: str, targets: Sequence[str], rank: int,
+    ledger: Ledger,
+    owner: str,
+    targets: Sequence[str],
+    rank: int,
     stored: Callable[[int, int], float] | None,
-) -> Ledger:  # fmt: skip
-    """The ledger of a model of which only adapters learn.
+) -> Ledger:
+    """Return the ledger of a model of which only adapters learn.
 
     Args:
         ledger: of the model that learns whole.
@@ -164,18 +168,18 @@ def adapted_ledger(
     chosen = _chosen(list(dict.fromkeys(_end(name) for name in linears)), targets, owner)
     ledger = ledger.with_linears(owner, chosen)
     taken = {name: shape for name, shape in linears.items() if _end(name) in chosen}
-    adapters, held = rank * sum(map(sum, taken.values())), ledger.memory
+    adapters, memory = rank * sum(map(sum, taken.values())), ledger.memory
     quantized = {n: stored(inner, outer) for n, (outer, inner) in taken.items()} if stored else {}
     saved = sum(4 * prod(taken[name]) - bytes for name, bytes in quantized.items())
     for name, count in {
-        "parameters": held["parameters"].bytes + 4 * adapters - saved,
+        "parameters": memory["parameters"].bytes + 4 * adapters - saved,
         "gradients": 4 * adapters,
         "optimizer": 8 * adapters,
         # Frozen weights of norm and head need neither the normalised values nor the result; a GPU's
         # norm is one kernel that keeps its fp32 input.
         "final_norm": sizes["on_gpu"] * 4 * sizes["tokens"] * sizes["dim"],
     }.items():
-        ledger = ledger.with_line(name, replace(held[name], bytes=count))
+        ledger = ledger.with_line(name, replace(memory[name], bytes=count))
     if stored:  # one weight at a time is made whole
         largest = max(map(prod, taken.values()))
         ledger = ledger.with_line("whole_weight", Line(4 * largest, ("backward",)))
@@ -189,38 +193,53 @@ def adapted_ledger(
     before = sum(prod(linears[name]) for name in names[: first + 1])
     unmoved = before + rank * linears[names[first]][1]
     attention = sizes["attention_flops"] * (1 - (first > 0) / layers)
-    if PIECE in held:  # of which each runs again
+    if PIECE in memory:  # of which each runs again
         in_mlp = sum(sum(shape) for name, shape in taken.items() if _end(name).startswith("mlp."))
         ledger = ledger.with_flops("recompute", 2 * rank * in_mlp)
     forward = ledger.flops["forward"] + 2 * adapters
     backward = 2 * (frozen + 2 * adapters - unmoved + attention)
     flops = {**ledger.flops, "forward": forward, "backward": backward}
+    return replace(ledger, flops=flops, matrices=_with_adapters(ledger, taken, rank, quantized))
+
+
+def _with_adapters(
+    ledger: Ledger, taken: Mapping[str, tuple[int, ...]], rank: int, quantized: Mapping[str, float]
+) -> dict[str, Matrix]:
+    """Return the ledger's matrices with adapters beside the taken ones, of which some are stored.
+
+    Args:
+        ledger: of the model without adapters.
+        taken: shapes of the adapted weights by name.
+        rank: of the adapters.
+        quantized: bytes of the weights that are stored in few bits, by name.
+    """
     matrices = {name: replace(matrix, by="") for name, matrix in ledger.matrices.items()}
     for name, bytes in quantized.items():
         matrices[name] = replace(matrices[name], stored=bytes / prod(taken[name]))
     for name, (outer, inner) in taken.items():
         for end, shape in zip(ADAPTERS, ((rank, inner), (outer, rank)), strict=True):
             matrices[name.removesuffix(".weight") + end] = Matrix(shape)
-    return replace(ledger, flops=flops, matrices=matrices)
+    return matrices
 
 
-def adapters_again(ledger: Ledger, *products: Literal["down", "up"]) -> float:
-    """FLOPs per token of these products of all adapters, where all blocks run again."""
-    ends = tuple(f"/adapter_{product}" for product in products)
+def recomputed_adapter_flops(ledger: Ledger, *matmuls: Literal["down", "up"]) -> float:
+    """Return FLOPs per token of these matmuls of all adapters, where all blocks are recomputed."""
+    ends = tuple(f"/adapter_{matmul}" for matmul in matmuls)
     return sum(
         piece.count * 2 * piece.sizes[1] * piece.sizes[2]
-        for name, piece in ledger.work.items() if name.endswith(ends)
-    )  # fmt: skip
+        for name, piece in ledger.work.items()
+        if name.endswith(ends)
+    )
 
 
 def _is_linear(name: str, matrix: Matrix) -> bool:
-    """Whether the weight is one of a linear that can be adapted."""
+    """Return whether the weight is one of a linear that can be adapted."""
     inside = name.startswith("blocks.") and not name.endswith(f"{LENT}.weight")
     return inside and len(matrix.shape) == 2
 
 
 def _end(name: str) -> str:
-    """Of a weight's name what its linear is called in a block."""
+    """Return what the linear of a weight is called in its block."""
     return name.split(".", 2)[2].removesuffix(".weight")
 
 
@@ -230,7 +249,7 @@ def targeted(owner: str, *targets: str) -> str:
 
 
 def _chosen(every: Sequence[str], targets: Sequence[str], owner: str) -> list[str]:
-    """Of a block's linears those that are adapted, one at least."""
+    """Return those of a block's linears that are adapted, one at least."""
     chosen = [name for name in every if not targets or name in targets]
     if not chosen:
         raise ConfigError(
@@ -246,8 +265,8 @@ def _chosen(every: Sequence[str], targets: Sequence[str], owner: str) -> list[st
 def _adapted_block(
     ledger: Ledger, layer: int, taken: Mapping[str, tuple[int, ...]], rank: int, quantized: bool
 ) -> Ledger:
-    """What a block keeps: inputs of adapted linears alone, and the adapters' results inside."""
-    sizes, held = ledger.sizes, ledger.memory
+    """Keep in a block the inputs of adapted linears and the results inside of adapters."""
+    sizes, memory = ledger.sizes, ledger.memory
     here = {_end(n): shape for n, shape in taken.items() if n.startswith(f"blocks.{layer}.")}
     chosen = list(dict.fromkeys(_end(name) for name in taken))
     dim = sizes["mixer.qkv/in"]
@@ -264,23 +283,23 @@ def _adapted_block(
     if layer == 0 and "mixer.qkv" not in chosen:
         less |= {name: float("inf") for name in ("qkv", "attention_input", "qk_norm")}
     for name, count in less.items():
-        line = held.get(f"{layer}/{name}")
+        line = memory.get(f"{layer}/{name}")
         if line is not None:
             kept = replace(line, bytes=max(0.0, line.bytes - count))
             ledger = ledger.with_line(f"{layer}/{name}", kept)
     if layer == 0:
         ledger = _first_block(ledger, here, row)
-    adapter = replace(held[f"{layer}/residual"], bytes=len(here) * rank * row)
+    adapter = replace(memory[f"{layer}/residual"], bytes=len(here) * rank * row)
     return ledger.with_line(f"{layer}/adapters", adapter)
 
 
 def _is_kept_for_mlp(ledger: Ledger, chosen: Iterable[str]) -> bool:
-    """Whether what enters the MLP is kept: by an adapted linear, or by pieces that run again."""
+    """Return whether what enters the MLP is kept, by an adapted linear or by recomputed pieces."""
     return PIECE in ledger.memory or not {"mlp.gate_up", "mlp.up"}.isdisjoint(chosen)
 
 
 def _first_block(ledger: Ledger, here: Mapping[str, tuple[int, ...]], row: float) -> Ledger:
-    """Without what lies before the first adapter, which no gradient reaches: it keeps its input.
+    """Drop what lies before the first adapter, which no gradient reaches; keep the block's input.
 
     Args:
         ledger: with a first block into which a gradient goes.
@@ -293,30 +312,30 @@ def _first_block(ledger: Ledger, here: Mapping[str, tuple[int, ...]], row: float
             left = replace(states, bytes=states.bytes - ledger.sizes.get(GATES, 0.0))
             ledger = ledger.with_line("0/states", left)
         return ledger
-    held = {n.removeprefix("0/"): line for n, line in ledger.memory.items() if line.layer == 0}
-    kept = {name: 0.0 for name in held if name not in (*AROUND, *MLP)}
+    lines = {n.removeprefix("0/"): line for n, line in ledger.memory.items() if line.layer == 0}
+    kept = {name: 0.0 for name in lines if name not in (*AROUND, *MLP)}
     entered = "mlp.gate_up" in here or "mlp.up" in here
     result = row * ledger.sizes["dim"] * _is_kept_for_mlp(ledger, here)  # of the norm before it
     if "mixer.out" in here:
         kept["attention"] = row * here["mixer.out"][1]
-        kept["norm"] = result + (held["norm"].bytes - result) / 2
+        kept["norm"] = result + (lines["norm"].bytes - result) / 2
     else:
         kept |= {"residual": 0.0, "norm": result}
         if not entered:
             kept |= {"gate_up": 0.0, "activation": row * here["mlp.down"][1]}
     for name, count in kept.items():
-        if name in held:
-            ledger = ledger.with_line(f"0/{name}", replace(held[name], bytes=count))
+        if name in lines:
+            ledger = ledger.with_line(f"0/{name}", replace(lines[name], bytes=count))
     return ledger
 
 
 def _into_mixer(names: Iterable[str]) -> list[str]:
-    """Those of a block's linears that read what its mixer reads."""
+    """Return those of a block's linears that read what its mixer reads."""
     return [name for name in names if name.startswith("mixer.") and name != "mixer.out"]
 
 
 def _was_reached(p: nn.Parameter, optimizers: Iterable[Any]) -> bool:
-    """Whether it has a gradient, or had one that an update freed and whose mean is kept."""
+    """Return whether it has a gradient, or had one that an update freed and whose mean is kept."""
     if p.grad is not None:
         return bool(local_of(p.grad).any())
     kept = (optimizer.state.get(p, {}).get("exp_avg") for optimizer in optimizers)
@@ -326,7 +345,7 @@ def _was_reached(p: nn.Parameter, optimizers: Iterable[Any]) -> bool:
 def adapter_evidence(
     model: nn.Module, optimizers: Iterable[Any]
 ) -> tuple[bool, str, dict[str, float]]:
-    """(in force, in words, in numbers): adapters that a gradient reached, and nothing else did."""
+    """Return whether gradients reached adapters and nothing else, in words and in numbers."""
     adapted = [m for m in model.modules() if isinstance(m, LoraLinear)]
     rest = [p for n, p in model.named_parameters() if is_frozen(n)]
     touched = sum(p.requires_grad or p.grad is not None for p in rest)

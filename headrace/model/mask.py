@@ -20,7 +20,7 @@ SPREAD = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
 
 @dataclass(frozen=True)
 class BlockPattern:
-    """Which blocks of keys a block of queries sees, counted from the row's first token.
+    """A pattern says which blocks of keys a block of queries sees, counted from the row's start.
 
     What a block of queries sees depends on its own place alone: a longer row begins with the
     pattern of a shorter one.
@@ -42,7 +42,7 @@ class BlockPattern:
     seed: int = 0
 
     def seen(self, count: int, device: torch.device | str = "cpu") -> Tensor:
-        """For `count` blocks: bool [Z, Z], rows are blocks of queries and columns of keys."""
+        """Return bool [Z, Z] for Z = `count` blocks; rows are query blocks, columns key blocks."""
         place_Z = torch.arange(count, device=device)
         query_Z1, key_1Z = place_Z[:, None], place_Z[None, :]
         apart = (query_Z1 - key_1Z).abs()
@@ -63,7 +63,7 @@ class BlockPattern:
 
 
 def mixed(one: Tensor, other: Tensor, seed: int) -> Tensor:
-    """A 32-bit hash of two places and a seed (lowbias32 in int64, alike on every device)."""
+    """Return a 32-bit hash of two places and a seed (lowbias32 in int64, alike on every device)."""
     low = 0xFFFFFFFF
     spread = (seed + 1) * SPREAD[2] & low  # a Python int; large seeds would not fit into int64
     x = (one * SPREAD[0] + other * SPREAD[1] + spread) & low
@@ -100,26 +100,26 @@ class MaskSpec:
     between: int = 0
 
     def with_document(self) -> "MaskSpec":
-        """The same mask, and a query sees its own document only."""
+        """Return this mask with the limit that a query sees its own document only."""
         return replace(self, document=True)
 
     def is_open(self, layer: int) -> bool:
-        """Whether `layer` is one without the window."""
+        """Return whether `layer` is one without the window."""
         return self.between > 0 and (layer + 1) % (self.between + 1) == 0
 
     def of_layer(self, layer: int) -> "MaskSpec":
-        """The mask of one layer."""
+        """Return the mask of one layer."""
         window = None if self.is_open(layer) else self.window
         return replace(self, window=window, between=0)
 
     @property
     def is_plain_causal(self) -> bool:
-        """Whether a kernel's own causal flag says everything."""
+        """Return whether a kernel's own causal flag says everything."""
         return self == MaskSpec()
 
     @property
     def sees_all_before(self) -> bool:
-        """Whether the newest token reads every key of its document, each by its bare score.
+        """Return whether the newest token reads every key of its document, each by its bare score.
 
         Then one query over a cache of keys needs no mask.
         """
@@ -143,7 +143,7 @@ class Rows(NamedTuple):
 
 
 def allowed(spec: MaskSpec, rows: Rows, length: int) -> Tensor:
-    """The definition: bool [B, 1, T, T], True where a query may see a key."""
+    """Define the mask: return bool [B, 1, T, T], True where a query may see a key."""
     place_T = torch.arange(length, device=rows.positions_BT.device)
     query_T1, key_1T = place_T[:, None], place_T[None, :]
     ok = torch.ones(1, 1, length, length, dtype=torch.bool, device=place_T.device)
@@ -164,7 +164,7 @@ def allowed(spec: MaskSpec, rows: Rows, length: int) -> Tensor:
 
 
 def slopes(heads: int, device: torch.device | str = "cpu") -> Tensor:
-    """What a score falls by per token of distance, fp32 [H] (arXiv 2108.12409, section 3).
+    """Return how much a score falls per token of distance, fp32 [H] (arXiv 2108.12409, section 3).
 
     A geometric series from 2^(-8/n) to 2^-8 for n heads. Where n is no power of two, the series of
     the power below, then every other number of the one above, as the authors' code has it.
@@ -176,7 +176,7 @@ def slopes(heads: int, device: torch.device | str = "cpu") -> Tensor:
 
 
 def bias(spec: MaskSpec, length: int, device: torch.device | str = "cpu") -> Tensor:
-    """The definition: fp32 [1, H, T, T], what is added to each head's scores.
+    """Define the bias: return fp32 [1, H, T, T], what is added to each head's scores.
 
     A distance inside of a document is the distance in the row, so that one serves all rows.
     """
@@ -186,7 +186,7 @@ def bias(spec: MaskSpec, length: int, device: torch.device | str = "cpu") -> Ten
 
 
 def dense(spec: MaskSpec, rows: Rows, length: int, dtype: torch.dtype) -> Tensor:
-    """Both in one tensor: bool [B or 1, 1, T, T], or with a bias what to add, [B or 1, H, T, T]."""
+    """Return mask and bias in one: bool [B or 1, 1, T, T], or numbers to add [B or 1, H, T, T]."""
     ok = allowed(spec, rows, length)
     if not spec.alibi:
         return ok

@@ -1,4 +1,4 @@
-"""The per-token network: gated (SwiGLU) or plain (GELU, ReLU^2).
+"""Transform each token by a network that is gated (SwiGLU) or plain (GELU, ReLU^2).
 
 Gate and up come from one matrix, `gate_up`, whose rows alternate in groups of both, as many groups
 as key-value heads where that divides: one product instead of two, and a column split needs no
@@ -16,12 +16,12 @@ from headrace.core.model_config import ModelConfig
 
 
 def gate_groups(config: ModelConfig) -> int:
-    """How many groups of gate and up rows `gate_up` alternates."""
+    """Return how many groups of gate and up rows `gate_up` alternates."""
     return math.gcd(config.resolved_kv_heads, config.resolved_ffn)
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate x) * up x), arXiv 2002.05202."""
+    """Compute down(silu(gate x) * up x), arXiv 2002.05202."""
 
     columns, rows = ("gate_up",), ("down",)
 
@@ -33,13 +33,13 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(config.resolved_ffn, config.dim, bias=config.bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """[B, T, D] to [B, T, D]."""
+        """Map [B, T, D] to [B, T, D]."""
         gate, up = self.gate_up(x_BTD).unflatten(-1, (-1, 2, self.group)).unbind(-2)
         return self.down((F.silu(gate) * up).flatten(-2))
 
 
 class PlainMLP(nn.Module):
-    """down(act(up x)) with GELU (exact or tanh) or squared ReLU (arXiv 2109.08668)."""
+    """Compute down(act(up x)) with GELU (exact or tanh) or squared ReLU (arXiv 2109.08668)."""
 
     columns, rows = ("up",), ("down",)
 
@@ -51,7 +51,7 @@ class PlainMLP(nn.Module):
         self.down = nn.Linear(config.resolved_ffn, config.dim, bias=config.bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """[B, T, D] to [B, T, D]."""
+        """Map [B, T, D] to [B, T, D]."""
         return self.down(self.activation(self.up(x_BTD)))
 
 

@@ -31,20 +31,28 @@ from headrace.kernels.grouped_linear import grouped_linear
 from headrace.model.mlp import ACTIVATIONS, gate_groups
 
 
-class MixtureOfExperts(nn.Module):
-    """`top_k` of `experts` gated or plain MLPs for each token."""
+class ExpertLayer(nn.Module):
+    """Apply to each token `top_k` of `experts` gated or plain MLPs."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, *, experts: int, top_k: int, ffn: int,
-        balance: float, norm_topk: bool,
-    ) -> None:  # fmt: skip
+        self,
+        config: ModelConfig,
+        layer: int,
+        *,
+        experts: int,
+        top_k: int,
+        ffn: int,
+        balance: float,
+        norm_topk: bool,
+    ) -> None:
         super().__init__()
         self.experts, self.top_k, self.balance, self.norm_topk = experts, top_k, balance, norm_topk
         gated = config.activation == "swiglu"
         self.units = gate_groups(config.model_copy(update={"ffn": ffn})) if gated else ffn
         self.group = ffn // self.units
         self.activate: Callable[[Tensor], Tensor] = (
-            self._gated if gated else ACTIVATIONS[config.activation])  # fmt: skip
+            self._gated if gated else ACTIVATIONS[config.activation]
+        )
         self.first = "gate_up" if gated else "up"
         self.column_parameters: Mapping[str, int] = {self.first: 1}
         self.row_parameters: Mapping[str, int] = {"down": 2}
@@ -57,7 +65,7 @@ class MixtureOfExperts(nn.Module):
         """Choices of each expert in the last forward pass."""
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """[B, T, D] to [B, T, D]."""
+        """Map [B, T, D] to [B, T, D]."""
         B, T, D = x_BTD.shape
         with torch.autocast(x_BTD.device.type, enabled=False):
             logits_BTE = F.linear(x_BTD.float(), self.router.weight.float())
@@ -76,12 +84,12 @@ class MixtureOfExperts(nn.Module):
         return mixed.to(done.dtype)  # autocast sums in fp32 on a GPU
 
     def take_balance(self) -> Tensor | None:
-        """The balance loss of the last forward pass, summed over rows; None when it was taken."""
+        """Return the last forward pass's balance loss, summed over rows; None if taken before."""
         kept, self.kept_balance = self.kept_balance, None
         return kept
 
     def _count(self, probability_BTE: Tensor, expert_BTk: Tensor) -> Tensor:
-        """Choices of each expert in each row [B, E]; keeps what the balance loss needs of them."""
+        """Count each expert's choices in each row [B, E]; keep what the balance loss needs."""
         B, T, E = probability_BTE.shape
         chosen = expert_BTk.flatten(1)
         choices_BE = torch.zeros(B, E, dtype=torch.long, device=chosen.device).scatter_add_(
@@ -102,7 +110,7 @@ class MixtureOfExperts(nn.Module):
 
 
 def _is_recomputation() -> bool:
-    """Whether this runs inside of a backward pass: what it kept would hold a second graph.
+    """Return whether this runs inside of a backward pass: what it kept would hold a second graph.
 
     The balance is computed there too, since checkpointing wants the same saved tensors again;
     torch's own asks for the running backward pass the same way. A compiled block keeps nothing

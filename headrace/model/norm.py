@@ -1,4 +1,4 @@
-"""Normalization. Both keep their statistics in fp32 and return the input's dtype.
+"""Normalize features. Both norms keep their statistics in fp32 and return the input's dtype.
 
 A norm is any module of [..., D] to [..., D]. One that also takes in the addition which stands
 before it has a method `add(x, delta)`; `add_then` asks for it, so that a block has no branch.
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm (arXiv 1910.07467)."""
+    """Divide features by their root mean square (arXiv 1910.07467)."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """Layer norm with bias (arXiv 1607.06450)."""
+    """Apply layer norm with bias (arXiv 1607.06450)."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class LayerNorm(nn.Module):
 
 
 def add_then(norm: nn.Module, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    """(x + delta, that sum normalised), by the norm's own `add` where it has one."""
+    """Return x + delta and that sum normalised, by the norm's own `add` where it has one."""
     add = getattr(norm, "add", None)
     if add is not None:
         return add(x, delta)

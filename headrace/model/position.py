@@ -1,4 +1,4 @@
-"""How tokens know their place: rotation of queries and keys, a learned table, or nothing.
+"""Give tokens their place by a rotation of queries and keys, a learned table, or nothing.
 
 Every filler has the same two methods, so the decoder has no branch: `embed` may add to the
 embedding once, `prepare` makes what `rotate` needs, once per forward and shared by all layers.
@@ -20,18 +20,18 @@ Normalise = Callable[[Tensor], Tensor]
 
 
 def as_is(x_BTHK: Tensor) -> Tensor:
-    """No norm."""
+    """Return the input: no norm."""
     return x_BTHK
 
 
 class Rotation(NamedTuple):
-    """Cosine and sine of every position's angles, fp32 [B, T, 1, K/2]."""
+    """A rotation holds cosine and sine of every position's angles, fp32 [B, T, 1, K/2]."""
 
     cos: Tensor
     sin: Tensor
 
-    def turn(self, x_BTHK: Tensor, norm: Normalise = as_is) -> Tensor:
-        """`norm(x_BTHK)` turned by its positions' angles, in fp32, returned in its own dtype."""
+    def rotate(self, x_BTHK: Tensor, norm: Normalise = as_is) -> Tensor:
+        """Rotate `norm(x_BTHK)` by its positions' angles in fp32; return it in its own dtype."""
         x_BTHK = norm(x_BTHK)
         a, b, cos, sin = *x_BTHK.float().chunk(2, dim=-1), self.cos, self.sin
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x_BTHK)
@@ -44,31 +44,31 @@ class NoPosition(nn.Module):
         super().__init__()
 
     def embed(self, x_BTD: Tensor, positions_BT: Tensor) -> Tensor:
-        """`x_BTD` unchanged."""
+        """Return `x_BTD` unchanged."""
         return x_BTD
 
     def prepare(self, positions_BT: Tensor) -> Rotation | None:
-        """Nothing to prepare."""
+        """Return None: there is nothing to prepare."""
         return None
 
     def config_fields(self) -> dict[str, Any]:
-        """What config.json of transformers says of it beside what `ModelConfig` says."""
+        """Return the fields of transformers' config.json that `ModelConfig` does not give."""
         return {}
 
 
 class LearnedPosition(NoPosition):
-    """GPT-2's table of positions, added to the embedding."""
+    """Add GPT-2's learned table of positions to the embedding."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.weight = nn.Parameter(torch.empty(config.context, config.dim))
 
     def embed(self, x_BTD: Tensor, positions_BT: Tensor) -> Tensor:
-        """`x_BTD` plus each position's row."""
+        """Return `x_BTD` plus each position's row."""
         return x_BTD + nn.functional.embedding(positions_BT, self.weight)
 
 
-class Rope(NoPosition):
+class RotaryPosition(NoPosition):
     """Rotary embedding (arXiv 2104.09864), halves convention as Llama and Qwen have it."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -76,22 +76,22 @@ class Rope(NoPosition):
         self.theta, self.head_dim = config.rope_theta, config.resolved_head_dim
 
     def frequencies(self, device: torch.device) -> Tensor:
-        """Angle per position of each feature pair, fp32 [K/2]. Scalings override this."""
+        """Return the angle per position of each feature pair, fp32 [K/2]; scalings override it."""
         pair = torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float32)
         return self.theta ** (-pair / self.head_dim)
 
     def prepare(self, positions_BT: Tensor) -> Rotation:
-        """The angles of `positions_BT`."""
+        """Return the angles of `positions_BT`."""
         angle = positions_BT[..., None, None].float() * self.frequencies(positions_BT.device)
         return Rotation(angle.cos(), angle.sin())
 
 
 def rotate(x_BTHK: Tensor, rotation: Rotation | None, norm: Normalise = as_is) -> Tensor:
-    """`norm(x_BTHK)` as `rotation` turns it, in its own dtype; None turns nothing.
+    """Rotate `norm(x_BTHK)` by `rotation`, in its own dtype; None rotates nothing.
 
     The norm is handed over and not applied before, so that one kernel may do both.
     """
-    return norm(x_BTHK) if rotation is None else rotation.turn(x_BTHK, norm)
+    return norm(x_BTHK) if rotation is None else rotation.rotate(x_BTHK, norm)
 
 
-POSITIONS = {"rope": Rope, "learned": LearnedPosition, "none": NoPosition}
+POSITIONS = {"rope": RotaryPosition, "learned": LearnedPosition, "none": NoPosition}

@@ -1,4 +1,4 @@
-"""Reductions over a vocabulary whose columns lie on several ranks: no rank sees whole logits.
+"""Reduce over a vocabulary whose columns lie on several ranks: no rank sees whole logits.
 
 Each rank holds the logits of its own ids, made from its own rows of the output matrix. A reduction
 sends N numbers over the wire and not N x V. Forward it is an all-reduce; backward each rank takes
@@ -36,7 +36,7 @@ class ShardedVocabulary(Vocabulary):
         self.offset, self.count, self.vocab, self.peers = offset, count, vocab, peers
 
     def nll(self, logits_NV: Tensor, targets_N: Tensor, smoothing: float = 0.0) -> Tensor:
-        """Summed negative log likelihood of the targets that are not `IGNORED`, a scalar.
+        """Return the summed negative log likelihood of all targets but `IGNORED`, a scalar.
 
         Of each target's probability the share `smoothing` is spread over the vocabulary evenly.
         """
@@ -52,7 +52,7 @@ class ShardedVocabulary(Vocabulary):
         return self.sum((logits_NV - most_N[:, None]).exp()).log() + most_N
 
     def pick(self, logits_NV: Tensor, ids_N: Tensor) -> Tensor:
-        """Each token's value at its id, [N]; 0 where no rank holds the id."""
+        """Return the value of each token at its id, [N]; 0 where no rank holds the id."""
         place_N, elsewhere_N = self._places(ids_N)
         picked_N = super().pick(logits_NV, place_N)
         return sum_forward(picked_N.masked_fill(elsewhere_N, 0.0), self.peers)
@@ -62,22 +62,22 @@ class ShardedVocabulary(Vocabulary):
         return sum_forward(values_NV.sum(-1), self.peers)
 
     def argmax(self, values_NV: Tensor) -> Tensor:
-        """The id of each token's largest value, [N]; the lowest where several are."""
+        """Return the id of each token's largest value, [N]; the lowest where several are."""
         value_N, place_N = values_NV.detach().max(-1)
         beaten_N = value_N < all_reduce(value_N, "max", self.peers)
         mine_N = (place_N + self.offset).masked_fill(beaten_N, self.vocab)
         return all_reduce(mine_N, "min", self.peers)
 
     def ids(self, values_NV: Tensor) -> Tensor:
-        """The vocabulary ids of this rank's columns."""
+        """Return the vocabulary ids of this rank's columns."""
         return super().ids(values_NV) + self.offset
 
     def part(self, values_NV: Tensor) -> Tensor:
-        """This rank's columns of values over the whole vocabulary."""
+        """Return this rank's columns of values over the whole vocabulary."""
         return values_NV.narrow(-1, self.offset, self.count)
 
     def _places(self, ids_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Each id's column here, 0 for one that is not here, and whether it is not."""
+        """Return the column of each id here, 0 for one that is not here, and whether it is not."""
         place_N = ids_N - self.offset
         elsewhere_N = (place_N < 0) | (place_N >= self.count)
         return place_N.masked_fill(elsewhere_N, 0), elsewhere_N
@@ -91,9 +91,14 @@ class _Nll(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, logits_NV: Tensor, place_N: Tensor, elsewhere_N: Tensor, smoothing: float,
-        each: float, peers: Peers,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        logits_NV: Tensor,
+        place_N: Tensor,
+        elsewhere_N: Tensor,
+        smoothing: float,
+        each: float,
+        peers: Peers,
+    ) -> Tensor:
         shifted_NV = logits_NV - all_reduce(logits_NV.amax(-1), "max", peers)[:, None]
         picked_N = shifted_NV.gather(-1, place_N[:, None]).squeeze(-1)
         picked_N = (1 - smoothing) * picked_N.masked_fill(elsewhere_N, 0.0)

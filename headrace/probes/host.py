@@ -22,12 +22,12 @@ from headrace.core import cores, kept_memory
 from headrace.core.model_config import ModelConfig
 from headrace.costs.decoder_work import trunk_work
 from headrace.costs.rates import Moved, Piece, Product, Step, Way
-from headrace.model.decoder import Decoder, trunk_parts
+from headrace.model.decoder import Decoder, baseline_parts
 from headrace.model.head import cross_entropy
 from headrace.model.mask import MaskSpec, Rows
 from headrace.model.mlp import SwiGLU
 from headrace.model.norm import LayerNorm, RMSNorm
-from headrace.model.position import Rope, rotate
+from headrace.model.position import RotaryPosition, rotate
 from headrace.optim.adamw import clip_factor, gradient_norm, make_adamw, scale_gradients
 from headrace.plan.plan import OptimizerConfig
 from headrace.probes.points import (
@@ -254,7 +254,7 @@ def _rope(found: Found, small: Small) -> Calls:
     config, B, T = small.config, small.rows, small.length
     head, heads = config.resolved_head_dim, config.heads
     grouped = found.random(B, T, heads, 3, head).requires_grad_()
-    rotation = Rope(config).prepare(torch.arange(T)[None])
+    rotation = RotaryPosition(config).prepare(torch.arange(T)[None])
 
     def forward() -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = grouped.split([1, 1, 1], dim=3)
@@ -355,7 +355,7 @@ def _weighted(found: Found, module: Any) -> Any:
 
 
 def _decoder(found: Found, small: Small) -> Decoder:
-    return _weighted(found, Decoder(small.config, trunk_parts(small.config), MaskSpec()))
+    return _weighted(found, Decoder(small.config, baseline_parts(small.config), MaskSpec()))
 
 
 # --- whole steps -----------------------------------------------------------------------------

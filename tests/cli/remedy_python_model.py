@@ -14,7 +14,7 @@ from headrace.assemble.filled import evidence_after
 from headrace.core.errors import ConfigError
 from headrace.core.model_config import ModelConfig
 from headrace.model.attention import check_plain
-from headrace.model.decoder import Decoder, trunk_parts
+from headrace.model.decoder import Decoder, baseline_parts
 from headrace.model.mask import MaskSpec
 from headrace.plan.technique import Evidence
 from headrace.report.read import read_run
@@ -35,25 +35,25 @@ class Plain:
 
 def strange_mask(_: pytest.MonkeyPatch) -> None:
     """Give a backend a mask with a prefix, which it would not compute."""
-    Decoder(CONFIG, replace(trunk_parts(CONFIG), attend=Plain()), MaskSpec(prefix=True))
+    Decoder(CONFIG, replace(baseline_parts(CONFIG), attend=Plain()), MaskSpec(prefix=True))
 
 
 def without_backend(remedy: str) -> None:
     """Leave the backend out, so that the plain one computes the mask."""
     owner = Plain.__module__.rpartition(".")[2]
     assert remedy.startswith(f"--without {owner}")
-    Decoder(CONFIG, trunk_parts(CONFIG), MaskSpec(prefix=True))
+    Decoder(CONFIG, baseline_parts(CONFIG), MaskSpec(prefix=True))
 
 
 def strange_slopes(_: pytest.MonkeyPatch) -> None:
     """Give a model of two heads the slopes of three."""
-    Decoder(CONFIG, trunk_parts(CONFIG), MaskSpec(alibi=3))
+    Decoder(CONFIG, baseline_parts(CONFIG), MaskSpec(alibi=3))
 
 
 def without_slopes(remedy: str) -> None:
     """Leave the slopes out."""
     assert remedy == "--without alibi"
-    Decoder(CONFIG, trunk_parts(CONFIG), MaskSpec())
+    Decoder(CONFIG, baseline_parts(CONFIG), MaskSpec())
 
 
 def other_kernel(remedy: str) -> None:

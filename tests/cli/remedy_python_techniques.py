@@ -27,7 +27,7 @@ from headrace.core.model_config import ModelConfig
 from headrace.core.progress import Progress
 from headrace.costs.machine import Machine
 from headrace.model.attention import Attention, Sdpa
-from headrace.model.decoder import Decoder, trunk_parts
+from headrace.model.decoder import Decoder, baseline_parts
 from headrace.model.mask import MaskSpec, Rows
 from headrace.parallel import pipeline
 from headrace.parallel.layout import Layout
@@ -267,7 +267,7 @@ def two_biases(_: pytest.MonkeyPatch) -> None:
 
 def unknown_parameter(_: pytest.MonkeyPatch) -> None:
     """Cut the ends of a model that has a parameter that nothing is known of."""
-    model = Decoder(CONFIG, trunk_parts(CONFIG), MaskSpec())
+    model = Decoder(CONFIG, baseline_parts(CONFIG), MaskSpec())
     model.register_parameter("more", nn.Parameter(torch.zeros(3)))
     layouts = {n: Layout(p.shape) for n, p in model.named_parameters()}
     build: Any = SimpleNamespace(model=model, config=CONFIG, layouts=layouts)

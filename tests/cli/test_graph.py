@@ -41,7 +41,7 @@ def plant(patch: pytest.MonkeyPatch, module: type[torch.nn.Module]) -> None:
     """Have every norm followed by `module`."""
 
     def parts(build: Build) -> None:
-        build.parts = building.trunk_parts(build.config)
+        build.parts = building.baseline_parts(build.config)
         norm = build.parts.norm
         build.parts.norm = lambda config: torch.nn.Sequential(norm(config), module())
 

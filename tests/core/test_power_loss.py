@@ -25,7 +25,7 @@ from headrace.data.ingest import prepare
 from headrace.data.tokenizer import train_tokenizer
 from headrace.export.hf import export_hf
 from headrace.model.companions import keep_companions
-from headrace.model.decoder import Decoder, trunk_parts
+from headrace.model.decoder import Decoder, baseline_parts
 from headrace.model.mask import MaskSpec
 from headrace.plan.plan import Plan
 from headrace.report.page import page, write_page
@@ -183,7 +183,7 @@ def _watched(folder: Path) -> None:
 
 def _exported(folder: Path) -> None:
     config = ModelConfig(vocab=320, dim=32, layers=1, heads=2)
-    model = Decoder(config, trunk_parts(config), MaskSpec())
+    model = Decoder(config, baseline_parts(config), MaskSpec())
     train_tokenizer(["the mill grinds " * 20], vocab=270).save(file := folder / "tokenizer.json")
     state = {name: p.detach() for name, p in model.named_parameters()}
     export_hf(state, config, file, folder / "exported", sequence_length=16)

@@ -4,7 +4,7 @@ import torch
 
 from headrace.core.model_config import ModelConfig
 from headrace.costs.count import trunk_ledger
-from headrace.model.decoder import Decoder, trunk_parts
+from headrace.model.decoder import Decoder, baseline_parts
 from headrace.model.mask import MaskSpec
 
 
@@ -13,7 +13,7 @@ def test_learned_positions_are_as_many_as_a_row_has_tokens() -> None:
     config = ModelConfig(vocab=311, dim=16, heads=2, layers=2, ffn=24, position="learned")
     whole = config.model_copy(update={"context": 14})
     with torch.device("meta"):
-        model = Decoder(whole, trunk_parts(whole), MaskSpec())
+        model = Decoder(whole, baseline_parts(whole), MaskSpec())
     held = sum(p.nbytes for p in model.parameters())
     for one in (config, whole):
         ledger = trunk_ledger(one, rows=2, length=14, precision="fp32", device="cpu")

@@ -14,7 +14,7 @@ from headrace.data.tokenizer import train_tokenizer
 from headrace.export import hf
 from headrace.export.hf import export_hf
 from headrace.model.adapter import load_pretrained
-from headrace.model.decoder import Decoder, trunk_parts
+from headrace.model.decoder import Decoder, baseline_parts
 from headrace.model.mask import MaskSpec
 
 CONFIG = ModelConfig(vocab=320, dim=32, layers=2, heads=4, kv_heads=2, qk_norm=True)
@@ -23,7 +23,7 @@ CONFIG = ModelConfig(vocab=320, dim=32, layers=2, heads=4, kv_heads=2, qk_norm=T
 @pytest.fixture(scope="module")
 def state() -> dict[str, Tensor]:
     torch.manual_seed(0)
-    model = Decoder(CONFIG, trunk_parts(CONFIG), MaskSpec())
+    model = Decoder(CONFIG, baseline_parts(CONFIG), MaskSpec())
     return {name: torch.randn(p.shape) for name, p in model.named_parameters()}
 
 

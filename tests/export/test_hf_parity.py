@@ -10,7 +10,7 @@ from headrace.core.model_config import ModelConfig
 from headrace.data.tokenizer import train_tokenizer
 from headrace.export.hf import export_hf
 from headrace.inference.sample import generate
-from headrace.model.decoder import Decoder, trunk_parts
+from headrace.model.decoder import Decoder, baseline_parts
 from headrace.model.init import random_source
 from headrace.model.mask import MaskSpec, Rows
 
@@ -37,7 +37,7 @@ def ours(family: str) -> Decoder:
     config = ModelConfig(
         vocab=320, dim=40, layers=2, heads=4, init_std=0.2, output_init="plain", **FAMILIES[family]
     )
-    model = Decoder(config, trunk_parts(config), MaskSpec())
+    model = Decoder(config, baseline_parts(config), MaskSpec())
     source = random_source(config, 3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -121,7 +121,7 @@ def test_a_mask_that_no_family_has_is_not_exported_as_another_model(
     [
         (["techniques.prefix_lm.tokens=5"], "prefix = True"),
         (["techniques.short_convolution.between=1", "model.layers=2"], "GatedConvolution"),
-        (["techniques.mixture_of_experts.experts=2"], "MixtureOfExperts"),
+        (["techniques.mixture_of_experts.experts=2"], "ExpertLayer"),
     ],
     ids=["prefix", "convolution", "experts"],
 )

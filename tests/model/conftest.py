@@ -1,4 +1,4 @@
-"""Tiny decoders with weights that make every part matter."""
+"""Make tiny decoders with weights that make every part matter."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from headrace.core.model_config import ModelConfig
-from headrace.model.decoder import Decoder, trunk_parts
+from headrace.model.decoder import Decoder, baseline_parts
 from headrace.model.mask import MaskSpec
 
 TINY = {"vocab": 61, "dim": 24, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 22, "context": 19}
@@ -25,7 +25,7 @@ def make_decoder() -> Callable[..., Decoder]:
 
     def make(*, mask: MaskSpec | None = None, seed: int = 0, **keys: Any) -> Decoder:
         config = ModelConfig(**{**TINY, **keys})
-        model = Decoder(config, trunk_parts(config), mask or MaskSpec())
+        model = Decoder(config, baseline_parts(config), mask or MaskSpec())
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in model.named_parameters():
             middle = 1.0 if name.endswith("norm.weight") else 0.0

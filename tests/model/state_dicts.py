@@ -1,4 +1,4 @@
-"""Whole state dicts through the maps that export and loading use, a tensor at a time."""
+"""Take whole state dicts through the maps that export and loading use, a tensor at a time."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,7 @@ from headrace.model.adapter import check_ours, from_hf
 
 
 def to_theirs(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our state dict, or gradients by name, as Hugging Face's; tied embeddings stand once."""
+    """Return our state dict, or gradients, as Hugging Face's; tied embeddings stand once."""
     found: dict[str, Tensor] = {}
     for link in check_ours(config, tensors):
         found |= link.to_theirs(tensors[link.ours])
@@ -17,7 +17,7 @@ def to_theirs(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, T
 
 
 def to_ours(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Theirs as ours."""
+    """Return their state dict as ours."""
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     makers = from_hf(config, shapes, tensors.__getitem__)
     return {name: make() for name, make in makers.items()}

@@ -22,10 +22,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama, biases, one key head": {"bias": True, "kv_heads": 1, "ffn": 37},
     "qwen3": {"qk_norm": True, "head_dim": 10, "tied_embeddings": True},
     "gpt2": {
-        "norm": "layer_norm", "activation": "gelu_tanh", "position": "learned", "bias": True,
-        "kv_heads": 4, "tied_embeddings": True,
+        "norm": "layer_norm",
+        "activation": "gelu_tanh",
+        "position": "learned",
+        "bias": True,
+        "kv_heads": 4,
+        "tied_embeddings": True,
     },
-}  # fmt: skip
+}
 MakeDecoder = Callable[..., Decoder]
 
 

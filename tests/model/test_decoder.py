@@ -1,4 +1,4 @@
-"""The whole decoder: loss, gradients of every combination, accumulation, packing, cache."""
+"""Test the whole decoder: loss, gradients of every combination, accumulation, packing, cache."""
 
 from collections.abc import Callable
 from itertools import product
@@ -69,10 +69,19 @@ def test_every_combination_trains_every_parameter(
         ("rms_norm", "layer_norm"), flags, flags, flags, (1, 3)
     ):
         keys: dict[str, Any] = {
-            "activation": activation, "position": position, "norm": norm, "qk_norm": qk_norm,
-            "tied_embeddings": tied, "bias": bias, "kv_heads": kv, "heads": 3, "head_dim": 10,
-            "dim": 14, "ffn": 9, "vocab": 61,
-        }  # fmt: skip
+            "activation": activation,
+            "position": position,
+            "norm": norm,
+            "qk_norm": qk_norm,
+            "tied_embeddings": tied,
+            "bias": bias,
+            "kv_heads": kv,
+            "heads": 3,
+            "head_dim": 10,
+            "dim": 14,
+            "ffn": 9,
+            "vocab": 61,
+        }
         model, (ids, targets) = make_decoder(**keys), batch()
         loss_of(model, ids, targets, plain_rows(), scale=0.1).backward()
         for name, gradient in gradients(model).items():

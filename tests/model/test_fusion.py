@@ -1,4 +1,4 @@
-"""Taking fused matrices apart and putting them together."""
+"""Take fused matrices apart and put them together."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""config.json both ways, and every refusal by the name of its field."""
+"""Read and write config.json, and meet every refusal by the name of its field."""
 
 from typing import Any
 
@@ -10,29 +10,55 @@ from headrace.core.strict import read_table
 from headrace.model.hf_config import architecture, config_from_hf, config_to_hf
 
 LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 67,
-    "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu",
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 67,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "hidden_act": "silu",
+}
 QWEN3 = {
-    **LLAMA, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 10,
-    "tie_word_embeddings": True, "use_sliding_window": False, "sliding_window": None,
-}  # fmt: skip
+    **LLAMA,
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "head_dim": 10,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "sliding_window": None,
+}
 GPT2 = {
-    "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 67, "n_embd": 40,
-    "n_layer": 2, "n_head": 4, "n_positions": 19, "n_ctx": 19, "activation_function": "gelu_new",
-    "layer_norm_epsilon": 1e-5, "attn_pdrop": 0.1,
-}  # fmt: skip
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    "vocab_size": 67,
+    "n_embd": 40,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 19,
+    "n_ctx": 19,
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
+    "attn_pdrop": 0.1,
+}
 
 OURS = {
     "llama": {"heads": 4, "kv_heads": 2, "ffn": 44, "bias": True, "rope_theta": 5e5},
     "llama tied": {"heads": 4, "tied_embeddings": True, "norm_eps": 1e-6},
     "headrace": {"heads": 4, "kv_heads": 2, "head_dim": 10, "qk_norm": True},
     "gpt2": {
-        "heads": 4, "norm": "layer_norm", "activation": "gelu", "position": "learned",
-        "context": 19, "bias": True, "ffn": 50,
+        "heads": 4,
+        "norm": "layer_norm",
+        "activation": "gelu",
+        "position": "learned",
+        "context": 19,
+        "bias": True,
+        "ffn": 50,
     },
-}  # fmt: skip
+}
 
 
 def resolved(config: ModelConfig) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Initial values depend on (seed, name, shape) and on nothing else."""
+"""Test that initial values depend on (seed, name, shape) and on nothing else."""
 
 import pytest
 import torch

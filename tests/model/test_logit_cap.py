@@ -37,7 +37,7 @@ def data(corpus: Path, prepared_folder: Path) -> None:
 
 @pytest.fixture
 def make_tiny(tiny_plan: Callable[..., Plan]) -> Callable[..., Build]:
-    """The build of the tiny plan with `key=value` overrides."""
+    """Return what builds the tiny plan with `key=value` overrides."""
 
     def make(*overrides: str) -> Build:
         return house.build_of(tiny_plan("model.init_std=0.2", *overrides))
@@ -46,7 +46,7 @@ def make_tiny(tiny_plan: Callable[..., Plan]) -> Callable[..., Build]:
 
 
 def pair(*techniques: Any, **model: Any) -> tuple[Build, Build]:
-    """The same weights without a cap and with one, whose logits bend."""
+    """Build one model without a cap and one with it, of equal weights, so that logits bend."""
     plans = (house.make_plan(*techniques, model={**model, **cap}) for cap in ({}, {"logit_cap": 2}))
     plain, capped = (house.random_build(plan) for plan in plans)
     return plain, capped
@@ -122,7 +122,7 @@ def test_a_run_keeps_its_cap(train: Callable[..., Path]) -> None:
 
 
 def test_a_teacher_is_capped_as_it_was_trained(make_tiny: Callable[..., Build]) -> None:
-    """The run's own start teaches it nothing, with a cap too."""
+    """The run's own start teaches it nothing, with a cap too: the teacher has the cap as well."""
     build = make_tiny("techniques.distillation={}", f"model.logit_cap={CAP}")
     assert build.notes["distillation"].cap == CAP
     step(build, build.loader.step(0).micros, 0)
@@ -213,9 +213,15 @@ def sized(precision: str, *tables: dict[str, dict[str, Any]], cap: float = CAP) 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     ("beside", "chunked"),
-    [*(pytest.param(beside, chunked, marks=[pytest.mark.slow] * (chunked == "halves"))
-       for beside in BESIDE for chunked in CHUNKS), ("distillation", "whole")],
-)  # fmt: skip
+    [
+        *(
+            pytest.param(beside, chunked, marks=[pytest.mark.slow] * (chunked == "halves"))
+            for beside in BESIDE
+            for chunked in CHUNKS
+        ),
+        ("distillation", "whole"),
+    ],
+)
 def test_the_peak_is_foreseen(beside: str, chunked: str, precision: str) -> None:
     """One more fp32 tensor of the logits, the tanh, is kept where the peak is."""
     tables = BESIDE.get(beside, {beside: {}}), CHUNKS[chunked]
@@ -225,8 +231,9 @@ def test_the_peak_is_foreseen(beside: str, chunked: str, precision: str) -> None
     kept_already = "z_loss" in tables[0] and chunked != "whole" and precision == "fp32"
     tensors = 2 if kept_already else 1  # a chunk's own fp32 logits are no capped ones
     for grown in (
-        capped.peak - plain.peak, capped.ledger.peak()[1] - plain.ledger.peak()[1],
-    ):  # fmt: skip
+        capped.peak - plain.peak,
+        capped.ledger.peak()[1] - plain.ledger.peak()[1],
+    ):
         assert grown == pytest.approx(tensors * 4 * 4096 * tokens, rel=0.03)
 
 
@@ -239,7 +246,7 @@ def test_a_small_batch_peaks_elsewhere() -> None:
 
 @pytest.mark.parametrize("chunked", ["whole", "chunks"])
 def test_eager_passes_are_counted(chunked: str) -> None:
-    """By what torch's own operations move: three kernels forward, and three backward."""
+    """A cap adds what torch's own operations move: three kernels forward, and three backward."""
     fused = {"fused": False} if chunked == "chunks" else {}
     tables = {name: {**knobs, **fused} for name, knobs in CHUNKS[chunked].items()}
     plans = [sized("bf16", tables, cap=cap).replaced(device="cuda") for cap in (0.0, CAP)]

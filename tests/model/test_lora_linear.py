@@ -1,4 +1,4 @@
-"""Adapters and quantized weights against plain linears: values, gradients, merging, sharding."""
+"""Compare adapters and quantized weights with plain linears in all that they compute."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from headrace.kernels.quantized_weight import (
     QuantizedWeight,
     quantize,
 )
-from headrace.model.decoder import Decoder, trunk_parts
+from headrace.model.decoder import Decoder, baseline_parts
 from headrace.model.lora import LoraLinear, merged_state
 from headrace.model.mask import MaskSpec, Rows
 
@@ -44,7 +44,7 @@ def adapted(rows: int, columns: int, base: str | None, *, bias: bool = False) ->
 
 
 def exact_nf4(weight: Tensor) -> Tensor:
-    """NF4 number by number, in fp64, from the definition."""
+    """Return NF4 number by number, in fp64, from the definition."""
     levels, found = torch.tensor(NF4).double(), torch.empty_like(weight).double()
     for r, row in enumerate(weight.double()):
         blocks = row.split(BLOCK)
@@ -126,7 +126,7 @@ def test_its_product_is_that_of_the_whole_weight(base: str, precision: torch.dty
 
 @pytest.mark.parametrize("base", [None, *BASES])
 def test_an_adapter_is_the_merged_linear(base: str | None) -> None:
-    """Output, input gradient, and the adapters' gradients by the chain rule of W + s B A."""
+    """Compare output, input gradient, and adapters' gradients by the chain rule of W + s B A."""
     linear = adapted(33, 70, base, bias=True)
     merged = linear.merged().requires_grad_()
     x, y = (matrix(5, 70, seed=6).requires_grad_() for _ in range(2))
@@ -152,10 +152,17 @@ def test_a_plain_decoder_with_merged_weights_has_the_same_logits(
     base: str | None, tied: bool
 ) -> None:
     config = ModelConfig(
-        dim=24, heads=3, kv_heads=1, ffn=22, layers=2, vocab=37, tied_embeddings=tied, bias=True,
+        dim=24,
+        heads=3,
+        kv_heads=1,
+        ffn=22,
+        layers=2,
+        vocab=37,
+        tied_embeddings=tied,
+        bias=True,
         init_std=0.2,
-    )  # fmt: skip
-    model, plain = (Decoder(config, trunk_parts(config), MaskSpec()) for _ in range(2))
+    )
+    model, plain = (Decoder(config, baseline_parts(config), MaskSpec()) for _ in range(2))
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear):
             parent, _, child = name.rpartition(".")
@@ -186,8 +193,9 @@ def test_compiled_it_is_the_same(base: str) -> None:
     compiled = [linear.lora_a.grad, linear.lora_b.grad]
     linear.lora_a.grad = linear.lora_b.grad = None
     linear(y).square().sum().backward()
-    for a, b in zip([x.grad, *compiled], [y.grad, linear.lora_a.grad, linear.lora_b.grad],
-                    strict=True):  # fmt: skip
+    for a, b in zip(
+        [x.grad, *compiled], [y.grad, linear.lora_a.grad, linear.lora_b.grad], strict=True
+    ):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-3)
 
 
@@ -203,7 +211,7 @@ def two_blocks(base: str | None) -> nn.Module:
 
 
 def compare_sharded(base: str | None, compiled: bool = False) -> None:
-    """On each rank: FSDP2's loss and gradients, over its own rows, equal the whole model's."""
+    """Compare FSDP2's loss and gradients, over each rank's rows, with the whole model's."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, fully_shard
 

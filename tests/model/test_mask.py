@@ -1,4 +1,4 @@
-"""`allowed`, `bias` and the pattern of blocks against their own words, pair by pair."""
+"""Compare `allowed`, `bias` and the pattern of blocks with their own words, pair by pair."""
 
 from itertools import product
 
@@ -15,7 +15,7 @@ DRAWN = [0, 0, 2, 3, 2, 1, 5, 5, 7, 3, 2]
 
 
 def sees(spec: MaskSpec, row: int, query: int, key: int) -> bool:
-    """The words of MaskSpec."""
+    """Return whether a query sees a key by the words of MaskSpec."""
     visible = key <= query or not spec.causal
     if spec.window is not None and abs(query - key) >= spec.window:
         visible = False
@@ -43,9 +43,13 @@ def test_allowed_is_what_the_words_say(
 def test_only_the_default_is_plain_causal() -> None:
     assert MaskSpec().is_plain_causal
     for other in (
-        MaskSpec(causal=False), MaskSpec(document=True), MaskSpec(window=4), MaskSpec(alibi=2),
-        MaskSpec(soft_cap=5.0), MaskSpec(blocks=BlockPattern(4)),
-    ):  # fmt: skip
+        MaskSpec(causal=False),
+        MaskSpec(document=True),
+        MaskSpec(window=4),
+        MaskSpec(alibi=2),
+        MaskSpec(soft_cap=5.0),
+        MaskSpec(blocks=BlockPattern(4)),
+    ):
         assert not other.is_plain_causal
         assert other.sees_all_before == (other == MaskSpec(document=True))
 
@@ -71,7 +75,7 @@ def test_a_pattern_is_what_the_words_say(
 
 @pytest.mark.parametrize(("local", "stride", "first", "random"), [(1, 0, 0, 2), (2, 3, 1, 3)])
 def test_a_draw_is_of_its_place_alone(local: int, stride: int, first: int, random: int) -> None:
-    """So many more blocks of those before, the same in longer rows, others for another seed."""
+    """A draw adds `random` of the blocks before, alike in longer rows, others for another seed."""
     rest = BlockPattern(1, local, stride, first).seen(40)
     one, other = (BlockPattern(1, local, stride, first, random, seed).seen(40) for seed in (0, 1))
     drawn = one & ~rest
@@ -101,10 +105,15 @@ def test_density_counts_blocks_below_the_diagonal() -> None:
 
 @pytest.mark.parametrize(
     ("heads", "right"),
-    [(1, [1 / 256]), (2, [1 / 16, 1 / 256]), (4, [1 / 4, 1 / 16, 1 / 64, 1 / 256]),
-     (8, [2.0**-n for n in range(1, 9)]), (3, [1 / 16, 1 / 256, 1 / 4]),
-     (6, [1 / 4, 1 / 16, 1 / 64, 1 / 256, 1 / 2, 1 / 8])],
-)  # fmt: skip
+    [
+        (1, [1 / 256]),
+        (2, [1 / 16, 1 / 256]),
+        (4, [1 / 4, 1 / 16, 1 / 64, 1 / 256]),
+        (8, [2.0**-n for n in range(1, 9)]),
+        (3, [1 / 16, 1 / 256, 1 / 4]),
+        (6, [1 / 4, 1 / 16, 1 / 64, 1 / 256, 1 / 2, 1 / 8]),
+    ],
+)
 def test_slopes_are_the_papers(heads: int, right: list[float]) -> None:
     torch.testing.assert_close(slopes(heads), torch.tensor(right))
 

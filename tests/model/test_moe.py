@@ -9,23 +9,23 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from headrace.core.model_config import ModelConfig
-from headrace.model.moe import MixtureOfExperts
+from headrace.model.moe import ExpertLayer
 
 B, T, D, FFN = 3, 7, 12, 8
 
 
-def make(activation: str = "swiglu", **keys: Any) -> MixtureOfExperts:
+def make(activation: str = "swiglu", **keys: Any) -> ExpertLayer:
     torch.manual_seed(0)
     config = ModelConfig(dim=D, heads=2, vocab=64, activation=activation)  # type: ignore[arg-type]
     how = {"experts": 5, "top_k": 2, "ffn": FFN, "balance": 0.3, "norm_topk": True, **keys}
-    layer = MixtureOfExperts(config, 0, **how)
+    layer = ExpertLayer(config, 0, **how)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return layer
 
 
-def expert(layer: MixtureOfExperts, index: int, x_D: Tensor) -> Tensor:
-    """One expert's MLP of one token; gate and up rows alternate in groups."""
+def expert(layer: ExpertLayer, index: int, x_D: Tensor) -> Tensor:
+    """Return what one expert's MLP makes of one token; gate and up rows alternate in groups."""
     down = layer.down[index]
     if layer.first == "up":
         return down @ F.relu(layer.get_parameter("up")[index] @ x_D).square()
@@ -33,8 +33,8 @@ def expert(layer: MixtureOfExperts, index: int, x_D: Tensor) -> Tensor:
     return down @ (F.silu(gate.flatten(0, 1) @ x_D) * (up.flatten(0, 1) @ x_D))
 
 
-def by_token(layer: MixtureOfExperts, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
-    """(output, balance) from their formulas."""
+def by_token(layer: ExpertLayer, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (output, balance) from their formulas."""
     E, k = layer.experts, layer.top_k
     probability = (x_BTD @ layer.router.weight.T).softmax(-1)
     rows, balance = [], torch.zeros((), dtype=x_BTD.dtype)

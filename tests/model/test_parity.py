@@ -1,4 +1,4 @@
-"""Random models of transformers, imported: the same logits, loss, gradients and greedy text."""
+"""Import random models of transformers: logits, loss, gradients and greedy text are equal."""
 
 from pathlib import Path
 
@@ -9,55 +9,95 @@ from state_dicts import to_theirs
 
 from headrace.inference.sample import generate
 from headrace.model.adapter import load_pretrained
-from headrace.model.decoder import Decoder, trunk_parts
+from headrace.model.decoder import Decoder, baseline_parts
 from headrace.model.head import IGNORED, cross_entropy
 from headrace.model.mask import MaskSpec, Rows
 
 transformers = pytest.importorskip("transformers")
 
-SMALL = {"vocab_size": 67, "num_hidden_layers": 2, "max_position_embeddings": 64,
-         "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}  # fmt: skip
-GPT2_SMALL = {"vocab_size": 67, "n_layer": 2, "n_positions": 29, "n_embd": 40,
-              "bos_token_id": None, "eos_token_id": None}  # fmt: skip
+SMALL = {
+    "vocab_size": 67,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+GPT2_SMALL = {
+    "vocab_size": 67,
+    "n_layer": 2,
+    "n_positions": 29,
+    "n_embd": 40,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 MODELS = {
     "llama, grouped queries": lambda: transformers.LlamaConfig(
-        **SMALL, hidden_size=48, intermediate_size=52, num_attention_heads=6,
-        num_key_value_heads=2, rms_norm_eps=1e-5, rope_theta=500_000.0,
+        **SMALL,
+        hidden_size=48,
+        intermediate_size=52,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        rms_norm_eps=1e-5,
+        rope_theta=500_000.0,
     ),
     "llama, biases, wide heads, tied": lambda: transformers.LlamaConfig(
-        **SMALL, hidden_size=24, intermediate_size=37, num_attention_heads=3, head_dim=14,
-        attention_bias=True, mlp_bias=True, tie_word_embeddings=True,
+        **SMALL,
+        hidden_size=24,
+        intermediate_size=37,
+        num_attention_heads=3,
+        head_dim=14,
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=True,
     ),
     "qwen3, grouped queries, tied": lambda: transformers.Qwen3Config(
-        **SMALL, hidden_size=36, intermediate_size=50, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=10, tie_word_embeddings=True, rope_theta=1e6,
+        **SMALL,
+        hidden_size=36,
+        intermediate_size=50,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=10,
+        tie_word_embeddings=True,
+        rope_theta=1e6,
     ),
     "qwen3, one key head": lambda: transformers.Qwen3Config(
-        **SMALL, hidden_size=35, intermediate_size=27, num_attention_heads=3,
-        num_key_value_heads=1, head_dim=8, rms_norm_eps=1e-4,
+        **SMALL,
+        hidden_size=35,
+        intermediate_size=27,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        head_dim=8,
+        rms_norm_eps=1e-4,
     ),
     "gpt2, tied": lambda: transformers.GPT2Config(**GPT2_SMALL, n_head=5),
     "gpt2, exact gelu": lambda: transformers.GPT2Config(
-        **GPT2_SMALL, n_head=4, n_inner=37, activation_function="gelu",
-        tie_word_embeddings=False, layer_norm_epsilon=1e-4,
+        **GPT2_SMALL,
+        n_head=4,
+        n_inner=37,
+        activation_function="gelu",
+        tie_word_embeddings=False,
+        layer_norm_epsilon=1e-4,
     ),
     "gpt2, squared relu": lambda: transformers.GPT2Config(
-        **GPT2_SMALL, n_head=1, activation_function="relu2",
+        **GPT2_SMALL,
+        n_head=1,
+        activation_function="relu2",
     ),
-}  # fmt: skip
+}
 Pair = tuple[torch.nn.Module, Decoder]
 
 
 @pytest.fixture(params=list(MODELS))
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Pair:
-    """Their model, saved, and ours, read from that folder."""
+    """Return their model, saved, and ours, read from that folder."""
     theirs = transformers.AutoModelForCausalLM.from_config(MODELS[request.param]()).eval()
     for name, parameter in theirs.named_parameters():
         middle = 1.0 if "norm" in name or ".ln_" in name else 0.0
         torch.nn.init.normal_(parameter, middle, 0.2)
     theirs.save_pretrained(tmp_path)
     config, source = load_pretrained(tmp_path)
-    ours = Decoder(config, trunk_parts(config), MaskSpec())
+    ours = Decoder(config, baseline_parts(config), MaskSpec())
     with torch.no_grad():
         for name, parameter in ours.named_parameters():
             parameter.copy_(source(name, parameter.shape))

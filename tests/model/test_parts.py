@@ -1,4 +1,4 @@
-"""Norms, rotation, MLPs and attention against their plainest definitions."""
+"""Compare norms, rotation, MLPs and attention with their plainest definitions."""
 
 import math
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from headrace.model.attention import Sdpa
 from headrace.model.decoder import Decoder
 from headrace.model.mask import MaskSpec, Rows, allowed
 from headrace.model.norm import LayerNorm, RMSNorm
-from headrace.model.position import Rope, rotate
+from headrace.model.position import RotaryPosition, rotate
 
 
 def near(found: Tensor, expected: Tensor) -> None:
@@ -37,7 +37,7 @@ def test_layer_norm() -> None:
 
 
 def test_rope_turns_pairs_of_halves() -> None:
-    rope = Rope(ModelConfig(dim=6, heads=1, head_dim=6, rope_theta=100.0))
+    rope = RotaryPosition(ModelConfig(dim=6, heads=1, head_dim=6, rope_theta=100.0))
     positions, x = torch.tensor([[0, 1, 5], [2, 3, 11]]), torch.randn(2, 3, 1, 6)
     found = rotate(x, rope.prepare(positions))
     for b in range(2):
@@ -50,7 +50,7 @@ def test_rope_turns_pairs_of_halves() -> None:
 
 
 def test_rope_sees_only_distances() -> None:
-    rope = Rope(ModelConfig(dim=8, heads=1))
+    rope = RotaryPosition(ModelConfig(dim=8, heads=1))
     q, k = torch.randn(1, 1, 1, 8), torch.randn(1, 1, 1, 8)
 
     def score(at_q: int, at_k: int) -> Tensor:

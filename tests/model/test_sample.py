@@ -17,7 +17,7 @@ MakeDecoder = Callable[..., Decoder]
 
 
 def by_hand(model: Decoder, ids: Tensor, new_tokens: int) -> Tensor:
-    """Greedy, every row computed whole for every token."""
+    """Sample greedily, with every row computed whole for every token."""
     for _ in range(new_tokens):
         rows = Rows(torch.arange(ids.size(1)).expand(len(ids), -1))
         ids = torch.cat((ids, model.logits(ids, rows)[:, -1:].argmax(-1)), dim=1)

@@ -29,7 +29,7 @@ SPECS = {
 
 
 def rows_of(length: int) -> Rows:
-    """Documents and prefixes of different lengths."""
+    """Return documents and prefixes of different lengths."""
     places = torch.arange(length).expand(B, -1)
     cuts = torch.tensor([[length // 3], [1]])
     return Rows(places, (places >= cuts).long(), torch.tensor([0, length // 4]))
@@ -41,7 +41,7 @@ def qkv(length: int) -> list[Tensor]:
 
 
 def by_hand(q: Tensor, k: Tensor, v: Tensor, spec: MaskSpec, rows: Rows) -> Tensor:
-    """One query and one key after the other, in fp64."""
+    """Compute one query and one key after the other, in fp64."""
     length = q.size(1)
     ok = allowed(spec, rows, length).expand(B, 1, -1, -1)
     q, k, v = q.double(), k.double(), v.double()
@@ -107,10 +107,13 @@ class Kernel(Sdpa):
 
 @pytest.mark.parametrize(
     ("spec", "says"),
-    [(MaskSpec(alibi=H), "alibi"), (MaskSpec(prefix=True), "prefix"),
-     (MaskSpec(soft_cap=1.0), "soft_cap"),
-     (MaskSpec(soft_cap=1.0, blocks=BlockPattern(2)), "blocks and soft_cap")],
-)  # fmt: skip
+    [
+        (MaskSpec(alibi=H), "alibi"),
+        (MaskSpec(prefix=True), "prefix"),
+        (MaskSpec(soft_cap=1.0), "soft_cap"),
+        (MaskSpec(soft_cap=1.0, blocks=BlockPattern(2)), "blocks and soft_cap"),
+    ],
+)
 def test_a_backend_that_does_not_say_that_it_knows_refuses(spec: MaskSpec, says: str) -> None:
     config = ModelConfig(heads=H, position="none")
     check_mask(config, Sdpa(), spec)

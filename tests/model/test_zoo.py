@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from headrace.core.model_config import ModelConfig
-from headrace.model.decoder import Decoder, trunk_parts
+from headrace.model.decoder import Decoder, baseline_parts
 from headrace.model.hf_config import architecture
 from headrace.model.mask import MaskSpec
 from headrace.model.zoo import families
@@ -27,7 +27,9 @@ PUBLISHED = {
 
 def parameters(config: ModelConfig) -> int:
     with torch.device("meta"):
-        return sum(p.numel() for p in Decoder(config, trunk_parts(config), MaskSpec()).parameters())
+        return sum(
+            p.numel() for p in Decoder(config, baseline_parts(config), MaskSpec()).parameters()
+        )
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -82,7 +82,7 @@ def test_a_graph_break_is_told_and_with_fullgraph_an_error(
     from headrace.assemble import build as building
 
     def with_break(build: Build) -> None:
-        build.parts = building.trunk_parts(build.config)
+        build.parts = building.baseline_parts(build.config)
         norm = build.parts.norm
         build.parts.norm = lambda config: torch.nn.Sequential(norm(config), Breaking())
 

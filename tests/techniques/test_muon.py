@@ -20,7 +20,7 @@ from headrace.assemble.sockets import Build
 from headrace.core.errors import UnsupportedError
 from headrace.core.model_config import ModelConfig
 from headrace.kernels.orthogonalize import orthogonalize, reference_orthogonalize
-from headrace.model.decoder import Decoder, trunk_parts
+from headrace.model.decoder import Decoder, baseline_parts
 from headrace.model.fusion import fusions
 from headrace.model.mask import MaskSpec
 from headrace.plan.plan import Plan
@@ -64,7 +64,7 @@ def exact_update(name: str, direction: Tensor, *, exact: bool) -> Tensor:
 def named() -> dict[str, nn.Parameter]:
     """The block matrices of a decoder, at random."""
     torch.manual_seed(0)
-    model = Decoder(CONFIG, trunk_parts(CONFIG), MaskSpec())
+    model = Decoder(CONFIG, baseline_parts(CONFIG), MaskSpec())
     found = {n: p for n, p in model.named_parameters() if p.ndim == 2 and n.startswith("blocks.")}
     for parameter in found.values():
         nn.init.normal_(parameter)

@@ -9,7 +9,7 @@ import torch
 from headrace.assemble.context import make_context
 from headrace.assemble.sockets import Build
 from headrace.core.model_config import ModelConfig
-from headrace.model.decoder import Decoder, trunk_parts
+from headrace.model.decoder import Decoder, baseline_parts
 from headrace.model.init import random_source
 from headrace.model.mask import MaskSpec, Rows
 from headrace.plan.technique import Supported, Unsupported
@@ -113,7 +113,7 @@ def test_activations_do_not_grow_with_width(make_tiny: Callable[..., Build]) -> 
 def test_which_inputs_widen() -> None:
     config = ModelConfig(dim=16, heads=2, vocab=64, position="learned", context=8, bias=True,
                          qk_norm=True)  # fmt: skip
-    named = dict(Decoder(config, trunk_parts(config), MaskSpec()).named_parameters())
+    named = dict(Decoder(config, baseline_parts(config), MaskSpec()).named_parameters())
     slow = {n for n, p in named.items() if is_slow(n, p.ndim)}
     assert {n.split(".", 2)[-1] for n in slow if n.startswith("blocks")} == {
         "mixer.qkv.weight", "mixer.out.weight", "mlp.gate_up.weight", "mlp.down.weight",

@@ -127,21 +127,21 @@ def test_weights_keep_what_they_have_learned(
         assert why in answer.reason and answer.remedy == remedy
 
 
-class Still(position.Rope):
+class Still(position.RotaryPosition):
     """Turns every place by the same angle."""
 
     def prepare(self, positions_BT: torch.Tensor) -> position.Rotation:
         return super().prepare(torch.ones_like(positions_BT))
 
 
-class Halting(position.Rope):
+class Halting(position.RotaryPosition):
     """Turns no further than the second place."""
 
     def prepare(self, positions_BT: torch.Tensor) -> position.Rotation:
         return super().prepare(positions_BT.clamp(max=1))
 
 
-class Partial(position.Rope):
+class Partial(position.RotaryPosition):
     """Leaves the last pair as it is."""
 
     def frequencies(self, device: torch.device) -> torch.Tensor:
@@ -161,7 +161,9 @@ def test_what_does_not_turn_with_the_place_is_no_evidence(make_tiny: Make, kind:
 
 def test_another_base_is_no_evidence_but_of_a_technique_that_says_so(make_tiny: Make) -> None:
     build = make_tiny(ON)
-    build.model.position = position.Rope(build.config.model_copy(update={"rope_theta": 9e3}))
+    build.model.position = position.RotaryPosition(
+        build.config.model_copy(update={"rope_theta": 9e3})
+    )
     found = Rope().active(build)
     assert found.active is False and "not base 10000" in found.detail
     slowed = make_tiny(ON, "techniques.yarn={factor = 2.0, kind = 'linear'}")

@@ -17,7 +17,7 @@ from headrace.core.errors import UnsupportedError
 from headrace.core.model_config import ModelConfig
 from headrace.inference.sample import generate
 from headrace.model.hf_config import config_from_hf, config_to_hf
-from headrace.model.position import Rope
+from headrace.model.position import RotaryPosition
 from headrace.plan.technique import Supported, Unsupported
 from headrace.techniques.attention.yarn import ScaledRope, Yarn
 
@@ -80,7 +80,7 @@ def by_hand(rope: ScaledRope) -> list[float]:
 def test_every_pair_turns_as_the_rule_says(kind: str, size: str) -> None:
     rope = rope_of(kind, size)
     right = by_hand(rope)
-    plain = Rope.frequencies(rope, torch.device("cpu"))
+    plain = RotaryPosition.frequencies(rope, torch.device("cpu"))
     found = rope.frequencies(torch.device("cpu"))
     torch.testing.assert_close(found, torch.tensor(right), rtol=2e-6, atol=0)
     slower = (plain / found).tolist()
@@ -124,7 +124,7 @@ def test_a_ramp_ends_where_the_rule_says_though_no_pair_is_there() -> None:
     rope = ScaledRope(ModelConfig(vocab=64, dim=32, heads=2, rope_theta=100.0), rule, 1000)
     found = rope.frequencies(torch.device("cpu"))
     torch.testing.assert_close(found, torch.tensor(by_hand(rope)), rtol=2e-6, atol=0)
-    assert 2 < float(Rope.frequencies(rope, found.device)[-1] / found[-1]) < 3
+    assert 2 < float(RotaryPosition.frequencies(rope, found.device)[-1] / found[-1]) < 3
 
 
 @pytest.mark.parametrize("kind", ["yarn", "linear", "llama3"])
@@ -217,7 +217,7 @@ def test_an_exported_run_computes_the_same_in_transformers(
     with torch.no_grad():
         expected = theirs(ids).logits
         found = ours.logits(ids, Rows(ids))
-        ours.position = Rope(ours.config)
+        ours.position = RotaryPosition(ours.config)
         unscaled = ours.logits(ids, Rows(ids))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     assert (unscaled - expected).abs().max() > 1e-4

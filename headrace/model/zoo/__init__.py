@@ -7,8 +7,10 @@ from typing import Any
 
 
 def families() -> dict[str, Mapping[str, Any]]:
-    """Every family's defaults by name, found by importing the modules of this package."""
-    found: dict[str, Mapping[str, Any]] = {}
+    """Return the defaults of every family by name, from the modules of this package."""
+    families_by_name: dict[str, Mapping[str, Any]] = {}
     for info in pkgutil.iter_modules(__path__):
-        found |= getattr(importlib.import_module(f"{__name__}.{info.name}"), "FAMILIES", {})
-    return dict(sorted(found.items()))
+        families_by_name |= getattr(
+            importlib.import_module(f"{__name__}.{info.name}"), "FAMILIES", {}
+        )
+    return dict(sorted(families_by_name.items()))

@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al. 2019): learned positions, LayerNorm, tanh GELU, biases, tied embeddings.
+"""GPT-2 (Radford et al. 2019) has learned positions, LayerNorm, tanh GELU, biases and tied weights.
 
 Numbers are those of config.json in openai-community/gpt2, -medium, -large and -xl.
 """
@@ -8,10 +8,18 @@ from typing import Any
 
 def _gpt2(dim: int, layers: int, heads: int) -> dict[str, Any]:
     return {
-        "vocab": 50257, "dim": dim, "layers": layers, "heads": heads, "context": 1024,
-        "norm": "layer_norm", "norm_eps": 1e-5, "activation": "gelu_tanh", "position": "learned",
-        "bias": True, "tied_embeddings": True,
-    }  # fmt: skip
+        "vocab": 50257,
+        "dim": dim,
+        "layers": layers,
+        "heads": heads,
+        "context": 1024,
+        "norm": "layer_norm",
+        "norm_eps": 1e-5,
+        "activation": "gelu_tanh",
+        "position": "learned",
+        "bias": True,
+        "tied_embeddings": True,
+    }
 
 
 FAMILIES = {

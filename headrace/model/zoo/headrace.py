@@ -1,4 +1,4 @@
-"""Headrace's own small decoders: RoPE, RMSNorm, SwiGLU, normalised queries and keys."""
+"""Headrace's own small decoders have RoPE, RMSNorm, SwiGLU, normalised queries and keys."""
 
 FAMILIES = {
     "headrace": {},

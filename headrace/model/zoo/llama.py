@@ -1,4 +1,4 @@
-"""Llama 3 (arXiv 2407.21783): RMSNorm, RoPE with theta 500,000, grouped queries, SwiGLU.
+"""Llama 3 (arXiv 2407.21783) has RMSNorm, RoPE with theta 500,000, grouped queries, SwiGLU.
 
 8b has the numbers of Meta-Llama-3-8B's config.json; 1b and 3b have the shapes of Llama-3.2-1B and
 -3B without their scaling of RoPE's frequencies, which only serves contexts past 8,192 tokens.
@@ -9,9 +9,16 @@ from typing import Any
 
 def _llama3(dim: int, layers: int, heads: int, ffn: int, tied: bool) -> dict[str, Any]:
     return {
-        "vocab": 128256, "dim": dim, "layers": layers, "heads": heads, "kv_heads": 8, "ffn": ffn,
-        "norm_eps": 1e-5, "rope_theta": 500_000.0, "tied_embeddings": tied,
-    }  # fmt: skip
+        "vocab": 128256,
+        "dim": dim,
+        "layers": layers,
+        "heads": heads,
+        "kv_heads": 8,
+        "ffn": ffn,
+        "norm_eps": 1e-5,
+        "rope_theta": 500_000.0,
+        "tied_embeddings": tied,
+    }
 
 
 FAMILIES = {

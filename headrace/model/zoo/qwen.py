@@ -1,4 +1,4 @@
-"""Qwen 3 (arXiv 2505.09388): as Llama, with normalised queries and keys and heads of 128 features.
+"""Qwen 3 (arXiv 2505.09388) is Llama with normalised queries and keys and heads of 128 features.
 
 Numbers are those of config.json in Qwen/Qwen3-0.6B, -1.7B, -4B and -8B.
 """
@@ -8,10 +8,18 @@ from typing import Any
 
 def _qwen3(dim: int, layers: int, heads: int, ffn: int, tied: bool) -> dict[str, Any]:
     return {
-        "vocab": 151936, "dim": dim, "layers": layers, "heads": heads, "kv_heads": 8,
-        "head_dim": 128, "ffn": ffn, "norm_eps": 1e-6, "rope_theta": 1_000_000.0, "qk_norm": True,
+        "vocab": 151936,
+        "dim": dim,
+        "layers": layers,
+        "heads": heads,
+        "kv_heads": 8,
+        "head_dim": 128,
+        "ffn": ffn,
+        "norm_eps": 1e-6,
+        "rope_theta": 1_000_000.0,
+        "qk_norm": True,
         "tied_embeddings": tied,
-    }  # fmt: skip
+    }
 
 
 FAMILIES = {

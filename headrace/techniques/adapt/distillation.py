@@ -36,7 +36,7 @@ from headrace.costs.count import FP32, linear_parameters, total_parameters
 from headrace.costs.ledger import Ledger, Line
 from headrace.data.pretrained import check_tokenizer, unchecked_tokenizer
 from headrace.model.adapter import files_left_out, load_pretrained, read_config
-from headrace.model.decoder import Decoder, trunk_parts
+from headrace.model.decoder import Decoder, baseline_parts
 from headrace.model.head import IGNORED, Objective, Vocabulary, capped
 from headrace.model.init import Source
 from headrace.model.mask import Rows
@@ -243,7 +243,7 @@ class Distillation(Technique[Build]):
 def make_teaching(build: Build, config: ModelConfig, source: Source) -> Teaching:
     """The frozen teacher on the run's device, sharded as the run's model is."""
     own = config is build.config
-    parts = build.parts if own else replace(trunk_parts(config), attend=build.parts.attend)
+    parts = build.parts if own else replace(baseline_parts(config), attend=build.parts.attend)
     with torch.device("meta"):
         teacher = Teacher(config, replace(parts, head=lambda _: nn.Identity()), build.mask)
     teacher.residual_dtype = build.model.residual_dtype

@@ -33,7 +33,7 @@ from torch import Tensor
 from headrace.assemble.sockets import Build
 from headrace.core.model_config import ModelConfig
 from headrace.costs.ledger import Ledger
-from headrace.model.position import Rope, Rotation
+from headrace.model.position import RotaryPosition, Rotation
 from headrace.plan.technique import (
     Card,
     Context,
@@ -49,7 +49,7 @@ CHANGED = 1e-5
 """Relative change of a frequency that is more than rounding."""
 
 
-class ScaledRope(Rope):
+class ScaledRope(RotaryPosition):
     """Rotary embedding whose frequencies follow one of the rules.
 
     Args:
@@ -208,7 +208,8 @@ class Yarn(Technique[Build]):
             )
         rope = ScaledRope(model, self, original)
         if float(_slowing(rope).max()) <= 1 + CHANGED:
-            longest = 2 * math.pi / float(Rope(model).frequencies(torch.device("cpu"))[-1])
+            slowest = RotaryPosition(model).frequencies(torch.device("cpu"))[-1]
+            longest = 2 * math.pi / float(slowest)
             return Unsupported(
                 f"no pair is slowed: the longest wavelength is {longest:.0f} tokens and the "
                 f"original rows have {original}",
@@ -268,7 +269,7 @@ def _slowing(position: Any) -> Tensor:
     turned_P = _turned(position)
     if turned_P is None:
         return torch.ones(1)
-    return Rope.frequencies(position, turned_P.device) / turned_P.angle()
+    return RotaryPosition.frequencies(position, turned_P.device) / turned_P.angle()
 
 
 def _size(position: Any) -> float:

@@ -26,7 +26,7 @@ from headrace.core.strict import Wrong
 from headrace.costs.count import FP32, held_in
 from headrace.costs.ledger import Ledger, Line, Matrix
 from headrace.kernels.grouped_linear import OLDEST
-from headrace.model.moe import MixtureOfExperts as Layer
+from headrace.model.moe import ExpertLayer
 from headrace.plan.technique import (
     Card,
     Context,
@@ -231,16 +231,16 @@ class MixtureOfExperts(Technique[Build]):
         )
 
 
-def _layer(knobs: MixtureOfExperts, config: ModelConfig, layer: int) -> Layer:
-    return Layer(
+def _layer(knobs: MixtureOfExperts, config: ModelConfig, layer: int) -> ExpertLayer:
+    return ExpertLayer(
         config, layer, experts=knobs.experts, top_k=knobs.top_k,
         ffn=knobs.width(config.resolved_ffn), balance=knobs.balance, norm_topk=knobs.norm_topk,
     )  # fmt: skip
 
 
-def _layers(build: Build) -> list[Layer]:
+def _layers(build: Build) -> list[ExpertLayer]:
     mlps = (block.mlp for block in build.model.blocks.values())
-    return [mlp for mlp in mlps if isinstance(mlp, Layer)]
+    return [mlp for mlp in mlps if isinstance(mlp, ExpertLayer)]
 
 
 def balance_loss(build: Build) -> Tensor:

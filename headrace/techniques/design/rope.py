@@ -120,7 +120,7 @@ class Rope(Technique[Build]):
         places = float((turned_TP - again_TP).abs().max()) < ROUNDING and float(angle_P.min()) > 0
         base = self.theta or build.config.rope_theta
         config = build.config.model_copy(update={"rope_theta": base})
-        wanted_P = position.Rope(config).frequencies(angle_P.device)
+        wanted_P = position.RotaryPosition(config).frequencies(angle_P.device)
         based = wanted_P.shape == angle_P.shape and wanted_P.allclose(angle_P, rtol=ROUNDING)
         slowest, fastest = float(angle_P.min()), float(angle_P.max())
         return Evidence(

@@ -58,7 +58,7 @@ class FusedRotation(NamedTuple):
     cos: Tensor
     sin: Tensor
 
-    def turn(self, x_BTHK: Tensor, norm: Normalise = as_is) -> Tensor:
+    def rotate(self, x_BTHK: Tensor, norm: Normalise = as_is) -> Tensor:
         """`norm(x_BTHK)` turned by its positions' angles, in fp32, returned in its own dtype."""
         if type(norm) is RMSNorm:
             return rope_norm(x_BTHK, norm.weight, norm.eps, self.cos, self.sin)

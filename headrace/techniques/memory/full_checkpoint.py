@@ -30,7 +30,7 @@ from headrace.assemble.sockets import Build, Forward
 from headrace.costs.count import FP32, holds_casts
 from headrace.costs.ledger import Ledger, Line
 from headrace.costs.work import RERUN
-from headrace.model.lora import LAST, adapters_again
+from headrace.model.lora import LAST, recomputed_adapter_flops
 from headrace.plan.technique import Card, Context, Evidence, Stage, Supported, Technique
 
 KEPT_LINE = "residual"
@@ -89,7 +89,7 @@ class FullCheckpoint(Technique[Build]):
             ledger = ledger.with_line(f"{layer}/residual", replace(kept, bytes=entered))
         one = Line(again / max(1, len(chosen)), ("turn", "backward"))
         work = sizes["block_flops"] + sizes["attention_flops"] - sizes["down_flops"]
-        work += adapters_again(ledger, "down", "up")
+        work += recomputed_adapter_flops(ledger, "down", "up")
         part = len(chosen) / max(1, len(layers))
         # The last product and the addition after it: nothing needs their result, nor the last
         # piece of an MLP that runs in pieces.

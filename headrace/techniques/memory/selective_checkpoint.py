@@ -35,7 +35,7 @@ from headrace.core.strict import Wrong
 from headrace.costs.count import block_linears, holds_casts
 from headrace.costs.ledger import Ledger, Line
 from headrace.costs.work import CHOSEN
-from headrace.model.lora import LAST, adapters_again
+from headrace.model.lora import LAST, recomputed_adapter_flops
 from headrace.plan.plan import ATTENDS, Plan
 from headrace.plan.technique import (
     Card,
@@ -202,7 +202,7 @@ class SelectiveCheckpoint(Technique[Build]):
         stream, dropped, again = ledger.sizes["residual"], 0.0, 0.0
         entered = stream * ledger.sizes["stream_bytes"] / ledger.sizes["activation_bytes"]
         lost = ("up",) if self.kept() & LINEAR else ("down", "up")
-        corrected = adapters_again(ledger, *lost)
+        corrected = recomputed_adapter_flops(ledger, *lost)
         for layer in chosen:
             kept = self._kept_products(ledger.sizes, layer)
             if layer == 0:
