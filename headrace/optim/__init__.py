@@ -1,1 +1,1 @@
-"""The trunk's optimizer and schedules."""
+"""Hold the baseline's optimizer and schedules."""

@@ -1,4 +1,4 @@
-"""The trunk's optimizer: torch's fused AdamW (arXiv 1711.05101) over all that is not routed away.
+"""Make the baseline's optimizer: torch's fused AdamW (arXiv 1711.05101) for all that is not routed.
 
 Weight decay falls on tensors of two or more dimensions, as GPT-2 and its successors do. The fused
 update takes `found_inf`, a device flag that leaves weights, moments and step count as they are: a
@@ -15,7 +15,7 @@ from headrace.plan.plan import OptimizerConfig
 
 
 def make_adamw(config: OptimizerConfig, named: Mapping[str, nn.Parameter]) -> torch.optim.AdamW:
-    """Fused AdamW over `named`, in two groups: with and without weight decay."""
+    """Return fused AdamW over `named`, in two groups: with and without weight decay."""
     matrices = [p for p in named.values() if p.ndim >= 2]
     vectors = [p for p in named.values() if p.ndim < 2]
     groups = [
@@ -34,7 +34,7 @@ def make_adamw(config: OptimizerConfig, named: Mapping[str, nn.Parameter]) -> to
 def gradient_norm(
     gradients: Sequence[Tensor], copies: Sequence[int] | None = None, world: World | None = None
 ) -> Tensor:
-    """The global L2 norm of all gradients, fp32, on the device; one over all meshes.
+    """Return the global L2 norm of all gradients, fp32, on the device; one over all meshes.
 
     Args:
         gradients: this rank's local parts.
@@ -55,7 +55,7 @@ def gradient_norm(
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """What gradients of global norm `norm` are multiplied by, at most 1 (arXiv 1211.5063)."""
+    """Return the factor for gradients of global norm `norm`, at most 1 (arXiv 1211.5063)."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 

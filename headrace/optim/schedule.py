@@ -7,7 +7,7 @@ from headrace.plan.plan import ScheduleConfig
 
 
 def learning_rate(config: ScheduleConfig, horizon: int | None) -> Callable[[int], float]:
-    """The share of the learning rate at each step (0 is the first).
+    """Return a function that gives the share of the learning rate at each step (0 is the first).
 
     Args:
         config: kind, warmup, decay.

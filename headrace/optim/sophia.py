@@ -1,4 +1,4 @@
-"""Sophia's update: momentum over an estimate of the curvature, each number clipped on its own.
+"""Update by Sophia: momentum over an estimate of the curvature, each number clipped on its own.
 
     m <- b1 m + (1 - b1) g          h <- b2 h + (1 - b2) n g' g'   (every few steps)
     w <- w - lr (decay w + clip(m / (rho h + eps), -1, 1))
@@ -28,9 +28,14 @@ class SophiaOptimizer(torch.optim.Optimizer):
     """Sophia over named parameters; decay falls on tensors of two or more dimensions."""
 
     def __init__(
-        self, named: Mapping[str, nn.Parameter], *, lr: float, betas: tuple[float, float],
-        rho: float, weight_decay: float,
-    ) -> None:  # fmt: skip
+        self,
+        named: Mapping[str, nn.Parameter],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        rho: float,
+        weight_decay: float,
+    ) -> None:
         matrices = [p for p in named.values() if p.ndim >= 2]
         vectors = [p for p in named.values() if p.ndim < 2]
         groups = [
@@ -80,12 +85,12 @@ class SophiaOptimizer(torch.optim.Optimizer):
                 h.mul_(1 - share).addcmul_(grad * (share * targets), grad)
 
     def _masks(self, p: nn.Parameter) -> tuple[Tensor, Tensor]:
-        """Whether to skip, and 1 where not: both scalars on the parameter's device."""
-        found = torch.zeros((), device=p.device) if self.found_inf is None else self.found_inf
-        return found > 0, 1.0 - found
+        """Return whether to skip, and 1 where not: both scalars on the parameter's device."""
+        is_bad = torch.zeros((), device=p.device) if self.found_inf is None else self.found_inf
+        return is_bad > 0, 1.0 - is_bad
 
     def _state(self, p: nn.Parameter, key: str) -> Tensor:
-        """The local part of a state that lies as its parameter."""
+        """Return the local part of a state that lies as its parameter."""
         state = self.state[p]
         if key not in state:
             state[key] = torch.zeros_like(p)

@@ -1,1 +1,1 @@
-"""Mechanisms on torch.distributed."""
+"""Hold the mechanisms on torch.distributed: axes, layouts, rings, pipelines."""

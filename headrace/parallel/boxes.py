@@ -21,7 +21,7 @@ class Box:
     shape: tuple[int, ...]
 
     def overlap(self, other: "Box") -> "Box | None":
-        """The box that both hold, or None."""
+        """Return the box that both hold, or None."""
         low = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
         high = tuple(
             min(a + n, b + m)
@@ -32,15 +32,15 @@ class Box:
         return Box(low, tuple(h - lo for lo, h in zip(low, high, strict=True)))
 
     def within(self, outer: "Box") -> tuple[slice, ...]:
-        """Slices of this box inside of `outer`."""
+        """Return the slices of this box inside of `outer`."""
         return tuple(
             slice(a - b, a - b + n)
             for a, b, n in zip(self.offset, outer.offset, self.shape, strict=True)
         )
 
 
-class Piece(NamedTuple):
-    """A rank's part of a global tensor."""
+class TensorPart(NamedTuple):
+    """A piece is a rank's part of a global tensor."""
 
     local: Tensor
     shape: tuple[int, ...]
@@ -50,8 +50,10 @@ class Piece(NamedTuple):
     """whether this rank is the one that saves it"""
 
 
-def piece_of(tensor: Tensor, world: World | None = None, layout: Layout | None = None) -> Piece:
-    """What this rank holds of a tensor.
+def piece_of(
+    tensor: Tensor, world: World | None = None, layout: Layout | None = None
+) -> TensorPart:
+    """Return what this rank holds of a tensor.
 
     Args:
         tensor: a plain tensor or a DTensor.
@@ -72,11 +74,11 @@ def piece_of(tensor: Tensor, world: World | None = None, layout: Layout | None =
         layout = None
     first = is_first(world, layout, sharded) if world is not None else _first_alone(tensor)
     local = local_of(tensor)
-    return Piece(local, shape, Box(tuple(offset), tuple(size)), first and local.numel() > 0)
+    return TensorPart(local, shape, Box(tuple(offset), tuple(size)), first and local.numel() > 0)
 
 
 def _first_alone(tensor: Tensor) -> bool:
-    """Whether this rank writes a tensor of which only torch knows who holds it."""
+    """Return whether this rank writes a tensor of which only torch knows who holds it."""
     if is_dtensor(tensor):
         place = tensor.device_mesh.get_coordinate() or []
         replicas = [c for c, p in zip(place, tensor.placements, strict=True) if p.is_replicate()]

@@ -30,7 +30,7 @@ ASK_S = 0.01, 0.5
 """Seconds between two looks at the store: at first, and at most after a long wait."""
 HEARD_S = 5.0
 """Seconds that a first rank which ends waits for the others to read why: it may keep the store."""
-KINDS = {EXIT_FAILED: RunError, EXIT_PLAN: ConfigError, EXIT_UNSUPPORTED: UnsupportedError}
+ERROR_OF_CODE = {EXIT_FAILED: RunError, EXIT_PLAN: ConfigError, EXIT_UNSUPPORTED: UnsupportedError}
 """The error that another rank raises for an exit code; of other codes it is that of a signal."""
 
 
@@ -83,13 +83,13 @@ def _wait(store: Store, key: str) -> Any:
         while not store.check([key]):
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, longest_s)
-        said = json.loads(store.get(key))
+        reply = json.loads(store.get(key))
     finally:  # also where a signal ends the wait: the first rank need not wait for this one
         with suppress(RuntimeError):
             store.add(f"{key}/heard", 1)
-    if "error" not in said:
-        return said["made"]
-    code, message, remedy = said["error"]
-    if (kind := KINDS.get(code)) is None:
+    if "error" not in reply:
+        return reply["made"]
+    code, message, remedy = reply["error"]
+    if (kind := ERROR_OF_CODE.get(code)) is None:
         raise Stopped(message, remedy, code)
     raise kind(message, remedy)

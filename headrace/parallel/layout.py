@@ -20,25 +20,25 @@ if TYPE_CHECKING:
 
 
 def share(size: int, ranks: int, rank: int) -> tuple[int, int]:
-    """(offset, count) of a rank's contiguous share; the first ranks have one more."""
+    """Return (offset, count) of a rank's contiguous share; the first ranks have one more."""
     each, over = divmod(size, ranks)
     return rank * each + min(rank, over), each + (rank < over)
 
 
 def is_dtensor(tensor: object) -> "TypeGuard[DTensor]":
-    """Whether it is a DTensor, which takes half a second to import and most verbs never meet."""
+    """Return whether the tensor is a DTensor. Most verbs never import that class (0.5 s)."""
     from torch.distributed.tensor import DTensor
 
     return isinstance(tensor, DTensor)
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """The part that this rank holds: a DTensor's local tensor, or the tensor itself."""
+    """Return the part that this rank holds: a DTensor's local tensor, or the tensor itself."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def local_box(tensor: "DTensor") -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(shape, offset) of a DTensor's part that this rank holds."""
+    """Return (shape, offset) of a DTensor's part that this rank holds."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     return compute_local_shape_and_global_offset(
@@ -48,7 +48,7 @@ def local_box(tensor: "DTensor") -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 @dataclass
 class Layout:
-    """One parameter's.
+    """A layout says how ranks hold one parameter.
 
     Args:
         shape: of the whole.
@@ -62,23 +62,23 @@ class Layout:
     partial: set[str] = field(default_factory=lambda: {"shard"})
 
     def offsets(self, world: World) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(offset, shape) of this rank's slice of the whole, before any cut along "shard"."""
+        """Return (offset, shape) of this rank's slice of the whole, before a cut along "shard"."""
         offset, shape = [0] * len(self.shape), list(self.shape)
         for axis, dim in self.split.items():
             offset[dim], shape[dim] = share(shape[dim], world.size(axis), world.place(axis))
         return tuple(offset), tuple(shape)
 
     def cut(self, world: World, whole: Tensor) -> Tensor:
-        """This rank's slice of the whole, before any cut along "shard"."""
+        """Return this rank's slice of the whole, before any cut along "shard"."""
         offset, shape = self.offsets(world)
         for dim, (start, count) in enumerate(zip(offset, shape, strict=True)):
             whole = whole.narrow(dim, start, count)
         return whole
 
     def copies(self, world: World, tensor: Tensor) -> int:
-        """How many ranks hold the same numbers as this one, itself included."""
-        held = {*self.split, *(("shard",) if is_dtensor(tensor) else ())}
-        free = [axis for axis in ("shard", "tensor") if axis not in held]
+        """Return how many ranks hold the same numbers as this one, itself included."""
+        cut = {*self.split, *(("shard",) if is_dtensor(tensor) else ())}
+        free = [axis for axis in ("shard", "tensor") if axis not in cut]
         free += ["ends"] if "ends" in self.partial else []
         count = 1
         for axis in free:
@@ -86,7 +86,7 @@ class Layout:
         return count
 
     def whole(self, world: World, like: Tensor, local: Tensor) -> Tensor:
-        """The whole tensor from every rank's `local` part, which lies as the parameter `like`.
+        """Return the whole tensor of every rank's `local` part, which lies as parameter `like`.
 
         All ranks of the axes that cut it call this together.
         """
@@ -97,7 +97,7 @@ class Layout:
         return local
 
     def part(self, world: World, like: Tensor, whole: Tensor) -> Tensor:
-        """The inverse of `whole`: this rank's local part."""
+        """Return this rank's local part of a whole tensor: the inverse of `whole`."""
         mine = self.cut(world, whole)
         if not is_dtensor(like):
             return mine
@@ -109,13 +109,17 @@ class Layout:
 
 def _as(like: "DTensor", local: Tensor) -> "DTensor":
     return like.from_local(
-        local, like.device_mesh, like.placements, run_check=False,
-        shape=like.shape, stride=like.stride(),
-    )  # fmt: skip
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
 
 
 def gather(local: Tensor, dim: int, size: int, world: World, axis: str) -> Tensor:
-    """The whole of `size` along `dim` from the shares of an axis; shares may differ by one."""
+    """Return the whole of `size` along `dim` from an axis's shares, which may differ by one."""
     ranks = world.size(axis)
     if ranks == 1:
         return local
@@ -130,7 +134,7 @@ def gather(local: Tensor, dim: int, size: int, world: World, axis: str) -> Tenso
 
 
 def is_first(world: World, layout: Layout | None, sharded: bool) -> bool:
-    """Whether this rank is the first of those that hold the same numbers of a tensor.
+    """Return whether this rank is the first of those that hold the same numbers of a tensor.
 
     Stages of a pipeline hold different parameters, but for one that the ends share.
     """

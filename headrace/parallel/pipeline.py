@@ -37,7 +37,7 @@ Kind = Literal["forward", "backward"]
 
 
 class Action(NamedTuple):
-    """One pass of one micro-batch through one of the rank's stages."""
+    """An action is one pass of one micro-batch through one of the rank's stages."""
 
     kind: Kind
     chunk: int
@@ -48,14 +48,14 @@ class Action(NamedTuple):
 
 
 def one_forward_one_backward(ranks: int, rank: int, micros: int) -> list[Action]:
-    """1F1B: after ranks - rank - 1 forwards, each forward is followed by a backward."""
+    """Order 1F1B: after ranks - rank - 1 forwards, each forward is followed by a backward."""
     forwards = [Action("forward", 0, m) for m in range(micros)]
     backwards = [Action("backward", 0, m) for m in range(micros)]
     return _alternate(forwards, backwards, ranks - rank - 1)
 
 
 def interleaved(ranks: int, rank: int, micros: int, chunks: int) -> list[Action]:
-    """1F1B over `chunks` stages per rank: groups of `ranks` micro-batches take the chunks in turn.
+    """Order 1F1B over `chunks` stages a rank, which take groups of `ranks` micro-batches by turns.
 
     Raises:
         ConfigError: the micro-batches are no whole number of groups.
@@ -74,7 +74,7 @@ def interleaved(ranks: int, rank: int, micros: int, chunks: int) -> list[Action]
 
 
 def forward_only(ranks: int, micros: int, chunks: int = 1) -> list[Action]:
-    """The forward passes alone, for evaluation; any number of micro-batches."""
+    """Order forward passes alone, for evaluation; any number of micro-batches."""
     return [
         Action("forward", chunk, micro)
         for start in range(0, micros, ranks)
@@ -84,7 +84,7 @@ def forward_only(ranks: int, micros: int, chunks: int = 1) -> list[Action]:
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], ahead: int) -> list[Action]:
-    """`ahead` forwards, then one forward and one backward in turn, then the other backwards."""
+    """Order `ahead` forwards, then pairs of forward and backward, then the other backwards."""
     ahead = min(ahead, len(forwards))
     pairs = zip(forwards[ahead:], backwards, strict=False)
     steady = [action for pair in pairs for action in pair]
@@ -92,27 +92,27 @@ def _alternate(forwards: list[Action], backwards: list[Action], ahead: int) -> l
 
 
 def bubble(ranks: int, micros: int, chunks: int = 1) -> float:
-    """The share of a step in which a rank waits, all stages being equally slow."""
+    """Return the share of a step in which a rank waits, all stages being equally slow."""
     return (ranks - 1) / (micros * chunks + ranks - 1)
 
 
 # --- messages --------------------------------------------------------------------------------
 
 
-class Coming(NamedTuple):
+class Message(NamedTuple):
     """A message that was asked for."""
 
     work: dist.Work
     tensor: Tensor
 
     def wait(self) -> Tensor:
-        """The tensor, once it is here; on a GPU the stream waits and the host goes on."""
+        """Return the tensor once it is here; on a GPU the stream waits and the host goes on."""
         self.work.wait()
         return self.tensor
 
 
-class Line:
-    """This rank's place in its pipeline, and the channels to both neighbours."""
+class PipelineRank:
+    """A line is this rank's place in its pipeline, and the channels to both neighbours."""
 
     def __init__(self, grid: Tensor, device: torch.device, *, chunks: int = 1) -> None:
         """Make the groups; every rank of the world calls this at the same point.
@@ -128,7 +128,7 @@ class Line:
         self.rank = int((grid == me).nonzero()[0, 0])
         self._inward: dict[Kind, tuple[int, dist.ProcessGroup]] = {}
         self._outward: dict[Kind, tuple[int, dist.ProcessGroup]] = {}
-        self._sent: dict[Kind, deque[Coming]] = {"forward": deque(), "backward": deque()}
+        self._sent: dict[Kind, deque[Message]] = {"forward": deque(), "backward": deque()}
         for line in grid.T.tolist():
             for here in range(self.ranks if chunks > 1 else self.ranks - 1):
                 before, after = line[here], line[(here + 1) % self.ranks]
@@ -136,7 +136,7 @@ class Line:
                 self._open("backward", after, before, me)
 
     def _open(self, kind: Kind, source: int, target: int, me: int) -> None:
-        """One direction of one border, connected now and in one order over the whole world.
+        """Connect one direction of one border now, in one order over the whole world.
 
         A communicator is made at its first message, and both ends wait for each other there. Later
         that would be a wait in the middle of a schedule, where the other end may want a different
@@ -152,18 +152,18 @@ class Line:
             dist.recv(hello, source, group)
 
     def first(self, chunk: int) -> bool:
-        """Whether `chunk` is the model's first stage."""
+        """Return whether `chunk` is the model's first stage."""
         return self.rank == 0 and chunk == 0
 
     def last(self, chunk: int) -> bool:
-        """Whether `chunk` is the model's last stage."""
+        """Return whether `chunk` is the model's last stage."""
         return self.rank == self.ranks - 1 and chunk == self.chunks - 1
 
-    def receive(self, kind: Kind, shape: Sequence[int], dtype: torch.dtype) -> Coming:
+    def receive(self, kind: Kind, shape: Sequence[int], dtype: torch.dtype) -> Message:
         """Ask for the next message of one kind."""
         source, group = self._inward[kind]
         tensor = torch.empty(shape, dtype=dtype, device=self.device)
-        return Coming(_started(dist.irecv(tensor, source, group)), tensor)
+        return Message(_started(dist.irecv(tensor, source, group)), tensor)
 
     def send(self, kind: Kind, tensor: Tensor) -> None:
         """Send without waiting, but for the message that is `ranks` before this one."""
@@ -172,7 +172,7 @@ class Line:
         if len(sent) == self.ranks:
             sent.popleft().wait()
         tensor = tensor.contiguous()
-        sent.append(Coming(_started(dist.isend(tensor, target, group)), tensor))
+        sent.append(Message(_started(dist.isend(tensor, target, group)), tensor))
         self.messages += 1
         self.bytes += tensor.nbytes
 
@@ -195,14 +195,14 @@ class Stages(Protocol):
     """What a rank computes, as `run` asks for it."""
 
     dtype: torch.dtype
-    """Of the activations between stages."""
+    """Data type of the activations between stages."""
 
     def shape(self, micro: int) -> Sequence[int]:
-        """Shape of a micro-batch's activations between stages."""
+        """Return the shape of a micro-batch's activations between stages."""
         ...
 
     def forward(self, chunk: int, micro: int, x: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """One stage's forward pass.
+        """Run the forward pass of one stage.
 
         Args:
             chunk: which stage of this rank.
@@ -216,16 +216,16 @@ class Stages(Protocol):
         ...
 
     def before_backward(self, chunk: int, last: bool) -> None:
-        """Called before each backward pass; `last` is the last of this chunk."""
+        """Prepare for a backward pass, before each; `last` is the last one of this chunk."""
         ...
 
     def waiting(self) -> None:
-        """Called before the rank waits for a message."""
+        """Do what is to be done before the rank waits for a message."""
         ...
 
 
 @dataclass
-class Held:
+class ForwardState:
     """What is kept of a forward pass for its backward pass."""
 
     x: Tensor | None
@@ -233,7 +233,7 @@ class Held:
     losses: list[Tensor]
 
 
-def run(actions: Sequence[Action], line: Line, stages: Stages) -> Tensor:
+def run(actions: Sequence[Action], line: PipelineRank, stages: Stages) -> Tensor:
     """Run one rank's schedule; gradients land in the parameters.
 
     Under `torch.no_grad` give it `forward_only`; the messages are the same.
@@ -247,7 +247,7 @@ def run(actions: Sequence[Action], line: Line, stages: Stages) -> Tensor:
         the sum of all losses of this rank, detached; 0 where it has none.
     """
     total = torch.zeros((), device=line.device)
-    held: dict[tuple[int, int], Held] = {}
+    states: dict[tuple[int, int], ForwardState] = {}
     left = Counter(a.chunk for a in actions if a.kind == "backward")
     for kind, chunk, micro in actions:
         message = None
@@ -261,13 +261,13 @@ def run(actions: Sequence[Action], line: Line, stages: Stages) -> Tensor:
             for loss in kept.losses:
                 total += loss.detach()
             if torch.is_grad_enabled():
-                held[chunk, micro] = kept
+                states[chunk, micro] = kept
             if not line.last(chunk):
                 line.send("forward", output)
         else:
             left[chunk] -= 1
             stages.before_backward(chunk, left[chunk] == 0)
-            gradient = _backward(held.pop((chunk, micro)), message)
+            gradient = _backward(states.pop((chunk, micro)), message)
             if gradient is not None:
                 line.send("backward", gradient)
     line.flush()
@@ -275,28 +275,28 @@ def run(actions: Sequence[Action], line: Line, stages: Stages) -> Tensor:
 
 
 def _forward(
-    stages: Stages, line: Line, chunk: int, micro: int, x: Tensor | None
-) -> tuple[Tensor, Held]:
-    """One forward pass: what to send, and what to keep."""
+    stages: Stages, line: PipelineRank, chunk: int, micro: int, x: Tensor | None
+) -> tuple[Tensor, ForwardState]:
+    """Run one forward pass; return what to send, and what to keep."""
     if x is not None:
         x.requires_grad_(torch.is_grad_enabled())
     output, auxiliary = stages.forward(chunk, micro, x)
     losses = [] if auxiliary is None else [auxiliary]
     if line.last(chunk):
-        return output, Held(x, None, [output, *losses])
-    found, wanted = (output.dtype, *output.shape), (stages.dtype, *stages.shape(micro))
-    assert found == wanted, f"a stage made activations {found} where {wanted} were agreed"
+        return output, ForwardState(x, None, [output, *losses])
+    made, wanted = (output.dtype, *output.shape), (stages.dtype, *stages.shape(micro))
+    assert made == wanted, f"a stage made activations {made} where {wanted} were agreed"
     edge = get_gradient_edge(output) if output.requires_grad else None
-    return output.detach(), Held(x, edge, losses)
+    return output.detach(), ForwardState(x, edge, losses)
 
 
-def _backward(held: Held, gradient: Tensor | None) -> Tensor | None:
-    """One backward pass; returns the gradient of what had come in, None at the first stage."""
-    roots: list[Tensor | GradientEdge] = [loss for loss in held.losses if loss.requires_grad]
+def _backward(state: ForwardState, gradient: Tensor | None) -> Tensor | None:
+    """Run one backward pass; return the gradient of what had come in, None at the first stage."""
+    roots: list[Tensor | GradientEdge] = [loss for loss in state.losses if loss.requires_grad]
     gradients: list[Tensor | None] = [None] * len(roots)
-    if held.output is not None:
-        roots.append(held.output)
+    if state.output is not None:
+        roots.append(state.output)
         gradients.append(gradient)
     if roots:
         torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]
-    return None if held.x is None else held.x.grad
+    return None if state.x is None else state.x.grad

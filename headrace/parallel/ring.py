@@ -55,7 +55,7 @@ class RingMask(NamedTuple):
     segments_RBt: Tensor | None = None
 
 
-class Block(NamedTuple):
+class KeyBlock(NamedTuple):
     """This rank's queries and another's keys, as far as they can see each other at all."""
 
     queries: slice
@@ -65,20 +65,20 @@ class Block(NamedTuple):
 
 @dataclass
 class Traffic:
-    """What went round a ring so far."""
+    """Count what went round a ring so far."""
 
     calls: int = 0
     """Forward passes of attention."""
     bytes_sent: int = 0
     """By this rank."""
     blocks: int = 0
-    """That were computed, forward and backward."""
+    """Blocks that were computed, forward and backward."""
     skipped: int = 0
-    """That no query of this rank could see."""
+    """Blocks that no query of this rank could see."""
 
 
 class Ring:
-    """The ranks that share every row, and this rank's place among them."""
+    """A ring is the ranks that share every row, and this rank's place among them."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.rank, self.ranks = group, group.rank(), group.size()
@@ -87,18 +87,20 @@ class Ring:
         _RINGS[self.number] = self
 
     def cut(self, x_BT: Tensor) -> Tensor:
-        """This rank's tokens [B, t] of whole rows; T must be a multiple of 2R."""
+        """Return this rank's tokens [B, t] of whole rows; T must be a multiple of 2R."""
         chunks = x_BT.unflatten(1, (2 * self.ranks, -1))
         return chunks[:, list(self._chunks(self.rank))].flatten(1, 2)
 
     def gather(self, x_Bt: Tensor) -> Tensor:
-        """Every rank's `x_Bt` [R, B, t]; all ranks call it together."""
+        """Return every rank's `x_Bt` [R, B, t]; all ranks call it together."""
         x_RBt = x_Bt.new_empty((self.ranks, *x_Bt.shape))
         dist.all_gather(list(x_RBt.unbind()), x_Bt.contiguous(), group=self.group)
         return x_RBt
 
-    def block(self, owner: int, tokens: int, mask: RingMask, device: torch.device) -> Block | None:
-        """What this rank computes with the keys of `owner`; None where nothing is seen.
+    def block(
+        self, owner: int, tokens: int, mask: RingMask, device: torch.device
+    ) -> KeyBlock | None:
+        """Return what this rank computes with the keys of `owner`; None where nothing is seen.
 
         Args:
             owner: the rank whose keys are here.
@@ -117,10 +119,10 @@ class Ring:
         pairs = [(mine[i], theirs[j]) for i in rows for j in columns]
         if mask.segments_RBt is None:
             if all(_sees_all(a, b, c, mask) for a, b in pairs):
-                return Block(queries, keys, "full")
+                return KeyBlock(queries, keys, "full")
             span = (mine[1] - mine[0] + 1) * c
             if owner == self.rank and mask.causal and (mask.window or span) >= span:
-                return Block(queries, keys, "causal")  # chunks lie in the order of their places
+                return KeyBlock(queries, keys, "causal")  # chunks lie in the order of their places
         places_t = self._places(self.rank, c, device)[queries]
         places_s = self._places(owner, c, device)[keys]
         seen_Bts = visible(places_t, places_s, mask.causal, mask.window)[None]
@@ -128,23 +130,25 @@ class Ring:
             mine_Bt = mask.segments_RBt[self.rank][:, queries]
             theirs_Bs = mask.segments_RBt[owner][:, keys]
             seen_Bts = seen_Bts & (mine_Bt[:, :, None] == theirs_Bs[:, None])
-        return Block(queries, keys, seen_Bts)
+        return KeyBlock(queries, keys, seen_Bts)
 
-    def pass_on(self, x: Tensor) -> "Coming":
+    def pass_on(self, x: Tensor) -> "Transfer":
         """Begin to send `x` to the next rank and to receive its like from the one before."""
         after, before = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
         taken = torch.empty_like(x)
-        works = dist.batch_isend_irecv([
-            dist.P2POp(dist.isend, x, group=self.group, group_peer=after),
-            dist.P2POp(dist.irecv, taken, group=self.group, group_peer=before),
-        ])  # fmt: skip
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, x, group=self.group, group_peer=after),
+                dist.P2POp(dist.irecv, taken, group=self.group, group_peer=before),
+            ]
+        )
         self.traffic.bytes_sent += x.nbytes
-        return Coming(taken, x, works)
+        return Transfer(taken, x, works)
 
     def forward(
         self, q_BtHK: Tensor, k_BtGK: Tensor, v_BtGK: Tensor, mask: RingMask
     ) -> tuple[Tensor, Tensor]:
-        """Output [B, t, H, K] and lse fp32 [B, H, t] of this rank's queries."""
+        """Return output [B, t, H, K] and lse fp32 [B, H, t] of this rank's queries."""
         q_BHtK = q_BtHK.transpose(1, 2)
         o_BHtK = torch.zeros_like(q_BHtK, dtype=torch.float32)
         lse_BHt = o_BHtK.new_full(q_BHtK.shape[:3], -torch.inf)
@@ -162,10 +166,16 @@ class Ring:
         return o_BHtK.to(q_BtHK.dtype).transpose(1, 2).contiguous(), lse_BHt
 
     def backward(
-        self, do_BtHK: Tensor, q_BtHK: Tensor, k_BtGK: Tensor, v_BtGK: Tensor, o_BtHK: Tensor,
-        lse_BHt: Tensor, mask: RingMask,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Gradients of this rank's queries, keys and values, from what `forward` returned."""
+        self,
+        do_BtHK: Tensor,
+        q_BtHK: Tensor,
+        k_BtGK: Tensor,
+        v_BtGK: Tensor,
+        o_BtHK: Tensor,
+        lse_BHt: Tensor,
+        mask: RingMask,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return gradients of this rank's q, k and v, from what `forward` returned."""
         do, q, o = (x.transpose(1, 2) for x in (do_BtHK.contiguous(), q_BtHK, o_BtHK))
         dq_BHtK = torch.zeros_like(q, dtype=torch.float32)
         kv_2BtGK = torch.stack((k_BtGK, v_BtGK))
@@ -178,9 +188,14 @@ class Ring:
             if block:
                 k, v = kv_2BtGK[:, :, block.keys].transpose(2, 3)
                 dq, *share = block_attention_backward(
-                    do[:, :, block.queries], q[:, :, block.queries], k, v,
-                    o[:, :, block.queries], lse_BHt[:, :, block.queries], block.mask,
-                )  # fmt: skip
+                    do[:, :, block.queries],
+                    q[:, :, block.queries],
+                    k,
+                    v,
+                    o[:, :, block.queries],
+                    lse_BHt[:, :, block.queries],
+                    block.mask,
+                )
                 dq_BHtK[:, :, block.queries] += dq
             if gradient:  # of the keys that are here, from the ranks that they passed
                 dkv_2BtGK = gradient.wait()
@@ -195,8 +210,8 @@ class Ring:
         dk, dv = (g.to(k_BtGK.dtype, copy=True) for g in gradient.wait())
         return dq_BHtK.to(q_BtHK.dtype).transpose(1, 2).contiguous(), dk, dv
 
-    def _block(self, step: int, q_BtHK: Tensor, mask: RingMask) -> Block | None:
-        """The block of a step, counted."""
+    def _block(self, step: int, q_BtHK: Tensor, mask: RingMask) -> KeyBlock | None:
+        """Return the block of a step, and count it."""
         owner = (self.rank - step) % self.ranks
         block = self.block(owner, q_BtHK.size(1), mask, q_BtHK.device)
         self.traffic.blocks += block is not None
@@ -207,15 +222,17 @@ class Ring:
         return rank, 2 * self.ranks - 1 - rank
 
     def _places(self, rank: int, c: int, device: torch.device) -> Tensor:
-        """Each token's place in the row [t], int32."""
-        return torch.cat([
-            torch.arange(chunk * c, (chunk + 1) * c, dtype=torch.int32, device=device)
-            for chunk in self._chunks(rank)
-        ])  # fmt: skip
+        """Return each token's place in the row [t], int32."""
+        return torch.cat(
+            [
+                torch.arange(chunk * c, (chunk + 1) * c, dtype=torch.int32, device=device)
+                for chunk in self._chunks(rank)
+            ]
+        )
 
 
-class Coming(NamedTuple):
-    """A transfer under way."""
+class Transfer(NamedTuple):
+    """A transfer is under way."""
 
     taken: Tensor
     sent: Tensor
@@ -223,7 +240,7 @@ class Coming(NamedTuple):
     works: list[dist.Work]
 
     def wait(self) -> Tensor:
-        """What came."""
+        """Return what came."""
         for work in self.works:
             work.wait()
         return self.taken
@@ -235,7 +252,7 @@ _RINGS: WeakValueDictionary[int, Ring] = WeakValueDictionary()
 
 
 def visible(queries_t: Tensor, keys_s: Tensor, causal: bool, window: int | None) -> Tensor:
-    """Bool [t, s]: which key each query sees by their places in the row; documents aside."""
+    """Return bool [t, s]: which key each query sees by their places in the row; documents aside."""
     query_t1, key_1s = queries_t[:, None], keys_s[None, :]
     seen = torch.ones((len(queries_t), len(keys_s)), dtype=torch.bool, device=keys_s.device)
     if causal:
@@ -246,13 +263,13 @@ def visible(queries_t: Tensor, keys_s: Tensor, causal: bool, window: int | None)
 
 
 def _sees(query: int, key: int, c: int, mask: RingMask) -> bool:
-    """Whether any query of one chunk of `c` tokens may see any key of another."""
+    """Return whether any query of one chunk of `c` tokens may see any key of another."""
     nearest = max(0, abs(query - key) * c - (c - 1))
     return not (mask.causal and key > query) and (mask.window is None or nearest < mask.window)
 
 
 def _sees_all(query: int, key: int, c: int, mask: RingMask) -> bool:
-    """Whether every query of one chunk sees every key of another."""
+    """Return whether every query of one chunk sees every key of another."""
     farthest = abs(query - key) * c + c - 1
     ordered = key < query or farthest == 0
     return (ordered or not mask.causal) and (mask.window is None or farthest < mask.window)
@@ -273,7 +290,7 @@ def merge_(o_BHtK: Tensor, lse_BHt: Tensor, more_BHtK: Tensor, more_lse_BHt: Ten
 def ring_attention(
     ring: Ring, q_BtHK: Tensor, k_BtGK: Tensor, v_BtGK: Tensor, mask: RingMask
 ) -> Tensor:
-    """Attention of this rank's queries over the keys of whole rows, [B, t, H, K].
+    """Return attention of this rank's queries over the keys of whole rows, [B, t, H, K].
 
     All ranks of the ring call it together; under autocast it computes in autocast's dtype, as
     torch's own attention does.
@@ -284,17 +301,30 @@ def ring_attention(
 
 @torch.library.custom_op("headrace::ring_attention", mutates_args=())
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, causal: bool, window: int | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: Tensor | None,
+    causal: bool,
+    window: int | None,
     ring: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     return _RINGS[ring].forward(q, k, v, RingMask(causal, window, segments))
 
 
 @torch.library.custom_op("headrace::ring_attention_backward", mutates_args=())
 def _backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, segments: Tensor | None,
-    causal: bool, window: int | None, ring: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    segments: Tensor | None,
+    causal: bool,
+    window: int | None,
+    ring: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     return _RINGS[ring].backward(do, q, k, v, o, lse, RingMask(causal, window, segments))
 
 

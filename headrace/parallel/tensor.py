@@ -1,4 +1,4 @@
-"""Collectives that autograd and the compiler see through, for tensors split over a few ranks.
+"""Offer collectives that autograd and the compiler see through, for tensors split over few ranks.
 
 A forward collective has another collective as its gradient: what was gathered is reduced and
 scattered, what was summed is passed on. Each pair is one autograd function here, over plain local
@@ -42,12 +42,12 @@ class Peers(NamedTuple):
 
 
 def peers_of(group: dist.ProcessGroup) -> Peers:
-    """The members of a process group, and this rank's place among them."""
+    """Return the members of a process group, and this rank's place among them."""
     return Peers(group.group_name, group.size(), group.rank())
 
 
 def local_length(length: int, peers: Peers) -> int:
-    """Tokens of a rank when `length` are split: the quotient, rounded up."""
+    """Return the tokens of a rank when `length` are split: the quotient, rounded up."""
     return -(-length // peers.ranks)
 
 
@@ -55,26 +55,26 @@ def local_length(length: int, peers: Peers) -> int:
 
 
 def all_reduce(x: Tensor, op: Literal["sum", "max", "min"], peers: Peers) -> Tensor:
-    """The sum, largest or smallest over ranks, element by element; has no gradient."""
+    """Return the sum, largest or smallest over ranks, element by element; it has no gradient."""
     return _OPS.wait_tensor(_OPS.all_reduce(x.contiguous(), op, peers.group))
 
 
 def _gather(x_BtD: Tensor, length: int, peers: Peers) -> Tensor:
-    """Every rank's tokens in rank order, `length` of them."""
+    """Return every rank's tokens in rank order, `length` of them."""
     joined = _OPS.all_gather_into_tensor(x_BtD.contiguous(), peers.ranks, peers.group)
     pieces = _OPS.wait_tensor(joined).chunk(peers.ranks)
     return torch.cat(pieces, SEQUENCE).narrow(SEQUENCE, 0, length)
 
 
 def _scatter(x_BTD: Tensor, peers: Peers) -> Tensor:
-    """This rank's tokens of the sum over ranks."""
+    """Return this rank's tokens of the sum over ranks."""
     pieces = _padded(x_BTD, peers).chunk(peers.ranks, SEQUENCE)
     mine = _OPS.reduce_scatter_tensor(torch.cat(pieces), "sum", peers.ranks, peers.group)
     return _OPS.wait_tensor(mine)
 
 
 def _padded(x_BTD: Tensor, peers: Peers) -> Tensor:
-    """`x_BTD` with zeros to a multiple of the ranks."""
+    """Return `x_BTD` with zeros to a multiple of the ranks."""
     more = -x_BTD.size(SEQUENCE) % peers.ranks
     return F.pad(x_BTD, (0, 0, 0, more)) if more else x_BTD
 
@@ -138,7 +138,7 @@ class _Copy(torch.autograd.Function):
 
 
 def gather_sequence(x_BtD: Tensor, length: int, peers: Peers) -> Tensor:
-    """Each rank's tokens to all `length` tokens on every rank; the gradient is reduce-scattered.
+    """Gather each rank's tokens to all `length` tokens on every rank; reduce-scatter the gradient.
 
     For what each rank then uses differently, as its own columns of a matrix.
     """
@@ -146,20 +146,20 @@ def gather_sequence(x_BtD: Tensor, length: int, peers: Peers) -> Tensor:
 
 
 def scatter_sequence(x_BTD: Tensor, peers: Peers) -> Tensor:
-    """Partial sums of all tokens to this rank's tokens of their sum; the gradient is gathered."""
+    """Reduce partial sums of all tokens to this rank's tokens of their sum; gather the gradient."""
     return _ScatterSequence.apply(x_BTD, peers)  # type: ignore[return-value]
 
 
 def split_sequence(x_BTD: Tensor, peers: Peers) -> Tensor:
-    """What is equal on all ranks to this rank's tokens of it; the gradient is gathered."""
+    """Split what is equal on all ranks to this rank's tokens of it; gather the gradient."""
     return _SplitSequence.apply(x_BTD, peers)  # type: ignore[return-value]
 
 
 def sum_forward(x: Tensor, peers: Peers) -> Tensor:
-    """Partial sums to their sum on every rank; the gradient, equal everywhere, passes."""
+    """Add partial sums to their sum on every rank; the gradient, equal everywhere, passes."""
     return _Sum.apply(x, peers)  # type: ignore[return-value]
 
 
 def copy(x: Tensor, peers: Peers) -> Tensor:
-    """What is equal on all ranks, for parts that differ; their gradients are added."""
+    """Copy what is equal on all ranks, for parts that differ; their gradients are added."""
     return _Copy.apply(x, peers)  # type: ignore[return-value]

@@ -42,7 +42,7 @@ _JOINED = count()
 
 @dataclass(frozen=True)
 class World:
-    """One process's place among all."""
+    """The world is one process's place among all."""
 
     rank: int = 0
     ranks: int = 1
@@ -59,7 +59,7 @@ class World:
     """numbers of what the first rank has made for all, the same on every rank"""
 
     def size(self, axis: str) -> int:
-        """How many ranks an axis has."""
+        """Return how many ranks an axis has."""
         if axis == "world":
             return self.ranks
         if axis == "shard":
@@ -69,7 +69,7 @@ class World:
         return self.sizes.get(axis, 1)
 
     def place(self, axis: str) -> int:
-        """This rank's coordinate on an axis."""
+        """Return this rank's coordinate on an axis."""
         if axis == "world":
             return self.rank
         if axis == "shard":
@@ -78,7 +78,7 @@ class World:
         return self.rank // prod(self.size(a) for a in inner) % self.size(axis)
 
     def group(self, axis: str) -> Any:
-        """The process group along an axis through this rank; None is an axis of one rank.
+        """Return the process group along an axis through this rank; None is an axis of one rank.
 
         A rank between the first and the last stage is in no group of the axis "ends".
         """
@@ -113,24 +113,24 @@ class World:
             tensor.copy_(piece.view_as(tensor))
 
     def any(self, flag: bool) -> bool:
-        """Whether any rank says True; every rank gets the same answer."""
+        """Return whether any rank says True; every rank gets the same answer."""
         if self.ranks == 1:
             return flag
-        told = torch.tensor([int(flag)])
-        dist.all_reduce(told, op=dist.ReduceOp.MAX)
-        return bool(told.item())
+        flags = torch.tensor([int(flag)])
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        return bool(flags.item())
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's `value` in rank order, sent as JSON: its tuples come as lists."""
+        """Return every rank's `value` in rank order, sent as JSON: its tuples come as lists."""
         if self.ranks == 1:
             return [value]
         own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.ranks)]
         dist.all_gather(sizes, torch.tensor([own.numel()]))
         longest = int(max(sizes))
-        told = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
-        dist.all_gather(told, F.pad(own, (0, longest - own.numel())))
-        return [json.loads(bytes(t[: int(n)].tolist())) for t, n in zip(told, sizes, strict=True)]
+        texts = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+        dist.all_gather(texts, F.pad(own, (0, longest - own.numel())))
+        return [json.loads(bytes(t[: int(n)].tolist())) for t, n in zip(texts, sizes, strict=True)]
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -140,7 +140,7 @@ class World:
 
 @dataclass
 class _Meeting:
-    """Where the processes of a world find each other, for as long as they live.
+    """A meeting is where the processes of a world find each other, for as long as they live.
 
     A process that trains twice opens two worlds. With a store for each, the second rank may reach
     the first store while it closes, and then both wait for ever. So one store serves all worlds,
@@ -153,14 +153,14 @@ class _Meeting:
     opened: int = 0
 
     def next_store(self) -> Store:
-        """The store of one more world; every rank asks in the same order."""
+        """Return the store of one more world; every rank asks in the same order."""
         self.opened += 1
         return PrefixStore(f"headrace/{self.opened}", self.store)
 
 
 @cache
 def _meeting() -> _Meeting:
-    """The meeting that torchrun's variables name, made once."""
+    """Return the meeting that torchrun's variables name, made once."""
     return _Meeting(*next(rendezvous("env://")))
 
 
@@ -188,8 +188,10 @@ def open_world(mesh: MeshConfig, device: torch.device) -> Iterator[World]:
     met = _meeting()
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=met.next_store(), rank=met.rank, world_size=met.ranks,
-    )  # fmt: skip
+        store=met.next_store(),
+        rank=met.rank,
+        world_size=met.ranks,
+    )
     try:
         yield join(mesh, device)
     finally:
@@ -197,7 +199,7 @@ def open_world(mesh: MeshConfig, device: torch.device) -> Iterator[World]:
 
 
 def join(mesh: MeshConfig, device: torch.device) -> World:
-    """This process's world, with a group for every axis; all ranks call it together."""
+    """Return this process's world, with a group for every axis; all ranks call it together."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if mesh.ranks == 1:
         return World(local_rank=local_rank)
@@ -220,7 +222,7 @@ def join(mesh: MeshConfig, device: torch.device) -> World:
 
 
 def _new_groups(axis: str, worlds: list[World], rank: int) -> dict[str, Any]:
-    """The group of `axis` through `rank`. Every rank makes all of them, in one order."""
+    """Return the group of `axis` through `rank`. Every rank makes all of them, in one order."""
     moving = "pipeline" if axis == "ends" else axis
     others = [a for a in AXES if a != moving]
     lines: dict[tuple[int, ...], list[int]] = {}

@@ -33,7 +33,7 @@ from headrace.core.command import train_command
 from headrace.core.errors import ConfigError, RunError, is_out_of_memory
 from headrace.core.files import hold_lock, publish, sync_path, write_whole
 from headrace.core.units import format_bytes
-from headrace.parallel.boxes import Box, Piece, piece_of
+from headrace.parallel.boxes import Box, TensorPart, piece_of
 
 FORMAT = 1
 INDEX = "checkpoint.json"
@@ -83,7 +83,7 @@ class Checkpoints:
     # --- saving ---
 
     def save(
-        self, step: int, tensors: Mapping[str, Tensor | Piece], values: dict[str, Any]
+        self, step: int, tensors: Mapping[str, Tensor | TensorPart], values: dict[str, Any]
     ) -> None:
         """Begin to save; returns when the copies are safe from the next update.
 
@@ -99,7 +99,7 @@ class Checkpoints:
         self.wait()
         host, pieces, total, on_gpu = {}, {}, 0, False
         for name, tensor in tensors.items():
-            piece = tensor if isinstance(tensor, Piece) else piece_of(tensor)
+            piece = tensor if isinstance(tensor, TensorPart) else piece_of(tensor)
             if not piece.writes:
                 continue
             host[name] = _to_host(piece.local.detach())
@@ -409,7 +409,7 @@ class Saved:
             raise self.damaged(f"{name} has no dtype of torch: {piece['dtype']!r}")
         return tuple(piece["shape"]), dtype
 
-    def fill_(self, name: str, tensor: Tensor | Piece, *, converts: bool = False) -> None:
+    def fill_(self, name: str, tensor: Tensor | TensorPart, *, converts: bool = False) -> None:
         """Copy the saved tensor `name` into `tensor`, whatever the layouts of both.
 
         Args:
@@ -420,7 +420,7 @@ class Saved:
         Raises:
             RunError: it is not there, or has another shape or type.
         """
-        local, wanted, box, _ = tensor if isinstance(tensor, Piece) else piece_of(tensor)
+        local, wanted, box, _ = tensor if isinstance(tensor, TensorPart) else piece_of(tensor)
         if name not in self._where:
             raise self.damaged(f"it holds no tensor {name!r}")
         shape, dtype = self.shape_of(name)

@@ -21,14 +21,14 @@ from headrace.core.command import train_command
 from headrace.core.errors import Diverged, HeadraceError, RunError
 from headrace.core.folders import fetched_again
 from headrace.model.adapter import stored_weights
-from headrace.parallel.boxes import Piece, piece_of
+from headrace.parallel.boxes import TensorPart, piece_of
 from headrace.plan.gentler import gentler
 from headrace.train.checkpoint import Saved, steps_in
 from headrace.train.goal import Counters
 from headrace.train.identity import check_frozen, check_same_run, note_frozen, trained
 
 
-def tensors(build: Build) -> dict[str, Piece]:
+def tensors(build: Build) -> dict[str, TensorPart]:
     """This rank's piece of every tensor of the run's state, by global name."""
     found = {f"model/{n}": _piece(build, n, p) for n, p in trained(build)}
     for route, optimizer in build.optimizers.items():
@@ -42,7 +42,7 @@ def tensors(build: Build) -> dict[str, Piece]:
     return found
 
 
-def _piece(build: Build, name: str, tensor: Tensor) -> Piece:
+def _piece(build: Build, name: str, tensor: Tensor) -> TensorPart:
     """A tensor that belongs to parameter `name`, or to none of that name.
 
     One that differs from it in the last dimension alone, as scales of blocks do, lies as it does.

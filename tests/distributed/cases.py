@@ -232,7 +232,7 @@ PAIR_KNOBS: Mapping[str, Mapping[str, Any]] = {
 
 
 def pair_composition(one: str, two: str) -> Composition:
-    """Two techniques on a model whose sizes suit all of them."""
+    """Combine two techniques on a model whose sizes suit all of them."""
     mesh = {axis: n for name in (one, two) for axis, n in AXES_OF.get(name, {}).items()}
     if mesh:
         split = 1
@@ -244,7 +244,13 @@ def pair_composition(one: str, two: str) -> Composition:
     scales = {"float8_linear", "tensor_parallel"} <= knobs.keys()
     blocks = {"adamw_8bit", "tensor_parallel"} <= knobs.keys()  # its blocks are of 256 columns
     return Composition(
-        f"pair {one} {two}", mesh, knobs, shape="wide" if blocks else "even", layers=4, length=16,
-        micro_rows=0 if whole_step else 2, clip_norm=0.0 if whole_step else 0.3,
+        f"pair {one} {two}",
+        mesh,
+        knobs,
+        shape="wide" if blocks else "even",
+        layers=4,
+        length=16,
+        micro_rows=0 if whole_step else 2,
+        clip_norm=0.0 if whole_step else 0.3,
         approximate=scales,
-    )  # fmt: skip
+    )

@@ -57,8 +57,9 @@ def count(corpus: str, prepared: str, micro_rows: Sequence[int], layers: int) ->
 
 def unsent(model: nn.Module) -> int:
     """Bytes of whole gradients that wait to be scattered."""
-    groups = [m._get_fsdp_state()._fsdp_param_group for m in model.modules()
-              if isinstance(m, FSDPModule)]  # fmt: skip
+    groups = [
+        m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)
+    ]
     weights = [p for group in groups if group is not None for p in group.fsdp_params]
     made = [w._unsharded_param.grad for w in weights if hasattr(w, "_unsharded_param")]
     return sum(gradient.nbytes for gradient in made if gradient is not None)

@@ -1,4 +1,4 @@
-"""One composition: a plan over a mesh, and the same plan unsharded in one process.
+"""Compare a plan over a mesh with the same plan unsharded in one process.
 
 Ranks import this too. A composition is run for `STEPS` steps on batches whose rows have documents,
 ignored and uneven targets; its loss, every gradient of the first step, and the weights after the
@@ -32,16 +32,30 @@ ROWS = 8
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "grouped": {"dim": 24, "heads": 6, "kv_heads": 2, "ffn": 22, "vocab": 307},
     "tied": {
-        "dim": 32, "heads": 4, "kv_heads": 2, "ffn": 20, "vocab": 311, "tied_embeddings": True,
-        "qk_norm": True, "position": "none", "activation": "relu2",
+        "dim": 32,
+        "heads": 4,
+        "kv_heads": 2,
+        "ffn": 20,
+        "vocab": 311,
+        "tied_embeddings": True,
+        "qk_norm": True,
+        "position": "none",
+        "activation": "relu2",
     },
     "gpt2": {
-        "dim": 40, "heads": 4, "kv_heads": 4, "ffn": 28, "vocab": 313, "norm": "layer_norm",
-        "bias": True, "activation": "gelu", "position": "learned",
+        "dim": 40,
+        "heads": 4,
+        "kv_heads": 4,
+        "ffn": 28,
+        "vocab": 313,
+        "norm": "layer_norm",
+        "bias": True,
+        "activation": "gelu",
+        "position": "learned",
     },
     "wide": {"dim": 512, "heads": 4, "kv_heads": 2, "ffn": 512, "vocab": 307, "init_std": 0.05},
     "even": {"dim": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "vocab": 320},
-}  # fmt: skip
+}
 """Decoders whose key-value heads split in two; `even` has sizes that kernels of 16 need, and half
 of `wide` is whole blocks of 256."""
 
@@ -65,7 +79,7 @@ class Composition:
     """a layout cuts what a scale is of: each gradient is inside its technique's band by L2"""
 
     def plan(self, *, alone: bool = False, device: str = "cpu", scale: int = 1) -> Plan:
-        """The plan.
+        """Return the plan.
 
         Args:
             alone: without its mesh and what computes the same as the trunk.
@@ -160,7 +174,7 @@ def scatter_noise(build: Build, *, nudged: int = 0, unit: float = house.UNIT_FP3
 
 @dataclass
 class Outcome:
-    """What a composition computed, whole."""
+    """Hold what a composition computed, whole."""
 
     losses: list[float]
     gradients: dict[str, Tensor]
@@ -168,7 +182,7 @@ class Outcome:
 
 
 def wholes(build: Build, *, gradients: bool) -> dict[str, Tensor]:
-    """Every trained parameter, or its gradient, whole; collective."""
+    """Return every trained parameter, or its gradient, whole; collective."""
     found = {}
     for name, parameter in build.model.named_parameters():
         tensor = parameter.grad if gradients else parameter
@@ -180,9 +194,15 @@ def wholes(build: Build, *, gradients: bool) -> dict[str, Tensor]:
 
 
 def run(
-    composition: Composition, world: World, *, alone: bool = False, device: str = "cpu",
-    scale: int = 1, nudged: int = 0, unit: float = house.UNIT_FP32,
-) -> tuple[Build, Outcome]:  # fmt: skip
+    composition: Composition,
+    world: World,
+    *,
+    alone: bool = False,
+    device: str = "cpu",
+    scale: int = 1,
+    nudged: int = 0,
+    unit: float = house.UNIT_FP32,
+) -> tuple[Build, Outcome]:
     """Train it for `STEPS` steps; arguments as in `Composition.plan` and `scatter_noise`."""
     torch.manual_seed(0)
     plan = composition.plan(alone=alone, device=device, scale=scale)
@@ -203,7 +223,7 @@ def run(
 
 
 def differences(found: Outcome, wanted: Outcome, *, freed: bool = False) -> dict[str, float]:
-    """Largest difference of every loss, gradient and weight, over the wanted one's largest.
+    """Return the largest difference of every loss, gradient and weight, over the wanted largest.
 
     Args:
         found: what was computed.

@@ -19,24 +19,26 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(scope="session", autouse=True)
 def data(corpus: Path, prepared_folder: Path) -> None:
-    """The corpus of all tests, prepared before the ranks need it."""
+    """Prepare the corpus of all tests before the ranks need it."""
     house.put_data_in(str(corpus), str(prepared_folder))
 
 
 class Told:
-    """What the ranks said of one composition."""
+    """Hold what the ranks wrote of one composition."""
 
     def __init__(self, folder: Path, ranks: int) -> None:
         self.ranks = [
-            json.loads(path.read_text()) if (path := folder / f"{r}.json").exists() else
-            {"error": "the rank ended before it said anything"} for r in range(ranks)
-        ]  # fmt: skip
+            json.loads(path.read_text())
+            if (path := folder / f"{r}.json").exists()
+            else {"error": "the rank ended before it said anything"}
+            for r in range(ranks)
+        ]
         self.errors = [r["error"] for r in self.ranks if "error" in r]
         self.refusals = [r["refused"] for r in self.ranks if "refused" in r]
         self._folder = folder
 
     def outcome(self) -> Outcome:
-        """The stages' parts put together."""
+        """Put the stages' parts together."""
         tensors: dict[str, Any] = {}
         for path in sorted(self._folder.glob("*.safetensors")):
             tensors |= load_file(path)
@@ -49,17 +51,21 @@ class Told:
 
 @pytest.fixture(scope="session")
 def told(
-    request: pytest.FixtureRequest, zygote: Any, corpus: Path, prepared_folder: Path,
+    request: pytest.FixtureRequest,
+    zygote: Any,
+    corpus: Path,
+    prepared_folder: Path,
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Callable[[Composition], Told]]:  # fmt: skip
+) -> Iterator[Callable[[Composition], Told]]:
     """What the ranks said; every composition that was collected is run at the first question."""
     folder = tmp_path_factory.mktemp("compositions")
     wanted = {
         item.callspec.params["composition"].name: item.callspec.params["composition"]
         for item in request.session.items
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+        if isinstance(item, pytest.Function)
+        and hasattr(item, "callspec")
         and isinstance(item.callspec.params.get("composition"), Composition)
-    }  # fmt: skip
+    }
     prepared: set[int] = set()
 
     def ask(composition: Composition) -> Told:
@@ -75,7 +81,7 @@ def told(
 
 
 def ranks_of(composition: Composition) -> int:
-    """The processes of its mesh, also where its techniques contradict each other."""
+    """Return how many processes its mesh has, also where its techniques contradict each other."""
     return MeshConfig.model_validate(dict(composition.mesh)).ranks
 
 
@@ -90,9 +96,11 @@ def _run_all(
     left = cases
     while left:
         arguments = {
-            "folder": str(folder), "corpus": corpus, "prepared": prepared,
+            "folder": str(folder),
+            "corpus": corpus,
+            "prepared": prepared,
             "cases": [asdict(c) for c in left],
-        }  # fmt: skip
+        }
         try:
             zygote.call(ranks, folder, HERE / "ranks.py", "serve", **arguments)
         except AssertionError as broken:

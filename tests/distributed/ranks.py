@@ -48,8 +48,9 @@ def _run(composition: Composition, world: World, into: Path) -> None:
     tensors: dict[str, torch.Tensor] = {}
     try:
         build, outcome = run(composition, world)
-        evidence = {n: asdict(e) | {"numbers": dict(e.numbers)} for n, e in
-                    check_active(build).items()}  # fmt: skip
+        evidence = {
+            n: asdict(e) | {"numbers": dict(e.numbers)} for n, e in check_active(build).items()
+        }
         told = {"losses": outcome.losses, "evidence": evidence}
         tensors = {f"gradients {n}": t for n, t in outcome.gradients.items()}
         tensors |= {f"weights {n}": t for n, t in outcome.weights.items()}

@@ -15,6 +15,12 @@ def test_accumulation_skips_communication(
 ) -> None:
     prepare(Composition("count", {"data": 2}, {"fsdp": {}}).plan())
     zygote.call(
-        2, tmp_path, FUNCTIONS, "count", corpus=str(corpus), prepared=str(prepared_folder),
-        micro_rows=[4, 2, 1], layers=3,
-    )  # fmt: skip
+        2,
+        tmp_path,
+        FUNCTIONS,
+        "count",
+        corpus=str(corpus),
+        prepared=str(prepared_folder),
+        micro_rows=[4, 2, 1],
+        layers=3,
+    )

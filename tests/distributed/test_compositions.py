@@ -29,7 +29,7 @@ def _alone(key: str, nudged: int) -> Outcome:
 
 
 def reference(composition: Composition, *, nudged: int = 0) -> Outcome:
-    """The same plan in one process; compositions that share it share the work."""
+    """Run the same plan in one process; compositions that share it share the work."""
     key = composition.plan(alone=True).to_toml()
     _KEYS.setdefault(key, composition)
     return _alone(key, nudged)
@@ -68,7 +68,7 @@ def test_equals_one_process(composition: Composition, told: Callable[..., Any]) 
 
 
 def assert_inside_the_band(found: Outcome, composition: Composition) -> None:
-    """Every gradient of the first step, by L2."""
+    """Compare every gradient of the first step, by L2."""
     wanted = reference(composition)
     band = max(t.band for t in composition.plan().techniques.values())
     far = {

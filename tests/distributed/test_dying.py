@@ -54,9 +54,13 @@ def test_a_killed_rank_is_named_by_the_one_that_waits(
 def test_a_killed_rank_is_named_under_torchrun(plan_file: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(DYING)]
     ended = subprocess.run(
-        [*command, "8", *WORDS], cwd=plan_file.parent, text=True, capture_output=True, timeout=120,
+        [*command, "8", *WORDS],
+        cwd=plan_file.parent,
+        text=True,
+        capture_output=True,
+        timeout=120,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    )
     assert ended.returncode == 1
     run = plan_file.parent / "runs" / "tiny"
     told, _, its_own = ended.stderr.partition("failed (exitcode: -9)")  # what torchrun says

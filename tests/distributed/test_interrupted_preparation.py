@@ -55,7 +55,7 @@ def begin(zygote: Any, here: Path, wait_until: Callable[..., None]) -> Callable[
 
 
 def words_of(told: str) -> list[str]:
-    """The words behind `headrace` in the command of a remedy."""
+    """Return the words behind `headrace` in the command of a remedy."""
     (remedy,) = [line for line in told.splitlines() if line.startswith("  try: ")]
     command = remedy.removeprefix("  try: ").partition("; ")[0]
     before, _, words = command.partition(" -m headrace ")

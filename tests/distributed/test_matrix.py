@@ -47,9 +47,12 @@ def refusal(composition: Composition) -> str | None:
         plan = composition.plan()
         techniques = list(plan.techniques.values())
         here, gpu = (
-            all(isinstance(t.supports(house.context_on(device, plan)), Supported)
-                for t in techniques) for device in ("cpu", "cuda")
-        )  # fmt: skip
+            all(
+                isinstance(t.supports(house.context_on(device, plan)), Supported)
+                for t in techniques
+            )
+            for device in ("cpu", "cuda")
+        )
         check_claims(techniques)
         if gpu and not here:
             return "gpu"
@@ -60,7 +63,7 @@ def refusal(composition: Composition) -> str | None:
 
 
 def cases() -> list[Any]:
-    """Every pair."""
+    """Return every pair."""
     return [
         pytest.param(pair_composition(*pair), id="+".join(pair), marks=pytest.mark.slow)
         for pair in PAIRS

@@ -12,7 +12,7 @@ WORDS = ("goal.steps=1", "guard=false")
 
 @pytest.fixture
 def here(tmp_path: Path, corpus: Path, prepared_folder: Path) -> Path:
-    """A folder with the tiny plan."""
+    """Make a folder with the tiny plan."""
     (tmp_path / "tiny.toml").write_text(PLAN.format(corpus=corpus, prepared=prepared_folder))
     return tmp_path
 
@@ -30,7 +30,7 @@ def typed(zygote: Any, here: Path, command: str) -> list[Any]:
 def test_another_number_of_processes_than_the_mesh_has(
     zygote: Any, here: Path, started: int, wanted: int
 ) -> None:
-    """Both ways of the remedy train: as many processes as the mesh, and the mesh as many."""
+    """Both remedies train: as many processes as the mesh has ranks, and a mesh of as many ranks."""
     argv = ["train", "tiny.toml", *WORDS, f"mesh.data={wanted}"]
     ended = zygote.ranks(started, here, *argv)
     assert {e.code for e in ended} == {2}

@@ -18,25 +18,40 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "replicas": (2, ("mesh.data=2",)),
     "fsdp": (4, ("mesh.data=4", "techniques.fsdp={}")),
     "tp x fsdp": (
-        4, ("mesh.data=2", "mesh.tensor=2", "techniques.fsdp={}", "techniques.tensor_parallel={}"),
+        4,
+        ("mesh.data=2", "mesh.tensor=2", "techniques.fsdp={}", "techniques.tensor_parallel={}"),
     ),
     "pp x fsdp": (
-        4, ("mesh.data=2", "mesh.pipeline=2", "techniques.fsdp={}",
-            "techniques.pipeline_parallel={}", "batch.micro_sequences=1"),
+        4,
+        (
+            "mesh.data=2",
+            "mesh.pipeline=2",
+            "techniques.fsdp={}",
+            "techniques.pipeline_parallel={}",
+            "batch.micro_sequences=1",
+        ),
     ),
     "cp x fsdp": (
-        4, ("mesh.data=2", "mesh.context=2", "techniques.fsdp={}",
-            "techniques.context_parallel={}"),
+        4,
+        ("mesh.data=2", "mesh.context=2", "techniques.fsdp={}", "techniques.context_parallel={}"),
     ),
     "tp x pp": (
-        4, ("mesh.tensor=2", "mesh.pipeline=2", "techniques.tensor_parallel={}",
-            "techniques.pipeline_parallel={}", "batch.micro_sequences=2"),
+        4,
+        (
+            "mesh.tensor=2",
+            "mesh.pipeline=2",
+            "techniques.tensor_parallel={}",
+            "techniques.pipeline_parallel={}",
+            "batch.micro_sequences=2",
+        ),
     ),
-}  # fmt: skip
+}
 MODEL = (
-    "model.layers=3", "model.tied_embeddings=true", "checkpoint.every_steps=2",
+    "model.layers=3",
+    "model.tied_embeddings=true",
+    "checkpoint.every_steps=2",
     "optimizer.eps=1e-3",  # a sign of a gradient near zero would magnify rounding
-)  # fmt: skip
+)
 LATER = ("alone", "cp x fsdp", "tp x pp", "fsdp")
 """With the slow tests: the others go by the same layouts."""
 WAYS = [
@@ -50,7 +65,7 @@ WAYS = [
 def home(
     zygote: Any, tmp_path_factory: pytest.TempPathFactory, corpus: Path, prepared_folder: Path
 ) -> Path:
-    """A folder with tiny.toml and the run of one process."""
+    """Make a folder with tiny.toml and the run of one process."""
     cwd = tmp_path_factory.mktemp("reshape")
     (cwd / "tiny.toml").write_text(PLAN.format(corpus=corpus, prepared=prepared_folder))
     ended = zygote.run(cwd, "train", "tiny.toml", "name=whole", *MODEL)
@@ -62,14 +77,21 @@ def train(zygote: Any, home: Path, name: str, layout: str, steps: int, *more: st
     """Go on with the run until `steps` under a layout."""
     ranks, keys = LAYOUTS[layout]
     ended = zygote.ranks(
-        ranks, home, "train", "tiny.toml", f"name={name}", f"goal.steps={steps}", *MODEL, *keys,
+        ranks,
+        home,
+        "train",
+        "tiny.toml",
+        f"name={name}",
+        f"goal.steps={steps}",
+        *MODEL,
+        *keys,
         *more,
-    )  # fmt: skip
+    )
     assert [e.code for e in ended] == [0] * ranks, (layout, ended[0].err + ended[-1].err)
 
 
 def assert_the_same_run(one: Path, two: Path) -> None:
-    """One stream, one path of the loss, one set of weights, inside of rounding."""
+    """Compare one stream, one path of the loss, one set of weights, inside of rounding."""
     assert report(one)["stream_sha256"] == report(two)["stream_sha256"]
     torch.testing.assert_close(losses(one), losses(two), rtol=1e-5, atol=1e-5)
     first, second = (tensors(run / "checkpoints" / "latest") for run in (one, two))

@@ -16,9 +16,16 @@ HALF: dict[str, Any] = {"keys": {"model": {"precision": "bf16"}}}
 FULL: dict[str, Any] = {"full_checkpoint": {}}
 NARROW: dict[str, Any] = {"bf16_parameters": {}}
 LORA: dict[str, Any] = {"lora": {"rank": 2}}
-GPT2: dict[str, Any] = {"keys": {"model": {
-    "norm": "layer_norm", "bias": True, "activation": "gelu", "position": "learned",
-}}}  # fmt: skip
+GPT2: dict[str, Any] = {
+    "keys": {
+        "model": {
+            "norm": "layer_norm",
+            "bias": True,
+            "activation": "gelu",
+            "position": "learned",
+        }
+    }
+}
 NORMED: dict[str, Any] = {"keys": {"model": {"qk_norm": True}}}
 WHOLE: dict[str, Any] = {"tensor_parallel": {"sequence": False}}
 
@@ -77,16 +84,22 @@ FOUR = [
 def told(
     zygote: Any, corpus: Path, prepared_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[dict[str, Any]]]:
-    """What every rank said, by case."""
+    """Return what every rank wrote, by case."""
     found = {}
     for ranks, cases in ((2, TWO), (4, FOUR)):
         folder = tmp_path_factory.mktemp("traffic")
         for one in cases:
             prepare(one.plan())
         zygote.call(
-            ranks, folder, FUNCTIONS, "count", corpus=str(corpus), prepared=str(prepared_folder),
-            folder=str(folder), cases=[asdict(one) for one in cases],
-        )  # fmt: skip
+            ranks,
+            folder,
+            FUNCTIONS,
+            "count",
+            corpus=str(corpus),
+            prepared=str(prepared_folder),
+            folder=str(folder),
+            cases=[asdict(one) for one in cases],
+        )
         for one in cases:
             files = [folder / f"{one.name}-{rank}.json" for rank in range(ranks)]
             found[one.name] = [json.loads(file.read_text()) for file in files]

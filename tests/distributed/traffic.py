@@ -21,10 +21,15 @@ from headrace.plan.plan import MeshConfig
 from headrace.train.train import step
 
 KINDS = {
-    "allreduce_": "all_reduce", "_allgather_base_": "all_gather", "allgather_": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter", "send": "send", "all_reduce": "all_reduce",
-    "all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter",
-}  # fmt: skip
+    "allreduce_": "all_reduce",
+    "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "send": "send",
+    "all_reduce": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+}
 """Operations of c10d and of functional collectives -> how the ledger calls them."""
 WITHOUT = ("wait_tensor", "recv_", "barrier")
 """What sends nothing."""
@@ -96,8 +101,11 @@ class Counted(TorchDispatchMode):
         made = op(*args, **(kwargs or {}))
         if room in ("c10d", "_c10d_functional") and name not in WITHOUT:
             kind = KINDS[name]
-            group = next(_group(a) for a in args if isinstance(a, (str, torch.ScriptObject))
-                         and _group(a) is not None)  # fmt: skip
+            group = next(
+                _group(a)
+                for a in args
+                if isinstance(a, (str, torch.ScriptObject)) and _group(a) is not None
+            )
             whole = sum(t.nbytes for t in _tensors(made if kind == GATHERS else args, kind))
             if kind == GATHERS and room == "c10d":
                 whole = sum(t.nbytes for t in _tensors(args[:1], kind))

@@ -1,4 +1,4 @@
-"""The trunk's AdamW and clipping against torch's plain forms, and the mask of a bad step."""
+"""Compare the baseline's AdamW and clipping with torch's plain forms, and mask a bad step."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,9 +20,12 @@ def parameters() -> dict[str, nn.Parameter]:
     """Matrices and vectors with gradients, by the names of a decoder."""
     draw = torch.Generator().manual_seed(0)
     shapes = {
-        "blocks.0.mixer.qkv.weight": (16, 8), "blocks.0.mlp.gate_up.weight": (12, 8),
-        "blocks.0.mlp.down.weight": (8, 6), "norm.weight": (8,), "embed.weight": (11, 8),
-    }  # fmt: skip
+        "blocks.0.mixer.qkv.weight": (16, 8),
+        "blocks.0.mlp.gate_up.weight": (12, 8),
+        "blocks.0.mlp.down.weight": (8, 6),
+        "norm.weight": (8,),
+        "embed.weight": (11, 8),
+    }
     named = {n: nn.Parameter(torch.randn(s, generator=draw)) for n, s in shapes.items()}
     for parameter in named.values():
         parameter.grad = torch.randn(parameter.shape, generator=draw)
@@ -39,7 +42,7 @@ def muon(named: dict[str, nn.Parameter]) -> Any:
 
 
 def snapshot(named: dict[str, nn.Parameter], optimizer: Any) -> dict[str, Tensor]:
-    """Weights and all of the optimizer's state."""
+    """Return weights and all of the optimizer's state."""
     found = {n: p.detach().clone() for n, p in named.items()}
     for name, parameter in named.items():
         for key, value in optimizer.state.get(parameter, {}).items():

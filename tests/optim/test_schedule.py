@@ -1,4 +1,4 @@
-"""Learning-rate schedules at their edges: pure functions of the step."""
+"""Test learning-rate schedules at their edges: they are pure functions of the step."""
 
 import itertools
 import math
@@ -35,16 +35,18 @@ def test_cosine_falls_to_its_end_and_stays() -> None:
 
 
 def test_stable_decay_is_flat_then_linear() -> None:
-    found = shares(20, 25, kind="warmup_stable_decay", warmup_steps=2, decay_fraction=0.25,
-                   final_fraction=0.0)  # fmt: skip
+    found = shares(
+        20, 25, kind="warmup_stable_decay", warmup_steps=2, decay_fraction=0.25, final_fraction=0.0
+    )
     assert found[2:16] == [1.0] * 14
     assert found[15:21] == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2, 0.0])
     assert found[21:] == [0.0] * 4
 
 
 def test_decay_never_begins_before_warmup_ends() -> None:
-    found = shares(10, 11, kind="warmup_stable_decay", warmup_steps=8, decay_fraction=0.9,
-                   final_fraction=0.5)  # fmt: skip
+    found = shares(
+        10, 11, kind="warmup_stable_decay", warmup_steps=8, decay_fraction=0.9, final_fraction=0.5
+    )
     assert found[8:] == pytest.approx([1.0, 0.75, 0.5])
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from headrace.parallel.pipeline import (
     Action,
-    Line,
+    PipelineRank,
     forward_only,
     interleaved,
     one_forward_one_backward,
@@ -33,7 +33,7 @@ class Toy(nn.Module):
         self.layers = nn.ParameterList(torch.randn(DIM, DIM) / 2 for _ in range(stages))
 
     def stage(self, index: int, ids: Tensor, x: Tensor | None) -> Tensor:
-        """States, or at the end the summed loss."""
+        """Return states, or at the end the summed loss."""
         x = self.embed[ids] if x is None else x
         x = x + torch.tanh(x @ self.layers[index])
         if index < len(self.layers) - 1:
@@ -46,11 +46,13 @@ class Toy(nn.Module):
 
 
 class Part:
-    """One rank's stages of a toy."""
+    """A part is one rank's stages of a toy."""
 
     dtype = torch.float32
 
-    def __init__(self, toy: Toy, micros: Sequence[Tensor], line: Line, *, auxiliary: bool) -> None:
+    def __init__(
+        self, toy: Toy, micros: Sequence[Tensor], line: PipelineRank, *, auxiliary: bool
+    ) -> None:
         self.toy, self.micros, self.line, self.auxiliary = toy, micros, line, auxiliary
         self.lasts: list[tuple[int, bool]] = []
         self.waits = 0
@@ -71,7 +73,7 @@ class Part:
 
 
 def whole(toy: Toy, micros: Sequence[Tensor], *, auxiliary: bool) -> Tensor:
-    """The reference: one process, one stage after the other."""
+    """Compute the reference: one process, one stage after the other."""
     total = torch.zeros((), device=toy.embed.device)
     for ids in micros:
         x: Tensor | None = None
@@ -84,26 +86,26 @@ def whole(toy: Toy, micros: Sequence[Tensor], *, auxiliary: bool) -> Tensor:
     return total
 
 
-def draw(count: int, line: Line) -> list[Tensor]:
-    """Micro-batches of different shapes."""
+def draw(count: int, line: PipelineRank) -> list[Tensor]:
+    """Return micro-batches of different shapes."""
     source = torch.Generator().manual_seed(count)
     sizes = [(1 + m % 3, 4 + m % 2) for m in range(count)]
     return [torch.randint(VOCAB, s, generator=source).to(line.device) for s in sizes]
 
 
-def toys(line: Line, *, tied: bool = False) -> tuple[Toy, Toy]:
-    """Two equal models, with a stage for each chunk of each rank."""
+def toys(line: PipelineRank, *, tied: bool = False) -> tuple[Toy, Toy]:
+    """Return two equal models, with a stage for each chunk of each rank."""
     one, two = (Toy(line.ranks * line.chunks, tied=tied).to(line.device) for _ in range(2))
     return one, two
 
 
-def make_schedule(line: Line, micros: int) -> list[Action]:
+def make_schedule(line: PipelineRank, micros: int) -> list[Action]:
     if line.chunks == 1:
         return one_forward_one_backward(line.ranks, line.rank, micros)
     return interleaved(line.ranks, line.rank, micros, line.chunks)
 
 
-def one_case(line: Line, micros: Sequence[Tensor], *, auxiliary: bool, tied: bool) -> None:
+def one_case(line: PipelineRank, micros: Sequence[Tensor], *, auxiliary: bool, tied: bool) -> None:
     """Loss and every gradient equal the whole model's; each chunk's last backward is told once."""
     reference, toy = toys(line, tied=tied)
     wanted = whole(reference, micros, auxiliary=auxiliary)
@@ -135,7 +137,7 @@ def one_case(line: Line, micros: Sequence[Tensor], *, auxiliary: bool, tied: boo
         assert lasts == [False] * (len(micros) - 1) + [True]
 
 
-def evaluation(line: Line, micros: Sequence[Tensor]) -> None:
+def evaluation(line: PipelineRank, micros: Sequence[Tensor]) -> None:
     """Only forwards; the number of micro-batches is free."""
     toy, _ = toys(line)
     with torch.no_grad():
@@ -148,7 +150,7 @@ def evaluation(line: Line, micros: Sequence[Tensor]) -> None:
     assert not part.lasts and all(p.grad is None for p in toy.parameters())
 
 
-def frozen_start(line: Line, micros: Sequence[Tensor]) -> None:
+def frozen_start(line: PipelineRank, micros: Sequence[Tensor]) -> None:
     """A first stage that trains nothing has no graph; the messages stay in step."""
     reference, toy = toys(line)
     for model in (reference, toy):
@@ -164,7 +166,7 @@ def frozen_start(line: Line, micros: Sequence[Tensor]) -> None:
             torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-6)
 
 
-def counts(line: Line, micros: Sequence[Tensor]) -> None:
+def counts(line: PipelineRank, micros: Sequence[Tensor]) -> None:
     """Every border is crossed once per micro-batch and direction, by [B, T, D] fp32."""
     line.messages = line.bytes = 0
     toy, _ = toys(line)
@@ -175,7 +177,7 @@ def counts(line: Line, micros: Sequence[Tensor]) -> None:
     assert line.bytes == crossings * sum(ids.numel() for ids in micros) * DIM * 4
 
 
-def wrong_shape(line: Line) -> None:
+def wrong_shape(line: PipelineRank) -> None:
     """A stage that does not keep to the agreed shape is an error where it happens."""
     toy, _ = toys(line)
     part = Part(toy, draw(line.ranks, line), line, auxiliary=False)
@@ -191,7 +193,7 @@ def wrong_shape(line: Line) -> None:
 
 
 def check(chunks: int, kind: str = "cpu") -> None:
-    """Every case of this world, in one process group."""
+    """Check every case of this world, in one process group."""
     device = torch.device(kind)
     if kind == "cuda":
         device = torch.device(kind, int(os.environ["LOCAL_RANK"]))
@@ -200,7 +202,7 @@ def check(chunks: int, kind: str = "cpu") -> None:
     ranks = dist.get_world_size()
     for length in RANKS_PER_LINE[ranks]:
         grid = torch.arange(ranks).view(length, -1)
-        line = Line(grid, device, chunks=chunks)
+        line = PipelineRank(grid, device, chunks=chunks)
         amounts = [1, 2, 3, 5, 8] if chunks == 1 else [length, 2 * length, 3 * length]
         for amount, auxiliary, tied in itertools.product(amounts, (False, True), (False, True)):
             one_case(line, draw(amount, line), auxiliary=auxiliary, tied=tied)

@@ -25,7 +25,7 @@ K = 8
 
 
 class Case(NamedTuple):
-    """One attention over whole rows."""
+    """A case is one attention over whole rows."""
 
     rows: int
     chunk: int
@@ -66,7 +66,7 @@ class Inputs(NamedTuple):
 
 
 def make(case: Case, ranks: int, seed: int = 0) -> Inputs:
-    """The rows of a case."""
+    """Make the rows of a case."""
     draw = torch.Generator().manual_seed(seed)
     T = 2 * ranks * case.chunk
     q, k, v, do = (
@@ -78,7 +78,7 @@ def make(case: Case, ranks: int, seed: int = 0) -> Inputs:
 
 
 def whole(case: Case, inputs: Inputs) -> list[Tensor]:
-    """Ordinary attention over whole rows: output, and gradients of queries, keys, values."""
+    """Compute ordinary attention over whole rows: output, and gradients of q, k and v."""
     q, k, v = (x.clone().requires_grad_() for x in inputs[:3])
     T = q.size(1)
     mask = allowed(case.spec, Rows(torch.arange(T)[None], inputs.segments_BT), T)
@@ -90,7 +90,7 @@ def whole(case: Case, inputs: Inputs) -> list[Tensor]:
 
 
 def part(x_BT: Tensor, rank: int, ranks: int) -> Tensor:
-    """This rank's two chunks, the zig-zag by hand."""
+    """Return this rank's two chunks, the zig-zag by hand."""
     chunks = x_BT.chunk(2 * ranks, 1)
     return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]], 1)
 
@@ -103,10 +103,15 @@ def mask_of(ring: Ring, case: Case, inputs: Inputs) -> RingMask:
 
 
 def around(
-    ring: Ring, case: Case, inputs: Inputs, *, dtype: torch.dtype = torch.float32,
-    attend: Callable[..., Tensor] = ring_attention, device: str = "cpu",
-) -> list[Tensor]:  # fmt: skip
-    """The ring's output and gradients on this rank."""
+    ring: Ring,
+    case: Case,
+    inputs: Inputs,
+    *,
+    dtype: torch.dtype = torch.float32,
+    attend: Callable[..., Tensor] = ring_attention,
+    device: str = "cpu",
+) -> list[Tensor]:
+    """Return the ring's output and gradients on this rank."""
     mine = [part(x, ring.rank, ring.ranks).to(device, dtype) for x in inputs[:4]]
     q, k, v = (x.requires_grad_() for x in mine[:3])
     on_device = inputs._replace(segments_BT=inputs.segments_BT.to(device))
@@ -116,7 +121,7 @@ def around(
 
 
 def distance(found: list[Tensor], right: list[Tensor], ring: Ring) -> float:
-    """Largest difference of any number over the whole tensor's largest, of the worst tensor."""
+    """Return the largest difference over the largest number, of the worst tensor."""
     worst = 0.0
     for x, y in zip(found, right, strict=True):
         assert x.isfinite().all()
@@ -130,7 +135,7 @@ def distance(found: list[Tensor], right: list[Tensor], ring: Ring) -> float:
 
 
 def equal(ring: Ring) -> dict[str, Any]:
-    """Every case in fp32, twice."""
+    """Compare every case in fp32, twice."""
     found: dict[str, Any] = {}
     for name, case in CASES.items():
         inputs = make(case, ring.ranks)
@@ -142,7 +147,7 @@ def equal(ring: Ring) -> dict[str, Any]:
 
 
 def low_precision(ring: Ring) -> dict[str, Any]:
-    """fp32 inputs under autocast, and inputs in bf16."""
+    """Compare fp32 inputs under autocast, and inputs in bf16."""
     found = {}
     for name in ("causal", "grouped", "documents across chunks", "wide window"):
         case = CASES[name]
@@ -156,7 +161,7 @@ def low_precision(ring: Ring) -> dict[str, Any]:
 
 
 def without_gradient(ring: Ring) -> dict[str, Any]:
-    """Evaluation: the same output, nothing kept."""
+    """Evaluate: the output is the same, and nothing is kept."""
     case = CASES["grouped"]
     inputs = make(case, ring.ranks)
     q, k, v = (part(x, ring.rank, ring.ranks).float().requires_grad_() for x in inputs[:3])
@@ -167,10 +172,12 @@ def without_gradient(ring: Ring) -> dict[str, Any]:
 
 
 def layers(
-    x: Tensor, weights: list[Tensor], attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    x: Tensor,
+    weights: list[Tensor],
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
     wrap: Callable[..., Tensor],
-) -> Tensor:  # fmt: skip
-    """Several attention layers, one upon the other."""
+) -> Tensor:
+    """Stack several attention layers."""
 
     def layer(x: Tensor, weight: Tensor) -> Tensor:
         q, k, v = (x @ weight).chunk(3, -1)
@@ -182,7 +189,7 @@ def layers(
 
 
 def deep(ring: Ring) -> dict[str, Any]:
-    """Three layers, two micro-batches in flight, with and without recomputation."""
+    """Run three layers, two micro-batches in flight, with and without recomputation."""
     case, found = CASES["causal"], {}
     inputs = [make(case, ring.ranks, seed) for seed in (1, 2)]
     draw = torch.Generator().manual_seed(7)
@@ -225,7 +232,7 @@ def deep(ring: Ring) -> dict[str, Any]:
 
 
 def compiled(ring: Ring) -> dict[str, Any]:
-    """One graph without a break, and the same numbers as eager code."""
+    """Compile one graph without a break, and compare its numbers with eager code."""
     found: dict[str, Any] = {}
     for name in ("grouped", "window and documents"):
         case = CASES[name]
@@ -246,7 +253,7 @@ def compiled(ring: Ring) -> dict[str, Any]:
 
 
 def out_of_step(ring: Ring) -> dict[str, Any]:
-    """Ranks that arrive at any time neither deadlock nor mix their blocks."""
+    """Let ranks arrive at any time: they neither deadlock nor mix their blocks."""
     case, late = CASES["documents across chunks"], random.Random(ring.rank)
     worst = 0.0
     for seed in range(12):
@@ -256,8 +263,9 @@ def out_of_step(ring: Ring) -> dict[str, Any]:
             time.sleep(late.random() / 50)
             return ring_attention(*arguments)
 
-        worst = max(worst, distance(around(ring, case, inputs, attend=attend),
-                                    whole(case, inputs), ring))  # fmt: skip
+        worst = max(
+            worst, distance(around(ring, case, inputs, attend=attend), whole(case, inputs), ring)
+        )
     return {"out of step": worst}
 
 
@@ -283,7 +291,7 @@ CHECKS = (equal, low_precision, without_gradient, deep, compiled, out_of_step, t
 
 
 def on_gpus(ring: Ring) -> dict[str, Any]:
-    """Every case through NCCL and the GPU's kernels, in fp32 and bf16, eager and compiled."""
+    """Run every case through NCCL and the GPU's kernels, in fp32 and bf16, eager and compiled."""
     torch.cuda.set_device(ring.rank)
     found: dict[str, Any] = {}
     how = {"fullgraph": True, "backend": "aot_eager", "dynamic": False}
@@ -294,9 +302,13 @@ def on_gpus(ring: Ring) -> dict[str, Any]:
         for dtype, attend in itertools.product((torch.float32, torch.bfloat16), range(2)):
             torch.compiler.reset()
             out = around(
-                ring, case, inputs, dtype=dtype, device="cuda",
+                ring,
+                case,
+                inputs,
+                dtype=dtype,
+                device="cuda",
                 attend=compiled if attend else ring_attention,
-            )  # fmt: skip
+            )
             key = f"{name}, {str(dtype).split('.')[1]}{', compiled' if attend else ''}"
             found[key] = distance(out, right, ring)
     return found

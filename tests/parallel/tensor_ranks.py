@@ -31,7 +31,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 @contextmanager
 def group() -> Iterator[Peers]:
-    """All ranks of this test."""
+    """Open a group of all ranks of this test."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     world = dist.group.WORLD
@@ -41,12 +41,12 @@ def group() -> Iterator[Peers]:
 
 
 def draw(seed: int, *shape: int) -> Tensor:
-    """The same numbers on every rank."""
+    """Draw equal numbers on every rank."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def compiler(backend: str) -> Callable[[Any], Any]:
-    """torch.compile with a backend, or nothing."""
+    """Return torch.compile with a backend, or what compiles nothing."""
     if not backend:
         return lambda f: f
     torch.compiler.reset()  # each case is a function of its own under the same name
@@ -54,7 +54,7 @@ def compiler(backend: str) -> Callable[[Any], Any]:
 
 
 def sequences(backend: str) -> None:
-    """Every sequence collective, forward and backward, at lengths that divide nothing."""
+    """Run every sequence collective, forward and backward, at lengths that divide nothing."""
     with group() as peers:
         for length in LENGTHS:
             _gather_and_scatter(peers, length, compiler(backend))
@@ -163,7 +163,7 @@ OBJECTIVES: dict[str, Callable[[Tensor, Tensor, Any, Any], Tensor]] = {
 
 
 def vocabularies(backend: str) -> None:
-    """Every reduction and objective against the whole vocabulary, gradient by gradient."""
+    """Compare every reduction and objective with the whole vocabulary, gradient by gradient."""
     with group() as peers:
         for size in (307, 64, peers.ranks + 1):
             _reductions(peers, size)
@@ -175,12 +175,12 @@ def vocabularies(backend: str) -> None:
 
 
 def sharded(size: int, peers: Peers) -> ShardedVocabulary:
-    """This rank's share of a vocabulary."""
+    """Return this rank's share of a vocabulary."""
     return ShardedVocabulary(*share(size, peers.ranks, peers.place), size, peers)
 
 
 def make_targets(size: int) -> Tensor:
-    """Some ignored, and the first and last id of every rank."""
+    """Make targets: some ignored, and the first and last id of every rank."""
     ids = torch.randint(0, size, (17,), generator=torch.Generator().manual_seed(3))
     ids[3], ids[4], ids[5], ids[11] = 0, size - 1, IGNORED, IGNORED
     ids[6], ids[7] = size // 2, (size + 1) // 2
@@ -223,16 +223,20 @@ def _objective(peers: Peers, size: int, objective: Any, compiled: Callable[[Any]
 
 
 def _chunked(peers: Peers, size: int, objective: Any) -> None:
-    """The chunked head on a shard: hidden states get a partial sum, the matrix its own rows."""
+    """Run the chunked head on a shard: hidden states get a partial sum, the matrix its own rows."""
     vocabulary, teacher = sharded(size, peers), draw(2, 17, size).softmax(-1)
     results = []
     for vocab, rows in ((Vocabulary(), slice(None)), (vocabulary, _rows(vocabulary))):
         hidden = draw(4, 17, 6).requires_grad_()
         weight = draw(5, size, 6)[rows].clone().requires_grad_()
         loss = chunked_loss(
-            hidden, weight, make_targets(size), {"teacher": teacher},
-            partial(_with, objective, vocab), 5,
-        )  # fmt: skip
+            hidden,
+            weight,
+            make_targets(size),
+            {"teacher": teacher},
+            partial(_with, objective, vocab),
+            5,
+        )
         (loss * 0.3).backward()
         assert hidden.grad is not None and weight.grad is not None
         results.append((loss.detach(), hidden.grad, weight.grad))

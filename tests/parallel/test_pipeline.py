@@ -1,4 +1,4 @@
-"""Schedules, by simulation; and the engine on real ranks against the same model in one process."""
+"""Simulate schedules; compare the engine on real ranks with one model in one process."""
 
 from collections import defaultdict, deque
 from pathlib import Path
@@ -23,7 +23,7 @@ FORWARD = [(r, c, m) for r in range(2, 6) for c in (1, 2, 3) for m in (1, 3, 4, 
 
 
 def schedules(ranks: int, chunks: int, micros: int) -> list[list[Action]]:
-    """Every rank's."""
+    """Return the schedule of every rank."""
     if chunks == 1:
         return [one_forward_one_backward(ranks, r, micros) for r in range(ranks)]
     return [interleaved(ranks, r, micros, chunks) for r in range(ranks)]
@@ -94,8 +94,10 @@ def test_a_schedule_is_complete_and_never_stands_still(
     plans = schedules(ranks, chunks, micros)
     everything = {
         Action(kind, c, m)
-        for kind in ("forward", "backward") for c in range(chunks) for m in range(micros)
-    }  # fmt: skip
+        for kind in ("forward", "backward")
+        for c in range(chunks)
+        for m in range(micros)
+    }
     for plan in plans:
         assert len(plan) == len(everything) and set(plan) == everything
     most, ticks = simulate(plans, chunks)

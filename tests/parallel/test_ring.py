@@ -30,7 +30,7 @@ MASKS = [
 
 @pytest.fixture(scope="module")
 def numbers(zygote: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What every rank of a world of so many wrote."""
+    """Return what every rank of a world of the given size wrote."""
     folder = tmp_path_factory.mktemp("ring")
 
     @cache
@@ -52,7 +52,7 @@ def below(numbers: list[dict[str, Any]], names: list[str], limit: float) -> None
 
 @pytest.mark.parametrize("ranks", [2, 4])
 class TestRanks:
-    """Real processes."""
+    """Run real processes."""
 
     def test_output_and_gradients_equal_whole_rows(self, numbers: Any, ranks: int) -> None:
         below(numbers(ranks), list(CASES), TOLERANCE_FP32)
@@ -86,7 +86,7 @@ class TestRanks:
 
 @pytest.mark.gpu
 def test_on_two_gpus(zygote: Any, tmp_path: Path) -> None:
-    """Through NCCL, in fp32 and in bf16, eager and compiled."""
+    """Run through NCCL, in fp32 and in bf16, eager and compiled."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     zygote.call(2, tmp_path, FUNCTIONS, "check_gpus", folder=str(tmp_path))

@@ -1,4 +1,4 @@
-"""Collectives with gradients, and reductions over a split vocabulary, against one process."""
+"""Compare collectives with gradients, and reductions over a split vocabulary, with one process."""
 
 from pathlib import Path
 from typing import Any

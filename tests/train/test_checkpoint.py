@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 import headrace
 from headrace.core.errors import HeadraceError, RunError
-from headrace.parallel.boxes import Box, Piece
+from headrace.parallel.boxes import Box, TensorPart
 from headrace.train import checkpoint as module
 from headrace.train.checkpoint import Checkpoints, Saved
 
@@ -211,14 +211,14 @@ def test_a_tensor_of_another_shape_or_name_is_refused(store: Checkpoints) -> Non
 
 def test_pieces_that_leave_a_part_open_are_damage(store: Checkpoints) -> None:
     """As those of ranks whose files the index does not name."""
-    half = Piece(torch.ones(2, 3), (4, 3), Box((2, 0), (2, 3)), True)
+    half = TensorPart(torch.ones(2, 3), (4, 3), Box((2, 0), (2, 3)), True)
     store.save(1, {"w": half}, {})
     store.wait()
     saved = Saved(store.folder / "step-1")
     with pytest.raises(RunError, match="w covers 6 of 12 numbers"):
         saved.fill_("w", torch.zeros(4, 3))
     below = torch.zeros(1, 3)
-    saved.fill_("w", Piece(below, (4, 3), Box((3, 0), (1, 3)), True))
+    saved.fill_("w", TensorPart(below, (4, 3), Box((3, 0), (1, 3)), True))
     assert below.eq(1).all()
 
 

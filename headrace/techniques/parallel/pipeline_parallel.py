@@ -196,7 +196,7 @@ class PipelineParallel(Technique[Build]):
             layout = build.layouts["embed.weight"]
             build.layouts["embed.weight"] = replace(layout, partial={*layout.partial, "ends"})
         grid = build.world.mesh.mesh.flatten(1)
-        pipe = Pipe(pipeline.Line(grid, build.device, chunks=self.chunks), parts)
+        pipe = Pipe(pipeline.PipelineRank(grid, build.device, chunks=self.chunks), parts)
         build.notes[self.name()] = pipe
         build.engine = pipe.engine
 
@@ -256,7 +256,7 @@ class _Stage:
 class Pipe:
     """A rank's stages and its neighbours."""
 
-    line: pipeline.Line
+    line: pipeline.PipelineRank
     parts: Sequence[Part]
     """of the model, one per chunk"""
     actions: int = 0
@@ -274,10 +274,12 @@ class Pipe:
         else:
             actions = pipeline.one_forward_one_backward(*place)
         self.actions += len(actions)
-        return pipeline.run(actions, self.line, Stages(build, self, micros, objective, scale))
+        return pipeline.run(
+            actions, self.line, DecoderStages(build, self, micros, objective, scale)
+        )
 
 
-class Stages:
+class DecoderStages:
     """The build's model, as `pipeline.run` asks for it."""
 
     def __init__(
