@@ -1,1 +1,1 @@
-"""Torch and Triton functions, each beside its plain reference. They know no plan."""
+"""This package holds torch and Triton functions beside plain references; they know no plan."""

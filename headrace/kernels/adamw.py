@@ -1,10 +1,10 @@
-"""AdamW over one matrix as one kernel: gradient, moments and weight are read and written once.
+"""AdamW over one matrix is one kernel here: it reads and writes gradient, moments and weight once.
 
 torch's fused update wants weight and gradient in one dtype, and the gradient already clipped. A
-bf16 weight with its fp32 master therefore costs a pass to join both, one to widen the gradient, the
-update, and one to part weight and rest, beside the pass that clips: 54 bytes a number where 26 are
-needed. Here one kernel does all of it in registers: the clip factor is a number on the device, and
-so is the flag that leaves everything as it is. The arithmetic is fp32, in torch's order.
+bf16 weight with its fp32 master therefore costs four passes beside the one that clips: join weight
+and rest, widen the gradient, update, and part weight and rest. That moves 54 bytes a number where
+26 are needed. This kernel does all of it in registers. The clip factor is a number on the device,
+and so is the flag that leaves everything as it is. The arithmetic is fp32, in torch's order.
 
 Source: arXiv 1711.05101; bf16_weight.py says how a weight of 16 bits learns in 32.
 
@@ -24,45 +24,52 @@ KERNEL = "adamw"
 
 
 class Noise(NamedTuple):
-    """What makes stochastic rounding the same on any cut of a matrix."""
+    """Noise has keys and places, which make it the same on any cut of a matrix."""
 
     keys_2: Tensor
-    """of the matrix, int32"""
+    """Keys of the matrix at this step, int32 (`bf16_weight.keys_at`)."""
     rows_R: Tensor
-    """place of each row's first number, int32"""
+    """Place of each row's first number in the whole matrix, int32."""
     columns_C: Tensor
-    """of each column beside it, int32"""
+    """What each column adds to its row's place, int32."""
 
 
 class Update(NamedTuple):
-    """The numbers of one update."""
+    """An update has these numbers."""
 
     lr: float
     betas: tuple[float, float]
     eps: float
     weight_decay: float
     factor: Tensor | None = None
-    """what gradients are multiplied by, a scalar on the device"""
+    """Gradients are multiplied by it, a scalar on the device."""
     found_inf: Tensor | None = None
-    """1 where nothing may change, a scalar on the device"""
+    """1 where nothing may change, a scalar on the device; torch's name."""
 
 
 def adamw_(
-    weight: Tensor, rest: Tensor | None, noise: Noise | None, grad: Tensor, exp_avg: Tensor,
-    exp_avg_sq: Tensor, step: Tensor, corrections_2: Tensor, how: Update,
-) -> None:  # fmt: skip
+    weight: Tensor,
+    rest: Tensor | None,
+    noise: Noise | None,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    step: Tensor,
+    corrections_2: Tensor,
+    how: Update,
+) -> None:
     """Update a bf16 `weight`, its `rest` and moments in place; `step` counts the updates before.
 
     Args:
         weight: bf16.
         rest: int16, the bits of the master that the weight leaves out, or None.
-        noise: of stochastic rounding, where there is no rest.
+        noise: what stochastic rounding uses where there is no rest.
         grad: bf16 or fp32.
-        exp_avg: fp32.
-        exp_avg_sq: fp32.
+        exp_avg: fp32, the first moment.
+        exp_avg_sq: fp32, the second moment.
         step: fp32 scalar; the caller counts.
-        corrections_2: what this update's moments are divided by, see `biases`.
-        how: the numbers.
+        corrections_2: what this update's moments are divided by, from `biases`.
+        how: the numbers of the update.
     """
     from headrace.kernels import adamw_triton
 
@@ -71,9 +78,14 @@ def adamw_(
 
 
 def biases(steps: Sequence[Tensor], betas: tuple[float, float]) -> Tensor:
-    """For each count of updates before: 1 - beta1^n and the root of 1 - beta2^n; fp32 [steps, 2].
+    """Return what each update's moments are divided by, fp32 [steps, 2].
 
-    In fp64: in the first steps fp32 would lose what the difference is made of.
+    For n updates these are 1 - beta1^n and the root of 1 - beta2^n. They are computed in fp64: in
+    the first steps fp32 would lose the digits of the difference.
+
+    Args:
+        steps: counts of updates before.
+        betas: shares of the old moments that an update keeps.
     """
     count_N = torch.stack(list(steps)).double() + 1
     first, second = (1 - beta**count_N for beta in betas)

@@ -1,12 +1,12 @@
-"""Attention of a block of queries over a block of keys, in a form whose results can be merged.
+"""A block of queries attends to a block of keys here, in a form whose results can be merged.
 
-Attention over a long row can be cut into blocks of keys: each block gives its output and the log of
+Attention over a long row can be cut into blocks of keys. Each block gives its output and the log of
 its sum of exponentials (lse), and outputs merge exactly, weighted by their exponentials. So a block
 needs two functions that `scaled_dot_product_attention` hides: a forward pass that returns lse, and
-a backward pass that takes the *merged* output and lse, from which every block's probabilities
-follow without the others. torch's fused kernels have both beneath the public call; this module is
-the one place that speaks to them, by an explicit rule (`kernel_for`), each beside the plain
-reference that it equals.
+a backward pass that takes the *merged* output and lse. From these every block's probabilities
+follow without the others. torch's fused kernels have both beneath the public call. This module is
+the one place that calls them, by an explicit rule (`kernel_for`), beside the plain reference that
+they equal.
 
 A query that sees nothing has output 0, lse -inf and no gradient, in every kernel. They disagree
 about such rows, so hidden scores are large and negative, never -inf, and the rows are written over.
@@ -24,20 +24,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Mask = Literal["full", "causal"] | Tensor
-"""Which key a query sees: all; those up to its own place (t = s); or bool [B or 1, t, s]."""
+"""Which keys a query sees: all; those up to its own place (t = s); or bool [B or 1, t, s]."""
 Kernel = Literal["plain", "flash_cpu", "cudnn", "flash", "efficient"]
 
 _ATEN = torch.ops.aten
 _ALIGNED_KEYS = 8
 """The efficient kernel wants rows of a mask to begin at multiples of 16 bytes."""
 _ALIGNED_STATISTICS = 32
-"""It pads lse to a multiple of this many queries."""
+"""The efficient kernel pads lse to a multiple of this many queries."""
 _SHORTEST_CUDNN = 64
-"""Blocks of fewer tokens are left to the flash kernel: a plan of cuDNN's is made for each shape."""
+"""Tokens below which a block is left to the flash kernel: cuDNN makes a plan for each shape."""
 
 
 def kernel_for(q_BHtK: Tensor, k_BGsK: Tensor, mask: Mask) -> Kernel:
-    """The fastest kernel that is right for these queries, keys and this mask."""
+    """Return the fastest kernel that is right for these queries, keys and this mask."""
     dense, features = isinstance(mask, Tensor), q_BHtK.size(-1)
     half = q_BHtK.dtype in (torch.float16, torch.bfloat16)
     if q_BHtK.is_cpu:
@@ -55,13 +55,13 @@ def kernel_for(q_BHtK: Tensor, k_BGsK: Tensor, mask: Mask) -> Kernel:
 def block_attention(
     q_BHtK: Tensor, k_BGsK: Tensor, v_BGsK: Tensor, mask: Mask, *, kernel: Kernel | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Output [B, H, t, K] in the queries' dtype and lse fp32 [B, H, t].
+    """Return the output [B, H, t, K] in the queries' dtype and lse fp32 [B, H, t].
 
     Args:
         q_BHtK: queries.
         k_BGsK: keys.
         v_BGsK: values.
-        mask: which key a query sees.
+        mask: which keys a query sees.
         kernel: another than `kernel_for` chooses, for tests.
     """
     kernel = kernel or kernel_for(q_BHtK, k_BGsK, mask)
@@ -93,10 +93,17 @@ def block_attention(
 
 
 def block_attention_backward(
-    do_BHtK: Tensor, q_BHtK: Tensor, k_BGsK: Tensor, v_BGsK: Tensor, o_BHtK: Tensor,
-    lse_BHt: Tensor, mask: Mask, *, kernel: Kernel | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """This block's share of the gradients of queries, keys and values.
+    do_BHtK: Tensor,
+    q_BHtK: Tensor,
+    k_BGsK: Tensor,
+    v_BGsK: Tensor,
+    o_BHtK: Tensor,
+    lse_BHt: Tensor,
+    mask: Mask,
+    *,
+    kernel: Kernel | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return this block's share of the gradients of queries, keys and values.
 
     Args:
         do_BHtK: gradient of the merged output.
@@ -105,7 +112,7 @@ def block_attention_backward(
         v_BGsK: values of this block.
         o_BHtK: the merged output, over all blocks.
         lse_BHt: the merged lse, fp32.
-        mask: which key of this block a query sees.
+        mask: which keys of this block a query sees.
         kernel: another than `kernel_for` chooses, for tests.
     """
     kernel = kernel or kernel_for(q_BHtK, k_BGsK, mask)
@@ -114,32 +121,30 @@ def block_attention_backward(
     if kernel == "plain":
         return _plain_backward(do_BHtK, q_BHtK, k_BGsK, v_BGsK, o_BHtK, lse_BHt, mask)
     causal = mask == "causal" if isinstance(mask, str) else False
-    unused = torch.empty((), dtype=torch.int64, device=q_BHtK.device)  # seeds of no dropout
-    sizes = q_BHtK.size(2), k_BGsK.size(2)
-    # Some kernels read outputs as they write them: heads of a token side by side.
+    # Some kernels read outputs in the layout of their own: the heads of a token side by side.
     do_BHtK, o_BHtK = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (do_BHtK, o_BHtK))
-    if kernel == "cudnn":
-        return _ATEN._scaled_dot_product_cudnn_attention_backward(
-            do_BHtK, q_BHtK, k_BGsK, v_BGsK, o_BHtK, lse_BHt.unsqueeze(-1), unused, unused,
-            None, None, None, *sizes, 0.0, causal,
-        )  # fmt: skip
-    if kernel == "flash":
-        return _ATEN._scaled_dot_product_flash_attention_backward(
-            do_BHtK, q_BHtK, k_BGsK, v_BGsK, o_BHtK, lse_BHt, None, None, *sizes, 0.0, causal,
-            unused, unused,
-        )  # fmt: skip
-    k, v = _repeated(q_BHtK, k_BGsK, v_BGsK)
+    seed = torch.empty((), dtype=torch.int64, device=q_BHtK.device)  # of no dropout
+    if kernel in ("cudnn", "flash"):
+        given = do_BHtK, q_BHtK, k_BGsK, v_BGsK, o_BHtK
+        sizes = q_BHtK.size(2), k_BGsK.size(2)
+        if kernel == "cudnn":
+            rest = lse_BHt.unsqueeze(-1), seed, seed, None, None, None, *sizes, 0.0, causal
+            return _ATEN._scaled_dot_product_cudnn_attention_backward(*given, *rest)
+        rest = lse_BHt, None, None, *sizes, 0.0, causal, seed, seed
+        return _ATEN._scaled_dot_product_flash_attention_backward(*given, *rest)
+    given = do_BHtK, q_BHtK, *_repeated(q_BHtK, k_BGsK, v_BGsK)
+    bias = _bias(q_BHtK, mask)
     if kernel == "flash_cpu":
         dq, dk, dv = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
-            do_BHtK, q_BHtK, k, v, o_BHtK, lse_BHt, 0.0, causal, attn_mask=_bias(q_BHtK, mask)
+            *given, o_BHtK, lse_BHt, 0.0, causal, attn_mask=bias
         )
     else:
-        bias = _over_heads(_bias(q_BHtK, mask), q_BHtK)
         pad = -lse_BHt.size(2) % _ALIGNED_STATISTICS
+        padded = F.pad(lse_BHt, (0, pad), value=torch.inf)
+        rest = seed, seed, 0.0, [True, True, True, False], causal
         dq, dk, dv, _ = _ATEN._scaled_dot_product_efficient_attention_backward(
-            do_BHtK, q_BHtK, k, v, bias, o_BHtK, F.pad(lse_BHt, (0, pad), value=torch.inf),
-            unused, unused, 0.0, [True, True, True, False], causal,
-        )  # fmt: skip
+            *given, _over_heads(bias, q_BHtK), o_BHtK, padded, *rest
+        )
     groups = k_BGsK.size(1)
     return dq, _summed(dk, groups), _summed(dv, groups)
 
@@ -148,7 +153,7 @@ def block_attention_backward(
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-    """The definition, in fp32."""
+    """Compute the definition of attention, in fp32."""
     k, v = _repeated(q, k, v)
     with torch.autocast(q.device.type, enabled=False):
         scores_BHts = _scores(q, k, mask)
@@ -161,7 +166,7 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]
 def _plain_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, mask: Mask
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The softmax's gradient written out, in fp32."""
+    """Compute the softmax's gradient written out, in fp32."""
     groups, dtype = k.size(1), q.dtype
     k, v = _repeated(q, k, v)
     with torch.autocast(q.device.type, enabled=False):
@@ -174,7 +179,7 @@ def _plain_backward(
 
 
 def _scores(q: Tensor, k: Tensor, mask: Mask) -> Tensor:
-    """Scaled scores in fp32 [B, H, t, s], -inf where a key is hidden."""
+    """Return scaled scores in fp32 [B, H, t, s], -inf where a key is hidden."""
     scores = q.float() @ k.float().mT * q.size(-1) ** -0.5
     if isinstance(mask, Tensor):
         return scores.masked_fill(~mask.unsqueeze(1), -torch.inf)
@@ -188,7 +193,7 @@ def _scores(q: Tensor, k: Tensor, mask: Mask) -> Tensor:
 
 
 def _repeated(q_BHtK: Tensor, k_BGsK: Tensor, v_BGsK: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values once per query head, for kernels that know no groups."""
+    """Repeat keys and values for each query head, for kernels that know no groups."""
     each = q_BHtK.size(1) // k_BGsK.size(1)
     if each == 1:
         return k_BGsK, v_BGsK
@@ -196,14 +201,14 @@ def _repeated(q_BHtK: Tensor, k_BGsK: Tensor, v_BGsK: Tensor) -> tuple[Tensor, T
 
 
 def _summed(grad_BHsK: Tensor, groups: int) -> Tensor:
-    """The gradient of `_repeated`."""
+    """Return the gradient of `_repeated`: the sum over the query heads of each group."""
     if grad_BHsK.size(1) == groups:
         return grad_BHsK
     return grad_BHsK.unflatten(1, (groups, -1)).sum(2)
 
 
 def _bias(q: Tensor, mask: Mask) -> Tensor | None:
-    """A dense mask as numbers that are added to scores, [B or 1, 1, t, s]."""
+    """Return a dense mask as numbers that are added to scores, [B or 1, 1, t, s]."""
     if not isinstance(mask, Tensor):
         return None
     hidden = max(-1e30, torch.finfo(q.dtype).min)

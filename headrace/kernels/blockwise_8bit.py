@@ -1,12 +1,13 @@
-"""Optimizer state in 8 bits: codes into a map of levels, times a scale of each block (2110.02861).
+"""Optimizer state takes 8 bits a number: codes into a map of levels, times a scale of each block.
 
 The moments of Adam span many orders of magnitude, so the 256 levels are spaced by a *dynamic* map:
 seven decades, each with its own linear levels, finest near the block's largest. A block is 256
-numbers along a row, or what is left of the row: rows are quantized by themselves, so a shard of
+numbers along a row, or what is left of the row. Rows are quantized by themselves, so a shard of
 rows holds the same codes and scales as the whole. (torchao cuts blocks of the flattened shard, and
 its state depends on where shards are cut.) The update reads codes, computes in fp32 and writes
 codes; the parameter sees the moments before they are rounded. All of it works on a slice of rows at
-a time, because eager steps would hold several fp32 copies of a matrix otherwise.
+a time, because eager steps would keep several fp32 copies of a matrix otherwise.
+Source: arXiv 2110.02861.
 
 Shapes: R rows, C columns, B blocks of a row, K numbers of a block.
 """
@@ -24,44 +25,45 @@ BLOCK = 256
 SLICE_NUMBERS = 1 << 22
 """Numbers that are updated at once: 16 MiB of each fp32 temporary."""
 _DECADES = 7
+"""Powers of ten that the map spans (arXiv 2110.02861, section 2.2)."""
 
 
 @lru_cache(maxsize=2)
 def levels(signed: bool) -> tuple[float, ...]:
-    """The 256 levels of the dynamic map, ascending, from -1 (or 0) to 1."""
-    found = [0.0, 1.0]
+    """Return the 256 levels of the dynamic map, ascending, from -1 (or 0) to 1."""
+    levels = [0.0, 1.0]
+    signs = (1, -1) if signed else (1,)
     for decade in range(_DECADES):
         count = 2 ** (decade + (0 if signed else 1))
         edges = torch.linspace(0.1, 1, count + 1)
         means = ((edges[:-1] + edges[1:]) / 2).tolist()
-        found += [sign * 10.0 ** (decade - _DECADES + 1) * m for m in means
-                  for sign in ((1, -1) if signed else (1,))]  # fmt: skip
-    return tuple(sorted(found))
+        levels += [s * 10.0 ** (decade - _DECADES + 1) * m for m in means for s in signs]
+    return tuple(sorted(levels))
 
 
 class Moment(NamedTuple):
-    """A quantized moment."""
+    """A quantized moment is these three tensors."""
 
     codes: Tensor
-    """uint8, as the parameter"""
+    """Indices into the map, uint8, in the parameter's shape."""
     scales: Tensor
-    """fp32 [R, B]: the largest magnitude of each block"""
+    """The largest magnitude of each block, fp32 [R, B]."""
     map: Tensor
-    """fp32 [256]"""
+    """The levels, fp32 [256]."""
 
 
 def blocks_of(columns: int) -> int:
-    """Blocks of a row."""
+    """Return the number of blocks of a row."""
     return math.ceil(columns / BLOCK)
 
 
 def quantize(values_RC: Tensor, levels_256: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes [R, C] uint8, scales [R, B]) of the nearest levels."""
+    """Return codes [R, C] uint8 of the nearest levels, and scales [R, B]."""
     columns = values_RC.size(1)
     size = min(BLOCK, columns)
-    padded = F.pad(values_RC, (0, blocks_of(columns) * size - columns)) if columns % size else (
-        values_RC)  # fmt: skip
-    blocks_RBK = padded.unflatten(1, (-1, size))
+    if columns % size:
+        values_RC = F.pad(values_RC, (0, blocks_of(columns) * size - columns))
+    blocks_RBK = values_RC.unflatten(1, (-1, size))
     scales_RB = blocks_RBK.abs().amax(-1).clamp(min=1e-12)
     between = (levels_256[1:] + levels_256[:-1]) / 2
     codes = torch.bucketize(
@@ -71,7 +73,7 @@ def quantize(values_RC: Tensor, levels_256: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(codes_RC: Tensor, scales_RB: Tensor, levels_256: Tensor) -> Tensor:
-    """fp32 [R, C]."""
+    """Return the numbers that codes and scales stand for, fp32 [R, C]."""
     columns = codes_RC.size(1)
     size = min(BLOCK, columns)
     scale_RC = scales_RB.repeat_interleave(size, 1)[:, :columns]
@@ -79,10 +81,19 @@ def dequantize(codes_RC: Tensor, scales_RB: Tensor, levels_256: Tensor) -> Tenso
 
 
 def adamw_(
-    weight: Tensor, grad: Tensor, first: Moment, second: Moment, *, lr: Tensor, step: Tensor,
-    skip: Tensor, betas: tuple[float, float], eps: float, weight_decay: float,
-) -> None:  # fmt: skip
-    """One AdamW update in place; where `skip` is true everything stays as it is.
+    weight: Tensor,
+    grad: Tensor,
+    first: Moment,
+    second: Moment,
+    *,
+    lr: Tensor,
+    step: Tensor,
+    skip: Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """Update a matrix by AdamW in place; where `skip` is true everything stays as it is.
 
     Args:
         weight: the parameter [R, C].

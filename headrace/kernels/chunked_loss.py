@@ -1,23 +1,22 @@
-"""A summed loss of logits that never exist whole.
+"""A loss is summed over logits that never exist whole.
 
-The head's product is the largest tensor of a small model's step: tokens x vocabulary in fp32,
-twice. Here a chunk of tokens at a time goes through product, objective and the objective's own
-gradient, so the gradients of hidden states and output matrix are complete when the forward pass
-ends and one chunk of logits is all that is ever held. The objective is any function of logits: its
+The logits are the largest tensor of a small model's step: tokens x vocabulary in fp32, twice. Here
+a chunk of tokens at a time goes through the head's matmul, the objective and the objective's own
+gradient. The gradients of hidden states and output matrix are complete when the forward pass ends,
+and one chunk of logits is all that ever exists. The objective is any function of logits: its
 gradient comes from autograd, chunk by chunk. Idea: arXiv 2411.09009 and Liger Kernel's fused linear
 cross-entropy (arXiv 2410.10989); here without custom kernels, and correct for any additive
 objective.
 
 A loss that knows its own gradient may be given as `both`; the fused cross-entropy writes it over
 the chunk's logits. In half precision the chunks' parts of the output matrix's gradient are added up
-in fp32 by the product itself, on a GPU.
+in fp32 by the matmul itself, on a GPU.
 
 Cross-entropy alone may be torch's own (`native_loss`, from 2.13 on): it takes the exponentials of a
-chunk once, where autograd takes them twice. In fp32 only: it returns the sum in the dtype of the
-hidden states, so that in bf16 2,087.2 nats came out as 2,080, and that is the loss that one would
-log and validate by.
+chunk once, where autograd takes them twice. It serves fp32 only: it returns the sum in the dtype of
+the hidden states, so that in bf16 a loss of 2,087.2 nats came out as 2,080.
 
-Cost: no extra matrix products; the gradient of the output matrix exists during the forward pass.
+Cost: no extra matmuls; the gradient of the output matrix exists during the forward pass.
 
 Shapes: N tokens, D features, V vocabulary.
 """
@@ -33,7 +32,7 @@ from torch.autograd.function import once_differentiable
 from headrace.kernels.autocast import compute_dtype
 
 Loss = Callable[[Tensor, Tensor, Any], Tensor]
-"""(logits [n, V] as the product gives them, targets [n], extras of these tokens) -> scalar sum."""
+"""(logits [n, V] as the matmul gives them, targets [n], extras of these tokens) -> scalar sum."""
 Both = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(logits [n, V], which it may write over, targets [n], scale) -> (scalar sum, its gradient [n, V]
 times the scale)."""
@@ -42,15 +41,22 @@ times the scale)."""
 def reference_loss(
     hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, extras: Any, loss: Loss
 ) -> Tensor:
-    """The plain computation that `chunked_loss` equals."""
+    """Compute what `chunked_loss` equals, with all logits at once."""
     return loss(F.linear(hidden_ND, weight_VD), targets_N, extras)
 
 
 def chunked_loss(
-    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, extras: Any, loss: Loss,
-    chunk_tokens: int, *, scale: Tensor | float = 1.0, both: Both | None = None,
-) -> Tensor:  # fmt: skip
-    """`reference_loss` times `scale`, holding the logits of at most `chunk_tokens` tokens.
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    extras: Any,
+    loss: Loss,
+    chunk_tokens: int,
+    *,
+    scale: Tensor | float = 1.0,
+    both: Both | None = None,
+) -> Tensor:
+    """Return `reference_loss` times `scale`, with logits of at most `chunk_tokens` tokens at once.
 
     Args:
         hidden_ND: hidden states.
@@ -58,7 +64,7 @@ def chunked_loss(
         targets_N: ids.
         extras: None, or tensors by name whose first dimension is N.
         loss: a sum over tokens.
-        chunk_tokens: tokens whose logits are held at once.
+        chunk_tokens: tokens whose logits exist at once.
         scale: what the sum is multiplied by, and each chunk's gradient before it is rounded.
         both: the same loss with its gradient; without it autograd finds the gradient.
     """
@@ -70,22 +76,27 @@ def chunked_loss(
 
 
 def has_native() -> bool:
-    """Whether this torch has a chunked cross-entropy of its own: 2.13 has, 2.11 has not."""
+    """Return whether this torch has a chunked cross-entropy of its own, as 2.13 has."""
     return hasattr(F, "linear_cross_entropy") and hasattr(nn, "LinearCrossEntropyOptions")
 
 
 def native_loss(
-    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, ignored: int, chunk_tokens: int, *,
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    ignored: int,
+    chunk_tokens: int,
+    *,
     scale: Tensor | float = 1.0,
-) -> Tensor:  # fmt: skip
-    """Cross-entropy's sum in nats times `scale`, by torch's own linear_cross_entropy; fp32.
+) -> Tensor:
+    """Return cross-entropy's sum in nats times `scale`, by torch's own linear_cross_entropy; fp32.
 
     Args:
         hidden_ND: hidden states.
         weight_VD: output matrix.
         targets_N: ids.
         ignored: the target of a token that has no loss.
-        chunk_tokens: tokens whose logits are held at once.
+        chunk_tokens: tokens whose logits exist at once.
         scale: what the sum is multiplied by.
     """
     options = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk_tokens, chunking_method=None)
@@ -113,7 +124,7 @@ def _sum_of_chunks(
 def _by_autograd(
     logits: Tensor, targets: Tensor, extras: Any, loss: Loss, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """A chunk's sum and the gradient of its logits times `scale`."""
+    """Return a chunk's sum, and the gradient of its logits times `scale`."""
     logits.requires_grad_()
     with torch.enable_grad():
         part = loss(logits, targets, extras)
@@ -121,11 +132,11 @@ def _by_autograd(
     return part.detach(), gradient
 
 
-def _add_product_(total_VD: Tensor, grad_nV: Tensor, low_nD: Tensor) -> None:
-    """Add grad.T @ low to a fp32 total."""
+def _add_matmul_(total_VD: Tensor, grad_nV: Tensor, low_nD: Tensor) -> None:
+    """Add grad.T @ low to an fp32 total."""
     if grad_nV.dtype == torch.float32:
         total_VD.addmm_(grad_nV.T, low_nD)
-    elif grad_nV.is_cuda:  # added up in fp32 where the product is made
+    elif grad_nV.is_cuda:  # the matmul adds up in fp32
         torch.ops.aten.addmm.dtype_out(total_VD, grad_nV.T, low_nD, torch.float32, out=total_VD)
     else:
         total_VD += grad_nV.T @ low_nD
@@ -134,9 +145,16 @@ def _add_product_(total_VD: Tensor, grad_nV: Tensor, low_nD: Tensor) -> None:
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, extras: Any, loss: Loss,
-        size: int, scale: Tensor, both: Both | None,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        extras: Any,
+        loss: Loss,
+        size: int,
+        scale: Tensor,
+        both: Both | None,
+    ) -> Tensor:
         dtype = compute_dtype(hidden)
         low_VD = weight.detach().to(dtype)
         grad_hidden = torch.empty_like(hidden)
@@ -154,7 +172,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 part, grad_nV = _by_autograd(logits_nV, *given, loss, scale)
             grad_hidden[chunk] = grad_nV @ low_VD
             if grad_weight is not None:
-                _add_product_(grad_weight, grad_nV, low_nD)
+                _add_matmul_(grad_weight, grad_nV, low_nD)
             total += part
             del logits_nV, part, grad_nV  # they would live through the next chunk's peak
         if grad_weight is not None:
@@ -172,5 +190,10 @@ class _ChunkedLoss(torch.autograd.Function):
         return (
             grad_hidden.mul_(grad_total) if ctx.needs_input_grad[0] else None,
             None if grad_weight is None else grad_weight.mul_(grad_total),
-            None, None, None, None, None, None,
-        )  # fmt: skip
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+        )

@@ -1,8 +1,8 @@
-"""Cross-entropy with softened targets or a z-loss, as objectives that a head can look into.
+"""Cross-entropy with smoothed targets or a z-loss is an objective whose parts a head can read.
 
 An objective is a function of logits, and most heads only call it. Kernels that make the loss and
-its gradient in one reading of the logits must know what is computed of them: these objectives have
-parts that can be asked for. A head without kernels calls them as any other, and gets the plain
+its gradient in one reading of the logits must know what is computed of them, so these objectives
+are classes with fields. A head without kernels calls them as any other, and gets the plain
 computation, which is also the reference.
 
 Shapes: N tokens, V vocabulary.
@@ -21,9 +21,9 @@ class Smoothed:
     """Cross-entropy against targets whose share `smoothing` is spread over the vocabulary.
 
     Args:
-        smoothing: the share.
-        entries: of the whole vocabulary.
-        moved_nats: fp32 scalar that what smoothing changes is added to, whoever computes it.
+        smoothing: the share, 0 to 1.
+        entries: size of the whole vocabulary.
+        moved_nats: fp32 scalar to which what smoothing changes is added, whoever computes it.
         ignored: the target of a token that has no loss.
     """
 
@@ -35,7 +35,7 @@ class Smoothed:
     def __call__(
         self, logits_NV: Tensor, targets_N: Tensor, extras: Any, vocabulary: Any
     ) -> Tensor:
-        """The sum over all tokens in nats, reduced over V by `vocabulary` only."""
+        """Return the sum over all tokens in nats, reduced over V by `vocabulary` only."""
         with torch.no_grad():
             ignored_N = targets_N == self.ignored
             target_N = vocabulary.pick(logits_NV, targets_N.masked_fill(ignored_N, 0))
@@ -46,12 +46,12 @@ class Smoothed:
 
 @dataclass(frozen=True, eq=False)
 class WithZLoss:
-    """`plain` plus `weight` x logsumexp^2 of each token that has a target.
+    """An objective adds `weight` x logsumexp^2 of each token that has a target to `plain`.
 
     Args:
         plain: an objective.
         weight: nats per squared logsumexp.
-        z_nats: fp32 scalar that the z-loss is added to, whoever computes it.
+        z_nats: fp32 scalar to which the z-loss is added, whoever computes it.
         ignored: the target of a token that has no loss.
     """
 
@@ -63,7 +63,7 @@ class WithZLoss:
     def __call__(
         self, logits_NV: Tensor, targets_N: Tensor, extras: Any, vocabulary: Any
     ) -> Tensor:
-        """The sum over all tokens in nats, reduced over V by `vocabulary` only."""
+        """Return the sum over all tokens in nats, reduced over V by `vocabulary` only."""
         loss = self.plain(logits_NV, targets_N, extras, vocabulary)
         z_N = vocabulary.logsumexp(logits_NV)
         z_loss = self.weight * (z_N.square() * (targets_N != self.ignored)).sum()
@@ -71,15 +71,15 @@ class WithZLoss:
         return loss + z_loss
 
 
-def asked_of_kernels(objective: Any, cross_entropy: Any) -> dict[str, Any] | None:
-    """What tells an objective to the fused cross-entropy; None where it is more than that makes.
+def kernel_arguments(objective: Any, cross_entropy: Any) -> dict[str, Any] | None:
+    """Return the fused cross-entropy's arguments for an objective; None where it cannot make it.
 
     Args:
-        objective: of a step.
+        objective: what a step minimises.
         cross_entropy: the plain objective.
     """
     if isinstance(objective, WithZLoss):
-        plain = asked_of_kernels(objective.plain, cross_entropy)
+        plain = kernel_arguments(objective.plain, cross_entropy)
         z_loss = {"z_loss": objective.weight, "z_nats": objective.z_nats}
         return None if plain is None else {**plain, **z_loss}
     if isinstance(objective, Smoothed):

@@ -1,17 +1,17 @@
-"""Summed cross-entropy that reads logits where they lie and writes their gradient over them.
+"""Summed cross-entropy reads logits where they lie and writes their gradient over them.
 
-Torch's own holds log-probabilities, their gradient and that of the logits, all in fp32: 12 bytes of
+Torch's own keeps log-probabilities, their gradient and that of the logits, all in fp32: 12 bytes of
 each of tokens x vocabulary numbers at its peak. Here it is the logits alone, 4 or 2. A first kernel
 reads each token's logits once, with a running maximum and sum (online softmax, arXiv 1805.02867),
 and keeps its log-sum-exp. A second one reads them again and writes the gradient, times the incoming
 one: into the same memory where nobody else reads the logits. Logits are fp32, bf16 or fp16;
 arithmetic is fp32, and the gradient is rounded once.
 
-To a compiler these are operations without parts that change nothing, with shapes and a gradient of
-their own: what it compiles is what runs. Liger's pull request 1338 tells what happens otherwise: a
-kernel launched from traced Python gave 61.7 in the place of 21.4 where targets were ignored. A
-compiler's backward graph never writes over what the forward graph kept, so the gradient then takes
-memory of its own. Ignored tokens are not read, and their gradient is zero.
+A compiler sees operations without parts that change nothing, with shapes and a gradient of their
+own: what it compiles is what runs. Liger's pull request 1338 shows what happens otherwise: a kernel
+launched from traced Python gave 61.7 in the place of 21.4 where targets were ignored. A compiler's
+backward graph never writes over what the forward graph kept, so the gradient then takes memory of
+its own. Ignored tokens are not read, and their gradient is zero.
 
 Beside the plain loss the kernels know three more, which change what is learned: label smoothing
 (arXiv 1512.00567), a z-loss (arXiv 2204.02311) and soft-capped logits (arXiv 2408.00118).
@@ -31,18 +31,26 @@ from headrace.kernels.launches import COUNTS
 
 
 def reference_cross_entropy(
-    logits_NV: Tensor, targets_N: Tensor, *, ignored: int = -100, softcap: float = 0.0,
-    z_loss: float = 0.0, label_smoothing: float = 0.0,
-) -> Tensor:  # fmt: skip
-    """The plain computation that `fused_cross_entropy` equals, in fp32 or, of such logits, fp64."""
+    logits_NV: Tensor,
+    targets_N: Tensor,
+    *,
+    ignored: int = -100,
+    softcap: float = 0.0,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Compute what `fused_cross_entropy` equals by torch's operations; fp32, or fp64 for fp64."""
     if logits_NV.dtype != torch.float64:
         logits_NV = logits_NV.float()
     if softcap:
         logits_NV = softcap * torch.tanh(logits_NV / softcap)
     loss = F.cross_entropy(
-        logits_NV, targets_N, ignore_index=ignored, reduction="sum",
+        logits_NV,
+        targets_N,
+        ignore_index=ignored,
+        reduction="sum",
         label_smoothing=label_smoothing,
-    )  # fmt: skip
+    )
     if z_loss:
         z_N = logits_NV.logsumexp(-1).masked_fill(targets_N == ignored, 0.0)
         loss = loss + z_loss * z_N.square().sum()
@@ -50,11 +58,18 @@ def reference_cross_entropy(
 
 
 def fused_cross_entropy(
-    logits_NV: Tensor, targets_N: Tensor, *, ignored: int = -100, softcap: float = 0.0,
-    z_loss: float = 0.0, label_smoothing: float = 0.0, z_nats: Tensor | None = None,
-    moved_nats: Tensor | None = None, in_place: bool = False,
-) -> Tensor:  # fmt: skip
-    """Sum over tokens of the negative log likelihood in nats, a fp32 scalar.
+    logits_NV: Tensor,
+    targets_N: Tensor,
+    *,
+    ignored: int = -100,
+    softcap: float = 0.0,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    z_nats: Tensor | None = None,
+    moved_nats: Tensor | None = None,
+    in_place: bool = False,
+) -> Tensor:
+    """Sum over tokens the negative log likelihood in nats; an fp32 scalar.
 
     A target that is neither `ignored` nor in the vocabulary makes it NaN.
 
@@ -66,7 +81,7 @@ def fused_cross_entropy(
         z_loss: weight of the squared log-sum-exp of each token that has a target.
         label_smoothing: share of the target that is spread over the vocabulary.
         z_nats: fp32 scalar to which the z-loss's part of the sum is added.
-        moved_nats: likewise what smoothing adds to the sum, or takes from it.
+        moved_nats: fp32 scalar to which is added by how much smoothing changes the sum.
         in_place: the backward pass may write over `logits_NV`; a second one is then an error.
     """
     if logits_NV.stride(-1) != 1:
@@ -74,29 +89,36 @@ def fused_cross_entropy(
     in_place = in_place and not torch.compiler.is_compiling()
     how = (ignored, softcap, z_loss, label_smoothing)
     losses_N, norms_N3 = cross_entropy(logits_NV, targets_N, *how, in_place)
-    _tell(norms_N3, z_loss, z_nats, moved_nats)
+    _add_parts_(norms_N3, z_loss, z_nats, moved_nats)
     return losses_N.sum()
 
 
 def loss_and_gradient_(
-    logits_NV: Tensor, targets_N: Tensor, scale: Tensor, *, ignored: int = -100,
-    softcap: float = 0.0, z_loss: float = 0.0, label_smoothing: float = 0.0,
-    z_nats: Tensor | None = None, moved_nats: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`fused_cross_entropy` and the logits, which its gradient times `scale` is written over."""
+    logits_NV: Tensor,
+    targets_N: Tensor,
+    scale: Tensor,
+    *,
+    ignored: int = -100,
+    softcap: float = 0.0,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    z_nats: Tensor | None = None,
+    moved_nats: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return `fused_cross_entropy`, and its gradient times `scale` written over the logits."""
     how = (ignored, softcap, z_loss, label_smoothing)
     losses_N, norms_N3 = cross_entropy(logits_NV, targets_N, *how, True)
-    _tell(norms_N3, z_loss, z_nats, moved_nats)
+    _add_parts_(norms_N3, z_loss, z_nats, moved_nats)
     cross_entropy_gradient_(
         logits_NV, targets_N, norms_N3, scale.expand(len(losses_N)).contiguous(), *how
     )
     return losses_N.sum(), logits_NV
 
 
-def _tell(
+def _add_parts_(
     norms_N3: Tensor, z_loss: float, z_nats: Tensor | None, moved_nats: Tensor | None
 ) -> None:
-    """Add what z-loss and smoothing are of the sum; all columns are zero where it has no part."""
+    """Add the parts that z-loss and smoothing have in the sum; ignored tokens have zeros."""
     norms_N3 = norms_N3.detach()
     if z_nats is not None:
         z_nats.add_(z_loss * norms_N3[:, :2].sum(-1).square().sum())
@@ -106,12 +128,18 @@ def _tell(
 
 @torch.library.custom_op("headrace::cross_entropy", mutates_args=())
 def cross_entropy(
-    logits_NV: Tensor, targets_N: Tensor, ignored: int, softcap: float, z_loss: float,
-    smoothing: float, in_place: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Losses [N], which have a gradient; by token what the gradient is made from, [N, 3].
+    logits_NV: Tensor,
+    targets_N: Tensor,
+    ignored: int,
+    softcap: float,
+    z_loss: float,
+    smoothing: float,
+    in_place: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return losses [N], which have a gradient, and what the gradient is made from [N, 3].
 
-    That is the largest logit and the rest of the log-sum-exp; third stands what smoothing added.
+    The three numbers of a token are its largest logit, the rest of the log-sum-exp, and what
+    smoothing added.
     """
     from headrace.kernels import fused_cross_entropy_triton
 
@@ -123,10 +151,16 @@ def cross_entropy(
 
 @torch.library.custom_op("headrace::cross_entropy_gradient", mutates_args=())
 def cross_entropy_gradient(
-    logits_NV: Tensor, targets_N: Tensor, norms_N3: Tensor, grad_N: Tensor, ignored: int,
-    softcap: float, z_loss: float, smoothing: float,
-) -> Tensor:  # fmt: skip
-    """The gradient of logits [N, V] from that of the losses, in their dtype."""
+    logits_NV: Tensor,
+    targets_N: Tensor,
+    norms_N3: Tensor,
+    grad_N: Tensor,
+    ignored: int,
+    softcap: float,
+    z_loss: float,
+    smoothing: float,
+) -> Tensor:
+    """Return the gradient of logits [N, V] from that of the losses, in the logits' dtype."""
     out_NV = torch.empty_like(logits_NV)
     how = (ignored, softcap, z_loss, smoothing)
     _write_gradient(out_NV, logits_NV, targets_N, norms_N3, grad_N, *how)
@@ -135,10 +169,16 @@ def cross_entropy_gradient(
 
 @torch.library.custom_op("headrace::cross_entropy_gradient_", mutates_args=("logits_NV",))
 def cross_entropy_gradient_(
-    logits_NV: Tensor, targets_N: Tensor, norms_N3: Tensor, grad_N: Tensor, ignored: int,
-    softcap: float, z_loss: float, smoothing: float,
-) -> None:  # fmt: skip
-    """The same, over the logits."""
+    logits_NV: Tensor,
+    targets_N: Tensor,
+    norms_N3: Tensor,
+    grad_N: Tensor,
+    ignored: int,
+    softcap: float,
+    z_loss: float,
+    smoothing: float,
+) -> None:
+    """Write the gradient of `cross_entropy_gradient` over the logits."""
     how = (ignored, softcap, z_loss, smoothing)
     _write_gradient(logits_NV, logits_NV, targets_N, norms_N3, grad_N, *how)
 

@@ -1,7 +1,9 @@
-"""The Triton kernels of fused_cross_entropy.py; imported when the first of them runs.
+"""This module holds the Triton kernels of fused_cross_entropy.py; the first to run imports it.
 
 Shapes: N tokens, V vocabulary; a program does one token, BLOCK logits at a time.
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -11,22 +13,34 @@ from torch import Tensor
 from headrace.kernels.launches import on_device_of
 
 BLOCK = 4096
-"""Logits of a step: 16 for each thread of 8 warps, 32 bytes of it in half precision."""
+"""Logits that a program reads at once: 16 for each thread of 8 warps, 32 bytes in bf16."""
 WARPS = 8
+"""Warps of a program, 32 threads each."""
 
 
 @triton.jit
 def capped(x, softcap):
-    """Softcap x tanh(x / softcap)."""
+    """Return softcap x tanh(x / softcap)."""
     return softcap * (2.0 * tl.sigmoid(2.0 * x / softcap) - 1.0)
 
 
 @triton.jit
 def cross_entropy_forward(
-    logits_ptr, stride, targets_ptr, losses_ptr, norms_ptr, ignored, softcap, z_loss, smoothing,
-    CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One token's loss; its largest logit, the rest of its log-sum-exp, what smoothing added."""
+    logits_ptr,
+    stride,
+    targets_ptr,
+    losses_ptr,
+    norms_ptr,
+    ignored,
+    softcap,
+    z_loss,
+    smoothing,
+    CAPPED: tl.constexpr,
+    SMOOTHED: tl.constexpr,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write one token's loss, largest logit, rest of its log-sum-exp, and what smoothing added."""
     token = tl.program_id(0).to(tl.int64)
     target = tl.load(targets_ptr + token)
     if target == ignored:
@@ -53,7 +67,7 @@ def cross_entropy_forward(
         most = larger
     rest = tl.log(total)
     norm = most + rest
-    # A target out of the vocabulary is told by a loss that is not finite.
+    # A target outside of the vocabulary makes the loss NaN.
     known = (target >= 0) & (target < VOCAB)
     picked = tl.load(row_ptr + target, mask=known, other=float("nan")).to(tl.float32)
     if CAPPED:
@@ -70,10 +84,22 @@ def cross_entropy_forward(
 
 @triton.jit
 def cross_entropy_backward(
-    out_ptr, out_stride, logits_ptr, stride, targets_ptr, norms_ptr, grads_ptr, ignored, softcap,
-    z_loss, smoothing, CAPPED: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The gradient of one token's logits."""
+    out_ptr,
+    out_stride,
+    logits_ptr,
+    stride,
+    targets_ptr,
+    norms_ptr,
+    grads_ptr,
+    ignored,
+    softcap,
+    z_loss,
+    smoothing,
+    CAPPED: tl.constexpr,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write the gradient of one token's logits."""
     # Where out is logits every number is read and written by the same thread.
     token = tl.program_id(0).to(tl.int64)
     target = tl.load(targets_ptr + token)
@@ -89,44 +115,80 @@ def cross_entropy_backward(
         if CAPPED:
             bend = 2.0 * tl.sigmoid(2.0 * x / softcap) - 1.0
             x = softcap * bend
-        found = tl.exp(x - most - rest) * (1.0 + 2.0 * z_loss * (most + rest)) - smoothing / VOCAB
-        found -= tl.where(place == target, 1.0 - smoothing, 0.0)
+        slope = tl.exp(x - most - rest) * (1.0 + 2.0 * z_loss * (most + rest)) - smoothing / VOCAB
+        slope -= tl.where(place == target, 1.0 - smoothing, 0.0)
         if CAPPED:
-            found *= 1.0 - bend * bend  # pyright: ignore
-        found = tl.where(counts, grad * found, 0.0)
+            slope *= 1.0 - bend * bend  # pyright: ignore
+        slope = tl.where(counts, grad * slope, 0.0)
         out = out_ptr + token * out_stride + place
-        tl.store(out, found.to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(out, slope.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def forward(
-    logits_NV: Tensor, targets_N: Tensor, ignored: int, softcap: float, z_loss: float,
+    logits_NV: Tensor,
+    targets_N: Tensor,
+    ignored: int,
+    softcap: float,
+    z_loss: float,
     smoothing: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Losses [N]; largest logits, rest of log-sum-exps, what smoothing added [N, 3]; all fp32."""
+) -> tuple[Tensor, Tensor]:
+    """Return losses [N], and [N, 3]: largest logit, rest of log-sum-exp, smoothing's part; fp32."""
     tokens, vocab = logits_NV.shape
     losses_N = torch.empty(tokens, device=logits_NV.device)
     norms_N3 = torch.empty(tokens, 3, device=logits_NV.device)
+    launch: Any = cross_entropy_forward[(tokens,)]
     with on_device_of(logits_NV):
-        cross_entropy_forward[(tokens,)](
-            logits_NV, logits_NV.stride(0), targets_N.contiguous(), losses_N, norms_N3,
-            ignored, softcap, z_loss, smoothing, CAPPED=softcap != 0, SMOOTHED=smoothing != 0,
-            VOCAB=vocab, BLOCK=_block(vocab), num_warps=WARPS,  # pyright: ignore
-        )  # fmt: skip
+        launch(
+            logits_NV,
+            logits_NV.stride(0),
+            targets_N.contiguous(),
+            losses_N,
+            norms_N3,
+            ignored,
+            softcap,
+            z_loss,
+            smoothing,
+            CAPPED=softcap != 0,
+            SMOOTHED=smoothing != 0,
+            VOCAB=vocab,
+            BLOCK=_block(vocab),
+            num_warps=WARPS,
+        )
     return losses_N, norms_N3
 
 
 def backward(
-    out_NV: Tensor, logits_NV: Tensor, targets_N: Tensor, norms_N3: Tensor, grad_N: Tensor,
-    ignored: int, softcap: float, z_loss: float, smoothing: float,
-) -> None:  # fmt: skip
+    out_NV: Tensor,
+    logits_NV: Tensor,
+    targets_N: Tensor,
+    norms_N3: Tensor,
+    grad_N: Tensor,
+    ignored: int,
+    softcap: float,
+    z_loss: float,
+    smoothing: float,
+) -> None:
     """Write the gradient of logits into `out_NV`, which may be the logits."""
     tokens, vocab = logits_NV.shape
+    launch: Any = cross_entropy_backward[(tokens,)]
     with on_device_of(logits_NV):
-        cross_entropy_backward[(tokens,)](
-            out_NV, out_NV.stride(0), logits_NV, logits_NV.stride(0), targets_N.contiguous(),
-            norms_N3, grad_N, ignored, softcap, z_loss, smoothing, CAPPED=softcap != 0,
-            VOCAB=vocab, BLOCK=_block(vocab), num_warps=WARPS,  # pyright: ignore
-        )  # fmt: skip
+        launch(
+            out_NV,
+            out_NV.stride(0),
+            logits_NV,
+            logits_NV.stride(0),
+            targets_N.contiguous(),
+            norms_N3,
+            grad_N,
+            ignored,
+            softcap,
+            z_loss,
+            smoothing,
+            CAPPED=softcap != 0,
+            VOCAB=vocab,
+            BLOCK=_block(vocab),
+            num_warps=WARPS,
+        )
 
 
 def _block(vocab: int) -> int:

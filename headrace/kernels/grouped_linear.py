@@ -1,10 +1,10 @@
-"""Rows sorted by expert, times each expert's own matrix: the product of a mixture of experts.
+"""A mixture of experts multiplies rows, sorted by expert, with each expert's own matrix.
 
 `ends_E` says where each expert's rows end, so every expert takes as many rows as it was given and
 none is padded or dropped (arXiv 2211.15841). On a Hopper or later GPU in bf16 one kernel does all
 experts (torch's grouped_mm); its operands must have rows of a multiple of 16 bytes. Everywhere else
-a loop over the experts does: the plain reference, one product each. The loop reads `ends_E` on the
-host, which waits for a GPU; a compiler sees it as one operation.
+a loop over the experts does it: the plain reference, one matmul each. The loop reads `ends_E` on
+the host, which waits for a GPU; a compiler sees it as one operation.
 
 Shapes: N rows, K input features, O output features, E experts.
 """
@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 OLDEST = (9, 0)
-"""torch's grouped_mm has its kernel from Hopper on."""
+"""Compute capability from which torch's grouped_mm has its kernel: Hopper's."""
 ALIGNED_BYTES = 16
-"""Its operands' rows are a multiple of this (checked by torch itself)."""
+"""Rows of grouped_mm's operands are a multiple of so many bytes; torch checks it."""
 
 
 def has_grouped_kernel(x_NK: Tensor, weight_EOK: Tensor) -> bool:
-    """Whether one kernel can do all experts."""
+    """Return whether one kernel can do all experts."""
     if x_NK.device.type != "cuda" or x_NK.dtype != torch.bfloat16:
         return False
     sizes = (d * x_NK.element_size() for d in weight_EOK.shape[1:])
@@ -32,7 +32,7 @@ def has_grouped_kernel(x_NK: Tensor, weight_EOK: Tensor) -> bool:
 
 
 def grouped_linear(x_NK: Tensor, weight_EOK: Tensor, ends_E: Tensor) -> Tensor:
-    """`x_NK` times the transposed matrix of each row's expert, [N, O].
+    """Multiply `x_NK` with the transposed matrix of each row's expert; returns [N, O].
 
     Args:
         x_NK: rows sorted by expert.
@@ -51,14 +51,14 @@ def _spans(ends_E: Tensor) -> list[slice]:
 
 @torch.library.custom_op("headrace::looped_linear", mutates_args=())
 def looped_linear(x_NK: Tensor, weight_EOK: Tensor, ends_E: Tensor) -> Tensor:
-    """The reference: one product per expert."""
+    """Multiply each expert's rows by a matmul of their own: the reference."""
     spans = zip(_spans(ends_E), weight_EOK, strict=True)
     return torch.cat([F.linear(x_NK[span], weight_OK) for span, weight_OK in spans])
 
 
 @torch.library.custom_op("headrace::looped_outer", mutates_args=())
 def looped_outer(grad_NO: Tensor, x_NK: Tensor, ends_E: Tensor) -> Tensor:
-    """The gradient of the matrices, [E, O, K]; zero for an expert without rows."""
+    """Return the gradient of the matrices, [E, O, K]; zero for an expert without rows."""
     return torch.stack([grad_NO[span].t() @ x_NK[span] for span in _spans(ends_E)])
 
 

@@ -1,10 +1,10 @@
-"""Liger's Triton kernels of RMS norm and gated activation, each as one operation.
+"""Liger's Triton kernels of RMS norm and gated activation are operations without parts here.
 
 Liger wraps its kernels in autograd functions that a compiler traces into, that write gradients over
 what they saved, and that choose by environment. Here the functions beneath them are called with
 every choice given: no write over an input, arithmetic in fp32 ("gemma"), and for the activation the
-kernel that reads gate and up side by side where the fused product left them. A compiler sees four
-operations without parts. Liger is imported when the first of them runs.
+kernel that reads gate and up side by side where the fused matmul left them. A compiler sees four
+operations. Liger is imported when the first of them runs.
 Source: arXiv 2410.10989; liger-kernel 0.8.5, ops/rms_norm.py and ops/swiglu.py.
 
 Shapes: N rows, D features of the model, F hidden features in groups of `group`.
@@ -20,25 +20,25 @@ from headrace.kernels import swiglu
 from headrace.kernels.launches import COUNTS
 
 CASTING = "gemma"
-"""All of a norm in fp32, one rounding at the end; Liger's other modes round before the weight."""
+"""Liger's mode that norms in fp32 and rounds at the end; its others round before the weight."""
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """`kernels.rms_norm.rms_norm` by Liger's kernel, [..., D] to [..., D]."""
+    """Compute `kernels.rms_norm.rms_norm` by Liger's kernel, [..., D] to [..., D]."""
     return norm_forward(x.contiguous(), weight_D, eps)[0]
 
 
 def silu_mul(gate_up: Tensor, group: int) -> Tensor:
-    """silu(gate) x up of a fused, grouped product, [..., 2 F] to [..., F].
+    """Return silu(gate) x up of a fused, grouped matmul's result, [..., 2 F] to [..., F].
 
-    Liger rounds silu(gate) to the input's dtype before the product, as torch does.
+    Liger rounds silu(gate) to the input's dtype before it multiplies by up, as torch does.
     """
     return silu_mul_forward(gate_up.contiguous(), group)
 
 
 @torch.library.custom_op("headrace::liger_rms_norm", mutates_args=())
 def norm_forward(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(result [..., D], one over the root of each row's mean square, fp32 [N])."""
+    """Return the result [..., D], and one over the root of each row's mean square, fp32 [N]."""
     from liger_kernel.ops.rms_norm import rms_norm_forward  # pyright: ignore
 
     COUNTS["liger_rms_norm"] += 1
@@ -50,7 +50,7 @@ def norm_forward(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tenso
 def norm_backward(
     grad: Tensor, x: Tensor, weight_D: Tensor, rstd_N: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of `x` and of the weight."""
+    """Return the gradients of `x` and of the weight."""
     from liger_kernel.ops.rms_norm import _str_to_casting_mode, rms_norm_backward  # pyright: ignore
     from liger_kernel.ops.utils import calculate_settings  # pyright: ignore
 
@@ -62,7 +62,7 @@ def norm_backward(
 
 @torch.library.custom_op("headrace::liger_silu_mul", mutates_args=())
 def silu_mul_forward(gate_up: Tensor, group: int) -> Tensor:
-    """silu(gate) x up, [..., 2 F] to [..., F]."""
+    """Return silu(gate) x up, [..., 2 F] to [..., F]."""
     from liger_kernel.ops.swiglu import swiglu_fused_gate_up_forward  # pyright: ignore
 
     COUNTS["liger_silu_mul"] += 1
@@ -73,7 +73,7 @@ def silu_mul_forward(gate_up: Tensor, group: int) -> Tensor:
 
 @torch.library.custom_op("headrace::liger_silu_mul_backward", mutates_args=())
 def silu_mul_backward(grad: Tensor, gate_up: Tensor, group: int) -> Tensor:
-    """The gradient of `gate_up`, [..., 2 F]."""
+    """Return the gradient of `gate_up`, [..., 2 F]."""
     from liger_kernel.ops.swiglu import swiglu_fused_gate_up_backward  # pyright: ignore
 
     COUNTS["liger_silu_mul_backward"] += 1

@@ -1,7 +1,7 @@
-"""The nearest semi-orthogonal matrix, by a quintic Newton-Schulz iteration.
+"""A quintic Newton-Schulz iteration finds the nearest semi-orthogonal matrix.
 
-Muon's update direction: every singular value of the momentum pushed towards 1, with matrix products
-alone. The coefficients trade exactness for slope at zero, so values end within about [0.7, 1.2]
+It is Muon's update direction: matmuls alone push every singular value of the momentum towards 1.
+The coefficients trade exactness for slope at zero, so values end within about [0.7, 1.2]
 (Keller Jordan, "Muon", 2024, https://kellerjordan.github.io/posts/muon). bf16 suffices on GPUs; a
 CPU without bf16 arithmetic iterates in fp32.
 """
@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Factors of x, x^3 and x^5 in the iteration (Keller Jordan, as above)."""
 STEPS = 5
+"""Iterations (Keller Jordan, as above)."""
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """Orthogonalise each matrix of a batch [..., rows, columns]; same shape, iteration dtype."""
+    """Orthogonalise each matrix of a batch [..., rows, columns], in the iteration's dtype."""
     x = matrices.bfloat16() if matrices.is_cuda else matrices.float()
     tall = x.size(-2) > x.size(-1)
     x = x.mT if tall else x
@@ -27,6 +29,6 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 
 
 def reference_orthogonalize(matrix: Tensor) -> Tensor:
-    """The exact answer for one matrix: U V^T of its singular value decomposition, fp64."""
+    """Return the exact answer for one matrix, U V^T of its singular value decomposition, fp64."""
     u, _, v = torch.linalg.svd(matrix.double(), full_matrices=False)
     return u @ v

@@ -1,7 +1,7 @@
-"""Frozen weight matrices in 8 or 4 bits, which a linear multiplies with and FSDP2 can shard.
+"""A linear multiplies with frozen weights of 8 or 4 bits a number, which FSDP2 can shard.
 
 A frozen weight is only read, so it may be stored in few bits and made whole for the length of one
-product. Every row is quantized by itself: any cut along rows, even or not, holds exactly the
+matmul. Every row is quantized by itself: any cut along rows, even or not, holds exactly the
 numbers of the uncut matrix, so a layout changes nothing and no size is refused. torchao's NF4Tensor
 needs matrices of a multiple of 16,384 numbers, on every rank alone too, because its second scales
 run across rows; that is why these two formats stand here.
@@ -11,9 +11,9 @@ run across rows; that is why these two formats stand here.
   normal distribution. The scales of blocks are themselves 8-bit numbers between the row's smallest
   and largest (the paper's double quantization, by row): 4.1 bits a number at 4,096 columns.
 
-The backward pass makes the weight whole a second time instead of keeping it. What it costs is that
-work, by element, twice a step. A wrapper's inner tensors may have more rows than it shows: FSDP2
-pads shards to one size and asks for the padding when it gathers.
+The backward pass makes the weight whole a second time instead of keeping it, so that work by
+element is done twice a step. A wrapper's inner tensors may have more rows than it shows: FSDP2 pads
+shards to one size and asks for the padding when it gathers.
 
 Shapes: R rows, C columns, B blocks of a row, K numbers of a block.
 """
@@ -31,25 +31,37 @@ from headrace.kernels.autocast import compute_dtype
 aten = torch.ops.aten
 
 BLOCK = 64
-"""Numbers under one scale, as in QLoRA."""
+"""Numbers under one scale, as in QLoRA (arXiv 2305.14314)."""
 NF4 = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
-    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
-    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
-    0.7229568362236023, 1.0,
-)  # fmt: skip
-"""The 16 levels of arXiv 2305.14314, appendix E."""
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+"""The 16 levels of NF4 (arXiv 2305.14314, appendix E)."""
 
 
 def quantize(weight_RC: Tensor, base: Literal["nf4", "int8"]) -> "QuantizedWeight":
-    """A matrix as a quantized one that shows its shape and dtype."""
+    """Quantize a matrix; the result shows its shape and dtype."""
     kind = NF4Weight if base == "nf4" else Int8Weight
     with torch.no_grad():
         return kind.of(weight_RC.detach())
 
 
 def quantized_bytes(rows: int, columns: int, base: Literal["nf4", "int8"]) -> int:
-    """Bytes of a quantized matrix of this shape."""
+    """Return the bytes of a quantized matrix of this shape."""
     blocks = math.ceil(columns / BLOCK)
     if base == "int8":
         return rows * (columns + 4)
@@ -57,7 +69,7 @@ def quantized_bytes(rows: int, columns: int, base: Literal["nf4", "int8"]) -> in
 
 
 class QuantizedWeight(torch.Tensor):
-    """What both formats share: views by rows, copies, sharding, and the product."""
+    """Both formats share this class: views by rows, copies, sharding, and the matmul."""
 
     by_row: ClassVar[tuple[str, ...]]
     """Names of inner tensors that have a row for each row of the weight."""
@@ -65,7 +77,7 @@ class QuantizedWeight(torch.Tensor):
     """Names of inner tensors that every shard has whole."""
 
     def __new__(cls, inner: dict[str, Tensor], size: torch.Size, dtype: torch.dtype) -> Self:
-        """A wrapper that shows `size` and `dtype`; its inner tensors may have more rows."""
+        """Make a wrapper that shows `size` and `dtype`; its inner tensors may have more rows."""
         device = inner[cls.by_row[0]].device
         return torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)  # type: ignore[attr-defined]
 
@@ -79,16 +91,16 @@ class QuantizedWeight(torch.Tensor):
         raise NotImplementedError
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
-        """The matrix [R, C] that this stands for, computed in fp32."""
+        """Return the matrix [R, C] that this stands for, computed in fp32."""
         raise NotImplementedError
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Bytes that are really held."""
+        """Return the bytes of all inner tensors."""
         return sum(tensor.nbytes for tensor in self.inner().values())
 
     def inner(self) -> dict[str, Tensor]:
-        """The tensors that hold it."""
+        """Return the inner tensors by name."""
         return {name: getattr(self, name) for name in (*self.by_row, *self.common)}
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -108,14 +120,18 @@ class QuantizedWeight(torch.Tensor):
     # --- FSDP2 gathers the inner tensors of all ranks ------------------------------------------
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
-        """This rank's rows, padded as FSDP2 made them."""
+        """Give FSDP2 this rank's rows, padded as it made them."""
         return tuple(getattr(self, name) for name in self.by_row), None
 
     def fsdp_post_all_gather(
-        self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *,
+        self,
+        outputs: tuple[Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
         out: Tensor | None = None,
-    ) -> Any:  # fmt: skip
-        """The weight of all ranks' rows over the gathered tensors; FSDP2 then cuts off padding."""
+    ) -> Any:
+        """Make the weight of all ranks' rows over the gathered tensors; FSDP2 cuts off padding."""
         if out is not None:
             return None  # it is made of these very tensors
         inner = dict(zip(self.by_row, outputs, strict=True))
@@ -138,13 +154,13 @@ class QuantizedWeight(torch.Tensor):
         return _OPERATIONS[func](*args, **(kwargs or {}))
 
     def _each(self, change: Callable[[Tensor], Tensor], rows: int) -> Self:
-        """The same over changed inner tensors."""
+        """Return a weight of so many rows over changed inner tensors."""
         inner = {name: change(getattr(self, name)) for name in self.by_row}
         return type(self)(self.inner() | inner, torch.Size((rows, self.size(1))), self.dtype)
 
 
 class Int8Weight(QuantizedWeight):
-    """Codes of 8 bits times one scale a row."""
+    """A weight is codes of 8 bits times one scale a row."""
 
     by_row: ClassVar[tuple[str, ...]] = ("codes", "scales")
     codes: Tensor
@@ -152,35 +168,35 @@ class Int8Weight(QuantizedWeight):
 
     @classmethod
     def of(cls, weight_RC: Tensor) -> Self:
-        """The row's largest magnitude is code 127."""
+        """Quantize a matrix; a row's largest magnitude is code 127."""
         values_RC = weight_RC.float()
         scales_R1 = values_RC.abs().amax(1, keepdim=True) / 127
         codes_RC = (values_RC / scales_R1.clamp(min=1e-30)).round().to(torch.int8)
         return cls({"codes": codes_RC, "scales": scales_R1}, weight_RC.shape, weight_RC.dtype)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
-        """Code times scale."""
+        """Multiply codes by scales."""
         rows = self.size(0)
         return (self.codes[:rows] * self.scales[:rows]).to(dtype or self.dtype)
 
 
 class NF4Weight(QuantizedWeight):
-    """Codes of 4 bits into the levels of a normal distribution, times a scale of each block."""
+    """A weight is codes of 4 bits into the levels of a normal distribution, times block scales."""
 
     by_row: ClassVar[tuple[str, ...]] = ("codes", "scales", "spans")
     common: ClassVar[tuple[str, ...]] = ("levels",)
     codes: Tensor
-    """[R, B x K / 2] uint8: the first of two numbers in the high bits."""
+    """Two numbers a byte, the first in the high bits; uint8 [R, B x K / 2]."""
     scales: Tensor
-    """[R, B] uint8"""
+    """Codes of the blocks' scales; uint8 [R, B]."""
     spans: Tensor
-    """[R, 2] fp32: a row's smallest scale, and the step between two codes of scales."""
+    """A row's smallest scale, and the step between two codes of scales; fp32 [R, 2]."""
     levels: Tensor
-    """[16] fp32; on the device, so that a product copies nothing there."""
+    """The levels, fp32 [16]; on the device, so that a matmul copies nothing there."""
 
     @classmethod
     def of(cls, weight_RC: Tensor) -> Self:
-        """Nearest level under the scale that will be read back; rows are padded to whole blocks."""
+        """Quantize to the nearest level under the rounded scale; pad rows to whole blocks."""
         columns = weight_RC.size(1)
         padded = math.ceil(columns / BLOCK) * BLOCK
         values_RBK = F.pad(weight_RC.float(), (0, padded - columns)).unflatten(1, (-1, BLOCK))
@@ -203,7 +219,7 @@ class NF4Weight(QuantizedWeight):
         return cls(inner, weight_RC.shape, weight_RC.dtype)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
-        """Level times scale."""
+        """Multiply levels by scales."""
         rows, columns = self.shape
         codes, spans_R2 = self.codes[:rows], self.spans[:rows]
         scale_RB = spans_R2[:, :1] + self.scales[:rows] * spans_R2[:, 1:]
@@ -213,11 +229,11 @@ class NF4Weight(QuantizedWeight):
         return blocks_RBK.view(rows, -1)[:, :columns].to(dtype or self.dtype)
 
 
-# --- the product -----------------------------------------------------------------------------
+# --- the matmul ------------------------------------------------------------------------------
 
 
-class _Product(torch.autograd.Function):
-    """x W^T that keeps the quantized weight, and gives it no gradient."""
+class _Matmul(torch.autograd.Function):
+    """It computes x W^T, keeps the quantized weight, and gives it no gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: QuantizedWeight) -> Tensor:  # type: ignore[override]
@@ -231,17 +247,22 @@ class _Product(torch.autograd.Function):
 
 
 def _linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
-    """F.linear, under autocast too."""
-    y = _Product.apply(x.to(compute_dtype(x)), weight)
+    """Compute F.linear with a quantized weight, under autocast too."""
+    y = _Matmul.apply(x.to(compute_dtype(x)), weight)
     return y if bias is None else y + bias.to(y.dtype)
 
 
 # --- what autograd, modules and FSDP2 do with a weight ---------------------------------------
 
 
-def _slice(w: QuantizedWeight, dim: int = 0, start: int | None = None, end: int | None = None,
-           step: int = 1) -> QuantizedWeight:  # fmt: skip
-    """Some rows. Cut at the end alone it keeps the inner tensors: FSDP2's padding."""
+def _slice(
+    w: QuantizedWeight,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> QuantizedWeight:
+    """Take some rows; cut at the end alone it keeps the inner tensors: FSDP2's padding."""
     first, last, _ = slice(start, end).indices(w.size(0))
     assert dim == 0 and step == 1, "a quantized weight is cut by rows"
     if first == 0:
@@ -250,7 +271,7 @@ def _slice(w: QuantizedWeight, dim: int = 0, start: int | None = None, end: int 
 
 
 def _split(w: QuantizedWeight, size: int, dim: int = 0) -> list[QuantizedWeight]:
-    """Rows in parts of `size`."""
+    """Split rows into parts of `size`."""
     parts = range(0, w.size(0), size)
     ends = [min(start + size, w.size(0)) for start in parts]
     return [
@@ -269,23 +290,28 @@ def _copy_(w: QuantizedWeight, other: Tensor, non_blocking: bool = False) -> Qua
     return w
 
 
-def _to_copy(w: QuantizedWeight, *, dtype: torch.dtype | None = None,
-             device: torch.device | None = None, **rest: Any) -> Tensor:  # fmt: skip
-    """On another device; as another dtype it is no longer quantized."""
+def _to_copy(
+    w: QuantizedWeight,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    **rest: Any,
+) -> Tensor:
+    """Copy to another device; as another dtype it is no longer quantized."""
     inner = {name: tensor.to(device) for name, tensor in w.inner().items()}
     moved = type(w)(inner, w.shape, w.dtype)
     return moved if dtype in (None, w.dtype) else moved.dequantize(dtype)
 
 
 def _new_zeros(w: QuantizedWeight, size: Any, **options: Any) -> Tensor:
-    """A weight of so many rows, or an empty plain tensor for a rank that has none."""
+    """Make a weight of so many rows, or an empty plain tensor for a rank that has none."""
     if math.prod(size) == 0:
         return torch.empty(size, dtype=w.dtype, device=w.device)
     return w._each(lambda t: t.new_zeros((size[0], *t.shape[1:])), size[0])
 
 
 def _as_strided(w: QuantizedWeight, size: Any, stride: Any, offset: Any = None) -> QuantizedWeight:
-    """FSDP2's way to say the unpadded size."""
+    """Take the rows that FSDP2 asks for when it gives the unpadded size."""
     assert size[1] == w.size(1) and stride[0] == w.size(1), "a quantized weight is cut by rows"
     return w._each(lambda t: t, size[0])
 

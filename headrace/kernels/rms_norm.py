@@ -1,4 +1,4 @@
-"""Root-mean-square norm as one kernel forward and one backward.
+"""The root-mean-square norm is one kernel forward and one backward.
 
 Eager torch under bf16 copies the input to fp32, normalises, and rounds the result in a third
 kernel; autograd keeps the fp32 copy. Here a kernel reads the input once in its own dtype, computes
@@ -7,9 +7,9 @@ backward pass reads input and gradient once, writes the input's gradient, and ad
 gradient in registers: each of at most PARTS programs writes one partial sum, and the partial sums
 are added in one order. So the result is the same in every run, on every GPU.
 
-`rms_norm_add` takes in the addition before a norm: the same kernels write the sum beside the
+`rms_norm_add` includes the addition before a norm: the same kernels write the sum beside the
 result, and add the gradient that comes along the residual stream to the norm's own. A norm alone
-reads a sum that another kernel has just written, and a third adds up the two gradients.
+reads a sum that another kernel has just written, and a third kernel adds up the two gradients.
 
 Triton compiles it for a GPU; `reference` is the plain sequence of operations. A compiler sees two
 operations without parts. Source: arXiv 1910.07467; Liger (arXiv 2410.10989) has the same fusion.
@@ -27,12 +27,12 @@ from headrace.kernels.launches import COUNTS
 
 
 def reference(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """[..., D] to [..., D] by torch's own operations, with fp32 statistics."""
+    """Normalise [..., D] by torch's own operations, with fp32 statistics."""
     return F.rms_norm(x.float(), weight_D.shape, weight_D.float(), eps).type_as(x)
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """`x` over the root of its mean square, times `weight_D`; computed in fp32.
+    """Return `x` over the root of its mean square, times `weight_D`; computed in fp32.
 
     Args:
         x: [..., D] in fp32, bf16 or fp16, on a GPU; copied if it is not contiguous.
@@ -46,13 +46,13 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 def reference_add(x: Tensor, delta: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(x + delta, that sum normalised) by torch's own operations."""
+    """Return x + delta and that sum normalised, by torch's own operations."""
     total = x + delta
     return total, reference(total, weight_D, eps)
 
 
 def rms_norm_add(x: Tensor, delta: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(x + delta, that sum normalised), in one pass over both.
+    """Return x + delta and that sum normalised, in one pass over both.
 
     Args:
         x: [..., D] in fp32, bf16 or fp16, on a GPU; copied if it is not contiguous.
@@ -68,7 +68,7 @@ def rms_norm_add(x: Tensor, delta: Tensor, weight_D: Tensor, eps: float) -> tupl
 
 @torch.library.custom_op("headrace::rms_norm", mutates_args=())
 def rms_norm_forward(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(result [..., D], one over the root of each row's mean square, fp32 [N])."""
+    """Return the result [..., D], and one over the root of each row's mean square, fp32 [N]."""
     from headrace.kernels import rms_norm_triton
 
     COUNTS["rms_norm_forward"] += 1
@@ -79,7 +79,7 @@ def rms_norm_forward(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, T
 def rms_norm_add_forward(
     x: Tensor, delta: Tensor, weight_D: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(sum [..., D], result [..., D], one over the root of each row's mean square, fp32 [N])."""
+    """Return sum and result [..., D], and one over each row's root mean square, fp32 [N]."""
     from headrace.kernels import rms_norm_triton
 
     COUNTS["rms_norm_add_forward"] += 1
@@ -88,10 +88,14 @@ def rms_norm_add_forward(
 
 @torch.library.custom_op("headrace::rms_norm_backward", mutates_args=())
 def rms_norm_backward(
-    grad: Tensor, x: Tensor, weight_D: Tensor, rstd_N: Tensor, trained: bool,
+    grad: Tensor,
+    x: Tensor,
+    weight_D: Tensor,
+    rstd_N: Tensor,
+    trained: bool,
     along: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The gradients of `x` and, where it is `trained`, of the weight; else an empty one.
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of `x` and, where `trained`, of the weight, else an empty one.
 
     `along` is a gradient that reaches `x` past the norm, and is added to the first.
     """
@@ -103,7 +107,7 @@ def rms_norm_backward(
 
 @rms_norm_forward.register_fake
 def results_like(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """For a compiler: tensors shaped like the results."""
+    """Give a compiler tensors shaped like the results."""
     rows = x.numel() // x.size(-1)
     return torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
 
@@ -117,14 +121,18 @@ def _(x: Tensor, delta: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, T
 
 @rms_norm_backward.register_fake
 def _(
-    grad: Tensor, x: Tensor, weight_D: Tensor, rstd_N: Tensor, trained: bool,
+    grad: Tensor,
+    x: Tensor,
+    weight_D: Tensor,
+    rstd_N: Tensor,
+    trained: bool,
     along: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), weight_D.new_empty(weight_D.numel() if trained else 0)
 
 
 def keep(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: tuple[Tensor, Tensor]) -> None:
-    """For autograd: input, weight and each row's statistic."""
+    """Keep input, weight and each row's statistic for autograd."""
     ctx.set_materialize_grads(False)  # nobody asks for the statistics' gradient
     ctx.save_for_backward(*inputs[:2], output[1])
 

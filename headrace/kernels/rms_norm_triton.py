@@ -1,6 +1,6 @@
-"""The Triton kernels of rms_norm.py; imported when the first of them runs.
+"""This module holds the Triton kernels of rms_norm.py; the first of them to run imports it.
 
-A program holds whole rows: `tile` of them, each in `block` features, a power of two.
+A program computes whole rows: `tile` of them, each in `block` features, a power of two.
 
 Shapes: N rows, D features, P programs.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from headrace.kernels.launches import on_device_of
 
 TILE_NUMBERS = 2048
-"""Numbers of the rows that a program holds at once, where rows are short."""
+"""Numbers that a program reads at once, in several rows where rows are narrower."""
 PARTS = 512
 """Most programs of the backward pass: about four for each of an H200's 132 processors. A constant,
 so that the weight's gradient is added up in the same order on every GPU."""
@@ -23,10 +23,20 @@ so that the weight's gradient is added up in the same order on every GPU."""
 
 @triton.jit
 def rms_norm_forward(
-    x_ptr, delta_ptr, weight_ptr, sum_ptr, out_ptr, rstd_ptr, rows, features, eps,
-    adds: tl.constexpr, tile: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
-    """One tile of rows: results, and one over the root of each row's mean square.
+    x_ptr,
+    delta_ptr,
+    weight_ptr,
+    sum_ptr,
+    out_ptr,
+    rstd_ptr,
+    rows,
+    features,
+    eps,
+    adds: tl.constexpr,
+    tile: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Write results of one tile of rows, and one over the root of each row's mean square.
 
     With `adds` what is normalised is x + delta, rounded as it is written.
     """
@@ -50,11 +60,22 @@ def rms_norm_forward(
 
 @triton.jit
 def rms_norm_backward(
-    grad_ptr, along_ptr, x_ptr, weight_ptr, rstd_ptr, out_ptr, part_ptr, rows, features,
-    adds: tl.constexpr, trained: tl.constexpr, steps: tl.constexpr,
-    tile: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
-    """`steps` tiles of rows: gradients of `x`, and a partial sum of the weight's.
+    grad_ptr,
+    along_ptr,
+    x_ptr,
+    weight_ptr,
+    rstd_ptr,
+    out_ptr,
+    part_ptr,
+    rows,
+    features,
+    adds: tl.constexpr,
+    trained: tl.constexpr,
+    steps: tl.constexpr,
+    tile: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Write gradients of `steps` tiles of rows, and a partial sum of the weight's gradient.
 
     With `adds` the gradient that reaches `x` past the norm is added to the norm's own.
     """
@@ -86,7 +107,7 @@ def rms_norm_backward(
 def forward(
     x: Tensor, delta: Tensor | None, weight_D: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(sum, result [..., D], one over the root of each row's mean square, fp32 [N]).
+    """Return sum and result [..., D], and one over the root of each row's mean square, fp32 [N].
 
     Without a `delta` the sum is `x`.
     """
@@ -99,17 +120,30 @@ def forward(
     launch: Any = rms_norm_forward[(-(-rows // how["tile"]),)]
     with on_device_of(x):
         launch(
-            x, x if delta is None else delta, weight_D, total, out, rstd_N, rows, features, eps,
-            adds=delta is not None, **how,
-        )  # fmt: skip
+            x,
+            x if delta is None else delta,
+            weight_D,
+            total,
+            out,
+            rstd_N,
+            rows,
+            features,
+            eps,
+            adds=delta is not None,
+            **how,
+        )
     return total, out, rstd_N
 
 
 def backward(
-    grad: Tensor, x: Tensor, weight_D: Tensor, rstd_N: Tensor, trained: bool,
+    grad: Tensor,
+    x: Tensor,
+    weight_D: Tensor,
+    rstd_N: Tensor,
+    trained: bool,
     along: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The gradients of `x` and, where it is `trained`, of the weight; else an empty one.
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of `x` and, where `trained`, of the weight, else an empty one.
 
     `along` is a gradient that reaches `x` past the norm, and is added to the first.
     """
@@ -123,20 +157,31 @@ def backward(
     launch: Any = rms_norm_backward[(programs,)]
     with on_device_of(x):
         launch(
-            grad, grad if along is None else along, x, weight_D, rstd_N, out, part_PD,
-            rows, features, adds=along is not None, trained=trained, steps=steps, **how,
-        )  # fmt: skip
+            grad,
+            grad if along is None else along,
+            x,
+            weight_D,
+            rstd_N,
+            out,
+            part_PD,
+            rows,
+            features,
+            adds=along is not None,
+            trained=trained,
+            steps=steps,
+            **how,
+        )
     of_weight = part_PD.sum(0).to(weight_D.dtype) if trained else weight_D.new_empty(0)
     return out, of_weight
 
 
 def _shape(features: int) -> dict[str, int]:
-    """Rows and features of a program, and warps for 16 numbers a thread."""
+    """Return rows and features of a program, and warps for 16 numbers a thread."""
     block = _power_of_two(features)
     tile = max(1, TILE_NUMBERS // block)
     return {"tile": tile, "block": block, "num_warps": min(16, max(4, tile * block // 512))}
 
 
 def _power_of_two(least: int) -> int:
-    """The smallest that is not below `least`."""
+    """Return the smallest power of two that is not below `least`."""
     return 1 << (least - 1).bit_length()

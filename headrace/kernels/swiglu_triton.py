@@ -1,7 +1,9 @@
-"""The Triton kernels of swiglu.py; imported when the first of them runs.
+"""This module holds the Triton kernels of swiglu.py; the first of them to run imports it.
 
 Shapes: N tokens, F hidden features in groups; a program does one token and BLOCK features.
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -16,7 +18,7 @@ BLOCK = 1024
 
 @triton.jit
 def swiglu_forward(gate_up_ptr, out_ptr, features, group, block: tl.constexpr):
-    """`block` results of one token."""
+    """Write `block` results of one token."""
     token = tl.program_id(0).to(tl.int64)
     feature = tl.program_id(1) * block + tl.arange(0, block)
     inside = feature < features
@@ -30,7 +32,7 @@ def swiglu_forward(gate_up_ptr, out_ptr, features, group, block: tl.constexpr):
 
 @triton.jit
 def swiglu_backward(grad_ptr, gate_up_ptr, out_ptr, features, group, block: tl.constexpr):
-    """The gradients of `block` gates of one token, and of their ups."""
+    """Write the gradients of `block` gates of one token, and of their ups."""
     token = tl.program_id(0).to(tl.int64)
     feature = tl.program_id(1) * block + tl.arange(0, block)
     inside = feature < features
@@ -47,21 +49,21 @@ def swiglu_backward(grad_ptr, gate_up_ptr, out_ptr, features, group, block: tl.c
 
 
 def forward(gate_up: Tensor, group: int) -> Tensor:
-    """[..., 2 F] to [..., F]."""
+    """Launch the forward kernel, [..., 2 F] to [..., F]."""
     features = gate_up.size(-1) // 2
     out = gate_up.new_empty(*gate_up.shape[:-1], features)
+    launch: Any = swiglu_forward[_grid(out)]
     with on_device_of(gate_up):
-        swiglu_forward[_grid(out)](gate_up, out, features, group, block=BLOCK)  # pyright: ignore
+        launch(gate_up, out, features, group, block=BLOCK)
     return out
 
 
 def backward(grad: Tensor, gate_up: Tensor, group: int) -> Tensor:
-    """The gradient of `gate_up`, [..., 2 F]."""
+    """Launch the backward kernel; returns the gradient of `gate_up`, [..., 2 F]."""
     out = torch.empty_like(gate_up)
+    launch: Any = swiglu_backward[_grid(grad)]
     with on_device_of(gate_up):
-        swiglu_backward[_grid(grad)](
-            grad, gate_up, out, grad.size(-1), group, block=BLOCK,  # pyright: ignore
-        )  # fmt: skip
+        launch(grad, gate_up, out, grad.size(-1), group, block=BLOCK)
     return out
 
 

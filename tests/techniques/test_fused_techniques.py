@@ -96,7 +96,7 @@ def test_the_rotation_takes_in_the_norm(groups: int, build_with: Callable[..., B
     assert evidence.active and evidence.numbers["norms"] == evidence.numbers["forward"]
     assert evidence.numbers["norms_backward"] == evidence.numbers["backward"] > 0
     before = fused.notes["fused_rope"]
-    for kernel in ("rope_norm_turn", "rope_norm_back"):
+    for kernel in ("rope_norm_rotate", "rope_norm_back"):
         fused.notes["fused_rope"] = {**before, kernel: COUNTS[kernel]}
         assert not FusedRope().active(fused).active, f"no {kernel} is not in force"
     fused.model.requires_grad_(False)

@@ -49,7 +49,7 @@ from headrace.plan.technique import (
     Unsupported,
 )
 
-KERNELS = ("rope_turn", "rope_back", "rope_norm_turn", "rope_norm_back")
+KERNELS = ("rope_rotate", "rope_back", "rope_norm_rotate", "rope_norm_back")
 
 
 class FusedRotation(NamedTuple):

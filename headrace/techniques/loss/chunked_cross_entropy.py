@@ -26,7 +26,7 @@ from headrace.costs.ledger import Ledger, Line
 from headrace.costs.work import Work
 from headrace.kernels.autocast import compute_dtype
 from headrace.kernels.chunked_loss import chunked_loss, has_native, native_loss
-from headrace.kernels.cross_entropy_objective import asked_of_kernels
+from headrace.kernels.cross_entropy_objective import kernel_arguments
 from headrace.kernels.fused_cross_entropy import loss_and_gradient_
 from headrace.kernels.launches import COUNTS, since
 from headrace.model.head import IGNORED, Head, Objective, Vocabulary, capped, cross_entropy
@@ -93,7 +93,7 @@ class ChunkedHead(Head):
     def asked(self, objective: Objective) -> dict[str, Any] | None:
         """What the kernels are told of it, if they compute it: of a vocabulary that is whole."""
         fused = self.fused and type(self.vocabulary) is Vocabulary
-        return asked_of_kernels(objective, cross_entropy) if fused else None
+        return kernel_arguments(objective, cross_entropy) if fused else None
 
     def is_native(self, objective: Objective) -> bool:
         """Whether torch's own computes it, which knows cross-entropy of whole rows alone."""

@@ -26,7 +26,7 @@ from torch import Tensor
 from headrace.assemble.sockets import Build
 from headrace.core.model_config import ModelConfig
 from headrace.costs.ledger import Ledger, Line
-from headrace.kernels.cross_entropy_objective import asked_of_kernels
+from headrace.kernels.cross_entropy_objective import kernel_arguments
 from headrace.kernels.fused_cross_entropy import fused_cross_entropy
 from headrace.kernels.launches import COUNTS, since
 from headrace.model.head import IGNORED, Head, Objective, Vocabulary, cross_entropy
@@ -68,7 +68,7 @@ class FusedHead(Head):
         objective: Objective, scale: Tensor | float = 1.0,
     ) -> Tensor:  # fmt: skip
         """The objective's sum over all tokens, times `scale`; a scalar."""
-        asked = asked_of_kernels(objective, cross_entropy)
+        asked = kernel_arguments(objective, cross_entropy)
         if asked is not None:
             logits_NV = F.linear(hidden_ND, weight_VD)
             how = {"ignored": IGNORED, "softcap": self.cap, "in_place": True, **asked}
