@@ -20,7 +20,7 @@ SHAPE = (200, 300)
 
 
 def numbers() -> Tensor:
-    """fp32 numbers of both signs over many magnitudes, and some special ones."""
+    """Return fp32 numbers of both signs over many magnitudes, and some special ones."""
     draw = torch.Generator().manual_seed(0)
     values = torch.randn(SHAPE, generator=draw) * torch.exp2(
         torch.randint(-30, 30, SHAPE, generator=draw).float()
@@ -53,8 +53,12 @@ def test_noise_is_uniform_and_of_each_step_and_matrix() -> None:
     assert 0.7 < float(((counts - expected) ** 2 / expected).sum()) / 255 < 1.3
     centred = draws.flatten(1) - draws.mean()
     spread = 5 / centred.numel() ** 0.5  # five standard deviations of a correlation of nothing
-    for one, other in ((centred[1:], centred[:-1]), (centred[:, 1:], centred[:, :-1]),
-                       (centred[:, SHAPE[1]:], centred[:, : -SHAPE[1]])):  # fmt: skip
+    neighbours = (
+        (centred[1:], centred[:-1]),
+        (centred[:, 1:], centred[:, :-1]),
+        (centred[:, SHAPE[1] :], centred[:, : -SHAPE[1]]),
+    )
+    for one, other in neighbours:
         assert abs(float((one * other).mean() / centred.var())) < spread
     first = noise_at(0)
     assert first.equal(noise_at(0))

@@ -35,13 +35,13 @@ KERNELS = [
     pytest.param("efficient", "cuda", torch.float16, marks=GPU),
 ]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02, torch.float16: 0.004}
-"""Over the largest number: fp32's is a dot product's rounding, the others' a few ulps."""
+"""Differences over the largest number: in fp32 a dot product's rounding, else a few ulps."""
 
 
 def tensors(
     shape: str, dtype: torch.dtype, device: str, *, square: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradient of the output, queries, keys, values; as slices of larger tensors."""
+    """Return gradient of the output, queries, keys and values, as slices of larger tensors."""
     B, H, G, t, s, K = SHAPES[shape]
     s = t if square else s
     draw = torch.Generator().manual_seed(len(shape))
@@ -52,7 +52,7 @@ def tensors(
 
 
 def make_mask(kind: str, q: Tensor, k: Tensor) -> Mask:
-    """A mask of each kind; "blind" has queries that see nothing, "shared" serves all rows."""
+    """Make a mask; "blind" has queries that see nothing, "shared" serves all rows."""
     if kind in ("full", "causal"):
         return kind  # type: ignore[return-value]
     draw = torch.Generator().manual_seed(5)
@@ -65,7 +65,7 @@ def make_mask(kind: str, q: Tensor, k: Tensor) -> Mask:
 
 
 def close(found: Tensor, right: Tensor, limit: float) -> None:
-    """Largest difference over the largest number, infinities the same."""
+    """Compare by the largest difference over the largest number; infinities are equal."""
     assert found.shape == right.shape and found.dtype == right.dtype
     assert torch.equal(found.isinf(), right.isinf()) and not found.isnan().any()
     found, right = found[~found.isinf()].float(), right[~right.isinf()].float()
@@ -75,7 +75,7 @@ def close(found: Tensor, right: Tensor, limit: float) -> None:
 def both(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask, kernel: Kernel | None
 ) -> list[Tensor]:
-    """Output, lse and gradients of attention over one block alone."""
+    """Return output, lse and gradients of attention over one block alone."""
     o, lse = block_attention(q, k, v, mask, kernel=kernel)
     return [o, lse, *block_attention_backward(do, q, k, v, o, lse, mask, kernel=kernel)]
 
@@ -139,26 +139,31 @@ def test_a_block_takes_the_statistics_of_the_whole(
     parts = []
     for keys in (slice(0, 90), slice(90, 200)):
         part = mask[:, :, keys] if isinstance(mask, Tensor) else mask
-        parts.append(block_attention_backward(
-            do, q, k[:, :, keys], v[:, :, keys], o.to(dtype), lse, part, kernel=kernel
-        ))  # fmt: skip
+        parts.append(
+            block_attention_backward(
+                do, q, k[:, :, keys], v[:, :, keys], o.to(dtype), lse, part, kernel=kernel
+            )
+        )
     (dq, dk, dv), (dq2, dk2, dv2) = parts
     found = (dq + dq2, torch.cat((dk, dk2), 2), torch.cat((dv, dv2), 2))
     for x, y in zip(found, right, strict=True):
         close(x.float(), y, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize(("features", "dtype", "kind", "kernel"), [
-    (64, torch.bfloat16, "full", "flash"),
-    (64, torch.float16, "causal", "flash"),
-    (64, torch.bfloat16, "dense", "efficient"),
-    (64, torch.float32, "causal", "efficient"),
-    (12, torch.float32, "dense", "efficient"),
-    (12, torch.bfloat16, "full", "plain"),
-    (512, torch.bfloat16, "full", "efficient"),
-    (6, torch.float32, "full", "plain"),
-    (64, torch.float64, "full", "plain"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("features", "dtype", "kind", "kernel"),
+    [
+        (64, torch.bfloat16, "full", "flash"),
+        (64, torch.float16, "causal", "flash"),
+        (64, torch.bfloat16, "dense", "efficient"),
+        (64, torch.float32, "causal", "efficient"),
+        (12, torch.float32, "dense", "efficient"),
+        (12, torch.bfloat16, "full", "plain"),
+        (512, torch.bfloat16, "full", "efficient"),
+        (6, torch.float32, "full", "plain"),
+        (64, torch.float64, "full", "plain"),
+    ],
+)
 @pytest.mark.gpu
 def test_the_rule_on_a_gpu(features: int, dtype: torch.dtype, kind: str, kernel: str) -> None:
     q = torch.randn(2, 2, 5, features, device="cuda").to(dtype)

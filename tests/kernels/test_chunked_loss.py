@@ -22,23 +22,23 @@ CHUNKS = (1, 5, 22, 23, 24, 1000)
 
 
 def nll(logits_nV: Tensor, targets_n: Tensor, extras: Any) -> Tensor:
-    """Cross-entropy that ignores some targets."""
+    """Compute cross-entropy that ignores some targets."""
     return F.cross_entropy(logits_nV, targets_n, ignore_index=-100, reduction="sum")
 
 
 def wide_nll(logits_nV: Tensor, targets_n: Tensor, extras: Any) -> Tensor:
-    """The same in fp32."""
+    """Compute `nll` in fp32."""
     return nll(logits_nV.float(), targets_n, extras)
 
 
 def with_z(logits_nV: Tensor, targets_n: Tensor, extras: Any) -> Tensor:
-    """Cross-entropy and a term of the partition."""
+    """Compute cross-entropy and a term of the partition."""
     partition_n = logits_nV.logsumexp(-1)
     return nll(logits_nV, targets_n, extras) + 0.1 * partition_n.square()[targets_n >= 0].sum()
 
 
 def distilled(logits_nV: Tensor, targets_n: Tensor, extras: Any) -> Tensor:
-    """Cross-entropy with a teacher's probabilities in `extras`."""
+    """Compute cross-entropy with a teacher's probabilities in `extras`."""
     return -(extras["teacher"] * logits_nV.log_softmax(-1)).sum()
 
 
@@ -46,7 +46,7 @@ LOSSES: dict[str, Loss] = {"nll": nll, "with_z": with_z, "distilled": distilled}
 
 
 def inputs(dtype: torch.dtype = torch.float32, *, ignored: bool = True) -> list[Any]:
-    """Hidden states, weight, targets, extras."""
+    """Return hidden states, weight, targets and extras."""
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(N, D, generator=draw).to(dtype).requires_grad_()
     weight = torch.randn(V, D, generator=draw).requires_grad_()
@@ -57,7 +57,7 @@ def inputs(dtype: torch.dtype = torch.float32, *, ignored: bool = True) -> list[
 
 
 def compare(found: Tensor, right: Tensor, *, rtol: float) -> None:
-    """Largest difference over the largest number."""
+    """Compare by the largest difference over the largest number."""
     assert found.dtype == right.dtype
     assert float((found - right).abs().max()) <= rtol * float(right.abs().max())
 
@@ -95,8 +95,9 @@ def test_a_scale_saves_small_gradients_in_fp16(both: Any) -> None:
     hidden = torch.full((4, 2), 3.0, dtype=torch.float16, requires_grad=True)
     weight = torch.tensor([[3.0, 3.0], [0.0, 0.0]], dtype=torch.float16, requires_grad=True)
     scale = 2.0**14
-    chunked_loss(hidden, weight, torch.zeros(4, dtype=torch.long), None, wide_nll, 3, scale=scale,
-                 both=both).backward()  # fmt: skip
+    targets = torch.zeros(4, dtype=torch.long)
+    total = chunked_loss(hidden, weight, targets, None, wide_nll, 3, scale=scale, both=both)
+    total.backward()
     small = weight.grad[1].double() / scale  # type: ignore[index]
     right = 4 * 3.0 / (1 + math.exp(18.0))
     assert small.tolist() == pytest.approx([right, right], rel=0.01)

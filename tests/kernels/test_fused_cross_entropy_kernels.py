@@ -1,4 +1,4 @@
-"""The fused cross-entropy against torch's own in fp32; on a CPU in Triton's interpreter."""
+"""The fused cross-entropy equals torch's own in fp32; on a CPU it runs in Triton's interpreter."""
 
 from typing import Any
 
@@ -27,13 +27,13 @@ OPTIONS: dict[str, dict[str, float]] = {
 }
 IGNORED = {"none": [], "some": [0, 3, 4, -1], "all": slice(None)}
 WEIGHT = 0.37
-"""Of the loss, as the trainer's scale."""
+"""What the loss is multiplied by, as a trainer's scale does."""
 
 
 def given(
     tokens: int, vocab: int, dtype: torch.dtype, ignored: str = "some", device: str = DEVICE
 ) -> tuple[Tensor, Tensor]:
-    """Logits as large as they come, and targets, one of them the last id."""
+    """Draw logits as large as they come, and targets, one of them the last id."""
     draw = torch.Generator().manual_seed(tokens + vocab)
     logits = 4 * torch.randn(tokens, vocab, generator=draw)
     targets = torch.randint(0, vocab, (tokens,), generator=draw)
@@ -43,7 +43,7 @@ def given(
 
 
 def wanted(logits: Tensor, targets: Tensor, **how: float) -> tuple[Tensor, Tensor]:
-    """The reference's loss and gradient, of these very logits in fp64 and rounded at the end.
+    """Return the reference's loss and gradient of these logits in fp64, rounded at the end.
 
     Torch's own smoothing adds up a share for each of the vocabulary: 2e-5 of 262,144 in fp32.
     """
@@ -56,7 +56,7 @@ def wanted(logits: Tensor, targets: Tensor, **how: float) -> tuple[Tensor, Tenso
 def found(
     logits: Tensor, targets: Tensor, function: Any = fused_cross_entropy, **how: Any
 ) -> tuple[Tensor, Tensor]:
-    """Ours, behind an operation whose result nobody else reads."""
+    """Return our loss and gradient, behind an operation whose result nobody else reads."""
     leaf = logits.clone().requires_grad_()
     loss = function(leaf * 1, targets, **how)
     (grad,) = torch.autograd.grad(WEIGHT * loss, leaf)
@@ -97,34 +97,34 @@ def test_what_changes_the_loss_equals_the_reference(
 
 
 @pytest.mark.parametrize("ignored", ["some", "all"])
-def test_the_z_loss_is_told(ignored: str) -> None:
-    """The sum's part beside the plain loss, added to what is there, by both ways in."""
+def test_the_z_loss_is_reported(ignored: str) -> None:
+    """Its part of the sum is added to what is there, by both functions."""
     logits, targets = given(7, 5003, torch.float32, ignored)
     (plain, _), (loss, grad) = wanted(logits, targets), wanted(logits, targets, z_loss=0.1)
-    told = torch.ones((), device=DEVICE)
-    ours = found(logits, targets, z_loss=0.1, z_nats=told)
+    z_nats = torch.ones((), device=DEVICE)
+    ours = found(logits, targets, z_loss=0.1, z_nats=z_nats)
     compare(ours, (loss, grad), torch.float32)
     scale = torch.tensor(WEIGHT, device=DEVICE)
-    nats, over = loss_and_gradient_(logits, targets, scale, z_loss=0.1, z_nats=told)
+    nats, over = loss_and_gradient_(logits, targets, scale, z_loss=0.1, z_nats=z_nats)
     compare((nats, over), (loss, grad), torch.float32)
-    torch.testing.assert_close(told, 1 + 2 * (loss - plain), rtol=1e-5, atol=1e-6)
-    assert (told > 1) == (ignored == "some")
+    torch.testing.assert_close(z_nats, 1 + 2 * (loss - plain), rtol=1e-5, atol=1e-6)
+    assert (z_nats > 1) == (ignored == "some")
 
 
 @pytest.mark.parametrize("how", [{}, {"softcap": 3.0, "z_loss": 0.1}], ids=["alone", "beside"])
 @pytest.mark.parametrize("ignored", ["some", "all"])
-def test_what_smoothing_moves_is_told(ignored: str, how: dict[str, float]) -> None:
-    """The sum's part beside the unsmoothed loss, by both ways in."""
+def test_what_smoothing_moves_is_reported(ignored: str, how: dict[str, float]) -> None:
+    """What it changes of the sum is added to what is there, by both functions."""
     logits, targets = given(7, 5003, torch.float32, ignored)
     smoothed = {**how, "label_smoothing": 0.2}
     (plain, _), right = wanted(logits, targets, **how), wanted(logits, targets, **smoothed)
-    told = torch.ones((), device=DEVICE)
-    compare(found(logits, targets, **smoothed, moved_nats=told), right, torch.float32)
+    moved = torch.ones((), device=DEVICE)
+    compare(found(logits, targets, **smoothed, moved_nats=moved), right, torch.float32)
     scale = torch.tensor(WEIGHT, device=DEVICE)
-    over = loss_and_gradient_(logits, targets, scale, **smoothed, moved_nats=told)  # type: ignore
+    over = loss_and_gradient_(logits, targets, scale, **smoothed, moved_nats=moved)  # type: ignore
     compare(over, right, torch.float32)
-    torch.testing.assert_close(told, 1 + 2 * (right[0] - plain), rtol=1e-5, atol=1e-6)
-    assert (told != 1) == (ignored == "some")
+    torch.testing.assert_close(moved, 1 + 2 * (right[0] - plain), rtol=1e-5, atol=1e-6)
+    assert (moved != 1) == (ignored == "some")
 
 
 def test_writes_the_gradient_over_the_logits_and_only_where_asked() -> None:
@@ -156,7 +156,7 @@ def test_reads_rows_of_a_wider_tensor_and_columns() -> None:
         torch.testing.assert_close(fused_cross_entropy(strided, targets), right)
 
 
-def test_extreme_logits_are_finite_and_infinite_ones_are_told() -> None:
+def test_extreme_logits_are_finite_and_infinite_ones_give_no_number() -> None:
     logits, targets = given(6, 307, torch.float32)
     logits[1, :5] = 1e4
     logits[2, 7] = -float("inf")
@@ -166,7 +166,7 @@ def test_extreme_logits_are_finite_and_infinite_ones_are_told() -> None:
 
 
 @pytest.mark.parametrize("target", [307, -1, 1 << 40])
-def test_a_target_outside_of_the_vocabulary_is_told(target: int) -> None:
+def test_a_target_outside_of_the_vocabulary_gives_no_number(target: int) -> None:
     logits, targets = given(6, 307, torch.float32)
     targets[1] = target
     assert fused_cross_entropy(logits, targets).isnan()
@@ -182,7 +182,7 @@ def test_no_tokens_and_no_gradient() -> None:
 
 
 def test_the_operations_keep_torchs_contract() -> None:
-    """Schemas, fakes, and gradients under AOT dispatch, by torch's own check."""
+    """Check schemas, fakes, and gradients under AOT dispatch by torch's own function."""
     logits, targets = given(6, 307, torch.float32)
     for smoothing in (0.0, 0.2):
         how = (-100, 0.0, 0.0, smoothing, False)
@@ -199,16 +199,16 @@ def test_the_operations_keep_torchs_contract() -> None:
 @pytest.mark.parametrize("ignored", IGNORED)
 @pytest.mark.parametrize(
     "how",
-    [pytest.param({}, id="plain", marks=[] if CUDA else pytest.mark.slow),
-     pytest.param(OPTIONS["all"], id="all")],
-)  # fmt: skip
-@pytest.mark.parametrize(
-    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)]
-)  # fmt: skip
+    [
+        pytest.param({}, id="plain", marks=[] if CUDA else pytest.mark.slow),
+        pytest.param(OPTIONS["all"], id="all"),
+    ],
+)
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
 def test_compiled_with_ignored_targets(
     backend: str, how: dict[str, float], ignored: str, in_place: bool
 ) -> None:
-    """The case of Liger's pull request 1338: 61.7 in the place of 21.4."""
+    """Liger's pull request 1338 has this case: it gave 61.7 in the place of 21.4."""
     if backend == "inductor" and not CUDA:
         pytest.skip("needs a CUDA device")
     tokens, dim, vocab = (256, 32, 4096) if CUDA else (64, 32, 521)

@@ -1,4 +1,6 @@
-"""The grouped product equals one product per row, forward and backward, on both paths."""
+"""A grouped matmul equals one matmul per row, forward and backward, on both paths."""
+
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ COUNTS = {
 
 
 def by_row(x_NK: Tensor, weight_EOK: Tensor, counts: list[int]) -> Tensor:
-    """The definition: every row times the matrix of its expert."""
+    """Multiply every row by the matrix of its expert: the definition."""
     expert_N = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
     return torch.einsum("nk,nok->no", x_NK, weight_EOK[expert_N])
 
@@ -32,8 +34,9 @@ def inputs(counts: list[int], wide: int, out: int) -> tuple[Tensor, Tensor, Tens
 def test_forward_and_gradients_equal_the_definition(counts: list[int], compiled: bool) -> None:
     x, weight, ends = inputs(counts, 7, 5)
     weigh = torch.randn(sum(counts), 5)
-    run = torch.compile(grouped_linear, backend="aot_eager", fullgraph=True) if compiled else (
-        grouped_linear)  # fmt: skip
+    run: Any = grouped_linear
+    if compiled:
+        run = torch.compile(run, backend="aot_eager", fullgraph=True)
     found = run(x, weight, ends)
     gradients = torch.autograd.grad((found * weigh).sum(), [x, weight])
     right = by_row(x, weight, counts)

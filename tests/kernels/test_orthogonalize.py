@@ -1,4 +1,4 @@
-"""The Newton-Schulz iteration against the singular value decomposition."""
+"""This module compares the Newton-Schulz iteration with the singular value decomposition."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_keeps_directions_and_evens_out_lengths(shape: tuple[int, int], scale: f
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_lengths_are_those_of_five_steps_of_the_quintic(shape: tuple[int, int]) -> None:
-    """Of the published coefficients, number by number: another count of steps fits the bounds."""
+    """They fit the published coefficients number by number, as no other count of steps does."""
     matrix = draw(*shape)
     u, lengths, v = torch.linalg.svd(matrix.double(), full_matrices=False)
     lengths = lengths / lengths.norm()
