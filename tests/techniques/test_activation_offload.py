@@ -126,7 +126,7 @@ def test_two_blocks_at_most_are_on_the_device_and_fetching_is_ahead(make_tiny: M
         return run
 
     def count() -> None:
-        there = [g for g in groups.values() if any(p.device is not None for p in g.held())]
+        there = [g for g in groups.values() if any(p.device is not None for p in g.live_parts())]
         counted.append(len(there))
 
     offload._enter, late.watch = entered, count  # type: ignore[method-assign]

@@ -140,7 +140,7 @@ def test_evidence_comes_from_tokens_and_traffic_not_from_apply() -> None:
     evidence = TECHNIQUE.active(build)
     assert evidence.active and "held 4 of 8 tokens" in evidence.detail
     assert evidence.numbers["bytes_sent"] == 640
-    build.parts.attend.held = 8
+    build.parts.attend.own = 8
     assert not TECHNIQUE.active(build).active
 
 

@@ -12,7 +12,7 @@ from headrace.core.errors import UnsupportedError
 from headrace.plan.technique import Context, Supported, Unsupported
 from headrace.techniques.attention.linear_attention import LinearAttention
 from headrace.techniques.design.mixture_of_experts import MixtureOfExperts
-from headrace.techniques.precision.tf32 import SIZE, Tf32, probe, tf32_products
+from headrace.techniques.precision.tf32 import SIZE, Tf32, probe, tf32_matmuls
 from headrace.train.train import step
 
 Make = Callable[..., Build]
@@ -31,7 +31,7 @@ def flag() -> Iterator[None]:
 def test_the_flag_is_set_and_restored() -> None:
     for before in ("highest", "medium"):
         torch.set_float32_matmul_precision(before)
-        with pytest.raises(KeyError), tf32_products():
+        with pytest.raises(KeyError), tf32_matmuls():
             assert torch.get_float32_matmul_precision() == "high"
             raise KeyError
         assert torch.get_float32_matmul_precision() == before

@@ -48,10 +48,10 @@ distributions, what cross-entropy keeps, and gradients (measured)."""
 
 
 class Teacher(Decoder):
-    """A frozen decoder without a head: token ids to its final hidden states."""
+    """A teacher is a frozen decoder without a head: it maps token ids to final hidden states."""
 
     def forward(self, ids_BT: Tensor, rows: Rows) -> Tensor:  # type: ignore[override]
-        """Normalised hidden states [B, T, D]."""
+        """Return normalised hidden states [B, T, D]."""
         return self.hidden(ids_BT, rows)
 
 
@@ -67,24 +67,24 @@ class Teaching:
 
     @torch.no_grad()
     def enrich(self, build: Build, works: Sequence[Work]) -> list[Work]:
-        """The micro-batches with the teacher's hidden states."""
+        """Return the micro-batches with the teacher's hidden states."""
         if build.now["step"] != self.step:
             self.step = build.now["step"]
             self.sums.zero_()
         build.phases.mark("forward")
-        found = []
+        enriched = []
         for work in works:
             with build.autocast():
                 hidden_ND = self.teacher(work.ids_BT, work.rows).flatten(0, 1)
             extras = {**(work.extras or {}), "teacher": hidden_ND.to(self.head_VD.dtype)}
-            found.append(work._replace(extras=extras))
-        return found
+            enriched.append(work._replace(extras=extras))
+        return enriched
 
 
 def divergence(
     logits_NV: Tensor, taught_NV: Tensor, temperature: float, vocabulary: Vocabulary
 ) -> Tensor:
-    """KL(teacher || model) in nats per token at a temperature, [N]; logits are fp32.
+    """Return KL(teacher || model) in nats per token at a temperature, [N]; logits are fp32.
 
     What depends on the model's logits is reduced before it meets anything else: right on a shard.
     """
@@ -103,7 +103,7 @@ class Distillation(Technique[Build]):
     teacher: Folder = ""
     """A folder in Hugging Face format; without it the weights that this run starts from."""
     weight: float = Field(default=1.0, gt=0, le=1e6)
-    """Of the divergence, beside cross-entropy at 1; tuner range 0.1 to 10."""
+    """Weight of the divergence, beside cross-entropy at 1; tuner range 0.1 to 10."""
     temperature: float = Field(default=1.0, gt=0, le=20)
     """Both distributions are softened by it, and the term is multiplied by its square, so that
     gradients keep their size: rounding in fp32 is multiplied too, so it ends at the paper's
@@ -127,7 +127,7 @@ class Distillation(Technique[Build]):
         return {"teacher": self.teacher}
 
     def supports(self, context: Context) -> Supported:
-        """Runs everywhere."""
+        """Run everywhere."""
         return Supported()
 
     def doubt(self, plan: Any) -> Doubt | None:
@@ -143,7 +143,7 @@ class Distillation(Technique[Build]):
         )
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """The teacher's forward pass, weights and hidden states, and its logits at the head."""
+        """Add the teacher's forward pass, weights and hidden states, and its logits at the head."""
         sizes, logits = ledger.sizes, ledger.memory.get("logits")
         if logits is None:  # a stage of a pipeline that computes no loss
             return ledger
@@ -161,10 +161,10 @@ class Distillation(Technique[Build]):
         # Over parts of a vocabulary the trunk's loss holds one tensor less, and this one does not.
         own = FP32 * sizes["vocab"] / sizes.get("tensor_ranks", 1)
         leaf = sizes.get("logits_leaf", 0.0)
-        held = sizes["logits_per_token"] + leaf  # without it
+        bytes_per_token = sizes["logits_per_token"] + leaf  # without it
         # A chunk's logits that are fp32 and not capped are those that the term reads.
         other = leaf if sizes["capped"] or leaf < own else 0.0
-        made = (((LOGITS + sizes["capped"]) * own + other) / held - 1) * logits.bytes
+        made = (((LOGITS + sizes["capped"]) * own + other) / bytes_per_token - 1) * logits.bytes
         ledger = ledger.with_line("teacher_logits", Line(made, ("loss",)))
         ledger = replace(ledger, sizes={**sizes, "logits_kept": 1.0})
         return ledger.with_flops("teacher", work)
@@ -178,7 +178,7 @@ class Distillation(Technique[Build]):
         build.terms.append(self._term(teaching))
 
     def _source(self, build: Build) -> tuple[ModelConfig, Source]:
-        """The teacher's config and weights.
+        """Return the teacher's config and weights.
 
         Raises:
             ConfigError: not a folder of weights, or another vocabulary.
@@ -213,7 +213,7 @@ class Distillation(Technique[Build]):
         def term(
             logits_NV: Tensor, targets_N: Tensor, extras: Any, vocabulary: Vocabulary
         ) -> Tensor:
-            """The divergence's weighted sum over the tokens whose target counts."""
+            """Return the weighted sum of the divergence over the tokens whose target counts."""
             with torch.no_grad():
                 taught_NV = (extras["teacher"] @ vocabulary.part(head_VD.t())).float()
                 taught_NV = capped(taught_NV, cap)
@@ -227,7 +227,7 @@ class Distillation(Technique[Build]):
         return term
 
     def active(self, build: Build) -> Evidence:
-        """The divergence that the newest step measured."""
+        """Report the divergence that the newest step measured."""
         if build.model.head is None:
             return Evidence(None, "this stage computes no loss")
         teaching = build.notes[self.name()]
@@ -241,7 +241,7 @@ class Distillation(Technique[Build]):
 
 
 def make_teaching(build: Build, config: ModelConfig, source: Source) -> Teaching:
-    """The frozen teacher on the run's device, sharded as the run's model is."""
+    """Return the frozen teacher on the run's device, sharded as the run's model is."""
     own = config is build.config
     parts = build.parts if own else replace(baseline_parts(config), attend=build.parts.attend)
     with torch.device("meta"):

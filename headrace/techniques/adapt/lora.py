@@ -63,7 +63,7 @@ class Lora(Technique[Build]):
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Runs everywhere but under tensor parallelism."""
+        """Run everywhere but under tensor parallelism."""
         if context.plan.mesh.tensor > 1:
             return Unsupported(
                 "adapters do not say yet how they are split over tensor ranks",
@@ -76,10 +76,10 @@ class Lora(Technique[Build]):
         return over_random_weights(self.name(), plan.model)
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """Gradients and optimizer state of the adapters alone; no product for frozen gradients."""
-        found = adapted_ledger(ledger, self.name(), self.targets, self.rank, stored=None)
-        share = found.memory["gradients"].bytes / ledger.memory["gradients"].bytes
-        return adapted(found.without(["head_weight_gradient"]), self.targets, self.rank, share)
+        """Count gradients and state of the adapters alone; drop the matmuls of frozen gradients."""
+        adapters = adapted_ledger(ledger, self.name(), self.targets, self.rank, stored=None)
+        share = adapters.memory["gradients"].bytes / ledger.memory["gradients"].bytes
+        return adapted(adapters.without(["head_weight_gradient"]), self.targets, self.rank, share)
 
     def apply(self, build: Build) -> None:
         """Replace the chosen linears, and freeze all but the adapters."""
@@ -90,6 +90,6 @@ class Lora(Technique[Build]):
         build.frozen.append(is_frozen)
 
     def active(self, build: Build) -> Evidence:
-        """Adapters that got a gradient, and frozen weights that got none."""
+        """Report adapters that got a gradient, and frozen weights that got none."""
         active, detail, numbers = adapter_evidence(build.model, build.optimizers.values())
         return Evidence(active, detail, numbers)

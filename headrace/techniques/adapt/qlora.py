@@ -79,7 +79,7 @@ class Qlora(Technique[Build]):
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Rows long enough to be smaller in few bits; not under tensor parallelism."""
+        """Require rows long enough to be smaller in few bits; refuse tensor parallelism."""
         plan = context.plan
         if plan.mesh.tensor > 1:
             return Unsupported(
@@ -97,7 +97,7 @@ class Qlora(Technique[Build]):
         return Supported()
 
     def _bits(self, plan: Plan) -> float:
-        """Of a number of the dense linears that it stores; 0 where `targets` names none."""
+        """Return the bits a number takes in the dense linears that it stores; 0 without any."""
         dense = not any(
             "parts.mlp" in t.claims and t.equality != "exact" for t in plan.techniques.values()
         )
@@ -105,25 +105,27 @@ class Qlora(Technique[Build]):
             (outer, inner) for name, (inner, outer) in block_linears(plan.model).items()
             if (name in self.targets or not self.targets) and (dense or name.startswith("mixer."))
         ]  # fmt: skip
-        held = sum(quantized_bytes(rows, columns, self.base) for rows, columns in shapes)
-        return 8 * held / max(1, sum(rows * columns for rows, columns in shapes))
+        bytes_stored = sum(quantized_bytes(rows, columns, self.base) for rows, columns in shapes)
+        return 8 * bytes_stored / max(1, sum(rows * columns for rows, columns in shapes))
 
     def doubt(self, plan: Any) -> Doubt | None:
         """Refuse adapters of random weights, which stay random: there is nothing to adapt."""
         return over_random_weights(self.name(), plan.model)
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """As lora, with the adapted weights in few bits."""
-        found = adapted_ledger(
+        """Count as lora does, with the adapted weights in few bits."""
+        quantized = adapted_ledger(
             ledger, self.name(), self.targets, self.rank,
             stored=lambda inner, outer: quantized_bytes(outer, inner, self.base),
         )  # fmt: skip
-        share = found.memory["gradients"].bytes / ledger.memory["gradients"].bytes
-        found = adapted(found.without(["head_weight_gradient"]), self.targets, self.rank, share)
-        return self._made_whole(found)
+        share = quantized.memory["gradients"].bytes / ledger.memory["gradients"].bytes
+        quantized = adapted(
+            quantized.without(["head_weight_gradient"]), self.targets, self.rank, share
+        )
+        return self._made_whole(quantized)
 
     def _made_whole(self, ledger: Ledger) -> Ledger:
-        """Each stored weight made whole before both of its products, in the place of its cast.
+        """Make each stored weight whole before both of its matmuls, in the place of its cast.
 
         Derived: no step of it was measured on a GPU, nor that a compiler fuses all of it.
         """
@@ -160,15 +162,15 @@ class Qlora(Technique[Build]):
         build.storage.append(store)
 
     def active(self, build: Build) -> Evidence:
-        """Bits of a stored number; adapters that got a gradient, and frozen weights with none."""
+        """Report bits of a stored number, adapters with a gradient, and frozen weights without."""
         active, detail, numbers = adapter_evidence(build.model, build.optimizers.values())
-        held = [getattr(m.weight, "_local_tensor", m.weight) for m in build.model.modules()
+        weights = [getattr(m.weight, "_local_tensor", m.weight) for m in build.model.modules()
                 if isinstance(m, LoraLinear)]  # fmt: skip
-        stored = [weight for weight in held if isinstance(weight, QuantizedWeight)]
+        stored = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
         count = sum(weight.numel() for weight in stored)
         bits = 8 * sum(weight.nbytes for weight in stored) / max(1, count)
         return Evidence(
-            active=active and len(stored) == len(held) and bits < 32,
+            active=active and len(stored) == len(weights) and bits < 32,
             detail=f"{detail}; {len(stored)} weights are stored in {bits:.2f} bits a number",
             numbers={**numbers, "bits_per_weight": bits},
         )

@@ -1,6 +1,6 @@
 """Let tokens of a row see their own document only, with positions that restart in each.
 
-The trunk cuts one stream of documents into rows, so a row holds the end of one text and the
+The baseline cuts one stream of documents into rows, so a row holds the end of one text and the
 beginning of others, and plain causal attention lets them look at each other. This composes the mask
 with `document` and restarts positions: what a document computes no longer depends on its
 neighbours. No token is padded or dropped. Source: arXiv 2107.02027; Llama 3 (arXiv 2407.21783,
@@ -48,11 +48,11 @@ class DocumentPacking(Technique[Build]):
     )
 
     def supports(self, context: Context) -> Supported:
-        """Runs everywhere: any backend takes the mask."""
+        """Run everywhere: any backend takes the mask."""
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """A dense mask, shared by all layers, and the copy that SDPA makes of it in each."""
+        """Add a dense mask, shared by all layers, and the copy that SDPA makes of it in each."""
         sizes = ledger.sizes
         ledger = ledger.with_line("mask", Line(sizes["mask"], ("loss", "turn", "backward")))
         for layer in range(int(sizes["layers"])):
@@ -82,10 +82,10 @@ class DocumentPacking(Technique[Build]):
             targets_N = micro.targets_BT.flatten().to(build.device)
             work = work._replace(targets_BT=targets_N[work.index_BT])
             with torch.no_grad():
-                found = build.engine(build, [work], cross_entropy, one)
+                total = build.engine(build, [work], cross_entropy, one)
             for axis in ("shard", "pipeline"):
-                build.world.sum_(found, axis)
-            return float(found)
+                build.world.sum_(total, axis)
+            return float(total)
 
         own = abs(loss(ids, ~second) - loss(other, ~second))
         before = loss(ids, second)

@@ -44,7 +44,7 @@ from headrace.plan.technique import (
 )
 
 MOST_THREADS = 32
-"""That a run takes by itself, however many cores there are."""
+"""Most threads that a run takes by itself, however many cores there are."""
 
 
 class LoaderWorkers(Technique[Build]):
@@ -78,11 +78,11 @@ class LoaderWorkers(Technique[Build]):
     )
 
     def keys(self, plan: Any) -> Mapping[str, Any]:
-        """The plan tells what the run begins with."""
+        """Return what the run begins with."""
         return {"data.workers": self.workers or 1, "data.prefetch": self.prefetch}
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Readers cannot copy what another technique cuts on the host first."""
+        """Refuse to copy what another technique cuts on the host first."""
         on = context.plan.techniques.items() if context.plan is not None else ()
         cuts = [name for name, other in on if "recut" in other.composes]
         if cuts and self.side_copy and context.device == "cuda":
@@ -93,11 +93,11 @@ class LoaderWorkers(Technique[Build]):
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """Tokens that wait on the device are no line: few bytes beside their activations."""
+        """Change nothing: tokens that wait on the device are few bytes beside their activations."""
         return ledger
 
     def apply(self, build: Build) -> None:
-        """Put the tuned loader in the trunk's place."""
+        """Put the tuned loader in the baseline's place."""
         build.transport = self._transport
 
     def _transport(self, build: Build, packer: Packer) -> Loader:
@@ -120,7 +120,7 @@ class LoaderWorkers(Technique[Build]):
         )
 
     def active(self, build: Build) -> Evidence:
-        """Micro-batches by who made them; one is made where the run has not asked for any."""
+        """Report micro-batches by who made them; make one where the run has not asked for any."""
         loader = build.loader
         if not isinstance(loader, TunedLoader):
             return Evidence(False, "another loader reads the rows")
@@ -137,7 +137,7 @@ class LoaderWorkers(Technique[Build]):
 
 
 def _cores() -> int:
-    """Cores that this process may use."""
+    """Return how many cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

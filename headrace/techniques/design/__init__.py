@@ -1,1 +1,1 @@
-"""Techniques that change the model's design."""
+"""Hold the techniques that change the model's design."""

@@ -1,8 +1,8 @@
 """Let several query heads share one head of keys and values (grouped-query attention).
 
 Keys and values shrink by `queries_per_key`: fewer parameters, smaller products, less to keep for
-the backward pass, and a sampling cache that is smaller by the same factor. The trunk's attention is
-grouped already; this rewrites `model.kv_heads`, so everything else follows from the config, the
+the backward pass, and a sampling cache that is smaller by the same factor. The baseline's attention
+is grouped already; this rewrites `model.kv_heads`, so everything else follows from the config, the
 prediction too. Source: arXiv 2305.13245.
 """
 
@@ -37,8 +37,9 @@ class Gqa(Technique[Build]):
     claims: ClassVar[tuple[str, ...]] = ("config.kv_heads",)
     equality: ClassVar = "learning"
     symptoms: ClassVar[tuple[str, ...]] = (
-        "memory capacity:activations", "memory capacity:parameters",
-    )  # fmt: skip
+        "memory capacity:activations",
+        "memory capacity:parameters",
+    )
     card: ClassVar[Card] = Card(
         buys="keys and values, their matrices and the sampling cache divided by queries_per_key "
         "(derived)",
@@ -49,12 +50,12 @@ class Gqa(Technique[Build]):
     )
 
     def keys(self, plan: Any) -> Mapping[str, Any]:
-        """`model.kv_heads`; nothing where it cannot be, so that `supports` tells why."""
+        """Return `model.kv_heads`; nothing where it cannot be, so that `supports` says why."""
         groups, rest = divmod(plan.model.heads, self.queries_per_key)
         return {} if rest else {"model.kv_heads": groups}
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Where the query heads divide into groups, and the weights are not given."""
+        """Require that the query heads divide into groups, and that the weights are not given."""
         model = context.plan.model
         if model.heads % self.queries_per_key:
             fits = divisors(model.heads)[1:]
@@ -71,21 +72,22 @@ class Gqa(Technique[Build]):
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """The ledger of the rewritten config, which it already is."""
+        """Return the ledger of the rewritten config, which it already is."""
         return ledger
 
     def apply(self, build: Build) -> None:
-        """The plan's key says it."""
+        """Check that the plan's key is in force."""
         assert build.config.heads == self.queries_per_key * build.config.resolved_kv_heads
 
     def active(self, build: Build) -> Evidence:
-        """Key-value heads, counted from the rows of every block's fused matrix."""
+        """Count key-value heads from the rows of every block's fused matrix."""
         config, blocks = build.config, build.model.blocks
         if not len(blocks):
             return Evidence(None, "this rank holds no block")
         mixers: list[Any] = [block.mixer for block in blocks.values()]
-        rows = {m.qkv.weight.shape[0] * build.world.size("tensor") for m in mixers
-                if hasattr(m, "qkv")}  # fmt: skip
+        rows = {
+            m.qkv.weight.shape[0] * build.world.size("tensor") for m in mixers if hasattr(m, "qkv")
+        }
         if not rows:
             return Evidence(None, "no block of this rank has keys")
         groups = {(r // config.resolved_head_dim - config.heads) / 2 for r in rows}

@@ -101,7 +101,7 @@ class MixtureOfExperts(Technique[Build]):
         )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Random weights without biases, whole rows; on a GPU Hopper or later in bf16."""
+        """Require random weights without biases, whole rows, and a CPU or a GPU since Hopper."""
         plan = context.plan
         if plan.model.pretrained:
             return Unsupported(
@@ -138,11 +138,11 @@ class MixtureOfExperts(Technique[Build]):
         return Supported()
 
     def width(self, dense_ffn: int) -> int:
-        """Hidden features of an expert."""
+        """Return the hidden features of an expert."""
         return self.expert_ffn or -(-dense_ffn // (self.top_k * UNIT)) * UNIT
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """More parameters with their gradients and state; rows and hidden features per choice."""
+        """Add parameters with gradients and state, and rows and hidden features per choice."""
         sizes = ledger.sizes
         layers, dim, tokens = int(sizes["layers"]), sizes["dim"], sizes["tokens"]
         size = sizes["activation_bytes"]
@@ -178,22 +178,22 @@ class MixtureOfExperts(Technique[Build]):
         return replace(ledger, sizes={**sizes, **facts}, matrices=matrices)
 
     def _matrices(self, ledger: Ledger, dim: int, width: int) -> dict[str, Matrix]:
-        """Those of an MLP as one for all experts, and the routers'."""
-        found = dict[str, Matrix]()
+        """Return the MLPs' matrices as one for all experts, and the routers'."""
+        matrices = dict[str, Matrix]()
         for name, matrix in ledger.matrices.items():
             block, mlp, what = name.partition(".mlp.")
             if not mlp:
-                found[name] = matrix
+                matrices[name] = matrix
             elif what == "down.weight":
-                found[f"{block}.mlp.down"] = Matrix((self.experts, dim, width))
+                matrices[f"{block}.mlp.down"] = Matrix((self.experts, dim, width))
             else:
                 wide = 2 * width if what == "gate_up.weight" else width
-                found[f"{block}.mlp.router.weight"] = Matrix((self.experts, dim))
-                found[name.removesuffix(".weight")] = Matrix((self.experts, wide, dim))
-        return found
+                matrices[f"{block}.mlp.router.weight"] = Matrix((self.experts, dim))
+                matrices[name.removesuffix(".weight")] = Matrix((self.experts, wide, dim))
+        return matrices
 
     def _router_bytes(self, tokens: float, size: float) -> float:
-        """Probabilities, weights, indices and the two orders."""
+        """Return the bytes of probabilities, weights, indices and the two orders."""
         choices = tokens * self.top_k
         weights = FP32 * (choices * (2 if self.norm_topk else 1) + tokens * self.norm_topk)
         low = size * choices if size != FP32 else 0
@@ -205,7 +205,7 @@ class MixtureOfExperts(Technique[Build]):
         build.auxiliary.append(balance_loss)
 
     def active(self, build: Build) -> Evidence:
-        """The choices that each expert got in its layer's last pass: all of them, none dropped.
+        """Report the choices that each expert got in its layer's last pass, none dropped.
 
         A layer whose block was left out of every step so far has none yet.
         """
@@ -233,9 +233,14 @@ class MixtureOfExperts(Technique[Build]):
 
 def _layer(knobs: MixtureOfExperts, config: ModelConfig, layer: int) -> ExpertLayer:
     return ExpertLayer(
-        config, layer, experts=knobs.experts, top_k=knobs.top_k,
-        ffn=knobs.width(config.resolved_ffn), balance=knobs.balance, norm_topk=knobs.norm_topk,
-    )  # fmt: skip
+        config,
+        layer,
+        experts=knobs.experts,
+        top_k=knobs.top_k,
+        ffn=knobs.width(config.resolved_ffn),
+        balance=knobs.balance,
+        norm_topk=knobs.norm_topk,
+    )
 
 
 def _layers(build: Build) -> list[ExpertLayer]:

@@ -10,9 +10,9 @@ m = dim / base_dim:
     output matrix, router  std / m                    lr / m
 
 Weight decay is multiplied by m where the rate is divided, since AdamW multiplies the two. The
-forward pass is the trunk's: attention divides by sqrt(head_dim), which is right while wider models
-have more heads and not wider ones. So the base has the same head_dim, and `base_dim` must be a
-multiple of it. A tied output matrix would need a multiplier and is refused; other optimizers have
+forward pass is the baseline's: attention divides by sqrt(head_dim), which is right while wider
+models have more heads and not wider ones. So the base has the same head_dim, and `base_dim` must be
+a multiple of it. A tied output matrix would need a multiplier and is refused; other optimizers have
 other rules and are refused too.
 """
 
@@ -66,7 +66,7 @@ class Mup(Technique[Build]):
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Random, untied weights, AdamW, and a base of the same head_dim."""
+        """Require random, untied weights, AdamW, and a base of the same head_dim."""
         model, name = context.plan.model, self.name()
         if model.pretrained:
             return Unsupported("the weights of model.pretrained have their scale", "leave it out")
@@ -117,7 +117,7 @@ class Mup(Technique[Build]):
         )
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """The same memory and work."""
+        """Name the matrices that it updates; memory and work stay as they are."""
         return ledger.updated_by(self.name(), lambda name, m: is_slow(name, len(m.shape)))
 
     def apply(self, build: Build) -> None:
@@ -141,7 +141,7 @@ class Mup(Technique[Build]):
         build.routes.append(Route(self.name(), lambda name, p: is_slow(name, p.ndim), make))
 
     def active(self, build: Build) -> Evidence:
-        """The learning rate of every parameter, by the optimizer that holds it."""
+        """Report the learning rate of every parameter, by the optimizer that holds it."""
         wanted = build.plan.optimizer.lr * self.base_dim / build.config.dim
         rates = {name: rate for name, rate in _rates(build).items() if is_slow(*name)}
         right = [n for n, rate in rates.items() if abs(rate / wanted - 1) < 1e-9]
@@ -157,12 +157,12 @@ class Mup(Technique[Build]):
 
 
 def is_slow(name: str, dimensions: int) -> bool:
-    """Whether a parameter's input widens with the model."""
+    """Return whether a parameter's input widens with the model."""
     return dimensions >= 2 and name.startswith(("blocks.", "head."))
 
 
 def _rates(build: Build) -> dict[tuple[str, int], float]:
-    """(name, dimensions) of every trained parameter -> its highest learning rate."""
+    """Map (name, dimensions) of every trained parameter to its highest learning rate."""
     by_parameter: dict[Any, float] = {}
     for optimizer in build.optimizers.values():
         for group in optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""Turn queries and keys by their places, so that a score knows how far apart two tokens are.
+"""Rotate queries and keys by their places, so that a score knows how far apart two tokens are.
 
 Each pair of a head's features is turned by an angle of position x frequency, and frequencies fall
 from 1 by powers of `model.rope_theta`. A product of a turned query and a turned key depends on the
@@ -6,8 +6,8 @@ two places only by their distance: near and far are told apart without a table o
 would end with the rows of training. Nothing is learned and nothing kept but one cosine and sine per
 place, shared by all layers.
 
-The trunk rotates where `model.position` says so, which is its default. This rewrites the key, for
-families and plans that have another, so everything else follows from the config, the prediction
+The baseline rotates where `model.position` says so, which is its default. This rewrites the key,
+for families and plans that have another, so everything else follows from the config, the prediction
 too. `fused_rope` computes the same in one kernel, and `yarn` slows the frequencies for longer rows.
 Source: arXiv 2104.09864.
 
@@ -70,12 +70,12 @@ class Rope(Technique[Build]):
     )
 
     def keys(self, plan: Any) -> Mapping[str, Any]:
-        """`model.position`; `model.rope_theta` too where a base is asked for."""
+        """Return `model.position`, and `model.rope_theta` where a base is asked for."""
         base = {} if self.theta is None else {"model.rope_theta": self.theta}
         return {"model.position": "rope", **base}
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Random weights, or those that have learned these positions."""
+        """Require random weights, or those that have learned these positions."""
         model = context.plan.model
         if not model.pretrained:
             return Supported()
@@ -93,16 +93,16 @@ class Rope(Technique[Build]):
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """The ledger of the rewritten config, which it already is."""
+        """Return the ledger of the rewritten config, which it already is."""
         return ledger
 
     def apply(self, build: Build) -> None:
-        """The plan's keys say it."""
+        """Check that the plan's keys are in force."""
         assert build.config.position == "rope"
         assert self.theta in (None, build.config.rope_theta)
 
     def active(self, build: Build) -> Evidence:
-        """By what the blocks' rotation turns each pair per place, and whether by the plan's base.
+        """Report by how much the blocks rotate each pair per place, and whether by the plan's base.
 
         A technique that fills the rotation has its own frequencies, of which it has evidence.
         """
@@ -116,8 +116,12 @@ class Rope(Technique[Build]):
         if turned_TP is None:
             return Evidence(False, "nothing turns queries and keys")
         angle_P = turned_TP[1].angle()
-        again_TP = torch.stack([torch.polar(torch.ones_like(angle_P), t * angle_P) for t in PLACES])
-        places = float((turned_TP - again_TP).abs().max()) < ROUNDING and float(angle_P.min()) > 0
+        expected_TP = torch.stack(
+            [torch.polar(torch.ones_like(angle_P), t * angle_P) for t in PLACES]
+        )
+        places = (
+            float((turned_TP - expected_TP).abs().max()) < ROUNDING and float(angle_P.min()) > 0
+        )
         base = self.theta or build.config.rope_theta
         config = build.config.model_copy(update={"rope_theta": base})
         wanted_P = position.RotaryPosition(config).frequencies(angle_P.device)
@@ -126,14 +130,15 @@ class Rope(Technique[Build]):
         return Evidence(
             active=places and (based or "parts.position" in build.filled),
             detail=f"queries and keys of {turning} of {len(blocks)} blocks turn by {slowest:.3g} "
-            f"to {fastest:.3g} radians per place" + ("" if places else ", not at every place")
+            f"to {fastest:.3g} radians per place"
+            + ("" if places else ", not at every place")
             + ("" if based else f", which is not base {base:g}"),
             numbers={"blocks": turning, "slowest": slowest, "fastest": fastest},
-        )  # fmt: skip
+        )
 
 
 def _turned(part: Any, device: torch.device) -> Tensor | None:
-    """What queries and keys at `PLACES` meet: complex of size 1 [T, P], or None if nothing."""
+    """Return what rotates queries and keys at `PLACES`: complex of size 1 [T, P], or None."""
     rotation = part.prepare(torch.tensor([PLACES], device=device))
     if rotation is None:
         return None

@@ -34,13 +34,21 @@ from headrace.plan.technique import (
 )
 
 OUTSIDE = (
-    "embedding", "head", "loss", "gradients", "clip", "update", "reduce", "count", "border",
-)  # fmt: skip
+    "embedding",
+    "head",
+    "loss",
+    "gradients",
+    "clip",
+    "update",
+    "reduce",
+    "count",
+    "border",
+)
 """How pieces of work begin that are not the blocks'."""
 
 
 def is_kept(seed: int, step: int, layer: int, rate: float) -> bool:
-    """Whether block `layer` runs in `step`; true with chance 1 - `rate`."""
+    """Return whether block `layer` runs in `step`; true with chance 1 - `rate`."""
     digest = hashlib.sha256(f"{seed}:depth:{step}:{layer}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >= rate * 2**64
 
@@ -79,7 +87,7 @@ class StochasticDepth(Technique[Build]):
         )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Needs blocks beside the first, which always runs, and that they are called one by one."""
+        """Require blocks beside the first, which always runs, that are called one by one."""
         layers = context.plan.model.layers
         if layers == 1:
             return Unsupported(
@@ -95,11 +103,11 @@ class StochasticDepth(Technique[Build]):
         return Supported()
 
     def rate_of(self, layer: int, layers: int) -> float:
-        """Chance of block `layer` of `layers` to be left out."""
+        """Return the chance of block `layer` of `layers` to be left out."""
         return self.rate * layer / max(1, layers - 1)
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """The expected work of blocks; the memory of a step that leaves none out, as some do."""
+        """Expect less work of blocks, and the memory of a step that leaves none out, as some do."""
         sizes = ledger.sizes
         layers = int(sizes["layers"])
         left_out = sum(self.rate_of(n, layers) for n in range(layers)) / layers
@@ -108,9 +116,12 @@ class StochasticDepth(Technique[Build]):
         shares["recompute"] = ledger.flops.get("recompute", 0.0)
         flops = {n: f - left_out * shares.get(n, 0.0) for n, f in ledger.flops.items()}
         return replace(ledger, flops=flops).reworked(
-            lambda name, piece: piece
-            if name.startswith(OUTSIDE) else replace(piece, count=piece.count * (1 - left_out))
-        )  # fmt: skip
+            lambda name, piece: (
+                piece
+                if name.startswith(OUTSIDE)
+                else replace(piece, count=piece.count * (1 - left_out))
+            )
+        )
 
     def apply(self, build: Build) -> None:
         """Wrap every block but the first, and say for each step which of them run."""
@@ -139,7 +150,7 @@ class StochasticDepth(Technique[Build]):
         build.wrap_blocks(self.name(), wrap)
 
     def active(self, build: Build) -> Evidence:
-        """Passes that were left out, and a block that gives its input back when it should."""
+        """Report passes that were left out, and a block that returns its input when it should."""
         gated = [b for n, b in build.model.blocks.items() if int(n) > 0]
         if not gated:
             return Evidence(None, "this rank holds no block that could be left out")

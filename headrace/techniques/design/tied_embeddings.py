@@ -23,8 +23,9 @@ class TiedEmbeddings(Technique[Build]):
     claims: ClassVar[tuple[str, ...]] = ("config.tied_embeddings",)
     equality: ClassVar = "learning"
     symptoms: ClassVar[tuple[str, ...]] = (
-        "memory capacity:parameters", "memory capacity:optimizer",
-    )  # fmt: skip
+        "memory capacity:parameters",
+        "memory capacity:optimizer",
+    )
     card: ClassVar[Card] = Card(
         buys="vocabulary x dim parameters with their gradients and state: 16 bytes each (derived)",
         costs="the freedom of two matrices: larger models leave them apart (Llama, OLMo)",
@@ -35,23 +36,23 @@ class TiedEmbeddings(Technique[Build]):
     )
 
     def keys(self, plan: Any) -> Mapping[str, Any]:
-        """`model.tied_embeddings`."""
+        """Return `model.tied_embeddings`."""
         return {"model.tied_embeddings": True}
 
     def supports(self, context: Context) -> Supported:
-        """Runs everywhere."""
+        """Run everywhere."""
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """The ledger of the rewritten config, which it already is."""
+        """Return the ledger of the rewritten config, which it already is."""
         return ledger
 
     def apply(self, build: Build) -> None:
-        """The plan's key says it."""
+        """Check that the plan's key is in force."""
         assert build.config.tied_embeddings
 
     def active(self, build: Build) -> Evidence:
-        """The head has no matrix of its own, and multiplies with the embedding's memory."""
+        """Report that the head has no own matrix and multiplies with the embedding's memory."""
         model = build.model
         if model.head is None:
             return Evidence(None, "the head is on another rank")

@@ -46,10 +46,19 @@ from headrace.plan.technique import (
 
 STAYING_LINES = ("weight_cast", "mask_copy")
 """Lines of a block that somebody else holds anyway, or that no hook sees."""
-VIEWS = frozenset({
-    "ToCopyBackward0", "TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0",
-    "UnsafeViewBackward0", "ReshapeAliasBackward0", "AliasBackward0", "SliceBackward0",
-})  # fmt: skip
+VIEWS = frozenset(
+    {
+        "ToCopyBackward0",
+        "TBackward0",
+        "TransposeBackward0",
+        "PermuteBackward0",
+        "ViewBackward0",
+        "UnsafeViewBackward0",
+        "ReshapeAliasBackward0",
+        "AliasBackward0",
+        "SliceBackward0",
+    }
+)
 """Nodes that make another view or precision of a weight."""
 
 
@@ -65,13 +74,13 @@ class Transfer:
         self._free: dict[int, list[Tensor]] = {}
 
     def buffer(self, count: int) -> Tensor:
-        """`count` bytes of the host, page-locked for a GPU."""
+        """Return a buffer of `count` bytes of the host, page-locked for a GPU."""
         if free := self._free.get(count):
             return free.pop()
         return torch.empty(count, dtype=torch.uint8, pin_memory=self.stream is not None)
 
     def give_back(self, buffer: Tensor) -> None:
-        """The buffer may be used again."""
+        """Take a buffer back, to be used again."""
         self._free.setdefault(buffer.nbytes, []).append(buffer)
 
     def copy(self, target: Tensor, source: Tensor) -> Any:
@@ -85,7 +94,7 @@ class Transfer:
             return self.stream.record_event()
 
     def wait(self, event: Any) -> None:
-        """What is computed from now on comes after `event`."""
+        """Let what is computed from now on come after `event`."""
         if self.stream is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
 
@@ -104,7 +113,7 @@ class Counts:
 
 
 class Part:
-    """One storage of a block's saved tensors: on the device, on the host, or on both.
+    """A part is one storage of a block's saved tensors: on the device, on the host, or on both.
 
     It lives as long as autograd holds a tensor in it, and then gives its buffer back.
     """
@@ -120,7 +129,7 @@ class Part:
         counts.sent += 1
 
     def leave(self) -> None:
-        """The device's copy goes as soon as the host has one."""
+        """Drop the device's copy as soon as the host has one."""
         if self.device is not None and not self._fetched:
             self.transfer.wait(self._sent)
             self.device = None
@@ -138,7 +147,7 @@ class Part:
         self.counts.fetched_bytes += self.host.nbytes
 
     def arrive(self) -> Tensor | None:
-        """Its bytes on the device, for what is computed from now on."""
+        """Return its bytes on the device, for what is computed from now on."""
         if self._coming:
             self.transfer.wait(self._came)
             self._coming = False
@@ -150,27 +159,27 @@ class Part:
 
 
 class Group:
-    """What one block saved in one forward pass."""
+    """A group is what one block saved in one forward pass."""
 
     def __init__(self, layer: int, before: "Group | None", foreign: frozenset[int]) -> None:
         self.layer, self.before, self.foreign = layer, before, foreign
         self.parts: dict[int, weakref.ref[Part]] = {}
         """by the address of their storage on the device"""
 
-    def held(self) -> Iterator[Part]:
-        """Parts that autograd still holds, the last saved first."""
+    def live_parts(self) -> Iterator[Part]:
+        """Yield the parts that autograd still holds, the last saved first."""
         for reference in reversed(list(self.parts.values())):
             if (part := reference()) is not None:
                 yield part
 
     def fetch(self) -> None:
         """Begin to bring everything back, in the order of the backward pass."""
-        for part in self.held():
+        for part in self.live_parts():
             part.fetch()
 
     def leave(self) -> None:
-        """Nothing of it stays on the device."""
-        for part in self.held():
+        """Leave nothing of it on the device."""
+        for part in self.live_parts():
             part.leave()
 
 
@@ -197,9 +206,14 @@ class Offload:
     """
 
     def __init__(
-        self, transfer: Transfer, *, min_bytes: int, sends: frozenset[int], last: int,
+        self,
+        transfer: Transfer,
+        *,
+        min_bytes: int,
+        sends: frozenset[int],
+        last: int,
         step: Callable[[], float],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.transfer, self.min_bytes, self.sends, self.last = transfer, min_bytes, sends, last
         self.counts = Counts()
         self._step = step
@@ -207,7 +221,7 @@ class Offload:
         self._at: Group | None = None
 
     def wrap(self, forward: Forward, layer: int) -> Forward:
-        """The block's forward between the hooks."""
+        """Return the block's forward between the hooks."""
 
         def offloaded(x_BTD: Tensor, shared: Any) -> Tensor:
             if not torch.is_grad_enabled():
@@ -229,7 +243,7 @@ class Offload:
         return Group(layer, before, frozenset(_addresses(shared)))
 
     def _exit(self, group: Group) -> None:
-        """The block before this one has left; the last one leaves at once."""
+        """Let the block before this one leave; the last one leaves at once."""
         if self._newest is not None:
             self._newest.leave()
         if group.layer == self.last:
@@ -237,7 +251,7 @@ class Offload:
         self._newest = group
 
     def pack(self, group: Group, tensor: Tensor) -> Packed:
-        """Autograd saves `tensor`: send its storage, unless that is on its way."""
+        """Send the storage of a tensor that autograd saves, unless that is on its way."""
         if group.layer not in self.sends or not self._worth_sending(group, tensor):
             self.counts.kept += 1
             return Packed(group, tensor)
@@ -252,7 +266,7 @@ class Offload:
         return Packed(group, None, part, tensor.dtype, place)
 
     def unpack(self, packed: Packed) -> Tensor:
-        """Autograd needs the tensor; the first of a block fetches the block before it, too."""
+        """Return the tensor that autograd needs; a block's first fetches the block before, too."""
         group = packed.group
         if group is not self._at:
             self._at = group
@@ -278,7 +292,7 @@ class Offload:
 
 
 def _of_a_weight(tensor: Tensor) -> bool:
-    """Whether it is a view of a parameter, or a copy of one in another precision."""
+    """Return whether it is a view of a parameter, or a copy of one in another precision."""
     if isinstance(tensor._base, nn.Parameter):
         return True
     node = tensor.grad_fn
@@ -288,7 +302,7 @@ def _of_a_weight(tensor: Tensor) -> bool:
 
 
 def _addresses(shared: Any) -> Iterator[int]:
-    """Storages of all tensors that `shared` holds."""
+    """Yield the storages of all tensors that `shared` holds."""
     if type(shared) in (Tensor, nn.Parameter):
         yield shared.untyped_storage().data_ptr()
     elif isinstance(shared, tuple | list):
@@ -330,7 +344,7 @@ class ActivationOffload(Technique[Build]):
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Needs a GPU, blocks that are called one by one, and one of them to send."""
+        """Require a GPU, blocks that are called one by one, and one of them to send."""
         if context.device != "cuda":
             return Unsupported(
                 f"on {context.device} activations are in the host's memory already", "device=cuda"
@@ -351,7 +365,7 @@ class ActivationOffload(Technique[Build]):
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """Sent blocks leave, but for the one that travels and, at the end, the first."""
+        """Drop sent blocks, but for the one that travels and, at the end, the first."""
         layers = sorted({v.layer for v in ledger.memory.values() if v.layer is not None})
         sent = [0.0]
         for layer in layers[: max(0, len(layers) - self.keep_last)]:
@@ -365,15 +379,16 @@ class ActivationOffload(Technique[Build]):
         return offloaded(ledger, sum(sent))
 
     def _going(self, ledger: Ledger, layer: int) -> dict[str, Line]:
-        """Lines of a block that leave: of one that is checkpointed whole or in part, its input."""
+        """Return the lines of a block that leave: its input, of one that is checkpointed."""
         lines = {n: v for n, v in ledger.memory.items() if v.layer == layer}
         stream = lines.get(f"{layer}/residual")
         if "recompute" in ledger.memory and stream and stream.bytes <= ledger.sizes["residual"]:
             lines = {f"{layer}/residual": stream}
         return {
-            n: v for n, v in lines.items()
+            n: v
+            for n, v in lines.items()
             if v.bytes >= self.min_bytes and n.split("/")[1] not in STAYING_LINES
-        }  # fmt: skip
+        }
 
     def apply(self, build: Build) -> None:
         """Put the hooks around this rank's blocks."""
@@ -389,7 +404,7 @@ class ActivationOffload(Technique[Build]):
         build.wrap_blocks(self.name(), offload.wrap)
 
     def active(self, build: Build) -> Evidence:
-        """Bytes that went to the host in the last step, and that came back in it."""
+        """Report bytes that went to the host in the last step, and that came back in it."""
         counts: Counts = build.notes[self.name()].counts
         back = counts.fetched_bytes + counts.never_left_bytes
         return Evidence(

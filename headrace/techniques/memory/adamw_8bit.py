@@ -1,8 +1,8 @@
-"""AdamW with both moments in 8 bits: a quarter of its state.
+"""Keep both moments of AdamW in 8 bits: a quarter of its state.
 
 AdamW's moments are twice the size of the weights. Here each is a byte a number and a scale of every
 256 (kernels/blockwise_8bit): 2.03 bytes instead of 8. The matrices come here; vectors and matrices
-of fewer than `smallest` numbers stay with the trunk's AdamW, as the paper keeps them. Codes and
+of fewer than `smallest` numbers stay with the baseline's AdamW, as the paper keeps them. Codes and
 scales are plain tensors of rows, so checkpoints hold them as they are and any cut along rows holds
 the same numbers. A cut along columns, as tensor parallelism makes, gives other blocks unless the
 columns of a rank are a multiple of 256. Such a run would not be one process's, and another mesh
@@ -58,7 +58,7 @@ maps of 256 levels. Four rows of techniques.jsonl: 36, 40, 48 and 52 ps a number
 
 
 class AdamW8bitOptimizer(torch.optim.Optimizer):
-    """AdamW over matrices, with quantized moments, masked by `found_inf` on the device."""
+    """Run AdamW over matrices, with quantized moments, masked by `found_inf` on the device."""
 
     def __init__(
         self, named: Mapping[str, nn.Parameter], *, lr: float, betas: tuple[float, float],
@@ -93,10 +93,10 @@ class AdamW8bitOptimizer(torch.optim.Optimizer):
         }  # fmt: skip
         for key in MOMENTS:
             state[f"{key}_scales"] = _laid_out_as(p, state[f"{key}_scales"])
-        held = [state[f"{key}_{part}"] for key in MOMENTS for part in ("codes", "scales")]
+        quantized = [state[f"{key}_{part}"] for key in MOMENTS for part in ("codes", "scales")]
         size = max(1, SLICE_NUMBERS // max(1, p.size(-1)))
         # Views of the tensors: all that is written to is contiguous.
-        slices = [local_of(t).flatten(0, -2).split(size) for t in (p, p.grad, *held)]  # type: ignore[arg-type]
+        slices = [local_of(t).flatten(0, -2).split(size) for t in (p, p.grad, *quantized)]  # type: ignore[arg-type]
         for weight, grad, m, m_scales, v, v_scales in zip(*slices, strict=True):
             if weight.numel():
                 first = Moment(m, m_scales, self._maps[0])
@@ -104,7 +104,7 @@ class AdamW8bitOptimizer(torch.optim.Optimizer):
                 self._update(weight, grad, first, second, **how)
 
     def _start(self, p: nn.Parameter) -> dict[str, Tensor]:
-        """Moments of zero: a scale of zero makes every code zero."""
+        """Make moments of zero: a scale of zero makes every code zero."""
         state = self.state[p]
         state["step"] = torch.zeros((), device=p.device)
         for key in MOMENTS:
@@ -115,7 +115,7 @@ class AdamW8bitOptimizer(torch.optim.Optimizer):
 
 
 def _laid_out_as(p: Tensor, scales: Tensor) -> Tensor:
-    """Scales cut by rows as their parameter; new ones and those of a checkpoint come whole."""
+    """Cut scales by rows as their parameter; new ones and those of a checkpoint come whole."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     if not isinstance(p, DTensor) or isinstance(scales, DTensor):
@@ -127,7 +127,7 @@ class Adamw8bit(Technique[Build]):
     """Keep AdamW's moments in 8 bits: a quarter of the optimizer's state."""
 
     smallest: int = Field(default=4096, ge=1, le=1 << 30)
-    """Matrices of fewer numbers stay with the trunk's AdamW."""
+    """Matrices of fewer numbers stay with the baseline's AdamW."""
     compiled: bool | None = None
     """Whether the update is fused by torch.compile, for seconds at the first step. Left open: on a
     GPU that has Triton, not on a CPU."""
@@ -152,7 +152,7 @@ class Adamw8bit(Technique[Build]):
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Compiled it needs a code generator; adapters may be too small, and ranks cut blocks."""
+        """Require a code generator where compiled; refuse small adapters and cut blocks."""
         if self.compiled and context.device == "cuda" and not context.has_triton:
             return Unsupported("compiled = true needs Triton on a GPU", "pip install triton")
         if self.compiled and context.device == "cpu" and not context.has_compiler:
@@ -179,19 +179,19 @@ class Adamw8bit(Technique[Build]):
         )
 
     def _cut(self, plan: Plan) -> Unsupported | None:
-        """Why ranks cannot share the blocks' matrices, as far as it is known before they are built.
+        """Return why ranks cannot share the blocks' matrices, as far as the plan tells.
 
         Another optimizer may take them first.
         """
         others = any("routes" in t.composes and not t.rest for t in plan.techniques.values())
         if plan.mesh.tensor == 1 or others:
             return None
-        found = {n: s for n, s in _linears(plan).items() if prod(s) >= self.smallest}
-        rows = {n: inner for n, (inner, _) in found.items() if n in ("mixer.out", "mlp.down")}
+        linears = {n: s for n, s in _linears(plan).items() if prod(s) >= self.smallest}
+        rows = {n: inner for n, (inner, _) in linears.items() if n in ("mixer.out", "mlp.down")}
         return _unshared(rows, plan.mesh.tensor)
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """Two bytes and two scales of each block in the place of 8, for every row of a matrix."""
+        """Count two bytes a number and two scales a block in the place of 8, row by row."""
         ledger = ledger.updated_by(self.name(), lambda _, m: prod(m.shape) >= self.smallest)
         taken, saved = ledger.updates(self.name()).values(), 0.0
         for matrix in taken:
@@ -209,7 +209,7 @@ class Adamw8bit(Technique[Build]):
         return ledger.updating(TEMPORARIES * 4 * largest)
 
     def _reworked(self, name: str, piece: Work) -> Work:
-        """The update by its compiled kernel; of the uncompiled one nothing was measured."""
+        """Price the update by its compiled kernel; the uncompiled one was never measured."""
         if name != "update/optimizer":
             return piece
         why = "" if self.compiled is not False else "adamw_8bit uncompiled was never timed"
@@ -243,25 +243,26 @@ class Adamw8bit(Technique[Build]):
         build.routes.append(Route(self.name(), takes, make, rest=self.rest))
 
     def active(self, build: Build) -> Evidence:
-        """Bytes of state that the matrices really hold, by tensor."""
+        """Report the bytes of state that the matrices really hold, by tensor."""
         optimizer, taken = build.optimizers.get(self.name()), build.routed.get(self.name(), {})
-        held = count = moved = 0
+        state_bytes = count = moved = 0
         for p in taken.values():
             state = optimizer.state.get(p, {}) if optimizer else {}
             parts = [local_of(t) for key, t in state.items() if key != "step"]
-            held += sum(t.nbytes for t in parts)
+            state_bytes += sum(t.nbytes for t in parts)
             count += local_of(p).numel() if parts else 0
             moved += any(bool(t.any()) for t in parts if t.dtype == torch.uint8)
-        each = held / max(1, count)
+        each = state_bytes / max(1, count)
         return Evidence(
             active=moved > 0 and each < 8,
-            detail=f"{len(taken)} matrices hold {each:.2f} bytes of state a number, {held} in all",
-            numbers={"matrices": len(taken), "bytes_per_number": each, "state_bytes": held},
+            detail=f"{len(taken)} matrices hold {each:.2f} bytes of state a number, {state_bytes} "
+            "in all",
+            numbers={"matrices": len(taken), "bytes_per_number": each, "state_bytes": state_bytes},
         )
 
 
 def _unshared(rows: Mapping[str, int], ranks: int) -> Unsupported | None:
-    """Why ranks cannot share the columns of matrices: a block would lie on two of them.
+    """Return why ranks cannot share the columns of matrices: a block would lie on two of them.
 
     Args:
         rows: columns of each matrix whose rows are shared, by name.
@@ -283,7 +284,7 @@ def _unshared(rows: Mapping[str, int], ranks: int) -> Unsupported | None:
 
 
 def _linears(plan: Plan) -> dict[str, tuple[int, int]]:
-    """(features in, features out) of the blocks' linears in parts that no technique replaces."""
+    """Return (features in, features out) of the blocks' linears that no technique replaces."""
     replaced = {
         part for other in plan.techniques.values() if other.equality != "exact"
         for part in other.claims
@@ -293,7 +294,7 @@ def _linears(plan: Plan) -> dict[str, tuple[int, int]]:
 
 
 def _adapters(technique: Any, plan: Plan) -> list[tuple[int, int]]:
-    """Shapes of what `technique` trains in a block; none where another mixer's are not known."""
+    """Return the shapes of what `technique` trains in a block; none where they are not known."""
     linears, targets = _linears(plan), technique.targets
     if "mixer.out" not in linears:
         return []
@@ -304,7 +305,7 @@ def _adapters(technique: Any, plan: Plan) -> list[tuple[int, int]]:
 
 
 def _saves(shapes: Sequence[tuple[int, int]], smallest: int) -> bool:
-    """Whether the matrices of so many numbers hold less than AdamW's 8 bytes a number."""
+    """Return whether such matrices hold less than AdamW's 8 bytes a number."""
     taken = [(rows, columns) for rows, columns in shapes if rows * columns >= smallest]
-    held = sum(2 * rows * (columns + 4 * blocks_of(columns)) for rows, columns in taken)
-    return held < 8 * sum(map(prod, taken))
+    quantized_bytes = sum(2 * rows * (columns + 4 * blocks_of(columns)) for rows, columns in taken)
+    return quantized_bytes < 8 * sum(map(prod, taken))

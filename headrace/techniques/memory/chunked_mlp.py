@@ -81,7 +81,7 @@ class ChunkedMLP(Technique[Build]):
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Runs everywhere, on micro-batches that it cuts."""
+        """Run everywhere, on micro-batches that it cuts."""
         if (plan := context.plan) is None:
             return Supported()
         tokens = plan.micro_rows * plan.data.sequence_length // plan.mesh.context
@@ -94,7 +94,7 @@ class ChunkedMLP(Technique[Build]):
         )
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """No hidden features but one piece's; the first product again."""
+        """Keep the hidden features of one piece alone; run the first matmul a second time."""
         sizes = ledger.sizes
         drop = [n for n in ledger.memory if n.split("/")[-1] in RECOMPUTED_LINES]
         share = min(1.0, self.chunk_tokens / sizes["tokens"])
@@ -124,13 +124,13 @@ class ChunkedMLP(Technique[Build]):
         return replace(ledger, sizes={**sizes, "down_flops": unneeded})
 
     def _worked(self, ledger: Ledger, first: str) -> Ledger:
-        """Smaller products; the first one and the activation again; what pieces are joined of.
+        """Price smaller matmuls, the first one and the activation twice, and what joins the pieces.
 
         Autograd adds up the pieces' gradients of a weight's cast, and joins and parts the stream.
         """
         sizes, size = ledger.sizes, ledger.sizes["activation_bytes"]
-        held = int(min(sizes["tokens"], self.chunk_tokens))
-        pieces, layers = sizes["tokens"] / held, sizes["layers"]
+        piece_tokens = int(min(sizes["tokens"], self.chunk_tokens))
+        pieces, layers = sizes["tokens"] / piece_tokens, sizes["layers"]
         around, more = 2 * size * sizes["tokens"] * sizes["dim"], {}
         for phase in ("forward", "backward"):
             more[f"mlp_pieces/{phase}"] = Work(phase, "stream", layers, around, fused=around)
@@ -139,8 +139,11 @@ class ChunkedMLP(Technique[Build]):
             if linear in (first, "mlp.down"):
                 inner, outer = sizes[f"{linear}/in"], sizes[f"{linear}/out"]
                 ends = int(inner), int(outer)
-                shapes = {"result": (held, ends[1], ends[0]), "input": (held, *ends),
-                          "weight": (ends[1], ends[0], held)}  # fmt: skip
+                shapes = {
+                    "result": (piece_tokens, ends[1], ends[0]),
+                    "input": (piece_tokens, *ends),
+                    "weight": (ends[1], ends[0], piece_tokens),
+                }
                 more[name] = replace(piece, count=piece.count * pieces, sizes=shapes[what])
                 if name == f"{first}/result":
                     more[f"{first}/again"] = replace(more[name], phase="recompute")
@@ -169,21 +172,21 @@ class ChunkedMLP(Technique[Build]):
         build.block_forward.append(self.name())
 
     def active(self, build: Build) -> Evidence:
-        """The largest piece that a linear of the MLP saw, that one was cut, and what ran again."""
+        """Report the largest piece that a linear saw, that one was cut, and what was rerun."""
         if not len(build.model.blocks):
             return Evidence(None, "this rank holds no block")
         pieces: Pieces = build.notes[self.name()]
-        again = pieces.runs - pieces.forwards
+        reruns = pieces.runs - pieces.forwards
         if build.compiled:
             ran = f"the compiler traced {pieces.traced} products of at most {pieces.most} tokens, "
             ran += "to be run again"
         else:
             ran = f"{pieces.forwards} pieces of at most {pieces.most} of {pieces.tokens} tokens, "
-            ran += f"and {again} of them again"
+            ran += f"and {reruns} of them again"
         return Evidence(
             active=0 < pieces.most <= self.chunk_tokens
             and pieces.cut > 0
-            and (again > 0 or pieces.traced > 0),
+            and (reruns > 0 or pieces.traced > 0),
             detail=ran if pieces.cut else f"{ran}; no micro-batch was cut",
             numbers={
                 "largest_piece_tokens": pieces.most,
@@ -191,7 +194,7 @@ class ChunkedMLP(Technique[Build]):
                 "calls_in_pieces": pieces.cut,
                 "pieces": pieces.forwards,
                 "traced_products": pieces.traced,
-                "recomputed_pieces": again,
+                "recomputed_pieces": reruns,
             },
         )
 
@@ -213,7 +216,7 @@ class Pieces:
         }
 
     def around(self, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        """`forward`, [B, T, D] to [B, T, D], on pieces of tokens."""
+        """Return `forward`, [B, T, D] to [B, T, D], on pieces of tokens."""
 
         def run(x_nD: Tensor) -> Tensor:
             if not torch.compiler.is_compiling():
@@ -233,7 +236,7 @@ class Pieces:
         return in_pieces
 
     def _piece(self, run: Callable[[Tensor], Tensor], x_nD: Tensor, cut: bool) -> Tensor:
-        """One piece, of which the input is kept. No part of an MLP draws random numbers."""
+        """Run one piece, of which the input is kept. No part of an MLP draws random numbers."""
         how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         if torch.compiler.is_compiling():
             how["context_fn"] = self.contexts[cut]
@@ -244,7 +247,7 @@ class Pieces:
         return checkpoint(run, x_nD, **how)  # type: ignore[return-value]
 
     def _policy(self, cut: bool, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        """For the compiler only, which asks about every operation of a piece that it traces."""
+        """Answer the compiler, which asks about every operation of a piece that it traces."""
         if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
             self.most = max(self.most, len(args[-2]))  # the factor with a row for each token
             self.traced += 1

@@ -107,10 +107,10 @@ class Size:
             "rows": rows, "began_with": rows, "too_large": too_large, "shrinks": 0,
             "micro_batches": 0, "too_long": 0,
         }  # fmt: skip
-        """Of this process so far; `shrinks` of the whole run."""
+        """Numbers of this process so far; `shrinks` of the whole run."""
 
     def cut(self, works: Sequence[Work]) -> list[Work]:
-        """The micro-batches in parts of as many tokens as fit; those that fit as they are."""
+        """Cut the micro-batches into parts of as many tokens as fit; keep those that fit."""
         most = self.rows * self.length
         return [part for work in works for part in cut(work, -(-most // work.ids_BT.size(1)))]
 
@@ -137,11 +137,11 @@ class Size:
         self.numbers |= {"rows": rows, "shrinks": shrinks}
 
     def tensors(self) -> dict[str, Tensor]:
-        """None: it is a number."""
+        """Return none: the state is a number."""
         return {}
 
     def values(self) -> dict[str, Any]:
-        """What is saved as JSON."""
+        """Return what is saved as JSON."""
         return {"rows": self.rows, "shrinks": self.shrinks}
 
     def load_values(self, values: Mapping[str, Any]) -> None:
@@ -184,7 +184,7 @@ class DynamicBatch(Technique[Build]):
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """One process on an NVIDIA GPU or a CPU."""
+        """Require one process on an NVIDIA GPU or a CPU."""
         if context.ranks > 1:
             return Unsupported(
                 f"a rank that runs out of memory leaves the other {context.ranks - 1} waiting in a "
@@ -199,7 +199,7 @@ class DynamicBatch(Technique[Build]):
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """What it begins with, which is the plan's; the report predicts with what was found."""
+        """Change nothing: the run begins with the plan's rows; its report has the final ones."""
         return ledger
 
     def apply(self, build: Build) -> None:
@@ -211,7 +211,7 @@ class DynamicBatch(Technique[Build]):
         build.engine = guarded(size, build.engine)
 
     def first_rows(self, build: Build) -> tuple[int, int]:
-        """Rows of the largest micro-batch that fits, and how many sizes are too large.
+        """Return the rows of the largest micro-batch that fits, and how many sizes are too large.
 
         Raises:
             UnsupportedError: one row is.
@@ -238,7 +238,7 @@ class DynamicBatch(Technique[Build]):
         )
 
     def active(self, build: Build) -> Evidence:
-        """Micro-batches that went through it, none with more rows than it allows."""
+        """Report the micro-batches that went through it, none with more rows than it allows."""
         size: Size = build.notes[self.name()]
         ran, over, before = (size.numbers[n] for n in ("micro_batches", "too_long", "too_large"))
         return Evidence(
@@ -253,7 +253,7 @@ class DynamicBatch(Technique[Build]):
 
 
 def halves(rows: int) -> Iterator[int]:
-    """`rows`, and each time the largest divisor of it that is at most its half, down to 1."""
+    """Yield `rows`, then each time the largest divisor that is at most its half, down to 1."""
     yield rows
     while rows > 1:
         rows = largest_divisor(rows, rows // 2)
@@ -261,19 +261,19 @@ def halves(rows: int) -> Iterator[int]:
 
 
 def with_rows(plan: Plan, rows: int) -> Plan:
-    """The plan with micro-batches of `rows` rows."""
+    """Return the plan with micro-batches of `rows` rows."""
     return plan.replaced(batch=plan.batch.model_copy(update={"micro_sequences": rows}))
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that nobody uses: the GPU's; on a CPU the machine's, or what its group is left."""
+    """Return free memory: the GPU's; on a CPU the machine's, or what its group is left."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     free = 1024 * _number("/proc/meminfo", "MemAvailable:") or free
-    most, held = (_number(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+    most, current = (_number(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
     cached = _number("/sys/fs/cgroup/memory.stat", "inactive_file")  # of files, given back if asked
-    return min(free, max(0, most - max(0, held - cached))) if most else free
+    return min(free, max(0, most - max(0, current - cached))) if most else free
 
 
 def _number(path: str, name: str = "") -> int:
@@ -283,7 +283,7 @@ def _number(path: str, name: str = "") -> int:
 
 
 def trial(plan: Plan, name: str, rows: int) -> Plan:
-    """Two steps and an evaluation of the plan without `name`; two micro-batches if it adds up."""
+    """Return a plan of two steps and an evaluation without `name`, for a trial."""
     tokens = rows * plan.data.sequence_length
     steps = plan.horizon_steps or max(2, plan.schedule.warmup_steps)
     return plan.replaced(
@@ -300,7 +300,7 @@ def trial(plan: Plan, name: str, rows: int) -> Plan:
 
 
 def less(plan: Plan) -> str:
-    """Options after which a row needs less memory: of the techniques that are not on."""
+    """Return options after which a row needs less memory, of techniques that are not on."""
     words = [f"--with {name}" for name in LESS if name not in plan.techniques]
     length = plan.data.sequence_length
     if CHUNKED not in plan.techniques and length <= CHUNK:
@@ -309,7 +309,7 @@ def less(plan: Plan) -> str:
 
 
 def fits(plan: Plan, limit: int, device: torch.device) -> bool:
-    """Whether the plan runs in a process of its own that may take `limit` bytes.
+    """Return whether the plan runs in a process of its own that may take `limit` bytes.
 
     Raises:
         RunError: it failed, and not for memory.
@@ -326,8 +326,8 @@ def fits(plan: Plan, limit: int, device: torch.device) -> bool:
         return ended.returncode == 0
     if any(sign in ended.stderr for sign in NO_MEMORY):
         return False
-    said = [line for line in ended.stderr.splitlines() if line[:1].strip()]  # not indented
-    why = said[-1] if said else f"exit code {ended.returncode}"
+    lines = [line for line in ended.stderr.splitlines() if line[:1].strip()]  # not indented
+    why = lines[-1] if lines else f"exit code {ended.returncode}"
     raise RunError(
         f"a trial of batch.micro_sequences = {plan.micro_rows} failed, and not for memory: {why}",
         f"batch.micro_sequences={plan.micro_rows}, which tries nothing and shows the whole error",
@@ -338,7 +338,7 @@ def fits(plan: Plan, limit: int, device: torch.device) -> bool:
 
 
 def guarded(size: Size, inner: Engine) -> Engine:
-    """The engine, taken again with smaller micro-batches where memory does not suffice."""
+    """Return the engine, retried with smaller micro-batches where memory does not suffice."""
 
     def engine(build: Build, works: Sequence[Work], objective: Objective, scale: Tensor) -> Tensor:
         before = random_state(build.device)
@@ -365,7 +365,7 @@ def guarded(size: Size, inner: Engine) -> Engine:
 
 
 def random_state(device: torch.device) -> list[Tensor]:
-    """The state of the random numbers of the host, and of a GPU."""
+    """Return the state of the random numbers of the host, and of a GPU."""
     on_gpu = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
     return [torch.get_rng_state(), *on_gpu]
 
@@ -386,7 +386,7 @@ def let_go(build: Build, random: Sequence[Tensor]) -> None:
 
 
 def sum_in_fp32(build: Build) -> None:
-    """Gradients of half-precision weights are added up from here on, and so kept in fp32."""
+    """Keep gradients of half-precision weights in fp32 from here on, since they are added up."""
     for parameter in build.model.parameters():
         low = parameter.requires_grad and parameter.dtype.itemsize < 4
         if low and parameter.grad is None:
@@ -394,7 +394,7 @@ def sum_in_fp32(build: Build) -> None:
 
 
 def cut(work: Work, rows: int) -> list[Work]:
-    """The micro-batch in parts of at most `rows` rows, in order: views of the same tokens."""
+    """Cut the micro-batch into parts of at most `rows` rows, in order: views of the same tokens."""
     B, T = work.ids_BT.shape
     if rows >= B:
         return [work]

@@ -65,7 +65,7 @@ class ExpandableSegments(Technique[Build]):
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """The native allocator of an NVIDIA GPU on Linux."""
+        """Require the native allocator of an NVIDIA GPU on Linux."""
         if context.device != "cuda":
             return Unsupported(
                 f"memory of {context.device} is not the CUDA allocator's", "device=cuda"
@@ -75,7 +75,7 @@ class ExpandableSegments(Technique[Build]):
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """The same tensors; what gaps take is no line, but the allocator's replay is told."""
+        """Set the size that the allocator's replay reads; tensors stay, and gaps are no line."""
         return replace(ledger, sizes={**ledger.sizes, SETTING: 1.0})
 
     def apply(self, build: Build) -> None:
@@ -84,7 +84,7 @@ class ExpandableSegments(Technique[Build]):
         build.runtime.append(partial(_expandable, build.device, seen))
 
     def active(self, build: Build) -> Evidence:
-        """Where new memory came from as the run began, and where its gradients and states lie."""
+        """Report where new memory came from at first, and where gradients and states lie."""
         if build.device.type != "cuda":
             return Evidence(False, f"{build.device.type} has no segments")
         segments = torch.cuda.memory_snapshot()
@@ -103,7 +103,7 @@ class ExpandableSegments(Technique[Build]):
 
 @contextmanager
 def _expandable(device: torch.device, seen: dict[str, bool]) -> Iterator[None]:
-    """New segments are expandable inside; afterwards as it was."""
+    """Make new segments expandable inside; restore the setting afterwards."""
     before = _settings()
     others = [s for s in before.split(",") if s and not s.startswith(SETTING)]
     _set_settings(",".join([*others, f"{SETTING}:True"]))
@@ -116,19 +116,21 @@ def _expandable(device: torch.device, seen: dict[str, bool]) -> Iterator[None]:
 
 
 def _new_memory_grows(device: torch.device) -> bool:
-    """Whether a tensor that no fixed segment has room for lies in an expandable one."""
+    """Return whether a tensor that no fixed segment has room for lies in an expandable one."""
     torch.cuda.empty_cache()
     room = [
-        block["size"] for segment in torch.cuda.memory_snapshot() for block in segment["blocks"]
+        block["size"]
+        for segment in torch.cuda.memory_snapshot()
+        for block in segment["blocks"]
         if not segment["is_expandable"] and block["state"] == "inactive"
-    ]  # fmt: skip
+    ]
     probe = torch.empty(max(room, default=0) + LARGE_BYTES, dtype=torch.uint8, device=device)
     growing = [s for s in torch.cuda.memory_snapshot() if s["is_expandable"]]
     return _bytes_inside(growing, [probe]) > 0
 
 
 def _settings() -> str:
-    """The allocator's settings as they were last set; empty where torch does not tell."""
+    """Return the allocator's settings as they were last set; "" where torch does not tell."""
     read: Any = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
     return (read() if read else "") or ""
 
@@ -140,16 +142,16 @@ def _set_settings(settings: str) -> None:
 
 
 def _own_tensors(build: Build) -> list[Tensor]:
-    """Gradients and optimizer state on the device, each rank's part."""
-    found = [p.grad for p in build.model.parameters() if p.grad is not None]
+    """Return gradients and optimizer state on the device, each rank's part."""
+    tensors = [p.grad for p in build.model.parameters() if p.grad is not None]
     for optimizer in build.optimizers.values():
         for state in getattr(optimizer, "state", {}).values():
-            found += [v for v in state.values() if isinstance(v, Tensor)]
-    return [t for t in map(local_of, found) if t.device.type == "cuda"]
+            tensors += [v for v in state.values() if isinstance(v, Tensor)]
+    return [t for t in map(local_of, tensors) if t.device.type == "cuda"]
 
 
 def _bytes_inside(segments: list[dict[str, Any]], tensors: list[Tensor]) -> int:
-    """Bytes of the tensors that begin inside of a segment."""
+    """Return the bytes of the tensors that begin inside of a segment."""
     ranges = sorted((s["address"], s["address"] + s["total_size"]) for s in segments)
     starts = [start for start, _ in ranges]
     inside = 0

@@ -66,28 +66,32 @@ class FullCheckpoint(Technique[Build]):
     )
 
     def supports(self, context: Context) -> Supported:
-        """Runs everywhere."""
+        """Run everywhere."""
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """Each chosen block keeps its input; one block at a time has the rest again."""
+        """Keep the input of each chosen block; one block at a time has the rest again."""
         layers = {line.layer for line in ledger.memory.values() if line.layer is not None}
         chosen = [layer for layer in layers if layer % self.every == 0]
         drop = [
-            name for name, line in ledger.memory.items()
-            if line.layer in chosen and name.split("/")[1] != KEPT_LINE
+            name
+            for name, line in ledger.memory.items()
+            if line.layer in chosen
+            and name.split("/")[1] != KEPT_LINE
             and not (name.endswith("/weight_cast") and holds_casts(ledger))
-        ]  # fmt: skip
+        ]
         stream, sizes = ledger.sizes["residual"], ledger.sizes
         entered = stream * sizes["stream_bytes"] / sizes["activation_bytes"]
-        again = sum(ledger.memory[name].bytes for name in drop)
+        recomputed = sum(ledger.memory[name].bytes for name in drop)
         if sizes["on_gpu"] and sizes["activation_bytes"] != FP32:
-            again += stream * len(chosen)  # the norm's fp32 copy does not stand for the input here
+            recomputed += stream * len(
+                chosen
+            )  # the norm's fp32 copy does not stand for the input here
         for layer in chosen:
             kept = ledger.memory[f"{layer}/residual"]
-            again += kept.bytes - entered
+            recomputed += kept.bytes - entered
             ledger = ledger.with_line(f"{layer}/residual", replace(kept, bytes=entered))
-        one = Line(again / max(1, len(chosen)), ("turn", "backward"))
+        one = Line(recomputed / max(1, len(chosen)), ("turn", "backward"))
         work = sizes["block_flops"] + sizes["attention_flops"] - sizes["down_flops"]
         work += recomputed_adapter_flops(ledger, "down", "up")
         part = len(chosen) / max(1, len(layers))
@@ -111,7 +115,7 @@ class FullCheckpoint(Technique[Build]):
         build.notes[self.name()] = counts
 
         def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-            """For the compiler only, which asks it about every operation that it traces."""
+            """Answer the compiler, which asks about every operation that it traces."""
             counts["traced"] += 1
             return CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -139,15 +143,15 @@ class FullCheckpoint(Technique[Build]):
         build.wrap_blocks(self.name(), wrap)
 
     def active(self, build: Build) -> Evidence:
-        """Blocks that ran a second time, or operations that the compiler was told to run again."""
+        """Report blocks that ran twice, or operations that the compiler was told to rerun."""
         counts = build.notes[self.name()]
         if not any(int(name) % self.every == 0 for name in build.model.blocks):
             return Evidence(None, "this rank holds no block that is checkpointed")
-        again = counts["runs"] - counts["forwards"]
+        reruns = counts["runs"] - counts["forwards"]
         return Evidence(
-            active=(counts["traced"] if build.compiled else again) > 0,
+            active=(counts["traced"] if build.compiled else reruns) > 0,
             detail=f"the compiler was told to run {counts['traced']} traced operations again"
             if build.compiled
-            else f"kept the inputs of {counts['forwards']} blocks and ran {again} of them again",
-            numbers={**counts, "recomputed_blocks": again},
+            else f"kept the inputs of {counts['forwards']} blocks and ran {reruns} of them again",
+            numbers={**counts, "recomputed_blocks": reruns},
         )

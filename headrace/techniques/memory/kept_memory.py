@@ -38,7 +38,7 @@ from headrace.plan.technique import (
 )
 
 PAGE_BYTES = 4096
-"""Of memory that the system hands out at once, or more."""
+"""Bytes of a page, the unit in which the system hands out memory; some systems have larger ones."""
 BLOCK_BYTES = 33 << 20
 """More than 32 MiB, which is the largest block that glibc keeps by itself."""
 ROOM = 2
@@ -64,7 +64,7 @@ class KeptMemory(Technique[Build]):
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """A CPU, and the C library that has these settings."""
+        """Require a CPU, and the C library that has these settings."""
         if context.device != "cpu":
             return Unsupported(
                 f"tensors on {context.device} are not the C library's, and torch keeps their "
@@ -76,7 +76,7 @@ class KeptMemory(Technique[Build]):
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """The same tensors, without the time in which their memory is handed out."""
+        """Price no time in which memory is handed out; tensors stay as they are."""
         return replace(ledger, sizes={**ledger.sizes, KEEPS: 1.0})
 
     def apply(self, build: Build) -> None:
@@ -94,19 +94,20 @@ class KeptMemory(Technique[Build]):
         build.after_update.append(count)
 
     def active(self, build: Build) -> Evidence:
-        """Whether a block's pages were there when it was taken again, and the last step's."""
+        """Report whether a block's pages were there when it was retaken, and the last step's."""
         seen = build.notes[self.name()]
-        again, steps = seen["again"], seen["steps"]
+        new_pages, steps = seen["again"], seen["steps"]
         pages = BLOCK_BYTES // PAGE_BYTES
-        active = again is not None and again < pages / 2
+        active = new_pages is not None and new_pages < pages / 2
         detail = "the settings were not in force"
-        if again is not None:
-            detail = f"a freed block of {pages} pages was taken again with {again} new ones"
+        if new_pages is not None:
+            detail = f"a freed block of {pages} pages was taken again with {new_pages} new ones"
         last = steps[-1] if steps else 0
         return Evidence(
-            active=active, detail=f"{detail}; the last of {len(steps)} steps touched {last}",
+            active=active,
+            detail=f"{detail}; the last of {len(steps)} steps touched {last}",
             numbers={"new_pages": last, "steps": len(steps)},
-        )  # fmt: skip
+        )
 
 
 @contextmanager

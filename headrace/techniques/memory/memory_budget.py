@@ -40,7 +40,7 @@ COMPILED = "CompiledFunctionBackward"
 """What autograd calls a compiled graph."""
 PARTITIONED = ("inductor", "aot_eager")
 """Backends whose graphs are cut by the partitioner that reads the budget."""
-MADE_AGAIN = ("norm", "activation", "weight_cast")
+REMADE = ("norm", "activation", "weight_cast")
 """A block's lines that any budget under 1 gives up, unless one operation made them."""
 PINNED = "it says itself what a block keeps, so nothing is left for the budget to choose "
 
@@ -72,7 +72,7 @@ class MemoryBudget(Technique[Build]):
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Needs compiled code whose graphs are cut by torch's min-cut partitioner."""
+        """Require compiled code whose graphs are cut by torch's min-cut partitioner."""
         on = context.plan.techniques.values() if context.plan else ()
         compiling = [t for t in on if "compiled" in t.composes]
         if not compiling:
@@ -88,20 +88,20 @@ class MemoryBudget(Technique[Build]):
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """What the partitioner's knapsack leaves of a block, and the work of what it does not."""
+        """Keep what the partitioner's knapsack keeps of a block; add the work of the rest."""
         sizes = ledger.sizes
         # Of a pipeline's rank each block is held once for each micro-batch in flight.
         blocks = {v.layer for v in ledger.memory.values() if v.layer is not None}
-        each, lost, again = 1 / max(1, len(blocks)), 0.0, 0.0
-        runs_again: dict[str, float] = {}
+        each, lost, recomputed = 1 / max(1, len(blocks)), 0.0, 0.0
+        rerun_share: dict[str, float] = {}
         for layer in blocks:
             block = {n.split("/")[1]: v for n, v in ledger.memory.items() if v.layer == layer}
             if "residual" not in block:  # sent to the host
                 continue
             keeps, work, gone = _kept_of(block, sizes, self.fraction)
-            again += work * each * sizes["layers"]
+            recomputed += work * each * sizes["layers"]
             for name in gone:
-                runs_again[name] = runs_again.get(name, 0.0) + each
+                rerun_share[name] = rerun_share.get(name, 0.0) + each
             for name, line in block.items():
                 left = keeps.get(name, 0.0)
                 lost += line.bytes - left
@@ -111,17 +111,23 @@ class MemoryBudget(Technique[Build]):
         ledger = ledger.with_line("recompute", Line(lost * each, ("turn", "backward")))
 
         def share(piece: str) -> float:
-            """Of a forward piece's kernels: products by name, and all work by element."""
+            """Return the share of a forward piece's kernels that run again.
+
+            Matmuls go by name, and work by element runs again as a whole.
+            """
             name = piece.partition("/")[0]
             if name in ("offload", "mlp.down"):
                 return 0.0
-            return runs_again.get(name, 0.0) if name == "attention" or "." in name else 1.0
+            return rerun_share.get(name, 0.0) if name == "attention" or "." in name else 1.0
 
-        ledger = ledger.again(share).with_flops("recompute", again)
+        ledger = ledger.again(share).with_flops("recompute", recomputed)
         # The loss is a graph of its own, whose largest result are the logits.
         head = ("head/result", "loss/forward") if sizes.get("compiled_loss") else ()
-        more = {f"{n}/again": replace(ledger.work[n], phase="recompute")
-                for n in head if n in ledger.work}  # fmt: skip
+        more = {
+            f"{n}/again": replace(ledger.work[n], phase="recompute")
+            for n in head
+            if n in ledger.work
+        }
         return replace(ledger, work={**ledger.work, **more})
 
     def apply(self, build: Build) -> None:
@@ -142,14 +148,14 @@ class MemoryBudget(Technique[Build]):
         handle = build.model.register_forward_hook(look)
 
     def active(self, build: Build) -> Evidence:
-        """The budget in force when the first step had compiled, and what its graphs then kept."""
+        """Report the budget in force when the first step compiled, and what its graphs kept."""
         seen = build.notes[self.name()]
         share = seen["kept_bytes"] / _eager_bytes(build)
         return Evidence(
             active=seen["graphs"] > 0 and seen["budget"] == self.fraction and share > 0,
             detail=f"{seen['graphs']:.0f} compiled graphs kept {seen['kept_bytes']:.0f} bytes for "
             f"the backward pass under a budget of {seen['budget']:g}: {share:.1%} of what the "
-            "plain trunk keeps uncompiled",
+            "plain baseline keeps uncompiled",
             numbers={**seen, "fraction_of_eager": share},
         )
 
@@ -157,7 +163,7 @@ class MemoryBudget(Technique[Build]):
 def _kept_of(
     block: Mapping[str, Line], sizes: Mapping[str, float], fraction: float
 ) -> tuple[dict[str, float], float, list[str]]:
-    """Bytes that a block keeps by line, and the FLOPs per token and pieces to make others again.
+    """Return bytes that a block keeps by line, and FLOPs per token and pieces to remake the rest.
 
     The partitioner (torch._functorch.partitioners, choose_saved_values_set) counts what the fastest
     cut keeps beyond the graph's inputs; a fp32 weight whose cast is kept instead counts against it.
@@ -165,48 +171,56 @@ def _kept_of(
     knapsack by their FLOPs. Attention is in no knapsack (torch 2.11's list of dear operations lacks
     cuDNN's, and a peak with torch's default kernel shows the same), and is run again.
     """
-    held = {name: line.bytes for name, line in block.items()}
-    stream = min(sizes["residual"], held["residual"])
+    sizes_by_line = {name: line.bytes for name, line in block.items()}
+    stream = min(sizes["residual"], sizes_by_line["residual"])
     wide = "gate_up" if "mlp.gate_up/in" in sizes else "up"
-    cast, turned = held.get("weight_cast", 0.0), held.get("attention_input", 0.0)
+    cast, turned = sizes_by_line.get("weight_cast", 0.0), sizes_by_line.get("attention_input", 0.0)
     # Queries and keys are kept as they are turned, and as they were only for their norms. Casts are
     # half of the weights that they stand for.
-    whole = sum(held.values()) - stream - 2 * cast - (0.0 if "qk_norm" in held else turned)
+    whole = (
+        sum(sizes_by_line.values())
+        - stream
+        - 2 * cast
+        - (0.0 if "qk_norm" in sizes_by_line else turned)
+    )
     room = fraction * max(0.0, whole)
     linears = {"gate_up": f"mlp.{wide}", "qkv": "mixer.qkv", "out": "mixer.out"}
-    products = {
+    matmul_flops = {
         name: 2 * sizes[f"{linear}/in"] * sizes[f"{linear}/out"]
-        for name, linear in linears.items() if name in held or name == "out"
-    }  # fmt: skip
-    weights = {name: held.get(name, held["residual"] - stream) for name in products}
-    plain = {n: b for n, b in held.items() if block[n].opaque or n not in MADE_AGAIN}
-    if sum(weights.values()) + held.get("attention", 0.0) < room:
+        for name, linear in linears.items()
+        if name in sizes_by_line or name == "out"
+    }
+    weights = {
+        name: sizes_by_line.get(name, sizes_by_line["residual"] - stream) for name in matmul_flops
+    }
+    plain = {n: b for n, b in sizes_by_line.items() if block[n].opaque or n not in REMADE}
+    if sum(weights.values()) + sizes_by_line.get("attention", 0.0) < room:
         return plain, 0.0, []
-    every = (c for n in range(len(products) + 1) for c in combinations(products, n))
+    every = (c for n in range(len(matmul_flops) + 1) for c in combinations(matmul_flops, n))
     fits = (c for c in every if sum(weights[name] for name in c) <= room)
-    best = max(fits, key=lambda c: sum(products[name] for name in c))
-    keeps = {name: held[name] for name in best if name in held}
-    keeps["residual"] = held["residual"] if "out" in best else stream
+    best = max(fits, key=lambda c: sum(matmul_flops[name] for name in c))
+    keeps = {name: sizes_by_line[name] for name in best if name in sizes_by_line}
+    keeps["residual"] = sizes_by_line["residual"] if "out" in best else stream
     if "qkv" in best:
         keeps["attention_input"] = turned
-    work = sum(products.values()) - sum(products[name] for name in best)
-    gone = [linears[name] for name in products if name not in best]
+    work = sum(matmul_flops.values()) - sum(matmul_flops[name] for name in best)
+    gone = [linears[name] for name in matmul_flops if name not in best]
     return keeps, work + sizes["attention_flops"] / sizes["layers"], [*gone, "attention"]
 
 
 def _kept(build: Build, output: Tensor) -> dict[str, float]:
-    """What the compiled graphs behind `output` hold for the backward pass, parameters left out."""
+    """Return what the graphs behind `output` hold for the backward pass, without parameters."""
     from torch._functorch import config
 
     own = {p.untyped_storage().data_ptr() for p in build.model.parameters()}
     graphs = [node for node in _nodes(output.grad_fn) if node.name().endswith(COMPILED)]
-    held = {
+    storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for node in graphs
         for tensor in node.saved_tensors
         if isinstance(tensor, Tensor)
     }
-    kept = sum(count for place, count in held.items() if place not in own)
+    kept = sum(count for place, count in storages.items() if place not in own)
     return {
         "budget": float(config.activation_memory_budget),
         "graphs": float(len(graphs)),
@@ -215,7 +229,7 @@ def _kept(build: Build, output: Tensor) -> dict[str, float]:
 
 
 def _nodes(root: Any) -> Iterator[Any]:
-    """Every node of the graph behind `root`, once."""
+    """Yield every node of the graph behind `root`, once."""
     waiting, seen = [root], set[Any]()
     while waiting:
         node = waiting.pop()
@@ -226,10 +240,13 @@ def _nodes(root: Any) -> Iterator[Any]:
 
 
 def _eager_bytes(build: Build) -> float:
-    """What the plain trunk keeps of a micro-batch uncompiled, by its ledger."""
+    """Return what the plain baseline keeps of a micro-batch uncompiled, by its ledger."""
     plan = build.plan
     ledger = trunk_ledger(
-        build.config, rows=plan.micro_rows, length=plan.data.sequence_length,
-        precision=build.context.precision, device=build.context.device,
-    )  # fmt: skip
+        build.config,
+        rows=plan.micro_rows,
+        length=plan.data.sequence_length,
+        precision=build.context.precision,
+        device=build.context.device,
+    )
     return sum(line.bytes for line in ledger.memory.values() if "loss" in line.instants)

@@ -1,7 +1,7 @@
 """Update each parameter as soon as its gradient is complete, and free the gradient at once.
 
-The trunk holds all gradients from the end of the backward pass to the update: as much memory as the
-weights. Here every parameter has an AdamW of its own, which steps in torch's hook behind the
+The baseline holds all gradients from the end of the backward pass to the update: as much memory as
+the weights. Here every parameter has an AdamW of its own, which steps in torch's hook behind the
 accumulation of its gradient; then the gradient is freed, so that one is held at a time. FSDP2 calls
 the same hook on the sharded parameter, behind its reduction. The arithmetic is AdamW's to the bit.
 
@@ -38,7 +38,7 @@ from headrace.plan.technique import (
 
 
 class BackwardAdamW(torch.optim.Optimizer):
-    """One AdamW per parameter, stepped by the backward pass; one state and one list of groups."""
+    """Step one AdamW per parameter by the backward pass, with one state and one list of groups."""
 
     frees_gradients = True
     """Whoever reads gradients after the backward pass finds none of these."""
@@ -56,11 +56,11 @@ class BackwardAdamW(torch.optim.Optimizer):
             p.register_post_accumulate_grad_hook(partial(self._update, name))
 
     def step(self, closure: Any = None) -> None:
-        """Nothing is left to do: every parameter was updated when its gradient came."""
+        """Do nothing: every parameter was updated when its gradient came."""
 
     @torch.no_grad()
     def _update(self, name: str, p: Tensor) -> None:
-        """Torch's hook: the gradient of `p` is complete."""
+        """Update `p`, whose gradient is complete; torch's hook calls this."""
         assert p.grad is not None
         grad = local_of(p.grad)
         square = torch.linalg.vector_norm(grad, dtype=torch.float32).square()
@@ -99,7 +99,7 @@ class OptimizerInBackward(Technique[Build]):
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Refuses what needs all gradients before the first update."""
+        """Refuse what needs all gradients before the first update."""
         plan = context.plan
         if plan is None:
             return Supported()
@@ -133,7 +133,7 @@ class OptimizerInBackward(Technique[Build]):
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """One gradient at a time, and to the update those of other optimizers' matrices."""
+        """Hold one gradient at a time, and until the update those of other optimizers' matrices."""
         ledger = ledger.updated_by(self.name(), lambda name, matrix: True)
         mine, learns = ledger.updates(self.name()), ledger.updates()
         slices = ledger.sizes.get("slices", 1.0)
@@ -156,23 +156,23 @@ class OptimizerInBackward(Technique[Build]):
             return BackwardAdamW(config, named)
 
         build.routes.append(Route(self.name(), lambda name, p: True, make, rest=self.rest))
-        trunk, measured = build.passes, build.clip
+        baseline, measured = build.passes, build.clip
 
         def passes(build: Build, step: int) -> Sequence[Pass]:
-            """The trunk's, which updates what other optimizers hold after the backward pass."""
+            """Return the baseline's passes, which run the other optimizers after backward."""
             if (mine := build.optimizers.get(self.name())) is not None:
                 assert isinstance(mine, BackwardAdamW)
                 mine.squares.clear()
-            return trunk(build, step)
+            return baseline(build, step)
 
         def norm(build: Build, max_norm: float) -> Tensor:
-            """Of the gradients that are freed and of those that other optimizers hold."""
+            """Return the norm of freed gradients and of those that other optimizers hold."""
             return (self._squares(build) + measured(build, 0.0).square()).sqrt()
 
         build.passes, build.clip = passes, norm
 
     def _squares(self, build: Build) -> Tensor:
-        """The sum of squares of all freed gradients, over all ranks."""
+        """Return the sum of squares of all freed gradients, over all ranks."""
         mine = build.optimizers.get(self.name())
         squares = [
             square / build.layouts[name].copies(build.world, build.model.get_parameter(name))
@@ -182,13 +182,13 @@ class OptimizerInBackward(Technique[Build]):
         return build.world.sum_(torch.stack(squares).sum() if squares else none)
 
     def active(self, build: Build) -> Evidence:
-        """Gradients that were freed in the backward pass, and none that is still there."""
+        """Report gradients that were freed in the backward pass, and none that is still there."""
         mine = build.optimizers.get(self.name())
-        held = [n for n, p in build.routed.get(self.name(), {}).items() if p.grad is not None]
+        left = [n for n, p in build.routed.get(self.name(), {}).items() if p.grad is not None]
         updates, freed = getattr(mine, "updates", 0), getattr(mine, "freed_bytes", 0)
         return Evidence(
-            active=updates > 0 and not held,
+            active=updates > 0 and not left,
             detail=f"{updates} updates in the backward pass freed {freed} bytes of gradients; "
-            f"{len(held)} are still held",
-            numbers={"updates": updates, "freed_bytes": freed, "held": len(held)},
+            f"{len(left)} are still held",
+            numbers={"updates": updates, "freed_bytes": freed, "held": len(left)},
         )

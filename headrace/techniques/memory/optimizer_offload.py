@@ -43,15 +43,17 @@ from headrace.plan.technique import (
 
 FP32 = 4
 HOSTED = 28.0
-"""Bytes over the host's link that the update of one number takes as long as, 0.54 ns: the host's
-arithmetic, under which copies go on. Steps foreseen by it are 0.95 to 1.06 of the four measured
-ones (160m and 1b, trunks and recipes, techniques.jsonl)."""
+"""Bytes over the host's link that take as long as the update of one number, 0.54 ns.
+
+The host does that arithmetic, and copies go on under it. Steps predicted by it are 0.95 to 1.06 of
+the four measured ones (160m and 1b, baselines and recipes, techniques.jsonl).
+"""
 LAUNCHED = 8e-5
-"""Likewise launches of an empty kernel, since the host launches nothing meanwhile."""
+"""Launches of an empty kernel that take as long, since the host launches nothing meanwhile."""
 
 
 def lying_as(like: Tensor, local: Tensor) -> Tensor:
-    """A host tensor as the local part of what `like` is, so that checkpoints know its place."""
+    """Return a host tensor as the local part of what `like` is: checkpoints know its place."""
     from torch.distributed.tensor import DTensor
 
     return DTensor(local, like._spec, requires_grad=False) if isinstance(like, DTensor) else local
@@ -83,7 +85,7 @@ class Lane:
         self._copied: list[Any] = [None, None]
 
     def begin(self) -> AbstractContextManager[Any]:
-        """Copies that are issued inside come after all that is issued so far."""
+        """Let copies that are issued inside come after all that is issued so far."""
         if self.stream is None:
             return nullcontext()
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
@@ -95,21 +97,21 @@ class Lane:
             self._copied[batch % 2] = self.stream.record_event()
 
     def wait(self, batch: int) -> None:
-        """Until the copies that last used the batch's buffer are done."""
+        """Wait until the copies that last used the batch's buffer are done."""
         if (event := self._copied[batch % 2]) is not None:
             event.synchronize()
 
     def join(self) -> None:
-        """What is issued from now on comes after the copies."""
+        """Let what is issued from now on come after the copies."""
         if self.stream is not None:
             torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
 
 
 class HostAdamW(torch.optim.Optimizer):
-    """AdamW whose states and arithmetic are the host's.
+    """Run AdamW with states and arithmetic on the host.
 
     Args:
-        config: the trunk's optimizer.
+        config: the baseline's optimizer.
         named: parameters on any device.
         chunk_numbers: numbers of a buffer.
     """
@@ -162,7 +164,7 @@ class HostAdamW(torch.optim.Optimizer):
         self.updates += 1
 
     def _batches(self) -> Iterator[list[Piece]]:
-        """All numbers that have a gradient, as many at a time as a buffer holds."""
+        """Yield all numbers that have a gradient, as many at a time as a buffer holds."""
         batch: list[Piece] = []
         filled = 0
         for group in self.param_groups:
@@ -192,7 +194,7 @@ class HostAdamW(torch.optim.Optimizer):
                 self._weights[p] = _flat(p).to("cpu", torch.float32, copy=True), version
 
     def _update(self, piece: Piece, grad: Tensor) -> None:
-        """AdamW on one piece, on the host; the parameter's step is counted when all are done."""
+        """Update one piece on the host; the parameter's step is counted when all are done."""
         state = self.state[piece.parameter]
         if "step" not in state:
             state["step"] = torch.zeros(())
@@ -203,14 +205,25 @@ class HostAdamW(torch.optim.Optimizer):
         first, second = (_flat(state[key])[piece.numbers] for key in ("exp_avg", "exp_avg_sq"))
         group = piece.group
         adamw(
-            [weight[piece.numbers]], [grad], [first], [second], [], [state["step"].clone()],
-            fused=True, amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1],
-            lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
-        )  # fmt: skip
+            [weight[piece.numbers]],
+            [grad],
+            [first],
+            [second],
+            [],
+            [state["step"].clone()],
+            fused=True,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """The local part as one dimension, in the same memory."""
+    """Return the local part as one dimension, in the same memory."""
     return local_of(tensor).detach().view(-1)
 
 
@@ -243,7 +256,7 @@ class OptimizerOffload(Technique[Build]):
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Needs a device beside the host."""
+        """Require a device beside the host."""
         if context.device != "cuda":
             return Unsupported(
                 f"on {context.device} the optimizer's state is in the host's memory already",
@@ -252,7 +265,7 @@ class OptimizerOffload(Technique[Build]):
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """Of states, other optimizers' alone are on the device; the buffers are the host's."""
+        """Keep only other optimizers' states on the device; the buffers are the host's."""
         ledger = ledger.updated_by(self.name(), lambda name, matrix: True)
         mine, learns = ledger.updates(self.name()), ledger.updates()
         slices, line = ledger.sizes.get("slices", 1.0), ledger.memory["optimizer"]
@@ -263,7 +276,7 @@ class OptimizerOffload(Technique[Build]):
         return self._worked(ledger, max(0.0, moved / 8))
 
     def _worked(self, ledger: Ledger, numbers: float) -> Ledger:
-        """The host's update of so many numbers, which device and host wait for.
+        """Add the host's update of so many numbers, which device and host wait for.
 
         The first piece's way down and the last one's way up stand alone; other copies go on while
         the host computes, and so does what else the update does on the device.
@@ -280,7 +293,7 @@ class OptimizerOffload(Technique[Build]):
         return replace(ledger, work=work, sizes={**ledger.sizes, DERIVED: 1.0})
 
     def apply(self, build: Build) -> None:
-        """Route what the trunk's AdamW would have."""
+        """Route what the baseline's AdamW would have."""
         config, numbers = build.plan.optimizer, self.chunk_mib * 2**20 // 4
 
         def make(named: Mapping[str, nn.Parameter]) -> HostAdamW:
@@ -289,19 +302,21 @@ class OptimizerOffload(Technique[Build]):
         build.routes.append(Route(self.name(), lambda name, p: True, make, rest=self.rest))
 
     def active(self, build: Build) -> Evidence:
-        """Bytes of state by where they lie, and bytes that went to the host and back."""
+        """Report bytes of state by where they lie, and bytes that went to the host and back."""
         optimizer = build.optimizers.get(self.name())
-        held = {"host": 0, "device": 0}
+        state_bytes = {"host": 0, "device": 0}
         for state in optimizer.state.values() if optimizer is not None else ():
             for value in state.values():
                 local = local_of(value)
-                held["host" if local.device.type == "cpu" else "device"] += local.nbytes
+                state_bytes["host" if local.device.type == "cpu" else "device"] += local.nbytes
         moved = getattr(optimizer, "moved_bytes", 0)
         return Evidence(
-            active=moved > 0 and held["host"] > 0 and not held["device"]
+            active=moved > 0
+            and state_bytes["host"] > 0
+            and not state_bytes["device"]
             and build.device.type != "cpu",
-            detail=f"holds {held['host']} bytes of state on the host and {held['device']} on the "
-            f"device; moved {moved} bytes",
-            numbers={f"{where}_bytes": count for where, count in held.items()}
+            detail=f"holds {state_bytes['host']} bytes of state on the host and "
+            f"{state_bytes['device']} on the device; moved {moved} bytes",
+            numbers={f"{where}_bytes": count for where, count in state_bytes.items()}
             | {"moved_bytes": moved},
-        )  # fmt: skip
+        )

@@ -47,9 +47,7 @@ from headrace.plan.technique import (
     Unsupported,
 )
 
-Operation = Literal[
-    "mm", "bmm", "addmm", "scaled_mm", "grouped_mm", "convolution", "attention"
-]  # fmt: skip
+Operation = Literal["mm", "bmm", "addmm", "scaled_mm", "grouped_mm", "convolution", "attention"]
 OPERATIONS: dict[str, Operation] = {
     "aten::mm": "mm",
     "aten::linear": "mm",
@@ -69,16 +67,16 @@ MATMULS: frozenset[Operation] = frozenset(OPERATIONS.values())
 LINEAR: frozenset[Operation] = frozenset({"mm", "addmm"})
 ATTENTION: frozenset[Operation] = frozenset({"attention"})
 SAVED = {"matmul+attention": MATMULS | ATTENTION, "matmul": MATMULS, "attention": ATTENTION}
-PRODUCTS = ("qkv", "out", "gate_up", "down")
+BLOCK_MATMULS = ("qkv", "out", "gate_up", "down")
 """A block's products in order; the second and the last are added to the residual."""
-PRODUCT_LINES = ("qkv", "gate_up")
+MATMUL_LINES = ("qkv", "gate_up")
 RECOMPUTED_LINES = ("norm", "attention_input", "qk_norm", "activation", "mask_copy")
 """Ledger lines of a block that are neither a product's nor attention's output."""
 
 
 WIDE = 2
 """A product that is more than so many times as wide as its input is a wide one."""
-SHORT = 16
+NEGLIGIBLE = 16
 """A product that is more than so many times as wide as its input has so short a sum that running it
 again costs next to nothing, and one that is as much narrower has so small a result that keeping it
 does. Neither counts as one of a block's products."""
@@ -91,7 +89,7 @@ PARTS = frozenset({MIXES, "parts.mlp", "linear"})
 
 
 def widening(op: Any, args: tuple[Any, ...]) -> float:
-    """How many times as wide as its input a product's result is."""
+    """Return how many times as wide as its input a matmul's result is."""
     x, weight = [a for a in args if isinstance(a, Tensor) and a.ndim > 1][:2]
     width = weight.size(0 if "aten::linear" in str(op.name()) else -1)
     return width / x.size(-1)
@@ -99,15 +97,15 @@ def widening(op: Any, args: tuple[Any, ...]) -> float:
 
 @cache
 def operation_of(op: Any) -> Operation | None:
-    """Which operation of the save list torch's `op` is; None for all others.
+    """Return which operation of the save list torch's `op` is; None for all others.
 
     Attention is every forward operation that is called so: torch's `_scaled_dot_product_*` and
     `_*_attention_forward`, the higher-order `flex_attention`, `_varlen_attn`, kernels of other
     packages and of this project (`headrace::ring_attention`).
     """
     name = op.name() if callable(getattr(op, "name", None)) else str(op)
-    if found := OPERATIONS.get(name.split(".")[0]):
-        return found
+    if operation := OPERATIONS.get(name.split(".")[0]):
+        return operation
     forward = "backward" not in name and "bwd" not in name
     return "attention" if forward and ("attention" in name or "attn" in name) else None
 
@@ -154,11 +152,11 @@ class SelectiveCheckpoint(Technique[Build]):
         return self
 
     def kept(self) -> frozenset[Operation]:
-        """The save list."""
+        """Return the save list."""
         return frozenset(self.operations) or SAVED[self.save]
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Where blocks have what is kept: attention, and wide products for `wide_every`."""
+        """Require that blocks have what is kept: attention, and wide matmuls for `wide_every`."""
         plan, me = context.plan, f"techniques.{self.name()}"
         if self.kept() == ATTENTION and (why := self._lacks_attention(plan)):
             return Unsupported(
@@ -174,92 +172,94 @@ class SelectiveCheckpoint(Technique[Build]):
         return Supported()
 
     def _lacks_attention(self, plan: Plan) -> str:
-        """Why no checkpointed block has an operation of attention, if none has."""
+        """Return why no checkpointed block has an operation of attention, or ""."""
         for name, other in plan.techniques.items():
             if {MIXES, ATTENDS} <= {*other.claims}:
                 return f"{name} has none"
             convolves = getattr(other, "convolves", None)
             if convolves and all(map(convolves, range(0, plan.model.layers, self.every))):
                 return f"{name} has none in the blocks that every = {self.every} checkpoints"
-        return f"{CAPS} makes plain products of it" if _is_products(plan) else ""
+        return f"{CAPS} makes plain products of it" if _is_plain_matmuls(plan) else ""
 
     def _keeps_wide(self, plan: Plan) -> bool:
-        """Whether it keeps a wide product, or what stands beside it leaves that open."""
+        """Return whether it keeps a wide matmul, or what stands beside it leaves that open."""
         if plan.model.pretrained:  # whose shape is known later
             return True
         ends = list(block_linears(plan.model).values())
         beside = [t for t in plan.techniques.values() if t.equality != "exact"]
-        if not _is_products(plan) and not any(PARTS & {*t.claims, *t.composes} for t in beside):
-            kinds = {"mm", "addmm"} if plan.model.bias else {"mm"}
-            ends = ends[:: self.every_matmul] if self.kept() & kinds else []
+        if not _is_plain_matmuls(plan) and not any(
+            PARTS & {*t.claims, *t.composes} for t in beside
+        ):
+            names = {"mm", "addmm"} if plan.model.bias else {"mm"}
+            ends = ends[:: self.every_matmul] if self.kept() & names else []
         wide = any(outer > WIDE * inner for inner, outer in ends)
         return wide and bool(self.kept() & MATMULS)
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """Recomputed lines go, but for one block at a time in the backward pass."""
+        """Drop recomputed lines, but for one block at a time in the backward pass."""
         layers = {line.layer for line in ledger.memory.values() if line.layer is not None}
         chosen = sorted(layer for layer in layers if layer % self.every == 0)
-        stream, dropped, again = ledger.sizes["residual"], 0.0, 0.0
+        stream, dropped, recomputed = ledger.sizes["residual"], 0.0, 0.0
         entered = stream * ledger.sizes["stream_bytes"] / ledger.sizes["activation_bytes"]
         lost = ("up",) if self.kept() & LINEAR else ("down", "up")
         corrected = recomputed_adapter_flops(ledger, *lost)
         for layer in chosen:
-            kept = self._kept_products(ledger.sizes, layer)
+            kept = self._kept_matmuls(ledger.sizes, layer)
             if layer == 0:
                 ledger = _as_the_next(ledger, [*kept, *(self.kept() & ATTENTION)])
-            gone = [*RECOMPUTED_LINES, *(name for name in PRODUCT_LINES if name not in kept)]
+            gone = [*RECOMPUTED_LINES, *(name for name in MATMUL_LINES if name not in kept)]
             gone += ["attention"] if "attention" not in self.kept() else []
             gone += [] if holds_casts(ledger) else ["weight_cast"]
             gone += [] if self.kept() & LINEAR else ["adapters"]
             drop = [name for name in (f"{layer}/{g}" for g in gone) if name in ledger.memory]
             dropped += sum(ledger.memory[name].bytes for name in drop)
-            again += (self._work_again(ledger.sizes, kept) + corrected) / len(layers)
+            recomputed += (self._rerun_flops(ledger.sizes, kept) + corrected) / len(layers)
             added = ledger.sizes.get("written", stream)
             line = ledger.memory[f"{layer}/residual"]
             ledger = ledger.without(drop)
             ledger = ledger.with_line(f"{layer}/residual", replace(line, bytes=entered))
             for name in sorted({"out", "down"} & kept):  # products that the residual adds up
                 ledger = ledger.with_line(f"{layer}/{name}", replace(line, bytes=added))
-        ledger = ledger.again(partial(self._share_again, ledger.sizes, chosen, len(layers)))
+        ledger = ledger.again(partial(self._rerun_share, ledger.sizes, chosen, len(layers)))
         one = dropped / max(1, len(chosen))
         ledger = ledger.with_line("recompute", Line(one, ("turn", "backward")))
         blocks = ledger.sizes["layers"] * len(chosen) / max(1, len(layers))  # not copies in flight
         ledger = ledger.with_host("selective_checkpoint/blocks", blocks, CHOSEN)
-        return ledger.with_flops("recompute", again)
+        return ledger.with_flops("recompute", recomputed)
 
-    def _kept_products(self, sizes: dict[str, float], layer: int) -> set[str]:
-        """Which of a dense block's four products are kept; their linears are mm or addmm."""
+    def _kept_matmuls(self, sizes: dict[str, float], layer: int) -> set[str]:
+        """Return which of a dense block's four matmuls are kept; their linears are mm or addmm."""
         if not self.kept() & LINEAR:
             return set()
-        kept = {name for place, name in enumerate(PRODUCTS) if place % self.every_matmul == 0}
+        kept = {name for place, name in enumerate(BLOCK_MATMULS) if place % self.every_matmul == 0}
         if layer % self.wide_every == 0:
             return kept
         ends = _ends(sizes)
         return {name for name in kept if ends[name][1] <= WIDE * ends[name][0]}
 
-    def _share_again(
+    def _rerun_share(
         self, sizes: dict[str, float], chosen: list[int], layers: int, piece: str
     ) -> float:
-        """Of a forward piece's kernels, those that run again: all but what is kept."""
+        """Return the share of a forward piece's kernels that run again: all but what is kept."""
         name, _, what = piece.partition("/")
         if name == "attention":
             return 0.0 if "attention" in self.kept() else len(chosen) / layers
         if name == "residual_out" or (what == "adapter_down" and self.kept() & LINEAR):
             return 0.0
-        product = name.rpartition(".")[2].replace("up", "gate_up").replace("gate_gate", "gate")
-        if product not in PRODUCTS or (what.startswith("adapter") and piece != LAST):
+        matmul = name.rpartition(".")[2].replace("up", "gate_up").replace("gate_gate", "gate")
+        if matmul not in BLOCK_MATMULS or (what.startswith("adapter") and piece != LAST):
             return len(chosen) / layers
-        lost = [layer for layer in chosen if product not in self._kept_products(sizes, layer)]
-        return len(lost) / layers if product != PRODUCTS[-1] else 0.0
+        lost = [layer for layer in chosen if matmul not in self._kept_matmuls(sizes, layer)]
+        return len(lost) / layers if matmul != BLOCK_MATMULS[-1] else 0.0
 
-    def _work_again(self, sizes: dict[str, float], kept: set[str]) -> float:
-        """FLOPs per token of what all blocks run again: never the last, which nothing needs."""
-        again = sizes["attention_flops"] if "attention" not in self.kept() else 0.0
+    def _rerun_flops(self, sizes: dict[str, float], kept: set[str]) -> float:
+        """Return FLOPs per token of what blocks recompute: not the last, which nothing needs."""
+        flops = sizes["attention_flops"] if "attention" not in self.kept() else 0.0
         if not kept:
-            return again + sizes["block_flops"] - sizes["down_flops"]
+            return flops + sizes["block_flops"] - sizes["down_flops"]
         ends = _ends(sizes)
-        lost = [ends[name] for name in PRODUCTS[:-1] if name not in kept]
-        return again + sum(2 * sizes["layers"] * inner * outer for inner, outer in lost)
+        lost = [ends[name] for name in BLOCK_MATMULS[:-1] if name not in kept]
+        return flops + sum(2 * sizes["layers"] * inner * outer for inner, outer in lost)
 
     def apply(self, build: Build) -> None:
         """Wrap the chosen blocks."""
@@ -289,26 +289,26 @@ class SelectiveCheckpoint(Technique[Build]):
         build.wrap_blocks(self.name(), wrap)
 
     def _contexts(self, counts: dict[str, int], narrow: bool) -> Callable[[], Any]:
-        """What torch enters around a block and around its recomputation."""
+        """Return what torch enters around a block and around its recomputation."""
         kept = self.kept()
 
         def contexts() -> Any:
-            products = [0, 0]  # of this block: forward and, in torch 2.11, once more going back
+            matmuls = [0, 0]  # of this block: forward and, in torch 2.11, once more going back
 
             def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-                found = operation_of(op)
-                keep = found in kept
-                asked = found in LINEAR or (narrow and found in MATMULS)
+                operation = operation_of(op)
+                keep = operation in kept
+                asked = operation in LINEAR or (narrow and operation in MATMULS)
                 wider = widening(op, args) if asked else 1.0
-                beside = found in LINEAR and not 1 / SHORT <= wider <= SHORT
+                beside = operation in LINEAR and not 1 / NEGLIGIBLE <= wider <= NEGLIGIBLE
                 if beside:
                     keep = keep and wider < 1
-                elif found in MATMULS:
-                    keep = keep and products[ctx.is_recompute] % self.every_matmul == 0
+                elif operation in MATMULS:
+                    keep = keep and matmuls[ctx.is_recompute] % self.every_matmul == 0
                     if keep and narrow and wider > WIDE:
                         keep = False
                         counts["narrowed"] += not ctx.is_recompute
-                    products[ctx.is_recompute] += 1
+                    matmuls[ctx.is_recompute] += 1
                 counts["saved" if keep else "not_saved"] += not ctx.is_recompute
                 return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -317,24 +317,24 @@ class SelectiveCheckpoint(Technique[Build]):
         return contexts
 
     def active(self, build: Build) -> Evidence:
-        """What the policy kept, and blocks that ran a second time in the backward pass."""
+        """Report what the policy kept, and blocks that ran a second time in the backward pass."""
         counts = build.notes[self.name()]
-        again = counts["runs"] - counts["forwards"]
-        ran = "in compiled code" if build.compiled else f"ran {again} blocks again"
+        reruns = counts["runs"] - counts["forwards"]
+        ran = "in compiled code" if build.compiled else f"ran {reruns} blocks again"
         layers = [int(name) for name in build.model.blocks if int(name) % self.every == 0]
         narrow = any(layer % self.wide_every for layer in layers)
         return Evidence(
             active=counts["saved"] > 0
-            and (again > 0 or bool(build.compiled))
+            and (reruns > 0 or bool(build.compiled))
             and (counts["narrowed"] > 0) == narrow,
             detail=f"kept {counts['saved']} results and not {counts['not_saved']} others, "
             f"{counts['narrowed']} of them for their width, {ran}",
-            numbers={**counts, "recomputed_blocks": again},
+            numbers={**counts, "recomputed_blocks": reruns},
         )
 
 
 def _as_the_next(ledger: Ledger, names: Iterable[str]) -> Ledger:
-    """With lines of the first block as large as the next one's: what is listed is kept there too.
+    """Make lines of the first block as large as the next one's: what is listed is kept there too.
 
     Nothing before a first adapter is needed for a gradient.
     """
@@ -345,14 +345,14 @@ def _as_the_next(ledger: Ledger, names: Iterable[str]) -> Ledger:
     return ledger
 
 
-def _is_products(plan: Plan) -> bool:
-    """Whether attention is plain products."""
+def _is_plain_matmuls(plan: Plan) -> bool:
+    """Return whether attention is plain matmuls."""
     on = plan.techniques
     return CAPS in on and not any(ATTENDS in other.claims for other in on.values())
 
 
 def _ends(sizes: dict[str, float]) -> dict[str, tuple[float, float]]:
-    """Features in and out of each of a block's products."""
+    """Return the features in and out of each matmul of a block."""
     names = [name[:-3] for name in sizes if name.endswith("/in")]
     ends = {n.split(".")[1]: (sizes[f"{n}/in"], sizes[f"{n}/out"]) for n in names}
     return ends | {"gate_up": ends.get("gate_up") or ends["up"]}

@@ -48,18 +48,23 @@ STACKED, WIDENED, APART = (24, 6), 6, 8
 longer side's factor. Bytes of a number as it becomes fp32 again; and of a matrix that is taken
 apart, as that is done and as it is undone."""
 POLYNOMIAL, SQUARES = (10, 2), (14, 3)
-"""Likewise of an iteration, of the batch and of its squares: both sums of the polynomial."""
+"""Bytes of a number and kernels of one iteration, for the batch and for its squares: both sums."""
 
 
 class MuonOptimizer(torch.optim.Optimizer):
-    """Muon over named matrices, masked by `found_inf` on the device."""
+    """Run Muon over named matrices, masked by `found_inf` on the device."""
 
     def __init__(
-        self, named: Mapping[str, nn.Parameter], fused: Mapping[str, Fusion], *,
-        lr: float, momentum: float, weight_decay: float,
+        self,
+        named: Mapping[str, nn.Parameter],
+        fused: Mapping[str, Fusion],
+        *,
+        lr: float,
+        momentum: float,
+        weight_decay: float,
         whole: Callable[[str, Tensor], Tensor] = lambda name, local: local,
         part: Callable[[str, Tensor], Tensor] = lambda name, whole: whole,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Take every matrix of `named`.
 
         Args:
@@ -90,8 +95,11 @@ class MuonOptimizer(torch.optim.Optimizer):
             ready = [p for p in group["params"] if p.grad is not None]
             if not ready:
                 continue
-            skip = torch.zeros((), device=ready[0].device) if self.found_inf is None else (
-                self.found_inf)  # fmt: skip
+            skip = (
+                torch.zeros((), device=ready[0].device)
+                if self.found_inf is None
+                else (self.found_inf)
+            )
             pieces = [self._direction(p, group["momentum"], skip > 0) for p in ready]
             for p, update in zip(ready, self._orthogonal(ready, pieces), strict=True):
                 mine, update = local_of(p), self._part(self._names[p], update)
@@ -99,7 +107,7 @@ class MuonOptimizer(torch.optim.Optimizer):
                 mine.copy_(torch.where(skip > 0, mine, kept - group["lr"] * update))
 
     def _direction(self, p: nn.Parameter, momentum: float, skip: Tensor) -> tuple[Tensor, ...]:
-        """The Nesterov momentum of one parameter, taken apart."""
+        """Return the Nesterov momentum of one parameter, taken apart."""
         assert p.grad is not None
         state = self.state[p]
         if "momentum" not in state:
@@ -113,7 +121,7 @@ class MuonOptimizer(torch.optim.Optimizer):
     def _orthogonal(
         self, parameters: list[nn.Parameter], pieces: list[tuple[Tensor, ...]]
     ) -> list[Tensor]:
-        """Every piece orthogonalised in batches of one shape, then put together again."""
+        """Orthogonalise every piece in batches of one shape; return them put together again."""
         shapes: dict[torch.Size, list[tuple[int, int]]] = {}
         for i, parts in enumerate(pieces):
             for j, part in enumerate(parts):
@@ -161,7 +169,7 @@ class Muon(Technique[Build]):
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Runs everywhere, in fp32 on a CPU; alone where only adapters learn."""
+        """Run everywhere, in fp32 on a CPU; alone where only adapters learn."""
         on = context.plan.techniques.items() if context.plan else ()
         adapts = [name for name, other in on if "frozen" in other.composes]
         left = [n for n, other in on if n != self.name() and "routes" in other.composes]
@@ -174,12 +182,12 @@ class Muon(Technique[Build]):
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """One state instead of two for the matrices of blocks; directions while they update."""
+        """Count one state instead of two for blocks' matrices, and directions in updates."""
         ledger = ledger.updated_by(self.name(), lambda name, m: _takes(name, len(m.shape)))
         taken, line = ledger.updates(self.name()).values(), ledger.memory["optimizer"]
         mine = FP32 * sum(m.numbers for m in taken) / ledger.sizes.get("slices", 1.0)
         ledger = ledger.with_line("optimizer", replace(line, bytes=line.bytes - mine))
-        return _worked(ledger.updating(_held(ledger)), mine / FP32)
+        return _worked(ledger.updating(_peak_bytes(ledger)), mine / FP32)
 
     def apply(self, build: Build) -> None:
         """Route the matrices of blocks here."""
@@ -189,15 +197,19 @@ class Muon(Technique[Build]):
                 self.name(),
                 lambda name, p: _takes(name, p.ndim),
                 lambda named: MuonOptimizer(
-                    named, fused,
-                    lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay,
-                    whole=build.whole, part=build.part,
+                    named,
+                    fused,
+                    lr=self.lr,
+                    momentum=self.momentum,
+                    weight_decay=self.weight_decay,
+                    whole=build.whole,
+                    part=build.part,
                 ),
             )
-        )  # fmt: skip
+        )
 
     def active(self, build: Build) -> Evidence:
-        """Matrices that were orthogonalised, and that AdamW no longer holds."""
+        """Report matrices that were orthogonalised, and that AdamW no longer holds."""
         optimizer = build.optimizers.get(self.name())
         done = getattr(optimizer, "orthogonalized", 0)
         taken = build.routed.get(self.name(), {})
@@ -209,8 +221,8 @@ class Muon(Technique[Build]):
         )
 
 
-def _held(ledger: Ledger) -> float:
-    """Bytes at most while it updates: all directions, what is done, and the batch that iterates.
+def _peak_bytes(ledger: Ledger) -> float:
+    """Return the peak bytes of an update: all directions, what is done, the batch that iterates.
 
     Directions are made of whole matrices. Matrices of one shape iterate as one batch, so that
     blocks whose matrices have one shape, as those beside experts may, hold most.
@@ -229,7 +241,7 @@ def _held(ledger: Ledger) -> float:
 
 
 def _batches(ledger: Ledger) -> tuple[dict[tuple[int, ...], int], int]:
-    """How many pieces of each shape iterate, and numbers of matrices that are taken apart."""
+    """Return how many pieces of each shape iterate, and how many numbers are taken apart."""
     batches: dict[tuple[int, ...], int] = {}
     fused = 0
     for name, matrix in ledger.updates(Muon.name()).items():
@@ -241,10 +253,10 @@ def _batches(ledger: Ledger) -> tuple[dict[tuple[int, ...], int], int]:
 
 
 def _worked(ledger: Ledger, mine: float) -> Ledger:
-    """The update's products and streams in AdamW's place for `mine` numbers of this rank.
+    """Price the update's matmuls and streams in AdamW's place, for `mine` numbers of this rank.
 
     A batch of matrices has the tiles of one product as long as all of them. Derived: of the
-    one row on a GPU, novels of time_to_quality.jsonl, it foresees 0.95 of a step that is short
+    one row on a GPU, novels of time_to_quality.jsonl, it predicts 0.95 of a step that is short
     enough for launches to decide.
     """
     sizes, taken = ledger.sizes, ledger.updates(Muon.name())
@@ -259,8 +271,8 @@ def _worked(ledger: Ledger, mine: float) -> Ledger:
     if fused:
         more |= {what: _stream(1, APART * fused, parts) for what in ("apart", "together")}
     for shape, many in batches.items():
-        short, long, name = min(shape), max(shape), "x".join(map(str, shape))
-        batch, squares = many * prod(shape), many * short**2
+        narrow, long, name = min(shape), max(shape), "x".join(map(str, shape))
+        batch, squares = many * prod(shape), many * narrow**2
         more |= {
             f"{name}/stacked": _stream(1, STACKED[0] * batch, STACKED[1]),
             f"{name}/polynomial": _stream(STEPS, POLYNOMIAL[0] * batch, POLYNOMIAL[1]),
@@ -268,18 +280,21 @@ def _worked(ledger: Ledger, mine: float) -> Ledger:
             f"{name}/widened": _stream(1, WIDENED * batch, many),
         }
         for what, columns, terms in (
-            ("gram", short, long), ("squared", short, short), ("product", long, short)
-        ):  # fmt: skip
-            shapes = (many * short, columns, terms)
+            ("gram", narrow, long),
+            ("squared", narrow, narrow),
+            ("product", long, narrow),
+        ):
+            shapes = (many * narrow, columns, terms)
             more[f"{name}/{what}"] = Work(
-                "optimizer", "product", STEPS, sizes=shapes,
+                "optimizer",
+                "product",
+                STEPS,
+                sizes=shapes,
                 precision="bf16" if sizes["on_gpu"] else "fp32",
-            )  # fmt: skip
+            )
     if sizes.get("slices", 1.0) > 1:
         whole = FP32 * sum(prod(m.shape) for m in taken.values())
-        more["gather"] = collective(
-            sizes, "shard", "optimizer", "all_gather", whole, kernels=count
-        )  # fmt: skip
+        more["gather"] = collective(sizes, "shard", "optimizer", "all_gather", whole, kernels=count)
     if any(m.share < 1 for m in taken.values()):
         why = "what ranks send each other of the matrices that muon takes whole was not counted"
         more = {name: replace(piece, unknown=why) for name, piece in more.items()}
@@ -291,12 +306,12 @@ def _worked(ledger: Ledger, mine: float) -> Ledger:
 
 
 def _stream(count: float, bytes: float, kernels: float) -> Work:
-    """Of the update."""
+    """Return a stream of the update."""
     return Work("optimizer", "stream", count, bytes, kernels)
 
 
 def _pieces(name: str, shape: tuple[int, ...], sizes: Mapping[str, float]) -> list[tuple[int, ...]]:
-    """What a matrix is taken apart into, by shape (model/fusion)."""
+    """Return the shapes that a matrix is taken apart into (model/fusion)."""
     rows, columns = shape
     if name.endswith("mlp.gate_up.weight"):
         return [(rows // 2, columns)] * 2
@@ -308,5 +323,5 @@ def _pieces(name: str, shape: tuple[int, ...], sizes: Mapping[str, float]) -> li
 
 
 def _takes(name: str, dimensions: int) -> bool:
-    """Whether a parameter is a block's matrix."""
+    """Return whether a parameter is a block's matrix."""
     return dimensions == 2 and name.startswith("blocks.")

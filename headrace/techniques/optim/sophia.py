@@ -49,7 +49,7 @@ behind the logits. Not a number of elements: all shards of a vocabulary reduce t
 
 
 def mix(x: Any) -> Any:
-    """A good permutation of 32-bit words, of an int or of int64 tensors.
+    """Permute 32-bit words well, an int or int64 tensors.
 
     Both factors are below 2^31, so that no product leaves 63 bits: the same on every device.
     """
@@ -59,7 +59,7 @@ def mix(x: Any) -> Any:
 
 
 def noise_keys(seed: int, step: int, index_N: Tensor) -> Tensor:
-    """Two words per token that its noise is made from, int64 [N, 2]."""
+    """Return two words per token that its noise is made from, int64 [N, 2]."""
     lanes = []
     for lane in (1, 2):
         word: Any = lane
@@ -70,7 +70,7 @@ def noise_keys(seed: int, step: int, index_N: Tensor) -> Tensor:
 
 
 def gumbel(keys_N2: Tensor, ids_V: Tensor) -> Tensor:
-    """Gumbel noise fp32 [N, V] of each (token, vocabulary id)."""
+    """Return Gumbel noise fp32 [N, V] of each (token, vocabulary id)."""
     words_NV = mix(ids_V[None] ^ keys_N2[:, :1])
     words_NV = mix((words_NV + keys_N2[:, 1:]) & WORD)
     # The large noises, which decide, come from small shares: those keep all 24 bits of fp32.
@@ -79,7 +79,7 @@ def gumbel(keys_N2: Tensor, ids_V: Tensor) -> Tensor:
 
 
 def draw(logits_NV: Tensor, keys_N2: Tensor, vocabulary: Vocabulary) -> Tensor:
-    """A label per token from softmax(logits), [N]."""
+    """Draw a label per token from softmax(logits), [N]."""
     ids_V = vocabulary.ids(logits_NV)
     # A compiler fuses noise and argmax, and would unroll the chunks.
     size = max(1, len(logits_NV) if torch.compiler.is_compiling() else CHUNK_TOKENS)
@@ -90,7 +90,7 @@ def draw(logits_NV: Tensor, keys_N2: Tensor, vocabulary: Vocabulary) -> Tensor:
 def against_draws(
     logits_NV: Tensor, targets_N: Tensor, extras: Any, vocabulary: Vocabulary
 ) -> Tensor:
-    """The second sweep's objective: cross-entropy against drawn labels, where targets count."""
+    """Return the second sweep's objective: cross-entropy against drawn labels."""
     with torch.no_grad():
         labels_N = draw(logits_NV.detach(), extras["sophia"], vocabulary)
     return vocabulary.nll(logits_NV, labels_N.masked_fill(targets_N == IGNORED, IGNORED))
@@ -128,7 +128,7 @@ class Sophia(Technique[Build]):
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Runs everywhere; a pipeline's schedule is made for all micro-batches."""
+        """Run everywhere; a pipeline's schedule is made for all micro-batches."""
         plan = context.plan
         if plan is not None and plan.mesh.pipeline > 1 and self.share < 1:
             return Unsupported(
@@ -138,7 +138,7 @@ class Sophia(Technique[Build]):
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """A second pass now and then; the states are as large as AdamW's."""
+        """Add a second pass now and then; the states are as large as AdamW's."""
         work = ledger.flops["forward"] + ledger.flops["backward"]
         ledger = ledger.with_flops("curvature", work * self.share / self.every)
         ledger = ledger.updated_by(self.name(), lambda name, matrix: True)
@@ -151,21 +151,24 @@ class Sophia(Technique[Build]):
 
         def make(named: Any) -> SophiaOptimizer:
             return SophiaOptimizer(
-                named, lr=config.lr, betas=(self.momentum, self.memory), rho=self.rho,
+                named,
+                lr=config.lr,
+                betas=(self.momentum, self.memory),
+                rho=self.rho,
                 weight_decay=config.weight_decay,
-            )  # fmt: skip
+            )
 
         build.routes.append(Route(self.name(), lambda name, p: True, make, rest=self.rest))
-        trunk = build.passes
+        baseline = build.passes
 
         def passes(build: Build, step: int) -> Sequence[Pass]:
             due = step % self.every == 0 and self.name() in build.optimizers
-            return [*trunk(build, step), *([self._sweep(build, step)] if due else [])]
+            return [*baseline(build, step), *([self._sweep(build, step)] if due else [])]
 
         build.passes = passes
 
     def _sweep(self, build: Build, step: int) -> Pass:
-        """The second sweep of a step."""
+        """Return the second sweep of a step."""
         counted: list[Tensor] = []
 
         def keyed(works: Sequence[Work]) -> list[Work]:
@@ -173,12 +176,14 @@ class Sophia(Technique[Build]):
             targets = torch.stack([(w.targets_BT != IGNORED).sum() for w in taken]).sum()
             counted.append(build.world.sum_(targets, "shard"))
             return [
-                w._replace(extras={
-                    **(w.extras or {}),
-                    "sophia": noise_keys(build.plan.seed, step, w.index_BT.flatten()),
-                })
+                w._replace(
+                    extras={
+                        **(w.extras or {}),
+                        "sophia": noise_keys(build.plan.seed, step, w.index_BT.flatten()),
+                    }
+                )
                 for w in taken
-            ]  # fmt: skip
+            ]
 
         def absorb(build: Build, finite: Tensor) -> None:
             optimizer = build.optimizers[self.name()]
@@ -189,7 +194,7 @@ class Sophia(Technique[Build]):
         return Pass("curvature", against_draws, keyed, absorb)
 
     def active(self, build: Build) -> Evidence:
-        """Weights with a measured curvature, and how many of them the clipping still stops."""
+        """Report weights with a measured curvature, and how many of them clipping still stops."""
         optimizer = build.optimizers.get(self.name())
         updates, total, curved, clipped = getattr(optimizer, "updates", 0), 0, 0, 0
         for state in optimizer.state.values() if optimizer is not None else ():

@@ -52,7 +52,7 @@ MERGED = 26
 """Bytes that an output's number costs where a block's is added to it: its fp32 sum is read and
 written twice, and the block's read, cast and read."""
 ADDED = 12
-"""Likewise of a gradient: an fp32 number added to another."""
+"""Bytes that a gradient's number costs there: an fp32 number is added to another."""
 
 
 class RingAttend:
@@ -60,11 +60,11 @@ class RingAttend:
 
     def __init__(self, ring: Ring) -> None:
         self.ring = ring
-        self.whole = self.held = 0
+        self.whole = self.own = 0
         """Tokens of a row, and those of them that this rank was last given."""
 
     def prepare(self, spec: MaskSpec, rows: Rows, length: int) -> RingMask:
-        """The mask in the ring's words, with the documents of every rank's tokens."""
+        """Return the mask in the ring's words, with the documents of every rank's tokens."""
         if spec.prefix:
             raise UnsupportedError(
                 "context_parallel has no mask for a prefix that sees both ways",
@@ -75,12 +75,12 @@ class RingAttend:
         return RingMask(spec.causal, spec.window, segments)
 
     def __call__(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: object) -> Tensor:
-        """Attention of this rank's queries over whole rows."""
+        """Return attention of this rank's queries over whole rows."""
         assert isinstance(mask, RingMask)
         return ring_attention(self.ring, q_BTHK, k_BTGK, v_BTGK, mask)
 
     def part(self, work: Work) -> Work:
-        """This rank's tokens of a micro-batch.
+        """Return this rank's tokens of a micro-batch.
 
         Raises:
             ConfigError: rows do not divide into two chunks for each rank.
@@ -90,7 +90,7 @@ class RingAttend:
             raise ConfigError(*_indivisible(length, self.ring.ranks))
         cut, rows = self.ring.cut, work.rows
         ids_BT = cut(work.ids_BT)
-        self.held = ids_BT.size(1)
+        self.own = ids_BT.size(1)
         return work._replace(
             ids_BT=ids_BT,
             targets_BT=cut(work.targets_BT),
@@ -123,7 +123,7 @@ class ContextParallel(Technique[Build]):
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Needs several ranks, rows of two chunks for each, and attention in every layer."""
+        """Require several ranks, rows of two chunks for each, and attention in every layer."""
         plan = context.plan
         ranks, length = plan.mesh.context, plan.data.sequence_length
         if ranks == 1:
@@ -141,7 +141,7 @@ class ContextParallel(Technique[Build]):
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """A rank's share of what is kept per token, one block's mask, and what travels."""
+        """Count a rank's share of what is kept per token, one block's mask, and what travels."""
         sizes = dict(ledger.sizes)
         left, tokens = 1 / sizes["context_ranks"], sizes["tokens"]
         ledger = ledger.scaled(
@@ -172,7 +172,7 @@ class ContextParallel(Technique[Build]):
         return replace(ledger, sizes=sizes, work=work | _round(work, sizes))
 
     def apply(self, build: Build) -> None:
-        """Fill the backend, and cut what the trunk places."""
+        """Fill the backend, and cut what the baseline places."""
         attend = RingAttend(Ring(build.world.group(AXIS)))
         build.parts.attend = attend
         build.notes[self.name()] = attend
@@ -180,20 +180,20 @@ class ContextParallel(Technique[Build]):
         build.place = lambda build, micro: attend.part(whole(build, micro))
 
     def active(self, build: Build) -> Evidence:
-        """Tokens that this rank held of a row, and what it sent to the next one."""
+        """Report the tokens that this rank held of a row, and what it sent to the next one."""
         attend: RingAttend = build.notes[self.name()]
         ring, sent = attend.ring, attend.ring.traffic
-        split = 0 < attend.held * ring.ranks == attend.whole
+        split = 0 < attend.own * ring.ranks == attend.whole
         return Evidence(
             active=split and sent.calls > 0 and sent.bytes_sent > 0,
-            detail=f"held {attend.held} of {attend.whole} tokens of each row, sent "
+            detail=f"held {attend.own} of {attend.whole} tokens of each row, sent "
             f"{sent.bytes_sent:,} bytes round {ring.ranks} ranks in {sent.calls} calls",
-            numbers={"tokens_held": attend.held, "tokens_of_a_row": attend.whole, **vars(sent)},
+            numbers={"tokens_held": attend.own, "tokens_of_a_row": attend.whole, **vars(sent)},
         )
 
 
 def _part(name: str, piece: Piece, sizes: Mapping[str, float]) -> Piece:
-    """A piece of whole rows for a rank's tokens of them."""
+    """Cut a piece of whole rows to a rank's tokens of them."""
     left, what = 1 / sizes["context_ranks"], name.partition("/")[0]
     if piece.kind == "product":
         place = 2 if name.endswith("/weight") else 0
@@ -215,7 +215,7 @@ def _part(name: str, piece: Piece, sizes: Mapping[str, float]) -> Piece:
 
 
 def _round(work: Mapping[str, Piece], sizes: Mapping[str, float]) -> dict[str, Piece]:
-    """What goes round the ring, attention over the keys of others, and what joins the results.
+    """Return what goes round the ring, attention over others' keys, and what joins the results.
 
     Of another's keys half are seen, or by half of the queries. Left out: indices of documents.
     """
@@ -227,11 +227,11 @@ def _round(work: Mapping[str, Piece], sizes: Mapping[str, float]) -> dict[str, P
         "forward": MERGED * queries * blocks,
         "backward": ADDED * (queries + numbers) * blocks,
     }
-    found = {f"attention/joined_{phase}": Piece(phase, "stream", layers, bytes, 2 * (1 + others))
+    pieces = {f"attention/joined_{phase}": Piece(phase, "stream", layers, bytes, 2 * (1 + others))
              for phase, bytes in joined.items()}  # fmt: skip
     for name, piece in work.items():
         if piece.kind == "attention":
-            found[f"{name}/others"] = replace(piece, count=piece.count * others / 2, causal=False)
+            pieces[f"{name}/others"] = replace(piece, count=piece.count * others / 2, causal=False)
     keys, gradients = sizes["activation_bytes"] * numbers, FP32 * numbers
     sends: dict[str, tuple[Phase, float, float]] = {
         "keys_forward": ("forward", keys, others),
@@ -240,15 +240,15 @@ def _round(work: Mapping[str, Piece], sizes: Mapping[str, float]) -> dict[str, P
         "home": ("backward", gradients, 1.0),  # the last passes, beside which nothing runs
     }
     for name, (phase, bytes, times) in sends.items():
-        found[f"attention/{name}"] = collective(
+        pieces[f"attention/{name}"] = collective(
             sizes, AXIS, phase, "send", bytes, layers * times,
             beside="" if name == "home" else "attention",
         )  # fmt: skip
-    return found
+    return pieces
 
 
 def _indivisible(length: int, ranks: int) -> tuple[str, str]:
-    """What is wrong with such rows, and the nearest that divide."""
+    """Return what is wrong with such rows, and the nearest that divide."""
     unit = 2 * ranks
     near = max(1, round(length / unit)) * unit
     return (

@@ -72,7 +72,7 @@ class CpuThreads(Technique[Build]):
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """A CPU with so many cores, and for `bind` a system that lets a process choose them."""
+        """Require a CPU with so many cores, and for `bind` a system that lets one choose them."""
         if context.device != "cpu":
             return Unsupported(
                 f"on {context.device} threads of the host compute nothing", "device=cpu"
@@ -92,11 +92,11 @@ class CpuThreads(Technique[Build]):
 
     @property
     def count(self) -> int:
-        """Threads, with 0 resolved."""
+        """Return the number of threads, with 0 resolved."""
         return self.threads or max(1, len(cores.cores()) // PARTS[self.share])
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """The same work at another count; how much longer it takes, a probe of that count knows."""
+        """Set the count of threads; a probe at that count knows how much longer the work takes."""
         return replace(ledger, sizes={**ledger.sizes, THREADS: float(self.count)})
 
     def apply(self, build: Build) -> None:
@@ -124,7 +124,7 @@ class CpuThreads(Technique[Build]):
             torch.set_num_threads(before)
 
     def active(self, build: Build) -> Evidence:
-        """Threads of torch's pool and cores of the process, as the last step ended."""
+        """Report threads of torch's pool and cores of the process, as the last step ended."""
         seen: dict[str, Any] = build.notes[self.name()]
         right = seen["threads"] == self.count and (not self.bind or seen["cores"] == self.count)
         return Evidence(

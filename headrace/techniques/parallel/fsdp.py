@@ -64,8 +64,9 @@ class Fsdp(Technique[Build]):
     claims: ClassVar[tuple[str, ...]] = ("sync",)
     composes: ClassVar[tuple[str, ...]] = ("shard", "layouts")
     symptoms: ClassVar[tuple[str, ...]] = (
-        "memory capacity:parameters", "memory capacity:optimizer",
-    )  # fmt: skip
+        "memory capacity:parameters",
+        "memory capacity:optimizer",
+    )
     timed: ClassVar[bool] = True
     card: ClassVar[Card] = Card(
         buys="weights, gradients and optimizer state divided by the ranks (derived)",
@@ -76,7 +77,7 @@ class Fsdp(Technique[Build]):
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Several ranks."""
+        """Require several ranks."""
         if context.ranks < 2:
             return Unsupported("one process has nothing to share", "mesh.data=2 under torchrun")
         if context.device == "mps":
@@ -90,7 +91,7 @@ class Fsdp(Technique[Build]):
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """Slices of all three, two blocks' gathered weights, and gradients that are not sent yet.
+        """Count slices of all three, two blocks' gathered weights, and gradients not yet sent.
 
         Several micro-batches add their gradients up whole, in what they are summed in.
 
@@ -115,14 +116,14 @@ class Fsdp(Technique[Build]):
         layers = max(1.0, ledger.sizes["layers"])
         matrices = [m for name, m in ledger.matrices.items() if name.startswith("blocks.")]
         inside = sum(m.stored * m.numbers for m in matrices)
-        held = 2 if self.reshard else layers
-        gathered = whole - inside + held * inside / layers
+        gathered_blocks = 2 if self.reshard else layers
+        gathered = whole - inside + gathered_blocks * inside / layers
         gathered *= 0.5 if self.gather == "bf16" else 1.0
         ledger = ledger.with_line("gathered", Line(gathered, through))
         return replace(ledger, sizes={**ledger.sizes, "slices": ranks}, work=work)
 
     def _worked(self, ledger: Ledger) -> Iterator[tuple[str, Work]]:
-        """Slices updated, gathers and scatters in the place of sums, and their copies.
+        """Update slices; put gathers and scatters, with their copies, in the place of sums.
 
         A block's weights travel while others compute, its neighbour's at least: torch gathers one
         ahead even where `prefetch` is 0. Beside what is outside of the blocks and the block next to
@@ -161,7 +162,7 @@ class Fsdp(Technique[Build]):
                 yield f"shards/{name}_copy", Work(phase, "stream", copies, 2 * each)
 
     def _gathered(self, ledger: Ledger) -> tuple[float, float]:
-        """Bytes that blocks have when they are gathered, all of them, and what is outside."""
+        """Return the bytes of all blocks when they are gathered, and of what is outside."""
         blocks = outside = 0.0
         vectors = ledger.memory["parameters"].bytes
         for name, matrix in ledger.matrices.items():
@@ -174,7 +175,7 @@ class Fsdp(Technique[Build]):
         return blocks + narrower * (vectors - own), outside + narrower * own
 
     def _learned(self, ledger: Ledger) -> tuple[float, float]:
-        """Bytes of all gradients, and of those outside of the blocks."""
+        """Return the bytes of all gradients, and of those outside of the blocks."""
         gradients, learns = ledger.memory["gradients"].bytes, ledger.updates()
         numbers = {name: matrix.numbers for name, matrix in learns.items()}
         outside = sum(n for name, n in numbers.items() if not name.startswith("blocks."))
@@ -214,12 +215,13 @@ class Fsdp(Technique[Build]):
         if self.gather == self.reduce == "fp32":
             return MixedPrecisionPolicy()
         return MixedPrecisionPolicy(
-            param_dtype=DTYPES[self.gather], reduce_dtype=DTYPES[self.reduce],
+            param_dtype=DTYPES[self.gather],
+            reduce_dtype=DTYPES[self.reduce],
             cast_forward_inputs=False,
-        )  # fmt: skip
+        )
 
     def _order(self, build: Build) -> None:
-        """Which blocks are gathered ahead of which, in both directions."""
+        """Order which blocks are gathered ahead of which, in both directions."""
         blocks = cast("list[FSDPModule]", list(build.model.blocks.values()))
         for index, block in enumerate(blocks):
             ahead = blocks[index + 1 : index + 1 + self.prefetch]
@@ -228,7 +230,7 @@ class Fsdp(Technique[Build]):
             block.set_modules_to_backward_prefetch(behind[::-1])
 
     def active(self, build: Build) -> Evidence:
-        """Bytes of parameters that this rank holds of all of them."""
+        """Report how many of all bytes of parameters this rank holds."""
         sharded = [p for p in build.model.parameters() if is_dtensor(p)]
         here = sum(p.to_local().nbytes for p in sharded)
         whole = sum(p.nbytes for p in sharded)
@@ -243,7 +245,7 @@ class Fsdp(Technique[Build]):
 
 
 def _free_after_evaluation(model: nn.Module, inputs: Any, output: Any) -> None:
-    """Without a backward pass nothing else frees weights that are kept for it."""
+    """Free weights after an evaluation, where no backward pass frees them."""
     from torch.distributed.fsdp import FSDPModule
 
     if not torch.is_grad_enabled():
@@ -253,7 +255,7 @@ def _free_after_evaluation(model: nn.Module, inputs: Any, output: Any) -> None:
 
 
 def _communicate_last(build: Build, last: bool) -> None:
-    """Gradients are summed over ranks in the backward pass of the last micro-batch alone."""
+    """Sum gradients over ranks in the backward pass of the last micro-batch alone."""
     from torch.distributed.fsdp import FSDPModule
 
     root = build.model

@@ -80,7 +80,7 @@ class PipelineParallel(Technique[Build]):
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Several ranks, a layer for each stage, and micro-batches that the schedule can take."""
+        """Require several ranks, a layer for each stage, and micro-batches for the schedule."""
         plan, me = context.plan, f"techniques.{self.name()}"
         if (self.schedule == "1f1b") != (self.chunks == 1):
             return Unsupported(
@@ -111,7 +111,7 @@ class PipelineParallel(Technique[Build]):
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """One rank's memory, and the time that ranks wait, as work not done."""
+        """Count one rank's memory, and the time that ranks wait, as work not done."""
         ranks = int(ledger.sizes["pipeline_ranks"])
         if ranks == 1:
             return ledger
@@ -122,7 +122,7 @@ class PipelineParallel(Technique[Build]):
         return one.with_flops("bubble", lost)
 
     def _on(self, ledger: Ledger, rank: int, ranks: int, micros: int) -> Ledger:
-        """One rank's memory: its layers, once for each micro-batch in flight."""
+        """Count one rank's memory: its layers, once for each micro-batch in flight."""
         layers, last = int(ledger.sizes["layers"]), rank == ranks - 1
         parts = make_parts(tuple(map(str, range(layers))), ranks * self.chunks)[rank::ranks]
         mine = [name for part in parts for name in part.blocks or ()]
@@ -134,9 +134,9 @@ class PipelineParallel(Technique[Build]):
         ]
         for copy in range(-(-here * visits // self.chunks)):
             # A micro-batch in flight is as many blocks more, held while another goes backward.
-            held = held_in(copy) if copy < here else ("loss", "turn", "backward")
+            instants = held_in(copy) if copy < here else ("loss", "turn", "backward")
             for name, line in blocks[copy % here].items():
-                memory[f"{copy}/{name}"] = Line(line.bytes, held, copy)
+                memory[f"{copy}/{name}"] = Line(line.bytes, instants, copy)
         matrices = self._matrices(ledger, mine, first=rank == 0, last=last)
         for name, bytes_of in STATES.items():  # vectors are shared out as layers are
             whole, part = (sum(map(bytes_of, m.values())) for m in (ledger.matrices, matrices))
@@ -150,8 +150,8 @@ class PipelineParallel(Technique[Build]):
         idle = pipeline.bubble(ranks, micros, self.chunks)
         sizes = {**ledger.sizes, "layers": here, IDLE: idle}
         sizes["final_norm"] *= last
-        held = memory["gradients"].bytes / max(1.0, ledger.memory["gradients"].bytes)
-        stage = _Stage(rank == 0, last, here, layers, held)
+        learned = memory["gradients"].bytes / max(1.0, ledger.memory["gradients"].bytes)
+        stage = _Stage(rank == 0, last, here, layers, learned)
         work = {n: part for n, w in ledger.work.items() if (part := stage.part(n, w)) is not None}
         work |= self._sends(sizes, rank, ranks)
         borders = 2 if self.chunks > 1 else (rank > 0) + (not last)  # both ways
@@ -160,26 +160,26 @@ class PipelineParallel(Technique[Build]):
         return replace(ledger, memory=memory, sizes=sizes, matrices=matrices, work=work)
 
     def _sends(self, sizes: Mapping[str, float], rank: int, ranks: int) -> dict[str, Piece]:
-        """What a rank sends to its neighbours; as much comes, and it waits for that.
+        """Return what a rank sends to its neighbours; as much comes, and it waits for that.
 
         Of a tied embedding both ends add up their gradients.
         """
         stream = sizes["residual"] * sizes["stream_bytes"] / sizes["activation_bytes"]
         ahead, back = self.chunks - (rank == ranks - 1), self.chunks - (rank == 0)
-        found = {
+        sends = {
             "border/forward": collective(sizes, AXIS, "forward", "send", stream, ahead),
             "border/backward": collective(sizes, AXIS, "backward", "send", stream, back),
         }
         if sizes["tied"] and rank in (0, ranks - 1):
             table = FP32 * sizes["embedding"]  # which two ranks have
             of_two = {f"{AXIS}_ranks": 2.0, f"{AXIS}_reach": sizes[f"{AXIS}_reach"]}
-            found["reduce/ends"] = collective(of_two, AXIS, "optimizer", "all_reduce", table)
-        return found
+            sends["reduce/ends"] = collective(of_two, AXIS, "optimizer", "all_reduce", table)
+        return sends
 
     def _matrices(
         self, ledger: Ledger, mine: Sequence[str], *, first: bool, last: bool
     ) -> dict[str, Matrix]:
-        """Those of one rank's part."""
+        """Return the matrices of one rank's part."""
         here = tuple(f"blocks.{name}." for name in mine)
         here += ("embed.", "position.") * first + ("head.",) * last
         here += ("embed.",) * (last and bool(ledger.sizes["tied"]))
@@ -201,47 +201,51 @@ class PipelineParallel(Technique[Build]):
         build.engine = pipe.engine
 
     def active(self, build: Build) -> Evidence:
-        """Messages that were sent, actions that ran, and the blocks that are held."""
+        """Report messages that were sent, actions that ran, and the blocks that are held."""
         pipe: Pipe = build.notes[self.name()]
-        held, layers = len(build.model.blocks), build.config.layers
+        own_blocks, layers = len(build.model.blocks), build.config.layers
         return Evidence(
-            active=0 < held < layers and pipe.line.messages > 0 and pipe.actions > 0,
-            detail=f"rank {pipe.line.rank} of {pipe.line.ranks} holds {held} of {layers} blocks, "
-            f"ran {pipe.actions} passes and sent {pipe.line.messages} messages, "
+            active=0 < own_blocks < layers and pipe.line.messages > 0 and pipe.actions > 0,
+            detail=f"rank {pipe.line.rank} of {pipe.line.ranks} holds {own_blocks} of {layers} "
+            f"blocks, ran {pipe.actions} passes and sent {pipe.line.messages} messages, "
             f"{pipe.line.bytes:,} bytes",
             numbers={
-                "blocks": held, "layers": layers, "chunks": self.chunks, "actions": pipe.actions,
-                "messages": pipe.line.messages, "bytes": pipe.line.bytes,
+                "blocks": own_blocks,
+                "layers": layers,
+                "chunks": self.chunks,
+                "actions": pipe.actions,
+                "messages": pipe.line.messages,
+                "bytes": pipe.line.bytes,
             },
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)
 class _Stage:
-    """A rank's part of the pieces of a step.
+    """A stage is a rank's part of the pieces of a step.
 
     Args:
         first: it has the embedding.
         last: it has the head.
         here: its layers.
         layers: of the model.
-        held: its share of what learns.
+        learned: its share of what learns.
     """
 
     first: bool
     last: bool
     here: int
     layers: int
-    held: float
+    learned: float
 
     def part(self, name: str, piece: Piece) -> Piece | None:
-        """Of all pieces of that name, its own; None where it has none."""
+        """Return its own of all pieces of that name; None where it has none."""
         if name.startswith("embedding"):
             return piece if self.first else None
         if name.startswith(("head", "loss")):
             return piece if self.last else None
         if name.startswith(LEARNED):
-            return replace(piece, bytes=piece.bytes * self.held) if self.held else None
+            return replace(piece, bytes=piece.bytes * self.learned) if self.learned else None
         if name.startswith("count/"):
             return piece
         share = self.here / self.layers
@@ -254,7 +258,7 @@ class _Stage:
 
 @dataclass
 class Pipe:
-    """A rank's stages and its neighbours."""
+    """A pipe is a rank's stages and its neighbours."""
 
     line: pipeline.PipelineRank
     parts: Sequence[Part]
@@ -290,29 +294,33 @@ class DecoderStages:
         self.dtype = build.model.residual_dtype
 
     def shape(self, micro: int) -> tuple[int, ...]:
-        """[B, T, D], or what tensor ranks make of it."""
+        """Return [B, T, D], or what tensor ranks make of it."""
         return self.build.model.wire_shape(*self.micros[micro].ids_BT.shape)
 
     def forward(self, chunk: int, micro: int, x: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """One stage of one micro-batch, and what its layers kept."""
+        """Run one stage of one micro-batch; return the result and what its layers kept."""
         self.build.phases.mark("forward")
         work = self.micros[micro]
         with self.build.autocast():
             output = self.build.model(
-                work.ids_BT if x is None else x, work.targets_BT, work.rows,
-                objective=self.objective, scale=self.scale, extras=work.extras,
+                work.ids_BT if x is None else x,
+                work.targets_BT,
+                work.rows,
+                objective=self.objective,
+                scale=self.scale,
+                extras=work.extras,
                 part=self.pipe.parts[chunk],
-            )  # fmt: skip
+            )
         auxiliary = auxiliary_loss(self.build) if torch.is_grad_enabled() else None
         return output, None if auxiliary is None else auxiliary * self.scale
 
     def before_backward(self, chunk: int, last: bool) -> None:
-        """Gradients may be sent to other replicas in a chunk's last backward pass."""
+        """Let gradients be sent to other replicas in a chunk's last backward pass."""
         self.build.sync(self.build, last)
         self.build.phases.mark("backward")
 
     def waiting(self) -> None:
-        """A message that is not here yet is time in which nothing is computed."""
+        """Count a message that is not here yet as time in which nothing is computed."""
         self.build.phases.mark("communication_exposed")
 
 
@@ -320,7 +328,7 @@ class DecoderStages:
 
 
 def split(layers: int, stages: int) -> list[int]:
-    """Layers of each stage: equal, and one more for the stages right before the last.
+    """Return the layers of each stage: equal, and one more for those right before the last.
 
     Raises:
         ConfigError: a stage would have none.
@@ -338,7 +346,7 @@ def split(layers: int, stages: int) -> list[int]:
 
 
 def make_parts(blocks: Sequence[str], stages: int) -> list[Part]:
-    """The model's parts, first stage first."""
+    """Return the model's parts, first stage first."""
     parts, start = [], 0
     for stage, count in enumerate(split(len(blocks), stages)):
         names = tuple(blocks[start : start + count])
@@ -363,6 +371,6 @@ def keep_only(model: Decoder, parts: Sequence[Part], *, tied: bool) -> None:
 
 
 def most_in_flight(ranks: int, rank: int, micros: int, chunks: int) -> int:
-    """The most (stage, micro-batch) pairs whose activations a rank holds at once."""
+    """Return the most (stage, micro-batch) pairs whose activations a rank holds at once."""
     ahead = ranks - rank if chunks == 1 else 2 * (ranks - rank) - 1 + (chunks - 1) * ranks
     return min(ahead, micros * chunks)

@@ -84,17 +84,17 @@ class WholeTokens:
         self.peers, self.length, self.calls = peers, 0, 0
 
     def widen(self, x: Tensor) -> Tensor:
-        """What a cut part reads, all tokens."""
+        """Return all tokens, as a cut part reads them."""
         self._count()
         return copy(x, self.peers)
 
     def add(self, y: Tensor) -> Tensor:
-        """The sum of what the ranks' parts wrote."""
+        """Return the sum of what the ranks' parts wrote."""
         self._count()
         return sum_forward(y, self.peers)
 
     def split(self, x: Tensor) -> Tensor:
-        """What the first block reads, of what is equal everywhere."""
+        """Return what the first block reads, of what is equal everywhere."""
         return x
 
     def _count(self) -> None:
@@ -106,17 +106,17 @@ class SplitTokens(WholeTokens):
     """Between the parts every rank has its own tokens: `length` of all of them, set beforehand."""
 
     def widen(self, x: Tensor) -> Tensor:
-        """What a cut part reads, all tokens."""
+        """Return all tokens, as a cut part reads them."""
         self._count()
         return gather_sequence(x, self.length, self.peers)
 
     def add(self, y: Tensor) -> Tensor:
-        """This rank's tokens of the sum of what the ranks' parts wrote."""
+        """Return this rank's tokens of the sum of what the ranks' parts wrote."""
         self._count()
         return scatter_sequence(y, self.peers)
 
     def split(self, x: Tensor) -> Tensor:
-        """What the first block reads, of what is equal everywhere."""
+        """Return what the first block reads, of what is equal everywhere."""
         return split_sequence(x, self.peers)
 
 
@@ -147,7 +147,7 @@ class TensorParallel(Technique[Build]):
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Needs several ranks, and whole groups of heads and hidden features for each."""
+        """Require several ranks, and whole groups of heads and hidden features for each."""
         ranks, model = context.plan.mesh.tensor, context.plan.model
         if ranks == 1:
             return Unsupported("mesh.tensor = 1: there is nothing to split over", "mesh.tensor=2")
@@ -160,7 +160,7 @@ class TensorParallel(Technique[Build]):
         )
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """One rank's share of matrices, activations and work."""
+        """Count one rank's share of matrices, activations and work."""
         sizes, ranks = dict(ledger.sizes), ledger.sizes["tensor_ranks"]
         kept = ledger.memory["parameters"].bytes
         left = (4 * sizes["unsplit"] + (kept - 4 * sizes["unsplit"]) / ranks) / kept
@@ -176,8 +176,8 @@ class TensorParallel(Technique[Build]):
         if "logits" in ledger.memory and "logits_per_token" in sizes:
             # Reduced in parts, logits are held once less (model/sharded_vocabulary).
             less = FP32 * sizes["vocab"]
-            held = sizes["logits_per_token"] + sizes.get("logits_leaf", 0.0)
-            ledger = ledger.scaled(lambda name: name == "logits", 1 - less / held)
+            bytes_per_token = sizes["logits_per_token"] + sizes.get("logits_leaf", 0.0)
+            ledger = ledger.scaled(lambda name: name == "logits", 1 - less / bytes_per_token)
             sizes["logits_per_token"] -= less
         stream = sizes["residual"]
         if self.sequence:
@@ -251,7 +251,7 @@ class TensorParallel(Technique[Build]):
                 )
 
     def active(self, build: Build) -> Evidence:
-        """Rows that this rank holds of what is whole elsewhere, and parts that met their peers."""
+        """Report this rank's rows of what is whole elsewhere, and parts that met peers."""
         world, model = build.world, build.model
         tokens: WholeTokens = build.notes[self.name()]
         split = {n: p for n, p in model.named_parameters() if AXIS in build.layouts[n].split}
@@ -271,7 +271,7 @@ class TensorParallel(Technique[Build]):
 
 
 def _cuts(name: str, part: nn.Module) -> Iterator[tuple[str, int]]:
-    """Each parameter of a part that is cut, by its name in the part, and along which dimension."""
+    """Yield each parameter of a part that is cut, by its name there, and along which dimension."""
     for children, attribute, usual in (
         ("columns", "column_parameters", COLUMNS),
         ("rows", "row_parameters", ROWS),
@@ -301,7 +301,7 @@ def _partial(build: Build, name: str) -> None:
 
 
 def _nearest(model: ModelConfig, ranks: int) -> str:
-    """The largest split below `ranks` that fits, or else a model that does."""
+    """Return the largest split below `ranks` that fits, or else a model that does."""
     both = divisors(gcd(model.resolved_kv_heads, model.resolved_ffn))
     fit = max(n for n in both if n == 1 or n < ranks)
     if fit > 1:
@@ -319,7 +319,7 @@ def _nearest(model: ModelConfig, ranks: int) -> str:
 
 
 def _around(part: nn.Module, tokens: WholeTokens) -> Callable[..., Tensor]:
-    """The part's forward between collectives; the bias of its last linear is added once, after."""
+    """Put the part's forward between collectives; its last bias is added once, after them."""
     forward = part.forward
     biased = [r for r in getattr(part, "rows", ()) if part.get_submodule(r).bias is not None]
     for child in biased:
@@ -330,7 +330,7 @@ def _around(part: nn.Module, tokens: WholeTokens) -> Callable[..., Tensor]:
                 "be added after its parts are summed",
                 "model.bias=false",
             )
-        linear.forward = _product(linear)  # type: ignore[method-assign]
+        linear.forward = _matmul_of(linear)  # type: ignore[method-assign]
     if not biased:
         return lambda x, *shared: tokens.add(forward(tokens.widen(x), *shared))
     last = part.get_submodule(biased[0])
@@ -343,12 +343,12 @@ def _around(part: nn.Module, tokens: WholeTokens) -> Callable[..., Tensor]:
     return with_bias
 
 
-def _product(linear: nn.Linear) -> Callable[..., Tensor]:
+def _matmul_of(linear: nn.Linear) -> Callable[..., Tensor]:
     return lambda x: F.linear(x, linear.weight)
 
 
 def _embed(embed: nn.Embedding, offset: int, count: int, peers: Peers) -> Callable[..., Tensor]:
-    """The embedding of ids of which this rank holds [offset, offset + count)."""
+    """Embed ids of which this rank holds [offset, offset + count)."""
 
     def forward(ids_BT: Tensor) -> Tensor:
         place_BT = ids_BT - offset
@@ -360,7 +360,7 @@ def _embed(embed: nn.Embedding, offset: int, count: int, peers: Peers) -> Callab
 
 
 def _split_model(model: Any, tokens: WholeTokens) -> None:
-    """The decoder's ends: who enters is split, who leaves is whole."""
+    """Split what enters the decoder, and make whole what leaves it."""
     enter, leave, share_, dim = model.enter, model.leave, model.share, model.config.dim
 
     def share_with_length(rows: Any, length: int, cache: Any = None) -> Any:

@@ -53,11 +53,11 @@ class Bf16Autocast(Technique[Build]):
     )
 
     def keys(self, plan: Any) -> Mapping[str, Any]:
-        """`model.precision`."""
+        """Return `model.precision`."""
         return {"model.precision": "bf16"}
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """GPUs since Ampere; CPUs, if slowly."""
+        """Run on GPUs since Ampere, and on CPUs, if slowly."""
         capability = context.capability
         if context.device == "cuda" and (capability is None or capability < AMPERE):
             found = ".".join(map(str, capability or ("unknown",)))
@@ -68,29 +68,29 @@ class Bf16Autocast(Technique[Build]):
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """The ledger of the rewritten key, which it already is."""
+        """Return the ledger of the rewritten key, which it already is."""
         return ledger
 
     def apply(self, build: Build) -> None:
-        """The plan's key says it."""
+        """Check that the plan's key is in force."""
         assert build.context.precision == "bf16"
 
     def active(self, build: Build) -> Evidence:
-        """The dtype that a block's own matrix gives back, multiplied as the run multiplies."""
+        """Report the dtype that a block's matrix gives back when multiplied as in the run."""
         blocks = build.model.blocks
         if not len(blocks):
             return Evidence(None, "this rank holds no block")
         weight = next(p for p in next(iter(blocks.values())).parameters() if p.ndim == 2).detach()
         local: Tensor = getattr(weight, "_local_tensor", weight)
         with torch.no_grad(), build.autocast():
-            product = F.linear(torch.ones(1, local.size(-1), device=build.device), local)
+            result = F.linear(torch.ones(1, local.size(-1), device=build.device), local)
         stream = build.model.residual_dtype
         return Evidence(
-            active=product.dtype == stream == torch.bfloat16
+            active=result.dtype == stream == torch.bfloat16
             and build.plan.model.precision == "bf16",
-            detail=f"a block's product of fp32 operands is {_name(product.dtype)}, and so is the "
+            detail=f"a block's product of fp32 operands is {_name(result.dtype)}, and so is the "
             f"stream between blocks: {_name(stream)}; {_units(build)}",
-            numbers={"product_bytes": product.dtype.itemsize},
+            numbers={"product_bytes": result.dtype.itemsize},
         )
 
 
@@ -99,12 +99,12 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _units(build: Build) -> str:
-    """What multiplies bf16 here."""
+    """Return what multiplies bf16 here."""
     if build.device.type != "cpu":
         return f"multiplied by {build.context.device_name}"
     cpu = torch.cpu
     units = {"AMX": cpu._is_amx_tile_supported(), "AVX512-BF16": cpu._is_avx512_bf16_supported()}
-    found = [name for name, has in units.items() if has]
-    if found:
-        return f"this CPU has {' and '.join(found)}"
+    present = [name for name, has in units.items() if has]
+    if present:
+        return f"this CPU has {' and '.join(present)}"
     return "this CPU emulates bf16, which is slower than fp32"

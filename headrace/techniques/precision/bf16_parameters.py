@@ -10,11 +10,11 @@ that is a pure function of seed, matrix, step and element: a resume, another num
 replicas round alike. Moments are fp32 in both. On a GPU one kernel does the update and the clipping
 (kernels/adamw); elsewhere torch's fused AdamW does, on fp32 slices.
 
-A gradient is bf16 where it is computed once a step: the number that the product gave, which the
-trunk only stores wider. Where micro-batches or ranks add gradients up they are fp32, so that a sum
-rounds nowhere; that costs their half. Clipping multiplies it in fp32, inside the update. Vectors,
-what routers choose by, and on a host tables that are looked up stay fp32, as do softmax, norms and
-the loss.
+A gradient is bf16 where it is computed once a step: the number that the matmul gave, which the
+baseline only stores wider. Where micro-batches or ranks add gradients up they are fp32, so that a
+sum rounds nowhere; that costs their half. Clipping multiplies it in fp32, inside the update.
+Vectors, what routers choose by, and on a host tables that are looked up stay fp32, as do softmax,
+norms and the loss.
 Left out: bf16 moments; FSDP2, which takes one dtype a block. Source: arXiv 2010.06192.
 """
 
@@ -57,10 +57,10 @@ TEMPORARIES = 4
 
 
 class Bf16AdamW(torch.optim.Optimizer):
-    """AdamW over bf16 matrices: fp32 arithmetic and moments, masked by `found_inf` on the device.
+    """Run AdamW over bf16 matrices with fp32 arithmetic and moments, masked on the device.
 
     Args:
-        config: the trunk's optimizer.
+        config: the baseline's optimizer.
         named: bf16 matrices.
         rounding: the technique's knob.
         noise: name -> what makes a matrix's stochastic rounding its own.
@@ -68,9 +68,14 @@ class Bf16AdamW(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, config: OptimizerConfig, named: Mapping[str, nn.Parameter], *, rounding: str,
-        noise: Callable[[str], Noise], fused: bool,
-    ) -> None:  # fmt: skip
+        self,
+        config: OptimizerConfig,
+        named: Mapping[str, nn.Parameter],
+        *,
+        rounding: str,
+        noise: Callable[[str], Noise],
+        fused: bool,
+    ) -> None:
         groups = make_adamw(config, named).param_groups
         keys = ("params", "weight_decay", "lr", "betas", "eps")
         super().__init__([{k: g[k] for k in keys} for g in groups], {})
@@ -86,9 +91,13 @@ class Bf16AdamW(torch.optim.Optimizer):
         counts = []
         for group in self.param_groups:
             how = Update(
-                group["lr"], group["betas"], group["eps"], group["weight_decay"],
-                self.gradient_factor, self.found_inf,
-            )  # fmt: skip
+                group["lr"],
+                group["betas"],
+                group["eps"],
+                group["weight_decay"],
+                self.gradient_factor,
+                self.found_inf,
+            )
             moved = [p for p in group["params"] if p.grad is not None]
             states = [self.state[p] or self._start(p) for p in moved]
             if not moved:
@@ -104,16 +113,23 @@ class Bf16AdamW(torch.optim.Optimizer):
             corrections = biases(steps, how.betas)
             for p, state, corrections_2 in zip(moved, states, corrections, strict=True):
                 self._update(
-                    p.detach(), state.get("rest"), self._noise.get(p), p.grad,
-                    state["exp_avg"], state["exp_avg_sq"], state["step"], corrections_2, how,
-                )  # fmt: skip
+                    p.detach(),
+                    state.get("rest"),
+                    self._noise.get(p),
+                    p.grad,
+                    state["exp_avg"],
+                    state["exp_avg_sq"],
+                    state["step"],
+                    corrections_2,
+                    how,
+                )
         if counts:
             one = torch.ones_like(counts[0]) if self.found_inf is None else 1 - self.found_inf
             # A list: one number alone would be read by the host.
             torch._foreach_add_(counts, [one] * len(counts))  # type: ignore[attr-defined]
 
     def _start(self, p: nn.Parameter) -> dict[str, Tensor]:
-        """Moments of zero; the master is the weight."""
+        """Make moments of zero; the master is the weight."""
         state = self.state[p]
         state["step"] = torch.zeros((), device=p.device)
         for key in ("exp_avg", "exp_avg_sq"):
@@ -124,10 +140,17 @@ class Bf16AdamW(torch.optim.Optimizer):
 
 
 def in_slices_(
-    weight: Tensor, rest: Tensor | None, noise: Noise | None, grad: Tensor, exp_avg: Tensor,
-    exp_avg_sq: Tensor, step: Tensor, corrections_2: Tensor, how: Update,
-) -> None:  # fmt: skip
-    """What `adamw_` does, by torch's own fused update, slice by slice; see there."""
+    weight: Tensor,
+    rest: Tensor | None,
+    noise: Noise | None,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    step: Tensor,
+    corrections_2: Tensor,
+    how: Update,
+) -> None:
+    """Do what `adamw_` does by torch's own fused update, slice by slice; see there."""
     columns = weight.size(-1)
     weight, grad, exp_avg, exp_avg_sq = (
         t.reshape(-1, columns) for t in (weight, grad, exp_avg, exp_avg_sq)
@@ -138,19 +161,33 @@ def in_slices_(
         left = None if rest is None else rest.view(-1, columns)[rows]
         values, wide = joined(weight[rows], left), grad[rows].float()
         adamw(
-            [values], [wide if how.factor is None else wide * how.factor], [exp_avg[rows]],
-            [exp_avg_sq[rows]], [], [step.clone()], fused=True, found_inf=how.found_inf,
-            amsgrad=False, beta1=how.betas[0], beta2=how.betas[1], lr=how.lr,
-            weight_decay=how.weight_decay, eps=how.eps, maximize=False,
-        )  # fmt: skip
+            [values],
+            [wide if how.factor is None else wide * how.factor],
+            [exp_avg[rows]],
+            [exp_avg_sq[rows]],
+            [],
+            [step.clone()],
+            fused=True,
+            found_inf=how.found_inf,
+            amsgrad=False,
+            beta1=how.betas[0],
+            beta2=how.betas[1],
+            lr=how.lr,
+            weight_decay=how.weight_decay,
+            eps=how.eps,
+            maximize=False,
+        )
         if left is not None:
             split_(weight[rows], left, values)
         else:  # masked values are bf16 numbers, which no noise moves
             assert noise is not None
             round_with_noise_(
-                weight[rows], values, noise.rows_R[rows], noise.columns_C,
+                weight[rows],
+                values,
+                noise.rows_R[rows],
+                noise.columns_C,
                 keys_at(noise.keys_2, step),
-            )  # fmt: skip
+            )
 
 
 class Bf16Parameters(Technique[Build]):
@@ -171,8 +208,10 @@ class Bf16Parameters(Technique[Build]):
     equality: ClassVar = "approximate"
     band: ClassVar[float] = 0.05  # bf16's own: products have the operands that autocast gives them
     symptoms: ClassVar[tuple[str, ...]] = (
-        "memory capacity:parameters", "memory capacity:gradients", "memory bandwidth:optimizer",
-    )  # fmt: skip
+        "memory capacity:parameters",
+        "memory capacity:gradients",
+        "memory bandwidth:optimizer",
+    )
     card: ClassVar[Card] = Card(
         buys="H200, compiled recipe without it: 0.98x the speed (1b), 0.99x (160m) and 1.03x the "
         "memory (1b), 1.01x (160m); 2 bytes of each weight, 2 of its gradient and the 2 of "
@@ -187,11 +226,11 @@ class Bf16Parameters(Technique[Build]):
     )
 
     def keys(self, plan: Any) -> Mapping[str, Any]:
-        """`model.precision`: bf16 weights are multiplied in bf16."""
+        """Return `model.precision`: bf16 weights are multiplied in bf16."""
         return {"model.precision": "bf16"}
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Where bf16 is, beside AdamW, not under FSDP."""
+        """Require bf16 and AdamW; refuse FSDP."""
         capability = context.capability
         if context.device == "cuda" and (capability is None or capability < (8, 0)):
             return Unsupported(
@@ -220,12 +259,15 @@ class Bf16Parameters(Technique[Build]):
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """Two bytes less of every number of a matrix; no casts; slices in fp32."""
+        """Take two bytes from every number of a matrix; drop casts; add slices in fp32."""
         sizes, gpu = ledger.sizes, bool(ledger.sizes["on_gpu"])
         adds_up = sizes["micro_batches"] > 1 or sizes["shard_ranks"] > 1
         master = self.rounding == "master"
-        plain = {n: m for n, m in ledger.matrices.items()
-                 if m.stored == 4 and _is_taken(n, len(m.shape), on_gpu=gpu)}  # fmt: skip
+        plain = {
+            n: m
+            for n, m in ledger.matrices.items()
+            if m.stored == 4 and _is_taken(n, len(m.shape), on_gpu=gpu)
+        }
         ledger = ledger.updated_by(self.name(), lambda name, _: name in plain)
         learns = ledger.updates(self.name())
         changed = dict.fromkeys(("parameters", "gradients", "optimizer"), 0.0)
@@ -244,9 +286,12 @@ class Bf16Parameters(Technique[Build]):
         ledger = ledger.without(casts).reworked(lambda n, w: _reworked(n, w, adds_up, master))
         if gpu and self.fused is not False:
             return ledger.reworked(
-                lambda name, piece: replace(piece, launch=len(learns) * CUSTOM_COMPILED)
-                if name == "update/optimizer" else piece  # a kernel for each matrix
-            )  # fmt: skip
+                lambda name, piece: (
+                    replace(piece, launch=len(learns) * CUSTOM_COMPILED)
+                    if name == "update/optimizer"
+                    else piece
+                )  # a kernel for each matrix
+            )
         largest = min(max((m.numbers for m in learns.values()), default=0.0), SLICE_NUMBERS)
         return ledger.updating(TEMPORARIES * 4 * largest)
 
@@ -285,7 +330,7 @@ class Bf16Parameters(Technique[Build]):
         )
 
     def active(self, build: Build) -> Evidence:
-        """Bytes of the weights as they are, and the state that keeps what they cannot hold."""
+        """Report bytes of the weights, and the state that keeps what they cannot hold."""
         gpu, parameters = build.device.type == "cuda", build.model.named_parameters()
         taken = [p for n, p in parameters if p.requires_grad and _is_taken(n, p.ndim, on_gpu=gpu)]
         low = [p for p in taken if p.dtype == torch.bfloat16]
@@ -298,7 +343,7 @@ class Bf16Parameters(Technique[Build]):
         kept = sum(int(rest.count_nonzero()) for rest in rests)
         moved = sum("exp_avg" in state.get(p, {}) for p in due)
         count = sum(p.numel() for p in taken)
-        held = sum(p.nbytes for p in taken) / max(1, count)
+        bytes_per_weight = sum(p.nbytes for p in taken) / max(1, count)
         grown = sum(t.nbytes for p in low for t in state.get(p, {}).values()) / max(1, count)
         how = f"{kept} of {count} weights have bits beyond" if rests else "rounded by chance"
         whole = kept > 0 and len(rests) == len(due) if self.rounding == "master" else not rests
@@ -306,18 +351,23 @@ class Bf16Parameters(Technique[Build]):
         whole = whole and (launched > 0) == self._is_fused(build.context)
         return Evidence(
             active=len(taken) == len(low) and 0 < len(due) == moved and whole,
-            detail=f"{len(low)} of {len(taken)} matrices are bf16: {held:.2f} bytes a weight and "
-            f"{grown:.2f} of state; {how}; {launched} updates were one kernel",
-            numbers={"matrices": len(low), "bytes_per_weight": held, "state_bytes": grown,
-                     "beyond": kept, "launches": launched},
-        )  # fmt: skip
+            detail=f"{len(low)} of {len(taken)} matrices are bf16: {bytes_per_weight:.2f} bytes a "
+            f"weight and {grown:.2f} of state; {how}; {launched} updates were one kernel",
+            numbers={
+                "matrices": len(low),
+                "bytes_per_weight": bytes_per_weight,
+                "state_bytes": grown,
+                "beyond": kept,
+                "launches": launched,
+            },
+        )
 
     def _is_fused(self, context: Context) -> bool:
         return context.lacks_triton() is None if self.fused is None else self.fused
 
 
 def _reworked(name: str, piece: Work, adds_up: bool, master: bool) -> Work | None:
-    """No weight is cast, nor is a gradient that nothing adds up; the update moves fewer bytes."""
+    """Drop casts of weights, and of gradients that nothing adds up; shrink the update."""
     if name in ("weight_cast/forward", "weight_cast/forward/again", "head_cast/forward"):
         return None
     if name in ("weight_cast/backward", "head_cast/backward") and not adds_up:
@@ -330,7 +380,7 @@ def _reworked(name: str, piece: Work, adds_up: bool, master: bool) -> Work | Non
 
 
 def _beside_sums(run: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-    """`run` in a moment in which no bf16 matrix of the module has an fp32 gradient.
+    """Run `run` while no bf16 matrix of the module has an fp32 gradient.
 
     Compiling, Dynamo refuses to trace a weight whose gradient has another dtype (gb0181): at a
     second length among micro-batches, or in an evaluation after a step. A block inside of a larger
@@ -358,12 +408,12 @@ def _beside_sums(run: Callable[..., Any], module: nn.Module) -> Callable[..., An
 
 
 def _is_taken(name: str, dimensions: int, *, on_gpu: bool) -> bool:
-    """Whether a parameter is one of the matrices that become bf16."""
+    """Return whether a parameter is one of the matrices that become bf16."""
     left = FP32 if on_gpu else (*FP32, *TABLES)
     return dimensions >= 2 and not name.endswith(left)
 
 
 def _adds_up(plan: Plan) -> bool:
-    """Whether a step adds several gradients of one weight."""
+    """Return whether a step adds several gradients of one weight."""
     mesh = plan.mesh
     return plan.micro_rows * mesh.data < plan.rows_per_step or mesh.data * mesh.context > 1

@@ -53,7 +53,7 @@ TURNED = 1.56
 """Times as long as their bytes that casts take, since each is written in the order of a product:
 compiled kernels beside products took 101.1 ms for 40.1 at 1b (kernels.jsonl, float8_linear)."""
 MANTISSA_BITS = 3
-"""Of e4m3."""
+"""Bits of the mantissa of e4m3."""
 
 
 class Float8Linear(Technique[Build]):
@@ -92,7 +92,7 @@ class Float8Linear(Technique[Build]):
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Ada and Hopper or newer; emulated on a CPU."""
+        """Require Ada, Hopper or newer; a CPU emulates it."""
         if find_spec("torchao") is None:
             return Unsupported("torchao is not installed", "pip install 'headrace[quant]'")
         if context.device == "mps":
@@ -115,7 +115,7 @@ class Float8Linear(Technique[Build]):
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """No cast of a weight is kept: the product makes it anew from the fp32 weight."""
+        """Keep no cast of a weight: the matmul makes it anew from the fp32 weight."""
         sizes = ledger.sizes
         linears = [key[:-3] for key in sizes if key.endswith("/in")]
         weights = {n: (int(sizes[f"{n}/in"]), int(sizes[f"{n}/out"])) for n in linears}
@@ -132,7 +132,7 @@ class Float8Linear(Technique[Build]):
         return self._worked(replace(ledger, sizes={**sizes, **facts}), fits)
 
     def _worked(self, ledger: Ledger, fits: Mapping[str, tuple[int, int]]) -> Ledger:
-        """Products at fp8's rate, and the passes that scale and cast their operands."""
+        """Price matmuls at fp8's rate, and the passes that scale and cast their operands."""
         tokens, layers = ledger.sizes["tokens"], ledger.sizes["layers"]
         whole = self.recipe == "tensorwise"
         how = "uncompiled" if whole else f"with {self.recipe} scales"
@@ -157,7 +157,7 @@ class Float8Linear(Technique[Build]):
         return wide and inner % self.multiple_of == 0 and outer % self.multiple_of == 0
 
     def _nothing_fits(self, sizes: set[tuple[int, int]]) -> ConfigError:
-        """Of linears of these sizes (in, out)."""
+        """Return the error for linears of these sizes (in, out), none of which fits."""
         narrow = max(min(ends) for ends in sizes)
         told = ", ".join(sorted(f"{outer} x {inner}" for inner, outer in sizes))
         return ConfigError(
@@ -187,16 +187,16 @@ class Float8Linear(Technique[Build]):
         build.replace_linears(self.name(), names, make)
 
     def active(self, build: Build) -> Evidence:
-        """Unit vectors through the linears as they are now: rounded weights come out."""
+        """Send unit vectors through the linears as they are now: rounded weights come out."""
         from torchao.float8.float8_linear import Float8Linear as Module
 
         linears = [m for m in build.model.modules() if isinstance(m, nn.Linear)]
         taken = [m for m in linears if isinstance(m, Module)]
         rounded = fine = numbers = 0
         for module in taken:
-            weight, product = _unit_products(module, build)
-            numbers += product.numel()
-            rounded += int((~_is_fine(product)).sum())
+            weight, result = _unit_results(module, build)
+            numbers += result.numel()
+            rounded += int((~_is_fine(result)).sum())
             fine += int(_is_fine(weight).sum())
         how = "emulated " if taken and taken[0].config.emulate else ""
         return Evidence(
@@ -209,7 +209,7 @@ class Float8Linear(Technique[Build]):
 
 
 def _maker(recipe: str, build: Build) -> Any:
-    """A linear -> torchao's fp8 linear over the same parameters."""
+    """Return a function from a linear to torchao's fp8 linear over the same parameters."""
     from torchao.float8.config import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear as Module
 
@@ -242,19 +242,19 @@ def _keep_magnitudes_in_fp32() -> None:
     float8_utils.tensor_to_amax = in_fp32
 
 
-def _unit_products(module: Any, build: Build) -> tuple[Tensor, Tensor]:
-    """The first columns of this rank's part of a weight, and the module's product with them."""
+def _unit_results(module: Any, build: Build) -> tuple[Tensor, Tensor]:
+    """Return the first columns of this rank's part of a weight, and the module's result."""
     weight = getattr(module.weight, "_local_tensor", module.weight).detach()
     weight = weight[: len(weight) // MULTIPLE * MULTIPLE or len(weight)]
     probe = copy.copy(module)  # the run's module with this rank's rows, untouched by hooks
     probe._parameters = {"weight": nn.Parameter(weight), "bias": None}
     units = torch.eye(MULTIPLE, weight.size(1), device=weight.device)
     with torch.no_grad(), build.autocast():
-        product = type(module).forward(probe, units)
+        result = type(module).forward(probe, units)
     count = min(MULTIPLE, weight.size(1))
-    return weight[:, :count].float(), product[:count].float()
+    return weight[:, :count].float(), result[:count].float()
 
 
 def _is_fine(values: Tensor) -> Tensor:
-    """Whether numbers have more bits than fp8 keeps."""
+    """Return whether numbers have more bits than fp8 keeps."""
     return values.contiguous().view(torch.int32) & ((1 << (23 - MANTISSA_BITS)) - 1) != 0

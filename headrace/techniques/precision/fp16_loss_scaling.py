@@ -48,7 +48,7 @@ class Scale:
         """skipped steps in a row, and the last of them"""
 
     def use(self, build: Build) -> Tensor:
-        """What the loss is multiplied by."""
+        """Return what the loss is multiplied by."""
         self.used += 1
         return self.scale.clone()  # the step divides by the very number that it multiplied with
 
@@ -69,11 +69,11 @@ class Scale:
         return self.skipped
 
     def tensors(self) -> dict[str, Tensor]:
-        """What is saved, and filled in place."""
+        """Return what is saved, and filled in place."""
         return {"scale": self.scale, "good": self.good}
 
     def values(self) -> dict[str, Any]:
-        """What is saved as JSON."""
+        """Return what is saved as JSON."""
         return {"skipped": self.skipped, "last_skipped": self.last_skipped}
 
     def load_values(self, values: Mapping[str, Any]) -> None:
@@ -108,7 +108,7 @@ class Fp16LossScaling(Technique[Build]):
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Refuses bf16, which has the range of fp32."""
+        """Refuse bf16, which has the range of fp32."""
         if context.precision == "bf16":
             return Unsupported(
                 "bf16 has the range of fp32, so that no gradient is too small for it",
@@ -117,7 +117,7 @@ class Fp16LossScaling(Technique[Build]):
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """Two numbers."""
+        """Change nothing: the scale is two numbers."""
         return ledger
 
     def apply(self, build: Build) -> None:
@@ -125,13 +125,11 @@ class Fp16LossScaling(Technique[Build]):
         state = Scale(2.0**self.exponent, build.device)
         build.notes[self.name()] = build.state[self.name()] = state
         build.loss_scale = state.use
-        build.after_update.append(
-            lambda build, finite: state.update(finite, self.growth_steps)
-        )  # fmt: skip
+        build.after_update.append(lambda build, finite: state.update(finite, self.growth_steps))
         build.recover = self._recover
 
     def _recover(self, build: Build, step: int, metrics: Mapping[str, float]) -> None:
-        """A skipped step is how the scale finds itself; many in a row are a broken run."""
+        """Let a skipped step pass, as the scale finds itself so; fail after many in a row."""
         state = build.notes[self.name()]
         if state.skip(step) >= self.patience:
             raise Diverged(
@@ -141,7 +139,7 @@ class Fp16LossScaling(Technique[Build]):
             )
 
     def active(self, build: Build) -> Evidence:
-        """Steps whose loss was scaled, and the scale that stands now."""
+        """Report steps whose loss was scaled, and the scale that stands now."""
         state = build.notes[self.name()]
         scale, good = float(state.scale), float(state.good)
         return Evidence(

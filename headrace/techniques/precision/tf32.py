@@ -32,14 +32,14 @@ from headrace.plan.technique import (
 )
 
 UNIT = 2.0**-10
-"""Of a TF32 mantissa: numbers between 1 and 2 are this far apart."""
+"""Distance of neighbours among TF32 numbers between 1 and 2: TF32 has 10 bits of mantissa."""
 SIZE = 256
 """Features of the probe: large enough that libraries choose the kernel that a run gets."""
 
 
 @contextmanager
-def tf32_products() -> Iterator[None]:
-    """fp32 products in TF32 while it lasts."""
+def tf32_matmuls() -> Iterator[None]:
+    """Multiply fp32 in TF32 while it lasts."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
@@ -68,7 +68,7 @@ class Tf32(Technique[Build]):
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Runs with products in fp32, all of them or those left under autocast; Ampere or newer."""
+        """Require matmuls in fp32, all or those left under autocast, on Ampere or newer."""
         if context.device != "cuda":
             return Unsupported(
                 f"{context.device} has no TF32: it is a format of NVIDIA's matrix units",
@@ -89,23 +89,23 @@ class Tf32(Technique[Build]):
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """The same memory; products of fp32 numbers at TF32's rate."""
+        """Price matmuls of fp32 numbers at TF32's rate; memory stays."""
         return ledger.reworked(
             lambda _, w: replace(w, precision="tf32") if w.precision == "fp32" else w
         )
 
     def apply(self, build: Build) -> None:
-        """One flag of the process."""
-        build.runtime.append(tf32_products)
+        """Add one flag of the process."""
+        build.runtime.append(tf32_matmuls)
 
     def active(self, build: Build) -> Evidence:
-        """A product in fp32, as the run makes it, of operands that need more than 10 bits."""
+        """Report a matmul in fp32, as the run makes it, of operands that need more than 10 bits."""
         with torch.no_grad(), torch.autocast(build.device.type, enabled=False):
-            product = probe(build.device)
+            result = probe(build.device)
         wanted = float(SIZE)
-        kept = float((product.double() / wanted - 1).abs().mean()) / UNIT
+        kept = float((result.double() / wanted - 1).abs().mean()) / UNIT
         return Evidence(
-            active=product.dtype == torch.float32 and bool((product == wanted).all()),
+            active=result.dtype == torch.float32 and bool((result == wanted).all()),
             detail=f"ones times 1 + 2^-12 give sums that are {kept:.3g} units of TF32 above ones"
             + (": the operand was rounded" if kept == 0 else ": the operand was not rounded"),
             numbers={"units_off": kept},
@@ -113,6 +113,6 @@ class Tf32(Technique[Build]):
 
 
 def probe(device: torch.device) -> Tensor:
-    """Sums of `SIZE` products of one and 1 + 2^-12: `SIZE` exactly where an operand is TF32."""
-    ones = torch.ones(SIZE, SIZE, device=device)
-    return ones @ (ones + UNIT / 4)
+    """Return `SIZE` sums of one times 1 + 2^-12: exactly `SIZE` where an operand is TF32."""
+    matrix = torch.ones(SIZE, SIZE, device=device)
+    return matrix @ (matrix + UNIT / 4)

@@ -1,1 +1,1 @@
-"""What varies in time."""
+"""Hold the techniques that vary something in time."""

@@ -37,20 +37,20 @@ from headrace.plan.technique import (
 
 
 def lengths_to(whole: int, start: int) -> list[int]:
-    """`start`, its doublings that divide `whole`, and `whole`."""
-    found = [start]
-    while found[-1] * 2 < whole and whole % (found[-1] * 2) == 0:
-        found.append(found[-1] * 2)
-    return [*found, whole]
+    """Return `start`, its doublings that divide `whole`, and `whole`."""
+    lengths = [start]
+    while lengths[-1] * 2 < whole and whole % (lengths[-1] * 2) == 0:
+        lengths.append(lengths[-1] * 2)
+    return [*lengths, whole]
 
 
 def length_at(step: int, lengths: Sequence[int], until: int) -> int:
-    """The length of a step's rows: all but the last share the steps before `until`."""
+    """Return the length of a step's rows: all but the last share the steps before `until`."""
     return lengths[min(step * (len(lengths) - 1) // max(1, until), len(lengths) - 1)]
 
 
 def cut(micro: Micro, length: int) -> Micro:
-    """The same tokens in rows of `length`."""
+    """Cut the same tokens into rows of `length`."""
 
     def rows(whole_BT: Tensor) -> Tensor:
         return whole_BT.view(-1, length)
@@ -101,7 +101,7 @@ class SequenceLengthSchedule(Technique[Build]):
         )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """`start` must divide a row, and the schedule must know its end."""
+        """Require that `start` divides a row, and that the schedule knows its end."""
         plan = context.plan
         if plan is None:
             return Supported()
@@ -129,7 +129,7 @@ class SequenceLengthSchedule(Technique[Build]):
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """What whole rows cost, which come: the peak of the run, and most of its steps."""
+        """Return what whole rows cost, which come: the peak of the run, and most of its steps."""
         return ledger
 
     def apply(self, build: Build) -> None:
@@ -150,12 +150,12 @@ class SequenceLengthSchedule(Technique[Build]):
         build.recut.append(recut)
 
     def active(self, build: Build) -> Evidence:
-        """Lengths of the rows that were trained."""
+        """Report the lengths of the rows that were trained."""
         seen: dict[int, int] = build.notes[self.name()]
         now = build.now.get("sequence_length")
-        told: dict[str, Any] = {f"micro_batches_of_{n}": count for n, count in seen.items()}
+        counts: dict[str, Any] = {f"micro_batches_of_{n}": count for n, count in seen.items()}
         return Evidence(
             active=now is not None and seen.get(int(now), 0) > 0,
             detail="trained rows of " + (" and ".join(map(str, seen)) or "no") + " tokens",
-            numbers=told,
+            numbers=counts,
         )
