@@ -1,9 +1,10 @@
-"""The pages' tables of numbers, made from the receipts in results/ and from nothing else.
+"""Write the numbers of the pages, from the receipts in results/ and from nothing else.
 
     python benchmarks/readme_table.py            # write them between the pages' markers
     python benchmarks/readme_table.py --check    # exit 1 when a page is behind the receipts
 
-The README has what a newcomer asks for first, docs/numbers.md has all. The newest row of what was
+The README has three numbers, docs/numbers.md all. Rows keep the words that they were written with,
+and a page shows them in today's (WORDS). The newest row of what was
 measured, at one shape on one device, stands in the table, unless an older one has more readings. A
 row that another row retracts is left out; so are a sweep's single points (`kind` "tune"). Where the
 best plans' time goes stands beside measured ceilings (`kernel_gaps.py`). How right predictions and
@@ -13,6 +14,7 @@ writes too.
 
 import argparse
 import json
+import re
 import sys
 import tomllib
 from collections.abc import Sequence
@@ -21,23 +23,27 @@ from pathlib import Path
 from typing import Any
 
 from scoring import compute
-from scoring.marks import places
-from scoring.marks import table as table_of_truth
-from scoring.page import markdown
+from scoring.marks import places, reached
+from scoring.page import behind, markdown, write
 from scoring.rows import NAMES
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS, HOW_RIGHT, GAPS = "results", "truth", "gaps"
+RESULTS, THREE, GAPS = "results", "numbers", "gaps"
 """Names of the pages' markers: <!-- NAME:begin --> and <!-- NAME:end -->."""
+WORDS = {
+    r"matrix products": "matmuls of older rows",
+    r"products": "matmuls",
+    r"trunk": "baseline",
+}
+"""Regular expression of a stored word -> the word that a page shows."""
 EMPTY = "No receipts yet: nothing has been measured with this version, so nothing is claimed."
 GIB = 2**30
-PAGES = {ROOT / "README.md": ("peers",), ROOT / "docs" / "numbers.md": ()}
-"""page -> the topics that it shows, of what was read often; all without a name, but the truth's"""
+PAGES = (ROOT / "README.md", ROOT / "docs" / "numbers.md")
+"""Pages with markers."""
 PLACES = ("data.sources", "data.directory", "directory")
-"""Keys that say where something lies."""
-OFTEN = 3
-"""Readings of a row that a page of few topics shows."""
-TRUTH = ROOT / "docs" / "how-right.md"
+"""Keys of a plan that say where something lies."""
+HOW_RIGHT = ROOT / "docs" / "how-right.md"
+"""The page that is made as a whole."""
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
@@ -160,7 +166,7 @@ def of_techniques(results: Path) -> dict[str, str]:
     found: dict[str, list[dict[str, Any]]] = {}
     for row in read_rows(results / "techniques.jsonl"):
         found.setdefault(row["technique"], []).append(row)
-    return {name: tables("techniques", rows) for name, rows in found.items()}
+    return {name: todays(tables("techniques", rows)) for name, rows in found.items()}
 
 
 def distances(topic: str, rows: list[dict[str, Any]]) -> str:
@@ -212,30 +218,56 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def render(results: Path, only: tuple[str, ...] = ()) -> str:
-    """Every topic that has rows and is asked for, or one sentence."""
-    found = sorted(results.glob("*.jsonl"))
-    files = [f for f in found if (f.stem in only if only else not f.stem.startswith(NAMES))]
-    least = OFTEN if only else 0
-    topics = [(f.stem, [r for r in read_rows(f) if r.get("n", 0) >= least]) for f in files]
-    pages = [
-        (distances if name == "compositions" else tables)(name, rows)
-        for name, rows in topics
-        if rows
-    ]
-    return "\n\n".join(pages) or EMPTY
+def render(results: Path) -> str:
+    """Return every topic that has rows as Markdown, or one sentence.
+
+    Topics that are scored are left out: docs/how-right.md has them.
+    """
+    files = [f for f in sorted(results.glob("*.jsonl")) if not f.stem.startswith(NAMES)]
+    topics = [(f.stem, rows) for f in files if (rows := read_rows(f))]
+    pages = [(distances if name == "compositions" else tables)(name, rows) for name, rows in topics]
+    return todays("\n\n".join(pages)) or EMPTY
 
 
-def how_right(results: Path) -> str:
-    """Each number that a release is held to, what it reached, on what, and how far it is."""
+def todays(text: str) -> str:
+    """Return a text with stored words in the words of today; names and commands keep theirs."""
+    parts = text.split("`")
+    for word, today in WORDS.items():
+        parts[::2] = [re.sub(rf"\b{word}\b", today, part) for part in parts[::2]]
+    return "`".join(parts)
+
+
+def three_numbers(results: Path) -> str:
+    """Return the three numbers of the README as a table, each with its receipt."""
     found = compute(results)
-    rows = [
-        [what, reached, wanted, ": ".join(filter(None, (n, places(number)))), far]
-        for number, (what, reached, wanted, n, _, far) in zip(
-            found.values(), table_of_truth(found), strict=True
-        )
-    ]
-    return markdown(("what", "reached", "wanted (aim)", "n", "so far"), rows).rstrip()
+    rows = [_beside_torchtitan(results)]
+    scored = (
+        ("step_time_error_no_gpu", "mean error of a step's time, predicted without the GPU", ""),
+        ("doctor_top1", "of planted faults named by the doctor", "runs: "),
+    )
+    for (name, words, unit), topic in zip(scored, ("plans", "doctor"), strict=True):
+        number = found[name]
+        on = places(number) or "plans, each predicted in an earlier row than its outcome"
+        value = f"**{reached(name, number)}** {words}" if number["n"] else f"{words}: not measured"
+        rows.append((value, f"{number['n']} {unit}{on}; `results/{topic}.jsonl`"))
+    return markdown(("number", "receipt"), rows).rstrip()
+
+
+def _beside_torchtitan(results: Path) -> tuple[str, str]:
+    """Return the speed and the memory of the 160m shape beside torchtitan, and their receipt."""
+    file = results / "peers.jsonl"
+    rows = shown(read_rows(file) if file.is_file() else [])
+    own = [r for what, r in rows if what == "headrace" and r.get("shape") == "160m"]
+    if not own:
+        return "speed beside torchtitan: not measured", "`results/peers.jsonl`"
+    row = own[-1]
+    speed, memory = (row["metrics"][f"{n}ratio_to_torchtitan"] for n in ("", "memory_"))
+    return (
+        f"**{speed['value']:.2f} times** torchtitan's tokens per second in {memory['value']:.2f} "
+        "of its memory, a 160M decoder in bf16",
+        f"{row['n']} paired readings, {_cell(speed).partition(' ')[2].strip('()')}: "
+        f"{row['hardware']}, {row['commit']}; `results/peers.jsonl`",
+    )
 
 
 def gaps(results: Path) -> str:
@@ -243,7 +275,7 @@ def gaps(results: Path) -> str:
     from kernel_gaps import section  # makes plans, which other tables need not wait for
 
     file = results / "kernels.jsonl"
-    return section(read_rows(file) if file.is_file() else []) or EMPTY
+    return todays(section(read_rows(file) if file.is_file() else [])) or EMPTY
 
 
 def replaced(page: str, inner: str, name: str = RESULTS) -> str:
@@ -263,29 +295,27 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--page", type=Path, help="one page instead, with all topics")
     parser.add_argument("--results", type=Path, default=ROOT / "results")
     args = parser.parse_args(words)
-    for path, topics in ({args.page: ()} if args.page else PAGES).items():
+    for path in (args.page,) if args.page else PAGES:
         page = path.read_text()
-        fresh = replaced(page, render(args.results, topics))
-        if f"<!-- {HOW_RIGHT}:begin -->" in page:
-            fresh = replaced(fresh, how_right(args.results), HOW_RIGHT)
-        if f"<!-- {GAPS}:begin -->" in page:
-            fresh = replaced(fresh, gaps(args.results), GAPS)
+        fresh = filled(page, args.results)
         if not args.check:
             path.write_text(fresh)
         elif page != fresh:
             sys.exit(f"{path.name} is behind results/: python benchmarks/readme_table.py")
-    if not args.page:
-        _truth(args.results, args.check)
+    if args.page:
+        return
+    if not args.check:
+        write(args.results, HOW_RIGHT)
+    elif files := behind(args.results, HOW_RIGHT):
+        sys.exit(f"{files[0].name} is behind results/: python benchmarks/readme_table.py")
 
 
-def _truth(results: Path, check: bool) -> None:
-    """Write or check the page that has its own shape; its pictures need the report's charts."""
-    from scoring.page import behind, write
-
-    if not check:
-        write(results, TRUTH)
-    elif late := behind(results, TRUTH):
-        sys.exit(f"{late[0].name} is behind results/: python benchmarks/readme_table.py")
+def filled(page: str, results: Path) -> str:
+    """Return a page with what its markers name made anew."""
+    for name, make in ((RESULTS, render), (THREE, three_numbers), (GAPS, gaps)):
+        if f"<!-- {name}:begin -->" in page:
+            page = replaced(page, make(results), name)
+    return page
 
 
 if __name__ == "__main__":

@@ -101,7 +101,8 @@ MARKS = {
         (-ANY, 0.003), (-ANY, 0.001), needs={"high": (-ANY, 0.003)},
     ),
     "overhead_with_bursts": Mark(
-        "cost with trace bursts", "The same with a short trace now and then: the mean.",
+        "cost with profiler windows",
+        "What watching adds to a step with a short trace now and then: the mean over shapes.",
         (-ANY, 0.005), needs={"high": (-ANY, 0.005)},
     ),
     "step_time_error_no_gpu": Mark(

@@ -63,20 +63,22 @@ NOT_YET = "Not measured yet."
 OPENING = """\
 # How right is it?
 
-Headrace says before a run what the run will take, names what is narrowest in it, and forecasts what
-a remedy will gain. Here stands how often that was so. This page and its pictures are made from the
-rows in `results/` and from nothing else, by `python benchmarks/readme_table.py` (or by `python
-benchmarks/truth.py --page FILE`): a number without rows is not measured yet. Every row counts that
-no later row retracts, whether it flatters or not; abstaining is not being right; and a prediction
-counts only when its row stands before the row of what came of it. What was said of a gain has a
-file of its own, `results/forecasts_said.jsonl`: a forecast counts only when the same one stands
-there, of that day or before. The doctor is scored by halves. Faults that were planted have a name
-that it must find. Natural runs have none: there it is scored by what the remedy that it named first
-gained, beside what the best of all changes that were measured gained.
+Headrace predicts before a run what it will take, names its bottleneck, and forecasts what a remedy
+will gain. This page shows how often that was right. The page and its pictures are made from the
+rows in `results/` and from nothing else, by `python benchmarks/readme_table.py` (or by
+`python benchmarks/truth.py --page FILE`). A number without rows is not measured yet.
 
-"Wanted" is what a release must reach, in brackets what it aims at. "Held out" is the same number
-over what was never used to set a threshold; "all" where every prediction was written down before
-its outcome. `python benchmarks/truth.py --json` gives the same numbers by the names below.
+- Every row counts that no later row retracts, whether it flatters or not.
+- Abstaining is not being right.
+- A prediction counts only when its row stands before the row of its outcome.
+- A forecast of a gain counts only when `results/forecasts_said.jsonl` has the same one, of that day
+  or before.
+- The doctor is scored twice. A planted fault has a name that the doctor must find. A natural run
+  has none: there the gain of the first remedy is compared with the best gain that was measured.
+
+"Wanted" is what a release must reach; the aim stands in brackets. "Held out" is the same number
+over rows that set no threshold, or "all" where every prediction was written before its outcome.
+`python benchmarks/truth.py --json` prints the same numbers by the names at the end of this page.
 """
 
 TOGETHER = {

@@ -1,4 +1,4 @@
-"""The README's numbers come from receipts, and only from them."""
+"""Check that the numbers of the pages come from receipts, and only from them."""
 
 import json
 import re
@@ -11,7 +11,8 @@ import receipts
 import torch
 from kernel_gaps import Piece, best, fingerprints, parser, pieces, plan_from, work_of
 from kernel_gaps import table as gap_table
-from readme_table import gaps, how_right, main, of_techniques, subject
+from readme_table import gaps, main, of_techniques, subject, three_numbers, todays
+from truth_rows import fault
 
 from headrace.assemble.context import elsewhere, make_context
 
@@ -42,12 +43,23 @@ def _render(folder: Path, rows: list[dict[str, Any]], *flags: str) -> tuple[int,
     return 0, readme.read_text()
 
 
-def test_the_truth_says_where_its_rows_were_measured(tmp_path: Path) -> None:
-    row = {"measurement": "healthy", "workload": "a", "verdict": None, "abstained": True}
-    rows = [{**row, "hardware": h} for h in ("Xeon, 2 cores", "NVIDIA H200", "Xeon, 2 cores")]
-    (tmp_path / "doctor.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    found = next(line for line in how_right(tmp_path).splitlines() if "blamed" in line)
-    assert "| 3/100: 2 on a CPU, 1 on an NVIDIA H200 |" in found
+def test_three_numbers_have_their_receipts(tmp_path: Path) -> None:
+    hosts = ("Xeon, 2 cores", "NVIDIA H200", "Xeon, 2 cores")
+    faults = [fault("slow_loader", "input", hardware=host) for host in hosts]
+    ratio = {"value": 1.25, "low": 1.2, "high": 1.3, "unit": "x"}
+    peer = _row("headrace", 1_000)
+    peer["metrics"] |= {"ratio_to_torchtitan": ratio, "memory_ratio_to_torchtitan": ratio}
+    (tmp_path / "doctor.jsonl").write_text("".join(json.dumps(r) + "\n" for r in faults))
+    (tmp_path / "peers.jsonl").write_text(json.dumps(peer) + "\n")
+    speed, time, verdicts = three_numbers(tmp_path).splitlines()[2:]
+    assert "**1.25 times**" in speed and "5 paired readings, 1.2 to 1.3: GPU, abc" in speed
+    assert "not measured" in time and "**100%" in verdicts
+    assert "| 3 runs: 2 on a CPU, 1 on an NVIDIA H200; `results/doctor.jsonl` |" in verdicts
+
+
+def test_a_page_has_todays_words_and_the_commands_of_rows() -> None:
+    stored = "trunk: matrix products, products; `kernels.py --bases trunk`"
+    assert todays(stored) == "baseline: matmuls of older rows, matmuls; `kernels.py --bases trunk`"
 
 
 def test_every_program_is_in_the_list_of_programs() -> None:
@@ -285,8 +297,10 @@ def test_rows_of_another_batch_hide_none_of_the_shapes_own(tmp_path: Path) -> No
     small = _row("", 2_000, technique="muon", base="trunk", overrides=["batch.micro_sequences=2"])
     (tmp_path / "techniques.jsonl").write_text(f"{json.dumps(own)}\n{json.dumps(small)}\n")
     found = of_techniques(tmp_path)["muon"]
-    assert "| muon added to the trunk | 160m | GPU | 5 | 1,000" in found
-    assert "| muon added to the trunk (batch.micro_sequences=2) | 160m | GPU | 5 | 2,000" in found
+    assert "| muon added to the baseline | 160m | GPU | 5 | 1,000" in found
+    assert (
+        "| muon added to the baseline (batch.micro_sequences=2) | 160m | GPU | 5 | 2,000" in found
+    )
 
 
 def test_what_was_not_read_hides_nothing(tmp_path: Path) -> None:
