@@ -40,11 +40,12 @@ import torch
 from lists import LISTS, Configuration, configurations, firsts
 from residuals import known, on_device
 
+from headrace.core.errors import RefusalKind
 from headrace.costs.machine import Machine
 from headrace.plan.plan import Plan
 from headrace.predict.calibration import ENOUGH, Measured
 from headrace.predict.foresight import Foresight, calibrated, foresee
-from headrace.tuner.readings import OUT_OF_MEMORY, Reading, time_steps
+from headrace.tuner.readings import Reading, time_steps
 from headrace.tuner.worker import Worker
 
 DEVICE = "NVIDIA H200"
@@ -201,7 +202,7 @@ def measure_one(
         raise SystemExit(f"{one.id} is not the plan that was predicted: give it another name")
     warm, timed = (WARM, steps) if one.choice else BRIEF
     found = worker.ask(fresh_steps, plan, limit_s=CHILD_S, warm=warm, timed=timed)
-    full = found.refused.startswith(OUT_OF_MEMORY)
+    full = found.refusal is RefusalKind.MEMORY
     if found.refused and not full:
         row = receipts.append("plans", {}, results=results, kind="outcome", id=one.id,
                               risky=said["risky"], refused=found.refused)  # fmt: skip

@@ -48,7 +48,6 @@ from headrace.assemble.context import choose_device, find_device, make_context
 from headrace.cli.arguments import rates_here
 from headrace.data.ingest import prepare
 from headrace.predict.foresight import foresee
-from headrace.tuner.readings import NOT_DONE
 from headrace.tuner.worker import Worker
 
 SAID, PARTS, ROWS = "natural_said", "natural_parts", "natural"
@@ -174,7 +173,7 @@ class Call:
             self.book.write(SAID, run, **found.facts)
             first = found.facts["first"]
             told = f"{found.facts['verdict']}; {' '.join(first['change']) if first else 'nothing'}"
-        elif found.refused.startswith(NOT_DONE):
+        elif found.is_late:
             told = f"{found.refused}, no row"
         else:
             self.book.write(SAID, run, refused=found.refused)
@@ -218,7 +217,7 @@ class Call:
             )  # fmt: skip
             if crew.closed:
                 return
-            if found.refused.startswith(NOT_DONE):
+            if found.is_late:
                 break
             stage = found.evidence.get(STAGE)
             if stage == BEGUN:

@@ -37,6 +37,7 @@ from headrace.assemble.sockets import Build, Work
 from headrace.core.errors import ConfigError, HeadraceError, UnsupportedError
 from headrace.core.files import write_whole
 from headrace.core.progress import Progress
+from headrace.core.remedy import Remedy, mend
 from headrace.data.loader import collate
 from headrace.data.prepared import Prepared
 from headrace.model.attention import attending, check_mask, kernels_of
@@ -74,7 +75,8 @@ def choose_attention(
     if catalogue is None:
         raise ConfigError(
             "attention = 'measured' chooses among techniques, and none were given",
-            "train.run(plan, progress=progress, catalogue=catalogue()), or attention=plan",
+            Remedy(text="train.run(plan, progress=progress, catalogue=catalogue())")
+            | mend("attention=plan"),
         )
     plans, refused = candidates(plan, catalogue, device)
 
@@ -265,7 +267,7 @@ def measure(
             raise UnsupportedError(
                 "no attention backend could run: "
                 + "; ".join(f"{name}: {why}" for name, why in refused.items()),
-                f"attention=plan; or batch.micro_sequences={max(1, rows // 2)}",
+                mend("attention=plan") | mend(f"batch.micro_sequences={max(1, rows // 2)}"),
             )
         if len(trials) > 1:
             times = _take_turns(trials, progress)

@@ -22,6 +22,7 @@ from headrace.assemble.sockets import Build, Pass, Route, auxiliary_loss, place
 from headrace.core.errors import ConfigError, Diverged
 from headrace.core.files import python
 from headrace.core.model_config import ModelConfig
+from headrace.core.remedy import mend
 from headrace.costs.count import trunk_ledger
 from headrace.costs.decoder_work import shared_work, trunk_work
 from headrace.costs.ledger import Ledger
@@ -173,7 +174,7 @@ def _model_config(plan: Plan, vocab: int) -> ModelConfig:
         fit = -(-vocab // model.vocab_multiple) * model.vocab_multiple
         raise ConfigError(
             f"model.vocab = {model.vocab} is smaller than the tokenizer's {vocab} entries",
-            f"model.vocab={fit} (or leave it out)",
+            mend(f"model.vocab={fit}").otherwise("leave it out"),
         )
     sizes: dict[str, Any] = {}
     if not model.vocab:
@@ -184,7 +185,7 @@ def _model_config(plan: Plan, vocab: int) -> ModelConfig:
             raise ConfigError(
                 f"data.sequence_length = {plan.data.sequence_length} is longer than the "
                 f"{context} positions of model.context",
-                f"data.sequence_length={context}",
+                mend(f"data.sequence_length={context}"),
             )
     return model.model_copy(update=sizes)
 
@@ -218,9 +219,11 @@ def _as_pretrained(model: ModelConfig) -> ModelConfig:
         each = [f"model.{key} = {asked!r} (it: {have!r})" for key, (asked, have) in other.items()]
         raise ConfigError(
             f"the plan says otherwise than the weights of {model.pretrained}: {', '.join(each)}",
-            " ".join(
-                f"model.{key}={have if isinstance(have, str) else json.dumps(have)}"
-                for key, (_, have) in other.items()
+            mend(
+                *(
+                    f"model.{key}={have if isinstance(have, str) else json.dumps(have)}"
+                    for key, (_, have) in other.items()
+                )
             ),
         )
     kept = {k: getattr(model, k) for k in ("family", "pretrained", "precision")}

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 
 from headrace.core.errors import ConfigError, UnsupportedError
+from headrace.core.remedy import mend
 from headrace.costs.hardware import BF16, NO_BF16, lookup
 from headrace.costs.machine import Machine
 from headrace.plan.plan import Plan
@@ -122,26 +123,28 @@ def check_supported(techniques: list[Technique[Any]], context: Context) -> None:
     if context.precision == "fp16" and not any("loss_scale" in t.claims for t in techniques):
         raise ConfigError(
             "model.precision = 'fp16' loses small gradients when the loss is not scaled",
-            "--with fp16_loss_scaling (or model.precision=bf16)",
+            mend("+fp16_loss_scaling").otherwise(mend("model.precision=bf16")),
         )
     for technique in techniques:
         answer = technique.supports(context)
         if isinstance(answer, Unsupported):
             name, mesh = technique.name(), context.plan.mesh
-            split = [f"mesh.{axis}=1 " for axis in technique.axes if getattr(mesh, axis) > 1]
+            split = [f"mesh.{axis}=1" for axis in technique.axes if getattr(mesh, axis) > 1]
             raise UnsupportedError(
                 f"{name} was asked for and cannot run here: {answer.reason}",
-                f"{answer.remedy} (or {''.join(split)}--without {name})",
+                answer.remedy.otherwise(mend(*split, f"-{name}")),
             )
     if context.precision == "bf16" and context.capability and context.capability < BF16:
         raise UnsupportedError(
             f"model.precision = 'bf16' and {context.device_name} "
             f"{NO_BF16.format(*context.capability)}",
-            "model.precision=fp32 (or model.precision=fp16 --with fp16_loss_scaling)",
+            mend("model.precision=fp32").otherwise(
+                mend("model.precision=fp16", "+fp16_loss_scaling")
+            ),
         )
     if len(rest := sorted(t.name() for t in techniques if t.rest)) > 1:
         one, two = rest[:2]
         raise ConfigError(
             f"{one} and {two} both take the place of the trunk's AdamW",
-            f"--without {one} or --without {two}",
+            mend(f"-{one}") | mend(f"-{two}"),
         )

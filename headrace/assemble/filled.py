@@ -14,6 +14,7 @@ from torch import Tensor
 
 from headrace.assemble.sockets import COMPOSED, OWNED, Build
 from headrace.core.errors import RunError
+from headrace.core.remedy import mend
 from headrace.model.attention import Attention, kernels_of, operations_of
 from headrace.model.mask import MaskSpec, Rows
 from headrace.plan.technique import Evidence, Technique
@@ -60,7 +61,7 @@ def check_active(build: Build) -> dict[str, Any]:
         if wrong or all(active is None for active, _ in told):
             raise RunError(
                 f"{technique.name()} was asked for and is not in force: {(wrong or told[0])[-1]}",
-                f"--without {technique.name()}",
+                mend(f"-{technique.name()}"),
             )
         found[technique.name()] = evidence
     return found

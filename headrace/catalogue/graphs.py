@@ -27,6 +27,7 @@ from headrace.assemble.context import check_supported, choose_device, make_conte
 from headrace.assemble.sockets import Build
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.progress import Progress
+from headrace.core.remedy import mend
 from headrace.core.units import format_seconds
 from headrace.data.ingest import prepare
 from headrace.parallel.world import World
@@ -76,7 +77,7 @@ def explain_graphs(plan: Plan, progress: Progress | None = None) -> tuple[dict[s
     compiling = [t for t in plan.techniques.values() if "compiled" in t.composes]
     if not compiling:
         raise ConfigError(
-            f"nothing of {plan.name} is compiled, so it has no graphs", "--with torch_compile"
+            f"nothing of {plan.name} is compiled, so it has no graphs", mend("+torch_compile")
         )
     if plan.mesh.ranks > 1:
         raise UnsupportedError(

@@ -14,6 +14,7 @@ from headrace.cli.terminal import console, is_first, probe_progress
 from headrace.core.errors import ConfigError, HeadraceError, nearest
 from headrace.core.files import toml_values
 from headrace.core.layers import left_to_weights
+from headrace.core.remedy import mend
 from headrace.costs.machine import Machine
 from headrace.model.adapter import load_pretrained
 from headrace.plan.plan import Plan
@@ -108,7 +109,7 @@ def _weigh(plan: Plan, left: dict[str, Any], said: list[str]) -> None:
         raise ConfigError(
             f"data.vocab = {plan.data.vocab} is of a tokenizer that is trained here, and the one "
             f"of the weights of {folder} has {weights.vocab} entries",
-            f"data.vocab={weights.vocab} (or leave it out)",
+            mend(f"data.vocab={weights.vocab}").otherwise("leave it out"),
         )
     idle = {f"model.{key}" for key in NOT_OF_WEIGHTS}
     other = [

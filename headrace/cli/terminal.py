@@ -76,12 +76,12 @@ def exit_codes(as_json: bool, *, together: bool = False) -> Iterator[None]:
         yield
         _flush()
     except HeadraceError as error:
-        _fail(error.message, error.remedy, error.exit_code, as_json)
+        _fail(error.message, error.remedy.text, error.exit_code, as_json)
     except KeyboardInterrupt:
         _fail("interrupted; checkpoints that were complete are kept", "", EXIT_INTERRUPTED, as_json)
     except BaseException as error:  # what Rust raises is no Exception
         if (limit := at_a_limit(error)) is not None:
-            _fail(limit.message, limit.remedy, limit.exit_code, as_json)
+            _fail(limit.message, limit.remedy.text, limit.exit_code, as_json)
         if isinstance(error, UnicodeEncodeError):
             name = error.object[max(0, error.start - 80) : error.end + 80]
             told = f"a name or a text is not {error.encoding.upper()}: {name!a}"
@@ -97,7 +97,7 @@ def exit_codes(as_json: bool, *, together: bool = False) -> Iterator[None]:
 def tell_error(error: HeadraceError, *, as_json: bool) -> None:
     """Tell an error as `exit_codes` does, for a process that ends by itself."""
     with suppress(typer.Exit):
-        _fail(error.message, error.remedy, error.exit_code, as_json)
+        _fail(error.message, error.remedy.text, error.exit_code, as_json)
 
 
 def is_first() -> bool:

@@ -7,8 +7,11 @@ command that mends it. `assert` is for our own bugs; these are for everything el
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches
+from enum import StrEnum
 from errno import ENOMEM
 from pathlib import Path
+
+from headrace.core.remedy import Remedy, as_remedy, mend
 
 EXIT_DONE, EXIT_FAILED, EXIT_PLAN, EXIT_UNSUPPORTED = 0, 1, 2, 3
 EXIT_REQUEUE, EXIT_HANGUP, EXIT_INTERRUPTED, EXIT_TERMINATED = 75, 129, 130, 143
@@ -21,7 +24,9 @@ NO_THREAD = (
     "Resource temporarily unavailable",
 )  # fmt: skip
 """How Python, Rust and C++ begin when they say that no thread could be started."""
-LESS_PER_STEP = "batch.micro_sequences=N with a smaller N, or --with selective_checkpoint"
+LESS_PER_STEP = Remedy(text="batch.micro_sequences=N with a smaller N,") | mend(
+    "+selective_checkpoint"
+)
 """What makes a run take less memory."""
 MANY = 24
 """Choices that a reader is shown where none is close."""
@@ -39,6 +44,33 @@ HOST, SENTENCE = "DefaultCPUAllocator: ", re.compile(r"(?<=[a-z])\.\s+(?=[A-Z])"
 """Behind what the host's allocator says of its own source; and where a sentence ends."""
 
 
+class RefusalKind(StrEnum):
+    """Why something cannot be done: what a program that meets a refusal decides by."""
+
+    PLAN = "plan"
+    """a key of the plan, or the model and data that it asks for"""
+    COMBINATION = "combination"
+    """another technique of the plan, or one that is missing"""
+    DEVICE = "device"
+    """the kind of the device, or what it can do"""
+    PACKAGE = "package"
+    """something that is not installed: a package, a compiler"""
+    VERSION = "version"
+    """a package, or torch itself, that is too old or is known to be wrong"""
+    SYSTEM = "system"
+    """the operating system, its limits, or a folder of it"""
+    MEMORY = "memory"
+    """there is too little of it"""
+    TIME = "time"
+    """it did not end by then"""
+    PROCESS = "process"
+    """the process that did it ended"""
+    BASELINE = "baseline"
+    """what it is compared with cannot be done"""
+    OTHER = "other"
+    """an error that has none of these kinds"""
+
+
 class HeadraceError(Exception):
     """Base of every error that is shown as one message, without a traceback."""
 
@@ -46,9 +78,15 @@ class HeadraceError(Exception):
     run: Path | None = None
     """the folder of the run that it ended, whose report tells of it"""
 
-    def __init__(self, message: str, remedy: str = "") -> None:
+    def __init__(self, message: str, remedy: Remedy | str = "") -> None:
+        """Keep what is shown, and what a program may do about it.
+
+        Args:
+            message: what was asked and what was found.
+            remedy: what mends it; a plain text where no change of the plan does.
+        """
         super().__init__(message)
-        self.message, self.remedy = message, remedy
+        self.message, self.remedy = message, as_remedy(remedy)
 
     def __str__(self) -> str:
         return f"{self.message}\n  try: {self.remedy}" if self.remedy else self.message
@@ -83,7 +121,9 @@ class UnsupportedError(HeadraceError):
 class MemoryFull(UnsupportedError):
     """There was no memory left for what a run, or what comes before it, asked for."""
 
-    def __init__(self, error: BaseException, what: str = "it", remedy: str = LESS_PER_STEP) -> None:
+    def __init__(
+        self, error: BaseException, what: str = "it", remedy: Remedy | str = LESS_PER_STEP
+    ) -> None:
         """Say it as a user needs it.
 
         Args:
@@ -103,8 +143,8 @@ class MemoryFull(UnsupportedError):
             if all_ - left - mine - between > OTHERS * all_:
                 first += "; the rest is other processes', or kept from this one by a limit"
             if between + left >= need > left:
-                grown = "--with expandable_segments, where it is not on, leaves fewer such pieces"
-                remedy = f"{grown}; or {remedy}"
+                grown = "--with expandable_segments, where it is not on, leaves fewer such pieces;"
+                remedy = mend("+expandable_segments", text=grown) | remedy
         super().__init__(f"{what} does not fit in memory: {first}", remedy)
 
 
@@ -135,7 +175,7 @@ class NoMoreThreads(UnsupportedError):
 class Stopped(HeadraceError):
     """A signal ended the run after its checkpoint was saved (75, 129, 130 or 143)."""
 
-    def __init__(self, message: str, remedy: str, exit_code: int) -> None:
+    def __init__(self, message: str, remedy: Remedy | str, exit_code: int) -> None:
         super().__init__(message, remedy)
         self.exit_code = exit_code
 

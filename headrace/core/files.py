@@ -15,6 +15,7 @@ from typing import Any
 from filelock import BaseFileLock, FileLock, Timeout
 
 from headrace.core.errors import ConfigError
+from headrace.core.remedy import leave_out, mend
 
 RECORDED = ".plan.toml"
 """The name, in a run's folder, of the plan that it was started with; plan.toml is for people."""
@@ -289,18 +290,18 @@ def _not_utf_8(key: str, value: str) -> ConfigError:
     link = f"ln -s {shell(value)} {name}, and "
     return ConfigError(
         f"{key} = '{printable(value)}' is not UTF-8, and plans are",
-        f"{link if os.path.lexists(value) else ''}{key}={name}",
+        mend(f"{key}={name}", text=f"{link if os.path.lexists(value) else ''}{key}={name}"),
     )
 
 
 def _too_deep(what: str) -> ConfigError:
     return ConfigError(
-        f"{what} has tables or lists too deep inside each other to be read", f"leave out {what}"
+        f"{what} has tables or lists too deep inside each other to be read", leave_out(what)
     )
 
 
 def _too_long(what: str) -> ConfigError:
     return ConfigError(
         f"{what} has a number of more than 64 bits: at most {2**63 - 1} can be kept",
-        f"leave out {what}",
+        leave_out(what),
     )

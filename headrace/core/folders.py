@@ -10,6 +10,7 @@ from pydantic import AfterValidator
 
 from headrace.core.errors import ALIKE, ConfigError
 from headrace.core.files import python
+from headrace.core.remedy import Remedy, mend
 
 _HUB_PART = re.compile(r"[A-Za-z0-9][\w.-]*")
 """A part of a model's name on the Hugging Face Hub: OWNER/NAME, or NAME alone for the oldest."""
@@ -51,14 +52,14 @@ def refuse_absent(path: Path, key: str, *, folder: bool = True) -> None:
     told = f"{key} = {str(path)!r} does not exist"
     if near is not None:
         told += f"; the nearest path is {near}"
-    remedy = f"{key}={shlex.quote(str(near))}" if near is not None else f"{key}=PATH"
+    remedy = mend(f"{key}={near}") if near is not None else Remedy(text=f"{key}=PATH")
     if on_hub:
         told += (
             f", and Headrace downloads nothing: {path} may be the name of a model on the Hugging "
             "Face Hub"
         )
         download = f"hf download {path} --local-dir {path.name}, then {key}={path.name}"
-        remedy = download if near is None else f"{remedy}; or {download}"
+        remedy = Remedy(text=download) if near is None else remedy | download
     elif near is None:
         missing = next(one for one in (*reversed(path.parents), path) if not _exists(one))
         told += f": {missing.parent.resolve()} has no {missing.name}"
@@ -92,9 +93,11 @@ def refuse_no_model(path: Path, key: str) -> None:
     else:
         inside = [*path.glob("*/config.json"), *path.glob("snapshots/*/config.json")]
         meant = max(inside, key=lambda file: file.stat().st_mtime).parent if inside else None
-    remedy = f"{key}={shlex.quote(str(meant))}" if meant is not None else (
-        f"{key}=FOLDER with config.json and *.safetensors, as save_pretrained writes it"
-    )  # fmt: skip
+    if meant is not None:
+        remedy = mend(f"{key}={meant}")
+    else:
+        like = "config.json and *.safetensors, as save_pretrained writes it"
+        remedy = Remedy(text=f"{key}=FOLDER with {like}")
     raise ConfigError(told + (f"; {meant} has one" if meant is not None else ""), remedy)
 
 
@@ -115,7 +118,10 @@ def refuse_no_tokenizer(folder: Path, key: str) -> None:
         raise ConfigError(f"{told}; transformers makes one of its {has[0]}", script)
     raise ConfigError(
         told,
-        "data.tokenizer=bpe, a path of a tokenizer.json, or tiktoken:NAME"
+        mend(
+            "data.tokenizer=bpe",
+            text="data.tokenizer=bpe, a path of a tokenizer.json, or tiktoken:NAME",
+        )
         if key == "data.tokenizer"
         else "data.tokenizer=PATH of the tokenizer.json that its weights were trained with",
     )

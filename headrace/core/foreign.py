@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.core.known import KNOWN
+from headrace.core.remedy import NONE, Remedy, mend
 
 SAME: dict[str, str] = {
     **dict.fromkeys(("learning_rate", "max_lr", "peak_lr", "base_lr", "lr"), "optimizer.lr"),
@@ -114,24 +115,29 @@ UNLIKE: dict[str, tuple[str, str]] = {
 }  # fmt: skip
 """Each name with the key that is nearest, which counts something else, and what that is."""
 
-OPTIONS: dict[str, str] = {
-    **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing", "recompute"),
-                    "--with full_checkpoint"),
-    **dict.fromkeys(("compile", "torch_compile"), "--with torch_compile"),
-    **dict.fromkeys(("dtype", "bf16", "mixed_precision", "torch_dtype", "precision", "amp"),
-                    "model.precision=bf16"),
-    **dict.fromkeys(("fp16",), "--with fp16_loss_scaling"),
-    **dict.fromkeys(("tf32", "allow_tf32"), "--with tf32"),
-    **dict.fromkeys(("fsdp", "zero_stage", "zero"), "--with fsdp"),
-    **dict.fromkeys(("dropout", "attention_dropout", "hidden_dropout"), "--with stochastic_depth"),
-    **dict.fromkeys(("flash_attention", "use_flash", "use_flash_attention"),
-                    "--with flash_attention"),
-    **dict.fromkeys(("label_smoothing", "label_smoothing_factor"), "--with label_smoothing"),
-    **dict.fromkeys(("packing", "sample_packing"), "--with document_packing"),
-    **dict.fromkeys(("resume", "resume_from_checkpoint", "resume_from"), "--resume"),
-    **dict.fromkeys(("wandb", "use_wandb", "wandb_project"), "'track.to=[\"wandb\"]'"),
-    **dict.fromkeys(("tensorboard", "use_tensorboard"), "'track.to=[\"tensorboard\"]'"),
-}  # fmt: skip
+OPTIONS: dict[str, Remedy] = {
+    **dict.fromkeys(
+        ("gradient_checkpointing", "activation_checkpointing", "recompute"),
+        mend("+full_checkpoint"),
+    ),
+    **dict.fromkeys(("compile", "torch_compile"), mend("+torch_compile")),
+    **dict.fromkeys(
+        ("dtype", "bf16", "mixed_precision", "torch_dtype", "precision", "amp"),
+        mend("model.precision=bf16"),
+    ),
+    **dict.fromkeys(("fp16",), mend("+fp16_loss_scaling")),
+    **dict.fromkeys(("tf32", "allow_tf32"), mend("+tf32")),
+    **dict.fromkeys(("fsdp", "zero_stage", "zero"), mend("+fsdp")),
+    **dict.fromkeys(("dropout", "attention_dropout", "hidden_dropout"), mend("+stochastic_depth")),
+    **dict.fromkeys(
+        ("flash_attention", "use_flash", "use_flash_attention"), mend("+flash_attention")
+    ),
+    **dict.fromkeys(("label_smoothing", "label_smoothing_factor"), mend("+label_smoothing")),
+    **dict.fromkeys(("packing", "sample_packing"), mend("+document_packing")),
+    **dict.fromkeys(("resume", "resume_from_checkpoint", "resume_from"), Remedy(text="--resume")),
+    **dict.fromkeys(("wandb", "use_wandb", "wandb_project"), mend('track.to=["wandb"]')),
+    **dict.fromkeys(("tensorboard", "use_tensorboard"), mend('track.to=["tensorboard"]')),
+}
 """Each name with what is typed instead."""
 
 NAMES = ("optimizer", "optim", "optimizer.name", "optimizer.type", "optimizer.kind")
@@ -152,7 +158,7 @@ class Meant:
 
     key: str = ""
     unlike: str = ""
-    option: str = ""
+    option: Remedy = NONE
 
 
 def meant_by(key: str, choices: Collection[str] = (), given: Any = None) -> Meant | None:
@@ -168,7 +174,7 @@ def meant_by(key: str, choices: Collection[str] = (), given: Any = None) -> Mean
         word = given.lower().replace("-", "_")
         near = [one for one in (word, *KNOWN.get(word, ())) if one in OPTIMIZERS]
         usual = Meant("optimizer.lr", "of AdamW, which every plan has without a name")
-        return Meant(option=f"--with {near[0]}") if near else usual
+        return Meant(option=mend(f"+{near[0]}")) if near else usual
     if [*_names(key)][-1] in choices:  # written in another case, or with other dashes
         return None
     for name in _names(key):

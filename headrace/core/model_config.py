@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from headrace.core.folders import Folder
 from headrace.core.limits import WIDEST
+from headrace.core.remedy import mend
 from headrace.core.strict import Strict, Wrong
 from headrace.core.units import largest_divisor
 
@@ -72,7 +73,7 @@ class ModelConfig(Strict):
             raise Wrong(
                 f"heads = {self.heads} is not a multiple of kv_heads = {kv}; "
                 f"the nearest that fits is model.kv_heads={fit}",
-                f"model.kv_heads={fit}",
+                mend(f"model.kv_heads={fit}"),
             )
         if not self.head_dim and self.dim % self.heads:
             unit = self.heads * (2 if self.position == "rope" else 1)  # rope wants an even head_dim
@@ -80,13 +81,13 @@ class ModelConfig(Strict):
             raise Wrong(
                 f"dim = {self.dim} is not a multiple of heads = {self.heads}; the nearest that "
                 f"fits is model.dim={near} (or give model.head_dim)",
-                f"model.dim={near}",
+                mend(f"model.dim={near}"),
             )
         if self.position == "rope" and self.resolved_head_dim % 2:
             raise Wrong(
                 f"rope needs an even head_dim, and it is {self.resolved_head_dim}; "
                 f"the nearest is model.head_dim={self.resolved_head_dim + 1}",
-                f"model.head_dim={self.resolved_head_dim + 1}",
+                mend(f"model.head_dim={self.resolved_head_dim + 1}"),
             )
         return self
 

@@ -1,7 +1,5 @@
 """Overrides, `key=value`: written into a plan's tables, and offered by an error that they mend."""
 
-import re
-import shlex
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -9,6 +7,7 @@ from pydantic import BaseModel
 
 from headrace.core.errors import ConfigError
 from headrace.core.files import toml_value
+from headrace.core.remedy import leave_out, mend
 from headrace.core.strict import field_at
 
 MOST = 4
@@ -39,7 +38,7 @@ def write_override(values: dict[str, Any], item: str, plan: type[BaseModel]) -> 
         if not isinstance(table, dict):
             whole = key.partition(part)[0] + part
             raise ConfigError(
-                f"{key!r} goes through {part!r}, which is not a table", f"{whole}={raw}"
+                f"{key!r} goes through {part!r}, which is not a table", mend(f"{whole}={raw}")
             )
     table[last] = value
 
@@ -69,7 +68,7 @@ def settle(error: ConfigError, read: Callable[[list[str]], object]) -> ConfigErr
         error: of a plan; only a remedy that is one `key=value` is followed.
         read: reads the same plan with more overrides.
     """
-    first = found = _override(error.remedy)
+    first = found = error.remedy.only_override
     offered: dict[str, str] = {}
     for _ in range(MOST):
         if found is None or found in offered.values():
@@ -78,22 +77,12 @@ def settle(error: ConfigError, read: Callable[[list[str]], object]) -> ConfigErr
         try:
             read([*offered.values()])
         except ConfigError as other:
-            found = _override(other.remedy)
-            if first and other.remedy == f"leave out {first.partition('=')[0]}":
+            found = other.remedy.only_override
+            if first and other.remedy == leave_out(first.partition("=")[0]):
                 error.remedy = other.remedy
                 break
         else:
             if [*offered.values()] != [first]:
-                error.remedy = " ".join(map(shlex.quote, offered.values()))
+                error.remedy = mend(*offered.values())
             break
     return error
-
-
-def _override(remedy: str) -> str | None:
-    """Return the override that a remedy is; None where it is anything else."""
-    try:
-        words = shlex.split(remedy)
-    except ValueError:
-        return None
-    one = len(words) == 1 and re.match(r"[a-z_]+(\.\w+)*=(?!=)", words[0])
-    return words[0] if one else None

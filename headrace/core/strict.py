@@ -4,7 +4,6 @@ import ast
 import inspect
 import json
 import re
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import date, time
@@ -19,6 +18,7 @@ from pydantic.fields import FieldInfo
 from headrace.core.errors import ConfigError, alike
 from headrace.core.foreign import Meant, meant_by
 from headrace.core.guess import choice, guesses
+from headrace.core.remedy import Remedy, as_remedy, leave_out, mend
 
 T = TypeVar("T", bound=BaseModel)
 READ = {"read": True}
@@ -39,9 +39,9 @@ class Wrong(ValueError):
         remedy: the keys that mend it, as they are typed.
     """
 
-    def __init__(self, message: str, remedy: str) -> None:
+    def __init__(self, message: str, remedy: Remedy | str) -> None:
         super().__init__(message)
-        self.remedy = remedy
+        self.remedy = as_remedy(remedy)
 
 
 class Strict(BaseModel):
@@ -137,14 +137,14 @@ def explained(table: type[BaseModel], error: ValidationError, where: str = "") -
         found.setdefault((*path, item["type"]) if whole else path, {**item, "loc": path})
     lines = [_explain(table, item, where) for item in found.values()]
     messages = list(dict.fromkeys(message for message, _ in lines))
-    refused = ConfigError("\n".join(messages), next((r for _, r in lines if r), ""))
+    refused = ConfigError("\n".join(messages), next((r for _, r in lines if r), Remedy()))
     paths = [".".join(map(str, item["loc"])) for item in found.values() if item["loc"]]
     refused.keys = tuple(dict.fromkeys(paths))
     return refused
 
 
-def _explain(table: type[BaseModel], item: dict[str, Any], where: str) -> tuple[str, str]:
-    """One pydantic error as (what is wrong, what to write instead)."""
+def _explain(table: type[BaseModel], item: dict[str, Any], where: str) -> tuple[str, Remedy]:
+    """Return what is wrong by one error of pydantic's, and what to write instead."""
     path = tuple(item["loc"])
     key = ".".join([where, *map(str, path)] if where else map(str, path))
     if item["type"] == "extra_forbidden":
@@ -155,21 +155,24 @@ def _explain(table: type[BaseModel], item: dict[str, Any], where: str) -> tuple[
         whole = _guess(table, path, item)
         given = json.dumps(whole or [item["input"]], ensure_ascii=False)
         told = f"{key} = {item['input']!r}: input should be a list"
-        return told, shlex.quote(f"{key}={given}")
+        return told, mend(f"{key}={given}")
     if item["type"] == "missing":
-        return f"the plan needs the key {key!r}", f"{key}=VALUE"
+        return f"the plan needs the key {key!r}", mend(f"{key}=VALUE")
     if item["type"] == "literal_error" and isinstance(item["input"], str):
         expected = item["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
         meant = choice(item["input"], expected)
         right = meant or alike(item["input"], expected) or expected[0]
-        return f"{key} = {item['input']!r} is not one of {', '.join(expected)}", f"{key}={right}"
+        return f"{key} = {item['input']!r} is not one of {', '.join(expected)}", mend(
+            f"{key}={right}"
+        )
     if item["type"] == "value_error":
         error = item["ctx"]["error"]
-        remedy = getattr(error, "remedy", f"leave out {key}" if key else "")
+        default = leave_out(key) if key else Remedy()
+        remedy = error.remedy if isinstance(error, Wrong) else default
         return f"{key}: {error}" if key else str(error), remedy
     if item["type"] in ("int_parsing", "float_parsing") and str(item["input"]).lower() in UNSET:
         told = f"{key} = {item['input']!r} is no number, and nothing unsets a key that is written"
-        return told, f"leave {key} out, of the plan's file where it stands there"
+        return told, Remedy(text=f"leave {key} out, of the plan's file where it stands there")
     said = item["msg"][:1].lower() + item["msg"][1:]  # a pattern in it keeps its capitals
     field = _table_at(table, path[:-1]).model_fields.get(str(path[-1])) if path else None
     near = _guess(table, path, item)
@@ -178,13 +181,13 @@ def _explain(table: type[BaseModel], item: dict[str, Any], where: str) -> tuple[
         return f"{key} = {item['input']!r}: {said}", _given(key, near)
     return (
         f"{key} = {item['input']!r}: {said}",
-        f"leave out {_settable(key)}" if near is None else f"{key}={near}",
+        leave_out(_settable(key)) if near is None else mend(f"{key}={near}"),
     )
 
 
 def _unknown(
     table: type[BaseModel], given: Any, key: str, path: tuple[Any, ...]
-) -> tuple[str, str]:
+) -> tuple[str, Remedy]:
     """What is wrong with a key that is not there, and the one to write instead."""
     owner, prefix = _table_at(table, path[:-1]), key.rpartition(".")[0]
     choices, whole, value = owner.model_fields, key, given
@@ -197,39 +200,40 @@ def _unknown(
     if meant is not None and not (placed and whole != key):
         return _foreign(table, owner, meant, whole, value)
     if not choices:
-        return f"the plan has no key {key!r}; {prefix} has no knobs", f"{prefix}={{}}"
+        return f"the plan has no key {key!r}; {prefix} has no knobs", mend(f"{prefix}={{}}")
     if near is None:
         known = ", ".join(sorted(choices))
         told = f"the plan has no key {key!r}; {prefix or 'a plan'} has {known}"
-        return told, f"leave out {whole}"
+        return told, leave_out(whole)
     hint = f"{prefix}.{near}" if prefix else near
     fits = _fitting(owner, near, str(path[-1]), given)
     told = f"the plan has no key {key!r}; did you mean {hint}?"
-    return told, f"leave out {whole}" if fits is None else _given(hint, fits)
+    return told, leave_out(whole) if fits is None else _given(hint, fits)
 
 
 def _foreign(
     table: type[BaseModel], beside: type[BaseModel], meant: Meant, key: str, given: Any
-) -> tuple[str, str]:
+) -> tuple[str, Remedy]:
     """What is told of a key that other trainers have, and what to write instead."""
     told = f"the plan has no key {key!r}; "
     if meant.unlike:
-        return f"{told}the nearest is {meant.key}, {meant.unlike}", f"leave out {key}"
+        return f"{told}the nearest is {meant.key}, {meant.unlike}", leave_out(key)
     if meant.option:
         off = given is False or str(given).lower() in (*UNSET, "no", "off", "0")
-        return f"{told}the nearest is {meant.option}", f"leave out {key}" if off else meant.option
+        instead = leave_out(key) if off else meant.option
+        return f"{told}the nearest is {meant.option}", instead
     *above, name = meant.key.split(".")
     inside = meant.key.rpartition(".")[0] == key.rpartition(".")[0]
     owner, value = beside if inside else _table_at(table, tuple(above)), given
     if name in owner.model_fields and (inside or len(above) < 2):
         value = _fitting(owner, name, key, given)
-    remedy = f"leave out {key}" if value is None else _given(meant.key, value)
+    remedy = leave_out(key) if value is None else _given(meant.key, value)
     return f"{told}did you mean {meant.key}?", remedy
 
 
 def _explain_item(
     table: type[BaseModel], item: dict[str, Any], key: str, path: tuple[int | str, ...]
-) -> tuple[str, str]:
+) -> tuple[str, Remedy]:
     """What is wrong with an item of a list, and the whole list to write instead."""
     at = next(number for number, part in enumerate(path) if isinstance(part, int))
     whole = key.rsplit(".", len(path) - at)[0]
@@ -243,10 +247,10 @@ def _explain_item(
         meant = choice(str(item["input"]), expected)
         given = json.dumps([meant or alike(str(item["input"]), expected) or expected[0]])
         told = f"{key} = {item['input']!r} is not one of {', '.join(expected)}"
-        return told, shlex.quote(f"{whole}={given}")
+        return told, mend(f"{whole}={given}")
     if field is None or not isinstance(field.default, tuple) or not field.default:
-        return told, f"leave out {whole}"
-    return told, shlex.quote(f"{whole}={json.dumps(field.default)}")
+        return told, leave_out(whole)
+    return told, mend(f"{whole}={json.dumps(field.default)}")
 
 
 def _written(table: type[BaseModel], path: tuple[int | str, ...]) -> tuple[int | str, ...]:
@@ -321,18 +325,20 @@ def _refused(table: type[BaseModel], name: str, value: Any) -> dict[str, Any] | 
     return None
 
 
-def _given(key: str, value: Any) -> str:
-    """The key with the value that was given, as it is typed; a table's key alone."""
+def _given(key: str, value: Any) -> Remedy:
+    """Return the override that gives a key its value; a table's key alone, as text."""
     while isinstance(value, Mapping) and len(value) == 1:
         ((name, value),) = value.items()
         key = f"{key}.{name}"
     if value == {}:
-        return shlex.quote(f"{key}={{}}")
+        return mend(f"{key}={{}}")
     if isinstance(value, bool):
-        return f"{key}={str(value).lower()}"
+        return mend(f"{key}={str(value).lower()}")
     if isinstance(value, list):
-        return shlex.quote(f"{key}={str(value).replace(' ', '')}")
-    return shlex.quote(f"{key}={value}") if type(value) in (int, float, str) else key
+        return mend(f"{key}={str(value).replace(' ', '')}")
+    if type(value) in (int, float, str):
+        return mend(f"{key}={value}")
+    return Remedy(text=key)
 
 
 def _near(field: FieldInfo | None, item: dict[str, Any]) -> Any:

@@ -11,6 +11,7 @@ from math import prod
 from typing import Literal
 
 from headrace.core.errors import ConfigError
+from headrace.core.remedy import mend
 from headrace.costs.work import AROUND, CUSTOM, Work
 
 Instant = Literal["always", "backward", "loss", "turn", "optimizer"]
@@ -77,7 +78,7 @@ def check_free(first: str | None, owner: str, name: str) -> None:
     if first is not None:
         raise ConfigError(
             f"{owner} and {first} both replace the linear {name!r}",
-            f"--without {owner} or --without {first}",
+            mend(f"-{owner}") | mend(f"-{first}"),
         )
 
 

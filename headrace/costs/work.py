@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from headrace.core.errors import UnsupportedError
+from headrace.core.remedy import mend
 from headrace.costs import links
 from headrace.costs.links import Operation
 from headrace.costs.machine import Machine
@@ -208,18 +209,18 @@ class Work:
         if self.masked and self.reach > 1:
             raise UnsupportedError(
                 "a mask over rows of which ranks hold parts was not timed",
-                "mesh.context=1 --without context_parallel",
+                mend("mesh.context=1", "-context_parallel"),
             )
         kernel = self.kernel or self._trunks(machine)
         if self.capped and kernel not in SKIPPING:
             raise UnsupportedError(
-                "a soft cap over plain products was not timed", "--with flex_attention"
+                "a soft cap over plain products was not timed", mend("+flex_attention")
             )
         plain_s = self._scores_s(machine, SKIPPING.get(kernel, kernel), self.causal)
         rows, heads, _, length, features = self.sizes
         if self.precision in WIDE and kernel in SKIPPING:
             raise UnsupportedError(
-                f"{kernel} attention was not timed in fp32", "model.precision=bf16"
+                f"{kernel} attention was not timed in fp32", mend("model.precision=bf16")
             )
         if kernel in SKIPPING:
             masked_s = self._skipping_s(machine, kernel, plain_s) if self.masked else plain_s
@@ -237,7 +238,7 @@ class Work:
         if self.seen is None:
             raise UnsupportedError(
                 f"what {kernel} attention skips under this mask is not known before it runs",
-                f"--without {kernel}_attention",
+                mend(f"-{kernel}_attention"),
             )
         rows, heads, kv_heads, length, features = self.sizes
         count, starts = math.ceil(length / TILE), START / (features + SOFTMAX)

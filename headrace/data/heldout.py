@@ -28,6 +28,7 @@ from pydantic import Field, ValidationError
 
 from headrace.core.errors import ConfigError
 from headrace.core.files import write_whole
+from headrace.core.remedy import mend
 from headrace.core.strict import Strict
 
 RULE = 2
@@ -237,7 +238,7 @@ def refused_split(weights: Weights, sources: str, weigh: Callable[[float], Weigh
     looks = max(1, MOST_READ_BYTES // max(1, size))
     for other in [other for other in nearest if other * size >= 1][:looks]:
         if weigh(other).split() is not None:
-            return ConfigError(message, f"data.validation={other:g}, or more text")
+            return ConfigError(message, mend(f"data.validation={other:g}") | "more text")
     return ConfigError(message, "data.validation=PATH of a text of its own, or more text")
 
 

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from headrace.core.errors import ConfigError
+from headrace.core.remedy import mend
 from headrace.data.order import Order, make_order
 from headrace.data.rows import IGNORE, Packer, Row
 from headrace.data.shards import Shards
@@ -174,7 +175,7 @@ class Loader:
             raise ConfigError(
                 f"the checkpoint read {before:g} rows a step, the plan asks for "
                 f"{self.rows_per_step} rows a step",
-                f"batch.tokens={int(before) * self.packer.sequence_length}",
+                mend(f"batch.tokens={int(before) * self.packer.sequence_length}"),
             )
         self._base_hash, self.local_hash = int(str(state["stream_hash"]), 16), 0
         self.seek(step)

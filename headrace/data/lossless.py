@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from headrace.core.errors import ConfigError
 from headrace.core.files import python
+from headrace.core.remedy import mend
 
 Result = TypeVar("Result")
 RUN_CHARACTERS = 512
@@ -38,7 +39,7 @@ def guarded(call: Callable[[], Result], what: str) -> Result:
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:  # a panic is no Exception
-        raise ConfigError(f"{what}: {error}", "data.tokenizer=bpe") from None
+        raise ConfigError(f"{what}: {error}", mend("data.tokenizer=bpe")) from None
 
 
 def _without_dropout(name: str) -> str:
@@ -56,7 +57,7 @@ def check_parts(spec: dict[str, Any], ids: dict[str, int], name: str) -> None:
     Raises:
         ConfigError: there is no token, two have one id, an id is far out, or dropout is on.
     """
-    remedy = "data.tokenizer=bpe, or mend the file"
+    remedy = mend("data.tokenizer=bpe") | "mend the file"
     if not ids:
         raise ConfigError(f"{name} has an empty vocabulary", remedy)
     by_id: dict[int, str] = {}

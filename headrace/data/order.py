@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from headrace.core.errors import ConfigError
+from headrace.core.remedy import mend
 
 _MASK = (1 << 64) - 1
 _HALF_ROUNDS = 8
@@ -122,7 +123,7 @@ class MixtureOrder:
             raise ConfigError(
                 f"data.weights gives one source a share of {float(smallest):.2g}, "
                 f"the smallest possible is {SMALLEST_SHARE:.2g}",
-                f"'data.weights={_raised(weights)}'",
+                mend(f"data.weights={_raised(weights)}"),
             )
         self._cumulative = [sum(shares[: i + 1], Fraction(0)) / total for i in range(len(shares))]
         # Two rows a period at least, or rounding could hand a small source a negative quota.

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from headrace.core.errors import ConfigError
+from headrace.core.remedy import mend
 from headrace.data.shards import Shards
 
 IGNORE = -100
@@ -65,7 +66,7 @@ class Cut:
                 raise ConfigError(
                     f"{part.source or part.directory} has {part.tokens} tokens, fewer than one row "
                     f"of data.sequence_length + 1 = {sequence_length + 1} tokens",
-                    f"data.sequence_length={1 << fits.bit_length() - 1}, or more text",
+                    mend(f"data.sequence_length={1 << fits.bit_length() - 1}") | "more text",
                 )
 
     def row(self, source: int, unit: int) -> Row:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.core.command import plan_again
+from headrace.core.remedy import as_remedy, mend
 from headrace.core.units import format_bytes
 from headrace.data.heldout import LEAST, LONG_LINE, Overlap, Record
 from headrace.data.shards import Shards
@@ -116,7 +117,7 @@ class Sides:
             return Doubt(
                 f"whether text of data.validation = {self.asked} is trained on too is not known: "
                 "an earlier version prepared these shards",
-                f"{plan_again('train', 'name=NEW')} for a new run, which prepares again",
+                as_remedy(f"{plan_again('train', 'name=NEW')} for a new run, which prepares again"),
                 kind="overlap_unknown",
             )
         overlap = self.overlap
@@ -141,8 +142,11 @@ class Sides:
         measures = "the loss measures" if whole else "their loss measures"
         return Doubt(
             f"{message}: {measures} memory, not what was learned",
-            "data.validation=PATH of text that is in no source, or a share, as "
-            "data.validation=0.05",
+            mend(
+                "data.validation=0.05",
+                text="data.validation=PATH of text that is in no source, or a share, as "
+                "data.validation=0.05",
+            ),
             kind="overlap",
             numbers={
                 "documents": overlap.documents,
@@ -167,7 +171,7 @@ class Sides:
         return Doubt(
             f"validation has {_number(targets, 'target')}, {why}: from one such text to another, "
             f"bits per byte moves by about {by} or more",
-            self._more(targets, share, enough, row_tokens, limit),
+            as_remedy(self._more(targets, share, enough, row_tokens, limit)),
             kind="few_targets",
             numbers=numbers,
         )

@@ -7,6 +7,7 @@ import numpy as np
 import tokenizers
 
 from headrace.core.errors import UnsupportedError
+from headrace.core.remedy import mend
 
 
 def _byte_alphabet() -> list[str]:
@@ -62,7 +63,7 @@ def token_bytes(spec: dict[str, Any], ids: dict[str, int], vocab: int, name: str
             f"{name} is a {spec['model']['type']} tokenizer, neither byte-level nor with byte "
             "fallback: its tokens have no exact length in bytes, so bits per byte could not be "
             "told",
-            "data.tokenizer=bpe, or a byte-level tokenizer.json (GPT-2, Llama 3, Qwen)",
+            mend("data.tokenizer=bpe") | "a byte-level tokenizer.json (GPT-2, Llama 3, Qwen)",
         )
     out = np.zeros(vocab, dtype=np.int32)
     for token, i in ids.items():

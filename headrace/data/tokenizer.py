@@ -31,6 +31,7 @@ from headrace.core.errors import ConfigError, TextLost, UnsupportedError, neares
 from headrace.core.files import python, write_whole
 from headrace.core.folders import refuse_absent, refuse_no_tokenizer
 from headrace.core.native import silent_panics
+from headrace.core.remedy import mend
 from headrace.data.document_token import END_OF_TEXT, find_document_token
 from headrace.data.lossless import (
     check_parts,
@@ -163,7 +164,11 @@ class Tokenizer:
         if self.loses:
             raise TextLost(
                 f"{self._name} loses text: {self.loses}",
-                f"data.lossy_tokenizer=true, which every report tells; {self._remedy}",
+                mend(
+                    "data.lossy_tokenizer=true",
+                    text="data.lossy_tokenizer=true, which every report tells;",
+                )
+                | self._remedy,
             )
 
     def check_document(self, text: str, ids: np.ndarray, *, is_validation: bool = False) -> None:
@@ -180,7 +185,11 @@ class Tokenizer:
         if lost := self.lost_of(text, ids, is_validation=is_validation):
             raise TextLost(
                 f"{self._name} loses text: {lost}",
-                "data.lossy_tokenizer=true, which every report tells; data.tokenizer=bpe",
+                mend(
+                    "data.lossy_tokenizer=true",
+                    text="data.lossy_tokenizer=true, which every report tells;",
+                )
+                | mend("data.tokenizer=bpe"),
             )
 
     def lost_of(self, text: str, ids: np.ndarray, *, is_validation: bool = False) -> str:
@@ -284,13 +293,13 @@ def open_tokenizer(spec: str, key: str = "data.tokenizer") -> Tokenizer:
     """
     if not spec.startswith("tiktoken:"):
         if spec.lower() == "bpe":
-            raise ConfigError(f"{key} = {spec!r} is none; bpe trains one", f"{key}=bpe")
+            raise ConfigError(f"{key} = {spec!r} is none; bpe trains one", mend(f"{key}=bpe"))
         if not spec:
-            raise ConfigError(f"{key} names an empty path", f"{key}=bpe")
+            raise ConfigError(f"{key} names an empty path", mend(f"{key}=bpe"))
         path = Path(spec).expanduser()
         known = key == "data.tokenizer" and spec in tiktoken.list_encoding_names()
         if known and not path.exists():
-            raise ConfigError(f"{key} = {spec!r} does not exist", f"{key}=tiktoken:{spec}")
+            raise ConfigError(f"{key} = {spec!r} does not exist", mend(f"{key}=tiktoken:{spec}"))
         refuse_absent(path, key, folder=False)
         if path.is_dir():
             refuse_no_tokenizer(path, key)
@@ -300,7 +309,7 @@ def open_tokenizer(spec: str, key: str = "data.tokenizer") -> Tokenizer:
         near = nearest(name, known)
         raise ConfigError(
             f"{key} = {spec!r} is none of tiktoken's: {', '.join(known)}",
-            f"{key}=tiktoken:{near if near in known else known[-1]}",
+            mend(f"{key}=tiktoken:{(near if near in known else known[-1])}"),
         )
     try:
         encoding = tiktoken.get_encoding(name)
@@ -328,7 +337,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab: int, trainer: Trainer = "aut
         UnsupportedError: rustbpe was asked for and is not installed.
     """
     if vocab < 257:
-        raise ConfigError(f"data.vocab = {vocab} has no room for 256 bytes", "data.vocab=257")
+        raise ConfigError(f"data.vocab = {vocab} has no room for 256 bytes", mend("data.vocab=257"))
     if trainer != "tokenizers":
         try:
             import rustbpe

@@ -61,7 +61,7 @@ def export_run(
     try:
         architecture(build.config)
     except UnsupportedError as error:
-        again = train_command(run, f"name={build.plan.name}-{to}", error.remedy)
+        again = train_command(run, f"name={build.plan.name}-{to}", error.remedy.text)
         raise UnsupportedError(error.message, again) from None
     state = merged_state(build.model)
     tokenizer = build.prepared.directory / "tokenizer.json"

@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from headrace.core.errors import ConfigError, UnsupportedError
+from headrace.core.errors import ConfigError, RefusalKind, UnsupportedError
 from headrace.core.model_config import ModelConfig
+from headrace.core.remedy import Remedy, mend
 from headrace.model.mask import MaskSpec, Rows, dense
 from headrace.model.norm import RMSNorm
 from headrace.model.position import Rotation, rotate
@@ -29,7 +30,6 @@ from headrace.plan.technique import Context, Unsupported
 
 COMMON = frozenset({"causal", "document", "window"})
 """What of the mask a backend knows, or refuses itself, if it does not say more in `knows`."""
-MASKED = "--without {0} --with varlen_attention or --without {0} --with flex_attention"
 """What a flash kernel gives way to."""
 
 
@@ -63,13 +63,13 @@ def check_mask(config: ModelConfig, attend: Any, spec: MaskSpec) -> None:
         owner = type(attend).__module__.rpartition(".")[2]
         raise ConfigError(
             f"{owner} computes attention and does not know {' and '.join(more)} of the mask",
-            f"--without {owner} (on a GPU flex_attention in its place)",
+            mend(f"-{owner}", text=f"--without {owner} (on a GPU flex_attention in its place)"),
         )
     if spec.alibi and (spec.alibi != config.heads or config.position != "none"):
         raise ConfigError(
             f"the mask has slopes for {spec.alibi} heads without other positions, and the model "
             f"has {config.heads} heads and model.position = {config.position!r}",
-            "--without alibi",
+            mend("-alibi"),
         )
 
 
@@ -186,16 +186,22 @@ def lacks_half(
         widest: features of a head that it takes; None is any.
     """
     if context.device != "cuda":
-        return Unsupported(f"{what} needs an NVIDIA GPU, not {context.device}", "device=cuda")
+        return Unsupported(
+            f"{what} needs an NVIDIA GPU, not {context.device}",
+            mend("device=cuda"),
+            RefusalKind.DEVICE,
+        )
     if (context.capability or (0, 0)) < oldest:
-        return Unsupported(f"{context.device_name} is older than Ampere", "leave it out")
+        return Unsupported(
+            f"{context.device_name} is older than Ampere", "leave it out", RefusalKind.DEVICE
+        )
     if context.precision == "fp32":
-        return Unsupported("its kernels take half precision only", "model.precision=bf16")
+        return Unsupported("its kernels take half precision only", mend("model.precision=bf16"))
     width = context.plan.model.resolved_head_dim
     if widest is not None and width > widest:
         return Unsupported(
             f"its kernels take heads of at most {widest} features, and these have {width}",
-            f"model.head_dim={widest}",
+            mend(f"model.head_dim={widest}"),
         )
     return None
 
@@ -206,15 +212,22 @@ def lacks_mask(context: Context) -> Unsupported | None:
         if "mask" in other.composes:
             reason = f"{name} needs a dense mask, which flash has no kernel for"
             on = (n for n, t in context.plan.techniques.items() if ATTENDS in t.claims)
-            return Unsupported(reason, MASKED.format(next(on, "flash_attention")))
+            return Unsupported(
+                reason, _with_masks(next(on, "flash_attention")), RefusalKind.COMBINATION
+            )
     return None
+
+
+def _with_masks(kernel: str) -> Remedy:
+    """Return the changes that put a kernel which has a mask in the place of one that has none."""
+    return mend(f"-{kernel}", "+varlen_attention") | mend(f"-{kernel}", "+flex_attention")
 
 
 def check_plain(spec: MaskSpec) -> None:
     """Raise UnsupportedError where the causal flag does not say everything."""
     if not spec.is_plain_causal:
         raise UnsupportedError(
-            f"the flash kernel has no mask for {spec}", MASKED.format("flash_attention")
+            f"the flash kernel has no mask for {spec}", _with_masks("flash_attention")
         )
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from json import dumps
 from math import prod
-from shlex import quote
 from typing import Any, Literal
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 
 from headrace.core.errors import ConfigError, nearest
 from headrace.core.model_config import ModelConfig
+from headrace.core.remedy import Remedy, mend
 from headrace.costs.ledger import Ledger, Line, Matrix
 from headrace.kernels.quantized_weight import QuantizedWeight
 from headrace.parallel.layout import local_of
@@ -112,8 +112,11 @@ def over_random_weights(name: str, model: ModelConfig) -> Doubt | None:
     return Doubt(
         f"{name} freezes the weights that the run starts from and trains adapters beside them, and "
         "these weights are random: the plan names no model.pretrained",
-        "model.pretrained=FOLDER of a trained model in Hugging Face format (of a run: headrace "
-        f"export RUN --to hf), or --without {name} to train all weights",
+        Remedy(
+            text="model.pretrained=FOLDER of a trained model in Hugging Face format (of a run: "
+            "headrace export RUN --to hf),"
+        )
+        | mend(f"-{name}", text=f"--without {name} to train all weights"),
         meaningless=True,
     )
 
@@ -243,9 +246,9 @@ def _end(name: str) -> str:
     return name.split(".", 2)[2].removesuffix(".weight")
 
 
-def targeted(owner: str, *targets: str) -> str:
-    """Return the override that adapts these linears, as it is typed."""
-    return quote(f"techniques.{owner}.targets={dumps(targets)}")
+def targeted(owner: str, *targets: str) -> Remedy:
+    """Return the override that adapts these linears."""
+    return mend(f"techniques.{owner}.targets={dumps(targets)}")
 
 
 def _chosen(every: Sequence[str], targets: Sequence[str], owner: str) -> list[str]:
@@ -257,7 +260,7 @@ def _chosen(every: Sequence[str], targets: Sequence[str], owner: str) -> list[st
             f"{', '.join(every)}",
             targeted(owner, *nearest(targets[0], every).split(", "))
             if targets
-            else f"--without {owner}",
+            else mend(f"-{owner}"),
         )
     return chosen
 

@@ -71,7 +71,7 @@ def _make(store: Store, key: str, make: Callable[[], Any], *, others: int) -> An
 def _in_words(error: BaseException) -> tuple[int, str, str]:
     """Return an error's exit code, message and remedy, for the ranks that did not have it."""
     if isinstance(error, HeadraceError):
-        return error.exit_code, error.message, error.remedy
+        return error.exit_code, error.message, error.remedy.text
     remedy = f"{again(verb='train PLAN')}, once that is mended"
     return EXIT_FAILED, "the first process ended, and says itself why", remedy
 

@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from headrace.core.errors import ConfigError
+from headrace.core.remedy import mend
 
 Kind = Literal["forward", "backward"]
 
@@ -65,8 +66,10 @@ def interleaved(ranks: int, rank: int, micros: int, chunks: int) -> list[Action]
         raise ConfigError(
             f"an interleaved pipeline of {ranks} ranks takes its micro-batches in groups of "
             f"{ranks}, and there are {micros}; the nearest is {near}",
-            "techniques.pipeline_parallel.schedule=1f1b techniques.pipeline_parallel.chunks=1, "
-            "which takes any number",
+            mend(
+                "techniques.pipeline_parallel.schedule=1f1b",
+                "techniques.pipeline_parallel.chunks=1",
+            ),
         )
     forwards = forward_only(ranks, micros, chunks)
     backwards = [Action("backward", chunks - 1 - a.chunk, a.micro) for a in forwards]

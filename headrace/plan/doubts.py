@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from headrace.core.errors import ConfigError
 from headrace.core.model_config import ModelConfig
+from headrace.core.remedy import mend
 from headrace.plan.plan import OptimizerConfig, Plan
 from headrace.plan.technique import Doubt
 
@@ -94,28 +95,28 @@ def _rate(plan: Plan) -> Iterator[Doubt]:
         yield Doubt(
             f"optimizer.lr = {rate:g} is {rate / usual:,.6g} times the default, and "
             "hardly any model learns with it",
-            f"optimizer.lr={usual:g}",
+            mend(f"optimizer.lr={usual:g}"),
         )
     elif not warm and rate > most and not (own or plan.model.pretrained):
         yield Doubt(
             f"the first step has the full rate: schedule.warmup_steps = 0, and optimizer.lr = "
             f"{rate:g} is high for {plan.model.dim} features (over {most:.2g} a rise from zero "
             "ends at a lower loss)",
-            f"schedule.warmup_steps={usual_warmup(plan)}",
+            mend(f"schedule.warmup_steps={usual_warmup(plan)}"),
         )
     reach = rate * min((n for n in (lasts, plan.horizon_steps) if n), default=1000)
     if not own and reach < LITTLE * ModelConfig().init_std:
         yield Doubt(
             f"the run's steps move a weight by {reach:.2g} at most (optimizer.lr = {rate:g}), and "
             f"weights begin with {ModelConfig().init_std:g}: it learns nothing",
-            f"optimizer.lr={usual:g}",
+            mend(f"optimizer.lr={usual:g}"),
         )
     if lasts and 2 * warm > lasts:
         top = min(1.0, lasts / (warm + 1))
         yield Doubt(
             f"schedule.warmup_steps = {warm} takes {min(1.0, warm / lasts):.0%} of the run's "
             f"{lasts} steps, and the rate comes to {top:.0%} of optimizer.lr at most",
-            f"schedule.warmup_steps={usual_warmup(plan)}",
+            mend(f"schedule.warmup_steps={usual_warmup(plan)}"),
         )
 
 
@@ -129,7 +130,7 @@ def _end_of_schedule(plan: Plan) -> Iterator[Doubt]:
         yield Doubt(
             f"the {lasts - ends} steps after schedule.steps = {ends} have a rate of 0, as "
             "schedule.final_fraction = 0 says: they learn nothing",
-            f"schedule.steps={lasts}",
+            mend(f"schedule.steps={lasts}"),
         )
 
 
@@ -141,19 +142,19 @@ def _updates(plan: Plan) -> Iterator[Doubt]:
         yield Doubt(
             f"each step takes away {min(1.0, fades):.0%} of every weight (optimizer.lr x "
             f"optimizer.weight_decay = {fades:.2g}): they fade sooner than they learn",
-            f"optimizer.weight_decay={usual.weight_decay:g}",
+            mend(f"optimizer.weight_decay={usual.weight_decay:g}"),
         )
     if given.eps > HEAVY_EPS:
         yield Doubt(
             f"optimizer.eps = {given.eps:g} outweighs the size of gradients, which AdamW divides "
             "by: its steps are far shorter than the rate",
-            f"optimizer.eps={usual.eps:g}",
+            mend(f"optimizer.eps={usual.eps:g}"),
         )
     if 0 < given.clip_norm < HEAVY_EPS:
         yield Doubt(
             f"optimizer.clip_norm = {given.clip_norm:g} makes gradients so small that "
             f"optimizer.eps = {given.eps:g} outweighs them: nothing is learned",
-            f"optimizer.clip_norm={usual.clip_norm:g}",
+            mend(f"optimizer.clip_norm={usual.clip_norm:g}"),
         )
     first, second = given.betas
     if misfits(given.betas):
@@ -161,7 +162,7 @@ def _updates(plan: Plan) -> Iterator[Doubt]:
             f"optimizer.betas = [{first:g}, {second:g}] follow gradients of "
             f"{1 / (1 - first):,.0f} steps, divided by the size of those of "
             f"{1 / (1 - second):,.0f}",
-            f"optimizer.betas={[*usual.betas]}".replace(" ", ""),
+            mend(f"optimizer.betas={[*usual.betas]}".replace(" ", "")),
         )
 
 
@@ -172,7 +173,7 @@ def _goal(plan: Plan) -> Iterator[Doubt]:
         yield Doubt(
             f"goal.bits_per_byte = {target:g} is reached before anything is learned: a uniform "
             f"guess of bytes has {BYTE_BITS:g}",
-            "goal.bits_per_byte=2",
+            mend("goal.bits_per_byte=2"),
         )
     for table, seen in (("eval", "validated"), ("checkpoint", "saved")):
         every = getattr(plan, table).every_steps
@@ -181,7 +182,7 @@ def _goal(plan: Plan) -> Iterator[Doubt]:
             yield Doubt(
                 f"{table}.every_steps = {every} is more than the run's {lasts} steps: it is {seen} "
                 "once, at its end",
-                f"{table}.every_steps={max(1, lasts // 4)}",
+                mend(f"{table}.every_steps={max(1, lasts // 4)}"),
             )
 
 
@@ -194,7 +195,7 @@ def _first_logits(plan: Plan) -> Iterator[Doubt]:
             f"model.init_std = {model.init_std:g} lets the first logits of {model.dim} features "
             f"scatter by {wild:.3g}: the run begins far above a uniform guess, and unlearns that "
             "first",
-            f"model.init_std={usual.init_std:g}",
+            mend(f"model.init_std={usual.init_std:g}"),
         )
     entries = model.vocab or plan.data.vocab
     best = 1 / (1 + (entries - 1) * math.exp(-2 * model.logit_cap))
@@ -202,7 +203,7 @@ def _first_logits(plan: Plan) -> Iterator[Doubt]:
         yield Doubt(
             f"model.logit_cap = {model.logit_cap:g} leaves no token more than {best:.2g} of the "
             f"probability among {entries:,} entries",
-            f"model.logit_cap={max(15, math.ceil(math.log(entries))):g}",
+            mend(f"model.logit_cap={max(15, math.ceil(math.log(entries))):g}"),
         )
 
 
@@ -216,7 +217,7 @@ def _traces(plan: Plan) -> Iterator[Doubt]:
         yield Doubt(
             f"trace.every_steps asks for traces, and none is recorded: one needs {need} steps in a "
             f"row, and {said} leaves fewer",
-            " ".join(f"{key}={need}" for key in short),
+            mend(*(f"{key}={need}" for key in short)),
         )
 
 

@@ -27,6 +27,7 @@ from headrace.core.layers import left_to_techniques, left_to_weights
 from headrace.core.limits import MOST, WIDEST
 from headrace.core.model_config import ModelConfig
 from headrace.core.overrides import known_of, settle, write_override
+from headrace.core.remedy import leave_out, mend
 from headrace.core.strict import READ, Strict, Wrong, explained, read_table
 from headrace.core.units import largest_divisor
 from headrace.plan.technique import Catalogue, Technique, installed
@@ -251,7 +252,7 @@ class Plan(Strict):
             raise Wrong(
                 f"batch.tokens = {self.batch.tokens} is not a multiple of data.sequence_length x "
                 f"mesh.data = {length} x {ranks} tokens; the nearest is batch.tokens={near}",
-                f"batch.tokens={near}",
+                mend(f"batch.tokens={near}"),
             )
         per_rank = self.rows_per_step // ranks
         if per_rank % self.micro_rows:
@@ -259,31 +260,31 @@ class Plan(Strict):
             raise Wrong(
                 f"batch.micro_sequences = {self.micro_rows} does not divide the {per_rank} rows "
                 f"of a rank; the nearest is batch.micro_sequences={fit}",
-                f"batch.micro_sequences={fit}",
+                mend(f"batch.micro_sequences={fit}"),
             )
         weights, sources = self.data.weights, self.source_list
         if weights and len(weights) != len(sources):
             raise Wrong(
                 f"data.weights has {len(weights)} numbers for {len(sources)} data.sources; "
                 f"give one per source",
-                f"data.weights={[1] * len(sources)}".replace(" ", ""),
+                mend(f"data.weights={[1] * len(sources)}".replace(" ", "")),
             )
         if not any(self.goal.model_dump().values()):
             raise Wrong(
                 "the plan has no goal; give one, for example goal.steps=1000 "
                 "or goal.bits_per_byte=1.5 with goal.minutes=60",
-                "goal.steps=1000",
+                mend("goal.steps=1000"),
             )
         if self.goal.dollars and not self.hardware.dollars_per_hour:
             raise Wrong(
                 "goal.dollars needs the price of an hour of the run, hardware.dollars_per_hour",
-                "hardware.dollars_per_hour=2",
+                mend("hardware.dollars_per_hour=2"),
             )
         if self.schedule.kind != "constant" and self.horizon_steps is None:
             raise Wrong(
                 f"schedule.kind = {self.schedule.kind!r} must know where it ends; "
                 "give schedule.steps=N, goal.steps=N or goal.tokens=N, or schedule.kind=constant",
-                "schedule.steps=1000 or schedule.kind=constant",
+                mend("schedule.steps=1000") | mend("schedule.kind=constant"),
             )
         self._check_techniques()
         return self
@@ -295,7 +296,7 @@ class Plan(Strict):
             raise Wrong(
                 f"attention = 'measured' chooses what computes attention, and {owners[0]} does so "
                 f"already; give attention=plan, or --without {owners[0]}",
-                f"attention=plan or --without {owners[0]}",
+                mend("attention=plan") | mend(f"-{owners[0]}"),
             )
         taken = {axis for technique in self.techniques.values() for axis in technique.axes}
         for axis in ("tensor", "context", "pipeline"):
@@ -304,14 +305,14 @@ class Plan(Strict):
                 raise Wrong(
                     f"mesh.{axis} = {size}, and no technique of the plan splits the model along "
                     f"it; add one, as in --with {axis}_parallel, or mesh.{axis}=1",
-                    f"--with {axis}_parallel or mesh.{axis}=1",
+                    mend(f"+{axis}_parallel") | mend(f"mesh.{axis}=1"),
                 )
         horizon = self.horizon_steps
         if horizon is not None and self.schedule.warmup_steps > horizon:
             raise Wrong(
                 f"schedule.warmup_steps = {self.schedule.warmup_steps} is past the schedule's end "
                 f"at step {horizon}; the nearest is schedule.warmup_steps={horizon}",
-                f"schedule.warmup_steps={horizon}",
+                mend(f"schedule.warmup_steps={horizon}"),
             )
 
     @model_validator(mode="wrap")  # behind `_check`, whose errors it explains too
@@ -396,7 +397,10 @@ class Plan(Strict):
                 "headrace list, whose names are tables as in [techniques.muon]",
             )
         if both := sorted({*with_} & {*without}):
-            raise ConfigError(f"{both[0]} is asked for and left out", f"--with {both[0]} alone")
+            raise ConfigError(
+                f"{both[0]} is asked for and left out",
+                mend(f"+{both[0]}", text=f"--with {both[0]} alone"),
+            )
         for name in with_:
             catalogue.find(name, "--with")
             tables.setdefault(name, {})
@@ -434,13 +438,13 @@ class Plan(Strict):
                 if asked not in (value, "auto"):  # which leaves it open
                     raise ConfigError(
                         f"the plan says {key} = {asked!r}, and {name} makes it {value!r}",
-                        f"leave out {key} (or --without {name})",
+                        leave_out(key).otherwise(mend(f"-{name}")),
                     )
                 if said.setdefault(key, (name, value))[1] != value:
                     other, found = said[key]
                     raise ConfigError(
                         f"{other} makes {key} {found!r}, and {name} makes it {value!r}",
-                        f"--without {other} or --without {name}",
+                        mend(f"-{other}") | mend(f"-{name}"),
                     )
                 changed = {**getattr(plan, table).model_dump(exclude_unset=True), leaf: value}
                 plan = plan.replaced(**{table: changed})

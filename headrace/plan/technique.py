@@ -16,8 +16,9 @@ from types import ModuleType
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from headrace.core.command import renamed
-from headrace.core.errors import ConfigError, alike
+from headrace.core.errors import ConfigError, RefusalKind, alike
 from headrace.core.known import told_of
+from headrace.core.remedy import Remedy, as_remedy, mend
 from headrace.core.strict import Strict
 from headrace.costs.ledger import Ledger
 
@@ -69,18 +70,26 @@ class Context:
     ranks: int
     precision: Literal["fp32", "bf16", "fp16"]
 
-    def whole(self, axis: str) -> str:
-        """Return the changes after which the model is split along no `axis` of the mesh."""
-        techniques = self.plan.techniques.items()
-        without = [f" --without {name}" for name, other in techniques if axis in other.axes]
-        return "".join((f"mesh.{axis}=1", *without))
+    def whole(self, *axes: str) -> Remedy:
+        """Return the changes after which the model is split along none of `axes` of the mesh."""
+        words: list[str] = []
+        for axis in axes:
+            splits = [n for n, other in self.plan.techniques.items() if axis in other.axes]
+            words += [f"mesh.{axis}=1", *(f"-{name}" for name in splits)]
+        return mend(*words)
 
     def lacks_triton(self) -> "Unsupported | None":
         """Why a kernel of Triton's cannot run here, if it cannot."""
         if self.device != "cuda":
-            return Unsupported(f"its kernels need an NVIDIA GPU, not {self.device}", "device=cuda")
+            return Unsupported(
+                f"its kernels need an NVIDIA GPU, not {self.device}",
+                mend("device=cuda"),
+                RefusalKind.DEVICE,
+            )
         if not self.has_triton:
-            return Unsupported("its kernels are compiled by Triton", "pip install triton")
+            return Unsupported(
+                "its kernels are compiled by Triton", "pip install triton", RefusalKind.PACKAGE
+            )
         return None
 
 
@@ -89,12 +98,25 @@ class Supported:
     """It can run here."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Unsupported:
-    """It cannot run here, why, and what would make it."""
+    """An answer that it cannot run here: why, what would make it, and which kind of reason it is.
+
+    Args:
+        reason: what is so, with numbers.
+        remedy: what mends it; a plain text where no change of the plan does.
+        kind: of the reason.
+    """
 
     reason: str
-    remedy: str
+    remedy: Remedy
+    kind: RefusalKind
+
+    def __init__(
+        self, reason: str, remedy: Remedy | str, kind: RefusalKind = RefusalKind.PLAN
+    ) -> None:
+        for name, value in (("reason", reason), ("remedy", as_remedy(remedy)), ("kind", kind)):
+            object.__setattr__(self, name, value)
 
 
 @dataclass(frozen=True)
@@ -111,7 +133,7 @@ class Doubt:
     """
 
     reason: str
-    remedy: str
+    remedy: Remedy
     meaningless: bool = False
     changes: tuple[str, ...] = ()
     kind: str = ""
@@ -125,10 +147,10 @@ class Doubt:
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON values."""
         if self.kind:
-            named = {"kind": self.kind, "sentence": self.reason, "remedy": self.remedy}
+            named = {"kind": self.kind, "sentence": self.reason, "remedy": self.remedy.text}
             return {**named, **self.numbers}
         return {
-            "reason": self.reason, "remedy": self.remedy, "meaningless": self.meaningless,
+            "reason": self.reason, "remedy": self.remedy.text, "meaningless": self.meaningless,
             "changes": list(self.changes),
         }  # fmt: skip
 
@@ -253,9 +275,8 @@ class Catalogue:
         if known is not None:
             message, near = known
             if "=" in near:
-                raise ConfigError(
-                    message, renamed(name, "", shlex.quote(near)) or shlex.quote(near)
-                )
+                other = renamed(name, "", shlex.quote(near))
+                raise ConfigError(message, Remedy(text=other) if other else mend(near))
             raise ConfigError(message, f"headrace explain {near}" if near else LIST)
         words = [word.strip() for word in re.split(r"[,;\s]+", name)]
         parts = [word.removeprefix("techniques.").partition("=")[0].lower() for word in words]
@@ -281,7 +302,7 @@ class Catalogue:
             hint = f"did you mean {near}?" if near else f"there are {', '.join(self.families)}"
             raise ConfigError(
                 f"there is no model family {family!r}; {hint}",
-                f"model.family={near or 'headrace'}",
+                mend(f"model.family={near or 'headrace'}"),
             )
         return {**self.families[family], **model}
 
@@ -326,19 +347,17 @@ def check_claims(techniques: Iterable[Technique[Any]]) -> None:
                 first = owners[socket]
                 raise ConfigError(
                     f"{first} and {technique.name()} both own the socket {socket!r}",
-                    f"{_leaving(names[first])} or {_leaving(technique)}",
+                    _leaving(names[first]) | _leaving(technique),
                 )
             owners[socket] = technique.name()
         for other, reason in technique.excludes.items():
             if other in names:
                 raise ConfigError(
                     f"{technique.name()} cannot stand beside {other}: {reason}",
-                    f"{_leaving(names[other])} or {_leaving(technique)}",
+                    _leaving(names[other]) | _leaving(technique),
                 )
 
 
-def _leaving(technique: Technique[Any]) -> str:
+def _leaving(technique: Technique[Any]) -> Remedy:
     """Return the changes that leave a technique out, and with it what it splits the model along."""
-    return " ".join(
-        [*(f"mesh.{axis}=1" for axis in technique.axes), f"--without {technique.name()}"]
-    )
+    return mend(*(f"mesh.{axis}=1" for axis in technique.axes), f"-{technique.name()}")

@@ -13,7 +13,6 @@ rewrites, since they change what is trained (rows, rates, sizes) or cannot be fo
 (`attention=measured`), and the number of ranks.
 """
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -170,11 +169,8 @@ class Asking:
         """The change with what the error's remedy says, where that keeps what is trained."""
         names = {w[1:] for w in words if w[0] in "+-"}
         found = 0
-        for alternative in re.split(r"\bor\b|[()]", error.remedy):
-            named = re.findall(r"--(with|without) (\w+)", alternative)
-            more = [("+" if way == "with" else "-") + name for way, name in named]
-            more += re.findall(r"\b[a-z_]+\.[\w.]+=[^\s,;]+", alternative)
-            if more and all(self._may(w, names) for w in more) and found < MOST_MENDS:
+        for more in error.remedy.changes:
+            if all(self._may(w, names) for w in more) and found < MOST_MENDS:
                 found += 1
                 yield (*words, *more)
 

@@ -41,6 +41,7 @@ import torch
 
 from headrace.core.errors import ConfigError, UnsupportedError, is_out_of_memory
 from headrace.core.progress import Progress
+from headrace.core.remedy import mend
 from headrace.costs.machine import FORMAT, Machine, host_memory_bytes
 from headrace.costs.rates import (
     Absent,
@@ -149,7 +150,9 @@ def measured(
         UnsupportedError: another kind of device.
     """
     if device.type not in ("cpu", "cuda"):
-        raise UnsupportedError(f"probes know CPUs and NVIDIA GPUs, not {device.type}", "device=cpu")
+        raise UnsupportedError(
+            f"probes know CPUs and NVIDIA GPUs, not {device.type}", mend("device=cpu")
+        )
     found = _run(device, budget_s, progress)
     machine = _machine(found)
     with suppress(ConfigError):  # a damaged file, in whose place this one comes

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from headrace.assemble.sockets import Build, Work
 from headrace.core.errors import ConfigError, Diverged
+from headrace.core.remedy import mend
 from headrace.data.loader import validation_batches, validation_rows
 from headrace.model.head import IGNORED, cross_entropy
 from headrace.plan.doubts import BYTE_BITS
@@ -97,7 +98,7 @@ def _guessed(build: Build) -> Iterator[Doubt]:
         yield Doubt(
             f"goal.bits_per_byte = {target:g} is reached before anything is learned: a uniform "
             f"guess of the tokenizer's {entries:,} entries has {guess:.3g} on this text",
-            f"goal.bits_per_byte={guess / 2:.2g}",
+            mend(f"goal.bits_per_byte={guess / 2:.2g}"),
             kind="guess",
             numbers={"bits_per_byte": guess, "target": target},
         )

@@ -391,7 +391,7 @@ class Session:
                 try:
                     self.build.recover(self.build, row["step"], row)
                 except Diverged as error:
-                    told = {"message": error.message, "other": error.remedy}
+                    told = {"message": error.message, "other": error.remedy.text}
                     raise self._diverged(at=row["step"] - 1, **told) from None
 
     def _diverged(self, **told: Any) -> Diverged:

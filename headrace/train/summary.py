@@ -75,7 +75,7 @@ def summarize(
         "status": status, "message": message, "error": error,
         "outcome": _outcome(build, counters, error).to_dict(),
         "goal": reached(plan, counters),
-        "doubts": [{"reason": one.reason, "remedy": one.remedy} for one in doubts_of(plan)],
+        "doubts": [{"reason": one.reason, "remedy": one.remedy.text} for one in doubts_of(plan)],
         "steps": counters.step,
         "tokens": counters.tokens,
         "wall_s": counters.wall_s,

@@ -30,7 +30,7 @@ import torch
 from headrace.assemble.build import predict
 from headrace.assemble.context import check_supported, choose_device, make_context, on_one_process
 from headrace.core.command import again_with
-from headrace.core.errors import ConfigError, RunError
+from headrace.core.errors import ConfigError, RefusalKind, RunError
 from headrace.core.progress import Progress
 from headrace.data.ingest import prepare
 from headrace.plan.plan import Plan
@@ -46,15 +46,15 @@ from headrace.tuner.pairs import Measure, Size, measure_with
 from headrace.tuner.path import LOG
 from headrace.tuner.readings import Reading
 from headrace.tuner.short import train_steps
-from headrace.tuner.store import fingerprint
+from headrace.tuner.store import fingerprint, kept_kind
 from headrace.tuner.worker import Worker
 
 FILE = "ablation.jsonl"
 """Where the rows go, in the folder that is given."""
 SIZE = Size(warm=3, steps=5, rounds=2)
 """20 steps of each plan, in four blocks: intervals of three degrees of freedom."""
-TRANSIENT = ("not done within", "its process died", "the plan before it cannot run")
-"""How reasons begin that another call may not meet."""
+TRANSIENT = (RefusalKind.TIME, RefusalKind.PROCESS, RefusalKind.BASELINE)
+"""Kinds of reasons that another call may not meet."""
 SIDE_LIMIT_S = 600.0
 """Longest measurement of one pair of plans."""
 ROOM = 0.85
@@ -247,7 +247,7 @@ class Bench:
             "plan_sha256": _print(side), "baseline_sha256": _print(base),
         }  # fmt: skip
         if came.ratio is None:
-            return {**row, "refused": came.reason, "metrics": {}}
+            return {**row, "refused": came.reason, "refusal": came.refusal, "metrics": {}}
         assert side is not None and base is not None, "they were timed"
         row |= {
             "evidence": self.heard.evidence(trial.names), "drifted": came.drifted,
@@ -272,8 +272,8 @@ class Bench:
             if fingerprint(plan) not in self._losses:
                 self._losses[fingerprint(plan)] = self.learn(plan, limit_s=self.limit_s)
         one, two = (self._losses[fingerprint(plan)] for plan in (base, side))
-        if why := one.refused or two.refused:
-            return {"loss_refused": why}
+        if bad := next((reading for reading in (one, two) if reading.refused), None):
+            return {"loss_refused": bad.refused, "loss_refusal": bad.refusal}
         off = _end(two.losses) - _end(one.losses)
         if math.isfinite(off):
             metrics["loss_difference"] = _spread(off, "nats")
@@ -317,8 +317,11 @@ class Bench:
                 continue
             if not isinstance(row, dict) or "measurement" not in row:
                 continue
-            whys = (str(row.get(k) or "") for k in ("refused", "loss_refused"))
-            if not any(why.startswith(TRANSIENT) for why in whys):
+            kinds = (
+                kept_kind(row.get("refused"), row.get("refusal")),
+                kept_kind(row.get("loss_refused"), row.get("loss_refusal")),
+            )
+            if not any(kind in TRANSIENT for kind in kinds):
                 yield self._key_of(row), row
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from headrace.assemble.context import check_supported, choose_device, make_context
 from headrace.core.errors import EXIT_DONE, ConfigError, HeadraceError
+from headrace.core.remedy import mend
 from headrace.plan.changes import changed
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Catalogue
@@ -166,7 +167,7 @@ def trials_of(plan: Plan, catalogue: Catalogue, pairs: bool) -> list[Trial]:
     """
     names = tuple(plan.techniques)
     if not names:
-        raise ConfigError(f"{plan.name} has no techniques to leave out", "--with TECHNIQUE")
+        raise ConfigError(f"{plan.name} has no techniques to leave out", mend("+TECHNIQUE"))
 
     def without(gone: Iterable[str]) -> Plan:
         return changed(plan, [f"-{name}" for name in gone], catalogue)

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any, Literal
 
+from headrace.core.errors import RefusalKind
 from headrace.core.limits import TuneAim
 from headrace.core.statistics import Interval, accept, drifted
 from headrace.core.units import format_bytes
@@ -24,7 +25,7 @@ from headrace.plan.plan import Plan
 from headrace.tuner.equality import equality
 from headrace.tuner.kinds import Kind, kind_of
 from headrace.tuner.pairs import Measure
-from headrace.tuner.readings import NOT_DONE, Reading
+from headrace.tuner.readings import Reading
 from headrace.tuner.turns import MARGIN, Size, ratio_of
 
 Verdict = Literal["better", "worse", "undecided", "not shown", "different", "refused", "cut"]
@@ -65,6 +66,7 @@ class Compared:
         enough: seeds that should show it, or steps of a training; None is not known.
         untrained_s: seconds that both would have had to train on for, so that it is shown.
         rates: tokens per second of steady steps in runs to the target, of both.
+        refusal: of which kind the reason is, where a plan could not be measured.
     """
 
     verdict: Verdict
@@ -86,6 +88,7 @@ class Compared:
     enough: int | None = None
     untrained_s: float = 0.0
     rates: tuple[float | None, float | None] = (None, None)
+    refusal: RefusalKind | None = None
 
     def plain(self) -> dict[str, Any]:
         """As JSON values."""
@@ -181,14 +184,15 @@ def judge(reading: Reading, kind: Kind, rules: Rules) -> Compared:
     """What a reading tells of the second plan."""
     other = reading.beside or Reading()
     for one in (other, reading):
-        if one.refused.startswith(NOT_DONE):
-            return Compared("cut", one.refused)
+        if one.is_late:
+            return Compared("cut", one.refused, refusal=one.refusal)
     if reading.refused:
-        return Compared("refused", reading.refused)
+        return Compared("refused", reading.refused, refusal=reading.refusal)
     if other.refused:
         why = f"the plan before it cannot run: {other.refused}"
         return Compared("better", why, after_s=median(reading.seconds), steps=reading.steps,
-                        peak_bytes=reading.peak_bytes, ready_s=reading.ready_s)  # fmt: skip
+                        peak_bytes=reading.peak_bytes, ready_s=reading.ready_s,
+                        refusal=RefusalKind.BASELINE)  # fmt: skip
     alike = equality(other, reading, kind)
     ratio = ratio_of(other.seconds, reading.seconds)
     found = Compared(

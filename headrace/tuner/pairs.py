@@ -26,13 +26,12 @@ import torch
 from torch import Tensor
 
 from headrace.assemble.filled import PATIENT_STEPS, evidence_after, newest
+from headrace.core.errors import RefusalKind
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Stage
 from headrace.train import train
 from headrace.train.guard import freed_by, limits_of, watch
 from headrace.tuner.readings import (
-    NOT_DONE,
-    OUT_OF_MEMORY,
     Clock,
     Reading,
     counted,
@@ -40,6 +39,7 @@ from headrace.tuner.readings import (
     opened,
     peak,
     read,
+    refusal_of,
     wait,
     why,
 )
@@ -250,7 +250,7 @@ class _Side:
             self.found.evidence |= newest(self.build)
         finite = torch.stack(self.numbers)[:, 2].tolist()
         if not all(finite):
-            self.found.refused = f"step {finite.index(0.0)} was not finite"
+            self.found.refuse(RefusalKind.OTHER, f"step {finite.index(0.0)} was not finite")
 
 
 @contextmanager
@@ -259,7 +259,7 @@ def _blamed(found: Reading) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        found.refused = why(error)
+        found.refuse(refusal_of(error), why(error))
         raise
 
 
@@ -323,5 +323,5 @@ def _crowded(found: Reading) -> bool:
     """Whether it may have failed because two plans were in one process, or the first did."""
     if found.beside is not None and found.beside.refused:
         return True
-    broken = found.poisoned and bool(found.refused) and not found.refused.startswith(NOT_DONE)
-    return broken or found.refused.startswith(OUT_OF_MEMORY)
+    broken = found.poisoned and bool(found.refused) and not found.is_late
+    return broken or found.refusal is RefusalKind.MEMORY

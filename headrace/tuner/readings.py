@@ -25,7 +25,7 @@ from headrace.assemble.build import make_build
 from headrace.assemble.context import choose_device
 from headrace.assemble.filled import PATIENT_STEPS, evidence_after, newest
 from headrace.assemble.sockets import Build
-from headrace.core.errors import HeadraceError, is_out_of_memory
+from headrace.core.errors import HeadraceError, RefusalKind, is_out_of_memory
 from headrace.data.ingest import prepare
 from headrace.data.loader import Micro
 from headrace.data.prepared import Prepared
@@ -39,7 +39,7 @@ from headrace.train.guard import First
 LARGE = 1 << 20
 """Numbers of a parameter that is drawn on the device."""
 OUT_OF_MEMORY, NOT_DONE = "out of memory", "not done within"
-"""how two of the reasons begin that a reading may have been refused for"""
+"""Words of two of the reasons that a reading may have been refused for."""
 LEFT_BYTES = 1 << 30
 """What a reading may leave behind on a device before its process is given up."""
 BEHIND = 0.05
@@ -68,6 +68,8 @@ class Reading:
     """largest relative differences that the guard allows this plan's first step"""
     evidence: dict[str, str] = field(default_factory=dict)
     refused: str = ""
+    refusal: RefusalKind | None = None
+    """of which kind that is"""
     poisoned: bool = False
     """the process should not read on"""
     beside: "Reading | None" = None
@@ -84,6 +86,15 @@ class Reading:
     """of a run, once it is steady"""
     by_host: bool = False
     """after every block the device was done when the host was: it had waited for launches"""
+
+    def refuse(self, kind: RefusalKind, why: str) -> None:
+        """Note why nothing was read, and of which kind the reason is."""
+        self.refused, self.refusal = why, kind
+
+    @property
+    def is_late(self) -> bool:
+        """Return whether the time was up before it was done."""
+        return self.refusal is RefusalKind.TIME
 
 
 # --- builds ----------------------------------------------------------------------------------
@@ -212,6 +223,12 @@ def why(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error)[:300]}"
 
 
+def refusal_of(error: Exception) -> RefusalKind:
+    """Return the kind of an error that ended a reading."""
+    full = not isinstance(error, HeadraceError) and is_out_of_memory(error)
+    return RefusalKind.MEMORY if full else RefusalKind.OTHER
+
+
 def read(what: Callable[[Reading], None]) -> Reading:
     """Take a reading, or note why not; memory is given back either way, but not always a host's."""
     found, cuda = Reading(), torch.cuda.is_available()
@@ -221,7 +238,7 @@ def read(what: Callable[[Reading], None]) -> Reading:
     try:
         what(found)
     except Exception as error:
-        found.refused = why(error)
+        found.refuse(refusal_of(error), why(error))
         found.poisoned = not isinstance(error, HeadraceError | torch.OutOfMemoryError)
     if found.peak_bytes is not None:
         found.peak_bytes -= held

@@ -19,13 +19,21 @@ from typing import Any
 
 import torch
 
+from headrace.core.errors import RefusalKind
 from headrace.plan.plan import Plan
 from headrace.train.guard import First
 from headrace.train.run_folder import environment
 from headrace.tuner.pairs import Measure
-from headrace.tuner.readings import NOT_DONE, Reading
+from headrace.tuner.readings import NOT_DONE, OUT_OF_MEMORY, Reading
 from headrace.tuner.turns import LOOK, Size
 
+BEGAN = {
+    NOT_DONE: RefusalKind.TIME,
+    OUT_OF_MEMORY: RefusalKind.MEMORY,
+    "its process died": RefusalKind.PROCESS,
+    "the plan before it cannot run": RefusalKind.BASELINE,
+}
+"""How the reasons began that versions before 0.2 wrote without their kind."""
 HERE = ("headrace", "commit", "torch", "cuda", "device_name", "devices", "threads")
 """What of the environment a reading depends on."""
 ALIKE_S = 5.0
@@ -172,7 +180,7 @@ class Store:
 
 def stands(reading: Reading) -> bool:
     """Whether the clock let it say something."""
-    if any(r.refused.startswith(NOT_DONE) for r in (reading, reading.beside) if r):
+    if any(r.is_late for r in (reading, reading.beside) if r):
         return False
     if reading.untrained_s:
         return False
@@ -186,6 +194,22 @@ def plain(reading: Reading) -> dict[str, Any]:
 
 def read(row: dict[str, Any]) -> Reading:
     """A reading as `plain` wrote it."""
-    beside = row.get("beside")
+    beside, kind = row.get("beside"), kept_kind(row.get("refused"), row.get("refusal"))
     firsts = [First(*first) for first in row.get("firsts", [])]
-    return Reading(**{**row, "firsts": firsts, "beside": read(beside) if beside else None})
+    whole = {**row, "firsts": firsts, "refusal": kind}
+    return Reading(**{**whole, "beside": read(beside) if beside else None})
+
+
+def kept_kind(words: object, kind: object) -> RefusalKind | None:
+    """Return the kind of a refusal in a file; versions before 0.2 kept its words alone.
+
+    Args:
+        words: of the reason; nothing where nothing was refused.
+        kind: as it was written beside them.
+    """
+    if not words:
+        return None
+    if isinstance(kind, str) and kind in {*RefusalKind}:
+        return RefusalKind(kind)
+    old = (known for begins, known in BEGAN.items() if str(words).startswith(begins))
+    return next(old, RefusalKind.OTHER)

@@ -31,6 +31,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from headrace.core.errors import RefusalKind
 from headrace.core.progress import Progress
 from headrace.core.statistics import LOOKS, seeds_better, seeds_enough, seeds_ratio
 from headrace.plan.plan import Plan
@@ -82,7 +83,8 @@ def reach(plan: Plan, cut: bool) -> Reading:
         if goal["reached"]:
             found.seconds = [crossed_s(report["val"], plan.goal.bits_per_byte or 0.0)]
         if cut and not goal["reached"] and goal["ended_by"] == "minutes":
-            found.refused = f"{NOT_DONE} {plan.goal.minutes:.1f} minutes ({_came_to(report)})"
+            why = f"{NOT_DONE} {plan.goal.minutes:.1f} minutes ({_came_to(report)})"
+            found.refuse(RefusalKind.TIME, why)
 
     return read(go)
 
@@ -164,10 +166,10 @@ def learn(
                 what, partial(train, seeded, patient_s), limit_s=patient_s,
                 alike_s=ALIKE_S if by_clock else 0.0, again=False,
             )  # fmt: skip
-            if found.refused.startswith(NOT_DONE) and by_clock:
+            if found.is_late and by_clock:
                 return cut(found.refused)
-            if found.refused and not found.refused.startswith(NOT_DONE):
-                return Compared("refused", found.refused)
+            if found.refused and not found.is_late:
+                return Compared("refused", found.refused, refusal=found.refusal)
             into.append(found.seconds[0] if found.seconds else inf)
             if found.tokens_per_s:
                 rates[into is two].append(found.tokens_per_s)

@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from headrace.core.errors import RefusalKind
 from headrace.core.limits import TUNE_SEEDS, TuneAim
 from headrace.core.units import format_bytes, format_seconds
 from headrace.plan.plan import Plan
@@ -37,7 +38,6 @@ from headrace.tuner.judge import Compared, Rules
 from headrace.tuner.pairs import Measure
 from headrace.tuner.path import Tuned
 from headrace.tuner.proposals import NEAR, SLACK, Pool, Proposal, Sources
-from headrace.tuner.readings import OUT_OF_MEMORY
 from headrace.tuner.running import Run
 from headrace.tuner.step import Stage, Step
 from headrace.tuner.store import Store
@@ -196,7 +196,7 @@ class _Loop(Run):
         short = found.screened or found.ratio is None or found.verdict == "cut"
         stage: Stage = "screen" if short else "accept"
         self.up = found.verdict == "cut" and self.left_s(self.share) <= 0
-        if found.reason.startswith(OUT_OF_MEMORY):
+        if found.refusal is RefusalKind.MEMORY:
             self.burst_bytes = min(self.burst_bytes, seen.peak_bytes)
         self.note(proposal, found, stage, spent_s)
         self.follow(proposal, found)
@@ -227,6 +227,6 @@ class _Loop(Run):
             self.pool.late(proposal)
         else:
             self.pool.lose(proposal)
-            short = found.reason.startswith(OUT_OF_MEMORY)  # what saves some may run beside it
+            short = found.refusal is RefusalKind.MEMORY  # what saves some may run beside it
             if found.verdict == "refused" and found.ratio is None and not short:
                 self.pool.refuse(proposal)

@@ -29,7 +29,7 @@ from typing import Any, Protocol
 
 from headrace.core.statistics import Interval, accept, order_abba, paired_ratio
 from headrace.plan.plan import Plan
-from headrace.tuner.readings import NOT_DONE, Reading
+from headrace.tuner.readings import Reading
 
 
 class Worth(Protocol):
@@ -277,7 +277,7 @@ def take_visits(
     blocks = min(2, size.rounds)
     steps = ceil(size.timed / (2 * blocks))
     ones = [*known] or [visit(first, blocks, steps, 0.25, 0)]
-    late = ones[0].refused.startswith(NOT_DONE)
+    late = ones[0].is_late
     two = ones[0] if late else visit(second, 2 * blocks, steps, 0.5, 0)
     found = _pair(ones, two)
     if two.refused or ones[0].refused:
@@ -291,7 +291,7 @@ def take_visits(
     if most_s > left_s():
         train, found.untrained_s = 0, most_s
     again = visit(first, blocks, steps, 0.25 if train else 1.0, train)
-    if again.refused.startswith(NOT_DONE):
+    if again.is_late:
         return found, []
     if train and not again.refused:
         own = visit(second, 1, LEAST_STEPS, 0.1, train)
@@ -317,9 +317,10 @@ def _pair(ones: Sequence[Reading], two: Reading) -> Reading:
     seconds = [s for one in ones for s in one.seconds]
     n = min(len(seconds), len(two.seconds))
     whole = max(ones, key=lambda one: len(one.losses))
-    bad = next((one.refused for one in ones if one.refused), "")
+    bad = next((one for one in ones if one.refused), None)
     other = replace(
-        whole, seconds=seconds if two.refused or bad else seconds[:n], refused=bad,
+        whole, seconds=seconds if two.refused or bad else seconds[:n],
+        refused=bad.refused if bad else "", refusal=bad.refusal if bad else None,
         steps=sum(one.steps for one in ones), ready_s=sum(one.ready_s for one in ones),
     )  # fmt: skip
     for name in ("peak_bytes", "reserved_bytes"):

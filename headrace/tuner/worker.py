@@ -11,7 +11,8 @@ from multiprocessing import get_context, parent_process, resource_tracker
 from pathlib import Path
 from typing import Any
 
-from headrace.tuner.readings import NOT_DONE, Reading, why
+from headrace.core.errors import RefusalKind
+from headrace.tuner.readings import NOT_DONE, Reading, refusal_of, why
 
 
 def _begin(log: Path | None) -> None:
@@ -54,11 +55,17 @@ class Worker:
         try:
             found = self._process().submit(what, *given, **how).result(limit_s)
         except BrokenProcessPool:
-            found = Reading(refused=f"its process died{self._last_word()}", poisoned=True)
+            found = Reading(
+                refused=f"its process died{self._last_word()}",
+                refusal=RefusalKind.PROCESS,
+                poisoned=True,
+            )
         except TimeoutError:
-            found = Reading(refused=f"{NOT_DONE} {limit_s:.0f} s", poisoned=True)
+            found = Reading(
+                refused=f"{NOT_DONE} {limit_s:.0f} s", refusal=RefusalKind.TIME, poisoned=True
+            )
         except Exception as error:  # outside of `read`, as what cannot be sent to the process
-            found = Reading(refused=why(error), poisoned=True)
+            found = Reading(refused=why(error), refusal=refusal_of(error), poisoned=True)
         if found.poisoned:
             self.close()
         return found

@@ -9,6 +9,7 @@ import techniques
 from programs import rows, run
 
 import headrace.train.train
+from headrace.core.errors import RefusalKind
 from headrace.tuner import readings
 
 
@@ -97,7 +98,7 @@ def test_a_base_that_is_read_once_counts_once_and_what_was_cut_off_is_missing(
     def time(*given: Any, **how: Any) -> Any:
         asked.append(1)
         if len(asked) == 3:  # the base, after the side
-            return readings.Reading(refused="not done within 240 s")
+            return readings.Reading(refused="not done within 240 s", refusal=RefusalKind.TIME)
         return readings.Reading(seconds=[1.0, 1.1], evidence={})
 
     monkeypatch.setattr(techniques, "time_steps", time)

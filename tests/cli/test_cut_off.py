@@ -45,7 +45,7 @@ def test_a_run_that_is_cut_off_in_a_compiler_goes_on_as_it_is_told(
         CliRunner().invoke(app, ["train", *tiny_demo, "name=own", "guard=false"])
     ((_, error),) = [told for told in made if told[0] == "train/interrupts:Interrupts._cut_off#1"]
     assert kept in error.message
-    words = shlex.split(error.remedy)
+    words = shlex.split(error.remedy.text)
     assert words[0] == "headrace"
     again = run(words[1:])
     assert not again.code, again

@@ -25,7 +25,7 @@ def outcome(*overrides: str) -> str:
     try:
         Plan.read("", catalogue(), overrides=["goal.steps=4", *overrides])
     except ConfigError as error:
-        return f"{error.message}\n{error.remedy}"
+        return f"{error.message}\n{error.remedy.text}"
     return ""
 
 

@@ -21,5 +21,5 @@ def test_a_remedy_in_python_leads_on(
     with recording() as made, monkeypatch.context() as patch, pytest.raises(HeadraceError) as told:
         CALLS[site].fails(patch)
     assert site in [name for name, _ in made], told.value
-    assert told.value.remedy
-    CALLS[site].mends(told.value.remedy)
+    assert told.value.remedy.text
+    CALLS[site].mends(told.value.remedy.text)

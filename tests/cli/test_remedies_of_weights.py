@@ -73,7 +73,7 @@ def follow(refusal: Callable[..., HeadraceError | None], *words: str) -> list[st
         error = refusal(*words)
         assert error is not None
         told.append(error.message)
-        advised = re.split(r" \(or|; or", error.remedy)[0].split()
+        advised = re.split(r" \(or|; or", error.remedy.text)[0].split()
         assert advised and all(re.fullmatch(r"[\w.]+=\S+", word) for word in advised), error
         words = (*words, *advised)
         if refusal(*words) is None:
@@ -125,17 +125,17 @@ def test_a_teacher_of_another_tokenizer_than_the_weights(refusal: Any) -> None:
         words = ["model.pretrained=one", "techniques.distillation.teacher=two"]
         error = refusal(*words, *extra)
         if extra:  # the first weights are asked first
-            assert error.remedy == "data.tokenizer=one"
+            assert error.remedy.text == "data.tokenizer=one"
         else:
             assert "280" in error.message and "300" in error.message
-            assert error.remedy.startswith("a teacher with the tokenizer of one")
+            assert error.remedy.text.startswith("a teacher with the tokenizer of one")
     assert refusal("model.pretrained=one", "techniques.distillation.teacher=bare") is None
 
 
 def test_a_folder_without_a_tokenizer_takes_none_in_silence(refusal: Any, here: Path) -> None:
     told: list[str] = []
     error = refusal("model.pretrained=bare", tell=told.append)
-    assert "no tokenizer.json" in error.message and "bpe" not in error.remedy
+    assert "no tokenizer.json" in error.message and "bpe" not in error.remedy.text
     assert refusal("model.pretrained=bare", "data.tokenizer=one", tell=told.append) is None
     (line,) = [line for line in told if "bare" in line]
     assert "data.tokenizer = 'one'" in line and "is not checked" in line
@@ -147,7 +147,7 @@ def test_a_folder_without_a_tokenizer_takes_none_in_silence(refusal: Any, here: 
     (here / "bare" / "tokenizer.json").unlink()
     (here / "bare" / "tokenizer.model").write_bytes(b"sentencepiece")
     error = refusal("model.pretrained=bare")
-    assert error.remedy.startswith("python -c ") and "AutoTokenizer" in error.remedy
+    assert error.remedy.text.startswith("python -c ") and "AutoTokenizer" in error.remedy.text
 
 
 def test_weights_with_fewer_entries_than_their_own_tokenizer(refusal: Any, here: Path) -> None:
@@ -158,7 +158,7 @@ def test_weights_with_fewer_entries_than_their_own_tokenizer(refusal: Any, here:
     (here / "one" / "config.json").write_text(json.dumps(config | {"vocab_size": 290}))
     error = refusal("model.pretrained=one")
     assert "300 entries" in error.message and "290" in error.message
-    assert "resize_token_embeddings(300)" in error.remedy
+    assert "resize_token_embeddings(300)" in error.remedy.text
 
 
 @pytest.mark.parametrize("name", ["gpt2", "meta-llama/Llama-3.2-1B"])
@@ -166,10 +166,10 @@ def test_a_name_of_the_hub_is_told_how_to_download_it(refusal: Any, here: Path, 
     error = refusal(f"model.pretrained={name}")
     last = name.rpartition("/")[2]
     wanted = f"hf download {name} --local-dir {last}, then model.pretrained={last}"
-    assert error.remedy == wanted
+    assert error.remedy.text == wanted
     assert "Hugging Face Hub" in error.message
     shutil.copytree(here / "one", here / last)  # as the command does
-    assert refusal(error.remedy.rpartition("then ")[2]) is None
+    assert refusal(error.remedy.text.rpartition("then ")[2]) is None
 
 
 @pytest.mark.parametrize("key", ["model.pretrained", "techniques.distillation.teacher"])
@@ -182,7 +182,7 @@ def test_a_mistyped_path_is_told_the_nearest(refusal: Any, here: Path, key: str)
         assert "Hub" not in error.message
         assert follow(refusal, *more, f"{key}={typed}")
     error = refusal(*more, f"{key}=modles/chat-v2")  # a path, or OWNER/NAME of the hub
-    assert error.remedy.startswith(f"{key}=models/chat-v2; or hf download modles/chat-v2")
+    assert error.remedy.text.startswith(f"{key}=models/chat-v2; or hf download modles/chat-v2")
     error = refusal(*more, f"{key}=models/{'x' * 40}")
     assert f"{here / 'models'} has no x" in error.message and "Hub" not in error.message
     error = refusal(*more, f"{key}=models/{'x' * 400}")  # longer than a name can be
@@ -198,13 +198,13 @@ def test_what_is_no_folder_of_a_model_is_told_where_one_is(
     follow(refusal, "model.pretrained=one/config.json")
     train("name=own", "goal.steps=1")
     error = refusal("model.pretrained=runs/own")
-    command, _, then = error.remedy.partition(", then ")
+    command, _, then = error.remedy.text.partition(", then ")
     assert zygote.run(here, *command.split()[1:]).code == 0
     assert refusal(then) is None
     follow(refusal, "model.pretrained=runs/own")  # its export is named from now on
     (here / "empty").mkdir()
     error = refusal("model.pretrained=empty")
-    assert "no config.json" in error.message and "save_pretrained" in error.remedy
+    assert "no config.json" in error.message and "save_pretrained" in error.remedy.text
 
 
 @pytest.mark.parametrize("verb", [["data", "ingest"], ["explain"], ["train"]], ids=" ".join)

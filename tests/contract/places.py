@@ -68,7 +68,7 @@ class Asked:
             plan = self.plan()
             check_supported([*plan.techniques.values()], self.context(plan))
         except HeadraceError as error:
-            return error.message, error.remedy
+            return error.message, error.remedy.text
         return "", ""
 
     def answer(self) -> str:

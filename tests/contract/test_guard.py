@@ -223,7 +223,7 @@ def test_a_fault_ends_the_run_before_its_first_update(
     build.loader.close()
     with pytest.raises(RunError, match=says) as told:
         step(build, micros, 0)
-    assert "without bad" in str(told.value) and "--without bad" in told.value.remedy
+    assert "without bad" in str(told.value) and "--without bad" in told.value.remedy.text
     for name, parameter in build.model.named_parameters():
         assert torch.equal(parameter, before[name])
 

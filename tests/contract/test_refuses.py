@@ -56,8 +56,8 @@ def test_refuses_with_a_reason_and_a_remedy(name: str, monkeypatch: pytest.Monke
             make_build(plan, prepared, World(), device, until=Stage.DESIGN)
         assert answer.reason and answer.reason in caught.value.message
         assert name in caught.value.message
-        assert answer.remedy and answer.remedy in caught.value.remedy
-        assert f"--without {name}" in caught.value.remedy
+        assert answer.remedy.text and answer.remedy.text in caught.value.remedy.text
+        assert f"--without {name}" in caught.value.remedy.text
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if refusals(n)])

@@ -160,9 +160,9 @@ def test_traces_without_room_are_told_and_what_is_told_makes_room(
     keys = ("goal.steps=30", "trace.every_steps=20", "eval.every_steps=4",
             "checkpoint.every_steps=4")  # fmt: skip
     (doubt,) = [one for one in doubts_of(tiny_plan(*keys)) if "trace" in one.reason]
-    assert doubt.remedy == "eval.every_steps=5 checkpoint.every_steps=5"
+    assert doubt.remedy.text == "eval.every_steps=5 checkpoint.every_steps=5"
     assert not left_by(*keys)["traces"][0]
-    mended = (*keys, *doubt.remedy.split())
+    mended = (*keys, *doubt.remedy.text.split())
     assert left_by(*mended)["traces"][0]
     assert not [one for one in doubts_of(tiny_plan(*mended)) if "trace" in one.reason]
 

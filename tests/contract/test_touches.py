@@ -97,7 +97,7 @@ def test_two_owners_of_a_socket_are_both_named() -> None:
     with pytest.raises(ConfigError, match=r"'passes'") as caught:
         house.build_of(house.make_plan(first, second))
     assert "first" in str(caught.value) and "second" in str(caught.value)
-    assert "--without" in caught.value.remedy
+    assert "--without" in caught.value.remedy.text
 
 
 def test_an_excluded_technique_is_named_with_the_reason() -> None:

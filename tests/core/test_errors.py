@@ -29,7 +29,8 @@ def test_a_full_gpu_is_told_with_what_lay_free_in_pieces(pools: str) -> None:
         "130.86 GiB of the GPU's 139.80 GiB, 7.78 GiB were free in pieces between them, and 409.12 "
         "MiB beside them"
     )
-    assert told.remedy.startswith("--with expandable_segments") and told.remedy.endswith(LESS)
+    assert told.remedy.changes == (("+expandable_segments",), *LESS.changes)
+    assert told.remedy.text.endswith(LESS.text)
 
 
 @pytest.mark.parametrize(

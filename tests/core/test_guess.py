@@ -12,6 +12,7 @@ from headrace.core.errors import ConfigError, alike, nearest
 from headrace.core.foreign import OPTIONS, SAME, UNLIKE, meant_by
 from headrace.core.guess import VALUES, choice
 from headrace.core.known import BY_KEY, KNOWN, told_of
+from headrace.core.remedy import mend
 from headrace.core.strict import field_at
 from headrace.plan.plan import Plan
 from headrace.plan.technique import installed
@@ -58,7 +59,7 @@ def taken(*words: str) -> Plan:
     ],
 )
 def test_a_value_is_read_as_it_was_meant(override: str, remedy: str) -> None:
-    given = refusal(override).remedy
+    given = refusal(override).remedy.text
     assert shlex.split(given)[0].replace(" ", "") == remedy
     taken(shlex.split(given)[0])
 
@@ -87,7 +88,7 @@ def test_a_value_is_read_as_it_was_meant(override: str, remedy: str) -> None:
     ],
 )
 def test_a_key_of_another_trainer_is_led_to_ours(override: str, remedy: str) -> None:
-    assert " ".join(shlex.split(refusal(override).remedy)) == remedy
+    assert " ".join(shlex.split(refusal(override).remedy.text)) == remedy
 
 
 def test_every_foreign_key_leads_to_one_that_is_there() -> None:
@@ -101,7 +102,7 @@ def test_every_foreign_key_leads_to_one_that_is_there() -> None:
     assert all(field_at(Plan, key.split(".")) is not None for key, _ in UNLIKE.values())
     assert not {*SAME} & {*UNLIKE} and not {*SAME} & {*OPTIONS} and not {*UNLIKE} & {*OPTIONS}
     for option in {*OPTIONS.values()}:
-        words = shlex.split(option)
+        words = shlex.split(option.text)
         if words[0] == "--with":
             installed().find(words[1])
         elif words != ["--resume"]:
@@ -113,7 +114,7 @@ def test_what_is_offered_for_a_foreign_key_is_of_a_kind_that_the_key_takes(value
     for name, key in SAME.items():
         if field_at(Plan, name.split(".")) is not None or key.startswith("techniques"):
             continue
-        remedy = refusal(f"{name}={value}").remedy
+        remedy = refusal(f"{name}={value}").remedy.text
         if not remedy.startswith("leave out"):
             try:
                 taken(*shlex.split(remedy))
@@ -125,7 +126,7 @@ def test_what_is_offered_for_a_foreign_key_is_of_a_kind_that_the_key_takes(value
 def test_what_is_offered_is_followed_only_so_far() -> None:
     """A key that is not there, beside a value whose own remedy is another value of that key."""
     began = time.process_time()
-    assert refusal("hidden_size=7").remedy == "model.dim=8"
+    assert refusal("hidden_size=7").remedy == mend("model.dim=8")
     assert refusal("hidden_size=7", "model.dim=7").remedy
     assert time.process_time() - began < 5
 
@@ -159,7 +160,7 @@ def test_a_word_for_a_choice_is_one_of_them_somewhere() -> None:
 def test_a_name_behind_an_option_is_led_to_what_is_here(name: str, words: str) -> None:
     with typed(["train", "demo", "--with", name], {"--with"}):
         error = refusal(with_=(name,))
-    remedy = shlex.split(error.remedy)
+    remedy = shlex.split(error.remedy.text)
     assert remedy[0] == "headrace" and " ".join(remedy).endswith(f" {words}")
     assert name not in remedy and len(error.message) < 200, "all names are no guess"
 

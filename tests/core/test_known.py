@@ -45,4 +45,4 @@ def test_what_nothing_comes_near_is_told_so() -> None:
 def test_a_wrong_item_of_a_list_is_mended_by_its_key(tiny_plan: Callable[..., Plan]) -> None:
     with pytest.raises(ConfigError) as caught:
         tiny_plan("optimizer.betas=[1,1]")
-    assert caught.value.remedy == "'optimizer.betas=[0.9, 0.95]'"
+    assert caught.value.remedy.text == "'optimizer.betas=[0.9, 0.95]'"

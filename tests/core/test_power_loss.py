@@ -243,7 +243,7 @@ def test_a_file_system_without_locks_is_told(
     monkeypatch.setattr(fcntl, "flock", none)
     with pytest.raises(ConfigError, match="supported are local disks") as told:
         hold_lock(tmp_path / ".lock", wait=False, key="directory")
-    assert told.value.remedy.startswith("directory=FOLDER")
+    assert told.value.remedy.text.startswith("directory=FOLDER")
 
 
 def test_nothing_imports_what_only_some_systems_have() -> None:

@@ -41,14 +41,14 @@ def offered(key: str, value: str, technique: str = "") -> str | None:
     try:
         read([f"{key}={value}"], technique)
     except ConfigError as error:
-        way = re.split(r" or | \(or", error.remedy)[0]
+        way = re.split(r" or | \(or", error.remedy.text)[0]
         if way.startswith("leave "):
             read([], technique)
         elif technique and way == f"--without {technique}":
             read([], "")
         else:
             read([f"{key}={value}", *shlex.split(way)], technique)
-        return error.remedy
+        return error.remedy.text
     return None
 
 

@@ -179,7 +179,7 @@ def test_a_bad_file_is_one_clear_error(change, found: str, tmp_path: Path) -> No
     with pytest.raises(ConfigError) as error:
         Machine.read(path)
     assert found in error.value.message and str(path) in error.value.message
-    assert error.value.remedy == "headrace probe"
+    assert error.value.remedy.text == "headrace probe"
 
 
 @pytest.mark.parametrize("text", ["", "[" * 10_000, "[]", "\x00", '{"format": 2}'])
@@ -207,7 +207,7 @@ def test_what_a_device_lacks_is_refused_and_never_guessed() -> None:
     }.items():  # fmt: skip
         with pytest.raises(UnsupportedError, match="nothing is published here of") as error:
             Machine.assumed(name)
-        assert near in error.value.remedy, (name, error.value.remedy)
+        assert near in error.value.remedy.text, (name, error.value.remedy.text)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -52,7 +52,7 @@ def test_what_is_no_text_is_taken_out_and_not_read_as_latin(write: Any, begins: 
     path = write("a.txt", begins + b"a\xe9" * 20 + chance.randbytes(5000))
     write("b.txt", "other")
     error = refused(path.parent)
-    assert "no text" in error.message and "python" not in error.remedy
+    assert "no text" in error.message and "python" not in error.remedy.text
     assert mended(error, path.parent) == ["other"]
 
 
@@ -120,7 +120,7 @@ def test_a_wrong_value_among_carriage_returns_costs_no_other(write: Any) -> None
     path = write("a.jsonl", b'{"text": "one"}\r{"text": \r{"text": "two"}')
     first = refused(path)
     assert "not JSON" in first.message
-    run(first.remedy)
+    run(first.remedy.text)
     again = refused(path)
     assert "a.jsonl:2 is not JSON" in again.message
     assert mended(again, path) == ["one", "two"]

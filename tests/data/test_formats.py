@@ -42,7 +42,7 @@ def texts(source: object, tally: Tally | None = None, **options: Any) -> list[st
 def refused(source: object, **options: Any) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
         texts(source, **options)
-    assert caught.value.remedy
+    assert caught.value.remedy.text
     return caught.value
 
 
@@ -54,7 +54,7 @@ def run(command: str) -> None:
 
 def mended(error: ConfigError, source: Path, **options: Any) -> list[str]:
     """The texts once the remedy that was printed has been run as it stands."""
-    remedy = error.remedy
+    remedy = error.remedy.text
     if remedy.startswith("data.text_key="):
         key = subprocess.run(["bash", "-c", f"printf %s {remedy}"], capture_output=True, text=True)
         return texts(source, text_key=key.stdout.removeprefix("data.text_key=").strip('"'))
@@ -187,7 +187,7 @@ def test_a_bad_value_of_json_is_taken_out(write: Any) -> None:
         for says in ("is a JSON int", "holds list, not text", "rows before it have one"):
             error = refused(path)
             assert f"{path}:2" in error.message and says in error.message
-            run(error.remedy)
+            run(error.remedy.text)
         assert texts(path) == ["one", "two"]
 
 
@@ -391,12 +391,12 @@ def test_a_kind_that_is_not_read_is_copied(
     monkeypatch.chdir(tmp_path)
     error = refused(path)
     assert "is not of a kind that can be read; the kinds are" in error.message
-    command, _, source = error.remedy.removesuffix(", if it is text").partition(", and ")
+    command, _, source = error.remedy.text.removesuffix(", if it is text").partition(", and ")
     run(command)
     assert texts(source.removeprefix("data.sources=")) == ["one"]
     folder = refused(path.parent)
     assert f"holds only 1 {''.join(path.suffixes) or 'without an ending'}" in folder.message
-    run(folder.remedy.partition(", if")[0])
+    run(folder.remedy.text.partition(", if")[0])
     assert texts(path.parent) == ["one"]
 
 
@@ -405,7 +405,7 @@ def test_a_pipe_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     os.mkfifo(pipe := tmp_path / "text.jsonl")
     error = refused(pipe)
     assert "neither a file nor a folder" in error.message and "nearest" not in error.message
-    command, _, source = error.remedy.partition(", and ")
+    command, _, source = error.remedy.text.partition(", and ")
     with subprocess.Popen(["bash", "-ec", command]) as reader:
         pipe.write_text("one")
         assert reader.wait(10) == 0
@@ -454,6 +454,6 @@ def test_no_damage_ends_in_a_traceback(write: Any) -> None:
             texts(path, Tally())
             read += 1
         except ConfigError as error:
-            assert str(path) in error.message and error.remedy
+            assert str(path) in error.message and error.remedy.text
             told += 1
     assert read > 20 and told > 200

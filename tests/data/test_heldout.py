@@ -197,7 +197,7 @@ def test_a_share_that_cannot_be_is_refused_with_one_that_can(
     with pytest.raises(ConfigError) as told:
         prepare(make_plan(sources=str(path), validation=share))
     assert f"data.validation = {share:g}" in told.value.message
-    found = re.match(r"data\.validation=([0-9.e-]+)", told.value.remedy)
+    found = re.match(r"data\.validation=([0-9.e-]+)", told.value.remedy.text)
     assert found
     prepared = prepare(make_plan(sources=str(path), validation=float(found[1])))
     assert prepared.validation.documents and prepared.train[0].documents
@@ -211,7 +211,7 @@ def test_a_few_short_documents_are_refused_with_numbers(
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     with pytest.raises(ConfigError, match=f"give .* {size(texts)} bytes; data.validation") as told:
         prepare(make_plan(sources=str(path)))
-    if found := re.match(r"data\.validation=([0-9.e-]+)", told.value.remedy):
+    if found := re.match(r"data\.validation=([0-9.e-]+)", told.value.remedy.text):
         assert prepare(make_plan(sources=str(path), validation=float(found[1]))).train
 
 
@@ -270,10 +270,10 @@ def test_a_damaged_record_of_the_sides_is_one_message(make_plan: MakePlan, tmp_p
     file.write_text('{"rule": 2, "cut_documents": -1}')
     with pytest.raises(ConfigError, match=r"held-out\.json is damaged") as told:
         prepare(plan)
-    assert told.value.remedy.startswith(f"rm -r {prepared.directory} && headrace data ingest")
+    assert told.value.remedy.text.startswith(f"rm -r {prepared.directory} && headrace data ingest")
     with pytest.raises(ConfigError, match=r"held-out\.json is damaged") as told:
         reopen(plan, prepared.record(), tmp_path)
-    assert told.value.remedy == f"rm {file}"
+    assert told.value.remedy.text == f"rm {file}"
     file.unlink()
     assert reopen(plan, prepared.record(), tmp_path).fingerprint == prepared.fingerprint
 

@@ -95,7 +95,7 @@ def test_too_little_text(make_plan: MakePlan, tmp_path: Path, text: str, message
     assert not [p for p in (tmp_path / "prepared").iterdir() if p.is_dir()]
     with pytest.raises(ConfigError, match=r"sources = \[\] give no text") as told:
         prepare(make_plan(sources=[]))
-    assert told.value.remedy == "data.sources=PATH"
+    assert told.value.remedy.text == "data.sources=PATH"
 
 
 def test_validation_of_its_own_and_several_sources(
@@ -155,11 +155,11 @@ def test_damage_is_found_before_training(make_plan: MakePlan, source: str) -> No
     path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
     with pytest.raises(ConfigError, match="has changed since it was written") as error:
         prepare(plan)
-    assert error.value.remedy.startswith(f"rm -r {prepared.directory} && headrace data ingest")
+    assert error.value.remedy.text.startswith(f"rm -r {prepared.directory} && headrace data ingest")
     shutil.rmtree(prepared.train[0].directory)  # half of it, which is not made anew
     with pytest.raises(ConfigError, match="no manifest") as half:
         prepare(plan)
-    assert half.value.remedy == error.value.remedy
+    assert half.value.remedy.text == error.value.remedy.text
     shutil.rmtree(prepared.directory)
     again = prepare(plan)
     assert again.fingerprint == prepared.fingerprint
@@ -180,7 +180,7 @@ def test_a_manifest_sealed_anew_that_is_not_of_its_tokenizer(
     (shards.directory / "manifest.json").write_text(sealed.model_dump_json())
     with pytest.raises(ConfigError, match=rf"{field} {value}.*; it: 300 and 299\)") as error:
         prepare(plan)
-    assert error.value.remedy.startswith(f"rm -r {shards.directory.parent} && ")
+    assert error.value.remedy.text.startswith(f"rm -r {shards.directory.parent} && ")
 
 
 @pytest.mark.parametrize("lossy", [False, True])
@@ -201,7 +201,7 @@ def test_bytes_sealed_anew_are_compared_with_the_tokens(
         return
     with pytest.raises(ConfigError, match="bytes") as error:
         prepare(plan)
-    assert error.value.remedy.startswith(f"rm -r {shards.directory.parent} && ")
+    assert error.value.remedy.text.startswith(f"rm -r {shards.directory.parent} && ")
 
 
 @pytest.mark.parametrize("vocab", [300, 2048, 4096])
@@ -213,7 +213,7 @@ def test_the_command_that_prepares_again_prepares_the_same(
     (prepared.validation.directory / "manifest.json").unlink()
     with pytest.raises(ConfigError) as error:
         prepare(plan)
-    remove, _, again = error.value.remedy.partition(" && ")
+    remove, _, again = error.value.remedy.text.partition(" && ")
     subprocess.run(remove, shell=True, check=True)
     _, _, verb, recipe, *overrides = shlex.split(again)  # headrace data ingest demo ...
     assert verb == "ingest" and not prepared.directory.exists()
@@ -339,5 +339,5 @@ def test_a_full_memory_names_what_helps_in_preparing(
     monkeypatch.setattr(where, name, full)
     with pytest.raises(MemoryFull, match="being prepared does not fit in memory") as told:
         prepare(make_plan(sources=source))
-    assert "data.tokenizer=PATH" in told.value.remedy and ".jsonl" in told.value.remedy
-    assert not any(of_a_step in told.value.remedy for of_a_step in ("micro", "checkpoint"))
+    assert "data.tokenizer=PATH" in told.value.remedy.text and ".jsonl" in told.value.remedy.text
+    assert not any(of_a_step in told.value.remedy.text for of_a_step in ("micro", "checkpoint"))

@@ -173,7 +173,7 @@ def test_a_damaged_record_is_named(make_plan: MakePlan, tmp_path: Path) -> None:
         (folder / left_out.FILE).write_text(damage)
         with pytest.raises(ConfigError, match=r"left_out.json is damaged") as caught:
             prepare(plan)
-        assert caught.value.remedy.startswith(f"rm -r {folder} && headrace data ingest")
+        assert caught.value.remedy.text.startswith(f"rm -r {folder} && headrace data ingest")
     (folder / left_out.FILE).unlink()
     assert prepare(plan).left_out == ()
 
@@ -206,7 +206,7 @@ def test_an_error_names_the_key_that_names_the_source(make_plan: MakePlan, tmp_p
     ):
         with pytest.raises(ConfigError, match="does not exist; the nearest name") as caught:
             prepare(make_plan(**wrong))
-        (word,) = shlex.split(caught.value.remedy)
+        (word,) = shlex.split(caught.value.remedy.text)
         plan = Plan.read("", installed(), overrides=["goal.steps=1", word])
         mended = prepare(make_plan(**kept, **plan.data.model_dump(exclude_unset=True)))
         assert len(mended.train) == (2 if isinstance(wrong["sources"], list) else 1)
@@ -229,7 +229,7 @@ def test_a_link_that_leads_nowhere_is_not_its_own_remedy(tmp_path: Path) -> None
     (tmp_path / "a.txt").symlink_to("gone.txt")
     with pytest.raises(ConfigError, match=r"is a link that leads nowhere, to gone.txt") as caught:
         list(read_documents(str(tmp_path / "a.txt")))
-    assert caught.value.remedy == "data.sources=PATH"
+    assert caught.value.remedy.text == "data.sources=PATH"
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_a_link_that_leads_nowhere_is_not_its_own_remedy(tmp_path: Path) -> None
 def test_no_name_ends_in_a_traceback(source: str, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         list(read_documents(source))
-    assert says in caught.value.message and caught.value.remedy == "data.sources=PATH"
+    assert says in caught.value.message and caught.value.remedy.text == "data.sources=PATH"
 
 
 def test_a_file_that_two_sources_name_is_told(tmp_path: Path, tiny_plan: MakePlan) -> None:
@@ -291,7 +291,7 @@ def test_several_sources_in_one_are_named_without_leaving_one_out(
     (tmp_path / "b.txt").write_text("two")
     with pytest.raises(ConfigError, match="does not exist: it") as caught:
         [*read_documents(typed)]
-    key, _, named = shlex.split(caught.value.remedy)[0].partition("=")
+    key, _, named = shlex.split(caught.value.remedy.text)[0].partition("=")
     assert key == "data.sources"
     expected = SEVERAL[typed]
     assert named == expected if isinstance(expected, str) else json.loads(named) == expected
@@ -332,4 +332,4 @@ def test_what_is_no_path_is_told_as_what_it_is(
         (tmp_path / name).write_text("text")
     with pytest.raises(ConfigError, match="does not exist: it") as caught:
         [*read_documents(Asked(typed, key))]
-    assert caught.value.remedy.replace("'", "") == MEANT[key][typed].replace("'", "")
+    assert caught.value.remedy.text.replace("'", "") == MEANT[key][typed].replace("'", "")

@@ -232,7 +232,7 @@ def test_an_older_format_is_told_as_such(make_shards: Make) -> None:
     path.write_text(json.dumps(manifest))
     with pytest.raises(OtherFormat, match="has shard format 2, this version reads 3") as caught:
         Shards.open(shards.directory)
-    assert caught.value.remedy == f"rm -r {shards.directory} && headrace data ingest x"
+    assert caught.value.remedy.text == f"rm -r {shards.directory} && headrace data ingest x"
 
 
 def test_ten_thousand_files_open_at_once(

@@ -232,7 +232,7 @@ def test_a_space_before_every_text_is_no_byte_of_it(scheme: str, decoder: bool) 
 def test_a_normalizer_that_changes_bytes_is_refused(tokenizer: Tokenizer, normalizer: str) -> None:
     with pytest.raises(ConfigError, match=r"loses text: .* comes back as") as caught:
         altered(tokenizer, normalizer={"type": normalizer}).refuse_losses()
-    assert "data.lossy_tokenizer=true" in caught.value.remedy
+    assert "data.lossy_tokenizer=true" in caught.value.remedy.text
     assert f"without its normalizer {normalizer}" in str(caught.value)
 
 
@@ -331,11 +331,11 @@ def test_errors_name_the_remedy(
     for name, near in (("gpt3", "gpt2"), ("o200k", "o200k_base")):
         with pytest.raises(ConfigError, match="is none of tiktoken's: gpt2") as error:
             open_tokenizer(f"tiktoken:{name}")
-        assert error.value.remedy == f"data.tokenizer=tiktoken:{near}"
+        assert error.value.remedy.text == f"data.tokenizer=tiktoken:{near}"
     for spec in ("", "BPE"):
         with pytest.raises(ConfigError) as error:
             open_tokenizer(spec)
-        assert error.value.remedy == "data.tokenizer=bpe"
+        assert error.value.remedy.text == "data.tokenizer=bpe"
     (tmp_path / "tokenizer.json").write_text("\ufeff" + tokenizer.text)
     assert open_tokenizer(str(tmp_path)).fingerprint == tokenizer.fingerprint
 

@@ -138,7 +138,7 @@ def test_a_broken_file_is_one_clear_error(harm, says: str, tmp_path: Path) -> No
         diagnose_trace([path])
     assert "t.json" in caught.value.message and caught.value.message.isprintable()
     right = str(tmp_path) if harm is _in_a_run else "record|with|give|torch.profiler"
-    assert re.search(right, caught.value.remedy)
+    assert re.search(right, caught.value.remedy.text)
 
 
 def test_known_faults_of_kineto_are_mended(tmp_path: Path) -> None:

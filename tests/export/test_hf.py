@@ -78,7 +78,7 @@ def test_nothing_is_overwritten(
     (tmp_path / "mine.txt").write_text("keep me")
     with pytest.raises(ConfigError, match="exists already") as told:
         export_hf(state, CONFIG, tokenizer_path, tmp_path, sequence_length=8)
-    assert "--output" in told.value.remedy  # as `headrace export` calls it
+    assert "--output" in told.value.remedy.text  # as `headrace export` calls it
     assert [file.name for file in tmp_path.iterdir()] == ["mine.txt"]
     empty = tmp_path / "empty"
     empty.mkdir()

@@ -142,7 +142,7 @@ def test_given_weights_that_are_no_numbers_are_named(
     _, source = load_pretrained(save(tmp_path, config, changed))
     with pytest.raises(ConfigError, match=r"embed\.weight in .* holds 3 numbers of 1,464") as told:
         source("embed.weight", torch.Size([61, 24]))
-    assert "lr" not in told.value.remedy
+    assert "lr" not in told.value.remedy.text
 
 
 def test_shards_are_read_by_their_index(
@@ -198,7 +198,7 @@ def test_pickles_are_never_opened(
     (tmp_path / "pytorch_model.bin").write_bytes(b"not even a pickle")
     with pytest.raises(UnsupportedError, match="pickle") as caught:
         load_pretrained(tmp_path)
-    assert "save_pretrained" in caught.value.remedy
+    assert "save_pretrained" in caught.value.remedy.text
 
 
 def test_damaged_and_quantised_folders(

@@ -123,7 +123,7 @@ def test_other_mathematics_is_refused_by_name(
     with pytest.raises(UnsupportedError) as caught:
         config_from_hf({**base, **change})
     assert name in caught.value.message
-    assert caught.value.remedy
+    assert caught.value.remedy.text
 
 
 def test_an_unknown_architecture_names_the_nearest() -> None:

@@ -65,7 +65,7 @@ def test_an_index_that_says_otherwise_than_its_files_is_refused(sharded: Path, l
     with pytest.raises(ConfigError) as caught:
         load_pretrained(sharded)
     assert told in caught.value.message
-    command = caught.value.remedy.partition(", if")[0]
+    command = caught.value.remedy.text.partition(", if")[0]
     subprocess.run(shlex.split(command), check=True)  # as a user would
     assert torch.equal(load_pretrained(sharded)[1]("norm.weight", norm.shape), norm)
 
@@ -86,7 +86,7 @@ def test_an_index_of_nonsense_is_one_error(sharded: Path, places: dict[str, Any]
     write_index(sharded, places)
     with pytest.raises(ConfigError, match=INDEX) as caught:
         load_pretrained(sharded)
-    assert caught.value.remedy
+    assert caught.value.remedy.text
 
 
 def test_what_is_not_read_is_told_in_a_line(sharded: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_clone_without_its_large_files_is_told_how_to_fetch_them(sharded: Path
     (sharded / "model.safetensors").write_bytes(pointer)
     with pytest.raises(ConfigError, match="pointer of Git LFS") as caught:
         load_pretrained(sharded)
-    assert caught.value.remedy == f"git -C {sharded} lfs pull"
+    assert caught.value.remedy.text == f"git -C {sharded} lfs pull"
 
 
 def test_a_folder_of_adapters_alone_is_no_model(sharded: Path) -> None:

@@ -164,7 +164,7 @@ def test_no_architecture_that_we_write_has_a_cap(more: dict[str, Any]) -> None:
     config = ModelConfig(vocab=67, dim=24, heads=4, logit_cap=30, **more)
     with pytest.raises(UnsupportedError, match=r"model\.logit_cap = 30\.0") as caught:
         config_to_hf(config, sequence_length=16)
-    assert "model.logit_cap=0.0" in caught.value.remedy
+    assert "model.logit_cap=0.0" in caught.value.remedy.text
     values = config_to_hf(config.model_copy(update={"logit_cap": 0.0}), sequence_length=16)
     assert config_from_hf(values).logit_cap == 0
     gemma = {**values, "architectures": ["Gemma2ForCausalLM"], "final_logit_softcapping": 30.0}
@@ -183,7 +183,7 @@ def test_weights_that_were_trained_without_a_cap_take_none(
     keys = (f"model.pretrained='{tmp_path / 'hf'}'", f"data.tokenizer='{tokenizer}'")
     with pytest.raises(ConfigError, match=r"model\.logit_cap = 15\.0") as caught:
         make_tiny(*keys, "model.logit_cap=15.0")
-    assert caught.value.remedy == "model.logit_cap=0.0"
+    assert caught.value.remedy.text == "model.logit_cap=0.0"
 
 
 # --- the ledger ------------------------------------------------------------------------------

@@ -119,8 +119,8 @@ def test_learned_positions_end(make_decoder: MakeDecoder) -> None:
     assert generate(model, PROMPTS, new_tokens=14, temperature=0).size(1) == 19
     with pytest.raises(ConfigError, match="learned 19") as caught:
         generate(model, PROMPTS, new_tokens=15)
-    assert caught.value.remedy == "--tokens 14"
+    assert caught.value.remedy.text == "--tokens 14"
     with pytest.raises(ConfigError) as caught:
         generate(model, torch.zeros(1, 25, dtype=torch.long), new_tokens=1)
-    assert caught.value.remedy == "--prompt TEXT --tokens 1, where TEXT has at most 17 tokens"
+    assert caught.value.remedy.text == "--prompt TEXT --tokens 1, where TEXT has at most 17 tokens"
     assert generate(make_decoder(), PROMPTS, new_tokens=20).size(1) == 25

@@ -132,7 +132,7 @@ def test_the_simulation_sees_a_wrong_schedule() -> None:
 def test_interleaving_names_the_nearest_number(ranks: int, micros: int, near: int) -> None:
     with pytest.raises(ConfigError, match=f"are {micros}; the nearest is {near}\\n") as raised:
         interleaved(ranks, 0, micros, 2)
-    assert "1f1b" in raised.value.remedy
+    assert "1f1b" in raised.value.remedy.text
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

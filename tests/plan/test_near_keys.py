@@ -42,8 +42,8 @@ def test_what_is_offered_for_a_mistyped_key_is_taken(value: str) -> None:
     for key in keys():
         error = refusal(f"{key}x={value}")
         assert error is not None and "has no key" in error.message, key
-        if not error.remedy.startswith("leave out"):
-            ways = shlex.split(error.remedy)
+        if not error.remedy.text.startswith("leave out"):
+            ways = shlex.split(error.remedy.text)
             again = refusal(*ways)  # by a whole plan it may be, as a batch that is no rows
             assert again is None or not re.search(r"= \S+: |no key", again.message), (key, ways)
             tried += 1
@@ -66,7 +66,7 @@ def test_what_is_offered_for_a_mistyped_key_is_taken(value: str) -> None:
 )
 def test_the_value_that_is_offered_is_near(override: str, remedy: str) -> None:
     error = refusal(override)
-    assert error is not None and " ".join(shlex.split(error.remedy)) == remedy
+    assert error is not None and " ".join(shlex.split(error.remedy.text)) == remedy
 
 
 def test_a_plan_made_in_python_guesses_no_key_that_is_far() -> None:

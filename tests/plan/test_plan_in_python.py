@@ -40,7 +40,7 @@ def test_a_technique_is_found_by_its_name_and_has_its_knobs() -> None:
 def test_a_mistake_is_one_error_of_ours(tables: dict[str, Any], told: str, remedy: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Plan(**{"goal": GOAL, **tables})
-    assert told in caught.value.message and remedy in caught.value.remedy
+    assert told in caught.value.message and remedy in caught.value.remedy.text
 
 
 def test_a_family_gives_its_defaults() -> None:

@@ -48,7 +48,7 @@ def test_bf16_is_refused_where_no_unit_multiplies_it(
     plan = tiny_plan("device=auto", "model.precision=bf16")
     with pytest.raises(UnsupportedError, match="bf16 products need 8") as error:
         check_supported([], on(plan, name))
-    assert name in error.value.message and "model.precision=fp32" in error.value.remedy
+    assert name in error.value.message and "model.precision=fp32" in error.value.remedy.text
     check_supported([], on(plan, "L4"))
     check_supported([], make_context(plan, torch.device("cpu")))
 

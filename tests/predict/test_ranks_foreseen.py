@@ -92,7 +92,7 @@ def test_a_link_is_known_for_as_many_ranks_as_it_was_measured_over() -> None:
     assert collective_s(known, "x", "all_reduce", 2**20, 3) == pytest.approx(1e-5 + 2**20 / 5e8)
     with pytest.raises(UnsupportedError, match="measured for 4") as error:
         collective_s(known, "x", "all_reduce", 2**20, 8)
-    assert "torchrun --nproc-per-node 8" in error.value.remedy
+    assert "torchrun --nproc-per-node 8" in error.value.remedy.text
     with pytest.raises(UnsupportedError, match="assumed for 8, and of a network nothing"):
         collective_s((), "NVIDIA H200", "send", 1, 9)
 

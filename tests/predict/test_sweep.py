@@ -22,6 +22,7 @@ from headrace.assemble.context import elsewhere, make_context
 from headrace.cli.app import catalogue
 from headrace.cli.terminal import show_table
 from headrace.core.errors import UnsupportedError
+from headrace.core.remedy import mend
 from headrace.core.statistics import kendall_tau, regret
 from headrace.costs.ledger import Ledger, Line
 from headrace.costs.machine import Machine
@@ -91,7 +92,7 @@ class Picky(Quick):
     def supports(self, context: Context) -> Supported | Unsupported:
         if "rival" in context.plan.techniques:
             return Supported()
-        return Unsupported("it is alone", "--with rival")
+        return Unsupported("it is alone", mend("+rival"))
 
 
 class Eager(Planted):
@@ -99,7 +100,7 @@ class Eager(Planted):
 
     def supports(self, context: Context) -> Supported | Unsupported:
         quick = "quick" in context.plan.techniques
-        return Supported() if quick else Unsupported("it is alone", "--with quick")
+        return Supported() if quick else Unsupported("it is alone", mend("+quick"))
 
 
 class Little(Planted):

@@ -24,7 +24,7 @@ def test_a_folder_above_a_run_names_the_run(make_run: MakeRun) -> None:
     run = make_run()
     error = refused(run.parent)
     assert f"{run.parent} is not a run: it has no report.json (found: demo)" in error.message
-    assert error.remedy == f"headrace report {run}"
+    assert error.remedy.text == f"headrace report {run}"
 
 
 def test_a_folder_without_runs_tells_what_it_holds(tmp_path: Path) -> None:
@@ -39,20 +39,20 @@ def test_a_run_that_has_not_ended_says_how_to_resume(make_run: MakeRun) -> None:
     (run / "report.json").unlink()
     error = refused(run)
     assert "a run was started and has not ended" in error.message
-    assert error.remedy == f"headrace train {run / 'plan.toml'} --resume"
+    assert error.remedy.text == f"headrace train {run / 'plan.toml'} --resume"
 
 
 def test_a_name_that_does_not_exist_gets_the_nearest(make_run: MakeRun) -> None:
     run = make_run("baseline")
     error = refused(run.parent / "baselin")
     assert "does not exist" in error.message
-    assert error.remedy == f"headrace report {run}"
+    assert error.remedy.text == f"headrace report {run}"
 
 
 def test_a_file_is_not_a_run(make_run: MakeRun) -> None:
     run = make_run()
     error = refused(run / "plan.toml")
-    assert "is a file" in error.message and error.remedy == f"headrace report {run}"
+    assert "is a file" in error.message and error.remedy.text == f"headrace report {run}"
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_missing_and_wrong_keys_are_named_together(make_run: MakeRun) -> None:
 def test_a_later_format_asks_for_a_later_headrace(make_run: MakeRun) -> None:
     error = refused(make_run(format=2))
     assert "has format 2; this Headrace reads format 1" in error.message
-    assert error.remedy.startswith("the version of Headrace that wrote it; or mv ")
+    assert error.remedy.text.startswith("the version of Headrace that wrote it; or mv ")
 
 
 def test_numbers_that_are_not_finite_count_as_not_measured(make_run: MakeRun) -> None:

@@ -197,7 +197,7 @@ def test_refuses_a_host_a_whole_graph_and_nothing_to_send(make_tiny: Make) -> No
         named = {t.name(): t for t in (technique, *others)}
         plan = context.plan.model_copy(update={"techniques": named})
         answer = technique.supports(replace(context, plan=plan))
-        return answer.remedy if isinstance(answer, Unsupported) else ""
+        return answer.remedy.text if isinstance(answer, Unsupported) else ""
 
     technique = ActivationOffload()
     assert isinstance(technique.supports(gpu), Supported)

@@ -250,7 +250,7 @@ def test_adapters_too_small_for_it_are_refused_with_what_works(
 ) -> None:  # fmt: skip
     with pytest.raises(UnsupportedError, match=f"at most {most} numbers") as told:
         make_tiny(*beside, "techniques.adamw_8bit={}")
-    remedy = told.value.remedy.removesuffix(" (or --without adamw_8bit)")
+    remedy = told.value.remedy.text.removesuffix(" (or --without adamw_8bit)")
     assert remedy.endswith(works)
     build = make_tiny(*beside, *remedy.split())
     step(build, batch(build), 0)
@@ -306,7 +306,7 @@ def test_columns_that_ranks_cannot_share_in_whole_blocks_are_refused(
         assert f"mesh.tensor = {ranks} gives each rank {found}" in answer.reason
         whole = " --without tensor_parallel" * (works == 1)
         assert "blocks are of 256" in answer.reason
-        assert answer.remedy == f"mesh.tensor={works}{whole}"
+        assert answer.remedy.text == f"mesh.tensor={works}{whole}"
     assert works == 1 or isinstance(ask(works), Supported)
 
 

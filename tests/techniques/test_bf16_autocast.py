@@ -59,4 +59,4 @@ def test_says_where_it_runs(make_tiny: Make) -> None:
     assert isinstance(Bf16Autocast().supports(place()), Supported)
     for capability in ((7, 5), None):
         answer = Bf16Autocast().supports(place(capability=capability))
-        assert isinstance(answer, Unsupported) and "8.0" in answer.reason and answer.remedy
+        assert isinstance(answer, Unsupported) and "8.0" in answer.reason and answer.remedy.text

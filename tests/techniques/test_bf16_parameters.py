@@ -221,7 +221,7 @@ def test_says_where_it_runs(make_tiny: Make) -> None:
 
     assert isinstance(Bf16Parameters().supports(place()), Supported)
     answer = Bf16Parameters().supports(place(capability=(7, 5)))
-    assert isinstance(answer, Unsupported) and "bf16" in answer.reason and answer.remedy
+    assert isinstance(answer, Unsupported) and "bf16" in answer.reason and answer.remedy.text
     for other in ("muon", "adamw_8bit", "sophia"):
         with pytest.raises(UnsupportedError, match=f"{other} adds its updates"):
             make_tiny(ON.format("master"), f"techniques.{other}={{}}")

@@ -92,7 +92,7 @@ def test_evaluation_runs_in_pieces_and_leaves_no_trace(make_tiny: Make, batch: B
 def test_a_chunk_that_cuts_nothing_is_refused(make_tiny: Make, chunk: int) -> None:
     with pytest.raises(UnsupportedError, match="cuts nothing of a micro-batch of 128") as caught:
         make_tiny(f"{ON}={chunk}")
-    assert f"{ON}=64" in caught.value.remedy
+    assert f"{ON}=64" in caught.value.remedy.text
     with pytest.raises(UnsupportedError, match="cuts nothing of a micro-batch of 32"):
         make_tiny(f"{ON}=32", "batch.micro_sequences=2")
 

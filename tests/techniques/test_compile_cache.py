@@ -91,11 +91,11 @@ def test_says_what_to_do_where_nothing_can_be_written(
             patched.setattr(os, "access", lambda path, mode, no=asked: path != no)
             answer = CompileCache(directory=str(tmp_path / inside)).supports(context)
         assert isinstance(answer, Unsupported) and str(asked) in answer.reason
-        assert "techniques.compile_cache.directory=" in answer.remedy
+        assert "techniques.compile_cache.directory=" in answer.remedy.text
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be made") as caught:
         kept_in(tmp_path / "file" / "cache", {"before": None}).__enter__()
-    assert "techniques.compile_cache.directory=" in caught.value.remedy
+    assert "techniques.compile_cache.directory=" in caught.value.remedy.text
 
 
 def test_says_where_it_keeps_something(tiny_plan: Callable[..., Any], tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_says_where_it_keeps_something(tiny_plan: Callable[..., Any], tmp_path: 
         (there(directory=str(open_to_all)), [COMPILE], "other users may reach"),
     ):
         found = answer(technique, *keys)
-        assert isinstance(found, Unsupported) and why in found.reason and found.remedy
+        assert isinstance(found, Unsupported) and why in found.reason and found.remedy.text
     assert CompileCache().folder() == Path.home() / ".cache" / "headrace" / "compile"
 
 

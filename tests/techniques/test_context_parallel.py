@@ -60,7 +60,7 @@ def work_of(rows: int, length: int, *, documents: bool) -> Work:
 )
 def test_refuses_with_what_works(tiny_plan: Make, ranks: int, length: int, remedy: str) -> None:
     answer = TECHNIQUE.supports(context_of(tiny_plan(), ranks, sequence_length=length))
-    assert isinstance(answer, Unsupported) and answer.remedy == remedy
+    assert isinstance(answer, Unsupported) and answer.remedy.text == remedy
     key, value = remedy.split("=")
     now = {"ranks": ranks, "length": length}
     now["ranks" if key == "mesh.context" else "length"] = int(value)
@@ -71,12 +71,12 @@ def test_refuses_with_what_works(tiny_plan: Make, ranks: int, length: int, remed
 def test_refuses_a_mixer_that_is_not_attention(tiny_plan: Make) -> None:
     other = SimpleNamespace(name=lambda: "state_space", claims=("parts.mixer",))
     answer = TECHNIQUE.supports(context_of(tiny_plan(), 2, other))
-    assert isinstance(answer, Unsupported) and answer.remedy == "--without state_space"
+    assert isinstance(answer, Unsupported) and answer.remedy.text == "--without state_space"
 
 
 def test_refuses_apple_gpus(tiny_plan: Make) -> None:
     answer = TECHNIQUE.supports(replace(context_of(tiny_plan(), 2), device="mps"))
-    assert isinstance(answer, Unsupported) and answer.remedy == "device=cpu"
+    assert isinstance(answer, Unsupported) and answer.remedy.text == "device=cpu"
 
 
 def test_refuses_a_prefix() -> None:

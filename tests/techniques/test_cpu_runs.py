@@ -76,7 +76,7 @@ def test_more_threads_than_cores_are_refused_with_the_count_that_runs() -> None:
     refused = CpuThreads(threads=most + 1).supports(on("cpu"))
     assert isinstance(refused, Unsupported)
     assert f"{most + 1} threads were asked for" in refused.reason
-    assert refused.remedy == f"techniques.cpu_threads.threads={most}"
+    assert refused.remedy.text == f"techniques.cpu_threads.threads={most}"
     assert CpuThreads().count == most and CpuThreads(share="half").count == max(1, most // 2)
     for technique in (CpuThreads(), KeptMemory()):
         assert isinstance(technique.supports(on("cuda")), Unsupported)

@@ -59,7 +59,7 @@ def test_refuses_where_it_has_no_kernel() -> None:
         ({"precision": "fp32"}, "half precision"),
     ):
         answer = CudnnAttention().supports(replace(GPU, **how))
-        assert isinstance(answer, Unsupported) and says in answer.reason and answer.remedy
+        assert isinstance(answer, Unsupported) and says in answer.reason and answer.remedy.text
 
 
 def test_its_evidence_is_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

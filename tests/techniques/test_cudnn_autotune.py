@@ -82,8 +82,8 @@ def test_says_where_it_has_something_to_choose(
     assert isinstance(on_gpu(SHORT), Supported)
     plain, packed = on_gpu(), on_gpu(SHORT, PACKING)
     assert isinstance(plain, Unsupported) and "no convolutions" in plain.reason
-    assert plain.remedy == "--with short_convolution"
-    assert isinstance(packed, Unsupported) and packed.remedy == "--without document_packing"
+    assert plain.remedy.text == "--with short_convolution"
+    assert isinstance(packed, Unsupported) and packed.remedy.text == "--without document_packing"
     with pytest.raises(UnsupportedError, match="cpu has no cuDNN"):
         make_tiny(ON, SHORT)
 

@@ -219,7 +219,7 @@ def test_one_row_that_does_not_fit_says_what_would(
     build = run_out(make_tiny(ON), 0)
     with pytest.raises(RunError, match="one row of 16 tokens does not fit: CUDA out of") as caught:
         step(build, batch(build), 0)
-    assert "full_checkpoint" in caught.value.remedy
+    assert "full_checkpoint" in caught.value.remedy.text
     assert build.notes[NAME].shrinks == 3
 
 

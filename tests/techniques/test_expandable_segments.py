@@ -70,7 +70,7 @@ def test_bytes_are_counted_where_tensors_begin() -> None:
 def test_refused_off_cuda_and_on_windows(make_tiny: Make, monkeypatch: Any) -> None:
     with pytest.raises(UnsupportedError, match="not the CUDA allocator's") as caught:
         make_tiny("techniques.expandable_segments={}")
-    assert "device=cuda" in caught.value.remedy
+    assert "device=cuda" in caught.value.remedy.text
     context = replace(make_tiny().context, device="cuda")
     monkeypatch.setattr(sys, "platform", "win32")
     assert isinstance(module.ExpandableSegments().supports(context), Unsupported)

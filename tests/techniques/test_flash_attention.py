@@ -58,7 +58,7 @@ def test_refuses_where_it_has_no_kernel() -> None:
         ({"plan": wide}, "have 264"),
     ):
         answer = FlashAttention().supports(replace(GPU, **how))
-        assert isinstance(answer, Unsupported) and says in answer.reason and answer.remedy
+        assert isinstance(answer, Unsupported) and says in answer.reason and answer.remedy.text
 
 
 @pytest.mark.parametrize("other", [DocumentPacking(), SlidingWindow(window=4)])
@@ -66,7 +66,7 @@ def test_refuses_what_would_need_a_dense_mask(other: DocumentPacking | SlidingWi
     plan = PLAN.replaced(techniques={other.name(): other, "flash_attention": FlashAttention()})
     answer = FlashAttention().supports(replace(GPU, plan=plan))
     assert isinstance(answer, Unsupported) and other.name() in answer.reason
-    assert "varlen_attention" in answer.remedy and "flex_attention" in answer.remedy
+    assert "varlen_attention" in answer.remedy.text and "flex_attention" in answer.remedy.text
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def test_one_that_cannot_be_loaded_says_why(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(flash_attention_3, "activate_flash_attention_impl", fail)
     with pytest.raises(UnsupportedError, match=r"FA3 is installed .* undefined symbol") as caught:
         activate("FA3")
-    assert "flash-attention" in caught.value.remedy
+    assert "flash-attention" in caught.value.remedy.text
 
 
 def test_one_whose_results_torch_does_not_know_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,12 +165,12 @@ def test_refuses_what_is_not_there(
     monkeypatch.setattr(flash_attention_3, "has_fetcher", lambda: False)
     answer = technique.supports(GPU)
     assert isinstance(answer, Unsupported) and "not installed" in answer.reason
-    assert answer.remedy.startswith(RELEASES[technique.release].install)
-    assert ("source=kernels" in answer.remedy) == (technique is FA3)
+    assert answer.remedy.text.startswith(RELEASES[technique.release].install)
+    assert ("source=kernels" in answer.remedy.text) == (technique is FA3)
     fetched = technique.model_copy(update={"source": "kernels"})
     answer = fetched.supports(GPU)
     assert isinstance(answer, Unsupported)
-    assert answer.remedy == ("pip install kernels" if technique is FA3 else
+    assert answer.remedy.text == ("pip install kernels" if technique is FA3 else
                              "techniques.flash_attention_3.version=FA3")  # fmt: skip
     monkeypatch.setattr(flash_attention_3, "has_fetcher", lambda: True)
     assert isinstance(fetched.supports(GPU), Supported) == (technique is FA3)
@@ -193,7 +193,7 @@ def test_refuses_where_it_has_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None
         (FA3, {"plan": packed}, "document_packing"),
     ):
         answer = technique.supports(replace(GPU, **how))
-        assert isinstance(answer, Unsupported) and says in answer.reason and answer.remedy
+        assert isinstance(answer, Unsupported) and says in answer.reason and answer.remedy.text
     for technique, capability in ((FA3, (9, 0)), (FA4, (9, 0)), (FA4, (10, 3))):
         assert isinstance(technique.supports(replace(GPU, capability=capability)), Supported)
 
@@ -219,10 +219,10 @@ def test_version_4_makes_gradients_of_some_heads_alone(monkeypatch: pytest.Monke
         assert isinstance(answer, Unsupported)
         assert answer.reason.startswith("FA4 makes gradients of heads of 32, 64, 80, 96 or 128")
         assert f"have {width}" in answer.reason
-        assert answer.remedy == f"model.head_dim={nearest}"
+        assert answer.remedy.text == f"model.head_dim={nearest}"
     plan = Plan.model_validate({"goal": {"steps": 1}, "model": {"head_dim": 264}})
     answer = FA4.supports(replace(GPU, plan=plan))
-    assert isinstance(answer, Unsupported) and answer.remedy == "model.head_dim=128"
+    assert isinstance(answer, Unsupported) and answer.remedy.text == "model.head_dim=128"
 
 
 def test_a_torch_that_cannot_activate_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,7 +310,7 @@ def test_what_cannot_be_fetched_says_why(monkeypatch: pytest.MonkeyPatch, error:
     monkeypatch.setitem(sys.modules, "kernels", Fetcher(error))
     with pytest.raises(UnsupportedError, match=str(error)) as caught:
         FlashAttention3(source="kernels").apply(SimpleNamespace())  # type: ignore[arg-type]
-    assert "version 1" in caught.value.message and "pip install kernels" in caught.value.remedy
+    assert "version 1" in caught.value.message and "pip install kernels" in caught.value.remedy.text
 
 
 def test_what_is_fetched_is_in_force_by_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,7 +137,7 @@ def test_refuses_where_it_cannot_train() -> None:
         ({"has_triton": False}, "Triton"),
     ):
         answer = FlexAttention().supports(replace(gpu, **how))
-        assert isinstance(answer, Unsupported) and says in answer.reason and answer.remedy
+        assert isinstance(answer, Unsupported) and says in answer.reason and answer.remedy.text
 
 
 @pytest.mark.gpu

@@ -174,7 +174,7 @@ def test_names_what_fits_none(make_tiny: Make) -> None:
         make_tiny("techniques.float8_linear={multiple_of=48,min_size=1}")
     with pytest.raises(ConfigError, match="at least 1024") as caught:
         make_tiny("techniques.float8_linear={}")
-    assert "min_size=16" in caught.value.remedy
+    assert "min_size=16" in caught.value.remedy.text
 
 
 def test_takes_what_is_wide_enough(make_tiny: Make) -> None:
@@ -202,4 +202,4 @@ def test_says_where_it_runs(make_tiny: Make) -> None:
         (Float8Linear(), place(device="mps"), "no fp8"),
     ):
         answer = technique.supports(context)
-        assert isinstance(answer, Unsupported) and why in answer.reason and answer.remedy
+        assert isinstance(answer, Unsupported) and why in answer.reason and answer.remedy.text

@@ -185,7 +185,7 @@ def test_refuses_where_its_kernels_cannot_run() -> None:
     ):
         answer = FusedCrossEntropy().supports(replace(gpu, **how))
         assert isinstance(answer, Unsupported)
-        assert says in answer.reason and helps in answer.remedy
+        assert says in answer.reason and helps in answer.remedy.text
 
 
 def test_the_chunked_head_is_named_beside_it() -> None:

@@ -148,11 +148,11 @@ def test_refuses_where_it_cannot_run(kind: Any, monkeypatch: pytest.MonkeyPatch)
     assert isinstance(kind().supports(gpu()), Supported)
     for how, says in (({"device": "cpu"}, "GPU"), ({"has_triton": False}, "Triton")):
         answer = kind().supports(replace(gpu(), **how))
-        assert isinstance(answer, Unsupported) and says in answer.reason and answer.remedy
+        assert isinstance(answer, Unsupported) and says in answer.reason and answer.remedy.text
     other = gpu()
     vars(other.plan.model).update(norm="layer_norm", position="learned", activation="gelu")
     answer = kind().supports(other)
-    assert isinstance(answer, Unsupported) and "model." in answer.reason and answer.remedy
+    assert isinstance(answer, Unsupported) and "model." in answer.reason and answer.remedy.text
 
 
 def test_liger_refuses_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +166,7 @@ def test_liger_refuses_without_its_package(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(liger_kernels, "version", version)
         answer = LigerKernels().supports(gpu())
         assert isinstance(answer, Unsupported) and says in answer.reason
-        assert answer.remedy == "pip install 'headrace[kernels]'"
+        assert answer.remedy.text == "pip install 'headrace[kernels]'"
 
 
 @pytest.mark.parametrize("kind", (FusedRmsNorm, LigerKernels))

@@ -42,4 +42,4 @@ def test_refuses_heads_that_do_not_divide(
     assert plan.model.kv_heads == 0, "the key is left alone"
     answer = Gqa(queries_per_key=asked).supports(make_context(plan, torch.device("cpu")))
     assert isinstance(answer, Unsupported)
-    assert answer.remedy == f"techniques.gqa.queries_per_key={near}"
+    assert answer.remedy.text == f"techniques.gqa.queries_per_key={near}"

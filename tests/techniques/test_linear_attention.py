@@ -151,7 +151,7 @@ def test_refuses_cut_rows_and_given_weights(tiny_plan: Callable[..., Any]) -> No
     for key, change in (("mesh", {"context": 2}), ("model", {"pretrained": "there"})):
         asked = plan.model_copy(update={key: getattr(plan, key).model_copy(update=change)})
         answer = LinearAttention().supports(make_context(asked, torch.device("cpu")))
-        assert isinstance(answer, Unsupported) and answer.remedy
+        assert isinstance(answer, Unsupported) and answer.remedy.text
 
 
 @pytest.mark.parametrize("more", [[], [DELTA]], ids=["sum", "gated_delta"])

@@ -158,7 +158,7 @@ def test_refuses_where_they_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def refused(context: Context, says: str) -> None:
         answer = on.supports(context)
-        assert isinstance(answer, Unsupported) and says in answer.reason and answer.remedy
+        assert isinstance(answer, Unsupported) and says in answer.reason and answer.remedy.text
 
     delta = on.model_copy(update={"rule": "gated_delta"})
     monkeypatch.setattr(technique, "_installed", lambda: "0.6.0")
@@ -174,7 +174,7 @@ def test_refuses_where_they_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
             assert isinstance(answer, Unsupported) == (wrong and not mended)
             if isinstance(answer, Unsupported):
                 assert "3.6.0 compiles" in answer.reason
-                assert ("tilelang" in answer.remedy) == (rule is delta)
+                assert ("tilelang" in answer.remedy.text) == (rule is delta)
             assert isinstance(rule.supports(replace(gpu(), capability=(8, 0))), Supported)
     monkeypatch.setattr(technique, "version", lambda package: "3.7.1")
     for how, says in (

@@ -47,7 +47,7 @@ def test_refuses_to_copy_what_is_cut_on_the_host(make_tiny: Make) -> None:
     gpu = replace(make_tiny(*keys).context, device="cuda")
     answer = LoaderWorkers().supports(gpu)
     assert isinstance(answer, Unsupported)
-    assert answer.remedy == "techniques.loader_workers.side_copy=false"
+    assert answer.remedy.text == "techniques.loader_workers.side_copy=false"
     assert not isinstance(LoaderWorkers(side_copy=False).supports(gpu), Unsupported)
 
 

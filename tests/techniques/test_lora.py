@@ -58,7 +58,7 @@ def test_targets_name_linears_by_their_ends(make_tiny: Make) -> None:
     assert len(linears_of(build.model, ())) == 2 * len(ALL)
     with pytest.raises(ConfigError, match=r"'mlp\.up'.*mlp\.gate_up") as caught:
         make_tiny('techniques.lora.targets=["mlp.up"]')
-    assert "mlp.gate_up" in caught.value.remedy
+    assert "mlp.gate_up" in caught.value.remedy.text
     with pytest.raises(ConfigError, match=r"mixer\.bcx.*mixer\.qkv"):
         trunk = trunk_ledger(build.config, rows=1, length=8, precision="fp32", device="cpu")
         adapted_ledger(trunk, "lora", ["mixer.bcx"], 2, None)
@@ -130,7 +130,7 @@ def test_is_refused_under_tensor_parallelism(make_tiny: Make) -> None:
     mesh = build.plan.mesh.model_copy(update={"tensor": 2})
     plan = build.plan.model_copy(update={"mesh": mesh})
     answer = Lora().supports(replace(build.context, plan=plan))
-    assert isinstance(answer, Unsupported) and answer.remedy == "mesh.tensor=1"
+    assert isinstance(answer, Unsupported) and answer.remedy.text == "mesh.tensor=1"
 
 
 def test_a_run_saves_its_adapters_alone_and_exports_them_merged(

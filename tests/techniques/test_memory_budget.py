@@ -72,10 +72,10 @@ def test_the_flag_is_put_back(make_tiny: Make, batch: Batch) -> None:
 def test_refused_without_a_compiler_that_reads_it(make_tiny: Make) -> None:
     with pytest.raises(UnsupportedError, match="nothing is compiled") as caught:
         make_tiny(f"{ON}=0.5")
-    assert "--with torch_compile" in caught.value.remedy
+    assert "--with torch_compile" in caught.value.remedy.text
     with pytest.raises(UnsupportedError, match="leaves it to autograd") as caught:
         make_tiny(f"{ON}=0.5", "techniques.torch_compile.backend=eager")
-    assert "backend=inductor" in caught.value.remedy
+    assert "backend=inductor" in caught.value.remedy.text
     with pytest.raises(ConfigError, match="nothing is left for the budget"):
         make_tiny(f"{ON}=0.5", COMPILE, "techniques.full_checkpoint.every=1")
 
@@ -84,8 +84,8 @@ def test_refused_without_a_compiler_that_reads_it(make_tiny: Make) -> None:
 def test_the_compilers_own_choice_is_no_budget(make_tiny: Make, fraction: float) -> None:
     with pytest.raises(ConfigError, match=r"less than or equal to 0\.99") as caught:
         make_tiny(f"{ON}={fraction}", COMPILE)
-    assert caught.value.remedy == f"{ON}=0.99"
-    make_tiny(caught.value.remedy, COMPILE)
+    assert caught.value.remedy.text == f"{ON}=0.99"
+    make_tiny(caught.value.remedy.text, COMPILE)
 
 
 def test_no_candidate_of_a_sweep_is_the_compilers_own_choice(make_tiny: Make) -> None:

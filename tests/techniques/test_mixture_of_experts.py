@@ -144,4 +144,4 @@ def test_refuses_what_it_cannot_do(tiny_plan: Callable[..., Any]) -> None:
         (gpu, {"technique": MixtureOfExperts(expert_ffn=12)}, "expert_ffn = 12"),
     ):
         answer = asked(context, **how)
-        assert isinstance(answer, Unsupported) and says in answer.reason and answer.remedy
+        assert isinstance(answer, Unsupported) and says in answer.reason and answer.remedy.text

@@ -195,7 +195,7 @@ def test_takes_all_that_adapters_train(
     beside = ["optimizer.clip_norm=0.0", f"techniques.{knob}"]
     with pytest.raises(UnsupportedError, match=f"nothing is left to {other}") as caught:
         make_tiny(MUON, *beside, f"techniques.{adapts}.rank=2")
-    assert caught.value.remedy.startswith(f"--without {other} ")
+    assert caught.value.remedy.text.startswith(f"--without {other} ")
     assert {"muon", other} <= make_tiny(MUON, *beside).routed.keys()
     assert make_tiny(MUON, f"techniques.{adapts}.rank=2").routed.keys() == {"muon"}
 

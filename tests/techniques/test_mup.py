@@ -132,5 +132,5 @@ def test_refuses_what_table_3_does_not_cover(tiny_plan: Callable[..., Any]) -> N
         (Mup(base_dim=8), ("techniques.muon.lr=0.01",), "muon"),
     ):
         answer = asked(technique, *overrides)
-        assert isinstance(answer, Unsupported) and says in answer.reason and answer.remedy
-    assert asked(Mup(base_dim=13)).remedy == "techniques.mup.base_dim=16"
+        assert isinstance(answer, Unsupported) and says in answer.reason and answer.remedy.text
+    assert asked(Mup(base_dim=13)).remedy.text == "techniques.mup.base_dim=16"

@@ -146,7 +146,7 @@ def test_refuses_what_needs_all_gradients(
     assert isinstance(answer(plan), Supported)
     values = {k: type(getattr(plan, k)).model_validate(dict(v)) for k, v in change.items()}
     refused = answer(plan.model_copy(update=values))
-    assert isinstance(refused, Unsupported) and refused.remedy.startswith(remedy)
+    assert isinstance(refused, Unsupported) and refused.remedy.text.startswith(remedy)
 
 
 def test_the_command_line_says_how(tiny_plan: Callable[..., Plan]) -> None:
@@ -161,4 +161,4 @@ def test_two_that_update_the_rest_are_refused_before_anything_is_built(
     context = make_context(plan, torch.device("cpu"))
     with pytest.raises(ConfigError, match="adamw_8bit and sophia both take the place") as told:
         check_supported(list(plan.techniques.values()), context)
-    assert told.value.remedy == "--without adamw_8bit or --without sophia"
+    assert told.value.remedy.text == "--without adamw_8bit or --without sophia"

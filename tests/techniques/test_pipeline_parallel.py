@@ -102,7 +102,7 @@ def test_refusals_say_what_would_work(
     plan = on_mesh(tiny_plan("model.layers=4", *overrides), pipe, ranks)
     answer = pipe.supports(make_context(plan, CPU))
     assert isinstance(answer, Unsupported)
-    assert reason in answer.reason and remedy in answer.remedy
+    assert reason in answer.reason and remedy in answer.remedy.text
 
 
 def test_what_the_remedies_say_works(tiny_plan: Callable[..., Plan]) -> None:

@@ -171,7 +171,8 @@ def test_a_validation_without_targets_says_so(
     build.place = emptied
     with pytest.raises(ConfigError, match="0 bytes of text") as caught:
         evaluate(build, 32)
-    assert "prefix_lm.tokens" in caught.value.remedy and "eval.tokens" in caught.value.remedy
+    assert "prefix_lm.tokens" in caught.value.remedy.text
+    assert "eval.tokens" in caught.value.remedy.text
 
 
 @pytest.mark.parametrize("windowed", [False, True])
@@ -207,7 +208,7 @@ def test_evidence_and_refusals(
     context = make_context(tiny_plan(), torch.device("cpu"))
     assert isinstance(PrefixLm(tokens=15).supports(context), Supported)
     answer = PrefixLm(tokens=16).supports(context)
-    assert isinstance(answer, Unsupported) and answer.remedy == "techniques.prefix_lm.tokens=8"
+    assert isinstance(answer, Unsupported) and answer.remedy.text == "techniques.prefix_lm.tokens=8"
     split = tiny_plan(ON, "mesh.context=2", "techniques.context_parallel={}")
     answer = on.supports(make_context(split, torch.device("cpu")))
     assert isinstance(answer, Unsupported) and "both ways" in answer.reason

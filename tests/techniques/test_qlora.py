@@ -71,13 +71,13 @@ def test_rows_too_short_to_be_smaller_are_refused(make_tiny: Make, batch: Batch)
         make_tiny(*SHORT, 'techniques.qlora.targets=["mlp.gate_up", "mlp.down"]')
     with pytest.raises(UnsupportedError, match="in nf4"):
         make_tiny(*SHORT)
-    build = make_tiny(*SHORT, caught.value.remedy.split(" (or ")[0])
+    build = make_tiny(*SHORT, caught.value.remedy.text.split(" (or ")[0])
     step(build, batch(build), 0)
     assert check_active(build)["qlora"].numbers["bits_per_weight"] == 12
     with pytest.raises(UnsupportedError, match="in int8") as caught:
         make_tiny("model.dim=1", "model.heads=1", "model.ffn=1", "model.position=none",
                   "techniques.qlora.base=int8")  # fmt: skip
-    assert "--with lora" in caught.value.remedy
+    assert "--with lora" in caught.value.remedy.text
 
 
 def test_weights_with_longer_rows_are_stored(make_tiny: Make, batch: Batch) -> None:

@@ -133,14 +133,14 @@ def test_refuses_what_does_not_divide(tiny_plan: Callable[..., Plan]) -> None:
         ({"start": 16}, f"techniques.{NAME}.start=8"),
     ):
         refused = answer(plan, **knobs)
-        assert isinstance(refused, Unsupported) and refused.remedy == remedy
+        assert isinstance(refused, Unsupported) and refused.remedy.text == remedy
     prime = answer(tiny_plan("data.sequence_length=3", "batch.tokens=129"), start=2)
-    assert isinstance(prime, Unsupported) and prime.remedy == "data.sequence_length=4"
+    assert isinstance(prime, Unsupported) and prime.remedy.text == "data.sequence_length=4"
     endless = tiny_plan("schedule.kind=constant").replaced(
         schedule={"kind": "constant"}, goal={"minutes": 1}
     )
     refused = answer(endless, start=8)
-    assert isinstance(refused, Unsupported) and "until" in refused.remedy
+    assert isinstance(refused, Unsupported) and "until" in refused.remedy.text
     assert isinstance(answer(endless, start=8, until=50.0), Supported)
 
 
@@ -149,4 +149,4 @@ def test_under_context_parallelism_every_length_splits(tiny_plan: Callable[..., 
     split = replace(context, plan=context.plan.model_copy(update={"mesh": MeshConfig(context=2)}))
     assert isinstance(SequenceLengthSchedule(start=4).supports(split), Supported)
     refused = SequenceLengthSchedule(start=2).supports(split)
-    assert isinstance(refused, Unsupported) and refused.remedy.endswith("start=4")
+    assert isinstance(refused, Unsupported) and refused.remedy.text.endswith("start=4")

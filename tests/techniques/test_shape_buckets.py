@@ -132,10 +132,10 @@ def test_what_is_dealt_holds_every_token_once_and_no_other_target() -> None:
 def test_refused_where_nothing_varies(make_tiny: Make) -> None:
     with pytest.raises(UnsupportedError, match="nothing varies") as caught:
         make_tiny(COMPILE, f"techniques.{NAME}={{}}")
-    assert "--with sequence_length_schedule" in caught.value.remedy
+    assert "--with sequence_length_schedule" in caught.value.remedy.text
     with pytest.raises(UnsupportedError, match="a multiple of 2 already") as caught:
         make_tiny(*LENGTHS, f"techniques.{NAME}.multiple=2")
-    assert f"techniques.{NAME}.multiple=4" in caught.value.remedy
+    assert f"techniques.{NAME}.multiple=4" in caught.value.remedy.text
     make_tiny(*LENGTHS, f"techniques.{NAME}.multiple=4")
 
 
@@ -143,8 +143,8 @@ def test_refused_where_nothing_is_compiled(make_tiny: Make) -> None:
     """Padding would cost work, and no graph is there that a new length compiles again."""
     with pytest.raises(UnsupportedError, match="nothing is compiled") as caught:
         make_tiny(LENGTHS[1], f"techniques.{NAME}.multiple=8")
-    assert "--with torch_compile" in caught.value.remedy
-    assert f"--without {NAME}" in caught.value.remedy
+    assert "--with torch_compile" in caught.value.remedy.text
+    assert f"--without {NAME}" in caught.value.remedy.text
 
 
 def test_what_would_see_padding_or_a_part_is_refused(make_tiny: Make) -> None:

@@ -196,7 +196,7 @@ def test_refuses_what_it_cannot_be(tiny_plan: Callable[..., Any], make_tiny: Mak
     ):
         asked = plan.model_copy(update={key: getattr(plan, key).model_copy(update=change)})
         answer = ShortConvolution().supports(make_context(asked, torch.device("cpu")))
-        assert isinstance(answer, Unsupported) and why in answer.reason and answer.remedy
+        assert isinstance(answer, Unsupported) and why in answer.reason and answer.remedy.text
     for more, why in (
         ("sliding_window={window=4,between=1}", "leaves without the window"),
         ('lora.targets=["mixer.bcx"]', "some layers have"),

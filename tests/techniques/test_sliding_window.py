@@ -161,7 +161,7 @@ def test_a_window_that_limits_nothing_is_refused(tiny_plan: Callable[..., Any]) 
     assert isinstance(SlidingWindow(window=15).supports(context), Supported)
     answer = SlidingWindow(window=16).supports(context)
     assert isinstance(answer, Unsupported) and "rows of 16" in answer.reason
-    assert answer.remedy == "techniques.sliding_window.window=4"
+    assert answer.remedy.text == "techniques.sliding_window.window=4"
     answer = SlidingWindow(window=4, between=1).supports(context)
     assert isinstance(answer, Unsupported) and "no layer of 1" in answer.reason
 

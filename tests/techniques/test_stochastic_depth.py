@@ -136,7 +136,7 @@ def test_the_work_of_a_mean_step_is_foreseen(
 def test_a_single_block_is_refused(make_tiny: Callable[..., Build]) -> None:
     with pytest.raises(UnsupportedError, match="never left out") as caught:
         make_tiny("techniques.stochastic_depth.rate=0.5", "model.layers=1")
-    assert "model.layers=2" in caught.value.remedy
+    assert "model.layers=2" in caught.value.remedy.text
 
 
 COMPILE = "techniques.torch_compile.backend=aot_eager"
@@ -151,7 +151,7 @@ def test_one_graph_of_all_blocks_is_refused(
     with pytest.raises(UnsupportedError, match="torch_compile makes one graph") as caught:
         make_tiny(*DEEP, COMPILE, *more)
     assert "2^3 sets" in caught.value.message
-    assert f"{BLOCK} (or --without stochastic_depth)" == caught.value.remedy
+    assert f"{BLOCK} (or --without stochastic_depth)" == caught.value.remedy.text
     make_tiny(*DEEP, COMPILE, *more, BLOCK)
 
 

@@ -143,7 +143,7 @@ def test_refuses_with_what_fits(
 ) -> None:
     answer = supports(ranks, **model)
     assert isinstance(answer, Unsupported) and re.search(reason, answer.reason)
-    assert answer.remedy == remedy
+    assert answer.remedy.text == remedy
 
 
 def test_what_it_refuses_it_names_a_remedy_that_runs() -> None:
@@ -169,14 +169,14 @@ def cut(part: nn.Module, ranks: int = 2) -> dict[str, Layout]:
 def test_a_part_that_does_not_say_how_it_splits_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"blocks\.0\.mlp \(Opaque\) does not say") as caught:
         cut(Opaque())
-    assert caught.value.remedy.startswith("mesh.tensor=1")
+    assert caught.value.remedy.text.startswith("mesh.tensor=1")
 
 
 def test_a_part_with_too_few_groups_is_refused() -> None:
     config = ModelConfig(dim=12, heads=3, kv_heads=3, head_dim=4)
     with pytest.raises(ConfigError, match="3 groups of features") as caught:
         cut(Attention(config, 0, Sdpa()))
-    assert caught.value.remedy.startswith("mesh.tensor=1")
+    assert caught.value.remedy.text.startswith("mesh.tensor=1")
 
 
 def test_an_adapted_linear_that_does_not_say_how_it_splits_is_refused() -> None:

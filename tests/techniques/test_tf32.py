@@ -75,7 +75,7 @@ def test_says_where_it_runs(make_tiny: Make) -> None:
         (place(precision="bf16"), "multiplies in bf16 alone"),
     ):
         answer = Tf32().supports(context)
-        assert isinstance(answer, Unsupported) and why in answer.reason and answer.remedy
+        assert isinstance(answer, Unsupported) and why in answer.reason and answer.remedy.text
     with pytest.raises(UnsupportedError, match="tf32 was asked for and cannot run here"):
         make_tiny(ON)
 

@@ -208,7 +208,7 @@ def test_too_many_documents_are_an_error() -> None:
         ids_BT = segments.view(1, -1).expand(rows, -1)
         with pytest.raises(RunError, match="takes 65,535") as caught:
             VarlenBackend().prepare(MaskSpec(document=True), Rows(ids_BT, ids_BT), 65_536)
-        assert caught.value.remedy == remedy, "one row cannot be halved"
+        assert caught.value.remedy.text == remedy, "one row cannot be halved"
 
 
 def test_refuses_where_it_has_no_kernel() -> None:
@@ -223,7 +223,7 @@ def test_refuses_where_it_has_no_kernel() -> None:
         ({"plan": wide}, "have 264"),
     ):
         answer = VarlenAttention().supports(replace(GPU, **how))
-        assert isinstance(answer, Unsupported) and says in answer.reason and answer.remedy
+        assert isinstance(answer, Unsupported) and says in answer.reason and answer.remedy.text
 
 
 def test_its_evidence_is_the_operation_and_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

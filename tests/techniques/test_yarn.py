@@ -134,7 +134,7 @@ def test_a_scaled_checkpoint_is_refused_with_the_plan_that_says_it(kind: str) ->
     values = config_to_hf(config, sequence_length=48, position=rope.config_fields())
     with pytest.raises(UnsupportedError) as caught:
         config_from_hf(values)
-    told = dict(re.findall(r"techniques\.yarn\.(\w+)=(\S+)", caught.value.remedy))
+    told = dict(re.findall(r"techniques\.yarn\.(\w+)=(\S+)", caught.value.remedy.text))
     again = Yarn.model_validate_json(
         json.dumps({k: v if k == "kind" else json.loads(v) for k, v in told.items()})
     )
@@ -146,7 +146,7 @@ def test_a_scaled_checkpoint_is_refused_with_the_plan_that_says_it(kind: str) ->
     values["rope_scaling"] |= {"rope_type": kind, "attention_factor": 3.0}
     with pytest.raises(UnsupportedError) as caught:
         config_from_hf(values)
-    assert "yarn." not in caught.value.remedy
+    assert "yarn." not in caught.value.remedy.text
 
 
 def test_evidence_is_the_built_models(make_tiny: Callable[..., Build]) -> None:
@@ -189,9 +189,9 @@ def test_what_cannot_be_scaled_is_refused(
     context = make_context(plan, torch.device("cpu"))
     answer = Yarn.model_validate({"original_length": 8, **knobs}).supports(context)
     assert isinstance(answer, Unsupported)
-    assert why in answer.reason and answer.remedy.startswith(remedy)
+    assert why in answer.reason and answer.remedy.text.startswith(remedy)
     if "original_length" in remedy:
-        near = int(answer.remedy.partition("=")[2])
+        near = int(answer.remedy.text.partition("=")[2])
         again = Yarn.model_validate({**knobs, "original_length": near})
         assert isinstance(again.supports(context), Supported)
 

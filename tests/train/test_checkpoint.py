@@ -155,7 +155,7 @@ def test_any_damage_is_one_message_that_names_the_file_and_the_way_on(
         assert name in told.value.message, how
         if how != "gone" or name != "checkpoint.json":
             assert isinstance(told.value, RunError), how
-            assert told.value.remedy == "--checkpoint step-8", how
+            assert told.value.remedy.text == "--checkpoint step-8", how
         path.write_bytes(kept)
     os.truncate(path, 100)
     before = json.loads((run / "report.json").read_text())["val"][-1]["loss_nats"]
@@ -197,7 +197,7 @@ def test_the_way_on_is_the_newest_other_checkpoint(store: Checkpoints) -> None:
     os.truncate(store.folder / "step-100" / "rank-00000.safetensors", 3)
     with pytest.raises(RunError) as told:
         Saved(store.folder / "latest")
-    assert told.value.remedy == "--checkpoint step-10"
+    assert told.value.remedy.text == "--checkpoint step-10"
 
 
 def test_a_tensor_of_another_shape_or_name_is_refused(store: Checkpoints) -> None:

@@ -59,7 +59,7 @@ def test_a_tokenizer_that_changes_text_is_accepted_by_name_and_measured_by_raw_b
     keys = [f"data.sources={text}", f"data.tokenizer={file}", f"data.directory={tmp_path / 'b'}"]
     with pytest.raises(ConfigError, match="loses text") as told:
         prepare(tiny_plan(*keys))
-    assert "data.lossy_tokenizer=true" in told.value.remedy
+    assert "data.lossy_tokenizer=true" in told.value.remedy.text
     plan = tiny_plan(*keys, "data.lossy_tokenizer=true")
     build = make_build(plan, prepare(plan), World(), torch.device("cpu"))
     with pytest.raises(ConfigError, match="loses text"):  # whatever is prepared already

@@ -139,7 +139,7 @@ def test_a_full_memory_is_told_written_down_and_named_by_the_doctor(
     monkeypatch.setattr(training, "step", full)
     with pytest.raises(MemoryFull, match=f"fit in memory: {said}") as told:
         train("guard=false")
-    assert told.value.exit_code == 3 and "batch.micro_sequences" in told.value.remedy
+    assert told.value.exit_code == 3 and "batch.micro_sequences" in told.value.remedy.text
     run = tmp_path / "runs" / "tiny"
     written = report(run)
     assert (written["status"], written["error"]) == ("failed", "MemoryFull")
@@ -169,7 +169,7 @@ def test_a_thread_that_cannot_start_is_told_and_written_down(
         train("guard=false")
     assert told.value.exit_code == 3
     for mends in ("raise that limit", "OMP_NUM_THREADS=1", "data.workers=0", "loader_workers"):
-        assert mends in told.value.remedy
+        assert mends in told.value.remedy.text
     written = report(tmp_path / "runs" / "tiny")
     assert (written["status"], written["error"]) == ("failed", "NoMoreThreads")
     monkeypatch.undo()
@@ -187,7 +187,7 @@ def test_a_rank_that_ended_is_told_by_the_others(
         RunError, match=r"vain \(Connection closed by peer \[127.0.0.1\]:2\)"
     ) as told:
         train("guard=false")
-    assert "--resume" in told.value.remedy
+    assert "--resume" in told.value.remedy.text
     assert report(tmp_path / "runs" / "tiny")["status"] == "failed"
 
 
@@ -360,7 +360,7 @@ def test_a_damaged_shard_is_named_before_training(
         path.unlink()
     with pytest.raises((ConfigError, RunError)) as told:
         train(own, "goal.steps=13", resume=True)
-    assert str(path.parent) in str(told.value) and "headrace data ingest" in told.value.remedy
+    assert str(path.parent) in str(told.value) and "headrace data ingest" in told.value.remedy.text
     Saved(run / "checkpoints" / "latest")
     shutil.rmtree(path.parent.parent)
     train(own, "goal.steps=13", resume=True)
@@ -382,7 +382,7 @@ def test_a_folder_that_vanishes_is_told_at_the_next_step(
     monkeypatch.setattr(Loader, "step", step)
     with pytest.raises(RunError, match=r"runs/tiny is gone.*trained step 6") as told:
         train("guard=false", "checkpoint.every_steps=100")
-    assert max(asked) == 5 and "--resume" in told.value.remedy
+    assert max(asked) == 5 and "--resume" in told.value.remedy.text
 
 
 @pytest.mark.parametrize("how", ["removed", "a file"])
@@ -404,4 +404,4 @@ def test_checkpoints_that_vanish_are_told_at_the_next_step(
     monkeypatch.setattr(Loader, "step", step)
     with pytest.raises(RunError, match=r"checkpoints is no folder any more.*step 6") as told:
         train("guard=false", "checkpoint.every_steps=100")
-    assert max(asked) == 5 and "--resume" in told.value.remedy
+    assert max(asked) == 5 and "--resume" in told.value.remedy.text

@@ -142,7 +142,7 @@ def test_every_change_of_a_checkpoint_is_one_error(
             restore(build, Saved(copy))
             print("not refused:", name, change.__qualname__, change.__closure__)
         assert name in caught.value.message
-        assert caught.value.remedy and caught.value.exit_code in (1, 2, 3)
+        assert caught.value.remedy.text and caught.value.exit_code in (1, 2, 3)
         shutil.rmtree(copy.parent)
 
 

@@ -151,7 +151,7 @@ def test_another_rate_is_refused_and_forks_from_a_checkpoint(train: Train) -> No
     before = contents(run)
     with pytest.raises(ConfigError, match=r"optimizer.lr was 0.01 and is now 0.002") as told:
         train("optimizer.lr=2e-3", resume=True)
-    assert "--resume --checkpoint step-12 optimizer.lr=0.002" in told.value.remedy
+    assert "--resume --checkpoint step-12 optimizer.lr=0.002" in told.value.remedy.text
     forked = train("optimizer.lr=2e-3", "goal.steps=13", resume=True, checkpoint="step-12")
     assert forked != run
     assert contents(run) == before

@@ -75,7 +75,7 @@ def test_one_that_is_not_installed_is_refused(
     monkeypatch.setattr(track, "find_spec", lambda package: None)
     with pytest.raises(UnsupportedError, match="wandb, which is not installed") as error:
         track.open_trackers(tiny_plan("track.to=['wandb']"), tmp_path)
-    assert "headrace[track]" in error.value.remedy
+    assert "headrace[track]" in error.value.remedy.text
 
 
 def test_nothing_is_logged_unless_asked_for(train: Callable[..., Path]) -> None:

@@ -10,6 +10,7 @@ import pytest
 from tiny import READ
 
 from headrace.cli.app import catalogue
+from headrace.core.errors import RefusalKind
 from headrace.plan.changes import changed
 from headrace.plan.plan import Plan
 from headrace.train.guard import ALL, MEAN, First
@@ -132,7 +133,7 @@ class Machine:
                 train_on(sides[0], sides[1], size, left_s, TRAINED * limit_s)
         if self.now_s - began_s > limit_s:
             self.now_s = began_s + limit_s
-            return Reading(refused=f"{NOT_DONE} {limit_s:.0f} s")
+            return Reading(refused=f"{NOT_DONE} {limit_s:.0f} s", refusal=RefusalKind.TIME)
         return found
 
     def proposal(self, plan: Plan, predicted_s: float | None, fits: str = "yes") -> Any:
@@ -168,7 +169,8 @@ class Made:
         self.found.firsts = [First(loss + off, 1.0, {}) for loss in LOSSES[:3]]
         self.found.limits = {"": 1e-3, MEAN: 1e-4, ALL: 1e-3}
         if self.peak > machine.room_bytes:
-            self.found.refused = f"{OUT_OF_MEMORY}: tried to allocate {self.peak:.0f} bytes"
+            why = f"{OUT_OF_MEMORY}: tried to allocate {self.peak:.0f} bytes"
+            self.found.refuse(RefusalKind.MEMORY, why)
         machine.now_s += machine.build_s
         for name in plan.techniques:
             machine.now_s += machine.compile_s.get(name, 0.0)

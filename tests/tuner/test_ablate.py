@@ -12,7 +12,7 @@ from tiny import READ
 
 from headrace.cli.app import catalogue
 from headrace.core.command import typed
-from headrace.core.errors import ConfigError, UnsupportedError
+from headrace.core.errors import ConfigError, RefusalKind, UnsupportedError
 from headrace.core.progress import Progress
 from headrace.core.statistics import Interval
 from headrace.plan.plan import Plan
@@ -160,14 +160,15 @@ def test_a_folder_in_use_or_not_to_be_written_is_told_before_anything_is_measure
     file.touch()
     with pytest.raises(ConfigError, match="file cannot be written") as told:
         run(made, folder=file)
-    assert told.value.remedy.startswith("--out ")
+    assert told.value.remedy.text.startswith("--out ")
     other = locked(tmp_path, "", "")
     with (
         pytest.raises(ConfigError, match="another process measures") as told,
         typed(["ablate", "demo", "--pairs", "--out", "here", "seed=3", "--json"], ("--out",)),
     ):
         run(made)
-    assert told.value.remedy.startswith("headrace ablate demo --pairs seed=3 --out FOLDER (or ")
+    begins = "headrace ablate demo --pairs seed=3 --out FOLDER (or "
+    assert told.value.remedy.text.startswith(begins)
     other.unlock()
     assert not made.asked and run(made).rows
 
@@ -177,8 +178,9 @@ def test_what_cannot_run_says_why_and_what_was_cut_is_measured_again(
 ) -> None:
     def fail(times: int, names: set[str]) -> Reading | None:
         if "selective_checkpoint" not in names:
-            return Reading(refused="out of memory: 8 GiB")
-        return Reading(refused="not done within 9 s") if names == {*THREE} - {"z_loss"} else None
+            return Reading(refused="out of memory: 8 GiB", refusal=RefusalKind.MEMORY)
+        late = Reading(refused="not done within 9 s", refusal=RefusalKind.TIME)
+        return late if names == {*THREE} - {"z_loss"} else None
 
     found = run(Made(product, fail=fail), pairs=True)
     row = found.of(LEFT_OUT)["selective_checkpoint"]
@@ -208,7 +210,7 @@ def test_plans_that_cannot_be_have_a_row_and_take_no_time(
     ):
         with pytest.raises(error, match=says) as told:
             run(made, text=f"{text}[techniques.{name}]\n")
-        assert f"--without {name}" in told.value.remedy
+        assert f"--without {name}" in told.value.remedy.text
     assert not made.asked and not (tmp_path / FILE).exists()
     one = Made(product)
     found = run(one, text=bare + CHUNKED)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from numpy.random import default_rng
 
+from headrace.core.errors import RefusalKind
 from headrace.core.statistics import order_abba
 from headrace.plan.plan import Plan
 from headrace.train.guard import First, watch
@@ -148,7 +149,9 @@ def test_plans_that_do_not_fit_together_take_turns_in_visits(plan: Plan, change:
         def ask(self, what: Any, *plans: Plan, **how: Any) -> Reading:
             asked.append((what, plans[-1]))
             if what is time_pair:
-                return Reading(refused="out of memory: tried to allocate", beside=Reading())
+                return Reading(
+                    refused="out of memory", refusal=RefusalKind.MEMORY, beside=Reading()
+                )
             blocks = how["blocks"]
             step_s = 0.5 if plans[0] == fast else 1.0 if plans[0] == plan else 1.5
             return Reading([step_s] * blocks, losses=[6.0], steps=blocks * how["size"].steps)
@@ -277,11 +280,12 @@ def test_a_first_look_that_may_hide_a_gain_is_worth_more_steps() -> None:
 
 
 def test_a_plan_that_runs_is_better_than_one_that_does_not() -> None:
-    failed = Reading(refused="out of memory: tried to allocate 3 GiB")
+    failed = Reading(refused="out of memory", refusal=RefusalKind.MEMORY)
     found = judged(reading(), failed)
     assert found.verdict == "better" and "out of memory" in found.reason
     assert judged(failed, reading()).verdict == "refused"
-    assert judged(Reading(refused="not done within 3 s"), reading()).verdict == "cut"
+    late = Reading(refused="not done within 3 s", refusal=RefusalKind.TIME)
+    assert judged(late, reading()).verdict == "cut"
 
 
 def test_kinds_are_read_from_techniques_and_keys(plan: Plan, change: Change) -> None:

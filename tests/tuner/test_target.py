@@ -12,7 +12,7 @@ import pytest
 
 from headrace.plan.plan import Plan
 from headrace.tuner.readings import NOT_DONE, Reading
-from headrace.tuner.store import ALIKE_S, Store
+from headrace.tuner.store import ALIKE_S, Store, kept_kind
 from headrace.tuner.target import crossed_s, judge_seeds, learn, reach, train_with, trimmed
 from headrace.tuner.worker import Worker
 
@@ -82,7 +82,7 @@ def asked_of(
     def train(run: Plan, limit_s: float) -> Reading:
         took = seconds(run)
         if isinstance(took, str):
-            return Reading(refused=took)
+            return Reading(refused=took, refusal=kept_kind(took, None))
         return Reading(seconds=[took], tokens_per_s=200.0 if run.optimizer.lr == 0.5 else 100.0)
 
     def once(what: Any, act: Any, *, limit_s: float, alike_s: float, again: bool) -> Reading:

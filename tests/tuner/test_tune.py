@@ -371,7 +371,7 @@ def test_a_folder_that_cannot_be_written_costs_no_reading_and_tells_what_won(
         (folder / name).mkdir(parents=True)
     with pytest.raises(RunError, match=r"2\.00 times as fast") as ended:
         run_command(machine, plan, monkeypatch)
-    assert ended.value.remedy == f"headrace train PLAN --with {FAST}"
+    assert ended.value.remedy.text == f"headrace train PLAN --with {FAST}"
 
 
 def test_another_machine_measures_again(
@@ -395,4 +395,4 @@ def test_a_plan_that_cannot_be_tuned_says_why(plan: Plan) -> None:
             command.tune_command(plan, minutes=minutes, **how)
     with pytest.raises(ConfigError, match=r"cannot be written") as told:
         command.tune_command(plan, folder=Path(__file__) / "in-a-file", **how)
-    assert told.value.remedy.startswith("directory=")
+    assert told.value.remedy.text.startswith("directory=")

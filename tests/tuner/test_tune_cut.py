@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from headrace.cli.app import catalogue
+from headrace.core.errors import RefusalKind
 from headrace.plan.changes import changed, difference
 from headrace.plan.plan import Plan
 from headrace.predict.candidates import Words
@@ -71,7 +72,11 @@ def test_a_run_to_the_target_that_was_cut_off_waits_for_more_time(
         runs.append(limit_s)
         now[0] += min(took_s, limit_s)
         late = took_s > limit_s
-        return Reading(refused=f"{NOT_DONE} {limit_s:.0f} s") if late else Reading(seconds=[took_s])
+        return (
+            Reading(refused=f"{NOT_DONE} {limit_s:.0f} s", refusal=RefusalKind.TIME)
+            if late
+            else Reading(seconds=[took_s])
+        )
 
     slow = changed(plan, [f"+{SLOW}"], KNOWN)
     told = []

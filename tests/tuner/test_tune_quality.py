@@ -10,6 +10,7 @@ import pytest
 
 from headrace.assemble.context import choose_device, make_context
 from headrace.cli.app import catalogue
+from headrace.core.errors import RefusalKind
 from headrace.core.limits import TuneAim
 from headrace.costs.machine import Machine as Rates
 from headrace.plan.changes import changed
@@ -195,7 +196,9 @@ def late(
         limits.append((machine.now_s, limit_s))
         machine.now_s += min(run_s, limit_s)
         if run_s > limit_s:
-            return Reading(refused=f"{NOT_DONE} {limit_s / 60:.1f} minutes")
+            return Reading(
+                refused=f"{NOT_DONE} {limit_s / 60:.1f} minutes", refusal=RefusalKind.TIME
+            )
         sooner = gain if LEARNS in run.techniques else 1.0
         return Reading(seconds=[run_s * sooner * (1 + 0.01 * run.seed)])
 

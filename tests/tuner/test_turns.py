@@ -9,6 +9,7 @@ from headrace.core.statistics import order_abba
 from headrace.tuner.judge import Gain, Rules
 from headrace.tuner.pairs import _compiled_otherwise
 from headrace.tuner.readings import NOT_DONE, Reading
+from headrace.tuner.store import kept_kind
 from headrace.tuner.turns import (
     ACCEPT,
     LOOK,
@@ -138,7 +139,7 @@ def visits(left_s: float, *last: str) -> tuple[Reading, list[Reading]]:
         asked.append(plan)
         first = plan == "first"
         if asked.count("first") == 2 and last:
-            return Reading(refused=last[0])
+            return Reading(refused=last[0], refusal=kept_kind(last[0], None))
         return Reading(
             seconds=[2.0 if first else 1.0] * blocks, steps=blocks * steps, ready_s=5.0,
             peak_bytes=10.0 * len(asked) if first else 7.0, losses=[1.0],

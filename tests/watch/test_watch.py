@@ -207,7 +207,7 @@ def test_what_is_no_model_is_told() -> None:
     optimizer = torch.optim.SGD(nn.Linear(4, 1).parameters(), lr=0.01)
     with pytest.raises(ConfigError, match="was given a function") as told:
         headrace.watch(lambda x: x, optimizer)  # type: ignore[arg-type]
-    assert told.value.remedy == "headrace.watch(model, optimizer, loader)"
+    assert told.value.remedy.text == "headrace.watch(model, optimizer, loader)"
 
 
 def test_what_was_asked_for_and_does_nothing_is_told() -> None:

@@ -32,6 +32,7 @@ from headrace.assemble.sockets import Build, Work
 from headrace.core.errors import ConfigError
 from headrace.core.folders import Folder
 from headrace.core.model_config import ModelConfig
+from headrace.core.remedy import Remedy, mend
 from headrace.costs.count import FP32, linear_parameters, total_parameters
 from headrace.costs.ledger import Ledger, Line
 from headrace.data.pretrained import check_tokenizer, unchecked_tokenizer
@@ -137,8 +138,11 @@ class Distillation(Technique[Build]):
         return Doubt(
             f"{self.name()} has no teacher, and without one it learns from the weights that the "
             "run starts from, which are random here: there is nothing to learn from them",
-            f"techniques.{self.name()}.teacher=FOLDER of a trained model in Hugging Face format "
-            f"(of a run: headrace export RUN --to hf), or --without {self.name()}",
+            Remedy(
+                text=f"techniques.{self.name()}.teacher=FOLDER of a trained model in Hugging Face "
+                "format (of a run: headrace export RUN --to hf),"
+            )
+            | mend(f"-{self.name()}"),
             meaningless=True,
         )
 

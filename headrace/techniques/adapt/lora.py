@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from headrace.assemble.sockets import Build
+from headrace.core.errors import RefusalKind
 from headrace.costs.decoder_work import adapted
 from headrace.costs.ledger import Ledger
 from headrace.model.lora import (
@@ -68,6 +69,7 @@ class Lora(Technique[Build]):
             return Unsupported(
                 "adapters do not say yet how they are split over tensor ranks",
                 context.whole("tensor"),
+                RefusalKind.COMBINATION,
             )
         return Supported()
 

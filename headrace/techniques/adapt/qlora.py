@@ -17,6 +17,8 @@ from pydantic import Field
 from torch import Tensor
 
 from headrace.assemble.sockets import Build
+from headrace.core.errors import RefusalKind
+from headrace.core.remedy import mend
 from headrace.costs.count import block_linears
 from headrace.costs.decoder_work import adapted
 from headrace.costs.ledger import DERIVED, Ledger
@@ -84,15 +86,16 @@ class Qlora(Technique[Build]):
         if plan.mesh.tensor > 1:
             return Unsupported(
                 "adapters and quantized weights do not say yet how they are split over tensor "
-                "ranks", context.whole("tensor"),
+                "ranks", context.whole("tensor"), RefusalKind.COMBINATION,
             )  # fmt: skip
         if not plan.model.pretrained and (bits := self._bits(plan)) >= 32:
             return Unsupported(
                 f"rows so short take {bits:.1f} bits a number in {self.base} with their scales, "
                 "and 32 as they are",
-                f"techniques.{self.name()}.base=int8"
+                mend(f"techniques.{self.name()}.base=int8")
                 if self.base == "nf4"
-                else f"--without {self.name()} --with lora",
+                else mend(f"-{self.name()}", "+lora"),
+                RefusalKind.COMBINATION,
             )
         return Supported()
 

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import torch
 
 from headrace.assemble.sockets import Build
+from headrace.core.errors import RefusalKind
 from headrace.costs.decoder_work import masked
 from headrace.costs.ledger import Ledger, Line
 from headrace.model.attention import weights
@@ -78,12 +79,13 @@ class Alibi(Technique[Build]):
         if plan.mesh.tensor > 1:
             return Unsupported(
                 f"each head has its own slope, and mesh.tensor = {plan.mesh.tensor} ranks do not "
-                "know which heads they hold", context.whole("tensor"),
+                "know which heads they hold", context.whole("tensor"), RefusalKind.COMBINATION,
             )  # fmt: skip
         if plan.mesh.context > 1:
             return Unsupported(
                 f"the ring of mesh.context = {plan.mesh.context} ranks has no bias",
                 context.whole("context"),
+                RefusalKind.COMBINATION,
             )
         return Supported()
 

@@ -11,6 +11,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from headrace.assemble.sockets import Build
+from headrace.core.remedy import mend
 from headrace.costs.ledger import Ledger
 from headrace.model.attention import OneKernelSdpa, equal_scores, kernels_of, lacks_half
 from headrace.plan.technique import (
@@ -56,7 +57,7 @@ class CudnnAttention(Technique[Build]):
         if lacks := lacks_half(context, "cuDNN", oldest=OLDEST):
             return lacks
         if context.precision != "bf16":
-            return Unsupported("its kernels were proven in bf16 only", "model.precision=bf16")
+            return Unsupported("its kernels were proven in bf16 only", mend("model.precision=bf16"))
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:

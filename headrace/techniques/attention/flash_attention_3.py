@@ -42,7 +42,8 @@ from torch.nn.attention import (
 )
 
 from headrace.assemble.sockets import Build
-from headrace.core.errors import UnsupportedError
+from headrace.core.errors import RefusalKind, UnsupportedError
+from headrace.core.remedy import Remedy, mend
 from headrace.costs.ledger import Ledger
 from headrace.model.attention import (
     OneKernelSdpa,
@@ -140,7 +141,7 @@ def activate(version: str) -> None:
         raise UnsupportedError(
             f"{version} is installed and cannot be loaded beside torch {torch.__version__}: "
             f"{error}",
-            f"{RELEASES[version].install} (or --without flash_attention_3)",
+            Remedy(text=RELEASES[version].install).otherwise(mend("-flash_attention_3")),
         ) from error
 
 
@@ -182,7 +183,7 @@ def fetch(revision: str) -> Callable[..., Any]:
         raise UnsupportedError(
             f"{REPOSITORY} ({', '.join(f'{k} {v}' for k, v in which.items())}) cannot be loaded "
             f"beside torch {torch.__version__}: {error}",
-            f"{FETCHER_INSTALL} -U (or --without flash_attention_3)",
+            Remedy(text=f"{FETCHER_INSTALL} -U").otherwise(mend("-flash_attention_3")),
         ) from error
 
 
@@ -266,13 +267,14 @@ class FlashAttention3(Technique[Build]):
         needs = RELEASES[self.release]
         if context.device != "cuda":
             reason = f"{self.release} needs an NVIDIA GPU, not {context.device}"
-            return Unsupported(reason, "device=cuda")
+            return Unsupported(reason, mend("device=cuda"), RefusalKind.DEVICE)
         if (context.capability or (0, 0))[0] not in needs.majors:
             found = ".".join(map(str, context.capability or ("unknown",)))
             return Unsupported(
                 f"{self.release} is written for {needs.gpus}, and {context.device_name} has "
                 f"compute capability {found}",
-                f"--without {self.name()} --with flash_attention",
+                mend(f"-{self.name()}", "+flash_attention"),
+                RefusalKind.DEVICE,
             )
         lacks = self._lacks_head(context)  # first: of what is too wide it knows the nearest
         lacks = lacks or lacks_half(context, self.release, widest=WIDEST_HEAD)
@@ -286,7 +288,7 @@ class FlashAttention3(Technique[Build]):
         return Unsupported(
             f"{self.release} makes gradients of heads of {', '.join(map(str, heads[:-1]))} or "
             f"{heads[-1]} features, and these have {width}",
-            f"model.head_dim={min(heads, key=lambda head: abs(head - width))}",
+            mend(f"model.head_dim={min(heads, key=lambda head: abs(head - width))}"),
         )
 
     def _is_here(self) -> Supported | Unsupported:
@@ -296,21 +298,28 @@ class FlashAttention3(Technique[Build]):
             if self.release != "FA3":
                 return Unsupported(
                     f"{REPOSITORY} holds FlashAttention 3, and version = {self.release!r}",
-                    "techniques.flash_attention_3.version=FA3",
+                    mend("techniques.flash_attention_3.version=FA3"),
                 )
             if not has_fetcher():
-                return Unsupported(f"the package {FETCHER} is not installed", FETCHER_INSTALL)
+                return Unsupported(
+                    f"the package {FETCHER} is not installed", FETCHER_INSTALL, RefusalKind.PACKAGE
+                )
             return Supported()
         if self.release not in list_flash_attention_impls():
-            return Unsupported(f"this torch cannot activate {self.release}", "pip install -U torch")
+            return Unsupported(
+                f"this torch cannot activate {self.release}",
+                "pip install -U torch",
+                RefusalKind.VERSION,
+            )
         if not is_installed(needs.module):
-            remedy = needs.install
+            remedy = Remedy(text=needs.install)
             if self.release == "FA3":
-                remedy += (
-                    f" (or {RELEASES['FA4'].install}; or {FETCHER_INSTALL}, with "
-                    "techniques.flash_attention_3.source=kernels)"
-                )
-            return Unsupported(f"{self.release} ({needs.module}) is not installed", remedy)
+                source = "techniques.flash_attention_3.source=kernels"
+                fetched = mend(source, text=f"{FETCHER_INSTALL}, with {source}")
+                remedy = remedy.otherwise(Remedy(text=f"{RELEASES['FA4'].install};") | fetched)
+            return Unsupported(
+                f"{self.release} ({needs.module}) is not installed", remedy, RefusalKind.PACKAGE
+            )
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:

@@ -34,8 +34,9 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from headrace.assemble.sockets import Build
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ConfigError, RefusalKind
 from headrace.core.model_config import ModelConfig
+from headrace.core.remedy import Remedy, mend
 from headrace.costs.chunk_work import chunk_flops, chunked
 from headrace.costs.count import FP32, held_in
 from headrace.costs.ledger import Ledger, Line, Matrix
@@ -90,7 +91,7 @@ class Documents:
         if replace(spec, document=False) != MaskSpec():
             raise ConfigError(
                 f"a state cannot see the mask {spec}: it knows causal and document",
-                "--without linear_attention",
+                mend("-linear_attention"),
             )
         return rows.segments_BT if spec.document else None
 
@@ -210,27 +211,34 @@ class LinearAttention(Technique[Build]):
         if plan.mesh.context > 1:
             return Unsupported(
                 f"its state runs along whole rows, and mesh.context = {plan.mesh.context} cuts "
-                "them", context.whole("context"),
+                "them", context.whole("context"), RefusalKind.COMBINATION,
             )  # fmt: skip
         return Supported() if self.kernels == "torch" else self._supports_fla(context)
 
     def _supports_fla(self, context: Context) -> Supported | Unsupported:
-        torchs = "techniques.linear_attention.kernels=torch"
+        torchs = mend("techniques.linear_attention.kernels=torch")
         width = context.plan.model.resolved_head_dim
         for compiler in context.plan.techniques.values():
             if "compiled" in compiler.composes and getattr(compiler, "fullgraph", True):
                 return Unsupported(
                     "fla leaves its kernels out of compiled graphs, and fullgraph asks for one",
-                    f"techniques.{compiler.name()}.fullgraph=false (or {torchs})",
+                    mend(f"techniques.{compiler.name()}.fullgraph=false").otherwise(torchs),
+                    RefusalKind.COMBINATION,
                 )
         if context.device != "cuda":
-            return Unsupported(f"fla's kernels need an NVIDIA GPU, not {context.device}", torchs)
+            return Unsupported(
+                f"fla's kernels need an NVIDIA GPU, not {context.device}",
+                torchs,
+                RefusalKind.DEVICE,
+            )
         if not context.has_triton:
-            return Unsupported("fla's kernels are compiled by Triton", "pip install triton")
+            return Unsupported(
+                "fla's kernels are compiled by Triton", "pip install triton", RefusalKind.PACKAGE
+            )
         if context.precision != "bf16":
             return Unsupported(
                 f"fla's kernels take bf16, and the precision is {context.precision}",
-                f"model.precision=bf16 (or {torchs})",
+                mend("model.precision=bf16").otherwise(torchs),
             )
         if width > WIDEST_HEAD:
             return Unsupported(
@@ -238,16 +246,23 @@ class LinearAttention(Technique[Build]):
             )
         found = _installed()
         if found is None:
-            return Unsupported("flash-linear-attention is not installed", INSTALL)
+            return Unsupported(
+                "flash-linear-attention is not installed", INSTALL, RefusalKind.PACKAGE
+            )
         if (context.capability or (0, 0))[0] == 9 and (triton := _miscompiles(self.rule)):
-            instead = "pip install tilelang, whose kernels fla takes instead (or {})"
+            instead = Remedy(text="pip install tilelang, whose kernels fla takes instead")
             return Unsupported(
                 f"Triton {triton} compiles fla's gated backward pass for Hopper to wrong numbers "
                 "(flash-linear-attention#640)",
-                torchs if self.rule == "sum" else instead.format(torchs),
+                torchs if self.rule == "sum" else instead.otherwise(torchs),
+                RefusalKind.VERSION,
             )
         if tuple(int(n) for n in re.findall(r"\d+", found)[:2]) < OLDEST:
-            return Unsupported(f"fla-core {found} is older than {OLDEST[0]}.{OLDEST[1]}", INSTALL)
+            return Unsupported(
+                f"fla-core {found} is older than {OLDEST[0]}.{OLDEST[1]}",
+                INSTALL,
+                RefusalKind.VERSION,
+            )
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:

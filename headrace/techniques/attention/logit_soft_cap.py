@@ -20,6 +20,8 @@ import torch
 from pydantic import Field
 
 from headrace.assemble.sockets import Build
+from headrace.core.errors import RefusalKind
+from headrace.core.remedy import mend
 from headrace.costs.count import FP32, held_in
 from headrace.costs.decoder_work import capped
 from headrace.costs.ledger import Ledger, Line
@@ -74,7 +76,7 @@ class LogitSoftCap(Technique[Build]):
         return Doubt(
             f"techniques.{self.name()}.cap = {self.cap:g} lets a token look at most "
             f"{exp(2 * self.cap):.3g} times as much at one as at another",
-            usual,
+            mend(usual),
             changes=(usual,),
         )
 
@@ -85,6 +87,7 @@ class LogitSoftCap(Technique[Build]):
             return Unsupported(
                 f"the ring of mesh.context = {plan.mesh.context} ranks has no cap",
                 context.whole("context"),
+                RefusalKind.COMBINATION,
             )
         return Supported()
 

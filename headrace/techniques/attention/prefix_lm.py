@@ -27,6 +27,8 @@ from pydantic import Field
 from torch import Tensor
 
 from headrace.assemble.sockets import Build, Work
+from headrace.core.errors import RefusalKind
+from headrace.core.remedy import mend
 from headrace.costs.count import held_in
 from headrace.costs.decoder_work import masked
 from headrace.costs.ledger import Ledger, Line
@@ -103,13 +105,14 @@ class PrefixLm(Technique[Build]):
             return Unsupported(
                 f"a prefix of up to {self.tokens} tokens leaves nothing to predict in rows of "
                 f"{length}",
-                f"techniques.prefix_lm.tokens={max(2, length // 2)}",
+                mend(f"techniques.prefix_lm.tokens={max(2, length // 2)}"),
             )
         if plan.mesh.context > 1:
             return Unsupported(
                 f"the ring of mesh.context = {plan.mesh.context} ranks has no prefix that sees "
                 "both ways",
                 context.whole("context"),
+                RefusalKind.COMBINATION,
             )
         return Supported()
 

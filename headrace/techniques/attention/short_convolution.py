@@ -27,7 +27,9 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from headrace.assemble.sockets import Build
+from headrace.core.errors import RefusalKind
 from headrace.core.model_config import ModelConfig
+from headrace.core.remedy import Remedy, mend
 from headrace.costs.count import FP32, held_in
 from headrace.costs.ledger import Ledger, Line, Matrix
 from headrace.costs.work import CUSTOM, Phase, Work
@@ -141,19 +143,19 @@ class ShortConvolution(Technique[Build]):
         if plan.model.pretrained:
             return Unsupported("the weights of model.pretrained are attention's", "leave it out")
         if plan.model.bias:
-            return Unsupported("its projections have no biases", "model.bias=false")
+            return Unsupported("its projections have no biases", mend("model.bias=false"))
         if plan.mesh.context > 1:
             return Unsupported(
                 f"a filter reads the tokens before, and mesh.context = {plan.mesh.context} puts "
-                "some of them on another rank", context.whole("context"),
+                "some of them on another rank", context.whole("context"), RefusalKind.COMBINATION,
             )  # fmt: skip
         layers = plan.model.layers
         if self.between >= layers:
             return Unsupported(
                 f"no layer of {layers} is attention after {self.between} with a convolution",
-                f"techniques.{self.name()}.between={layers - 1}"
+                mend(f"techniques.{self.name()}.between={layers - 1}")
                 if layers > 1
-                else f"model.layers={self.between + 1}",
+                else mend(f"model.layers={self.between + 1}"),
             )
         return self._beside(plan.techniques, layers)
 
@@ -166,7 +168,7 @@ class ShortConvolution(Technique[Build]):
                 return Unsupported(
                     f"every layer of attention after {self.between} with a convolution is one that "
                     f"sliding_window.between = {window.between} leaves without the window",
-                    "techniques.sliding_window.between=0",
+                    mend("techniques.sliding_window.between=0"),
                 )
         for name, other in techniques.items():
             for target in getattr(other, "targets", ()):
@@ -297,10 +299,10 @@ class ShortConvolution(Technique[Build]):
         )
 
 
-def _without_mixers(name: str, targets: Sequence[str]) -> str:
+def _without_mixers(name: str, targets: Sequence[str]) -> Remedy:
     """Return what leaves out the linears of attention, which not every layer has."""
     kept = [target for target in targets if _is_everywhere(target)]
-    return targeted(name, *kept) if kept else f"--without {name}"
+    return targeted(name, *kept) if kept else mend(f"-{name}")
 
 
 def _is_everywhere(target: str) -> bool:

@@ -17,6 +17,7 @@ from pydantic import Field
 from torch import Tensor
 
 from headrace.assemble.sockets import Build
+from headrace.core.remedy import mend
 from headrace.costs.count import held_in
 from headrace.costs.decoder_work import masked
 from headrace.costs.ledger import Ledger, Line
@@ -77,7 +78,7 @@ class SlidingWindow(Technique[Build]):
         return Doubt(
             f"techniques.{self.name()}.window = 1 shows a token itself alone: no layer passes "
             "anything from one token to another",
-            usual,
+            mend(usual),
             changes=(usual,),
         )
 
@@ -87,13 +88,13 @@ class SlidingWindow(Technique[Build]):
         if self.window >= length:
             return Unsupported(
                 f"a window of {self.window} tokens limits nothing in rows of {length}",
-                f"techniques.sliding_window.window={max(1, length // 4)}",
+                mend(f"techniques.sliding_window.window={max(1, length // 4)}"),
             )
         layers = context.plan.model.layers
         if self.between >= layers:
             return Unsupported(
                 f"no layer of {layers} is without a window after {self.between} with it",
-                f"techniques.sliding_window.between={layers - 1}",
+                mend(f"techniques.sliding_window.between={layers - 1}"),
             )
         return Supported()
 

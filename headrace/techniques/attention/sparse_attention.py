@@ -20,6 +20,8 @@ import torch
 from pydantic import Field
 
 from headrace.assemble.sockets import Build
+from headrace.core.errors import RefusalKind
+from headrace.core.remedy import mend
 from headrace.costs.count import held_in
 from headrace.costs.decoder_work import masked
 from headrace.costs.ledger import Ledger, Line
@@ -99,13 +101,14 @@ class SparseAttention(Technique[Build]):
             return Unsupported(
                 f"the ring of mesh.context = {plan.mesh.context} ranks has no pattern of blocks",
                 context.whole("context"),
+                RefusalKind.COMBINATION,
             )
         if self.pattern.density(length) == 1:
             known = self.local + self.first + self.random
-            fewer = ", techniques.sparse_attention.stride=0" if self.stride else ""
+            fewer = "techniques.sparse_attention.stride=0" if self.stride else ""
             return Unsupported(
                 f"the pattern leaves out none of the blocks of rows of {length} tokens",
-                f"data.sequence_length={self.block * 4 * known}{fewer}",
+                mend(f"data.sequence_length={self.block * 4 * known}", fewer),
             )
         return Supported()
 

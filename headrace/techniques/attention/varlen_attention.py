@@ -26,6 +26,7 @@ from torch import Tensor
 
 from headrace.assemble.sockets import Build
 from headrace.core.errors import RunError, UnsupportedError
+from headrace.core.remedy import mend
 from headrace.costs.ledger import Ledger
 from headrace.model.attention import Sdpa, equal_scores, kernels_of, lacks_half
 from headrace.model.mask import MaskSpec, Rows
@@ -86,7 +87,7 @@ def window_of(spec: MaskSpec) -> tuple[int, int]:
     if not replace(spec, causal=True, document=False, window=None).is_plain_causal:
         raise UnsupportedError(
             f"varlen_attention has no mask for {spec}",
-            "--without varlen_attention --with flex_attention",
+            mend("-varlen_attention", "+flex_attention"),
         )
     reach = -1 if spec.window is None else spec.window - 1
     return reach, 0 if spec.causal else reach
@@ -131,9 +132,9 @@ class VarlenBackend(Sdpa):
             raise RunError(
                 f"a micro-batch holds {documents:,} documents, and varlen_attention takes "
                 f"{MOST_DOCUMENTS:,}",
-                f"batch.micro_sequences={len(rows.segments_BT) // 2}"
+                mend(f"batch.micro_sequences={len(rows.segments_BT) // 2}")
                 if len(rows.segments_BT) > 1
-                else "--without varlen_attention",
+                else mend("-varlen_attention"),
             )
         self.room = min(MOST_DOCUMENTS, max(self.room, power_of_two(documents)))
         self.longest = max(self.longest, power_of_two(int(starts_S1.diff().max())))

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from headrace.assemble.sockets import Build
 from headrace.core.model_config import ModelConfig
+from headrace.core.remedy import Remedy, mend
 from headrace.costs.ledger import Ledger
 from headrace.model.position import RotaryPosition, Rotation
 from headrace.plan.technique import (
@@ -175,7 +176,7 @@ class Yarn(Technique[Build]):
         if model.position != "rope":
             return Unsupported(
                 f"model.position = {model.position!r} has no rotation to scale",
-                "model.position=rope",
+                mend("model.position=rope"),
             )
         for high, low in (
             ("beta_fast", "beta_slow"), ("high_frequency_factor", "low_frequency_factor")
@@ -184,16 +185,16 @@ class Yarn(Technique[Build]):
                 return Unsupported(
                     f"{high} = {getattr(self, high):g} must be more than {low} = "
                     f"{getattr(self, low):g}",
-                    f"techniques.{name}.{high}={2 * getattr(self, low):g}"
+                    mend(f"techniques.{name}.{high}={2 * getattr(self, low):g}")
                     if 2 * getattr(self, low) <= MOST
-                    else f"techniques.{name}.{low}={getattr(self, high) / 2:g}",
+                    else mend(f"techniques.{name}.{low}={getattr(self, high) / 2:g}"),
                 )
         if self.kind == "ntk" and model.resolved_head_dim < 4:
-            return Unsupported("a head with one pair has no slowest pair", "model.head_dim=4")
+            return Unsupported("a head with one pair has no slowest pair", mend("model.head_dim=4"))
         if model.rope_theta <= 1:
             return Unsupported(
                 f"model.rope_theta = {model.rope_theta:g} makes no pair turn slower than another",
-                "model.rope_theta=10000",
+                mend("model.rope_theta=10000"),
             )
         return self._within(model, self.original(context.plan))
 
@@ -204,7 +205,7 @@ class Yarn(Technique[Build]):
             return Unsupported(
                 f"in rows of {original} tokens no pair turns beta_slow = {self.beta_slow:g} times, "
                 f"which takes {shortest}",
-                f"techniques.{name}.original_length={shortest}",
+                mend(f"techniques.{name}.original_length={shortest}"),
             )
         rope = ScaledRope(model, self, original)
         if float(_slowing(rope).max()) <= 1 + CHANGED:
@@ -213,7 +214,7 @@ class Yarn(Technique[Build]):
             return Unsupported(
                 f"no pair is slowed: the longest wavelength is {longest:.0f} tokens and the "
                 f"original rows have {original}",
-                f"techniques.{name}.original_length={max(1, int(longest / 4))}",
+                mend(f"techniques.{name}.original_length={max(1, int(longest / 4))}"),
             )
         return Supported()
 
@@ -229,8 +230,11 @@ class Yarn(Technique[Build]):
         return Doubt(
             f"{self.name()} stretches what a model of short rows has learned, and the weights of "
             f"this run are random: they learn rows of {length} tokens from the start",
-            f"model.pretrained=FOLDER, or --without {self.name()} and model.rope_theta for the row "
-            f"(it is {theta:g})",
+            Remedy(text="model.pretrained=FOLDER,")
+            | mend(
+                f"-{self.name()}",
+                text=f"--without {self.name()} and model.rope_theta for the row (it is {theta:g})",
+            ),
         )
 
     def predict(self, ledger: Ledger) -> Ledger:

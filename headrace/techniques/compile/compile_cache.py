@@ -28,7 +28,8 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from headrace.assemble.sockets import Build
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ConfigError, RefusalKind
+from headrace.core.remedy import Remedy, mend
 from headrace.costs.ledger import Ledger
 from headrace.plan.technique import (
     Card,
@@ -85,33 +86,45 @@ class CompileCache(Technique[Build]):
         compiling = [t for t in on.values() if "compiled" in t.composes]
         if not compiling:
             return Unsupported(
-                "it keeps what a compiler made, and nothing is compiled", "--with torch_compile"
+                "it keeps what a compiler made, and nothing is compiled",
+                mend("+torch_compile"),
+                RefusalKind.COMBINATION,
             )
         if (backend := getattr(compiling[0], "backend", KEEPING)) != KEEPING:
             return Unsupported(
                 f"backend = {backend!r} makes nothing that could be kept",
-                f"techniques.{compiling[0].name()}.backend={KEEPING}",
+                mend(f"techniques.{compiling[0].name()}.backend={KEEPING}"),
+                RefusalKind.COMBINATION,
             )
         if sys.platform == "win32":
-            return Unsupported("whose a folder is cannot be told by its mode on Windows", "Linux")
+            return Unsupported(
+                "whose a folder is cannot be told by its mode on Windows",
+                "Linux",
+                RefusalKind.SYSTEM,
+            )
         folder = self.folder()
         if folder.is_relative_to(Path(plan.directory).resolve()):
             return Unsupported(
                 f"{folder} lies in {plan.directory}/, where runs are kept and handed on, and what "
                 "is kept here is executed",
-                f"{key}={type(self)().directory}",
+                mend(f"{key}={type(self)().directory}"),
             )
         wrong = what_is_wrong(folder)
         if wrong:
-            return Unsupported(wrong, _instead(folder))
+            return Unsupported(wrong, _instead(folder), RefusalKind.SYSTEM)
         above = next(p for p in (folder, *folder.parents) if os.path.exists(p))
         if not above.is_dir():
-            return Unsupported(f"{above} is no folder, so that {folder} cannot be", _instead(above))
+            return Unsupported(
+                f"{above} is no folder, so that {folder} cannot be",
+                _instead(above),
+                RefusalKind.SYSTEM,
+            )
         if not os.access(above, os.W_OK | os.X_OK):
             return Unsupported(
                 f"nothing can be written into {above}",
                 f"chmod u+wx {quote(str(above))} if it is yours, or {key}=a folder that you can "
                 "write into",
+                RefusalKind.SYSTEM,
             )
         return Supported()
 
@@ -161,11 +174,11 @@ def what_is_wrong(folder: Path) -> str:
     return ""
 
 
-def _instead(path: Path) -> str:
+def _instead(path: Path) -> Remedy:
     """What makes a folder that code may be run from: its own mode, or another beside it."""
     own = path.is_dir() and path.stat().st_uid == os.getuid()
-    other = f"techniques.{CompileCache.name()}.directory={quote(f'{path}-{os.getuid()}')}"
-    return f"chmod 700 {quote(str(path))} (or {other})" if own else other
+    other = mend(f"techniques.{CompileCache.name()}.directory={path}-{os.getuid()}")
+    return Remedy(text=f"chmod 700 {quote(str(path))}").otherwise(other) if own else other
 
 
 @contextmanager

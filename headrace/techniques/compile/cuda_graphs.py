@@ -26,6 +26,8 @@ from typing import Any, ClassVar
 import torch
 
 from headrace.assemble.sockets import Build
+from headrace.core.errors import RefusalKind
+from headrace.core.remedy import mend
 from headrace.costs.ledger import Ledger, Line
 from headrace.plan.technique import (
     Card,
@@ -77,30 +79,37 @@ class CudaGraphs(Technique[Build]):
     def supports(self, context: Context) -> Supported | Unsupported:
         """An NVIDIA GPU, inductor, one process, and rows of few lengths."""
         if context.device != "cuda":
-            return Unsupported(f"{context.device} has no CUDA graphs", "device=cuda")
+            return Unsupported(
+                f"{context.device} has no CUDA graphs", mend("device=cuda"), RefusalKind.DEVICE
+            )
         plan = context.plan
         on: Mapping[str, Technique[Any]] = plan.techniques if plan else {}
         compiling = [t for t in on.values() if "compiled" in t.composes]
         if not compiling:
             return Unsupported(
-                "it records what is compiled, and nothing is", "--with torch_compile"
+                "it records what is compiled, and nothing is",
+                mend("+torch_compile"),
+                RefusalKind.COMBINATION,
             )
         backend = getattr(compiling[0], "backend", RECORDING)
         if backend != RECORDING:
             return Unsupported(
                 f"backend = {backend!r} records nothing",
-                f"techniques.{compiling[0].name()}.backend={RECORDING}",
+                mend(f"techniques.{compiling[0].name()}.backend={RECORDING}"),
+                RefusalKind.COMBINATION,
             )
         if context.ranks > 1:
             return Unsupported(
                 f"collectives of {context.ranks} ranks inside of recordings are not proven here",
-                " ".join(context.whole(axis) for axis, size in plan.mesh if size > 1),
+                context.whole(*(axis for axis, size in plan.mesh if size > 1)),
+                RefusalKind.COMBINATION,
             )
         if LENGTHS in on and BUCKETS not in on:
             return Unsupported(
                 f"{LENGTHS} gives rows a new length every so often, and each is compiled and "
                 "recorded anew, into memory that is kept",
-                f"--with {BUCKETS}, or --without {LENGTHS}",
+                mend(f"+{BUCKETS}") | mend(f"-{LENGTHS}"),
+                RefusalKind.COMBINATION,
             )
         return Supported()
 

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 from headrace.assemble.sockets import Build
+from headrace.core.errors import RefusalKind
+from headrace.core.remedy import mend
 from headrace.costs.ledger import Ledger
 from headrace.kernels.launches import since
 from headrace.model.convolution import CUDNN, LAUNCH, CausalConvolution, libraries
@@ -71,22 +73,30 @@ class CudnnAutotune(Technique[Build]):
     def supports(self, context: Context) -> Supported | Unsupported:
         """An NVIDIA GPU with cuDNN, and a plan that convolves."""
         if context.device != "cuda":
-            return Unsupported(f"{context.device} has no cuDNN", "device=cuda")
+            return Unsupported(
+                f"{context.device} has no cuDNN", mend("device=cuda"), RefusalKind.DEVICE
+            )
         if torch.cuda.is_available() and not torch.backends.cudnn.is_available():
-            return Unsupported("this torch was built without cuDNN", "pip install torch")
+            return Unsupported(
+                "this torch was built without cuDNN", "pip install torch", RefusalKind.PACKAGE
+            )
         if torch.version.hip is not None:
-            return Unsupported("an AMD GPU convolves by MIOpen, not by cuDNN", "an NVIDIA GPU")
+            return Unsupported(
+                "an AMD GPU convolves by MIOpen, not by cuDNN", "an NVIDIA GPU", RefusalKind.DEVICE
+            )
         on = context.plan.techniques if context.plan else {}
         if CONVOLVING not in on:
             return Unsupported(
                 "this plan has no convolutions, so cuDNN has no algorithm to choose",
-                f"--with {CONVOLVING}",
+                mend(f"+{CONVOLVING}"),
+                RefusalKind.COMBINATION,
             )
         if MASKING in on:
             return Unsupported(
                 f"{MASKING} keeps documents apart, which no convolution knows of: {CONVOLVING} "
                 "multiplies tap by tap there and launches none",
-                f"--without {MASKING}",
+                mend(f"-{MASKING}"),
+                RefusalKind.COMBINATION,
             )
         return Supported()
 

@@ -28,6 +28,8 @@ from pydantic import Field
 from torch import Tensor
 
 from headrace.assemble.sockets import Build, Work
+from headrace.core.errors import RefusalKind
+from headrace.core.remedy import mend
 from headrace.costs.ledger import Ledger, Line
 from headrace.model.head import IGNORED
 from headrace.model.mask import Rows
@@ -81,14 +83,16 @@ class ShapeBuckets(Technique[Build]):
             return Unsupported(
                 "nothing is compiled, so that padding costs work and no graph is there that a new "
                 "length would have compiled again",
-                "--with torch_compile",
+                mend("+torch_compile"),
+                RefusalKind.COMBINATION,
             )
         recutting = [t for t in plan.techniques.values() if "recut" in t.composes]
         if not recutting:
             return Unsupported(
                 f"every row of this plan has data.sequence_length = {plan.data.sequence_length} "
                 "tokens, in training and in evaluation, so that nothing varies",
-                "--with sequence_length_schedule",
+                mend("+sequence_length_schedule"),
+                RefusalKind.COMBINATION,
             )
         for axis in ("context", "pipeline"):
             if getattr(plan.mesh, axis) > 1:
@@ -96,13 +100,14 @@ class ShapeBuckets(Technique[Build]):
                     f"under mesh.{axis} = {getattr(plan.mesh, axis)} a rank has its part of each "
                     "micro-batch already, and cannot deal it out anew",
                     context.whole(axis),
+                    RefusalKind.COMBINATION,
                 )
         start = getattr(recutting[0], "start", None)
         if start is not None and start % self.multiple == 0:
             return Unsupported(
                 f"rows begin with {recutting[0].name()}.start = {start} tokens, a multiple of "
                 f"{self.multiple} already, and so is every later length",
-                f"techniques.{self.name()}.multiple={2 * start}",
+                mend(f"techniques.{self.name()}.multiple={2 * start}"),
             )
         return Supported()
 

@@ -15,6 +15,8 @@ import torch
 from pydantic import field_validator
 
 from headrace.assemble.sockets import Build
+from headrace.core.errors import RefusalKind
+from headrace.core.remedy import mend
 from headrace.core.strict import Wrong
 from headrace.costs.count import FP32
 from headrace.costs.ledger import Ledger, Line
@@ -67,7 +69,7 @@ class TorchCompile(Technique[Build]):
             raise Wrong(
                 f"{mode!r} is {left!r} with CUDA graphs, which are a technique of their own here: "
                 f"cuda_graphs; write mode={left} and --with cuda_graphs",
-                f"--with cuda_graphs techniques.torch_compile.mode={left}",
+                mend("+cuda_graphs", f"techniques.torch_compile.mode={left}"),
             )
         return mode
 
@@ -79,16 +81,24 @@ class TorchCompile(Technique[Build]):
             return Unsupported(
                 f"{sharding[0]} gathers each block's weights between the blocks, which one graph "
                 "of all blocks cannot hold",
-                f"techniques.{self.name()}.scope=block",
+                mend(f"techniques.{self.name()}.scope=block"),
             )
         if self.backend != "inductor":
             return Supported()
         if context.device == "cuda" and not context.has_triton:
-            return Unsupported("inductor needs Triton on a GPU", "pip install triton")
+            return Unsupported(
+                "inductor needs Triton on a GPU", "pip install triton", RefusalKind.PACKAGE
+            )
         if context.device == "cpu" and not context.has_compiler:
-            return Unsupported("inductor needs a C++ compiler on a CPU", "install g++ or clang++")
+            return Unsupported(
+                "inductor needs a C++ compiler on a CPU",
+                "install g++ or clang++",
+                RefusalKind.PACKAGE,
+            )
         if context.device == "mps":
-            return Unsupported("inductor on Apple GPUs is not proven here", "device=cpu")
+            return Unsupported(
+                "inductor on Apple GPUs is not proven here", mend("device=cpu"), RefusalKind.DEVICE
+            )
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:

@@ -29,6 +29,7 @@ import torch
 from pydantic import Field
 
 from headrace.assemble.sockets import Build
+from headrace.core.remedy import mend
 from headrace.costs.ledger import Ledger
 from headrace.data.loader import Loader
 from headrace.data.rows import Packer
@@ -88,7 +89,7 @@ class LoaderWorkers(Technique[Build]):
         if cuts and self.side_copy and context.device == "cuda":
             return Unsupported(
                 f"{cuts[0]} cuts rows on the host, after the readers have sent them to the GPU",
-                f"techniques.{self.name()}.side_copy=false",
+                mend(f"techniques.{self.name()}.side_copy=false"),
             )
         return Supported()
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from headrace.assemble.sockets import Build
+from headrace.core.remedy import mend
 from headrace.core.units import divisors
 from headrace.costs.ledger import Ledger
 from headrace.plan.technique import (
@@ -60,12 +61,12 @@ class Gqa(Technique[Build]):
         if model.heads % self.queries_per_key:
             fits = divisors(model.heads)[1:]
             if not fits:
-                return Unsupported("one head cannot be shared by several", "model.heads=2")
+                return Unsupported("one head cannot be shared by several", mend("model.heads=2"))
             near = min(fits, key=lambda n: abs(n - self.queries_per_key))
             return Unsupported(
                 f"model.heads = {model.heads} is not a multiple of queries_per_key = "
                 f"{self.queries_per_key}",
-                f"techniques.gqa.queries_per_key={near}",
+                mend(f"techniques.gqa.queries_per_key={near}"),
             )
         if model.pretrained:
             return Unsupported("the weights of model.pretrained have their heads", "leave it out")

@@ -21,7 +21,9 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from headrace.assemble.sockets import Build
+from headrace.core.errors import RefusalKind
 from headrace.core.model_config import ModelConfig
+from headrace.core.remedy import mend
 from headrace.core.strict import Wrong
 from headrace.costs.count import FP32, held_in
 from headrace.costs.ledger import Ledger, Line, Matrix
@@ -80,7 +82,7 @@ class MixtureOfExperts(Technique[Build]):
             raise Wrong(
                 f"top_k = {self.top_k} is more than experts = {self.experts}; the nearest is "
                 f"top_k={self.experts}",
-                f"techniques.mixture_of_experts.top_k={self.experts}",
+                mend(f"techniques.mixture_of_experts.top_k={self.experts}"),
             )
         return self
 
@@ -96,7 +98,7 @@ class MixtureOfExperts(Technique[Build]):
         return Doubt(
             f"techniques.{self.name()}.top_k = {self.top_k} sends every token to all "
             f"{self.experts} experts: a dense MLP for the price of a router",
-            fewer,
+            mend(fewer),
             changes=(fewer,),
         )
 
@@ -105,14 +107,15 @@ class MixtureOfExperts(Technique[Build]):
         plan = context.plan
         if plan.model.pretrained:
             return Unsupported(
-                "the weights of model.pretrained are dense MLPs", 'model.pretrained=""'
+                "the weights of model.pretrained are dense MLPs", mend('model.pretrained=""')
             )
         if plan.model.bias:
-            return Unsupported("experts have no biases", "model.bias=false")
+            return Unsupported("experts have no biases", mend("model.bias=false"))
         if plan.mesh.context > 1:
             return Unsupported(
                 f"its balance counts whole rows, and mesh.context = {plan.mesh.context} cuts them",
                 context.whole("context"),
+                RefusalKind.COMBINATION,
             )
         if context.device == "cuda":
             return self._supports_gpu(context)
@@ -123,9 +126,10 @@ class MixtureOfExperts(Technique[Build]):
             return Unsupported(
                 f"{context.device_name} is older than Hopper and has no grouped product",
                 "leave it out",
+                RefusalKind.DEVICE,
             )
         if context.precision != "bf16":
-            return Unsupported("the grouped product takes bf16 only", "model.precision=bf16")
+            return Unsupported("the grouped product takes bf16 only", mend("model.precision=bf16"))
         for key, value in (
             ("model.dim", context.plan.model.dim),
             ("techniques.mixture_of_experts.expert_ffn", self.expert_ffn),
@@ -133,7 +137,7 @@ class MixtureOfExperts(Technique[Build]):
             if value % UNIT:
                 return Unsupported(
                     f"{key} = {value} is not a multiple of {UNIT}, as the grouped product needs",
-                    f"{key}={max(UNIT, round(value / UNIT) * UNIT)}",
+                    mend(f"{key}={max(UNIT, round(value / UNIT) * UNIT)}"),
                 )
         return Supported()
 

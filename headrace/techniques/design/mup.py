@@ -24,7 +24,9 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from headrace.assemble.sockets import Build, Optimizer, Route
+from headrace.core.errors import RefusalKind
 from headrace.core.model_config import ModelConfig
+from headrace.core.remedy import mend
 from headrace.costs.ledger import Ledger
 from headrace.model.zoo import families
 from headrace.optim.adamw import make_adamw
@@ -72,7 +74,8 @@ class Mup(Technique[Build]):
             return Unsupported("the weights of model.pretrained have their scale", "leave it out")
         if model.tied_embeddings:
             return Unsupported(
-                "a tied output matrix needs a forward multiplier", "model.tied_embeddings=false"
+                "a tied output matrix needs a forward multiplier",
+                mend("model.tied_embeddings=false"),
             )
         width = model.resolved_head_dim
         if self.base_dim % width:
@@ -80,13 +83,14 @@ class Mup(Technique[Build]):
             return Unsupported(
                 f"head_dim must be the base's, and no base of {self.base_dim} features has heads "
                 f"of {width}",
-                f"techniques.mup.base_dim={near}",
+                mend(f"techniques.mup.base_dim={near}"),
             )
         for other, technique in context.plan.techniques.items():
             if other != name and "routes" in technique.composes:
                 return Unsupported(
                     f"its learning rates are Adam's, and {other} has another rule",
-                    f"--without {other}",
+                    mend(f"-{other}"),
+                    RefusalKind.COMBINATION,
                 )
         return Supported()
 
@@ -103,17 +107,23 @@ class Mup(Technique[Build]):
         carries = f"{name} carries rates over between models whose heads are equally wide"
         if own.dim == self.base_dim:
             base, heads = own.resolved_head_dim, model.dim // own.resolved_head_dim
-            return None if base == width else Doubt(
+            if base == width:
+                return None
+            same = f"model.heads={heads}" if heads * base == model.dim else f"model.head_dim={base}"
+            return Doubt(
                 f"{carries}: the base, {model.family} with {self.base_dim} features, has heads of "
                 f"{base}, and this model of {width}",
-                f"model.heads={heads}" if heads * base == model.dim else f"model.head_dim={base}",
-            )  # fmt: skip
+                mend(same),
+            )
         if model.head_dim:
             return None
         return Doubt(
             f"{carries}, and nothing says that the base of {self.base_dim} features has heads of "
             f"{width} (so {self.base_dim // width} of them) as this model does",
-            f"model.head_dim={width} where it has, or the base's number",
+            mend(
+                f"model.head_dim={width}",
+                text=f"model.head_dim={width} where it has, or the base's number",
+            ),
         )
 
     def predict(self, ledger: Ledger) -> Ledger:

@@ -22,6 +22,7 @@ from pydantic import Field
 from torch import Tensor
 
 from headrace.assemble.sockets import Build
+from headrace.core.remedy import mend
 from headrace.costs.ledger import Ledger
 from headrace.model import position
 from headrace.model.adapter import shape_of
@@ -88,7 +89,7 @@ class Rope(Technique[Build]):
             return Unsupported(
                 f"the weights of model.pretrained have learned theta = {model.rope_theta:g}, not "
                 f"{self.theta:g}",
-                f"techniques.{self.name()}.theta={model.rope_theta}",
+                mend(f"techniques.{self.name()}.theta={model.rope_theta}"),
             )
         return Supported()
 

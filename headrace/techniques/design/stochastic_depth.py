@@ -20,6 +20,8 @@ from pydantic import Field
 from torch import Tensor
 
 from headrace.assemble.sockets import Build, Forward
+from headrace.core.errors import RefusalKind
+from headrace.core.remedy import mend
 from headrace.costs.ledger import Ledger
 from headrace.model.mask import Rows
 from headrace.plan.technique import (
@@ -82,7 +84,7 @@ class StochasticDepth(Technique[Build]):
         return Doubt(
             f"techniques.{self.name()}.rate = {self.rate:g} leaves out the last block in "
             f"{self.rate:.0%} of the steps: it learns from the others alone",
-            usual,
+            mend(usual),
             changes=(usual,),
         )
 
@@ -91,14 +93,15 @@ class StochasticDepth(Technique[Build]):
         layers = context.plan.model.layers
         if layers == 1:
             return Unsupported(
-                "the first block is never left out, and it is alone", "model.layers=2"
+                "the first block is never left out, and it is alone", mend("model.layers=2")
             )
         for name, other in context.plan.techniques.items():
             if "compiled" in other.composes and getattr(other, "scope", "block") != "block":
                 return Unsupported(
                     f"{name} makes one graph of all blocks, and would make it anew for each set of "
                     f"them that a step runs: {layers} blocks have 2^{layers - 1} sets",
-                    f"techniques.{name}.scope=block",
+                    mend(f"techniques.{name}.scope=block"),
+                    RefusalKind.COMBINATION,
                 )
         return Supported()
 

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from headrace.assemble.sockets import Build
 from headrace.core.model_config import ModelConfig
+from headrace.core.remedy import mend
 from headrace.costs.count import FP32
 from headrace.costs.ledger import Ledger
 from headrace.kernels.launches import since
@@ -91,7 +92,7 @@ class FusedRmsNorm(Technique[Build]):
         found = context.plan.model.norm
         if found != "rms_norm":
             return Unsupported(
-                f"model.norm = {found!r} is not an RMS norm", 'model.norm="rms_norm"'
+                f"model.norm = {found!r} is not an RMS norm", mend("model.norm=rms_norm")
             )
         return context.lacks_triton() or Supported()
 

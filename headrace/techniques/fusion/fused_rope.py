@@ -33,6 +33,7 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor
 
 from headrace.assemble.sockets import Build, Forward
+from headrace.core.remedy import mend
 from headrace.costs.ledger import Ledger
 from headrace.costs.work import CUSTOM
 from headrace.kernels.launches import since
@@ -94,7 +95,7 @@ class FusedRope(Technique[Build]):
         found = context.plan.model.position
         if found != "rope":
             return Unsupported(
-                f"model.position = {found!r} rotates nothing", 'model.position="rope"'
+                f"model.position = {found!r} rotates nothing", mend("model.position=rope")
             )
         return context.lacks_triton() or Supported()
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from headrace.assemble.sockets import Build
 from headrace.core.model_config import ModelConfig
+from headrace.core.remedy import mend
 from headrace.costs.ledger import Ledger
 from headrace.kernels.launches import since
 from headrace.kernels.swiglu import swiglu
@@ -71,7 +72,7 @@ class FusedSwiglu(Technique[Build]):
         found = context.plan.model.activation
         if found != "swiglu":
             return Unsupported(
-                f"model.activation = {found!r} has no gate", 'model.activation="swiglu"'
+                f"model.activation = {found!r} has no gate", mend("model.activation=swiglu")
             )
         return context.lacks_triton() or Supported()
 

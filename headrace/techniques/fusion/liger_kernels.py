@@ -21,7 +21,9 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from headrace.assemble.sockets import Build
+from headrace.core.errors import RefusalKind
 from headrace.core.model_config import ModelConfig
+from headrace.core.remedy import mend
 from headrace.costs.count import FP32
 from headrace.costs.ledger import Ledger
 from headrace.costs.work import EAGER
@@ -95,21 +97,24 @@ class LigerKernels(Technique[Build]):
         model = context.plan.model
         if model.norm != "rms_norm":
             return Unsupported(
-                f"model.norm = {model.norm!r} is not an RMS norm", 'model.norm="rms_norm"'
+                f"model.norm = {model.norm!r} is not an RMS norm", mend("model.norm=rms_norm")
             )
         if model.activation != "swiglu":
             return Unsupported(
-                f"model.activation = {model.activation!r} has no gate", 'model.activation="swiglu"'
+                f"model.activation = {model.activation!r} has no gate",
+                mend("model.activation=swiglu"),
             )
         if (lacks := context.lacks_triton()) is not None:
             return lacks
         try:
             found = version("liger-kernel")
         except PackageNotFoundError:
-            return Unsupported("liger-kernel is not installed", INSTALL)
+            return Unsupported("liger-kernel is not installed", INSTALL, RefusalKind.PACKAGE)
         if _release(found) < OLDEST:
             oldest = ".".join(map(str, OLDEST))
-            return Unsupported(f"liger-kernel {found} is older than {oldest}", INSTALL)
+            return Unsupported(
+                f"liger-kernel {found} is older than {oldest}", INSTALL, RefusalKind.VERSION
+            )
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:

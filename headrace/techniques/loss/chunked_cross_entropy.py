@@ -21,7 +21,9 @@ from pydantic import Field
 from torch import Tensor
 
 from headrace.assemble.sockets import Build
+from headrace.core.errors import RefusalKind
 from headrace.core.model_config import ModelConfig
+from headrace.core.remedy import mend
 from headrace.costs.ledger import Ledger, Line
 from headrace.costs.work import Work
 from headrace.kernels.autocast import compute_dtype
@@ -152,18 +154,19 @@ class ChunkedCrossEntropy(Technique[Build]):
         if self.fused and context.lacks_triton():
             return Unsupported(
                 "fused = true needs an NVIDIA GPU and Triton",
-                "techniques.chunked_cross_entropy.fused=false"
-                + (", or pip install triton" if context.device == "cuda" else ""),
+                mend("techniques.chunked_cross_entropy.fused=false")
+                | ("pip install triton" if context.device == "cuda" else ""),
+                RefusalKind.PACKAGE,
             )
         if self.fused and (why := _other_loss(context.plan)):
             return Unsupported(
                 f"fused = true computes the loss of whole rows of logits by kernels, and {why}",
-                "techniques.chunked_cross_entropy.fused=false",
+                mend("techniques.chunked_cross_entropy.fused=false"),
             )
         if self.native and (why := self._not_native(context)):
             return Unsupported(
                 f"native = true is torch's linear_cross_entropy, and {why}",
-                f"techniques.{self.name()}.native=false",
+                mend(f"techniques.{self.name()}.native=false"),
             )
         if (plan := context.plan) is None:
             return Supported()
@@ -174,7 +177,7 @@ class ChunkedCrossEntropy(Technique[Build]):
         return Unsupported(
             f"chunk_tokens = {self.chunk_tokens} cuts nothing of a micro-batch of {tokens} tokens: "
             "all logits are held, and beside them what the trunk makes in the backward pass",
-            f"techniques.{self.name()}.chunk_tokens={-(-tokens // 2)}",
+            mend(f"techniques.{self.name()}.chunk_tokens={-(-tokens // 2)}"),
         )
 
     def _by_kernels(self, can: bool) -> bool:

@@ -24,7 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.assemble.sockets import Build
+from headrace.core.errors import RefusalKind
 from headrace.core.model_config import ModelConfig
+from headrace.core.remedy import mend
 from headrace.costs.ledger import Ledger, Line
 from headrace.kernels.cross_entropy_objective import kernel_arguments
 from headrace.kernels.fused_cross_entropy import fused_cross_entropy
@@ -102,20 +104,24 @@ class FusedCrossEntropy(Technique[Build]):
         if (lacks := context.lacks_triton()) is not None:
             return lacks
         if (context.capability or (0, 0)) < OLDEST:
-            return Unsupported(f"{context.device_name} is older than Ampere", "leave it out")
+            return Unsupported(
+                f"{context.device_name} is older than Ampere", "leave it out", RefusalKind.DEVICE
+            )
         plan = context.plan
         if plan is not None and plan.mesh.tensor > 1:
             return Unsupported(
                 "its kernels read all logits of a token, and under tensor parallelism a rank has "
                 "some of them",
                 context.whole("tensor"),
+                RefusalKind.COMBINATION,
             )
         others = plan.techniques.values() if plan is not None else ()
         terms = [t.name() for t in others if "terms" in t.composes]
         if terms:
             return Unsupported(
                 f"its backward pass writes over the logits, which {' and '.join(terms)} reads",
-                " ".join(f"--without {name}" for name in terms),
+                mend(*(f"-{name}" for name in terms)),
+                RefusalKind.COMBINATION,
             )
         return Supported()
 

@@ -22,6 +22,7 @@ import torch
 from pydantic import Field
 
 from headrace.assemble.sockets import Build
+from headrace.core.remedy import mend
 from headrace.costs.ledger import Ledger
 from headrace.costs.work import Work
 from headrace.kernels.cross_entropy_objective import Smoothed
@@ -62,7 +63,7 @@ class LabelSmoothing(Technique[Build]):
         return Doubt(
             f"techniques.{self.name()}.smoothing = {self.smoothing:g} gives the token that came "
             f"{1 - self.smoothing:.0%} of the probability and all others the rest",
-            usual,
+            mend(usual),
             changes=(usual,),
         )
 

@@ -22,6 +22,7 @@ import torch
 from pydantic import Field
 
 from headrace.assemble.sockets import Build
+from headrace.core.remedy import mend
 from headrace.costs.count import FP32
 from headrace.costs.ledger import Ledger
 from headrace.costs.work import Work
@@ -68,7 +69,7 @@ class ZLoss(Technique[Build]):
         return Doubt(
             f"techniques.{self.name()}.weight = {self.weight:g} is {self.weight / 1e-4:,.0f} times "
             "the usual: the term of the normaliser outweighs what the text teaches",
-            usual,
+            mend(usual),
             changes=(usual,),
         )
 

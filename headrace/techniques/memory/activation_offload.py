@@ -32,6 +32,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from headrace.assemble.sockets import Build, Forward
+from headrace.core.errors import RefusalKind
+from headrace.core.remedy import mend
 from headrace.costs.decoder_work import offloaded
 from headrace.costs.ledger import Ledger, Line
 from headrace.plan.technique import (
@@ -347,7 +349,9 @@ class ActivationOffload(Technique[Build]):
         """Require a GPU, blocks that are called one by one, and one of them to send."""
         if context.device != "cuda":
             return Unsupported(
-                f"on {context.device} activations are in the host's memory already", "device=cuda"
+                f"on {context.device} activations are in the host's memory already",
+                mend("device=cuda"),
+                RefusalKind.DEVICE,
             )
         if (plan := context.plan) is None:
             return Supported()
@@ -355,12 +359,13 @@ class ActivationOffload(Technique[Build]):
             if "compiled" in other.composes and getattr(other, "scope", "block") != "block":
                 return Unsupported(
                     f"{name} makes one graph of all blocks, in which no hook stands between two",
-                    f"techniques.{name}.scope=block",
+                    mend(f"techniques.{name}.scope=block"),
+                    RefusalKind.COMBINATION,
                 )
         if self.keep_last >= (here := plan.model.layers // plan.mesh.pipeline):
             return Unsupported(
                 f"keep_last = {self.keep_last} keeps all {here} blocks of a rank",
-                f"techniques.{self.name()}.keep_last={max(0, here - 1)}",
+                mend(f"techniques.{self.name()}.keep_last={max(0, here - 1)}"),
             )
         return Supported()
 

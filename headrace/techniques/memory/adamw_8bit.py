@@ -22,7 +22,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from headrace.assemble.sockets import Build, Route
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ConfigError, RefusalKind
+from headrace.core.remedy import mend
 from headrace.core.units import divisors
 from headrace.costs.count import block_linears
 from headrace.costs.ledger import Ledger
@@ -154,12 +155,19 @@ class Adamw8bit(Technique[Build]):
     def supports(self, context: Context) -> Supported | Unsupported:
         """Require a code generator where compiled; refuse small adapters and cut blocks."""
         if self.compiled and context.device == "cuda" and not context.has_triton:
-            return Unsupported("compiled = true needs Triton on a GPU", "pip install triton")
+            return Unsupported(
+                "compiled = true needs Triton on a GPU", "pip install triton", RefusalKind.PACKAGE
+            )
         if self.compiled and context.device == "cpu" and not context.has_compiler:
-            return Unsupported("compiled = true needs a C++ compiler on a CPU", "install g++")
+            return Unsupported(
+                "compiled = true needs a C++ compiler on a CPU", "install g++", RefusalKind.PACKAGE
+            )
         if self.compiled and context.device == "mps":
-            return Unsupported("compiling on Apple GPUs is not proven here",
-                               "techniques.adamw_8bit.compiled=false")  # fmt: skip
+            return Unsupported(
+                "compiling on Apple GPUs is not proven here",
+                mend("techniques.adamw_8bit.compiled=false"),
+                RefusalKind.DEVICE,
+            )
         on = context.plan.techniques.values() if context.plan else ()
         if context.plan and (cut := self._cut(context.plan)):
             return cut
@@ -171,11 +179,11 @@ class Adamw8bit(Technique[Build]):
             return Supported()
         sizes = sorted({prod(shape) for shape in shapes}, reverse=True)
         fit = next((n for n in sizes if _saves(shapes, n)), 0)
-        wider = "" if fit else f"techniques.{adapts.name()}.rank=2 "  # rows of one number save none
+        wider = "" if fit else f"techniques.{adapts.name()}.rank=2"  # rows of one number save none
         return Unsupported(
             f"all that {adapts.name()} trains are matrices of at most {sizes[0]} numbers, and 8 "
             f"bits save nothing in those of smallest = {self.smallest} or more",
-            f"{wider}techniques.{self.name()}.smallest={fit or 1}",
+            mend(wider, f"techniques.{self.name()}.smallest={fit or 1}"),
         )
 
     def _cut(self, plan: Plan) -> Unsupported | None:
@@ -233,7 +241,7 @@ class Adamw8bit(Technique[Build]):
             }  # fmt: skip
             if cut := _unshared(rows, build.world.size("tensor")):
                 raise ConfigError(
-                    f"{self.name()}: {cut.reason}", f"{cut.remedy} (or --without {self.name()})"
+                    f"{self.name()}: {cut.reason}", cut.remedy.otherwise(mend(f"-{self.name()}"))
                 )
             return AdamW8bitOptimizer(
                 named, lr=config.lr, betas=config.betas, eps=config.eps,
@@ -279,7 +287,8 @@ def _unshared(rows: Mapping[str, int], ranks: int) -> Unsupported | None:
     return Unsupported(
         f"mesh.tensor = {ranks} gives each rank {columns / ranks:g} of the {columns} columns of "
         f"{names[0]}, and its blocks are of {BLOCK}: a rank needs a multiple of that",
-        f"mesh.tensor={fit}" if fit > 1 else "mesh.tensor=1 --without tensor_parallel",
+        mend(f"mesh.tensor={fit}") if fit > 1 else mend("mesh.tensor=1", "-tensor_parallel"),
+        RefusalKind.COMBINATION,
     )
 
 

@@ -33,6 +33,7 @@ from torch.utils.checkpoint import (
 )
 
 from headrace.assemble.sockets import Build
+from headrace.core.remedy import mend
 from headrace.costs.count import holds_casts
 from headrace.costs.ledger import Ledger, Line
 from headrace.costs.work import Work
@@ -90,7 +91,7 @@ class ChunkedMLP(Technique[Build]):
         return Unsupported(
             f"chunk_tokens = {self.chunk_tokens} cuts nothing of a micro-batch of {tokens} tokens: "
             "one piece has all hidden features at once",
-            f"techniques.{self.name()}.chunk_tokens={-(-tokens // 2)}",
+            mend(f"techniques.{self.name()}.chunk_tokens={-(-tokens // 2)}"),
         )
 
     def predict(self, ledger: Ledger) -> Ledger:

@@ -43,7 +43,14 @@ from pydantic import Field
 from torch import Tensor
 
 from headrace.assemble.sockets import Build, Engine, Work
-from headrace.core.errors import NO_MEMORY, RunError, UnsupportedError, is_out_of_memory
+from headrace.core.errors import (
+    NO_MEMORY,
+    RefusalKind,
+    RunError,
+    UnsupportedError,
+    is_out_of_memory,
+)
+from headrace.core.remedy import mend, typed
 from headrace.core.units import format_bytes, largest_divisor
 from headrace.costs.ledger import Ledger
 from headrace.model.head import Objective
@@ -101,7 +108,7 @@ class Size:
         less: options after which a row needs less memory; empty where there is none.
     """
 
-    def __init__(self, rows: int, length: int, too_large: int, less: str = "") -> None:
+    def __init__(self, rows: int, length: int, too_large: int, less: tuple[str, ...] = ()) -> None:
         self.rows, self.length, self.shrinks, self.less = rows, length, 0, less
         self.numbers: dict[str, float] = {
             "rows": rows, "began_with": rows, "too_large": too_large, "shrinks": 0,
@@ -127,8 +134,8 @@ class Size:
         if rows == 1:
             raise RunError(
                 f"a micro-batch of one row of {self.length} tokens does not fit: {asked}",
-                f"{self.less} --resume; or " * bool(self.less)
-                + f"data.sequence_length={max(1, self.length // 2)} name=NEW",
+                mend(*self.less, text=f"{typed(*self.less)} --resume" if self.less else "")
+                | f"data.sequence_length={max(1, self.length // 2)} name=NEW",
             )
         self._become([*halves(rows)][1], self.shrinks + 1)
 
@@ -189,12 +196,14 @@ class DynamicBatch(Technique[Build]):
             return Unsupported(
                 f"a rank that runs out of memory leaves the other {context.ranks - 1} waiting in a "
                 "collective",
-                f"batch.micro_sequences=1 --without {self.name()}",
+                mend("batch.micro_sequences=1", f"-{self.name()}"),
+                RefusalKind.COMBINATION,
             )
         if context.device == "mps":
             return Unsupported(
                 "how much memory an Apple GPU has left, and how it runs out, is not proven here",
-                f"batch.micro_sequences=1 --without {self.name()}",
+                mend("batch.micro_sequences=1", f"-{self.name()}"),
+                RefusalKind.DEVICE,
             )
         return Supported()
 
@@ -233,8 +242,8 @@ class DynamicBatch(Technique[Build]):
         raise UnsupportedError(
             f"a micro-batch of one row of {plan.data.sequence_length} tokens does not fit into "
             f"{format_bytes(room)}; {format_bytes(need)} are predicted",
-            f"{less(plan)}; or " * bool(less(plan))
-            + f"data.sequence_length={max(1, plan.data.sequence_length // 2)}",
+            mend(*less(plan))
+            | mend(f"data.sequence_length={max(1, plan.data.sequence_length // 2)}"),
         )
 
     def active(self, build: Build) -> Evidence:
@@ -299,13 +308,13 @@ def trial(plan: Plan, name: str, rows: int) -> Plan:
     )
 
 
-def less(plan: Plan) -> str:
-    """Return options after which a row needs less memory, of techniques that are not on."""
-    words = [f"--with {name}" for name in LESS if name not in plan.techniques]
+def less(plan: Plan) -> tuple[str, ...]:
+    """Return the changes after which a row needs less memory: techniques that are not on."""
+    words = [f"+{name}" for name in LESS if name not in plan.techniques]
     length = plan.data.sequence_length
     if CHUNKED not in plan.techniques and length <= CHUNK:
         words.append(f"techniques.{CHUNKED}.chunk_tokens={max(1, length // 2)}")
-    return " ".join(words)
+    return tuple(words)
 
 
 def fits(plan: Plan, limit: int, device: torch.device) -> bool:
@@ -330,7 +339,11 @@ def fits(plan: Plan, limit: int, device: torch.device) -> bool:
     why = lines[-1] if lines else f"exit code {ended.returncode}"
     raise RunError(
         f"a trial of batch.micro_sequences = {plan.micro_rows} failed, and not for memory: {why}",
-        f"batch.micro_sequences={plan.micro_rows}, which tries nothing and shows the whole error",
+        mend(
+            f"batch.micro_sequences={plan.micro_rows}",
+            text=f"batch.micro_sequences={plan.micro_rows}, which tries nothing and shows the "
+            "whole error",
+        ),
     )
 
 

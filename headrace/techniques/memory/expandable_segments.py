@@ -27,6 +27,8 @@ import torch
 from torch import Tensor
 
 from headrace.assemble.sockets import Build
+from headrace.core.errors import RefusalKind
+from headrace.core.remedy import mend
 from headrace.costs.ledger import Ledger
 from headrace.parallel.layout import local_of
 from headrace.plan.technique import (
@@ -68,10 +70,16 @@ class ExpandableSegments(Technique[Build]):
         """Require the native allocator of an NVIDIA GPU on Linux."""
         if context.device != "cuda":
             return Unsupported(
-                f"memory of {context.device} is not the CUDA allocator's", "device=cuda"
+                f"memory of {context.device} is not the CUDA allocator's",
+                mend("device=cuda"),
+                RefusalKind.DEVICE,
             )
         if sys.platform == "win32":
-            return Unsupported("the driver maps no pages by need on Windows", "Linux, or leave it")
+            return Unsupported(
+                "the driver maps no pages by need on Windows",
+                "Linux, or leave it",
+                RefusalKind.SYSTEM,
+            )
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:

@@ -24,7 +24,9 @@ from torch import Tensor
 
 from headrace.assemble.sockets import Build
 from headrace.core import kept_memory
+from headrace.core.errors import RefusalKind
 from headrace.core.kept_memory import pages_touched
+from headrace.core.remedy import mend
 from headrace.costs.host import KEEPS
 from headrace.costs.ledger import Ledger
 from headrace.plan.technique import (
@@ -69,10 +71,13 @@ class KeptMemory(Technique[Build]):
             return Unsupported(
                 f"tensors on {context.device} are not the C library's, and torch keeps their "
                 "memory by itself",
-                "device=cpu",
+                mend("device=cpu"),
+                RefusalKind.DEVICE,
             )
         if not kept_memory.CAN_KEEP:
-            return Unsupported("this system's C library is not glibc", "Linux with glibc")
+            return Unsupported(
+                "this system's C library is not glibc", "Linux with glibc", RefusalKind.SYSTEM
+            )
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:

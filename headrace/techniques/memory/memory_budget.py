@@ -24,6 +24,8 @@ from pydantic import Field
 from torch import Tensor
 
 from headrace.assemble.sockets import Build
+from headrace.core.errors import RefusalKind
+from headrace.core.remedy import mend
 from headrace.costs.count import trunk_ledger
 from headrace.costs.ledger import Ledger, Line
 from headrace.plan.technique import (
@@ -77,13 +79,16 @@ class MemoryBudget(Technique[Build]):
         compiling = [t for t in on if "compiled" in t.composes]
         if not compiling:
             return Unsupported(
-                "the budget is the compiler's, and nothing is compiled", "--with torch_compile"
+                "the budget is the compiler's, and nothing is compiled",
+                mend("+torch_compile"),
+                RefusalKind.COMBINATION,
             )
         backend = getattr(compiling[0], "backend", PARTITIONED[0])
         if backend not in PARTITIONED:
             return Unsupported(
                 f"backend = {backend!r} leaves it to autograd what is kept",
-                f"techniques.{compiling[0].name()}.backend={PARTITIONED[0]}",
+                mend(f"techniques.{compiling[0].name()}.backend={PARTITIONED[0]}"),
+                RefusalKind.COMBINATION,
             )
         return Supported()
 

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from headrace.assemble.sockets import Build, Pass, Route
+from headrace.core.errors import RefusalKind
+from headrace.core.remedy import mend
 from headrace.costs.ledger import Ledger, Line
 from headrace.optim.adamw import make_adamw
 from headrace.parallel.layout import local_of
@@ -108,14 +110,14 @@ class OptimizerInBackward(Technique[Build]):
             return Unsupported(
                 f"optimizer.clip_norm = {plan.optimizer.clip_norm:g} needs the norm of all "
                 "gradients before the first update",
-                "optimizer.clip_norm=0",
+                mend("optimizer.clip_norm=0"),
             )
         rows = plan.rows_per_step // mesh.data
         if plan.micro_rows < rows:
             return Unsupported(
                 f"{rows // plan.micro_rows} micro-batches add up their gradients, which are freed "
                 "after the first",
-                f"batch.micro_sequences={rows}",
+                mend(f"batch.micro_sequences={rows}"),
             )
         for axis in ("tensor", "pipeline"):
             if getattr(mesh, axis) > 1:
@@ -123,12 +125,14 @@ class OptimizerInBackward(Technique[Build]):
                     f"under mesh.{axis} = {getattr(mesh, axis)} gradients are complete only after "
                     "the backward pass",
                     context.whole(axis),
+                    RefusalKind.COMBINATION,
                 )
         ranks = mesh.data * mesh.context
         if ranks > 1 and not any("shard" in t.composes for t in plan.techniques.values()):
             return Unsupported(
                 f"{ranks} ranks add up their gradients after the backward pass",
-                "--with fsdp, which does it before",
+                mend("+fsdp", text="--with fsdp, which does it before"),
+                RefusalKind.COMBINATION,
             )
         return Supported()
 

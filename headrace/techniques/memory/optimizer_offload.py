@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from headrace.assemble.sockets import Build, Route
+from headrace.core.errors import RefusalKind
+from headrace.core.remedy import mend
 from headrace.costs.ledger import DERIVED, Ledger
 from headrace.costs.work import Work
 from headrace.optim.adamw import make_adamw
@@ -260,7 +262,8 @@ class OptimizerOffload(Technique[Build]):
         if context.device != "cuda":
             return Unsupported(
                 f"on {context.device} the optimizer's state is in the host's memory already",
-                "device=cuda",
+                mend("device=cuda"),
+                RefusalKind.DEVICE,
             )
         return Supported()
 

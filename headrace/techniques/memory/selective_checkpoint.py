@@ -31,6 +31,7 @@ from torch.utils.checkpoint import (
 )
 
 from headrace.assemble.sockets import Build, Forward
+from headrace.core.remedy import mend
 from headrace.core.strict import Wrong
 from headrace.costs.count import block_linears, holds_casts
 from headrace.costs.ledger import Ledger, Line
@@ -147,7 +148,7 @@ class SelectiveCheckpoint(Technique[Build]):
             raise Wrong(
                 f"every_matmul = {self.every_matmul} is a share of the products that are kept, and "
                 "this policy keeps none; the nearest is every_matmul=1",
-                "techniques.selective_checkpoint.every_matmul=1",
+                mend("techniques.selective_checkpoint.every_matmul=1"),
             )
         return self
 
@@ -161,13 +162,15 @@ class SelectiveCheckpoint(Technique[Build]):
         if self.kept() == ATTENTION and (why := self._lacks_attention(plan)):
             return Unsupported(
                 f"what it keeps is attention alone, and {why}",
-                f"{me}.save=matmul+attention" + (f" {me}.operations=[]" if self.operations else ""),
+                mend(
+                    f"{me}.save=matmul+attention", f"{me}.operations=[]" if self.operations else ""
+                ),
             )
         if self.wide_every > 1 and not self._keeps_wide(plan):
             return Unsupported(
                 f"no product that it keeps of this model's blocks is over {WIDE} times as wide as "
                 "its input",
-                f"{me}.wide_every=1",
+                mend(f"{me}.wide_every=1"),
             )
         return Supported()
 

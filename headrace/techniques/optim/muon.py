@@ -20,6 +20,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from headrace.assemble.sockets import Build, Route
+from headrace.core.errors import RefusalKind
+from headrace.core.remedy import mend
 from headrace.costs.ledger import DERIVED, Ledger
 from headrace.costs.work import Work, collective
 from headrace.kernels.orthogonalize import STEPS, orthogonalize
@@ -177,7 +179,8 @@ class Muon(Technique[Build]):
             return Unsupported(
                 f"all that {adapts[0]} trains are matrices of blocks, which it takes, and nothing "
                 f"is left to {left[0]}",
-                f"--without {left[0]}",
+                mend(f"-{left[0]}"),
+                RefusalKind.COMBINATION,
             )
         return Supported()
 

@@ -28,6 +28,7 @@ from pydantic import Field
 from torch import Tensor
 
 from headrace.assemble.sockets import Build, Pass, Route, Work
+from headrace.core.remedy import mend
 from headrace.costs.ledger import Ledger
 from headrace.model.head import IGNORED, Vocabulary
 from headrace.optim.sophia import SophiaOptimizer
@@ -133,7 +134,7 @@ class Sophia(Technique[Build]):
         if plan is not None and plan.mesh.pipeline > 1 and self.share < 1:
             return Unsupported(
                 "a pipeline runs all micro-batches of a step or none",
-                "techniques.sophia.share=1.0",
+                mend("techniques.sophia.share=1.0"),
             )
         return Supported()
 

@@ -25,7 +25,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from headrace.assemble.sockets import Build, Work
-from headrace.core.errors import ConfigError, UnsupportedError
+from headrace.core.errors import ConfigError, RefusalKind, UnsupportedError
+from headrace.core.remedy import Remedy, mend
 from headrace.costs.count import FP32
 from headrace.costs.ledger import Ledger, Line
 from headrace.costs.links import COMMUNICATORS
@@ -68,7 +69,7 @@ class RingAttend:
         if spec.prefix:
             raise UnsupportedError(
                 "context_parallel has no mask for a prefix that sees both ways",
-                "--without context_parallel mesh.context=1",
+                mend("-context_parallel", "mesh.context=1"),
             )
         documents = rows.segments_BT if spec.document else None
         segments = None if documents is None else self.ring.gather(documents)
@@ -127,16 +128,23 @@ class ContextParallel(Technique[Build]):
         plan = context.plan
         ranks, length = plan.mesh.context, plan.data.sequence_length
         if ranks == 1:
-            return Unsupported("mesh.context = 1: there is nothing to split over", "mesh.context=2")
+            return Unsupported(
+                "mesh.context = 1: there is nothing to split over", mend("mesh.context=2")
+            )
         if context.device not in ("cpu", "cuda"):
-            return Unsupported("torch.distributed has no backend for Apple GPUs", "device=cpu")
+            return Unsupported(
+                "torch.distributed has no backend for Apple GPUs",
+                mend("device=cpu"),
+                RefusalKind.DEVICE,
+            )
         if length % (2 * ranks):
             return Unsupported(*_indivisible(length, ranks))
         for name, other in plan.techniques.items():
             if "parts.mixer" in other.claims:
                 return Unsupported(
                     f"{name} fills the mixer, and tokens that it mixes are on other ranks",
-                    f"--without {name}",
+                    mend(f"-{name}"),
+                    RefusalKind.COMBINATION,
                 )
         return Supported()
 
@@ -247,12 +255,12 @@ def _round(work: Mapping[str, Piece], sizes: Mapping[str, float]) -> dict[str, P
     return pieces
 
 
-def _indivisible(length: int, ranks: int) -> tuple[str, str]:
+def _indivisible(length: int, ranks: int) -> tuple[str, Remedy]:
     """Return what is wrong with such rows, and the nearest that divide."""
     unit = 2 * ranks
     near = max(1, round(length / unit)) * unit
     return (
         f"rows of {length} tokens do not divide into {unit} chunks, two for each of "
         f"mesh.context = {ranks} ranks",
-        f"data.sequence_length={near}",
+        mend(f"data.sequence_length={near}"),
     )

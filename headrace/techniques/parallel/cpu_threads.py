@@ -29,6 +29,8 @@ from torch import Tensor
 
 from headrace.assemble.sockets import Build
 from headrace.core import cores
+from headrace.core.errors import RefusalKind
+from headrace.core.remedy import mend
 from headrace.costs.host import THREADS
 from headrace.costs.ledger import Ledger
 from headrace.plan.technique import (
@@ -75,18 +77,22 @@ class CpuThreads(Technique[Build]):
         """Require a CPU with so many cores, and for `bind` a system that lets one choose them."""
         if context.device != "cpu":
             return Unsupported(
-                f"on {context.device} threads of the host compute nothing", "device=cpu"
+                f"on {context.device} threads of the host compute nothing",
+                mend("device=cpu"),
+                RefusalKind.DEVICE,
             )
         here = len(cores.cores())
         if self.threads > here:
             return Unsupported(
                 f"{self.threads} threads were asked for, and this process may use {here} cores",
-                f"techniques.{self.name()}.threads={here}",
+                mend(f"techniques.{self.name()}.threads={here}"),
+                RefusalKind.SYSTEM,
             )
         if self.bind and not cores.CAN_BIND:
             return Unsupported(
                 "this system does not let a process choose its cores",
-                f"techniques.{self.name()}.bind=false",
+                mend(f"techniques.{self.name()}.bind=false"),
+                RefusalKind.SYSTEM,
             )
         return Supported()
 

@@ -21,6 +21,8 @@ from pydantic import Field
 from torch import nn
 
 from headrace.assemble.sockets import Build
+from headrace.core.errors import RefusalKind
+from headrace.core.remedy import mend
 from headrace.costs.count import FP32
 from headrace.costs.ledger import Instant, Ledger, Line
 from headrace.costs.links import Operation
@@ -79,14 +81,23 @@ class Fsdp(Technique[Build]):
     def supports(self, context: Context) -> Supported | Unsupported:
         """Require several ranks."""
         if context.ranks < 2:
-            return Unsupported("one process has nothing to share", "mesh.data=2 under torchrun")
+            return Unsupported(
+                "one process has nothing to share",
+                mend("mesh.data=2", text="mesh.data=2 under torchrun"),
+            )
         if context.device == "mps":
-            return Unsupported("torch.distributed has no backend for Apple GPUs", "device=cpu")
+            return Unsupported(
+                "torch.distributed has no backend for Apple GPUs",
+                mend("device=cpu"),
+                RefusalKind.DEVICE,
+            )
         if "bf16" in (self.gather, self.reduce) and context.precision != "bf16":
             return Unsupported(
                 f"the run computes in {context.precision}; gathering in bf16 would round it",
-                f"model.precision=bf16, or techniques.{self.name()}.gather=fp32 "
-                f"techniques.{self.name()}.reduce=fp32",
+                mend("model.precision=bf16")
+                | mend(
+                    f"techniques.{self.name()}.gather=fp32", f"techniques.{self.name()}.reduce=fp32"
+                ),
             )
         return Supported()
 

@@ -23,7 +23,8 @@ from pydantic import Field
 from torch import Tensor
 
 from headrace.assemble.sockets import Build, Work, auxiliary_loss
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ConfigError, RefusalKind
+from headrace.core.remedy import mend
 from headrace.core.units import divisors
 from headrace.costs.count import FP32, held_in
 from headrace.costs.decoder_work import LEARNED
@@ -85,12 +86,19 @@ class PipelineParallel(Technique[Build]):
         if (self.schedule == "1f1b") != (self.chunks == 1):
             return Unsupported(
                 f"schedule = {self.schedule!r} and chunks = {self.chunks} contradict each other",
-                f"{me}.chunks={1 if self.schedule == '1f1b' else 2}",
+                mend(f"{me}.chunks={(1 if self.schedule == '1f1b' else 2)}"),
             )
         if context.ranks < 2 or plan.mesh.pipeline < 2:
-            return Unsupported("a pipeline needs several ranks", "mesh.pipeline=2 under torchrun")
+            return Unsupported(
+                "a pipeline needs several ranks",
+                mend("mesh.pipeline=2", text="mesh.pipeline=2 under torchrun"),
+            )
         if context.device == "mps":
-            return Unsupported("torch.distributed has no backend for Apple GPUs", "device=cpu")
+            return Unsupported(
+                "torch.distributed has no backend for Apple GPUs",
+                mend("device=cpu"),
+                RefusalKind.DEVICE,
+            )
         ranks, layers = plan.mesh.pipeline, plan.model.layers
         stages = ranks * self.chunks
         if layers < stages and not plan.model.pretrained:
@@ -106,7 +114,9 @@ class PipelineParallel(Technique[Build]):
             return Unsupported(
                 f"an interleaved pipeline takes micro-batches in groups of {ranks}, and a step of "
                 f"{rows} rows in micro-batches of {plan.micro_rows} has {rows // plan.micro_rows}",
-                f"batch.micro_sequences={near}" if near else f"{me}.schedule=1f1b {me}.chunks=1",
+                mend(f"batch.micro_sequences={near}")
+                if near
+                else mend(f"{me}.schedule=1f1b", f"{me}.chunks=1"),
             )
         return Supported()
 
@@ -336,10 +346,13 @@ def split(layers: int, stages: int) -> list[int]:
     if layers < stages:
         raise ConfigError(
             f"{layers} layers are too few for {stages} stages of a pipeline",
-            f"mesh.pipeline={layers} techniques.pipeline_parallel.schedule=1f1b "
-            "techniques.pipeline_parallel.chunks=1"
+            mend(
+                f"mesh.pipeline={layers}",
+                "techniques.pipeline_parallel.schedule=1f1b",
+                "techniques.pipeline_parallel.chunks=1",
+            )
             if layers > 1
-            else "mesh.pipeline=1 --without pipeline_parallel",
+            else mend("mesh.pipeline=1", "-pipeline_parallel"),
         )
     each, over = divmod(layers, stages)
     return [each + (stages - 1 - over <= stage < stages - 1) for stage in range(stages)]

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from headrace.assemble.sockets import Build
 from headrace.core.errors import ConfigError
 from headrace.core.model_config import ModelConfig
+from headrace.core.remedy import Remedy, mend
 from headrace.core.units import divisors
 from headrace.costs.count import FP32
 from headrace.costs.ledger import Ledger
@@ -60,7 +61,7 @@ from headrace.plan.technique import (
 )
 
 AXIS = "tensor"
-WHOLE = "mesh.tensor=1 --without tensor_parallel"
+WHOLE = mend("mesh.tensor=1", "-tensor_parallel")
 """What leaves the model uncut."""
 COLUMNS: Mapping[str, int] = {"weight": 0, "bias": 0}
 ROWS: Mapping[str, int] = {"weight": 1}
@@ -150,7 +151,9 @@ class TensorParallel(Technique[Build]):
         """Require several ranks, and whole groups of heads and hidden features for each."""
         ranks, model = context.plan.mesh.tensor, context.plan.model
         if ranks == 1:
-            return Unsupported("mesh.tensor = 1: there is nothing to split over", "mesh.tensor=2")
+            return Unsupported(
+                "mesh.tensor = 1: there is nothing to split over", mend("mesh.tensor=2")
+            )
         kv, ffn = model.resolved_kv_heads, model.resolved_ffn
         if model.pretrained or not (kv % ranks or ffn % ranks):
             return Supported()  # the shape of pretrained weights is checked when it is known
@@ -221,7 +224,7 @@ class TensorParallel(Technique[Build]):
             fits = gcd(units, ranks) if cut else 1
             raise ConfigError(
                 f"mesh.tensor = {ranks}, and {name} ({type(part).__name__}) {found}",
-                f"mesh.tensor={fits}; or {WHOLE}" if fits > 1 else WHOLE,
+                mend(f"mesh.tensor={fits}") | WHOLE if fits > 1 else WHOLE,
             )
         biases = [f"{row}.bias" for row in getattr(part, "rows", ())]
         for key, _ in part.named_parameters():
@@ -300,19 +303,19 @@ def _partial(build: Build, name: str) -> None:
     build.layouts[name] = replace(layout, partial={*layout.partial, AXIS})
 
 
-def _nearest(model: ModelConfig, ranks: int) -> str:
+def _nearest(model: ModelConfig, ranks: int) -> Remedy:
     """Return the largest split below `ranks` that fits, or else a model that does."""
     both = divisors(gcd(model.resolved_kv_heads, model.resolved_ffn))
     fit = max(n for n in both if n == 1 or n < ranks)
     if fit > 1:
-        return f"mesh.tensor={fit}"
+        return mend(f"mesh.tensor={fit}")
     kv, ffn = model.resolved_kv_heads, model.resolved_ffn
     wide = [g for g in divisors(model.heads) if g % ranks == 0]
     if kv % ranks and not wide:
-        return f"model.heads={-(-model.heads // ranks) * ranks}"
+        return mend(f"model.heads={-(-model.heads // ranks) * ranks}")
     if kv % ranks:
-        return f"model.kv_heads={min(wide, key=lambda g: abs(g - kv))}"
-    return f"model.ffn={-(-ffn // ranks) * ranks}"
+        return mend(f"model.kv_heads={min(wide, key=lambda g: abs(g - kv))}")
+    return mend(f"model.ffn={-(-ffn // ranks) * ranks}")
 
 
 # --- forward passes --------------------------------------------------------------------------
@@ -328,7 +331,7 @@ def _around(part: nn.Module, tokens: WholeTokens) -> Callable[..., Tensor]:
             raise ConfigError(
                 f"the bias of {child!r} ({type(linear).__name__}) in {type(part).__name__} cannot "
                 "be added after its parts are summed",
-                "model.bias=false",
+                mend("model.bias=false"),
             )
         linear.forward = _matmul_of(linear)  # type: ignore[method-assign]
     if not biased:

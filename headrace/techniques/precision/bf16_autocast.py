@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.assemble.sockets import Build
+from headrace.core.errors import RefusalKind
+from headrace.core.remedy import mend
 from headrace.costs.ledger import Ledger
 from headrace.plan.technique import (
     Card,
@@ -63,7 +65,8 @@ class Bf16Autocast(Technique[Build]):
             found = ".".join(map(str, capability or ("unknown",)))
             return Unsupported(
                 f"{context.device_name} has compute capability {found}, and bf16 products need 8.0",
-                f"--without {self.name()} --with fp16_loss_scaling model.precision=fp16",
+                mend(f"-{self.name()}", "+fp16_loss_scaling", "model.precision=fp16"),
+                RefusalKind.DEVICE,
             )
         return Supported()
 

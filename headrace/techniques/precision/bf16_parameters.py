@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from headrace.assemble.sockets import Build, Route
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ConfigError, RefusalKind
+from headrace.core.remedy import mend
 from headrace.costs.ledger import Ledger
 from headrace.costs.work import CUSTOM_COMPILED, Work
 from headrace.kernels.adamw import KERNEL, Noise, Update, adamw_, biases
@@ -106,7 +107,7 @@ class Bf16AdamW(torch.optim.Optimizer):
                 other = "stochastic" if self._keeps else "master"
                 raise ConfigError(
                     "the checkpoint's weights were rounded otherwise than this plan rounds them",
-                    f"techniques.bf16_parameters.rounding={other}",
+                    mend(f"techniques.bf16_parameters.rounding={other}"),
                 )
             steps = [state["step"] for state in states]
             counts += steps
@@ -234,13 +235,16 @@ class Bf16Parameters(Technique[Build]):
         capability = context.capability
         if context.device == "cuda" and (capability is None or capability < (8, 0)):
             return Unsupported(
-                f"{context.device_name} has no bf16 products", "--without bf16_parameters"
+                f"{context.device_name} has no bf16 products",
+                mend("-bf16_parameters"),
+                RefusalKind.DEVICE,
             )
         if self.fused and context.lacks_triton():
             return Unsupported(
                 "fused = true needs an NVIDIA GPU and Triton",
-                "techniques.bf16_parameters.fused=false"
-                + (", or pip install triton" if context.device == "cuda" else ""),
+                mend("techniques.bf16_parameters.fused=false")
+                | ("pip install triton" if context.device == "cuda" else ""),
+                RefusalKind.PACKAGE,
             )
         for other, technique in context.plan.techniques.items():
             if other == self.name():
@@ -249,12 +253,17 @@ class Bf16Parameters(Technique[Build]):
                 return Unsupported(
                     f"{other} adds its updates to the weights itself, and bf16 would round most of "
                     "them away",
-                    f"--without {other}",
+                    mend(f"-{other}"),
+                    RefusalKind.COMBINATION,
                 )
             if "shard" in technique.composes:
                 return Unsupported(
                     f"{other} takes one dtype a block, and norms stay fp32 beside bf16 matrices",
-                    f"techniques.{other}.gather=bf16, which sends bf16 over fp32 shards",
+                    mend(
+                        f"techniques.{other}.gather=bf16",
+                        text=f"techniques.{other}.gather=bf16, which sends bf16 over fp32 shards",
+                    ),
+                    RefusalKind.COMBINATION,
                 )
         return Supported()
 

@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from torch._guards import TracingContext
 
 from headrace.assemble.sockets import Build
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ConfigError, RefusalKind
+from headrace.core.remedy import mend
 from headrace.costs.count import holds_casts
 from headrace.costs.ledger import Ledger
 from headrace.costs.work import Phase, Work
@@ -94,9 +95,15 @@ class Float8Linear(Technique[Build]):
     def supports(self, context: Context) -> Supported | Unsupported:
         """Require Ada, Hopper or newer; a CPU emulates it."""
         if find_spec("torchao") is None:
-            return Unsupported("torchao is not installed", "pip install 'headrace[quant]'")
+            return Unsupported(
+                "torchao is not installed", "pip install 'headrace[quant]'", RefusalKind.PACKAGE
+            )
         if context.device == "mps":
-            return Unsupported("Apple GPUs have no fp8", "device=cpu, which emulates it")
+            return Unsupported(
+                "Apple GPUs have no fp8",
+                mend("device=cpu", text="device=cpu, which emulates it"),
+                RefusalKind.DEVICE,
+            )
         if context.device == "cuda":
             capability = context.capability
             if capability is None or capability < (8, 9):
@@ -105,12 +112,13 @@ class Float8Linear(Technique[Build]):
                     f"{context.device_name} has compute capability {found}, and fp8 products need "
                     "8.9",
                     "an Ada or Hopper GPU, or newer",
+                    RefusalKind.DEVICE,
                 )
             if self.multiple_of % MULTIPLE:
                 return Unsupported(
                     f"multiple_of = {self.multiple_of}, and fp8 products need multiples of "
                     f"{MULTIPLE} on a GPU",
-                    f"techniques.float8_linear.multiple_of={MULTIPLE}",
+                    mend(f"techniques.float8_linear.multiple_of={MULTIPLE}"),
                 )
         return Supported()
 
@@ -163,7 +171,10 @@ class Float8Linear(Technique[Build]):
         return ConfigError(
             f"float8_linear takes linears whose sizes are multiples of {self.multiple_of} and "
             f"at least {self.min_size}, and this model has {told}",
-            f"techniques.float8_linear.min_size={narrow}, at a loss of speed"
+            mend(
+                f"techniques.float8_linear.min_size={narrow}",
+                text=f"techniques.float8_linear.min_size={narrow}, at a loss of speed",
+            )
             if narrow < self.min_size
             else f"sizes (model.dim, model.ffn) that are multiples of {self.multiple_of}",
         )

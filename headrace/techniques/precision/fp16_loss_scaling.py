@@ -21,6 +21,7 @@ from torch import Tensor
 
 from headrace.assemble.sockets import Build
 from headrace.core.errors import Diverged
+from headrace.core.remedy import mend
 from headrace.costs.ledger import Ledger
 from headrace.plan.technique import (
     Card,
@@ -112,7 +113,7 @@ class Fp16LossScaling(Technique[Build]):
         if context.precision == "bf16":
             return Unsupported(
                 "bf16 has the range of fp32, so that no gradient is too small for it",
-                "model.precision=fp16",
+                mend("model.precision=fp16"),
             )
         return Supported()
 
@@ -135,7 +136,11 @@ class Fp16LossScaling(Technique[Build]):
             raise Diverged(
                 f"the gradients of {self.patience} steps in a row, up to step {step}, are not "
                 f"finite (loss {metrics['loss']}), at a loss scale of {float(state.scale):g}",
-                f"model.precision=fp32 --without {self.name()} for a new run",
+                mend(
+                    "model.precision=fp32",
+                    f"-{self.name()}",
+                    text=f"model.precision=fp32 --without {self.name()} for a new run",
+                ),
             )
 
     def active(self, build: Build) -> Evidence:

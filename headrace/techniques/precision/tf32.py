@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from headrace.assemble.sockets import Build
+from headrace.core.errors import RefusalKind
+from headrace.core.remedy import mend
 from headrace.costs.ledger import Ledger
 from headrace.plan.technique import (
     Card,
@@ -72,19 +74,21 @@ class Tf32(Technique[Build]):
         if context.device != "cuda":
             return Unsupported(
                 f"{context.device} has no TF32: it is a format of NVIDIA's matrix units",
-                "device=cuda",
+                mend("device=cuda"),
+                RefusalKind.DEVICE,
             )
         if context.capability is None or context.capability < (8, 0):
             found = ".".join(map(str, context.capability or ("unknown",)))
             return Unsupported(
                 f"{context.device_name} has compute capability {found}, and TF32 needs 8.0",
                 "an Ampere GPU or newer",
+                RefusalKind.DEVICE,
             )
         left = any(t.multiplies_fp32() for t in context.plan.techniques.values())
         if context.precision != "fp32" and not left:
             return Unsupported(
                 f"the run multiplies in {context.precision} alone, and TF32 is for fp32 operands",
-                "model.precision=fp32",
+                mend("model.precision=fp32"),
             )
         return Supported()
 

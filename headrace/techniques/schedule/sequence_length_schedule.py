@@ -21,6 +21,8 @@ from pydantic import Field
 from torch import Tensor
 
 from headrace.assemble.sockets import Build
+from headrace.core.errors import RefusalKind
+from headrace.core.remedy import mend
 from headrace.core.units import divisors
 from headrace.costs.ledger import Ledger
 from headrace.data.loader import Micro
@@ -97,7 +99,7 @@ class SequenceLengthSchedule(Technique[Build]):
         return Doubt(
             f"{self.name()} makes rows whole after {until:,.0f} steps, and the run has {lasts}: no "
             f"step sees the {plan.data.sequence_length} tokens that are validated",
-            f"techniques.{self.name()}.until={max(2, lasts // 3)}",
+            mend(f"techniques.{self.name()}.until={max(2, lasts // 3)}"),
         )
 
     def supports(self, context: Context) -> Supported | Unsupported:
@@ -112,19 +114,20 @@ class SequenceLengthSchedule(Technique[Build]):
             return Unsupported(
                 f"rows of data.sequence_length = {whole} tokens cannot be cut evenly"
                 + (f" into multiples of 2 x mesh.context = {unit}" if unit > 1 else ""),
-                f"data.sequence_length={-(-whole // (4 * unit)) * 4 * unit}",
+                mend(f"data.sequence_length={-(-whole // (4 * unit)) * 4 * unit}"),
             )
         if self.start not in fits:
             near = min(fits, key=lambda n: abs(n - self.start))
             return Unsupported(
                 f"start = {self.start} tokens does not cut a row of {whole} evenly"
                 + (f" into multiples of {unit}" if unit > 1 else ""),
-                f"techniques.{name}.start={near}",
+                mend(f"techniques.{name}.start={near}"),
             )
         if self.until <= 1 and plan.horizon_steps is None:
             return Unsupported(
                 f"until = {self.until:g} is a share of a schedule whose end the plan does not say",
-                f"schedule.steps=1000, or techniques.{name}.until=100",
+                mend("schedule.steps=1000") | mend(f"techniques.{name}.until=100"),
+                RefusalKind.PLAN,
             )
         return Supported()
 

@@ -1,0 +1,86 @@
+"""A remedy: what mends an error, as changes of the plan for a program and as text for a reader.
+
+A change is a tuple of words, as `headrace/plan/changes.py` has them: `+technique`, `-technique`,
+`key=value`. A sweep that meets an error tries the error's changes; a reader is shown the text. No
+program reads the text.
+"""
+
+import shlex
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A remedy holds what mends an error.
+
+    Args:
+        changes: alternatives, the best first. Each is the words that mend the plan together.
+        text: what a reader is shown: the changes as they are typed, other commands, or prose.
+        leaves_out: the key that mends the plan when nobody writes it; "" where there is none.
+    """
+
+    changes: tuple[tuple[str, ...], ...] = ()
+    text: str = ""
+    leaves_out: str = ""
+
+    def __bool__(self) -> bool:
+        """Return whether there is anything to show."""
+        return bool(self.text)
+
+    def __str__(self) -> str:
+        """Return the text."""
+        return self.text
+
+    def __or__(self, other: "Remedy | str") -> "Remedy":
+        """Return the remedy that offers the other one too, as the next alternative."""
+        other = as_remedy(other)
+        texts = [remedy.text for remedy in (self, other) if remedy.text]
+        return Remedy(self.changes + other.changes, " or ".join(texts))
+
+    def otherwise(self, other: "Remedy | str") -> "Remedy":
+        """Return the remedy with the other one behind it in brackets, as the last resort."""
+        other = as_remedy(other)
+        return Remedy(self.changes + other.changes, f"{self.text} (or {other.text})")
+
+    @property
+    def only_override(self) -> str | None:
+        """Return the `key=value` that is the whole remedy; None where it is anything else."""
+        whole = len(self.changes) == 1 and self.text == typed(*self.changes[0])
+        if not whole or len(self.changes[0]) != 1:
+            return None
+        (word,) = self.changes[0]
+        return None if word[0] in "+-" else word
+
+
+def typed(*words: str) -> str:
+    """Return the words of a change as they are typed behind `headrace train PLAN`."""
+    options = {"+": "--with ", "-": "--without "}
+    return " ".join(
+        f"{options[word[0]]}{shlex.quote(word[1:])}" if word[0] in options else shlex.quote(word)
+        for word in words
+    )
+
+
+def mend(*words: str, text: str = "") -> Remedy:
+    """Return the remedy that is one change of the plan.
+
+    Args:
+        words: `+technique`, `-technique` or `key=value`; empty ones are left out.
+        text: what a reader is shown; the words as they are typed where nothing is given.
+    """
+    given = tuple(filter(None, words))
+    return Remedy((given,) if given else (), text or typed(*given))
+
+
+def leave_out(key: str) -> Remedy:
+    """Return the remedy that is not to write a key."""
+    return Remedy(text=f"leave out {key}", leaves_out=key)
+
+
+def as_remedy(remedy: Remedy | str) -> Remedy:
+    """Return a remedy as it is, and a text as a remedy without changes of the plan."""
+    return remedy if isinstance(remedy, Remedy) else Remedy(text=remedy)
+
+
+NONE = Remedy()
+"""The remedy of what nothing mends."""
