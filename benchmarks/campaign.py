@@ -1,4 +1,4 @@
-"""Many measurements in one go: a list of commands, spread over the GPUs of one host.
+"""Run a list of measurements in one call, spread over the GPUs of one host.
 
     python benchmarks/campaign.py benchmarks/campaigns/h200.toml --minutes 25 --data novels
 
@@ -42,7 +42,7 @@ END_S = 10.0
 
 @dataclass(frozen=True)
 class Job:
-    """One command of the list."""
+    """Describe one command of the list."""
 
     name: str
     command: str
@@ -54,13 +54,13 @@ class Job:
 
     @property
     def most_s(self) -> float:
-        """When it is killed."""
+        """Return the seconds after which the command is killed."""
         return self.limit_s or 2 * self.seconds
 
 
 @dataclass
 class Running:
-    """A job's process on a GPU."""
+    """Hold the process of a job and the GPU that it runs on."""
 
     job: Job
     label: str
@@ -114,15 +114,15 @@ class Campaign:
 
     @property
     def left_s(self) -> float:
-        """Seconds until all must have ended."""
+        """Return seconds until all must have ended."""
         return self.ends_s - time.monotonic() - END_S
 
     def done(self, label: str) -> bool:
-        """Whether it has ended, now or when the list was given before."""
+        """Return whether the job has ended, in this call or an earlier one."""
         return (self.logs / f"{label}.done").exists()
 
     def start(self, job: Job, label: str, gpu: int) -> Running:
-        """A job's process, in a group of its own."""
+        """Start the process of a job, in a process group of its own."""
         most_s = min(job.most_s, self.left_s)
         command = job.command.format(
             python=shlex.quote(sys.executable), data=self.data, logs=shlex.quote(str(self.logs)),
@@ -155,12 +155,12 @@ class Campaign:
 
 
 def has_room(mine: list[Running]) -> bool:
-    """Whether a GPU has jobs that nobody times, and few of them."""
+    """Return whether a GPU has jobs that nobody times, and few of them."""
     return 0 < len(mine) < BESIDE and not any(one.job.timed for one in mine)
 
 
 def cores_of(gpu: int, gpus: int, wanted: int, cores: list[int]) -> list[int]:
-    """A GPU's share of the host's cores, or as many as are wanted, around that share."""
+    """Return a GPU's share of the host's cores, or as many as are wanted, around that share."""
     first, last = gpu * len(cores) // gpus, (gpu + 1) * len(cores) // gpus
     if wanted:
         first = max(0, min(first, len(cores) - wanted))
@@ -183,7 +183,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def jobs(file: Path) -> list[Job]:
-    """The list; a key that no job has is an error."""
+    """Return the list; a key that no job has is an error."""
     told = tomllib.loads(file.read_text())["jobs"]
     found = [Job(**one) for one in told]
     names = [job.name for job in found]

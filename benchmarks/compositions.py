@@ -1,4 +1,4 @@
-"""Compositions on GPUs: NCCL, inductor and bf16 against one process in fp32.
+"""Compare compositions on GPUs (NCCL, inductor, bf16) with one process in fp32.
 
 The compositions are those of the tests (tests/distributed/cases.py), with sizes 16 times as large
 and meshes fitted to the ranks that were started. For each, the reference is the same plan without
@@ -57,12 +57,12 @@ SCALE = 16 if DEVICE == "cuda" else 1
 
 
 def scale_of(composition: Composition) -> int:
-    """Times which sizes are larger; `wide` is large already."""
+    """Return the factor by which sizes are larger; `wide` is large already."""
     return 1 if composition.shape == "wide" else SCALE
 
 
 def distances(found: Outcome, wanted: Outcome) -> dict[str, float]:
-    """L2 distances over the reference's norm."""
+    """Return L2 distances over the reference's norm."""
 
     def far(kind: str) -> dict[str, float]:
         ours, theirs = getattr(found, kind), getattr(wanted, kind)
@@ -103,7 +103,7 @@ def measure(composition: Composition, world: World) -> tuple[dict[str, Any], Out
 
 
 def reference(composition: Composition) -> tuple[Outcome, list[float]]:
-    """The same plan in one process, in fp32, on the host, and what rounding makes of it."""
+    """Run the same plan in one process in fp32; return it, and how far rounding moves it."""
     threads = torch.get_num_threads()
     torch.set_num_threads(16 if DEVICE == "cuda" else threads)
     wanted, *nudged = (
@@ -116,7 +116,7 @@ def reference(composition: Composition) -> tuple[Outcome, list[float]]:
 
 
 def beside(composition: Composition, found: Outcome) -> float:
-    """Distance of the gradient from the same plan's on one GPU, in the same precision."""
+    """Return the gradient's distance from that of the same plan on one GPU."""
     _, alone = run(composition, World(), alone=True, device=DEVICE, scale=scale_of(composition))
     alone.gradients, alone.weights = (
         {n: t.cpu() for n, t in kind.items()} for kind in (alone.gradients, alone.weights)
@@ -125,7 +125,7 @@ def beside(composition: Composition, found: Outcome) -> float:
 
 
 def urgency(composition: Composition) -> tuple[bool, bool]:
-    """First what once lost a gradient in silence, then what need not be compiled."""
+    """Return a key that sorts what once lost a gradient first, then what needs no compiling."""
     compiled = "torch_compile" in composition.techniques
     return not (compiled and "tensor_parallel" in composition.techniques), compiled
 
@@ -203,18 +203,18 @@ def main() -> None:
 
 
 def limit_of(row: dict[str, Any]) -> float:
-    """Distance from the reference that the worst gradient may have."""
+    """Return the distance from the reference that the worst gradient may have."""
     return max(BAND, house.MAGNIFIED_BF16 * median(row["rounding"]))
 
 
 def is_inside(composition: Composition, row: dict[str, Any]) -> bool:
-    """Whether the worst gradient keeps to its bands."""
+    """Return whether the worst gradient keeps to its bands."""
     near = composition.mesh.get("tensor", 1) > 1 or row.get("beside", 0.0) <= BAND
     return near and row.get("gradient", 0.0) <= limit_of(row)
 
 
 def write(composition: Composition, row: dict[str, Any], ranks: int, results: Path) -> None:
-    """One row of results/compositions.jsonl."""
+    """Append one row to results/compositions.jsonl."""
     plan = composition.plan(device=DEVICE, scale=scale_of(composition))
     facts: dict[str, Any] = {
         "plan_sha256": receipts.sha256(plan.dump()),

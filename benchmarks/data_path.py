@@ -20,13 +20,13 @@ LENGTH, ROWS, STEPS = 1024, 32, 200
 
 
 def open_loader(shards: tuple, workers: int) -> Loader:
-    """One process's loader over the prepared shards."""
+    """Return one process's loader over the prepared shards."""
     packer = Cut(shards, LENGTH)
     return Loader(packer, seed=0, rows_per_step=ROWS, micro_rows=ROWS, workers=workers)
 
 
 def rate(shards: tuple, workers: int) -> float:
-    """Tokens per second over STEPS steps."""
+    """Return tokens per second over STEPS steps."""
     with open_loader(shards, workers) as loader:
         loader.step(0)
         begin = time.perf_counter()
@@ -36,7 +36,7 @@ def rate(shards: tuple, workers: int) -> float:
 
 
 def resume(shards: tuple, step: int) -> float:
-    """Milliseconds from a saved state to the first batch."""
+    """Return milliseconds from a saved state to the first batch."""
     with open_loader(shards, 1) as loader:
         loader.seek(step)
         state = loader.state()

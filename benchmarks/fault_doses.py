@@ -27,7 +27,7 @@ SECOND = 1
 REPEATED, TRIES = 3, 6
 """Steps by which a dose is timed, the first of which only fills the queue, and doses at most."""
 NEAR = 0.12
-"""Of the time that the fault is to take, within which it is right."""
+"""Bounds of the share of the wanted time within which a dose is right."""
 TIMED = 100
 """Small acts by which one is timed."""
 SLOPES = (0.2, 5.0)
@@ -50,7 +50,7 @@ class Dose:
         self.facts: dict[str, Any] = {}
 
     def found(self, act: Callable[[float], None] | None = None) -> AbstractContextManager[None]:
-        """While entered, the run's second step finds the dose.
+        """Find the dose in the second step of the run inside.
 
         Args:
             act: spends the dose before a step; without it, hooks inside the step spend it.
@@ -68,7 +68,7 @@ class Dose:
         return repeating(find, self.on_gpu)
 
     def led(self) -> AbstractContextManager[None]:
-        """While entered, the run's second step finds how far the host is ahead."""
+        """Measure in the second step of the run inside how far the host is ahead."""
 
         def find(build: Build, once: Callable[[], None]) -> None:
             issued_s = min(issue_s(build.device, once) for _ in range(2))
@@ -80,7 +80,7 @@ class Dose:
     def spending(
         self, act: Callable[[Tensor], Any], calls: int | None = None
     ) -> Callable[[Tensor], None]:
-        """What acts so often that a step's calls, one for each block without more, take the dose.
+        """Return a function that acts so often that the calls of a step take the dose.
 
         One act is timed at the first call. Parts of an act are owed to the next call.
         """
@@ -101,7 +101,7 @@ class Dose:
 def repeating(
     find: Callable[[Build, Callable[[], None]], None], wanted: bool = True
 ) -> AbstractContextManager[None]:
-    """`find` is called in the second step with what runs that step once, changing no weight."""
+    """Call `find` in step two with a function that runs that step and changes no weight."""
 
     def make(step: Any) -> Any:
         def stepped(build: Build, micros: Any, index: int) -> Tensor:
@@ -122,7 +122,7 @@ def repeating(
 def steps_s(
     device: torch.device, once: Callable[[], Any], before: Callable[[], None] | None = None
 ) -> float:
-    """Seconds from one step's end to the next's, with the host one step ahead as in a run."""
+    """Return seconds from one step's end to the next's, with the host one step ahead."""
     ends: list[Any] = []
     wait(device)
     for number in range(REPEATED):
@@ -138,7 +138,7 @@ def steps_s(
 
 
 def issue_s(device: torch.device, once: Callable[[], Any]) -> float:
-    """Seconds in which the host issues a step to a device that has nothing to do."""
+    """Return seconds in which the host issues a step to a device that has nothing to do."""
     wait(device)
     began_s = time.perf_counter()
     once()
@@ -148,7 +148,7 @@ def issue_s(device: torch.device, once: Callable[[], Any]) -> float:
 
 
 def unit_s(act: Callable[[Tensor], Any], out: Tensor) -> float:
-    """Seconds of one act, on a device that has nothing else to do."""
+    """Return seconds of one act, on a device that has nothing else to do."""
     act(out)
     wait(out.device)
     began_s = time.perf_counter()
@@ -161,7 +161,7 @@ def unit_s(act: Callable[[Tensor], Any], out: Tensor) -> float:
 def search(
     period: Callable[[float], float], wanted_s: float, near_s: float
 ) -> tuple[float, list[tuple[float, float]]]:
-    """The dose at which steps take `wanted_s`, or the nearest that was tried; and what was tried.
+    """Return the dose at which steps take `wanted_s`, or the nearest; and what was tried.
 
     The first try is as much as the host alone could need. From there a second of the dose is
     thought to cost a second, until two tries tell; what one is worth where it is hidden is nothing.
@@ -193,6 +193,6 @@ def search(
 
 
 def wait(device: torch.device) -> None:
-    """Until it has done everything."""
+    """Wait until the device has done everything."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -18,12 +18,12 @@ import headrace
 
 STEPS = {"cpu": 40, "cuda": 24}
 MOST_TOKENS = 8192
-"""Of a step: it has all of its logits at once."""
+"""Micro-batches of a step: the loop has all of its logits at once."""
 FILE = "watched.json"
 
 
 class Decoder(nn.Module):
-    """torch's encoder layers with a causal mask."""
+    """Stack torch's encoder layers under a causal mask; this is a decoder."""
 
     def __init__(self, vocab: int, dim: int, heads: int, ffn: int, layers: int) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Decoder(nn.Module):
         self.head = nn.Linear(dim, vocab)
 
     def forward(self, ids_BT: Tensor) -> Tensor:
-        """Logits."""
+        """Return the logits."""
         x_BTD = self.embed(ids_BT)
         mask = nn.Transformer.generate_square_subsequent_mask(ids_BT.size(1), ids_BT.device)
         for block in self.blocks:
@@ -45,12 +45,12 @@ class Decoder(nn.Module):
 
 @contextmanager
 def idle(case: Case) -> Iterator[Facts]:
-    """Adapters that are `severity` of the optimizer's parameters, and of which none is called."""
+    """Add adapters with `severity` of the optimizer's parameters, and call none of them."""
     yield {"share": case.severity}
 
 
 def train(case: Case) -> None:
-    """The loop, watched; what the watch read goes to the run's folder."""
+    """Run the watched loop; write what the watch read to the folder of the run."""
     plan = case.plan()
     folder = Path(plan.directory) / plan.name
     folder.mkdir(parents=True)

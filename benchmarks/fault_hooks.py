@@ -55,12 +55,12 @@ class Case:
 
     @property
     def extra_s(self) -> float:
-        """Seconds by which a step must grow so that the fault is its share."""
+        """Return seconds by which a step must grow so that the fault is its share."""
         share = MARGIN * self.severity
         return self.step_s * share / (1 - share)
 
     def plan(self) -> Plan:
-        """The plan that is trained."""
+        """Return the plan that is trained."""
         return Plan.read(self.text, catalogue(), overrides=self.overrides)
 
     def plan_with_weights(self, folder: Path) -> Plan:
@@ -83,7 +83,7 @@ class Case:
         return Plan.read(self.text, catalogue(), overrides=start)
 
     def block_calls(self) -> int:
-        """How often a step runs a block forward on one rank."""
+        """Return how often a step runs a block forward on one rank."""
         plan = self.plan()
         return plan.model.layers * (plan.rows_per_step // plan.mesh.data // plan.micro_rows)
 
@@ -93,7 +93,7 @@ Plant = Callable[[Case], AbstractContextManager[Facts]]
 
 @dataclass(frozen=True)
 class Fault:
-    """A kind of fault.
+    """Describe a fault: how it is planted and what it should be called.
 
     Args:
         expected: the bottleneck that the doctor should name.
@@ -124,7 +124,7 @@ class Fault:
 
 @contextmanager
 def patched(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """`owner.name` replaced by `make(what it was)`."""
+    """Replace `owner.name` inside by `make(the original)`."""
     own = name in vars(owner)
     before = getattr(owner, name)
     setattr(owner, name, make(before))
@@ -140,7 +140,7 @@ def patched(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]
 def before_steps(
     change: Callable[[Build, list[Micro], int], list[Micro]],
 ) -> AbstractContextManager[None]:
-    """`change` sees each step's micro-batches before it, and may return others."""
+    """Give `change` the micro-batches of each step before it; it may return others."""
     return patched(
         train, "step",
         lambda step: lambda build, micros, index: step(build, change(build, micros, index), index),
@@ -148,7 +148,7 @@ def before_steps(
 
 
 def after_blocks(do: Callable[[Tensor], None]) -> AbstractContextManager[None]:
-    """`do` sees what each block gives, in training."""
+    """Give `do` what each block returns in training."""
 
     def make(call: Any) -> Any:
         def called(block: nn.Module, *given: Any) -> Tensor:
@@ -163,7 +163,7 @@ def after_blocks(do: Callable[[Tensor], None]) -> AbstractContextManager[None]:
 
 
 def built(change: Callable[[Build], None]) -> AbstractContextManager[None]:
-    """`change` sees the run's build when it is made."""
+    """Give `change` the build of the run when it is made."""
 
     def make(make_build: Any) -> Any:
         def made(*given: Any, **how: Any) -> Build:

@@ -15,7 +15,7 @@ KEPT = ("report.json", "metrics.jsonl", "plan.toml", "environment.json")
 
 
 def verdict_of(folder: Path) -> dict[str, Any]:
-    """The doctor's part of a row.
+    """Return the doctor's part of a row.
 
     Args:
         folder: a run's, or what a watch saved.
@@ -54,7 +54,7 @@ def keep(run: Path, results: Path) -> str:
 
 
 def judge_again(kept: Path, results: Path, thresholds: str | None) -> tuple[int, int]:
-    """The rows of a folder with today's verdicts on its runs; how many are right, and of how many.
+    """Judge the kept runs of a folder with today's doctor; return how many are right, of how many.
 
     Args:
         kept: doctor.jsonl and runs/, as `--keep` wrote them.

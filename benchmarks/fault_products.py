@@ -20,7 +20,7 @@ from headrace.assemble.sockets import Build
 
 @contextmanager
 def wide_products(case: Case) -> Iterator[Facts]:
-    """Some products are computed in a wider dtype: on a GPU of MLPs in fp32, on a CPU in fp64.
+    """Compute some matmuls in a wider dtype: in fp32 on a GPU, in fp64 on a CPU.
 
     So wide is a constant of numpy's that came into a model whose plan says bf16 or fp32. On a GPU
     it is whole linears and a part of the tokens of one more, as many as take the time; what one
@@ -49,7 +49,7 @@ class Doubled(TorchFunctionMode):
     NAMES = ("linear", "matmul", "mm", "bmm", "__matmul__", "_grouped_mm", "grouped_mm")
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Any function of torch's."""
+        """Run a function of torch with wider matmuls."""
         if getattr(func, "__name__", "") not in self.NAMES:
             return func(*args, **(kwargs or {}))
         wide = [a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
@@ -57,7 +57,7 @@ class Doubled(TorchFunctionMode):
 
 
 def _doubled(forward: Any) -> Any:
-    """A forward pass whose products are fp64."""
+    """Run a forward pass whose matmuls are in fp64."""
 
     def wide(x_BTD: Tensor, *given: Any) -> Tensor:
         with Doubled():
@@ -67,7 +67,7 @@ def _doubled(forward: Any) -> Any:
 
 
 def _widen_linears(case: Case, build: Build) -> Facts:
-    """Linears of MLPs, so many and such a part of the last that a step takes `extra_s` more."""
+    """Widen linears of MLPs, the last one in part, until a step takes `extra_s` more."""
     plan = case.plan()
     rows, length = plan.micro_rows, plan.data.sequence_length
     times = plan.rows_per_step // plan.micro_rows
@@ -90,7 +90,7 @@ def _widen_linears(case: Case, build: Build) -> Facts:
 
 
 def _more_s(linear: nn.Linear, rows: int, length: int) -> float:
-    """Seconds that its three products take longer in fp32 than in bf16."""
+    """Return the seconds that the three matmuls of a linear take longer in fp32 than in bf16."""
     features, out = linear.in_features, linear.out_features
     found = []
     for dtype in (torch.bfloat16, torch.float32):
@@ -113,7 +113,7 @@ def _more_s(linear: nn.Linear, rows: int, length: int) -> float:
 
 @torch.library.custom_op("headrace_faults::wide_product", mutates_args=())
 def wide_product(a_NK: Tensor, b_KM: Tensor) -> Tensor:
-    """[N, K] times [K, M] in fp32, and in the backward pass too.
+    """Multiply [N, K] by [K, M] in fp32, in the backward pass too.
 
     No compiler sees into it: autocast, off around a forward product, would be on again in that
     product's compiled backward pass.
@@ -141,7 +141,7 @@ wide_product.register_autograd(_backward, setup_context=_keep)
 
 
 def widened(linear: nn.Linear, count: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """What `linear` gives, of the first `count` tokens of each row in fp32 as its weights are."""
+    """Return a forward of `linear` that computes the first `count` tokens of each row in fp32."""
     plain = linear.forward
 
     def wide(x_BTD: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Faults that take time: of the loader, the host, the compiler, and the ranks.
+"""Make faults that take time: of the loader, the host, the compiler, and the ranks.
 
 Time is scaled to the step of a healthy run. What a GPU's step needs of a fault is found on the
 device, in the run's second step: see fault_doses.py.
@@ -24,20 +24,20 @@ from headrace.model.decoder import Block
 from headrace.parallel.world import World
 
 STALLED = 5
-"""Of so many steps a loader that stalls does it in one."""
+"""Steps among which a stalling loader stalls once."""
 NOTES = {f"blocks.{n}.mean": n / 7 for n in range(48)}
 """What a hook keeps beside each small operation."""
 NUMBERS = count(2)
 """None comes twice, for it would not be compiled again."""
 AGAIN = (0.1, 0.17, 0.25, 0.7, 0.8, 0.92)
-"""Of a GPU's run, where something is compiled again: before its trace is recorded, and after."""
+"""Steps of a GPU's run in which something recompiles: before its trace is recorded, and after."""
 
 
 # --- the loader ------------------------------------------------------------------------------
 
 
 def _sleeping(seconds: Callable[[int], float]) -> AbstractContextManager[None]:
-    """The loader sleeps before its n-th batch."""
+    """Let the loader sleep before its n-th batch."""
     number = 0
 
     def make(step: Any) -> Any:
@@ -54,7 +54,7 @@ def _sleeping(seconds: Callable[[int], float]) -> AbstractContextManager[None]:
 
 @contextmanager
 def slow_loader(case: Case) -> Iterator[Facts]:
-    """The loader sleeps."""
+    """Let the loader sleep before each batch."""
     dose = Dose(case)
     with _sleeping(lambda n: dose.seconds), dose.found(time.sleep):
         yield dose.facts
@@ -63,7 +63,7 @@ def slow_loader(case: Case) -> Iterator[Facts]:
 
 @contextmanager
 def stalling_loader(case: Case) -> Iterator[Facts]:
-    """The loader sleeps now and then, and so much longer."""
+    """Let the loader sleep in a few steps, and longer."""
     dose = Dose(case)
 
     def seconds(n: int) -> float:
@@ -78,24 +78,24 @@ def stalling_loader(case: Case) -> Iterator[Facts]:
 
 
 def tiny(out: Tensor) -> Tensor:
-    """An operation on one token, of which nobody reads the result."""
+    """Run an operation on one token whose result nobody reads."""
     return out.detach()[0, :1] + 1.0
 
 
 def gathered(out: Tensor) -> None:
-    """The same with the Python that such a hook brings: what it keeps, written down."""
+    """Run that operation with a hook in Python that records what it keeps."""
     tiny(out)
     json.dumps(NOTES)
 
 
 def _small(dose: Dose) -> Callable[[Tensor], Any]:
-    """What is done very often; a GPU's traces stay readable when fewer of them take as long."""
+    """Return the operation to repeat; a longer one on a GPU, so that traces stay small."""
     return gathered if dose.on_gpu else tiny
 
 
 @contextmanager
 def tiny_kernels(case: Case) -> Iterator[Facts]:
-    """Many kernels that do next to nothing."""
+    """Launch many kernels that do next to nothing."""
     dose = Dose(case)
     with after_blocks(dose.spending(_small(dose))), dose.found():
         yield dose.facts
@@ -103,7 +103,7 @@ def tiny_kernels(case: Case) -> Iterator[Facts]:
 
 @contextmanager
 def items(case: Case) -> Iterator[Facts]:
-    """Numbers read from the device in the middle of a step: the host waits for each."""
+    """Read numbers from the device in the middle of a step, so that the host waits for each."""
     dose = Dose(case)
     with after_blocks(dose.spending(lambda out: out.detach()[0, 0, 0].item())), dose.found():
         yield dose.facts
@@ -113,7 +113,7 @@ def items(case: Case) -> Iterator[Facts]:
 
 
 def recompilation(case: Case) -> AbstractContextManager[Facts]:
-    """Something is compiled again and again: on a CPU the model, on a GPU a function beside it.
+    """Compile something in every few steps: the model on a CPU, a function beside it on a GPU.
 
     A GPU's model takes seconds to compile, which is more than the share that is wanted of a run of
     seconds.
@@ -123,7 +123,7 @@ def recompilation(case: Case) -> AbstractContextManager[Facts]:
 
 @contextmanager
 def new_lengths(case: Case) -> Iterator[Facts]:
-    """Rows cut to another length every few steps: as many tokens, another shape."""
+    """Cut rows to another length every few steps: as many tokens in another shape."""
     shapes = {0.1: 3, 0.2: 4}.get(case.severity, 6)
     every = max(2, ((case.plan().goal.steps or 0) - 4) // shapes)
     factors = (2, 4, 8, 16, 32, 0.5)
@@ -145,7 +145,7 @@ def new_lengths(case: Case) -> Iterator[Facts]:
 
 @contextmanager
 def new_numbers(case: Case) -> Iterator[Facts]:
-    """A compiled function is given a number in Python, and compiled anew for each.
+    """Give a compiled function a number in Python that changes, so that it is compiled for each.
 
     It is called in a few steps only, with so many new numbers that these steps take what the
     severity wants of all. torch would stop after eight; nobody who lets it go on is stopped.
@@ -179,7 +179,7 @@ def new_numbers(case: Case) -> Iterator[Facts]:
 
 @contextmanager
 def graph_breaks(case: Case) -> Iterator[Facts]:
-    """Before and behind each block stands what the compiler may not see, operation by operation."""
+    """Put an operation that the compiler may not see before and behind each block."""
     dose = Dose(case)
     do = dose.spending(_small(dose), calls=2 * case.block_calls())
 
@@ -206,7 +206,7 @@ def graph_breaks(case: Case) -> Iterator[Facts]:
 
 
 def _slow_rank(case: Case, who: Callable[[int], int]) -> AbstractContextManager[None]:
-    """In step n rank `who(n)` sleeps between its blocks."""
+    """Let rank `who(n)` sleep between its blocks in step n."""
     sleep_s, now = case.extra_s / case.block_calls(), [0]
     mine = torch.distributed.get_rank if case.ranks > 1 else lambda: -1
 
@@ -227,21 +227,21 @@ def _slow_rank(case: Case, who: Callable[[int], int]) -> AbstractContextManager[
 
 @contextmanager
 def throttled_rank(case: Case) -> Iterator[Facts]:
-    """The last rank works more slowly than the others."""
+    """Let the last rank work more slowly than the others."""
     with _slow_rank(case, lambda step: case.ranks - 1):
         yield {"sleep_s": case.extra_s}
 
 
 @contextmanager
 def changing_straggler(case: Case) -> Iterator[Facts]:
-    """In each step another rank works more slowly."""
+    """Let another rank work more slowly in each step."""
     with _slow_rank(case, lambda step: step % case.ranks):
         yield {"sleep_s": case.extra_s}
 
 
 @contextmanager
 def slow_collective(case: Case) -> Iterator[Facts]:
-    """Every sum of gradients takes longer, on every rank."""
+    """Let every sum of gradients take longer on every rank."""
 
     def make(reduce: Any) -> Any:
         def slept(world: World, tensors: list[Tensor], axis: str = "shard") -> None:
@@ -257,7 +257,7 @@ def slow_collective(case: Case) -> Iterator[Facts]:
 
 @contextmanager
 def no_overlap(case: Case) -> Iterator[Facts]:
-    """Gradients are summed in many small pieces behind the backward pass: nothing hides them.
+    """Sum gradients in many small pieces after the backward pass, so that nothing hides them.
 
     The pieces are summed again, of copies, until that takes as long as the severity wants; how
     often is found in the first steps and is the same on every rank.

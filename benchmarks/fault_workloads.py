@@ -118,13 +118,13 @@ NOT_ON_GPU = (
     "packed", "accumulated", "long", "short", "compiled", "growing", "saved", "resumed",
     "small_batches",
 )  # fmt: skip
-"""Of them, what a GPU's workload refuses, is no healthy run there, or takes too long: cuDNN's
-attention knows no documents, four rows leave the device waiting for the host, each new length is
-compiled again, and checkpoints of 1B parameters fill the disk."""
+"""Variants that are left out on a GPU: cuDNN's attention refuses documents, four rows leave the
+device waiting for the host, each new length recompiles, and checkpoints of 1B parameters fill
+the disk."""
 
 
 def variants(device: str) -> list[str]:
-    """The names of a device's."""
+    """Return the names of the variants of a device."""
     return [name for name in VARIANTS if device == "cpu" or name not in NOT_ON_GPU]
 
 

@@ -95,7 +95,7 @@ class Ran:
 
     @property
     def step_s(self) -> float:
-        """Of a step, what recompiling costs included, spread over all steps."""
+        """Return the seconds of a step, with recompilations spread over all steps."""
         rows = self._undisturbed
         usual = median([r["step_s"] for r in rows if not r["compile_s"]] or [math.nan])
         again = sum(r["step_s"] - usual for r in rows if r["compile_s"])
@@ -103,7 +103,7 @@ class Ran:
 
     @property
     def mean_s(self) -> float:
-        """Of a step, with what comes in a few of them only."""
+        """Return the mean seconds of a step, rare costs included."""
         return fmean([row["step_s"] for row in self._undisturbed] or [math.nan])
 
     @property
@@ -112,13 +112,13 @@ class Ran:
 
     @property
     def losses(self) -> list[float]:
-        """Each step's, averaged over the last few; infinite where one was no number."""
+        """Return each step's loss, averaged over the last few; infinite where one was no number."""
         raw = [math.inf if r["loss"] is None else r["loss"] for r in self.rows]
         return [fmean(raw[max(0, i - SMOOTH + 1) : i + 1]) for i in range(len(raw))]
 
 
 def severity_of(counts: str, ran: Ran, healthy: Ran) -> float | None:
-    """The share that the fault took; None when the run is too short to tell."""
+    """Return the share of a step that the fault took; None when the run is too brief to show it."""
     if counts == "time":
         share = 1 - healthy.step_s / ran.step_s
     elif counts == "stalls":
@@ -151,7 +151,7 @@ class Examination:
 
     @property
     def late(self) -> bool:
-        """Whether no further case may begin."""
+        """Return whether no further case may begin."""
         return time.monotonic() > self.ends_s
 
     def run(self, workload: Workload, overrides: Sequence[str], **what: Any) -> Ran | str:
@@ -214,7 +214,7 @@ class Examination:
         self, workload: Workload, ranks: int = 1, setting: tuple[str, ...] = (),
         foreign: bool = False,
     ) -> Ran | str:  # fmt: skip
-        """The healthy run that faults are held against: the fastest, for noise only slows."""
+        """Return the healthy run to compare with: the fastest, since noise only slows."""
         key = (workload.name, ranks, setting, foreign)
         for _ in range(self.args.references if key not in self.healthy else 0):
             ran = self.run(workload, setting, ranks=ranks, foreign=foreign)
@@ -230,7 +230,7 @@ class Examination:
         return self.healthy[key]
 
     def fault(self, name: str, severity: float, workload: Workload) -> None:
-        """One planted fault: run, verdict, row."""
+        """Run with one fault, ask the doctor, write a row."""
         fault = FAULTS[name]
         if workload.device not in fault.devices:
             print(f"{name} in {workload.name}: no row: {fault.why_not}", flush=True)
@@ -261,7 +261,7 @@ class Examination:
         self.write("fault", workload, ran, severity=found, **about, **times)
 
     def seed(self, workload: Workload, seed: int) -> None:
-        """One healthy run: each seed has a variant of the workload."""
+        """Run one healthy run; each seed has a variant of the workload."""
         if self.late:
             return
         known = variants(workload.device)
@@ -275,7 +275,7 @@ class Examination:
             print(f"{variant} in {workload.name}: no row: {why}", flush=True)
 
     def refuse(self, workload: Workload, why: str, **about: Any) -> None:
-        """A row of a run that left nothing."""
+        """Write a row for a run that left nothing."""
         receipts.append(
             "doctor", {}, results=self.args.results, measurement="fault", workload=workload.name,
             severity=None, verdict=None, abstained=True, thresholds=self.thresholds, refused=why,
@@ -304,7 +304,7 @@ class Examination:
 
 
 def child(case: Case, told: Path, world: dict[str, str], log: Path) -> None:
-    """A rank: what goes wrong is found in `log`, and the first rank tells the rest."""
+    """Run one rank: write what goes wrong to `log`; the first rank reports the rest."""
     os.environ.update(world)
     with log.open("a", buffering=1) as file:
         os.dup2(file.fileno(), 1)
@@ -314,7 +314,7 @@ def child(case: Case, told: Path, world: dict[str, str], log: Path) -> None:
 
 
 def thresholds() -> str | None:
-    """The commit of the judge's last change; None outside of a checkout."""
+    """Return the commit of the judge's last change; None outside of a checkout."""
     git = ["git", "-C", str(receipts.ROOT)]
     last, open_ = (
         subprocess.run([*git, *words, "--", *JUDGE], capture_output=True, text=True, check=False)
@@ -325,7 +325,7 @@ def thresholds() -> str | None:
 
 
 def done_before(folder: Path | None, now: str | None) -> set[tuple[str, float, str]]:
-    """Faults that have a row under these thresholds in another results folder."""
+    """Return faults that have a row under these thresholds in another results folder."""
     file = folder / "doctor.jsonl" if folder else None
     lines = file.read_text().splitlines() if file and file.is_file() else []
     rows = [json.loads(line) for line in lines if line.strip()]

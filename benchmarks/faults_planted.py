@@ -39,12 +39,12 @@ MIB = 2**20
 PIECE_BYTES, SEGMENT_BYTES = int(9.5 * MIB), 20 * MIB
 """A request, and what torch's allocator asks of the driver for it: two fit, and a half is left."""
 SPARE = 0.08
-"""Of a device's memory, left to a run beside what it had when a fault took the rest."""
+"""Share of a device's memory that is left to a run when a fault takes the rest."""
 
 
 @contextmanager
 def _plan_alone(case: Case) -> Iterator[Facts]:
-    """The plan says it all."""
+    """Do nothing: the plan alone describes the fault."""
     yield {}
 
 
@@ -53,7 +53,7 @@ def _plan_alone(case: Case) -> Iterator[Facts]:
 
 @contextmanager
 def _padded(case: Case) -> Iterator[Facts]:
-    """The end of every row has no target."""
+    """Take the targets of the end of every row away."""
 
     def change(build: Build, micros: list[Micro], index: int) -> list[Micro]:
         padded = []
@@ -69,7 +69,7 @@ def _padded(case: Case) -> Iterator[Facts]:
 
 @contextmanager
 def _empty_rows(case: Case) -> Iterator[Facts]:
-    """Whole rows without a target: the last ones of each step."""
+    """Take the targets of the last rows of each step away."""
 
     def change(build: Build, micros: list[Micro], index: int) -> list[Micro]:
         rows = sum(m.targets_BT.size(0) for m in micros)
@@ -87,7 +87,7 @@ def _empty_rows(case: Case) -> Iterator[Facts]:
 
 @contextmanager
 def _overflows(case: Case) -> Iterator[Facts]:
-    """In a share of the steps a gradient is infinite, and the update is left out."""
+    """Make a gradient infinite in a share of the steps, so that the update is left out."""
     every, bad = max(2, round(1 / case.severity)), []
 
     def change(build: Build, micros: list[Micro], index: int) -> list[Micro]:
@@ -110,7 +110,7 @@ def _overflows(case: Case) -> Iterator[Facts]:
 
 @contextmanager
 def _spikes(case: Case) -> Iterator[Facts]:
-    """A share of the steps, from FROM_STEP on, learns noise."""
+    """Train on noise in a share of the steps, from FROM_STEP on."""
     plan = case.plan()
     steps, first = plan.goal.steps or 0, FROM_STEP[plan.device]
     every = max(2, round(1 / case.severity))
@@ -129,18 +129,18 @@ def _spikes(case: Case) -> Iterator[Facts]:
 
 
 def _too_high(severity: float) -> tuple[str, ...]:
-    """A learning rate many times as high; `change_of` multiplies."""
+    """Return a learning rate that is many times too high; `change_of` multiplies."""
     return (f"optimizer.lr*{30 if severity <= 0.1 else 100 if severity <= 0.2 else 300}",)
 
 
 def _too_low(severity: float) -> tuple[str, ...]:
-    """A learning rate that is a part of it."""
+    """Return a learning rate that is too low."""
     return (f"optimizer.lr*{0.65 if severity <= 0.1 else 0.5 if severity <= 0.2 else 0.3}",)
 
 
 @contextmanager
 def _lost_evidence(case: Case) -> Iterator[Facts]:
-    """A technique that was in force is not any more, for the last share of the steps."""
+    """Switch a technique off that was in force, for the last share of the steps."""
     steps = case.plan().goal.steps or 0
     first = max(2, round(steps * (1 - case.severity)))
 
@@ -169,7 +169,7 @@ def lose(build: Build) -> None:
 def _holding(
     case: Case, take: Callable[[int, int, list[Tensor]], float]
 ) -> AbstractContextManager[Facts]:
-    """Before the second step `take(bytes free, in all, kept)`, which tells the share it took.
+    """Call `take(bytes free, in all, kept)` before the second step; it returns the share it took.
 
     Then a request that nothing holds makes the allocator give its cache back and begin anew. The
     doctor does not judge that step, and later ones find what they need where the cache was.
@@ -197,7 +197,7 @@ def _holding(
 
 
 def _full(case: Case) -> AbstractContextManager[Facts]:
-    """Something else holds nearly all of the memory that the run leaves."""
+    """Take nearly all of the memory that the run leaves."""
     left = {0.1: 0.06, 0.2: 0.04}.get(case.severity, 0.025)
 
     def take(free: int, whole: int, kept: list[Tensor]) -> float:
@@ -208,7 +208,7 @@ def _full(case: Case) -> AbstractContextManager[Facts]:
 
 
 def _fragments(case: Case) -> AbstractContextManager[Facts]:
-    """Memory in segments of which half is held: a request that is larger begins anew."""
+    """Keep half of each segment of memory, so that a larger request needs a new one."""
 
     def take(free: int, whole: int, kept: list[Tensor]) -> float:
         loose = SEGMENT_BYTES - PIECE_BYTES
@@ -223,7 +223,7 @@ def _fragments(case: Case) -> AbstractContextManager[Facts]:
 
 
 COMPILED = ('techniques.torch_compile={scope = "block", backend = "aot_eager", fullgraph = false}',)
-"""Of a CPU, where no compiler is needed; `settings_of` says what a GPU has."""
+"""Settings of a CPU's healthy run, where no compiler is needed; `settings_of` has a GPU's."""
 LONG = {"cpu": ("goal.steps=120",), "cuda": ("goal.steps=56",)}
 CURVED = {
     "cpu": ("goal.steps=120", "eval.every_steps=10"),
@@ -231,7 +231,7 @@ CURVED = {
 }
 """With validations, by which runs are held against each other."""
 BOTH = ("batch.tokens=4096",)
-"""Of two ranks, so that each has what one has alone."""
+"""Settings of two ranks, so that each has what one process has alone."""
 CARDS = ("cuda",)
 BREAKABLE = ('techniques.torch_compile={scope = "block", fullgraph = false}',)
 DEVICES = "it takes two devices, and is planted on two ranks of a CPU"
@@ -283,7 +283,7 @@ FAULTS = {
 
 
 def settings_of(fault: Fault, device: str) -> tuple[str, ...]:
-    """What the healthy run has too; on a GPU it is compiled, and has its own technique to lose.
+    """Return the settings of the healthy run; on a GPU it is compiled, with a technique to lose.
 
     Of a GPU's few steps a tenth is too few for any rule of learning.
     """
@@ -295,7 +295,7 @@ def settings_of(fault: Fault, device: str) -> tuple[str, ...]:
 
 
 def change_of(fault: Fault, severity: float, plan: Plan) -> tuple[str, ...]:
-    """The faulty run's own overrides."""
+    """Return the faulty run's own overrides."""
     if plan.device == "cuda" and fault.on_gpu:
         return fault.on_gpu
     rate = plan.optimizer.lr

@@ -43,10 +43,10 @@ from headrace.predict.foresight import Foresight
 
 CATALOGUE, RESULTS = catalogue(), receipts.ROOT / "results"
 LEVEL = 0.85
-"""Of gains that the interval shall hold, in the middle of the 80 to 90% that are promised."""
+"""Share of gains that the interval shall contain: the middle of the 80 to 90% that are promised."""
 OF_RECEIPTS = 0.9
-"""Likewise of receipts, which lie closer: intervals that held 85 to 90% of them held 89 of the
-first 118 forecasts."""
+"""Share of receipts that the interval shall contain. They lie closer: intervals that contained 85
+to 90% of them contained 89 of the first 118 forecasts."""
 SMALL = 0.01
 """A smaller change counts as this one: it is near the noise of a measurement."""
 
@@ -66,17 +66,17 @@ class Pair:
 
     @property
     def off(self) -> float:
-        """By how much."""
+        """Return the difference of the logarithms of forecast and measured gain."""
         return self.measured - self.predicted
 
     @property
     def size(self) -> float:
-        """What its interval grows with."""
+        """Return the size that the interval of the pair grows with."""
         return max(abs(self.predicted), self.moved)
 
 
 def said_before(results: Path = RESULTS) -> list[Pair]:
-    """What was forecast and then measured, where the device decides."""
+    """Return the pairs that were forecast and then measured, where the device decides."""
     return [
         Pair(row["workload"], row["remedy"], math.log1p(row["forecast"]["value"]),
              math.log1p(row["metrics"]["gain"]["value"]), moved(*seen))
@@ -87,7 +87,7 @@ def said_before(results: Path = RESULTS) -> list[Pair]:
 
 @cache
 def sides(workload: str, remedy: str) -> tuple[Foresight, Foresight]:
-    """A planted plan as it is foreseen, without a remedy and with it."""
+    """Return the predictions of a planted plan without a remedy and with it."""
     shape, _, base = workload.partition(" ")
     before = forecasts.planted(PLANS / f"{shape}.toml", base)
     after = changed(before, remedy.split(), CATALOGUE)
@@ -95,12 +95,12 @@ def sides(workload: str, remedy: str) -> tuple[Foresight, Foresight]:
 
 
 def by_device(both: Sequence[Foresight]) -> bool:
-    """Whether no host that was seen is as slow as the device."""
+    """Return whether no host that was seen is as slow as the device."""
     return all(DRIFT * SLOW_HOST * one.host_s < one.device_s for one in both)
 
 
 def of_receipts() -> list[Pair]:
-    """Of every receipt whose two plans the ledger prices, and where it sees a change."""
+    """Return a pair for every receipt whose two plans the ledger prices differently."""
     rows = (r for r in standing("techniques", RESULTS) if "overrides" in r)  # not of older plans
     found = [_pair(row) for row in rows if "speed_ratio" in row["metrics"]]
     return [*(pair for pair in found if pair is not None), *_of_lists()]
@@ -140,7 +140,7 @@ def _pair(row: dict[str, Any]) -> Pair | None:
 def _told(
     workload: str, what: str, seen: Sequence[Foresight | None], ratio: float
 ) -> Pair | None:  # fmt: skip
-    """A receipt's pair; None where the ledger does not price both plans, or sees no change."""
+    """Return a receipt's pair; None where the ledger prices not both plans, or no change."""
     before, after = seen
     if before is None or after is None or before.step_s is None or after.step_s is None:
         return None
@@ -152,7 +152,7 @@ def _told(
 
 @cache
 def _of_words(shape: str, words: tuple[str, ...], device_name: str) -> Foresight | None:
-    """A shape's recipe with changes, as it is foreseen; None where it cannot be."""
+    """Return the prediction of a shape's recipe with changes; None where there is none."""
     try:
         plan = parse(words).plan((PLANS / f"{shape}.toml").read_text(), CATALOGUE)
         return _foreseen(plan, device_name)
@@ -166,7 +166,7 @@ def _foreseen(plan: Plan, device_name: str) -> Foresight:
 
 
 def fit(pairs: Sequence[Pair], level: float = LEVEL) -> tuple[float, float]:
-    """`least` (A) and `share` (B) of half-widths with the least mean score over pairs (P).
+    """Return `least` (A) and `share` (B) of half-widths with the least mean score over pairs (P).
 
     What lies outside counts as if `level` of all were to be held. The score of an interval is its
     width and what lies outside of it, as shares of the change: half a percent is much of a change
@@ -184,12 +184,12 @@ def fit(pairs: Sequence[Pair], level: float = LEVEL) -> tuple[float, float]:
 
 
 def covers(pair: Pair, least: float, share: float) -> bool:
-    """Whether its interval holds what was measured."""
+    """Return whether the interval of the pair contains what was measured."""
     return abs(pair.off) <= least + share * pair.size
 
 
 def left_out(pairs: Sequence[Pair], level: float) -> float:
-    """Of workloads that were left out of a fit, the share that it holds."""
+    """Return the share of workloads left out of a fit that it contains."""
     held: list[bool] = []
     for name in {pair.workload for pair in pairs}:
         others = fit([pair for pair in pairs if pair.workload != name], level)
@@ -198,7 +198,7 @@ def left_out(pairs: Sequence[Pair], level: float) -> float:
 
 
 def interval(said: Sequence[Pair], receipts: Sequence[Pair]) -> tuple[float, float, float]:
-    """The fit that is wide enough and the level asked of it; if none is, that to `LEVEL`."""
+    """Return the fit that is wide enough and the level asked of it; else the fit to `LEVEL`."""
     for level in (LEVEL + step / 100 for step in range(round(100 * (1 - LEVEL)))):
         least, share = fit(said, level)
         known = held_by(receipts, least, share) >= OF_RECEIPTS
@@ -208,7 +208,7 @@ def interval(said: Sequence[Pair], receipts: Sequence[Pair]) -> tuple[float, flo
 
 
 def residuals(said: Sequence[Pair], receipts: Sequence[Pair]) -> dict[str, Any]:
-    """The fit to what was said, and how it does on workloads left out of it and on receipts."""
+    """Return the fit to forecasts, and its score on workloads left out of it and on receipts."""
     least, share, level = interval(said, receipts)
     return {
         "least": least, "share": share, "n": len(said), "coverage": held_by(said, least, share),
@@ -229,26 +229,26 @@ def residuals(said: Sequence[Pair], receipts: Sequence[Pair]) -> dict[str, Any]:
 
 
 def held_by(pairs: Sequence[Pair], least: float, share: float) -> float:
-    """Of pairs, the share whose interval holds what was measured."""
+    """Return the share of pairs whose interval contains what was measured."""
     return mean(covers(pair, least, share) for pair in pairs)
 
 
 def _width(pair: Pair, least: float, share: float) -> float:
-    """Of a gain's interval, in gains that were measured."""
+    """Return the width of a gain's interval, in gains that were measured."""
     half = least + share * pair.size
     ends = (math.expm1(pair.predicted + half), math.expm1(pair.predicted - half))
     return (ends[0] - ends[1]) / abs(math.expm1(pair.measured))
 
 
 def _error(pair: Pair) -> float:
-    """Of a gain's forecast, likewise."""
+    """Return the error of a gain's forecast, in gains that were measured."""
     came = math.expm1(pair.measured)
     return abs(math.expm1(pair.predicted) - came) / abs(came)
 
 
 @cache
 def _place(device_name: str) -> Context:
-    """A GPU that is not here, for any plan."""
+    """Return the context of a GPU that is not here, for any plan."""
     recipe = Plan.read((PLANS / "160m.toml").read_text(), CATALOGUE)
     return elsewhere(make_context(recipe, torch.device("cpu")), device_name)
 

@@ -76,7 +76,7 @@ BASES: dict[str, str] = {
 }
 """What ails a plan -> changes of the recipe; `few` is a quarter of its rows."""
 AILING = ("trunk", "eager", "checkpointed", "few_rows", "naive")
-"""Those that are measured unless others are asked for: in the others there is little to gain."""
+"""Planted plans that are measured by default: in the others there is little to gain."""
 
 
 # --- planted plans and what is said of them --------------------------------------------------
@@ -87,7 +87,7 @@ assumed = cache(Machine.assumed)
 
 
 def at(plan: Plan, device_name: str = "") -> tuple[Context, Machine]:
-    """Where a plan runs, and the device's rates as its datasheet says: here, or on one by name."""
+    """Return where a plan runs, here or on a named device, and that device's datasheet rates."""
     if device_name:
         here = make_context(plan, torch.device("cpu"))
         return elsewhere(here, device_name), assumed(device_name)
@@ -96,7 +96,7 @@ def at(plan: Plan, device_name: str = "") -> tuple[Context, Machine]:
 
 
 def planted(path: Path, base: str) -> Plan:
-    """A shape's recipe with what ails it."""
+    """Return a shape's recipe with what ails it."""
     recipe = Plan.read(path.read_text(), CATALOGUE)
     few = max(d for d in range(1, max(1, recipe.micro_rows // 4) + 1) if recipe.micro_rows % d == 0)
     words = BASES[base].format(few=few).split()
@@ -110,7 +110,7 @@ def planted(path: Path, base: str) -> Plan:
 def forecast(
     plan: Plan, least: float, device_name: str = "", measured: Measured | None = None
 ) -> list[Remedy]:
-    """What the doctor would forecast for it, each change once; of a run with what that measured."""
+    """Return what the doctor forecasts for a plan, each change once."""
     found: dict[tuple[str, ...], Remedy] = {}
     for bottleneck in PRICED:
         finding = Finding(bottleneck, 0.0, "", "", "inferred")
@@ -122,7 +122,7 @@ def forecast(
 
 
 def say(args: argparse.Namespace) -> None:
-    """One row for each forecast that was not said before."""
+    """Write a row for each forecast that has none."""
     said = {key(row) for row in _rows(args.results, "forecasts_said")}
     for path in map(receipts.plan_file, args.shapes):
         for base in args.bases:
@@ -148,7 +148,7 @@ def say(args: argparse.Namespace) -> None:
 
 
 def ran(workload: str, plan: Plan, args: argparse.Namespace) -> Measured | None:
-    """What its last timing on the device told of a planted plan; None where it could not run."""
+    """Return the last timing of a planted plan on the device; None where it could not run."""
     wanted = {"baseline_sha256": receipts.sha256(plan.dump()), "hardware": args.device_name}
     wanted = {key: value for key, value in wanted.items() if value}
     rows = [
@@ -164,7 +164,7 @@ def ran(workload: str, plan: Plan, args: argparse.Namespace) -> Measured | None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """One row for each planted plan: its step, and whether that waited for launches."""
+    """Time each planted plan; write its step and whether it waited for launches."""
     ends_s = time.monotonic() + args.limit_s
     with Worker(here=args.here) as worker:
         for path in map(receipts.plan_file, args.shapes):
@@ -187,7 +187,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Every forecast that was said and not measured, base by base."""
+    """Measure every forecast without an outcome, base by base."""
     done = {key(row) for row in _rows(args.results, "forecasts")}
     waiting: dict[str, list[dict[str, Any]]] = {}
     for row in _rows(args.results, "forecasts_said"):
@@ -213,7 +213,7 @@ def measure(args: argparse.Namespace) -> None:
 
 
 class Bench:
-    """One planted plan and its remedies."""
+    """Hold one planted plan and its remedies while they are measured."""
 
     def __init__(
         self, workload: str, rows: list[dict[str, Any]], args: argparse.Namespace, worker: Worker,
@@ -249,7 +249,7 @@ class Bench:
         return len(waiting)
 
     def side(self, row: dict[str, Any]) -> Reading:
-        """The plan with a remedy."""
+        """Return the reading of the plan with a remedy."""
         try:
             plan = changed(self.base, row["remedy"].split(), CATALOGUE)
         except HeadraceError as error:
@@ -257,7 +257,7 @@ class Bench:
         return self.time(plan, row["remedy"])
 
     def time(self, plan: Plan, name: str = "(base)") -> Reading:
-        """A reading of a plan's steps."""
+        """Return a reading of a plan's steps."""
         warm, timed = self.args.steps
         began_s = time.monotonic()
         found = self.worker.ask(
@@ -270,7 +270,7 @@ class Bench:
     def write(
         self, rows: Iterable[dict[str, Any]], bases: list[Reading], found: list[Reading]
     ) -> None:
-        """One row a remedy."""
+        """Write one row for each remedy."""
         for row, reading in zip(rows, found, strict=True):
             facts = {k: row[k] for k in ("remedy", "workload", "forecast", "forecast_from")}
             facts["of"] = row.get("of", "plan")
@@ -289,12 +289,12 @@ class Bench:
 
 
 def key(row: dict[str, Any]) -> tuple[str, str, str]:
-    """What tells a forecast from the others."""
+    """Return the key of a forecast."""
     return row.get("of", "plan"), row["workload"], row["remedy"]
 
 
 def _rows(results: Path, topic: str, about: str = "remedy") -> list[dict[str, Any]]:
-    """Rows that are about a remedy and that none retracts."""
+    """Return the rows about a remedy that no row retracts."""
     file = results / f"{topic}.jsonl"
     lines = file.read_text().splitlines() if file.is_file() else []
     rows = [json.loads(line) for line in lines if line.strip()]

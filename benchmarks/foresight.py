@@ -56,7 +56,7 @@ RISKY = (0.88, 1.12)
 """Reserved over capacity, as predicted without a GPU: between them a plan may or may not fit."""
 CHILD_S = 150.0
 START_S = 9.0
-"""Of a configuration beside its steps: the build, compiling a block. Guessed."""
+"""Seconds of a configuration beside its steps: the build, compiling a block. Guessed."""
 CLOSE = 0.01
 """Candidates of which one is foreseen so little slower than another are no choice."""
 
@@ -74,13 +74,13 @@ class Planner:
 
     @property
     def tier(self) -> str:
-        """What it rests on."""
+        """Return the tier: what the prediction rests on."""
         if self.measured is not None:
             return "after_20_steps"
         return "after_probes" if self.machine.source == "probes" else "no_gpu"
 
     def of(self, one: Configuration) -> Foresight:
-        """The prediction of a plan."""
+        """Return the prediction of a plan."""
         calibration = None
         if self.measured is not None:
             plan, steps = self.measured[one.choice]
@@ -89,7 +89,7 @@ class Planner:
 
 
 def predict(args: argparse.Namespace) -> None:
-    """A row for each configuration that has none at this tier."""
+    """Write a row for each configuration that has none at this tier."""
     machine = Machine.read(args.machine) if args.machine else Machine.assumed(DEVICE)
     rows = known(args.results)
     first = firsts(args.list)
@@ -120,7 +120,7 @@ def predict(args: argparse.Namespace) -> None:
 
 
 def shared(args: argparse.Namespace, rows: list[dict[str, Any]]) -> set[str] | None:
-    """Groups of this part, by what was said without a GPU; None is all of them."""
+    """Return the groups of this part, by the predictions without a GPU; None means all of them."""
     if args.part == (1, 1):
         return None
     said = {r["id"]: r for r in rows if r["kind"] == "prediction" and r["tier"] == "no_gpu"}
@@ -129,7 +129,7 @@ def shared(args: argparse.Namespace, rows: list[dict[str, Any]]) -> set[str] | N
 
 
 def predicted(one: Configuration, plan: Plan, found: Foresight) -> dict[str, Any]:
-    """A prediction's part of its row."""
+    """Return the part of a row that a prediction fills."""
     ends = found.between.get("step_s") if one.choice else None
     return {
         "step_s": found.step_s if one.choice else None,
@@ -143,7 +143,7 @@ def predicted(one: Configuration, plan: Plan, found: Foresight) -> dict[str, Any
 
 
 def risky(found: Foresight) -> bool:
-    """Whether it may or may not fit."""
+    """Return whether the plan is so near the capacity that it may not fit."""
     share = (found.reserved_bytes or found.peak_bytes) / found.capacity_bytes
     return RISKY[0] <= share <= RISKY[1]
 
@@ -152,7 +152,7 @@ def risky(found: Foresight) -> bool:
 
 
 def measure(args: argparse.Namespace) -> None:
-    """An outcome for each configuration that is to be run and has none."""
+    """Measure each configuration that is to be run and has no outcome."""
     if not torch.cuda.is_available() and not args.here:
         raise SystemExit("no GPU is here: outcomes are measured on one")
     rows = known(args.missing) + (known(args.results) if args.results != args.missing else [])
@@ -180,12 +180,12 @@ def _runs(one: Configuration, said: dict[str, Any]) -> bool:
 
 
 def _group(one: Configuration) -> str:
-    """What is measured on one GPU."""
+    """Return the name of the group that one GPU measures."""
     return one.choice or one.id
 
 
 def _costs(every: list[Configuration], said: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Seconds of each group, about."""
+    """Return the approximate seconds of each group."""
     costs: dict[str, float] = {}
     for one in every:
         spent_s = START_S + (WARM + TIMED) * (said[one.id]["step_s"] or 0.0)
@@ -221,7 +221,7 @@ def measure_one(
 
 
 def fresh_steps(plan: Plan, *, warm: int, timed: int) -> Reading:
-    """A reading that counts libraries' workspaces, which an earlier one of the process took."""
+    """Return a reading that counts libraries' workspaces, which an earlier one took."""
     if torch.cuda.is_available():
         torch._C._cuda_clearCublasWorkspaces()
         gc.collect()
@@ -230,7 +230,7 @@ def fresh_steps(plan: Plan, *, warm: int, timed: int) -> Reading:
 
 
 def beside(said: dict[str, Any], found: Reading) -> list[str]:
-    """How far a prediction was off, for who waits."""
+    """Return lines that say how far a prediction was off."""
     if found.refused:
         return [f"said {said['says']}:", found.refused[:120]]
     pairs = (("step", said["step_s"], found.seconds[0]),
@@ -243,7 +243,7 @@ def beside(said: dict[str, Any], found: Reading) -> list[str]:
 
 
 def picks(args: argparse.Namespace) -> None:
-    """A row for each choice whose candidates are all measured, at every tier that has one."""
+    """Write a row for each choice whose candidates are all measured, at every tier that has one."""
     rows, file = known(args.results), args.results / "picks.jsonl"
     lines = file.read_text().splitlines() if file.is_file() else []
     done = {(r["workload"], r.get("tier")) for r in map(json.loads, filter(None, lines))}
@@ -271,7 +271,7 @@ def picks(args: argparse.Namespace) -> None:
 
 
 def tell(args: argparse.Namespace) -> None:
-    """The list with what is predicted without a GPU, and the device time that it would take."""
+    """Print the list with its predictions without a GPU, and the device time that it would take."""
     planner, spent_s, runs = Planner(Machine.assumed(DEVICE)), 0.0, 0
     steps_s: dict[str, list[float]] = {}
     for one in configurations(args.list):

@@ -1,4 +1,4 @@
-"""The planner on a CPU: a probe, a prediction of every plan of a list, and what each took.
+"""Probe a CPU, predict every plan of a list, and measure what each takes.
 
     taskset -c 0,1 python benchmarks/foresight_cpu.py --minutes 9
     python benchmarks/foresight_cpu.py --only mini-128x32/plain --results FOLDER
@@ -50,17 +50,17 @@ CHILD_S = 180.0
 
 
 def hardware() -> str:
-    """The processor and the threads that torch uses of it."""
+    """Return the processor and the threads that torch uses of it."""
     return probes.driver_of(CPU)
 
 
 def name_of(one: Configuration) -> str:
-    """A plan's name in the rows: another processor measures it under another one."""
+    """Return the name of a plan in the rows, which names the processor too."""
     return f"cpu {hardware()}: {one.id}"
 
 
 def facts(one: Configuration) -> dict[str, Any]:
-    """What each row of a plan says."""
+    """Return what each row of a plan says."""
     return {
         "id": name_of(one), "device": "cpu", "hardware": hardware(),
         "threads": torch.get_num_threads(),
@@ -69,12 +69,12 @@ def facts(one: Configuration) -> dict[str, Any]:
 
 
 def rates(seconds: float) -> Machine:
-    """This processor's, probed now where they are not kept."""
+    """Return the rates of this processor, probed now where none are kept."""
     return probes.cached(CPU) or probes.measure(CPU, budget_s=seconds)
 
 
 def predict(every: list[Configuration], results: Path, seconds: float) -> None:
-    """A row for each plan that has none."""
+    """Write a prediction for each plan that has none."""
     done = {row["id"] for row in known(results) if row["kind"] == "prediction"}
     left = [one for one in every if name_of(one) not in done]
     if not left:
@@ -92,7 +92,7 @@ def predict(every: list[Configuration], results: Path, seconds: float) -> None:
 
 
 def measure(every: list[Configuration], results: Path, ends_s: float, here: bool) -> None:
-    """An outcome for each plan that has a prediction and none."""
+    """Measure each plan that has a prediction and no outcome."""
     rows = known(results)
     said = {row["id"]: row for row in rows if row["kind"] == "prediction"}
     done = {row["id"] for row in rows if row["kind"] == "outcome"}
@@ -115,7 +115,7 @@ def measure(every: list[Configuration], results: Path, ends_s: float, here: bool
 
 
 def write(one: Configuration, said: dict[str, Any], found: Reading, results: Path) -> None:
-    """One outcome's row, and how far its prediction was off for who waits."""
+    """Write the row of one outcome, and print how far its prediction was off."""
     if receipts.sha256(one.plan.dump()) != said["plan_sha256"]:
         raise SystemExit(f"{one.id} is not the plan that was predicted: give it another name")
     if found.refused:
@@ -139,7 +139,7 @@ def write(one: Configuration, said: dict[str, Any], found: Reading, results: Pat
 
 
 def timed_steps(plan: Plan) -> Reading:
-    """Every timed step of a plan, and the peak of its tensors where nothing is compiled."""
+    """Return every timed step of a plan, and the peak of its tensors where nothing is compiled."""
 
     def go(found: Reading) -> None:
         with opened(plan) as (build, micros):
@@ -163,7 +163,7 @@ def timed_steps(plan: Plan) -> Reading:
 
 
 def errors(results: Path) -> Iterator[tuple[str, float, float | None]]:
-    """Of each plan of this processor that has both: its name, and how far step and memory are."""
+    """Yield name, time error and memory error of each plan here that has an outcome."""
     rows = known(results)
     said = {row["id"]: row for row in rows if row["kind"] == "prediction"}
     for row in rows:
@@ -174,7 +174,7 @@ def errors(results: Path) -> Iterator[tuple[str, float, float | None]]:
 
 
 def summary(results: Path) -> str:
-    """The mean errors so far."""
+    """Return the mean errors so far."""
     found = list(errors(results))
     if not found:
         return "nothing was measured"

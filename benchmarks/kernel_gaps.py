@@ -46,7 +46,7 @@ NORM = "clip/optimizer"
 """The ledger's piece that is no kernel of the update, but reductions."""
 STREAMS = {"elementwise": "streams", "optimizer": "update", "copies": "host link"}
 PRECISIONS = ("bf16", "fp8")
-"""Of the products of any plan that a row may stand for."""
+"""Fields of a plan that change the matmuls which a row may stand for."""
 LABELS = {"other": "the rest"}
 HEADS = ("family", "ms", "of the step", "work", "rate", "ceiling", "of the ceiling", "lost, ms")
 UNITS = {"flops": ("TFLOP", 1e12), "bytes": ("GB", 1e9)}
@@ -79,16 +79,16 @@ class Piece:
     unknown: str = ""
 
     def plain(self) -> dict[str, Any]:
-        """As a row has it."""
+        """Return the piece as a row stores it."""
         return {key: value for key, value in vars(self).items() if value != getattr(Piece, key, "")}
 
     @classmethod
     def read(cls, told: dict[str, Any]) -> "Piece":
-        """What `plain` made, through JSON."""
+        """Read a piece that `to_dict` made, through JSON."""
         return cls(**{**told, "sizes": tuple(told.get("sizes", ()))})
 
     def ceiling_s(self, machine: Machine) -> float:
-        """Seconds at the highest measured rates.
+        """Return seconds at the highest measured rates.
 
         Raises:
             UnsupportedError: the machine has none for it.
@@ -109,13 +109,13 @@ class Piece:
 
 
 def scores_flops(sizes: Sequence[int], causal: bool, backward: bool) -> float:
-    """Of one kernel of attention; causal, half of all pairs count."""
+    """Return the FLOPs of one attention kernel; a causal one counts half of all pairs."""
     rows, heads, _, length, features = sizes
     return (2 if causal else 4) * rows * heads * length**2 * features * (BACKWARD**backward)
 
 
 def work_of(plan: Plan, context: Context) -> list[Piece]:
-    """What the plan's ledger has each family do in a step.
+    """Return the work that the ledger of a plan counts for each family in a step.
 
     Raises:
         UnsupportedError: a technique of it does not say.
@@ -138,7 +138,7 @@ def work_of(plan: Plan, context: Context) -> list[Piece]:
 
 
 def _piece(name: str, work: Work) -> Piece:
-    """Of one kernel, or of all that a stream consists in."""
+    """Return the piece of one kernel, or of all kernels of a stream."""
     if work.kind == "product":
         flops = 2.0 * math.prod(work.sizes)
         return Piece("products", work.precision, flops, unknown=work.unknown)
@@ -163,7 +163,7 @@ def _piece(name: str, work: Work) -> Piece:
 
 
 def parser(says: str | None = None) -> argparse.ArgumentParser:
-    """Of a plan's words, as rows have them in their command."""
+    """Return the parser of a plan's words, as rows have them in their command."""
     made = argparse.ArgumentParser(description=says)
     made.add_argument("shape")
     made.add_argument("--with", nargs="*", default=[], dest="with_")
@@ -173,7 +173,7 @@ def parser(says: str | None = None) -> argparse.ArgumentParser:
 
 
 def plan_from(args: argparse.Namespace) -> Plan:
-    """The shape's plan with those changes."""
+    """Return the shape's plan with those changes."""
     return Plan.read(
         (PLANS / f"{args.shape}.toml").read_text(), catalogue(), overrides=args.set,
         with_=args.with_, without=args.without,
@@ -181,7 +181,7 @@ def plan_from(args: argparse.Namespace) -> Plan:
 
 
 def fingerprints(plan: Plan) -> Iterator[str]:
-    """The plan's own, and those that it had before plans got what `SINCE` names."""
+    """Yield the fingerprint of the plan, and those from before the keys of `SINCE`."""
     told = plan.dump()
     yield receipts.sha256(told)
     for *sections, key in reversed(SINCE):
@@ -196,7 +196,7 @@ def fingerprints(plan: Plan) -> Iterator[str]:
 
 
 def pieces(row: dict[str, Any]) -> list[Piece]:
-    """A row's work: its own, or that of the plan that its command makes.
+    """Return the work of a row: its own, or that of the plan that its command makes.
 
     Raises:
         ConfigError, UnsupportedError: the plan is another one now, or nothing tells its work.
@@ -224,7 +224,7 @@ def pieces(row: dict[str, Any]) -> list[Piece]:
 
 @dataclass(frozen=True)
 class Gap:
-    """One family beside its ceiling.
+    """Compare one family with its ceiling.
 
     Args:
         spent_ms: of the profiled step.
@@ -241,11 +241,11 @@ class Gap:
 
     @property
     def lost_ms(self) -> float | None:
-        """Above the ceiling."""
+        """Return the milliseconds above the ceiling."""
         return None if self.ceiling_ms is None else self.spent_ms - self.ceiling_ms
 
     def cells(self, step_ms: float) -> list[str]:
-        """As the table has it, a dash for what is not there."""
+        """Return the cells of the table, a dash for what is missing."""
         told = [LABELS.get(self.family, self.family), f"{self.spent_ms:.2f}",
                 f"{self.spent_ms / step_ms:.1%}"]  # fmt: skip
         lost = "-" if self.lost_ms is None else f"{self.lost_ms:.2f}"
@@ -259,7 +259,7 @@ class Gap:
 
 
 def gaps_of(row: dict[str, Any], work: Iterable[Piece], machine: Machine) -> tuple[list[Gap], str]:
-    """Each family of a row, most lost first, and why some of its work is not told."""
+    """Return the gap of each family of a row, the largest first, and why some work is missing."""
     by_family: dict[str, list[Piece]] = {}
     for piece in work:
         by_family.setdefault(piece.family, []).append(piece)
@@ -280,14 +280,14 @@ def gaps_of(row: dict[str, Any], work: Iterable[Piece], machine: Machine) -> tup
 
 
 def spent(row: dict[str, Any]) -> dict[str, float]:
-    """Milliseconds of a profiled step, by today's names of families."""
+    """Return milliseconds of a profiled step, by today's names of families."""
     metrics: dict[str, dict[str, Any]] = row["metrics"]
     told = {n: float(metric["value"]) for n, metric in metrics.items() if n not in NO_FAMILIES}
     return {EARLIER.get(name, name): ms for name, ms in told.items()}
 
 
 def best(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The fastest row of each shape, precision and device, of those with idle times.
+    """Return the fastest row of each shape, precision and device, of those with idle times.
 
     One whose work is known goes before one whose plan is another today.
     """
@@ -311,12 +311,12 @@ def _is_known(row: dict[str, Any]) -> bool:
 
 
 def precision(row: dict[str, Any]) -> str:
-    """Of the blocks' products, by the techniques that were on."""
+    """Return the precision of the blocks' matmuls, by the techniques that were on."""
     return "fp8" if "float8_linear" in row["techniques"] else "bf16"
 
 
 def ceilings(hardware: str) -> str:
-    """The rates that a device's rows are held against, in a sentence."""
+    """Return a sentence with the ceilings that rows of a device are compared with."""
     try:
         machine = Machine.assumed(hardware)
     except UnsupportedError as error:
@@ -332,14 +332,14 @@ def ceilings(hardware: str) -> str:
 
 
 def section(rows: Iterable[dict[str, Any]]) -> str:
-    """The ceilings and all tables; nothing without rows."""
+    """Return the ceilings and all tables; nothing without rows."""
     chosen = best(rows)
     devices = dict.fromkeys(row["hardware"] for row in chosen)
     return "\n\n".join([*map(ceilings, devices), *map(table, chosen)])
 
 
 def table(row: dict[str, Any]) -> str:
-    """One row beside its ceilings, as Markdown, and what is lost to whom."""
+    """Return one row beside its ceilings as Markdown, and what is lost by family."""
     step_ms, timed_ms = sum(spent(row).values()), row["metrics"]["step"]["value"]
     try:
         found, unknown = gaps_of(row, pieces(row), Machine.assumed(row["hardware"]))

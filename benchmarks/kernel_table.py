@@ -36,7 +36,7 @@ WAYS = ("HtoD", "DtoH")
 
 
 def idle_between(events: list[Any]) -> list[tuple[float, str, str]]:
-    """Times without a kernel, longest first: (milliseconds, kernel before, kernel after)."""
+    """Return times without a kernel, longest first: (milliseconds, kernel before, kernel after)."""
     ran = sorted((e.time_range.start, e.time_range.end, e.name) for e in events)
     found, (_, until, last) = [], ran[0]
     for start, end, name in ran[1:]:
@@ -48,7 +48,7 @@ def idle_between(events: list[Any]) -> list[tuple[float, str, str]]:
 
 
 def over_link(events: list[Any]) -> dict[str, float]:
-    """Milliseconds of a step that copies took between host and device, and that kernels ran too."""
+    """Return the milliseconds a step that copies took over the link, and those beside kernels."""
     spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for event in events:
         copied = any(way in event.name for way in WAYS)
@@ -66,7 +66,7 @@ def over_link(events: list[Any]) -> dict[str, float]:
 def profiled(
     build: Build, micros: list[Micro]
 ) -> tuple[dict[str, tuple[float, int]], float, list[Any]]:
-    """Kernel -> (milliseconds, launches) of a step, the step's own milliseconds, and its events."""
+    """Return (milliseconds, launches) of each kernel, the step's milliseconds, its events."""
     for index in range(4):
         train.step(build, micros, index)
     torch.cuda.synchronize()
@@ -90,7 +90,7 @@ def profiled(
 
 
 def on_the_host(build: Build, micros: list[Micro], longest: int) -> list[dict[str, Any]]:
-    """The host's operations of a step, longest first; milliseconds of their own."""
+    """Return the host's operations of a step with their own milliseconds, longest first."""
     kinds = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=kinds, acc_events=True) as profile:
         train.step(build, micros, 0)
@@ -101,7 +101,7 @@ def on_the_host(build: Build, micros: list[Micro], longest: int) -> list[dict[st
 
 
 def told(plan: Plan) -> dict[str, Any]:
-    """The plan's work by family, as a row has it."""
+    """Return the work of the plan by family, as a row stores it."""
     try:
         pieces = work_of(plan, make_context(plan, torch.device("cuda")))
     except UnsupportedError as error:

@@ -50,7 +50,7 @@ SHAPES = {"mfu": "7b", "context": "1b", "start": "1b", "memory": "1b"}
 
 
 def context_of(plan: Plan, device_name: str = "") -> Context:
-    """Where the plan would run: here, or on a Hopper GPU that is not here."""
+    """Return the place where a plan would run: here, or on a Hopper GPU that is not here."""
     if not device_name:
         return make_context(plan, choose_device(plan))
     return elsewhere(make_context(plan, torch.device("cpu")), device_name)
@@ -59,7 +59,7 @@ def context_of(plan: Plan, device_name: str = "") -> Context:
 def checked(
     variant: Variant, path: Path, more: list[str], device_name: str = ""
 ) -> tuple[Plan | None, dict[str, Any]]:
-    """The plan with what is predicted of it; or None and why it cannot run."""
+    """Return the plan with what is predicted of it; or None and why it cannot run."""
     try:
         plan = variant.of(path, more)
         context = context_of(plan, device_name)
@@ -94,7 +94,7 @@ def row(
 
 
 def utilization(plan: Plan, tokens_per_s: float) -> dict[str, float]:
-    """Shares of the device's peak by the PaLM formula, and with half of attention."""
+    """Return shares of the device's peak by the PaLM formula, and with half of attention."""
     context = context_of(plan)
     peak = lookup(context.device_name).peak_flops(context.precision)
     if not peak:
@@ -106,7 +106,7 @@ def utilization(plan: Plan, tokens_per_s: float) -> dict[str, float]:
 
 
 def measure_mfu(args: argparse.Namespace) -> None:
-    """Variants of the plan in turn."""
+    """Time variants of the plan, one after another."""
     path = plan_file(args, "mfu")
     for variant in variants(args, "mfu"):
         if out_of_time(args, f"mfu {variant.name}"):
@@ -136,7 +136,7 @@ def measure_mfu(args: argparse.Namespace) -> None:
 
 
 def speed_metrics(found: Reading, rates: list[float]) -> dict[str, Any]:
-    """What every reading of steps has."""
+    """Return the metrics that every reading of steps has."""
     metrics = {
         "tokens_per_s": receipts.spread(rates, "tokens/s"),
         "step": receipts.spread(found.seconds, "s"),
@@ -150,12 +150,12 @@ def speed_metrics(found: Reading, rates: list[float]) -> dict[str, Any]:
 
 
 def lengthened(length: int) -> list[str]:
-    """One row of `length` tokens a step."""
+    """Return the changes that make a step one row of `length` tokens."""
     return [f"data.sequence_length={length}", f"batch.tokens={length}", "batch.micro_sequences=0"]
 
 
 def measure_context(args: argparse.Namespace) -> None:
-    """Every length with every variant."""
+    """Run every length with every variant."""
     path = plan_file(args, "context")
     for variant in variants(args, "context"):
         for length in args.lengths:
@@ -185,7 +185,7 @@ def measure_context(args: argparse.Namespace) -> None:
 
 
 def measure_start(args: argparse.Namespace) -> None:
-    """`headrace train` with empty caches of kernels, data and bytecode, then with warm ones."""
+    """Time `headrace train` with empty caches of kernels, data and bytecode, then warm."""
     for variant in variants(args, "start"):
         label = "" if variant.name == next(iter(VARIANTS["start"])) else f"{variant.name} "
         keeps = "compile_cache" in variant.with_
@@ -230,7 +230,7 @@ def _start(variant: Variant, caches: str, work: Path, own: Path, args: argparse.
 
 
 def measure_memory(args: argparse.Namespace) -> None:
-    """Variants of `headrace train` and a peer in turn, in each round; a row for each side."""
+    """Compare variants of `headrace train` with a peer, in rounds; write a row for each side."""
     from peers import spreads
 
     path, chosen = plan_file(args, "memory"), variants(args, "memory")
@@ -281,7 +281,7 @@ def check_peer(peer: str, path: Path, overrides: list[str]) -> None:
 def read_memory(
     args: argparse.Namespace, path: Path, chosen: list[Variant]
 ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, str], bool]:
-    """Readings, and why the last one failed, by variant; and whether an interrupt ended them.
+    """Return readings and the last error by variant, and whether an interrupt ended them.
 
     The peer's are under "". A side that fails is not read again, so readings are those of the
     rounds from the first on.
@@ -327,7 +327,7 @@ def read_memory(
 
 
 def tell_plan(args: argparse.Namespace) -> None:
-    """Predicted peaks of all variants, and refusals; nothing is trained."""
+    """Print the predicted peaks of all variants, and refusals; nothing is trained."""
     for what in args.measurements:
         if what not in VARIANTS or what == "start":
             continue
@@ -341,12 +341,12 @@ def tell_plan(args: argparse.Namespace) -> None:
 
 
 def plan_file(args: argparse.Namespace, what: str) -> Path:
-    """--plan, or the one of the measurement's shape."""
+    """Return --plan, or the plan of the measurement's shape."""
     return args.plan or PLANS / f"{SHAPES[what]}.toml"
 
 
 def variants(args: argparse.Namespace, what: str) -> list[Variant]:
-    """Those that are asked for; the first, or for `plan` all, of the known ones without."""
+    """Return the variants that are asked for, else the default: the first, or all for `plan`."""
     known = VARIANTS[what]
     every = "plan" in args.measurements
     asked = args.variants or (list(known) if every else list(known)[:1])
@@ -354,7 +354,7 @@ def variants(args: argparse.Namespace, what: str) -> list[Variant]:
 
 
 def out_of_time(args: argparse.Namespace, what: str) -> bool:
-    """Whether `what` may not begin any more."""
+    """Return whether no time is left to begin `what`."""
     if time.monotonic() < args.ends_s:
         return False
     print(f"left: {what}", flush=True)

@@ -21,7 +21,7 @@ LISTS = sorted((Path(__file__).parent / "plans").glob("held_out*.toml"))
 
 @dataclass(frozen=True)
 class Configuration:
-    """One plan of the list.
+    """Describe one plan of the list.
 
     Args:
         id: its name in the rows.
@@ -39,12 +39,12 @@ class Configuration:
 
     @property
     def plan(self) -> Plan:
-        """It, checked."""
+        """Return the checked plan."""
         return parse(self.words).plan(self.text, catalogue())
 
 
 def configurations(files: Sequence[Path] = LISTS) -> Iterator[Configuration]:
-    """All of the lists, in their order."""
+    """Yield every configuration of the lists, in their order."""
     for file in files:
         yield from _of_list(tomllib.loads(file.read_text()))
 
@@ -75,7 +75,7 @@ def _configuration(
 
 
 def firsts(files: Sequence[Path] = LISTS) -> dict[str, Configuration]:
-    """Of each choice, the candidate that the others are predicted by."""
+    """Return the candidate of each choice by which the others are predicted."""
     found: dict[str, Configuration] = {}
     for one in configurations(files):
         if one.choice:

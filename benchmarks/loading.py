@@ -38,7 +38,7 @@ SIDES = {
 
 
 def slowly(seconds: float) -> Any:
-    """Inside, reading a row takes so much longer, and no core."""
+    """Make reading a row take longer inside, without work for a core."""
     plain = Cut.row
 
     def row(self: Cut, source: int, unit: int) -> Any:
@@ -49,7 +49,7 @@ def slowly(seconds: float) -> Any:
 
 
 def timed(plan: Plan, row_s: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The second half of a run's steps, and its report."""
+    """Return the second half of a run's steps, and its report."""
     with slowly(row_s):
         folder = train.run(plan, progress=Progress(), catalogue=catalogue())
     assert folder is not None
@@ -58,7 +58,7 @@ def timed(plan: Plan, row_s: float) -> tuple[list[dict[str, Any]], dict[str, Any
 
 
 def metrics(steps: list[dict[str, Any]], healthy: tuple[float, float]) -> dict[str, Any]:
-    """Of a run's steps; `healthy` are the median and the mean step, seconds, with rows at hand."""
+    """Return the metrics of steps; `healthy` has the median and mean seconds with rows at hand."""
     steps_s, waits_s = ([step[key] for step in steps] for key in ("step_s", "input_s"))
     step_s = median(steps_s)
     stalled = sum(wait_s > STALL_SHARE * step_s for wait_s in waits_s) / len(waits_s)

@@ -55,7 +55,7 @@ WORKERS = {"cuda": 8, "cpu": 1}
 COMPILERS = "2"
 """Processes that each worker of a GPU compiles kernels with: there are several workers."""
 ROOM = 0.88
-"""Of a device's memory, for all processes; their contexts take the rest."""
+"""Share of a device's memory for all processes; their contexts take the rest."""
 LIMIT_S, GRACE_S = 420.0, 15.0
 """Seconds of one run's process at most, and those that it has after the end of the call."""
 TRIES = 4
@@ -80,11 +80,11 @@ class Book:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def rows(self, topic: str) -> dict[str, dict[str, Any]]:
-        """The newest row of each run that its plan still is."""
+        """Return the newest row of each run whose plan is still the same."""
         return {row["id"]: row for row in self.lines(topic)}
 
     def lines(self, topic: str) -> list[dict[str, Any]]:
-        """All lines of this hardware that none retracts; a last one that was cut off is none."""
+        """Return whether the first remedy was near the best, in the words of a table."""
         file, found = self.results / f"{topic}.jsonl", list[dict[str, Any]]()
         for line in filter(str.strip, file.read_text().splitlines() if file.is_file() else []):
             try:
@@ -96,22 +96,22 @@ class Book:
                 if number not in gone and row.get("hardware") == self.hardware]  # fmt: skip
 
     def parts(self, run: Run) -> list[dict[str, Any]]:
-        """What this commit measured of a run's changes."""
+        """Return what this commit measured of a run's changes."""
         about = self.about(run)
         return [row for row in self.lines(PARTS) if about.items() <= row.items()]
 
     def about(self, run: Run) -> dict[str, Any]:
-        """What is the same in all that belongs together."""
+        """Return the facts that rows of one run share."""
         return {"id": run.id, "hardware": self.hardware, "plan_sha256": run.sha256,
                 "commit": receipts.commit()}  # fmt: skip
 
     def said(self, run: Run) -> dict[str, Any] | None:
-        """What this commit said of a run as its plan is now."""
+        """Return what this commit's doctor answered about a run with its plan as it is now."""
         row = self.rows(SAID).get(run.id)
         return row if row is not None and self.about(run).items() <= row.items() else None
 
     def write(self, topic: str, run: Run, **facts: Any) -> None:
-        """One row of a run."""
+        """Write one row of a run."""
         with self._lock:
             receipts.append(
                 topic, {}, results=self.results, id=run.id, device=run.device,
@@ -133,19 +133,19 @@ class Call:
     """on the clock of all processes"""
 
     def crew(self, room_bytes: float) -> Crew:
-        """Processes for this device."""
+        """Return processes for this device."""
         ends_s = time.monotonic() + self.ends_s - time.time()
         return Crew(self.args.workers, room_bytes, self.gate, ends_s, self.args.work / "logs",
                     awake, self.args.here)  # fmt: skip
 
     def limit_s(self) -> float:
-        """Seconds that a process may take."""
+        """Return seconds that a process may take."""
         return max(1.0, min(LIMIT_S, self.ends_s - time.time() + GRACE_S))
 
     # --- said ---
 
     def unsaid(self) -> list[Run]:
-        """Runs of which this commit's doctor was not asked, those that compile longest first."""
+        """Return the runs that this commit's doctor has not judged, slow compilers first."""
         left = [run for run in self.runs if self.book.said(run) is None]
         return sorted(
             left, key=lambda run: ("torch_compile" in run.plan.techniques, run.cost), reverse=True
@@ -183,7 +183,7 @@ class Call:
     # --- measured ---
 
     def unmeasured(self) -> list[tuple[Run, dict[str, Any]]]:
-        """Runs that are said, can be measured, and have no row: a small one, a large one, ..."""
+        """Return the runs that can be measured and have no row, large and small in alternation."""
         done = self.book.rows(ROWS)
         told = [(run, self.book.said(run)) for run in self.runs]
         left = [(run, said) for run, said in told if said is not None and "refused" not in said
@@ -231,7 +231,7 @@ class Call:
         self.finish(run, said, f"({spent_s:.0f} s)")
 
     def left(self, run: Run, said: dict[str, Any]) -> list[tuple[str, ...]]:
-        """Changes of a run that are not measured, in the order in which they will be."""
+        """Return the changes of a run that are not measured, in the order in which they will be."""
         done = {tuple(row["change"]) for row in self.book.parts(run)}
         left = [tuple(words) for words in said["changes"] if tuple(words) not in done]
         return sorted(left, key=lambda words: any(word in STAYS for word in words))
@@ -239,7 +239,7 @@ class Call:
     def finish(
         self, run: Run, said: dict[str, Any], spent: str = "", *, close: bool = False
     ) -> None:
-        """The row of a run that is whole."""
+        """Write the row of a run whose changes are all measured."""
         left, found = self.left(run, said), self.book.parts(run)
         first = said["first"]["change"] if said["first"] else None
         others = sum("gain" in row and row["change"] != first for row in found)
@@ -267,18 +267,18 @@ class Call:
 
 
 def _of(row: dict[str, Any], said: dict[str, Any]) -> bool:
-    """Whether a run's row is of what was said."""
+    """Return whether the row of a run belongs to what the doctor answered."""
     return (row.get("plan_sha256"), row.get("said")) == (said["plan_sha256"], said["commit"])
 
 
 def peak_bytes(run: Run) -> float:
-    """Bytes that a run is predicted to take of its device."""
+    """Return bytes that a run is predicted to take of its device."""
     context = make_context(run.plan, choose_device(run.plan))
     return foresee(run.plan, context, rates_here(choose_device(run.plan))).peak_bytes
 
 
 def prepare_text(runs: list[Run], work: Path) -> None:
-    """The text once for every tokenizer, before processes ask for it."""
+    """Prepare the text once for every tokenizer, before processes ask for it."""
     plans = {run.plan.data.vocab: run.in_folder(work) for run in runs}
     for vocab, plan in plans.items():
         began_s = time.monotonic()

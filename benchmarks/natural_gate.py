@@ -1,4 +1,4 @@
-"""One process at a time on the device, while the other processes of the program stand still.
+"""Let one process at a time use the device, while the other processes of the program stand still.
 
 Compiling keeps a host's cores busy for minutes, and timing keeps the device busy for seconds. So a
 `Crew` of processes compiles as it likes, and who times enters the `Gate`: it takes a lock, stops
@@ -94,7 +94,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def used_s(processes: list[int]) -> float:
-    """Seconds of the host's cores that processes have used so far."""
+    """Return seconds of the host's cores that processes have used so far."""
     ticks = 0
     for pid in processes:
         with suppress(OSError):  # it has ended
@@ -198,7 +198,7 @@ class Crew:
                     self._turn.notify_all()
 
     def _take(self) -> Task | None:
-        """The next that fits beside what runs; None where nothing may begin any more."""
+        """Return the next task that fits beside what runs; None where none may begin."""
         with self._turn:
             while self._waiting and time.monotonic() < self.ends_s and not self.closed:
                 left = self.bytes - sum(task.bytes for task in self._running)

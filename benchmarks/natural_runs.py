@@ -41,7 +41,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Run:
-    """One run of the list.
+    """Describe one run of the list.
 
     Args:
         id: its name in the rows.
@@ -59,7 +59,7 @@ class Run:
 
     @cached_property
     def plan(self) -> Plan:
-        """The plan, checked; it says nothing of folders."""
+        """Return the checked plan; it names no folders."""
         known, words = catalogue(), self.words.split()
         keys = [*COMMON, f"device={self.device}", f"goal.steps={self.steps}", f"name={self.slug}"]
         start = Plan.read(text_of(self.shape), known, overrides=keys)
@@ -71,33 +71,33 @@ class Run:
 
     @cached_property
     def parameters(self) -> int:
-        """Numbers of the model; its embedding as large as the tokenizer, where nothing says."""
+        """Return the number of parameters, with an embedding for the tokenizer."""
         sizes = {} if self.plan.model.vocab else {"vocab": self.plan.data.vocab}
         return total_parameters(self.plan.model.model_copy(update=sizes))
 
     @cached_property
     def sha256(self) -> str:
-        """The plan's fingerprint."""
+        """Return the plan's fingerprint."""
         return receipts.sha256(self.plan.dump())
 
     @property
     def cost(self) -> float:
-        """Seconds, about, by which parts of the list are made alike."""
+        """Return the approximate seconds by which parts of the list are made alike."""
         return 30.0 + self.parameters * self.plan.batch.tokens / RATES[self.device]
 
     @property
     def slug(self) -> str:
-        """The id as the name of a folder."""
+        """Return the id as the name of a folder."""
         return self.id.replace(" ", "-").replace(",", "")
 
     def in_folder(self, work: Path) -> Plan:
-        """The plan with its data and its run under a folder."""
+        """Return the plan with its data and its run under a folder."""
         data = self.plan.data.model_copy(update={"directory": str(work / "data")})
         return self.plan.replaced(directory=str(work / "runs"), data=data)
 
 
 def text_of(shape: str) -> str:
-    """A shape's plan as TOML."""
+    """Return a shape's plan as TOML."""
     if shape in SHAPES:
         family, model, vocab, length, tokens = SHAPES[shape]
         tables = {

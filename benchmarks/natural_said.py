@@ -64,9 +64,9 @@ GRAPHS = frozenset(("+torch_compile", "+cuda_graphs"))
 SLOW_TO_COMPILE = "max-autotune"
 """In the words of what compiles for minutes; it is measured where the doctor says it."""
 LARGE_BYTES = 12 << 30
-"""Of a plan, from which on one change less is measured: few processes find room beside it."""
+"""Bytes of a plan from which on one change less is measured: few processes have room beside it."""
 SPARE_BYTES = 2 << 30
-"""Of a device, what a process takes beside two plans."""
+"""Share of a device that a process takes beside two plans."""
 
 
 @dataclass
@@ -122,7 +122,7 @@ def _say(
 
 @contextmanager
 def turn_from_third_step(gate: Gate) -> Iterator[None]:
-    """Runs inside wait for their turn before their third step, and leave it after the last."""
+    """Make runs inside wait before their third step until the device is theirs."""
     next_batch, finish, held = Session.next_batch, Session.finish, ExitStack()
 
     def before(session: Session) -> Any:
@@ -144,7 +144,7 @@ def turn_from_third_step(gate: Gate) -> Iterator[None]:
 
 
 def verdict(advice: Advice) -> dict[str, Any]:
-    """The first finding, and every remedy that a reader is told of.
+    """Return the first finding, and every remedy that a reader is shown.
 
     What an evaluation and a compiler took of so short a run is no verdict on its steps.
     """
@@ -202,14 +202,14 @@ class Choice:
 
     @property
     def moves(self) -> bool:
-        """Whether it is foreseen to change a step at all, or nobody knows."""
+        """Return whether the change is predicted to move a step, or has no prediction."""
         return self.promise is None or abs(self.promise - 1) > 1e-4
 
 
 def to_measure(
     asking: Asking, said: Sequence[Words], most: int, room_bytes: float
 ) -> dict[str, Any]:
-    """The first two remedies, compiling with graphs, what promises most; and bytes for them.
+    """Return the changes to measure and their bytes: remedies, compiling, the best guess.
 
     What changes the learning is measured only where it is the first remedy: no such change may be
     the best one.
@@ -245,7 +245,7 @@ def to_measure(
 
 
 def _said(asking: Asking, words: Words, otherwise: float) -> Choice:
-    """A remedy; as large as the plan itself where it cannot be foreseen: its measurement tells."""
+    """Return a remedy with its bytes: those of the plan where it has no prediction."""
     try:
         candidate = asking.answer(asking.start, words)
     except HeadraceError:
@@ -265,13 +265,13 @@ def _choice(asking: Asking, candidate: Candidate) -> Choice:
 
 
 def _expected(asking: Asking, plan: Plan) -> float | None:
-    """Predicted time of a step before over after."""
+    """Return the predicted ratio of step times, before over after."""
     before_s, after_s = asking.guess_s(asking.start), asking.guess_s(plan)
     return before_s / after_s if before_s and after_s else None
 
 
 def worth(asking: Asking, candidate: Candidate, expected: float | None) -> bool:
-    """Whether a single change keeps what is learned, fits, and is not sure to lose."""
+    """Return whether a single change keeps what is learned, fits, and is not sure to lose."""
     words, on_cpu = candidate.changes, asking.context.device == "cpu"
     if not words or candidate.foresight.fits == "no" or any(SLOW_TO_COMPILE in w for w in words):
         return False
@@ -296,7 +296,7 @@ def worth(asking: Asking, candidate: Candidate, expected: float | None) -> bool:
 
 
 def _by_precision(asking: Asking, candidate: Candidate) -> bool | None:
-    """What numbers alone decide: None where they do not.
+    """Return what the precisions alone decide; None where they do not.
 
     A CPU multiplies half precision slowly unless it has units for it, and a change of the plan's
     precision to what it is already does nothing.

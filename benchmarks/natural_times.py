@@ -69,7 +69,7 @@ FREE, HOPELESS = 3, 2.5
 """Steps of a plan before its turn, of which the first compile; and how many times as long as the
 run's own the last of them takes where a change is left at once."""
 BEHIND = 0.97
-"""Of the best speed so far, below which a change is left after a look."""
+"""Share of the best speed below which a change is left after a look."""
 STAYS = ("+kept_memory",)
 """Words of what sets a process otherwise for good: glibc's limits are no longer its own choice when
 they are put back. They are measured last."""
@@ -77,9 +77,9 @@ EDGE_PAIRS = 8
 """Pairs from which on the outermost at both ends are left out of the interval; 8 pairs hold their
 median within it 93 times of 100, 4 pairs within all of them 87 times."""
 TOGETHER_BYTES = 10 << 30
-"""Of changes that are built side by side; one that is larger is built alone."""
+"""Most bytes of changes that are built side by side; a larger one is built alone."""
 MOST_STEPS = 200
-"""Of a block."""
+"""Seconds of a block."""
 LAST_S = 30.0
 """Before the end, in which no change is built beside others that are ready: it may take as long."""
 STAGE, BEGUN, READY = "stage", "begun", "ready"
@@ -90,7 +90,7 @@ ENTRIES = 256
 
 
 def awake() -> None:
-    """What a process does first: all is imported by then, and the device is found."""
+    """Import everything and find the device, before anything is measured."""
     if torch.cuda.is_available():
         torch.cuda.init()
 
@@ -108,7 +108,7 @@ class Timed:
         self.ready_s, self.by_host = 0.0, False
 
     def once(self) -> None:
-        """A step that is not timed, but for what is planned with."""
+        """Run a step that is timed only to plan with."""
         began_s = time.perf_counter()
         with self._own():
             self._step()
@@ -116,7 +116,7 @@ class Timed:
         self.step_s = time.perf_counter() - began_s
 
     def run(self, blocks: int, steps: int) -> None:
-        """Timed blocks, after a step that fills the queue of the device."""
+        """Time blocks, after a step that fills the queue of the device."""
         clock = Clock(self.build.device)
         with self._own():
             self._step()
@@ -135,7 +135,7 @@ class Timed:
 
     @contextmanager
     def _own(self) -> Iterator[None]:
-        """Its flags are in force, and it takes no code that another plan compiled (pairs.py)."""
+        """Put the flags of a plan in force, with no code that another plan compiled (pairs.py)."""
         before = torch.get_num_threads()
         torch.set_num_threads(self.threads)
         try:
@@ -162,7 +162,7 @@ class Wanted:
     alone: bool = False
 
     def groups(self, plan: Plan) -> list[list[Words]]:
-        """Changes that are built side by side: they fit, and one of them records graphs.
+        """Return the changes that are built side by side: they fit, and one of them records graphs.
 
         A build that records graphs drops what was recorded before, and on a CPU one plan could take
         code that another compiled.
@@ -203,7 +203,7 @@ def measure(
 
 @dataclass
 class _Measuring:
-    """The measurement of one run in this process."""
+    """Measure the changes of one run in this process."""
 
     plan: Plan
     wanted: Wanted
@@ -216,7 +216,7 @@ class _Measuring:
     """speed over the run's own, so far"""
 
     def go(self, found: Reading) -> None:
-        """All groups, until the end."""
+        """Measure all groups, until the end."""
         found.evidence[STAGE] = BEGUN
         torch._dynamo.config.recompile_limit = ENTRIES
         torch._dynamo.config.accumulated_recompile_limit = 8 * ENTRIES
@@ -269,7 +269,7 @@ class _Measuring:
         return later
 
     def ready(self, stack: ExitStack, base: Timed, words: Words) -> Timed:
-        """A change that is built and warm."""
+        """Return a change that is built and warm."""
         began_s, on_gpu = time.time(), base.build.device.type == "cuda"
         self.begun += on_gpu
         with ExitStack() as own:
@@ -287,7 +287,7 @@ class _Measuring:
             raise error
 
     def write(self, words: Words, **facts: Any) -> None:
-        """A line of a change."""
+        """Write a line of a change."""
         with self.parts.open("a") as out:
             out.write(json.dumps({**self.about, "change": list(words), **facts}) + "\n")
 
@@ -341,7 +341,7 @@ def turn(
 
 @contextmanager
 def kept_code() -> Iterator[None]:
-    """A build inside leaves what others compiled; that they do not share it their threads see to.
+    """Keep what others compiled while a build inside runs; each plan's threads keep its own.
 
     Else the run's own plan would be compiled again beside every change, while all others wait.
     """
@@ -354,7 +354,7 @@ def kept_code() -> Iterator[None]:
 
 
 def gain_of(before: Sequence[float], after: Sequence[float]) -> dict[str, Any]:
-    """The median of the pairs' ratios less 1, and the ratios that it lies between."""
+    """Return the median of the pairs' ratios less 1, and the ratios that it lies between."""
     gains = sorted(a / b - 1 for a, b in zip(before, after, strict=True))
     edge = len(gains) >= EDGE_PAIRS
     return {
@@ -363,7 +363,7 @@ def gain_of(before: Sequence[float], after: Sequence[float]) -> dict[str, Any]:
 
 
 def hopeless(base: Timed, two: Timed) -> tuple[float, float] | None:
-    """Seconds of a step of both, where the change's takes so long that no block is worth it."""
+    """Return the seconds of a step of both, where the change is too slow for a block."""
     ones, others = list[float](), list[float]()
     two.once()  # what it may still compile or record is not of a step
     for _ in range(2):
@@ -377,7 +377,7 @@ def hopeless(base: Timed, two: Timed) -> tuple[float, float] | None:
 
 
 def heat(sides: Sequence[Timed], heat_s: float) -> None:
-    """Steps in turn until the device's clock is that of work."""
+    """Run steps of both until the device has the clock of work."""
     ends_s = time.monotonic() + heat_s
     while time.monotonic() < ends_s:
         for side in sides:
@@ -387,7 +387,7 @@ def heat(sides: Sequence[Timed], heat_s: float) -> None:
 def in_turn(
     base: Timed, sides: Sequence[Timed], first: Words, best: float, pace: Pace
 ) -> None:  # fmt: skip
-    """Blocks A B C C B A: a look, and more of the first remedy and of what may be the best."""
+    """Time blocks A B C C B A: a look, then more of the first remedy and of the best."""
     running, done = list(sides), 0
     while running:
         for one, blocks in groupby([base, *running, *running[::-1], base]):
@@ -406,5 +406,5 @@ def in_turn(
 
 
 def median_ratio(side: Timed) -> float:
-    """The speed over that of the base so far."""
+    """Return the speed over that of the base so far."""
     return 1 + gain_of(side.beside, side.seconds)["value"]

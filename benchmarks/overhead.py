@@ -1,4 +1,4 @@
-"""What watching costs a step: nothing watched, signals on, and bursts of traces beside them.
+"""Measure what watching costs a step: nothing, signals, and profiler windows beside them.
 
     python benchmarks/overhead.py --plan benchmarks/plans/160m.toml --rounds 8 --every 1000
 
@@ -43,14 +43,14 @@ OFTEN = 10
 
 
 class Silent:
-    """Phases that nobody times."""
+    """This clock of phases times nothing."""
 
     def mark(self, phase: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class Sides:
-    """One build, its steps with more or less watching, and where traces go."""
+    """Hold one build, and run its steps with more or less watching."""
 
     def __init__(
         self, build: Build, micros: Callable[[int], list[Micro]], steps: int, folder: Path
@@ -63,15 +63,15 @@ class Sides:
         return ProfilerWindows(self.folder, self.build.device, every_steps=None)
 
     def off(self) -> float:
-        """Seconds of a block with nothing watched."""
+        """Return the seconds of a block with nothing watched."""
         return self._block(None, None)
 
     def on(self) -> float:
-        """With what a run reads at all times."""
+        """Return the seconds of a block with what a run always reads."""
         return self._block(self.signals, None)
 
     def burst(self) -> float:
-        """With one burst beside it."""
+        """Return the seconds of a block with one profiler window in it."""
         return self._block(self.signals, self._profiler_windows())
 
     def _block(self, signals: Signals | None, windows: ProfilerWindows | None) -> float:
@@ -109,7 +109,7 @@ class Sides:
 def in_turn(
     a: Callable[[], float], b: Callable[[], float], rounds: int
 ) -> tuple[list[float], list[float]]:
-    """Seconds of the blocks of both sides, A B B A."""
+    """Return the seconds of blocks of both sides, timed A B B A."""
     spent: dict[str, list[float]] = {"A": [], "B": []}
     for side in order_abba(rounds):
         spent[side].append((a if side == "A" else b)())
@@ -117,19 +117,19 @@ def in_turn(
 
 
 def less_one(ratio: Interval) -> Interval:
-    """A ratio of times as a share more."""
+    """Return a ratio of times as the share that it adds."""
     return Interval(ratio.low - 1, ratio.value - 1, ratio.high - 1, ratio.n)
 
 
 def differences(more: list[float], less: list[float]) -> Interval:
-    """The mean difference of pairs, with Student's interval."""
+    """Return the mean difference of pairs, with Student's interval."""
     found = [m - n for m, n in zip(more, less, strict=True)]
     half = t_two_sided(0.95, len(found) - 1) * stdev(found) / len(found) ** 0.5
     return Interval(fmean(found) - half, fmean(found), fmean(found) + half, len(found))
 
 
 def jump(before: list[float], after: list[float]) -> Interval:
-    """By what share blocks are longer after one in between, beside a linear drift (least squares).
+    """Return the share by which blocks are longer after one between them, beside a linear drift.
 
     At least two blocks on each side.
     """
@@ -152,7 +152,7 @@ def jump(before: list[float], after: list[float]) -> Interval:
 
 
 def together(parts: list[Interval]) -> Interval:
-    """The sum of what was measured apart: independent errors add in squares."""
+    """Return the sum of what was measured apart: independent errors add in squares."""
     value = sum(part.value for part in parts)
     below = sum((part.value - part.low) ** 2 for part in parts) ** 0.5
     above = sum((part.high - part.value) ** 2 for part in parts) ** 0.5
@@ -160,17 +160,17 @@ def together(parts: list[Interval]) -> Interval:
 
 
 def metric(found: Interval, unit: str) -> dict[str, Any]:
-    """For a row."""
+    """Return an interval as a metric of a row."""
     return {"value": found.value, "low": found.low, "high": found.high, "unit": unit}
 
 
 def one(value: float, unit: str) -> dict[str, Any]:
-    """A single reading."""
+    """Return a single reading as a metric of a row."""
     return {"value": value, "low": value, "high": value, "unit": unit}
 
 
 def measure(sides: Sides, rounds: int, every: int) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """Both rows: the measurement, its pairs and its metrics."""
+    """Yield the measurement, the number of pairs and the metrics of both rows."""
     for warm in (sides.off, sides.on):
         warm()
     off, on = in_turn(sides.off, sides.on, rounds)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 
 def part(text: str) -> tuple[int, int]:
-    """What "2/4" says: the second of four."""
+    """Return the part that "2/4" names: the second of four."""
     which, slash, of = text.partition("/")
     if not (slash and which.isdigit() and of.isdigit() and 1 <= int(which) <= int(of)):
         raise argparse.ArgumentTypeError(f"{text!r} is no part, as 2/4 is")
@@ -17,7 +17,7 @@ def part(text: str) -> tuple[int, int]:
 
 
 def share(costs: Mapping[str, float], which: tuple[int, int]) -> set[str]:
-    """The names that fall to a part: each in turn to the part that has the least so far."""
+    """Return the names of a part: each name goes to the part that has the least so far."""
     loads, taken = [0.0] * which[1], set()
     for name, cost in costs.items():
         at = loads.index(min(loads))

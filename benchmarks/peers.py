@@ -1,4 +1,4 @@
-"""Training throughput beside torchtitan and litgpt: same shapes, one GPU, alternating in one call.
+"""Compare training throughput with torchtitan and litgpt on one GPU, alternating in one call.
 
     python benchmarks/peers.py 160m 1b --rounds 5
     python benchmarks/peers.py 1b --sides headrace_float8 torchtitan torchtitan_float8
@@ -38,7 +38,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def shape_of(size: str) -> dict[str, Any]:
-    """The numbers of a shape, from its plan."""
+    """Return the numbers of a shape, from its plan."""
     import tomllib
 
     plan = tomllib.loads((PLANS / f"{size}.toml").read_text())
@@ -162,7 +162,7 @@ class Peer:
         self.process: subprocess.Popen[str] | None = None
 
     def read(self) -> dict[str, Any]:
-        """One reading.
+        """Return one reading.
 
         Raises:
             RuntimeError: the process failed or gave none in time.
@@ -191,7 +191,7 @@ class Peer:
 
 
 def time_headrace(size: str, work: Path, extra: list[str]) -> dict[str, Any]:
-    """One reading of `headrace train`, from its own report."""
+    """Return one reading of `headrace train`, from its own report."""
     told = subprocess.run(
         [sys.executable, "-m", "headrace", "train", str(PLANS / f"{size}.toml"), "--json",
          f"directory={work / 'runs'}", f"data.directory={work / 'data'}", *extra],
@@ -212,7 +212,7 @@ def compare(
     size: str, sides: list[str], rounds: int, limit_s: float, results: Path, work: Path,
     extra: list[str], once: list[str],
 ) -> None:  # fmt: skip
-    """Alternate all sides, then write a row for each; no round begins after `limit_s` seconds.
+    """Time all sides alternately, then write a row for each; no round begins after `limit_s`.
 
     A side that fails is not read again. What was read has its row, whatever ends the rounds.
     """
@@ -253,7 +253,7 @@ def compare(
 
 
 def tell(what: str, reading: dict[str, Any]) -> None:
-    """A line or two of progress."""
+    """Print a line or two of progress."""
     print(f"{what}: {reading['tokens_per_s'] or 0:,.0f} tokens/s", flush=True)
     if start_s := reading.get("report", {}).get("start_s"):
         told = ", ".join(f"{part} {spent_s:.1f}" for part, spent_s in start_s.items())
@@ -264,7 +264,7 @@ def write(
     size: str, readings: dict[str, list[dict[str, Any]]], facts: dict[str, dict[str, Any]],
     results: Path,
 ) -> None:  # fmt: skip
-    """A row for each side that was read, with `facts`.
+    """Write a row for each side that was read, with `facts`.
 
     Readings are those of the rounds from the first on, so the first ones of two sides are pairs,
     also where one side was read less often.
@@ -291,7 +291,7 @@ def write(
 def spreads(
     readings: list[dict[str, Any]], wanted: dict[str, tuple[str, str]]
 ) -> dict[str, dict[str, Any]]:
-    """Metrics that every reading has; `wanted` is metric -> key of a reading, unit."""
+    """Return the metrics that every reading has; `wanted` maps a metric to a key and a unit."""
     return {
         name: receipts.spread([r[key] for r in readings], unit)
         for name, (key, unit) in wanted.items()

@@ -47,7 +47,7 @@ HOW_RIGHT = ROOT / "docs" / "how-right.md"
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    """A topic's rows, retracted ones and those that retract left out.
+    """Return a topic's rows, retracted ones and those that retract left out.
 
     Losses of rows that do not tell their schedule were of one that ended after 24 of 200 steps.
     """
@@ -64,7 +64,7 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 
 
 def subject(row: dict[str, Any]) -> str:
-    """What was measured."""
+    """Return what a row measured, in words."""
     if "base" in row:
         how = "left out of" if row.get("left_out") else "added to"
         knobs = f" ({row['knobs']})" if row.get("knobs") else ""
@@ -76,7 +76,7 @@ def subject(row: dict[str, Any]) -> str:
 
 
 def changes(row: dict[str, Any]) -> list[str]:
-    """How the plan differed from its shape's: not by where the text lay, or by what it has."""
+    """Return how the plan differed from its shape's, places of text aside."""
     has = _keys(row.get("shape", ""))
     on = {row["technique"], *row.get("techniques", [])}
     found = _ablated(on, has) if row.get("left_out") and "overrides" not in row else []
@@ -89,14 +89,14 @@ def changes(row: dict[str, Any]) -> list[str]:
 
 
 def _ablated(recipe: set[str], has: dict[str, str]) -> list[str]:
-    """How a recipe differs from its shape's by its techniques, where the row does not tell it."""
+    """Return how a recipe differs from its shape's by its techniques, where the row omits it."""
     own = {key.split(".")[1] for key in has if key.startswith("techniques.")}
     return [f"+{n}" for n in recipe - own] + [f"-{n}" for n in own - recipe]
 
 
 @cache
 def _keys(shape: str) -> dict[str, str]:
-    """A shape's plan by its keys, as a command line would give them."""
+    """Return a shape's plan by its keys, as a command line would give them."""
     found: dict[str, str] = {}
 
     def collect(table: dict[str, Any], before: str) -> None:
@@ -112,7 +112,7 @@ def _keys(shape: str) -> dict[str, str]:
 
 
 def tables(topic: str, rows: list[dict[str, Any]]) -> str:
-    """One topic as Markdown, with a table for each of its measurements."""
+    """Return one topic as Markdown, with a table for each of its measurements."""
     kinds = dict.fromkeys(row.get("measurement", "") for row in rows)
     return "\n\n".join(
         table(topic, kind, [row for row in rows if row.get("measurement", "") == kind])
@@ -121,7 +121,7 @@ def tables(topic: str, rows: list[dict[str, Any]]) -> str:
 
 
 def shown(rows: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-    """The newest row of each subject; one with fewer readings hides none with more.
+    """Return the newest row of each subject; one with fewer readings hides none with more.
 
     What one commit was measured with twice, as on two hosts, stands twice.
     """
@@ -136,7 +136,7 @@ def shown(rows: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def table(topic: str, kind: str, rows: list[dict[str, Any]]) -> str:
-    """One measurement of a topic."""
+    """Return one measurement of a topic."""
     newest = shown(rows)
     heads: dict[str, str] = {}
     for _, row in newest:
@@ -162,7 +162,7 @@ def table(topic: str, kind: str, rows: list[dict[str, Any]]) -> str:
 
 
 def of_techniques(results: Path) -> dict[str, str]:
-    """Each technique's rows as a table, by its name; a page of the reference shows it."""
+    """Return each technique's rows as a table, by its name; a page of the reference shows it."""
     found: dict[str, list[dict[str, Any]]] = {}
     for row in read_rows(results / "techniques.jsonl"):
         found.setdefault(row["technique"], []).append(row)
@@ -170,7 +170,7 @@ def of_techniques(results: Path) -> dict[str, str]:
 
 
 def distances(topic: str, rows: list[dict[str, Any]]) -> str:
-    """Compositions in a few lines: inside of their band, magnified, outside, without a row."""
+    """Render compositions in a few lines: inside of their band, magnified, outside, refused."""
     newest = {(r["composition"], r["ranks"]): r for r in rows}
     hardware = sorted({f"{r['ranks']} x {r['hardware']}" for r in newest.values()})
     measured = {n: r for (n, _), r in newest.items() if "gradient" in r["metrics"]}
@@ -200,13 +200,13 @@ def distances(topic: str, rows: list[dict[str, Any]]) -> str:
 
 
 def _unit(name: str, unit: str) -> str:
-    """The unit, where the metric's name does not already say it."""
+    """Return the unit, where the metric's name does not already say it."""
     said = {"tokens_per_s": "tokens/s", "bits_per_byte": "bits/byte", "tokens": "tokens"}
     return "" if said.get(name) == unit else f", {'GiB' if unit == 'bytes' else unit}"
 
 
 def _cell(metric: dict[str, Any] | None) -> str:
-    """The value, and its spread when there is one."""
+    """Return the value, and its spread when there is one."""
     if metric is None:
         return "-"
     scale = GIB if metric["unit"] == "bytes" else 1
@@ -271,7 +271,7 @@ def _beside_torchtitan(results: Path) -> tuple[str, str]:
 
 
 def gaps(results: Path) -> str:
-    """The best plans' kernels beside the ceilings, or one sentence."""
+    """Return the best plans' kernels beside the ceilings, or one sentence."""
     from kernel_gaps import section  # makes plans, which other tables need not wait for
 
     file = results / "kernels.jsonl"
@@ -279,7 +279,7 @@ def gaps(results: Path) -> str:
 
 
 def replaced(page: str, inner: str, name: str = RESULTS) -> str:
-    """`page` with what stands between the markers of that name replaced."""
+    """Return `page` with the text between the markers of that name replaced."""
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     before, _, rest = page.partition(begin)
     _, _, after = rest.partition(end)

@@ -1,4 +1,4 @@
-"""Receipts: one JSON row a measurement, appended to results/TOPIC.jsonl and never edited."""
+"""Append receipts to results/TOPIC.jsonl, one JSON row a measurement, never edited."""
 
 import hashlib
 import json
@@ -26,22 +26,22 @@ TOLD = "commit of this code, where the checkout is older; rows tell it"
 
 
 def plan_file(shape: str) -> Path:
-    """A plan file, or that of a shape by its name in plans/."""
+    """Return the path of a plan file, or of a shape by its name in plans/."""
     return Path(shape) if shape.endswith(".toml") else PLANS / f"{shape}.toml"
 
 
 def spread(values: Sequence[float], unit: str) -> dict[str, Any]:
-    """A metric: the median with its lowest and highest reading."""
+    """Return a metric: the median with its lowest and highest reading."""
     return {"value": median(values), "low": min(values), "high": max(values), "unit": unit}
 
 
 def hardware() -> str:
-    """The device that was measured on."""
+    """Return the device that was measured on."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else processor()
 
 
 def processor() -> str:
-    """The machine's processor, with its cores."""
+    """Return the machine's processor, with its cores."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -49,12 +49,12 @@ def processor() -> str:
 
 
 def host_gpus() -> int:
-    """NVIDIA GPUs of the machine, whether this process sees them or not."""
+    """Return the number of NVIDIA GPUs of the machine, visible to this process or not."""
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def installed(package: str) -> str | None:
-    """A package's version, or None."""
+    """Return a package's version, or None."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -62,7 +62,7 @@ def installed(package: str) -> str | None:
 
 
 def commit() -> str | None:
-    """The commit of the code that runs; None where nothing tells.
+    """Return the commit of the code that runs; None where nothing tells.
 
     It is what was told, else this checkout's. `-dirty` follows where the checkout knows that commit
     and its code differs.
@@ -86,7 +86,7 @@ def _git(*words: str) -> "subprocess.CompletedProcess[str]":
 
 
 def sha256(value: Any) -> str:
-    """A plan's fingerprint."""
+    """Return a plan's fingerprint."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 

@@ -83,7 +83,7 @@ class Parts:
 
     @classmethod
     def of(cls, plan: Plan, context: Context, machine: Machine, measured_s: float) -> "Parts":
-        """Of a plan."""
+        """Return the parts of a plan."""
         ledger = predict(plan, context)
         micro = ledger.sizes["micro_batches"]
         time = step_time(ledger.work, machine, micro)
@@ -135,7 +135,7 @@ class Row:
 
 
 def standing(topic: str, results: Path, *, full: bool = True) -> Iterator[dict[str, Any]]:
-    """Rows that no later row retracts; with `full` only those that have metrics."""
+    """Yield rows that no later row retracts; with `full` only those that have metrics."""
     lines = (results / f"{topic}.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines if line.strip()]
     retracted = {row.get("retracts") for row in rows}
@@ -145,14 +145,14 @@ def standing(topic: str, results: Path, *, full: bool = True) -> Iterator[dict[s
 
 
 def known(folder: Path) -> list[dict[str, Any]]:
-    """Rows of plans.jsonl that stand; an outcome that a program refused is none."""
+    """Return rows of plans.jsonl that stand; an outcome that a program refused is none."""
     if not (folder / "plans.jsonl").is_file():
         return []
     return [row for row in standing("plans", folder, full=False) if "refused" not in row]
 
 
 def plans(results: Path) -> Iterator[tuple[str, dict[str, Any], Plan]]:
-    """What a receipt is called, the receipt and its plan."""
+    """Yield the name of a receipt, the receipt and its plan."""
     for row in standing("techniques", results):
         if row["commit"] in COMMITS:
             yield f"{row['base']} {row['technique']} {row['knobs']}", row, plan_of(row)
@@ -174,7 +174,7 @@ def _changed(shape: str, words: list[str]) -> Plan:
 
 
 def plan_of(row: dict[str, Any]) -> Plan:
-    """As benchmarks/techniques.py made it: its techniques, knobs and the keys of every plan."""
+    """Return the plan as benchmarks/techniques.py made it."""
     had, on = _changed(row["shape"], []).techniques, row["techniques"]
     keys = [k for k in row["knobs"].split(",") if k]
     keys = [k if "." in k.partition("=")[0] else f"techniques.{row['technique']}.{k}" for k in keys]
@@ -186,12 +186,12 @@ def plan_of(row: dict[str, Any]) -> Plan:
 
 
 def on_device(plan: Plan, device_name: str = DEVICE) -> Context:
-    """Where a plan would run."""
+    """Return where a plan would run."""
     return elsewhere(make_context(plan, torch.device("cpu")), device_name)
 
 
 def rows(results: Path = ROOT / "results", machine: Machine | None = None) -> list[Row]:
-    """Every receipt beside its prediction, by assumed rates where no machine's are given."""
+    """Return every receipt beside its prediction, by assumed rates where no machine's are given."""
     found, machine = [], machine or Machine.assumed(DEVICE)
     for what, row, plan in plans(results):
         context = on_device(plan)
@@ -214,7 +214,7 @@ def rows(results: Path = ROOT / "results", machine: Machine | None = None) -> li
 
 
 def outcomes(results: Path = ROOT / "results") -> Iterator[Row]:
-    """What came of the lists' choices where steps were timed, by assumed rates."""
+    """Yield the outcomes of the lists' choices where steps were timed, by assumed rates."""
     machine, leads = Machine.assumed(DEVICE), {one.id for one in firsts().values()}
     timed = [r for r in known(results) if r.get("step_s")]
     came = {r["id"]: r["step_s"] for r in timed if r["kind"] == "outcome"}
@@ -229,14 +229,14 @@ def outcomes(results: Path = ROOT / "results") -> Iterator[Row]:
 
 
 def quantiles(logs: list[float], level: float = LEVEL) -> tuple[float, float]:
-    """The ends of the middle 80%, each with one more row outside of it than there is."""
+    """Return the ends of the middle 80%, each with one more row outside of it than there is."""
     ordered, share = sorted(logs), (1 - level) / 2
     skipped = max(0, math.floor(share * (len(ordered) + 1)) - 1)
     return ordered[skipped], ordered[-1 - skipped]
 
 
 def errors(rows_R: list[Parts], constants: Any) -> Any:
-    """Logarithms of measured over predicted steps of so many rows (R)."""
+    """Return logarithms of measured over predicted steps of so many rows (R)."""
     products, attention, loose, rest, host, measured = np.array(
         [[p.products_s, p.attention_s, p.loose_s, p.rest_s, p.host_s, p.measured_s] for p in rows_R]
     ).T
@@ -246,7 +246,7 @@ def errors(rows_R: list[Parts], constants: Any) -> Any:
 
 
 def fitted(rows_R: list[Parts]) -> Any:
-    """The constants with the least mean error of rows, found one after the other."""
+    """Return the constants with the least mean error of rows, fitted one after the other."""
     found, stride = NEUTRAL.copy(), 0.2
 
     def off(constants: Any) -> float:
@@ -265,7 +265,7 @@ def fitted(rows_R: list[Parts]) -> Any:
 def widened(
     pairs: list[tuple[list[float], list[float]]], level: float = LEVEL
 ) -> tuple[float, float]:
-    """Quantiles of what was known, moved out until that share of what was left out lies inside.
+    """Return quantiles of known errors, moved out until that share of the rest lies inside.
 
     Every pair of both counts alike, however many rows it has: what is predicted has another shape.
     """
@@ -282,7 +282,7 @@ def widened(
 def widths(
     found: list[Row], datasheet: list[Row] | None = None
 ) -> dict[str, tuple[float, float, int]]:
-    """Basis -> low, high, rows.
+    """Return low, high and the number of rows by basis.
 
     Args:
         found: rows by some machine's rates.

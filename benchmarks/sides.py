@@ -31,7 +31,7 @@ GRAPHS = "graphs"
 
 @dataclass
 class Side:
-    """A plan under test and its readings."""
+    """Hold a plan under test and its readings."""
 
     name: str
     """of the technique, with knobs behind a colon; "" is the base"""
@@ -44,17 +44,17 @@ class Side:
 
     @property
     def why_not(self) -> str:
-        """What refused or stopped it."""
+        """Return what refused or stopped the side."""
         return self.refused or self.speed.refused
 
     @property
     def step_s(self) -> float:
-        """Mean of the blocks' medians."""
+        """Return the mean of the blocks' medians, in seconds."""
         return mean(self.speed.seconds)
 
     @property
     def end_loss(self) -> float | None:
-        """Mean of the last tenth, in nats per token."""
+        """Return the mean loss of the last tenth, in nats per token."""
         found = self.loss.losses
         return mean(found[-max(1, len(found) // 10) :]) if found else None
 
@@ -63,7 +63,7 @@ def sides(
     path: Path, base: str, names: Sequence[str], overrides: list[str], with_: Sequence[str] = (),
     without: Sequence[str] = (),
 ) -> list[Side]:  # fmt: skip
-    """The base and a side for each technique, `name` or `name:knob=value,a.plan.key=value`.
+    """Return the base and a side for each technique, `name` or `name:knob=value,a.plan.key=value`.
 
     Args:
         path: the shape's plan, which is the recipe.
@@ -98,7 +98,7 @@ def sides(
 
 
 def _owners(recipe: Plan, name: str) -> tuple[str, ...]:
-    """Techniques of the recipe that own a socket which `name` claims."""
+    """Return techniques of the recipe that own a socket which `name` claims."""
     claims = set(catalogue().find(name).claims)
     return tuple(n for n, t in recipe.techniques.items() if n != name and claims & set(t.claims))
 
@@ -111,7 +111,7 @@ def _read(text: str, overrides: list[str], more: Sequence[str], without: Sequenc
 
 
 def short(plan: Plan, *, steps: int, rows: int, seed: int = 0) -> Plan:
-    """The plan of a short training.
+    """Return the plan of a short training.
 
     Args:
         plan: what is trained.
@@ -125,7 +125,7 @@ def short(plan: Plan, *, steps: int, rows: int, seed: int = 0) -> Plan:
 
 
 def run_whole(plan: Plan, *, steps: int) -> Reading:
-    """Seconds of every step from the first on, their peaks, and evidence after the last.
+    """Return seconds of every step from the first on, their peaks, and evidence after the last.
 
     The compiler's caches are empty. What the process has loaded stays, as our own kernels do, so
     the first reading of a process pays for it.
@@ -153,7 +153,7 @@ def run_whole(plan: Plan, *, steps: int) -> Reading:
 
 
 def attention_of(plan: Plan) -> Reading:
-    """What its attention launches at the shapes of its steps, torch's own choice or an owner's."""
+    """Return what the attention of a plan launches at the shapes of its steps."""
 
     def go(found: Reading) -> None:
         with opened(plan) as (build, micros):

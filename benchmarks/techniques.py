@@ -127,7 +127,7 @@ class Bench:
         return [side.name for side in waiting]
 
     def train_base(self) -> None:
-        """The base's loss, once, and with other seeds."""
+        """Train the base once for its loss, and with other seeds."""
         if self.first.loss.losses:
             return
         self.train(self.first)
@@ -139,27 +139,27 @@ class Bench:
 
     @property
     def left_s(self) -> float:
-        """Seconds in which a side may begin."""
+        """Return seconds in which a side may begin."""
         return self.ends_s - time.monotonic()
 
     def measure(self, side: Side) -> bool:
-        """Speed, and the loss where it is wanted and the side ran."""
+        """Measure the speed, and the loss where it is wanted and the side ran."""
         self.time(side)
         if self.wants_loss(side) and not side.why_not:
             self.train(side)
         return True
 
     def wants_loss(self, side: Side) -> bool:
-        """What is put into the recipe computes what it computes in the trunk."""
+        """Return whether a loss is wanted: in the recipe a technique computes the same."""
         return bool(self.args.loss_steps) and (self.base == "trunk" or self.left_out(side))
 
     def left_out(self, side: Side) -> bool:
-        """Whether it is the base without the technique."""
+        """Return whether the side is the base without the technique."""
         name = side.name.partition(":")[0]
         return name in self.first.plan.techniques and name not in side.plan.techniques
 
     def time(self, side: Side) -> Reading:
-        """A reading of the steps."""
+        """Return a reading of the steps."""
         warm, timed = self.args.steps
         began_s = time.monotonic()
         if steps := self.args.whole_run:
@@ -174,25 +174,25 @@ class Bench:
         return side.speed
 
     def look(self) -> str:
-        """What the base's attention launches, or why nobody knows."""
+        """Return what the attention of the base launches, or why that is unknown."""
         found = self.worker.ask(attention_of, self.first.plan, limit_s=SIDE_LIMIT_S)
         return found.evidence.get(ATTENTION) or f"not read: {found.refused or 'nothing seen'}"
 
     def train(self, side: Side, seed: int = 0) -> None:
-        """The loss of a short training, with `seed` added to the plan's."""
+        """Train briefly for the loss, with `seed` added to the plan's."""
         began_s, steps = time.monotonic(), self.args.loss_steps
         plan = short(side.plan, steps=steps, rows=loss_rows(self.args, self.shape), seed=seed)
         side.loss = self.worker.ask(train_steps, plan, limit_s=SIDE_LIMIT_S, steps=steps)
         self.say(side, side.loss.refused or f"loss {side.end_loss:.4f}", began_s)
 
     def say(self, side: Side, told: str, began_s: float) -> None:
-        """A line of progress."""
+        """Print a line of progress."""
         spent_s = time.monotonic() - began_s
         name = side.name or "(base)"
         print(f"{self.shape} {self.base} {name}: {told} ({spent_s:.0f} s)", flush=True)
 
     def write(self, side: Side, bases: list[Reading]) -> None:
-        """One row: ratios to the base before and after."""
+        """Write one row: ratios to the base before and after."""
         name, _, knobs = side.name.partition(":")
         trained = int(bool(side.loss.losses))
         facts: dict[str, Any] = {
@@ -230,7 +230,7 @@ class Bench:
                           "refused": facts.get("refused", "")}), flush=True)  # fmt: skip
 
     def losses(self, side: Side) -> dict[str, Any]:
-        """Both ends, how far they are apart, and how far other seeds bring the base's."""
+        """Return both last losses, their difference, and the spread over seeds of the base."""
         own, base = side.end_loss, self.first.end_loss
         if own is None:
             return {}
@@ -243,7 +243,7 @@ class Bench:
         return {name: receipts.spread(values, "nats") for name, values in found.items() if values}
 
     def metrics(self, side: Side, bases: list[Reading]) -> dict[str, Any]:
-        """Of a side that ran."""
+        """Return the metrics of a side that ran."""
         tokens, own = side.plan.batch.tokens, side.speed
         ratios = [mean(b.seconds) / side.step_s for b in bases]
         found = {
@@ -269,7 +269,7 @@ class Bench:
 
 
 def asked_for(args: argparse.Namespace) -> list[str]:
-    """Techniques by name, and all of the rooms that are named; parallel ones need more devices."""
+    """Return techniques by name, and all of the named rooms; parallel ones need more devices."""
     known = catalogue().techniques
     rooms = {t.room for t in known.values()}
     for room in args.all:
@@ -281,25 +281,25 @@ def asked_for(args: argparse.Namespace) -> list[str]:
 
 
 def loss_rows(args: argparse.Namespace, shape: str) -> int:
-    """Rows of a batch for the loss; 0 when none is wanted."""
+    """Return rows of a batch for the loss; 0 when none is wanted."""
     return (args.loss_rows or LOSS_ROWS.get(shape, 1)) if args.loss_steps else 0
 
 
 def kind(args: argparse.Namespace) -> dict[str, Any]:
-    """What rows say of how they were measured; nothing where steady steps were timed."""
+    """Return what rows say of how they were measured; nothing where steady steps were timed."""
     if args.only_loss:
         return {"measurement": "loss"}
     return {"measurement": "run", "run_steps": args.whole_run} if args.whole_run else {}
 
 
 def changes(args: argparse.Namespace) -> list[str]:
-    """What is changed in every plan, in the words of variants.py."""
+    """Return what is changed in every plan, in the words of variants.py."""
     more, less = (f"+{n}" for n in args.base_with), (f"-{n}" for n in args.base_without)
     return [*args.set, *more, *less]
 
 
 def without_rows(names: list[str], shape: str, base: str, args: argparse.Namespace) -> list[str]:
-    """Those that have no row in `args.missing` of the same measurement at this commit.
+    """Return the names without a row of the same measurement at this commit in `args.missing`.
 
     A row whose reason is one of `TRANSIENT` is none; out of memory is a result.
     """

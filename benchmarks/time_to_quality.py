@@ -31,7 +31,7 @@ GRID = {"lr": (3e-4, 5e-4, 1e-3, 2e-3), "rows": (16, 32, 64), "epochs": (1.0, 1.
 
 
 def plan_of(args: argparse.Namespace, overrides: list[str]) -> Plan:
-    """The benchmark's plan on the data that was given."""
+    """Return the benchmark's plan on the data that was given."""
     places = [
         f"data.sources='{args.data / 'train'}'", f"data.validation='{args.data / 'val'}'",
         f"data.directory='{args.work / 'data'}'", f"directory='{args.work / 'runs'}'",
@@ -80,7 +80,7 @@ def measure(
 
 
 def tune(args: argparse.Namespace) -> None:
-    """Every point of the grid once, seed 0, to its horizon; one row each."""
+    """Run every point of the grid once, seed 0, to its horizon; write one row for each."""
     grid = product(args.lr or GRID["lr"], args.rows or GRID["rows"], args.epochs or GRID["epochs"])
     for lr, rows, epochs in grid:
         found = measure(args, lr, rows, epochs, 0, stop=False)
@@ -88,14 +88,14 @@ def tune(args: argparse.Namespace) -> None:
 
 
 def final(args: argparse.Namespace) -> None:
-    """One configuration over all seeds, stopped at the target; one row."""
+    """Run one configuration over all seeds, stopped at the target; write one row."""
     lr, rows, epochs = args.lr[0], args.rows[0], args.epochs[0]
     found = [measure(args, lr, rows, epochs, seed, stop=True) for seed in range(args.seeds)]
     write(args, "final", found)
 
 
 def write(args: argparse.Namespace, kind: str, found: list[dict[str, Any]]) -> None:
-    """One receipt of runs that differ in their seed alone."""
+    """Write one receipt of runs that differ in their seed alone."""
     first = found[0]
     metrics = {
         "seconds": receipts.spread([f["seconds"] for f in found], "s"),

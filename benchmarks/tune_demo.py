@@ -50,7 +50,7 @@ from headrace.tuner.worker import Worker
 
 TOPIC = "tune_demo"
 SEEDS = (100, 101)
-"""Of the runs to the target that are measured apart: no tuning uses them."""
+"""Seeds of the runs to the target that are measured apart: no tuning uses them."""
 ENDS_S = 25.0
 """Before the call is over a tuning is interrupted: it ends its process and writes its files."""
 STEPS_S, RUN_S = 150.0, 200.0
@@ -60,19 +60,19 @@ WANTS = {"steps": 1.15, "target": 1.6}
 
 
 def plan_of(job: dict[str, Any], changes: list[str] | None = None) -> Plan:
-    """The plan that a job tunes, with changes."""
+    """Return the plan that a job tunes, with changes."""
     given = [*job["set"], *places(job)]
     plan = parse(()).plan(file_of(job["recipe"]).read_text(), catalogue(), given)
     return changed(plan, changes, catalogue()) if changes else plan
 
 
 def places(job: dict[str, Any]) -> list[str]:
-    """Where its runs and its data are."""
+    """Return the overrides that say where its runs and its data are."""
     return [f"directory={job['folder']}/runs", f"data.directory={job['folder']}/data"]
 
 
 def write(job: dict[str, Any], part: str, metrics: dict[str, Any], **facts: Any) -> None:
-    """One row of a tuning."""
+    """Write one row of a tuning."""
     named = {name: job[name] for name in ("tuning", "workload", "minutes", "cores", "command")}
     row = receipts.append(
         TOPIC, metrics, results=Path(job["results"]), part=part, processor=receipts.processor(),
@@ -121,7 +121,7 @@ def tune(job: dict[str, Any]) -> None:
 
 
 def finite(ratio: dict[str, Any]) -> dict[str, Any]:
-    """An interval whose ends may be null, which is no end."""
+    """Return an interval whose ends may be null, which is no end."""
     ends = {"low": 0.0, "high": float("inf")}
     return {key: ends.get(key) if value is None else value for key, value in ratio.items()}
 
@@ -177,13 +177,13 @@ def work(job: dict[str, Any]) -> None:
 
 
 def rows_of(results: Path) -> list[dict[str, Any]]:
-    """What is known."""
+    """Return the rows that are known."""
     file = results / f"{TOPIC}.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
 
 
 def jobs_of(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Tunings that are asked for; or of those in the file, the ones that were made here."""
+    """Return tunings that are asked for; or of those in the file, the ones that were made here."""
     ends_s, stamp = time.time() + args.until, time.strftime("%m%d-%H%M%S")
     given = {"results": str(args.results), "ends_s": ends_s, "only": args.only,
              "command": "python " + " ".join(sys.argv)}  # fmt: skip
@@ -205,7 +205,7 @@ def jobs_of(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def run(job: dict[str, Any], free: "Queue[str]") -> None:
-    """One job on the next pair of cores that is free, in a process that has only those."""
+    """Run one job on the next free pair of cores, in a process that has only those."""
     cores = free.get()
     env = {
         **os.environ, "OMP_NUM_THREADS": str(len(cores.split(","))),
@@ -221,7 +221,7 @@ def run(job: dict[str, Any], free: "Queue[str]") -> None:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of each aim and number of minutes: every ratio that was measured apart, and how many do."""
+    """Return every ratio that was measured apart by aim and minutes, and how many there are."""
     found: dict[str, Any] = {}
     for tuned in (row for row in rows if row["part"] == "tuned"):
         if "aim" not in tuned:

@@ -57,7 +57,7 @@ SMALL = (
     GRAPHS, f"{GRAPHS} +fused_cross_entropy", f"{GRAPHS} +cudnn_attention",
     f"{GRAPHS} techniques.torch_compile.scope=block", "+torch_compile",
 )  # fmt: skip
-"""Of the small recipes, whose steps wait for launches; the last is for a CPU, too."""
+"""Plans of the small recipes, whose steps wait for launches; the last is for a CPU, too."""
 WORKLOADS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "small": ("small", "", SMALL),
     "demo": ("demo", "", SMALL),
@@ -72,7 +72,7 @@ WORKLOADS: dict[str, tuple[str, str, tuple[str, ...]]] = {
 }  # fmt: skip
 """name -> (recipe or shape, changes that make it naive, those that make each candidate)"""
 LIMIT_S = 240.0
-"""Of the comparison with one candidate."""
+"""Seconds of the comparison with one candidate."""
 BLOCK_S = 0.2
 """The least that a block of it lasts: short steps are taken more often."""
 KEPT = "beside.json"
@@ -80,7 +80,7 @@ KEPT = "beside.json"
 
 
 def plans_of(name: str, args: argparse.Namespace) -> tuple[Plan, dict[str, Plan]]:
-    """The naive plan, and the candidates that can run here by their changes."""
+    """Return the naive plan, and the candidates that can run here by their changes."""
     if args.plan:
         if not args.best:
             raise SystemExit("--plan goes with --best")
@@ -99,13 +99,13 @@ def plans_of(name: str, args: argparse.Namespace) -> tuple[Plan, dict[str, Plan]
 
 
 def file_of(shape: str) -> Path:
-    """The plan of a recipe or a shape."""
+    """Return the plan of a recipe or a shape."""
     recipe = RECIPES / f"{shape}.toml"
     return recipe if recipe.is_file() else PLANS / f"{shape}.toml"
 
 
 def runs_here(plan: Plan) -> bool:
-    """Whether nothing that it asks for is refused."""
+    """Return whether nothing that the plan asks for is refused here."""
     try:
         check_supported(list(plan.techniques.values()), make_context(plan, choose_device(plan)))
     except UnsupportedError:
@@ -181,7 +181,7 @@ def tune(
 
 
 def tuned_facts(tuned: Tuned, machine: Machine) -> dict[str, Any]:
-    """Where the tuner ended and how, as JSON values."""
+    """Return where the tuner ended and how, as JSON values."""
     return {
         "toml": tuned.plan.to_toml(), "rates": machine.source, "changes": list(tuned.changes),
         "seconds": tuned.seconds, "memory": tuned.memory,
@@ -231,7 +231,7 @@ def append(
     tuned: Plan, candidates: Mapping[str, Plan], kept: Kept, facts: dict[str, Any],
     args: argparse.Namespace,
 ) -> dict[str, Any]:  # fmt: skip
-    """The row: the tuned plan over the candidate that is fastest beside it."""
+    """Write the row: the tuned plan over the candidate that is fastest beside it."""
     beside = {words: kept.beside[words] for words in candidates}
     told = kept.tuned
     facts |= {
@@ -254,7 +254,7 @@ def append(
 
 
 def metrics(tuned: Plan, told: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-    """Ratios with their intervals, and what tuning took."""
+    """Return ratios with their intervals, and what tuning took."""
     rates = {
         "ratio_to_best": interval(Interval(**found["ratio"])),
         "tuning": receipts.spread([told["seconds"]], "s"),
@@ -267,7 +267,7 @@ def metrics(tuned: Plan, told: Mapping[str, Any], found: Mapping[str, Any]) -> d
 
 
 def interval(ratio: Interval) -> dict[str, Any]:
-    """A 95% interval as a metric; of one pair nothing is known but its value."""
+    """Return a 95% interval as a metric; of one pair nothing is known but its value."""
     low, high = (ratio.value, ratio.value) if ratio.n < 2 else (ratio.low, ratio.high)
     return {"value": ratio.value, "low": low, "high": high, "unit": "x"}
 

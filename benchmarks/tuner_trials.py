@@ -105,7 +105,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Trial:
-    """A change of a start.
+    """Describe a change of a start.
 
     Args:
         start: of which.
@@ -119,12 +119,12 @@ class Trial:
 
     @property
     def change(self) -> tuple[str, ...]:
-        """In words."""
+        """Return the change in words."""
         return difference(self.first.plan, self.second.plan)
 
     @property
     def name(self) -> str:
-        """For a reader."""
+        """Return the name for a reader."""
         return f"{self.start.shape} {self.start.base}: {' '.join(self.change)}"
 
 
@@ -132,7 +132,7 @@ class Trial:
 
 
 def start_of(shape: str, base: str, args: argparse.Namespace) -> Start:
-    """A shape's plan without its techniques, as a base has it, on the device that is asked for."""
+    """Return a shape's plan without its techniques on the device that is asked for."""
     known = catalogue()
     path, words = SHAPES[shape]
     recipe = Plan.read(path.read_text(), known)
@@ -146,7 +146,7 @@ def start_of(shape: str, base: str, args: argparse.Namespace) -> Start:
 
 
 def trials_of(start: Start) -> list[Trial]:
-    """Its changes that learn the same, whole plans first; each once, and what must not fit left."""
+    """Return the changes that learn the same, each once, whole plans first."""
     first, wholes = start.sources.whole(start.plan)
     rows = start.plan.micro_rows
     found: dict[str, Trial] = {}
@@ -165,7 +165,7 @@ def trials_of(start: Start) -> list[Trial]:
 
 
 def mine(trials: list[Trial], which: tuple[int, int]) -> list[Trial]:
-    """Those that fall to a part, whatever has been tried already."""
+    """Return the trials of a part, whatever has been tried already."""
     taken = parts.share({trial.name: 1.0 for trial in trials}, which)
     return [trial for trial in trials if trial.name in taken]
 
@@ -183,11 +183,11 @@ class Bench:
 
     @property
     def left_s(self) -> float:
-        """Seconds that are left of the minutes."""
+        """Return seconds that are left of the minutes."""
         return self.ends_s - time.monotonic()
 
     def run(self) -> None:
-        """Every start's trials, and then the trainings of what was kept."""
+        """Run the trials of every start, then the trainings of accepted changes."""
         starts = [(s, b) for b in self.args.bases for s in self.args.shapes]
         tried: list[Trial] = []
         for shape, base in starts:
@@ -218,7 +218,7 @@ class Bench:
         return trials
 
     def attempt(self, trial: Trial, limit_s: float) -> None:
-        """One pair, as `tune` measures and judges it, and its row."""
+        """Measure and judge one pair as `tune` does, and write its row."""
         start, began_s = trial.start, time.monotonic()
         rules = Rules(device=start.context.device, precision=start.context.precision)
         measure = measure_with(self.worker)
@@ -234,7 +234,7 @@ class Bench:
         self.append(trial, found, spent_s)
 
     def append(self, trial: Trial, found: Compared, spent_s: float) -> None:
-        """The row of a trial."""
+        """Write the row of a trial."""
         verdict = BECAME[found.verdict]
         facts = self.facts(trial) | {
             "verdict": verdict, "for_loss": found.verdict == "different",
@@ -252,7 +252,7 @@ class Bench:
     # --- training what was kept --------------------------------------------------------------
 
     def train(self, trial: Trial) -> None:
-        """The second row of what is approximate and was kept: the nats that it loses."""
+        """Write the second row of an accepted approximate change: the nats that it loses."""
         row = self.known().get(self.key(trial))
         if not row or row.get("verdict") != "kept" or row["equality"] != "approximate":
             return
@@ -282,7 +282,7 @@ class Bench:
         print(f"{trial.name}: {nats:+.4f} nats after {self.args.train_steps} steps", flush=True)
 
     def losses(self, plan: Plan, seed: int, step_s: float | None) -> tuple[list[float], str]:
-        """Of every step of a training, from the folder where it was trained before; or why not."""
+        """Return the loss of each step of a training, kept or new, or why there is none."""
         plan = plan.replaced(seed=seed)
         steps = self.args.train_steps
         store = Store(self.args.folder / "trainings.jsonl", here(choose_device(plan)))
@@ -302,7 +302,7 @@ class Bench:
     # --- rows --------------------------------------------------------------------------------
 
     def facts(self, trial: Trial) -> dict[str, Any]:
-        """What both rows of a trial share."""
+        """Return the facts that both rows of a trial share."""
         return {
             "workload": trial.start.shape, "base": trial.start.base,
             "hardware": hardware(trial.start.context), "threads": torch.get_num_threads(),
@@ -313,11 +313,11 @@ class Bench:
         }  # fmt: skip
 
     def key(self, trial: Trial) -> tuple[str, ...]:
-        """What tells a trial from the others."""
+        """Return the key of a trial."""
         return _key(self.facts(trial))
 
     def known(self) -> dict[tuple[str, ...], dict[str, Any]]:
-        """The newest row of each trial that no row retracts."""
+        """Return the newest row of each trial that no row retracts."""
         return {_key(row): row for row in _rows(self.args.results)}
 
 
@@ -335,17 +335,17 @@ def _rows(results: Path) -> Iterator[dict[str, Any]]:
 
 
 def hardware(context: Context) -> str:
-    """The device that a plan runs on, as rows name it."""
+    """Return the device that a plan runs on, as rows name it."""
     return receipts.hardware() if context.device == "cuda" else receipts.processor()
 
 
 def end_of(losses: list[float]) -> list[float]:
-    """The last tenth, or as many as a test of them takes."""
+    """Return the losses of the last tenth, or as many as a test of them takes."""
     return losses[-max(BATCHES, len(losses) // 10) :]
 
 
 def apart(one: list[float], two: list[float]) -> Equivalence:
-    """By how much the second loses more on the same batches, and half of the mean's interval."""
+    """Return the extra loss of the second run on the same batches, and half of its interval."""
     return equivalence([b - a for a, b in zip(one, two, strict=True)], LOSER_NATS, batches=BATCHES)
 
 
@@ -354,7 +354,7 @@ def _nobody(line: str) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The words of the command line."""
+    """Return the words of the command line."""
     found = argparse.ArgumentParser(description=__doc__)
     found.add_argument("--device", choices=("cuda", "cpu"),
                        default="cuda" if torch.cuda.is_available() else "cpu")  # fmt: skip

@@ -73,7 +73,7 @@ class Variant(Changes):
 
     @staticmethod
     def parse(text: str, known: dict[str, str]) -> "Variant":
-        """Of a name that is known, or `NAME: changes`."""
+        """Read a variant by its known name, or from `NAME: changes`."""
         name, colon, changes = text.partition(":")
         if not colon and name not in known:
             raise SystemExit(f"no variant {name!r}; there are {', '.join(known)}, or 'NAME: ...'")
@@ -81,5 +81,5 @@ class Variant(Changes):
         return Variant(found.with_, found.without, found.overrides, name)
 
     def of(self, path: Path, more: list[str]) -> Plan:
-        """The plan of a file with the changes, and `more` over them."""
+        """Return the plan of a file with the changes, and `more` over them."""
         return self.plan(path.read_text(), catalogue(), more)

@@ -52,12 +52,12 @@ class Class:
 
     @property
     def n(self) -> int:
-        """How often it was asked about."""
+        """Return how often the fault was planted and judged."""
         return self.said.total()
 
 
 def classes(results: Path) -> list[Class]:
-    """Faults in the order of their verdicts, healthy runs last.
+    """Return faults in the order of their verdicts, healthy runs last.
 
     Those below MILD do not count, as in the numbers.
     """
@@ -85,14 +85,14 @@ def _said(row: Fault | Healthy) -> str:
 
 
 def _place(verdict: str) -> tuple[int, str]:
-    """Where a verdict stands; abstaining is last."""
+    """Return a key that sorts verdicts; abstaining comes last."""
     if verdict == ABSTAINED:
         return len(ORDER) + 1, ""
     return (ORDER.index(verdict), "") if verdict in ORDER else (len(ORDER), verdict)
 
 
 def confusion(found: Sequence[Class]) -> str | None:
-    """Faults by verdicts: how often each was said of each."""
+    """Draw faults by verdicts: how often each verdict was given for each fault."""
     if not found:
         return None
     verdicts = {v for c in found for v in (*c.expected, *c.said)}
@@ -119,7 +119,7 @@ def confusion(found: Sequence[Class]) -> str | None:
 
 
 def _cell(draw: Picture, left: float, top: float, one: Class, verdict: str) -> None:
-    """How often, darker the more; the right ones have a frame."""
+    """Draw how often a verdict was given, darker the more; right ones have a frame."""
     times, right = one.said[verdict], verdict in one.expected
     colour = "c0" if right else "c7" if verdict == ABSTAINED else "c1"
     if times:
@@ -136,7 +136,7 @@ def _cell(draw: Picture, left: float, top: float, one: Class, verdict: str) -> N
 
 
 def natural_runs(runs: Sequence[Run]) -> str | None:
-    """What each run's first remedy gained, against what the best measured change gained there."""
+    """Draw what each run's first remedy gained, against the best measured gain there."""
     shown = [run for run in runs if run.measured]
     if not shown:
         return None
@@ -173,7 +173,7 @@ def _best_of(run: Run) -> float:
 
 
 def _first_of(run: Run) -> float:
-    """What was gained by doing as was said: nothing, where no remedy was said or it did not run."""
+    """Return the gain of the first remedy; zero where there was none or it did not run."""
     return 0.0 if run.said.healthy or run.first is None else run.first.value
 
 
@@ -181,7 +181,7 @@ def _first_of(run: Run) -> float:
 
 
 def forecasts(rows: Sequence[Forecast]) -> str | None:
-    """What each remedy was said to gain, with its interval, against what it gained."""
+    """Draw the forecast gain of each remedy with its interval, against the measured gain."""
     if not rows:
         return None
     held = [r.forecast.low <= r.measured <= r.forecast.high for r in rows]
@@ -214,7 +214,7 @@ def forecasts(rows: Sequence[Forecast]) -> str | None:
 
 @dataclass(frozen=True)
 class Dot:
-    """A prediction and what came of it, both above 0."""
+    """Hold a prediction and its outcome, both above 0."""
 
     plan: str
     predicted: float
@@ -222,19 +222,19 @@ class Dot:
 
 
 def step_times(pairs: Pairs) -> str | None:
-    """Predicted against measured seconds of a step, by what the planner knew."""
+    """Draw predicted against measured seconds of a step, by what the planner knew."""
     series = {NAMES[name]: _dots(pairs.on(cpu=False).tier(name), "step_s") for name in TIERS}
     return _against(series, "step time", _seconds)
 
 
 def step_times_cpu(pairs: Pairs) -> str | None:
-    """Predicted against measured seconds of a step on processors, after a probe."""
+    """Draw predicted against measured seconds of a step on processors, after a probe."""
     dots = _dots(pairs.on(cpu=True).tier("after_probes"), "step_s")
     return _against({NAMES["after_probes"]: dots}, "step time on a CPU", _seconds)
 
 
 def memory(pairs: Pairs) -> str | None:
-    """Predicted against measured peaks of all predictions, allocated and reserved."""
+    """Draw predicted against measured peaks of all predictions, allocated and reserved."""
     gpu = pairs.on(cpu=False)
     series = {what: _dots(gpu, f"{what}_bytes", GIB) for what in ("allocated", "reserved")}
     return _against(series, "peak memory, GiB", lambda v: f"{v:.3g}")
@@ -245,7 +245,7 @@ def _dots(pairs: Pairs, what: str, unit: float = 1.0) -> list[Dot]:
 
 
 def _against(series: dict[str, list[Dot]], what: str, tick: Callable[[float], str]) -> str | None:
-    """Two panels: both values, and how far the prediction is off."""
+    """Draw two panels: both values, and how far the prediction is off."""
     series = {name: dots for name, dots in series.items() if dots}
     every = [dot for dots in series.values() for dot in dots]
     if not every:
@@ -274,7 +274,7 @@ def _against(series: dict[str, list[Dot]], what: str, tick: Callable[[float], st
 
 
 def _level_axis(off: Sequence[float]) -> Axis:
-    """Errors around 0, which is in its middle."""
+    """Return an axis of errors with 0 in its middle."""
     most = max(0.01, *map(abs, off)) * 1.1
     return Axis(-most, most, "predicted over measured, less 1", _off)
 
@@ -284,7 +284,7 @@ def _percent(value: float) -> str:
 
 
 def _gain(ratio: float) -> str:
-    """A gain by its ratio of times: 1.5 is +50%."""
+    """Render a gain from its ratio of times: 1.5 is +50%."""
     return f"{100 * (ratio - 1):+.3g}%" if abs(ratio - 1) > 1e-9 else "0"
 
 

@@ -176,7 +176,7 @@ HEAD = ("what", "reached", "wanted (aim)", "n", "held out", "so far")
 
 
 def judge(name: str, found: Mapping[str, Any]) -> str:
-    """How far a number is from its mark.
+    """Return how far a number is from its mark.
 
     Args:
         name: one of MARKS.
@@ -207,7 +207,7 @@ def judge(name: str, found: Mapping[str, Any]) -> str:
 
 
 def table(found: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    """A row of text for each number, under HEAD. Held out: what was not used to set anything."""
+    """Return a row of text for each number, under HEAD. "Held out" is what set no threshold."""
     return [
         [mark.what, reached(name, found[name]), wanted(mark), _count(mark, found[name]["n"]),
          _held_out(mark, found[name]), judge(name, found[name]).partition(":")[0]]
@@ -216,7 +216,7 @@ def table(found: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
 
 
 def notes(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What the table has no room for: a line for each number that was measured."""
+    """Return the notes below the table: a line for each number that was measured."""
     lines = []
     for name, mark in MARKS.items():
         number = found[name]
@@ -238,7 +238,7 @@ def notes(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def places(number: Mapping[str, Any]) -> str:
-    """On what its rows were measured: "385 on a CPU, 28 on an NVIDIA H200"; "" where untold."""
+    """Return where rows were measured, as "385 on a CPU, 28 on an NVIDIA H200"."""
     n: Counter[str] = Counter()
     for name, part in number.get("by_hardware", {}).items():
         a = "an" if name[0] in "AEINO" else "a"
@@ -247,7 +247,7 @@ def places(number: Mapping[str, Any]) -> str:
 
 
 def _at_few(severities: Mapping[str, int], wanted: int) -> str:
-    """Which faults were planted at fewer severities than wanted."""
+    """Return which faults were planted at fewer severities than wanted."""
     few: dict[int, list[str]] = {}
     for fault, n in severities.items():
         if n < wanted:
@@ -313,7 +313,7 @@ BESIDE = {
 
 
 def reached(name: str, number: Mapping[str, Any]) -> str:
-    """The value with its interval, "-" where nothing was measured."""
+    """Return the value with its interval, "-" where nothing was measured."""
     share = MARKS[name].share
     if number["value"] is None:
         return "-"
@@ -324,7 +324,7 @@ def reached(name: str, number: Mapping[str, Any]) -> str:
 
 
 def wanted(mark: Mark) -> str:
-    """What it must be, and in brackets what it should be."""
+    """Render what the number must be, and in brackets its aim."""
     must = _bounds(mark.must, mark.share)
     if mark.aim is None:
         return must
@@ -337,7 +337,7 @@ def _count(mark: Mark, n: int) -> str:
 
 
 def _held_out(mark: Mark, number: Mapping[str, Any]) -> str:
-    """The number over what was held out; "all" where predictions must stand before outcomes."""
+    """Render the number over held-out rows; "all" where predictions must stand before outcomes."""
     if not number["n"]:
         return "-"
     if "held_out" not in number:

@@ -61,31 +61,31 @@ class Run:
 
     @property
     def measured(self) -> list[Change]:
-        """The changes that ran, the one that gains most first."""
+        """Return the changes that ran, the one that gains most first."""
         found = [Change(tuple(m.change), m.gain) for m in self.came.measured if m.gain is not None]
         return sorted(found, key=lambda change: -change.gain.value)
 
     @property
     def best(self) -> Change | None:
-        """The change that gains most; None where none does better than leaving the run alone."""
+        """Return the change that gains most; None where none gains."""
         found = self.measured
         return found[0] if found and found[0].gain.value > 0 else None
 
     @property
     def first(self) -> Spread | None:
-        """What the first remedy gained; None where none was said, or it did not run."""
+        """Return the gain of the first remedy; None where there was none, or it did not run."""
         first = self.said.first
         gains = {change.words: change.gain for change in self.measured}
         return gains.get(tuple(first.change)) if first else None
 
     @property
     def others(self) -> int:
-        """How many changes ran beside the first remedy."""
+        """Return how many changes ran beside the first remedy."""
         return len(self.measured) - (self.first is not None)
 
     @property
     def why(self) -> Why:
-        """Whether the first remedy was near the best, in the words of a table."""
+        """Return whether the first remedy was near the best, in the words of a table."""
         first, gain = self.said.first, self.first
         best = self.best.gain.value if self.best else 0.0
         gains = best > HEALTHY_GAIN
@@ -106,22 +106,22 @@ class Run:
 
     @property
     def right(self) -> bool:
-        """Whether the first remedy is near the best, or rightly none is asked for."""
+        """Return whether the first remedy is near the best, or rightly none is asked for."""
         return self.why in RIGHT
 
     @property
     def counts(self) -> bool:
-        """Whether enough was measured: a best of too few changes makes no verdict right."""
+        """Return whether enough was measured: a best of too few changes makes no verdict right."""
         return not self.right or self.others >= FEWEST_OTHERS
 
     @property
     def healthy_wrong(self) -> bool:
-        """Whether healthy was said where some change gains more than a tenth."""
+        """Return whether healthy was said where some change gains more than a tenth."""
         return self.said.healthy and bool(self.best and self.best.gain.value > WRONGED_GAIN)
 
     @property
     def forecast(self) -> tuple[Spread, Spread] | None:
-        """What the first remedy was forecast to gain, and what it gained; None without both."""
+        """Return the forecast and the measured gain of the first remedy; None without both."""
         said, gain = self.said.first, self.first
         return (said.gain, gain) if said and said.gain and gain else None
 
@@ -152,7 +152,7 @@ class Runs:
 
 
 def natural(results: Path) -> Runs:
-    """Every natural run of a folder of rows.
+    """Return every natural run of a folder of rows.
 
     An outcome counts only with a standing row of the same run and hardware, of that day or before,
     whose first remedy is the one that the outcome tells: what was said may not change afterwards.
@@ -183,14 +183,14 @@ def natural(results: Path) -> Runs:
 
 
 def _ahead(said: NaturalSaid, came: NaturalOutcome) -> bool:
-    """Whether a row was written by the day of an outcome, and is what that was measured for."""
+    """Return whether a row was written by the day of an outcome and belongs to it."""
     same = came.said in (None, said.commit)
     first = said.first.change if said.first else None
     return same and said.date <= came.date and first == (came.first_change or None)
 
 
 def _retracted(results: Path) -> list[Run]:
-    """Outcomes that were retracted, with a row of before that they were measured for."""
+    """Return the retracted outcomes, each with an earlier row that it was measured for."""
     said = [row for row, _ in NATURAL_SAID.history(results)]
     gone: Sequence[NaturalOutcome] = [r for r, why in NATURAL.history(results) if why is not None]
     pairs = [

@@ -1,4 +1,4 @@
-"""The numbers of `benchmarks/truth.py`, each from the rows of one topic.
+"""Compute the numbers of `benchmarks/truth.py`, each from the rows of one topic.
 
 Every standing row counts, whether it flatters or not. A prediction counts only when its row stands
 before its outcome's: files are appended to and never edited, so that order is the order of time.
@@ -67,7 +67,7 @@ LEAST_ERROR = 1e-9
 
 
 def compute(results: Path) -> dict[str, Found]:
-    """Every number by its name, with its value and n; value None and n 0 without rows.
+    """Return every number by its name, with its value and n; value None and n 0 without rows.
 
     Args:
         results: the folder of TOPIC.jsonl files. A topic's file may be missing.
@@ -108,14 +108,14 @@ def _of_interval(found: Interval, **more: Any) -> Found:
 
 
 def _with(gone: Sequence[float], standing: Sequence[float]) -> Found:
-    """Beside a mean of what stands: how many were retracted, and the mean with them."""
+    """Return how many rows were retracted, and the mean with them."""
     every = [*standing, *gone]
     told = {"with_retracted": _number(fmean(every), len(every))} if gone else {}
     return {"retracted": len(gone), **told}
 
 
 def _doctor(results: Path) -> dict[str, Found]:
-    """Top-1 over injected faults, false alarms over healthy runs."""
+    """Return the share of planted faults that were named, and of healthy runs that were blamed."""
     told = DOCTOR.read(results)
     every = [row for row in told.rows if isinstance(row, Fault)]
     healthy = [row for row in told.rows if isinstance(row, Healthy)]
@@ -162,7 +162,7 @@ def _alarm(row: Healthy) -> bool:
 
 
 def _by_hardware(rows: Sequence[T], hit: Callable[[T], bool]) -> dict[str, Found]:
-    """The share of each device, most rows first; rows that tell of none are left out."""
+    """Return the share of each device, most rows first; rows without a device are left out."""
     found: dict[str, list[bool]] = {}
     for row in rows:
         if row.hardware is not None:
@@ -172,7 +172,7 @@ def _by_hardware(rows: Sequence[T], hit: Callable[[T], bool]) -> dict[str, Found
 
 
 def _natural(results: Path) -> dict[str, Found]:
-    """Natural runs: the first remedy near the best, healthy said wrongly, forecasts that held."""
+    """Score natural runs: first remedies near the best, wrong "healthy", forecasts inside."""
     told = natural(results)
     runs = told.scored
     beside = {"open": len(told.open), "late": len(told.late), "refused": told.refused,
@@ -205,12 +205,12 @@ def _wronged(run: Run) -> bool:
 
 
 def _kind(hardware: str) -> str:
-    """A GPU by its name; processors are one kind."""
+    """Return a GPU by its name; processors are one kind."""
     return "CPU" if on_cpu(hardware) else hardware
 
 
 def _parts(runs: Sequence[Run], number: Callable[[list[Run]], Found]) -> dict[str, Found]:
-    """A number of each device's runs alone, most runs first."""
+    """Return a number for the runs of each device alone, most runs first."""
     own: dict[str, list[Run]] = {}
     for run in runs:
         own.setdefault(run.said.hardware, []).append(run)
@@ -219,7 +219,7 @@ def _parts(runs: Sequence[Run], number: Callable[[list[Run]], Found]) -> dict[st
 
 
 def _held(runs: Sequence[Run]) -> Found:
-    """First remedies whose gain lies in what was forecast, and the median error of the forecast."""
+    """Return the share of first remedies whose gain lies in its interval, and the median error."""
     pairs = [run.forecast for run in runs if run.forecast]
     if not pairs:
         return _number(0, 0)
@@ -229,7 +229,7 @@ def _held(runs: Sequence[Run]) -> Found:
 
 
 def _forecasts(results: Path) -> dict[str, Found]:
-    """Whether measured gains lie in their 80% intervals, how wide these are, how far off.
+    """Return the share of gains in their 80% intervals, the width of these, and the error.
 
     The doctor is asked about runs, so those of runs count alone once there are `RUNS` of them;
     until then those of plans count too. Each alone and both together are told beside it.
@@ -252,7 +252,7 @@ def _forecasts(results: Path) -> dict[str, Found]:
 
 
 def _covered(rows: Sequence[Forecast]) -> Found:
-    """Of forecasts, those whose interval holds what was measured, and the median width."""
+    """Return the share of forecasts whose interval contains the gain, and the median width."""
     said, measured = [row.forecast for row in rows], [row.measured for row in rows]
     within = coverage([Interval(f.low, f.value, f.high, 1) for f in said], measured)
     width = median((f.high - f.low) / abs(m) for f, m in zip(said, measured, strict=True))
@@ -260,7 +260,7 @@ def _covered(rows: Sequence[Forecast]) -> Found:
 
 
 def _overhead(results: Path) -> dict[str, Found]:
-    """The mean overhead over shapes, between the lowest and the highest end of their intervals.
+    """Return the mean overhead over shapes, between the outer ends of their intervals.
 
     Rows of one shape on one device, with bursts as far apart, are repeats, and count as one.
     """
@@ -280,7 +280,7 @@ def _overhead(results: Path) -> dict[str, Found]:
 
 
 def _pooled(told: list[Spread]) -> Spread:
-    """The inverse-variance mean of repeats; half an interval's width is the error of its row.
+    """Return the inverse-variance mean of repeats; half an interval is a row's error.
 
     Repeats that contradict each other make it wider, by Birge's ratio (Phys. Rev. 40, 207, 1932).
     """
@@ -325,7 +325,7 @@ def _plans(results: Path) -> dict[str, Found]:
 
 
 def _on_cpu(pairs: Pairs, gone: Pairs) -> Found:
-    """The error of steps on a CPU after a probe, and of their memory where it was measured."""
+    """Return the error of steps on a CPU after a probe, and of their memory."""
     tier, name = pairs.tier("after_probes"), "step_s"
     by: dict[str, list[float]] = {}
     for prediction, outcome in tier.scored:
@@ -348,7 +348,7 @@ def _errors(errors: list[float], middle: Callable[[list[float]], float], **more:
 
 
 def _false_fits(pairs: Pairs) -> Found:
-    """Plans that were said to fit and did not, of all that a prediction said of fitting.
+    """Count plans that were predicted to fit and did not, of all with such a prediction.
 
     The risky ones must be run; one that was not run counts in n, as long as any was run.
     """
@@ -367,7 +367,7 @@ def _false_fits(pairs: Pairs) -> Found:
 
 
 def _picks(results: Path) -> dict[str, Found]:
-    """The mean over choices: how much slower the pick is than the best; how right the order is.
+    """Return the mean regret of choices, and how right the order of candidates is.
 
     A planner that gives all candidates one time has put them in no order: its tau is 0.
     """
@@ -384,7 +384,7 @@ def _picks(results: Path) -> dict[str, Found]:
 
 
 def _times(rows: Sequence[Pick]) -> list[tuple[list[float], list[float]]]:
-    """Predicted and measured seconds of each choice's candidates."""
+    """Return predicted and measured seconds of each choice's candidates."""
     return [
         ([c.predicted_s for c in row.candidates], [c.measured_s for c in row.candidates])
         for row in rows
@@ -392,7 +392,7 @@ def _times(rows: Sequence[Pick]) -> list[tuple[list[float], list[float]]]:
 
 
 def _tuner(results: Path) -> dict[str, Found]:
-    """The mean speed of a tuned plan over that of the best row of its workload.
+    """Return the mean speed of a tuned plan over that of the best row of its workload.
 
     All rows count, later tries at a workload beside earlier ones; the newest is told beside them.
     """
@@ -410,7 +410,7 @@ def _tuner(results: Path) -> dict[str, Found]:
 
 
 def _small(rows: Sequence[Tuned]) -> Found:
-    """The smallest of the newest ratios on a GPU that were reached within a workload's minutes."""
+    """Return the smallest of the newest ratios on a GPU within a workload's minutes."""
     newest = {row.workload: row for row in rows if not on_cpu(row.hardware) and _short(row)}
     if not newest:
         return _number(0, 0)
@@ -425,14 +425,14 @@ def _small(rows: Sequence[Tuned]) -> Found:
 
 
 def _short(row: Tuned) -> bool:
-    """Whether it was tuned within its workload's minutes, in all calls together."""
+    """Return whether the plan was tuned within its workload's minutes, all calls together."""
     budget, tuning = BUDGETS.get(row.workload, 0.0), row.metrics.tuning
     asked = row.minutes is not None and row.minutes <= budget
     return asked and (tuning is None or tuning.value <= LATE * 60 * budget)
 
 
 def _trials(results: Path) -> dict[str, Found]:
-    """Exact changes that the tuner rejected for their loss, and approximate losers that it kept.
+    """Count exact changes rejected for their loss, and approximate losers that were accepted.
 
     Every exact trial that came to a verdict counts, and every training of a change that was kept;
     one that was kept and not trained for long enough is told, for it may be a loser.
@@ -454,7 +454,7 @@ def _trials(results: Path) -> dict[str, Found]:
 
 
 def _counted(rows: Sequence[Trial], hit: Callable[[Trial], bool], **more: Any) -> Found:
-    """How many of the trials, of how many workloads, and how many each device has."""
+    """Return how many trials were hits, over how many workloads, and how many on each device."""
     by: dict[str, list[Trial]] = {}
     for row in rows:
         by.setdefault(row.hardware, []).append(row)

@@ -99,7 +99,7 @@ TOGETHER = {
 
 
 def render(results: Path) -> dict[str, str]:
-    """The page as "page", and its pictures as "pictures/NAME.svg": name -> text.
+    """Render the page as "page", and its pictures as "pictures/NAME.svg": name -> text.
 
     Raises:
         ConfigError: no such folder, or a row that is wrong, by file and line.
@@ -133,7 +133,7 @@ Drawn = Mapping[str, str | None]
 
 
 def _of_doctor(results: Path, drawn: Drawn, said: Sequence[Class], runs: str) -> list[str]:
-    """What the doctor said of planted faults and of natural runs, and its forecasts."""
+    """Render the verdicts on planted faults and on natural runs, and the forecasts."""
     return [
         _section("The doctor's verdicts on planted faults", drawn["confusion"], "confusion",
                  _verdicts(said),
@@ -153,7 +153,7 @@ def _of_doctor(results: Path, drawn: Drawn, said: Sequence[Class], runs: str) ->
 
 
 def _of_planner(results: Path, drawn: Drawn, pairs: Pairs) -> list[str]:
-    """Predicted steps and peaks beside measured ones."""
+    """Render predicted steps and peaks beside measured ones."""
     source = _source(results, "plans")
     return [
         _section("Step time", drawn["step_time"], "step_time", "",
@@ -174,7 +174,7 @@ def _of_planner(results: Path, drawn: Drawn, pairs: Pairs) -> list[str]:
 
 
 def _of_tuner(results: Path) -> list[str]:
-    """What was chosen, and what the judge of pairs kept and rejected."""
+    """Render the choices, and what the judge of pairs accepted and rejected."""
     picks, tuned = PICKS.read(results).rows, TUNER.read(results).rows
     return [
         _section("Choices", None, "", _choices(picks, tuned),
@@ -208,7 +208,7 @@ def write(results: Path, page: Path) -> list[Path]:
 
 
 def behind(results: Path, page: Path) -> list[Path]:
-    """Files that are not what the rows give: other text, missing, or without rows."""
+    """Return the files that differ from what the rows give, or are missing, or have no rows."""
     files = {_path(page, name): text for name, text in render(results).items()}
     off = [p for p, text in files.items() if not p.is_file() or p.read_text() != text]
     return off + sorted(p for p in _pictures(page) - files.keys() if p.exists())
@@ -223,7 +223,7 @@ def _pictures(page: Path) -> set[Path]:
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; what would end a cell is escaped."""
+    """Render a table; what would end a cell is escaped."""
 
     def line(cells: Sequence[str]) -> str:
         return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
@@ -232,7 +232,7 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _section(title: str, picture: str | None, name: str, rows: str, says: str, source: str) -> str:
-    """A titled part: what it shows, the picture and the rows, or that there are none."""
+    """Render a titled part: its picture and rows, or that there are none."""
     if not picture and not rows:
         return f"## {title}\n\n{NOT_YET} {source}\n"
     shown = f"![{title}](pictures/{name}.svg)\n" if picture else ""
@@ -240,7 +240,7 @@ def _section(title: str, picture: str | None, name: str, rows: str, says: str, s
 
 
 def _source(results: Path, *topics: str) -> str:
-    """Where the rows are, how many, what was measured on, and what writes them."""
+    """Return where the rows are, how many, where they were measured, and what writes them."""
     told = []
     for topic in topics:
         rows = _rows(results, topic)
@@ -256,7 +256,7 @@ def _source(results: Path, *topics: str) -> str:
 
 
 def _together(results: Path, topic: str) -> str:
-    """That rows came in one commit with their outcomes, where there are any."""
+    """Return a sentence about rows that came in one commit with their outcomes; "" without any."""
     facts, says = TOGETHER[topic]
     n = sum(all(row.get(k) == v for k, v in facts.items()) for row in _rows(results, topic))
     return says.format(n=n) if n else ""
@@ -268,7 +268,7 @@ def _rows(results: Path, topic: str) -> list[dict[str, Any]]:
 
 
 def _measured_on(results: Path, topic: str) -> str:
-    """The devices that times were measured on, with how many rows where there are several.
+    """Return the devices that times were measured on, with how many rows where there are several.
 
     Predictions and choices are written on any machine: what counts is where their outcomes ran.
     """
@@ -285,7 +285,7 @@ def _measured_on(results: Path, topic: str) -> str:
 
 
 def _verdicts(said: Sequence[Class]) -> str:
-    """The confusion matrix in words, for those who cannot see it."""
+    """Render the confusion matrix in words, for those who cannot see it."""
     if not said:
         return ""
     rows = []
@@ -307,7 +307,7 @@ def _verdicts(said: Sequence[Class]) -> str:
 
 
 def _by_device(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """The numbers of natural runs on each device alone."""
+    """Render the numbers of natural runs on each device alone."""
     near, wrong = (found[f"doctor_{n}"] for n in ("first_remedy_near_best", "healthy_wrong"))
     held = found["forecast_natural_coverage"]["by_hardware"]
     rows = []
@@ -325,7 +325,7 @@ def _by_device(found: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _runs(runs: Runs) -> str:
-    """Every natural run, the wrong ones first, and below how many count in no number."""
+    """Render every natural run, the wrong ones first, and how many count in no number."""
     every = [*runs.scored, *runs.thin]
     if not every:
         return ""
@@ -345,7 +345,7 @@ def _runs(runs: Runs) -> str:
 
 
 def _came(run: Run) -> Iterator[str]:
-    """Why a run was right or wrong, and what was not measured of it."""
+    """Yield why a run was right or wrong, and what was not measured of it."""
     yield run.why
     if not run.counts:
         yield "too few others"
@@ -354,7 +354,7 @@ def _came(run: Run) -> Iterator[str]:
 
 
 def _first(run: Run) -> str:
-    """The remedy that was named first, and that healthy was said."""
+    """Render the remedy that was named first, or that the run was called healthy."""
     words = f"`{' '.join(run.said.first.change)}`" if run.said.first else "none"
     return f"healthy; {words}" if run.said.healthy else words
 
@@ -369,7 +369,7 @@ def _gain(gain: Spread) -> str:
 
 
 def _judged(trials: Sequence[Trial]) -> str:
-    """The trials of each workload, and below each exact one that was rejected and each loser."""
+    """Render the trials of each workload, then each exact one that was rejected and each loser."""
     if not trials:
         return ""
     rows, told = [], list[str]()
@@ -397,7 +397,7 @@ def _judged(trials: Sequence[Trial]) -> str:
 
 
 def _lists(pairs: Pairs, taken: Sequence[tuple[Prediction, Outcome, str]]) -> str:
-    """Each held-out list by what the planner knew, and below why predictions were retracted."""
+    """Render each held-out list by what the planner knew, then why predictions were retracted."""
     said = [*((p, o, "") for p, o in pairs.scored), *taken]
     said = [(p, o, why) for p, o, why in said if p.step_s and o.step_s]
     rows, reasons = [], Counter[tuple[str, str, str]]()

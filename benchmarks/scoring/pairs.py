@@ -22,16 +22,16 @@ from scoring.rows import (
 
 T = TypeVar("T")
 Id = str | int
-"""Of a plan: what its prediction and its outcome share."""
+"""Name of a plan, which its prediction and its outcome share."""
 
 
 def taken(topic: Topic[T], results: Path) -> list[T]:
-    """Rows that were retracted."""
+    """Return rows that were retracted."""
     return [row for row, why in topic.history(results) if why is not None]
 
 
 def said_ahead(results: Path) -> tuple[list[Forecast], dict[str, int]]:
-    """Forecasts that were said by the day of their outcome; how many were late, retracted, refused.
+    """Return forecasts written by the day of their outcome; count late, retracted and refused ones.
 
     Late are also those of which forecasts_said.jsonl holds no row that is the same and stands.
     """
@@ -52,14 +52,14 @@ def said_ahead(results: Path) -> tuple[list[Forecast], dict[str, int]]:
 
 @dataclass
 class Pairs:
-    """Predictions that stood before their outcomes, and what stood otherwise."""
+    """Hold predictions that stood before their outcomes, those without one, and late ones."""
 
     scored: list[tuple[Prediction, Outcome]] = field(default_factory=list)
     open: list[Prediction] = field(default_factory=list)
     late: list[Prediction] = field(default_factory=list)
 
     def tier(self, name: str) -> "Pairs":
-        """Those of one tier."""
+        """Return the pairs of one tier."""
         return Pairs(
             [(p, o) for p, o in self.scored if p.tier == name],
             [p for p in self.open if p.tier == name],
@@ -67,7 +67,7 @@ class Pairs:
         )
 
     def on(self, *, cpu: bool) -> "Pairs":
-        """Those whose outcome ran on a CPU, or on anything else; open ones by what they say."""
+        """Return the pairs whose outcome ran on a CPU, or on anything else."""
         return Pairs(
             [(p, o) for p, o in self.scored if o.on_cpu is cpu],
             [p for p in self.open if p.for_cpu is cpu],
@@ -80,13 +80,13 @@ class Pairs:
         return [(plan, p, m) for plan, p, m in told if p is not None and m is not None]
 
     def errors(self, what: str) -> list[float]:
-        """Relative errors of `what`."""
+        """Return relative errors of `what`."""
         both = self.both(what)
         return relative_errors([p for _, p, _ in both], [m for *_, m in both]) if both else []
 
 
 def paired(results: Path) -> tuple[Pairs, int]:
-    """Predictions with their outcomes, and how many rows were refused.
+    """Return predictions with their outcomes, and how many rows were refused.
 
     Raises:
         ConfigError: a row is wrong, or a second one of the same plan.
@@ -116,7 +116,7 @@ def paired(results: Path) -> tuple[Pairs, int]:
 
 
 def retracted(results: Path) -> list[tuple[Prediction, Outcome, str]]:
-    """Predictions that stood before their outcomes and were retracted, with the reasons."""
+    """Return predictions that stood before their outcomes and were retracted, with the reasons."""
     outcomes: dict[Id, Outcome] = {}
     before: list[tuple[Prediction, str]] = []
     for row, why in PLANS.history(results):

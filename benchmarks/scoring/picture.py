@@ -1,4 +1,4 @@
-"""Pictures for the documentation: SVG text, written by hand, readable in light and dark.
+"""Draw pictures for the documentation: SVG text, readable in light and dark.
 
 A picture is a file of its own, which a page shows as an image: it has its own background and its
 own colours, those of the report, and follows the reader's scheme and not the page's. Places are
@@ -39,7 +39,7 @@ class Picture:
         self, x: float, y: float, words: str, *, colour: str = "ink", anchor: str = "start",
         size: float = 13, turn: float = 0, bold: bool = False,
     ) -> None:  # fmt: skip
-        """Words whose baseline begins, or has its middle or end, at (x, y); `turn` in degrees."""
+        """Draw words that begin, or have their middle or end, at (x, y); `angle` in degrees."""
         more = f' font-size="{_at(size)}"' if size != 13 else ""
         more += f' text-anchor="{anchor}"' if anchor != "start" else ""
         more += ' font-weight="600"' if bold else ""
@@ -51,7 +51,7 @@ class Picture:
         self, x: float, y: float, width: float, height: float, *, fill: str = "", stroke: str = "",
         opacity: float = 1, line: float = 1,
     ) -> None:  # fmt: skip
-        """A rectangle."""
+        """Draw a rectangle."""
         more = f' fill-opacity="{opacity:.2f}"' if opacity != 1 else ""
         more += f' stroke-width="{_at(line)}"' if stroke else ""
         more += "" if fill else ' fill="none"'
@@ -63,7 +63,7 @@ class Picture:
         self, x1: float, y1: float, x2: float, y2: float, *, colour: str, width: float = 1,
         dash: str = "", opacity: float = 1,
     ) -> None:  # fmt: skip
-        """A straight line; `dash` as in SVG."""
+        """Draw a straight line; `dash` as in SVG."""
         more = f' stroke-dasharray="{dash}"' if dash else ""
         more += f' stroke-opacity="{opacity:.2f}"' if opacity != 1 else ""
         ends = f'x1="{_at(x1)}" y1="{_at(y1)}" x2="{_at(x2)}" y2="{_at(y2)}"'
@@ -71,7 +71,7 @@ class Picture:
         self._add(f'<line {ends}{colours} stroke-width="{_at(width)}"{more}/>')
 
     def mark(self, x: float, y: float, shape: Shape, colour: str, title: str = "") -> None:
-        """A point."""
+        """Draw a point."""
         how = f'{self._class(fill=colour)} fill-opacity="0.85"'
         told = f"><title>{escape(title)}</title></" if title else "/"
         if shape == "circle":
@@ -85,14 +85,14 @@ class Picture:
         self._add(f"<{form} {place}{how}{told}{form if title else ''}>")
 
     def legend(self, x: float, y: float, entries: Sequence[tuple[Shape, str, str]]) -> None:
-        """Marks with their meanings in a row: (shape, colour, words)."""
+        """Draw marks with their meanings in a row: (shape, colour, words)."""
         for shape, colour, words in entries:
             self.mark(x + 5, y - 4.5, shape, colour)
             self.text(x + 16, y, words)
             x += 40 + 7.2 * len(words)
 
     def svg(self) -> str:
-        """The file's text."""
+        """Return the file's text."""
         size = f"{_at(self.width)} {_at(self.height)}"
         light, dark = (
             "".join(f".{way[0]}-{name}{{{way}:{scheme[name]}}}" for way, name in sorted(self._used))
@@ -118,7 +118,7 @@ class Picture:
 
 
 def _at(value: float) -> str:
-    """A place or a size, to a tenth of a pixel."""
+    """Format a place or a size, to a tenth of a pixel."""
     return f"{round(value, 1) + 0.0:g}"
 
 
@@ -127,7 +127,7 @@ def _at(value: float) -> str:
 
 @dataclass(frozen=True)
 class Axis:
-    """One direction of a panel.
+    """Describe one direction of a panel.
 
     Args:
         low, high: the values at its ends.
@@ -143,7 +143,7 @@ class Axis:
     log: bool = False
 
     def share(self, value: float) -> float:
-        """How far along the axis `value` lies: 0 at `low`, 1 at `high`."""
+        """Return how far along the axis `value` lies: 0 at `low`, 1 at `high`."""
         if self.log:
             return math.log(value / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
@@ -156,7 +156,7 @@ class Axis:
 def around(
     values: Sequence[float], label: str, tick: Callable[[float], str], *, log: bool = False
 ) -> Axis:
-    """An axis that holds all values, with a little room at both ends."""
+    """Return an axis that holds all values, with a little room at both ends."""
     low, high = min(values), max(values)
     if log:
         room = max(1.15, (high / low) ** 0.06)
@@ -186,7 +186,7 @@ def _log_ticks(low: float, high: float) -> list[float]:
 
 @dataclass(frozen=True)
 class Panel:
-    """Two axes in a box of a picture: `left`, `top`, `width`, `height` in pixels."""
+    """Place two axes in a box of a picture: `left`, `top`, `width`, `height` in pixels."""
 
     picture: Picture
     x: Axis
@@ -197,14 +197,14 @@ class Panel:
     height: float
 
     def at(self, x: float, y: float) -> tuple[float, float]:
-        """The place of two values."""
+        """Return the place of two values."""
         return (
             self.left + self.x.share(x) * self.width,
             self.top + (1 - self.y.share(y)) * self.height,
         )
 
     def draw(self) -> None:
-        """Grid, ticks and labels."""
+        """Draw grid, ticks and labels."""
         draw, right, bottom = self.picture, self.left + self.width, self.top + self.height
         for value in self.x.ticks():
             x, _ = self.at(value, self.y.low)
@@ -220,17 +220,17 @@ class Panel:
         draw.text(self.left, self.top - 10, self.y.label, colour="soft")
 
     def level(self, y: float) -> None:
-        """A dashed line across."""
+        """Draw a dashed line across."""
         (x1, at), (x2, _) = self.at(self.x.low, y), self.at(self.x.high, y)
         self.picture.line(x1, at, x2, at, colour="goal", width=1.3, dash="5 4", opacity=0.7)
 
     def diagonal(self) -> None:
-        """A dashed line where both axes have the same value."""
+        """Draw a dashed line where both axes have the same value."""
         low, high = max(self.x.low, self.y.low), min(self.x.high, self.y.high)
         (x1, y1), (x2, y2) = self.at(low, low), self.at(high, high)
         self.picture.line(x1, y1, x2, y2, colour="goal", width=1.3, dash="5 4", opacity=0.7)
 
     def whisker(self, x: float, low: float, high: float, colour: str) -> None:
-        """An interval of y at x."""
+        """Draw an interval of y at x."""
         (at, y1), (_, y2) = self.at(x, low), self.at(x, high)
         self.picture.line(at, y1, at, y2, colour=colour, width=1.6, opacity=0.55)

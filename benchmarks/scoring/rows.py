@@ -1,4 +1,4 @@
-"""The rows that predictions, verdicts and outcomes leave in results/TOPIC.jsonl, read and checked.
+"""Read and check the rows of predictions, verdicts and outcomes in results/TOPIC.jsonl.
 
 Every row stands that no later row retracts; only a retraction, which gives its reason, takes one
 out. A row that a program wrote as refused measured nothing: it is counted, and not read.
@@ -22,7 +22,7 @@ DAY = r"^\d{4}-\d\d-\d\d$"
 
 
 def on_cpu(hardware: str | None) -> bool:
-    """Whether a row's hardware is a processor: those are named with their cores or threads."""
+    """Return whether a row's hardware is a processor, named with its cores or threads."""
     return hardware is not None and hardware.endswith((" cores", " threads"))
 
 
@@ -51,12 +51,12 @@ class Fault(Row):
 
     @property
     def level(self) -> float | None:
-        """Which severity of the fault it is: measured ones are never twice the same."""
+        """Return the severity that was asked for; measured ones are never twice the same."""
         return self.severity if self.wanted is None else self.wanted
 
     @property
     def right(self) -> bool:
-        """The verdict is the expected one, and the doctor stands by it."""
+        """Return whether the verdict is the expected one, and the doctor does not abstain."""
         return not self.abstained and self.verdict == self.expected
 
 
@@ -71,7 +71,7 @@ class Healthy(Row):
 
 
 class Spread(Row):
-    """A number between two others."""
+    """Hold a value between a low and a high end."""
 
     low: float
     value: float
@@ -98,7 +98,7 @@ class Gain(Row):
     date: str = Field(pattern=DAY)
 
     def same(self, commit: str | None) -> tuple[Any, ...]:
-        """What the row that says a forecast and the row of its outcome share."""
+        """Return the facts that the row of a forecast and the row of its outcome share."""
         return (
             self.of, self.workload, self.remedy, self.forecast, self.baseline_sha256, commit
         )  # fmt: skip
@@ -124,7 +124,7 @@ class Forecast(Gain):
 
 
 class OverheadMetrics(Row):
-    """Of a row of overhead: a share of a step."""
+    """Hold the share of a step that watching costs."""
 
     overhead: Spread
 
@@ -160,7 +160,7 @@ class Said(Row):
 
     @property
     def held_out_list(self) -> str:
-        """The list that it is of: what its command names, or FIRST; "not told" without one."""
+        """Return the list that its command names, or FIRST; "not told" without a command."""
         named = re.search(r"--list[ =](\S+)", self.command)
         if named:
             return Path(named[1]).stem
@@ -168,7 +168,7 @@ class Said(Row):
 
 
 class Prediction(Said):
-    """What the planner said before."""
+    """Hold what the planner predicted before a run."""
 
     kind: Literal["prediction"]
     tier: Tier
@@ -176,7 +176,7 @@ class Prediction(Said):
 
     @property
     def for_cpu(self) -> bool:
-        """Whether it is of a step on a CPU; predictions of a GPU are written on any machine."""
+        """Return whether it predicts a step on a CPU; those of a GPU are written on any machine."""
         return self.device == "cpu" or on_cpu(self.predicted_for)
 
 
@@ -188,12 +188,12 @@ class Outcome(Said):
 
     @property
     def on_cpu(self) -> bool:
-        """Whether it ran on a CPU."""
+        """Return whether it ran on a CPU."""
         return self.device == "cpu" or on_cpu(self.hardware)
 
 
 class Candidate(Row):
-    """One plan of a choice."""
+    """Hold one plan of a choice."""
 
     id: str | int
     predicted_s: float = Field(gt=0)
@@ -225,7 +225,7 @@ class OfRun(Row):
 
     @property
     def key(self) -> tuple[str, str]:
-        """What the row of what was said and that of the outcome share."""
+        """Return the key that the row of the answer and that of the outcome share."""
         return self.id, self.hardware
 
 
@@ -273,7 +273,7 @@ class NaturalOutcome(OfRun):
 
 
 class Trial(Row):
-    """A change that went through the tuner's pair and judge.
+    """Hold a change that went through the tuner's pair and judge.
 
     `for_loss`: it was rejected for its loss or its gradients. `nats`: the loss after `steps` steps
     less that of the plan without it, where both were trained; such a row repeats its trial's.
@@ -291,19 +291,19 @@ class Trial(Row):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What a trial and the row of its training share."""
+        """Return the key that a trial and the row of its training share."""
         return self.workload, self.base, self.hardware, tuple(self.change)
 
 
 class TunerMetrics(Row):
-    """Of a row of tuning: a speed over that of the workload's best row, and seconds of tuning."""
+    """Hold a speed over that of the workload's best row, and the seconds of tuning."""
 
     ratio_to_best: Spread
     tuning: Spread | None = None
 
 
 class Tuned(Row):
-    """Where the tuner ended."""
+    """Hold where the tuner ended."""
 
     workload: str
     metrics: TunerMetrics
@@ -318,7 +318,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Standing(Generic[T]):
-    """A topic's rows that stand.
+    """Hold the rows of a topic that stand.
 
     Args:
         rows: as they are checked, in the file's order.
@@ -333,13 +333,13 @@ class Standing(Generic[T]):
 
 @dataclass(frozen=True)
 class Topic(Generic[T]):
-    """One file of rows and what a row of it looks like."""
+    """Describe one file of rows and the shape of its rows."""
 
     name: str
     shape: TypeAdapter[T]
 
     def read(self, results: Path) -> Standing[T]:
-        """The rows that stand; none when there is no file.
+        """Return the rows that stand; none when there is no file.
 
         Raises:
             ConfigError: a row is wrong, by file and line.
@@ -351,7 +351,7 @@ class Topic(Generic[T]):
         return Standing(rows, [where for where, _ in told], len(found) - len(told))
 
     def history(self, results: Path) -> Iterator[tuple[T, str | None]]:
-        """Each row in the file's order, with why it was retracted; None where it stands.
+        """Yield each row in the file's order, with why it was retracted; None where it stands.
 
         Refused rows are left out, and wrong ones: `read` raises of those that stand.
         """
@@ -392,14 +392,14 @@ NAMES = tuple(topic.name for topic in (DOCTOR, FORECASTS, OVERHEAD, PLANS, PICKS
 
 
 def standing(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """FILE:LINE and row, without retracted rows, those that retract, and a sweep's points."""
+    """Yield FILE:LINE and row, without retractions, retracted rows and points of a sweep."""
     for where, row, why in _told(file):
         if why is None:
             yield where, row
 
 
 def _told(file: Path) -> Iterator[tuple[str, dict[str, Any], str | None]]:
-    """FILE:LINE, row and why it was retracted, without those that retract and a sweep's points.
+    """Yield FILE:LINE, row and why it was retracted, without retractions and sweep points.
 
     Rows are numbered as retractions number them: from 1, blank lines left out.
     """
@@ -426,7 +426,7 @@ def _told(file: Path) -> Iterator[tuple[str, dict[str, Any], str | None]]:
 
 
 def broken(where: str, what: str) -> ConfigError:
-    """The error of a row that is wrong, whose remedy retracts it.
+    """Return the error of a row that is wrong, whose remedy retracts it.
 
     Args:
         where: FILE:LINE of the row.
@@ -440,7 +440,7 @@ def broken(where: str, what: str) -> ConfigError:
 
 
 def unread(where: str, what: str) -> ConfigError:
-    """The error of a line that is no row, which no row can retract; its remedy takes it out.
+    """Return the error of a line that is no row; its remedy takes the line out.
 
     Args:
         where: FILE:LINE.
