@@ -1,4 +1,4 @@
-"""The doctor's words: what can hold a run up, by the names that findings and techniques share.
+"""Define the doctor's words: what can hold a run up, by names that findings and techniques share.
 
 A technique's `symptoms` are such words, so that the doctor can list it as a remedy without knowing
 it. A word may name a part behind a colon, as in `memory capacity:logits`: of that bottleneck, what
@@ -6,6 +6,7 @@ the technique acts on. A word without one acts on all of it.
 """
 
 from collections.abc import Iterable, Mapping
+from typing import Literal
 
 BOTTLENECKS: Mapping[str, tuple[str, ...]] = {
     "memory capacity": ("activations", "logits", "parameters", "gradients", "optimizer"),
@@ -25,6 +26,22 @@ BOTTLENECKS: Mapping[str, tuple[str, ...]] = {
 }
 """bottleneck -> its parts. `computation` is what lessens FLOPs or raises their rate; `recipe` what
 comes to a loss in fewer tokens; `launch:compilation` steps that compile again."""
+LoopChange = Literal[
+    "8-bit states",
+    "Liger kernels",
+    "bf16 autocast",
+    "few shapes",
+    "kept compiled code",
+    "log-sum-exp penalty",
+    "pinned copies",
+    "recomputed blocks",
+    "recorded graphs",
+    "smaller micro-batches",
+    "tf32 matmuls",
+    "torch.compile",
+]
+"""Changes of a training loop that is not Headrace's. A technique that does the same names them in
+its `loop_changes`, so that the doctor of such a loop can point to it without knowing it."""
 PAID = frozenset({"memory capacity:activations", "memory capacity:optimizer"})
 """What a technique is a remedy for, and nothing else, that gives time for memory."""
 

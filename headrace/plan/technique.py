@@ -21,6 +21,7 @@ from headrace.core.known import told_of
 from headrace.core.remedy import Remedy, as_remedy, mend
 from headrace.core.strict import Strict
 from headrace.costs.ledger import Ledger
+from headrace.plan.symptoms import LoopChange
 
 B = TypeVar("B")
 
@@ -189,6 +190,8 @@ class Technique(Strict, Generic[B]):
     """Whether `predict` also says what it does to a step's time, or it does nothing to it."""
     symptoms: ClassVar[tuple[str, ...]] = ()
     """The doctor's findings that this technique is a remedy for, in the words of symptoms.py."""
+    loop_changes: ClassVar[tuple[LoopChange, ...]] = ()
+    """Changes of a loop that is not Headrace's that do what it does, in the words of symptoms.py."""
     token_share: ClassVar[float] = 1.0
     """Share of the tokens to a loss that it needs by its card's source; 1 claims nothing. A tuner
     tries first what promises most by it and by the time of a step."""

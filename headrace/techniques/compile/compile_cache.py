@@ -31,6 +31,7 @@ from headrace.assemble.sockets import Build
 from headrace.core.errors import ConfigError, RefusalKind
 from headrace.core.remedy import Remedy, mend
 from headrace.costs.ledger import Ledger
+from headrace.plan.symptoms import LoopChange
 from headrace.plan.technique import (
     Card,
     Context,
@@ -63,6 +64,7 @@ class CompileCache(Technique[Build]):
     stage: ClassVar[Stage] = Stage.COMPILE
     composes: ClassVar[tuple[str, ...]] = ("runtime",)
     symptoms: ClassVar[tuple[str, ...]] = ("launch:compilation",)
+    loop_changes: ClassVar[tuple[LoopChange, ...]] = ("kept compiled code",)
     card: ClassVar[Card] = Card(
         buys="a later start of the same plan: 18.8 s to the first step for 27.4 (1b on an H200, "
         "results/limits.jsonl), 2.1 s of compiling for 6.3; code generation and its compilers, not "

@@ -29,6 +29,7 @@ from headrace.assemble.sockets import Build
 from headrace.core.errors import RefusalKind
 from headrace.core.remedy import mend
 from headrace.costs.ledger import Ledger, Line
+from headrace.plan.symptoms import LoopChange
 from headrace.plan.technique import (
     Card,
     Context,
@@ -64,6 +65,7 @@ class CudaGraphs(Technique[Build]):
         "2^(layers - 1) sets (derived)",
     }
     symptoms: ClassVar[tuple[str, ...]] = ("launch",)
+    loop_changes: ClassVar[tuple[LoopChange, ...]] = ("recorded graphs",)
     card: ClassVar[Card] = Card(
         buys="H200, compiled recipe with it: 1.00x the speed (1b), 0.98x (160m), 2.62x (160m, "
         "batch.micro_sequences=1); the host's time per launch; elsewhere from slightly slower to "

@@ -33,6 +33,7 @@ from headrace.core.remedy import mend
 from headrace.costs.ledger import Ledger, Line
 from headrace.model.head import IGNORED
 from headrace.model.mask import Rows
+from headrace.plan.symptoms import LoopChange
 from headrace.plan.technique import (
     Card,
     Context,
@@ -61,6 +62,7 @@ class ShapeBuckets(Technique[Build]):
         "be summed before an update (arXiv 2306.09782)",
     }
     symptoms: ClassVar[tuple[str, ...]] = ("launch:compilation",)
+    loop_changes: ClassVar[tuple[LoopChange, ...]] = ("few shapes",)
     card: ClassVar[Card] = Card(
         buys="H200, compiled recipe on sequence_length_schedule with it: 1.12x the speed (160m, a "
         "whole run on one host), 1.00x (160m, on another); plain trunk, compiled by block, on "

@@ -21,6 +21,7 @@ from headrace.core.strict import Wrong
 from headrace.costs.count import FP32
 from headrace.costs.ledger import Ledger, Line
 from headrace.costs.work import REGION
+from headrace.plan.symptoms import LoopChange
 from headrace.plan.technique import (
     Card,
     Context,
@@ -49,6 +50,7 @@ class TorchCompile(Technique[Build]):
     stage: ClassVar[Stage] = Stage.COMPILE
     composes: ClassVar[tuple[str, ...]] = ("block_forward", "compiled", "runtime")
     symptoms: ClassVar[tuple[str, ...]] = ("memory bandwidth", "launch")
+    loop_changes: ClassVar[tuple[LoopChange, ...]] = ("torch.compile",)
     settled: ClassVar[tuple[str, ...]] = ("backend", "fullgraph")
     card: ClassVar[Card] = Card(
         buys="H200, compiled recipe without it: 0.87x the speed (1b), 0.67x (160m); plain trunk "

@@ -34,6 +34,7 @@ from headrace.costs.ledger import Ledger
 from headrace.data.loader import Loader
 from headrace.data.rows import Packer
 from headrace.data.tuned_loader import TunedLoader
+from headrace.plan.symptoms import LoopChange
 from headrace.plan.technique import (
     Card,
     Context,
@@ -66,6 +67,7 @@ class LoaderWorkers(Technique[Build]):
     stage: ClassVar[Stage] = Stage.DATA
     claims: ClassVar[tuple[str, ...]] = ("transport",)
     symptoms: ClassVar[tuple[str, ...]] = ("input",)
+    loop_changes: ClassVar[tuple[LoopChange, ...]] = ("pinned copies",)
     card: ClassVar[Card] = Card(
         buys="the wait for rows, where one thread reads more slowly than the GPU trains: H200, "
         "160m, a thread that needs four steps for the rows of one has 0.24 of the speed, with it "

@@ -28,6 +28,7 @@ from headrace.costs.ledger import Ledger
 from headrace.costs.work import Work
 from headrace.kernels.cross_entropy_objective import WithZLoss
 from headrace.model.head import IGNORED
+from headrace.plan.symptoms import LoopChange
 from headrace.plan.technique import Card, Context, Doubt, Evidence, Stage, Supported, Technique
 
 STRONG = 1e-2
@@ -50,6 +51,7 @@ class ZLoss(Technique[Build]):
     composes: ClassVar[tuple[str, ...]] = ("objective",)
     equality: ClassVar = "learning"
     symptoms: ClassVar[tuple[str, ...]] = ("instability",)
+    loop_changes: ClassVar[tuple[LoopChange, ...]] = ("log-sum-exp penalty",)
     card: ClassVar[Card] = Card(
         buys="logits that stay small, where a run's loss spikes (arXiv 2204.02311)",
         costs="H200, compiled recipe with it: 1.00x the speed (1b), 1.00x (160m); compiled recipe "

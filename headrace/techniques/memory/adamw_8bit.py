@@ -39,6 +39,7 @@ from headrace.kernels.blockwise_8bit import (
 from headrace.model.adapter import shape_of
 from headrace.parallel.layout import local_of
 from headrace.plan.plan import Plan
+from headrace.plan.symptoms import LoopChange
 from headrace.plan.technique import (
     Card,
     Context,
@@ -140,6 +141,7 @@ class Adamw8bit(Technique[Build]):
     composes: ClassVar[tuple[str, ...]] = ("routes",)
     equality: ClassVar = "learning"
     symptoms: ClassVar[tuple[str, ...]] = ("memory capacity:optimizer",)
+    loop_changes: ClassVar[tuple[LoopChange, ...]] = ("8-bit states",)
     card: ClassVar[Card] = Card(
         buys="H200, compiled recipe less bf16_parameters with it: 0.88x the memory (1b), 0.97x "
         "(160m); 6 of the 8 bytes of optimizer state of every number in a matrix (derived)",

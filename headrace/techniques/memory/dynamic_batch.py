@@ -56,6 +56,7 @@ from headrace.costs.ledger import Ledger
 from headrace.model.head import Objective
 from headrace.model.mask import Rows
 from headrace.plan.plan import Batch, Goal, Plan, TrackConfig
+from headrace.plan.symptoms import LoopChange
 from headrace.plan.technique import (
     Card,
     Context,
@@ -178,6 +179,7 @@ class DynamicBatch(Technique[Build]):
         "counts against its evidence (derived)",
     }
     symptoms: ClassVar[tuple[str, ...]] = ("memory capacity:activations", "memory capacity:logits")
+    loop_changes: ClassVar[tuple[LoopChange, ...]] = ("smaller micro-batches",)
     card: ClassVar[Card] = Card(
         buys="H200, compiled recipe with it: 1.15x the speed (1b, from batch.micro_sequences=1), "
         "8.44x (160m, from batch.micro_sequences=1); the largest micro-batch that fits, without "

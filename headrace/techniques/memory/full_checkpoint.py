@@ -31,6 +31,7 @@ from headrace.costs.count import FP32, holds_casts
 from headrace.costs.ledger import Ledger, Line
 from headrace.costs.work import RERUN
 from headrace.model.lora import LAST, recomputed_adapter_flops
+from headrace.plan.symptoms import LoopChange
 from headrace.plan.technique import Card, Context, Evidence, Stage, Supported, Technique
 
 KEPT_LINE = "residual"
@@ -52,6 +53,7 @@ class FullCheckpoint(Technique[Build]):
         "of results, and the outer one would decide alone (torch.utils.checkpoint)",
     }
     symptoms: ClassVar[tuple[str, ...]] = ("memory capacity:activations",)
+    loop_changes: ClassVar[tuple[LoopChange, ...]] = ("recomputed blocks",)
     card: ClassVar[Card] = Card(
         buys="H200, compiled recipe with it: 0.42x the memory (1b), 0.27x (160m); all of a block's "
         "activations but its input: memory by layers falls to one tensor of tokens x features each "

@@ -20,6 +20,7 @@ from headrace.assemble.sockets import Build
 from headrace.core.errors import RefusalKind
 from headrace.core.remedy import mend
 from headrace.costs.ledger import Ledger
+from headrace.plan.symptoms import LoopChange
 from headrace.plan.technique import (
     Card,
     Context,
@@ -44,6 +45,7 @@ class Bf16Autocast(Technique[Build]):
     equality: ClassVar = "approximate"
     band: ClassVar[float] = 0.05  # L2 of a gradient from fp32's, as the suite holds bf16 to
     symptoms: ClassVar[tuple[str, ...]] = ("computation:products", "memory capacity:activations")
+    loop_changes: ClassVar[tuple[LoopChange, ...]] = ("bf16 autocast",)
     card: ClassVar[Card] = Card(
         buys="H200, compiled recipe in fp32 with it: 11.66x the speed (1b), 9.95x (160m) and 0.46x "
         "the memory (1b), 0.52x (160m); half the bytes of activations (derived); products at 16 "

@@ -23,6 +23,7 @@ from headrace.assemble.sockets import Build
 from headrace.core.errors import RefusalKind
 from headrace.core.remedy import mend
 from headrace.costs.ledger import Ledger
+from headrace.plan.symptoms import LoopChange
 from headrace.plan.technique import (
     Card,
     Context,
@@ -60,6 +61,7 @@ class Tf32(Technique[Build]):
     equality: ClassVar = "approximate"
     band: ClassVar[float] = 0.05 / 2**3  # bf16's, with 3 more bits
     symptoms: ClassVar[tuple[str, ...]] = ("computation:products",)
+    loop_changes: ClassVar[tuple[LoopChange, ...]] = ("tf32 matmuls",)
     card: ClassVar[Card] = Card(
         buys="H200, compiled recipe in fp32 with it: 3.64x the speed (1b), 2.52x (160m); fp32 "
         "products at 8 times the rate on an A100 (data sheet: 156 against 19.5 TFLOP/s)",
